@@ -289,7 +289,8 @@ def document(needs_key: bool) -> tuple[str, str]:
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-    for mark, text in ((_STYLE, style), (_SCRIPT, script), (_KEY, f"data-key={_word(needs_key)}")):
+    key = f"data-key={'yes' if needs_key else 'no'}"
+    for mark, text in ((_STYLE, style), (_SCRIPT, script), (_KEY, key)):
         if html.count(mark) != 1:
             raise ValueError(f"index.html has {mark!r} {html.count(mark)} times, expected once")
         html = html.replace(mark, text)
@@ -304,7 +305,3 @@ def _hash(text: str) -> str:
     """The source of an inline element in a Content-Security-Policy."""
     digest = hashlib.sha256(text.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
-
-
-def _word(yes: bool) -> str:
-    return "yes" if yes else "no"

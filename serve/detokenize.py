@@ -26,7 +26,7 @@ class IncrementalDetokenizer:
 
     def __init__(self, decode: Decode | None, stop: Sequence[str] = ()):
         self._stop, self.given = tuple(stop), 0
-        self._stream = TextStream(decode or _no_text)
+        self._stream = TextStream(decode or (lambda ids: ""))
         self._whole = ""  # all characters so far
 
     def push(self, tokens: Sequence[int], text: str | None = None) -> str:
@@ -70,7 +70,3 @@ class IncrementalDetokenizer:
             if any(len(string) > count and string.startswith(end) for string in self._stop):
                 return count
         return 0
-
-
-def _no_text(ids: Sequence[int]) -> str:
-    return ""

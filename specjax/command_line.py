@@ -124,7 +124,10 @@ def parse_config(
         config = _finish(schema, merged)
         _require_effect(schema, merged, given)
         if require is not None:
-            _require(require, config)
+            try:
+                require(config)
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
         if flags.print_config:
             print(OmegaConf.to_yaml(_shown(schema, merged)), end="")
             sys.exit(0)
@@ -390,9 +393,8 @@ def _read_overrides(schema: _Schema, overrides: Sequence[str]) -> dict[str, Any]
         name, equals, text = override.partition("=")
         name = underscored(name.strip())
         if not equals or not name:
-            raise ConfigError(
-                f"expected key=value, got {override!r}{_what_may_be_meant(schema, name)}"
-            )
+            hint = f"; {name}=VALUE sets it" if name in schema.keys else schema.suggestion(name)
+            raise ConfigError(f"expected key=value, got {override!r}{hint}")
         alias = schema.aliases.get(name)
         asked = name
         if alias is not None and not text.lstrip().startswith("{"):
@@ -415,12 +417,6 @@ def _read_overrides(schema: _Schema, overrides: Sequence[str]) -> dict[str, Any]
             raise ConfigError(f"command line: {name}: {error}") from error
         found[name] = value
     return found
-
-
-def _what_may_be_meant(schema: _Schema, name: str) -> str:
-    if name in schema.keys:
-        return f"; {name}=VALUE sets it"
-    return schema.suggestion(name)
 
 
 # --- layers --------------------------------------------------------------------------------------
@@ -446,8 +442,7 @@ def _merge(
         filed = frozenset(name for name, _ in _flatten(raw, schema.sections))
     alone = merged
     nested: dict[str, Any] = {}
-    given = _read_overrides(schema, overrides)
-    for name, value in given.items():
+    for name, value in _read_overrides(schema, overrides).items():
         _put(nested, name, value)
     merged = _apply(schema, merged, nested, "command line")
     typed = frozenset(name for name, _ in _flatten(nested, schema.sections))
@@ -567,7 +562,8 @@ def _type_message(schema: _Schema, error: OmegaConfBaseException, source: str) -
     name = getattr(error, "full_key", None) or "value"
     key = schema.keys.get(name)
     wanted = f" (expected {type_name(key.type)})" if key is not None else ""
-    return f"{source}: {name}: {_first_line(error)}{wanted}"
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{source}: {name}: {lines[0]}{wanted}"
 
 
 # --- the whole -----------------------------------------------------------------------------------
@@ -612,18 +608,6 @@ def _finish(schema: _Schema, merged: DictConfig) -> Any:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(spelled(error, getattr(schema.cls, "say", python))) from error
-
-
-def _require(require: Callable[[T], None], config: T) -> None:
-    try:
-        require(config)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 # --- flags of commands ---------------------------------------------------------------------------

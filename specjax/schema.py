@@ -336,7 +336,7 @@ def read(text: str, key: Key | None) -> Any:
       ValueProblem: the text is not YAML.
     """
     if key is not None and _is_text(key.type):
-        return _text(text, _may_be_null(key.type))
+        return _text(text, nullable=type(None) in _options(key.type))
     try:
         return yaml.load(text, Yaml)
     except yaml.YAMLError as error:
@@ -402,7 +402,13 @@ def _checked(kind: Any, value: Any) -> Any:
         if not isinstance(value, list):
             raise ValueProblem(f"expected {expected(asked)}, got {_shown(value)}")
         (inner,) = typing.get_args(kind) or (Any,)
-        return [_element(inner, i, each) for i, each in enumerate(value)]
+        found = []
+        for i, each in enumerate(value):
+            try:
+                found.append(_checked(inner, each))
+            except ValueProblem as error:
+                raise ValueProblem(f"entry {i}: {error}") from error
+        return found
     if origin is dict:
         if not isinstance(value, Mapping):
             raise ValueProblem(f"expected {expected(asked)}, got {_shown(value)}")
@@ -429,13 +435,6 @@ def _mapping(kind: Any, value: Mapping) -> Mapping:
         except ValueProblem as error:
             raise ValueProblem(f"entry {key}: {error}") from error
     return found
-
-
-def _element(kind: Any, index: int, value: Any) -> Any:
-    try:
-        return _checked(kind, value)
-    except ValueProblem as error:
-        raise ValueProblem(f"entry {index}: {error}") from error
 
 
 def _scalar(kind: type, value: Any) -> Any:
@@ -507,7 +506,3 @@ def _options(kind: Any) -> tuple[Any, ...]:
 
 def _is_text(kind: Any) -> bool:
     return [option for option in _options(kind) if option is not type(None)] == [str]
-
-
-def _may_be_null(kind: Any) -> bool:
-    return type(None) in _options(kind)

@@ -104,12 +104,7 @@ def _help() -> str:
         "Lossless speculative rollouts: the same tokens, sooner.\n\n"
         f"commands (specjax COMMAND --help says more):\n{commands}\n\n"
         "  --version  versions of specjax, jax and Python\n\n"
-        f"{EXAMPLES}\n\n{_statuses()}"
-    )
-
-
-def _statuses() -> str:
-    return (
+        f"{EXAMPLES}\n\n"
         "exit status: 0 success, 1 failure, 2 wrong arguments, "
         f"{INTERRUPTED} Ctrl-C, {BROKEN_PIPE} broken pipe"
     )

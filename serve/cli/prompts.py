@@ -83,8 +83,10 @@ def of_file(name: str, json_lines: bool, chat: bool) -> tuple[list[Prompt], list
         try:
             text = line.decode("utf-8-sig" if index == 0 else "utf-8").removesuffix("\r")
             if text.strip():
-                read = _of_json if json_lines else _of_text
-                prompts.append(read(index, where, text, chat))
+                if json_lines:
+                    prompts.append(_of_value(index, where, json.loads(text), chat))
+                else:
+                    prompts.append(_of_text(index, where, text, chat))
         except (ValueError, RecursionError) as error:
             problems.append(f"{where}: {error}")
     return prompts, problems
@@ -110,10 +112,6 @@ def _is_conversation(value: Any) -> bool:
     return isinstance(value, list) and any(
         isinstance(message, dict) and "role" in message for message in value
     )
-
-
-def _of_json(index: int, where: str, line: str, chat: bool) -> Prompt:
-    return _of_value(index, where, json.loads(line), chat)
 
 
 def _of_value(index: int, where: str, value: Any, chat: bool) -> Prompt:

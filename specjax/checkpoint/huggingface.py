@@ -34,13 +34,13 @@ from specjax.checked_json import CheckpointError, Keys, UnsupportedModelError, s
 from specjax.checkpoint.huggingface_names import (
     HEAD_STYLES,
     CheckpointWeightError,
-    Slot,
+    Leaf,
     Tensor,
-    head_slots,
+    head_leaves,
     is_head_name,
     is_redundant,
     order_of,
-    policy_slots,
+    policy_leaves,
     raise_problems,
     style_of,
     style_on_export,
@@ -283,9 +283,9 @@ class _Weights:
 # --- checking -----------------------------------------------------------------------------------
 
 
-def _check(source: Path, weights: _Weights, slots: list[Slot], zeros: dict, extra: list[str]):
+def _check(source: Path, weights: _Weights, leaves: list[Leaf], zeros: dict, extra: list[str]):
     """Raises `CheckpointWeightError` with one line per weight that does not fit."""
-    expected = {name: tensor.shape for name, tensor in tensors_of(slots).items()}
+    expected = {name: tensor.shape for name, tensor in tensors_of(leaves).items()}
     present = set(weights.names())
     problems = [
         f"missing: {name}, expected {list(shape)}"
@@ -313,38 +313,38 @@ def _check(source: Path, weights: _Weights, slots: list[Slot], zeros: dict, extr
 # --- placing ------------------------------------------------------------------------------------
 
 
-def _place(weights: _Weights, slots: list[Slot], dtype: str, mesh) -> Params:
+def _place(weights: _Weights, leaves: list[Leaf], dtype: str, mesh) -> Params:
     """Builds the parameter tree, one array at a time, in its dtype and sharding."""
     arrays = {}
-    for slot in slots:
-        whole = (slice(None),) * len(slot.shape)
+    for leaf in leaves:
+        whole = (slice(None),) * len(leaf.shape)
         if mesh is None:
-            arrays[slot.path] = jax.device_put(_read(weights, slot, jnp.dtype(dtype), whole))
+            arrays[leaf.path] = jax.device_put(_read(weights, leaf, jnp.dtype(dtype), whole))
             continue
         pieces = {}  # devices that hold the same slice share one read
 
-        def fill(index, slot=slot, pieces=pieces):
-            key = tuple(s.indices(n) for s, n in zip(index, slot.shape, strict=True))
+        def fill(index, leaf=leaf, pieces=pieces):
+            key = tuple(s.indices(n) for s, n in zip(index, leaf.shape, strict=True))
             if key not in pieces:
-                pieces[key] = _read(weights, slot, jnp.dtype(dtype), index)
+                pieces[key] = _read(weights, leaf, jnp.dtype(dtype), index)
             return pieces[key]
 
-        target = jax.NamedSharding(mesh, sharding.spec_for(mesh, slot.axes, slot.shape))
-        arrays[slot.path] = jax.make_array_from_callback(
-            slot.shape, target, fill, dtype=jnp.dtype(dtype)
+        target = jax.NamedSharding(mesh, sharding.spec_for(mesh, leaf.axes, leaf.shape))
+        arrays[leaf.path] = jax.make_array_from_callback(
+            leaf.shape, target, fill, dtype=jnp.dtype(dtype)
         )
     return _nest(arrays)
 
 
-def _read(weights: _Weights, slot: Slot, dtype: np.dtype, index: tuple[slice, ...]) -> np.ndarray:
+def _read(weights: _Weights, leaf: Leaf, dtype: np.dtype, index: tuple[slice, ...]) -> np.ndarray:
     """One slice of a parameter; `index` is in the parameter's own axes."""
-    index = tuple(slice(*s.indices(n)) for s, n in zip(index, slot.shape, strict=True))
+    index = tuple(slice(*s.indices(n)) for s, n in zip(index, leaf.shape, strict=True))
     out = np.empty([s.stop - s.start for s in index], dtype)
-    which, inside = index[: slot.lead], index[slot.lead :]
-    for at in np.ndindex(out.shape[: slot.lead]):
-        stored = slot.pieces[tuple(s.start + i for s, i in zip(which, at, strict=True))]
-        if slot.swap:  # both halves may be in one slice: read the whole, then cut
-            whole = _read_piece(weights, stored, tuple(slice(0, n) for n in slot.row.shape))
+    which, inside = index[: leaf.lead], index[leaf.lead :]
+    for at in np.ndindex(out.shape[: leaf.lead]):
+        stored = leaf.pieces[tuple(s.start + i for s, i in zip(which, at, strict=True))]
+        if leaf.swap:  # both halves may be in one slice: read the whole, then cut
+            whole = _read_piece(weights, stored, tuple(slice(0, n) for n in leaf.row.shape))
             out[at] = np.roll(whole, whole.shape[0] // 2, axis=0)[inside]
         else:
             out[at] = _read_piece(weights, stored, inside)
@@ -441,10 +441,10 @@ def load_checkpoint(
         cfg = cfg.replace(mtp_concat=mtp_concat)
     weights = _Weights(reader.tensors())
     cfg = _as_stored(Path(path), cfg, weights)
-    policy, head, style = policy_slots(cfg), [], None
+    policy, head, style = policy_leaves(cfg), [], None
     if cfg.mtp_num_layers:
         style = style_of(cfg, weights.names())
-        head = head_slots(cfg, style)
+        head = head_leaves(cfg, style)
     extra = [name for name in weights.names() if not is_redundant(cfg, name)]
     _check(Path(path), weights, policy + head, zero_tensors(cfg, style), extra)
     params = _place(weights, policy, cfg.run.param_dtype, mesh)
@@ -469,15 +469,15 @@ def load_head(path: str | Path, cfg: ModelConfig, mesh: jax.sharding.Mesh | None
     style = style_of(cfg, weights.names())
     if not file.is_dir():
         _check_switches(file, cfg, metadata)
-    slots = head_slots(cfg, style)
+    leaves = head_leaves(cfg, style)
     extra = [
         name
         for name in weights.names()
         if not is_redundant(cfg, name) and (not file.is_dir() or is_head_name(cfg, style, name))
     ]
     zeros = {n: s for n, s in zero_tensors(cfg, style).items() if is_head_name(cfg, style, n)}
-    _check(file, weights, slots, zeros, extra)
-    return _place(weights, slots, cfg.run.param_dtype, mesh)
+    _check(file, weights, leaves, zeros, extra)
+    return _place(weights, leaves, cfg.run.param_dtype, mesh)
 
 
 def _check_switches(file: Path, cfg: ModelConfig, metadata: dict[str, str]) -> None:
@@ -537,10 +537,10 @@ def save_checkpoint(
     if path.exists() and not ((path / "config.json").exists() or _is_empty_dir(path)):
         raise CheckpointError(f"{path} exists and is no checkpoint; choose another path")
     style = style_on_export(cfg) if head is not None else None
-    body = _named(policy_slots(cfg), params, dtype)
+    body = _named(policy_leaves(cfg), params, dtype)
     own_file = family_of(cfg.model_type).head_style is None
     if head is not None and not own_file:
-        body += _named(head_slots(cfg, style), head, dtype)
+        body += _named(head_leaves(cfg, style), head, dtype)
     body += _zeros(cfg, None if own_file else style, dtype)
     with replacing(path) as partial:
         _write_json(partial / "config.json", config)
@@ -562,7 +562,7 @@ def save_head(path: str | Path, cfg: ModelConfig, head: Params, dtype: str | Non
     """
     path, style = Path(path).absolute(), style_on_export(cfg)
     dtype = dtype_name(dtype or head["blocks"][0]["proj"].dtype)
-    tensors = _named(head_slots(cfg, style), head, dtype)
+    tensors = _named(head_leaves(cfg, style), head, dtype)
     tensors += [t for t in _zeros(cfg, style, dtype) if is_head_name(cfg, style, t.name)]
     switches = {**mtp_json(cfg), "concat": HEAD_STYLES[style].concat}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -573,10 +573,10 @@ def save_head(path: str | Path, cfg: ModelConfig, head: Params, dtype: str | Non
     partial.replace(path)
 
 
-def _named(slots: list[Slot], params: Params, dtype: str) -> list[_Written]:
+def _named(leaves: list[Leaf], params: Params, dtype: str) -> list[_Written]:
     """Checks the shapes of parameters; returns the tensors to write."""
     problems = []
-    known = {s.path: s.shape for s in slots}
+    known = {s.path: s.shape for s in leaves}
     got = {
         tuple(p.key for p in path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
@@ -594,17 +594,17 @@ def _named(slots: list[Slot], params: Params, dtype: str) -> list[_Written]:
     raise_problems("the parameter tree", sorted(problems))
     return [
         _Written(name, tensor.shape, _reader(tensor, got, jnp.dtype(dtype)))
-        for name, tensor in tensors_of(slots).items()
+        for name, tensor in tensors_of(leaves).items()
     ]
 
 
 def _reader(tensor: Tensor, arrays: Mapping[tuple, Any], dtype: np.dtype):
     def read() -> np.ndarray:
         out = np.empty(tensor.shape, dtype)
-        for slot, at, stored in tensor.holds:
-            array = arrays[slot.path]
+        for leaf, at, stored in tensor.holds:
+            array = arrays[leaf.path]
             piece = np.asarray(array[at] if at else array)
-            if slot.swap:
+            if leaf.swap:
                 piece = np.roll(piece, piece.shape[0] // 2, axis=0)
             where = [slice(None)] * out.ndim
             if (part := stored.part) is not None:

@@ -1,6 +1,6 @@
 """Which Hugging Face tensor is which parameter.
 
-A `Slot` is one array of the parameter tree and the tensors that fill it: one per layer when the
+A `Leaf` is one array of the parameter tree and the tensors that fill it: one per layer when the
 array is stacked, or several, or parts of them. Families say which. Projections are `[out, in]` on
 disk and `[in, out]` here.
 
@@ -93,7 +93,7 @@ def order_of(family: Family) -> str | None:
     return None if family.head_style is None else HEAD_STYLES[family.head_style].concat
 
 
-class Slot(NamedTuple):
+class Leaf(NamedTuple):
     """A parameter and the tensors that fill it.
 
     Attributes:
@@ -130,7 +130,7 @@ class Tensor(NamedTuple):
     """A tensor in the files: its shape, and the pieces of parameters that it holds."""
 
     shape: tuple[int, ...]
-    holds: list[tuple[Slot, tuple[int, ...], Stored]]
+    holds: list[tuple[Leaf, tuple[int, ...], Stored]]
 
 
 def swap_last(index: tuple, stored: Stored) -> tuple:
@@ -138,7 +138,7 @@ def swap_last(index: tuple, stored: Stored) -> tuple:
     return (*index[:-2], index[-1], index[-2]) if stored.transpose else index
 
 
-def tensors_of(slots: Iterable[Slot]) -> dict[str, Tensor]:
+def tensors_of(leaves: Iterable[Leaf]) -> dict[str, Tensor]:
     """The tensors that fill some parameters, by their names.
 
     Raises:
@@ -146,21 +146,21 @@ def tensors_of(slots: Iterable[Slot]) -> dict[str, Tensor]:
         overlap, or leave out some of the tensor.
     """
     tensors: dict[str, Tensor] = {}
-    for slot in slots:
-        for at, stored in slot.pieces.items():
-            shape = swap_last(slot.shape[slot.lead :], stored)
+    for leaf in leaves:
+        for at, stored in leaf.pieces.items():
+            shape = swap_last(leaf.shape[leaf.lead :], stored)
             if (part := stored.part) is not None:
                 if part.axis not in range(len(shape)) or part.length != shape[part.axis]:
                     raise UnsupportedModelError(
-                        f"{label_of(slot)}: expected a part of tensor {stored.name} that has the "
+                        f"{label_of(leaf)}: expected a part of tensor {stored.name} that has the "
                         f"shape {list(shape)}, got {part}; correct `Family.stored`"
                     )
                 shape = (*shape[: part.axis], part.size, *shape[part.axis + 1 :])
             tensor = tensors.setdefault(stored.name, Tensor(shape, []))
-            tensor.holds.append((slot, at, stored))
+            tensor.holds.append((leaf, at, stored))
             if tensor.shape != shape:
                 raise UnsupportedModelError(
-                    f"{label_of(slot)}: expected tensor {stored.name} to be {list(tensor.shape)}, "
+                    f"{label_of(leaf)}: expected tensor {stored.name} to be {list(tensor.shape)}, "
                     f"as another array says, got {list(shape)}; correct `Family.stored`"
                 )
     for name, tensor in tensors.items():
@@ -175,20 +175,20 @@ def _check_parts(name: str, tensor: Tensor) -> None:
     axes = {None if part is None else part.axis for part in parts}
     found = sorted(i for p in parts if p is not None for i in range(p.start, p.stop, p.step))
     if None in axes or len(axes) > 1 or found != list(range(tensor.shape[axes.pop()])):
-        arrays = ", ".join(f"{label_of(slot)} {s.part or 'all'}" for slot, _, s in tensor.holds)
+        arrays = ", ".join(f"{label_of(leaf)} {s.part or 'all'}" for leaf, _, s in tensor.holds)
         raise UnsupportedModelError(
             f"tensor {name}: expected one array, or parts along one axis that fill it without "
             f"overlapping, got {arrays}; correct `Family.stored`"
         )
 
 
-def label_of(slot: Slot) -> str:
+def label_of(leaf: Leaf) -> str:
     """The parameter's path, for messages."""
-    return "/".join(map(str, slot.path))
+    return "/".join(map(str, leaf.path))
 
 
 def _pieces(row: Param, place: Place, prefix: str, label: str) -> dict[tuple[int, ...], Stored]:
-    """The pieces of a parameter of one layer, or outside the layers, see `Slot.pieces`."""
+    """The pieces of a parameter of one layer, or outside the layers, see `Leaf.pieces`."""
     if place is None:
         raise UnsupportedModelError(
             f"{label}: expected a tensor in files, got none; name it in `Param.stored`, or in "
@@ -215,7 +215,7 @@ def _places(cfg: ModelConfig, layer: Any, rows: Mapping[str, Param]) -> Mapping[
     return places
 
 
-def policy_slots(cfg: ModelConfig) -> list[Slot]:
+def policy_leaves(cfg: ModelConfig) -> list[Leaf]:
     """Every parameter of `Transformer` in the stacked layout.
 
     Raises:
@@ -223,8 +223,8 @@ def policy_slots(cfg: ModelConfig) -> list[Slot]:
     """
     rows, prefix = top_rows(cfg), family_of(cfg.model_type).layer_prefix
     places = _places(cfg, None, rows)
-    slots = [
-        Slot((name,), row, _pieces(row, places[name], "", name))
+    leaves = [
+        Leaf((name,), row, _pieces(row, places[name], "", name))
         for name, row in rows.items()
         if name != "lm_head" or not cfg.tie_embeddings
     ]
@@ -240,30 +240,30 @@ def policy_slots(cfg: ModelConfig) -> list[Slot]:
                     row, places[name], prefix.format(number), f"layers/{number}/{name}"
                 ).items()
             }
-            slots.append(Slot(("layers", *inside, name), row, pieces, layers=len(stack.numbers)))
-    return slots
+            leaves.append(Leaf(("layers", *inside, name), row, pieces, layers=len(stack.numbers)))
+    return leaves
 
 
-def head_slots(cfg: ModelConfig, style: str) -> list[Slot]:
+def head_leaves(cfg: ModelConfig, style: str) -> list[Leaf]:
     """Every parameter of `MTPHead` under the names of `style`, in memory as `cfg.mtp_concat`.
 
     Raises:
       UnsupportedModelError: the family does not name the tensor of an array of the head's layer.
     """
-    table, slots = HEAD_STYLES[style], []
+    table, leaves = HEAD_STYLES[style], []
     layer = head_layer(cfg)
     rows = layer_rows(layer, cfg.hidden_size)
     places = _places(cfg, layer, rows)
     for index in range(cfg.mtp_num_layers):
         prefix, path = _head_prefix(cfg, style, index), ("blocks", index)
-        for leaf, row in module_rows(cfg).items():
-            swap = leaf == "proj" and table.concat != cfg.mtp_concat
-            pieces = _pieces(row, table.names[leaf], prefix, leaf)
-            slots.append(Slot((*path, leaf), row, pieces, swap=swap))
-        for leaf, row in rows.items():
-            pieces = _pieces(row, places[leaf], prefix, f"the head's layer/{leaf}")
-            slots.append(Slot((*path, "layer", leaf), row, pieces))
-    return slots
+        for name, row in module_rows(cfg).items():
+            swap = name == "proj" and table.concat != cfg.mtp_concat
+            pieces = _pieces(row, table.names[name], prefix, name)
+            leaves.append(Leaf((*path, name), row, pieces, swap=swap))
+        for name, row in rows.items():
+            pieces = _pieces(row, places[name], prefix, f"the head's layer/{name}")
+            leaves.append(Leaf((*path, "layer", name), row, pieces))
+    return leaves
 
 
 def _head_prefix(cfg: ModelConfig, style: str, index: int) -> str:

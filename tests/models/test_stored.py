@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from specjax.checkpoint import huggingface as hf
-from specjax.checkpoint.huggingface_names import policy_slots, tensors_of
+from specjax.checkpoint.huggingface_names import policy_leaves, tensors_of
 from specjax.config.model import Layer
 from specjax.drafts.mtp import init_head_params, weight_axes
 from specjax.interfaces import Param, Part, Stored
@@ -225,4 +225,4 @@ def test_what_a_family_says_wrongly_of_files_is_refused(monkeypatch, places, mes
 
     monkeypatch.setattr(Boulder, "stored", wrong)
     with pytest.raises(hf.UnsupportedModelError, match=message):
-        tensors_of(policy_slots(config("boulder")))
+        tensors_of(policy_leaves(config("boulder")))
