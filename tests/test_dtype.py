@@ -33,7 +33,7 @@ def half(thin_policy, tmp_path_factory):
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """Loaders believe that the devices are GPUs; what they load still runs here."""
+    """Makes loaders take the devices for GPUs; what they load runs here."""
     monkeypatch.setattr(sharding, "platform_of", lambda mesh: "gpu")
 
 

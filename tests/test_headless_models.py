@@ -164,7 +164,7 @@ def test_convert_needs_the_path_alone(directories, family, tmp_path, capsys):
     assert json.loads(before.read_text()) == json.loads(after.read_text())
 
 
-def test_where_the_head_is_asked_for_each_door_says_what_to_type_there(directories, capsys):
+def test_where_the_head_is_asked_for_each_program_says_what_to_type_there(directories, capsys):
     path = str(directories["llama"])
     with pytest.raises(ValueError, match=r"no draft head.*SpecConfig\(source='ngram'\)"):
         LLM(path, SpecConfig(source="head"), max_batch=1, max_len=64)
@@ -192,7 +192,7 @@ def test_where_the_head_is_asked_for_each_door_says_what_to_type_there(directori
           "speculation.invariant=true"]),
     ],
 )  # fmt: skip
-def test_no_door_shows_the_spelling_of_another(directories, flag, setting, capsys):
+def test_no_program_names_settings_as_another(directories, flag, setting, capsys):
     path = str(directories["llama"])
     assert command(["generate", "--model", path, "1+1=", *flag]) in (1, 2)
     said = capsys.readouterr().err

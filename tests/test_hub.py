@@ -280,7 +280,7 @@ def test_without_a_network_one_line_says_where_it_was_looked_for(remote, home, m
 # --- the programs ---------------------------------------------------------------------------------
 
 
-def test_every_door_takes_an_id_and_a_revision(home, thin_policy, tmp_path, capsys, monkeypatch):
+def test_every_program_takes_an_id_and_a_revision(home, thin_policy, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = fill_cache(home, "owner/thin", thin_policy, refs=("v1",))
     llm = LLM("owner/thin", spec=OFF, max_batch=1, max_len=32, revision="v1")
@@ -309,7 +309,7 @@ def test_every_door_takes_an_id_and_a_revision(home, thin_policy, tmp_path, caps
     assert capsys.readouterr().out
 
 
-def test_every_door_says_in_a_line_that_an_id_cannot_be_had(home, tmp_path, capsys, monkeypatch):
+def test_every_program_says_in_a_line_that_an_id_is_not_available(home, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def ends(program, *arguments) -> str:

@@ -62,7 +62,7 @@ def test_links_point_at_files(page, link):
 
 def test_the_range_of_jax_ends_with_the_versions_that_are_tested():
     """README names them, constraints.txt pins the first and the last, and pyproject.toml refuses
-    what lies outside: a jax whose minor version nobody has run."""
+    all others: a jax whose minor version was not tested."""
     [said] = re.findall(r"The tests are run with (.*?)\.\s", README)
     tested = re.findall(r"\d+(?:\.\d+)+", said)
     pins = (ROOT / "constraints.txt").read_text()

@@ -147,7 +147,7 @@ CHANGED = [
         SpecConfig("4_1_5", adaptive_width=True, tau=0.5),
         ControlConfig(strategies=("off", "4_1_5", "8_4_32")),
     ),
-    (  # nobody set the strategy, and the default is none of those
+    (  # the strategy was not set, and the default is none of these
         {"adaptive_width": "true", "tau": "0.5", "control.strategies": "[off,8_4_32]"},
         SpecConfig("8_4_32", adaptive_width=True, tau=0.5),
         ControlConfig(strategies=("off", "8_4_32")),
@@ -253,7 +253,7 @@ def test_every_program_refuses_the_same_in_its_own_spelling(entry, settings, sai
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_settings_of_ema_may_lie_in_a_file(entry, tmp_path):
+def test_settings_of_ema_may_be_in_a_file(entry, tmp_path):
     file = tmp_path / "ema.json"
     file.write_text(json.dumps({"candidate_steps": [2, 5], "ema_alpha": 0.5}))
     found = read(entry, {"control.controller": "ema", "control.ema_file": str(file)})
@@ -492,7 +492,7 @@ def test_python_is_given_both_configurations_of_fastrls_section():
         from_fastrl({"eagle": "BEG"})
 
 
-# --- a head that lies apart ----------------------------------------------------------------------
+# --- a head at another path ---------------------------------------------------------------------
 
 
 def loaded(entry: str, model: str, head: str):

@@ -1,10 +1,10 @@
 "use strict";
-// What all parts use: elements, numbers, the key, and the server's event streams.
+// Shared by all scripts: elements, numbers, the key, event streams.
 
 const $ = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
 
-/** An element with classes and text. Text is never read as HTML, whoever wrote it. */
+/** An element with classes and text. Text is never read as HTML, whatever its source. */
 function make(tag, classes = "", text = "") {
   const node = document.createElement(tag);
   if (classes) node.className = classes;
@@ -12,7 +12,7 @@ function make(tag, classes = "", text = "") {
   return node;
 }
 
-/** Sets the text where it is another one, so that screen readers hear changes alone. */
+/** Sets the text if it changes, so that screen readers read changes alone. */
 function say(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }

@@ -1,4 +1,4 @@
-// What the server says of itself, four times a second; and what this page does with it.
+// The event stream of the server, and the state that the page shows.
 
 const RETRY = 2000; // ms
 const SPEAK_EVERY = 4000; // ms between two sentences, which screen readers read out
@@ -9,7 +9,7 @@ const live = {
 const waiting = []; // resolved by the next event
 let spoken = 0, spokenState = "";
 
-/** Waits until what the server counts includes all that has ended; false: it does not say. */
+/** Waits until the server's counters include all that has ended; false: no event came. */
 async function settled() {
   for (let i = 0; i < 2; i += 1) {
     const came = new Promise((resolve) => waiting.push(() => resolve(true)));
@@ -34,7 +34,7 @@ function become(state) {
   show();
 }
 
-/** Asks again and again, and not while nobody looks. */
+/** Reads the event stream and reconnects, except while the tab is hidden. */
 async function watch() {
   if (document.body.dataset.key === "yes" && !sessionStorage.getItem(KEY)) {
     become("key");

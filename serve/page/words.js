@@ -1,4 +1,4 @@
-// What the numbers say, in sentences. Nothing is claimed that was not measured.
+// Sentences about the numbers. They claim only what was measured.
 
 const RECENT = 40; // ticks: ten seconds
 
@@ -60,7 +60,7 @@ const middleOf = (values) => {
   return sorted.length % 2 ? sorted[at] : (sorted[at - 1] + sorted[at]) / 2;
 };
 
-/** Whether it helps, by the controller's estimate, else by this page's runs; null: nobody knows.
+/** Whether it helps, by the controller's estimate, else by this page's runs; null: unknown.
  *
  * ratio: speed over plain decoding's. least: what it may well be. isNow: of what runs now.
  * at: which batches it is of. said: a sentence with the reason. evidence: what it rests on.
@@ -143,7 +143,7 @@ function troubled(live) {
     draining: ["The server is shutting down",
       `It takes no new requests and lets what runs finish: ${left} to go.`],
     asleep: ["The server sleeps",
-      "Its weights lie in host memory and requests are refused until somebody wakes it."],
+      "Its weights are in host memory, and requests are refused until POST /wake."],
   }[state];
   return said ? ["bad", ...said] : null;
 }

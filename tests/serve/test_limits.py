@@ -25,7 +25,7 @@ from specjax.engine.request import make_jobs
 from specjax.shipped import find_shipped
 
 PROMPT, TOKENS = 20, 10  # limits
-# As a template may do that nobody wrote for such messages: it divides, looks up, recurses.
+# A template may fail on messages that it was not written for: it divides, looks up, recurses.
 TEMPLATE = """{%- macro again() %}{{ again() }}{% endmacro -%}
 {%- for m in messages %}{{ m.content }}{% endfor %}{{ mark | default("") }}
 {%- if messages[0].content == "divide" %}{{ 1 // 0 }}{% endif %}
@@ -62,7 +62,7 @@ def say(server, content, **options):
     return post(server, body, "chat/completions")
 
 
-def test_without_a_key_everybody_may_ask_and_nobody_may_change_anything(server: Server):
+def test_without_a_key_anyone_may_ask_and_no_one_may_change_anything(server: Server):
     assert post(server, {"prompt": "1+1=", "max_tokens": 3}).status_code == 200
     for path in ("/v1/models", "/server_info", "/metrics"):
         assert httpx.get(server.url + path).status_code == 200

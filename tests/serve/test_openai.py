@@ -121,7 +121,7 @@ def test_a_chat_streams(server: Server):
 def test_a_seed_gives_the_same_tokens_alone_in_a_crowd_streamed_or_not_speculative_or_not(
     server: Server, plain
 ):
-    """Each answer is plain decoding's, whoever else is served at the same time, and how."""
+    """Each answer is plain decoding's, whatever else is served at the same time."""
     prompts = [f"{a}+{b}=" for a, b in ((3, 4), (17, 25), (93, 61), (8, 8), (55, 6))]
 
     async def crowd():

@@ -55,7 +55,7 @@ def moved(server, before, name):
     return server.metrics().get(name, 0) - before.get(name, 0)
 
 
-def test_the_page_loads_without_errors_and_asks_nobody_else(page: Page, server: Server):
+def test_the_page_loads_without_errors_and_loads_nothing_from_elsewhere(page: Page, server: Server):
     page.says("#words", "No request has come yet")
     asked = {url for url in page.requests() if not url.startswith("chrome")}  # its own first tab
     assert {server.url + "/", server.url + "/live"} <= asked
@@ -295,7 +295,7 @@ def test_the_live_stream_wants_the_key_and_forgets_who_leaves(server: Server):
         if live.viewers == before:
             return
         time.sleep(0.05)
-    raise AssertionError("it still believes that somebody watches")
+    raise AssertionError("the closed stream still counts as open")
 
 
 def test_all_that_an_event_says_is_of_one_moment(server: Server):

@@ -1,4 +1,4 @@
-"""What the page makes of what it is told; here no server tells it, and it runs from a file."""
+"""The sentences of the page, opened from a file and given states of a server."""
 
 import pytest
 from browser import Page
@@ -41,14 +41,14 @@ SENTENCES = {
     "it is slower": (
         gains(0.8), "bad", "does not help: 0.80x", "0.80x as fast as plain decoding",
     ),
-    "nobody measured": (
+    "not measured": (
         {}, "unknown", "not known yet", "such a round brought 3.00 tokens per sample",
     ),
     "the controller decodes plainly": (
         {**PLAINLY, **gains(0.9)},
         "unknown", "Nothing is drafted", "(4_1_5) would be 0.90x as fast at size 8",
     ),
-    "everybody opted out": (
+    "all opted out": (
         {**PLAINLY, "replicas": [{"bucket": 8, "lanes": [[0, 1, 0, 0, 5, 60, False]]}]},
         "unknown", "Nothing is drafted", "ask for plain decoding",
     ),

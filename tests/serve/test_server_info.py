@@ -51,7 +51,7 @@ def test_it_names_the_tier_before_the_first_request(thin_policy, how, strategy, 
     llm = llm_of(thin_policy, **how)
     with TestClient(create_app(config(thin_policy), llm)) as client:
         [state] = ask(client, "/server_info")["internal_states"]
-    assert llm.engine.runner.compilations == 0, "nobody asked for anything"
+    assert llm.engine.runner.compilations == 0, "no request has come"
     assert state == {
         "speculative_num_steps": steps,
         "avg_spec_accept_length": None,
