@@ -114,7 +114,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_one_line_at_every_door(case, thin_policy, tmp_path, capsys):
+def test_it_is_one_line_in_every_program(case, thin_policy, tmp_path, capsys):
     spoil, words = CASES[case]
     path = Path(shutil.copytree(thin_policy, tmp_path / "policy"))
     spoil(path)

@@ -173,7 +173,7 @@ def test_a_directory_lends_its_defaults(checkpoint, generate, tmp_path):
 
 
 @pytest.mark.parametrize(("key", "value"), [("top_p", "0.9"), ("top_k", 1.5), ("do_sample", "no")])
-def test_a_bad_value_is_one_line_of_every_door(checkpoint, generate, key, value):
+def test_a_bad_value_is_one_line_in_every_program(checkpoint, generate, key, value):
     path = checkpoint(**{key: value})
     status, _, said = generate(path)
     assert status == 1 and f"generation_config.json: {key}: expected" in said

@@ -309,7 +309,7 @@ def test_every_program_takes_an_id_and_a_revision(home, thin_policy, tmp_path, c
     assert capsys.readouterr().out
 
 
-def test_every_program_says_in_a_line_that_an_id_is_not_available(home, tmp_path, capsys, monkeypatch):
+def test_every_program_says_in_a_line_that_an_id_is_missing(home, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def ends(program, *arguments) -> str:
