@@ -33,7 +33,7 @@ CHECKPOINTS = "checkpoints"  # of a run, in its directory
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, with where it came and what is saved."""
+    """Ctrl-C, with the step at which it came and the steps that are saved."""
 
 
 def run_program(
@@ -61,8 +61,8 @@ def run_program(
         sys.exit(INTERRUPTED)
 
 
-class Place:
-    """How far a run is; `steps` gives the steps that are done and all that there will be."""
+class Progress:
+    """How far a run is; `steps` returns the steps that are done and their number in all."""
 
     def __init__(self) -> None:
         self.steps: Callable[[], tuple[int, int]] | None = None  # None: it is being set up
@@ -75,11 +75,11 @@ class Place:
 
 
 @contextlib.contextmanager
-def interruptible(out: Path) -> Iterator[Place]:
+def interruptible(out: Path) -> Iterator[Progress]:
     """Ctrl-C within it becomes `Interrupted`; saves in flight must have ended when it leaves."""
-    place = Place()
+    progress = Progress()
     try:
-        yield place
+        yield progress
     except KeyboardInterrupt:
         saved = complete_steps(out)
         directory = (out / CHECKPOINTS).absolute()
@@ -88,11 +88,11 @@ def interruptible(out: Path) -> Iterator[Place]:
             names = ", ".join(map(str, saved))
             told = f"steps {names} are" if saved[1:] else f"step {names} is"
             told += f" saved in {directory}; go on with --resume"
-        raise Interrupted(f"interrupted {place}; {told}") from None
+        raise Interrupted(f"interrupted {progress}; {told}") from None
 
 
 def complete_steps(out: Path) -> list[int]:
-    """The steps of a run's checkpoints; what was killed while it was saved is none."""
+    """The steps of a run's checkpoints, without those whose save was killed."""
     return sorted(int(p.name) for p in (out / CHECKPOINTS).glob("*") if p.name.isdigit())
 
 

@@ -1,11 +1,11 @@
-"""Online training of the draft head: a program of its own, fed with detached states.
+"""Online training of the draft head: a program of its own, on detached states of the policy.
 
-The policy update hands out the states of the tokens it was trained on; the head learns from them
-and from the rollout's tokens. Only the head's parameters are differentiated: embedding, final norm
-and language-model head enter as constants, and the gradient of the policy is zero by construction.
+The policy update returns the states of the tokens it was trained on; the head learns from them and
+from the rollout's tokens. Only the head's parameters are differentiated: embedding, final norm and
+language-model head enter as constants, and the gradient of the policy is zero by construction.
 
-Which head that is, the draft source says: `needs.taps` are the states that it learns from, and
-`unroll` is its forward.
+The draft source defines the head: `needs.taps` are the states that it learns from, and `unroll` is
+its forward.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from specjax.parallel.context import Context
 from specjax.parallel.context import shift as shift_rows
 from specjax.schema import option
 from train.optim import OptimConfig
-from train.policy import abstract_opt_state, init_opt_state, settled
+from train.policy import abstract_opt_state, init_opt_state, with_attention
 
 
 class DraftTargets(NamedTuple):
@@ -176,7 +176,7 @@ def draft_step_loss(
 
 
 MODES = ("auto", "none", "frozen", "online")
-FIELDS = ("tokens", "positions", "segment_ids", "loss_mask")  # of a micro-batch, that it needs
+FIELDS = ("tokens", "positions", "segment_ids", "loss_mask")  # of a micro-batch that it needs
 
 
 @dataclass
@@ -264,7 +264,7 @@ class DraftConfig:
         return self.mtp_loss_scaling_factor > 0
 
     def about_mode(self) -> str:
-        """The mode as it would be typed, once it is known, with what decided it."""
+        """The mode as it would be typed, with what decided it."""
         why = "" if self.moves else ", for draft.mtp_loss_scaling_factor=0 makes every update 0"
         return f"draft.mode={self.mode}{why}"
 
@@ -280,7 +280,7 @@ class DraftConfig:
 
 
 def frozen_policy_parts(params: Params) -> Params:
-    """What the head reads of the policy: embedding, final norm, language-model head."""
+    """The parameters of the policy that the head reads: embedding, final norm, lm_head."""
     return {name: params[name] for name in ("embed", "norm", "lm_head") if name in params}
 
 
@@ -290,16 +290,16 @@ def head_of(cfg: ModelConfig) -> Draft:
 
 
 def inner_taps(source: Draft) -> Taps:
-    """The states that the policy's forward must hand out for a source, see `PolicyTrainer`.
+    """The further states that the policy's forward must return for a source, see `PolicyTrainer`.
 
-    Those before the final norm always come, and those after it are made of them here, with the norm
-    beside which the head will draft.
+    Those before the final norm are always returned, and those after it are computed from them here,
+    with the norm that the head will draft with.
     """
     return tuple(tap for tap in source.needs.taps if tap not in ("pre_norm", "post_norm"))
 
 
 def _tapped(source: Draft, states: Array, normed: Array) -> Float[Array, "R S N"]:
-    """`needs.taps` side by side, from what the policy's forward handed out.
+    """Concatenates `needs.taps`, from the states that the policy's forward returned.
 
     Raises:
       ValueError: the states are not those that `inner_taps` asks for.
@@ -391,7 +391,7 @@ class DraftTrainer:
         source = source or head_of(cfg)
         if source.network is not None:
             whose = "the head's training attention"
-            network = settled(source.network, mesh, attention, whose, context)
+            network = with_attention(source.network, mesh, attention, whose, context)
             source = source.with_network(network)
         self.cfg, self.draft, self.mesh, self.temperature = cfg, draft, mesh, temperature
         self.source, self.context = source, context
@@ -437,12 +437,12 @@ class DraftTrainer:
         policy, total = frozen_policy_parts(policy), None
         for _ in range(self.draft.epochs):
             for batch, here in list(zip(batches, states, strict=True))[:limit]:
-                head, opt_state, sums = self.piece(head, opt_state, policy, batch, here)
+                head, opt_state, sums = self.start_update(head, opt_state, policy, batch, here)
                 total = add_sums(total, sharding.fetch(sums))
         return head, opt_state, total
 
-    def piece(self, head: Params, opt_state, policy: Params, batch: Mapping, states: Array):
-        """Starts one update, on one micro-batch; does not wait for it.
+    def start_update(self, head: Params, opt_state, policy: Params, batch: Mapping, states: Array):
+        """Starts one update, on one micro-batch, and does not wait for it.
 
         `head` and `opt_state` are donated.
 
@@ -481,7 +481,7 @@ def add_sums(total: dict | None, sums: Mapping[str, np.ndarray]) -> dict:
 
 
 def draft_metrics(sums: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Metrics under the names that users know, from summed `update` outputs."""
+    """Metrics from the summed outputs of `update`."""
     sums = {key: np.asarray(value, np.float64) for key, value in sums.items()}
     tokens = np.maximum(sums["mtp_tokens"], 1.0)
     metrics = {

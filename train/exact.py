@@ -1,8 +1,8 @@
-"""`rollout.exact_mode`: what a step sampled is decoded again plainly, and compared.
+"""`rollout.exact_mode`: the samples of a step are decoded again without speculation, and compared.
 
-It happens after the rollout and before the weights move, with the same seeds, and token by token.
-Samples that an earlier step began are left out, for their first tokens are of other weights. What
-is found is said and counted, and nothing of it is trained on.
+This happens after the rollout and before the weights change, with the same seeds. Samples that an
+earlier step began are left out, for other weights sampled their first tokens. Differences are
+printed and counted; nothing is trained on the second samples.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ExactMode:
     Args:
       engine: that rolls out. plain: one like it, without speculation; None: `engine` decodes
         plainly as well, in `invariant` mode.
-      load: gives `engine` the weights of the step again.
+      load: hands the weights of the step to `engine` again.
 
     Attributes:
       differences: of the last step, the first of each sample that differs; their requests are the
@@ -41,7 +41,7 @@ class ExactMode:
         self.differences: list[Difference] = []
 
     def about(self) -> str:
-        """What to say of it before rollouts begin."""
+        """The line about it before rollouts begin."""
         return (
             f"exact mode: acceptance {self._engine.spec.acceptance}, whose tokens are those of "
             "plain decoding; every sample that a step begins is decoded again without speculation "
@@ -51,7 +51,7 @@ class ExactMode:
     def warm_up(
         self, params: Params, features: Sequence[Features], on_program: OnProgram | None
     ) -> None:
-        """Compiles what plain decoding needs beside what the rollout does."""
+        """Compiles the programs of plain decoding."""
         if self._plain is not None:
             self._plain.set_params(params)
             self._plain.warm_up(features, on_program)
@@ -90,7 +90,7 @@ class ExactMode:
         }
 
     def _explained(self, differing: Sequence[tuple[Job, list[int], list[int]]]) -> list[Difference]:
-        """The first difference of each; a process that has no replica hears it from the others."""
+        """The first difference of each sample; the same list in all processes."""
         if self._plain is not None:
             self._load()
         found = []

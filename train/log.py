@@ -297,7 +297,7 @@ class Trace:
         self._busy = [True] * self.replicas  # until a look says otherwise
 
     def look(self, drained: Sequence[int]) -> None:
-        """Notes who has nothing to do by now."""
+        """Records which replicas are idle by now."""
         now = time.perf_counter() - self._zero
         for replica in range(self.replicas):
             busy = replica not in drained
@@ -306,7 +306,7 @@ class Trace:
                 self._busy[replica] = busy
 
     def draft(self, replica: int, started: float, in_gap: bool) -> None:
-        """Notes a piece of draft training that began at `started` and is done by now."""
+        """Records an update of the draft head that began at `started` and is done by now."""
         event = "draft_gap" if in_gap else "draft_after"
         self._add(replica, event, started - self._zero, time.perf_counter() - self._zero)
 

@@ -1,8 +1,8 @@
 """The policy's programs: one update over micro-batches, and scoring.
 
-The update always hands out the policy's states along with the gradients, whether or not a draft
-head is trained on them. So one compiled executable serves every mode, and the policy
-cannot depend, not even in its last bit, on how its head is trained.
+The update always returns the policy's states along with the gradients, whether or not a draft head
+is trained on them. So one executable serves every mode, and the policy cannot depend, not even in
+its last bit, on how its head is trained.
 """
 
 from __future__ import annotations
@@ -66,10 +66,12 @@ def abstract_opt_state(optimizer: optax.GradientTransformation, params: Params):
     return jax.eval_shape(functools.partial(_empty_opt_state, optimizer), params)
 
 
-def settled(
+def with_attention(
     cfg: ModelConfig, mesh, attention: str, whose: str, context: Context | None = None
 ) -> ModelConfig:
-    """See `specjax.kernels.dispatch.settle`; with a context it says that no kernel will run.
+    """The config with the attention kernel of training, see `specjax.kernels.dispatch.settle`.
+
+    With a context it warns that no kernel will run.
 
     Raises:
       ConfigError: the kernel that is asked for cannot be used.
@@ -95,11 +97,11 @@ class PolicyTrainer:
       optimizer: from `OptimConfig.build`. mesh: None is one device.
       temperature: at which tokens are scored; the rollout's.
       transforms: with which tokens are scored in the temperature's place, see `train.logprobs`.
-      context: how the mesh splits rows. What is handed out per token is then in its order, as are
-        the batches that `place` makes; `fetch` undoes it.
+      context: how the mesh splits rows. Outputs per token are then in its order, as are the batches
+        that `place` makes; `fetch` undoes it.
       attention: the kernel, see `specjax.kernels.dispatch.settle`.
       taps: inner states that a draft is trained on, see `specjax.models.transformer.Taps`; they are
-        handed out behind the states before the final norm, in the last axis.
+        concatenated behind the states before the final norm, in the last axis.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class PolicyTrainer:
         taps: Taps = (),
     ):
         self.taps = taps
-        cfg = settled(cfg, mesh, attention, "training attention", context)
+        cfg = with_attention(cfg, mesh, attention, "training attention", context)
         self.cfg, self.axes = cfg.running(scan_layers=True), param_axes(cfg)
         self.loss, self.optimizer, self.mesh = loss, optimizer, mesh
         self.temperature, self.transforms, self.context = temperature, transforms, context
@@ -188,7 +190,7 @@ class PolicyTrainer:
         `params` and `opt_state` are donated.
 
         Args:
-          keep: micro-batches whose states somebody needs, the first ones; None: all.
+          keep: how many micro-batches' states to return, the first ones; None: all.
 
         Returns:
           params, opt_state, of `keep` micro-batches the states [R S N] before the final norm and
@@ -211,7 +213,7 @@ class PolicyTrainer:
         return self._score(params, batch)
 
     def states(self, params: Params, batch: Batch) -> Float[Array, "R S N"]:
-        """The states that `update` hands out, without an update."""
+        """The states that `update` returns, without an update."""
         return self._states(params, batch)
 
     def states_shape(self, rows: int, length: int) -> jax.ShapeDtypeStruct:
@@ -222,7 +224,7 @@ class PolicyTrainer:
     # --- programs ----------------------------------------------------------------------------
 
     def _forward(self, params: Params, batch: Batch):
-        layers = {"layers": params["layers"]}  # gathered one by one, as they are run
+        layers = {"layers": params["layers"]}  # gathered one by one, as they run
         rest = {name: value for name, value in params.items() if name not in layers}
         params = layers | sharding.pin_gathered(self.mesh, rest, self.axes)
         model: Transformer = nnx.merge(graphdef(self.cfg), params)

@@ -41,11 +41,11 @@ def watched(
     """Runs the body in every process of the job; with one process nothing more.
 
     An error in one process, or its loss, ends all of them: with the error's own message where it
-    arose, and with the name of that process everywhere else. The usual way out would wait for who
-    is not there any more, so this one ends the process.
+    arose, and with the name of that process in the others. The process is ended at once, because
+    the usual clean-up would wait for the process that is lost.
 
     Args:
-      out: directory of the run. user_errors: what needs no traceback.
+      out: directory of the run. user_errors: printed without traceback.
     """
     if not distributed.is_several():
         yield
@@ -77,9 +77,9 @@ def watched(
 
 
 def _may_be_loss(error: BaseException) -> bool:
-    """Whether the loss of another process may look like this: a collective breaks, or a save."""
+    """Whether this may be caused by the loss of another process: a collective broke, or a save."""
     broken = isinstance(error, (jax.errors.JaxRuntimeError, CheckpointError))
-    if str(error).startswith("RESOURCE_EXHAUSTED"):  # of its own memory: nobody else is to blame
+    if str(error).startswith("RESOURCE_EXHAUSTED"):  # of its own memory
         return False
     return broken or _STATUS.match(str(error)) is not None
 
@@ -108,7 +108,7 @@ _OWN = re.compile(
 
 
 def _must_agree(cfg: RLConfig) -> dict[str, Any]:
-    """What all processes must have alike, by the names under which a user can change it."""
+    """Settings that all processes must share, by the names under which a user can change them."""
     mine = fingerprint(cfg, ("distributed",)) | {"the version of jax": jax.__version__}
     if cfg.rollout.telemetry is None:
         mine[TELEMETRY_VARIABLE] = cfg.rollout.spec().telemetry_on
@@ -190,7 +190,7 @@ def copies_for(
 def about_idle(
     mesh: jax.sharding.Mesh | None, places: Sequence[jax.sharding.Mesh | None]
 ) -> list[str]:
-    """What to say of devices of a job of several processes that have nothing to do.
+    """Warnings about devices of a job of several processes that are not used.
 
     Args:
       mesh: where it trains. places: where its replicas roll out, all of them.
@@ -219,7 +219,7 @@ def about_idle(
     return lines
 
 
-def as_one(
+def join_engines(
     engines: Sequence[Engine],
     copies: Copies | None,
     score: Callable[[Job, SampleOutput], float] | None = None,
@@ -233,13 +233,13 @@ def as_one(
     return own if copies is None else Hosts(own, copies, score)
 
 
-def everywhere(own: Sequence[Engine], look: Callable[[Engine], Any]) -> list:
-    """What `look` gives for each replica of the job; `own` are those of this process."""
+def gather_replicas(own: Sequence[Engine], look: Callable[[Engine], Any]) -> list:
+    """What `look` returns for each replica of the job; `own` are those of this process."""
     told = [look(engine) for engine in own if engine.runner.agreement.is_first]
     return [*itertools.chain(*distributed.gather(told, "replicas"))]
 
 
-def joined_telemetry(own: Sequence[Engine]) -> Collector:
+def gather_telemetry(own: Sequence[Engine]) -> Collector:
     """What the replicas of all processes collected; `own` are those of this process, which share a
     collector."""
     speaks = own and own[0].runner.agreement.is_first
@@ -247,7 +247,7 @@ def joined_telemetry(own: Sequence[Engine]) -> Collector:
     return Collector.joined([part for part in parts if part is not None])
 
 
-def joined_events(own: Sequence[Engine], events: list[dict]) -> list[dict]:
+def gather_events(own: Sequence[Engine], events: list[dict]) -> list[dict]:
     """The events of the replicas of all processes, see `train.log`; `own` are the replicas of
     this process, and `events` theirs. That of the whole rollout is the first process's."""
     if not (own and own[0].runner.agreement.is_first):
@@ -260,7 +260,7 @@ def joined_events(own: Sequence[Engine], events: list[dict]) -> list[dict]:
 def control_metrics(engines: Sequence[Engine]) -> dict[str, float | str]:
     """What the controllers chose last; those of further replicas under their numbers."""
     metrics: dict[str, float | str] = {}
-    for replica, fields in enumerate(everywhere(engines, lambda e: e.controller.log_fields())):
+    for replica, fields in enumerate(gather_replicas(engines, lambda e: e.controller.log_fields())):
         prefix = f"control/replica_{replica}/" if replica else "control/"
         metrics |= {prefix + name: value for name, value in fields.items()}
     return metrics

@@ -1,7 +1,7 @@
-"""What a run computes with: the model it means, and everything that is jitted for it.
+"""Everything that is jitted for a run, and the settings that depend on the checkpoint.
 
-`Trainer` fills these programs with arrays and runs them; `train.plan` fills them with shapes and
-asks the compiler what they would need. Nothing here holds a weight.
+`Trainer` runs these programs on arrays; `train.plan` lowers them on shapes and asks the compiler
+what they would need. Nothing here holds a weight.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ Mesh = jax.sharding.Mesh | None  # None is one device, the first
 
 
 def make_meshes(cfg: RLConfig, devices: sharding.Devices = None) -> tuple[Mesh, list[Mesh]]:
-    """Where the run trains, and where each of its replicas rolls out.
+    """The mesh of training, and the mesh of each rollout replica.
 
-    Without devices of its own a rollout has those of training: its slots are split over all axes
+    A rollout without devices of its own uses those of training: its slots are split over all axes
     but `tp`, and weights over `tp` alone, so that no step has to gather them. In a job of several
     processes each replica has devices of its own, and one device that trains is a mesh, too.
 
@@ -130,8 +130,8 @@ class Programs:
 
     Attributes:
       policy: the policy's update and scoring. draft: the head's update; None: it is not trained.
-      pieces: the head's update on the devices of each replica (of this process), for spot training;
-        empty: it trains where `draft` does.
+      replica_drafts: the head's update on the devices of each replica (of this process), for spot
+        training; empty: it trains where `draft` does.
       engines: that roll out. plain_engines: beside each of these one that decodes plainly, for
         exact mode; empty: nothing is compared, or the engines decode plainly themselves.
       eval_engine: None: nothing is evaluated.
@@ -139,7 +139,7 @@ class Programs:
 
     policy: PolicyTrainer
     draft: DraftTrainer | None
-    pieces: list[DraftTrainer]
+    replica_drafts: list[DraftTrainer]
     engines: list[Engine]
     plain_engines: list[Engine]
     eval_engine: Engine | None
@@ -156,8 +156,8 @@ def drafts_with_head(cfg: RLConfig) -> bool:
 
 
 def settle_drafting(cfg: RLConfig, has_head: bool) -> str:
-    """Decides, once the checkpoint is known, what the configuration leaves open: what drafts, under
-    which controller, and whether it is trained.
+    """Sets, once the checkpoint is known, what the configuration leaves open: the draft source, the
+    controller, and whether the head is trained.
 
     Args:
       has_head: whether the checkpoint holds a draft head.
@@ -171,7 +171,7 @@ def settle_drafting(cfg: RLConfig, has_head: bool) -> str:
     """
     roll, mode = cfg.rollout, cfg.draft.mode
     if not drafts(cfg):
-        if roll.source == "auto":  # whether a run drafts is one setting of a checkpoint's, not two
+        if roll.source == "auto":  # a checkpoint's settings need a value
             roll.source = "head" if has_head else "ngram"
         return f"draft: none, for draft.mode={mode} and {roll.plain_by}"
     asked = roll.control_config()
@@ -188,7 +188,7 @@ def settle_drafting(cfg: RLConfig, has_head: bool) -> str:
             roll.control = ControlSection(
                 drafting.control.controller, [*map(str, drafting.control.strategies)]
             )
-        if roll.acceptance != "coupled":  # tokens would depend on who runs beside whom
+        if roll.acceptance != "coupled":  # else tokens would depend on the batch
             roll.ngram_siblings = False
     with_head = roll.source == "head"
     if mode == "auto":
@@ -201,14 +201,15 @@ def settle_drafting(cfg: RLConfig, has_head: bool) -> str:
 
 
 def chunk_features(cfg: RLConfig, model: ModelConfig, evaluating: bool = False) -> Features:
-    """What the chunks of a rollout, or of an evaluation, take into account: the same for all of its
-    samples, so that no other programs are compiled.
+    """The sampling features that the chunks of a rollout, or of an evaluation, are compiled with.
+
+    They are the same for all samples, so that no other programs are compiled.
 
     Raises:
       ConfigError: a setting does not fit the model.
     """
     params = cfg.rollout.sampling_params() if evaluating else group_params(cfg, 0, 0)
-    # Stop strings are looked for by the host.
+    # Stop strings are searched for on the host.
     [job] = make_jobs([0], dataclasses.replace(params, n=1, stop=()), model.eos_token_ids)
     longest = cfg.rollout.max_prompt_tokens + cfg.rollout.max_tokens
     try:
@@ -241,7 +242,7 @@ def on_policy(cfg: RLConfig) -> bool:
 
 
 def scores_to_add(cfg: RLConfig) -> list[str]:
-    """Log-probabilities that a micro-batch gets before the update."""
+    """Names of the log-probabilities that a micro-batch gets before the update."""
     old = "fresh_logprobs" if cfg.rollout.partial else "old_logprobs"
     return [] if on_policy(cfg) else [old]
 
@@ -294,10 +295,10 @@ def as_rolled_out(cfg: RLConfig, model: ModelConfig) -> ModelConfig:
 def build_programs(
     cfg: RLConfig, model: ModelConfig, source: Draft | None, mesh: Mesh, places: Sequence
 ) -> Programs:
-    """Everything jitted, before anything is compiled.
+    """Makes everything jitted; nothing is compiled yet.
 
     Args:
-      source: what drafts in the head's place. mesh, places: see `train.programs.make_meshes`.
+      source: draft source other than the head. mesh, places: see `make_meshes`.
 
     Raises:
       ConfigError: the settings do not fit together.
@@ -319,7 +320,7 @@ def build_programs(
         transforms=transforms(cfg, model),
         taps=inner_taps(trained) if trains else (),
     )
-    draft, pieces = None, []
+    draft, replica_drafts = None, []
     if trains:
         train_head = functools.partial(
             DraftTrainer, model, cfg.draft, roll.temperature, attention=kernel, source=trained
@@ -329,13 +330,13 @@ def build_programs(
             alone = draft if mesh is None else None
             for place in places:
                 if roll.tp > 1:
-                    pieces.append(train_head(place))
+                    replica_drafts.append(train_head(place))
                 else:  # one program, which jax compiles for each device that it runs on
                     alone = alone or train_head()
-                    pieces.append(alone)
+                    replica_drafts.append(alone)
     decoded = as_rolled_out(cfg, model)
     try:
         engines = build_engines(cfg, decoded, speculate, source, mesh, places)
     except ValueError as error:
         raise ConfigError(f"rollout: {spelled(error, SAY)}") from error
-    return Programs(policy, draft, pieces, *engines)
+    return Programs(policy, draft, replica_drafts, *engines)

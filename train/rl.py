@@ -1,16 +1,18 @@
 """`python -m train.rl`: GRPO with speculative rollouts and a draft head trained beside the policy.
 
-One step, and nothing more:
+One step (`Trainer.step`):
 
-    problems  -> rollout (specjax.engine, speculative, same tokens as plain decoding), which ends as
-                 soon as it is certain which groups to learn from (train.groups)
-              -> rewards, group-relative advantages (groups without variance are replaced)
-              -> packed micro-batches -> policy update(s), which hand out the policy's states
-              -> draft update on those states (its own program, optimizer and clip norm)
-              -> both sets of weights back to the engine -> metrics, checkpoint
+    problems  -> rollout (train.collect, specjax.engine): speculative, with the tokens of plain
+                 decoding, until the groups to learn from are certain (train.groups)
+              -> rewards (train.scoring), advantages relative to the group (train.objectives)
+              -> packed micro-batches (train.packing)
+              -> policy update(s) (train.policy, train.loss), which return the policy's states, too
+              -> draft update on those states (train.draft): its own program, optimizer, clip norm
+              -> both sets of weights back to the engine
+              -> metrics, checkpoint
 
-What is learned depends on config and seeds, never on the clock, but for the last bits that
-`about_precision` tells of; with `coupled` acceptance it does not depend on the draft head either.
+What is learned depends on configuration and seeds and not on time, but for the last bits that
+`about_precision` describes. With `coupled` acceptance it does not depend on the draft head either.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from train.cli import (
     CHECKPOINTS,
     USER_ERRORS,
     Interrupted,
-    Place,
+    Progress,
     can_resume,
     interruptible,
     run_program,
@@ -52,30 +54,30 @@ from train.trainer import Trainer
 
 
 class Terminated(RuntimeError):
-    """Somebody asked the job to end, and it has saved what it had."""
+    """The job was sent SIGTERM, and has saved its state."""
 
 
-class Watch:
-    """Says loudly when speculation or draft training is doing nothing useful."""
+class StepWarnings:
+    """Warns when speculation, draft training or the rewards of a step are of no use."""
 
     def __init__(self, patience: int = 3):
         self.patience, self.flat, self.zero_shown = patience, 0, False
 
-    def look(
+    def check(
         self,
         step: int,
         metrics: dict[str, float],
         zero: str | None = None,
         short: str | None = None,
     ) -> list[str]:
-        """Warnings for this step.
+        """Returns the warnings of a step.
 
         Args:
-          zero: an example, while every response of the run scored 0; shown once.
+          zero: an example, while every response of the run scored 0; printed once.
           short: why dynamic sampling did not fill the batch, if it did not.
         """
         warnings = []
-        length = metrics.get("rollout/drafted_accept_length")  # `off` is nobody's fault
+        length = metrics.get("rollout/drafted_accept_length")  # of the rounds that drafted
         if length is not None:
             self.flat = self.flat + 1 if length < 1.02 else 0
             if self.flat == self.patience:
@@ -111,11 +113,13 @@ def run(cfg: RLConfig, resume: bool = False, resume_step: int | None = None) -> 
         out = distributed.of_first(lambda: _fresh(out), "run directory")
     resume = resume and can_resume(out, resume_step, _say)
     ends = (*USER_ERRORS, Terminated, Interrupted)
-    with processes.watched(cfg, out, ends), interruptible(out) as place:
-        return _train(cfg, out, resume, resume_step, place)
+    with processes.watched(cfg, out, ends), interruptible(out) as progress:
+        return _train(cfg, out, resume, resume_step, progress)
 
 
-def _train(cfg: RLConfig, out: Path, resume: bool, resume_step: int | None, place: Place) -> Path:
+def _train(
+    cfg: RLConfig, out: Path, resume: bool, resume_step: int | None, progress: Progress
+) -> Path:
     started = time.perf_counter()
     trainer = Trainer(cfg)
     for line in trainer.notes:
@@ -136,11 +140,11 @@ def _train(cfg: RLConfig, out: Path, resume: bool, resume_step: int | None, plac
         _say(trainer.about_dtype)
         _say(f"rollouts: {trainer.warm_up()}")
         dtype = trainer.engine.runner.cfg.run.compute_dtype
-        for doubt in (about_precision(cfg, dtype), about_slots(cfg)):
-            if doubt:
-                _say(f"WARNING: {doubt}")
+        for warning in (about_precision(cfg, dtype), about_slots(cfg)):
+            if warning:
+                _say(f"WARNING: {warning}")
         first = trainer.done_steps + 1
-        place.steps = lambda: (trainer.done_steps, cfg.steps)
+        progress.steps = lambda: (trainer.done_steps, cfg.steps)
         for line in sharding.replicated_dims(trainer.mesh, trainer.params, trainer.policy.axes):
             _say(f"kept whole on every device: {line}")
         _say(f"run {out}: steps {first} to {cfg.steps}, set-up {_since(started)}")
@@ -158,7 +162,7 @@ def _train(cfg: RLConfig, out: Path, resume: bool, resume_step: int | None, plac
 
 
 def about_generation(cfg: RLConfig, model: ModelConfig) -> str | None:
-    """What to say of a checkpoint that asks to be sampled in a way of its own, if it does."""
+    """The line about a checkpoint whose generation_config.json differs from `rollout.*`, if so."""
     own = cfg.rollout.sampling_params()
     asked = sampling_defaults(model.generation)
     asked = {name: value for name, value in asked.items() if value != getattr(own, name)}
@@ -179,10 +183,10 @@ def about_generation(cfg: RLConfig, model: ModelConfig) -> str | None:
 
 
 def about_compiling(cfg: RLConfig, programs: int, strategies: int) -> str:
-    """What to say before rollouts are compiled, which may take minutes.
+    """The line before rollouts are compiled, which may take minutes.
 
     Args:
-      programs: that will be compiled. strategies: that they are for.
+      programs: how many will be compiled. strategies: how many strategies they are for.
     """
     fewer = ["a smaller rollout.max_batch"] if cfg.rollout.max_batch > 1 else []
     if strategies > 1:
@@ -194,7 +198,7 @@ def about_compiling(cfg: RLConfig, programs: int, strategies: int) -> str:
 
 
 def about_precision(cfg: RLConfig, dtype: str) -> str | None:
-    """What to say of tokens and parameters that may depend on the clock, if any may.
+    """The warning that tokens or parameters may depend on time, if they may.
 
     Args:
       dtype: that rollouts compute in.
@@ -221,7 +225,7 @@ def about_precision(cfg: RLConfig, dtype: str) -> str | None:
 
 
 def about_slots(cfg: RLConfig) -> str | None:
-    """What to say of over-sampling that cannot end a step early, if it cannot."""
+    """The warning about over-sampling that cannot end a step early, if it cannot."""
     rollout = cfg.rollout
     samples, slots = rollout.in_flight * rollout.n, rollout.max_batch * rollout.replicas
     if rollout.in_flight == rollout.prompts or samples <= slots:
@@ -235,13 +239,13 @@ def about_slots(cfg: RLConfig) -> str | None:
 
 
 def _steps(cfg: RLConfig, trainer: Trainer, log, checkpoints, heads, evaluate_first: bool) -> None:
-    """All steps that are left, with what is evaluated, logged and saved in between."""
-    watch, first = Watch(), True
+    """Runs the steps that are left, and evaluates, logs and saves in between."""
+    step_warnings, first = StepWarnings(), True
     if evaluate_first and trainer.eval_engine is not None:
-        with _saying_where(0, checkpoints):
+        with _naming_step(0, checkpoints):
             log.log(0, trainer.evaluate())
     while trainer.done_steps < cfg.steps:
-        with _saying_where(trainer.done_steps + 1, checkpoints):
+        with _naming_step(trainer.done_steps + 1, checkpoints):
             try:
                 metrics = trainer.step()
             except RewardsFailedError as error:
@@ -250,7 +254,7 @@ def _steps(cfg: RLConfig, trainer: Trainer, log, checkpoints, heads, evaluate_fi
         last = step == cfg.steps
         due = cfg.eval.every and step % cfg.eval.every == 0
         if trainer.eval_engine is not None and (last or due):
-            with _saying_where(step, checkpoints):
+            with _naming_step(step, checkpoints):
                 metrics |= trainer.evaluate()
         log.log(step, metrics)
         if first and "rollout/drafted_accept_length" in metrics:
@@ -258,7 +262,7 @@ def _steps(cfg: RLConfig, trainer: Trainer, log, checkpoints, heads, evaluate_fi
             _say(f"Acceptance length: {length:.2f} at step {step}; each step's line has its own")
             first = False
         zero, short = trainer.rollouts.about_zero(), trainer.rollouts.short
-        warnings = watch.look(step, metrics, zero, short)
+        warnings = step_warnings.check(step, metrics, zero, short)
         if trainer.exact is not None:
             warnings += [
                 f"speculative and plain decoding differ (a request's number is the place of its "
@@ -279,8 +283,8 @@ def _steps(cfg: RLConfig, trainer: Trainer, log, checkpoints, heads, evaluate_fi
 
 
 @contextlib.contextmanager
-def _saying_where(step: int, checkpoints: Checkpointer) -> Iterator[None]:
-    """A policy that gives no numbers any more ends the run with the step and what is saved."""
+def _naming_step(step: int, checkpoints: Checkpointer) -> Iterator[None]:
+    """Adds the step and the saved steps to the error of a policy whose logits are NaN."""
     try:
         yield
     except InvalidLogitsError as error:
@@ -298,7 +302,7 @@ def _saying_where(step: int, checkpoints: Checkpointer) -> Iterator[None]:
 
 
 def _saved(trainer: Trainer, checkpoints: Checkpointer) -> str:
-    """Saves what is done, if that is anything, and says how to go on."""
+    """Saves the steps that are done, if any, and says how to go on."""
     step = trainer.done_steps
     if step == 0:
         return "no step was done before it. Mend the reward and start again"
@@ -313,7 +317,7 @@ def _saved(trainer: Trainer, checkpoints: Checkpointer) -> str:
 
 def _export(cfg: RLConfig, trainer: Trainer, path: Path) -> None:
     weights = trainer.params, trainer.head
-    if distributed.is_several():  # what lies elsewhere comes here first
+    if distributed.is_several():  # fetches what lies on other processes
         weights = sharding.fetch(weights)
     if distributed.is_first():
         hf.save_checkpoint(path, trainer.model, *weights, tokenizer_dir=trainer.tokenizer_dir)

@@ -356,7 +356,7 @@ class RLConfig:
 
 
 def _short_seed(key: str, seed: int) -> None:
-    """Of what is shuffled, or drawn by jax, which would drop the further bits."""
+    """Refuses a seed of more than 32 bits, of which jax would drop the others."""
     if not 0 <= seed < 1 << 32:
         raise ValueError(f"{key}: expected an integer of 32 bits, 0 to {(1 << 32) - 1}, got {seed}")
 
@@ -375,8 +375,8 @@ def _rows_divide(packing: PackingSection, mesh: MeshConfig) -> None:
 
 
 def _check_spot(cfg: RLConfig) -> None:
-    """Refuses settings with which no head could be trained in gaps, or not where it should be."""
-    spot, piece = cfg.draft.spot, cfg.packing.rows * cfg.packing.row_length
+    """Refuses settings with which spot training could not train a head."""
+    spot, positions = cfg.draft.spot, cfg.packing.rows * cfg.packing.row_length
     if not spot.enabled:
         return
     trained = cfg.draft.mode in ("auto", "online") and cfg.draft.moves
@@ -394,9 +394,9 @@ def _check_spot(cfg: RLConfig) -> None:
             "work. Raise rollout.replicas, set draft.spot.enabled=false, or draft.spot.gaps=false "
             "for the same schedule without gaps"
         )
-    spot.settle(max(1, cfg.draft.max_microbatches) * piece)
-    if spot.buffer_tokens < piece:
+    spot.settle(max(1, cfg.draft.max_microbatches) * positions)
+    if spot.buffer_tokens < positions:
         raise ValueError(
             "draft.spot.buffer_tokens: expected room for a micro-batch of packing.rows * "
-            f"packing.row_length = {piece} positions, got {spot.buffer_tokens}"
+            f"packing.row_length = {positions} positions, got {spot.buffer_tokens}"
         )

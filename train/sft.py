@@ -32,7 +32,7 @@ from specjax.parallel.context import context_of
 from specjax.tokenizer import with_tokenizer_end
 from specjax.weights import load_tokenizer
 from train import data
-from train.cli import CHECKPOINTS, Place, can_resume, interruptible, run_program
+from train.cli import CHECKPOINTS, Progress, can_resume, interruptible, run_program
 from train.draft import DraftTrainer, draft_metrics
 from train.inputs import about_data, require_template
 from train.log import MetricsLogger
@@ -361,12 +361,12 @@ def train(cfg: SFTConfig, resume: bool = False, resume_step: int | None = None) 
             f"{cfg.out} holds checkpoints of an earlier run; set out= to another, or use --resume"
         )
     resume = resume and can_resume(Path(cfg.out), resume_step, print)
-    with interruptible(Path(cfg.out)) as place:
-        return _train(cfg, directory, resume, resume_step, place)
+    with interruptible(Path(cfg.out)) as progress:
+        return _train(cfg, directory, resume, resume_step, progress)
 
 
 def _train(
-    cfg: SFTConfig, directory: Path, resume: bool, resume_step: int | None, place: Place
+    cfg: SFTConfig, directory: Path, resume: bool, resume_step: int | None, progress: Progress
 ) -> Path:
     named = cfg.init  # as the user did
     run = Run(cfg, keep_tokenizer=resume)
@@ -377,7 +377,7 @@ def _train(
         if resume:
             run.restore(checkpoints, resume_step)
             print(f"resumed at step {run.step}")
-        place.steps = lambda: (run.step, cfg.steps + head_steps(cfg))
+        progress.steps = lambda: (run.step, cfg.steps + head_steps(cfg))
         first = run.step + 1 if resume else None
         with MetricsLogger(
             cfg.out, cfg.log.tensorboard, cfg.log.wandb, first, console_fields=CONSOLE

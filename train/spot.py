@@ -1,35 +1,37 @@
-"""Spot training: the draft head learns while some replicas have nothing to do.
+"""Spot training: the draft head is trained on replicas that are idle while others still roll out.
 
 A rollout ends with its longest sample, and by then most replicas have been idle for a while. They
-cannot learn from this rollout, which has no rewards yet and no policy update to hand out states, so
-the head learns one step later: a step's micro-batches go to a replay buffer with their states, and
-the next step trains on them.
+cannot train on this rollout, which has no rewards yet and no policy update that returned states, so
+the head is trained one step later: a step's micro-batches go to a replay buffer with their states,
+and the next step trains on them.
 
-    step t    rollout under policy t ........................ | rest | policy update | sync
-    replica 0 ########################################        |      |               |
-    replica 1 ################## [piece][piece][piece]        |      |               |
-                                  data of step t - 1           what the gaps had no room for
+    step t    rollout under policy t ........................ | rest   | policy update | sync
+    replica 0 ########################################        |        |               |
+    replica 1 ################## [update][update]             |[update]|               |
+                                 on data of step t - 1         what found no gap
 
-What is learned does not depend on the gaps. A step has a fixed list of updates, made one after the
-other (`ReplayBuffer.plan`); the gaps only decide *when*: an update that found none is made after
-the rollout, before the policy moves. So the clock decides nothing, and a run that is resumed, or
+What is learned does not depend on the gaps. A step has a fixed list of updates, each on one
+micro-batch, made one after the other (`ReplayBuffer.plan`); the gaps only decide *when*: an update
+that found none is made after the rollout, before the policy changes. So a run that is resumed, or
 has another number of replicas, ends with the same head.
 
-A piece is one update, on one micro-batch. The next one is sent off only when it is done and some
-replica is still drained, so samples that come to the replica meanwhile wait for one piece at most.
-The loop that feeds the engines is never kept waiting: it sends pieces off, and asks whether they
-are done. One replica trains at a time, for each update begins where the last ended.
+The next update starts only when the last one is done and some replica is still idle, so samples
+that come to the replica meanwhile wait for one update at most. The loop that feeds the engines
+never
+waits: it starts updates, and asks whether they are done. One replica trains at a time, for each
+update begins where the last ended.
 
-A piece runs on the devices of one replica and in the replica's layout, wherever `mesh` has the
+An update runs on the devices of one replica and in the replica's layout, wherever `mesh` has the
 policy's training: the same program, and so the same bits, on each replica, in a gap or after the
 rollout. Where a replica has no devices of its own, or lies over several processes, there are no
-gaps, and pieces run on the training mesh.
+gaps, and updates run on the training mesh.
 
-In a job of several processes a gap is known to one of them alone, and nothing that all processes
-must enter together may wait for it. So before the rollout all of them fetch what the step's updates
-read. During the rollout each process makes the updates in its own gaps, for itself, and no process
-waits for another: equal programs and inputs give equal bits. After the rollout the process that
-came furthest makes the updates that are left, and sends the head to the others.
+In a job of several processes a gap is known to one of them alone, and no collective may wait for
+it. So before the rollout all of them fetch what the step's updates read. During the rollout each
+process
+makes the updates in its own gaps, on its own, and no process waits for another: equal programs and
+inputs give equal bits. After the rollout the process that has made the most updates makes the rest,
+and sends the head to the others.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ from train.schema import RLConfig
 
 
 class Entry(NamedTuple):
-    """One micro-batch [R S] with the policy's states [R S D], and the step that it comes from."""
+    """One micro-batch [R S] with the policy's states [R S D], and the step that sampled it."""
 
     step: int
     batch: dict[str, Array]
@@ -82,14 +84,14 @@ class ReplayBuffer:
         return sum(entry.batch["tokens"].size for entry in self.entries)
 
     def add(self, step: int, batches: Sequence[Mapping[str, Array]], states: Sequence[Array]):
-        """Takes in what the policy update of a step handed out."""
+        """Stores what the policy update of a step returned."""
         for batch, here in zip(batches, states, strict=True):
             self.entries.append(Entry(step, {name: batch[name] for name in FIELDS}, here))
         while self.size > self.tokens:
             self.entries.popleft()
 
     def plan(self, step: int, updates: int, epochs: int) -> list[Entry]:
-        """What the head trains on in a step, in order: never what this step itself brings.
+        """The updates of a step, in order; none of them is on data of the step itself.
 
         Args:
           updates: from all steps held, the latest first, over and over; 0: `epochs` passes over the
@@ -121,7 +123,7 @@ class ReplayBuffer:
     def abstract(
         state: Mapping[str, Any], mesh: jax.sharding.Mesh | None = None
     ) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
-        """The structure of `tree`, from what `state` returned.
+        """The structure of `tree`, from `state`.
 
         Args:
           mesh: that the policy is trained on.
@@ -147,7 +149,7 @@ def _arrays(entry: Entry) -> dict[str, Array]:
 
 
 def about_spot(cfg: RLConfig, in_replicas: bool) -> str:
-    """One line for the user: where and when the head is trained.
+    """The line for the user that says where and when the head is trained.
 
     Args:
       in_replicas: see `train.programs.trains_in_replicas`.
@@ -165,13 +167,12 @@ def about_spot(cfg: RLConfig, in_replicas: bool) -> str:
     return f"draft.spot: the head is trained {when}, on {devices} of a replica"
 
 
-class Place:
+class HeadDevices:
     """Devices that updates of the head run on: those of a replica, or of the training mesh.
 
     Args:
       draft: the program for them. device: where `draft` has no mesh.
-      trains: they are those of `draft`'s mesh on which the policy is trained, of any number of
-        processes.
+      trains: whether they are the mesh on which the policy is trained, of any number of processes.
     """
 
     def __init__(self, draft: DraftTrainer, device: jax.Device | None = None, trains: bool = False):
@@ -181,11 +182,12 @@ class Place:
             self._ordered = jax.jit(_taken, out_shardings=where)
 
     def weights(self, tree: Params, overwritten: bool = True) -> Params:
-        """Weights, or an optimizer's state, there.
+        """Moves weights, or an optimizer's state, there.
 
         Args:
-          overwritten: an update will overwrite them: copies, for what comes from the trainer may be
-            what an engine drafts with.
+          overwritten: whether an update will overwrite them. Then they are copied, for an engine
+          may
+            draft with the arrays of the trainer.
         """
         mesh, where = self.draft.mesh, self._device
         if mesh is not None:
@@ -197,7 +199,7 @@ class Place:
         return jax.jit(_copied, out_shardings=None if mesh is None else where)(tree)
 
     def rows(self, tree):
-        """Packed rows [R S ..] there, in the order of the devices."""
+        """Moves packed rows [R S ..] there, in the order of the devices."""
         if self.draft.mesh is None:
             return jax.device_put(tree, self._device)
         where = jax.tree.map(lambda _: sharding.rows_sharding(self.draft.mesh), tree)
@@ -219,25 +221,25 @@ def _taken(rows: Array, order: Array) -> Array:
 
 
 class SpotTraining:
-    """The head's updates of each step, piece by piece.
+    """Makes the head's updates of each step.
 
     Between `begin` and `finish` call `look` as often as possible.
 
     Args:
       places: one for each replica of this process, with equal programs; or the training mesh alone.
-      trace: is told of every piece.
-      apart: each process of the job makes the updates for itself, see above.
+      trace: records every update.
+      apart: each process of the job makes the updates on its own, see above.
       context: how the batches and states that `keep` is given are split.
 
     Attributes:
       buffer: what the head learns from; tokens are in the order of the rows.
-      in_gaps, after: updates that this step made in gaps, and after its rollout.
-      seconds: that an update took last; 0: not known yet.
+      in_gaps, after: how many updates this step made in gaps, and after its rollout.
+      seconds: duration of the last update; 0: not known yet.
     """
 
     def __init__(
         self,
-        places: Sequence[Place],
+        places: Sequence[HeadDevices],
         cfg: DraftConfig,
         trace: Trace,
         apart: bool = False,
@@ -251,13 +253,12 @@ class SpotTraining:
             where = sharding.rows_sharding(context.mesh)
             self._ordered = jax.jit(_taken, out_shardings=where)
         self._left: deque[Entry] = deque()
-        self._running: _Piece | None = None
+        self._running: _Running | None = None
         self.in_gaps = self.after = 0
         self.seconds = 0.0
 
     def warm_up(self, head: Params, opt_state, policy: Params, shape: jax.ShapeDtypeStruct) -> None:
-        """Compiles an update for every replica, on padding, so that no gap has to; nothing is
-        learned from that.
+        """Compiles the update for every replica, on padding, of which nothing is learned.
 
         Args:
           shape: of a micro-batch's states, see `PolicyTrainer.states_shape`.
@@ -266,9 +267,9 @@ class SpotTraining:
         entry = Entry(0, {name: batch[name] for name in FIELDS}, states)
         self._begin([entry], head, opt_state, policy)
         replicas = [*range(len(self.places) if self.gaps else 1)] if self.places else []
-        for replica in [*replicas, *replicas[-1:]]:  # the second one says how long they take
+        for replica in [*replicas, *replicas[-1:]]:  # the last run measures its duration
             self._left = deque([entry])
-            self._send(replica, in_gap=False)
+            self._start(replica, in_gap=False)
             self._wait()
         self.finish()
 
@@ -276,8 +277,9 @@ class SpotTraining:
         """Lists the updates of a step; in a job of several processes all call it together.
 
         Args:
-          head, opt_state: to go on from; they stay valid. policy: that the rollout runs under; it
-            must stay valid until `finish`.
+          head, opt_state: to start from; they stay valid. policy: of the rollout; it must stay
+          valid
+            until `finish`.
         """
         plan = self.buffer.plan(step, self._cfg.spot.updates, self._cfg.epochs)
         self._begin(plan, head, opt_state, policy)
@@ -297,7 +299,7 @@ class SpotTraining:
         self.in_gaps = self.after = 0
 
     def keep(self, step: int, batches: Sequence[Mapping], states: Sequence[Array]) -> None:
-        """What the policy update of a step handed out, for later steps."""
+        """Stores what the policy update of a step returned, for later steps."""
         limit = self._cfg.max_microbatches or len(states)
         batches, states = batches[:limit], states[:limit]
         if self._context is not None and states:
@@ -308,31 +310,31 @@ class SpotTraining:
 
     @property
     def wanted(self) -> float:
-        """Seconds of a gap that an update needs; 0: none is left, or none runs in gaps."""
+        """Seconds that an update needs; 0: none is left, or none runs in gaps."""
         return self.seconds if self.gaps and self._left else 0.0
 
     def look(self, gaps: Sequence[int], seconds: float = math.inf) -> bool:
-        """Takes in a piece that is done, and sends off the next one; never waits.
+        """Takes the results of an update that is done, and starts the next one; never waits.
 
         Args:
-          gaps: replicas that have nothing to do while others run, by index.
-          seconds: until somebody needs the replicas for something else; a piece that would not be
-            done by then is not sent off.
+          gaps: indices of replicas that are idle while others run.
+          seconds: until the replicas are needed for something else; an update that would not be
+            done by then is not started.
 
         Returns:
-          whether a piece is on its way.
+          whether an update is running.
         """
         if self._running is not None:
             if not all(a.is_ready() for a in jax.tree.leaves(self._running.sums)):
                 return True
             self._take()
         if self._left and gaps and self.gaps and self.seconds <= seconds:
-            # Where the head is already, if possible: moving it takes time.
-            self._send(self._place if self._place in gaps else gaps[0], in_gap=True)
+            # On the replica that has the head, if possible: moving it takes time.
+            self._start(self._place if self._place in gaps else gaps[0], in_gap=True)
         return self._running is not None
 
     def rest(self) -> None:
-        """Waits for the piece that is on its way."""
+        """Waits for the running update."""
         if self._running is not None:
             self._wait()
 
@@ -341,7 +343,7 @@ class SpotTraining:
         call it together.
 
         Returns:
-          head, opt_state, metric sums of the step; None if it had no update.
+          head, opt_state, metric sums of the step (None: it had no update).
         """
         self.rest()
         if self._apart and self._planned:
@@ -350,31 +352,30 @@ class SpotTraining:
             self._finish_here()
             trees = self._trees
             if self._place is not None and not self.places[self._place].trains:
-                trees = jax.device_put(trees, self._homes)
+                trees = jax.device_put(trees, self._shardings)
         self._given = self._trees = self._here = self._policy = None
         return *trees, self._sums
 
     @property
-    def _homes(self):
+    def _shardings(self):
         return jax.tree.map(lambda a: a.sharding, self._given)
 
     def _finish_here(self) -> None:
         while self._left:
-            self._send(self._place or 0, in_gap=False)
+            self._start(self._place or 0, in_gap=False)
             self._wait()
 
     def _furthest(self) -> tuple[Params, Any]:
-        """The head and its optimizer's state after all updates, from the process that is nearest to
-        that by now."""
+        """Finishes the updates in the process that has made the most, and shares the result."""
         done = gather(self.in_gaps if self.places else -1, "head")
         source = done.index(max(done))
         is_source = source == jax.process_index()
         if is_source:
             self._finish_here()
-        told = gather((self._sums, self.in_gaps, self.after), "head's updates")
-        self._sums, self.in_gaps, self.after = told[source]
+        gathered = gather((self._sums, self.in_gaps, self.after), "head's updates")
+        self._sums, self.in_gaps, self.after = gathered[source]
         trees = sharding.spread(self._trees, source)
-        return sharding.put(trees, self._homes)
+        return sharding.put(trees, self._shardings)
 
     def metrics(self) -> dict[str, float]:
         """Of the step that was finished."""
@@ -384,7 +385,7 @@ class SpotTraining:
             "draft/buffer_tokens": float(self.buffer.size),
         }
 
-    def _send(self, replica: int, in_gap: bool) -> None:
+    def _start(self, replica: int, in_gap: bool) -> None:
         started, place, moves = time.perf_counter(), self.places[replica], self._place != replica
         if moves:
             self._trees = tuple(place.weights(tree) for tree in self._trees)
@@ -392,28 +393,28 @@ class SpotTraining:
             self._place = replica
         entry = self._left.popleft()
         batch, states = place.rows((entry.batch, entry.states))
-        head, opt_state, sums = place.draft.piece(*self._trees, self._here, batch, states)
+        head, opt_state, sums = place.draft.start_update(*self._trees, self._here, batch, states)
         self._trees = head, opt_state
-        self._running = _Piece(sums, started, in_gap, moves)
+        self._running = _Running(sums, started, in_gap, moves)
 
     def _wait(self) -> None:
         jax.block_until_ready(self._running.sums)
         self._take()
 
     def _take(self) -> None:
-        piece, self._running = self._running, None
+        update, self._running = self._running, None
         fetch = sharding.fetch if self.places[self._place].trains else jax.device_get
-        self._sums = add_sums(self._sums, fetch(piece.sums))
-        self.in_gaps += piece.in_gap
-        self.after += not piece.in_gap
-        if not piece.moved:
-            self.seconds = time.perf_counter() - piece.started
-        self._trace.draft(self._place, piece.started, piece.in_gap)
+        self._sums = add_sums(self._sums, fetch(update.sums))
+        self.in_gaps += update.in_gap
+        self.after += not update.in_gap
+        if not update.moved:
+            self.seconds = time.perf_counter() - update.started
+        self._trace.draft(self._place, update.started, update.in_gap)
 
 
-class _Piece(NamedTuple):
-    """An update that is on its way: its metric sums, when it was sent off, whether in a gap, and
-    whether the head was moved for it."""
+class _Running(NamedTuple):
+    """A running update: its metric sums, when it was started, whether in a gap, and whether the
+    head was moved to another replica for it."""
 
     sums: dict
     started: float

@@ -40,12 +40,12 @@ from train.packing import empty_batch, pack
 from train.policy import own_family
 from train.processes import (
     about_idle,
-    as_one,
     control_metrics,
     copies_for,
-    everywhere,
-    joined_events,
-    joined_telemetry,
+    gather_events,
+    gather_replicas,
+    gather_telemetry,
+    join_engines,
 )
 from train.programs import (
     as_computed,
@@ -62,12 +62,12 @@ from train.programs import (
 )
 from train.schema import RLConfig
 from train.scoring import RewardsFailedError
-from train.spot import Place, ReplayBuffer, SpotTraining, about_spot
+from train.spot import HeadDevices, ReplayBuffer, SpotTraining, about_spot
 
 
-class _Before(NamedTuple):
-    """What is put back when a step is given up after its rollout: `Rollouts.state()`, the head
-    and its optimizer's state, and the states of the controllers of this process."""
+class _Snapshot(NamedTuple):
+    """The state that is restored when a step is given up after its rollout: `Rollouts.state()`, the
+    head and its optimizer's state, and the states of the controllers of this process."""
 
     rollouts: dict[str, Any]
     head: Params | None
@@ -79,7 +79,7 @@ class Trainer:
     """A run: policy, head, optimizers, engine, data position. `step()` advances it by one.
 
     Attributes:
-      on_program: hears how far `warm_up` is, see `Engine.warm_up`.
+      on_program: called as `warm_up` goes on, see `Engine.warm_up`.
       exact: compares rollouts with plain decoding; None unless `rollout.exact_mode` is on.
     """
 
@@ -111,12 +111,12 @@ class Trainer:
         self._build_programs()
 
     def _read_inputs(self) -> None:
-        """What a mistake of the user shows in, before anything is computed."""
+        """Reads what a mistake of the user shows in, before anything is computed."""
         cfg = self.cfg
         named = cfg.model
         own_family(cfg.family)
         try:
-            # From here on it is a path: of an id that of one commit, which a resumed run must have.
+            # From here on it is a path: of an id that of one commit, which --resume must have, too.
             cfg.model, cfg.revision = str(find_model(cfg.model, cfg.revision)), None
         except ModelNotFoundError as error:
             raise ConfigError(
@@ -139,7 +139,7 @@ class Trainer:
         self.heldout = inputs.heldout
 
     def _load_source(self, spec: SpecConfig) -> tuple[Draft, Params]:
-        """What drafts in the head's place. It stays as it is: nothing here trains it."""
+        """Loads another draft source than the head; it is not trained."""
         try:
             model = as_rolled_out(self.cfg, self.model)
             _, source, params = load_source(model, spec, None, self.tokenizer, self.mesh)
@@ -151,24 +151,24 @@ class Trainer:
         cfg = self.cfg
         built = build_programs(cfg, self.model, self.source, self.mesh, self.places)
         self.policy, self.draft = built.policy, built.draft
-        self.engines = built.engines if self.places else []  # those that run
-        self._any_engine = built.engines[0]  # it has the settings of all, and may never run
+        self.engines = built.engines if self.places else []  # those of this process that run
+        self._any_engine = built.engines[0]  # has the settings of all, and may never run
         self.opt_state = self.policy.init_opt_state(self.params)
         self.reference = jax.tree.map(jnp.copy, self.params) if cfg.algo.kl_loss_coef else None
         self.draft_opt = self.draft.init_opt_state(self.head) if self.draft else None
-        self.engine = as_one(built.engines, self.copies, self.rollouts.score_sample)
+        self.engine = join_engines(built.engines, self.copies, self.rollouts.score_sample)
         self.exact, self._plain_engines = None, built.plain_engines if self.places else []
         if cfg.rollout.exact_mode and drafts(cfg):
-            plain = built.plain_engines and as_one(built.plain_engines, self.copies)
+            plain = built.plain_engines and join_engines(built.plain_engines, self.copies)
             self.exact = ExactMode(self.engine, plain or None, self.sync_weights)
         self.eval_engine = built.eval_engine
         if self.eval_engine is not None:
-            self.eval_engine = as_one([self.eval_engine], self.copies)
-        self._build_spot(built.pieces)
+            self.eval_engine = join_engines([self.eval_engine], self.copies)
+        self._build_spot(built.replica_drafts)
         self.sync_weights()
 
-    def _build_spot(self, pieces: Sequence[DraftTrainer]) -> None:
-        """The trace of replicas, and what trains the head in their gaps; None without."""
+    def _build_spot(self, replica_drafts: Sequence[DraftTrainer]) -> None:
+        """Makes the trace of replicas, and the training of the head in their gaps, if used."""
         cfg, self.trace, self.spot = self.cfg, None, None
         spot = self.draft is not None and cfg.draft.spot.enabled
         if cfg.rollout.replicas > 1 or spot:
@@ -176,10 +176,10 @@ class Trainer:
         if spot:
             inside = trains_in_replicas(cfg, self.mesh)
             if not inside:
-                places = [Place(self.draft, trains=True)]
+                places = [HeadDevices(self.draft, trains=True)]
             else:
                 first = [mesh.devices.flat[0] if mesh else jax.devices()[0] for mesh in self.places]
-                places = [*map(Place, pieces, first)]
+                places = [*map(HeadDevices, replica_drafts, first)]
             apart, context = inside and self.copies is not None, self.policy.context
             self.spot = SpotTraining(places, cfg.draft, self.trace, apart, context)
             self.notes.append(about_spot(cfg, inside))
@@ -191,7 +191,7 @@ class Trainer:
             self.engine.on_poll = self._look_and_train
 
     def _look(self) -> None:
-        """Called all the time while replicas run."""
+        """Called again and again while replicas run."""
         if self.trace is not None:
             self.trace.look(self.engine.drained)
 
@@ -207,26 +207,26 @@ class Trainer:
         self.engine.set_params(self.params, draft)
 
     def start_lines(self) -> list[str]:
-        """What to say of rollouts before they begin."""
+        """Lines about rollouts for the user, before they begin."""
         *lines, kernel = self._any_engine.start_lines()
         if self.exact is not None:
             lines.append(self.exact.about())
         return [*lines, f"{kernel} for rollouts, {self.policy.cfg.run.attention} for training"]
 
     def programs_to_compile(self) -> int:
-        """How many programs of rollouts `warm_up` compiles."""
+        """The number of programs of rollouts that `warm_up` compiles."""
         engines = [*self.engines, *self._plain_engines]
         return sum(engine.programs().count(self._features) for engine in engines)
 
     @property
     def _features(self) -> tuple[Features]:
-        """What the chunks of rollouts take into account."""
+        """The sampling features that chunks of rollouts are compiled with."""
         return (chunk_features(self.cfg, self.model),)
 
     def warm_up(self) -> StartUp:
-        """Compiles what rollouts and evaluation will need, before the first timed step.
+        """Compiles what rollouts and evaluation need, before the first timed step.
 
-        Once: another call only returns again what the engine says of it.
+        Another call compiles nothing, and returns the same.
         """
         if self._start_up is not None:
             return self._start_up
@@ -256,14 +256,14 @@ class Trainer:
 
         Raises:
           RewardsFailedError: a larger share of the step's rewards failed than
-            `max_failed_rewards`. Nothing was learned from it, policy, head and controllers are as
-            before, and the step can be made again.
+            `max_failed_rewards`. Policy, head and controllers are as before, and the step can be
+            made again.
         """
         step = self.done_steps + 1
-        before = self._before_rollout()
+        before = self._snapshot()
         groups, metrics = self._roll_out(step)
         if metrics["reward/failed_share"] > self.cfg.max_failed_rewards:
-            self._take_back(before)
+            self._undo_rollout(before)
             raise RewardsFailedError(
                 f"{metrics['reward/failed_share']:.0%} of the rewards of step {step} failed, more "
                 f"than max_failed_rewards={self.cfg.max_failed_rewards:g} allows; the log above "
@@ -293,7 +293,7 @@ class Trainer:
         return metrics
 
     def _roll_out(self, step: int) -> tuple[list[Group], dict]:
-        """The groups to train on and the metrics so far; with spot training the head is trained."""
+        """Returns the groups to train on, and metrics; spot training trains the head meanwhile."""
         if self.spot is not None:
             self.spot.begin(step, self.head, self.draft_opt, self.params)
         if self.trace is not None:
@@ -302,7 +302,7 @@ class Trainer:
         before = {engine: engine.preemptions for engine in self.engines}
         self.last_rollout, groups, metrics = self.rollouts.collect(self.engine, step)
         metrics["time/rollout"] = time.perf_counter() - started
-        preempted = everywhere(self.engines, lambda e: e.preemptions - before[e])
+        preempted = gather_replicas(self.engines, lambda e: e.preemptions - before[e])
         metrics["rollout/preemptions"] = float(sum(preempted))
         if self.engine.spec is not None:
             metrics |= control_metrics(self.engines)
@@ -310,7 +310,7 @@ class Trainer:
             self.trace.end()
         if self.exact is not None:
             metrics |= self.exact.compare(self.params, self.rollouts.begun())
-        self.engine.release()  # what follows has the room, and ends with other weights
+        self.engine.release()  # frees its memory for training, which ends with other weights
         if self.spot is not None:
             started = time.perf_counter()
             self.head, self.draft_opt, sums = self.spot.finish()
@@ -318,39 +318,39 @@ class Trainer:
             metrics |= self.spot.metrics() | (draft_metrics(sums) if sums else {})
         return groups, metrics
 
-    def _before_rollout(self) -> _Before:
-        """What a rollout changes; spot training leaves the trees that it is given valid."""
+    def _snapshot(self) -> _Snapshot:
+        """The state that a rollout changes; spot training leaves its input trees valid."""
         controllers = [copy.deepcopy(engine.controller.state()) for engine in self.engines]
-        return _Before(self.rollouts.state(), self.head, self.draft_opt, controllers)
+        return _Snapshot(self.rollouts.state(), self.head, self.draft_opt, controllers)
 
-    def _take_back(self, before: _Before) -> None:
-        """As if the rollout since then had not been; nothing of it is written."""
+    def _undo_rollout(self, before: _Snapshot) -> None:
+        """Restores the state before the rollout, of which nothing is written."""
         self.rollouts.load_state(before.rollouts)
         self.head, self.draft_opt = before.head, before.draft_opt
         for engine, state in zip(self.engines, before.controllers, strict=True):
             engine.controller.load_state(state)
         if self.engine.telemetry is not None:
             self.engine.telemetry.clear()
-        self.sync_weights()  # the rollout ended by releasing them
+        self.sync_weights()  # the rollout released them at its end
 
     def _write_trace(self) -> None:
         """Appends this step's events to their file."""
         if self.trace is not None:
-            events = joined_events(self.engines, self.trace.events)
+            events = gather_events(self.engines, self.trace.events)
             if distributed.is_first():
                 self.trace.write(Path(self.cfg.out) / TRACE_FILE, events)
 
     def _write_telemetry(self) -> None:
-        """Appends this step's rejections to their file, and forgets them."""
+        """Appends this step's rejections to their file, and drops them."""
         collector = self.engine.telemetry
         if collector is not None:
-            whole = joined_telemetry(self.engines)
+            whole = gather_telemetry(self.engines)
             if distributed.is_first():
                 whole.write_jsonl(Path(self.cfg.out) / "telemetry.jsonl", append=True)
             collector.clear()
 
     def _score_carried(self) -> None:
-        """What will be stale in later steps is scored now, with the weights that sampled it."""
+        """Scores carried groups now, with the weights that sampled their new tokens."""
         score_new_tokens(
             self.rollouts.carried,
             lambda batch: self.policy.fetch(
@@ -398,8 +398,8 @@ class Trainer:
         return all_batches[: len(all_states)], all_states
 
     def _states_to_keep(self, kept: int) -> int | None:
-        """Micro-batches whose states the head will be trained on, beside the `kept` ones; None:
-        all that come."""
+        """The number of further micro-batches whose states the head is trained on, beside `kept`
+        ones; None: all."""
         if self.draft is None:
             return 0
         most = self.cfg.draft.max_microbatches
@@ -415,12 +415,11 @@ class Trainer:
         return placed
 
     def _update_draft(self, batches, states, metrics: dict) -> None:
-        """Trains the head on the update's states, read out through the updated policy's head.
+        """Trains the head on the update's states, with the updated embedding and lm_head.
 
-        The states are one update older than the embedding and language-model head beside them; the
-        head will be used with the newer ones.
+        The states are one update older than these two; the head will be used with the newer ones.
         """
-        if not batches:  # every group was dropped: nothing to learn from
+        if not batches:  # every group was dropped
             return
         self.head, self.draft_opt, sums = self.draft.update(
             self.head, self.draft_opt, self.params, batches, states
@@ -444,7 +443,7 @@ class Trainer:
         return found
 
     def trees(self) -> dict:
-        """What a checkpoint holds."""
+        """The arrays that a checkpoint holds."""
         trees = {"policy": self.params, "policy_opt": self.opt_state}
         if self.head is not None:
             trees["draft"] = self.head
@@ -472,7 +471,7 @@ class Trainer:
         self, checkpoints: Checkpointer, heads: HeadCheckpoints | None = None, block: bool = False
     ) -> None:
         """Starts saving the whole state, and the head alone to `heads`; `block` waits for both."""
-        controllers = everywhere(self.engines, lambda e: e.controller.state())
+        controllers = gather_replicas(self.engines, lambda e: e.controller.state())
         meta = {
             "step": self.done_steps,
             "seed": self.cfg.seed,
@@ -517,10 +516,10 @@ class Trainer:
             self.spot.buffer.load(replay, trees.get("replay", {}))
         self.done_steps = meta["step"]
         self.rollouts.load_state(meta["rollouts"])
-        self.engine.release()  # what the run began with
+        self.engine.release()  # drops the weights that the run began with
         self.sync_weights()
         states = [meta["controller"], *meta["more_controllers"]]
         before = self.copies.before if self.copies else 0
-        for replica, engine in enumerate(self.engines, before):  # there may be more than there were
+        for replica, engine in enumerate(self.engines, before):  # there may be more replicas now
             engine.controller.load_state(states[replica] if replica < len(states) else states[0])
-        self.warm_up()  # after that: costs are those of the machine it now runs on
+        self.warm_up()  # last: measured costs are those of the present machine

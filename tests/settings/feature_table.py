@@ -210,7 +210,7 @@ def new_head(make: Callable[..., LLM]) -> None:
 def synchronised(cfg: RLConfig, built: Programs, copies: Copies | None) -> None:
     """As each step ends."""
     if copies is None:  # the others lie nowhere
-        processes.as_one(built.engines, None).set_params(*weights_of_policy())
+        processes.join_engines(built.engines, None).set_params(*weights_of_policy())
     assert copies is None or copies.home.count == 2
 
 

@@ -54,7 +54,7 @@ from train.programs import (
 )
 from train.schema import RLConfig, SFTConfig
 from train.scoring import Scorer
-from train.spot import Place, SpotTraining
+from train.spot import HeadDevices, SpotTraining
 from train.tasks.layout import Problem
 from train.trainer import Trainer
 
@@ -368,7 +368,7 @@ def pieces(cfg: DraftConfig) -> int:
     """How many updates of the head five micro-batches bring."""
     calls, run = [], DraftTrainer.__new__(DraftTrainer)
     run.draft = cfg
-    run.piece = lambda head, opt, *_: calls.append(1) or (head, opt, {"n": np.ones(1)})
+    run.start_update = lambda head, opt, *_: calls.append(1) or (head, opt, {"n": np.ones(1)})
     run.update(None, None, {}, [{}] * 5, [None] * 5)
     return len(calls)
 
@@ -404,8 +404,9 @@ def _traced(draft: DraftConfig) -> str:
 def spot(cfg: RLConfig) -> SpotTraining:
     settled(cfg)
     noted = types.SimpleNamespace(draft=lambda *_: None)
-    draft = types.SimpleNamespace(piece=None, mesh=None)
-    return SpotTraining([Place(draft, device) for device in jax.devices()[:2]], cfg.draft, noted)
+    draft = types.SimpleNamespace(start_update=None, mesh=None)
+    places = [HeadDevices(draft, device) for device in jax.devices()[:2]]
+    return SpotTraining(places, cfg.draft, noted)
 
 
 def planned(cfg: RLConfig):

@@ -108,7 +108,7 @@ def test_a_head_trained_with_a_factor_of_a_fifth_moves_a_fifth_as_far(setting):
         draft = dataclasses.replace(cfg.draft, mtp_loss_scaling_factor=factor, optim=optim)
         trainer, start = DraftTrainer(model, draft), jax.tree.map(lambda a: a.copy(), head)
         opt, policy = trainer.init_opt_state(start), frozen_policy_parts(params)
-        *_, sums = trainer.piece(start, opt, policy, batches[0], states[0])
+        *_, sums = trainer.start_update(start, opt, policy, batches[0], states[0])
         norms.append(float(sums["draft_update_norm"]))
     assert norms[1] == pytest.approx(0.2 * norms[0], rel=1e-5) and norms[0] > 1e-3
 

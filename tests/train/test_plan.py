@@ -604,7 +604,7 @@ def test_a_pod_config_uses_its_pod_wholly_and_takes_every_switch(config):
     arguments = ["--config", str(config), *fewer, *SWITCHES.values()]
     cfg, _ = parse_config(RLConfig, arguments)
     shapes = Shapes(cfg, jax.devices()[:8], platform="cpu")
-    piece, engine = shapes.built.pieces[0], shapes.engine
+    piece, engine = shapes.built.replica_drafts[0], shapes.engine
     assert piece.mesh.size == cfg.rollout.tp and shapes.built.policy.mesh.size == 8
     assert engine.telemetry is not None and engine.spec.invariant and cfg.algo.tis
     update = next(p for p in shapes.training() if p.key == ("draft",))

@@ -316,7 +316,7 @@ def test_a_first_step_without_any_reward_shows_what_was_read(thin_policy, tmp_pa
 
 def rewarded(rewards):
     responses = [
-        types.SimpleNamespace(reward=reward, failed=False, finish="stop", text="x")
+        types.SimpleNamespace(reward=reward, failed=False, finish_reason="stop", text="x")
         for reward in rewards
     ]
     return [types.SimpleNamespace(responses=responses, problem=Problem("p", "1", 0))]

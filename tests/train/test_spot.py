@@ -19,7 +19,7 @@ from train.draft import DraftConfig, SpotConfig
 from train.log import TRACE_FILE, Trace, read_lines
 from train.schema import RLConfig
 from train.scoring import RewardsFailedError
-from train.spot import Place, ReplayBuffer, SpotTraining
+from train.spot import HeadDevices, ReplayBuffer, SpotTraining
 
 # Groups are carried, steps end early, the head is trained: all that could depend on the clock does.
 CHANGES = {
@@ -285,12 +285,12 @@ def spot_of(gaps: bool = True):
     """(spot training of three micro-batches for three replicas, the pieces it sent off)."""
     sent = []
 
-    def piece(head, opt_state, policy, batch, states):
+    def start_update(head, opt_state, policy, batch, states):
         sent.append((int(batch["tokens"][0, 0]), list(head.devices())[0].id, Later()))
         return head + 1, opt_state, {"count": sent[-1][2]}
 
-    draft = types.SimpleNamespace(piece=piece, mesh=None, context=None)
-    places = [Place(draft, jax.devices()[i % jax.device_count()]) for i in range(3)]
+    draft = types.SimpleNamespace(start_update=start_update, mesh=None, context=None)
+    places = [HeadDevices(draft, jax.devices()[i % jax.device_count()]) for i in range(3)]
     spot = SpotConfig(enabled=True, gaps=gaps, buffer_tokens=100)
     cfg = DraftConfig(spot=spot, max_microbatches=3)
     spot = SpotTraining(places, cfg, Trace(3))

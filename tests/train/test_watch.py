@@ -36,15 +36,15 @@ def test_the_alarms_are_printed_by_the_program(thin_policy, tmp_path, capsys):
 
 
 def test_a_healthy_head_raises_no_alarm():
-    watch = rl.Watch()
+    watch = rl.StepWarnings()
     fine = {
         "rollout/drafted_accept_length": 2.5, "train/mtp_tokens": 9, "train/mtp_update_norm": 0.1,
     }  # fmt: skip
     flat = {**fine, "rollout/drafted_accept_length": 1.0}
     for step, metrics in enumerate([fine, flat, flat, fine, flat, flat]):
-        assert watch.look(step, metrics) == []
-    assert watch.look(7, {}) == []  # no speculation: nothing to watch
-    assert "no token" in watch.look(8, {**fine, "train/mtp_tokens": 0})[0]
+        assert watch.check(step, metrics) == []
+    assert watch.check(7, {}) == []  # no speculation: nothing to watch
+    assert "no token" in watch.check(8, {**fine, "train/mtp_tokens": 0})[0]
 
 
 class Begun(Exception):

@@ -245,8 +245,8 @@ class Shapes:
         trainer = self.built.draft
         given = {"parameters": (self.head, parts), "optimizer": self.draft_opt}
         given |= {"batch": rows[0], "state": rows[1]}
-        if self.built.pieces:
-            trainer = self.built.pieces[0]
+        if self.built.replica_drafts:
+            trainer = self.built.replica_drafts[0]
             weights = sharding.shapes(weights, trainer.mesh, self._shardings(self.model))
             rows = sharding.shapes(rows, trainer.mesh, _all_rows)
             given = {"copies": weights, "batch": rows}

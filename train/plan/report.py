@@ -61,7 +61,7 @@ class Plan:
 
     def held_during(self, program: Figures) -> dict[str, float]:
         """Bytes that are there while it runs, whether it is given them or not, by kind."""
-        gaps = self.shapes.built.pieces and self.shapes.cfg.draft.spot.gaps
+        gaps = self.shapes.built.replica_drafts and self.shapes.cfg.draft.spot.gaps
         in_gaps = program.key == ("draft",) and bool(gaps)
         held = self.held("roll out" if in_gaps else program.part)
         if program.key == ("reshard", "draft"):  # the policy's have come, in which its own count
