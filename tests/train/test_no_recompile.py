@@ -48,16 +48,6 @@ def steps_seen(monkeypatch):
 @pytest.mark.parametrize(
     ("steps", "changes"),
     [
-        pytest.param(
-            4,
-            {
-                "reward": "tiny_run:rare",
-                "eval.problems": 3,
-                "eval.every": 2,
-                "checkpoint.every": 1,
-            },
-            marks=pytest.mark.slow,
-        ),
         (
             6,
             {

@@ -279,20 +279,11 @@ def choices(out: Path, count: int) -> list[list[str]]:
 
 
 @pytest.mark.slow
-def test_processes_that_share_a_replica_choose_alike_and_learn_what_one_does(
-    thin_policy, tmp_path, one
-):
-    out = tmp_path / "run"
-    finish(start(thin_policy, out, 2, devices=2, module="uneven_hosts", **SHARED))
-    assert [learned(r) for r in read_metrics(out)] == [learned(r) for r in one[1][:1]]
-    first, second = choices(out, 2)
-    assert first == second and {"off", "1_1_2"} == set(first)
-
-
-@pytest.mark.slow
-def test_one_process_goes_on_where_two_shared_a_replica(thin_policy, tmp_path, one):
+def test_processes_that_share_a_replica_choose_alike_and_one_goes_on(thin_policy, tmp_path, one):
     out, changes = tmp_path / "run", {**SHARED, "steps": 3}
     finish(start(thin_policy, out, 2, devices=2, module="uneven_hosts", **changes))
+    first, second = choices(out, 2)
+    assert first == second and {"off", "1_1_2"} == set(first)
     changes = {**CHANGES, **SHARED, "mesh.fsdp": 1, "mesh.tp": 1, "rollout.tp": 1, "steps": 4}
     rl.main([*tiny_run.arguments(thin_policy, out, **changes), "--resume"])
     assert [learned(r) for r in read_metrics(out)] == [learned(r) for r in one[1][:4]]

@@ -184,16 +184,6 @@ def test_ctrl_c_is_one_line_that_says_what_is_saved(
     assert re.fullmatch(rf"train\.rl: {said}", errors.strip().splitlines()[-1])
 
 
-@pytest.mark.slow
-def test_a_run_killed_before_its_first_checkpoint_resumes_at_step_one(
-    thin_policy, tmp_path, reference
-):
-    out = tmp_path / "run"
-    (out / "checkpoints").mkdir(parents=True)
-    rl.main([*tiny_run.arguments(thin_policy, out, **CHANGES, steps=6), "--resume"])
-    assert_same_run(out, reference)
-
-
 def test_a_damaged_checkpoint_names_the_one_to_use_and_that_one_works(
     thin_policy, tmp_path, reference
 ):

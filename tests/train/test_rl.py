@@ -102,16 +102,9 @@ def test_a_run_leaves_a_plot_checkpoints_and_a_policy_that_generates(run):
     assert sample.text is not None and len(sample.token_ids) == len(sample.logprobs) <= 8
 
 
-@pytest.mark.slow
-def test_a_second_run_does_not_touch_the_first(run, thin_policy):
-    before = (run / "metrics.jsonl").read_bytes()
-    rl.main(
-        tiny_run.arguments(
-            thin_policy, run, steps=1, draft__mode="none", checkpoint__export="false"
-        )
-    )
-    assert (run / "metrics.jsonl").read_bytes() == before
-    assert len(read_metrics(run.with_name("run-2"))) == 1
+def test_a_run_goes_to_the_first_directory_without_checkpoints(run):
+    assert rl._fresh(run) == run.with_name("run-2")
+    assert rl._fresh(run / "new") == run / "new"
 
 
 # --- wrong arguments ------------------------------------------------------------------------------
@@ -237,25 +230,6 @@ def test_a_kl_term_is_added_with_its_coefficient(vary, base):
     assert not same(trainer.params, base[0].params)
 
 
-def test_truncated_importance_sampling_weighs_the_policy_term(vary, base):
-    _, steps = vary(algo__tis="true", algo__tis_cap=0.5)  # both programs agree: the weight is 1
-    assert "train/tis" not in base[1][0]
-    assert steps[0]["train/tis"] == pytest.approx(0.5)
-    assert steps[0]["train/tis_truncated_fraction"] == 1
-    assert steps[0]["train/loss"] == pytest.approx(0.5 * base[1][0]["train/loss"], rel=1e-3)
-
-
-def test_sequence_aggregation_averages_over_samples(vary, base):
-    _, steps = vary(algo__loss_aggregation="sequence")
-    # On policy the loss is minus the mean advantage: 0 over samples, not over tokens.
-    assert abs(steps[0]["train/loss"]) < 1e-6 < abs(base[1][0]["train/loss"])
-
-
-def test_advantages_without_std_are_smaller(vary, base):
-    _, steps = vary(algo__normalize_std="false")
-    assert 0 < steps[0]["train/grad_norm"] < 0.75 * base[1][0]["train/grad_norm"]
-
-
 def test_several_updates_per_rollout_are_off_policy_and_clipped_by_two_bounds(vary, base):
     changes = {"algo.updates_per_rollout": 2, "algo.clip_ratio": 0.9}
     trainer, steps = vary(2, **changes, **{"algo.clip_ratio_high": 9.0})
@@ -378,17 +352,10 @@ def test_an_online_head_learns_from_its_rollouts(modes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"rollout.acceptance": "block"},
-        {"rollout.strategy": "4x2x1"},
-        {"rollout.strategy": "default", "rollout.temperature": 0.7},
-        {"draft.loss": "soft_ce", "draft.unroll_steps": 3, "draft.epochs": 2},
-        {"dtype.compute": "bfloat16", "dtype.params": "bfloat16"},
-    ],
-)
-def test_further_combinations_go_through(thin_policy, tmp_path, changes):
+def test_a_static_tree_soft_targets_and_bfloat16_go_together(thin_policy, tmp_path):
+    changes = {"rollout.strategy": "4x2x1", "rollout.temperature": 0.7, "draft.loss": "soft_ce"}
+    changes |= {"draft.unroll_steps": 3, "draft.epochs": 2}
+    changes |= {"dtype.compute": "bfloat16", "dtype.params": "bfloat16"}
     _, steps = train(thin_policy, tmp_path, 2, **changes)
     for step in steps:
         assert all(math.isfinite(v) for v in step.values() if not isinstance(v, str))

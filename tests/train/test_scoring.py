@@ -13,11 +13,14 @@ import odd_rewards
 import pytest
 import tiny_run
 
+from specjax.command_line import parse_config
+from specjax.tokenizer import load_tokenizer
 from train import rl
 from train.collect import Rollouts
+from train.inputs import Inputs, read_inputs
 from train.log import read_metrics
 from train.schema import RLConfig
-from train.scoring import Score, Scorer, as_number, check_gold, evenly, unwinnable
+from train.scoring import Score, Scorer, about_zero, as_number, check_gold, evenly, unwinnable
 from train.tasks.layout import Problem, split_of
 
 # --- one reward ----------------------------------------------------------------------------------
@@ -294,24 +297,88 @@ def test_rewards_of_a_run_see_the_columns_of_rows(thin_policy, tmp_path, capsys)
 
 
 def test_a_first_step_without_any_reward_shows_what_was_read(thin_policy, tmp_path, capsys):
-    for name, changes in (
-        ("number", settings(rows(tmp_path / "rows.jsonl"), reward="number")),
-        (
-            "math_verify",
-            settings(rows(tmp_path / "roots.jsonl", answer=r"2\sqrt{2}"), reward="auto"),
-        ),
-        ("tiny_run:nothing", {**PLAIN, "reward": "tiny_run:nothing"}),
-    ):
-        run(thin_policy, tmp_path / name.replace(":", "-"), **changes)
-        out = capsys.readouterr().out
-        said = [x for x in out.splitlines() if "scored 0" in x]
-        assert len(said) == 1, out
-        assert said[0].startswith("WARNING: step 1: ")
-        assert re.search(r"a completion( \(cut off at rollout.max_tokens\))?: '", said[0])
-        assert "the gold answer '" in said[0]
-        if "tiny" not in name:
-            assert f"the answer that reward={name} read in it: none" in said[0]
-            assert "data.prompt_template" in said[0]
+    run(thin_policy, tmp_path / "run", **PLAIN, reward="tiny_run:nothing")
+    (said,) = [x for x in capsys.readouterr().out.splitlines() if "scored 0" in x]
+    assert said.startswith("WARNING: step 1: ") and "the gold answer '" in said
+    assert re.search(r"a completion( \(cut off at rollout.max_tokens\))?: '", said)
+    problem = Problem("p", "5", 0)
+    said = about_zero(Scorer("number"), "no number", problem, was_cut=False)
+    assert "the answer that reward=number read in it: none" in said
+    assert "data.prompt_template" in said
+
+
+def read(policy, path, **changes) -> tuple[RLConfig, Inputs]:
+    """The configuration of a run on these rows, and what it reads before it computes anything."""
+    argv = tiny_run.arguments(policy, path.parent / "run", **settings(path, **changes))
+    cfg = parse_config(RLConfig, argv)[0]
+    return cfg, read_inputs(cfg, load_tokenizer(policy), str(policy))
+
+
+def rollouts_of(cfg: RLConfig, inputs: Inputs) -> Rollouts:
+    return Rollouts(cfg, inputs.problems, inputs.prompts, (1,), inputs.scorer)
+
+
+@pytest.mark.parametrize("choice", ["drop", "keep"])
+def test_rows_that_cannot_be_won_are_dropped_or_kept_by_choice(thin_policy, tmp_path, choice):
+    path = tmp_path / "rows.jsonl"
+    lines = [{"problem": f"{i}=", "answer": i if i % 2 else "five"} for i in range(40)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    cfg, inputs = read(thin_policy, path, reward="number", **{"data.unwinnable": choice})
+    assert "cannot be won with reward=number, which" in inputs.notes[-1]
+    assert inputs.notes[-1].endswith(f"(data.unwinnable={choice})")
+    rollouts = rollouts_of(cfg, inputs)
+    rollouts._at = 0
+    drawn = [rollouts._draw(1).problem.answer for _ in range(8)]
+    rollouts.position = rollouts._at
+    assert ("five" in drawn) == (choice == "keep")
+    assert (rollouts._prompt_metrics()["rollout/prompts_unwinnable"] > 0) == (choice == "drop")
+
+
+def test_prompts_that_are_too_long_are_counted_and_dropped_cut_or_refused(thin_policy, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    lines = [{"prompt": "1" * (4 if i % 3 else 20), "answer": "1"} for i in range(30)]
+    lines = [line | {"prompt": line["prompt"] + f"{i:02d}"} for i, line in enumerate(lines)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    common = {"reward": "tiny_run:coin", "eval.problems": 4}
+    sizes = {}
+    for choice in ("drop", "truncate"):
+        cfg, inputs = read(thin_policy, path, **common, **{"data.overlong_prompts": choice})
+        said = next(x for x in inputs.notes if "max_prompt_tokens" in x)
+        assert re.search(r"WARNING: \d+ of \d+ prompts looked at have more tokens", said)
+        assert "the longest 22" in said and f"data.overlong_prompts={choice}" in said
+        rollouts = rollouts_of(cfg, inputs)
+        rollouts._at = 0
+        sizes[choice] = {len(rollouts._draw(1).prompt) for _ in range(8)}
+        rollouts.position = rollouts._at
+        assert rollouts._prompt_metrics()["rollout/prompts_overlong"] > 0
+    assert sizes == {"drop": {6}, "truncate": {6, 12}}
+    with pytest.raises(ValueError, match=r"the row \S+rows.jsonl:\d+ has a prompt of 22 tokens"):
+        read(thin_policy, path, **common, **{"data.overlong_prompts": "error"})
+    with pytest.raises(ValueError, match=r"all \d+ prompts looked at .* have 6 to 22 tokens"):
+        read(thin_policy, path, **common, **{"rollout.max_prompt_tokens": 3})
+
+
+def test_a_file_too_small_to_hold_anything_out_is_trained_on_all_the_same(thin_policy, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    lines = [{"prompt": f"{i}?", "answer": i} for i in range(20)]
+    lines = [line for line in lines if split_of(line["prompt"]) == "train"][:3]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    cfg, inputs = read(thin_policy, path, reward="tiny_run:coin", **{"eval.problems": 8})
+    assert len(inputs.problems) == 3 and not inputs.heldout and cfg.eval.problems == 0
+    said = next(x for x in inputs.notes if x.startswith("WARNING: nothing is evaluated: "))
+    assert "data.heldout_path" in said
+
+
+def test_held_out_rows_are_looked_at_too(thin_policy, tmp_path):
+    held = rows(tmp_path / "held.jsonl", count=6, answer="Paris")
+    held.write_text(held.read_text().replace("1+1=", "1+1+1+1+1+1+1+1="))
+    common = {"data.heldout_path": held, "reward": "number", "eval.problems": 6}
+    path = rows(tmp_path / "rows.jsonl", count=9)
+    path.write_text(path.read_text().replace("+1=", "+2="))
+    _, inputs = read(thin_policy, path, **common)
+    said = "\n".join(inputs.notes)
+    assert "WARNING: 1 of 6 held-out prompts looked at have more tokens" in said
+    assert "WARNING: held out: 6 of 6 gold answers looked at cannot be won" in said
 
 
 def rewarded(rewards):
@@ -358,72 +425,3 @@ def test_gold_answers_that_cannot_be_won_end_a_run_before_it_begins(
     assert "1 of " in said and f"reward={reward}, which reads {reason}" in said
     assert f": the row {path}:41: gold answer {answer!r}. Mend" in said
     assert "data.unwinnable=drop" in said and not (tmp_path / "run").exists()
-
-
-def test_rows_that_cannot_be_won_are_dropped_or_kept_by_choice(thin_policy, tmp_path, capsys):
-    path = tmp_path / "rows.jsonl"
-    lines = [{"problem": f"{i}=", "answer": i if i % 2 else "five"} for i in range(40)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = {}
-    for choice in ("drop", "keep"):
-        changes = settings(path, reward="number", **{"data.unwinnable": choice})
-        found[choice] = run(thin_policy, tmp_path / choice, **changes)
-        said = capsys.readouterr().out
-        assert "WARNING: 1" in said or "WARNING: 2" in said
-        assert f"data.unwinnable={choice}" in said and "cannot be won with reward=number" in said
-    assert sum(r["rollout/prompts_unwinnable"] for r in found["drop"]) > 0
-    assert sum(r["rollout/prompts_unwinnable"] for r in found["keep"]) == 0
-
-
-def test_prompts_that_are_too_long_are_counted_and_dropped_cut_or_refused(
-    thin_policy, tmp_path, capsys
-):
-    path = tmp_path / "rows.jsonl"
-    lines = [{"prompt": "1" * (4 if i % 3 else 20), "answer": "1"} for i in range(30)]
-    lines = [line | {"prompt": line["prompt"] + f"{i:02d}"} for i, line in enumerate(lines)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    common = {**PLAIN, "data.path": path, "reward": "tiny_run:coin", "eval.problems": 4}
-    digests = {}
-    for choice in ("drop", "truncate"):
-        changes = {**common, "data.overlong_prompts": choice}
-        steps = run(thin_policy, tmp_path / choice, **changes)
-        said = next(x for x in capsys.readouterr().out.splitlines() if "max_prompt_tokens" in x)
-        assert re.search(r"WARNING: \d+ of \d+ prompts looked at have more tokens", said)
-        assert "the longest 22" in said and f"data.overlong_prompts={choice}" in said
-        assert sum(r["rollout/prompts_overlong"] for r in steps) > 0
-        digests[choice] = [r["rollout/tokens_sha"] for r in steps]
-    assert digests["drop"] != digests["truncate"]
-    changes = {**common, "data.overlong_prompts": "error"}
-    said = failure(capsys, thin_policy, tmp_path / "error", **changes)
-    assert re.search(r"the row \S+rows.jsonl:\d+ has a prompt of 22 tokens", said)
-    changes = {**common, "rollout.max_prompt_tokens": 3}
-    said = failure(capsys, thin_policy, tmp_path / "all", **changes)
-    assert re.search(r"all \d+ prompts looked at are longer .* have 6 to 22 tokens", said)
-
-
-def test_a_file_too_small_to_hold_anything_out_is_trained_on_all_the_same(
-    thin_policy, tmp_path, capsys
-):
-    path = tmp_path / "rows.jsonl"
-    lines = [{"prompt": f"{i}?", "answer": i} for i in range(20)]
-    lines = [line for line in lines if split_of(line["prompt"]) == "train"][:3]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    changes = settings(path, reward="tiny_run:coin", **{"eval.problems": 8})
-    steps = run(thin_policy, tmp_path / "run", **changes)
-    assert len(steps) == 2 and all("eval/reward" not in r for r in steps)
-    said = capsys.readouterr().out
-    assert "WARNING: nothing is evaluated: " in said and "data.heldout_path" in said
-
-
-def test_held_out_rows_are_looked_at_too(thin_policy, tmp_path, capsys):
-    held = rows(tmp_path / "held.jsonl", count=6, answer="Paris")
-    held.write_text(held.read_text().replace("1+1=", "1+1+1+1+1+1+1+1="))
-    common = {"data.heldout_path": held, "reward": "number", "eval.problems": 6, "steps": 1}
-    changes = settings(rows(tmp_path / "rows.jsonl", count=9), **common)
-    changes["data.path"].write_text(changes["data.path"].read_text().replace("+1=", "+2="))
-    run(thin_policy, tmp_path / "run", **changes)
-    said = capsys.readouterr().out
-    assert "WARNING: 1 of 6 held-out prompts looked at have more tokens" in said
-    assert "WARNING: held out: 6 of 6 gold answers looked at cannot be won" in said
-    record = read_metrics(tmp_path / "run")[0]
-    assert record["eval/problems"] == 5 and record["eval/prompts_overlong"] == 1

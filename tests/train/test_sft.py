@@ -4,7 +4,6 @@ import json
 import math
 import re
 import shutil
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +24,6 @@ from train.cli import can_resume
 from train.log import read_metrics
 from train.optim import OptimConfig, weight_matrices
 from train.schema import SFTConfig
-
-GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k"
 
 SETTINGS = {
     "steps": 60,
@@ -412,15 +409,3 @@ def test_gsm8k_lines_go_through_sft_and_rl_with_numbers_as_rewards(tmp_path):
     few = {"steps": 10, "draft_steps": 5, "checkpoint.every": 0}
     sft.main(arguments(tmp_path / "sft", **common, **few))
     assert len(gsm8k(tmp_path / "sft" / "hf", tmp_path / "rl", path)) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not (GSM8K / "train.jsonl").exists(), reason="GSM8K is not beside the checkout")
-def test_the_real_gsm8k_goes_through_ten_steps(tmp_path):
-    path = GSM8K / "train.jsonl"
-    common = {"data.task": "gsm8k", "data.path": path, "loss_on": "all", "vocab_size": 512}
-    packing = {"packing.row_length": 1024, "model.max_position": 1024, "checkpoint.every": 0}
-    sft.main(arguments(tmp_path / "sft", **common, **packing))
-    changes = {"steps": 10, "rollout.max_prompt_tokens": 192, "packing.row_length": 256}
-    steps = gsm8k(tmp_path / "sft" / "hf", tmp_path / "rl", path, **changes)
-    assert len(steps) == 10

@@ -154,12 +154,6 @@ def test_a_step_whose_rewards_failed_leaves_nothing_and_can_be_made_again(pair, 
     assert learned(trainer.step()) == learned(some[2])
 
 
-def test_without_spot_training_no_replica_trains(thin_policy, tmp_path):
-    cfg = config(thin_policy, tmp_path, **GAPS, **{"draft.spot.enabled": "false"})
-    trainer = rl.Trainer(cfg)
-    assert len(trainer.engines) == 2 and trainer.spot is None and trainer.draft is not None
-
-
 def test_a_mesh_and_replicas_of_several_devices_learn_what_one_device_does(
     pair, thin_policy, tmp_path
 ):
