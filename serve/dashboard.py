@@ -60,7 +60,7 @@ class Dashboard:
         self._gains: tuple[dict, float, float | None] | None = None
         self._asked, self._asked_of = 0.0, 0
         self._lanes: dict[int, dict[int, int]] = {}  # by replica and number of the sequence
-        # (replica, size): the round in which plain decoding was measured last, and when that was.
+        # (replica, size): chunks of plain decoding that were measured, and when the last one was.
         self._plain: dict[tuple[int, int], tuple[int, float]] = {}
         # The event loop writes these:
         self._ticks: deque[dict] = deque(maxlen=KEPT)
@@ -139,8 +139,8 @@ class Dashboard:
     ) -> float | None:
         """The time at which plain decoding last ran at a size; None: not since the start."""
         at, goodput = 0, _goodput(controller)
-        if goodput is not None and goodput.costs.known(OFF, size):
-            at = goodput.costs.rounds - goodput.costs.age(OFF, size)
+        if goodput is not None:
+            at = goodput.costs.chunks(OFF, size)
         seen = self._plain.get((replica, size), (0, None))
         if at and at != seen[0]:
             self._plain[replica, size] = seen = at, now
@@ -270,7 +270,7 @@ def _estimate(engine: Engine, size: int) -> dict[str, Any] | None:
         "ratios": ratios,
         "costs": {name: goodput.round_seconds(name, size) / plain for name in ratios},
         "chunks": {name: goodput.costs.chunks(name, size) for name in ratios},
-        "slack": {name: goodput.slack(OFF, size, name) for name in ratios},
+        "slack": {name: goodput.costs.slack(OFF, size) for name in ratios},
     }
 
 

@@ -64,7 +64,6 @@ class Observation:
         since it last did, of the slot that had most.
       opted_out: slots that draft nothing whatever is chosen; -1 in `accepted` of what drafts.
       ended: samples that ended in the chunk, by a stop or a limit.
-      is_try: the chunk was selected with a `rounds_hint`.
     """
 
     batch_size: int
@@ -76,7 +75,6 @@ class Observation:
     catch_up: int = 0
     opted_out: int = 0
     ended: int = 0
-    is_try: bool = False
 
     def __post_init__(self):
         accepted = np.asarray(self.accepted)
@@ -220,11 +218,6 @@ class Controller(abc.ABC):
 
     def calibrated(self, costs: CostTable) -> None:  # noqa: B027  (most ask for no costs)
         """Costs were measured, while nothing ran; what else was learned still holds."""
-
-    @property
-    def is_curious(self) -> bool:
-        """Whether what the next chunks show may change the choice: then they should be short."""
-        return False
 
     def gains(self, batch_size: int) -> dict[str, float]:
         """How many times as fast as plain decoding each strategy is, by what was measured.

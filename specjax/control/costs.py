@@ -1,8 +1,4 @@
-"""Seconds per round by strategy and batch bucket: calibrated at start, refreshed while running.
-
-Every bucket has a `Belief` of its own, because small ones run in the tail, where contexts are long.
-What was never measured is guessed from what was.
-"""
+"""Seconds per round by strategy and batch bucket: calibrated at start, followed while running."""
 
 from __future__ import annotations
 
@@ -16,28 +12,32 @@ from typing import Any
 
 import numpy as np
 
-from specjax.control.base import canonical
-from specjax.control.belief import Belief, Noise
+from specjax.config.strategy import Strategy
 
 DEFAULT_BUCKETS = tuple(2**i for i in range(11))
 
-_OPTIMISM = 1.0  # standard errors by which a true cost may well be less
-_GUESSED_SLACK = 0.35
-_MOST_SLACK = 0.9
+_FOLLOW = 0.2  # weight of a chunk in the moving average
+_COMPARE = 0.15  # the same, at least, of a chunk that is compared with another strategy's
+_OUTLIER = 0.35  # in logs: a chunk that is further off counts only if the next one is, too
+_GUESSED_SLACK = 0.35  # by what share a guessed cost may be too high,
+_SLACK, _LEAST_SLACK = 0.3, 0.05  # and one that was calibrated, or compared often
 _LEAST_SHARE = 0.1  # of the seconds of a chunk that its rounds take
 
 
 class CostTable:
     """Seconds per round.
 
-    A missing entry is guessed: from the strategy's other buckets, else from the other strategies by
-    how many rows and draft steps they have.
+    What changes while a machine runs (contexts grow, others use it) changes all strategies by much
+    the same factor. So a chunk of the strategy that ran before moves the whole bucket, and the
+    first chunk that is measured after another strategy's moves the cost of its own strategy alone:
+    it says how dear that is beside the other. A cost that was neither calibrated nor observed is
+    guessed: from the strategy's other buckets, else from the numbers of rows and draft steps.
 
     Args:
       buckets: increasing compiled batch sizes; a batch costs what the smallest bucket that holds
         it costs.
       seconds: per strategy a list with one entry per bucket; None (or NaN) where not calibrated.
-      beside: seconds of a chunk beside its rounds, by bucket; None: nothing.
+      beside: seconds of a chunk beside its rounds, by bucket; None: no such seconds.
 
     Raises:
       ValueError: the lists do not fit, a cost is not above zero, or `beside` is below it.
@@ -60,19 +60,26 @@ class CostTable:
                 f"beside must have seconds of at least 0 for each of {len(self.buckets)} buckets, "
                 f"got {beside}"
             )
-        self._noise = Noise()
-        self._rounds = 0
-        self._beliefs = [Belief(each) for each in beside]
-        self._seen_at: list[dict[str, int]] = [{} for _ in beside]  # `rounds`, by strategy
+        self._beside = beside
+        # By bucket and strategy: log seconds, numbers of chunks and of comparisons, and whether
+        # the last chunk was an outlier: 1 if dearer, -1 if cheaper.
+        self._logs: list[dict[str, float]] = [{} for _ in beside]
+        self._chunks: list[dict[str, int]] = [{} for _ in beside]
+        self._compared: list[dict[str, int]] = [{} for _ in beside]
+        self._outliers: list[dict[str, int]] = [{} for _ in beside]
+        self._last: list[str | None] = [None] * len(beside)  # the strategy measured last
         for name, row in (seconds or {}).items():
             if len(row) != len(self.buckets):
                 raise ValueError(
                     f"strategy {name!r} has {len(row)} costs for {len(self.buckets)} buckets; give "
                     "one per bucket, None where not calibrated"
                 )
-            for belief, each in zip(self._beliefs, row, strict=True):
-                if (log := _log_seconds(name, each)) is not None:
-                    belief.calibrated(canonical(name), log)
+            for at, each in enumerate(row):
+                if each is None or math.isnan(each):
+                    continue
+                if not 0 < each < math.inf:
+                    raise ValueError(f"a round of {name!r} must cost more than 0 s, got {each}")
+                self._logs[at][name] = math.log(each)
 
     @classmethod
     def from_samples(
@@ -85,14 +92,13 @@ class CostTable:
         Whatever else the machine does adds to a time, and never takes from it.
 
         Args:
-          samples: without what lies beside the rounds.
-          beside: seconds of a chunk beside its rounds, by bucket; as far off as it is, all samples
-            of a bucket are.
+          samples: without the seconds beside the rounds.
+          beside: seconds of a chunk beside its rounds, by bucket.
         """
         buckets = sorted({bucket for _, bucket in samples})
         rows: dict[str, list[float | None]] = {}
         for (name, bucket), values in samples.items():
-            row = rows.setdefault(canonical(name), [None] * len(buckets))
+            row = rows.setdefault(name, [None] * len(buckets))
             row[buckets.index(bucket)] = float(min(values))
         return cls(buckets, rows, None if beside is None else [beside[b] for b in buckets])
 
@@ -102,121 +108,102 @@ class CostTable:
 
     def known(self, name: str, batch_size: int) -> bool:
         """Whether the cost was calibrated or observed, not guessed."""
-        return name in self._belief(batch_size).names
-
-    def age(self, name: str, batch_size: int) -> int:
-        """Rounds of all strategies since this one was seen in the batch's bucket."""
-        return self._rounds - self._seen_at[self.index(batch_size)].get(name, 0)
-
-    @property
-    def rounds(self) -> int:
-        """Of all strategies, so far."""
-        return self._rounds
+        return name in self._logs[self.index(batch_size)]
 
     def chunks(self, name: str, batch_size: int) -> int:
-        """That were seen of a strategy in the batch's bucket."""
-        return self._belief(batch_size).chunks.get(name, 0)
+        """Chunks of a strategy that were measured in the batch's bucket."""
+        return self._chunks[self.index(batch_size)].get(name, 0)
 
-    def slack(self, name: str, batch_size: int, than: str | None = None) -> float:
-        """By what share the true cost, beside that of another, may well be below the table's.
-
-        Args:
-          than: the other; where its cost is unknown, or None, the one that ran last, or if none did
-            the first.
-        """
-        belief = self._belief(batch_size)
-        if name not in belief.names:
+    def slack(self, name: str, batch_size: int) -> float:
+        """By what share the true cost, beside other strategies', may be below the table's."""
+        if not self.known(name, batch_size):
             return _GUESSED_SLACK
-        than = next(n for n in (than, belief.last, belief.names[0]) if n in belief.names)
-        below = _OPTIMISM * belief.error(name, than) + belief.below(name, than)
-        return min(1 - math.exp(-below), _MOST_SLACK)
+        compared = self._compared[self.index(batch_size)].get(name, 0)
+        return max(_SLACK / math.sqrt(1 + compared), _LEAST_SLACK)
 
     def seconds(self, name: str, batch_size: int, rounds: float = math.inf) -> float:
-        """Seconds per round of a chunk of so many, one at least; finite and above zero."""
-        beside = self.beside(batch_size) / max(rounds, 1.0)
-        return math.exp(self._guess(name, self.index(batch_size))) + beside
+        """Seconds per round of a chunk of so many (at least one); finite and above zero."""
+        at = self.index(batch_size)
+        return math.exp(self._log(name, at)) + self._beside[at] / max(rounds, 1.0)
 
     def beside(self, batch_size: int) -> float:
-        """Seconds of a chunk that its rounds do not take."""
-        return self._belief(batch_size).beside
+        """Seconds of a chunk beside its rounds."""
+        return self._beside[self.index(batch_size)]
 
     def observe(self, name: str, batch_size: int, seconds: float | None, rounds: int) -> None:
-        """Takes in `seconds` per round, averaged over a chunk of `rounds`."""
-        self._rounds += rounds
+        """Takes in `seconds` per round, averaged over a chunk of `rounds`; None: not known."""
         if not rounds or seconds is None or not math.isfinite(seconds) or seconds <= 0:
             return
         at = self.index(batch_size)
-        belief = self._beliefs[at]
-        if name not in belief.names:
-            belief.guessed(name, math.log(of_rounds(seconds, belief.beside / rounds)))
-        belief.observe(name, float(seconds), rounds, self._noise)
-        self._seen_at[at][name] = self._rounds
+        logs, last = self._logs[at], self._last[at]
+        found = math.log(of_rounds(seconds, self._beside[at] / rounds))
+        self._chunks[at][name] = self._chunks[at].get(name, 0) + 1
+        self._last[at] = name
+        if name not in logs:
+            logs[name] = found
+            return
+        error = min(max(found - logs[name], -_OUTLIER), _OUTLIER)
+        outlier = 0 if abs(error) < _OUTLIER else 1 if error > 0 else -1
+        before, self._outliers[at][name] = self._outliers[at].get(name, 0), outlier
+        if outlier and outlier != before:
+            return
+        if last in (None, name):
+            for other in logs:
+                logs[other] += _FOLLOW * error
+        else:
+            compared = self._compared[at]
+            compared[name] = compared.get(name, 0) + 1
+            logs[name] += max(1 / (1 + compared[name]), _COMPARE) * error
 
-    def _belief(self, batch_size: int) -> Belief:
-        return self._beliefs[self.index(batch_size)]
-
-    def _guess(self, name: str, at: int) -> float:
-        """Log seconds, known or not."""
-        if name in self._beliefs[at].names:
-            return self._beliefs[at].log(name)
-        known = [i for i, belief in enumerate(self._beliefs) if name in belief.names]
+    def _log(self, name: str, at: int) -> float:
+        """Log seconds, known or guessed."""
+        if name in self._logs[at]:
+            return self._logs[at][name]
+        known = [i for i, logs in enumerate(self._logs) if name in logs]
         if known:
             xs = [math.log(self.buckets[i]) for i in known]
-            logs = [self._beliefs[i].log(name) for i in known]
+            logs = [self._logs[i][name] for i in known]
             return float(np.interp(math.log(self.buckets[at]), xs, logs))
         for other in sorted(range(len(self.buckets)), key=lambda i: abs(i - at)):
-            if (belief := self._beliefs[other]).names:
-                logs = [belief.log(n) - math.log(_shape(n)) for n in belief.names]
-                return statistics.median(logs) + math.log(_shape(name))
+            if logs := self._logs[other]:
+                per_shape = [value - math.log(_shape(n)) for n, value in logs.items()]
+                return statistics.median(per_shape) + math.log(_shape(name))
         return math.log(0.01 * _shape(name))
 
     def state(self) -> dict[str, Any]:
         return {
             "buckets": list(self.buckets),
-            "beliefs": [belief.state() for belief in self._beliefs],
-            "noise": [self._noise.size, self._noise.chunks],
-            "rounds": self._rounds,
-            "seen_at": [dict(each) for each in self._seen_at],
+            "beside": list(self._beside),
+            "last": list(self._last),
+            **{key: [dict(row) for row in getattr(self, "_" + key)] for key in _ROWS},
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> CostTable:
-        """Of an older version, which has other keys, only the buckets are taken."""
-        table = cls(state["buckets"])
-        if "beliefs" in state:
-            table._beliefs = [Belief.from_state(each) for each in state["beliefs"]]
-            table._noise, table._rounds = Noise(*state["noise"]), state["rounds"]
-            table._seen_at = [dict(each) for each in state["seen_at"]]
+        table = cls(state["buckets"], beside=state["beside"])
+        table._last = list(state["last"])
+        for key in _ROWS:
+            setattr(table, "_" + key, [dict(row) for row in state[key]])
         return table
 
 
+_ROWS = ("logs", "chunks", "compared", "outliers")
+
+
 def of_rounds(seconds: float, beside: float) -> float:
-    """Of the seconds of a chunk those that its rounds took: some did, whatever lies beside them."""
+    """The seconds of a chunk that its rounds took; a small share at least."""
     return max(seconds - beside, _LEAST_SHARE * seconds)
-
-
-def _log_seconds(name: str, seconds: float | None) -> float | None:
-    if seconds is None or math.isnan(seconds):
-        return None
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"a round of {name!r} must cost more than 0 seconds, got {seconds}")
-    return math.log(seconds)
-
-
-def _size(name: str) -> tuple[int, int] | None:
-    """(steps, rows) as far as the name tells; None for `off`."""
-    if canonical(name) == "off":
-        return None
-    if match := re.fullmatch(r"(\d+)_\d+_(\d+)", name):
-        return int(match[1]), int(match[2])
-    if re.fullmatch(r"\d+(x\d+)*", name):
-        counts = np.cumprod([int(c) for c in name.split("x")])
-        return len(counts), 1 + int(counts.sum())
-    return 4, 13  # other static trees: a typical one
 
 
 @functools.cache
 def _shape(name: str) -> float:
     """Cost relative to plain decoding where nothing is known: about a memory-bound chip's."""
-    size = _size(name)
-    return 1.0 if size is None else 1.0 + 0.08 * size[0] + 0.01 * size[1]
+    if name == Strategy.OFF.name:
+        return 1.0
+    steps, rows = 4, 13  # static trees given by their paths: a typical one
+    if match := re.fullmatch(r"(\d+)_\d+_(\d+)", name):
+        steps, rows = int(match[1]), int(match[2])
+    elif re.fullmatch(r"\d+(x\d+)*", name):
+        counts = np.cumprod([int(c) for c in name.split("x")])
+        steps, rows = len(counts), 1 + int(counts.sum())
+    return 1.0 + 0.08 * steps + 0.01 * rows

@@ -2,40 +2,39 @@
 
     score(strategy, batch) = expected tokens per slot and round / seconds per round
 
-Seconds come from a `CostTable`, tokens from `Acceptance`, less those that come to lie behind the
-end of their sample. Acceptance alone misleads: the same
+Seconds come from a `CostTable`, tokens from `Acceptance`. Acceptance alone misleads: the same
 drafts that gain a quarter in a batch of one may lose in a batch of 32, where rows are not free.
-
-Plain decoding shows nothing of the head, and a shallow chain nothing of deeper drafts. So
-strategies that would win if what is not known turned out well are tried now and then, see `tries`.
-Part of what a try loses is the draft's catching up: after plain decoding it has to read what was
-emitted meanwhile, which may take as long as many rounds. Strategies that would lose even with
-perfect drafts are never tried.
-
-What runs alone shows nothing of the others' costs either. Where it grows dearer, the table presumes
-that all do, and its `slack` (see `costs`) says by how much that may be wrong, so the others come to
-be worth a try as the presumption grows. Plain decoding is measured soon and then now and then even
-where it seems hopeless: it is what no choice must lose against.
+What the running strategy cannot show (deeper drafts, the costs of others, and while it is plain
+decoding any drafts) is learned from probes. `docs/control.md` describes all of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specjax.config.strategy import Strategy
-from specjax.control.acceptance import Acceptance
 from specjax.control.base import OFF, Controller, Observation, log
-from specjax.control.beginnings import Beginnings
 from specjax.control.costs import CostTable
-from specjax.control.tries import WAITING_ROUNDS, Candidate, Tries
 from specjax.spelling import checks_keywords
 
+CHAIN = "chain"
+
+_CEILING = 0.95  # acceptance of drafts as good as one may hope for
+_PRIOR_ROUNDS = 4.0  # (slot, round) pairs of evidence that the prior of a depth is worth
+_KEPT = 2.0  # evidence that is kept after a sudden change, which brings evidence of its own
+_KEPT_FOR_NEW_WEIGHTS = 6.0  # the same of first drafts after an announced one
+_SUDDEN = 4.0  # standard errors by which a chunk contradicts what was counted
+_DRIFT = 0.1  # standard error of tokens per round from text to text
+_MIN_PROBE_ROUNDS = 4
+_PAUSE = 48  # rounds between probes
+_LOST_AFTER = 4  # choices after which a probe that did not come back is given up
+_SHORT = 8  # rounds of a chunk in which the start after another strategy counts for much
+_LATE_STEP = 4.0  # plain rounds: what is later than usual by more may be the machine's fault
+_MOST_LATE = 64  # plain rounds that a start can take; more is the machine's fault
 _ENDS_WITHIN = 4096.0  # tokens after which an observed end of a sample counts half
-_BOTH = 2  # what a try takes to begin, and what goes on after it likewise
-_SHORT = 8  # rounds of a chunk: it tells little of costs where another strategy ran before
-_OVERDUE = 4000  # rounds after which plain decoding is measured again, however dear it seems
 
 
 @checks_keywords
@@ -45,8 +44,8 @@ class GoodputConfig:
 
     Attributes:
       hysteresis: by what share a score must beat the current strategy's.
-      probe_fraction: share of all seconds that tries may lose.
-      probe_slot_rounds: (slot, round) pairs that a try wants to see.
+      probe_fraction: share of all seconds that probes may lose.
+      probe_slot_rounds: (slot, round) pairs that a probe wants to see.
       half_life: rounds after which an observed acceptance counts half.
       prior: acceptance of a first draft before anything was seen.
     """
@@ -66,10 +65,183 @@ class GoodputConfig:
             )
         if self.probe_slot_rounds < 1:
             raise ValueError(f"probe_slot_rounds must be at least 1, got {self.probe_slot_rounds}")
-        if not 0 < self.half_life < float("inf"):
+        if not 0 < self.half_life < math.inf:
             raise ValueError(f"half_life must be a finite number above 0, got {self.half_life}")
         if not 0 <= self.prior <= 1:
             raise ValueError(f"prior must be between 0 and 1, got {self.prior}")
+
+
+class Acceptance:
+    """How likely a draft is accepted at each depth, given that its parent was.
+
+    All chains draft the same tokens, so they share one estimate: a round of any of them teaches
+    about every shallower one, and a depth that was never drafted is taken to be like the one above
+    it. A tree has an estimate of its own. Before a tree ran, it is taken for a chain with several
+    independent drafts at each depth.
+
+    Args:
+      drafts: the strategies by name.
+      half_life: rounds after which an observation counts half.
+      prior: acceptance of a chain's first draft before anything was seen.
+    """
+
+    def __init__(self, drafts: Mapping[str, Strategy], half_life: float, prior: float):
+        self._half_life, self._prior = half_life, prior
+        drafting = {name: s for name, s in drafts.items() if not s.is_off}
+        self.family = {name: CHAIN if s.is_chain else name for name, s in drafting.items()}
+        self._steps = {name: s.steps for name, s in drafting.items()}
+        self._widths: dict[str, tuple[float, ...]] = {}  # per depth
+        for name, family in self.family.items():
+            if self._steps[name] > len(self._widths.get(family, ())):
+                self._widths[family] = effective_widths(drafting[name])
+        # Per family and depth, discounted: drafts whose parent was accepted, and accepted ones.
+        self._drafted = {f: [0.0] * len(w) for f, w in self._widths.items()}
+        self._accepted = {f: [0.0] * len(w) for f, w in self._widths.items()}
+
+    def learn(self, name: str, histogram: Sequence[int], rounds: int) -> None:
+        """Takes in a chunk.
+
+        Args:
+          histogram: [k]: (slot, round) pairs that emitted k tokens, bonus included and before cuts.
+        """
+        if name not in self.family:
+            return
+        family, steps = self.family[name], self._steps[name]
+        reached = [sum(histogram[1 + depth :]) for depth in range(steps + 1)]  # or deeper
+        if self._contradicts(name, reached):
+            self.forget(_KEPT)
+        kept = 2 ** (-rounds / self._half_life)
+        drafted, accepted = self._drafted[family], self._accepted[family]
+        for depth in range(steps):
+            if reached[depth]:
+                drafted[depth] = kept * drafted[depth] + reached[depth]
+                accepted[depth] = kept * accepted[depth] + reached[depth + 1]
+
+    def forget(self, kept: float = _KEPT_FOR_NEW_WEIGHTS) -> None:
+        """The head or the text changed: what was counted becomes a weak prior."""
+        for family, drafted in self._drafted.items():
+            most = [kept if depth == 0 else _KEPT for depth in range(len(drafted))]
+            keep = [min(1.0, k / max(n, 1e-9)) for k, n in zip(most, drafted, strict=True)]
+            for counts in (drafted, self._accepted[family]):
+                counts[:] = [n * k for n, k in zip(counts, keep, strict=True)]
+
+    def _contradicts(self, name: str, reached: Sequence[int]) -> bool:
+        """Whether the tokens per round of a chunk are far from what is expected."""
+        before, pairs = self._drafted[self.family[name]][0], reached[0]
+        if before < 4 or pairs < 4:
+            return False
+        chances, reach = [], 1.0  # that so many drafts are accepted, or more
+        for rate in self.rates(self.family[name])[: self._steps[name]]:
+            reach *= rate
+            chances.append(reach)
+        mean = sum(chances)
+        square = sum((2 * depth + 1) * chance for depth, chance in enumerate(chances))
+        variance = max(square - mean**2, 0.05) * (1 / pairs + 1 / before) + _DRIFT**2
+        return abs(sum(reached[1:]) / pairs - mean) > _SUDDEN * math.sqrt(variance)
+
+    def rates(self, family: str) -> list[float]:
+        """Acceptance per depth from 1, given that the parent was accepted."""
+        rates, prior = [], self._prior
+        for depth, width in enumerate(self._widths[family]):
+            if family != CHAIN:
+                prior = self._of_chains(depth, width, prior)
+            drafted = self._drafted[family][depth] + _PRIOR_ROUNDS
+            prior = (self._accepted[family][depth] + _PRIOR_ROUNDS * prior) / drafted
+            rates.append(min(max(prior, 0.0), 1.0))
+        return rates
+
+    def _of_chains(self, depth: int, width: float, above: float) -> float:
+        """The prior of a tree's depth, given the rate of the depth above."""
+        drafted = self._drafted.get(CHAIN, [])
+        if depth < len(drafted) and drafted[depth] > _KEPT:
+            rate = self._accepted[CHAIN][depth] / drafted[depth]
+        elif depth > 0:
+            return above
+        else:
+            rate = self._prior
+        return 1 - (1 - rate) ** width
+
+    def expected_tokens(self, name: str, goes_on: float = 1.0, errors: float = 0.0) -> float:
+        """Tokens per slot and round, bonus included.
+
+        Args:
+          goes_on: the share of tokens that are not the last of their sample. What was drafted
+            behind the last one is accepted for nothing, and the deeper a strategy drafts the more.
+          errors: by how many standard errors each rate is taken to be better than was seen.
+        """
+        if name not in self.family:
+            return 1.0
+        family, steps = self.family[name], self._steps[name]
+        counts = zip(self.rates(family)[:steps], self._drafted[family], strict=False)
+        rates = [min(r + errors * math.sqrt(r * (1 - r) / (n + 1)), 1.0) for r, n in counts]
+        return _tokens(rates, goes_on)
+
+    def hoped_tokens(self, name: str, running: str, goes_on: float = 1.0) -> float:
+        """The same if every depth that `running` does not show were as good as can be."""
+        if name not in self.family:
+            return 1.0
+        family = self.family[name]
+        shown = self._steps[running] if self.family.get(running) == family else 0
+        rates = self.rates(family)[: self._steps[name]]
+        hoped = [max(rate, _CEILING) if at >= shown else rate for at, rate in enumerate(rates)]
+        return _tokens(hoped, goes_on)
+
+    def is_measured(self, name: str) -> bool:
+        """Whether more drafts of its family were seen than what is kept of them after a change."""
+        family = self.family.get(name)
+        return family is None or self._drafted[family][0] > _KEPT_FOR_NEW_WEIGHTS
+
+    def first_rate(self) -> float | None:
+        """Acceptance of the first draft, of chains if there are any; None where nothing drafts."""
+        families = sorted(self._widths, key=lambda f: f != CHAIN)
+        return self.rates(families[0])[0] if families else None
+
+    def state(self) -> dict[str, Any]:
+        named = {"drafted": self._drafted, "accepted": self._accepted}
+        return {key: {f: list(v) for f, v in value.items()} for key, value in named.items()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._drafted, self._accepted = (
+            {f: [float(x) for x in v] for f, v in state[key].items()}
+            for key in ("drafted", "accepted")
+        )
+
+
+def effective_widths(strategy: Strategy) -> tuple[float, ...]:
+    """Per depth, how many independent drafts a node's children are worth: their number's root."""
+    if strategy.dynamic:
+        steps, topk, rows = strategy.dynamic
+        return (math.sqrt(min(topk, max(1.0, (rows - 1) / steps))),) * steps
+    best = [sum(p[:-1] == (0,) * d for p in strategy.paths if len(p) == d + 1)
+            for d in range(strategy.steps)]  # fmt: skip
+    return tuple(math.sqrt(max(1, n)) for n in best)
+
+
+def _tokens(rates: Sequence[float], goes_on: float) -> float:
+    total = reach = 1.0
+    for rate in rates:
+        reach *= rate * goes_on
+        total += reach
+    return total
+
+
+@dataclasses.dataclass
+class Probe:
+    """A strategy that is run for two chunks.
+
+    The first chunk is one round: a strategy is slow at first, and after plain decoding a draft has
+    to read what was emitted meanwhile. The second one is measured.
+
+    Attributes:
+      rounds: of the second chunk. asked: chunks that were asked for. seen: those that came back.
+      waited: choices since both were asked for.
+    """
+
+    strategy: str
+    rounds: int
+    asked: int = 0
+    seen: int = 0
+    waited: int = 0
 
 
 class Goodput(Controller):
@@ -80,9 +252,8 @@ class Goodput(Controller):
         guessed until observed.
 
     Attributes:
-      regret_seconds: estimated time lost, by tries and late switches, against the strategy that
-        scored best when each chunk arrived.
-      tries: who is tried, and when.
+      regret_seconds: estimated time lost, by probes and late switches, against the strategy that
+        scored best when each chunk arrived. seconds: of all chunks. probes: so far.
     """
 
     kind = "goodput"
@@ -98,42 +269,41 @@ class Goodput(Controller):
         # A copy: two controllers over one calibration must not learn from each other.
         self.costs = CostTable.from_state((costs or CostTable()).state())
         self.acceptance = Acceptance(self.drafts, self.config.half_life, self.config.prior)
-        self.regret_seconds = 0.0
-        self.seconds = 0.0
-        self.tries = Tries(self.config.probe_fraction, self.config.probe_slot_rounds)
-        self._best: dict[int, str] = {}
-        self._behind, self._drafting = 0, 1.0
+        self.regret_seconds = self.seconds = 0.0
+        self.probes = 0
+        self._best: dict[int, str] = {}  # by bucket
+        self._drafting = 1.0  # share of slots that are drafted for
         self._emitted, self._ended = 0.0, 0.0  # tokens and ends of samples, discounted
-        self._beginnings = Beginnings()
+        self._chunk_tokens = 32.0  # that a slot can emit in a full chunk
         self._last = ""  # the strategy of the latest chunk
-        self._chunk_tokens = 32.0  # that a slot can emit in one
-        self._chunk_rounds: dict[str, float] = {}  # by strategy; of tries, the most
+        self._probe: Probe | None = None
+        self._probed: set[str] = set()  # since all candidates had a turn
+        self._credit = 0.0  # seconds that probes may lose
+        self._unjudged = 2 * self.config.probe_slot_rounds  # pairs wanted of new weights
+        self._rounds, self._probed_at = 0, -_PAUSE
+        self._late = {"plain": 0.0, "drafting": 0.0}  # of a start, in plain rounds
 
-    def scores(self, batch_size: int) -> dict[str, float]:
-        """Expected tokens per slot and second, by strategy."""
-        goes_on, expected = self._goes_on, self.acceptance.expected_tokens
-        return {arm: self._score(arm, expected(arm, goes_on), batch_size) for arm in self.arms}
+    # --- scores ----------------------------------------------------------------------------------
 
-    def _score(self, arm: str, tokens: float, batch_size: int) -> float:
-        """Tokens per slot and second where those that draft bring so many per round."""
-        return self._per_slot(tokens) / self.round_seconds(arm, batch_size)
-
-    def round_seconds(self, arm: str, batch_size: int) -> float:
-        """Of a round, with its share of what lies beside the rounds of a full chunk."""
-        return self.costs.seconds(arm, batch_size, self._full_rounds(arm))
-
-    def slack(self, arm: str, batch_size: int, than: str | None = None) -> float:
-        """By what share `round_seconds`, beside another's, may well be less.
+    def scores(self, batch_size: int, errors: float = 0.0) -> dict[str, float]:
+        """Expected tokens per slot and second, by strategy.
 
         Args:
-          than: the other one; see `CostTable.slack`.
+          errors: see `Acceptance.expected_tokens`.
         """
-        alone = self.costs.seconds(arm, batch_size) / self.round_seconds(arm, batch_size)
-        return alone * self.costs.slack(arm, batch_size, than)
+        return {
+            arm: self._per_slot(self.acceptance.expected_tokens(arm, self._goes_on, errors))
+            / self.round_seconds(arm, batch_size)
+            for arm in self.arms
+        }
+
+    def round_seconds(self, arm: str, batch_size: int) -> float:
+        """Of a round, with its share of what a full chunk takes beside its rounds."""
+        return self.costs.seconds(arm, batch_size, self._full_rounds(arm))
 
     def _full_rounds(self, arm: str) -> float:
-        """Of a chunk that is used up, whatever the strategy."""
-        return self._chunk_tokens / (1 + self._steps(arm))
+        draft = self.drafts.get(arm)
+        return self._chunk_tokens / (1 + (draft.steps if draft else 0))
 
     @property
     def _goes_on(self) -> float:
@@ -141,11 +311,10 @@ class Goodput(Controller):
         return 1 - self._ended / max(self._emitted, self._ended, 1.0)
 
     def _per_slot(self, tokens: float) -> float:
-        """Of all slots, where those that draft bring so many."""
+        """Tokens of all slots, on average, where those that draft bring so many."""
         return 1 + self._drafting * (tokens - 1)
 
     def gains(self, batch_size: int) -> dict[str, float]:
-        """Scores over plain decoding's, where no guess is in either."""
         measured = {
             arm: score
             for arm, score in self.scores(batch_size).items()
@@ -154,208 +323,188 @@ class Goodput(Controller):
         plain = measured.get(OFF)
         return {} if plain is None else {arm: score / plain for arm, score in measured.items()}
 
-    def weights_changed(self) -> None:
-        """Keeps only a weak opinion of the head, and tries it soon, whatever the account says."""
-        self.acceptance.forget()
-        self.tries.weights_changed()
-
     def _first(self) -> str:
         scores = self.scores(1)
         return max(self.arms, key=scores.__getitem__)
 
-    @property
-    def is_curious(self) -> bool:
-        return self.tries.is_wanted
-
-    def calibrated(self, costs: CostTable) -> None:
-        """Takes freshly measured costs for what was learned of them; acceptance is kept."""
-        self.costs = CostTable.from_state(costs.state())
-        self._best, self._beginnings = {}, Beginnings()
-        self.tries.recalibrated()
+    # --- choosing --------------------------------------------------------------------------------
 
     def _choose(self, batch_size: int) -> str:
-        scores = self.scores(batch_size)
-        at = self.costs.index(batch_size)
+        scores, at = self.scores(batch_size), self.costs.index(batch_size)
         best = max(self.arms, key=scores.__getitem__)
         current = self._best.get(at)
         if current is None or scores[best] > (1 + self.config.hysteresis) * scores[current]:
             self._best[at] = current = best
         log.debug("Goodput selected: %s, scores: %s", current, scores)
-        waits = self.tries.wait()
-        if not waits and self.tries.running is None and self.tries.look():
-            first = self._beginnings.first_seconds(at)
-            candidates = self._candidates(batch_size, current, scores)
-            self.tries.begin(candidates, batch_size, current == OFF, first)
-        if waits or self.tries.running is None:
-            self.rounds_hint = self.tries.waiting_rounds
+        self.rounds_hint = None
+        if self._probe is not None and self._probe.asked == 2:
+            self._probe.waited += 1
+            if self._probe.waited <= _LOST_AFTER:
+                return current
+            self._probe = None
+        if self._probe is None:
+            self._probe = self._next_probe(batch_size, current, scores)
+        if self._probe is None:
             return current
-        name, self.rounds_hint = self.tries.ask()
-        return name
+        self.rounds_hint = self._probe.rounds if self._probe.asked else 1
+        self._probe.asked += 1
+        return self._probe.strategy
+
+    def _next_probe(
+        self, batch_size: int, current: str, scores: Mapping[str, float]
+    ) -> Probe | None:
+        """A probe of the nearest candidate that can be paid for; each has one turn, then all again.
+        """
+        unknown = self._unjudged > 0 and current == OFF  # which shows nothing of new weights
+        if self._rounds < self._probed_at + _PAUSE and not unknown:
+            return None
+        candidates = self._candidates(batch_size, current, scores)
+        if not self._probed.issuperset(candidates):
+            candidates = [arm for arm in candidates if arm not in self._probed]
+        else:
+            self._probed.clear()
+        rounds = max(_MIN_PROBE_ROUNDS, -(-self.config.probe_slot_rounds // batch_size))
+        starts = sum(self._late.values()) * self.costs.seconds(OFF, batch_size)
+        starts += 2 * self.costs.beside(batch_size)
+        for name in candidates:
+            worse = max(1 - scores[name] / scores[current], 0.0)
+            loss = (1 + rounds) * self.costs.seconds(name, batch_size) * worse + starts
+            self._credit = min(self._credit, 4 * loss)  # no hoarding for many probes in a row
+            # New weights may overdraw the account: their probes must not wait.
+            if self._credit >= (-loss if unknown and name != OFF else loss):
+                self._credit -= loss
+                self._probed.add(name)
+                self.probes += 1
+                return Probe(name, rounds)
+        return None
 
     def _candidates(
-        self, batch_size: int, current: str, scores: dict[str, float]
-    ) -> dict[str, Candidate]:
-        """What would win if all that is not known turned out well, and what was not seen for long.
-
-        One try teaches the acceptance of a whole family, but the cost of one strategy only: so
-        those whose acceptance has to be better share their turns.
-        """
-        least = (1 + self.config.hysteresis) * scores[current]
-        wanted = self.tries.rounds_wanted(batch_size)
-        candidates = {}
-        for arm, score in scores.items():
-            seconds = self.round_seconds(arm, batch_size)
-            cheaper = 1 / (1 - self.slack(arm, batch_size, current))
-            hoped = self.acceptance.hoped_tokens(arm, self._goes_on)
-            hope = self._per_slot(hoped) / seconds * cheaper
-            overdue = arm == OFF and self._is_overdue(batch_size)
-            if arm == current or (hope <= least and not overdue):
+        self, batch_size: int, current: str, scores: Mapping[str, float]
+    ) -> list[str]:
+        """What would win if all that is not known turned out well, and plain decoding; the
+        neighbours of what runs come first."""
+        order = sorted(self.arms, key=lambda arm: (self.drafts[arm].steps, self.drafts[arm].rows))
+        here, seen, wanted = order.index(current), set(), []
+        for arm in sorted(order, key=lambda arm: abs(order.index(arm) - here)):
+            hoped = self.acceptance.hoped_tokens(arm, current, self._goes_on)
+            cheapest = self.round_seconds(arm, batch_size) * (1 - self.costs.slack(arm, batch_size))
+            least = (1 + self.config.hysteresis) * scores[current]
+            if arm == current or (arm != OFF and self._per_slot(hoped) / cheapest <= least):
                 continue
-            most = self._chunk_rounds.get(arm, self._full_rounds(arm))
-            rounds = 1 + min(wanted, max(most, 1.0))
-            loss = rounds * seconds * max(0.0, 1 - score / scores[current])
-            loss += self._begin_seconds(arm, batch_size)
-            loss += sum(self._short_seconds(arm, batch_size, n) for n in (1, rounds - 1))
-            turn = arm if score * cheaper > least else self.acceptance.family(arm) or arm
-            candidates[arm] = Candidate(loss, hope, turn, drafts=arm != OFF)
-        return candidates
+            family = self.acceptance.family.get(arm)
+            if current == OFF and family in seen:
+                continue  # the nearest chain shows what others are worth, and loses least
+            seen.add(family)
+            wanted.append(arm)
+        return wanted
 
-    def _is_overdue(self, batch_size: int) -> bool:
-        """Whether plain decoding is to be measured, however dear it seems."""
-        age, ran = self.costs.age(OFF, batch_size), self.costs.chunks(OFF, batch_size) > 0
-        return not ran or age > _OVERDUE
+    # --- learning --------------------------------------------------------------------------------
 
-    def _steps(self, arm: str) -> int:
-        draft = self.drafts.get(arm)
-        return draft.steps if draft else 0
+    def weights_changed(self) -> None:
+        self.acceptance.forget()
+        self._unjudged, self._probe = 2 * self.config.probe_slot_rounds, None
 
-    def _begin_seconds(self, arm: str, batch_size: int) -> float:
-        """Expected seconds that a try takes to begin, catching up included; 0 if unknown."""
-        rows = 0 if arm == OFF else self._behind
-        first = self._beginnings.first_seconds(self.costs.index(batch_size))
-        return _BOTH * first + self.catch_up_seconds(batch_size, rows)
-
-    def _short_seconds(self, arm: str, batch_size: int, rounds: float) -> float:
-        """That a chunk of a try takes for being short: it is enqueued and read like a full one."""
-        return self.costs.beside(batch_size) * max(1 - rounds / self._full_rounds(arm), 0.0)
-
-    def catch_up_seconds(self, batch_size: int, rows: int) -> float:
-        """Expected seconds until a draft has read `rows` tokens of plain decoding; 0 if unknown."""
-        return self._beginnings.reading_seconds(self.costs.index(batch_size), rows)
-
-    def observe(self, seen: Observation) -> None:
-        super().observe(seen)
-        if not seen.slot_rounds and self.tries.of(seen):
-            self.tries.ask_again()  # its slots had all ended
+    def calibrated(self, costs: CostTable) -> None:
+        """Takes freshly measured costs for what was learned of them; acceptance is kept."""
+        self.costs = CostTable.from_state(costs.state())
+        self._best, self._probe = {}, None
 
     def _learn(self, seen: Observation) -> None:
-        rounds, known = seen.rounds, seen.seconds_per_round is not None
-        drafts = seen.strategy != OFF
-        self._drafting = 1 - seen.opted_out / seen.batch_size
+        name, batch, rounds, per_round = (
+            seen.strategy, seen.batch_size, seen.rounds, seen.seconds_per_round
+        )  # fmt: skip
+        drafts, known = name != OFF, per_round is not None
+        self._rounds += rounds
+        self._drafting = 1 - seen.opted_out / batch
         kept = 2 ** (-seen.tokens / _ENDS_WITHIN)
         self._emitted = kept * self._emitted + seen.tokens
         self._ended = kept * self._ended + seen.ended
-        probe = self.tries.of(seen)
-        begins = probe is not None and probe.begins
-        late = self._late(seen) if known and (begins or (drafts and seen.catch_up)) else 0.0
-        self._behind = 0 if drafts else seen.catch_up + rounds
-        # What a chunk took in which the draft caught up does not say which of the two took it.
-        after_another = seen.strategy != self._last and rounds < _SHORT
-        self._last = seen.strategy
-        unclear = begins or after_another or (drafts and seen.catch_up > 0)
-        per_round = None if unclear else seen.seconds_per_round
-        if per_round and probe:
-            beside = self.costs.beside(seen.batch_size)
-            per_round = probe.seconds_per_round(per_round, rounds, beside)
-        self.costs.observe(seen.strategy, seen.batch_size, per_round, rounds)
-        self.acceptance.age(rounds)
-        histogram = probe.with_first(seen.histogram) if probe else seen.histogram
-        if not begins:  # a try is judged as a whole
-            self.acceptance.learn(seen.strategy, histogram, rounds)
-            wanted = probe.rounds if probe else WAITING_ROUNDS
-            self._count_rounds(seen.strategy, rounds, cut=seen.is_try and rounds >= wanted)
-        seconds = float(seen.seconds) if known else 0.0
-        lost = self._lost(seen, late, probe is not None) if known else None
-        self.tries.passed(rounds, seconds)
-        self.seconds += seconds
-        self.regret_seconds += lost or 0.0
-        if probe:
-            self.tries.came(seen, lost)
-        if probe and not begins:
-            is_close = probe.free and self._is_close(seen.batch_size)
-            self.tries.end(sum(histogram[1:]), is_close)
+        starts, self._last = name != self._last, name
+        reads = drafts and seen.catch_up > 0
+        late = self._late_seconds(seen) if known and (starts or reads) else 0.0
+        # The first chunk after another strategy's does not say what its rounds took.
+        if known and not reads and not (starts and rounds < _SHORT):
+            self.costs.observe(name, batch, per_round, rounds)
+        self.acceptance.learn(name, seen.histogram, rounds)
+        is_probe = self._probe is not None and self._probe.asked and name == self._probe.strategy
+        if drafts:
+            self._judge(seen)
+        if not is_probe:
+            room = rounds * (1 + self.drafts[name].steps)
+            self._chunk_tokens += 0.25 * (room - self._chunk_tokens)
+        if known:
+            self._account(seen, late)
+        if is_probe:
+            self._probe.seen += 1
+            if self._probe.seen == 2:
+                self._probe, self._probed_at = None, self._rounds
 
-    def _count_rounds(self, arm: str, rounds: int, cut: bool) -> None:
-        """A chunk had so many; if it was cut it could have had more."""
-        before = self._chunk_rounds.get(arm, rounds)
-        self._chunk_rounds[arm] = max(before, rounds) if cut else 0.75 * before + 0.25 * rounds
-        if not cut:
-            emits = rounds * (1 + self._steps(arm))
-            self._chunk_tokens += 0.25 * (emits - self._chunk_tokens)
-
-    def _is_close(self, batch_size: int) -> bool:
-        """Whether plain decoding scores best, but what drafts may well be better.
-
-        Whatever drafts tells of the head as it runs; plain decoding tells nothing.
+    def _judge(self, seen: Observation) -> None:
+        """New weights are judged once enough was seen, or what drafts is clearly worse than `off`.
         """
-        scores = self.scores(batch_size)
-        if max(self.arms, key=scores.__getitem__) != OFF:
-            return False
-        goes_on, likely = self._goes_on, self.acceptance.likely_tokens
-        return any(
-            self._score(arm, likely(arm, goes_on), batch_size) > scores[OFF] for arm in self.arms
-        )
+        scores = self.scores(seen.batch_size, errors=1.0)
+        is_clear = OFF in scores and max(scores, key=scores.__getitem__) == OFF
+        self._unjudged = 0 if is_clear else max(self._unjudged - seen.slot_rounds, 0)
 
-    def _late(self, seen: Observation) -> float:
-        """Seconds of the chunk that its rounds did not take; remembers what for."""
-        plain = self.round_seconds(OFF, seen.batch_size)
+    def _late_seconds(self, seen: Observation) -> float:
+        """Seconds of a first chunk that its rounds did not take; remembers what is usual."""
+        plain = self.costs.seconds(OFF, seen.batch_size)
         usual = seen.rounds * self.costs.seconds(seen.strategy, seen.batch_size, seen.rounds)
-        rows = 0 if seen.strategy == OFF else seen.catch_up
-        late = max(seen.seconds - usual, 0.0)
-        return self._beginnings.learn(self.costs.index(seen.batch_size), rows, late, plain)
+        late = min(max(seen.seconds - usual, 0.0), _MOST_LATE * plain)
+        of = "plain" if seen.strategy == OFF else "drafting"
+        self._late[of] += 0.3 * min(late / plain - self._late[of], _LATE_STEP)
+        return late
 
-    def _lost(self, seen: Observation, late: float, is_of_try: bool) -> float:
-        """Seconds, against full chunks of the strategy that scores best now."""
-        scores = self.scores(seen.batch_size)
+    def _account(self, seen: Observation, late: float) -> None:
+        """Counts what the chunk lost against full chunks of the strategy that scores best."""
+        scores, seconds = self.scores(seen.batch_size), float(seen.seconds)
         worse = max(0.0, 1 - scores[seen.strategy] / max(scores.values()))
-        if is_of_try:
-            late += self._short_seconds(seen.strategy, seen.batch_size, seen.rounds)
-        late = min(late, float(seen.seconds))
-        return (float(seen.seconds) - late) * worse + late
+        late = min(late, seconds)
+        lost = (seconds - late) * worse + late
+        self.seconds += seconds
+        self.regret_seconds += lost
+        self._credit += self.config.probe_fraction * seconds
 
     def log_fields(self) -> dict[str, float | str]:
         fields = {
             **super().log_fields(),
             "regret_seconds": self.regret_seconds,
             "regret_share": self.regret_seconds / self.seconds if self.seconds else 0.0,
-            "probes": float(self.tries.count),
+            "probes": float(self.probes),
         }
-        chains = self.acceptance.first_rate()
-        return fields if chains is None else {**fields, "acceptance_depth_1": chains}
+        first = self.acceptance.first_rate()
+        return fields if first is None else {**fields, "acceptance_depth_1": first}
+
+    # --- state -----------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
         return {
             "costs": self.costs.state(),
             "acceptance": self.acceptance.state(),
             "best": {str(at): name for at, name in self._best.items()},
-            "chunk_rounds": dict(self._chunk_rounds),
-            "tries": self.tries.state(),
-            "beginnings": self._beginnings.state(),
+            "probe": dataclasses.asdict(self._probe) if self._probe else None,
+            "probed": sorted(self._probed),
+            "late": dict(self._late),
             **{name: getattr(self, name) for name in _NUMBERS},
         }
 
     def _load(self, state: dict[str, Any]) -> None:
+        if "probed" not in state:
+            log.warning(
+                "the state of the goodput controller was saved by an earlier version, which kept "
+                "other figures: it is not used, and this one starts from its calibration"
+            )
+            return
         self.costs = CostTable.from_state(state["costs"])
         self.acceptance.load(state["acceptance"])
         self._best = {int(at): name for at, name in state["best"].items()}
-        self._chunk_rounds = dict(state.get("chunk_rounds", {}))
-        self.tries.load(state.get("tries", {}))
-        self._beginnings.load(state.get("beginnings", {}))
-        for name in _NUMBERS:  # an older state lacks some
-            setattr(self, name, state.get(name, getattr(self, name)))
+        self._probe = Probe(**state["probe"]) if state["probe"] else None
+        self._probed, self._late = set(state["probed"]), dict(state["late"])
+        for name in _NUMBERS:
+            setattr(self, name, state[name])
 
 
 _NUMBERS = (
-    "regret_seconds", "seconds", "_behind", "_drafting", "_chunk_tokens", "_emitted", "_ended",
-    "_last",
+    "regret_seconds", "seconds", "probes", "_drafting", "_emitted", "_ended", "_chunk_tokens",
+    "_last", "_credit", "_unjudged", "_rounds", "_probed_at",
 )  # fmt: skip

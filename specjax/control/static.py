@@ -64,10 +64,6 @@ class Gate(Controller):
             return True
         return batch_size <= self.bs_threshold and self.inner.may_choose(strategy, batch_size)
 
-    @property
-    def is_curious(self) -> bool:
-        return self.inner.is_curious
-
     def gains(self, batch_size: int) -> dict[str, float]:
         return self.inner.gains(batch_size)
 

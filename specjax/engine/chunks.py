@@ -34,8 +34,7 @@ class Chunk:
     Attributes:
       strategy: of all its rounds. features: that its program serves. bucket: rows.
       sequences: have the first rows. waiting: take over the rows of those that end, in order.
-      ends: when it does. rounds: at most. is_try: the controller wants to see so many rounds,
-        whoever ends meanwhile.
+      ends: when it does. rounds: at most.
       most: tokens that it can bring a sample.
 
       result: on the device. version: of the weights.
@@ -53,7 +52,6 @@ class Chunk:
     waiting: list[Sequence]
     ends: Until
     rounds: int
-    is_try: bool
     most: int
 
     result: Packed[Result] | None = None
@@ -109,28 +107,25 @@ class NextChunk:
           others_wait: for the places of those that end, beside `sequences`.
         """
         runner = self._runner
-        # The host finds where stop strings end a sample, and what is new to the controller matters.
-        short = controller.is_curious or any(s.job.params.stop for s in sequences)
+        short = any(s.job.params.stop for s in sequences)  # the host finds where they end
         # Who started first has a row, so no one who has taken one over is put back.
         sequences, waiting = sequences[:slots], sequences[slots:]
         length = None if short else max(rows, len(sequences))
-        strategy, sequences, rounds, is_try = self._turn(sequences, controller, length)
+        strategy, sequences, rounds, is_probe = self._turn(sequences, controller, length)
         features, bucket = choose_program(runner, buckets, unfinished, strategy, sequences)
         rounds = min(rounds, runner.rounds(strategy, bucket))
         waiting = waiting_for_rows(waiting, sequences, features)
         ends = Until.of(rounds)
-        if not is_try:
+        if not is_probe:  # which has so many rounds, whoever ends meanwhile
             smaller = (b for b in runner.buckets(strategy, features) if b < bucket)
             ends = until(rounds, len(sequences), len(waiting), others_wait, max(smaller, default=0))
         most = rounds * (runner.plans[strategy].steps + 1)
-        return Chunk(
-            strategy, features, bucket, sequences, waiting, ends, rounds, is_try, most
-        )  # fmt: skip
+        return Chunk(strategy, features, bucket, sequences, waiting, ends, rounds, most)
 
     def _turn(
         self, sequences: list[Sequence], controller: Controller, rows: int | None
     ) -> tuple[str, list[Sequence], int, bool]:
-        """Whose turn it is: strategy, sequences, rounds at most, and whether it is a try.
+        """Whose turn it is: strategy, sequences, rounds at most, and whether it is a probe.
 
         Args:
           rows: by which chunks are long, see `Runner.rounds`.

@@ -618,7 +618,6 @@ class Engine(BaseEngine):
             catch_up=catch_up,
             opted_out=len(opted_out),
             ended=ended,
-            is_try=chunk.is_try,
         )
         observe = self.controller.observe
         self.runner.agreement.ask(seconds, lambda agreed: observe(seen(seconds=agreed)))

@@ -35,8 +35,8 @@ class EngineConfig:
       chunk_tokens: tokens per slot that one dispatch can emit; the host looks in between.
       stretch: one of one slot can have so many times as many, one of two half of that, and so on:
         the host takes no less time for few than for many. Not where stop strings are asked for,
-        which the host finds, or while a controller tries a strategy. 1: none, for streams that
-        should come smoothly, and where samples are aborted all the time.
+        which the host finds. 1: none, for streams that should come smoothly, and where samples are
+        aborted all the time.
       page_size: positions per cache page, rounded up to what the attention kernel can read (a
         multiple of 16, and of 64 for GPUs); 0 gives each sequence one page to itself.
       cache_bytes: for the pages of all caches, at most; None takes what all slots at full length

@@ -1,4 +1,4 @@
-"""A world without a device: true costs, true acceptance, chunks, and one chunk of lag."""
+"""A simulated machine: true costs, true acceptance, chunks, and one chunk of lag."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -101,7 +101,7 @@ class World:
     def oracle(self, arms, batch: int) -> float:
         return max(batch * self.tokens(a) / self.seconds(a, batch) for a in arms)
 
-    def chunk(self, name: str, batch: int, rounds: int, is_try: bool = False) -> Observation:
+    def chunk(self, name: str, batch: int, rounds: int) -> Observation:
         rates = self.depth_rates(name)
         accepted = self.random.random((rounds, batch, len(rates))) < rates
         accepted = np.cumprod(accepted, axis=-1).sum(axis=-1).astype(int)
@@ -113,7 +113,7 @@ class World:
         if self.random.random() < self.outliers:
             seconds *= 10
         self.at += rounds
-        return Observation(batch, name, accepted, float(seconds), catch_up=behind, is_try=is_try)
+        return Observation(batch, name, accepted, float(seconds), catch_up=behind)
 
 
 def drive(
@@ -140,7 +140,7 @@ def drive(
         more = world.begin_seconds(name, batch) + world.costs.beside(batch)
         run.seconds.append(count * world.seconds(name, batch) + more)
         run.least.append(run.tokens[-1] / world.oracle(controller.arms, batch))
-        waiting.append(world.chunk(name, batch, count, controller.rounds_hint is not None))
+        waiting.append(world.chunk(name, batch, count))
         at += count
         if len(waiting) > lag:
             controller.observe(waiting.pop(0))

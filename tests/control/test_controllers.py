@@ -74,8 +74,7 @@ def advance(controller, chunks, seed: int = 0) -> list[str]:
         drafted = random.random((rounds, min(batch, 3), steps)) < rate
         accepted = np.cumprod(drafted, axis=-1).sum(axis=-1).astype(int)
         accepted[random.random(accepted.shape) < 0.2] = -1
-        is_try = controller.rounds_hint is not None
-        controller.observe(Observation(batch, arm, accepted, seconds, is_try=is_try))
+        controller.observe(Observation(batch, arm, accepted, seconds))
         if weights:
             controller.weights_changed()
     return names

@@ -141,13 +141,12 @@ def test_what_a_chunk_tells_of_one_that_takes_over_is_what_it_tells_of_one_alone
                 assert mine == pytest.approx(theirs, abs=1e-5)
 
 
-def test_the_host_looks_sooner_where_it_finds_stop_strings_or_a_controller_is_curious(monkeypatch):
+def test_the_host_looks_sooner_where_it_finds_stop_strings():
     engine, rounds = engine_of(None, batch=1, stretch=8), []
     run = engine.runner.chunk
     engine.runner.chunk = lambda *args: rounds.append(int(args[3].rounds)) or run(*args)
     with_stop = dataclasses.replace(ONE, stop=("nowhere",))
-    for params, curious, most in ((ONE, False, 8 * 32), (with_stop, False, 32), (ONE, True, 32)):
-        monkeypatch.setattr(type(engine.controller), "is_curious", curious)
+    for params, most in ((ONE, 8 * 32), (with_stop, 32)):
         rounds.clear()
         first, *others = (jobs_of([i + 1, 2], ONE, i)[0] for i in range(4))
         others = [
