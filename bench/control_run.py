@@ -131,10 +131,6 @@ class Recorder:
         )
         self.inner.observe(seen)
 
-    @property
-    def is_curious(self) -> bool:
-        return self.inner.is_curious
-
     def weights_changed(self) -> None:
         if self.announce:
             self.inner.weights_changed()

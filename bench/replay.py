@@ -195,9 +195,8 @@ class Replay:
         most = min(most, controller.rounds_hint or most)
         bucket = next(b for b in self.buckets if b >= len(rows))
         smaller = max((b for b in self.buckets if b < bucket), default=0)
-        is_try = controller.rounds_hint is not None
         ends = until(most, len(rows), len(slots) - len(rows), waiting, smaller)
-        if is_try:
+        if controller.rounds_hint is not None:
             ends = Until.of(most)
         here, report, before = np.array(slots), [], result.tokens
         began, has_row = left[here] > 0, np.arange(len(here)) < len(rows)
@@ -231,7 +230,6 @@ class Replay:
             seconds,
             tokens=result.tokens - before,
             ended=int((began & (left[here] == 0)).sum()),
-            is_try=is_try,
         )
         return seen, early
 
