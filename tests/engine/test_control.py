@@ -482,7 +482,7 @@ class Results:
 
 
 def enqueued(result, after, mark=None) -> Chunk:
-    nothing = ("off", Features(), 1, [], [], None, 1, False, 1)
+    nothing = ("off", Features(), 1, [], [], None, 1, 1)
     return Chunk(*nothing, result=result, after=after, mark=mark)
 
 
