@@ -1,4 +1,4 @@
-"""The GPU queue: what is to be measured on a Hopper GPU, in parts of a few minutes each.
+"""The GPU queue: measurements on a Hopper GPU, in parts of a few minutes each.
 
-`python -m bench.gpu --help` says how it is used; `table.py` lists the parts.
+`python -m bench.gpu --help` says how it is used; `table.py` lists the parts and their targets.
 """

@@ -1,18 +1,17 @@
 """`python -m bench.gpu --minutes 14`: measures on a Hopper GPU what is not measured yet.
 
-The parts (`--status` lists them, the most deciding first) take at most three minutes each, the
-longest eight, compilation included. Each runs in a process of its own, which is ended when its time
-is over, and each leaves one result file per card, bench/results/gpu/<part>.<card>.json. A part that
-failed, hung or ran out of memory is recorded with the reason and skipped from then on (--again asks
-for it once more); one whose time was too short runs again, after those that have not run. A call
-that is cut off loses nothing that it had measured: the next one goes on, and tries the part that
-ran once more.
+The parts (`--status` lists them, the most important first) take at most three minutes each, one of
+them eight, compilation included. Each runs in a process of its own, which is killed when its time
+is over, and writes one result file per card, bench/results/gpu/<part>.<card>.json. A part that
+failed, hung or ran out of memory is recorded with the reason and skipped from then on (--again runs
+it once more); one whose time was too short runs again, after those that have not run. If a call is
+interrupted, the next one keeps what was measured and runs the interrupted part once more.
 
     python -m bench.gpu --status               what is measured, on which card, against which target
     python -m bench.gpu --dry                  compile every program for GPUs, on a machine without
                                                one (`make gpu-check` has the environment for it)
-    python -m bench.gpu --small                try all of it out on a CPU: sizes are tiny, numbers
-                                               mean nothing, and go to runs/gpu-small
+    python -m bench.gpu --small                run every part on a CPU: sizes are tiny, numbers mean
+                                               nothing, and go to runs/gpu-small
     python -m bench.gpu --minutes 14           measure, on a GPU machine
     python -m bench.gpu --pack FILE            put all results into one file, to bring them back
     python -m bench.gpu --merge FILE           add the records of such files, see docs/gpu.md
@@ -46,7 +45,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--minutes", type=float, help=f"for the call; default: {MINUTES:g}, with --dry no limit")
     add("--parts", nargs="+", metavar="PART", default=[], help="not all of them")
     add("--again", nargs="+", metavar="PART", default=[], help="these although they were run")
-    add("--small", action="store_true", help="tiny sizes on a CPU, to try the command out")
+    add("--small", action="store_true", help="tiny sizes, on a CPU")
     add("--cards", nargs="+", default=list(CARDS), choices=CARDS, help="that --dry compiles for")
     does = parser.add_mutually_exclusive_group()
     act = does.add_argument

@@ -1,4 +1,4 @@
-"""Rounds of models with random weights, by the engine's own programs, for parts of the queue.
+"""Chunks of rounds of models with random weights, by the engine's own programs.
 
 A `Runner` is built with shapes alone, which is enough to compile for any card; then it is given
 weights, and a state in which every slot runs at one length. Caches hold random numbers: some chips

@@ -1,9 +1,8 @@
-"""`--dry`: every program of the queue is compiled for cards that are not there.
+"""`--dry`: compiles every program of the queue for cards that are not there.
 
-Nothing runs and nothing is tuned, so that times mean nothing. What does not compile, or needs more
-memory than the card has for it, is named. What is known of a program is kept under a hash of its
-text, the compiler and its options (in the directory that SPECJAX_DRY_KNOWN names), so that only
-what is new is compiled again.
+Nothing runs and nothing is tuned. Programs that do not compile, or need more memory than the card
+has, are named. The sizes of a program are kept under a hash of its text, the compiler and its
+options, in the directory that SPECJAX_DRY_KNOWN names, so that only new programs are compiled.
 """
 
 from __future__ import annotations
@@ -134,7 +133,7 @@ def _compile(
 
 
 def _note(program: Program, lowered: jax.stages.Lowered, place: Place) -> Path | None:
-    """Where what is known of a program is kept."""
+    """The file with the sizes of a program; None: there is no directory for it."""
     directory = os.environ.get("SPECJAX_DRY_KNOWN")
     if not directory:
         return None

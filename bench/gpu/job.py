@@ -1,4 +1,4 @@
-"""What a part of the queue is given, and the record that it leaves behind."""
+"""One run of a part of the queue: its time, its settings, and the record that it writes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from bench.gpu import records
 from bench.record import figure, now, result_of, write_json
 
-SOFT = 0.85  # of a part's time: afterwards it begins nothing new
-LONGER = 1.2  # times the longest item so far: less than that is too little time for another
+SOFT = 0.85  # of a part's time: afterwards it starts nothing new
+LONGER = 1.2  # an item is started if this many times the longest one so far is left
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 class Absent(Exception):
-    """A part that this machine has no means for, which is no failure.
+    """Raised by a part that this machine cannot run, which is no failure.
 
     Attributes:
       word: the part's outcome, such as `not installed`.
@@ -56,7 +56,7 @@ class Job:
         self.outcome = records.RUNNING
         settings = {"part": part, "card": card, "attempt": attempt, "seconds": seconds}
         self._head = result_of(f"gpu/{part}", settings | {"small": small, "seed": seed}, {})
-        # What somebody would call; this process was given more by the queue.
+        # The command of a user; this process was started by the queue.
         self._head["command"] = f"python -m bench.gpu --again {part}" + " --small" * small
         self.write()
 
@@ -75,13 +75,13 @@ class Job:
         self.write()
 
     def fail(self, what: str) -> None:
-        """Goes on, but the part has failed."""
+        """Records a failure; the part goes on."""
         self.failures.append(what)
         print(f"FAILED {self.part}: {what}", flush=True)
         self.write()
 
     def refute(self, what: str) -> None:
-        """Goes on, but a result was wrong: the part has failed, and its record counts as a
+        """Records a wrong result; the part goes on. It has failed, and its record counts as a whole
         measurement, see `records.weight`."""
         self._head["settings"].setdefault("wrong", []).append(what)
         self.fail(what)
@@ -102,7 +102,7 @@ class Job:
         """
         items = [((names,) if isinstance(names, str) else names, run) for names, run in items]
         longest = 0.0
-        # Whatever ends the process, it is known what is missing.
+        # The record names what is missing, however the process ends.
         self._without(sum((tuple(names) for names, _ in items), ()), "the part ended before")
         for names, measure in items:
             if not self.time_for(longest):
@@ -112,7 +112,7 @@ class Job:
             try:
                 self.add(measure())
                 self.measured += 1
-            except Exception as error:  # whatever a kernel, compiler or driver comes up with
+            except Exception as error:  # kernels, compilers and drivers raise many kinds
                 self.not_measured(names, error)
             longest = max(longest, time.monotonic() - start)
 

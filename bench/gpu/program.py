@@ -1,7 +1,7 @@
-"""Programs of the queue: compiled where they are measured, or ahead of time for a card elsewhere.
+"""Programs of the queue, and the cards that they are compiled for.
 
-A part names its programs in one place, for a `Place`: that of the process, or a card of which there
-is only the compiler's description. So what `--dry` compiles is what will be measured.
+A part builds its programs for a `Place`: the device of the process, or a card of which there is
+only the compiler's description. So `--dry` compiles the programs that will be measured.
 """
 
 from __future__ import annotations

@@ -95,8 +95,7 @@ def run(call: Call) -> int:
 
 
 def _wants_time(call: Call, part: Part, card: str) -> bool:
-    """Whether there is a record of the part that more time would add to, and no run of it that was
-    cut off."""
+    """Whether the part was short of time, and has no run that was interrupted."""
     if part.name in call.again or records.path_of(call.out, part.name, card, True).exists():
         return False
     record = records.read(records.path_of(call.out, part.name, card))
@@ -119,7 +118,7 @@ def _alone(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Whoever ends this process ends its part: that is in a session of its own."""
+    """SIGTERM to this process ends its part as well, which is in a session of its own."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
@@ -222,7 +221,7 @@ def _run_part(call: Call, part: Part, card: str, attempt: int) -> bool:
 
 
 def _reap(part: Part, process: subprocess.Popen) -> None:
-    """Waits for a process that was killed; a driver may keep it for ever."""
+    """Waits for a process that was killed, for a while: a driver may keep it."""
     try:
         process.wait(REAP)
     except subprocess.TimeoutExpired:

@@ -21,7 +21,7 @@ Record = dict[str, Any]
 RUNNING = "running"
 # Outcomes of parts that measured everything, or as much as there was time and memory for.
 MEASURED = ("done", "done in part")
-# Outcomes of parts that this machine has no means for, which is no failure.
+# Outcomes of parts that this machine cannot run, which is no failure.
 EXCUSED = ("not on this device", "not installed")
 ATTEMPTS = 2  # of a part whose run is cut off; then it is skipped
 PACKED = "packed results of bench.gpu"
@@ -71,11 +71,10 @@ def wants_time(record: Mapping) -> bool:
 
 
 def weight(record: Mapping) -> int:
-    """How much a record counts against another one of the same part and card; a tie goes to the
-    newer one.
+    """The rank of a record among those of one part and card; of equals the newer one is kept.
 
-    A record of wrong results, however its run ended, counts as much as one of a whole measurement:
-    an older record that says the contrary must not stay in its place.
+    A record of wrong results counts as much as a whole measurement, however its run ended: an older
+    record of right results must not stay in its place.
     """
     if record["settings"].get("wrong") or outcome(record) == "done":
         return 3
@@ -86,9 +85,9 @@ def weight(record: Mapping) -> int:
 
 
 def finish(out: str | Path, record: Record) -> None:
-    """Puts the record of a part that has ended in its place; its running one goes.
+    """Writes the record of a part that has ended, and deletes the one of its run.
 
-    What was measured before is not given up for a run that measured less, see `weight`.
+    An older record that has a higher `weight` is kept.
     """
     part, card = record["settings"]["part"], record["settings"]["card"]
     path = path_of(out, part, card)
@@ -101,7 +100,7 @@ def finish(out: str | Path, record: Record) -> None:
 
 
 def ended(record: Mapping, word: str, why: str) -> Record:
-    """A running record as that of a part that ended so, with the figures that it had."""
+    """The record of a run that was ended from outside, with the figures that it had."""
     entry = figure(word, "; ".join(filter(None, [reason(record), why])))
     return {**record, "date": now(), "figures": {**record["figures"], "outcome": entry}}
 

@@ -50,7 +50,7 @@ def _rows() -> tuple[Part, ...]:
         row("launches/off", "one graph per chunk", "launches", strategy="off"),
         row("launches/4_1_5", "one graph per chunk", "launches", strategy="4_1_5"),
         row("values", "whether kernels are right", "values"),
-        row("values/own", "whether the own kernel is right", "values", 120, kernels=("gpu",)),
+        row("values/own", "whether the Pallas kernel is right", "values", 120, kernels=("gpu",)),
         *(
             row(f"attention/{size}", "default kernel", "attention", batch=size)
             for size in (8, 1, 64, "mixed")

@@ -1,15 +1,15 @@
-"""`python -m train.plan --config C --topology v5e:8x8`: will it fit, and how fast could it be?
+"""`python -m train.plan --config C --topology v5e:8x8`: does a run fit, and how fast could it be?
 
-Lowers the very programs that `train.rl` would run with this configuration (a micro-batch and the
-optimizer's step of policy and head, handing over the weights, prefill, placement, and a chunk for
-every strategy and batch size), compiles each for the named topology, and prints a table of what
-they need. Neither the chips nor the weights have to be there, only the model's config.json.
+Lowers the programs that `train.rl` would run with this configuration (a micro-batch and the
+optimizer's step of policy and head, moving the weights, prefill, placement, and a chunk for every
+strategy and batch size), compiles each for the named topology, and prints a table of what they
+need. It takes neither the chips nor the weights, only the model's config.json.
 
-Times are rooflines: what a chip could do at its peaks. They are lower bounds, and tokens per second
-that follow from them upper bounds; measure before you believe them.
+Times are rooflines, which a chip reaches at its peaks: they are lower bounds, and tokens per second
+that follow from them are upper bounds.
 
-Status 0: every program compiles and fits; 3: one does not, and the table says which; 1, 2: a
-mistake.
+Exit status 0: every program compiles and fits; 3: one does not, and the table says which; 1 or 2:
+the command or the configuration is wrong.
 """
 
 from __future__ import annotations
@@ -52,14 +52,13 @@ def make_plan(
     resume: bool = False,
     command: str = "",
 ) -> Plan:
-    """Lowers and compiles everything.
+    """Lowers and compiles the programs of a run.
 
     Args:
       only: a regular expression; programs whose names it is not found in are left out.
-      config: the file's name, for the table. command: that asked for the plan.
-      file: gets the figures as JSON, those known so far whenever a program is done.
-      resume: programs that the file has figures of are taken from it, whatever `only` says, but
-        for those that did not compile.
+      config: the file's name, for the table. command: the command line, for the file.
+      file: where figures are written as JSON whenever a program is done.
+      resume: takes from the file the figures of programs that compiled, whatever `only` says.
 
     Raises:
       ConfigError: the settings do not fit together, or ask for more chips than there are; the file
@@ -98,7 +97,7 @@ def make_plan(
 
 
 def _saved(plan: Plan, file: Path | None) -> dict[str, Mapping]:
-    """What a file has of programs that compiled, by name; empty: there is no file yet."""
+    """The figures that a file has of programs that compiled, by name; none if there is no file."""
     if file is None:
         raise ConfigError("--resume: from which file? Name it with --json")
     if not file.exists():

@@ -1,4 +1,4 @@
-"""What programs need of a chip: by the compiler's report, or by counting where there is none."""
+"""What programs need of a chip, by the compiler's report or by counting from shapes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from train.plan.programs import Program, Shapes, caches, device_bytes
 log = logging.getLogger(__name__)
 
 _RESIDENT = ("parameters", "optimizer", "cache", "state")  # what `Shapes.resident` counts
-# What no compiler raises of a program that it refuses: these are faults of the code itself.
+# Errors that no compiler raises when it refuses a program: the code itself is wrong.
 _MISTAKES = (TypeError, AttributeError, NameError, LookupError)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -34,8 +34,8 @@ class Figures:
     """What one program needs, per device.
 
     Attributes:
-      given: bytes of its inputs by kind. extra: bytes that are there only while it runs: inputs
-        that do not stay, results that take nobody's place, temporaries.
+      given: bytes of its inputs by kind. extra: bytes that are allocated only while it runs: inputs
+        that do not stay, results that are not written over inputs, temporaries.
       temporaries: of these. cost: of one run; of a chunk with rounds, of one round.
       brought, kept: of weights that it moves, bytes that a device receives and that it then has.
       excess: those of which it gets more than its shard, by name; None: not known.
@@ -64,7 +64,7 @@ class Figures:
         return self.part == "roll out" and self.key[0] == "chunk" and self.failed is None
 
     def as_json(self) -> dict:
-        """What was found, so that `read` has it again."""
+        """The figures as JSON, from which `read` restores them."""
         return {
             "name": self.name,
             "failed": self.failed,
@@ -84,7 +84,7 @@ class Figures:
 
     @classmethod
     def read(cls, program: Program, saved: Mapping[str, Any]) -> Figures:
-        """What was found of a program earlier, from what `as_json` made of it."""
+        """The figures of a program from what `as_json` wrote."""
         return cls(
             program.name,
             program.part,
@@ -103,7 +103,7 @@ class Figures:
 
 
 def compiled(program: Program) -> Figures:
-    """Compiles a program and reads what the compiler says of it, be it that it refuses.
+    """Compiles a program and reads the compiler's report, or the reason why it refuses.
 
     Raises:
       TypeError, AttributeError, NameError, LookupError: the program's own code is at fault.
@@ -238,7 +238,7 @@ def split(shapes: Shapes) -> int:
 
 
 def counted(program: Program, shapes: Shapes) -> Figures:
-    """What the shapes of a program say; see `least_temporaries`, and of collectives nothing."""
+    """Figures of a program from its shapes; collectives are not counted."""
     given = {kind: device_bytes(tree) for kind, tree in program.given.items()}
     passing = sum(size for kind, size in given.items() if kind not in _RESIDENT)
     least = least_temporaries(shapes) if program.key[0] == "accumulate" else 0.0
@@ -301,7 +301,7 @@ def drafter(shapes: Shapes) -> tuple[ModelConfig, tuple[Layer, ...]]:
 
 
 def draft_weights(shapes: Shapes) -> int:
-    """That one step of drafting multiplies by, the output matrix included."""
+    """Weights that one step of drafting multiplies by, the output matrix included."""
     cfg, layers = drafter(shapes)
     inputs = 2 * cfg.hidden_size**2 if cfg is shapes.model else 0  # state and embedding into one
     weights = chips.layer_weights(layers, cfg.hidden_size)

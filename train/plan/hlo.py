@@ -1,4 +1,4 @@
-"""What a compiled program does per device, counted in the text of its optimised HLO.
+"""Operations, memory traffic and collectives of a compiled program, counted in its optimised HLO.
 
 `Compiled.cost_analysis()` counts the body of a loop once, and a scan over layers is a loop. Here a
 loop counts as often as it runs, where the compiler knows how often (`known_trip_count`, or a
@@ -104,7 +104,7 @@ class Op:
 
 @dataclasses.dataclass
 class Cost:
-    """Per device.
+    """What a program costs per device.
 
     Attributes:
       flops: of matrix products. bytes: to and from HBM. received: bytes by kind of collective.
@@ -164,7 +164,7 @@ class Module:
 
     @functools.cached_property
     def cost(self) -> Cost:
-        """Of the whole program."""
+        """The cost of the whole program."""
         return self._cost(self.entry)
 
     @functools.cache  # noqa: B019 (a module lives as long as its plan)

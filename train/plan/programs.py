@@ -1,7 +1,7 @@
 """The programs that a run of `train.rl` compiles, to be lowered from shapes.
 
-These are the callables themselves: `train.programs` builds the same trainers and engines as for a
-run, the engine goes through the same start-up, and only what it would compile and run is kept.
+`train.programs` builds the same trainers and engines as for a run, and the engine goes through the
+same start-up; but programs are collected where a run would compile them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from train.programs import (
 )
 from train.schema import RLConfig
 
-SHAPES = "assets/shapes"  # config.json of models whose weights nobody ships
+SHAPES = "assets/shapes"  # config.json of models, without their weights
 WEIGHTS, CACHE, STATE, EVALUATION = "parameters to roll out", "cache", "decode state", "evaluation"
 EXACT = "exact mode"
 # What engines have given back while something else runs, see `Engine.release`; by part.
@@ -64,12 +64,12 @@ GONE = {
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One program.
+    """One program of a run.
 
     Attributes:
-      name: for people. part: `train`, `roll out` or `evaluate`. key: the runner's, or a word.
-      lower: traces it. given: what it is given, by kind; `results` are counted where no compiler
-        says how large they are. moves: what it is, if it brings weights to the engines.
+      name: in the table. part: `train`, `roll out` or `evaluate`. key: the runner's, or a word.
+      lower: traces it. given: its inputs by kind; `results` are counted where no compiler says how
+        large they are. moves: the resharding that it is, if it brings weights to the engines.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Program:
 
 
 class Shapes:
-    """A run of `train.rl` that holds shapes in place of arrays.
+    """The trainers and engines of a run of `train.rl`, with shapes in place of arrays.
 
     Args:
       platform: of the machine planned for; None: that of `devices`.
@@ -180,7 +180,7 @@ class Shapes:
     # --- programs --------------------------------------------------------------------------------
 
     def programs(self) -> Iterator[Program]:
-        """All of them."""
+        """All programs of the run."""
         yield from self.training()
         yield from self.handing_over()
         features = chunk_features(self.cfg, self.model)
@@ -193,7 +193,7 @@ class Shapes:
 
     @property
     def engine(self) -> Engine:
-        """That of the first replica; all are alike."""
+        """The engine of the first replica; all are alike."""
         return self.built.engines[0]
 
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -238,7 +238,7 @@ class Shapes:
             yield self._head_update()
 
     def _head_update(self) -> Program:
-        """Of one micro-batch. On the devices of a replica it works on copies of its own."""
+        """The head's update from one micro-batch; on a replica's devices it has copies."""
         parts, batch = frozen_policy_parts(self.params), self.batch()
         weights = self.head, self.draft_opt, parts
         rows = {name: batch[name] for name in FIELDS}, self.states()
@@ -255,7 +255,7 @@ class Shapes:
         return Program("draft, a micro-batch", "train", ("draft",), lower, given)
 
     def handing_over(self) -> Iterator[Program]:
-        """From the trainer's layout to the engines', as `Mover` does it."""
+        """The programs that move weights from the trainer's layout to the engines'; see `Mover`."""
         runner = self.engine.runner
         apart = self.target is None or self.mesh is None  # one device trains: weights are copied
         mover = None if apart else Mover(self.target, runner.axes)
@@ -277,7 +277,7 @@ class Shapes:
 
     @property
     def microbatches(self) -> int:
-        """Of a step, if every response is as long as it may be."""
+        """Micro-batches of a step, if every response is as long as it may be."""
         roll, packing = self.cfg.rollout, self.cfg.packing
         each = packing.row_length // (roll.max_prompt_tokens + roll.max_tokens)
         return math.ceil(roll.prompts * roll.n / (each * packing.rows))

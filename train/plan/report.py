@@ -1,4 +1,4 @@
-"""The table of a plan: memory, programs, tokens per second, and what to change."""
+"""A plan: its figures as JSON, its table as text, and what to change where it does not fit."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ GB = 1e9
 
 @dataclasses.dataclass
 class Plan:
-    """What was found; every figure is per device unless it says otherwise.
+    """The figures of a run on a topology, per device unless they say otherwise.
 
     Attributes:
-      config: its file's name. programs: looked at so far. left_out: how many were not.
-      command: that asked for the plan.
+      config: its file's name. programs: those looked at so far. left_out: how many were not.
+      command: the command line.
     """
 
     config: str
@@ -56,11 +56,11 @@ class Plan:
         return self.shapes.resident()
 
     def held(self, part: str) -> dict[str, float]:
-        """Bytes that are there while programs of a part run, by kind."""
+        """Bytes that are allocated while programs of a part run, by kind."""
         return {kind: size for kind, size in self.resident.items() if kind not in GONE[part]}
 
     def held_during(self, program: Figures) -> dict[str, float]:
-        """Bytes that are there while it runs, whether it is given them or not, by kind."""
+        """Bytes that are allocated while it runs, whether they are its inputs or not, by kind."""
         gaps = self.shapes.built.replica_drafts and self.shapes.cfg.draft.spot.gaps
         in_gaps = program.key == ("draft",) and bool(gaps)
         held = self.held("roll out" if in_gaps else program.part)
@@ -162,23 +162,23 @@ class Plan:
         return (roll.max_prompt_tokens + roll.max_tokens) // 2
 
     def context_of(self, chunk: Figures) -> int:
-        """The same for a chunk; less where so many slots find no pages for it."""
+        """The same for a chunk; less where the cache has no pages for so many slots."""
         runner = self.shapes.engine.runner
         return min(self.context, (runner.pages - 1) * runner.page_size // chunk.key[2])
 
     def round_seconds(self, chunk: Figures) -> float:
-        """Of one round at this context, by the roofline."""
+        """Seconds of one round at this context, by the roofline."""
         _, strategy, slots, _ = chunk.key
         cost = with_prefix(chunk.cost, self.shapes, strategy, slots, self.context_of(chunk))
         return roofline(self.topology.chip, cost).seconds
 
     def tokens_per_second(self, chunk: Figures, accept_length: float) -> float:
-        """Of all replicas together."""
+        """Tokens per second of all replicas together, by the roofline."""
         replicas = len(self.shapes.built.engines)
         return replicas * chunk.key[2] * accept_length / self.round_seconds(chunk)
 
     def as_json(self) -> dict:
-        """Every figure, for machines."""
+        """Every figure, for files."""
         chip = self.topology.chip
         return {
             "config": self.config,
@@ -232,8 +232,8 @@ class Plan:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, of the sources that programs are made of, and of what lowers and compiles them;
-    packages that are not installed are left out."""
+    """Versions of Python, of the sources of programs, and of the packages that compile them, if
+    these are installed."""
     found = {"python": platform.python_version(), "sources": _sources()}
     for package in ("jax", "jaxlib", "libtpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

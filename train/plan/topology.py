@@ -1,4 +1,4 @@
-"""Chips to plan for: devices that programs can be compiled for though nobody has them."""
+"""Chips to plan for: devices that programs can be compiled for without having them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the card itself does at best: a copy's bytes and a matrix product's operations per second.
+"""The peaks of a card as measured: a copy's bytes and a product's operations per second.
 
 Other parts take the copy as denominator: the figure of this part on the same card, or, where it was
 not measured there, a short measurement of their own.

@@ -1,7 +1,7 @@
-"""Is a whole chunk in one graph safe? The tokens must be those of the same chunk without it.
+"""Whether a chunk that is one CUDA graph gives the tokens of the same chunk without it.
 
 Both are compiled with equal algorithms (nothing is tuned), run from the same state, several chunks
-one after the other. Off and a chain with top-p, with cuDNN's attention and with the own kernel.
+one after the other: `off` and a chain with top-p, with cuDNN's attention and the Pallas kernel.
 """
 
 from __future__ import annotations
