@@ -14,7 +14,7 @@ from rich.console import Console
 
 from bench.gpu import __main__ as command
 from bench.gpu import queue, records, show, table
-from bench.gpu.job import Absent, Job
+from bench.gpu.job import Job
 from bench.gpu.parts import rl
 from bench.gpu.program import short_name
 from bench.gpu.table import PARTS, Part
@@ -304,14 +304,6 @@ def test_what_there_is_no_time_for_is_left_out_and_said_to_be(tmp_path):
     assert figures["a"]["unit"] == "left out: no time left"
 
 
-def test_what_cannot_be_there_is_no_failure(tmp_path):
-    def absent(job):
-        raise Absent("not installed", "torch is not installed")
-
-    assert job_of(tmp_path).run(absent)
-    assert outcome(tmp_path, "part") == "not installed"
-
-
 # --- packing and merging -------------------------------------------------------------------------
 
 OLD, NEW = "2026-01-01T00:00:00+00:00", "2026-01-02T00:00:00+00:00"
@@ -342,7 +334,6 @@ def test_results_travel_in_one_file_and_merging_them_again_changes_nothing(tmp_p
         (made("a", OLD, value=1.0), made("a", NEW, value=2.0), 2.0),
         (made("a", NEW, value=1.0), made("a", OLD, value=2.0), 1.0),
         (made("a", OLD, value=1.0), made("a", NEW, "failed", value=2.0), 1.0),
-        (made("a", NEW, "failed", value=1.0), made("a", OLD, value=2.0), 2.0),
         (made("a", OLD, "failed", value=1.0), made("a", NEW, "timed out", value=2.0), 2.0),
         (made("a", OLD, value=1.0), made("a", NEW, "done in part", value=2.0), 1.0),
         (made("a", OLD, "failed", value=1.0), made("a", NEW, "failed", value=None), 1.0),
@@ -351,7 +342,6 @@ def test_results_travel_in_one_file_and_merging_them_again_changes_nothing(tmp_p
         "newer",
         "older",
         "newer failed",
-        "older measured",
         "both failed",
         "newer in part",
         "newer without figures",

@@ -62,14 +62,14 @@ def compare_products(seed, rows, k, count):
     np.testing.assert_allclose(found, exact, atol=1e-6 * k, rtol=1e-5)
 
 
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(**SHAPES)
 def test_products_equal_the_reference(**case):
     compare_products(**case)
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(**SHAPES)
 def test_products_equal_the_reference_on_many_shapes(**case):
     compare_products(**case)
@@ -118,7 +118,7 @@ def compare_attention(seed, batch, kv_heads, group, rows, before, size, stretche
     np.testing.assert_allclose(cpu.tree_attention(*case), wanted, atol=1e-5, rtol=1e-5)
 
 
-@settings(max_examples=12)
+@settings(max_examples=5)
 @given(**CASES)
 def test_attention_equals_the_reference(**case):
     """What lies in a page past its prefix is NaN here, and is never read."""
@@ -126,7 +126,7 @@ def test_attention_equals_the_reference(**case):
 
 
 @pytest.mark.slow
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(**CASES)
 def test_attention_equals_the_reference_on_many_shapes(**case):
     compare_attention(**case)
@@ -162,7 +162,7 @@ def test_a_row_is_the_same_bits_whether_its_ancestors_are_drafts_or_cached(prefi
         np.testing.assert_array_equal(alone[:, :, 0], whole[:, :, row])
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(**CASES)
 def test_a_row_of_a_tree_is_the_same_bits_alone(
     seed, batch, kv_heads, group, rows, before, size, stretches, head
@@ -222,8 +222,14 @@ def samples_of(llm):
 
 
 @functools.cache
+def without_kernels():
+    """An engine that runs none of them, and what it generates."""
+    llm = llm_of(None, attention="reference", products="xla")
+    return llm, [s.token_ids for s in samples_of(llm)]
+
+
 def wanted():
-    return [s.token_ids for s in samples_of(llm_of(None, attention="reference", products="xla"))]
+    return without_kernels()[1]
 
 
 def test_engines_on_cpu_run_the_kernels_unless_told_otherwise(caplog):
@@ -238,9 +244,7 @@ def test_engines_on_cpu_run_the_kernels_unless_told_otherwise(caplog):
     texts = {key[0]: text for key, text in programs(llm).items()}
     assert all(name in texts["chunk"] for name in (native.PANELS, native.LAYERS))
     assert native.LAYERS in texts["prefill"] and native.COMMIT in texts["chunk"]
-    plain = llm_of(attention="reference", products="xla")
-    assert [s.token_ids for s in samples_of(plain)] == wanted()
-    assert not any("specjax_" in text for text in programs(plain).values())
+    assert not any("specjax_" in text for text in programs(without_kernels()[0]).values())
 
 
 def test_new_weights_and_heads_arrive_in_panels():
@@ -367,34 +371,19 @@ def test_the_next_compiler_is_tried(monkeypatch, tmp_path):
     assert native.build().read_text() == "made\n"
 
 
-@pytest.fixture
-def quickly_built(monkeypatch):
-    """Where libraries are put is looked at, and not what they can."""
-    monkeypatch.setattr(native, "_compile", lambda *to: to[-1].touch())
-
-
-def test_a_user_without_a_home_gets_the_kernels_too(monkeypatch, quickly_built):
-    def nobody():
+@pytest.mark.parametrize("cache", ["no home", "a file"])
+def test_where_the_cache_cannot_be_written_the_kernels_are_built_elsewhere(
+    monkeypatch, tmp_path, cache
+):
+    def unknown():
         raise RuntimeError("Could not determine home directory.")
 
+    monkeypatch.setattr(native, "_compile", lambda *to: to[-1].touch())
+    monkeypatch.setattr(native.Path, "home", unknown)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(native.Path, "home", nobody)
-    assert native.build().exists()
-
-
-def test_a_full_disk_is_told_as_such(monkeypatch, tmp_path):
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(native.tempfile, "TemporaryDirectory", full)
-    with pytest.raises(native.NoKernelError, match="No space left"):
-        native.build()
-
-
-def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch, tmp_path, quickly_built):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    if cache == "a file":
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     built = native.build()
     assert built.exists() and tmp_path not in built.parents
 
@@ -489,7 +478,7 @@ def test_threads_share_stages_without_races(tmp_path):
         assert done.returncode == 0 and done.stdout.endswith(", helped, 0 wrong\n"), done
 
 
-def test_threads_that_are_busy_elsewhere_hold_nobody_up():
+def test_threads_that_are_busy_elsewhere_do_not_block_a_call():
     """Calls then leave more helpers waiting than the pool's queue holds."""
     done = subprocess.run(
         [sys.executable, "-c", _BUSY], capture_output=True, text=True, timeout=120

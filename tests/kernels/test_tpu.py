@@ -90,14 +90,14 @@ def compare(seed, batch, kv_heads, group, rows, before, size, stretches, window,
     check(case, dtype, window, sinks)
 
 
-@settings(max_examples=4)
-@given(**CASES)
-def test_it_equals_the_reference(**case):
-    compare(**case)
+@pytest.mark.parametrize("window, sinks, dtype", [(None, False, "float32"), (20, True, "bfloat16")])
+def test_it_equals_the_reference(window, sinks, dtype):
+    """Two tiles of rows over earlier rows of the tree, and two pages."""
+    compare(5, 2, 2, 3, 12, 7, 48, 2, window, sinks, dtype)
 
 
 @pytest.mark.slow
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(**CASES)
 @example(
     seed=0, batch=4, kv_heads=1, group=1, rows=1, before=0, size=16, stretches=1, window=None,
