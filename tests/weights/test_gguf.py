@@ -322,15 +322,16 @@ def pair(tmp_path_factory):
     return file, source
 
 
-@pytest.mark.parametrize("flags", [["--strategy", "off"], ["--strategy", "4_2_8"]], ids=str)
-def test_generate_takes_a_file_or_its_directory(pair, capsys, flags):
+def test_generate_takes_a_file_or_its_directory(pair, capsys):
     file, source = pair
     said = []
-    for model in (file, file.parent, source):
-        args = ["--temperature", "0", "--max-tokens", "12", *flags]
+    for model, strategy in (
+        (file, "off"), (file.parent, "off"), (source, "off"), (file, "4_2_8"),
+    ):  # fmt: skip
+        args = ["--temperature", "0", "--max-tokens", "12", "--strategy", strategy]
         assert main(["generate", "--model", str(model), *args, "the ab"]) == 0
         said.append(capsys.readouterr().out)
-    assert said[0] == said[1] == said[2] and said[0].strip()
+    assert said[0].strip() and said == said[:1] * 4
 
 
 def test_convert_writes_what_transformers_and_specjax_load(pair, tmp_path):
