@@ -369,8 +369,8 @@ def _with_a_head(model: ModelConfig) -> ModelConfig:
 
 def _with_switches(path: Path, model: ModelConfig, meta: dict) -> ModelConfig:
     """The policy's config with the switches in the metadata of a saved head."""
-    said = vars(config_in(path, meta)) if "config" in meta else meta
-    return model.replace(**{n: said[n] for n in HEAD_SWITCHES if n in said})
+    switches = vars(config_in(path, meta)) if "config" in meta else meta
+    return model.replace(**{n: switches[n] for n in HEAD_SWITCHES if n in switches})
 
 
 def _cast(head: Params, model: ModelConfig) -> Params:

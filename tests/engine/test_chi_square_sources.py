@@ -82,9 +82,10 @@ def test_with_ngrams(acceptance):
     assert (check(llm, requests(), REPETITIVE)[1:] > 0).all()
 
 
-@pytest.mark.parametrize("acceptance", rules(fast="recursive"))
+@pytest.mark.slow  # `test_with_a_draft_model` has such drafts, too
+@pytest.mark.parametrize("acceptance", STRATEGIES)
 def test_with_drafts_from_a_part_of_the_vocabulary(acceptance):
-    """Two of five tokens are never drafted; `test_with_a_draft_model` has such drafts, too."""
+    """Two of five tokens are never drafted."""
     llm = joint.spec_llm(joint.pair(*PAIR), acceptance, STRATEGIES[acceptance], draft_vocab=3)
     assert (check(llm, requests())[1:] > 0).all()
 
