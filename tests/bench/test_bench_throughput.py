@@ -15,9 +15,8 @@ from bench.throughput import __main__ as command
 from bench.throughput import decode, host, identity, peer_torch, peers, workloads
 from bench.throughput.decode import Turns
 from bench.throughput.jax_sampler import JaxSampler
-from specjax import LLM, SamplingParams, SpecConfig
+from specjax import LLM, SamplingParams, SpecConfig, memory
 from specjax.checkpoint import huggingface as hf
-from specjax.decode import round as decode_round
 from specjax.tokenizer import load_tokenizer
 from train import data
 
@@ -109,7 +108,7 @@ def test_identity_fails_when_the_wrong_rows_are_committed(one_setup, tmp_path, m
     def wrong(rows, index):
         return jax.tree.map(lambda x: x[..., : index.shape[1], :], rows)
 
-    monkeypatch.setattr(decode_round, "take_rows", wrong)
+    monkeypatch.setattr(memory, "take_rows", wrong)
     status, found, _ = run("identity", "--tokens 40", tmp_path / "identity.json")
     assert status == 1 and found["differences_unexplained"] > 0
     assert "NOT explained" in capsys.readouterr().out
