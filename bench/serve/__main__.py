@@ -50,7 +50,7 @@ import numpy as np
 
 from bench.command import bench_parser, task_name, user_errors
 from bench.record import alternate, figure, median_interval, paired_ratio_interval, write_result
-from bench.serve.traffic import DISCONNECT, Answer, Ask, send_all, traffic
+from bench.serve.traffic import Answer, Request, send_all, traffic
 from bench.serve.verdict import Verdict, judge
 from serve.engine_thread import count_only
 from serve.settings import WARM_UP, ServeConfig, load_llm
@@ -88,7 +88,7 @@ class ServerProcess:
 
     def __init__(self, model: str, settings: Sequence[str] = ()):
         self._command = [sys.executable, "-m", "serve", "--model", model, "port=0", *settings]
-        self._said: collections.deque[str] = collections.deque(maxlen=30)
+        self._lines: collections.deque[str] = collections.deque(maxlen=30)
 
     def __enter__(self) -> ServerProcess:
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -97,14 +97,14 @@ class ServerProcess:
             self._command, env=environment, stderr=subprocess.PIPE, text=True
         )
         for line in self._process.stderr:
-            self._said.append(line)
+            self._lines.append(line)
             print(line, end="", file=sys.stderr, flush=True)
             if found := re.search(r"running on (http://127\.0\.0\.1:\d+)", line):
                 self.url = found[1]
                 threading.Thread(target=self._drain, daemon=True).start()
                 return self
         self._process.wait()
-        raise RuntimeError("the server ended instead of listening:\n" + "".join(self._said))
+        raise RuntimeError("the server ended instead of listening:\n" + "".join(self._lines))
 
     def __exit__(self, *_) -> None:
         self._process.terminate()
@@ -116,7 +116,7 @@ class ServerProcess:
 
     def _drain(self) -> None:
         """Reads the rest of the server's output, so that the pipe does not fill."""
-        self._said.extend(self._process.stderr)
+        self._lines.extend(self._process.stderr)
 
     @property
     def resident_bytes(self) -> int | None:
@@ -164,27 +164,29 @@ def load(args: argparse.Namespace) -> list[str]:
     """Measures and writes; returns what failed."""
     with ServerProcess(args.model, [*LOAD, *args.settings]) as server:
         info = server.info()
-        asks = traffic(
+        requests = traffic(
             args.requests, texts(args), info["strategies"], args.seed, args.longest,
             args.disconnects, args.malformed,
         )  # fmt: skip
         before, memory = server.idle_metrics(), {}
 
         def on_answer(done: int) -> None:
-            if done == len(asks) // 4:
+            if done == len(requests) // 4:
                 memory["quarter"] = server.resident_bytes
 
         begin = time.perf_counter()
-        answers = asyncio.run(send_all(server.url, info["model"], asks, args.clients, on_answer))
+        answers = asyncio.run(
+            send_all(server.url, info["model"], requests, args.clients, on_answer)
+        )
         seconds, after = time.perf_counter() - begin, server.idle_metrics()
         memory["end"] = server.resident_bytes
-        figures = _turns(server.url, info["model"], asks, args)
+        figures = _turns(server.url, info["model"], requests, args)
         settings = server.info()["settings"]
     stops = settings["engine"]["max_stop_tokens"]
     plain = LLM(args.model, None, max_len=info["max_model_len"], max_stop_tokens=stops)
-    verdict = judge(plain, asks, answers)
+    verdict = judge(plain, requests, answers)
     figures = {
-        **_counts(asks, verdict, answers),
+        **_counts(requests, verdict, answers),
         **_server(before, after, memory),
         **_latencies("load", answers),
         "seconds": figure(seconds, "s"),
@@ -192,20 +194,22 @@ def load(args: argparse.Namespace) -> list[str]:
         **figures,
     }
     # The model's path is in `vars(args)` already, as it was typed.
-    told = {**vars(args), "server": {n: v for n, v in settings.items() if n != "model"}}
-    path = write_result("serve_load", told, figures, args.out)
-    for line in verdict.said[:20]:
+    settings = {**vars(args), "server": {n: v for n, v in settings.items() if n != "model"}}
+    path = write_result("serve_load", settings, figures, args.out)
+    for line in verdict.messages[:20]:
         print(line)
     print(report(figures), path, sep="\n")
     return failures(figures, args.memory_bound)
 
 
-def _turns(url: str, model: str, asks: Sequence, args: argparse.Namespace) -> Figures:
+def _turns(url: str, model: str, requests: Sequence, args: argparse.Namespace) -> Figures:
     """Sends the requests of clients that stay, with and without speculation, in turns."""
-    staying = [ask for ask in asks if isinstance(ask, Ask) and ask.fate != DISCONNECT]
+    staying = [
+        request for request in requests if isinstance(request, Request) and not request.disconnects
+    ]
     staying = staying[: args.turn_requests]
     arms = {
-        name: [Ask(a.prompt, a.options, a.chat, a.stream, speculative) for a in staying]
+        name: [Request(a.prompt, a.options, a.chat, a.stream, speculative) for a in staying]
         for name, speculative in (("on", None), ("off", False))
     }
     answers: dict[str, list[list[Answer]]] = {name: [] for name in arms}
@@ -228,9 +232,9 @@ def _turns(url: str, model: str, asks: Sequence, args: argparse.Namespace) -> Fi
     return figures
 
 
-def _counts(asks: Sequence, verdict: Verdict, answers: Sequence[Answer]) -> Figures:
+def _counts(requests: Sequence, verdict: Verdict, answers: Sequence[Answer]) -> Figures:
     counts = {
-        "requests": len(asks),
+        "requests": len(requests),
         "requests_completed": verdict.completed,
         "requests_lost": verdict.lost,
         "requests_wrong": verdict.wrong,
@@ -304,21 +308,23 @@ def throughput(args: argparse.Namespace) -> list[str]:
         uncounted = dataclasses.replace(cfg.speculation, telemetry=False)
         plain = dataclasses.replace(cfg, speculation=uncounted)
         llms["batch_without_telemetry"] = _warm_llm(plain)
-    asks = [
-        Ask(prompts[i % len(prompts)], {"seed": i, "max_tokens": args.longest})
+    requests = [
+        Request(prompts[i % len(prompts)], {"seed": i, "max_tokens": args.longest})
         for i in range(args.requests)
     ]
     got: dict[str, list[list[int]]] = {}
     with ServerProcess(args.model, settings) as server:
         host, _, port = server.url.removeprefix("http://").partition(":")
-        bodies = [ask.body(cfg.name) for ask in asks]
+        bodies = [request.body(cfg.name) for request in requests]
 
         def http() -> None:
             replies = asyncio.run(post_all(host, int(port), bodies, args.clients))
             got["http"] = [reply["choices"][0]["token_ids"] for reply in replies]
 
         def batch(name: str) -> None:
-            outputs = llms[name].generate([a.prompt for a in asks], [a.params for a in asks])
+            outputs = llms[name].generate(
+                [a.prompt for a in requests], [a.params for a in requests]
+            )
             got[name] = [output.samples[0].token_ids for output in outputs]
 
         arms: dict[str, Callable[[], None]] = {"http": http}
@@ -331,7 +337,7 @@ def throughput(args: argparse.Namespace) -> list[str]:
         seconds = alternate(arms, args.repeats)
     tokens = sum(map(len, got["batch"]))
     figures: Figures = {
-        "requests": figure(len(asks), "requests"),
+        "requests": figure(len(requests), "requests"),
         "tokens": figure(tokens, "tokens"),
         "requests_different": figure(different, "requests"),
     }
@@ -376,10 +382,10 @@ async def post_all(host: str, port: int, bodies: Sequence[bytes], clients: int) 
                 f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
             )
             writer.write(head.encode() + body)
-            said = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
-            length = int(said.split("content-length:")[1].split("\r\n")[0])
+            answer = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+            length = int(answer.split("content-length:")[1].split("\r\n")[0])
             text = await reader.readexactly(length)
-            if not said.startswith("http/1.1 200"):
+            if not answer.startswith("http/1.1 200"):
                 raise ValueError(f"the server refused {body!r}: {text!r}")
             answers[index] = json.loads(text)
         writer.close()

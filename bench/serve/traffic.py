@@ -18,7 +18,6 @@ import numpy as np
 
 from specjax import SamplingParams
 
-NORMAL, DISCONNECT, MALFORMED = "normal", "disconnect", "malformed"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TIMEOUT = 600.0
 # Malformed bodies, with the path they go to.
@@ -54,14 +53,14 @@ BROKEN: tuple[tuple[str, bytes], ...] = tuple(
 
 
 @dataclasses.dataclass(frozen=True)
-class Ask:
+class Request:
     """One request of a client.
 
     Attributes:
       prompt: text. options: of `SamplingParams`, by its names.
-      speculative: what the body says, a strategy's name included; None: nothing.
-      fate: whether its client stays. patience: where it leaves, pieces of a stream or hundredths of
-        a second of a wait that it stays for.
+      speculative: the field of the body, which may name a strategy; None: there is none.
+      disconnects: its client leaves, after `leaves_after` pieces of a stream or hundredths of a
+        second.
     """
 
     prompt: str
@@ -69,8 +68,8 @@ class Ask:
     chat: bool = False
     stream: bool = False
     speculative: bool | str | None = None
-    fate: str = NORMAL
-    patience: int = 0
+    disconnects: bool = False
+    leaves_after: int = 0
 
     @property
     def path(self) -> str:
@@ -86,17 +85,17 @@ class Ask:
         return json.dumps([self.prompt, self.options, self.chat], sort_keys=True)
 
     def body(self, model: str) -> bytes:
-        said = {**self.options, "model": model, "stream": self.stream, "return_token_ids": True}
-        top = said.pop("top_logprobs", None)
+        fields = {**self.options, "model": model, "stream": self.stream, "return_token_ids": True}
+        top = fields.pop("top_logprobs", None)
         if self.chat:
-            said["messages"] = [{"role": "user", "content": self.prompt}]
+            fields["messages"] = [{"role": "user", "content": self.prompt}]
         else:
-            said["prompt"] = self.prompt
+            fields["prompt"] = self.prompt
         if top is not None:
-            said |= {"logprobs": True, "top_logprobs": top} if self.chat else {"logprobs": top}
+            fields |= {"logprobs": True, "top_logprobs": top} if self.chat else {"logprobs": top}
         if self.speculative is not None:
-            said["speculative"] = self.speculative
-        return json.dumps(said).encode()
+            fields["speculative"] = self.speculative
+        return json.dumps(fields).encode()
 
 
 @dataclasses.dataclass
@@ -139,32 +138,32 @@ def traffic(
     longest: int,
     disconnects: float,
     malformed: float,
-) -> list[Ask | tuple[str, bytes]]:
+) -> list[Request | tuple[str, bytes]]:
     """Draws requests, in the order in which they are sent.
 
-    Every fourth asks for what the one before asked for, streamed if that was not and the other way
-    round, speculating otherwise: the samples must be equal.
+    Every fourth repeats the one before, streamed if that was not and the other way round, with
+    another choice of speculation: the samples must be equal.
 
     Args:
       longest: `max_tokens` at most. disconnects, malformed: shares.
     """
     random = np.random.default_rng(seed)
-    found: list[Ask | tuple[str, bytes]] = []
+    found: list[Request | tuple[str, bytes]] = []
     for index in range(count):
         draw = random.random()
         if draw < malformed:
             found.append(BROKEN[index % len(BROKEN)])
             continue
         before = found[-1] if found else None
-        if index % 4 == 3 and isinstance(before, Ask):
-            ask = dataclasses.replace(before, stream=not before.stream, fate=NORMAL)
+        if index % 4 == 3 and isinstance(before, Request):
+            request = dataclasses.replace(before, stream=not before.stream, disconnects=False)
         else:
-            ask = _ask(random, prompts[random.integers(len(prompts))], longest)
-        ask = dataclasses.replace(ask, speculative=_speculative(random, strategies))
+            request = _request(random, prompts[random.integers(len(prompts))], longest)
+        request = dataclasses.replace(request, speculative=_speculative(random, strategies))
         if draw < malformed + disconnects:
-            patience = int(random.integers(1, 6) if ask.stream else random.integers(1, 40))
-            ask = dataclasses.replace(ask, fate=DISCONNECT, patience=patience)
-        found.append(ask)
+            leaves_after = int(random.integers(1, 6) if request.stream else random.integers(1, 40))
+            request = dataclasses.replace(request, disconnects=True, leaves_after=leaves_after)
+        found.append(request)
     return found
 
 
@@ -174,7 +173,7 @@ def _speculative(random: np.random.Generator, strategies: Sequence[str]) -> bool
     return (None, True, False, named)[random.choice(4, p=[0.6, 0.1, 0.2, 0.1])]
 
 
-def _ask(random: np.random.Generator, prompt: str, longest: int) -> Ask:
+def _request(random: np.random.Generator, prompt: str, longest: int) -> Request:
     """Draws a request; each of the rarer options is set now and then."""
 
     def now_and_then(share: float) -> bool:
@@ -206,7 +205,7 @@ def _ask(random: np.random.Generator, prompt: str, longest: int) -> Ask:
         options["ignore_eos"] = True
     if now_and_then(0.1):
         options["min_tokens"] = min(4, options["max_tokens"])
-    return Ask(prompt, options, chat=now_and_then(0.4), stream=now_and_then(0.5))
+    return Request(prompt, options, chat=now_and_then(0.4), stream=now_and_then(0.5))
 
 
 # --- clients ---------------------------------------------------------------------------------
@@ -215,7 +214,7 @@ def _ask(random: np.random.Generator, prompt: str, longest: int) -> Ask:
 async def send_all(
     url: str,
     model: str,
-    asks: Sequence[Ask | tuple[str, bytes]],
+    requests: Sequence[Request | tuple[str, bytes]],
     clients: int,
     on_answer: Callable[[int], None] = lambda done: None,
 ) -> list[Answer]:
@@ -224,20 +223,20 @@ async def send_all(
     Args:
       on_answer: called with how many have ended, whenever one has.
     """
-    answers = [Answer() for _ in asks]
-    waiting, done = iter(range(len(asks))), 0
+    answers = [Answer() for _ in requests]
+    waiting, done = iter(range(len(requests))), 0
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=clients)
 
     async def client(http: httpx.AsyncClient) -> None:
         nonlocal done
         for index in waiting:
-            answer, ask = answers[index], asks[index]
+            answer, request = answers[index], requests[index]
             answer.sent = time.perf_counter()
             try:
-                if isinstance(ask, Ask):
-                    await _send(http, model, ask, answer)
+                if isinstance(request, Request):
+                    await _send(http, model, request, answer)
                 else:
-                    _refused(answer, await _post(http, *ask))
+                    _refused(answer, await _post(http, *request))
             except (httpx.HTTPError, ValueError, KeyError) as error:
                 answer.lost = f"{type(error).__name__}: {error}"
             answer.ended = time.perf_counter()
@@ -261,15 +260,15 @@ def _refused(answer: Answer, response: httpx.Response) -> None:
         answer.refusal = response.text
 
 
-async def _send(http: httpx.AsyncClient, model: str, ask: Ask, answer: Answer) -> None:
-    if ask.stream:
-        await _stream(http, model, ask, answer)
+async def _send(http: httpx.AsyncClient, model: str, request: Request, answer: Answer) -> None:
+    if request.stream:
+        await _stream(http, model, request, answer)
         return
-    work = _post(http, ask.path, ask.body(model))
+    work = _post(http, request.path, request.body(model))
     try:
         # Where time runs out the connection is closed, as by a client that went away.
-        patience = ask.patience / 100 if ask.fate == DISCONNECT else None
-        response = await asyncio.wait_for(work, patience)
+        leaves_after = request.leaves_after / 100 if request.disconnects else None
+        response = await asyncio.wait_for(work, leaves_after)
     except TimeoutError:
         return
     if response.status_code != 200:
@@ -277,21 +276,23 @@ async def _send(http: httpx.AsyncClient, model: str, ask: Ask, answer: Answer) -
         return
     answer.status = 200
     for choice in response.json()["choices"]:
-        answer.texts.append(choice["message"]["content"] if ask.chat else choice["text"])
+        answer.texts.append(choice["message"]["content"] if request.chat else choice["text"])
         answer.tokens.append(choice["token_ids"])
         answer.reasons.append(choice["finish_reason"])
 
 
-async def _stream(http: httpx.AsyncClient, model: str, ask: Ask, answer: Answer) -> None:
+async def _stream(http: httpx.AsyncClient, model: str, request: Request, answer: Answer) -> None:
     """Reads a stream to its end, or leaves it after some pieces."""
-    count = ask.options.get("n", 1)
+    count = request.options.get("n", 1)
     texts: list[list[str]] = [[] for _ in range(count)]
     tokens: list[list[int]] = [[] for _ in range(count)]
     reasons: list[str | None] = [None] * count
     last: list[float | None] = [None] * count
     headers = {"Content-Type": "application/json"}
     pieces, done, left = 0, False, False
-    async with http.stream("POST", ask.path, content=ask.body(model), headers=headers) as response:
+    async with http.stream(
+        "POST", request.path, content=request.body(model), headers=headers
+    ) as response:
         if response.status_code != 200:
             await response.aread()
             _refused(answer, response)
@@ -306,7 +307,7 @@ async def _stream(http: httpx.AsyncClient, model: str, ask: Ask, answer: Answer)
             now = time.perf_counter()
             for choice in json.loads(line.removeprefix("data: "))["choices"]:
                 at, new = choice["index"], choice.get("token_ids") or []
-                text = choice["delta"].get("content") if ask.chat else choice["text"]
+                text = choice["delta"].get("content") if request.chat else choice["text"]
                 texts[at].append(text or "")
                 tokens[at] += new
                 reasons[at] = reasons[at] or choice["finish_reason"]
@@ -315,7 +316,7 @@ async def _stream(http: httpx.AsyncClient, model: str, ask: Ask, answer: Answer)
                 elif new:
                     answer.gaps += [(now - last[at]) / len(new)] * len(new)
                 last[at] = now if new else last[at]
-            left = ask.fate == DISCONNECT and pieces >= ask.patience
+            left = request.disconnects and pieces >= request.leaves_after
             if left:
                 break  # the connection is closed with the rest unread
     if not (done or left):

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from bench.serve.traffic import DISCONNECT, MALFORMED, NORMAL, Answer, Ask
+from bench.serve.traffic import Answer, Request
 from specjax import LLM
 from specjax.engine.compare import first_difference
 from specjax.engine.request import RequestOutput, make_jobs
@@ -25,7 +25,7 @@ class Verdict:
         received, if anything, was compared with the beginning of plain decoding. accepted:
         malformed, and not refused with a 4xx in OpenAI's shape. pairs: sent twice, once streamed
         and once not. unlike: of these, answered differently.
-      said: what was lost, wrong, accepted or explained, in words.
+      messages: what was lost, wrong, accepted or explained, in words.
     """
 
     completed: int = 0
@@ -37,10 +37,10 @@ class Verdict:
     accepted: int = 0
     pairs: int = 0
     unlike: int = 0
-    said: list[str] = dataclasses.field(default_factory=list)
+    messages: list[str] = dataclasses.field(default_factory=list)
 
 
-def judge(plain: LLM, asks: Sequence[Ask | tuple[str, bytes]], answers: Sequence[Answer]):
+def judge(plain: LLM, requests: Sequence[Request | tuple[str, bytes]], answers: Sequence[Answer]):
     """Compares every answer with what it should be.
 
     Args:
@@ -50,62 +50,71 @@ def judge(plain: LLM, asks: Sequence[Ask | tuple[str, bytes]], answers: Sequence
       a `Verdict`.
     """
     verdict = Verdict()
-    wanted = {ask.key: ask for ask in asks if isinstance(ask, Ask)}
-    ids = {key: _ids(plain.tokenizer, ask) for key, ask in wanted.items()}
-    outputs = plain.generate(list(ids.values()), [ask.params for ask in wanted.values()])
+    wanted = {request.key: request for request in requests if isinstance(request, Request)}
+    ids = {key: _ids(plain.tokenizer, request) for key, request in wanted.items()}
+    outputs = plain.generate(list(ids.values()), [request.params for request in wanted.values()])
     expected = dict(zip(wanted, outputs, strict=True))
-    seen: dict[str, tuple[Ask, Any]] = {}
-    for index, (ask, answer) in enumerate(zip(asks, answers, strict=True)):
-        if not isinstance(ask, Ask):
-            _judge_refusal(verdict, index, ask, answer)
-        elif ask.fate == DISCONNECT:
-            _judge_beginning(verdict, plain, index, ask, answer, expected[ask.key])
-        elif ask.fate == NORMAL:
-            if _is_lost(ask, answer):
+    seen: dict[str, tuple[Request, Any]] = {}
+    for index, (request, answer) in enumerate(zip(requests, answers, strict=True)):
+        if not isinstance(request, Request):
+            _judge_refusal(verdict, index, request, answer)
+        elif request.disconnects:
+            _judge_beginning(verdict, plain, index, request, answer, expected[request.key])
+        elif not request.disconnects:
+            if _is_lost(request, answer):
                 verdict.lost += 1
-                verdict.said.append(f"request {index} was lost: {_told(answer)}")
+                verdict.messages.append(f"request {index} was lost: {_reason(answer)}")
                 continue
-            _judge_answer(verdict, plain, index, ask, answer, expected[ask.key])
-            _judge_pair(verdict, index, ask, answer, seen)
+            _judge_answer(verdict, plain, index, request, answer, expected[request.key])
+            _judge_pair(verdict, index, request, answer, seen)
     return verdict
 
 
-def _ids(tokenizer, ask: Ask) -> list[int]:
+def _ids(tokenizer, request: Request) -> list[int]:
     # The template of a chat has written the special tokens already.
-    return tokenizer.encode(ask.prompt, add_special_tokens=not ask.chat)
+    return tokenizer.encode(request.prompt, add_special_tokens=not request.chat)
 
 
-def _is_lost(ask: Ask, answer: Answer) -> bool:
-    count = ask.options.get("n", 1)
+def _is_lost(request: Request, answer: Answer) -> bool:
+    count = request.options.get("n", 1)
     whole = len(answer.texts) == count and None not in answer.reasons
     return answer.status != 200 or answer.lost is not None or not whole
 
 
-def _told(answer: Answer) -> str:
+def _reason(answer: Answer) -> str:
     return answer.lost or f"status {answer.status}, {answer.refusal!r}"
 
 
-def _judge_refusal(verdict: Verdict, index: int, ask: tuple[str, bytes], answer: Answer) -> None:
+def _judge_refusal(
+    verdict: Verdict, index: int, request: tuple[str, bytes], answer: Answer
+) -> None:
     verdict.malformed += 1
-    said = answer.refusal.get("error") if isinstance(answer.refusal, dict) else None
-    if not (400 <= answer.status < 500 and isinstance(said, dict) and set(said) == ERROR):
+    error = answer.refusal.get("error") if isinstance(answer.refusal, dict) else None
+    if not (400 <= answer.status < 500 and isinstance(error, dict) and set(error) == ERROR):
         verdict.accepted += 1
-        verdict.said.append(f"request {index}, {MALFORMED} ({ask[1][:60]!r}): {_told(answer)}")
+        verdict.messages.append(
+            f"request {index}, malformed ({request[1][:60]!r}): {_reason(answer)}"
+        )
 
 
 def _judge_answer(
-    verdict: Verdict, plain: LLM, index: int, ask: Ask, answer: Answer, expected: RequestOutput
+    verdict: Verdict,
+    plain: LLM,
+    index: int,
+    request: Request,
+    answer: Answer,
+    expected: RequestOutput,
 ) -> None:
     verdict.completed += 1
     tokens = [sample.token_ids for sample in expected.samples]
     if answer.tokens != tokens:
-        _judge_difference(verdict, plain, index, ask, answer, expected, tokens)
+        _judge_difference(verdict, plain, index, request, answer, expected, tokens)
         return
     texts = [sample.text for sample in expected.samples]
     reasons = [sample.finish_reason for sample in expected.samples]
     if (answer.texts, answer.reasons) != (texts, reasons):
         verdict.wrong += 1
-        verdict.said.append(
+        verdict.messages.append(
             f"request {index}: expected {texts} ({reasons}), got {answer.texts} ({answer.reasons})"
         )
 
@@ -114,21 +123,21 @@ def _judge_difference(
     verdict: Verdict,
     plain: LLM,
     index: int,
-    ask: Ask,
+    request: Request,
     answer: Answer,
     expected: RequestOutput,
     tokens: Sequence[Sequence[int]],
 ) -> None:
     """Judges whether floating point explains tokens other than the expected ones."""
     jobs = make_jobs(
-        expected.prompt_token_ids, ask.params, plain.cfg.eos_token_ids, plain.tokenizer
+        expected.prompt_token_ids, request.params, plain.cfg.eos_token_ids, plain.tokenizer
     )
     differences = [
         first_difference(plain.engine.runner, index, sample, jobs[sample], right, got)
         for sample, (right, got) in enumerate(zip(tokens, answer.tokens, strict=True))
         if right != got
     ]
-    verdict.said += map(str, differences)
+    verdict.messages += map(str, differences)
     if all(difference.explained for difference in differences):
         verdict.explained += 1
     else:
@@ -136,13 +145,20 @@ def _judge_difference(
 
 
 def _judge_beginning(
-    verdict: Verdict, plain: LLM, index: int, ask: Ask, answer: Answer, expected: RequestOutput
+    verdict: Verdict,
+    plain: LLM,
+    index: int,
+    request: Request,
+    answer: Answer,
+    expected: RequestOutput,
 ) -> None:
     """Compares what a client received before it left with the beginning of plain decoding."""
     verdict.left += 1
     if answer.lost is not None or answer.status not in (0, 200):
         verdict.lost += 1
-        verdict.said.append(f"request {index} was lost before its client left: {_told(answer)}")
+        verdict.messages.append(
+            f"request {index} was lost before its client left: {_reason(answer)}"
+        )
         return
     if not answer.tokens:  # it left before anything came
         return
@@ -151,22 +167,24 @@ def _judge_beginning(
         for sample, got in zip(expected.samples, answer.tokens, strict=True)
     ]
     if answer.tokens != tokens:
-        _judge_difference(verdict, plain, index, ask, answer, expected, tokens)
+        _judge_difference(verdict, plain, index, request, answer, expected, tokens)
         return
     for sample, text in zip(expected.samples, answer.texts, strict=True):
         if not sample.text.startswith(text):
             verdict.wrong += 1
-            verdict.said.append(f"request {index}: expected {sample.text!r}, got {text!r} first")
+            verdict.messages.append(
+                f"request {index}: expected {sample.text!r}, got {text!r} first"
+            )
             return
 
 
-def _judge_pair(verdict: Verdict, index: int, ask: Ask, answer: Answer, seen: dict) -> None:
+def _judge_pair(verdict: Verdict, index: int, request: Request, answer: Answer, seen: dict) -> None:
     """Compares a request with its repetition, of which one is streamed and the other is not."""
-    known, said = seen.get(ask.key), (answer.tokens, answer.texts, answer.reasons)
-    seen[ask.key] = ask, said
-    if known is None or known[0].stream == ask.stream:
+    known, got = seen.get(request.key), (answer.tokens, answer.texts, answer.reasons)
+    seen[request.key] = request, got
+    if known is None or known[0].stream == request.stream:
         return
     verdict.pairs += 1
-    if known[1] != said:
+    if known[1] != got:
         verdict.unlike += 1
-        verdict.said.append(f"request {index}, streamed and not: {known[1]} and {said}")
+        verdict.messages.append(f"request {index}, streamed and not: {known[1]} and {got}")

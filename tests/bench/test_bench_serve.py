@@ -8,7 +8,7 @@ import pytest
 
 from bench.serve import __main__ as serve
 from bench.serve import verdict
-from bench.serve.traffic import DISCONNECT, NORMAL, Ask, traffic
+from bench.serve.traffic import Request, traffic
 
 # Two slots, and few lengths of a prompt and what follows: few programs to compile.
 SETTINGS = (
@@ -36,7 +36,8 @@ def loaded(thin_policy, tmp_path_factory):
         honest = serve.judge
         patch.setattr(serve, "judge", lambda *given: kept.append(given) or honest(*given))
         out = tmp_path_factory.mktemp("serve") / "load.json"
-        values = run(LOAD, thin_policy, out, ["speculation.controller=bandit"])
+        choices = ["controller=bandit", "strategies=[off, 2_1_3]"]
+        values = run(LOAD, thin_policy, out, [f"speculation.control.{c}" for c in choices])
     assert str(thin_policy) not in json.dumps(json.loads(out.read_text())["settings"]["server"])
     return values, kept[0]
 
@@ -57,21 +58,21 @@ def test_a_load_test_loses_nothing_and_finds_every_answer_right(loaded):
     assert values["tokens_per_second_ratio/on/off"] > 0 and values["memory_bytes/end"] > 1e7
 
 
-def first(asks, wanted):
-    return next(i for i, ask in enumerate(asks) if wanted(ask))
+def first(requests, wanted):
+    return next(i for i, request in enumerate(requests) if wanted(request))
 
 
 @pytest.mark.slow  # a whole bench, of half a minute
 def test_what_is_lost_or_wrong_is_found(loaded):
-    plain, asks, answers = loaded[1]
-    stays = [isinstance(ask, Ask) and ask.fate == NORMAL for ask in asks]
-    whole = first(range(40), lambda i: stays[i] and answers[i].texts[0] and not asks[i].stream)
-    broken = first(asks, lambda ask: not isinstance(ask, Ask))
+    plain, requests, answers = loaded[1]
+    stays = [isinstance(request, Request) and not request.disconnects for request in requests]
+    whole = first(range(40), lambda i: stays[i] and answers[i].texts[0] and not requests[i].stream)
+    broken = first(requests, lambda request: not isinstance(request, Request))
 
     def judged(index, change):
         changed = copy.deepcopy(answers)
         change(changed[index])
-        return verdict.judge(plain, asks, changed)
+        return verdict.judge(plain, requests, changed)
 
     def other_token(answer):
         answer.tokens[0][0] = (answer.tokens[0][0] + 1) % 200
@@ -96,12 +97,14 @@ def test_what_is_lost_or_wrong_is_found(loaded):
     assert judged(whole, other_text).wrong == 1
     assert judged(whole, no_end).lost == 1
     assert judged(broken, no_error).accepted == 1
-    leaves = first(asks, lambda a: isinstance(a, Ask) and a.fate == DISCONNECT and not a.chat)
-    asked = asks[leaves].params
-    [output] = plain.generate([asks[leaves].prompt], [dataclasses.replace(asked, n=1)])
+    leaves = first(requests, lambda a: isinstance(a, Request) and a.disconnects and not a.chat)
+    asked = requests[leaves].params
+    [output] = plain.generate([requests[leaves].prompt], [dataclasses.replace(asked, n=1)])
     tokens, text = output.samples[0].token_ids, output.samples[0].text
-    alone = list(asks)
-    alone[leaves] = dataclasses.replace(asks[leaves], options={**asks[leaves].options, "n": 1})
+    alone = list(requests)
+    alone[leaves] = dataclasses.replace(
+        requests[leaves], options={**requests[leaves].options, "n": 1}
+    )
 
     def judged_beginning(change):
         changed = copy.deepcopy(answers)
@@ -112,7 +115,7 @@ def test_what_is_lost_or_wrong_is_found(loaded):
     assert judged_beginning(received([(tokens[0] + 1) % 200], "")).wrong == 1
     assert judged_beginning(received(tokens[:2], text[:1] + "\x00")).wrong == 1
     assert judged_beginning(received(tokens[:2], "")).left == sum(
-        isinstance(ask, Ask) and ask.fate == DISCONNECT for ask in asks
+        isinstance(request, Request) and request.disconnects for request in requests
     )
     pair = first(range(40), lambda i: i % 4 == 3 and stays[i] and stays[i - 1])
     assert judged(pair, other_text).unlike == 1
@@ -144,10 +147,12 @@ def test_throughput_compares_equal_tokens_and_says_whether_enough_is_left(
 def test_traffic_is_of_all_kinds_and_the_same_for_a_seed():
     made = traffic(2000, ["1+1="], ["off", "2_1_3"], 3, 64, 0.1, 0.05)
     assert made == traffic(2000, ["1+1="], ["off", "2_1_3"], 3, 64, 0.1, 0.05)
-    asks = [ask for ask in made if isinstance(ask, Ask)]
-    assert 70 <= 2000 - len(asks) <= 130
-    assert 160 <= sum(ask.fate == DISCONNECT for ask in asks) <= 240
-    assert {ask.speculative for ask in asks} == {None, True, False, "off", "2_1_3"}
-    options = {name for ask in asks for name in ask.options}
+    requests = [request for request in made if isinstance(request, Request)]
+    assert 70 <= 2000 - len(requests) <= 130
+    assert 160 <= sum(request.disconnects for request in requests) <= 240
+    assert {request.speculative for request in requests} == {None, True, False, "off", "2_1_3"}
+    options = {name for request in requests for name in request.options}
     assert {"n", "stop", "top_logprobs", "presence_penalty", "top_p", "min_tokens"} <= options
-    assert {(ask.chat, ask.stream) for ask in asks} == {(a, b) for a in (0, 1) for b in (0, 1)}
+    assert {(request.chat, request.stream) for request in requests} == {
+        (a, b) for a in (0, 1) for b in (0, 1)
+    }
