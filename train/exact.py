@@ -97,7 +97,7 @@ class ExactMode:
         if self._engine.engines:
             runner = self._engine.runner
             found = [
-                first_difference(runner, job.request, job.sample, job, plain, tokens)
+                first_difference(runner, job, plain, tokens)
                 for job, plain, tokens in differing
             ]
         return next(filter(None, distributed.gather(found, "exact mode")))

@@ -133,8 +133,7 @@ class Bench:
             (
                 arm,
                 first_difference(
-                    self.spec.runner, x.jobs[turn].request, x.jobs[turn].sample,
-                    x.jobs[turn], x.turns[turn], y.turns[turn],
+                    self.spec.runner, x.jobs[turn], x.turns[turn], y.turns[turn]
                 ),
             )
             for arm in self.arms

@@ -130,10 +130,10 @@ def _judge_difference(
 ) -> None:
     """Judges whether floating point explains tokens other than the expected ones."""
     jobs = make_jobs(
-        expected.prompt_token_ids, request.params, plain.cfg.eos_token_ids, plain.tokenizer
+        expected.prompt_token_ids, request.params, plain.cfg.eos_token_ids, plain.tokenizer, index
     )
     differences = [
-        first_difference(plain.engine.runner, index, sample, jobs[sample], right, got)
+        first_difference(plain.engine.runner, jobs[sample], right, got)
         for sample, (right, got) in enumerate(zip(tokens, answer.tokens, strict=True))
         if right != got
     ]

@@ -164,9 +164,9 @@ def compare(
             compared += len(a.token_ids)
             if a.token_ids == b.token_ids:
                 continue
-            job = make_jobs(prompts[i], params[i], spec.cfg.eos_token_ids)[k]
+            job = make_jobs(prompts[i], params[i], spec.cfg.eos_token_ids, request=int(i))[k]
             runner = spec.engine.runner
-            difference = first_difference(runner, int(i), k, job, a.token_ids, b.token_ids)
+            difference = first_difference(runner, job, a.token_ids, b.token_ids)
             compared += difference.position - len(job.prompt) + 1 - len(a.token_ids)
             found.append(difference)
     return compared, found

@@ -266,11 +266,9 @@ def explain(reference: Trainer, other: Trainer, step: int, params_before) -> Ite
         sampled = other.last_rollout[group]
         sampling = group_params(cfg, step, sampled.position)
         eos_ids, tokenizer = other.model.eos_token_ids, other.tokenizer
-        job = make_jobs(sampled.prompt, sampling, eos_ids, tokenizer)[index]
+        job = make_jobs(sampled.prompt, sampling, eos_ids, tokenizer, group)[index]
         yield first_difference(
             runner,
-            group,
-            index,
             job,
             reference.last_rollout[group].responses[index].token_ids,
             sampled.responses[index].token_ids,

@@ -75,9 +75,7 @@ class Difference:
         )
 
 
-def first_difference(
-    runner, request: int, sample: int, job: Job, plain: Sequence[int], spec: Sequence[int]
-) -> Difference:
+def first_difference(runner, job: Job, plain: Sequence[int], spec: Sequence[int]) -> Difference:
     """Locates and judges the first difference between two token lists of one job.
 
     Args:
@@ -112,7 +110,9 @@ def first_difference(
         and _can_win(plain_gap, a, b, support(scores[1], job.params, slack), slack)
         and _can_win(spec_gap, b, a, support(scores[2], job.params, slack), slack)
     )
-    return Difference(request, sample, position, a, b, plain_gap, spec_gap, spread, bool(explained))
+    return Difference(
+        job.request, job.sample, position, a, b, plain_gap, spec_gap, spread, bool(explained)
+    )
 
 
 def _can_win(gap: float, winner: int, loser: int, kept: Support, slack: float) -> bool:

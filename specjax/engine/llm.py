@@ -369,9 +369,7 @@ class LLM:
                 self._plain.set_params(self.params)
             plain, _ = self._plain.generate(jobs)
         return [
-            first_difference(
-                self.engine.runner, job.request, job.sample, job, x.token_ids, y.token_ids
-            )
+            first_difference(self.engine.runner, job, x.token_ids, y.token_ids)
             for job, x, y in zip(jobs, plain, samples, strict=True)
             if x.token_ids != y.token_ids
         ]

@@ -50,8 +50,7 @@ def chaos(tokens: int, seed=0):
             if sample.finish_reason == "abort":
                 whole = whole[: len(sample.token_ids)]
             if sample.token_ids != whole:
-                where = engine.runner, job.request, job.sample, job, whole, sample.token_ids
-                difference = first_difference(*where)
+                difference = first_difference(engine.runner, job, whole, sample.token_ids)
                 (explained if difference.explained else unexplained).append(difference)
     engine.set_params(*weights())
     assert aborted and suspended and swaps and engine.preemptions > before

@@ -119,7 +119,7 @@ def test_invariant_mode_runs_both_arms_in_one_engine_and_explains_no_difference(
     twins = same_logits_for(5, 6)
     llm.update_weights(twins)
     job = make_jobs([1, 2, 3], SamplingParams(temperature=0.0), ())[0]
-    tie = first_difference(llm.engine.runner, 0, 0, job, [9, 5], [9, 6])
+    tie = first_difference(llm.engine.runner, job, [9, 5], [9, 6])
     assert tie.plain_gap == tie.spec_gap == 0 and not tie.explained
 
 
@@ -132,7 +132,7 @@ def test_a_comparison_compiles_once_for_all_lengths_of_a_width(llm):
     tokens = list(range(20, 50))
 
     def judge(length):
-        first_difference(llm.engine.runner, 0, 0, job, tokens[:length] + [1], tokens[:length] + [2])
+        first_difference(llm.engine.runner, job, tokens[:length] + [1], tokens[:length] + [2])
 
     judge(3)
     judge(20)
@@ -173,7 +173,7 @@ def duel():
 def judged(llm, **settings):
     prompt, seed, winner, _, runner_up = duel()
     job = make_jobs(prompt, SamplingParams(seed=seed, **settings), ())[0]
-    return first_difference(llm.engine.runner, 0, 0, job, [runner_up], [winner])
+    return first_difference(llm.engine.runner, job, [runner_up], [winner])
 
 
 @pytest.mark.parametrize("where", ["at", "below", "above"])
@@ -217,9 +217,7 @@ def test_gaps_are_those_of_the_scores_after_penalties_and_bias(llm):
     before = [winner, winner, runner_up]
     free = dataclasses.replace(counted, params=SamplingParams(seed=seed, max_tokens=9))
     gaps = [
-        first_difference(
-            llm.engine.runner, 0, 0, job, [*before, runner_up], [*before, winner]
-        ).spec_gap
+        first_difference(llm.engine.runner, job, [*before, runner_up], [*before, winner]).spec_gap
         for job in (counted, free)
     ]
     assert gaps[0] == pytest.approx(gaps[1] - 2.0, abs=1e-4)

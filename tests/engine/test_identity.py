@@ -73,7 +73,7 @@ def differences(llm: LLM, rng: np.random.Generator, greedy=False, count=None, on
         if sample.token_ids != expected:
             found.append(
                 first_difference(
-                    llm.engine.runner, job.request, job.sample, job, expected, sample.token_ids
+                    llm.engine.runner, job, expected, sample.token_ids
                 )
             )
     return found, totals
@@ -310,7 +310,7 @@ def tree_differences():
     samples, totals = llm.engine.generate(jobs)
     assert totals.accepted > 5
     return [
-        first_difference(llm.engine.runner, 0, job.sample, job, x.token_ids, y.token_ids)
+        first_difference(llm.engine.runner, job, x.token_ids, y.token_ids)
         for job, x, y in zip(jobs, plain, samples, strict=True)
         if x.token_ids != y.token_ids
     ]
@@ -348,9 +348,10 @@ def test_a_tie_is_explained_and_reported_with_its_position_and_gaps(chain_llm):
     runner = chain_llm.engine.runner
     chain_llm.update_weights(twins, head)
     try:
-        tie = first_difference(runner, 3, 1, job, [9, 5, 1], [9, 6, 2])
-        other = first_difference(runner, 0, 0, job, [9, 5, 1], [9, 8, 2])
-        short = first_difference(runner, 0, 0, job, [9, 5], [9])
+        named = dataclasses.replace(job, request=3, sample=1)
+        tie = first_difference(runner, named, [9, 5, 1], [9, 6, 2])
+        other = first_difference(runner, job, [9, 5, 1], [9, 8, 2])
+        short = first_difference(runner, job, [9, 5], [9])
     finally:
         chain_llm.update_weights(params, head)
     assert tie.explained and abs(tie.plain_gap) < 1e-4 and abs(tie.spec_gap) < 1e-4

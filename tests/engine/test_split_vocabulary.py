@@ -146,7 +146,7 @@ def check(llm: LLM, everything: bool):
     samples, totals = llm.engine.generate(requests(everything))
     pairs = zip(requests(everything), expected(everything), samples, strict=True)
     found = [
-        first_difference(llm.engine.runner, job.request, job.sample, job, one, several.token_ids)
+        first_difference(llm.engine.runner, job, one, several.token_ids)
         for job, one, several in pairs
         if one != several.token_ids
     ]
