@@ -9,7 +9,7 @@ import numpy as np
 
 from specjax.decode.noise import request_keys, request_words
 from specjax.decode.state import EMPTY, RUNNING, RowMap
-from specjax.engine.pages import NOBODYS
+from specjax.engine.pages import NULL_PAGE
 from specjax.engine.runner import Runner
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import Params
@@ -102,6 +102,6 @@ def full_row_map(runner: Runner, count: int | None = None) -> RowMap:
     No two slots share a page: a page that all of them read would be read from memory only once.
     """
     count, full = count or runner.batch, runner.table_width - 1
-    table = np.full((count, runner.table_width), NOBODYS, np.int32)
-    table[:, :full] = (NOBODYS + 1 + np.arange(count * full)).reshape(count, full)
+    table = np.full((count, runner.table_width), NULL_PAGE, np.int32)
+    table[:, :full] = (NULL_PAGE + 1 + np.arange(count * full)).reshape(count, full)
     return RowMap(np.arange(count, dtype=np.int32), np.ones(count, bool), table)

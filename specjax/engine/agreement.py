@@ -2,15 +2,15 @@
 
 A program over the devices of several hosts runs once all of them have enqueued it. So every host of
 such a replica runs the whole host loop, over the same requests and results, and must enqueue the
-same programs in the same order. All that could differ is what a host's own clock says; so no host
-decides by that, but by the greatest of what all their clocks say.
+same programs in the same order. All that could differ is a host's own clock; so no host
+decides by that, but by the maximum over the clocks of all.
 
-What the clocks say travels with what the hosts check anyway: before each program they tell each
-other which one it is, by a tiny program of its own. It is heard when the chunk before is taken in,
-so a measurement is known one chunk later than on one host; and it says which hosts differ before
-anybody waits for what would never end. Where nothing lies between the two chunks it is done by
-then, and nobody waits for it. Where prompts are read between them it lies behind these on the
-devices: the host learns what the earlier chunk brought no sooner than they have been read.
+The clocks are exchanged with what the hosts check anyway: before each program they announce to each
+other which one it is, by a tiny program of its own. Its result is read when the chunk before is
+taken in, so a measurement is known one chunk later than on one host; and hosts that differ are
+found before one waits for what would never end. Where nothing lies between the two chunks the tiny
+program is done by then, and costs no time. Where prompts are read between them it runs after these:
+the host learns what the earlier chunk brought no sooner than they have been read.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ Then = Callable[[float], None]
 _FIGURES = 2  # of each host: its clock, and what it measured
 
 
-class Alone:
-    """The host of a replica that has no other.
+class SingleHost:
+    """The host of a replica that has no other; what it asks is answered at once.
 
     Attributes:
-      is_first: this host speaks for the replica. is_shared: there are other hosts.
+      is_first: this host reports for the replica. is_shared: there are other hosts.
       one_by_one: programs must not be enqueued while others run.
-      said: calls of `say` so far.
+      announced: calls of `announce` so far.
     """
 
-    is_first, is_shared, one_by_one, said = True, False, False, 0
+    is_first, is_shared, one_by_one, announced = True, False, False, 0
 
     @property
     def now(self) -> float:
-        """Seconds, the same on all hosts whenever they ask."""
+        """Seconds, the same on all hosts at the same point of the program."""
         return time.perf_counter()
 
     def ask(self, mine: float, then: Then) -> None:
-        """`then` is called with the greatest of the hosts' figures; nan if one of them is nan."""
+        """`then` is called later with the maximum of the hosts' figures; nan if one is nan."""
         then(mine)
 
     def agree(self, mine: float) -> float:
-        """The same, at once: waits for all hosts."""
+        """The maximum of the hosts' figures; waits for all hosts."""
         return mine
 
-    def say(self, program: tuple, inputs: Any) -> None:
+    def announce(self, program: tuple, inputs: Any) -> None:
         """To be called before each program that is enqueued.
 
         Args:
@@ -66,8 +66,8 @@ class Alone:
     def finished(self, outputs: Any) -> None:
         """To be called with what it gives back."""
 
-    def hear(self, until: int | None = None) -> None:
-        """Takes in what was said, by the first `until` calls of `say`; None: by all.
+    def receive(self, until: int | None = None) -> None:
+        """Reads what the hosts announced, in the first `until` calls of `announce`; None: in all.
 
         Raises:
           DistributedError: another host runs another program.
@@ -77,23 +77,23 @@ class Alone:
         """Answers all that was asked."""
 
     def clear(self) -> None:
-        """Forgets what was asked and said: what ran was given up."""
+        """Forgets what was asked and announced: what ran was given up."""
 
 
-class _Said(NamedTuple):
-    """What all hosts said before a program: on the devices, maybe not there yet."""
+class _Announcement(NamedTuple):
+    """What all hosts announced before a program: on the devices, maybe not there yet."""
 
     program: tuple
     rows: jax.Array
     then: Then | None
 
 
-class Agreement(Alone):
-    """One of several hosts, see `Alone`.
+class Agreement(SingleHost):
+    """One of several hosts, see `SingleHost`.
 
     Args:
       mesh: the replica's.
-      host_of: who a device belongs to. me: this host.
+      host_of: the host of a device. me: this host.
     """
 
     is_shared = True
@@ -115,7 +115,7 @@ class Agreement(Alone):
         self._split = jax.NamedSharding(mesh, jax.P(mesh.axis_names))
         self._gather = jax.jit(lambda rows: rows + 0, out_shardings=sharding.replicated(mesh))
         self._count, self._start, self._now = len(owners), time.perf_counter(), 0.0
-        self.said, self._heard = 0, 0
+        self.announced, self._received = 0, 0
         self.clear()
 
     @property
@@ -124,8 +124,8 @@ class Agreement(Alone):
 
     def clear(self) -> None:
         self._asked: deque[tuple[float, Then]] = deque()
-        self._unheard: deque[_Said] = deque()
-        self._heard = self.said
+        self._pending: deque[_Announcement] = deque()
+        self._received = self.announced
 
     def ask(self, mine: float, then: Then) -> None:
         self._asked.append((mine, then))
@@ -136,65 +136,65 @@ class Agreement(Alone):
         self.settle()
         return answers[-1]
 
-    def say(self, program: tuple, inputs: Any = ()) -> None:
+    def announce(self, program: tuple, inputs: Any = ()) -> None:
         mine, then = self._asked.popleft() if self._asked else (math.nan, None)
         figures = np.array([time.perf_counter() - self._start, mine], np.float64)
         row = np.concatenate([_digest(program, inputs), figures.view(np.uint32)])[None]
         rows = jax.make_array_from_callback((self._count, row.shape[1]), self._split, lambda _: row)
-        said = _Said(program, self._gather(rows), then)
-        said.rows.copy_to_host_async()
-        self._unheard.append(said)
-        self.said += 1
-        if self.one_by_one:  # this host would wait for the program's end before it hears
-            self._read(said)
+        announced = _Announcement(program, self._gather(rows), then)
+        announced.rows.copy_to_host_async()
+        self._pending.append(announced)
+        self.announced += 1
+        if self.one_by_one:  # this host would wait for the program before it reads
+            self._read(announced)
 
     def finished(self, outputs: Any) -> None:
         if self.one_by_one:
             jax.block_until_ready(outputs)
 
-    def hear(self, until: int | None = None) -> None:
-        while self._unheard and (until is None or self._heard < until):
-            said = self._unheard.popleft()
-            self._heard += 1
-            clock, figure = self._read(said)
+    def receive(self, until: int | None = None) -> None:
+        while self._pending and (until is None or self._received < until):
+            announced = self._pending.popleft()
+            self._received += 1
+            clock, figure = self._read(announced)
             self._now = max(self._now, clock)
-            if said.then is not None:
-                said.then(figure)
+            if announced.then is not None:
+                announced.then(figure)
 
     def settle(self) -> None:
         while self._asked:
-            self.say(("settle",))
-        self.hear()
+            self.announce(("settle",))
+        self.receive()
 
-    def _read(self, said: _Said) -> np.ndarray:
-        """The greatest figures that were said; nan where one of them is."""
-        rows = np.asarray(said.rows)[self._rows]
+    def _read(self, announced: _Announcement) -> np.ndarray:
+        """The maximum of each figure that was announced; nan where one of them is."""
+        rows = np.asarray(announced.rows)[self._rows]
         words = rows[:, : -2 * _FIGURES]
         mine = words[self._hosts.index(self._me)]
         others = [h for h, w in zip(self._hosts, words, strict=True) if (w != mine).any()]
         if others:
             raise DistributedError(
                 f"processes {self._hosts} share a replica, and process {self._me} runs "
-                f"{said.program} where {others} run something else, or the same with other "
+                f"{announced.program} where {others} run something else, or the same with other "
                 "inputs; expected the same program on each. They must run the same version of "
-                "specjax with the same settings and data; if they do, this is a bug: whoever "
-                "decides on a replica of several hosts may not ask the clock of one"
+                "specjax with the same settings and data; if they do, this is a bug: no "
+                "decision on a replica of several hosts may depend on the clock of one"
             )
         figures = np.ascontiguousarray(rows[:, -2 * _FIGURES :]).view(np.float64)
         return figures.max(0)
 
 
 def _digest(program: tuple, inputs: Any) -> np.ndarray:
-    """[2] words that tell programs apart, and what they run with."""
+    """[2] words that differ between programs, and between inputs."""
     digest = hashlib.blake2b(repr(program).encode(), digest_size=8)
     for leaf in jax.tree.leaves(inputs):
         digest.update(np.ascontiguousarray(leaf))
     return np.frombuffer(digest.digest(), np.uint32)
 
 
-def agreement_of(mesh: jax.sharding.Mesh | None) -> Alone:
+def agreement_of(mesh: jax.sharding.Mesh | None) -> SingleHost:
     """For the replica on a mesh, whose hosts all call it."""
     if mesh is None or not is_several():
-        return Alone()
+        return SingleHost()
     several = len({device.process_index for device in mesh.devices.flat}) > 1
-    return Agreement(mesh) if several else Alone()
+    return Agreement(mesh) if several else SingleHost()

@@ -39,7 +39,7 @@ class Chunk:
 
       result: on the device. version: of the weights.
       mark: is ready when the chunk begins to run; None: as soon as the chunk before it is done.
-      said: what the hosts of the replica had said when it was enqueued, see `Agreement`.
+      announced: by the hosts of the replica when it was enqueued, see `Agreement`.
       after: it began after that, on the host's clock: when it was enqueued, or last seen waiting.
       by: it had begun by then; None: it has not been seen running.
       unseen: seconds in which the host did not ask whether it is done, and it was at their end.
@@ -57,7 +57,7 @@ class Chunk:
     result: Packed[Result] | None = None
     version: int = 0
     mark: jax.Array | None = None
-    said: int = 0
+    announced: int = 0
     after: float = 0.0
     by: float | None = None
     unseen: float | None = None

@@ -379,7 +379,7 @@ class Engine(BaseEngine):
         limit = self._in_flight.limit(self._rows_are_taken_over)
         enqueued = len(self._in_flight) < limit and self._schedule()
         if not enqueued and not self._in_flight:
-            self._check_progress()
+            self._check_not_stuck()
         if self.on_poll is not None:
             self.on_poll()
         full = len(self._in_flight) >= limit or not enqueued
@@ -409,7 +409,7 @@ class Engine(BaseEngine):
             self._postprocess(self._in_flight.take())
         self.runner.agreement.settle()
 
-    def _check_progress(self) -> None:
+    def _check_not_stuck(self) -> None:
         """Raises RuntimeError where `step` would be called for ever."""
         if self.unfinished and not self.scheduler.running:
             raise RuntimeError(
@@ -422,7 +422,7 @@ class Engine(BaseEngine):
         """Makes room, reads prompts, starts sequences, and enqueues a chunk if any can run.
 
         Those that run wait while `prefill_chunk` tokens of prompts are read, or one piece if that
-        is more; when nobody runs, all slots are filled first, and those that wait come later.
+        is more; when none runs, all slots are filled first, and those that wait come later.
         """
         self._make_room()
         running, room = self.scheduler.running, self.config.prefill_chunk
@@ -547,7 +547,7 @@ class Engine(BaseEngine):
         chunk.after, chunk.mark, chunk.version = time.perf_counter(), runner.mark, self.version
         chunk.result = runner.chunk(chunk.strategy, chunk.features, row_map, chunk.ends)
         chunk.result.send()
-        chunk.said = runner.agreement.said
+        chunk.announced = runner.agreement.announced
         self._in_flight.add(chunk)
         return True
 
@@ -558,9 +558,9 @@ class Engine(BaseEngine):
 
     def _postprocess(self, chunk: Chunk) -> None:
         """Waits for a chunk, and takes in what it brought."""
-        self.runner.agreement.hear(chunk.said)  # or it may never end
+        self.runner.agreement.receive(chunk.announced)  # or it may never end
         result, seconds = self._in_flight.wait_for(chunk)
-        self.runner.agreement.hear()
+        self.runner.agreement.receive()
         brought = Brought.of(result)
         self._in_flight.cut_short = False
         tree = self.runner.plans[chunk.strategy].tree

@@ -2,12 +2,12 @@
 
 Every process runs replicas on its own devices and knows nothing of how the others run theirs, but
 for processes that share a replica, whose host loops go in step (see `agreement`). All of them make
-the same calls in the same order (a sample is added everywhere, and runs where its owner is), and
-now and then they tell each other how far their samples came. What `step`, `abort` and a sample's
-`tokens` say is what was told last, so that it is the same everywhere, and whoever decides by it
-decides the same everywhere; the clock decides *when* something is told, and nothing else.
+the same calls in the same order: a sample is added everywhere, and runs where its owner is. Now and
+then they exchange how far their samples came. What `step`, `abort` and a sample's `tokens` say is
+the state of the last exchange, and so the same everywhere, as is what is decided by it; clocks
+decide *when* there is an exchange, and nothing else.
 
-An exchange runs on the devices, behind what they do. Whoever uses the replicas of a process in gaps
+An exchange runs on the devices, after what they do. What uses the replicas of a process in gaps
 (see `Gaps`) is done by the next exchange, so that no process waits for it.
 """
 
@@ -42,8 +42,8 @@ from specjax.parallel.reshard import Reshard, Unrelated, cast
 
 log = logging.getLogger(__name__)
 
-# Seconds of running between two exchanges, unless a process has nothing left to run: telling costs
-# all of them a moment, and what stops samples early need not be quicker than this.
+# Seconds of running between two exchanges, unless a process has nothing left to run: an exchange
+# costs all of them a moment, and what stops samples early need not be quicker than this.
 EXCHANGE = 1.0
 # Where a gap is used for longer the time between two exchanges is so many times as long.
 _ROOM = 1.25
@@ -203,7 +203,7 @@ def _part(array: jax.Array, place: jax.sharding.Mesh) -> jax.Array:
 
 @dataclasses.dataclass(eq=False)
 class SharedSample:
-    """A sample as all processes know it, for whoever added it: it changes when they exchange.
+    """A sample as all processes know it, which stands for it outside; exchanges change it.
 
     Attributes:
       number: the same on all processes. owner: index of the group that runs it, see `ProcessGroup`.

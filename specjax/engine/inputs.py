@@ -9,7 +9,7 @@ import numpy as np
 from specjax.decode.admit import Admission, Piece
 from specjax.decode.state import RowMap
 from specjax.engine.options import option_rows
-from specjax.engine.pages import NOBODYS, pages_for
+from specjax.engine.pages import NULL_PAGE, pages_for
 from specjax.engine.runner import FEW, Runner
 from specjax.engine.scheduler import Prompt, Start
 from specjax.engine.sequence import Sequence
@@ -17,7 +17,7 @@ from specjax.engine.settings import powers
 
 
 def piece_of(prompts: Several[Prompt], rows: int, width: int, runner: Runner) -> Piece:
-    """The next `width` positions of each prompt; spare rows read nothing into nobody's page."""
+    """The next `width` positions of each prompt; spare rows read nothing into the null page."""
     tail = runner.tail
     piece = Piece(
         tokens=np.zeros((rows, width + tail), np.int32),
@@ -44,7 +44,7 @@ def admission_of(starts: Several[Start], count: int, runner: Runner) -> Admissio
     for row, sequence in zip(tokens, sequences, strict=True):
         row[: sequence.length] = sequence.known
     most = 1 + pages_for(runner.rewritten, runner.page_size)
-    copies = np.full((count, most, 2), NOBODYS, np.int32)
+    copies = np.full((count, most, 2), NULL_PAGE, np.int32)
     for row, start in zip(copies, padded, strict=True):
         row[: len(start.copies)] = np.array(start.copies, np.int32).reshape(-1, 2)
     return Admission(
@@ -79,7 +79,7 @@ def row_map_of(
     active = np.array([slot is not None for slot in who])
     slots = np.array([runner.slots - 1 if slot is None else slot for slot in who], np.int32)
     slots[len(alive) : len(alive) + len(seen)] = seen
-    return RowMap(slots, active, np.where(active[:, None], table[slots], NOBODYS))
+    return RowMap(slots, active, np.where(active[:, None], table[slots], NULL_PAGE))
 
 
 def place_sizes(batch: int) -> list[int]:

@@ -84,7 +84,7 @@ class LLM:
         it is listed there. All of them are compiled, and measured, at the first request if not by
         `warm_up` before.
       generation_config: whose sampling keys are the defaults of `generate` and `chat`: `auto`, the
-        checkpoint's own generation_config.json; `none`, nobody's; or a directory with one.
+        checkpoint's own generation_config.json; `none`, no one's; or a directory with one.
       replicas: independent engines of `max_batch` slots each, with `tp` devices each, fed from one
         queue.
       say: names settings in notes, in what is logged, and in some errors, for programs in which

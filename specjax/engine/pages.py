@@ -1,28 +1,30 @@
-"""Who holds which page of the caches: a free list and reference counts, plain Python."""
+"""Which sequences hold which page of the caches: a free list and reference counts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-NOBODYS = 0  # takes what is written for positions without a page
+NULL_PAGE = 0  # takes what is written for positions without a page
 
 
 class PagePool:
-    """Pages 1 .. count - 1; page 0 is nobody's.
+    """Pages 1 .. count - 1; page 0 is the null page.
 
     A page is held by one sequence or more: the full pages of a prompt belong to all its samples.
     """
 
     def __init__(self, count: int):
         if count < 2:
-            raise ValueError(f"a pool needs 2 pages or more, for page 0 is spare; got {count}")
+            raise ValueError(
+                f"a pool needs 2 pages or more, for page 0 is the null page; got {count}"
+            )
         self.count = count
         self._free = list(range(count - 1, 0, -1))
         self._holders = [0] * count
 
     @property
     def free(self) -> int:
-        """Pages that nobody holds."""
+        """Number of pages that are not held."""
         return len(self._free)
 
     @property
@@ -52,10 +54,10 @@ class PagePool:
         return pages
 
     def release(self, pages: Iterable[int]) -> None:
-        """Gives pages back; those that nobody else holds become free."""
+        """Gives pages back; those that are not held by others become free."""
         for page in pages:
             if not self._holders[page]:
-                raise ValueError(f"page {page} is released and nobody holds it")
+                raise ValueError(f"page {page} is released and is not held")
             self._holders[page] -= 1
             if not self._holders[page]:
                 self._free.append(page)

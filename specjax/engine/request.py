@@ -276,7 +276,7 @@ class Totals:
         self.longest = max(self.longest, len(sample.token_ids))
 
     def count_rounds(self, stats: SpecStats) -> None:
-        """Adds the rounds of a sample whose tokens somebody else counts."""
+        """Adds the rounds of a sample whose tokens are counted elsewhere."""
         for emitted, rounds in enumerate(stats.histogram):
             self.histogram[emitted] += rounds
         for depth, rounds in enumerate(stats.depths):

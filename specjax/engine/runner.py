@@ -36,7 +36,7 @@ from specjax.decode.state import DecodeState, Room, RowMap, empty_state
 from specjax.engine.agreement import agreement_of
 from specjax.engine.checksum import Checksum, require_same
 from specjax.engine.compiling import Executables
-from specjax.engine.pages import NOBODYS, pages_for
+from specjax.engine.pages import NULL_PAGE, pages_for
 from specjax.engine.plans import make_arms, make_plans, own_name
 from specjax.engine.settings import stretched
 from specjax.engine.sources import page_multiple, with_kernel
@@ -93,7 +93,7 @@ class Runner:
       checksums: of the weights held, `policy` and `draft`.
       executables: what was compiled. agreement: of the hosts that the mesh lies over.
       moved: bytes that a device received for the weights, at most, when they were last set.
-      table_width: pages of a slot at most, and entries that are always `NOBODYS` for a round's
+      table_width: pages of a slot at most, and entries that are always `NULL_PAGE` for a round's
         path past its end: one, unless a path is longer than a page.
     """
 
@@ -140,7 +140,7 @@ class Runner:
         self.table_width = full + pages_for(self.longest.steps + 1, self.page_size)
         self.waiting = WAITING
         self.slots, self.prompts = batch + self.waiting + 1, max(batch, FEW) + 1
-        # Beside what has a slot: a prompt that is read, a copy of its last page, and nobody's page.
+        # Beside what has a slot: a prompt that is read, a copy of its last page, the null page.
         self.pages = 2 + max(full * self.slots, self.pages_of(max_len) - 1)
         if cache_bytes is not None:
             self.pages = (cache_bytes - self.slot_bytes) // max(self.page_bytes, 1)
@@ -349,7 +349,7 @@ class Runner:
         return params
 
     def hold_shapes(self, params: Params, head: Params | None) -> None:
-        """Holds shapes where `set_params` and `reset` put arrays, for programs that nobody runs:
+        """Holds shapes where `set_params` and `reset` put arrays, for programs that are never run:
         `Executables.build` must then make something that gives back the inputs it is donated, and
         None.
 
@@ -466,7 +466,7 @@ class Runner:
           features: what the running slots ask for; see `Executables.covering` for what runs. If
             no program was compiled that serves them, one is.
           row_map: of different slots, or the empty one: one for each row, and `waiting` more,
-            see `alone`. Of those that are not to run all pages are `NOBODYS`.
+            see `alone`. Of those that are not to run all pages are `NULL_PAGE`.
         """
         bucket, arm = len(row_map.slots) - self.waiting, self.arms[strategy]
         features = self.executables.covering(arm.program, bucket, features)
@@ -493,12 +493,12 @@ class Runner:
         return state, Packed.of(result)
 
     def alone(self, rows: RowMap) -> RowMap:
-        """Those that have the rows of a chunk, and nobody waits."""
-        nobody, room = self.slots - 1, ((0, self.waiting),)
+        """A row map of those that have the rows of a chunk, where none waits."""
+        spare, room = self.slots - 1, ((0, self.waiting),)
         return RowMap(
-            np.pad(rows.slots, room, constant_values=nobody),
+            np.pad(rows.slots, room, constant_values=spare),
             np.pad(rows.active, room),
-            np.pad(rows.table, (*room, (0, 0)), constant_values=NOBODYS),
+            np.pad(rows.table, (*room, (0, 0)), constant_values=NULL_PAGE),
         )
 
     @property
@@ -514,7 +514,7 @@ class Runner:
 
     def _run(self, key: tuple, program, inputs: tuple, donate: tuple[int, ...], told):
         """Starts a program, see `Executables`; `told`: inputs that the hosts must have alike."""
-        self.agreement.say(key, told)
+        self.agreement.announce(key, told)
         outputs = self.executables.get(key, program, inputs, donate)(*inputs)
         self.agreement.finished(outputs)
         return outputs

@@ -25,7 +25,7 @@ class Prompt:
     Attributes:
       tokens: of which all but the last, which becomes the root, are read into pages.
       waiting: sequences that start from it. read: positions in the pages so far.
-      pages: held while anybody waits. row: in `decode.admit.Prompts`, what a sequence starts from.
+      pages: held while a sequence waits. row: in `decode.admit.Prompts`, where a sequence starts.
     """
 
     tokens: Key
@@ -96,7 +96,7 @@ class Scheduler:
 
     @property
     def free(self) -> int:
-        """Slots that nobody has."""
+        """Number of free slots."""
         return len(self._slots)
 
     @property
@@ -258,7 +258,7 @@ class Scheduler:
         for prompt in list(self._reading.values()):
             while prompt.is_ready and prompt.waiting and self._slots:
                 start = self._start(prompt)
-                if start is None and not self.running:  # nobody's end would bring pages
+                if start is None and not self.running:  # no other's end would free pages
                     self.forget_prompts(but=prompt)
                     start = self._start(prompt)
                 if start is None:

@@ -48,7 +48,7 @@ class EngineConfig:
         `module:attribute`; `auto` is the platform's own, see `specjax.kernels.dispatch`.
       products: by what weights are multiplied; `auto` is specjax's own kernel on CPU, and XLA
         elsewhere; or your own as `module:attribute`, see `specjax.weights.matrix`.
-      follow_ups: whoever gets a sample adds another one at once, as the next turn of a
+      follow_ups: the caller answers a sample with another one at once, as the next turn of a
         conversation: chunks end early when slots become free, as they do while requests wait.
       named_strategies: requests may name the strategy that they run by. If none does, strategies
         are not compiled ahead for batches for which the controller never chooses them.

@@ -26,11 +26,11 @@ from specjax.engine.scheduler import Start
 from specjax.engine.sequence import Sequence
 
 CONTEXT = 256  # tokens of a sequence while costs are measured, at most
-REPEATS_BESIDE = 2  # of every strategy: were it too long by a hiccup, rounds would look cheap
+REPEATS_BESIDE = 2  # of every strategy: too large an overhead would make rounds look cheap
 IN_A_ROW = 3  # measurements of quick rounds
 SAMPLE_SECONDS = 0.01  # of one measurement, about; where a round takes longer it is one round
 SLOW_SECONDS = SAMPLE_SECONDS / 4  # of a round: the first one is a measurement, too
-LONG_SECONDS = 4 * SAMPLE_SECONDS  # of a round: beside it a hiccup of the machine is small
+LONG_SECONDS = 4 * SAMPLE_SECONDS  # of a round: beside it the noise of the machine is small
 
 
 @dataclasses.dataclass(frozen=True)

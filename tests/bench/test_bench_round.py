@@ -13,7 +13,7 @@ from specjax import RunConfig, SpecConfig
 from specjax.decode.chunk import Until
 from specjax.decode.options import Features
 from specjax.drafts.mtp import init_head_params
-from specjax.engine.pages import NOBODYS
+from specjax.engine.pages import NULL_PAGE
 from specjax.engine.runner import Runner
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params, to_decode_layout
@@ -154,8 +154,8 @@ def test_a_full_batch_runs_every_slot_in_pages_of_its_own_and_can_be_filled_agai
     rows = batch.full_row_map(runner)
     table = rows.table
     pages = table[:, :3].ravel().tolist()
-    assert len(set(pages)) == 9 and min(pages) > NOBODYS and max(pages) < runner.pages
-    assert (table[:, 3] == NOBODYS).all()
+    assert len(set(pages)) == 9 and min(pages) > NULL_PAGE and max(pages) < runner.pages
+    assert (table[:, 3] == NULL_PAGE).all()
     found = []
     for _ in range(2):
         batch.fill(runner, 20, {"temperature": 0.5})

@@ -17,7 +17,7 @@ from specjax.decode.chunk import NEVER
 from specjax.engine.chunks import choose_program, until
 from specjax.engine.engine import Engine
 from specjax.engine.inputs import row_map_of
-from specjax.engine.pages import NOBODYS
+from specjax.engine.pages import NULL_PAGE
 from specjax.engine.replicas import Replicas
 from specjax.engine.sequence import Progress
 from specjax.engine.settings import EngineConfig
@@ -199,7 +199,7 @@ def test_a_row_map_has_rows_then_those_that_wait_and_pages_only_of_those_that_ru
     assert found.slots.tolist() == wanted
     assert np.flatnonzero(found.active).tolist() == [0, 4, 5]
     np.testing.assert_array_equal(found.table[found.active], table[[2, 5, 1]])
-    assert (found.table[~found.active] == NOBODYS).all()
+    assert (found.table[~found.active] == NULL_PAGE).all()
 
 
 def test_slots_are_refilled_though_those_that_run_hold_most_pages(chunks):

@@ -261,7 +261,7 @@ def test_hosts_that_would_run_different_programs_end_before_they_wait_for_each_o
     (engine, other_says), said, waited = shared, [], []
     in_flight, wait = engine._in_flight, engine._in_flight.wait_for
     monkeypatch.setattr(
-        in_flight, "wait_for", lambda chunk: waited.append(chunk.said) or wait(chunk)
+        in_flight, "wait_for", lambda chunk: waited.append(chunk.announced) or wait(chunk)
     )
 
     def strays(row):

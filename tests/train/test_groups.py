@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specjax.engine import hosts
-from specjax.engine.agreement import Alone
+from specjax.engine.agreement import SingleHost
 from specjax.engine.request import SampleOutput, SpecStats, Totals
 from specjax.engine.sequence import Finished
 from specjax.parallel import distributed
@@ -61,7 +61,7 @@ class FakeEngine:
     """
 
     def __init__(self, speeds: random.Random, slots: int):
-        self.runner, self.version = SimpleNamespace(steps=1, agreement=Alone()), 0
+        self.runner, self.version = SimpleNamespace(steps=1, agreement=SingleHost()), 0
         self.spec = self.limits = self.telemetry = None
         self.engines, self.drained = (self,), ()
         self._dice, self._slots, self._samples = speeds, slots, {}
