@@ -1,9 +1,9 @@
 """Chunks: what the next one runs and when it ends, and those that were enqueued.
 
-A chunk is a number of rounds that run in one program, without the host. How many is decided here
-and nowhere else: the settings and the size of the batch bound them (`Runner.rounds`), so do stop
-strings, a controller that wants to see what it does, and others whose turn it is; and a chunk may
-end early, when rows are free that others could have (`until`).
+A chunk is a number of rounds that run in one program, without the host. How many is decided in
+this file: settings and the size of the batch bound them (`Runner.rounds`), and so do stop strings,
+probes of the controller, and others whose turn it is. A chunk may end early, when rows are free
+that others could have (`until`).
 """
 
 from __future__ import annotations
@@ -89,6 +89,11 @@ class NextChunk:
         self._runner = runner
         self._last: dict[str | None, int] = {}  # turn of each group, as a running number
 
+    def rows(self, running: int, slots: int, has_waiting: bool) -> int:
+        """By how many rows the next chunk is long, as far as is known when room is made for it."""
+        full = has_waiting or self._runner.plan.invariant
+        return slots if full else min(max(running, 1), slots)
+
     def __call__(
         self,
         sequences: list[Sequence],
@@ -102,8 +107,8 @@ class NextChunk:
         """The next chunk of sequences that may run, at least one, in the order of their starts.
 
         Args:
-          slots: that have a row at most. rows: for which there is room in pages, and by which
-            chunks are long, see `EngineConfig.stretch`. buckets: sizes of a batch.
+          slots: that have a row at most. rows: what `rows` gave, for which there is room in pages.
+          buckets: sizes of a batch.
           others_wait: for the places of those that end, beside `sequences`.
         """
         runner = self._runner
@@ -116,7 +121,7 @@ class NextChunk:
         rounds = min(rounds, runner.rounds(strategy, bucket))
         waiting = waiting_for_rows(waiting, sequences, features)
         ends = Until.of(rounds)
-        if not is_probe:  # which has so many rounds, whoever ends meanwhile
+        if not is_probe:  # which has so many rounds, whichever samples end meanwhile
             smaller = (b for b in runner.buckets(strategy, features) if b < bucket)
             ends = until(rounds, len(sequences), len(waiting), others_wait, max(smaller, default=0))
         most = rounds * (runner.plans[strategy].steps + 1)

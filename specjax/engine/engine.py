@@ -40,9 +40,9 @@ from specjax.engine.request import Job, SampleOutput
 from specjax.engine.runner import FEW, Runner
 from specjax.engine.scheduler import LengthHistory, Prompt, Scheduler, Start
 from specjax.engine.sequence import (
-    Brought,
     Finished,
     Progress,
+    ResultLists,
     Sequence,
     Watcher,
     rejections_until,
@@ -439,8 +439,9 @@ class Engine(BaseEngine):
     def _make_room(self) -> None:
         """Pages for what the running sequences may emit; the latest give way if need be."""
         scheduler, most = self.scheduler, self.runner.most_tokens
-        full = scheduler.has_waiting or self.runner.plan.invariant
-        self._rows = self.slots if full else min(max(len(scheduler.running), 1), self.slots)
+        self._rows = self._next_chunk.rows(
+            len(scheduler.running), self.slots, scheduler.has_waiting
+        )
         scheduler.ahead = self._in_flight.most + most(self._rows)
         while latest := scheduler.reserve():
             if self._rows < self.slots:  # a shorter chunk needs less
@@ -557,38 +558,33 @@ class Engine(BaseEngine):
         return self.scheduler.has_waiting or self.others_wait or self.config.follow_ups
 
     def _postprocess(self, chunk: Chunk) -> None:
-        """Waits for a chunk, and takes in what it brought."""
+        """Waits for a chunk, and takes in its result."""
         self.runner.agreement.receive(chunk.announced)  # or it may never end
         result, seconds = self._in_flight.wait_for(chunk)
         self.runner.agreement.receive()
-        brought = Brought.of(result)
+        lists = ResultLists.of(result)
         self._in_flight.cut_short = False
         tree = self.runner.plans[chunk.strategy].tree
-        # In a program that can draft the draft reads what is emitted, whether it drafts or not.
+        # In a program that can draft the draft reads what is emitted, even in plain rounds.
         reads = self.runner.arms[chunk.strategy].plan.tree is not None
         rejections = None if self.telemetry is None else result.report.rejections
-        who: list[SlotInfo | None] = [None] * len(result.length)
-        ends = np.full(len(who), self.runner.max_len)
+        infos: list[SlotInfo | None] = [None] * len(result.length)
+        ends = np.full(len(infos), self.runner.max_len)
         ended = catch_up = 0
         for index, sequence in enumerate(chunk.row_map):
             if sequence is None or sequence.slot is None:
                 continue
             if rejections is not None:
-                who[index] = self._slot_info(sequence)
+                infos[index] = self._slot_info(sequence)
             known = sequence.length
-            sample = sequence.take_in(index, brought, tree, chunk.version)
-            if int(result.rounds) < chunk.rounds and brought.finish[index] == RUNNING:
+            sample = sequence.take_in(index, lists, tree, chunk.version)
+            if int(result.rounds) < chunk.rounds and lists.finish[index] == RUNNING:
                 self._in_flight.cut_short = True
-            if sequence.length == known:  # it waited, or the policy has no next token for it
-                if sample is not None:
-                    ends[index] = known
-                    ended += 1
-                    self._finish(sequence, sample)
-                continue
-            catch_up = max(catch_up, sequence.unread)
-            sequence.unread = 0 if reads else sequence.unread + sequence.length - known
-            if self.watcher is not None:
-                self.watcher.news(sequence, sequence.news())
+            if sequence.length > known:  # else it waited, or the policy has no next token for it
+                catch_up = max(catch_up, sequence.unread)
+                sequence.unread = 0 if reads else sequence.unread + sequence.length - known
+                if self.watcher is not None:
+                    self.watcher.news(sequence, sequence.news())
             if sample is not None:
                 ends[index] = len(sequence.job.prompt) + len(sample.token_ids)
                 ended += 1
@@ -596,17 +592,17 @@ class Engine(BaseEngine):
         self.latest = chunk.strategy, chunk.bucket
         if self.watcher is not None:
             self.watcher.chunk(*self.latest, int(result.rounds))
-        self._tell_controller(chunk, result, seconds, ended, catch_up)
+        self._observe(chunk, result, seconds, ended, catch_up)
         if rejections is not None:
-            self.telemetry.add(rejections_until(rejections, ends), who)
+            self.telemetry.add(rejections_until(rejections, ends), infos)
 
-    def _tell_controller(
+    def _observe(
         self, chunk: Chunk, result: Result, seconds: float, ended: int, catch_up: int
     ) -> None:
         rounds, sequences = int(result.rounds), chunk.sequences
         opted_out = [s for s in sequences if not s.job.params.speculative]
         accepted = result.report.accepted[:rounds]
-        if self.runner.plans[chunk.strategy].tree is None:  # as a program of plain decoding tells
+        if self.runner.plans[chunk.strategy].tree is None:  # as a program of plain decoding reports
             accepted = np.where(result.report.counts[:rounds] > 0, 0, accepted)
         seen = functools.partial(
             Observation,

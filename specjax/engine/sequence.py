@@ -45,7 +45,7 @@ class News(NamedTuple):
         and then tokens come again, the same ones.
       tokens, logprobs: one entry per token, those beyond a stop string left out.
       top: likewise, see `SampleOutput.top_logprobs`; None unless asked for.
-      rounds: tokens that each round brought. steps, rows: depth and drafted rows of their tree; 0
+      rounds: tokens that each round lists. steps, rows: depth and drafted rows of their tree; 0
         where they drafted nothing for this sample.
       text: of the whole sample so far, in whole characters, where it is searched for stop strings;
         else None. What may be the beginning of one is left out, but the string that ends the sample
@@ -89,12 +89,12 @@ class Watcher(Protocol):
         """It brought this sample something; that it ended is what `step` returns."""
 
 
-class Brought(NamedTuple):
-    """A chunk's result for plain Python: lists are many times as quick to pick from as arrays.
+class ResultLists(NamedTuple):
+    """A chunk's result as lists, which are many times as quick to pick from as arrays.
 
     Attributes:
       tokens, logprobs: [N][C]. length, finish: [N]. counts: [N][R] tokens emitted per round.
-      report: as arrays, for what is seldom asked for.
+      report: as arrays, for what is rarely used.
     """
 
     tokens: list[list[int]]
@@ -105,7 +105,7 @@ class Brought(NamedTuple):
     report: Report
 
     @classmethod
-    def of(cls, result: Result) -> Brought:
+    def of(cls, result: Result) -> ResultLists:
         """Args: result: on the host."""
         report = result.report
         counts = report.counts[: int(result.rounds)]
@@ -233,7 +233,7 @@ class Sequence:
         return np.concatenate(self._records) if self._records else None
 
     def take_in(
-        self, row: int, brought: Brought, tree: Tree | DynamicTree | None, version: int
+        self, row: int, lists: ResultLists, tree: Tree | DynamicTree | None, version: int
     ) -> SampleOutput | None:
         """Takes in a chunk.
 
@@ -244,16 +244,16 @@ class Sequence:
         Returns:
           the finished sample, if it ended here.
         """
-        count, finish = brought.length[row] - self.length, brought.finish[row]
+        count, finish = lists.length[row] - self.length, lists.finish[row]
         if count <= 0:
             return self.output(FINISH_REASONS[finish]) if finish == INVALID else None
-        report, before = brought.report, len(self.tokens)
+        report, before = lists.report, len(self.tokens)
         if not self.versions or self.versions[-1][1] != version:
             self.versions.append((before, version))
-        new = brought.tokens[row][:count]
+        new = lists.tokens[row][:count]
         cut = None if self._stops is None else self._stops.feed(new)
         self.tokens += new
-        self.logprobs += brought.logprobs[row][:count]
+        self.logprobs += lists.logprobs[row][:count]
         if self._transformed is not None:
             self._transformed += report.transformed[row, :count].tolist()
         if report.records is not None:
@@ -262,7 +262,7 @@ class Sequence:
         if self._top is not None:
             self._top.add(report.top, row, count, self.job.params.top_logprobs)
         kept = count if cut is None else cut.tokens - before
-        rounds = self._count_rounds(brought.counts[row], kept)
+        rounds = self._count_rounds(lists.counts[row], kept)
         drafts = tree is not None and self.job.params.speculative
         steps, rows = (tree.steps, tree.rows - 1) if drafts else (0, 0)
         self._drafted += len(rounds) * rows
@@ -284,7 +284,7 @@ class Sequence:
         return News(at, tokens, logprobs, top, rounds, steps, rows, text)
 
     def _count_rounds(self, counts: list[int], kept: int) -> list[int]:
-        """Takes in the rounds that brought the first `kept` tokens; returns what each brought.
+        """Takes in the rounds that brought the first `kept` tokens; returns what each lists.
 
         The round that brought the last of them counts with the tokens that are kept of it, as where
         a stop token cuts a round.

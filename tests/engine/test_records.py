@@ -23,7 +23,7 @@ from specjax.decode.state import LENGTH, RUNNING
 from specjax.drafts.mtp import init_head_params
 from specjax.engine.hosts import joined, rest_of
 from specjax.engine.request import SampleOutput, SpecStats, make_jobs
-from specjax.engine.sequence import Brought, Sequence
+from specjax.engine.sequence import ResultLists, Sequence
 from specjax.models.mixers.attention import Attention
 from specjax.models.mlps.dense import Dense
 from specjax.models.transformer import graphdef, init_params, record_shape
@@ -114,8 +114,8 @@ def test_a_sample_keeps_its_records_and_not_the_chunk_that_they_came_in():
         words = facts.copy()
         report = types.SimpleNamespace(records=words)
         tokens, logprobs = [[7] * count] * 2, [[-1.0] * count] * 2
-        brought = Brought(tokens, logprobs, [0, length], [finish] * 2, [[count]] * 2, report)
-        done = sequence.take_in(1, brought, None, 1)
+        lists = ResultLists(tokens, logprobs, [0, length], [finish] * 2, [[count]] * 2, report)
+        done = sequence.take_in(1, lists, None, 1)
         kept.append(facts[1, :count])
         words[:] = -7  # what is a view of the chunk would see it
     assert done.token_ids == [7] * 4

@@ -150,16 +150,16 @@ def test_the_weight_is_that_of_the_log_probabilities_that_came_with_the_tokens(
     wide_policy, tmp_path, monkeypatch
 ):
     """Were they the trainer's own, or computed anew, the weight would be 1."""
-    told = sequence.Brought.of
+    of = sequence.ResultLists.of
 
     def shifted(result):
-        brought = told(result)
-        moved = [[x + math.log(4) for x in row] for row in brought.logprobs]
-        return brought._replace(logprobs=moved)
+        lists = of(result)
+        moved = [[x + math.log(4) for x in row] for row in lists.logprobs]
+        return lists._replace(logprobs=moved)
 
     plain, weighed = (rl.Trainer(config(wide_policy, tmp_path, **WEIGHED)) for _ in range(2))
     as_it_is = plain.step()
-    monkeypatch.setattr(sequence.Brought, "of", shifted)
+    monkeypatch.setattr(sequence.ResultLists, "of", shifted)
     moved = weighed.step()
     assert as_it_is["rollout/tokens_sha"] == moved["rollout/tokens_sha"]
     assert as_it_is["train/tis"] == pytest.approx(1, abs=1e-4)
