@@ -1,10 +1,10 @@
-"""A sampler such as a user of the library's model would write: a peer of `bench.throughput peers`.
+"""A sampler as a user of the library's model would write it: a peer of `bench.throughput peers`.
 
 One jitted program: the batch's prompts, padded on the left, are read at once, and a
 `lax.while_loop` draws a token per sample until the last one ends. The cache is contiguous and as
-long as prompt and response can be, all samples share one cursor into it, and attention looks at all
-of it under a mask. The layers are the library's, in the layout that it decodes with; of the engine
-there is nothing: no chunks, no refilled slots, no speculation, no log-probabilities.
+long as prompt and response can be, all samples share one cursor into it, and attention reads all of
+it under a mask. The layers are the library's, in the layout that it decodes with. It has nothing of
+the engine: no chunks, no refilled slots, no speculation, no log-probabilities.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from specjax.models.transformer import Params, Transformer, graphdef, to_decode_
 
 
 def attend(q, k_cache, v_cache, mask):
-    """Queries [B N T H] over the whole cache [B K S H], as far as mask [B T S] lets them see."""
+    """Attends with queries [B N T H] to the whole cache [B K S H] under a mask [B T S]."""
     b, n, t, h = q.shape
     grouped = q.reshape(b, k_cache.shape[1], -1, t, h)
     scores = jnp.einsum("bkgth,bksh->bkgts", grouped, k_cache).astype(jnp.float32) * h**-0.5
@@ -34,7 +34,7 @@ def attend(q, k_cache, v_cache, mask):
 
 
 def forward(model: Transformer, cache, tokens: Int[Array, "B T"], start, padding: Int[Array, " B"]):
-    """Logits [B V] after the last of T tokens that lie in slots `start` and on, and the cache."""
+    """Returns logits [B V] after the last of T tokens at `start` of the cache, and the cache."""
     slots = start + jnp.arange(tokens.shape[1])
     seen = jnp.arange(cache[0][0].shape[2])
     mask = (seen <= slots[:, None]) & (seen >= padding[:, None, None])
@@ -122,7 +122,7 @@ def sample_batch(
 
 
 class JaxSampler:
-    """Static batches in the given order, each until its longest sample ends.
+    """Generates static batches in the given order, each until its longest sample ends.
 
     Args:
       batch: samples per batch. width: tokens of a prompt at most. room: tokens of a response at
@@ -149,7 +149,7 @@ class JaxSampler:
     def __call__(
         self, prompts: Sequence[Sequence[int]], limits: Sequence[int], seed: int
     ) -> list[list[int]]:
-        """The response to every prompt."""
+        """Generates the response to every prompt."""
         outputs = []
         for first in range(0, len(prompts), self.batch):
             here = prompts[first : first + self.batch]
