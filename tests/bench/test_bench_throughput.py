@@ -295,4 +295,4 @@ def test_host_writes_shares_and_a_profile(thin_policy, tmp_path):
     assert low <= found["host_share/speculative/batch_1"] <= high < 1
     assert 0 <= found["host_busy/speculative/batch_1"] <= 1
     profile = out.with_suffix(".txt").read_text()
-    assert "--- speculative, batch 1 ---" in profile and "loop.py" in profile
+    assert "--- speculative, batch 1 ---" in profile and "engine.py" in profile
