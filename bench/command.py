@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from specjax.command_line import ArgumentParser
 from train import data
-from train.data import check_task
+from train.schema import check_task
 
 T = TypeVar("T")
 

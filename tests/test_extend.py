@@ -46,8 +46,8 @@ from specjax.registry import FAMILIES, Registry
 from specjax.speculation import add_flags, settings_of
 from specjax.weights import matrix
 from train import data, data_report, rl
-from train.data import DataConfig
 from train.log import read_metrics
+from train.schema import DataConfig
 from train.scoring import Scorer
 
 ROOT = Path(__file__).resolve().parent.parent

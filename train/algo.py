@@ -1,4 +1,4 @@
-"""The section `algo` of `train.rl`: an objective with its options, and what surrounds it."""
+"""The section `algo` of `train.rl`: an objective with its options, and the common settings."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class AlgoSection:
         """The objective with its options.
 
         Raises:
-          ValueError: an option is none that there is.
+          ValueError: an option is not valid.
         """
         names = [field.name for field in dataclasses.fields(self.made_of) if field.init]
         return self.made_of(**{name: getattr(self, name) for name in names})

@@ -138,7 +138,7 @@ _ANNOUNCED = re.compile(r"\W{0,9}(?:the )?(?:final |correct )?answer\b", re.IGNO
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number as somebody wrote it.
+    """A number as it is written in a text.
 
     Attributes:
       value: exactly. decimals: digits after the point; None: it was written as a fraction, whole.
@@ -350,7 +350,7 @@ def split_unit(text: str) -> tuple[str, str]:
     where nothing after the value is one.
 
     Letters that are not wrapped in `\\text` or `\\mathrm` are a unit after a plain number alone:
-    in `\\pi r^2 h` they are a factor. Names of units that nobody writes for a product
+    in `\\pi r^2 h` they are a factor. Names of units that cannot be meant as a product
     (`10\\sqrt{3} units`) are one after any value.
     """
     degrees = _DEGREES.search(text)

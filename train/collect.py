@@ -410,8 +410,8 @@ def about_long(rule: Rule, groups: Sequence[Group]) -> str:
         f"step {groups[-1].step} has looked at {len(groups)} groups, of which {len(complete)} are "
         f"complete, and is not full: {len(complete) - alike.total()} have differing rewards, of "
         f"rollout.prompts={rule.prompts} that it wants; in {alike.total()} all rewards are equal "
-        f"({values or 'none'}{more}) and teach nothing. It goes on, and {limit}. Is the task too "
-        "hard or too easy for the policy, or does the reward not see the difference?"
+        f"({values or 'none'}{more}) and give no gradient. It goes on, and {limit}. Is the task "
+        "too hard or too easy for the policy, or does the reward not see the difference?"
     )
 
 

@@ -1,5 +1,5 @@
 """`python -m train.data PATH --model MODEL`: rows as the model will see them, and what is wrong
-with them: lengths, duplicates, and gold answers that the reward cannot win.
+with them: lengths, duplicates, and gold answers for which the reward cannot give 1.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from specjax.schema import describe
 from specjax.weights import load_tokenizer
 from train import data
 from train.cli import USER_ERRORS
-from train.data import DataConfig
 from train.inputs import FILE_ROWS, Prompts, about_data
+from train.schema import DataConfig
 from train.scoring import Scorer, check_gold, evenly, row_name, shown_gold
 from train.tasks.layout import Problem
 
@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         for line in lines:
             print(line, flush=True)
-    except BrokenPipeError:  # whoever read the lines has seen enough
+    except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, *USER_ERRORS) as error:
         raise SystemExit(f"python -m train.data: error: {error}") from error

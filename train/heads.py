@@ -1,7 +1,7 @@
-"""The draft head apart from its policy: where a run's head comes from, and checkpoints of it alone.
+"""The draft head alone: the head that a run starts from, and checkpoints of the head.
 
 A head-only checkpoint holds neither embedding nor language-model head, which belong to the policy.
-It is small, can be written often, and serves whoever decodes with the same policy elsewhere.
+It is small, can be written often, and can be used with the same policy elsewhere.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def head_shapes(source: str, model: ModelConfig) -> tuple[ModelConfig, Params]:
       ConfigError: as there.
     """
     if source == "checkpoint" and not model.mtp_num_layers:
-        return starting_head(source, model, None, 0, None)  # says what is wrong
+        return starting_head(source, model, None, 0, None)  # raises
     if source not in ("checkpoint", "random"):
         try:
             model = head_config(source, model)
@@ -92,9 +92,10 @@ class HeadCheckpoints:
           CheckpointError: this save cannot start, or the one before it failed.
         """
         self.wait()
-        # The same step, later ones and partial saves were left by a run killed or gone back.
+        # Directories of this or later steps and partial saves are of a run that was killed or
+        # resumed from an earlier step.
         self._remove(lambda name: not name.isdigit() or int(name) >= step)
-        distributed.gather(None, "head checkpoint")  # nobody looks before it is removed
+        distributed.gather(None, "head checkpoint")  # no process looks before it is removed
         self._pending = save_draft(self.directory / str(step), head, {"step": step, **self._meta})
 
     def wait(self) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from specjax.command_line import ConfigError, typed_in
 from specjax.schema import show
 from train import data
-from train.data import DataConfig
+from train.schema import DataConfig
 from train.scoring import evenly, row_name
 from train.tasks.layout import Message, Problem
 
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 import dataclasses
 
 from train.answers import each_gold
-from train.data import SUMS
-from train.schema import RLConfig
+from train.schema import SUMS, RLConfig
 from train.scoring import Scorer, about_gold, check_gold
 
 # Prompts whose lengths are looked at before a run begins: of a file, and of generated problems.
@@ -30,7 +29,7 @@ OVERLONG = "overlong"
 def require_template(cfg: RLConfig | SFTConfig, prompt: str | Sequence[Message]) -> None:
     """Refuses arguments of a chat template that is applied to no prompt.
 
-    What a file sets may be made idle by the command line.
+    Arguments that a configuration file sets are not refused: the command line may override them.
 
     Args:
       prompt: the first one.
@@ -49,7 +48,7 @@ def require_template(cfg: RLConfig | SFTConfig, prompt: str | Sequence[Message])
 
 
 class Prompts:
-    """The one way from a problem to token ids, in training, evaluation and reports.
+    """Encodes problems, in the same way in training, evaluation and reports.
 
     Args:
       longest: tokens of a prompt at most; None: any length will do.
@@ -96,7 +95,7 @@ class Prompts:
         return (ids[-self.longest :] if self.cfg.overlong_prompts == "truncate" else None), OVERLONG
 
     def ids(self, problem: Problem) -> list[int]:
-        """Of a problem that `look` gave ids for."""
+        """The token ids of a problem for which `look` returned ids."""
         found, _ = self.look(problem)
         if found is None:
             raise ValueError(self._too_long(problem, len(self.whole(problem))))
@@ -110,7 +109,7 @@ class Prompts:
         )
 
     def about_lengths(self, problems: Sequence[Problem], what: str = "prompts") -> str | None:
-        """What to say before a run begins of prompts that are too long; None: none are. `what`
+        """The warning about prompts that are too long, before a run begins; None: none are. `what`
         names them.
 
         Raises:
@@ -143,9 +142,11 @@ class Prompts:
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """Attributes:
-    problems, heldout: of training and evaluation (empty without evaluation).
-    prompts: makes token ids of them. scorer: the reward. notes: lines to be said at start.
+    """The data of a run.
+
+    Attributes:
+      problems, heldout: of training and evaluation (empty without evaluation).
+      prompts: encodes them. scorer: the reward. notes: lines to print at start.
     """
 
     problems: Sequence[Problem]
@@ -156,7 +157,7 @@ class Inputs:
 
 
 def read_inputs(cfg: RLConfig, tokenizer, model: str) -> Inputs:
-    """Reads the data, and looks for what would make it useless.
+    """Reads the data, and checks prompts and gold answers.
 
     Args:
       model: whose tokenizer it is, as the user named it.

@@ -23,7 +23,7 @@ from rich.table import Table
 
 METRICS_FILE = "metrics.jsonl"
 
-# What the line printed per step shows, where present: (metric, label, format).
+# The fields of the line that is printed per step, where present: (metric, label, format).
 CONSOLE_FIELDS: tuple[tuple[str, str, str], ...] = (
     ("rollout/reward", "reward", "{:.3f}"),
     ("control/strategy", "strategy", "{}"),

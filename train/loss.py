@@ -1,4 +1,4 @@
-"""The loss of the policy: an objective, and what is the same around every one of them.
+"""The loss of the policy: an objective, and the terms that all objectives share.
 
 One update, in prose. Every prompt has G samples, and the objective (`train.objectives`) makes
 advantages of their rewards. The trainer scores the sampled tokens with the current policy
@@ -19,9 +19,9 @@ kl is k3 of http://joschu.net/blog/kl-approx.html. Entropy is logged, never part
 Partial rollouts bring tokens that older weights sampled. Their `old_logprobs` are what the same
 program computed under *those* weights, in the step that sampled them. So the ratio of every token
 is the one to the policy that it came from, and the clip bounds how far a stale token can push.
-`tis` compares, as ever, two programs under one set of weights. (The engine's `behaviour_logprobs`
-would do for the ratio, too, but for their last bits: these depend on the program that decoded the
-token, and where a controller chooses it, on the clock.)
+`tis` compares two programs under one set of weights, as without partial rollouts. (The last bits of
+the engine's `behaviour_logprobs` depend on the program that decoded the token, and so on time where
+a controller chooses it. Hence they are not used for the ratio.)
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ def policy_loss(
             "with the reference policy or set kl_loss_coef=0"
         )
     mask, segments, objective = batch["loss_mask"], batch["segment_ids"], cfg.build()
-    # Outside of the loss they may be anything. Zeros, for what an objective makes of an infinity
-    # could be NaN, and a gradient of 0 times NaN is NaN.
+    # Outside of the loss they may be anything, also infinite. An objective could make NaN of that,
+    # and a gradient of 0 times NaN is NaN: so they become 0.
     logprobs, old, behaviour, ref_logprobs = jax.tree.map(
         lambda x: jnp.where(mask > 0, x, 0.0),
         (logprobs, batch["old_logprobs"], batch["behaviour_logprobs"], ref_logprobs),
@@ -185,7 +185,8 @@ def finalize_metrics(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def _check(policy: Array, weights: Array, logged: Mapping[str, Array], shape: tuple) -> None:
-    """Refuses an objective whose loss is averaged already, or that logs under a name of others."""
+    """Refuses an objective whose loss is averaged already, or that logs under a name that is
+    taken."""
     each = {"loss": policy, "weights": weights, **logged}
     wrong = {name: jnp.shape(value) for name, value in each.items() if jnp.shape(value) != shape}
     if wrong:

@@ -12,7 +12,7 @@ from specjax.schema import option
 
 @dataclass
 class OptimConfig:
-    """One optimizer. Policy and draft head have one each, and never share a clip norm."""
+    """One optimizer. Policy and draft head have one each, with a clip norm each."""
 
     lr: float = option(3e-4, "peak learning rate", least=0)
     warmup_steps: int = option(0, "updates of linear warm-up", least=0)
@@ -56,7 +56,7 @@ class OptimConfig:
 
 
 def weight_matrices(params):
-    """Which leaves decay: a tree of bools. Norms and biases do not, stacked over layers or not."""
+    """A tree of bools: which leaves decay. Norms and biases do not, stacked over layers or not."""
 
     def one(path, leaf) -> bool:
         name = str(getattr(path[-1], "key", path[-1]))

@@ -145,7 +145,7 @@ def pack_demonstrations(
 
 
 def empty_batch(rows: int, row_length: int, facts: tuple[int, ...] | None = None) -> PackedBatch:
-    """A micro-batch of nothing but padding.
+    """A micro-batch of padding alone.
 
     Args:
       facts: [M ..] of a token's records, see `specjax.models.transformer.record_shape`; None: of

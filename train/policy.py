@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 def own_family(path: str | None) -> None:
-    """Adds the model family that a run's setting `family` names, see `add_family`.
+    """Registers the model family that the setting `family` names, see `add_family`.
 
     Raises:
       ConfigError: there is none.

@@ -1,4 +1,4 @@
-"""The tables of `train`: what has a name in its settings, and where it lies."""
+"""The tables of `train`: names that settings take, and the module of each."""
 
 from specjax.registry import Registry
 

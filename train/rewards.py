@@ -125,7 +125,7 @@ atexit.register(WORKER.close)
 
 
 def _of_any(reward: Callable[[str, str], float]) -> Reward:
-    """The same reward for an answer that may be several: the most that one of them earns."""
+    """Makes a reward take several gold answers: the largest reward of one of them."""
 
     @functools.wraps(reward)
     def scored(response_text: str, answer: str | Sequence[str]) -> float:
@@ -181,7 +181,7 @@ def math_verify(response_text: str, answer: str) -> float:
 
 @dataclass(frozen=True)
 class AnswerReward:
-    """A reward that compares answers, and knows which gold answers it can give 1 for.
+    """A reward that compares answers, with what is needed to check gold answers.
 
     Attributes:
       function: (completion, answer) -> 0.0 or 1.0. extract: the answer that it reads in a

@@ -15,7 +15,7 @@ from specjax.speculation import SpeculationSettings, sections_of
 from specjax.spelling import dotted
 from specjax.weights.matrix import ASKED
 
-# Those that make another distribution of the logits than a temperature does.
+# Those that change the distribution in another way than a temperature does.
 FILTERS = ("top_k", "top_p", "min_p")  # these do nothing where the temperature is 0
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 TRANSFORMS = (*FILTERS, *PENALTIES, "logit_bias", "min_tokens")
@@ -55,10 +55,10 @@ class SamplingSection:
         """How a group of n samples is drawn.
 
         Args:
-          transformed_logprobs: the engine tells how likely tokens were after all transforms, too.
+          transformed_logprobs: the engine returns log-probabilities after all transforms, too.
 
         Raises:
-          ValueError: a value is none that there is.
+          ValueError: a value is not valid.
         """
         own = {f.name: getattr(self, f.name) for f in fields(SamplingSection)}
         own |= {"stop": tuple(self.stop), "logit_bias": tuple(self.logit_bias.items())}
@@ -84,7 +84,7 @@ def transforms(values: Mapping[str, Any]) -> list[str]:
     return [name for name in names if name != "top_k" or values[name] > 0]
 
 
-# What decides where and when rollouts run, and no token.
+# Settings that decide where and when rollouts run, and no token.
 PLACEMENT = ("replicas", "tp", "max_batch", "scan_layers")
 ENGINE_SETTINGS = (
     "page_size", "cache_bytes", "chunk_tokens", "stretch", "prefill_chunk", "order", "products",
@@ -102,7 +102,7 @@ class RolloutSection(SamplingSection, SpeculationSettings):
     over_sample: float = option(
         1.0,
         "prompts * over_sample groups are started, and the step ends when `prompts` of them are "
-        "sure to be the first in tokens",
+        "certain to be the shortest in tokens",
     )
     partial: bool = option(
         False,
@@ -185,11 +185,11 @@ class RolloutSection(SamplingSection, SpeculationSettings):
 
     @property
     def _same_tokens(self) -> bool:
-        """Whether tokens are the same whatever is drafted."""
+        """Whether tokens are those of plain decoding, whatever is drafted."""
         return self.acceptance in ("coupled", "greedy")
 
     def _check_acceptance(self) -> None:
-        """Refuses what would make tokens depend on the clock, and greedy drafts of what samples."""
+        """Refuses settings with which tokens would depend on time, and greedy drafts of samples."""
         if self.acceptance == "greedy" and self.temperature > 0 and not self.spec().is_off:
             raise ValueError(
                 "rollout.acceptance=greedy takes samples of temperature 0 only, got "
@@ -208,15 +208,15 @@ class RolloutSection(SamplingSection, SpeculationSettings):
 
     @property
     def by_the_clock(self) -> bool:
-        """Whether it depends on time in which batch and by which strategy a token is sampled, and
-        the last bits of its log-probability do on these."""
+        """Whether the last bits of log-probabilities depend on time, because the batch and strategy
+        in which a token is sampled do."""
         control = self.control_config()
         several = self.replicas > 1 or (control is not None and len(control.arms) > 1)
         return several and not self.invariant
 
     @property
     def may_change(self) -> tuple[str, ...]:
-        """Settings that a resumed run may have otherwise and learn the same."""
+        """Settings that a resumed run may change without changing what is learned."""
         if not self.invariant:
             return ("telemetry", "exact_mode", *PLACEMENT, *ENGINE_SETTINGS)
         # Bits are those of one program: what it is compiled for must stay.
@@ -225,7 +225,7 @@ class RolloutSection(SamplingSection, SpeculationSettings):
 
     @property
     def in_flight(self) -> int:
-        """Groups that a step starts with, those that are carried included."""
+        """The number of groups that a step starts with, carried ones included."""
         return round(self.prompts * self.over_sample)
 
     @property

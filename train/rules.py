@@ -1,8 +1,8 @@
-"""Which settings of `train.rl` and `train.sft` need which others: what would change nothing.
+"""Settings of `train.rl` and `train.sft` that have no effect unless others are set.
 
-Each row names settings, when something reads them, and what to do where nothing does; those of an
-objective's own options are with the objective (`train.objectives`). Settings that
-are read but contradict each other are refused where the sections check themselves.
+Each row names settings, the condition under which they are read, and what to do where it does not
+hold; rows about an objective's own options are with the objective (`train.objectives`). Settings
+that are read but contradict each other are refused where the sections check themselves.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Rewards of completions, whatever a reward does: what fails is named, counted and scored as 0.
+"""Rewards of completions: a reward that fails is logged, counted and scored as 0.
 
-And gold answers, before a run begins: which of them the reward cannot give 1 for.
+And gold answers, before a run begins: those for which the reward cannot give 1 ("unwinnable").
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from train.answers import each_gold
 from train.rewards import AnswerReward, get_reward
 from train.tasks.layout import Problem, shown
 
-# Rows whose gold answers are looked at before a run begins, evenly spaced.
+# So many rows, evenly spaced, have their gold answers checked before a run begins.
 ROWS_CHECKED = 300
-# Failures that are described; all are counted.
+# So many failures are logged; all are counted.
 _DESCRIBED = 5
 
 log = logging.getLogger(__name__)
@@ -32,14 +32,14 @@ class RewardsFailedError(RuntimeError):
 
 
 class Score(NamedTuple):
-    """What a completion earned; `failed`: the reward gave no number, and `value` is 0."""
+    """The reward of a completion; `failed`: it was no number, and `value` is 0."""
 
     value: float
     failed: bool = False
 
 
 class Scorer:
-    """A reward, called with what it asks for.
+    """A reward function, called with the columns that its parameters name.
 
     Args:
       name: of a reward, or `module:function`. reward: the function, if it was found already.
@@ -60,7 +60,7 @@ class Scorer:
         self._described: set[tuple[str, str]] = set()  # (row, what went wrong)
 
     def check(self, problem: Problem) -> None:
-        """Whether a row has all that the reward asks for.
+        """Checks that a row has all columns that the reward asks for.
 
         Raises:
           ValueError: names the parameters that no column gives, and the columns.
@@ -96,7 +96,7 @@ class Scorer:
         return self._reward(*args, **columns)
 
     def _failed(self, problem: Problem, what: str, more: str) -> Score:
-        """Counts a failure, and describes it if the row has not failed like this before."""
+        """Counts a failure, and logs it if the row has not failed like this before."""
         self.failures += 1
         key = row_name(problem), f"{what}: {more}"
         if key in self._described or len(self._described) >= _DESCRIBED:
@@ -134,9 +134,9 @@ def as_number(value: Any) -> float | None:
 
 
 def _parameters(reward: Callable[..., Any]) -> tuple[str | None, list[str], list[str] | None]:
-    """What a reward asks for behind the completion: the name of its second parameter, which is the
-    answer where no column has that name (None: there is none); further ones without a default;
-    all further ones by name (None: it takes any)."""
+    """The parameters of a reward after the completion: the name of the second, which is the answer
+    where no column has that name (None: there is none); further ones without a default; all
+    further ones by name (None: it takes any)."""
     kinds = inspect.Parameter
     try:
         rest = list(inspect.signature(reward).parameters.values())
@@ -156,7 +156,7 @@ def _parameters(reward: Callable[..., Any]) -> tuple[str | None, list[str], list
 
 
 def _columns(problem: Problem) -> dict[str, Any]:
-    """What a reward may ask for, by name."""
+    """The columns that a reward may ask for, by name."""
     text = isinstance(problem.prompt, str)
     own = {"answer": problem.answer, "prompt": problem.prompt if text else list(problem.prompt)}
     if not isinstance(problem.answer, str):
@@ -172,14 +172,14 @@ def _line_of(error: BaseException, reward: Callable[..., Any]) -> str:
     frames = traceback.extract_tb(error.__traceback__)[2:]  # behind those of this module
     inner = inspect.unwrap(reward)
     code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
-    home = Path(code.co_filename).parent if code is not None else None
+    folder = Path(code.co_filename).parent if code is not None else None
     packages = {"site-packages", "dist-packages"}
     own = [
         frame
         for frame in frames
-        if home is not None
-        and home in Path(frame.filename).parents
-        and not packages & set(Path(frame.filename).relative_to(home).parts)
+        if folder is not None
+        and folder in Path(frame.filename).parents
+        and not packages & set(Path(frame.filename).relative_to(folder).parts)
     ]
     return f" at {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
 
@@ -233,7 +233,7 @@ def check_gold(
 def about_gold(
     scorer: Scorer, found: Sequence[tuple[Problem, str]], looked_at: int, most: int = 5
 ) -> str:
-    """What to say of rows that cannot be won, on one line."""
+    """One line about rows that cannot be won."""
     named = "; ".join(f"{row_name(row)}: {reason}" for row, reason in found[:most])
     more = f"; and {len(found) - most} more" if len(found) > most else ""
     return (
@@ -243,8 +243,8 @@ def about_gold(
 
 
 def about_zero(scorer: Scorer, completion: str, problem: Problem, was_cut: bool) -> str:
-    """One completion that scored 0, the answer read in it, and the gold answer: what to look at
-    when all did. `was_cut`: it had reached rollout.max_tokens."""
+    """A completion that scored 0, the answer read in it, and the gold answer, for a warning that
+    all did. `was_cut`: it reached rollout.max_tokens."""
     text = completion if len(completion) <= 600 else f"{completion[:300]} [...] {completion[-300:]}"
     cut = " (cut off at rollout.max_tokens)" if was_cut else ""
     lines = [f"a completion{cut}: {text!r}"]

@@ -13,10 +13,10 @@ import pytest
 
 from specjax.command_line import ConfigError, parse_config
 from train import data, data_report, rl, sft
-from train.data import DataConfig, demonstrations, encode_prompt, problems
+from train.data import demonstrations, encode_prompt, problems
 from train.inputs import Prompts, about_data, require_template
 from train.registry import TASKS
-from train.schema import RLConfig, SFTConfig
+from train.schema import DataConfig, RLConfig, SFTConfig
 from train.tasks import find_task, recognise
 from train.tasks.layout import Example, Layout
 

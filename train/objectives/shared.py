@@ -1,4 +1,4 @@
-"""What several objectives are made of: group advantages, weights, clipped ratios, sample sums."""
+"""Parts of several objectives: group advantages, weights, clipped ratios, sample sums."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Clipped(GroupRelative):
 
 
 def zero_variance_groups(rewards: Float[np.ndarray, "P G"]) -> np.ndarray:
-    """Marks groups whose samples all got the same reward, and so teach nothing.
+    """Marks groups whose samples all got the same reward, and so have no gradient.
 
     Args:
       rewards: one row per prompt.

@@ -1,4 +1,4 @@
-"""What a row of data means: one file per task, see `specjax.interfaces.Task`.
+"""Layouts of rows of data: one file per task, see `specjax.interfaces.Task`.
 
 A file of rows is recognised by the columns of its first row: the first task in the table
 `train.registry.TASKS` that knows them reads all of its rows. To add one, write a file with a

@@ -1,6 +1,6 @@
 """Rows of a file: JSON lines, a JSON array or parquet, each perhaps gzipped.
 
-What a file is, its first bytes say, and not its name.
+The first bytes decide the format, not the name.
 """
 
 from __future__ import annotations

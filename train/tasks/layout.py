@@ -1,4 +1,4 @@
-"""Problems, and what tasks are made of: a class of functions, and the reading of columns."""
+"""Problems, the class of tasks (`Layout`), and functions that read columns."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def split_of(question: str) -> str:
 
 
 def check_split(split: str) -> str:
-    """`split`, if there is such a one; else a ValueError."""
+    """Returns `split`, or raises ValueError if there is no such split."""
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r}; expected one of {', '.join(SPLITS)}")
     return split
@@ -66,7 +66,7 @@ class RowError(ValueError):
 
 @dataclass(frozen=True)
 class Example:
-    """What a task reads in a row.
+    """A row as a task reads it.
 
     Attributes:
       prompt: a question as text, or a conversation up to the assistant's turn.
@@ -227,6 +227,6 @@ def others(row: Row, *used: str) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """A value in a message: short."""
+    """A value for a message, shortened."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

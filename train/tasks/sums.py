@@ -22,7 +22,7 @@ from train.answers import ANSWER_MARK
 from train.tasks.layout import SPLITS, Demonstration, Problem, check_split, split_of
 
 if TYPE_CHECKING:
-    from train.data import DataConfig
+    from train.schema import DataConfig
 
 REWARD, TEMPLATE = "exact", "{question}"
 
