@@ -1,62 +1,20 @@
-"""A draft head saved alone, without its policy's tensors, and taken up again by another run."""
+"""A draft head saved alone, without its policy's tensors; test_rl has the runs that do it."""
 
 import jax
 import numpy as np
 import pytest
-import tiny_run
 
 from specjax.checked_json import CheckpointError
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.store import load_draft
-from specjax.command_line import ConfigError, parse_config
+from specjax.command_line import ConfigError
 from specjax.drafts.mtp import init_head_params
-from train import rl
 from train.heads import HeadCheckpoints, starting_head
-from train.schema import RLConfig
 
 
 def same(a, b) -> bool:
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in pairs)
-
-
-@pytest.fixture(scope="module")
-def run(thin_policy, tmp_path_factory):
-    out = tmp_path_factory.mktemp("heads") / "run"
-    changes = {
-        "steps": 3,
-        "checkpoint.every": 1,
-        "checkpoint.keep_last": 2,
-        "checkpoint.draft_only": "true",
-    }
-    rl.main(tiny_run.arguments(thin_policy, out, **changes))
-    return out
-
-
-def names(tree) -> set[str]:
-    return {p.key for path, _ in jax.tree_util.tree_leaves_with_path(tree) for p in path}
-
-
-def test_the_last_heads_of_a_run_lie_in_a_directory_of_their_own(run):
-    assert sorted(p.name for p in (run / "draft").iterdir()) == ["2", "3"]
-    head, meta = load_draft(run / "draft" / "3")
-    assert same(head, hf.load_checkpoint(run / "hf")[2])
-    assert not same(head, load_draft(run / "draft" / "2")[0])
-    assert not names(head) & {"embed", "lm_head"}
-    assert meta["step"] == 3 and meta["mtp_concat"] == "embedding_first"
-
-
-@pytest.mark.parametrize(
-    "source",
-    ["draft/3", *(pytest.param(x, marks=pytest.mark.slow) for x in ("hf", "hf/mtp.safetensors"))],
-)
-def test_a_run_starts_from_a_head_that_lies_alone(run, thin_policy, tmp_path, source):
-    argv = tiny_run.arguments(
-        thin_policy, tmp_path, rollout__head=run / source, draft__mode="frozen"
-    )
-    trainer = rl.Trainer(parse_config(RLConfig, argv)[0])
-    assert same(trainer.head, hf.load_checkpoint(run / "hf")[2])
-    assert not same(trainer.head, hf.load_checkpoint(thin_policy)[2])
 
 
 def test_a_policy_without_a_head_takes_one_with_its_switches(thin_policy, tmp_path):

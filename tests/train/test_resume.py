@@ -158,7 +158,6 @@ def test_nothing_to_resume_is_said_before_any_work(thin_policy, tmp_path):
 @pytest.mark.parametrize(
     ("at", "said"),
     [
-        (0, "interrupted at step 1; nothing was saved yet"),
         (1, r"interrupted at step 2; step 1 is saved in \S+checkpoints; go on with --resume"),
         (None, "interrupted during set-up; nothing was saved yet"),
     ],

