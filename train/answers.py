@@ -306,13 +306,9 @@ def _unit_name(unit: str) -> str:
 
 def _unit_parts(unit: str) -> list[tuple[list[str], str]]:
     """(words, "^2", "^3" or "") on each side of `per` or a slash."""
-    return [
-        _unit_part(part.split()) for part in re.split(r"(?:^|\s+)per\s+|\s*/\s*", _spaced(unit))
-    ]
-
-
-def _spaced(unit: str) -> str:
-    return re.sub(r"\^\s*\{?\s*([23])\s*\}?", r" ^\1", unit.replace(".", "")).strip()
+    spaced = re.sub(r"\^\s*\{?\s*([23])\s*\}?", r" ^\1", unit.replace(".", "")).strip()
+    parts = re.split(r"(?:^|\s+)per\s+|\s*/\s*", spaced)
+    return [_unit_part(part.split()) for part in parts]
 
 
 def _unit_part(words: list[str]) -> tuple[list[str], str]:
@@ -366,7 +362,8 @@ def split_unit(text: str) -> tuple[str, str]:
             continue
         if pattern is _PLAIN_UNIT and not _is_plain_unit(match["value"], match["space"], unit):
             continue
-        power = f"^{re.sub(r'[^23]', '', _digits(match['power']))}" if match["power"] else ""
+        power = (match["power"] or "").replace("²", "2").replace("³", "3")
+        power = f"^{re.sub(r'[^23]', '', power)}" if power else ""
         return match["value"].strip(), f"{unit} {power}".strip()
     return text, ""
 
@@ -380,10 +377,6 @@ def _is_plain_unit(value: str, space: str, unit: str) -> bool:
         return bool(space) and any(len(word) >= 3 for word in unit.split())
     # `5m` may be five times m, and `\\frac{1}{2} g` is a formula
     return len(unit) > 1 or (bool(space) and "\\" not in value)
-
-
-def _digits(text: str) -> str:
-    return text.replace("²", "2").replace("³", "3")
 
 
 def without_thousands(text: str) -> str:

@@ -23,7 +23,7 @@ from train.schema import DataConfig
 from train.scoring import Scorer, check_gold, evenly, row_name, shown_gold
 from train.tasks.layout import Problem
 
-QUANTILES = (0, 0.1, 0.5, 0.9, 0.99, 1)
+QUANTILES = {0: "shortest", 0.1: "10%", 0.5: "median", 0.9: "90%", 0.99: "99%", 1: "longest"}
 
 
 def report(
@@ -56,17 +56,17 @@ def report(
     scorer.check(problems[0])
     for problem in problems[:rows]:
         yield from _row(prompts, problem)
-    sizes = _lengths(prompts, problems)
-    yield (
-        "\nprompt length in tokens: "
-        + ", ".join(
-            f"{_quantile(q)} {int(np.quantile(sizes, q, method='nearest'))}" for q in QUANTILES
-        )
-        + f" (of {len(sizes)} rows)"
-    )
+    sizes = [len(prompts.whole(problems[i])) for i in evenly(problems, FILE_ROWS)]
+    lengths = [
+        f"{name} {int(np.quantile(sizes, q, method='nearest'))}" for q, name in QUANTILES.items()
+    ]
+    yield f"\nprompt length in tokens: {', '.join(lengths)} (of {len(sizes)} rows)"
     if longest is not None:
         yield f"longer than {longest} tokens: {sum(size > longest for size in sizes)}"
-    yield f"duplicates (prompt and answer of an earlier row): {_duplicates(cfg)}"
+    table = data.read_table(cfg.path, data.find_task(cfg), cfg.duplicates)
+    done = "dropped" if cfg.duplicates == "drop" else "kept, data.duplicates=drop drops them"
+    duplicates = f"{table.duplicates} ({done})" if table.duplicates else "none"
+    yield f"duplicates (prompt and answer of an earlier row): {duplicates}"
     yield from _gold(scorer, problems, check)
 
 
@@ -74,21 +74,6 @@ def _row(prompts: Prompts, problem: Problem) -> Iterator[str]:
     ids = prompts.whole(problem)
     yield f"\n--- {row_name(problem)}: {len(ids)} tokens, {shown_gold(problem)}"
     yield prompts.tokenizer.decode(ids, skip_special_tokens=False)
-
-
-def _lengths(prompts: Prompts, problems: Sequence[Problem]) -> list[int]:
-    return [len(prompts.whole(problems[i])) for i in evenly(problems, FILE_ROWS)]
-
-
-def _quantile(q: float) -> str:
-    return {0: "shortest", 0.5: "median", 1: "longest"}.get(q, f"{q:.0%}")
-
-
-def _duplicates(cfg: DataConfig) -> str:
-    task = data.find_task(cfg)
-    table = data.read_table(cfg.path, task, cfg.duplicates)
-    done = "dropped" if cfg.duplicates == "drop" else "kept, data.duplicates=drop drops them"
-    return f"{table.duplicates} ({done})" if table.duplicates else "none"
 
 
 def _gold(scorer: Scorer, problems: Sequence[Problem], count: int) -> Iterator[str]:

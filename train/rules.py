@@ -46,10 +46,6 @@ def _samples_by_more(v: Values) -> bool:
     return bool(transforms(own))
 
 
-def _several_devices(v: Values) -> bool:
-    return v["mesh.cp"] > 1
-
-
 def _generates_sums(v: Values) -> bool:
     return v["data.task"] == "sums" or (v["data.task"] == "auto" and v["data.path"] is None)
 
@@ -83,7 +79,7 @@ _DATA = (
 _MESH = (
     Needs(
         ("mesh.cp_order", "mesh.cp_attention"),
-        _several_devices,
+        lambda v: v["mesh.cp"] > 1,
         "[mesh.cp] splits no row; raise mesh.cp, or leave it out",
     ),
 )

@@ -261,6 +261,7 @@ class Trainer:
         """
         step = self.done_steps + 1
         before = self._snapshot()
+        # 1. Rollout: groups of scored samples. Spot training trains the head meanwhile.
         groups, metrics = self._roll_out(step)
         if metrics["reward/failed_share"] > self.cfg.max_failed_rewards:
             self._undo_rollout(before)
@@ -271,17 +272,20 @@ class Trainer:
             )
         self._write_trace()
         self._write_telemetry()
+        # 2. Advantages, packed micro-batches, and the update(s) of the policy.
         started = time.perf_counter()
         self._score_carried()
         batches, states = self._update_policy(groups, metrics, step) if groups else ([], [])
         jax.block_until_ready(self.params)
         metrics["time/train"] = time.perf_counter() - started
+        # 3. The update of the draft head, on the states that the policy update returned.
         if self.spot is not None:
             self.spot.keep(step, batches, states)
         elif self.draft is not None:
             started = time.perf_counter()
             self._update_draft(batches, states, metrics)
             metrics["time/draft"] = time.perf_counter() - started
+        # 4. Both sets of weights to the engines.
         started = time.perf_counter()
         self.sync_weights()
         jax.block_until_ready([engine.runner.params for engine in self.engines])

@@ -62,10 +62,6 @@ class Sums(Sequence):
             return Demonstration(prompt, demonstrate_sum(self._cfg, terms, rng))
         return Problem(prompt, str(sum(terms)), index)
 
-    def __repr__(self) -> str:
-        return f"sums({self._split}, seed={self._cfg.seed}, {len(self)} problems)"
-
-
 def draw_terms(cfg: DataConfig, rng: np.random.Generator) -> list[int]:
     """Numbers to add: mostly few, sometimes `max_terms` of them."""
     weights = _TERMS_DECAY ** np.arange(cfg.max_terms - cfg.min_terms + 1)
