@@ -83,12 +83,12 @@ def interruptible(out: Path) -> Iterator[Progress]:
     except KeyboardInterrupt:
         saved = complete_steps(out)
         directory = (out / CHECKPOINTS).absolute()
-        told = "nothing was saved yet"
+        what_is_saved = "nothing was saved yet"
         if saved:
             names = ", ".join(map(str, saved))
-            told = f"steps {names} are" if saved[1:] else f"step {names} is"
-            told += f" saved in {directory}; go on with --resume"
-        raise Interrupted(f"interrupted {progress}; {told}") from None
+            what_is_saved = f"steps {names} are" if saved[1:] else f"step {names} is"
+            what_is_saved += f" saved in {directory}; go on with --resume"
+        raise Interrupted(f"interrupted {progress}; {what_is_saved}") from None
 
 
 def complete_steps(out: Path) -> list[int]:

@@ -260,7 +260,7 @@ class StepRollout:
       score: sets `text` of all responses of a complete group, and returns their rewards.
 
     Attributes:
-      groups: the candidates in order, and those that turn out to have been started in vain.
+      groups: the candidates in order, and those beyond them that were started, too.
       totals: rounds of all samples, and seconds; the caller sets `tokens`.
     """
 
@@ -409,7 +409,7 @@ def about_long(rule: Rule, groups: Sequence[Group]) -> str:
     return (
         f"step {groups[-1].step} has looked at {len(groups)} groups, of which {len(complete)} are "
         f"complete, and is not full: {len(complete) - alike.total()} have differing rewards, of "
-        f"rollout.prompts={rule.prompts} that it wants; in {alike.total()} all rewards are equal "
+        f"rollout.prompts={rule.prompts} that it needs; in {alike.total()} all rewards are equal "
         f"({values or 'none'}{more}) and give no gradient. It goes on, and {limit}. Is the task "
         "too hard or too easy for the policy, or does the reward not see the difference?"
     )

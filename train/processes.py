@@ -165,7 +165,7 @@ def _agree(cfg: RLConfig, out: Path, beat: Heartbeat) -> None:
 def copies_for(
     cfg: RLConfig, mesh: jax.sharding.Mesh | None, places: Sequence[jax.sharding.Mesh | None]
 ) -> Copies | None:
-    """What brings weights to all replicas of the job; None: there is one process.
+    """Copies weights to all replicas of the job; None: there is one process.
 
     Args:
       mesh, places: see `train.programs.make_meshes`.
@@ -181,7 +181,7 @@ def copies_for(
         raise ValueError(
             f"expected the same number of devices in each process, got {all_of_them} in "
             f"{jax.process_count()} processes and {here} in process {jax.process_index()}: what "
-            "processes tell each other takes a program with as many devices in each; set "
+            "processes exchange takes a program with as many devices in each; set "
             "distributed.local_devices to the smallest number that a process has"
         )
     return Copies(places, mesh)
@@ -227,7 +227,7 @@ def join_engines(
     """Engines of this process, and those like them of all others, behind the interface of one.
 
     Args:
-      copies: brings weights to all processes; None: there is one. score: see `Hosts`.
+      copies: copies weights to all processes; None: there is one. score: see `Hosts`.
     """
     own = Replicas(engines) if len(engines) > 1 else engines[0]
     return own if copies is None else Hosts(own, copies, score)
@@ -235,15 +235,15 @@ def join_engines(
 
 def gather_replicas(own: Sequence[Engine], look: Callable[[Engine], Any]) -> list:
     """What `look` returns for each replica of the job; `own` are those of this process."""
-    told = [look(engine) for engine in own if engine.runner.agreement.is_first]
-    return [*itertools.chain(*distributed.gather(told, "replicas"))]
+    found = [look(engine) for engine in own if engine.runner.agreement.is_first]
+    return [*itertools.chain(*distributed.gather(found, "replicas"))]
 
 
 def gather_telemetry(own: Sequence[Engine]) -> Collector:
     """What the replicas of all processes collected; `own` are those of this process, which share a
     collector."""
-    speaks = own and own[0].runner.agreement.is_first
-    parts = distributed.gather(own[0].telemetry if speaks else None, "telemetry")
+    is_first = own and own[0].runner.agreement.is_first  # of those that share its replica
+    parts = distributed.gather(own[0].telemetry if is_first else None, "telemetry")
     return Collector.joined([part for part in parts if part is not None])
 
 

@@ -76,8 +76,8 @@ def build_engines(
 
     Args:
       places: of this process. With several processes each evaluates on the first of these. One
-        that has none gets engines on its first device that never run, and only know what an engine
-        takes.
+        that has none gets engines on its first device that never run, and are used for their
+        checks.
 
     Raises:
       ValueError: the settings do not fit together.

@@ -1,8 +1,9 @@
 """`python -m train.sft`: trains a policy, then its draft head, on demonstrations.
 
 First the policy alone, by cross entropy. Then the head alone, on the states of the finished policy:
-states of a policy that still moves teach the head about a policy that will not exist. This made the
-embedded policy; its config is in `configs/`. `--resume` goes on with a run that was killed.
+on states of a policy that is still trained it would learn to draft for a policy that will not
+exist. This made the embedded policy; its config is in `configs/`. `--resume` goes on with a run
+that was killed.
 """
 
 from __future__ import annotations
