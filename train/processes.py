@@ -163,12 +163,12 @@ def _agree(cfg: RLConfig, out: Path, beat: Heartbeat) -> None:
 
 
 def copies_for(
-    cfg: RLConfig, mesh: jax.sharding.Mesh | None, places: Sequence[jax.sharding.Mesh | None]
+    cfg: RLConfig, mesh: jax.sharding.Mesh | None, meshes: Sequence[jax.sharding.Mesh | None]
 ) -> Copies | None:
     """Copies weights to all replicas of the job; None: there is one process.
 
     Args:
-      mesh, places: see `train.programs.make_meshes`.
+      mesh, meshes: see `train.programs.make_meshes`.
 
     Raises:
       ValueError: processes have different numbers of devices, or a process has parts of several
@@ -184,22 +184,22 @@ def copies_for(
             "processes exchange takes a program with as many devices in each; set "
             "distributed.local_devices to the smallest number that a process has"
         )
-    return Copies(places, mesh)
+    return Copies(meshes, mesh)
 
 
 def about_idle(
-    mesh: jax.sharding.Mesh | None, places: Sequence[jax.sharding.Mesh | None]
+    mesh: jax.sharding.Mesh | None, meshes: Sequence[jax.sharding.Mesh | None]
 ) -> list[str]:
     """Warnings about devices of a job of several processes that are not used.
 
     Args:
-      mesh: where it trains. places: where its replicas roll out, all of them.
+      mesh: where it trains. meshes: where its replicas roll out, all of them.
     """
     if not distributed.is_several():
         return []
     used = {
         "training": (mesh.devices.flat, "the axes of mesh"),
-        "rollouts": ([d for p in places for d in p.devices.flat], "rollout.replicas * rollout.tp"),
+        "rollouts": ([d for p in meshes for d in p.devices.flat], "rollout.replicas * rollout.tp"),
     }
     lines, sets = [], {part: set(devices) for part, (devices, _) in used.items()}
     for part, (_, setting) in used.items():

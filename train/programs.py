@@ -69,20 +69,20 @@ def build_engines(
     speculate: bool,
     source: Draft | None,
     mesh: Mesh,
-    places: Sequence[Mesh],
+    meshes: Sequence[Mesh],
 ) -> tuple[list[Engine], list[Engine], Engine | None]:
-    """One engine for each place; one more for each that decodes plainly, if exact mode needs these;
-    and one for evaluation on `mesh` if the run evaluates.
+    """One engine for each of `meshes`; one more for each that decodes plainly, if exact mode needs
+    these; and one for evaluation on `mesh` if the run evaluates.
 
     Args:
-      places: of this process. With several processes each evaluates on the first of these. One
+      meshes: of this process. With several processes each evaluates on the first of these. One
         that has none gets engines on its first device that never run, and are used for their
         checks.
 
     Raises:
       ValueError: the settings do not fit together.
     """
-    roll, places = cfg.rollout, places or [None]
+    roll, meshes = cfg.rollout, meshes or [None]
     exact = speculate and roll.exact_mode
     if exact and distributed.is_several() and roll.tp > jax.local_device_count():
         raise ValueError(
@@ -90,7 +90,7 @@ def build_engines(
             f"with rollout.tp={roll.tp} a replica has devices of several processes, which have "
             f"{jax.local_device_count()} each; use a smaller rollout.tp, or leave out exact_mode"
         )
-    mesh = places[0] if distributed.is_several() else mesh
+    mesh = meshes[0] if distributed.is_several() else mesh
     settings = {
         "max_len": roll.max_prompt_tokens + roll.max_tokens,
         "stop_width": max(1, len(model.eos_token_ids)),
@@ -103,18 +103,16 @@ def build_engines(
     spec = roll.spec() if speculate else plain
     control = roll.control_config() if speculate else None
 
-    def build(spec, batch: int, place: Mesh, **more) -> Engine:
+    def build(spec, batch: int, on: Mesh, **more) -> Engine:
         # Fused weights, as unrolled layers have them, cannot be split.
-        scan = roll.scan_layers or (place is not None and place.size > 1)
+        scan = roll.scan_layers or (on is not None and on.size > 1)
         decoder = model.running(scan_layers=scan, remat=False)
-        return Engine(decoder, spec, batch, mesh=place, **settings, **more)
+        return Engine(decoder, spec, batch, mesh=on, **settings, **more)
 
-    engines = [
-        build(spec, roll.max_batch, place, source=source, control=control) for place in places
-    ]
+    engines = [build(spec, roll.max_batch, on, source=source, control=control) for on in meshes]
     plain_engines = []
     if exact and not roll.invariant:  # in that mode one program has to decode both ways
-        plain_engines = [build(plain, roll.max_batch, place) for place in places]
+        plain_engines = [build(plain, roll.max_batch, on) for on in meshes]
     if not cfg.eval.problems:
         return engines, plain_engines, None
     return engines, plain_engines, build(plain, cfg.eval.max_batch, _rollout_mesh(mesh))
@@ -293,12 +291,12 @@ def as_rolled_out(cfg: RLConfig, model: ModelConfig) -> ModelConfig:
 
 
 def build_programs(
-    cfg: RLConfig, model: ModelConfig, source: Draft | None, mesh: Mesh, places: Sequence
+    cfg: RLConfig, model: ModelConfig, source: Draft | None, mesh: Mesh, meshes: Sequence
 ) -> Programs:
     """Makes everything jitted; nothing is compiled yet.
 
     Args:
-      source: draft source other than the head. mesh, places: see `make_meshes`.
+      source: draft source other than the head. mesh, meshes: see `make_meshes`.
 
     Raises:
       ConfigError: the settings do not fit together.
@@ -328,15 +326,15 @@ def build_programs(
         draft = train_head(mesh, context)
         if trains_in_replicas(cfg, mesh):
             alone = draft if mesh is None else None
-            for place in places:
+            for on in meshes:
                 if roll.tp > 1:
-                    replica_drafts.append(train_head(place))
+                    replica_drafts.append(train_head(on))
                 else:  # one program, which jax compiles for each device that it runs on
                     alone = alone or train_head()
                     replica_drafts.append(alone)
     decoded = as_rolled_out(cfg, model)
     try:
-        engines = build_engines(cfg, decoded, speculate, source, mesh, places)
+        engines = build_engines(cfg, decoded, speculate, source, mesh, meshes)
     except ValueError as error:
         raise ConfigError(f"rollout: {spelled(error, SAY)}") from error
     return Programs(policy, draft, replica_drafts, *engines)

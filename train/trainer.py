@@ -123,10 +123,10 @@ class Trainer:
                 f"model: expected a checkpoint directory, got {cfg.model!r}: {error}"
             ) from error
         try:
-            self.mesh, self.places = make_meshes(cfg)
-            self.copies = copies_for(cfg, self.mesh, self.places)
-            idle = about_idle(self.mesh, self.places)
-            self.places = self.copies.own if self.copies else self.places
+            self.mesh, self.replica_meshes = make_meshes(cfg)
+            self.copies = copies_for(cfg, self.mesh, self.replica_meshes)
+            idle = about_idle(self.mesh, self.replica_meshes)
+            self.replica_meshes = self.copies.own if self.copies else self.replica_meshes
             fitted = settle_length(cfg, read_config(cfg.model))
             self.tokenizer_dir = tokenizer_dir(cfg.model).absolute()
             self.tokenizer = load_tokenizer(self.tokenizer_dir)
@@ -149,15 +149,15 @@ class Trainer:
 
     def _build_programs(self) -> None:
         cfg = self.cfg
-        built = build_programs(cfg, self.model, self.source, self.mesh, self.places)
+        built = build_programs(cfg, self.model, self.source, self.mesh, self.replica_meshes)
         self.policy, self.draft = built.policy, built.draft
-        self.engines = built.engines if self.places else []  # those of this process that run
+        self.engines = built.engines if self.replica_meshes else []  # of this process
         self._any_engine = built.engines[0]  # has the settings of all, and may never run
         self.opt_state = self.policy.init_opt_state(self.params)
         self.reference = jax.tree.map(jnp.copy, self.params) if cfg.algo.kl_loss_coef else None
         self.draft_opt = self.draft.init_opt_state(self.head) if self.draft else None
         self.engine = join_engines(built.engines, self.copies, self.rollouts.score_sample)
-        self.exact, self._plain_engines = None, built.plain_engines if self.places else []
+        self.exact, self._plain_engines = None, built.plain_engines if self.replica_meshes else []
         if cfg.rollout.exact_mode and drafts(cfg):
             plain = built.plain_engines and join_engines(built.plain_engines, self.copies)
             self.exact = ExactMode(self.engine, plain or None, self.sync_weights)
@@ -178,7 +178,7 @@ class Trainer:
             if not inside:
                 places = [HeadDevices(self.draft, trains=True)]
             else:
-                first = [mesh.devices.flat[0] if mesh else jax.devices()[0] for mesh in self.places]
+                first = [m.devices.flat[0] if m else jax.devices()[0] for m in self.replica_meshes]
                 places = [*map(HeadDevices, replica_drafts, first)]
             apart, context = inside and self.copies is not None, self.policy.context
             self.spot = SpotTraining(places, cfg.draft, self.trace, apart, context)
