@@ -156,7 +156,7 @@ void weigh_rows(const float* weights, int64_t stride, const float* values, int64
   }
 }
 
-// A tile of queries of one key/value head of one slot; its room serves one after the other.
+// A tile of queries of one key/value head of one slot; its buffers serve one after the other.
 class Tile {
  public:
   explicit Tile(const Attention& of)

@@ -3,7 +3,7 @@
 // A number has the same bits whichever compiler made the kernels, however it was tuned, and
 // whichever instance of a template computes it. So the order of every sum is written out, and
 // `fused` says which products are added without being rounded first. Compilers are not to decide
-// either: `build.py` passes `-ffp-contract=off`, for GCC has no pragma for it, and what lets them
+// either: `native.py` passes `-ffp-contract=off`, for GCC has no pragma for it, and what lets them
 // change the order of sums is refused here. Two builds may differ in what the processor decides:
 // how many lanes there are, and whether it has fused operations at all.
 #ifndef SPECJAX_KERNELS_CPU_COMMON_H_
@@ -103,11 +103,11 @@ constexpr int64_t kWorth = 1 << 14;
 // Threads of a call, and multiplications for which it wakes any; set once, before the first.
 inline int64_t most_threads = 1 << 14, worth_waking = 1 << 18;
 
-// A number that threads on different cores have different, which is what it is good for: it decides
-// where a thread begins, not what is computed.
-inline int64_t whereabouts() {
+// The core that a thread runs on, or where the system does not tell a number of the thread. It
+// decides where a thread begins, not what is computed.
+inline int64_t core_number() {
 #if defined(__linux__)
-  return std::max(sched_getcpu(), 0);  // where the system does not tell, all are at one seat
+  return std::max(sched_getcpu(), 0);
 #else
   static std::atomic<int64_t> seen{0};
   static thread_local const int64_t mine = seen++;
@@ -117,13 +117,12 @@ inline int64_t whereabouts() {
 
 // Threads that work through stages together: the products and the attention of a layer, say.
 //
-// Each stage is cut into shares, which lie at seats, one for each core. A thread takes the shares at
-// its own seat first, which are the same in every step: so its cache keeps the weights and the keys
-// that they need. Then it takes what others have not begun, and the caller all that is left, so it
-// waits for a thread that works and never for one that has yet to wake up: who comes late finds the
-// stage that runs then, or that all is over. Between stages the helpers spin, for waking them takes
-// as long as a stage; what they look at is a line of their own, or cores would take it from each
-// other all the time.
+// Each stage is cut into shares, in one queue for each core. A thread takes the shares of its own
+// core's queue first. These are the same in every step, so the core's cache keeps the weights and
+// the keys that they need. Then it steals from other queues. The caller takes all that is left, so
+// it waits for threads that work and never for one that has yet to wake up. Between stages the
+// helpers spin, for waking them takes as long as a stage. A queue has a cache line of its own, or
+// cores would take the line from each other all the time.
 class Team {
  public:
   // For a call of so many multiplications.
@@ -144,30 +143,30 @@ class Team {
   void run(int64_t count, int64_t multiplications, const Work& work) {
     const int64_t threads = std::min({threads_, multiplications / kWorth, count});
     if (threads < 2) return work(int64_t{0}, count);
-    if (!shared_) shared_.reset(new Seat[threads_], std::default_delete<Seat[]>());
+    if (!shared_) shared_.reset(new Queue[threads_], std::default_delete<Queue[]>());
     for (; helpers_ < threads - 1; ++helpers_) call_helper();
-    // Where there is much to do it may take threads differently long, and they can help each other.
+    // Where there is much to do, threads may take differently long: two shares each can be stolen.
     const int64_t each = multiplications / threads < kMuch ? 1 : 2;
     const int64_t shares = std::min(each * threads, count);
     for (int64_t i = 0; i < threads; ++i) {
-      Seat& seat = shared_[i];
-      seat.context = &work, seat.count = count, seat.shares = shares;
-      seat.first = shares * i / threads;
-      seat.call = [](const void* of, int64_t first, int64_t last) {
+      Queue& queue = shared_[i];
+      queue.context = &work, queue.count = count, queue.shares = shares;
+      queue.first = shares * i / threads;
+      queue.call = [](const void* of, int64_t first, int64_t last) {
         (*static_cast<const Work*>(of))(first, last);
       };
-      const int64_t here = shares * (i + 1) / threads - seat.first;
-      seat.begun += here;
-      seat.unclaimed.store((uint64_t{1} << here) - 1, std::memory_order_release);
+      const int64_t here = shares * (i + 1) / threads - queue.first;
+      queue.begun += here;
+      queue.unclaimed.store((uint64_t{1} << here) - 1, std::memory_order_release);
     }
-    const int64_t own = whereabouts() % threads;
+    const int64_t own = core_number() % threads;
     for (int64_t i = 0; i < threads; ++i) {
       while (shared_[(own + i) % threads].claim_and_work() == kDid) {
       }
     }
     for (int64_t i = 0; i < threads; ++i) {
-      const Seat& seat = shared_[i];
-      for (int turns = 0; seat.done.load(std::memory_order_acquire) < seat.begun; ++turns) {
+      const Queue& queue = shared_[i];
+      for (int turns = 0; queue.done.load(std::memory_order_acquire) < queue.begun; ++turns) {
         wait(turns);
       }
     }
@@ -179,19 +178,19 @@ class Team {
   static constexpr int64_t kMuch = 1 << 20;
 
   static void wait(int turns) {
-    if (turns > 1000) std::this_thread::yield();  // somebody waits for a core, maybe this one
+    if (turns > 1000) std::this_thread::yield();  // another thread may wait for this core
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
   }
 
-  // Whoever takes a share's bit away has the share, and until that is done its stage stays, and so
-  // does what the stage calls.
-  struct alignas(64) Seat {
+  // The thread that clears a share's bit has the share. Until it is done, its stage stays, and so
+  // does the function that the stage calls.
+  struct alignas(64) Queue {
     std::atomic<uint64_t> unclaimed{0};
     const void* context;
     void (*call)(const void*, int64_t, int64_t);
-    int64_t count, shares, first;  // shares in all, and the first of those at this seat
+    int64_t count, shares, first;  // shares in all, and the first of this queue
     int64_t begun = 0;             // shares of all stages so far; the caller's
     alignas(64) std::atomic<int64_t> done{0};
 
@@ -209,30 +208,30 @@ class Team {
   };
 
   void call_helper() {
-    pool_.Schedule([all = shared_, seats = threads_, caller = std::this_thread::get_id()] {
+    pool_.Schedule([all = shared_, cores = threads_, caller = std::this_thread::get_id()] {
       if (std::this_thread::get_id() == caller) return;  // the pool's queue is full
-      int64_t at = whereabouts() % seats;
+      int64_t at = core_number() % cores;
       for (int turns = 0;; ++turns) {
         const Found found = all[at].claim_and_work();
         if (found == kEnd) return;
         if (found == kDid) turns = 0;
-        if (found == kNothing && turns % kPatience == kPatience - 1) {
-          for (int64_t i = 1; i < seats; ++i) {
-            if (all[(at + i) % seats].claim_and_work() == kDid) turns = 0;
+        if (found == kNothing && turns % kSpins == kSpins - 1) {
+          for (int64_t i = 1; i < cores; ++i) {
+            if (all[(at + i) % cores].claim_and_work() == kDid) turns = 0;
           }
-          at = whereabouts() % seats;  // threads move
+          at = core_number() % cores;  // threads move
         }
         if (turns) wait(turns);
       }
     });
   }
 
-  static constexpr int kPatience = 16;  // turns at its own seat before it looks at others'
+  static constexpr int kSpins = 16;  // turns at its own queue before it looks at others
 
   ffi::ThreadPool& pool_;
   const int64_t threads_;
   int64_t helpers_ = 0;
-  std::shared_ptr<Seat[]> shared_;
+  std::shared_ptr<Queue[]> shared_;
 };
 
 }  // namespace specjax

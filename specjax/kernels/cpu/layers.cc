@@ -65,19 +65,20 @@ struct Shape {
   int64_t qkv_width() const { return (heads + 2 * kv_heads) * head; }
 };
 
-constexpr int64_t kKept = 1024;  // rows for which a thread keeps its rooms from call to call
+constexpr int64_t kKept = 1024;  // rows for which a thread keeps its buffers from call to call
 
-// Rooms for what lies between the stages.
+// Buffers between the stages.
 struct Between {
   std::vector<float> normed, qkv, attended, gate_up, gated;
 
   void fit(const Shape& shape) {
-    const auto room = [&](std::vector<float>& of, int64_t width) {
+    const auto resize = [&](std::vector<float>& of, int64_t width) {
       const size_t needed = shape.all() * width;
       if (of.size() < needed) of.resize(needed);
     };
-    room(normed, shape.width), room(qkv, shape.qkv_width()), room(attended, shape.q_width());
-    room(gate_up, 2 * shape.hidden), room(gated, shape.hidden);
+    resize(normed, shape.width), resize(qkv, shape.qkv_width());
+    resize(attended, shape.q_width());
+    resize(gate_up, 2 * shape.hidden), resize(gated, shape.hidden);
   }
 };
 

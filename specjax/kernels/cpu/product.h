@@ -8,7 +8,7 @@
 //     w[K, N]  ->  panels[N / 16][K][16]
 //
 // so that a tile of rows x panels walks through memory in as many straight lines as it has panels,
-// with its sums in registers: until arithmetic becomes the limit, rows more cost next to nothing.
+// with its sums in registers: until arithmetic becomes the limit, more rows cost next to nothing.
 //
 // Every sum runs over k in order, whatever the tile: a row's bits depend neither on how many rows
 // there are nor on the threads.
@@ -30,8 +30,8 @@ constexpr int kRows = 6, kPanels = 1;  // 12 of 16
 constexpr int kRows = 2, kPanels = 1;  // 8 of 16, or of 32
 #endif
 
-// Steps of k from asking for a line of a panel to needing it: for few rows each line is needed once,
-// and what brings lines by itself leaves the arithmetic waiting.
+// Steps of k from prefetching a line of a panel to using it. With few rows each line is used once,
+// and the hardware's own prefetching leaves the arithmetic waiting.
 constexpr int64_t kAhead = 32;
 
 struct Product {
