@@ -13,9 +13,8 @@ once round differently than one (docs/lossless.md).
 
 Why `coupled` gives the tokens of plain decoding: plain decoding emits, at each position, the argmax
 of the target's scores plus the noise of that position (`plain_round`). The walk emits the same
-argmax of the same scores plus the same noise, at every node that it reaches, and it reaches a node
-only along emitted tokens. The drafted tree decides how many positions a round settles, and nothing
-else.
+argmax of the same scores plus the same noise at every node that it reaches, and it reaches a node
+only along emitted tokens. The drafted tree decides only how many positions a round gets through.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from specjax.decode.noise import RESIDUAL, ring_at, round_coins, round_noise
 from specjax.decode.tree import Tree, TreeShape
 from specjax.indexing import take_along
 
-if TYPE_CHECKING:  # who brings models of their own uses the rules without importing ours
+if TYPE_CHECKING:  # plain_arrays.py uses the rules without importing our models
     from specjax.decode.draft import DraftedTree
     from specjax.decode.state import DecodeState, Plan
 
@@ -64,8 +63,8 @@ def accept(
     tokens, shape = draft.tokens, draft.shape
     if plan.mode in ("coupled", "greedy"):
         if plan.draws_noise:
-            # A row at depth d decides position root + d + 1, with the noise of that position: that
-            # which the draft was drawn with, and which plain decoding would use.
+            # A row at depth d decides position root + d + 1, with the noise of that position: the
+            # draft was ranked with the same noise, and plain decoding would use it too.
             noise = ring_at(state.noise, root[:, None] + 1 + shape.depth)
             scores = sampling.perturb(scores, temperature, noise)
         return accept_coupled(tokens, shape, shards.argmax(scores).astype(jnp.int32))
