@@ -188,7 +188,7 @@ def test_predictions_over_rounds_are_those_of_the_training_forward(
     modules, recycle, page_size, mixer
 ):
     """A tree with branches, ragged counts, slots that have ended, prompts in pieces; a head whose
-    layer is somebody's own."""
+    layer is one of its own."""
     rng = np.random.default_rng(0)
     run = drafter(modules, prompts_of(rng, 1, 2, 3, 9, 7), page_size, recycle, mixer)
     run = enter(run, STEPS)

@@ -113,21 +113,6 @@ def test_the_longest_match_wins_over_many_short_ones():
     assert np.argmax(logits) == 5 and np.isfinite(logits[6])
 
 
-def test_more_occurrences_count_more_and_among_equals_the_later_one():
-    often = drafted(NgramSource(9, longest=1), [2, 6, 2, 6, 2, 5, 2])
-    assert often[6] > often[5] > -np.inf
-    late = drafted(NgramSource(9, longest=1), [2, 6, 2, 5, 2])
-    assert late[5] > late[6] > -np.inf
-
-
-def test_nothing_found_is_no_draft():
-    assert np.all(np.isneginf(drafted(NgramSource(9), [1, 2, 3, 4])))
-    assert np.all(np.isneginf(drafted(NgramSource(9, shortest=2), [1, 2, 3, 2])))
-    assert np.isfinite(drafted(NgramSource(9, shortest=2), [1, 2, 3, 1, 2])).tolist() == [
-        t == 3 for t in range(9)
-    ]
-
-
 def test_a_row_without_a_token_has_no_draft():
     source = NgramSource(5)
     state = drive.empty_state(source, 1, MAX_LEN, 2)
