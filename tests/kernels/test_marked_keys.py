@@ -1,4 +1,4 @@
-"""Rows that are not finite reach those that see them, and nobody else, by every kernel."""
+"""Rows that are not finite reach the rows that see them, and no others, by every kernel."""
 
 import functools
 
