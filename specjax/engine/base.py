@@ -1,4 +1,4 @@
-"""What one engine, its replicas, and the engines of several processes have in common."""
+"""The interface of one engine, of replicas, and of the engines of several processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class BaseEngine(abc.ABC):
     @property
     @abc.abstractmethod
     def version(self) -> int:
-        """Of the weights, 1 after the first `set_params`."""
+        """Version of the weights, 1 after the first `set_params`."""
 
     @property
     @abc.abstractmethod
@@ -57,7 +57,7 @@ class BaseEngine(abc.ABC):
 
     @property
     def drained(self) -> list[int]:
-        """Those of `engines` that have nothing to do, by index."""
+        """Indices of the `engines` that have nothing to do."""
         return [i for i, engine in enumerate(self.engines) if not engine.has_work]
 
     @abc.abstractmethod

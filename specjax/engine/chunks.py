@@ -113,7 +113,7 @@ class NextChunk:
         """
         runner = self._runner
         short = any(s.job.params.stop for s in sequences)  # the host finds where they end
-        # Who started first has a row, so no one who has taken one over is put back.
+        # The earliest have the rows, so none that has taken one over loses it again.
         sequences, waiting = sequences[:slots], sequences[slots:]
         length = None if short else max(rows, len(sequences))
         strategy, sequences, rounds, is_probe = self._turn(sequences, controller, length)
@@ -191,7 +191,7 @@ def choose_program(
 def waiting_for_rows(
     others: list[Sequence], sequences: list[Sequence], features: Features
 ) -> list[Sequence]:
-    """Of those that have no row, the first that may run in a chunk of others, see `RowMap`.
+    """The first of those that have no row that may run in a chunk of others, see `RowMap`.
 
     Args:
       sequences: that the chunk is to run. features: that its program serves.
@@ -226,7 +226,7 @@ class InFlight:
 
     A device does not say when it begins or ends something: the host can ask now and then what is
     done. So it knows that a chunk began after one moment and by another, and that it was done by a
-    third, and tells its seconds only where these lie close together.
+    third, and gives its seconds only where these lie close together.
 
     Args:
       runner: that runs them; while it compiles, the host sees nothing.
@@ -256,7 +256,7 @@ class InFlight:
         Args:
           taken_over: rows that become free are taken over before the host looks.
         """
-        # What comes after a chunk that ends early depends on who has ended.
+        # What comes after a chunk that ends early depends on which samples have ended.
         alone = self.cut_short and not taken_over
         return 1 if alone or self._runner.agreement.one_by_one else IN_FLIGHT
 
@@ -285,7 +285,7 @@ class InFlight:
         return sum(chunk.most for chunk in self._chunks)
 
     def poll(self) -> None:
-        """Narrows down when the next chunk began."""
+        """Notes whether the next chunk has begun."""
         if not self._chunks or self._chunks[0].by is not None:
             return
         chunk = self._chunks[0]

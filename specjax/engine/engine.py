@@ -7,7 +7,7 @@ Its host loop is `Engine.step`:
                   and no device waits for the host to do so
     run           a chunk is enqueued; the one before it may still be running, unless chunks end
                   early: what comes after those depends on what has ended
-    postprocess   the results of the chunk before are read: tokens, and who has finished
+    postprocess   the results of the chunk before are read: tokens, and which have finished
 
 Bookkeeping is plain Python; device work is in `Runner`'s executables. A sequence that ends leaves
 after two chunks at most, and another takes its slot. By the keying of the noise it does not matter
@@ -81,7 +81,7 @@ class Engine(BaseEngine):
       buckets: compiled sizes of a batch, one in `invariant` mode. slots: that run at once.
       piece_widths: lengths that pieces of prompts are padded to, in order.
       telemetry: takes why drafts were rejected; None unless `spec` turns it on.
-      watcher: is told what each chunk brings; None: no one is.
+      watcher: is called with the results of each chunk, if there is one.
       lengths: of earlier samples, by prompt.
       counts: of the tokens that samples have; None where they decide nothing.
       others_wait: whether samples wait elsewhere for the slots that become free.
@@ -210,7 +210,7 @@ class Engine(BaseEngine):
         return Programs(self.runner, rows, strategies)
 
     def start_lines(self) -> list[str]:
-        """What to say when it starts: whether it speculates, how, and on which kernel.
+        """Lines for the log at the start: whether it speculates, how, and on which kernel.
 
         Later a controller names the strategy and the accept length in the log of `specjax.control`,
         at `LOG_EVERY` chunks or more between two lines of a kind.
@@ -254,7 +254,7 @@ class Engine(BaseEngine):
         return head is not None and not head.finite
 
     def _preempt_all(self, keep: bool = False, first: int = 0) -> None:
-        """Those that run wait again, in order, from the one on that started as the `first`.
+        """Puts those that run back into the queue, from the one on that started as the `first`.
 
         Args:
           keep: see `preempt`.
@@ -306,7 +306,7 @@ class Engine(BaseEngine):
 
     @property
     def running(self) -> list[Sequence]:
-        """Those that have a row as far as the host knows, in the order in which they started."""
+        """Sequences that have a row as far as the host knows, in the order of their starts."""
         return list(self.scheduler.running.values())[: self.slots]
 
     def make(self, job: Job, progress: Progress | None = None) -> Sequence:
@@ -404,7 +404,7 @@ class Engine(BaseEngine):
         return few_can_start and len(self.scheduler.running) > self.slots
 
     def drain(self) -> None:
-        """Takes in all that was enqueued."""
+        """Waits for all chunks that were enqueued, and takes in their results."""
         while self._in_flight:
             self._postprocess(self._in_flight.take())
         self.runner.agreement.settle()
@@ -437,7 +437,7 @@ class Engine(BaseEngine):
         return self._enqueue()
 
     def _make_room(self) -> None:
-        """Pages for what the running sequences may emit; the latest give way if need be."""
+        """Reserves pages for what running sequences may emit; preempts the latest if need be."""
         scheduler, most = self.scheduler, self.runner.most_tokens
         self._rows = self._next_chunk.rows(
             len(scheduler.running), self.slots, scheduler.has_waiting
@@ -459,7 +459,7 @@ class Engine(BaseEngine):
             self._table[slot, : len(sequence.pages)] = sequence.pages
 
     def preempt(self, sequence: Sequence, keep: bool = False) -> None:
-        """A running sequence waits again; it will be read anew, with what it has generated.
+        """Puts a running sequence back into the queue; it is read anew, with what it has generated.
 
         In `invariant` mode it is generated anew instead: tokens that are read and tokens that are
         generated have keys and values that differ in their last bits. What earlier weights
@@ -554,7 +554,7 @@ class Engine(BaseEngine):
 
     @property
     def _others_wait(self) -> bool:
-        """For the places of those that end, beside those that wait."""
+        """Whether others wait for the places of those that end, beside those in the row map."""
         return self.scheduler.has_waiting or self.others_wait or self.config.follow_ups
 
     def _postprocess(self, chunk: Chunk) -> None:

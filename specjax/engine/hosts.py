@@ -54,16 +54,16 @@ class ProcessGroup(NamedTuple):
 
     Attributes:
       index: which one it is; -1: this process has no part of a replica. count: how many there are.
-      speaks: this process speaks for it.
+      reports: this process sends its news to the others.
     """
 
     index: int
     count: int
-    speaks: bool
+    reports: bool
 
 
 class Gaps(Protocol):
-    """What uses replicas that have nothing to do while others run.
+    """Protocol of what uses replicas that have nothing to do while others run.
 
     Attributes:
       wanted: seconds that it needs a replica for; 0: it has no use for any.
@@ -124,10 +124,10 @@ class Copies:
         mine = [r for r, here in enumerate(hosts) if process in here]
         firsts = sorted({here[0] for here in hosts})
         self.own, self.before = [places[r] for r in mine], mine[0] if mine else 0
-        self.group = ProcessGroup(-1, len(firsts), speaks=False)
+        self.group = ProcessGroup(-1, len(firsts), reports=False)
         if mine:
             first = hosts[mine[0]][0]
-            self.group = ProcessGroup(firsts.index(first), len(firsts), speaks=process == first)
+            self.group = ProcessGroup(firsts.index(first), len(firsts), reports=process == first)
         devices = set(self.mesh.devices.flat)
         self.through_hosts = training is not None and set(training.devices.flat) != devices
         self.received = 0
@@ -192,7 +192,7 @@ class Copies:
 
 
 def _part(array: jax.Array, place: jax.sharding.Mesh) -> jax.Array:
-    """What a replica has of an array, as an array of its own; nothing is copied."""
+    """The part of an array that lies on a replica, as an array; nothing is copied."""
     here = {shard.device: shard.data for shard in array.addressable_shards}
     return jax.make_array_from_single_device_arrays(
         array.shape,
@@ -207,7 +207,7 @@ class SharedSample:
 
     Attributes:
       number: the same on all processes. owner: index of the group that runs it, see `ProcessGroup`.
-      sample: as far as it was told. local: what runs here; None: it runs elsewhere.
+      sample: at the last exchange. local: what runs here; None: it runs elsewhere.
     """
 
     number: int
@@ -227,11 +227,11 @@ class Hosts(BaseEngine):
 
     The samples of a prompt have one owner: the group with the least to do when the first is added.
     Where a group has several processes, all of them run its samples step by step, and the first one
-    tells the other groups.
+    reports to the other groups.
 
     Args:
       own: of this process; all have such a one, with equal settings. Where the process has no part
-        of a replica it runs nothing, and only knows what others take.
+        of a replica it runs nothing, and only checks what is added.
       copies: brings the weights there.
       judge: asked about a sample that ended, where it ran; what it says comes with the event.
       group: of this process; None: as `copies` found.
@@ -281,7 +281,7 @@ class Hosts(BaseEngine):
 
     @property
     def _own_gaps(self) -> list[int]:
-        """The same while others run, on any process, as far as this one knows."""
+        """Indices of own replicas that have nothing to do while others run, on any process."""
         drained = self.drained
         if len(drained) < len(self.engines):
             return drained
@@ -370,7 +370,7 @@ class Hosts(BaseEngine):
             del self._local[shared.local]
 
     def abort(self, shared: SharedSample) -> SampleOutput | None:
-        """Ends a sample: what was told of it, wherever it is by now; None if it has ended."""
+        """Ends a sample; returns its state at the last exchange, or None if it has ended."""
         if shared.number not in self._running:
             return None
         self._forget(shared)
@@ -415,14 +415,14 @@ class Hosts(BaseEngine):
             self.gaps.rest()
         wanted = self.gaps.wanted if self.gaps is not None and self._own_gaps else 0.0
         news = []
-        if self._group.speaks:
+        if self._group.reports:
             news += [self._ended(event) for event in ended]
             news += self._came_further({event.sequence for event in ended})
         events = []
-        told = self._exchange((news, wanted), "rollout")
-        self._interval = max(EXCHANGE, _ROOM * max(seconds for _, seconds in told))
-        for heard, _ in told:
-            for number, begin, sample, has_ended, verdict in heard:
+        everyones = self._exchange((news, wanted), "rollout")
+        self._interval = max(EXCHANGE, _ROOM * max(seconds for _, seconds in everyones))
+        for news, _ in everyones:
+            for number, begin, sample, has_ended, verdict in news:
                 shared = self._running[number]
                 shared.sample = joined(shared.sample, begin, sample)
                 if has_ended:
@@ -444,7 +444,7 @@ class Hosts(BaseEngine):
         return *self._news(shared, sample), True, verdict
 
     def _came_further(self, ended: set[Sequence]) -> list[tuple]:
-        """News of the own samples that run, and have tokens which the others were not told of."""
+        """News of own samples that run and have more tokens than at the last exchange."""
         news = []
         for local, shared in self._local.items():
             if local not in ended and len(local.tokens) > len(shared.tokens):
@@ -452,17 +452,17 @@ class Hosts(BaseEngine):
         return news
 
     def _news(self, shared: SharedSample, sample: SampleOutput) -> tuple[int, int, SampleOutput]:
-        """A sample without what was told already, and where that ends."""
+        """The part of a sample that is new since the last exchange, and where it begins."""
         begin = min(len(shared.tokens), len(sample.token_ids))
         return shared.number, begin, rest_of(sample, begin)
 
 
-# What is told piece by piece; None where there is none.
+# Fields with one entry per token; None where there are none.
 _PER_TOKEN = ("token_ids", "logprobs", "transformed_logprobs", "records")
 
 
 def rest_of(sample: SampleOutput, begin: int) -> SampleOutput:
-    """A sample without what belongs to its first `begin` tokens."""
+    """A sample without the entries of its first `begin` tokens."""
     values = {name: getattr(sample, name) for name in _PER_TOKEN}
     rest = {name: None if value is None else value[begin:] for name, value in values.items()}
     return dataclasses.replace(sample, **rest)

@@ -68,16 +68,16 @@ def row_map_of(
     table: np.ndarray,
     runner: Runner,
 ) -> RowMap:
-    """Who runs in a chunk.
+    """The row map of a chunk.
 
     Args:
       alive: have its rows. others: wait. seen: slots of rows that are left, which can be
         drafted from. table: the pages of each slot.
     """
-    who = [s.slot for s in alive] + [None] * (rows - len(alive)) + [s.slot for s in others]
-    who += [None] * (rows + runner.waiting - len(who))
-    active = np.array([slot is not None for slot in who])
-    slots = np.array([runner.slots - 1 if slot is None else slot for slot in who], np.int32)
+    given = [s.slot for s in alive] + [None] * (rows - len(alive)) + [s.slot for s in others]
+    given += [None] * (rows + runner.waiting - len(given))
+    active = np.array([slot is not None for slot in given])
+    slots = np.array([runner.slots - 1 if slot is None else slot for slot in given], np.int32)
     slots[len(alive) : len(alive) + len(seen)] = seen
     return RowMap(slots, active, np.where(active[:, None], table[slots], NULL_PAGE))
 
@@ -88,5 +88,5 @@ def place_sizes(batch: int) -> list[int]:
 
 
 def place_size(batch: int, count: int) -> int:
-    """Of the smallest program that starts `count` sequences."""
+    """Size of the smallest program that starts `count` sequences."""
     return next(size for size in place_sizes(batch) if size >= count)

@@ -426,7 +426,7 @@ class LLM:
 
 
 def _one_of(params, sampling_params):
-    """What is given under one of the two names of `params`."""
+    """The argument that was given under one of the two names of `params`."""
     if params is not None and sampling_params is not None:
         raise ValueError("params and sampling_params are two names of one argument; give one")
     return sampling_params if params is None else params

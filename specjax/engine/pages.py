@@ -32,7 +32,7 @@ class PagePool:
         return self.count - 1 - len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """So many pages, held once.
+        """Takes `count` free pages.
 
         Raises:
           ValueError: there are not as many.
@@ -45,7 +45,7 @@ class PagePool:
         return pages
 
     def share(self, pages: Iterable[int]) -> list[int]:
-        """The same pages, held once more."""
+        """Counts one more holder of each page; returns the pages."""
         pages = list(pages)
         for page in pages:
             if not self._holders[page]:

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out: plain Python and numpy."""
+"""Inputs and outputs of the engine: jobs, samples and sums over them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class SampleOutput:
 
     @property
     def error(self) -> str | None:
-        """What went wrong, for a sample that ended by an error; else None."""
+        """The message of a sample that ended by an error; else None."""
         if self.finish_reason != ERROR:
             return None
         count = len(self.token_ids)
@@ -90,7 +90,7 @@ class SampleOutput:
 
 
 def why_invalid(place: str, so: str) -> str:
-    """What to say of logits that are no distribution.
+    """The message about logits that are no distribution.
 
     Args:
       place: the token that they are for. so: what cannot be had for that reason.
@@ -155,7 +155,7 @@ class Job:
         return hash(tuple(self.prompt))
 
     def without_speculation(self) -> Job:
-        """The same sample, decoded plainly."""
+        """A job for the same sample, decoded plainly."""
         return dataclasses.replace(self, params=dataclasses.replace(self.params, speculative=False))
 
 
@@ -319,7 +319,7 @@ class Totals:
         return self.accepted / offered if offered else 0.0
 
     def per_depth(self) -> list[float]:
-        """Of the rounds whose tree was so deep, the share that accepted depth 1, 2, .."""
+        """Share of the rounds with a tree of depth 1, 2, .. or more that accepted that depth."""
         accepted = np.cumsum(self.histogram[::-1])[::-1][2:]
         offered = np.cumsum(self.depths[::-1])[::-1][1:]
         with np.errstate(invalid="ignore"):

@@ -184,7 +184,7 @@ class Runner:
 
     @property
     def steps(self) -> int:
-        """Of the longest strategy."""
+        """Steps of the longest strategy."""
         return self.longest.steps
 
     @property
@@ -503,7 +503,7 @@ class Runner:
 
     @property
     def looks_around(self) -> bool:
-        """Whether what other slots hold is worth something to the draft source, though they have
+        """Whether the draft source drafts from what other slots hold, though they have
         ended. Not with rules that draw by the round, see `may_search` in ngram.py."""
         source = self.longest.source
         return bool(source and source.needs.siblings) and not self.longest.needs_q
@@ -513,7 +513,7 @@ class Runner:
         return nnx.merge(graphdef(self.cfg, self.cfg.run.decode_layout), params)
 
     def _run(self, key: tuple, program, inputs: tuple, donate: tuple[int, ...], told):
-        """Starts a program, see `Executables`; `told`: inputs that the hosts must have alike."""
+        """Starts a program, see `Executables`; `told`: inputs that all hosts must have alike."""
         self.agreement.announce(key, told)
         outputs = self.executables.get(key, program, inputs, donate)(*inputs)
         self.agreement.finished(outputs)
@@ -521,7 +521,7 @@ class Runner:
 
 
 class _Layout(NamedTuple):
-    """What the words mean: the tree, and the shape and dtype of each of its leaves, in order."""
+    """The tree that the words hold, and shape and dtype of each of its leaves, in order."""
 
     structure: jax.tree_util.PyTreeDef
     shapes: tuple[tuple[int, ...], ...]

@@ -1,4 +1,4 @@
-"""What runs next: which prompts are read, which sequences start, which must make room.
+"""Decides which prompts are read, which sequences start, and which must make room.
 
 Plain bookkeeping; nothing here touches a device. Sequences wait under their prompts, for a prompt
 is read once for all its samples. Everything is ordered by arrival unless lengths are expected (see
@@ -156,7 +156,7 @@ class Scheduler:
         self.add(sequence, first=True)
 
     def forget_prompts(self, but: Prompt | None = None) -> None:
-        """What has been read will be read again."""
+        """Puts prompts that have been read back into the queue, to be read again."""
         for prompt in reversed(list(self._reading.values())):
             if prompt is not but:
                 self._unread(prompt)
@@ -182,7 +182,7 @@ class Scheduler:
 
         Returns:
           sequences that must make room (`preempt`), the latest first; then this has to be called
-          again. Prompts that wait in pages give way before them.
+          again. Prompts that wait in pages are dropped before them.
         """
         for sequence in self.running.values():
             missing = self._needs(sequence) - len(sequence.pages)

@@ -1,4 +1,4 @@
-"""One sample on its way through the engine: what the host knows of it, chunk by chunk."""
+"""One sample on its way through the engine, as the host knows it, and what it reports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FINISH_REASONS = {STOPPED: "stop", LENGTH: "length", INVALID: ERROR}
 
 @dataclasses.dataclass
 class Progress:
-    """What has been generated of a sample that was not finished; it can be taken up again.
+    """The state of a sample that is not finished, from which another run can go on.
 
     Attributes:
       tokens, logprobs: one entry per generated token. versions: runs of tokens that were sampled
@@ -38,7 +38,7 @@ class Progress:
 
 
 class News(NamedTuple):
-    """What a chunk brought one sample.
+    """The tokens of one sample that came with a chunk.
 
     Attributes:
       at: generated tokens before these. In `invariant` mode a preempted sample is generated anew,
@@ -62,7 +62,7 @@ class News(NamedTuple):
     text: str | None = None
 
     def since(self, known: int) -> News:
-        """What it says beyond the first `known` tokens of the sample."""
+        """The part of it beyond the first `known` tokens of the sample."""
         drop = max(0, known - self.at)
         if not drop:
             return self
@@ -273,7 +273,7 @@ class Sequence:
         return None if finish == RUNNING else self.output(FINISH_REASONS[finish])
 
     def news(self) -> News:
-        """What the chunk brought that was taken in last."""
+        """News of the chunk that was taken in last."""
         at, rounds, steps, rows = self._latest
         end = at + sum(rounds)
         tokens, logprobs = self.tokens[at:end], self.logprobs[at:end]
@@ -328,7 +328,7 @@ class Sequence:
 
 
 def rejections_until(rejections: Rejections, ends: np.ndarray) -> Rejections:
-    """Without what came after the `ends` [B] of samples that a stop string cut within a chunk."""
+    """Drops what came after the `ends` [B] of samples that a stop string cut within a chunk."""
     begins = rejections.position - rejections.accepted  # a round's first token
     return rejections._replace(
         accepted=np.where(begins >= ends, -1, rejections.accepted),

@@ -98,8 +98,8 @@ def powers(batch: int, base: int) -> list[int]:
 
 
 def strategies_of(spec: SpecConfig | None, control: ControlConfig | None) -> list[Strategy] | None:
-    """What the controller may choose, cut to the rows that `spec` allows, by the names that it has
-    for them; None: `spec`'s own."""
+    """Strategies that the controller may choose, by its names, cut to the rows that `spec` allows;
+    None: `spec`'s own."""
     if control is None:
         return None
     require_speculation(spec)

@@ -35,7 +35,7 @@ LONG_SECONDS = 4 * SAMPLE_SECONDS  # of a round: beside it the noise of the mach
 
 @dataclasses.dataclass(frozen=True)
 class StartUp:
-    """What starting took.
+    """Time and memory that starting took.
 
     Attributes:
       programs: that were compiled. seconds: for that, and for running each once.

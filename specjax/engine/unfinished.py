@@ -87,7 +87,7 @@ class Unfinished:
         return Sequence(job, runner.steps, features, progress)
 
     def _features_of(self, job: Job) -> Features:
-        """What a job asks for; raises ValueError if it does not fit.
+        """Features that a job asks for; raises ValueError if it does not fit.
 
         Samples of one request differ in nothing that matters here, so that the last answer serves
         them all.
@@ -127,5 +127,5 @@ def _check_progress(job: Job, progress: Progress, room: int) -> None:
 
 
 def all_of(features: Iterable[Features]) -> Features:
-    """What any of them asks for."""
+    """Features that any of them asks for."""
     return functools.reduce(operator.or_, features)

@@ -283,7 +283,7 @@ def run_on_hosts(world, rule, partial, seeds, slots, sharing=1):
                 copies=None,
                 judge=lambda job, sample: judged.append((process, job.place, job.sample)),
                 group=hosts.ProcessGroup(
-                    process // sharing, len(seeds) // sharing, speaks=process % sharing == 0
+                    process // sharing, len(seeds) // sharing, reports=process % sharing == 0
                 ),
                 exchange=lambda news, place: meeting.tell(process, news),
             )

@@ -344,7 +344,7 @@ def test_processes_tell_each_other_less_often_while_a_gap_is_used():
         told.append(mine)
         return [mine, ([], 0.0)]
 
-    host = hosts.Hosts(own, None, group=hosts.ProcessGroup(0, 2, speaks=True), exchange=tell)
+    host = hosts.Hosts(own, None, group=hosts.ProcessGroup(0, 2, reports=True), exchange=tell)
     host.gaps = noted = Noted()
     host._load = [0, 3]
     host.step()
