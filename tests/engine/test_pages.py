@@ -33,7 +33,7 @@ def test_wrong_use_of_pages_is_refused():
         pool.take(3)
     pages = pool.take(1)
     pool.release(pages)
-    with pytest.raises(ValueError, match="nobody holds it"):
+    with pytest.raises(ValueError, match="released and is not held"):
         pool.release(pages)
     with pytest.raises(ValueError, match="is free and cannot be shared"):
         pool.share(pages)
