@@ -73,7 +73,7 @@ TREES: dict[int, dict[str, Any]] = {
 }  # fmt: skip
 MAIN_TREES = ("chain", "spine", "dynamic_wide")
 
-# What is asked of the policy; the keys name figures.
+# Sampling parameters; the keys name figures.
 SETTINGS = {
     "T_0": {"temperature": 0.0},
     "T_0.7": {"temperature": 0.7},
@@ -176,7 +176,7 @@ class Counts:
         return float(1 + self.accepted.sum() / self.rounds.sum())
 
     def resampled(self, picks: np.ndarray) -> np.ndarray:
-        """Accept length over each row of `picks`, [resamples, prompts] indices: [resamples]."""
+        """Returns accept lengths [resamples] over each row of prompts' indices, `picks`."""
         return 1 + self.accepted[picks].sum(1) / self.rounds[picks].sum(1)
 
     def interval(self) -> list[float]:
@@ -184,7 +184,7 @@ class Counts:
 
 
 def _picks(prompts: int) -> np.ndarray:
-    """The same resamples every time, so that ratios of two arms resample the same prompts."""
+    """Draws the same resamples every time, so that two arms resample the same prompts."""
     return np.random.default_rng(0).integers(prompts, size=(2000, prompts))
 
 
@@ -276,7 +276,7 @@ def measure_all(args: argparse.Namespace) -> tuple[Found, Found, list[str]]:
 
 
 def _job(args, job: tuple[Policy, Arm, Mapping[str, Mapping]]) -> dict[str, Counts]:
-    """Measures, and prints a line of what was found."""
+    """Measures one arm, and prints a line of what was found."""
     policy, arm, settings = job
     start = time.perf_counter()
     counts = measure(policy, arm, settings, args)
@@ -287,7 +287,7 @@ def _job(args, job: tuple[Policy, Arm, Mapping[str, Mapping]]) -> dict[str, Coun
     return counts
 
 
-def _build_quickly() -> None:
+def _disable_optimizations() -> None:
     """Turns optimizations off: nothing is timed here, and programs compile faster."""
     jax.config.update("jax_disable_most_optimizations", True)
 
@@ -299,7 +299,7 @@ def _pool(workers: int) -> Iterator[Callable]:
         yield map
         return
     spawn = multiprocessing.get_context("spawn")  # jax's threads don't survive a fork
-    with concurrent.futures.ProcessPoolExecutor(workers, spawn, _build_quickly) as pool:
+    with concurrent.futures.ProcessPoolExecutor(workers, spawn, _disable_optimizations) as pool:
         yield pool.map
 
 
@@ -311,7 +311,7 @@ def _wanted(arm: Arm, only: Sequence[str] | None) -> bool:
 
 
 def figures(found: Found, aligned: Found) -> dict[str, dict]:
-    """Accept lengths with intervals, arms against the coupled chain, and what alignment gains."""
+    """Computes accept lengths, their ratios to the coupled chain, and what alignment gains."""
     result = {}
     for (policy, setting, arm), counts in found.items():
         key = f"accept_length/{policy}/{setting}/{arm.name}"
@@ -383,7 +383,7 @@ def print_tables(result: Mapping[str, Mapping], found: Found, names: Sequence[st
 
 def run(args: argparse.Namespace) -> Path:
     """Measures, writes the result file and its picture, and prints the tables."""
-    _build_quickly()
+    _disable_optimizations()
     start = time.perf_counter()
     found, aligned, names = measure_all(args)
     result = figures(found, aligned)

@@ -52,7 +52,7 @@ def long_tailed(count: int, median: float, ratio: float, seed: int) -> list[int]
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What is to be generated.
+    """All chains that a rollout generates.
 
     Attributes:
       tasks: token ids of the prompts. lengths: tokens of each chain; chains of one group follow
@@ -97,7 +97,7 @@ class Work:
         return make_jobs(self.task(chain, turn), params, self.eos_ids, request=group)[sample]
 
     def single_turns(self) -> list[Job]:
-        """Each task by itself, `samples` times, with noise that no chain has."""
+        """Makes jobs of each task by itself, `samples` times, with noise that no chain has."""
         jobs = []
         for index, task in enumerate(self.tasks):
             params = self.params(((self.seed + 1) << 20) - 1 - index, self.turn_limit)
@@ -210,7 +210,7 @@ class Rollout:
 
     @property
     def histograms(self) -> np.ndarray:
-        """[chains, steps + 2] rounds by tokens emitted."""
+        """Rounds of each chain by tokens emitted, [chains, steps + 2]."""
         return np.stack([chain.histogram for chain in self.chains])
 
 

@@ -53,7 +53,7 @@ WARM_TOKENS = 12  # per chain, before the clock starts
 
 
 class Bench:
-    """The engines of all arms, and what their rollouts came to.
+    """Runs rollouts of all arms, and keeps their results.
 
     Attributes:
       arms: names. rollouts: the last one of each. records: figures of each rollout, by arm.

@@ -81,7 +81,7 @@ class Request:
 
     @property
     def key(self) -> str:
-        """Equal for requests whose samples must be equal."""
+        """A text that is equal for requests whose samples must be equal."""
         return json.dumps([self.prompt, self.options, self.chat], sort_keys=True)
 
     def body(self, model: str) -> bytes:

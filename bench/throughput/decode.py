@@ -89,7 +89,7 @@ class Turns:
         return figure(statistics.median(rates), unit, [min(rates), max(rates)])
 
     def ratio(self, one: str, other: str) -> dict:
-        """How many times the tokens per second of `other` those of `one` are."""
+        """Returns the tokens per second of `one` over those of `other`."""
         value, *ends = paired_ratio_interval(self.costs(other), self.costs(one))
         return figure(value, f"tok/s, {one} / {other}, median over turns", ends)
 

@@ -35,7 +35,7 @@ HEAD_FILE = "mtp.safetensors"
 
 
 def import_torch():
-    """The module.
+    """Imports torch.
 
     Raises:
       ModuleNotFoundError: it is not installed.

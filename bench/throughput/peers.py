@@ -253,7 +253,7 @@ def run(args: argparse.Namespace) -> Path:
 
 
 def summary(work: Work, figures: Mapping[str, Mapping]) -> str:
-    """One line for people."""
+    """Formats the main figures in one line."""
     rates = "  ".join(
         f"{name.partition('_tokens_per_sec')[0]} {entry['value']:.0f}"
         for name, entry in figures.items()

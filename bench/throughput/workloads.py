@@ -351,7 +351,7 @@ def point_figures(point: Point, model, source, tokenizer, args, engine=None) -> 
 
 
 def summary(point: Point, figures: Mapping[str, Mapping]) -> str:
-    """One line for people."""
+    """Formats the main figures in one line."""
 
     def value(name: str, digits: int = 2) -> str:
         number = figures[f"{name}/{point.name}"]["value"]

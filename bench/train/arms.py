@@ -115,7 +115,7 @@ class ArmsConfig(RLConfig):
             )
 
     def of_arm(self, arm: str) -> RLConfig:
-        """The settings of one arm's run."""
+        """Returns the settings of one arm's run."""
         mode, head = ARMS[arm]
         cfg = own_settings(RLConfig, self)
         cfg.draft = dataclasses.replace(cfg.draft, mode=mode)

@@ -67,7 +67,7 @@ class ScheduleConfig(RLConfig):
             raise ConfigError("eval.problems must be at least 1: held-out reward is compared")
 
     def of_arm(self, arm: str, number: int, out: Path) -> RLConfig:
-        """The settings of one run, which writes to a directory of its own in `out`."""
+        """Returns the settings of one run, which writes to a directory of its own in `out`."""
         cfg = own_settings(RLConfig, self)
         cfg.seed, cfg.data.seed = self.seed + number, self.data.seed + number
         if arm == "plain":

@@ -72,7 +72,7 @@ class SpotBenchConfig(RLConfig):
             )
 
     def of_arm(self, arm: str, out: Path) -> RLConfig:
-        """The settings of one arm's run, which writes to a directory of its own in `out`."""
+        """Returns the settings of one arm's run, which writes to a directory in `out`."""
         cfg = own_settings(RLConfig, self)
         cfg.draft.spot.gaps = arm == "gaps"
         cfg.out = str(out / arm)
