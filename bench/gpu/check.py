@@ -76,7 +76,7 @@ def project_of(line: str) -> str:
 
 
 def lines_of(path: Path) -> list[str]:
-    """Of a file of requirements, without comments."""
+    """The lines of a file of requirements, without comments."""
     text = path.read_text(encoding="utf-8")
     return [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
 
@@ -91,7 +91,7 @@ def requirements() -> tuple[list[str], list[str]]:
 
 
 def key() -> str:
-    """Of the environment: it changes with what is named, not with what comes along."""
+    """The environment's name: a digest of the packages that are named here."""
     wanted, constraints = requirements()
     named = {project_of(line) for line in wanted} | {project_of(line) for line in lines_of(PINS)}
     lines = sorted(wanted) + sorted(line for line in constraints if project_of(line) in named)

@@ -157,7 +157,7 @@ class Chunk:
         return [Program(f"{name}{arm}", lower, options, beside) for arm, options in arms.items()]
 
     def _lower(self) -> jax.stages.Lowered:
-        """As the engine asks for it."""
+        """The chunk's program, lowered as the engine does it."""
         runner, found = self.runner, []
 
         def build(key, lower, donate):
@@ -260,7 +260,7 @@ class Chunk:
         return found.length[: self.size.batch] - self._at
 
     def job(self, name: str) -> tuple[Callable, Callable]:
-        """For `alternate_prepared`."""
+        """The two functions that `alternate_prepared` takes of an arm."""
         return self.prepare, functools.partial(self.run, name)
 
 
@@ -317,7 +317,7 @@ def _random_pages(key, shape: tuple[int, ...], dtype):
 def milliseconds_per_round(
     arms: Mapping[str, tuple[Chunk, str]], repeats: int
 ) -> dict[str, list[float]]:
-    """Of every arm and turn, the arms taking turns: arm -> (chunk, program)."""
+    """Milliseconds of a round by arm, in each turn; arms are (chunk, program) and take turns."""
     jobs = {arm: chunk.job(name) for arm, (chunk, name) in arms.items()}
     seconds = alternate_prepared(jobs, repeats)
     return {arm: [1e3 * s / arms[arm][0].size.rounds for s in seconds[arm]] for arm in arms}
@@ -326,7 +326,7 @@ def milliseconds_per_round(
 def figures_by_layers(
     found: Mapping[int, Sequence[float]], at: str, layers: tuple[int, int], total: int, unit: str
 ) -> tuple[list[float], dict[str, dict]]:
-    """Of models with layers[0] and layers[1] of `total` layers, and of the whole one.
+    """Figures of models with layers[0] and layers[1] of `total` layers, and of the whole one.
 
     Args:
       found: number of layers -> milliseconds in each turn. at: where, in the figures' names.
@@ -370,7 +370,7 @@ def policy_pass(runner: Runner, rows: int) -> Callable:
 def whole_model(
     many: Sequence[float], few: Sequence[float], layers: tuple[int, int], total: int
 ) -> list[float]:
-    """Of a model with `total` layers, from turns of models with layers[0] and layers[1] of them.
+    """Times of a model with `total` layers, from those with layers[0] and layers[1] of them.
 
     One layer takes their difference, divided by how many layers they differ in.
     """

@@ -127,12 +127,12 @@ class Job:
         self.fail(f"{names[0]}: {described(error)}")
 
     def no_time(self, names: Sequence[str]) -> None:
-        """Says of an item that there was no time for these figures of it."""
+        """Records that there was no time for these figures of an item."""
         self._without(names, "no time left")
         self.left_over += 1
 
     def _without(self, names: Sequence[str], why: str) -> None:
-        """Says that figures were not measured, and why."""
+        """Records that figures were not measured, and why."""
         self.add({name: figure(None, f"left out: {why}") for name in names})
 
     def run(self, part: Callable[[Job], None]) -> bool:

@@ -149,7 +149,7 @@ def _attempt(call: Call, part: Part, card: str) -> int | None:
 
 
 def _environment(part: Part, card: str, small: bool) -> dict[str, str]:
-    """Of a part's process.
+    """The environment variables of a part's process.
 
     Compiled programs are kept for the next call, by kind of card, as many as can be carried along;
     what was tuned for them lies beside them, where jax puts it. A cache of the user's own is taken

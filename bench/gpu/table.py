@@ -241,5 +241,5 @@ def _values(
 
 
 def verdicts(card: str, found: Mapping[str, Mapping]) -> list[Verdict]:
-    """Of all targets, from one card's records."""
+    """The verdicts of all targets, from one card's records."""
     return [verdict(target, card, found) for target in TARGETS]

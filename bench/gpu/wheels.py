@@ -1,4 +1,4 @@
-"""`make gpu-wheels`: what a GPU machine without a network lacks of specjax's packages, as wheels.
+"""`make gpu-wheels`: downloads the packages that a GPU machine without a network lacks, as wheels.
 
 Such a machine has Python 3.12, jax with its CUDA plugin, and much of what specjax needs, some of it
 older. What it lacks travels in .wheels/, in the versions of constraints.txt, for 64-bit x86 Linux;
@@ -51,7 +51,7 @@ def pins() -> list[str]:
 
 
 def tracked_bytes() -> int:
-    """Of the files that git knows, as they lie in the working tree."""
+    """Bytes of the files that git tracks, as they are in the working tree."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
     paths = [ROOT / name for name in listed.stdout.decode().split("\0") if name]
     return sum(path.stat().st_size for path in paths if path.is_file())

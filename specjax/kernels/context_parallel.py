@@ -218,7 +218,7 @@ def _done(running: Running):
 
 
 def _pass_on(context: Context, tree):
-    """To the next device of the ring."""
+    """Sends a tree to the next device of the ring."""
     around = [(i, (i + 1) % context.ways) for i in range(context.ways)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, around), tree)
 

@@ -132,7 +132,7 @@ def offering(operation: str) -> str:
 
 
 def page_multiple(kernel: str) -> int:
-    """Of how many positions the pages that a kernel reads must be a multiple."""
+    """The number of positions that a kernel's pages must be a multiple of."""
     return BACKENDS.find(kernel).page_multiple
 
 
@@ -185,7 +185,7 @@ def tree_attention(
     with_lse: bool = False,
     kernel: str = "reference",
 ) -> Float[Array, "B N T H"] | tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
-    """See `specjax.kernels.reference.tree_attention`.
+    """Tree attention as `specjax.kernels.reference.tree_attention` defines it, by a kernel.
 
     Args:
       kernel: a name of the table, or a path.
@@ -311,7 +311,7 @@ def causal_attention(
     window: int | None = None,
     kernel: str = "reference",
 ) -> Float[Array, "B N S H"]:
-    """See `specjax.kernels.reference.causal_attention`.
+    """Causal attention as `specjax.kernels.reference.causal_attention` defines it, by a kernel.
 
     Args:
       context: how rows are split over devices; these attend in XLA, whatever the kernel.
@@ -333,7 +333,7 @@ def causal_attention_with_own(
     window: int | None = None,
     kernel: str = "reference",
 ) -> Float[Array, "B N S H"]:
-    """See `specjax.kernels.reference.causal_attention_with_own`; the rest as above."""
+    """The same beside rows of later steps, see `reference.causal_attention_with_own`."""
     if context is not None:
         return context_parallel.causal_attention_with_own(
             q, k, v, own, segment_ids, context, window=window

@@ -168,7 +168,7 @@ def _pad(x: Float[Array, "B K M H"], rows: int) -> Array:
 
 
 def _words(visible_bits, batch: int, window, group: int, rows: int) -> Int[Array, "3 B M"]:
-    """Of every packed row: its two ancestor words, and its depth."""
+    """Two ancestor words and the depth of every packed row."""
     words = jnp.broadcast_to(visible_bits, (batch, *visible_bits.shape[-2:]))
     depth = tree_depth(words)
     if window is not None:

@@ -92,14 +92,14 @@ class Running(NamedTuple):
     out: Array
 
     def add(self, scores: Float[Array, "*B M S"], weigh: Callable[[Array], Array]) -> Running:
-        """With S more keys, masked ones at NEG_INF; `weigh` sums their values by weights [M S]."""
+        """Adds S more keys, masked ones at NEG_INF; `weigh` sums their values by weights [M S]."""
         higher = jnp.maximum(self.peak, scores.max(-1, keepdims=True))
         shrink, weights = jnp.exp(self.peak - higher), jnp.exp(scores - higher)
         total = self.total * shrink + weights.sum(-1, keepdims=True)
         return Running(higher, total, self.out * shrink + weigh(weights))
 
     def add_sink(self, sink: Array) -> Running:
-        """With one more logit that has no value."""
+        """Adds one more logit, which has no value."""
         higher = jnp.maximum(self.peak, sink)
         shrink = jnp.exp(self.peak - higher)
         return Running(higher, self.total * shrink + jnp.exp(sink - higher), self.out * shrink)
@@ -360,7 +360,7 @@ def causal_segment_mask(segment_ids: Int[Array, "B S"], window: int | None = Non
 
 
 def product(x: Float[Array, "... K"], panels: Float[Array, "P K W"]) -> Float[Array, "... N"]:
-    """See `specjax.kernels.dispatch.product`."""
+    """The reference of `specjax.kernels.dispatch.product`."""
     out = jnp.einsum("...k,pkw->...pw", x, panels, preferred_element_type=jnp.float32)
     return out.reshape(*x.shape[:-1], -1)
 

@@ -45,7 +45,7 @@ class Context:
 
     @property
     def chunks(self) -> int:
-        """That a device holds of each row."""
+        """Chunks of each row that a device holds."""
         return 2 if self.order == "zigzag" else 1
 
     def chunks_of(self, device) -> tuple:

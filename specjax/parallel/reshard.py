@@ -113,7 +113,7 @@ class Reshard:
 
     @property
     def bytes_per_device(self) -> int:
-        """That a device receives from others."""
+        """Bytes that a device receives from others."""
         return sum(c.received for c in self.collectives)
 
     def excess(self, collectives: Sequence[Collective]) -> list[str]:
@@ -164,7 +164,7 @@ class Mover:
         return program(tree)
 
     def program(self, tree: Params, convert: Callable | None = None) -> Reshard | None:
-        """That moves a tree, of arrays or their shapes; None: it is copied shard by shard."""
+        """The program for a tree, of arrays or their shapes; None: it is copied shard by shard."""
         leaves, structure = jax.tree.flatten(tree)
         key = structure, convert, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
         if key not in self._programs:
@@ -307,7 +307,7 @@ class _Common(NamedTuple):
 
     @classmethod
     def of(cls, old: jax.sharding.Mesh, new: jax.sharding.Mesh) -> _Common:
-        """See `sharding.rollout_mesh`, which says how the two are related.
+        """The common mesh of two that are related as `sharding.rollout_mesh` relates them.
 
         Raises:
           Unrelated: they are not.
@@ -335,7 +335,7 @@ class _Common(NamedTuple):
         return cls(mesh, names, {"tp": (names["tp"][0], *grown)})
 
     def axes(self, dims: int, spec, names: dict[str, MeshAxes]) -> tuple[MeshAxes, ...]:
-        """Of a spec over the old or new mesh, without those of a single device."""
+        """A spec over the old or new mesh in axes of this one, without those of one device."""
         entries = [(e,) if isinstance(e, str) else e or () for e in spec]
         entries += [()] * (dims - len(entries))
         split = [[name for axis in entry for name in names.get(axis, ())] for entry in entries]

@@ -190,7 +190,7 @@ _ONE_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 
 
 def offer_cpu_devices(count: int) -> None:
-    """Lets the CPU act as `count` devices, unless backends are up or the user said otherwise."""
+    """Lets the CPU act as `count` devices, unless backends are up or XLA_FLAGS sets a number."""
     flags = os.environ.get("XLA_FLAGS", "")
     if count > 1 and _ONE_ORDER.split("=")[0] not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {_ONE_ORDER}".strip()  # read when backends come up
@@ -290,7 +290,7 @@ def param_shardings(mesh: jax.sharding.Mesh, tree, axes: Axes):
 
 
 def rows_sharding(mesh: jax.sharding.Mesh) -> jax.NamedSharding:
-    """Of packed rows [R S ...]: rows over the data axes, their tokens over `cp`, the rest whole."""
+    """The sharding of packed rows [R S ...]: rows over the data axes, their tokens over `cp`."""
     return jax.NamedSharding(mesh, jax.P(PHYSICAL["batch"], PHYSICAL["sequence"]))
 
 
@@ -377,7 +377,7 @@ def replicated_dims(mesh: jax.sharding.Mesh | None, tree, axes: Axes) -> list[st
 
 
 def all_devices() -> list[jax.Device]:
-    """Of all processes; those of one process, and so of one host, follow each other."""
+    """The devices of all processes; those of one process, and so of one host, follow each other."""
     return sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
 
 

@@ -159,8 +159,10 @@ def _reason(error: Exception) -> str:
 
 
 def _bytes_wanted(text: str) -> tuple[float | None, float]:
-    """Of a compiler that ran out of memory: bytes of the whole program, if it says so, and of its
-    temporaries, if it says that they alone are too many."""
+    """Bytes of a program and of its temporaries, from a compiler's message that memory is short.
+
+    A message names one of the two: the whole program is then None, or the temporaries 0.
+    """
 
     def size(pattern: str) -> float | None:
         found = re.search(pattern, text)

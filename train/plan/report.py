@@ -162,7 +162,7 @@ class Plan:
         return (roll.max_prompt_tokens + roll.max_tokens) // 2
 
     def context_of(self, chunk: Figures) -> int:
-        """The same for a chunk; less where the cache has no pages for so many slots."""
+        """Positions in a slot's cache during a chunk: fewer where its slots share too few pages."""
         runner = self.shapes.engine.runner
         return min(self.context, (runner.pages - 1) * runner.page_size // chunk.key[2])
 

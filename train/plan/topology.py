@@ -48,7 +48,7 @@ class Topology:
 
     @property
     def platform(self) -> str:
-        """Of the devices that are planned for, as jax names it; CPUs may stand for them here."""
+        """The platform of the topology, as jax names it; `devices` may be CPUs in its place."""
         kind = self.name.partition(":")[0]
         return "cpu" if kind == "cpu" else "tpu" if kind.startswith("v") else "gpu"
 

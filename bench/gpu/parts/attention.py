@@ -27,12 +27,12 @@ from specjax.kernels import dispatch
 from specjax.kernels.backend import choose
 from specjax.models.families.dense import dense_config
 
-KERNELS = ("library:cudnn", "gpu")  # pages gathered for cuDNN, and the own one
+KERNELS = ("library:cudnn", "gpu")  # pages gathered for cuDNN, and the Pallas kernel
 MIXED = "mixed"  # in place of a batch: slots of different lengths
 
 
 def model_of(head: int) -> ModelConfig:
-    """As much of a model as decides about its kernel."""
+    """A model with only the sizes that the choice of a kernel depends on."""
     sizes = {"vocab_size": 8, "hidden_size": head, "intermediate_size": head, "num_layers": 1}
     heads = {"num_heads": 1, "num_kv_heads": 1, "head_dim": head}
     return dense_config(**sizes, **heads, run=RunConfig(compute_dtype="bfloat16"))
@@ -115,7 +115,7 @@ class Cell(NamedTuple):
         return f"{self.rows}/{prefix}/{self.table}"
 
     def bytes(self, sizes: Sizes) -> int:
-        """That a call has to read and write."""
+        """Bytes that a call has to read and write."""
         batch = len(self.prefixes)
         queries = 2 * batch * sizes.kv_heads * sizes.group * self.rows
         keys = 2 * sizes.kv_heads * (sum(self.prefixes) + batch * self.rows)

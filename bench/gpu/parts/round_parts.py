@@ -190,7 +190,7 @@ def _part_figures(job: Job, runner: Runner, sizes: Sizes) -> dict[str, dict]:
 
 
 def part_figures(times: Mapping[str, Sequence[float]]) -> dict[str, dict]:
-    """From milliseconds of the parts of `bench.round_parts`, and of the whole round, in each turn.
+    """Figures from milliseconds, in each turn, of a round and of the parts of `bench.round.parts`.
 
     What needs a part that is not among them is left out.
     """

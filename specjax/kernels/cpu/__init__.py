@@ -41,7 +41,7 @@ def tree_attention(
     sinks: Float[Array, " N"] | None = None,
     with_lse: bool = False,
 ) -> Float[Array, "B N T H"]:
-    """See `specjax.kernels.reference.tree_attention`; all in float32, H a multiple of 16.
+    """`specjax.kernels.reference.tree_attention` in float32, for H a multiple of 16.
 
     Raises:
       Declined: there is a window, sinks, or log-sum-exps are asked for.
@@ -73,7 +73,7 @@ def layers(
     before: Sequence[tuple[Array, Array]] | None = None,
     table: Table = None,
 ) -> tuple[Float[Array, "B T D"], list[tuple[Array, Array]]]:
-    """See `specjax.kernels.dispatch.layers`; all in float32.
+    """`specjax.kernels.dispatch.layers` in float32.
 
     Raises:
       TypeError: an array is not float32.
@@ -121,7 +121,7 @@ def commit(
     *,
     run: int = 1,
 ) -> list[Array]:
-    """See `specjax.kernels.dispatch.commit`; what has no page is not written, whatever `run` is.
+    """`specjax.kernels.dispatch.commit`; rows without a page are not written, whatever `run` is.
 
     Raises:
       Declined: an array is not float32, or holds several layers.
@@ -142,7 +142,7 @@ def commit(
 
 
 def product(x: Float[Array, "... K"], panels: Float[Array, "P K W"]) -> Float[Array, "... N"]:
-    """See `specjax.kernels.dispatch.product`; in float32, each sum in the order of K.
+    """`specjax.kernels.dispatch.product` in float32, each sum in the order of K.
 
     Raises:
       TypeError: an array is not float32.

@@ -201,7 +201,7 @@ def _writable(cache: Path | None) -> Path:
 
 
 def _key(targets: Sequence[Sequence[str]]) -> str:
-    """Of all that decides what is built, but the compiler.
+    """A digest of all that decides what is built, but the compiler.
 
     The processor is part of it where the compiler looks at it, for homes are shared by machines of
     different processors, and is not where flags name another.
