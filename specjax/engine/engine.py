@@ -540,7 +540,7 @@ class Engine(BaseEngine):
             self._others_wait,
         )
         runner, ended = self.runner, []
-        if runner.looks_around and chunk.spare:
+        if runner.drafts_from_others and chunk.spare:
             ended = list(self._ended)[-chunk.spare :]
         row_map = row_map_of(
             chunk.sequences, chunk.bucket, chunk.waiting, ended, self._table, runner
@@ -575,7 +575,8 @@ class Engine(BaseEngine):
             if sequence is None or sequence.slot is None:
                 continue
             if rejections is not None:
-                infos[index] = self._slot_info(sequence)
+                job, transforms = sequence.job, active_transforms(sequence.features)
+                infos[index] = SlotInfo(job.request, job.sample, len(job.prompt), transforms)
             known = sequence.length
             sample = sequence.take_in(index, lists, tree, chunk.version)
             if int(result.rounds) < chunk.rounds and lists.finish[index] == RUNNING:
@@ -630,10 +631,6 @@ class Engine(BaseEngine):
         if self.config.order == "longest_first":
             self.lengths.add(sequence.job.prompt_hash, len(sample.token_ids))
         self._events.append(Finished(sequence, sample))
-
-    def _slot_info(self, sequence: Sequence) -> SlotInfo:
-        job, transforms = sequence.job, active_transforms(sequence.features)
-        return SlotInfo(job.request, job.sample, len(job.prompt), transforms)
 
 
 def warm_up(

@@ -502,7 +502,7 @@ class Runner:
         )
 
     @property
-    def looks_around(self) -> bool:
+    def drafts_from_others(self) -> bool:
         """Whether the draft source drafts from what other slots hold, though they have
         ended. Not with rules that draw by the round, see `may_search` in ngram.py."""
         source = self.longest.source
