@@ -154,6 +154,7 @@ def test_a_step_whose_rewards_failed_leaves_nothing_and_can_be_made_again(pair, 
     assert learned(trainer.step()) == learned(some[2])
 
 
+@pytest.mark.slow  # programs for two more meshes; test_processes has them in a job
 def test_a_mesh_and_replicas_of_several_devices_learn_what_one_device_does(
     pair, thin_policy, tmp_path
 ):
