@@ -1,4 +1,4 @@
-"""Did the weights that were sent arrive? One number per set, the same in every layout."""
+"""A checksum of weights, the same in every layout, to check that copies arrived intact."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 class Checksum(int):
-    """Sum of all bit patterns modulo 2^32.
+    """The sum of all weights' bit patterns modulo 2^32.
 
     Attributes:
       finite: no weight is infinite or NaN.
@@ -40,10 +40,12 @@ def checksum(
     A sum does not depend on the order, so stacking, fusing and transposing do not change it.
 
     Args:
-      dtype: that decoding casts them to. tied: the language-model head is the embedding, which
-        some layouts hold twice. fetch: brings results to the host; `sharding.fetch` for weights of
-        all processes of a job, which must then all call this. repeated: names of arrays that are
-        left out, for one layout has them more often than the other, see `repeated_names`.
+      dtype: that decoding casts them to.
+      tied: the language-model head is the embedding, which some layouts hold twice.
+      fetch: brings results to the host; `sharding.fetch` for weights of all processes of a job,
+        which must then all call this.
+      repeated: names of arrays to leave out, because layouts hold them different numbers of times;
+        see `repeated_names`.
     """
     leaves = [
         leaf
@@ -58,10 +60,10 @@ def checksum(
 def require_same(
     name: str, sent: Params, arrived: Params, dtype: str, tied: bool, repeated: Collection[str]
 ) -> Checksum:
-    """The checksum of weights that were copied, see `checksum`.
+    """The checksum of weights that were copied, once it is the same at both ends.
 
     Raises:
-      RuntimeError: what arrived is not what was sent.
+      RuntimeError: the weights that arrived differ from those that were sent.
     """
     was = now = checksum(sent, dtype, tied, repeated=repeated)
     if arrived is not sent:  # or else nothing was copied
