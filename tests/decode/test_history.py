@@ -8,13 +8,11 @@ from transform_cases import rows_of
 from specjax.decode.options import BAD_WORD_LENGTH, Features
 from specjax.decode.sampling import (
     Context,
-    Counts,
     Rows,
     add_tokens,
     context_of,
     count_tokens,
     last_tokens,
-    root_rows,
 )
 
 VOCAB = 11
@@ -49,15 +47,6 @@ def test_adding_emitted_tokens_equals_counting_again(seed):
     counts = jax.jit(add_tokens)(count(tokens, before, prompt_len, VOCAB), window, emitted)
     again = count(tokens, length, prompt_len, VOCAB)
     jax.tree.map(np.testing.assert_array_equal, counts, again)
-
-
-def test_negative_tokens_are_never_counted():
-    tokens = np.array([[3, -1, -1, 4]], np.int32)
-    counts = count(tokens, np.array([4]), np.array([2]), VOCAB)
-    assert counts.prompt[0].nonzero()[0].tolist() == [3]
-    assert counts.output[0].nonzero()[0].tolist() == [4]
-    more = add_tokens(counts, np.array([[-1, 5]], np.int32), np.array([2]))
-    assert more.output[0].nonzero()[0].tolist() == [4, 5]
 
 
 def test_the_context_holds_only_what_the_features_ask_for():
@@ -98,8 +87,3 @@ def test_last_tokens_of_a_row_end_with_its_own_path(per_slot_depth):
         for r, path in enumerate(paths[b]):
             assert last[b, r].tolist() == [*suffix[b].tolist(), *path][-7:]
 
-
-def test_the_root_alone_has_the_context_as_history():
-    suffix = np.arange(14, dtype=np.int32).reshape(2, 7)
-    context = Context(np.array([9, 9]), Counts(None, None), suffix)
-    np.testing.assert_array_equal(last_tokens(context, root_rows(2))[:, 0], suffix)
