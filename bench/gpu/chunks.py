@@ -294,7 +294,7 @@ def _together(large: tuple, rest):
 
 
 def _drawn(cache, seed: int):
-    """Random numbers where a cache holds zeros: a few pages' worth, over and over.
+    """Random numbers where a cache holds zeros.
 
     Its arrays are given up one by one, for some caches take half of a card's memory.
     """
@@ -303,12 +303,13 @@ def _drawn(cache, seed: int):
     for key, leaf in zip(jax.random.split(jax.random.key(seed), len(leaves)), leaves, strict=True):
         shape, dtype = leaf.shape, leaf.dtype
         leaf.delete()
-        drawn.append(_random_pages(key, shape, dtype))
+        drawn.append(random_pages(key, shape, dtype))
     return jax.tree.unflatten(tree, drawn)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _random_pages(key, shape: tuple[int, ...], dtype):
+def random_pages(key, shape: tuple[int, ...], dtype):
+    """Random numbers, the same 64 pages over and over."""
     few = min(64, shape[0])
     block = jax.random.normal(key, (few, *shape[1:]), jnp.float32).astype(dtype)
     return jnp.tile(block, (-(-shape[0] // few), *[1] * (len(shape) - 1)))[: shape[0]]

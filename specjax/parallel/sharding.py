@@ -312,14 +312,13 @@ def _map_stated(one: Callable, state):
     def mapped(node):
         if not is_stated(node):
             return one(node, None)
-        parts = node._asdict().items()
-        return type(node)(*(_mapped(one, part, node.AXES.get(name)) for name, part in parts))
+        parts = []
+        for name, part in node._asdict().items():
+            axes = node.AXES.get(name)
+            parts.append(jax.tree.map(functools.partial(one, axes=axes), part))
+        return type(node)(*parts)
 
     return jax.tree.map(mapped, state, is_leaf=is_stated)
-
-
-def _mapped(one: Callable, part, axes: tuple | None):
-    return jax.tree.map(lambda leaf: one(leaf, axes), part)
 
 
 def state_shardings(mesh: jax.sharding.Mesh, state):

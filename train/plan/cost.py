@@ -267,7 +267,8 @@ def _count(program: Program, given: Mapping[str, float], shapes: Shapes) -> Cost
     if kind in ("accumulate", "score"):
         tokens = cfg.packing.rows * cfg.packing.row_length
         passes = 1 if kind == "score" else 4 if cfg.remat else 3
-        pairs = attention_pairs(cfg)
+        # Pairs of positions of rows that are one causal sequence each, at most.
+        pairs = cfg.packing.rows * cfg.packing.row_length**2 // 2
         attention = chips.attention_operations(model.layers, pairs)
         return Cost(passes * (2 * weights * tokens + attention) / devices, passes * read)
     if kind == "draft":
@@ -308,11 +309,6 @@ def draft_weights(shapes: Shapes) -> int:
     inputs = 2 * cfg.hidden_size**2 if cfg is shapes.model else 0  # state and embedding into one
     weights = chips.layer_weights(layers, cfg.hidden_size)
     return weights + inputs + cfg.vocab_size * cfg.hidden_size
-
-
-def attention_pairs(cfg) -> int:
-    """Pairs of positions in a micro-batch of rows that are one causal sequence each, at most."""
-    return cfg.packing.rows * cfg.packing.row_length**2 // 2
 
 
 def rows_of(shapes: Shapes, strategy: str) -> int:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench.gpu.chunks import random_pages
 from bench.gpu.job import Absent, Job
 from bench.gpu.parts.ceilings import copy_rate
 from bench.gpu.program import Built, Place, Program, build
@@ -130,11 +131,8 @@ class Cell(NamedTuple):
         What counts is what is read: a table may be much longer than the prefix.
         """
         read = sum(-(-prefix // sizes.page) for prefix in self.prefixes)
-        return math.ceil(sizes.pool_bytes / (read * self._page_bytes(sizes)))
-
-    @staticmethod
-    def _page_bytes(sizes: Sizes) -> int:
-        return 2 * 2 * sizes.kv_heads * sizes.page * sizes.head
+        page_bytes = 2 * 2 * sizes.kv_heads * sizes.page * sizes.head
+        return math.ceil(sizes.pool_bytes / (read * page_bytes))
 
 
 def cells(sizes: Sizes, batch: int | str) -> list[Cell]:
@@ -197,7 +195,7 @@ def _inputs(sizes: Sizes, cell: Cell, seed: int) -> tuple[jax.Array, ...]:
     """Random arrays; pages lie in no order, and each slot has its own."""
     *arrays, tables = _shapes(sizes, cell)
     keys = jax.random.split(jax.random.key(seed), len(arrays))
-    drawn = [_draw(key, shape.shape) for key, shape in zip(keys, arrays, strict=True)]
+    drawn = [random_pages(key, x.shape, jnp.bfloat16) for key, x in zip(keys, arrays, strict=True)]
     sets, batch, pages = tables.shape
     count = drawn[-1].shape[0] - 1
     order = 1 + np.random.default_rng(seed).permutation(count)
@@ -205,13 +203,6 @@ def _inputs(sizes: Sizes, cell: Cell, seed: int) -> tuple[jax.Array, ...]:
     if len(order) < sets:  # the compiler must not take the reads out of the loop
         order = np.concatenate([order, np.roll(order, batch // 2, axis=1)])
     return *drawn, jnp.asarray(order)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _draw(key, shape: tuple[int, ...]):
-    few = min(64, shape[0])
-    block = jax.random.normal(key, (few, *shape[1:]), jnp.bfloat16)
-    return jnp.tile(block, (-(-shape[0] // few), 1, 1, 1))[: shape[0]]
 
 
 def measure(job: Job, batch: int | str) -> None:
