@@ -170,6 +170,18 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)
 
 
+def report(figures: Mapping[str, Mapping]) -> str:
+    """Formats figures, one a line."""
+    lines = []
+    for name, entry in figures.items():
+        value, interval = entry["value"], entry["interval"]
+        shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+        if interval is not None:
+            shown += " [{}]".format(", ".join("?" if x is None else f"{x:.4g}" for x in interval))
+        lines.append(f"{name:44} {shown} {entry['unit']}")
+    return "\n".join(lines)
+
+
 def turns(names: Iterable[T], repeats: int) -> Iterator[tuple[int, T]]:
     """Yields (repeat, name): every name once per repeat, in reversed order every other repeat."""
     forwards = list(names)

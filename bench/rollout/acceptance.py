@@ -19,26 +19,20 @@ every rule and every tree that it takes, other sources with chain, spine and wid
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
-import contextlib
 import dataclasses
-import functools
 import itertools
-import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from bench import plots
 from bench.command import add_prompt_arguments, bench_parser, heldout_prompts, user_errors
-from bench.record import figure, write_result
+from bench.record import figure, report, write_result
 from specjax import LLM, ModelConfig, SamplingParams, SpecConfig, Strategy
 from specjax.checkpoint import huggingface as hf
 from specjax.tokenizer import load_tokenizer
@@ -256,55 +250,24 @@ def truncated(cfg: ModelConfig, params, layers: int, tokenizer: str, path: Path)
     hf.save_checkpoint(path, small, first, None, tokenizer)
 
 
-def measure_all(args: argparse.Namespace) -> tuple[Found, Found, list[str]]:
-    """Counts of all arms, of the aligned pairs, and the policies' names."""
-    found, aligned, names = {}, {}, []
+def measure_all(args: argparse.Namespace) -> tuple[Found, Found]:
+    """Measures all arms and the aligned pairs, and prints a line of each."""
+    found, aligned = {}, {}
     with tempfile.TemporaryDirectory() as directory:
         for policy in policies(args, Path(directory)):
-            names.append(policy.name)
-            jobs = [(policy, arm, SETTINGS) for arm in arms(policy.sources)]
-            jobs += [(policy, arm, ALIGNED_SETTINGS) for arm in aligned_arms()]
-            jobs = [job for job in jobs if _wanted(job[1], args.only)]
-            with _pool(args.workers) as run_all:
-                results = list(run_all(functools.partial(_job, args), jobs))
-            for (_, arm, settings), counts in zip(jobs, results, strict=True):
-                into = found if settings is SETTINGS else aligned
+            jobs = [(arm, SETTINGS, found) for arm in arms(policy.sources)]
+            jobs += [(arm, ALIGNED_SETTINGS, aligned) for arm in aligned_arms()]
+            for arm, settings, into in jobs:
+                if args.only and not any(part in arm.name for part in args.only):
+                    continue
+                counts = measure(policy, arm, settings, args)
                 into.update({(policy.name, name, arm): c for name, c in counts.items()})
+                lengths = "  ".join(f"{n} {c.accept_length:.2f}" for n, c in counts.items())
+                off = "" if arm.aligned else " (not aligned)"
+                print(f"{policy.name}  {arm.name}{off}: {lengths}", flush=True)
     if not found:
         raise ValueError(f"no arm has any of {args.only} in its name; leave --only out to see all")
-    return found, aligned, names
-
-
-def _job(args, job: tuple[Policy, Arm, Mapping[str, Mapping]]) -> dict[str, Counts]:
-    """Measures one arm, and prints a line of what was found."""
-    policy, arm, settings = job
-    start = time.perf_counter()
-    counts = measure(policy, arm, settings, args)
-    seconds = time.perf_counter() - start
-    lengths = "  ".join(f"{n} {c.accept_length:.2f}" for n, c in counts.items())
-    off = "" if arm.aligned else " (not aligned)"
-    print(f"{policy.name}  {arm.name}{off}: {lengths}  [{seconds:.1f} s]", flush=True)
-    return counts
-
-
-def _disable_optimizations() -> None:
-    """Turns optimizations off: nothing is timed here, and programs compile faster."""
-    jax.config.update("jax_disable_most_optimizations", True)
-
-
-@contextlib.contextmanager
-def _pool(workers: int) -> Iterator[Callable]:
-    """Yields a `map` over processes: most of the work is tracing, which threads do in turns."""
-    if workers == 1:
-        yield map
-        return
-    spawn = multiprocessing.get_context("spawn")  # jax's threads don't survive a fork
-    with concurrent.futures.ProcessPoolExecutor(workers, spawn, _disable_optimizations) as pool:
-        yield pool.map
-
-
-def _wanted(arm: Arm, only: Sequence[str] | None) -> bool:
-    return not only or any(part in arm.name for part in only)
+    return found, aligned
 
 
 # --- figures -------------------------------------------------------------------------------------
@@ -352,40 +315,12 @@ def mean_ratio(pairs: Sequence[tuple[Counts, Counts]]) -> tuple[float, list[floa
     return float(np.exp(np.mean(logs))), _interval(np.exp(np.mean(resampled, axis=0)))
 
 
-def print_tables(result: Mapping[str, Mapping], found: Found, names: Sequence[str]) -> None:
-    """Prints one table per policy; arms down, temperatures across."""
-    console = Console(width=110)
-    for policy in names:
-        table = Table(title=f"{policy}: accept length", title_justify="left")
-        for column in ("source", "rule", "tree", "nodes", "steps", *SETTINGS, "/ chain"):
-            table.add_column(column, justify="left" if column in ("source", "tree") else "right")
-        for arm in dict.fromkeys(arm for name, _, arm in found if name == policy):
-            cells = [result[f"accept_length/{policy}/{s}/{arm.name}"]["value"] for s in SETTINGS]
-            tau = f" tau {arm.tau}" if arm.strategy.is_dynamic else ""
-            relative = result.get(f"relative/{arm.name}", {}).get("value")
-            table.add_row(
-                arm.source,
-                arm.mode,
-                arm.tree + tau,
-                str(arm.nodes),
-                str(arm.strategy.steps),
-                *(f"{v:.2f}" for v in cells),
-                "-" if relative is None else f"{relative:.3f}",
-            )
-        console.print(table)
-    for key, entry in result.items():
-        if key.startswith("aligned_gain/"):
-            low, high = entry["interval"]
-            console.print(
-                f"{key}: {entry['value']:.3f} [{low:.3f}, {high:.3f}]", markup=False, soft_wrap=True
-            )
-
-
 def run(args: argparse.Namespace) -> Path:
-    """Measures, writes the result file and its picture, and prints the tables."""
-    _disable_optimizations()
+    """Measures, and writes the result file and its picture."""
+    # Nothing is timed, and programs compile faster without optimizations.
+    jax.config.update("jax_disable_most_optimizations", True)
     start = time.perf_counter()
-    found, aligned, names = measure_all(args)
+    found, aligned = measure_all(args)
     result = figures(found, aligned)
     settings = vars(args) | {
         "trees": {n: {k: Strategy.parse(v).name for k, v in t.items()} for n, t in TREES.items()},
@@ -393,7 +328,7 @@ def run(args: argparse.Namespace) -> Path:
         "seconds": round(time.perf_counter() - start, 1),
     }
     path = write_result("acceptance", settings, result, args.out)
-    print_tables(result, found, names)
+    print(report({k: v for k, v in result.items() if not k.startswith("accept_length/")}))
     print(path)
     print(plots.draw(path))
     return path
@@ -412,18 +347,16 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--max_tokens", type=int, default=64, help="response tokens at most")
     add("--max_batch", type=int, default=32, help="slots that run at once")
     add("--only", nargs="+", metavar="PART", help="arms with one of these in their name")
-    add("--workers", type=int, default=2, help="processes that measure, an arm at a time")
     scan = "scan over the layers, which compiles faster and decodes slower"
     add("--scan", action=argparse.BooleanOptionalAction, default=True, help=scan)
     add(
         "--quick",
         action="store_true",
-        help="2 prompts of 8 tokens, no standalone models, 1 process",
+        help="2 prompts of 8 tokens, no standalone models",
     )
     args = parser.parse_args(argv)
     if args.quick:
         args.prompts, args.samples, args.max_tokens, args.max_batch = 2, 2, 8, 4
-        args.workers = 1
     return args
 
 

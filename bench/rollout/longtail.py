@@ -34,7 +34,14 @@ import numpy as np
 
 from bench import plots
 from bench.command import add_prompt_arguments, bench_parser, user_errors
-from bench.record import RESULTS, alternate, figure, paired_ratio_interval, write_result
+from bench.record import (
+    RESULTS,
+    alternate,
+    figure,
+    paired_ratio_interval,
+    report,
+    write_result,
+)
 from bench.rollout import chains
 from bench.rollout.chains import GOODPUT, PLAIN, SUFFIX, Trace
 from specjax import LLM, SamplingParams, SpecConfig
@@ -144,6 +151,7 @@ class Bench:
         """Histograms [turns, steps + 2] of tasks that are answered one by one."""
         samples, _ = self.engine(strategy).generate(self.work.single_turns())
         return np.array([sample.stats.histogram for sample in samples])
+
 
 # --- figures ---------------------------------------------------------------------------------
 
@@ -264,27 +272,6 @@ def judge_naturalness(found: Mapping[str, Mapping]) -> str:
     )
 
 
-def report(figures: Mapping[str, Mapping], arms: Sequence[str]) -> str:
-    """Formats the figures as a table."""
-
-    def value(name: str) -> float:
-        return figures[name]["value"]
-
-    lines = []
-    for arm in arms:
-        lines.append(
-            f"{arm:>8}: {value(f'seconds/{arm}'):7.2f} s  tail {value(f'tail_seconds/{arm}'):6.2f} "
-            f"s  longest {value(f'longest_rate/{arm}'):6.0f} tok/s  accept length "
-            f"{value(f'accept_length/{arm}'):.2f}  "
-            f"{value(f'samples_different/{arm}')} samples differ"
-        )
-    for name, entry in figures.items():
-        if "_ratio/" in name:
-            low, high = entry["interval"]
-            lines.append(f"{name:>52}: {entry['value']:.3f} [{low:.3f}, {high:.3f}]")
-    return "\n".join(lines)
-
-
 # --- command line ----------------------------------------------------------------------------
 
 
@@ -354,7 +341,7 @@ def run(args: argparse.Namespace) -> list[tuple[str, Difference]]:
     trace = trace_of(bench, args)
     trace.write(path.with_suffix(SUFFIX))
     picture = plots.draw(path)
-    print(report(figures, bench.arms))
+    print(report(figures))
     print(judge_naturalness(figures))
     for arm, difference in judged:
         print(f"{arm}: {difference}")

@@ -24,11 +24,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
-from rich.console import Console
-from rich.table import Table
 
 from bench.command import bench_parser, heldout_prompts, user_errors
-from bench.record import figure, write_result
+from bench.record import figure, report, write_result
 from bench.round.batch import SHAPES
 from bench.round.parts import PARTS, Parts, milliseconds
 from specjax import LLM, ModelConfig, SamplingParams, SpecConfig
@@ -120,38 +118,16 @@ def _strategy_figures(shape: str, cfg: ModelConfig, weights, strategy: str, args
         parts = Parts(runner, *FEATURES[name], args.context, emitted)
         at = f"{shape}/{strategy}/{name}"
         here = part_figures(at, milliseconds(parts, args.window, args.repeats))
-        print_table(at, here)
+        print(report(here), flush=True)
         result |= here
     return result
 
 
-def print_table(at: str, figures: Mapping[str, Mapping]) -> None:
-    """Prints the parts of one setting, and how far they can be trusted."""
-    table = Table(title=at, title_justify="left")
-    for column in ("part", "ms, least", "median", "share"):
-        table.add_column(column, justify="left" if column == "part" else "right")
-    for name in (*PARTS, "round"):
-        low, middle = figures[f"ms/{at}/{name}"]["interval"]
-        share = figures.get(f"share/{at}/{name}", {}).get("value")
-        cell = "" if share is None else f"{100 * share:.1f}%"
-        table.add_row(name, f"{low:.3f}", f"{middle:.3f}", cell)
-    console = Console(width=100)
-    console.print(table)
-    last = figures[f"share_without_noise/{at}/accept_and_commit"]["value"]
-    ratio = figures[f"sum_of_parts/{at}"]["value"]
-    odd = "" if 1 / WITHIN <= ratio <= WITHIN else " (NOT near it: do not trust the shares)"
-    console.print(
-        f"accept + commit, without noise: {100 * last:.1f}%; the parts sum up to {ratio:.2f} times "
-        f"the whole round{odd}",
-        highlight=False,
-    )
-
-
 def run(args: argparse.Namespace) -> Path:
-    result = measure(args) | noise_figures(args)
-    for key, entry in result.items():
-        if key.startswith("noise_rows"):
-            print(f"{key}: {entry['value']:.3f} {entry['unit']}")
+    result = measure(args)
+    noise = noise_figures(args)
+    print(report(noise))
+    result |= noise
     settings = vars(args) | {"shapes": {name: SHAPES[name] for name in args.shapes}}
     settings["features"] = {name: FEATURES[name] for name in args.features}
     path = write_result("round", settings, result, args.out)

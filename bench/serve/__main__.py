@@ -49,7 +49,14 @@ import httpx
 import numpy as np
 
 from bench.command import bench_parser, task_name, user_errors
-from bench.record import alternate, figure, median_interval, paired_ratio_interval, write_result
+from bench.record import (
+    alternate,
+    figure,
+    median_interval,
+    paired_ratio_interval,
+    report,
+    write_result,
+)
 from bench.serve.traffic import Answer, Request, send_all, traffic
 from bench.serve.verdict import Verdict, judge
 from serve.engine_thread import count_only
@@ -395,16 +402,6 @@ async def post_all(host: str, port: int, bodies: Sequence[bytes], clients: int) 
 
 
 # --- command line ----------------------------------------------------------------------------
-
-
-def report(figures: Mapping[str, Mapping]) -> str:
-    lines = []
-    for name, entry in figures.items():
-        value, interval = entry["value"], entry["interval"]
-        shown = f"{value:.4g}" if isinstance(value, float) else str(value)
-        within = "" if interval is None else f" [{interval[0]:.4g}, {interval[1]:.4g}]"
-        lines.append(f"{name:44} {shown}{within} {entry['unit']}")
-    return "\n".join(lines)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -42,7 +42,7 @@ from bench.command import (
     heldout_prompts,
     user_errors,
 )
-from bench.record import alternate, figure, paired_ratio_interval, write_result
+from bench.record import alternate, figure, paired_ratio_interval, report, write_result
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
 from specjax.engine.settings import EngineConfig
@@ -244,11 +244,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, dict]:
                 here[f"ratio/{at}/{one}/{other}"] = turns.ratio(one, other)
             for one, other in comparison.samples:
                 here |= decodings.differences(one, other, at)
-            for key, entry in here.items():
-                interval = "" if entry["interval"] is None else " [{:.2f}, {:.2f}]".format(
-                    *entry["interval"]
-                )  # fmt: skip
-                print(f"{key}: {entry['value']:.2f}{interval} {entry['unit']}", flush=True)
+            print(report(here), flush=True)
             result |= here
     return result
 

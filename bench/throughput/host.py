@@ -31,7 +31,7 @@ from pathlib import Path
 import jax
 
 from bench.command import add_prompt_arguments, bench_parser, heldout_prompts, user_errors
-from bench.record import alternate, figure, paired_ratio_interval, write_result
+from bench.record import alternate, figure, paired_ratio_interval, report, write_result
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
 from specjax.control import ControlConfig
@@ -174,15 +174,7 @@ def run(args: argparse.Namespace) -> Path:
         figures |= here
         title = f"--- {name}, batch {args.batch} ---"
         profiles.append(f"{title}\n\n{profile(device, prompts, sampling)}")
-        at = f"/{name}/batch_{args.batch}"
-        share, busy = here[f"host_share{at}"], here[f"host_busy{at}"]["value"]
-        low, high = share["interval"]
-        print(
-            f"{name}: host share {100 * share['value']:.1f}% [{100 * low:.1f}, {100 * high:.1f}]  "
-            f"host busy {100 * busy:.1f}%  enqueuing "
-            f"{100 * here[f'enqueuing{at}']['value']:.1f}% of the device's time",
-            flush=True,
-        )
+        print(report(here), flush=True)
     path = write_result(f"host_{Path(args.model).name}", settings, figures, args.out)
     text = path.with_suffix(".txt")
     text.write_text("\n".join(profiles), encoding="utf-8")

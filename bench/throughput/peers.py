@@ -35,7 +35,7 @@ from typing import NamedTuple
 import jax
 
 from bench.command import add_prompt_arguments, bench_parser, heldout_prompts, user_errors
-from bench.record import figure, paired_ratio_interval, write_result
+from bench.record import figure, paired_ratio_interval, report, write_result
 from bench.rollout.chains import long_tailed
 from bench.throughput import peer_torch
 from bench.throughput.decode import Turns
@@ -242,7 +242,7 @@ def run(args: argparse.Namespace) -> Path:
         turns.measure(args.repeats)
         here = figures_of(work, arms, turns)
         figures |= here
-        print(summary(work, here), flush=True)
+        print(report(here), flush=True)
         path = write_result(f"peers_{Path(args.model).name}", settings, figures, args.out)
         # The next work has programs of its own, and a process has room for some 65,000 memory maps.
         del arms, turns
@@ -250,22 +250,6 @@ def run(args: argparse.Namespace) -> Path:
         gc.collect()
     print(path)
     return path
-
-
-def summary(work: Work, figures: Mapping[str, Mapping]) -> str:
-    """Formats the main figures in one line."""
-    rates = "  ".join(
-        f"{name.partition('_tokens_per_sec')[0]} {entry['value']:.0f}"
-        for name, entry in figures.items()
-        if "tokens_per_sec" in name and entry["value"] is not None
-    )
-    ratios = []
-    for name in SPECULATIVE:
-        if found := figures.get(f"{name}_over_best/{work.name}"):
-            low, high = found["interval"]
-            ratios.append(f"{name} {found['value']:.2f}x [{low:.2f}, {high:.2f}]")
-    best = figures[f"best_peer/{work.name}"]["value"]
-    return f"{work.name}: {', '.join(ratios)} of {best}, the best peer  tok/s: {rates}"
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -38,7 +38,14 @@ from typing import Any, NamedTuple
 import jax
 
 from bench.command import add_prompt_arguments, bench_parser, user_errors
-from bench.record import alternate, alternate_prepared, figure, paired_ratio_interval, write_result
+from bench.record import (
+    alternate,
+    alternate_prepared,
+    figure,
+    paired_ratio_interval,
+    report,
+    write_result,
+)
 from bench.round import counts
 from bench.round.batch import SHAPES, fill, full_row_map
 from bench.round.parts import PARTS, Parts, milliseconds
@@ -327,7 +334,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict]:
     for point in points(args.workloads, args.scale):
         found = point_figures(point, (cfg, weights, head), source, tokenizer, args)
         figures |= found
-        print(summary(point, found), flush=True)
+        print(report(found), flush=True)
     return figures
 
 
@@ -348,23 +355,6 @@ def point_figures(point: Point, model, source, tokenizer, args, engine=None) -> 
     }
     prompts = long_prompts(source, tokenizer, point.prompt, point.batch)
     return call_figures(point, llms, prompts, args) | round_figures(point, llms, args)
-
-
-def summary(point: Point, figures: Mapping[str, Mapping]) -> str:
-    """Formats the main figures in one line."""
-
-    def value(name: str, digits: int = 2) -> str:
-        number = figures[f"{name}/{point.name}"]["value"]
-        return "?" if number is None else f"{number:.{digits}f}"
-
-    return (
-        f"{point.name} ({point.prompt}/{point.output}): plain {value('plain_tokens_per_sec', 0)}, "
-        f"speculative {value('spec_tokens_per_sec', 0)} tok/s ({value('speedup')}x)  accept length "
-        f"{value('accept_length')}  forwards/token {value('forwards_per_token')}  draft share "
-        f"{value('draft_share')}  bandwidth share {value('plain_bandwidth_share')}, "
-        f"{value('spec_bandwidth_share')}  kernels {value('plain_kernels_per_round', 0)}, "
-        f"{value('spec_kernels_per_round', 0)}"
-    )
 
 
 def run(args: argparse.Namespace) -> Path:

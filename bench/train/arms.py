@@ -28,13 +28,11 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from bench import plots, predict
 from bench.command import own_settings, user_errors
 from bench.plots import Records, series
-from bench.record import figure, paired_ratio_interval, write_result
+from bench.record import figure, paired_ratio_interval, report, write_result
 from specjax.command_line import ConfigError, load_config
 from specjax.engine.compare import Difference, first_difference
 from specjax.engine.request import make_jobs
@@ -137,6 +135,7 @@ class ArmsConfig(RLConfig):
 
 
 # --- are the arms the same run? --------------------------------------------------------------
+
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
@@ -368,14 +367,12 @@ def run(cfg: ArmsConfig) -> Equality:
             for message in messages:
                 print(f"WARNING: {message}", flush=True)
     predictions = predictions_of(cfg, comparison.records)
-    figures = figures_of(
-        comparison.records, cfg.arms, cfg.untimed_steps, comparison.equality
-    )
+    figures = figures_of(comparison.records, cfg.arms, cfg.untimed_steps, comparison.equality)
     figures["slots"] = figure(cfg.rollout.max_batch, "samples that run at once")
     figures |= predict.figures_of(predictions)
     path = write_result("arms", settings_of(cfg), figures, out / "arms.json")
     plots.draw(path)
-    print_table(figures, cfg.arms)
+    print(report(figures))
     print(comparison.equality.verdict())
     print(f"total {time.perf_counter() - started:.0f} s\nresult: {path}\nplot: {out / 'arms.png'}")
     return comparison.equality
@@ -481,36 +478,6 @@ def draft_shares(records: Records, arm: str, untimed: int) -> list[float]:
         for r in records
         if r["arm"] == arm and r["step"] > untimed and r.get("time/draft") and r["time/train"]
     ]
-
-
-def print_table(figures: Mapping[str, Mapping], arms: Sequence[str]) -> None:
-    """Prints one row per arm."""
-    table = Table(title="medians over the timed steps", title_justify="left")
-    columns = {
-        "tok/s": "tokens_per_sec",
-        "longest tok/s": "longest_tokens_per_sec",
-        "rollout s": "seconds_rollout",
-        "policy s": "seconds_train",
-        "draft s": "seconds_draft",
-        "accept": "accept_length_first",
-        "to": "accept_length_last",
-        "reward": "reward_last",
-    }
-    table.add_column("arm")
-    for label in columns:
-        table.add_column(label, justify="right")
-    for arm in arms:
-        cells = [figures.get(f"{name}/{arm}", {}).get("value") for name in columns.values()]
-        table.add_row(arm, *("-" if v is None else f"{v:.4g}" for v in cells))
-    console = Console(soft_wrap=True)
-    console.print(table, soft_wrap=False)
-    for one, other in PAIRS:
-        entry = figures.get(f"ratio/{one}/{other}")
-        if entry:
-            low, high = entry["interval"]
-            console.print(
-                f"{one} / {other}: {entry['value']:.2f}x [{low:.2f}, {high:.2f}]", markup=False
-            )
 
 
 # --- command line ------------------------------------------------------------------------------

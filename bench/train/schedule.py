@@ -33,7 +33,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.command import own_settings, user_errors
-from bench.record import figure, paired_ratio_interval, write_result
+from bench.record import figure, paired_ratio_interval, report, write_result
 from specjax.command_line import ConfigError, load_config
 from specjax.schema import option
 from train.rollout_schema import RolloutSection
@@ -164,8 +164,7 @@ def run(cfg: ScheduleConfig) -> dict[str, dict]:
             )
     figures = figures_of(records, cfg.steps)
     path = write_result("schedule", dataclasses.asdict(cfg), figures, out / "schedule.json")
-    for name, entry in figures.items():
-        print(f"{name:<28} {entry['value']:.4g}  {entry['unit']}")
+    print(report(figures))
     print(f"result: {path}")
     return figures
 

@@ -34,7 +34,7 @@ import numpy as np
 
 from bench import plots
 from bench.command import own_settings, user_errors
-from bench.record import figure, median_interval, paired_ratio_interval, write_result
+from bench.record import figure, median_interval, paired_ratio_interval, report, write_result
 from specjax.command_line import ConfigError, load_config
 from specjax.schema import option
 from train.draft import DraftConfig, SpotConfig
@@ -246,7 +246,7 @@ def run(cfg: SpotBenchConfig) -> dict[str, dict]:
     )
     path = write_result("spot", dataclasses.asdict(cfg), figures, out / f"{cfg.name}.json")
     picture = plots.draw(path)
-    print(summary(figures), f"result: {path}", f"plot: {picture}", sep="\n")
+    print(report(figures), f"result: {path}", f"plot: {picture}", sep="\n")
     return figures
 
 
@@ -259,18 +259,6 @@ def line(number: int, comparison: Comparison) -> str:
     last = comparison.steps["gaps"][-1]
     parts.append(f"{last.in_gaps} of {last.updates} updates in gaps")
     return "  ".join([*parts, f"identical {comparison.identical}/{number}"])
-
-
-def summary(figures: Mapping[str, Mapping]) -> str:
-    """Formats the figures."""
-    lines = []
-    for name in ("seconds_gained", "step_ratio", "rollout_ratio", "tail_delay"):
-        entry = figures[name]
-        low, high = entry["interval"]
-        lines.append(f"{name:<16} {entry['value']:.3f} [{low:.3f}, {high:.3f}] {entry['unit']}")
-    for name in ("updates_in_gaps", "idle_share", "idle_used"):
-        lines.append(f"{name:<16} {figures[name]['value']:.2f} {figures[name]['unit']}")
-    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

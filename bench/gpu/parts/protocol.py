@@ -6,6 +6,7 @@ import functools
 
 from bench.gpu.job import Job
 from bench.gpu.parts.round_parts import model_of, sizes_of
+from bench.record import report
 from bench.throughput import workloads
 from bench.throughput.workloads import WORKLOADS, Point, points
 from specjax.shipped import find_shipped
@@ -30,7 +31,7 @@ def measure(job: Job) -> None:
 
     def one(point: Point) -> dict:
         found = workloads.point_figures(point, model, source, tokenizer, args)
-        print(workloads.summary(point, found), flush=True)
+        print(report(found), flush=True)
         return {f"protocol/{name}": entry for name, entry in found.items()}
 
     job.each(
