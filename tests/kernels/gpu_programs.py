@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import topologies
 from tpu_programs import MODEL, STRATEGY
 
-from bench.gpu.cards import CARDS
+from bench.gpu.program import CARDS
 from specjax.config import SpecConfig, Strategy
 from specjax.decode.admit import prefill
 from specjax.decode.chunk import Until
