@@ -149,7 +149,6 @@ class EngineThread:
         self._current = StepOutput([], [], {})  # of the step that runs
         self._unsent: list[StepOutput] = []
         self._results: list[Result] = []
-        self._changed = False  # a call may have changed what the snapshot holds
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running = True
         self._said_to_compile = False
@@ -251,7 +250,6 @@ class EngineThread:
         while self._engine.has_work and self._running:
             self._step()
             self._abort_requests()
-        self._changed = True
         self._send()
 
     # --- called by the engine --------------------------------------------------------------------
@@ -287,7 +285,6 @@ class EngineThread:
             wait = False
             if future is not None and future.cancelled():
                 continue
-            self._changed = True
             if self.error is not None:
                 self._results.append(Result(future, error=self._dead()))
                 continue
@@ -332,10 +329,9 @@ class EngineThread:
 
     def _send(self) -> None:
         """Counts what is new since the last time, and sends it to the event loop."""
-        if not (self._unsent or self._changed):
+        if not (self._unsent or self._results):
             return
         self._take_snapshot()
-        self._changed = False
         self._deliver_soon(self._all_updates())
 
     def _all_updates(self) -> list[tuple[Request, Update]]:
