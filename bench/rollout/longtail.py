@@ -17,7 +17,7 @@ The longest sample's speed is its tokens over the seconds from when it got its s
 tail begins when --tail chains are left. Reading the tasks of later turns, which a response to one
 task would not need, is part of every arm's time.
 
-A picture and a trace for `bench.replay` are written beside the result file.
+A picture and a trace for `bench.control replay` are written beside the result file.
 """
 
 from __future__ import annotations

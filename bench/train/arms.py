@@ -11,7 +11,7 @@ bit by bit: speculation and draft training may change times and nothing else. Wh
 it is judged whether floating point explains it, and no equality is claimed after it.
 
 Writes `arms.jsonl` (one record per step and arm), `arms.json` (figures) and `arms.png`. The
-recorded acceptance is also replayed through every cost table in `costs` (`bench.predict`).
+recorded acceptance is also replayed through every cost table in `costs` (`bench.control predict`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from bench import plots, predict
+from bench import plots
 from bench.command import own_settings, user_errors
+from bench.control import predict
 from bench.plots import Records, series
 from bench.record import figure, paired_ratio_interval, report, write_result
 from specjax.command_line import ConfigError, load_config

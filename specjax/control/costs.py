@@ -18,7 +18,7 @@ DEFAULT_BUCKETS = tuple(2**i for i in range(11))
 
 _FOLLOW = 0.2  # weight of a chunk in the moving average
 _COMPARE = 0.15  # the same, at least, of a chunk that is compared with another strategy's
-_OUTLIER = 0.35  # in logs: a chunk that is further off counts only if the next one is, too
+_OUTLIER = 0.35  # in logs: a chunk that takes longer by more counts only if the next one does
 _GUESSED_SLACK = 0.35  # by what share a guessed cost may be too high,
 _SLACK, _LEAST_SLACK = 0.3, 0.05  # and one that was calibrated, or compared often
 _LEAST_SHARE = 0.1  # of the seconds of a chunk that its rounds take
@@ -61,12 +61,12 @@ class CostTable:
                 f"got {beside}"
             )
         self._beside = beside
-        # By bucket and strategy: log seconds, numbers of chunks and of comparisons, and whether
-        # the last chunk was an outlier: 1 if dearer, -1 if cheaper.
+        # By bucket and strategy: log seconds, numbers of chunks and of comparisons, and by how much
+        # the last chunk took longer than expected, if it was an outlier, else 0.
         self._logs: list[dict[str, float]] = [{} for _ in beside]
         self._chunks: list[dict[str, int]] = [{} for _ in beside]
         self._compared: list[dict[str, int]] = [{} for _ in beside]
-        self._outliers: list[dict[str, int]] = [{} for _ in beside]
+        self._outliers: list[dict[str, float]] = [{} for _ in beside]
         self._last: list[str | None] = [None] * len(beside)  # the strategy measured last
         for name, row in (seconds or {}).items():
             if len(row) != len(self.buckets):
@@ -142,11 +142,12 @@ class CostTable:
         if name not in logs:
             logs[name] = found
             return
-        error = min(max(found - logs[name], -_OUTLIER), _OUTLIER)
-        outlier = 0 if abs(error) < _OUTLIER else 1 if error > 0 else -1
-        before, self._outliers[at][name] = self._outliers[at].get(name, 0), outlier
-        if outlier and outlier != before:
-            return
+        error, before = found - logs[name], self._outliers[at].get(name, 0.0)
+        self._outliers[at][name] = error if error > _OUTLIER else 0.0
+        if error > _OUTLIER:
+            if not before:
+                return
+            error = min(error, before)
         if last in (None, name):
             for other in logs:
                 logs[other] += _FOLLOW * error

@@ -6,9 +6,9 @@ import json
 import numpy as np
 import pytest
 
-from bench import control, control_plot, control_run, control_swap, control_sweep
-from bench.control_run import Choice, Measured, Recorder, Stream
-from bench.control_swap import Span, Speed
+from bench.control import choices, pictures, stream, swap, sweep
+from bench.control.choices import Span, Speed
+from bench.control.stream import Choice, Measured, Recorder, Stream
 from specjax.control import Controller, Observation, Static
 
 # With 4 samples, plain decoding: 200 tok/s; the chain of 4 steps is 1.5 times as fast.
@@ -55,8 +55,8 @@ def test_the_oracle_is_the_best_median_and_a_bad_controller_shows_what_it_loses(
         "controller/goodput": [198.0, 199.995, 199.0],
         "controller/ema": [50.0, 51.0, 49.0],  # always the worst
     }
-    assert control_sweep.oracle_of(rates) == "strategy/4_1_5"
-    found = control_sweep.rate_figures(8, rates)
+    assert sweep.oracle_of(rates) == "strategy/4_1_5"
+    found = sweep.rate_figures(8, rates)
     assert found["oracle/batch_8"]["value"] == 200 and "4_1_5" in found["oracle/batch_8"]["unit"]
     # Turn by turn: 198 / 200, 199.995 / 201, 199 / 199.
     assert found["over_best/batch_8/goodput"]["value"] == pytest.approx(0.995)
@@ -64,16 +64,16 @@ def test_the_oracle_is_the_best_median_and_a_bad_controller_shows_what_it_loses(
     low, high = found["over_best/batch_8/ema"]["interval"]
     assert found["over_best/batch_8/ema"]["value"] == pytest.approx(0.25) and low <= 0.25 <= high
     assert high < 0.3
-    summary = control_sweep.summary(found, "over_best", "ema")
+    summary = sweep.summary(found, "over_best", "ema")
     assert summary["over_best/within_interval/ema"]["value"] == "0 of 1"
-    assert control_sweep.summary(found, "over_best", "goodput")[
+    assert sweep.summary(found, "over_best", "goodput")[
         "over_best/within_interval/goodput"
     ]["value"] == "1 of 1"  # fmt: skip
 
 
 def test_calibration_is_charged_to_goodput_for_the_sweep_as_a_whole():
     rates = {"strategy/off": [10.0], "strategy/4_1_5": [20.0], "controller/goodput": [16.0]}
-    found = control_sweep.calibration_figures({1: rates, 2: rates}, {1: 160, 2: 320}, 2, 15.0)
+    found = sweep.calibration_figures({1: rates, 2: rates}, {1: 160, 2: 320}, 2, 15.0)
     # 960 tokens: the oracle takes 48 s, goodput 60 s, and 15 s of calibration.
     assert found["whole_sweep/goodput_over_best"]["value"] == pytest.approx(48 / 60)
     charged = found["whole_sweep/goodput_over_best/calibration_charged"]
@@ -88,39 +88,39 @@ def test_calibration_is_charged_to_goodput_for_the_sweep_as_a_whole():
 def test_a_controller_that_always_picks_the_worst_shows_its_regret():
     spans = [Span("off", 32)] * 3
     # 96 rounds at 4 tokens take 1.92 s; as many tokens at 300 tok/s take 1.28 s.
-    assert sum(control_swap.regrets(spans, SPEEDS)) == pytest.approx(1.92 - 384 / 300)
-    assert control_swap.recovery(spans, SPEEDS) is None
-    assert sum(control_swap.regrets([Span("4_1_5", 50)], SPEEDS)) == 0
+    assert sum(choices.regrets(spans, SPEEDS)) == pytest.approx(1.92 - 384 / 300)
+    assert choices.recovery(spans, SPEEDS) is None
+    assert sum(choices.regrets([Span("4_1_5", 50)], SPEEDS)) == 0
 
 
 def test_recovery_begins_with_the_first_choice_that_stays_good():
     good = [Span("4_1_5", 20)] * 10
-    assert control_swap.recovery(good, SPEEDS) == 0
-    assert control_swap.recovery([Span("off", 32), Span("1_1_2", 16), *good], SPEEDS) == 48
+    assert choices.recovery(good, SPEEDS) == 0
+    assert choices.recovery([Span("off", 32), Span("1_1_2", 16), *good], SPEEDS) == 48
 
 
-def test_a_lucky_try_is_no_recovery_and_a_later_try_no_relapse():
+def test_a_lucky_probe_is_no_recovery_and_a_later_probe_no_relapse():
     good = [Span("4_1_5", 20)] * 10
     lucky = [Span("4_1_5", 5), Span("off", 40), *good]
-    assert control_swap.recovery(lucky, SPEEDS) == 45
+    assert choices.recovery(lucky, SPEEDS) == 45
     later = [Span("off", 10), *good, Span("off", 4), *good]
-    assert control_swap.recovery(later, SPEEDS) == 10
+    assert choices.recovery(later, SPEEDS) == 10
     given_up = [*good, *[Span("off", 32)] * 5]
-    assert control_swap.recovery(given_up, SPEEDS) is None
+    assert choices.recovery(given_up, SPEEDS) is None
 
 
 def test_a_strategy_within_5_percent_of_the_best_is_there():
     near = SPEEDS | {"7_1_8": Speed(14.4, 0.05)}
-    assert control_swap.recovery([Span("7_1_8", 60)], near) == 0
-    assert control_swap.recovery([Span("1_1_2", 60)], near) is None
+    assert choices.recovery([Span("7_1_8", 60)], near) == 0
+    assert choices.recovery([Span("1_1_2", 60)], near) is None
 
 
 def test_choices_survive_the_result_file_and_neighbours_are_joined():
     spans = [Span("off", 32), Span("off", 32), Span("4_1_5", 6)]
-    text = control_swap.to_text(spans)
+    text = choices.to_text(spans)
     assert text == "off*64 4_1_5*6"
-    assert control_swap.from_text(text) == [Span("off", 64), Span("4_1_5", 6)]
-    assert control_swap.recovery([], SPEEDS) is None
+    assert choices.from_text(text) == [Span("off", 64), Span("4_1_5", 6)]
+    assert choices.recovery([], SPEEDS) is None
 
 
 def test_the_figures_of_a_controller_name_the_worst_of_its_runs():
@@ -131,12 +131,12 @@ def test_the_figures_of_a_controller_name_the_worst_of_its_runs():
     at_once, late = phase(("4_1_5", 200)), phase(("off", 40), ("4_1_5", 200))
     never = phase(("off", 200))
     runs = [[at_once, at_once, late], [at_once, never, late], [at_once, never, at_once]]
-    found = control_swap.run_figures("announced/x", runs, {"good": SPEEDS, "bad": SPEEDS})
+    found = swap.run_figures("announced/x", runs, {"good": SPEEDS, "bad": SPEEDS})
     back = found["recovery_rounds/announced/x/swapped_back"]
     assert (back["value"], back["interval"]) == (40, [0, 40]) and "3 within 50" in back["unit"]
     bad = found["recovery_rounds/announced/x/swapped_for_a_bad_one"]
     assert (bad["value"], bad["interval"]) == (None, [0, None]) and "1 within 50" in bad["unit"]
-    lost = sum(control_swap.regrets([Span("off", 40)], SPEEDS))
+    lost = sum(choices.regrets([Span("off", 40)], SPEEDS))
     assert found["regret_seconds/announced/x/swapped_back"]["value"] == pytest.approx(lost)
     assert found["measured_over_oracle/announced/x/start"]["value"] == pytest.approx(1.0)
 
@@ -168,8 +168,8 @@ TINY += "--prompts 4 --max_prompt_tokens 12 --samples_per_prompt 2"
 
 @pytest.fixture(scope="module")
 def bench(thin_policy):
-    args = control.parse(["sweep", "--model", str(thin_policy), *TINY.split()])
-    return control_run.Bench(args, 2)
+    args = sweep.parse(["--model", str(thin_policy), *TINY.split()])
+    return stream.Bench(args, 2)
 
 
 @pytest.fixture
@@ -182,7 +182,7 @@ def shared(bench, monkeypatch):
         bench.args = args
         return bench
 
-    for command in (control_sweep, control_swap):
+    for command in (sweep, swap):
         monkeypatch.setattr(command, "Bench", taken)
     yield
     bench.args = own
@@ -193,7 +193,7 @@ def shared(bench, monkeypatch):
 def test_a_measurement_counts_every_token_of_so_many_samples_at_once(bench):
     recorder = Recorder(Static("1_1_2"))
     for slots in (1, 2):
-        found = control_run.measure(bench.engine, recorder, bench.jobs(), slots, 60)
+        found = stream.measure(bench.engine, recorder, bench.jobs(), slots, 60)
         assert found.seconds > 0 and found.tokens >= 30
         assert {c.strategy for c in found.choices} == {"1_1_2"}
         assert max(c.running for c in found.choices) == slots
@@ -238,8 +238,8 @@ def test_the_sweep_measures_all_arms_at_all_batch_sizes_and_compiles_nothing_mor
     thin_policy, shared, tmp_path
 ):
     out = tmp_path / "control_tiny.json"
-    control.main(["sweep", "--model", str(thin_policy), "--out", str(out), "--batches", "1", "2",
-                  *TINY.split()])  # fmt: skip
+    sweep.main(["--model", str(thin_policy), "--out", str(out), "--batches", "1", "2",
+                *TINY.split()])  # fmt: skip
     found = figures(out)
     arms = ["strategy/off", "strategy/1_1_2"]
     arms += [f"controller/{kind}" for kind in ("goodput", "bandit", "ema")]
@@ -261,24 +261,24 @@ def test_the_swap_follows_each_controller_through_both_swaps_and_compiles_nothin
 ):
     out = tmp_path / "control_swap_tiny.json"
     argv = "--batch 2 --rounds 30 --runs 1 --static 1_1_2 --controllers goodput static".split()
-    control.main(["swap", "--model", str(thin_policy), "--out", str(out), *argv, *TINY.split()])
+    swap.main(["--model", str(thin_policy), "--out", str(out), *argv, *TINY.split()])
     found = figures(out)
-    for variant, kind in itertools.product(control_swap.VARIANTS, ("goodput", "static")):
-        for event in control_swap.EVENTS:
-            spans = control_swap.from_text(found[f"choices/{variant}/{kind}/{event}"]["value"])
+    for variant, kind in itertools.product(swap.VARIANTS, ("goodput", "static")):
+        for event in choices.EVENTS:
+            spans = choices.from_text(found[f"choices/{variant}/{kind}/{event}"]["value"])
             assert sum(s.rounds for s in spans) > 15, "30, up to the last chunk's"
             assert found[f"regret_seconds/{variant}/{kind}/{event}"]["value"] >= 0
             assert {s.strategy for s in spans} <= {"off", "1_1_2"}
     static = found["choices/announced/static/start"]["value"].split("*")[0]
     assert static == "1_1_2"
     assert found["compilations"]["value"] == 0
-    again = control_plot.draw(out)
+    again = pictures.draw(out)
     assert is_png(again)
 
 
 def test_what_cannot_be_measured_is_refused_at_once(thin_policy, capsys):
     with pytest.raises(SystemExit):
-        control.parse(["swap", "--static", "9_1_10"])
+        swap.parse(["--static", "9_1_10"])
     assert "none of --strategies" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="at least one that drafts"):
-        control.main(["sweep", "--model", str(thin_policy), "--strategies", "off"])
+        sweep.main(["--model", str(thin_policy), "--strategies", "off"])

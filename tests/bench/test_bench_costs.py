@@ -1,10 +1,10 @@
-"""Tables of step costs, and what `bench.predict` makes of them."""
+"""Tables of step costs, and what `bench.control predict` makes of them."""
 
 import json
 
 import pytest
 
-from bench import costs, costs_measure, predict
+from bench.control import costs, predict
 
 # Two samples: 6 tokens in rounds of 1, 2 and 3, and 2 tokens in one round.
 ROLLOUT = {"rows": 3, "draft_steps": 2, "samples": {"histograms": [[0, 1, 1, 1], [0, 0, 1, 0]]}}
@@ -44,7 +44,7 @@ def test_a_table_that_is_none_is_refused_by_name(table, tmp_path, change, messag
 
 def test_more_rows_than_a_table_has_are_an_error_that_says_how_to_measure_them(table):
     deeper = {"samples": {"histograms": [[0, 0, 0, 0, 0, 1]]}}
-    with pytest.raises(ValueError, match="bench.costs"):
+    with pytest.raises(ValueError, match="bench.control costs"):
         predict.predict(predict.PartCosts.load(table), "online", [deeper])
 
 
@@ -58,7 +58,7 @@ def test_the_shipped_tables_load_and_the_modelled_ones_are_what_costs_writes(tmp
 
 
 def test_measured_costs_are_a_table_that_predict_takes(thin_policy, tmp_path, monkeypatch):
-    monkeypatch.setattr(costs_measure, "DRAFT_CHAIN", 2)
+    monkeypatch.setattr(costs, "DRAFT_CHAIN", 2)
     out = tmp_path / "here.json"
     argv = "measure --batches 1 2 --rows 2 3 --context 8 --rounds 2 --repeats 1 --random".split()
     costs.main([*argv, "--model", str(thin_policy), "--out", str(out)])

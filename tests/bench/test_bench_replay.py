@@ -1,4 +1,4 @@
-"""`bench.replay` through its command line and by hand, on traces that are made up."""
+"""`bench.control replay` through its command line and by hand, on traces that are made up."""
 
 import json
 import re
@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from bench import predict, replay
+from bench.control import predict, replay
 from bench.rollout import chains
 from bench.rollout.chains import SUFFIX, Trace
 
@@ -115,7 +115,7 @@ def test_trees_too_many_slots_and_files_that_are_no_trace_are_refused(table, tmp
     spoilt.write_text(json.dumps({"settings": {"lengths": [1]}}) + "\n")
     with pytest.raises(ValueError, match=re.escape(str(spoilt))):
         Trace.read(spoilt)
-    with pytest.raises(SystemExit, match=r"bench\.longtail"):
+    with pytest.raises(SystemExit, match=r"bench\.rollout longtail"):
         replay.main([str(tmp_path / "nothing.json")])
 
 

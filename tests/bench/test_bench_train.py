@@ -6,7 +6,7 @@ import jax
 import pytest
 import tiny_run
 
-from bench import predict
+from bench.control import predict
 from bench.train import __main__ as command
 from bench.train import arms, schedule, spot
 from bench.train.spot import Step

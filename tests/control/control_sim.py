@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.predict import PartCosts
+from bench.control.predict import PartCosts
 from specjax.config.strategy import Strategy
 from specjax.control import OFF, Controller, CostTable, Observation
 

@@ -1,4 +1,4 @@
-"""`python -m bench.predict`: what recorded acceptance would give on other chips. A prediction.
+"""`python -m bench.control predict`: what recorded acceptance would give on other chips.
 
 `bench.train arms` records how many tokens each sample has, and how many rounds emitted how many of
 them. This module replays those rollouts through a table of step costs: every sample of a rollout
@@ -104,7 +104,8 @@ class PartCosts:
         if not listed[0] <= steps + 1 <= listed[-1]:
             raise ValueError(
                 f"cost table {self.name!r} has verify costs up to {listed[-1]} rows, but the "
-                f"recorded strategy verifies {steps + 1}; measure them with bench.costs --rows"
+                f"recorded strategy verifies {steps + 1}; measure them "
+                "with bench.control costs measure --rows"
             )
         costs = [self._at(self.verify.get(rows, self.plain), running) for rows in listed]
         verify = float(np.interp(steps + 1, listed, costs))
@@ -247,7 +248,7 @@ def figures_of(predictions: Iterable[Prediction]) -> dict[str, dict]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(
-        prog="python -m bench.predict",
+        prog="python -m bench.control predict",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -257,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", help="result file; default: bench/results/predict.json")
     args = parser.parse_args(argv)
     tables = args.costs or sorted(map(str, default_tables()))
-    with user_errors("predict"):
+    with user_errors("control predict"):
         predictions = predict_all(read_rollouts(args.acceptance), tables, args.slots)
     for p in predictions:
         print(
@@ -270,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def default_tables() -> list[Path]:
-    return sorted((Path(__file__).resolve().parent / "costs").glob("*.json"))
+    return sorted((Path(__file__).resolve().parents[1] / "costs").glob("*.json"))
 
 
 if __name__ == "__main__":

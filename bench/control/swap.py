@@ -1,4 +1,8 @@
-"""A head that turns bad in mid-run and good again: what controllers choose, and what it costs."""
+"""`python -m bench.control swap`: the head is swapped for a random one in mid-run, and back.
+
+It writes down what each controller chose, how many rounds it took until it was within 5% of the
+best strategy again, and how many seconds it lost.
+"""
 
 from __future__ import annotations
 
@@ -8,129 +12,70 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-from bench.control_run import (
+from bench.command import user_errors
+from bench.control import pictures
+from bench.control.choices import (
+    EVENTS,
+    PHASES,
+    TOLERANCE,
+    WINDOW,
+    Speeds,
+    best_rate,
+    recovery,
+    regrets,
+    spans_of,
+    speed_of,
+    to_text,
+)
+from bench.control.stream import (
     ADAPTIVE,
     Arm,
     Bench,
-    Choice,
     Measured,
     Recorder,
     Stream,
+    check_counts,
     in_turns,
     measure,
+    stream_parser,
 )
 from bench.record import figure, median_interval, write_result
+from specjax.control import OFF
+from specjax.control.base import canonical
 from specjax.models.transformer import Params
 
+REPEATS = 28
 CONTROLLERS = (*ADAPTIVE, "static")
 VARIANTS = ("announced", "unannounced")
-PHASES = ("good", "bad", "good")
-EVENTS = ("start", "swapped_for_a_bad_one", "swapped_back")  # that begin the phases
-TOLERANCE = 0.05  # below the oracle that counts as being there
-WINDOW = 50  # rounds over which a recovery must hold
 ROUNDS_WANTED = 50
 
 
-class Speed(NamedTuple):
-    """A strategy with one head, as measured: tokens per round of all slots, seconds per round."""
-
-    tokens: float
-    seconds: float
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second."""
-        return self.tokens / self.seconds
-
-
-class Span(NamedTuple):
-    """Consecutive rounds of one strategy."""
-
-    strategy: str
-    rounds: int
-
-
-Speeds = Mapping[str, Speed]  # by strategy
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = stream_parser("swap", __doc__, "control_swap_<model>")
+    add = parser.add_argument
+    add("--batch", type=int, default=2, help="samples that run at once")
+    add("--rounds", type=int, default=400, help="of each phase: good head, bad head, good head")
+    add("--runs", type=int, default=7, help="of each controller")
+    add("--repeats", type=int, default=REPEATS, help="measurements of each strategy with each head")
+    add("--static", default="4_1_5", help="strategy of the static controller")
+    add("--controllers", nargs="+", default=list(CONTROLLERS), choices=CONTROLLERS)
+    add("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS,
+        help="is the controller told of new weights?")  # fmt: skip
+    args = parser.parse_args(argv)
+    args.static = canonical(args.static)
+    if args.static not in (OFF, *args.strategies):
+        parser.error(f"--static {args.static} is none of --strategies {args.strategies}")
+    check_counts(parser, args)
+    return args
 
 
-# --- arithmetic ------------------------------------------------------------------------------
-
-
-def speed_of(measured: Sequence[Measured]) -> Speed:
-    """Medians over repeats."""
-    return Speed(
-        statistics.median(m.tokens / m.rounds for m in measured),
-        statistics.median(m.seconds / m.rounds for m in measured),
-    )
-
-
-def best_rate(speeds: Speeds) -> float:
-    return max(speed.rate for speed in speeds.values())
-
-
-def expected_rate(spans: Sequence[Span], speeds: Speeds) -> float:
-    """Tokens per second of these choices, by what their strategies do on average."""
-    tokens = sum(s.rounds * speeds[s.strategy].tokens for s in spans)
-    return tokens / sum(s.rounds * speeds[s.strategy].seconds for s in spans)
-
-
-def regrets(spans: Sequence[Span], speeds: Speeds) -> list[float]:
-    """Per span, seconds that the best strategy would have saved for as many tokens."""
-    best = best_rate(speeds)
-    return [
-        s.rounds * speeds[s.strategy].seconds * (1 - speeds[s.strategy].rate / best) for s in spans
-    ]
-
-
-def recovery(spans: Sequence[Span], speeds: Speeds) -> int | None:
-    """Rounds until the choices are within `TOLERANCE` of the best strategy's goodput again.
-
-    That is the beginning of the first choice that is, from which the next `WINDOW` rounds are, and
-    all rounds to the end: one lucky try is no recovery, and a single later try no relapse. None
-    if there is no such choice.
-    """
-    least = (1 - TOLERANCE) * best_rate(speeds)
-    begin = 0
-    for at, span in enumerate(spans):
-        rest = spans[at:]
-        near = (speeds[span.strategy].rate, expected_rate(first_rounds(rest, WINDOW), speeds))
-        if min(*near, expected_rate(rest, speeds)) >= least:
-            return begin
-        begin += span.rounds
-    return None
-
-
-def first_rounds(spans: Sequence[Span], rounds: int) -> list[Span]:
-    """The spans cut after so many rounds."""
-    found = []
-    for span in spans:
-        if rounds <= 0:
-            break
-        found.append(span._replace(rounds=min(span.rounds, rounds)))
-        rounds -= span.rounds
-    return found
-
-
-def spans_of(choices: Sequence[Choice]) -> list[Span]:
-    """The chunks of a run, neighbours of one strategy not joined."""
-    return [Span(c.strategy, c.rounds) for c in choices if c.rounds]
-
-
-def to_text(spans: Sequence[Span]) -> str:
-    """As in a result file: `4_1_5*36 off*32`; joins neighbours."""
-    joined = itertools.groupby(spans, key=lambda span: span.strategy)
-    return " ".join(f"{name}*{sum(s.rounds for s in group)}" for name, group in joined)
-
-
-def from_text(text: str) -> list[Span]:
-    """What `to_text` wrote."""
-    parts = (part.rpartition("*") for part in text.split())
-    return [Span(name, int(rounds)) for name, _, rounds in parts]
-
-
-# --- running ---------------------------------------------------------------------------------
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse(argv)
+    with user_errors("control"):
+        path = swap(args)
+        print(path)
+        print(pictures.draw(path))
 
 
 def swap(args: argparse.Namespace) -> Path:
@@ -161,8 +106,7 @@ def swap(args: argparse.Namespace) -> Path:
 
 def settings_of(args: argparse.Namespace) -> dict:
     """The arguments, and what a reader must know of how they were used."""
-    given = {name: value for name, value in vars(args).items() if name != "run"}
-    return given | {
+    return vars(args) | {
         "heads": "good: the checkpoint's; bad: drawn at random",
         "oracle": "the strategy with the most tokens per second with the same head",
         "recovery": f"rounds after a swap until choices are within {TOLERANCE:.0%} of the oracle's "

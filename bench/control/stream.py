@@ -1,4 +1,4 @@
-"""What `bench.control` runs: a stream of samples on one engine, and a recorder of the choices.
+"""A stream of samples on one engine, and a recorder of the choices that a controller makes.
 
 All arms run on one engine and share what was compiled: an arm is a controller that is put in place,
 and one that always says the same is a static strategy.
@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from bench.command import heldout_prompts
+from bench.command import add_prompt_arguments, bench_parser, heldout_prompts
 from bench.record import T, turns
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
@@ -338,8 +338,10 @@ def in_turns(arms: Mapping[T, Arm], repeats: int) -> dict[T, list[Measured]]:
     return found
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """What runs, and how it is sampled."""
+def stream_parser(name: str, doc: str, out: str) -> argparse.ArgumentParser:
+    """Returns the parser of `python -m bench.control <name>`: what runs, and how it is sampled."""
+    parser = bench_parser(f"control {name}", doc, out)
+    add_prompt_arguments(parser)
     add = parser.add_argument
     strategies = [name for name in DEFAULT_STRATEGIES if name != OFF]
     add("--strategies", nargs="+", default=strategies, help="that are compiled beside off")
@@ -348,6 +350,19 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompts", type=int, default=64, help="problems, which are repeated with new seeds")
     add("--temperature", type=float, default=1.0)
     add("--dtype", default="float32", choices=("float32", "bfloat16"))
+    add("--seconds", type=float, default=0.5, help="of a measurement, if it is plain decoding's")
+    add("--tokens_per_slot", type=int, default=48, help="of a measurement, at least")
+    return parser
+
+
+def check_counts(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuses what would show only after minutes."""
+    for name in ("batch", "batches", "rounds", "runs", "repeats", "tokens_per_slot",
+                 "samples_per_prompt"):  # fmt: skip
+        given = getattr(args, name, 1)
+        least = min(given) if isinstance(given, (list, tuple)) else given
+        if least < 1:
+            parser.error(f"--{name} must be at least 1, got {least}")
 
 
 def share_of_rounds(measured: Sequence[Measured]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The pictures of `bench.control`: `python -m bench.control plot FILE` draws FILE again."""
+"""`python -m bench.control plot FILE`: draws a result file of `sweep` or `swap` again, as a PNG."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import numpy as np  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.patches import Patch  # noqa: E402
 
-from bench import control_swap as swap  # noqa: E402
-from bench.control_sweep import LEAST  # noqa: E402
+from bench.command import user_errors  # noqa: E402
+from bench.control import choices  # noqa: E402
+from specjax.command_line import ArgumentParser  # noqa: E402
 from specjax.control import OFF  # noqa: E402
 
 CONTROLLERS = {
@@ -164,10 +165,10 @@ def _points(axis: Axes, found: Mapping[int, Mapping], kind: str, label: str, shi
 
 
 def _threshold(axis: Axes) -> None:
-    axis.axhline(LEAST, color="#c8102e", linewidth=0.9, linestyle=(0, (4, 3)))
+    axis.axhline(choices.LEAST, color="#c8102e", linewidth=0.9, linestyle=(0, (4, 3)))
     axis.annotate(
-        f"{LEAST}", (1.0, LEAST), xycoords=("axes fraction", "data"), fontsize=8, color="#c8102e",
-        xytext=(2, 0), textcoords="offset points", va="center",
+        f"{choices.LEAST}", (1.0, choices.LEAST), xycoords=("axes fraction", "data"), fontsize=8,
+        color="#c8102e", xytext=(2, 0), textcoords="offset points", va="center",
     )  # fmt: skip
 
 
@@ -194,7 +195,7 @@ def _names(figures: Mapping[str, Mapping], pattern: str) -> list[str]:
 def draw_swap(figures: Mapping[str, Mapping], settings: Mapping):
     """A line of panels per controller, and the seconds lost below."""
     variants, kinds = settings["variants"], settings["controllers"]
-    speeds = {head: speeds_of(figures, head) for head in dict.fromkeys(swap.PHASES)}
+    speeds = {head: speeds_of(figures, head) for head in dict.fromkeys(choices.PHASES)}
     heights = [1.0] * len(kinds) + [1.7]
     figure, axes = plt.subplots(
         len(heights), len(variants), figsize=(7.2 * len(variants), 1.55 * sum(heights) + 1.2),
@@ -203,8 +204,8 @@ def draw_swap(figures: Mapping[str, Mapping], settings: Mapping):
     figure.suptitle(f"The head swapped for a bad one and back, batch {settings['batch']}")
     for column, variant in zip(axes.T, variants, strict=True):
         for axis, kind in zip(column, kinds, strict=False):
-            phases = [phase_of(figures, variant, kind, event) for event in swap.EVENTS]
-            choices(axis, kind, phases, speeds)
+            phases = [phase_of(figures, variant, kind, event) for event in choices.EVENTS]
+            choice_lines(axis, kind, phases, speeds)
             lost(column[-1], kind, phases, speeds)
         column[0].annotate(TOLD[variant], (0, 1),
                            xycoords="axes fraction", xytext=(0, 24), fontsize=11, weight="bold",
@@ -215,7 +216,7 @@ def draw_swap(figures: Mapping[str, Mapping], settings: Mapping):
                        frameon=False, loc="upper left")  # fmt: skip
     note = (
         f"The first of {settings['runs']} runs. Numbers: rounds until the choices are within "
-        f"{swap.TOLERANCE:.0%} of the oracle's goodput and stay there, by the mean tokens and "
+        f"{choices.TOLERANCE:.0%} of the oracle's goodput and stay there, by the mean tokens and "
         f"seconds per round of each strategy with each head.\nRegret: seconds that the oracle "
         "would have saved for as many tokens."
     )
@@ -223,11 +224,11 @@ def draw_swap(figures: Mapping[str, Mapping], settings: Mapping):
     return figure
 
 
-def speeds_of(figures: Mapping[str, Mapping], head: str) -> dict[str, swap.Speed]:
+def speeds_of(figures: Mapping[str, Mapping], head: str) -> dict[str, choices.Speed]:
     """Of a result file, by strategy."""
     names = _names(figures, rf"tokens_per_round/{head}_head/(.*)")
     return {
-        name: swap.Speed(
+        name: choices.Speed(
             figures[f"tokens_per_round/{head}_head/{name}"]["value"],
             figures[f"seconds_per_round/{head}_head/{name}"]["value"],
         )
@@ -236,21 +237,21 @@ def speeds_of(figures: Mapping[str, Mapping], head: str) -> dict[str, swap.Speed
 
 
 def phase_of(figures: Mapping[str, Mapping], variant: str, kind: str, event: str):
-    return swap.from_text(figures[f"choices/{variant}/{kind}/{event}"]["value"])
+    return choices.from_text(figures[f"choices/{variant}/{kind}/{event}"]["value"])
 
 
-def choices(axis: Axes, kind: str, phases: Sequence[Sequence[swap.Span]], speeds) -> None:
+def choice_lines(axis: Axes, kind: str, phases: Sequence[Sequence[choices.Span]], speeds) -> None:
     """Which strategy ran, over rounds, above the one that would have been best."""
     names = list(next(iter(speeds.values())))
     color, begin, xs, ys = CONTROLLERS[kind][0], 0, [], []
-    for event, head, spans in zip(EVENTS.values(), swap.PHASES, phases, strict=True):
+    for event, head, spans in zip(EVENTS.values(), choices.PHASES, phases, strict=True):
         by_name, end = speeds[head], begin + sum(s.rounds for s in spans)
         best = max(by_name, key=lambda name, by=by_name: by[name].rate)
         axis.plot([begin, end], [names.index(best)] * 2, color=ORACLE, linewidth=8, alpha=0.55,
                   solid_capstyle="butt")  # fmt: skip
         if head == "bad":
             axis.axvspan(begin, end, color=BAD, zorder=0)
-        rounds = swap.recovery(spans, by_name)
+        rounds = choices.recovery(spans, by_name)
         said = "never" if rounds is None else f"{rounds} rounds"
         axis.annotate(f"{event}: {said}", (begin, 1), xycoords=("data", "axes fraction"),
                       xytext=(3, 3), textcoords="offset points", fontsize=8)  # fmt: skip
@@ -268,11 +269,11 @@ def choices(axis: Axes, kind: str, phases: Sequence[Sequence[swap.Span]], speeds
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def lost(axis: Axes, kind: str, phases: Sequence[Sequence[swap.Span]], speeds) -> None:
+def lost(axis: Axes, kind: str, phases: Sequence[Sequence[choices.Span]], speeds) -> None:
     """Seconds lost so far, over rounds."""
     xs, ys = [0], [0.0]
-    for head, spans in zip(swap.PHASES, phases, strict=True):
-        for span, loss in zip(spans, swap.regrets(spans, speeds[head]), strict=True):
+    for head, spans in zip(choices.PHASES, phases, strict=True):
+        for span, loss in zip(spans, choices.regrets(spans, speeds[head]), strict=True):
             xs.append(xs[-1] + span.rounds)
             ys.append(ys[-1] + loss)
     color, _, style = CONTROLLERS[kind]
@@ -289,3 +290,11 @@ def finish(axis: Axes, lengths: Sequence[int]) -> None:
     axis.spines[["top", "right"]].set_visible(False)
     if not axis.get_subplotspec().is_first_col():
         axis.legend(frameon=False, fontsize=9, loc="upper left")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = ArgumentParser(prog="python -m bench.control plot", description=__doc__)
+    parser.add_argument("file", help="result file of `sweep` or `swap`")
+    args = parser.parse_args(argv)
+    with user_errors("control plot"):
+        print(draw(args.file))

@@ -1,4 +1,4 @@
-"""`python -m bench.replay TRACE --costs bench/costs`: a long-tailed rollout on other chips.
+"""`python -m bench.control replay TRACE --costs bench/costs`: a long-tailed rollout on other chips.
 
 It predicts. `bench.rollout longtail` leaves a trace: the length of each sample, and for each static
 strategy how many rounds of each sample emitted how many tokens. This module runs samples of these
@@ -16,7 +16,7 @@ were recorded. Left out, for all alike: prompts, sampling, the host, and that lo
 more than the table's. With --stretch every sample is that much longer, as responses on such chips
 are.
 
-`measured` or `roofline` in a figure's unit is where its costs come from, see `bench.costs`.
+`measured` or `roofline` in a figure's unit is where its costs come from, see `bench.control costs`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.command import user_errors
-from bench.predict import PartCosts, default_tables
+from bench.control.predict import PartCosts, default_tables
 from bench.record import figure, paired_ratio_interval, write_result
 from bench.rollout.chains import GOODPUT, PLAIN, Trace
 from specjax.command_line import ArgumentParser
@@ -340,7 +340,7 @@ def report(found: Predicted) -> str:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(
-        prog="python -m bench.replay",
+        prog="python -m bench.control replay",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -366,14 +366,14 @@ def tables_of(paths: Sequence[str] | None) -> list[PartCosts]:
     for path in map(Path, paths):
         files += sorted(path.glob("*.json")) if path.is_dir() else [path]
     if not files:
-        raise FileNotFoundError(f"no cost tables in {', '.join(paths)}; see bench.costs")
+        raise FileNotFoundError(f"no cost tables in {', '.join(paths)}; see bench.control costs")
     return [PartCosts.load(path) for path in files]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     figures: dict[str, dict] = {}
-    with user_errors("replay"):
+    with user_errors("control replay"):
         trace = Trace.read(args.trace)
         for table in tables_of(args.costs):
             slots = args.slots and min(args.slots, table.largest_batch)

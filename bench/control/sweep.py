@@ -1,4 +1,12 @@
-"""Tokens per second of every strategy and every controller at each size of the batch."""
+"""`python -m bench.control sweep`: every strategy and every controller at each size of the batch.
+
+It measures tokens per second of every compiled strategy, `off` among them, and of every controller;
+then, with a head that was drawn at random, goodput control against an engine that cannot speculate.
+The oracle is the strategy that is best at that batch size. Measurements are short and many: a
+machine that others use changes its speed for seconds at a time, and what is compared has to lie
+close together. All arms run on one engine and differ in what is chosen alone. Samples end where
+the policy ends them, and others take their slots: the number that run stays near the batch size.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +15,46 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.control_run import (
+from bench.command import add_timing_arguments, user_errors
+from bench.control import pictures
+from bench.control.choices import LEAST
+from bench.control.stream import (
     ADAPTIVE,
     Arm,
     Bench,
     Measured,
     Recorder,
+    check_counts,
     in_turns,
     measure,
     share_of_rounds,
+    stream_parser,
 )
 from bench.record import figure, median_interval, paired_ratio_interval, write_result
 from specjax.control import OFF
 from specjax.engine.engine import Engine
 
-LEAST = 0.97  # of the best strategy, or of plain decoding, that goodput control must reach
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+REPEATS = 28
 Rates = Mapping[str, Sequence[float]]  # tokens per second of each repeat, by arm
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = stream_parser("sweep", __doc__, "control_<model>")
+    add_timing_arguments(parser, BATCHES)
+    parser.set_defaults(repeats=REPEATS)
+    parser.add_argument("--no_useless_head", action="store_true", help="leave the random head out")
+    args = parser.parse_args(argv)
+    check_counts(parser, args)
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse(argv)
+    with user_errors("control"):
+        path = sweep(args)
+        print(path)
+        print(pictures.draw(path))
 
 
 def sweep(args: argparse.Namespace) -> Path:
@@ -43,8 +75,7 @@ def sweep(args: argparse.Namespace) -> Path:
 
 def settings_of(args: argparse.Namespace) -> dict:
     """The arguments, and what a reader must know of how they were used."""
-    given = {name: value for name, value in vars(args).items() if name != "run"}
-    return given | {
+    return vars(args) | {
         "controllers": "one of each for the whole sweep, from small batches to large: what it "
         "learned it keeps, and each batch size begins with a run of it that does not count",
         "clock": "starts when the slots are full; reading the prompts of later samples is in it, "
