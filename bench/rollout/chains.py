@@ -10,9 +10,9 @@ chain linear in its length.
 A chain keeps its slot: no more chains are in the engine than it has slots. Tasks, seeds and lengths
 are fixed before the first token, so every arm generates the same tokens.
 
-A trace of a rollout, which `bench.control replay` reads, is JSON lines. The first has `settings`: `model`,
-`task`, `slots`, `chunk_tokens`, `stretch`, `samples`, `lengths` (tokens of every chain) and
-`strategies`. Then one line per static strategy with the chains' `histograms` (rounds by tokens
+A trace of a rollout, which `bench.control replay` reads, is JSON lines. The first has `settings`:
+`model`, `task`, `slots`, `chunk_tokens`, `stretch`, `samples`, `lengths` (tokens of every chain)
+and `strategies`. Then one line per static strategy with the chains' `histograms` (rounds by tokens
 emitted), and one per drawn arm with its `spans`, the fields of `Span` in order.
 """
 

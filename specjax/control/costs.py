@@ -147,7 +147,7 @@ class CostTable:
         if error > _OUTLIER:
             if not before:
                 return
-            error = min(error, before)
+            error = _OUTLIER
         if last in (None, name):
             for other in logs:
                 logs[other] += _FOLLOW * error
