@@ -72,9 +72,9 @@ def rates(histograms: np.ndarray, steps: int) -> np.ndarray:
         like all the others together.
     """
     reached = np.cumsum(histograms[:, ::-1], axis=1)[:, ::-1]  # [i, k]: rounds of k tokens or more
-    tries, accepts = reached[:, 1 : steps + 1], reached[:, 2 : steps + 2]
-    everyone = accepts.sum(axis=0) / np.maximum(tries.sum(axis=0), 1)
-    return (accepts + _OWN_ROUNDS * everyone) / (tries + _OWN_ROUNDS)
+    drafted, accepts = reached[:, 1 : steps + 1], reached[:, 2 : steps + 2]
+    everyone = accepts.sum(axis=0) / np.maximum(drafted.sum(axis=0), 1)
+    return (accepts + _OWN_ROUNDS * everyone) / (drafted + _OWN_ROUNDS)
 
 
 @dataclasses.dataclass

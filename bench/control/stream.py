@@ -95,7 +95,7 @@ class Recorder:
 
     Attributes:
       choices: every chunk that `inner` chose, as it came back.
-      idle: the next chunks are plain, one round long and nobody's: they fill the slots before a
+      idle: the next chunks are plain, one round long and not counted: they fill the slots before a
         measurement and end it, and `inner` does not hear of them.
     """
 

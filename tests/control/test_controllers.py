@@ -161,7 +161,7 @@ def test_the_gate_speculates_only_up_to_its_threshold():
     assert gate.log_fields()["gated"] == 0.0
 
 
-def test_the_gate_asks_nobody_while_it_is_closed():
+def test_a_closed_gate_does_not_ask_the_controller_behind_it():
     controller = build("gated bandit")
     controller.select(64)
     assert controller.inner.state()["chosen"] == [{"2_1_3": 0, "4_1_5": 0}] * 4
@@ -238,7 +238,7 @@ def test_observations_that_make_no_sense_are_refused(accepted):
         Observation(1, "off", np.array(accepted), 1.0)
 
 
-def test_a_batch_of_nobody_is_refused():
+def test_an_empty_batch_is_refused():
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
         build("static").select(0)
 
