@@ -289,7 +289,8 @@ class EngineThread:
                 self._results.append(Result(future, error=self._dead()))
                 continue
             try:
-                self._results.append(Result(future, function()))
+                value = function()  # it may send, which replaces `_results`
+                self._results.append(Result(future, value))
             except ValueError as error:
                 self._results.append(Result(future, error=error))
             except BaseException as error:
