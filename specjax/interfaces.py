@@ -57,7 +57,7 @@ class Fused(NamedTuple):
     copies: int | None = None
 
 
-class Part(NamedTuple):
+class TensorSlice(NamedTuple):
     """A slice of a tensor along one axis, whose length is `size`."""
 
     axis: int
@@ -83,7 +83,7 @@ class Stored(NamedTuple):
 
     name: str
     transpose: bool = False
-    part: Part | None = None
+    part: TensorSlice | None = None
 
 
 # Several are stacked along a first axis of the array: matrices of experts, a tensor each.
@@ -437,7 +437,7 @@ class Mlp(Protocol):
 # --- drafts ---------------------------------------------------------------------------------------
 
 
-class Needs(NamedTuple):
+class DraftNeeds(NamedTuple):
     """What a draft needs of the target and of the engine.
 
     Attributes:
@@ -458,7 +458,7 @@ class Needs(NamedTuple):
     history: bool = False
 
 
-class Sample(NamedTuple):
+class FinishedSample(NamedTuple):
     """A sample that has ended: the tokens of its prompt, and the generated ones."""
 
     prompt: Sequence[int]
@@ -523,7 +523,7 @@ class Draft(Protocol):
       network: the `ModelConfig` of the network that drafts; None: there is none.
     """
 
-    needs: Needs = Needs()
+    needs: DraftNeeds = DraftNeeds()
     network: Any = None
 
     @classmethod
@@ -619,7 +619,7 @@ class Draft(Protocol):
             "`store`; write one"
         )
 
-    def feed(self, store: Any, samples: Sequence[Sample]) -> Any:
+    def feed(self, store: Any, samples: Sequence[FinishedSample]) -> Any:
         """Adds samples that have ended to the store; returns arrays of the same shapes and types.
 
         The host calls it between chunks, and not under `block` and `recursive`: tokens that a
@@ -663,7 +663,7 @@ class Draft(Protocol):
 
         Args:
           tokens: from `start` on, N = T + needs.states of them; what is not known yet is arbitrary.
-          hidden: the target's states, see `Needs.taps`.
+          hidden: the target's states, see `DraftNeeds.taps`.
           run: rows that lie in one page, see `specjax.memory.commit_rows`; it divides start and T.
         """
         return pages

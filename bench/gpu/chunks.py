@@ -134,9 +134,9 @@ class Chunk:
                 cfg, spec, size.batch, longest, chunk_tokens=tokens, attention=size.attention
             )
         if rule is not None:
-            self.runner.arms = {
-                name: arm._replace(plan=dataclasses.replace(arm.plan, rule=rule))
-                for name, arm in self.runner.arms.items()
+            self.runner.strategies = {
+                name: run._replace(plan=dataclasses.replace(run.plan, rule=rule))
+                for name, run in self.runner.strategies.items()
             }
         self.cfg, self.name = self.runner.cfg, next(iter(self.runner.plans))
         head = None if spec is None else jax.eval_shape(lambda: init_head_params(cfg))

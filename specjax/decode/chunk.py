@@ -33,7 +33,7 @@ from specjax.decode.state import (
     take_positions,
     take_slots,
 )
-from specjax.decode.tree import Part
+from specjax.decode.tree import TreePart
 from specjax.indexing import take
 from specjax.models.transformer import Transformer
 
@@ -105,7 +105,7 @@ def run_chunk(
     capacity: int,
     until: Until,
     pin: Callable[[DecodeState], DecodeState],
-    part: Part | None = None,
+    part: TreePart | None = None,
 ) -> tuple[DecodeState, Result]:
     """Runs rounds of a row map's sequences, as many at once as there are rows.
 
@@ -171,7 +171,7 @@ def _run_batch(
     model: Transformer,
     draft_params,
     plan: Plan,
-    part: Part | None,
+    part: TreePart | None,
     state: DecodeState,
     told: Report,
     begin: Int[Array, " b"],

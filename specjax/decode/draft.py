@@ -22,7 +22,15 @@ from specjax.decode import sampling, shards
 from specjax.decode.noise import DRAFT, ring_at, round_noise
 from specjax.decode.sampling import Columns, Context, Rows
 from specjax.decode.state import DecodeState, Plan, take_positions
-from specjax.decode.tree import GrownPart, Part, Tree, TreeShape, grown_shape, pack_bits, pack_words
+from specjax.decode.tree import (
+    DynamicTreePart,
+    Tree,
+    TreePart,
+    TreeShape,
+    grown_shape,
+    pack_bits,
+    pack_words,
+)
 from specjax.interfaces import Level, Proposal
 from specjax.models.transformer import Transformer
 
@@ -54,7 +62,7 @@ def draft_tree(
     plan: Plan,
     state: DecodeState,
     context: Context,
-    part: Part | None = None,
+    part: TreePart | None = None,
 ) -> DraftedTree:
     """Proposes a tree below the root of every slot.
 
@@ -158,7 +166,7 @@ def _grow_dynamic(
     plan: Plan,
     state: DecodeState,
     context: Context,
-    part: GrownPart | None,
+    part: DynamicTreePart | None,
 ) -> DraftedTree:
     """Expands the `topk` best nodes of each depth, then keeps the best rows of all depths.
 
@@ -232,7 +240,7 @@ def _add_level(
 
 
 def _best_rows(
-    plan: Plan, state: DecodeState, grown: _Grown, work: Any, part: GrownPart | None
+    plan: Plan, state: DecodeState, grown: _Grown, work: Any, part: DynamicTreePart | None
 ) -> DraftedTree:
     """Keeps the root and the best `rows` - 1 candidates, in the order of their depth."""
     tree = plan.tree

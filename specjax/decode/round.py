@@ -32,7 +32,7 @@ from specjax.decode.state import (
     put_positions,
     take_positions,
 )
-from specjax.decode.tree import Part, plain_bits
+from specjax.decode.tree import TreePart, plain_bits
 from specjax.interfaces import Forward, Where
 from specjax.memory import Commit, take_path
 from specjax.memory import commit as commit_memory
@@ -40,7 +40,7 @@ from specjax.models.transformer import Transformer
 
 
 def spec_round(
-    model: Transformer, draft_params, plan: Plan, state: DecodeState, part: Part | None = None
+    model: Transformer, draft_params, plan: Plan, state: DecodeState, part: TreePart | None = None
 ) -> tuple[DecodeState, Round]:
     """Runs one draft -> verify -> accept -> commit cycle for every slot.
 
@@ -199,7 +199,7 @@ def plain_round(
     """Emits one token per slot by plain autoregressive decoding, with the noise of `coupled`.
 
     Args:
-      taps: hidden states to return, see `Needs.taps`.
+      taps: hidden states to return, see `DraftNeeds.taps`.
     """
     root = state.length - 1
     where = Where(

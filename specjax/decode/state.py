@@ -101,7 +101,7 @@ class DecodeState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Room(interfaces.Room):
+class StateSizes(interfaces.Room):
     """The sizes of a state.
 
     Attributes:
@@ -118,26 +118,26 @@ def margin(plan: Plan) -> int:
     return max(plan.steps + 1, plan.source.margin(plan.steps) if plan.source else 0)
 
 
-def empty_state(plan: Plan, room: Room) -> DecodeState:
+def empty_state(plan: Plan, sizes: StateSizes) -> DecodeState:
     """A state of empty slots.
 
     Args:
       plan: the one with the most steps of those that will be used.
     """
-    cfg, batch = plan.cfg, room.slots
+    cfg, batch = plan.cfg, sizes.slots
     noise = draft = None
     if plan.tree and plan.mode == "coupled":
         noise = empty_ring(batch, plan.steps + 1, cfg.vocab_size)
     if plan.source:
-        draft = plan.source.empty(room, plan.steps)
+        draft = plan.source.empty(sizes, plan.steps)
     return DecodeState(
-        tokens=jnp.zeros((batch, room.max_len), jnp.int32),
+        tokens=jnp.zeros((batch, sizes.max_len), jnp.int32),
         length=jnp.ones((batch,), jnp.int32),
         limit=jnp.ones((batch,), jnp.int32),
         finish=jnp.full((batch,), EMPTY, jnp.int32),
         keys=jnp.zeros((batch, 2), jnp.uint32),
-        options=neutral(batch, cfg.vocab_size, room.stop_width),
-        memory=memory.empty(cfg, room),
+        options=neutral(batch, cfg.vocab_size, sizes.stop_width),
+        memory=memory.empty(cfg, sizes),
         draft=draft,
         noise=noise,
     )

@@ -236,13 +236,13 @@ def chain_bits(rows: int) -> np.ndarray:
 # A static and a dynamic tree have no common tree: what a dynamic tree expands depends on scores.
 
 
-class FixedPart(NamedTuple):
+class StaticTreePart(NamedTuple):
     """A part of a chain or static tree: drafted [T], whether a row may hold a draft."""
 
     drafted: Bool[Array, " T"]
 
 
-class GrownPart(NamedTuple):
+class DynamicTreePart(NamedTuple):
     """A part of a dynamic tree.
 
     Attributes:
@@ -254,7 +254,7 @@ class GrownPart(NamedTuple):
     rows: Int[Array, ""]
 
 
-Part = FixedPart | GrownPart
+TreePart = StaticTreePart | DynamicTreePart
 
 
 def common_strategy(strategies: Sequence[Strategy]) -> Strategy:
@@ -291,10 +291,10 @@ def _size(strategy: Strategy) -> tuple[int, int, int]:
     return strategy.dynamic or (strategy.steps, 1, strategy.rows)
 
 
-def part_of(tree: Tree | DynamicTree, strategy: Strategy) -> Part:
+def tree_part(tree: Tree | DynamicTree, strategy: Strategy) -> TreePart:
     """The part of a common tree that a strategy drafts; `off` drafts no row."""
     if tree.is_dynamic:
         steps, topk, rows = (0, 0, 1) if strategy.is_off else _size(strategy)
-        return GrownPart(np.int32(steps), np.int32(topk), np.int32(rows))
+        return DynamicTreePart(np.int32(steps), np.int32(topk), np.int32(rows))
     mine = set(strategy.paths)
-    return FixedPart(np.array([True, *(path in mine for path in tree.strategy.paths)]))
+    return StaticTreePart(np.array([True, *(path in mine for path in tree.strategy.paths)]))

@@ -33,10 +33,10 @@ from specjax.interfaces import (
     Axes,
     Cost,
     Draft,
+    DraftNeeds,
     Level,
     Memory,
     Mixer,
-    Needs,
     Param,
     Proposal,
     Room,
@@ -293,8 +293,8 @@ class MTPSource(Draft):
         return cls(target)
 
     @property
-    def needs(self) -> Needs:
-        return Needs((self.cfg.mtp_target_hidden,), self.cfg.mtp_num_layers, WINDOW)
+    def needs(self) -> DraftNeeds:
+        return DraftNeeds((self.cfg.mtp_target_hidden,), self.cfg.mtp_num_layers, WINDOW)
 
     @property
     def network(self) -> ModelConfig:

@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Int, UInt32
 from specjax.config import ModelConfig, SpecConfig
 from specjax.decode.state import EMPTY, take_positions
 from specjax.decode.tree import take_parents
-from specjax.interfaces import Cost, Draft, Level, Memory, Needs, Proposal, Room
+from specjax.interfaces import Cost, Draft, DraftNeeds, Level, Memory, Proposal, Room
 
 OCCURRENCES = 32  # matches that are counted for the continuations of a row at most
 OTHERS = 7  # sibling slots searched at most, the longest first
@@ -82,8 +82,8 @@ class NgramSource(Draft):
         return cls(target.vocab_size, spec.ngram_max, spec.ngram_min, spec.ngram_siblings)
 
     @property
-    def needs(self) -> Needs:
-        return Needs(siblings=self.siblings)
+    def needs(self) -> DraftNeeds:
+        return DraftNeeds(siblings=self.siblings)
 
     def cost(self, page_size: int) -> Cost:
         return Cost(0, 8)

@@ -51,7 +51,7 @@ from specjax.engine.settings import EngineConfig, piece_widths, powers, strategi
 from specjax.engine.start_up import Programs, StartUp, calibrate, compile_ahead
 from specjax.engine.unfinished import Unfinished, all_of
 from specjax.engine.vocabulary import TokenCounts
-from specjax.interfaces import Draft, Sample
+from specjax.interfaces import Draft, FinishedSample
 from specjax.models.transformer import Params
 from specjax.telemetry import Collector, SlotInfo, active_transforms
 
@@ -141,7 +141,7 @@ class Engine(BaseEngine):
             self.counts = TokenCounts(cfg.vocab_size, self.runner.ids)
         self.latest: tuple[str, int] | None = None
         self.preemptions = self.stale_positions = 0
-        self._to_feed: list[Sample] = []
+        self._to_feed: list[FinishedSample] = []
         self.clear()
         self._is_warm = len(self.runner.plans) == 1  # several strategies are compiled ahead
 
@@ -566,7 +566,7 @@ class Engine(BaseEngine):
         self._in_flight.cut_short = False
         tree = self.runner.plans[chunk.strategy].tree
         # In a program that can draft the draft reads what is emitted, even in plain rounds.
-        reads = self.runner.arms[chunk.strategy].plan.tree is not None
+        reads = self.runner.strategies[chunk.strategy].plan.tree is not None
         rejections = None if self.telemetry is None else result.report.rejections
         infos: list[SlotInfo | None] = [None] * len(result.length)
         ends = np.full(len(infos), self.runner.max_len)
@@ -627,7 +627,7 @@ class Engine(BaseEngine):
         if self.counts is not None:
             self.counts.add(sample.token_ids)
         if self.runner.takes_samples:
-            self._to_feed.append(Sample(sequence.job.prompt, sample.token_ids))
+            self._to_feed.append(FinishedSample(sequence.job.prompt, sample.token_ids))
         if self.config.order == "longest_first":
             self.lengths.add(sequence.job.prompt_hash, len(sample.token_ids))
         self._events.append(Finished(sequence, sample))

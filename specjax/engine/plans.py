@@ -9,7 +9,7 @@ from typing import NamedTuple
 from specjax.config import ModelConfig, SpecConfig, Strategy
 from specjax.control import OFF
 from specjax.decode.state import Plan
-from specjax.decode.tree import Part, build_tree, common_strategy, part_of
+from specjax.decode.tree import TreePart, build_tree, common_strategy, tree_part
 from specjax.engine.sources import source_of
 from specjax.interfaces import Draft
 from specjax.spelling import SettingError
@@ -69,7 +69,7 @@ def _plan(cfg: ModelConfig, spec: SpecConfig, source: Draft, strategy: Strategy)
     return Plan(cfg, build_tree(strategy), source, **settings)
 
 
-class Arm(NamedTuple):
+class StrategyProgram(NamedTuple):
     """How chunks of a strategy run.
 
     Attributes:
@@ -79,10 +79,10 @@ class Arm(NamedTuple):
 
     program: str
     plan: Plan
-    part: Part | None = None
+    part: TreePart | None = None
 
 
-def make_arms(plans: Mapping[str, Plan], most_rows: int) -> dict[str, Arm]:
+def programs_of(plans: Mapping[str, Plan], most_rows: int) -> dict[str, StrategyProgram]:
     """Each strategy has a program of its own, and in `invariant` mode all of them have one.
 
     Args:
@@ -92,7 +92,7 @@ def make_arms(plans: Mapping[str, Plan], most_rows: int) -> dict[str, Arm]:
       ValueError: no tree of so many rows holds those of all strategies in that mode.
     """
     if len(plans) == 1 or not all(plan.invariant for plan in plans.values()):
-        return {name: Arm(name, plan) for name, plan in plans.items()}
+        return {name: StrategyProgram(name, plan) for name, plan in plans.items()}
     strategies = [plan.strategy for plan in plans.values() if plan.tree]
     common = common_strategy(strategies)
     if common.rows > most_rows:
@@ -110,7 +110,8 @@ def make_arms(plans: Mapping[str, Plan], most_rows: int) -> dict[str, Arm]:
     adaptive = any(plan.adaptive_width for plan in plans.values())
     shared = dataclasses.replace(drafting, tree=tree, adaptive_width=adaptive)
     return {
-        name: Arm(common.name, shared, part_of(tree, plan.strategy)) for name, plan in plans.items()
+        name: StrategyProgram(common.name, shared, tree_part(tree, plan.strategy))
+        for name, plan in plans.items()
     }
 
 

@@ -32,17 +32,16 @@ from specjax.decode.admit import (
 )
 from specjax.decode.chunk import Result, Until, run_chunk
 from specjax.decode.options import Features
-from specjax.decode.state import DecodeState, Room, RowMap, empty_state
+from specjax.decode.state import DecodeState, RowMap, StateSizes, empty_state
 from specjax.engine.agreement import agreement_of
 from specjax.engine.checksum import Checksum, require_same
 from specjax.engine.compiling import Executables
 from specjax.engine.pages import NULL_PAGE, pages_for
-from specjax.engine.plans import make_arms, make_plans, own_name
+from specjax.engine.plans import make_plans, own_name, programs_of
 from specjax.engine.settings import stretched
 from specjax.engine.sources import page_multiple, with_kernel
 from specjax.engine.vocabulary import draft_ids
-from specjax.interfaces import Draft, Memory, Sample
-from specjax.interfaces import Room as MemoryRoom
+from specjax.interfaces import Draft, FinishedSample, Memory, Room
 from specjax.kernels import dispatch
 from specjax.memory import cost, empty
 from specjax.models.rows import merge_axes, param_axes, repeated_names
@@ -82,8 +81,8 @@ class Runner:
     Attributes:
       cfg: with the kernel that runs.
       plans: what each strategy drafts. plan: `spec`'s own.
-      arms: how chunks of each strategy run. programs: the plans that chunks are compiled for, by
-        program; the strategies' own, or in `invariant` mode one for all.
+      strategies: how chunks of each strategy run. programs: the plans that chunks are compiled
+        for, by program; the strategies' own, or in `invariant` mode one for all.
       slots: of the state; the last one is always empty and fills up buckets. waiting: those beside
         the batch's, for sequences that take the rows of those that end.
       mark: is ready when what was enqueued last is done; None if that was a chunk.
@@ -130,8 +129,8 @@ class Runner:
         self.batch, self.max_len, self.stop_width, self.mesh = batch, max_len, stop_width, mesh
         self.plans = make_plans(cfg, spec, source, strategies)
         self.plan = self.plans[own_name(spec, self.plans)]
-        self.arms = make_arms(self.plans, spec.spec_verify_tokens if drafts else 1)
-        self.programs = {arm.program: arm.plan for arm in self.arms.values()}
+        self.strategies = programs_of(self.plans, spec.spec_verify_tokens if drafts else 1)
+        self.programs = {run.program: run.plan for run in self.strategies.values()}
         self.longest = max(self.programs.values(), key=lambda plan: plan.steps)
         self.page_size = min(PAGE_SIZE if page_size is None else page_size or max_len, max_len)
         multiple = page_multiple(cfg, source)
@@ -220,7 +219,7 @@ class Runner:
 
     def rounds(self, strategy: str, rows: int | None = None) -> int:
         """Rounds of one chunk of so many rows at most; None: many."""
-        plan = self.arms[strategy].plan
+        plan = self.strategies[strategy].plan
         window = plan.source.needs.window if plan.tree is None and plan.source else 0
         tokens = stretched(self.chunk_tokens, self.stretch, rows or self.stretch, window)
         return max(1, tokens // (plan.steps + 1))
@@ -231,7 +230,7 @@ class Runner:
 
     def buckets(self, strategy: str, features: Features) -> list[int]:
         """Sizes of a batch for which a program was compiled that serves this, in order."""
-        return self.executables.buckets(self.arms[strategy].program, features)
+        return self.executables.buckets(self.strategies[strategy].program, features)
 
     # --- weights and state -----------------------------------------------------------------------
 
@@ -281,7 +280,7 @@ class Runner:
         known = {name: value for name, value in entries.items() if value is not None}
         return {**self.head, **known} if known else self.head
 
-    def feed(self, samples: Sequence[Sample]) -> None:
+    def feed(self, samples: Sequence[FinishedSample]) -> None:
         """Gives the draft samples that have ended, see `Draft.feed`; compiles nothing."""
         self.store = self.longest.source.feed(self.store, samples)
         self._send_store()
@@ -383,7 +382,7 @@ class Runner:
     @functools.cached_property
     def _empty(self):
         """The jitted constructor of the state, kept so that a second call compiles nothing."""
-        room = Room(
+        sizes = StateSizes(
             slots=self.slots,
             pages=self.pages,
             page_size=self.page_size,
@@ -392,7 +391,7 @@ class Runner:
         )
 
         def make():
-            return empty_state(self.longest, room), empty_prompts(self.longest, self.prompts)
+            return empty_state(self.longest, sizes), empty_prompts(self.longest, self.prompts)
 
         if self.mesh is None:
             return jax.jit(make)
@@ -427,7 +426,7 @@ class Runner:
     def empty_scratch(self, rows: int, span: int) -> tuple[Memory, np.ndarray]:
         """Pages for so many prompts of `span` positions each, and their table [R X]."""
         each = pages_for(span, self.page_size)
-        room = MemoryRoom(slots=rows, pages=1 + rows * each, page_size=self.page_size)
+        room = Room(slots=rows, pages=1 + rows * each, page_size=self.page_size)
 
         def make():
             return empty(self.cfg, room)
@@ -468,13 +467,13 @@ class Runner:
           row_map: of different slots, or the empty one: one for each row, and `waiting` more,
             see `alone`. Of those that are not to run all pages are `NULL_PAGE`.
         """
-        bucket, arm = len(row_map.slots) - self.waiting, self.arms[strategy]
-        features = self.executables.covering(arm.program, bucket, features)
+        bucket, chosen = len(row_map.slots) - self.waiting, self.strategies[strategy]
+        features = self.executables.covering(chosen.program, bucket, features)
         inputs = (self.params, self.draft, self.state, row_map, until)
-        if arm.part is not None:
-            inputs = (*inputs, arm.part)
+        if chosen.part is not None:
+            inputs = (*inputs, chosen.part)
         program = functools.partial(self._chunk_program, strategy, features, bucket)
-        key = ("chunk", arm.program, bucket, features)
+        key = ("chunk", chosen.program, bucket, features)
         self.state, result = self._run(key, program, inputs, (2,), inputs[3:])
         self.mark = None
         return result
@@ -482,7 +481,7 @@ class Runner:
     def _chunk_program(
         self, strategy, features, bucket, params, head, state, row_map, until, part=None
     ):
-        plan = dataclasses.replace(self.arms[strategy].plan, features=features)
+        plan = dataclasses.replace(self.strategies[strategy].plan, features=features)
         model, capacity = self.model(params), self.rounds(strategy, bucket)
         pin = functools.partial(sharding.pin_slots, self.mesh)
         state, result = run_chunk(

@@ -84,9 +84,9 @@ class Programs:
     @property
     def chunks(self) -> list[tuple[str, int]]:
         """A strategy and a bucket for each program of chunks."""
-        arms = self.runner.arms
+        programs = {name: run.program for name, run in self.runner.strategies.items()}
         found = {
-            (arms[strategy].program, bucket): (strategy, bucket)
+            (programs[strategy], bucket): (strategy, bucket)
             for strategy in self.runner.plans
             for bucket, strategies in self.strategies.items()
             if strategy in strategies

@@ -16,8 +16,8 @@ from specjax.decode.state import (
     RUNNING,
     DecodeState,
     Plan,
-    Room,
     RowMap,
+    StateSizes,
     empty_state,
     take_slots,
 )
@@ -72,7 +72,7 @@ def padded(rows, width, fill=0) -> np.ndarray:
 def admitted(run: Models, prompts, width) -> DecodeState:
     """Reads the prompts `width` positions at a time and starts the samples in their slots."""
     plan, tail = run.plan, run.plan.source.needs.states
-    state = empty_state(plan, Room(7, 14, PAGE, max_len=MAX_LEN, stop_width=2))
+    state = empty_state(plan, StateSizes(7, 14, PAGE, max_len=MAX_LEN, stop_width=2))
     kept = empty_prompts(plan, len(prompts))
     known = padded(prompts, MAX_LEN + width + tail, fill=VOCAB - 1)
 

@@ -17,7 +17,7 @@ from specjax.decode.noise import empty_ring, refill, target_noise
 from specjax.decode.options import Features, neutral
 from specjax.decode.sampling import context_of, count_tokens
 from specjax.decode.state import Plan
-from specjax.decode.tree import ancestors, build_tree, common_strategy, part_of, take_parents
+from specjax.decode.tree import ancestors, build_tree, common_strategy, take_parents, tree_part
 from specjax.interfaces import Proposal
 from specjax.kernels.reference import unpack_bits
 
@@ -303,7 +303,7 @@ def test_one_program_drafts_for_each_strategy_what_its_own_program_drafts(
     program = jax.jit(program_of(plan))
     drafts = []
     for strategy in parsed:
-        part = part_of(plan.tree, strategy)
+        part = tree_part(plan.tree, strategy)
         draft = program(state.tokens, state.length, state.keys, state.options, part)
         drafts.append([set(nodes_of(draft, slot)) for slot in range(BATCH)])
         if strategy.is_off:

@@ -8,7 +8,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.interfaces import Draft, Needs, Proposal
+from specjax.interfaces import Draft, DraftNeeds, Proposal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Bigrams(Draft):
     """
 
     vocab: int
-    needs = Needs(history=True)
+    needs = DraftNeeds(history=True)
 
     @classmethod
     def of(cls, target, spec):

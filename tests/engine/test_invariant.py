@@ -13,7 +13,7 @@ from specjax import LLM, RunConfig, SamplingParams, SpecConfig
 from specjax.control import ControlConfig
 from specjax.decode.options import Features
 from specjax.engine import runner
-from specjax.engine.plans import Arm
+from specjax.engine.plans import StrategyProgram
 from specjax.engine.request import make_jobs
 from specjax.engine.sequence import Progress
 from specjax.engine.settings import EngineConfig
@@ -209,9 +209,9 @@ def test_bits_do_depend_on_the_strategy_where_each_runs_its_own_program(monkeypa
     """Else the test above would prove nothing."""
 
     def apart(plans, most_rows):
-        return {name: Arm(name, plan) for name, plan in plans.items()}
+        return {name: StrategyProgram(name, plan) for name, plan in plans.items()}
 
-    monkeypatch.setattr(runner, "make_arms", apart)
+    monkeypatch.setattr(runner, "programs_of", apart)
     arms = ("off", "2x2")
     llm = make_llm("float32", "2x2", 1, arms, invariant=True)
     found = []

@@ -16,7 +16,7 @@ from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.huggingface_names import policy_leaves, tensors_of
 from specjax.config.model import Layer
 from specjax.drafts.mtp import init_head_params, weight_axes
-from specjax.interfaces import Param, Part, Stored
+from specjax.interfaces import Param, Stored, TensorSlice
 from specjax.models.families import add_family
 from specjax.models.families.dense import DenseFamily, dense_config
 from specjax.models.mlps.dense import Dense
@@ -66,10 +66,12 @@ class Boulder(DenseFamily):
         head = layer.mixer.head_dim
         q, kv = layer.mixer.num_heads * head, layer.mixer.num_kv_heads * head
         for name, start, stop in (("q", 0, q), ("k", q, q + kv), ("v", q + kv, q + 2 * kv)):
-            places[name] = Stored("qkv", transpose=True, part=Part(0, start, stop, q + 2 * kv))
+            places[name] = Stored(
+                "qkv", transpose=True, part=TensorSlice(0, start, stop, q + 2 * kv)
+            )
         size = 2 * layer.mlp.intermediate_size
         for start, name in enumerate(("gate", "up")):
-            places[name] = Stored("gate_up", part=Part(1, start, size, size, step=2))
+            places[name] = Stored("gate_up", part=TensorSlice(1, start, size, size, step=2))
         return places
 
     def zeros(self, cfg, layer):
@@ -209,10 +211,19 @@ def test_a_tied_head_is_known_by_the_family_s_name(tmp_path, caplog):
     [
         ({"q": None}, "layers/0/q: expected a tensor in files, got none"),
         ({"extra": Stored("x")}, "expected its family to name the arrays .*, got .*extra"),
-        ({"q": Stored("qkv", True, Part(0, 0, 31, 64))}, r"has the shape \[32, 16\], got Part"),
-        ({"v": Stored("qkv", True, Part(0, 40, 56, 64))}, "without overlapping, got .*layers/v"),
+        (
+            {"q": Stored("qkv", True, TensorSlice(0, 0, 31, 64))},
+            r"has the shape \[32, 16\], got TensorSlice",
+        ),
+        (
+            {"v": Stored("qkv", True, TensorSlice(0, 40, 56, 64))},
+            "without overlapping, got .*layers/v",
+        ),
         ({"v": Stored("alone", True)}, "tensor rock/0/qkv: expected one array, or parts"),
-        ({"v": Stored("qkv", True, Part(0, 48, 64, 65))}, r"to be \[64, 16\], as another array"),
+        (
+            {"v": Stored("qkv", True, TensorSlice(0, 48, 64, 65))},
+            r"to be \[64, 16\], as another array",
+        ),
         ({"up": Stored("mlp.down_proj.weight")}, "expected one array, or parts|as another array"),
         ({"o": (Stored("a"), Stored("b"))}, "expected 32 tensors in files, .* got 2"),
     ],

@@ -11,7 +11,7 @@ from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.store import Checkpointer
 from specjax.command_line import parse_config
 from specjax.config import Strategy
-from specjax.decode.state import Plan, Room, RowMap, empty_state, per_slot, take_slots
+from specjax.decode.state import Plan, RowMap, StateSizes, empty_state, per_slot, take_slots
 from specjax.decode.tree import build_tree
 from specjax.drafts.mtp import MTPSource
 from specjax.models.rows import param_axes
@@ -143,7 +143,7 @@ def split_heads(shape) -> tuple[int, ...]:
 def test_slots_are_split_over_the_data_axes_pages_by_heads_noise_by_vocabulary(tiny_policy, mesh):
     cfg = hf.load_checkpoint(tiny_policy, "float32")[0]
     plan = Plan(cfg, build_tree(Strategy.parse("2_1_3")), MTPSource(cfg))
-    empty = empty_state(plan, Room(slots=9, max_len=32, stop_width=2, pages=5, page_size=16))
+    empty = empty_state(plan, StateSizes(slots=9, max_len=32, stop_width=2, pages=5, page_size=16))
     placed = jax.device_put(empty, sharding.state_shardings(mesh, empty))
     assert shard(placed.tokens) == (9, 32), "between chunks slots are whole: 9 do not divide"
 

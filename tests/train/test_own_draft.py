@@ -11,7 +11,7 @@ import tiny_run
 from specjax.command_line import parse_config
 from specjax.config import ModelConfig
 from specjax.drafts.ngram import NgramSource
-from specjax.interfaces import Draft, Needs
+from specjax.interfaces import Draft, DraftNeeds
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
 from train.draft import DraftConfig, DraftTrainer, frozen_policy_parts, head_loss, inner_taps
@@ -31,7 +31,7 @@ class TwoTaps(Draft):
 
     cfg: ModelConfig
 
-    needs = Needs(taps=("post_norm", 1))
+    needs = DraftNeeds(taps=("post_norm", 1))
 
     def axes(self):
         return {"mix": (None, None)}
