@@ -34,7 +34,7 @@ from specjax.tokenizer import (
     transformers_class,
 )
 from train import tasks
-from train.answers import each_gold
+from train.answers.extract import each_gold
 from train.schema import SUMS, DataConfig, fill_template
 from train.tasks import sums
 from train.tasks.files import read_rows

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from train.schema import RLConfig, SFTConfig
 import dataclasses
 
-from train.answers import each_gold
+from train.answers.extract import each_gold
 from train.schema import SUMS, RLConfig
 from train.scoring import Scorer, about_gold, check_gold
 

@@ -10,8 +10,8 @@ The first parameter is the completion; every other one is passed by its name, wh
 (a list of {role, content}, where the prompt is one) or a further column of the row. A second
 parameter of any other name is the answer.
 
-What counts as the answer of a completion for `number` and `math_verify` says `train.answers`;
-`exact` takes the line after the last `####`. Of several gold answers any is right.
+`number` and `math_verify` find the answer of a completion as `train.answers.extract` says; `exact`
+takes the line after the last `####`. Of several gold answers any is right.
 """
 
 from __future__ import annotations
@@ -29,28 +29,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from train.answers import (
-    each_gold,
-    final_answer,
-    last_line_answer,
-    read_quantity,
-    stated_gold,
-)
+from train.answers.extract import each_gold, final_answer, last_line_answer, stated_gold
+from train.answers.quantity import read_quantity
 from train.registry import REWARDS
 
 Reward = Callable[..., Any]
 
-SECONDS = 10.0  # per answer
+SECONDS = 10.0  # time limit of one comparison
 _START_SECONDS = 120.0
 
 
 class MathWorker:
     """Compares answers in a child process, which is started on first use and after a kill.
 
-    `train.equivalence` runs sympy on text that a policy wrote, which may take forever
-    (`9**9**9**9`) inside one call that no signal interrupts; the timeout of math-verify works in
-    the main thread alone. So a child process does it, and is killed when time is up. It reads and
-    writes one line of JSON per request.
+    sympy may run forever on a policy's text (`9**9**9**9`), in one call that no signal interrupts,
+    and the timeout of math-verify works in the main thread alone. So `train.answers.equivalence`
+    runs in a child process, which is killed when the time is up. It reads and writes one line of
+    JSON per request.
     """
 
     def __init__(self) -> None:
@@ -58,7 +53,7 @@ class MathWorker:
         self._process: subprocess.Popen | None = None
 
     def same(self, gold: str, found: str) -> bool:
-        """Whether they are equivalent (`train.equivalence`); False where that takes too long.
+        """Whether two answers are the same; False if that takes longer than `SECONDS`.
 
         Raises:
           ModuleNotFoundError: math-verify is not installed.
@@ -79,7 +74,7 @@ class MathWorker:
                 "reward 'number'"
             )
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "train.equivalence"],
+            [sys.executable, "-m", "train.answers.equivalence"],
             cwd=Path(__file__).resolve().parent.parent,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -91,7 +86,7 @@ class MathWorker:
             self.close()
             raise RuntimeError(
                 f"the math-verify process gave no answer within {_START_SECONDS:.0f} s of its "
-                f"start; run `{sys.executable} -m train.equivalence` to see why"
+                f"start; run `{sys.executable} -m train.answers.equivalence` to see why"
             )
 
     def _ask(self, request: dict[str, str], seconds: float) -> str | None:
@@ -125,7 +120,7 @@ atexit.register(WORKER.close)
 
 
 def _of_any(reward: Callable[[str, str], float]) -> Reward:
-    """Makes a reward take several gold answers: the largest reward of one of them."""
+    """Makes a reward take several gold answers, and return the largest of their rewards."""
 
     @functools.wraps(reward)
     def scored(response_text: str, answer: str | Sequence[str]) -> float:
@@ -146,7 +141,7 @@ def number(response_text: str, answer: str) -> float:
     """1.0 if the completion's answer is a number equal to the row's.
 
     Thousands separators, spaces and a trailing period do not count; `$`, `%` and units count where
-    both have one. Fractions and mixed numbers are numbers (`train.answers.read_quantity`), a
+    both have one. Fractions and mixed numbers are numbers (`train.answers.quantity`), a
     decimal may be rounded to six significant digits or cut off after seven, and `x = 5` is 5.
     """
     found, gold = _as_number(final_answer(response_text)), _as_number(stated_gold(answer))
@@ -162,10 +157,11 @@ _NAMED = re.compile(r"^[\s$]*\\?[a-zA-Z][\w ]*=")  # `x = 5`
 
 @_of_any
 def math_verify(response_text: str, answer: str) -> float:
-    """1.0 if the completion's answer is mathematically equivalent to the row's, which may be bare
-    LaTeX (`train.equivalence` has the rules). Equal numbers need no library.
+    """1.0 if the completion's answer is mathematically equivalent to the row's.
 
-    What cannot be parsed or takes too long earns 0.0; nothing is raised for the response's sake.
+    Both may be bare LaTeX; `train.answers.equivalence` has the rules. Answers that cannot be parsed
+    or take too long score 0.0; no response raises an error. Two numbers are compared without the
+    library.
 
     Raises:
       ModuleNotFoundError: the math-verify library is not installed.
@@ -181,12 +177,14 @@ def math_verify(response_text: str, answer: str) -> float:
 
 @dataclass(frozen=True)
 class AnswerReward:
-    """A reward that compares answers, with what is needed to check gold answers.
+    """A reward that compares answers, and can check gold answers before a run.
 
     Attributes:
-      function: (completion, answer) -> 0.0 or 1.0. extract: the answer that it reads in a
-        completion; None: there is none. write: a completion that gives this answer and no more.
-      wants: where it looks for the answer. gold: what an answer has to be. Both for messages.
+      function: the reward, (completion, answer) -> 0.0 or 1.0.
+      extract: finds the answer in a completion; returns None if there is none.
+      write: makes a completion that states the given answer and nothing else.
+      wants: where the answer has to be in a completion, for messages.
+      gold: what a gold answer has to be, for messages.
     """
 
     function: Reward
@@ -199,7 +197,7 @@ class AnswerReward:
         return self.function(completion, answer)
 
     def can_win(self, answer: str | Sequence[str]) -> bool:
-        """Whether a completion with the row's own answer, or one of them, scores 1."""
+        """Whether a completion that states one of the row's own answers scores 1."""
         return any(self.function(self.write(gold), gold) == 1.0 for gold in each_gold(answer))
 
 
@@ -226,7 +224,7 @@ def get_reward(name: str) -> Reward:
     """Finds a reward by its name or by dotted path `module:function`.
 
     Raises:
-      ValueError: unknown name, or a path that leads to nothing callable.
+      ValueError: the name is unknown, or the path does not lead to a function.
     """
     reward = REWARDS.find(name)
     if not callable(reward):

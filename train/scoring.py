@@ -15,7 +15,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from train.answers import each_gold
+from train.answers.extract import each_gold
 from train.rewards import AnswerReward, get_reward
 from train.tasks.layout import Problem, shown
 

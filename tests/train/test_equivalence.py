@@ -5,7 +5,7 @@ Each pair goes through the reward `math_verify` as a run calls it: the answer bo
 
 import pytest
 
-from train.equivalence import is_readable
+from train.answers.equivalence import is_readable
 from train.rewards import math_verify, number
 
 RIGHT = [

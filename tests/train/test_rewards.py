@@ -6,8 +6,9 @@ import time
 import pytest
 
 from train import rewards
-from train.answers import final_answer, last_line_answer, read_quantity, without_thousands
-from train.equivalence import is_readable
+from train.answers.equivalence import is_readable
+from train.answers.extract import final_answer, last_line_answer
+from train.answers.quantity import read_quantity, without_thousands
 from train.registry import REWARDS
 from train.rewards import exact, get_reward, math_verify, number
 

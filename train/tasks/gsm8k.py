@@ -4,7 +4,7 @@ An answer without the mark is all answer, and may be a number. `<<48/2=24>>` ann
 out of demonstrations when `data.strip_calculator` says so.
 """
 
-from train.answers import ANSWER_MARK
+from train.answers.extract import ANSWER_MARK
 from train.tasks.layout import Example, Layout, Row, answers_of, gold_of, others, text_of
 
 

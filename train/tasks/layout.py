@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
-from train.answers import Gold, gold_answer
+from train.answers.extract import Gold, gold_answer
 
 Message = dict[str, Any]  # {"role": ..., "content": text, ...}
 Row = Mapping[str, Any]

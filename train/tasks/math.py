@@ -1,6 +1,6 @@
 """MATH's rows: `problem`, and `answer` or a worked `solution` with `\\boxed{}`, or both."""
 
-from train.answers import ANSWER_MARK, boxed
+from train.answers.extract import ANSWER_MARK, boxed
 from train.tasks.layout import Example, Layout, Row, RowError, answers_of, gold_of, others, text_of
 
 

@@ -5,7 +5,7 @@ answer is that of a column (see `prompt.py`), else the one in the demonstration,
 `####`; else there is none.
 """
 
-from train.answers import final_answer
+from train.answers.extract import final_answer
 from train.tasks.layout import (
     Example,
     Layout,

@@ -5,7 +5,7 @@ The gold answer is the first of `answer`, `ground_truth`, `solution` and `target
 row without one has none, and is for rewards of one's own. `completion` is a demonstration.
 """
 
-from train.answers import Gold
+from train.answers.extract import Gold
 from train.tasks.layout import (
     Example,
     Layout,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from train.answers import ANSWER_MARK
+from train.answers.extract import ANSWER_MARK
 from train.tasks.layout import SPLITS, Demonstration, Problem, check_split, split_of
 
 if TYPE_CHECKING:
