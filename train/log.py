@@ -294,13 +294,13 @@ class Trace:
         """A rollout begins."""
         self._step, self._zero, self.events = step, time.perf_counter(), []
         self._since = [0.0] * self.replicas
-        self._busy = [True] * self.replicas  # until a look says otherwise
+        self._busy = [True] * self.replicas  # until `record_idle` is called
 
-    def look(self, drained: Sequence[int]) -> None:
-        """Records which replicas are idle by now."""
+    def record_idle(self, replicas: Sequence[int]) -> None:
+        """Records which replicas are idle now; the others are busy."""
         now = time.perf_counter() - self._zero
         for replica in range(self.replicas):
-            busy = replica not in drained
+            busy = replica not in replicas
             if busy != self._busy[replica]:
                 self._close(replica, now)
                 self._busy[replica] = busy

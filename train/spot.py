@@ -1,37 +1,33 @@
-"""Spot training: the draft head is trained on replicas that are idle while others still roll out.
+"""Spot training: replicas that are idle while others still roll out train the draft head.
 
-A rollout ends with its longest sample, and by then most replicas have been idle for a while. They
-cannot train on this rollout, which has no rewards yet and no policy update that returned states, so
-the head is trained one step later: a step's micro-batches go to a replay buffer with their states,
-and the next step trains on them.
+A rollout ends with its longest sample, and by then most replicas have been idle for a while; such a
+time of a replica is a gap. The head is trained on the step before, whose micro-batches and states
+are in a replay buffer: the samples of this step have no rewards and no states yet.
 
-    step t    rollout under policy t ........................ | rest   | policy update | sync
+    step t    rollout under policy t ........................ | after  | policy update | sync
     replica 0 ########################################        |        |               |
     replica 1 ################## [update][update]             |[update]|               |
-                                 on data of step t - 1         what found no gap
+                                 on data of step t - 1
 
-What is learned does not depend on the gaps. A step has a fixed list of updates, each on one
-micro-batch, made one after the other (`ReplayBuffer.plan`); the gaps only decide *when*: an update
-that found none is made after the rollout, before the policy changes. So a run that is resumed, or
-has another number of replicas, ends with the same head.
+The head does not depend on the gaps. A step has a fixed list of updates, each on one micro-batch,
+made one after the other (`ReplayBuffer.plan`). Updates for which there is no gap are made after the
+rollout, before the policy changes. So a run that is resumed, or has another number of replicas,
+ends with the same head.
 
-The next update starts only when the last one is done and some replica is still idle, so samples
-that come to the replica meanwhile wait for one update at most. The loop that feeds the engines
-never
-waits: it starts updates, and asks whether they are done. One replica trains at a time, for each
-update begins where the last ended.
+An update starts when the last one is done and some replica is idle, so samples that arrive at the
+replica wait for one update at most. The loop that feeds the engines never waits. One replica trains
+at a time, because each update starts from the result of the last.
 
-An update runs on the devices of one replica and in the replica's layout, wherever `mesh` has the
-policy's training: the same program, and so the same bits, on each replica, in a gap or after the
-rollout. Where a replica has no devices of its own, or lies over several processes, there are no
-gaps, and updates run on the training mesh.
+An update runs on the devices of one replica and in the replica's layout, whatever `mesh` the policy
+is trained on: the same program, and so the same bits, on each replica. Where replicas have no
+devices of their own, or are spread over several processes, all updates run on the training mesh
+after the rollout.
 
-In a job of several processes a gap is known to one of them alone, and no collective may wait for
-it. So before the rollout all of them fetch what the step's updates read. During the rollout each
-process
-makes the updates in its own gaps, on its own, and no process waits for another: equal programs and
-inputs give equal bits. After the rollout the process that has made the most updates makes the rest,
-and sends the head to the others.
+In a job of several processes only one of them knows about a gap, and no collective may wait for
+it. So before the rollout every process fetches the inputs of the step's updates. During the rollout
+each process makes the updates in its own gaps, and no process waits for another: equal programs and
+inputs give equal bits. After the rollout the process that has made the most updates makes the
+remaining ones, and sends the head to the others.
 """
 
 from __future__ import annotations
@@ -70,8 +66,8 @@ class ReplayBuffer:
     """The micro-batches of the latest steps.
 
     Args:
-      tokens: positions held at most, padding included. When there are more, the oldest micro-batch
-        goes first.
+      tokens: largest number of positions held, padding included. Beyond it the oldest
+        micro-batches are dropped.
     """
 
     def __init__(self, tokens: int):
@@ -80,22 +76,24 @@ class ReplayBuffer:
 
     @property
     def size(self) -> int:
-        """Positions held."""
+        """Number of positions held."""
         return sum(entry.batch["tokens"].size for entry in self.entries)
 
     def add(self, step: int, batches: Sequence[Mapping[str, Array]], states: Sequence[Array]):
-        """Stores what the policy update of a step returned."""
+        """Stores the micro-batches and states that the policy update of a step returned."""
         for batch, here in zip(batches, states, strict=True):
             self.entries.append(Entry(step, {name: batch[name] for name in FIELDS}, here))
         while self.size > self.tokens:
             self.entries.popleft()
 
     def plan(self, step: int, updates: int, epochs: int) -> list[Entry]:
-        """The updates of a step, in order; none of them is on data of the step itself.
+        """The micro-batches of a step's updates, in order; none of them is of the step itself.
 
         Args:
-          updates: from all steps held, the latest first, over and over; 0: `epochs` passes over the
-            step before.
+          step: number of the step.
+          updates: number of updates, on the steps held, the latest first, and again from the start
+            if there are too few; 0 for `epochs` passes over the step before.
+          epochs: number of passes if `updates` is 0.
         """
         if not updates:
             return [e for e in self.entries if e.step == step - 1] * epochs
@@ -106,7 +104,7 @@ class ReplayBuffer:
     # --- checkpoints -------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint's metadata: JSON."""
+        """The buffer's steps and shapes, as JSON for a checkpoint's metadata."""
         return {
             "steps": [entry.step for entry in self.entries],
             "arrays": {
@@ -116,7 +114,7 @@ class ReplayBuffer:
         }
 
     def tree(self) -> dict[str, dict[str, Array]]:
-        """The arrays, for a checkpoint."""
+        """The buffer's arrays, for a checkpoint."""
         return {f"{i:04d}": _arrays(entry) for i, entry in enumerate(self.entries)}
 
     @staticmethod
@@ -126,7 +124,8 @@ class ReplayBuffer:
         """The structure of `tree`, from `state`.
 
         Args:
-          mesh: that the policy is trained on.
+          state: return value of `state`.
+          mesh: mesh on which the policy is trained.
         """
         where = None if mesh is None else sharding.rows_sharding(mesh)
         arrays = {
@@ -136,7 +135,7 @@ class ReplayBuffer:
         return {f"{i:04d}": dict(arrays) for i in range(len(state["steps"]))}
 
     def load(self, state: Mapping[str, Any], tree: Mapping[str, Mapping[str, Array]]) -> None:
-        """Takes over what `state` and `tree` returned."""
+        """Restores a buffer from the return values of `state` and `tree`."""
         self.entries.clear()
         for i, step in enumerate(state["steps"]):
             arrays = dict(tree[f"{i:04d}"])
@@ -149,30 +148,30 @@ def _arrays(entry: Entry) -> dict[str, Array]:
 
 
 def about_spot(cfg: RLConfig, in_replicas: bool) -> str:
-    """The line for the user that says where and when the head is trained.
+    """The line that tells the user where and when the head is trained.
 
     Args:
-      in_replicas: see `train.programs.trains_in_replicas`.
+      cfg: the run's settings.
+      in_replicas: return value of `train.programs.trains_in_replicas`.
     """
     spot, tp = cfg.draft.spot, cfg.rollout.tp
     if not in_replicas:
         why = "rollouts have no devices of their own"
         if cfg.rollout.own_devices:
-            why = f"a replica of rollout.tp={tp} devices lies over several processes"
-        return (
-            f"draft.spot: the head is trained after each rollout, on the training mesh, for {why}"
-        )
+            why = f"a replica of rollout.tp={tp} devices is spread over several processes"
+        return f"draft.spot: the training mesh trains the head after each rollout, because {why}"
     devices = "one device" if tp == 1 else f"the {tp} devices"
     when = "in gaps of rollouts and after them" if spot.gaps else "after each rollout"
     return f"draft.spot: the head is trained {when}, on {devices} of a replica"
 
 
 class HeadDevices:
-    """Devices that updates of the head run on: those of a replica, or of the training mesh.
+    """Devices that updates of the head run on: those of a replica, or the training mesh.
 
     Args:
-      draft: the program for them. device: where `draft` has no mesh.
-      trains: whether they are the mesh on which the policy is trained, of any number of processes.
+      draft: trainer of the head that is compiled for these devices.
+      device: the device, if `draft` has no mesh.
+      trains: whether these devices are the training mesh of all processes.
     """
 
     def __init__(self, draft: DraftTrainer, device: jax.Device | None = None, trains: bool = False):
@@ -182,12 +181,12 @@ class HeadDevices:
             self._ordered = jax.jit(_taken, out_shardings=where)
 
     def weights(self, tree: Params, overwritten: bool = True) -> Params:
-        """Moves weights, or an optimizer's state, there.
+        """Moves weights, or an optimizer's state, to these devices.
 
         Args:
-          overwritten: whether an update will overwrite them. Then they are copied, for an engine
-          may
-            draft with the arrays of the trainer.
+          tree: the arrays.
+          overwritten: whether an update will overwrite them; then they are copied, because an
+            engine may draft with the trainer's arrays.
         """
         mesh, where = self.draft.mesh, self._device
         if mesh is not None:
@@ -199,7 +198,7 @@ class HeadDevices:
         return jax.jit(_copied, out_shardings=None if mesh is None else where)(tree)
 
     def rows(self, tree):
-        """Moves packed rows [R S ..] there, in the order of the devices."""
+        """Moves packed rows [R S ..] to these devices, in the order of the devices."""
         if self.draft.mesh is None:
             return jax.device_put(tree, self._device)
         where = jax.tree.map(lambda _: sharding.rows_sharding(self.draft.mesh), tree)
@@ -223,18 +222,22 @@ def _taken(rows: Array, order: Array) -> Array:
 class SpotTraining:
     """Makes the head's updates of each step.
 
-    Between `begin` and `finish` call `look` as often as possible.
+    Call `use_idle` as often as possible between `begin` and `finish`.
 
     Args:
-      places: one for each replica of this process, with equal programs; or the training mesh alone.
-      trace: records every update.
-      apart: each process of the job makes the updates on its own, see above.
-      context: how the batches and states that `keep` is given are split.
+      places: devices of each replica of this process, with equal programs; or the training mesh
+        alone.
+      cfg: settings of the head's training.
+      trace: recorder of the updates.
+      per_process: whether each process of the job makes the updates in its own gaps.
+      context: split of the batches and states that are passed to `store`.
 
     Attributes:
-      buffer: what the head learns from; tokens are in the order of the rows.
-      in_gaps, after: how many updates this step made in gaps, and after its rollout.
-      seconds: duration of the last update; 0: not known yet.
+      in_rollouts: whether updates are made in gaps of rollouts.
+      buffer: micro-batches that the head is trained on, with tokens in the order of the rows.
+      in_gaps: number of updates of this step in gaps of its rollout.
+      after: number of updates of this step after its rollout.
+      seconds: duration of the last update in seconds; 0 before the first.
     """
 
     def __init__(
@@ -242,44 +245,48 @@ class SpotTraining:
         places: Sequence[HeadDevices],
         cfg: DraftConfig,
         trace: Trace,
-        apart: bool = False,
+        per_process: bool = False,
         context: Context | None = None,
     ):
         self.places, self._cfg, self._trace = list(places), cfg, trace
-        self._apart, self._context = apart, context
-        self.gaps = cfg.spot.gaps and not any(place.trains for place in places)
+        self._per_process, self._context = per_process, context
+        self.in_rollouts = cfg.spot.gaps and not any(place.trains for place in places)
         self.buffer = ReplayBuffer(cfg.spot.buffer_tokens)
         if context is not None:
             where = sharding.rows_sharding(context.mesh)
             self._ordered = jax.jit(_taken, out_shardings=where)
-        self._left: deque[Entry] = deque()
+        self._remaining: deque[Entry] = deque()
         self._running: _Running | None = None
         self.in_gaps = self.after = 0
         self.seconds = 0.0
 
     def warm_up(self, head: Params, opt_state, policy: Params, shape: jax.ShapeDtypeStruct) -> None:
-        """Compiles the update for every replica, on padding, of which nothing is learned.
+        """Compiles the update for every replica, by running it on padding, which has no gradient.
 
         Args:
-          shape: of a micro-batch's states, see `PolicyTrainer.states_shape`.
+          head: weights of the head.
+          opt_state: state of the head's optimizer.
+          policy: weights of the policy.
+          shape: shape of a micro-batch's states, see `PolicyTrainer.states_shape`.
         """
         batch, states = empty_batch(*shape.shape[:2]), np.zeros(shape.shape, shape.dtype)
         entry = Entry(0, {name: batch[name] for name in FIELDS}, states)
         self._begin([entry], head, opt_state, policy)
-        replicas = [*range(len(self.places) if self.gaps else 1)] if self.places else []
+        replicas = [*range(len(self.places) if self.in_rollouts else 1)] if self.places else []
         for replica in [*replicas, *replicas[-1:]]:  # the last run measures its duration
-            self._left = deque([entry])
+            self._remaining = deque([entry])
             self._start(replica, in_gap=False)
-            self._wait()
+            self.wait()
         self.finish()
 
     def begin(self, step: int, head: Params, opt_state, policy: Params) -> None:
-        """Lists the updates of a step; in a job of several processes all call it together.
+        """Plans the updates of a step; in a job of several processes all call it together.
 
         Args:
-          head, opt_state: to start from; they stay valid. policy: of the rollout; it must stay
-          valid
-            until `finish`.
+          step: number of the step.
+          head: weights of the head before the step; they stay valid.
+          opt_state: state of the head's optimizer before the step; it stays valid.
+          policy: weights of the policy that rolls out; they must stay valid until `finish`.
         """
         plan = self.buffer.plan(step, self._cfg.spot.updates, self._cfg.epochs)
         self._begin(plan, head, opt_state, policy)
@@ -287,19 +294,19 @@ class SpotTraining:
     def _begin(self, plan: Sequence[Entry], head: Params, opt_state, policy: Params) -> None:
         self._given = self._trees = head, opt_state
         self._policy = frozen_policy_parts(policy)
-        if self._apart and plan:
+        if self._per_process and plan:
             fetched = {id(entry): entry for entry in plan}
             fetched = {key: Entry(*sharding.fetch(tuple(e))) for key, e in fetched.items()}
             plan = [fetched[id(entry)] for entry in plan]
             self._trees, self._policy = sharding.fetch((self._trees, self._policy))
-        self._left, self._planned = deque(plan), len(plan)
-        self._here: Params | None = None  # parts of the policy, on the devices of `_place`
+        self._remaining, self._planned = deque(plan), len(plan)
+        self._here: Params | None = None  # frozen parts of the policy, on the devices of `_place`
         self._place: int | None = None
         self._running, self._sums = None, None
         self.in_gaps = self.after = 0
 
-    def keep(self, step: int, batches: Sequence[Mapping], states: Sequence[Array]) -> None:
-        """Stores what the policy update of a step returned, for later steps."""
+    def store(self, step: int, batches: Sequence[Mapping], states: Sequence[Array]) -> None:
+        """Stores the micro-batches and states that a policy update returned, for later steps."""
         limit = self._cfg.max_microbatches or len(states)
         batches, states = batches[:limit], states[:limit]
         if self._context is not None and states:
@@ -309,17 +316,17 @@ class SpotTraining:
         self.buffer.add(step, batches, states)
 
     @property
-    def wanted(self) -> float:
-        """Seconds that an update needs; 0: none is left, or none runs in gaps."""
-        return self.seconds if self.gaps and self._left else 0.0
+    def seconds_needed(self) -> float:
+        """Seconds that an update takes; 0 if none remains, or none is made in gaps."""
+        return self.seconds if self.in_rollouts and self._remaining else 0.0
 
-    def look(self, gaps: Sequence[int], seconds: float = math.inf) -> bool:
-        """Takes the results of an update that is done, and starts the next one; never waits.
+    def use_idle(self, replicas: Sequence[int], seconds: float = math.inf) -> bool:
+        """Ends an update that is done, and starts the next one; never waits.
 
         Args:
-          gaps: indices of replicas that are idle while others run.
-          seconds: until the replicas are needed for something else; an update that would not be
-            done by then is not started.
+          replicas: indices of replicas that are idle while others run.
+          seconds: seconds until the replicas are needed again; an update that takes longer is not
+            started.
 
         Returns:
           whether an update is running.
@@ -327,27 +334,27 @@ class SpotTraining:
         if self._running is not None:
             if not all(a.is_ready() for a in jax.tree.leaves(self._running.sums)):
                 return True
-            self._take()
-        if self._left and gaps and self.gaps and self.seconds <= seconds:
+            self._end_update()
+        if self._remaining and replicas and self.in_rollouts and self.seconds <= seconds:
             # On the replica that has the head, if possible: moving it takes time.
-            self._start(self._place if self._place in gaps else gaps[0], in_gap=True)
+            self._start(self._place if self._place in replicas else replicas[0], in_gap=True)
         return self._running is not None
 
-    def rest(self) -> None:
-        """Waits for the running update."""
+    def wait(self) -> None:
+        """Waits for the running update, if any."""
         if self._running is not None:
-            self._wait()
+            jax.block_until_ready(self._running.sums)
+            self._end_update()
 
     def finish(self) -> tuple[Params, Any, dict | None]:
-        """Makes the updates that are left, and waits for them; in a job of several processes all
-        call it together.
+        """Makes the remaining updates; in a job of several processes all call it together.
 
         Returns:
-          head, opt_state, metric sums of the step (None: it had no update).
+          (head, opt_state, metric sums of the step, or None if it had no update).
         """
-        self.rest()
-        if self._apart and self._planned:
-            trees = self._furthest()
+        self.wait()
+        if self._per_process and self._planned:
+            trees = self._finish_in_one_process()
         else:
             self._finish_here()
             trees = self._trees
@@ -361,12 +368,13 @@ class SpotTraining:
         return jax.tree.map(lambda a: a.sharding, self._given)
 
     def _finish_here(self) -> None:
-        while self._left:
+        """Makes the remaining updates in this process."""
+        while self._remaining:
             self._start(self._place or 0, in_gap=False)
-            self._wait()
+            self.wait()
 
-    def _furthest(self) -> tuple[Params, Any]:
-        """Finishes the updates in the process that has made the most, and shares the result."""
+    def _finish_in_one_process(self) -> tuple[Params, Any]:
+        """Finishes the updates in the process that has made the most, and sends the result."""
         done = gather(self.in_gaps if self.places else -1, "head")
         source = done.index(max(done))
         is_source = source == jax.process_index()
@@ -378,7 +386,7 @@ class SpotTraining:
         return sharding.put(trees, self._shardings)
 
     def metrics(self) -> dict[str, float]:
-        """Of the step that was finished."""
+        """Metrics of the step that was finished."""
         return {
             "draft/updates": float(self.in_gaps + self.after),
             "draft/updates_in_gaps": float(self.in_gaps),
@@ -386,22 +394,20 @@ class SpotTraining:
         }
 
     def _start(self, replica: int, in_gap: bool) -> None:
+        """Starts the next update on a replica."""
         started, place, moves = time.perf_counter(), self.places[replica], self._place != replica
         if moves:
             self._trees = tuple(place.weights(tree) for tree in self._trees)
             self._here = place.weights(self._policy, overwritten=False)
             self._place = replica
-        entry = self._left.popleft()
+        entry = self._remaining.popleft()
         batch, states = place.rows((entry.batch, entry.states))
         head, opt_state, sums = place.draft.start_update(*self._trees, self._here, batch, states)
         self._trees = head, opt_state
         self._running = _Running(sums, started, in_gap, moves)
 
-    def _wait(self) -> None:
-        jax.block_until_ready(self._running.sums)
-        self._take()
-
-    def _take(self) -> None:
+    def _end_update(self) -> None:
+        """Adds the metrics of the update that is done, and records it."""
         update, self._running = self._running, None
         fetch = sharding.fetch if self.places[self._place].trains else jax.device_get
         self._sums = add_sums(self._sums, fetch(update.sums))
@@ -413,8 +419,14 @@ class SpotTraining:
 
 
 class _Running(NamedTuple):
-    """A running update: its metric sums, when it was started, whether in a gap, and whether the
-    head was moved to another replica for it."""
+    """A running update.
+
+    Attributes:
+      sums: metric sums, which are ready when the update is done.
+      started: time of `time.perf_counter` at its start.
+      in_gap: whether it was started in a gap of the rollout.
+      moved: whether the head was moved to another replica for it.
+    """
 
     sums: dict
     started: float

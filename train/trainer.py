@@ -184,22 +184,18 @@ class Trainer:
             self.spot = SpotTraining(places, cfg.draft, self.trace, apart, context)
             self.notes.append(about_spot(cfg, inside))
         if self.copies is not None:
-            self.engine.on_poll = self._look
-            if self.spot is not None and self.spot.gaps:
-                self.engine.gaps = self.spot
+            self.engine.on_poll = self._on_poll
+            if self.spot is not None and self.spot.in_rollouts:
+                self.engine.idle_work = self.spot  # which `Hosts` calls between its exchanges
         elif len(self.engines) > 1:
-            self.engine.on_poll = self._look_and_train
+            self.engine.on_poll = self._on_poll
 
-    def _look(self) -> None:
-        """Called again and again while replicas run."""
+    def _on_poll(self) -> None:
+        """Records idle replicas, and trains the head on them; called often while replicas run."""
         if self.trace is not None:
-            self.trace.look(self.engine.drained)
-
-    def _look_and_train(self) -> None:
-        """The same in a job of one process."""
-        self._look()
-        if self.spot is not None:
-            self.spot.look(self.engine.gaps)
+            self.trace.record_idle(self.engine.drained)
+        if self.spot is not None and self.copies is None:
+            self.spot.use_idle(self.engine.idle_replicas)
 
     def sync_weights(self) -> None:
         """Hands policy and draft to the engine; compiles nothing after the first time."""
@@ -280,7 +276,7 @@ class Trainer:
         metrics["time/train"] = time.perf_counter() - started
         # 3. The update of the draft head, on the states that the policy update returned.
         if self.spot is not None:
-            self.spot.keep(step, batches, states)
+            self.spot.store(step, batches, states)
         elif self.draft is not None:
             started = time.perf_counter()
             self._update_draft(batches, states, metrics)

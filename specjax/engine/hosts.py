@@ -7,8 +7,8 @@ then they exchange how far their samples came. What `step`, `abort` and a sample
 the state of the last exchange, and so the same everywhere, as is what is decided by it; clocks
 decide *when* there is an exchange, and nothing else.
 
-An exchange runs on the devices, after what they do. What uses the replicas of a process in gaps
-(see `Gaps`) is done by the next exchange, so that no process waits for it.
+An exchange runs on the devices, after what they do. Other work on idle replicas (see `IdleWork`)
+ends before the next exchange, so that no process waits for it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 # Seconds of running between two exchanges, unless a process has nothing left to run: an exchange
 # costs all of them a moment, and what stops samples early need not be quicker than this.
 EXCHANGE = 1.0
-# Where a gap is used for longer the time between two exchanges is so many times as long.
+# Where work on idle replicas takes longer, exchanges are this many times as far apart.
 _ROOM = 1.25
 
 
@@ -62,27 +62,28 @@ class ProcessGroup(NamedTuple):
     reports: bool
 
 
-class Gaps(Protocol):
-    """Protocol of what uses replicas that have nothing to do while others run.
+class IdleWork(Protocol):
+    """Protocol of work for replicas that are idle while others run, as training of a draft head.
 
     Attributes:
-      wanted: seconds that it needs a replica for; 0: it has no use for any.
+      seconds_needed: seconds for which the next piece of work needs a replica; 0 if there is none.
     """
 
-    wanted: float
+    seconds_needed: float
 
-    def look(self, gaps: Several[int], seconds: float) -> bool:
-        """Called often; never waits.
+    def use_idle(self, replicas: Several[int], seconds: float) -> bool:
+        """Starts a piece of work on an idle replica; called often, and never waits.
 
         Args:
-          gaps: own replicas that have nothing to do. seconds: by when it must be done.
+          replicas: indices of this process's idle replicas.
+          seconds: seconds by which the work has to be done.
 
         Returns:
-          whether it uses one.
+          whether a piece of work is running.
         """
 
-    def rest(self) -> None:
-        """Waits until it uses none."""
+    def wait(self) -> None:
+        """Waits until no piece of work is running."""
 
 
 class Copies:
@@ -238,8 +239,8 @@ class Hosts(BaseEngine):
       exchange: gives what each process has, see `distributed.gather`.
 
     Attributes:
-      gaps: uses own replicas that have nothing to do while others of the job run; None: nothing
-        does.
+      idle_work: work for own replicas that are idle while others of the job run; None if there is
+        none.
     """
 
     def __init__(
@@ -255,7 +256,7 @@ class Hosts(BaseEngine):
         self.runner, self.spec, self.limits = own.runner, own.spec, own.limits
         self.engines = own.engines if self._group.index >= 0 else ()
         self.telemetry = own.telemetry
-        self.gaps: Gaps | None = None
+        self.idle_work: IdleWork | None = None
         if isinstance(own, Replicas):
             own.on_poll = self._poll
         self._added, self._interval, self._until = 0, EXCHANGE, 0.0
@@ -280,8 +281,8 @@ class Hosts(BaseEngine):
         return self.own.drained if self.engines else []
 
     @property
-    def _own_gaps(self) -> list[int]:
-        """Indices of own replicas that have nothing to do while others run, on any process."""
+    def _idle_replicas(self) -> list[int]:
+        """Indices of own replicas that are idle while others run, on any process."""
         drained = self.drained
         if len(drained) < len(self.engines):
             return drained
@@ -411,15 +412,17 @@ class Hosts(BaseEngine):
                 break
         while self._poll():
             time.sleep(POLL)
-        if self.gaps is not None:
-            self.gaps.rest()
-        wanted = self.gaps.wanted if self.gaps is not None and self._own_gaps else 0.0
+        needed = 0.0
+        if self.idle_work is not None:
+            self.idle_work.wait()
+            if self._idle_replicas:
+                needed = self.idle_work.seconds_needed
         news = []
         if self._group.reports:
             news += [self._ended(event) for event in ended]
             news += self._came_further({event.sequence for event in ended})
         events = []
-        everyones = self._exchange((news, wanted), "rollout")
+        everyones = self._exchange((news, needed), "rollout")
         self._interval = max(EXCHANGE, _ROOM * max(seconds for _, seconds in everyones))
         for news, _ in everyones:
             for number, begin, sample, has_ended, verdict in news:
@@ -431,12 +434,13 @@ class Hosts(BaseEngine):
         return events
 
     def _poll(self) -> bool:
-        """Lets gaps be used; whether one is."""
+        """Starts work on idle replicas; returns whether such work is running."""
         if self.on_poll is not None:
             self.on_poll()
-        if self.gaps is None:
+        if self.idle_work is None:
             return False
-        return self.gaps.look(self._own_gaps, self._until - self.runner.agreement.now)
+        seconds = self._until - self.runner.agreement.now
+        return self.idle_work.use_idle(self._idle_replicas, seconds)
 
     def _ended(self, event: Finished) -> tuple:
         shared, sample = self._local[event.sequence], event.sample

@@ -76,8 +76,8 @@ class Replicas(BaseEngine):
         return [] if self._unfed else super().drained
 
     @property
-    def gaps(self) -> list[int]:
-        """Replicas that have nothing to do while others run, by index."""
+    def idle_replicas(self) -> list[int]:
+        """Indices of replicas that have nothing to do while others run."""
         drained = self.drained
         return drained if len(drained) < len(self.engines) else []
 

@@ -415,16 +415,16 @@ def planned(cfg: RLConfig):
     batch = {name: np.zeros((2, 64)) for name in ("tokens", "positions", "segment_ids")}
     batch["loss_mask"] = batch["tokens"]
     for step in (1, 2, 3):
-        run.keep(step, [batch] * 2, [np.zeros((2, 64, 2))] * 2)
+        run.store(step, [batch] * 2, [np.zeros((2, 64, 2))] * 2)
     return [e.step for e in run.buffer.plan(4, cfg.draft.spot.updates, cfg.draft.epochs)]
 
 
 def sent_in_gap(cfg: RLConfig):
     """Whether a replica that has nothing to do is sent an update."""
     run, sent = spot(cfg), []
-    run._left, run._running, run._place = [1], None, None
-    run._send = lambda replica, in_gap: sent.append((replica, in_gap))
-    run.look([1])
+    run._remaining, run._running, run._place = [1], None, None
+    run._start = lambda replica, in_gap: sent.append((replica, in_gap))
+    run.use_idle([1])
     return sent
 
 

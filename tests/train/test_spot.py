@@ -177,7 +177,7 @@ def test_a_mesh_and_replicas_of_several_devices_learn_what_one_device_does(
         for name, value in learned(theirs).items():
             rounded = name.startswith("train/") and value is not None
             assert mine.get(name) == (pytest.approx(value, rel=2e-3) if rounded else value), name
-    trainer.spot.gaps = False
+    trainer.spot.in_rollouts = False
     again = [trainer.step() for _ in range(STEPS - 1)]
     assert [learned(m) for m in again] == [learned(m) for m in steps[1:]]
     assert not any(m["draft/updates_in_gaps"] for m in again)
@@ -289,7 +289,7 @@ def spot_of(gaps: bool = True):
     spot = SpotConfig(enabled=True, gaps=gaps, buffer_tokens=100)
     cfg = DraftConfig(spot=spot, max_microbatches=3)
     spot = SpotTraining(places, cfg, Trace(3))
-    spot.keep(1, *microbatches(1, 5))
+    spot.store(1, *microbatches(1, 5))
     head = jax.numpy.zeros(())
     spot.begin(2, head, jax.numpy.zeros(()), {"embed": head, "norm": head})
     return spot, sent
@@ -297,18 +297,18 @@ def spot_of(gaps: bool = True):
 
 def test_one_piece_at_a_time_is_sent_off_and_only_to_a_drained_replica():
     spot, sent = spot_of()
-    spot.look([])
+    spot.use_idle([])
     assert not sent
     spot.seconds = 2.0
-    assert not spot.look([2], 1.0) and spot.wanted == 2  # it would not be done by then
+    assert not spot.use_idle([2], 1.0) and spot.seconds_needed == 2  # it would not be done by then
     assert not sent
-    assert spot.look([2], 3.0)
-    spot.look([1, 2])
+    assert spot.use_idle([2], 3.0)
+    spot.use_idle([1, 2])
     assert [s[:2] for s in sent] == [(100, jax.devices()[2].id)]
     sent[0][2].ready = True
-    spot.look([])  # everybody has got work again
-    assert len(sent) == 1 and spot.in_gaps == 1 and spot.seconds == 2  # moving the head counts not
-    spot.look([1, 2])  # the head stays where it is
+    spot.use_idle([])  # all replicas have work again
+    assert len(sent) == 1 and spot.in_gaps == 1 and spot.seconds == 2  # without moving the head
+    spot.use_idle([1, 2])  # the head stays where it is
     assert [s[:2] for s in sent[1:]] == [(101, jax.devices()[2].id)]
     head, _, sums = spot.finish()
     assert [s[0] for s in sent] == [100, 101, 102] and float(head) == 3
@@ -317,19 +317,19 @@ def test_one_piece_at_a_time_is_sent_off_and_only_to_a_drained_replica():
 
 
 class Noted:
-    """Uses gaps for four seconds each, in name, and notes what it was asked."""
+    """Work of four seconds a piece that does nothing, and records its calls."""
 
-    wanted = 4.0
+    seconds_needed = 4.0
 
     def __init__(self):
-        self.asked, self.rested = [], 0
+        self.asked, self.waited = [], 0
 
-    def look(self, gaps, seconds) -> bool:
-        self.asked.append((list(gaps), round(seconds)))
-        return len(self.asked) == 1  # it is done at the second look
+    def use_idle(self, replicas, seconds) -> bool:
+        self.asked.append((list(replicas), round(seconds)))
+        return len(self.asked) == 1  # it is done at the second call
 
-    def rest(self) -> None:
-        self.rested += 1
+    def wait(self) -> None:
+        self.waited += 1
 
 
 def test_processes_tell_each_other_less_often_while_a_gap_is_used():
@@ -346,23 +346,23 @@ def test_processes_tell_each_other_less_often_while_a_gap_is_used():
         return [mine, ([], 0.0)]
 
     host = hosts.Hosts(own, None, group=hosts.ProcessGroup(0, 2, reports=True), exchange=tell)
-    host.gaps = noted = Noted()
+    host.idle_work = noted = Noted()
     host._load = [0, 3]
     host.step()
-    assert noted.asked == [([0], hosts.EXCHANGE), ([0], hosts.EXCHANGE)] and noted.rested == 1
+    assert noted.asked == [([0], hosts.EXCHANGE), ([0], hosts.EXCHANGE)] and noted.waited == 1
     host.step()
     assert noted.asked[2:] == [([0], 5)]  # an update has room until the next exchange
     host._load = [0, 0]
     host.step()
-    assert noted.asked[3:] == [([], 5)]  # nobody runs: the rollout is over
-    assert [wanted for _, wanted in told] == [4.0, 4.0, 0.0] and host._interval == hosts.EXCHANGE
+    assert noted.asked[3:] == [([], 5)]  # no replica runs: the rollout is over
+    assert [needed for _, needed in told] == [4.0, 4.0, 0.0] and host._interval == hosts.EXCHANGE
 
 
 def test_switched_off_all_pieces_come_after_the_rollout():
     spot, sent = spot_of(gaps=False)
-    spot.look([1])
+    spot.use_idle([1])
     assert not sent
-    assert spot.wanted == 0
+    assert spot.seconds_needed == 0
     spot.finish()
     assert [s[0] for s in sent] == [100, 101, 102] and (spot.in_gaps, spot.after) == (0, 3)
 
@@ -372,7 +372,7 @@ def test_a_replica_is_in_a_gap_only_while_others_run():
     for engines, expected in (([busy, idle, idle], [1, 2]), ([idle, idle], []), ([busy], [])):
         replicas = object.__new__(Replicas)
         replicas._unfed, replicas.engines = {}, engines
-        assert replicas.gaps == expected
+        assert replicas.idle_replicas == expected
 
 
 # --- the trace ------------------------------------------------------------------------------------
@@ -384,8 +384,8 @@ def test_a_run_that_goes_back_drops_the_events_of_steps_that_it_runs_again(tmp_p
         trace = Trace(2)
         for step in steps:
             trace.begin(step)
-            trace.look([1])
-            trace.look([])
+            trace.record_idle([1])
+            trace.record_idle([])
             trace.end()
             trace.write(path)
         with path.open("a") as stream:
