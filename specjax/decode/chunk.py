@@ -1,12 +1,17 @@
 """A chunk of rounds as one program: the host is asked once per chunk, not once per token.
 
-    take over     rows whose sequences have ended go to sequences that wait
-    rounds        of a fixed batch, until so many rows are free that it pays to take over again
-    put back      the state of each sequence, to its slot
+A chunk has more sequences (its row map) than its batch has rows. It repeats three steps:
 
-More sequences are started than there are rows, so that a free row is idle for a few rounds at
-most; the host could refill it only after the chunk. Results are by sequence, not by row. Noise is
-keyed by request and position, so tokens do not depend on which row a sequence has, or when.
+    take over     rows whose sequences have ended are given to sequences that wait
+    rounds        rounds of this fixed batch, until enough rows are free to be worth a take-over
+    put back      the state of each row's sequence is written to its slot
+
+So a free row is idle for a few rounds at most; the host could refill it only after the chunk.
+Results are by sequence, not by row. Noise is keyed by request and position, so tokens do not depend
+on which row a sequence has, or when.
+
+Dimensions: sequences of the row map, `rows` of the batch, `tokens` that a sequence can emit in the
+chunk.
 """
 
 from __future__ import annotations
@@ -42,11 +47,14 @@ NEVER = np.iinfo(np.int32).max
 
 
 class Until(NamedTuple):
-    """When a chunk ends, at the latest when no sequence is left.
+    """The limits of a chunk: it ends at the first one reached, or when every sequence has ended.
 
     Attributes:
-      rounds: when so many ran. leave_at: when no more sequences run than that, and none waits: a
-        smaller batch is enough for them. ended: when so many ended: the host has others for them.
+      rounds: the chunk ends after this many rounds.
+      leave_at: the chunk ends once no sequence waits for a row and this many or fewer still run: a
+        smaller batch can run those. 0: this limit is off.
+      ended: the chunk ends once this many of its sequences have ended: the host has other sequences
+        for their rows. NEVER: this limit is off.
     """
 
     rounds: Int[Array, ""]
@@ -55,12 +63,12 @@ class Until(NamedTuple):
 
     @property
     def may_be_early(self) -> bool:
-        """Whether it may end before its rounds are over, although sequences run."""
+        """Whether the chunk may end before its rounds are over, although sequences still run."""
         return bool(self.leave_at or self.ended != NEVER)
 
     @classmethod
     def of(cls, rounds: int, leave_at: int = 0, ended: int = NEVER) -> Until:
-        """Makes one from the host's numbers."""
+        """Makes the limits from the host's numbers."""
         return cls(np.int32(rounds), np.int32(leave_at), np.int32(ended))
 
 
@@ -68,14 +76,17 @@ class Result(NamedTuple):
     """What the host reads of a chunk; the state stays on the device.
 
     Attributes:
-      tokens: [N C] emitted, by sequence of the row map, the first length - begin of each.
-      length, finish: [N] afterwards. rounds: that ran.
-      report: one entry per token, or per round and sequence.
+      tokens: [sequences tokens] emitted tokens of each sequence of the row map; only the first
+        `length` minus the length at the start of the chunk are valid.
+      length: [sequences] length of each sequence after the chunk.
+      finish: [sequences] `DecodeState.finish` of each sequence after the chunk.
+      rounds: number of rounds that ran.
+      report: log-probabilities and counts, one entry per token, or per round and sequence.
     """
 
-    tokens: Int[Array, "N C"]
-    length: Int[Array, " N"]
-    finish: Int[Array, " N"]
+    tokens: Int[Array, "sequences tokens"]
+    length: Int[Array, " sequences"]
+    finish: Int[Array, " sequences"]
     rounds: Int[Array, ""]
     report: Report
 
@@ -84,13 +95,17 @@ class _Carry(NamedTuple):
     """The state of a chunk between its batches.
 
     Attributes:
-      who: [b] the sequence of each row. rounds: so far.
-      begun: there was a batch, perhaps of no rounds: so the cost of an empty chunk can be measured.
+      state: decode state of all slots.
+      report: report of all sequences so far.
+      row_to_sequence: [rows] index into the row map of the sequence that has each row.
+      rounds: number of rounds that the chunk has run so far.
+      begun: whether a batch has run, perhaps for no rounds: so an empty chunk costs what one batch
+        costs beside its rounds, which the calibration measures.
     """
 
     state: DecodeState
     report: Report
-    who: Int[Array, " b"]
+    row_to_sequence: Int[Array, " rows"]
     rounds: Int[Array, ""]
     begun: Bool[Array, ""]
 
@@ -107,64 +122,69 @@ def run_chunk(
     pin: Callable[[DecodeState], DecodeState],
     part: TreePart | None = None,
 ) -> tuple[DecodeState, Result]:
-    """Runs rounds of a row map's sequences, as many at once as there are rows.
+    """Runs rounds of a row map's sequences, as many sequences at once as there are rows.
 
     Args:
-      state: of all slots.
-      rows: static; so many sequences at the front of the row map begin with a row, and at least one
-        of them is active.
-      capacity: rounds that the report has room for; `until.rounds` is at most that.
-      pin: lays the state of a batch over a mesh.
-      part: of the plan's tree that is drafted; None: all of it.
+      state: decode state of all slots.
+      rows: number of rows of the batch (static). The first `rows` sequences of the row map start
+        with a row, and at least one of them is active.
+      capacity: number of rounds that the report has room for; `until.rounds` is at most that.
+      pin: function that lays the state of a batch over a mesh.
+      part: the part of the plan's tree that is drafted; None: all of it.
     """
     begin, sequences = take(state.length, row_map.slots), len(row_map.slots)
-    few = max(1, rows // TAKE_OVER_SHARE)
-    at_first = row_map.running(state).sum()
+    free_rows_wanted = max(1, rows // TAKE_OVER_SHARE)
+    running_at_start = row_map.running(state).sum()
 
-    def fill(state, who):
-        """The sequence of each row, how many of them run, how many wait, and how many more may end
-        before the chunk does."""
-        runs = row_map.running(state)
-        who = take_over(runs, row_map.active, who)
-        here, all_of_them = take(runs, who).sum(), runs.sum()
-        return who, here, all_of_them - here, until.ended - (at_first - all_of_them)
+    def assign_rows(state, row_to_sequence):
+        """Returns the sequence of each row after a take-over, the number of sequences that run, the
+        number that wait, and the number that may still end before `until.ended` is reached."""
+        unfinished = row_map.running(state)
+        row_to_sequence = take_over(unfinished, row_map.active, row_to_sequence)
+        running, remaining = take(unfinished, row_to_sequence).sum(), unfinished.sum()
+        may_end = until.ended - (running_at_start - remaining)
+        return row_to_sequence, running, remaining - running, may_end
 
     def go_on(carry: _Carry):
-        _, running, others, more = fill(carry.state, carry.who)
-        goes_on = (more > 0) & ((running > until.leave_at) | (others > 0))
+        _, running, waiting, may_end = assign_rows(carry.state, carry.row_to_sequence)
+        goes_on = (may_end > 0) & ((running > until.leave_at) | (waiting > 0))
         return ~carry.begun | ((carry.rounds < until.rounds) & goes_on)
 
     def run_rows(carry: _Carry):
-        who, running, others, more = fill(carry.state, carry.who)
-        mine = row_map.of(who)
+        row_to_sequence, running, waiting, may_end = assign_rows(carry.state, carry.row_to_sequence)
+        entries = row_map.of(row_to_sequence)
         needed = carry.state if plan.draws_noise else carry.state._replace(noise=None)
-        least = jnp.where(others > 0, jnp.maximum(running - few, 0), until.leave_at)
-        enough = jnp.maximum(least, running - more)
-        here = pin(take_slots(needed, mine))
-        told = report.take_sequences(carry.report, who)
-        here, told, ran = _run_batch(
+        # Where sequences wait the batch ends when enough rows are free to be taken over.
+        keep = jnp.where(waiting > 0, jnp.maximum(running - free_rows_wanted, 0), until.leave_at)
+        stop_at = jnp.maximum(keep, running - may_end)
+        batch, batch_report, rounds = _run_batch(
             model,
             draft_params,
             plan,
             part,
-            here,
-            told,
-            take(begin, who),
+            pin(take_slots(needed, entries)),
+            report.take_sequences(carry.report, row_to_sequence),
+            take(begin, row_to_sequence),
             carry.rounds,
             until.rounds,
-            enough,
+            stop_at,
         )
-        state = put_slots(carry.state, here, mine.slots)
-        told = report.put_sequences(carry.report, who, told)
-        return _Carry(state, told, who, ran, jnp.bool_(True))
+        state = put_slots(carry.state, batch, entries.slots)
+        whole = report.put_sequences(carry.report, row_to_sequence, batch_report)
+        return _Carry(state, whole, row_to_sequence, rounds, jnp.bool_(True))
 
-    who, told = jnp.arange(rows, dtype=jnp.int32), report.start(plan, sequences, capacity)
-    start = _Carry(state, told, who, jnp.int32(0), jnp.bool_(False))
-    state, told, _, ran, _ = jax.lax.while_loop(go_on, run_rows, start)
-    room = capacity * (plan.steps + 1)
-    tokens = take_positions(take(state.tokens, row_map.slots), begin, room)
+    start = _Carry(
+        state,
+        report.start(plan, sequences, capacity),
+        jnp.arange(rows, dtype=jnp.int32),
+        jnp.int32(0),
+        jnp.bool_(False),
+    )
+    state, whole, _, rounds, _ = jax.lax.while_loop(go_on, run_rows, start)
+    most_tokens = capacity * (plan.steps + 1)
+    tokens = take_positions(take(state.tokens, row_map.slots), begin, most_tokens)
     length, finish = (take(x, row_map.slots) for x in (state.length, state.finish))
-    return state, Result(tokens, length, finish, ran, told)
+    return state, Result(tokens, length, finish, rounds, whole)
 
 
 def _run_batch(
@@ -173,20 +193,24 @@ def _run_batch(
     plan: Plan,
     part: TreePart | None,
     state: DecodeState,
-    told: Report,
-    begin: Int[Array, " b"],
-    first: Int[Array, ""],
-    most: Int[Array, ""],
-    enough: Int[Array, ""],
+    batch_report: Report,
+    begin: Int[Array, " rows"],
+    rounds_before: Int[Array, ""],
+    max_rounds: Int[Array, ""],
+    stop_at: Int[Array, ""],
 ) -> tuple[DecodeState, Report, Int[Array, ""]]:
-    """Runs rounds of one batch until the chunk had `most`, or at most `enough` of its rows run.
+    """Runs rounds of one batch until the chunk has had `max_rounds`, or `stop_at` rows still run.
 
     Args:
-      told: the report of the batch's sequences. begin: their lengths when the chunk began.
-      first: rounds that the chunk had before.
+      state: decode state of the batch.
+      batch_report: report of the batch's sequences.
+      begin: lengths of the batch's sequences when the chunk began.
+      rounds_before: number of rounds that the chunk ran before this batch.
+      max_rounds: number of rounds after which the chunk ends.
+      stop_at: number of running rows at or below which the batch ends.
 
     Returns:
-      the batch, its report, and the rounds of the chunk so far.
+      the state of the batch, its report, and the number of rounds of the chunk so far.
     """
     length, batch, source = state.length, len(state.length), plan.source
     if plan.features.penalties:
@@ -199,29 +223,31 @@ def _run_batch(
         state = state._replace(draft=source.resume(model, draft_params, state, plan.steps))
     elif source is not None and source.needs.window:
         taps = plan.taps
-        shape = (batch, len(told.counts), len(taps) * plan.cfg.hidden_size)
+        shape = (batch, len(batch_report.counts), len(taps) * plan.cfg.hidden_size)
         hidden = jnp.zeros(shape, jnp.dtype(plan.cfg.run.compute_dtype))
 
     def go_on(carry):
         state, _, _, rounds = carry
-        return ((state.finish == RUNNING).sum() > enough) & (rounds < most)
+        return ((state.finish == RUNNING).sum() > stop_at) & (rounds < max_rounds)
 
     def body(carry):
-        state, told, hidden, rounds = carry
+        state, batch_report, hidden, rounds = carry
         if plan.tree is None:
             state, step, tapped = plain_round(model, plan, state, taps)
             if hidden is not None:
-                at = (0, rounds - first, 0)
+                at = (0, rounds - rounds_before, 0)
                 hidden = jax.lax.dynamic_update_slice(hidden, tapped.astype(hidden.dtype), at)
         else:
             state, step = spec_round(model, draft_params, plan, state, part)
-        return state, report.write(told, plan, rounds, begin, step), hidden, rounds + 1
+        return state, report.write(batch_report, plan, rounds, begin, step), hidden, rounds + 1
 
-    state, told, hidden, rounds = jax.lax.while_loop(go_on, body, (state, told, hidden, first))
+    state, batch_report, hidden, rounds = jax.lax.while_loop(
+        go_on, body, (state, batch_report, hidden, rounds_before)
+    )
     if plan.tree is not None:
         state = state._replace(draft=source.pause(state.draft, between))
     elif source is not None:
         states = jnp.zeros((batch, 0, 0)) if hidden is None else hidden
         emitted = state.length - length
         state = state._replace(draft=source.commit(state.draft, None, states, emitted))
-    return state, told, rounds
+    return state, batch_report, rounds

@@ -234,14 +234,14 @@ def write(
     )
 
 
-def take_sequences(report: Report, who: Int[Array, " B"]) -> Report:
-    """The report of some sequences, to be written to by the rounds that they run."""
-    return _by_sequence(lambda x: take(x, who), report)
+def take_sequences(report: Report, sequences: Int[Array, " rows"]) -> Report:
+    """Takes the report of some sequences, for the rounds of their batch to write to."""
+    return _by_sequence(lambda x: take(x, sequences), report)
 
 
-def put_sequences(report: Report, who: Int[Array, " B"], new: Report) -> Report:
-    """The whole report after `take_sequences`."""
-    return _by_sequence(lambda x, new: put(x, who, new), report, new)
+def put_sequences(report: Report, sequences: Int[Array, " rows"], new: Report) -> Report:
+    """Writes what `take_sequences` took back into the whole report."""
+    return _by_sequence(lambda x, new: put(x, sequences, new), report, new)
 
 
 def _by_sequence(change: Callable[..., Array], *reports: Report) -> Report:

@@ -26,11 +26,17 @@ RUNNING, STOPPED, LENGTH, EMPTY, INVALID = 0, 1, 2, 3, 4
 class Plan:
     """Everything that a compiled program is made for: a strategy, its rule and its draft source.
 
+    Fields that are not listed are those of `SpecConfig`.
+
     Attributes:
-      tree: None is plain decoding.
-      mode: acceptance mode. telemetry: record rejections. The rest is as in `SpecConfig`.
-      rule: `(plan, state, draft, scores) -> Acceptance` in place of the mode's own rule, for
-        benches that decide what is accepted.
+      cfg: config of the target.
+      tree: tree of the strategy; None: plain decoding.
+      source: the draft source; None: there is none.
+      mode: acceptance mode.
+      features: sampling options that the program takes into account.
+      telemetry: whether rejections are recorded.
+      rule: function `(plan, state, draft, scores) -> Acceptance` that takes the place of the
+        mode's own rule, in benches that decide what is accepted.
     """
 
     cfg: ModelConfig
@@ -75,19 +81,23 @@ class DecodeState(NamedTuple):
     The root of slot b is `tokens[b, length[b] - 1]`: its row is not in the cache yet.
 
     Attributes:
-      tokens: [B M] prompt and generated tokens at their absolute positions.
-      length: [B] tokens known. limit: [B] the length at which the slot ends.
-      finish: [B] RUNNING, STOPPED by a stop token, LENGTH reached, EMPTY, or INVALID: the target's
-        logits of the next token are no distribution.
-      keys: [B 2] request keys. options: how each slot is sampled, and its stop tokens.
-      memory: the target's, of the positions below length - 1.
-      draft: the draft source's memory; None without one.
-      noise: the ring that drafting and verification share; None unless the mode is `coupled`.
-      table: [B X] the pages of each slot, while a chunk runs; None: slot b has page b.
-      counts: of the slots' tokens, for penalties; None between chunks, and without penalties.
+      tokens: [B max_len] prompt and generated tokens at their absolute positions.
+      length: [B] number of tokens known.
+      limit: [B] length at which the slot ends.
+      finish: [B] RUNNING; STOPPED by a stop token; LENGTH: the limit is reached; EMPTY: the slot
+        holds no sequence; INVALID: the target's logits of the next token are no distribution.
+      keys: [B 2] request keys.
+      options: sampling options of each slot, and its stop tokens.
+      memory: the target's memory of the positions below length - 1.
+      draft: the draft source's memory; None: there is no draft source.
+      noise: the ring of noise that drafting and verification share; None unless the mode is
+        `coupled`.
+      table: [B X] the X pages of each slot, while a chunk runs; None: slot b has page b to itself.
+      counts: how often each token occurred in each slot, for penalties; None between chunks, and
+        without penalties.
     """
 
-    tokens: Int[Array, "B M"]
+    tokens: Int[Array, "B max_len"]
     length: Int[Array, " B"]
     limit: Int[Array, " B"]
     finish: Int[Array, " B"]
@@ -102,11 +112,11 @@ class DecodeState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StateSizes(interfaces.Room):
-    """The sizes of a state.
+    """The sizes of a state: those of its memory, and two more.
 
     Attributes:
-      max_len: prompt and generated tokens of a sequence. stop_width: stop tokens that a request may
-        have, the model's own included.
+      max_len: number of prompt and generated tokens of a sequence at most.
+      stop_width: number of stop tokens of a request at most, the model's own included.
     """
 
     max_len: int
@@ -119,10 +129,10 @@ def margin(plan: Plan) -> int:
 
 
 def empty_state(plan: Plan, sizes: StateSizes) -> DecodeState:
-    """A state of empty slots.
+    """Makes a state of empty slots.
 
     Args:
-      plan: the one with the most steps of those that will be used.
+      plan: of the plans that will be used, the one with the most steps.
     """
     cfg, batch = plan.cfg, sizes.slots
     noise = draft = None
@@ -149,68 +159,74 @@ def prefix_lengths(state: DecodeState) -> Int[Array, " B"]:
 
 
 def per_slot(state: DecodeState) -> DecodeState:
-    """The fields that have slots in front: all but the memories' pages."""
+    """Returns the state with only the fields that have slots in front: without pages and table."""
     target = state.memory._replace(pages=None)
     draft = state.draft and state.draft._replace(pages=None)
     return state._replace(memory=target, draft=draft, table=None)
 
 
 def with_pages(state: DecodeState, pages: DecodeState) -> DecodeState:
-    """The slots of one state and the pages of another."""
+    """Joins the slots of `state` with the pages of another state."""
     target = state.memory._replace(pages=pages.memory.pages)
     draft = state.draft and state.draft._replace(pages=pages.draft.pages)
     return state._replace(memory=target, draft=draft)
 
 
 class RowMap(NamedTuple):
-    """The sequences of a chunk: the first have its rows, the others wait for rows to be free.
+    """The sequences of a chunk: the first ones have its rows, the others wait for rows to be free.
 
     Attributes:
-      slots: [N] of each. active: [N] whether it may run; the others are padding.
-      table: [N X] the pages of each.
+      slots: [sequences] slot of each sequence.
+      active: [sequences] whether each sequence may run; entries that may not are padding.
+      table: [sequences X] the pages of each sequence.
     """
 
-    slots: Int[Array, " N"]
-    active: Bool[Array, " N"]
+    slots: Int[Array, " sequences"]
+    active: Bool[Array, " sequences"]
     table: Table
 
-    def of(self, who: Int[Array, " b"]) -> RowMap:
-        """The entries of the sequences `who`."""
-        return jax.tree.map(lambda x: take(x, who), self)
+    def of(self, row_to_sequence: Int[Array, " rows"]) -> RowMap:
+        """Returns the entries of the sequences that have rows, one entry per row."""
+        return jax.tree.map(lambda x: take(x, row_to_sequence), self)
 
-    def running(self, state: DecodeState) -> Bool[Array, " N"]:
+    def running(self, state: DecodeState) -> Bool[Array, " sequences"]:
+        """Returns whether each sequence is active and has not ended."""
         return self.active & (take(state.finish, self.slots) == RUNNING)
 
 
 def take_over(
-    runs: Bool[Array, " N"], active: Bool[Array, " N"], who: Int[Array, " b"]
-) -> Int[Array, " b"]:
-    """Gives the rows of sequences that have ended to those that wait, in order.
+    unfinished: Bool[Array, " sequences"],
+    active: Bool[Array, " sequences"],
+    row_to_sequence: Int[Array, " rows"],
+) -> Int[Array, " rows"]:
+    """Gives the rows of sequences that have ended to sequences that wait, in order.
 
     Args:
-      runs: whether each sequence of a row map has not ended. active: see `RowMap`.
-      who: the sequence of each row, as an index into the row map.
+      unfinished: whether each sequence of a row map is active and has not ended.
+      active: whether each sequence may run, see `RowMap`.
+      row_to_sequence: index into the row map of the sequence that has each row.
 
     Returns:
-      the sequence of each row from now on. A row that was never active stays as it is.
+      the sequence of each row after the take-over. A row that was never active stays as it is.
     """
-    waits = put(runs, who, jnp.zeros(len(who), bool))
-    line = jnp.argsort(~waits, stable=True)
-    free = take(active & ~runs, who)
+    waits = put(unfinished, row_to_sequence, jnp.zeros(len(row_to_sequence), bool))
+    queue = jnp.argsort(~waits, stable=True)
+    free = take(active & ~unfinished, row_to_sequence)
     turn = jnp.cumsum(free) - 1
     taken = free & (turn < waits.sum())
-    return jnp.where(taken, take(line, jnp.maximum(turn, 0)), who).astype(jnp.int32)
+    following = take(queue, jnp.maximum(turn, 0))
+    return jnp.where(taken, following, row_to_sequence).astype(jnp.int32)
 
 
-def take_slots(state: DecodeState, rows: RowMap) -> DecodeState:
-    """Takes some slots as a batch of their own, with all pages; what is not active does not run."""
-    here = jax.tree.map(lambda x: take(x, rows.slots), per_slot(state))
-    finish = jnp.where(rows.active, here.finish, jnp.maximum(here.finish, STOPPED))
-    return with_pages(here._replace(finish=finish, table=rows.table), state)
+def take_slots(state: DecodeState, entries: RowMap) -> DecodeState:
+    """Takes some slots as a batch, with all pages; slots that are not active do not run."""
+    batch = jax.tree.map(lambda x: take(x, entries.slots), per_slot(state))
+    finish = jnp.where(entries.active, batch.finish, jnp.maximum(batch.finish, STOPPED))
+    return with_pages(batch._replace(finish=finish, table=entries.table), state)
 
 
-def put_slots(state: DecodeState, here: DecodeState, slots: Int[Array, " b"]) -> DecodeState:
-    """The whole state after `take_slots` and a chunk; the pages are those of `here`.
+def put_slots(state: DecodeState, batch: DecodeState, slots: Int[Array, " rows"]) -> DecodeState:
+    """Writes a batch that `take_slots` took back to its slots, and takes over its pages.
 
     Fields that a chunk does not change (limits, keys, options) or has left out (None) stay.
     """
@@ -222,18 +238,18 @@ def put_slots(state: DecodeState, here: DecodeState, slots: Int[Array, " b"]) ->
     fields = {
         name: jax.tree.map(write, getattr(state, name), new)
         for name in changed
-        if (new := getattr(here, name)) is not None
+        if (new := getattr(batch, name)) is not None
     }
-    kept = memory.put_slots(state.memory.slots, slots, here.memory.slots)
-    fields["memory"] = Memory(here.memory.pages, kept)
-    if here.draft is not None:
-        kept = memory.put_slots(state.draft.slots, slots, here.draft.slots)
-        fields["draft"] = Memory(here.draft.pages, kept)
+    kept = memory.put_slots(state.memory.slots, slots, batch.memory.slots)
+    fields["memory"] = Memory(batch.memory.pages, kept)
+    if batch.draft is not None:
+        kept = memory.put_slots(state.draft.slots, slots, batch.draft.slots)
+        fields["draft"] = Memory(batch.draft.pages, kept)
     return state._replace(**fields)
 
 
 def take_positions(x: Array, start: Int[Array, " B"], count: int) -> Array:
-    """x[b, start[b] : start[b] + count], clamped to the array's ends: [B M] -> [B count]."""
+    """Takes x[b, start[b] : start[b] + count], clamped to the array's ends: [B ..] -> [B count]."""
     index = jnp.clip(start[:, None] + jnp.arange(count), 0, x.shape[1] - 1)
     return take_along(x, index, axis=1)
 

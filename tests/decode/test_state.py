@@ -11,15 +11,18 @@ from specjax.decode.state import take_over
 def cases(draw):
     count = draw(st.integers(1, 10))
     active = draw(st.lists(st.booleans(), min_size=count, max_size=count))
-    runs = [a and draw(st.booleans()) for a in active]
-    who = draw(st.permutations(range(count)))
-    return runs, active, who[: draw(st.integers(1, count))]
+    unfinished = [a and draw(st.booleans()) for a in active]
+    row_to_sequence = draw(st.permutations(range(count)))
+    return unfinished, active, row_to_sequence[: draw(st.integers(1, count))]
 
 
 @given(cases())
 def test_rows_of_those_that_have_ended_go_to_those_that_wait_in_order(case):
-    runs, active, who = case
-    line = [i for i, at in enumerate(runs) if at and i not in who]
-    expected = [line.pop(0) if active[i] and not runs[i] and line else i for i in who]
-    found = take_over(jnp.array(runs), jnp.array(active), jnp.array(who))
+    unfinished, active, row_to_sequence = case
+    waiting = [i for i, runs in enumerate(unfinished) if runs and i not in row_to_sequence]
+    expected = [
+        waiting.pop(0) if active[i] and not unfinished[i] and waiting else i
+        for i in row_to_sequence
+    ]
+    found = take_over(jnp.array(unfinished), jnp.array(active), jnp.array(row_to_sequence))
     assert found.tolist() == expected
