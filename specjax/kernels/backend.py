@@ -1,4 +1,4 @@
-"""Backends of kernels: what one is made of, and which one runs on a device."""
+"""The `Kernels` record that a kernel backend is written as, and the choice of a backend."""
 
 from __future__ import annotations
 
@@ -12,16 +12,22 @@ from specjax.kernels.names import GROUPS, OWN, check_attention
 from specjax.registry import BACKENDS
 
 REFERENCE = "reference"
-# What `specjax.kernels.dispatch` asks of backends, under the names of its functions.
+# Operations that a backend may have; the functions of `specjax.kernels.dispatch` have these names.
 OPERATIONS = ("tree_attention", "causal_attention", "commit", "product", "layers")
 
 
 class Declined(Exception):
-    """Raised by an operation that does not serve a call, with the reason; the `rest` serves it."""
+    """Raised by an operation that does not support a call, with the reason.
+
+    The backend's `rest` then runs the call.
+    """
 
 
 class Unsuited(str):
-    """A reason to refuse a model that needs no warning: the kernels are not for such models."""
+    """A reason to refuse a model that is logged without a warning.
+
+    The kernels were never meant for such models.
+    """
 
 
 def _refuses_nothing(operation: str, device: Device | None, cfg: ModelConfig) -> str | None:
@@ -30,7 +36,7 @@ def _refuses_nothing(operation: str, device: Device | None, cfg: ModelConfig) ->
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """A `specjax.interfaces.Backend` by its parts, whose attributes are explained there."""
+    """A `specjax.interfaces.Backend`; the attributes are explained there."""
 
     operations: Mapping[str, Callable[..., Any]]
     line: str
@@ -51,19 +57,20 @@ class Kernels:
 
 
 def head_sizes(cfg: ModelConfig) -> tuple[int, ...]:
-    """The different sizes of heads that a model's attention has, in order."""
+    """Returns the head sizes of a model's attention layers, each once, in ascending order."""
     return tuple(sorted({mixer.head_dim for mixer in cfg.mixers("attention")}))
 
 
-# --- which one runs -------------------------------------------------------------------------------
+# --- choosing a backend ---------------------------------------------------------------------------
 
 
 class Choice(NamedTuple):
     """The backend that was chosen.
 
     Attributes:
-      name: in the table, or a path. line: to log.
-      warn: log it as a warning, because the platform's own kernel does not run.
+      name: name of the backend in the table, or its path.
+      line: line to log.
+      warn: whether the line is a warning, because the platform's own kernel does not run.
     """
 
     name: str
@@ -80,15 +87,17 @@ def choose(
     devices: int = 1,
     decoding: bool = True,
 ) -> Choice:
-    """The backend for a model on a device.
+    """Chooses the backend for a model on a device.
 
     Args:
-      platform, kind: of the device, as jax names them. asked: see `names.check_attention`.
-      invariant: rounds attend by position, which only the reference does.
-      devices: of the mesh. decoding: and not training.
+      platform, kind: platform and kind of the device, as jax names them.
+      asked: the user's setting, see `names.check_attention`.
+      invariant: whether rounds attend by position, which only the reference does.
+      devices: number of devices in the mesh.
+      decoding: True to choose for decoding, False for training.
 
     Raises:
-      ValueError: what is asked for is unknown, or cannot be used there.
+      ValueError: the backend that was asked for is unknown, or cannot be used there.
     """
     check_attention(asked)
     device = Device(platform, kind, devices)
@@ -104,7 +113,7 @@ def choose(
 
 
 def _own(device: Device, cfg: ModelConfig, operation: str, invariant: bool) -> Choice:
-    """The choice of `auto`: the first of the platform's own backends that has the operation."""
+    """Returns the choice for `auto`: the platform's first backend that has the operation."""
     if device.platform not in OWN:
         line = (
             f"{BACKENDS.find(REFERENCE).line}: there is no kernel for platform {device.platform!r}"
@@ -123,8 +132,8 @@ def _asked(device: Device, cfg: ModelConfig, operation: str, asked: str) -> Choi
     found, refused = _first(asked, device, cfg, operation)
     if found is None:
         raise ValueError(
-            f"attention {asked!r} cannot be used: {'; '.join(refused.values())}; take another, or "
-            f"'auto', which runs what there is for {device.kind}"
+            f"attention {asked!r} cannot be used: {'; '.join(refused.values())}; choose another, "
+            f"or 'auto', which chooses a backend that {device.kind} can run"
         )
     return _chosen(found, refused, ", as asked for")._replace(warn=BACKENDS.find(found).warns)
 
@@ -132,10 +141,11 @@ def _asked(device: Device, cfg: ModelConfig, operation: str, asked: str) -> Choi
 def _first(
     name: str, device: Device, cfg: ModelConfig, operation: str, invariant: bool | None = None
 ) -> tuple[str | None, dict[str, str]]:
-    """The first of a group (or the one of that name) that can be used, and why others cannot.
+    """Returns the first usable backend of a group, and why those before it are refused.
 
     Args:
-      invariant: whether the engine is in that mode; None: the name was asked for by the user.
+      name: name of a group or of one backend.
+      invariant: whether the engine is in `invariant` mode; None: the user asked for this name.
     """
     members = GROUPS.get(name, (name,))
     if len(members) > 1:
@@ -148,7 +158,7 @@ def _first(
         if not for_it:
             reason = backends[0].refuses(operation, device, cfg)
             known = ", ".join(member.partition(":")[2] for member in members)
-            return None, {name: reason or f"there is one for {known}, and this is {device.kind!r}"}
+            return None, {name: reason or f"it supports {known}, and the device is {device.kind!r}"}
         members = for_it
     refused = {}
     for member in members:
@@ -164,7 +174,7 @@ def _first(
 
 
 def _chosen(name: str, refused: dict[str, str], why_it: str = "") -> Choice:
-    """The choice of a backend; its line says why those before it in the list are not used."""
+    """Returns the choice of a backend; its line says why earlier ones in the list are refused."""
     backend = BACKENDS.find(name)
     parts = [backend.line + why_it, *(f"not {other}: {why}" for other, why in refused.items())]
     warn = any(not isinstance(why, Unsuited) for why in refused.values())

@@ -29,10 +29,10 @@ def by_slices(
 ) -> list[Array]:
     """Writes rows by a few `dynamic_update_slice` per sequence and array.
 
-    XLA's scatter on CPU costs several times that.
+    On CPU, XLA's scatter takes several times as long.
 
     Args:
-      run: as in `specjax.memory.commit_rows`.
+      run: number of rows in one page, see `specjax.memory.commit_rows`.
     """
     arrays = _laid_out_as_stored(list(arrays))
     size, count = arrays[0].shape[-2], rows[0].shape[-2]
@@ -40,7 +40,7 @@ def by_slices(
     write = functools.partial(_write_run, rows=rows, start=start, table=table)
 
     def write_all(arrays, order, number, run):
-        """The first `number` sequences of `order`, run by run."""
+        """Writes the first `number` sequences of `order`, run by run."""
         runs = count // run
 
         def one(i, arrays):
@@ -54,7 +54,7 @@ def by_slices(
         return write(arrays, b=0, first=0, run=count)
     if run > 1 or run == count or count > size:
         return write_all(arrays, jnp.arange(batch), batch, run)
-    # Few paths cross from one page into the next: these go row by row.
+    # Few paths cross from one page into the next: these are written row by row.
     crosses = divide(start, size)[1] > size - count
     order, within = jnp.argsort(crosses), batch - crosses.sum()
     arrays = write_all(arrays, order, within, count)
@@ -62,7 +62,7 @@ def by_slices(
 
 
 def _laid_out_as_stored(arrays: list[Array]) -> list[Array]:
-    """The same arrays; on a TPU their layout in memory is fixed to the order of their axes.
+    """Returns the arrays; on a TPU, with their layout in memory fixed to the order of their axes.
 
     Where one row of one sequence is written (plain decoding of the last sequence), the TPU compiler
     otherwise chooses another layout for the written array than the one that its readers need, and

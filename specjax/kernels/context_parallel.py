@@ -1,15 +1,15 @@
 """Context parallelism: causal attention within segments, of rows that are split over devices.
 
-`Context.attention` chooses one of two ways. `all_gather`: every device gets the keys and values of
-whole rows; simple, and the reference for the other. `ring` (Liu et al. 2023, arXiv 2310.01889):
-keys and values go from device to device, and each device adds what its queries see of them to a
-running softmax. Chunks of which no query sees anything (later ones, other segments) are passed on
-without work.
+`Context.attention` chooses one of two implementations. `all_gather`: every device gathers the keys
+and values of whole rows; it is simple, and the reference for the other. `ring` (Liu et al. 2023,
+arXiv 2310.01889): blocks of keys and values are sent around the devices, and each device adds those
+that its queries may see to a running softmax. Blocks that no query may see (later ones, other
+segments) are sent on without being computed.
 
 Both have gradients written by hand, as in `reference.py`: the backward pass recomputes weights from
-their log-sum-exp. In the ring the gradients of keys and values travel with these, and are back at
-their own device after one round. The log-sum-exp is an output with a gradient of its own, so that
-more keys can join the softmax later.
+their log-sum-exp. In the ring the gradients of keys and values are sent along with them, and are
+back on their own device after one turn of the ring. The log-sum-exp is an output with a gradient of
+its own, so that more keys can be added to the softmax later.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def causal_attention(
     *,
     window: int | None = None,
 ) -> Float[Array, "B N S H"]:
-    """`reference.causal_attention` of rows in the order of `context`."""
+    """Computes `reference.causal_attention` of rows in the order of `context`."""
     return _with_lse(q, k, v, segment_ids, context, window)[0].astype(q.dtype)
 
 
@@ -49,14 +49,14 @@ def causal_attention_with_own(
     *,
     window: int | None = None,
 ) -> Float[Array, "B N S H"]:
-    """`reference.causal_attention_with_own` of rows in the order of `context`.
+    """Computes `reference.causal_attention_with_own` of rows in the order of `context`.
 
-    A position's own rows are where its query is, so they join the softmax without communication.
+    A position's own rows are on its query's device, so they need no communication.
     """
     b, n, s, h = q.shape
     kv_heads = k.shape[1]
     own, base_window = own_in_window(own, window)
-    if base_window == 0:  # nothing of the base rows, of which a softmax of its own would be NaN
+    if base_window == 0:  # no base row is visible, and a softmax over none would be NaN
         found = jnp.zeros(q.shape), jnp.full(q.shape[:-1], NEG_INF)
     else:
         found = _with_lse(q, k, v, segment_ids, context, base_window)
@@ -73,7 +73,7 @@ def causal_attention_with_own(
 
 
 def _with_lse(q, k, v, segment_ids, context: Context, window: int | None):
-    """Float32 attention [B N S H] and log-sum-exp [B N S]."""
+    """Returns float32 attention [B N S H] and its log-sum-exp [B N S]."""
     # The queries of a key/value head stay together: where heads are split into more parts than
     # there are key/value heads, these are repeated as often as that takes.
     tp, n, kv_heads = context.mesh.shape.get("tp", 1), q.shape[1], k.shape[1]
@@ -95,8 +95,8 @@ def _attend(context: Context, window: int | None, q, k, v, segment_ids):
 def _attend_fwd(context, window, q, k, v, segment_ids):
     program = {"ring": _ring, "all_gather": _gathered}[context.attention]
     heads = _specs(context, q, k, v, segment_ids)
-    # As if segments came from the queries: what depends on them alone a scan over layers would
-    # compute beforehand and keep, and that is the masks of all pairs of tokens.
+    # The segments are made to depend on the queries. Otherwise a scan over layers would compute
+    # what depends on segments alone, the masks of all pairs of tokens, beforehand and keep it.
     q, segment_ids = jax.lax.optimization_barrier((q, segment_ids))
     program = functools.partial(program, context, window)
     run = _over(context, program, heads, (heads[0], jax.P(*heads[0][:3])))
@@ -107,7 +107,7 @@ def _attend_fwd(context, window, q, k, v, segment_ids):
 def _attend_bwd(context, window, residuals, gradients):
     q, k, v, segment_ids, out, lse = residuals
     d_out, d_lse = gradients
-    # Of a softmax's gradient what is common to all keys; the log-sum-exp moves with every score.
+    # The term of a softmax's gradient that all keys share. The log-sum-exp depends on every score.
     delta = (out * d_out).sum(-1) - d_lse
     program = {"ring": _ring_bwd, "all_gather": _gathered_bwd}[context.attention]
     heads = _specs(context, q, k, v, segment_ids)
@@ -140,20 +140,20 @@ def _over(context: Context, program, in_specs, out_specs):
 
 
 class Piece(NamedTuple):
-    """Which tokens of the rows a block of queries or of keys belongs to."""
+    """Segments and positions of a block of queries or of keys."""
 
     segments: Int[Array, "B s"]
-    places: Int[Array, " s"]  # in the row, consecutive
+    places: Int[Array, " s"]  # positions in the row, consecutive
 
     def sees(self, keys: Piece, window: int | None) -> Array:
-        """Booleans [B 1 1 s u]: causal, within segments and the window."""
+        """Returns the mask [B 1 1 s u]: causal, within segments and the window."""
         causal = self.places[:, None] >= keys.places[None]
         if window is not None:
             causal = causal & (self.places[:, None] - window < keys.places[None])
         return (causal & (self.segments[:, :, None] == keys.segments[:, None]))[:, None, None]
 
     def sees_any(self, keys: Piece, window: int | None) -> Array:
-        """False only if `sees` is False throughout; a token always sees itself."""
+        """Returns whether any entry of `sees` may be True, without computing the whole mask."""
         lowest = keys.segments.min(1) <= self.segments.max(1)
         highest = keys.segments.max(1) >= self.segments.min(1)
         near = self.places[-1] >= keys.places[0]
@@ -163,7 +163,7 @@ class Piece(NamedTuple):
 
 
 def _pieces(context: Context, segments, device) -> list[Piece]:
-    """The chunks that a device holds of rows."""
+    """Returns the chunks of rows that a device holds."""
     size = segments.shape[1] // context.chunks
     return [
         Piece(here, chunk * size + jnp.arange(size))
@@ -174,7 +174,7 @@ def _pieces(context: Context, segments, device) -> list[Piece]:
 
 
 def _group(x, kv_heads: int):
-    """[B N s ..] to [B K G s ..]."""
+    """Reshapes [B N s ..] to [B K G s ..]."""
     return x.reshape(x.shape[0], kv_heads, x.shape[1] // kv_heads, *x.shape[2:])
 
 
@@ -184,13 +184,13 @@ def _scores(q, k, mask):
 
 
 def _empty(rows) -> Running:
-    """The softmax of queries [B K G s H] that no key has joined yet."""
+    """Returns the running softmax of queries [B K G s H] before any key is added."""
     one = (*rows.shape[:-1], 1)
     return Running(jnp.full(one, NEG_INF), jnp.zeros(one), jnp.zeros(rows.shape))
 
 
 def _add(running: Running, q, k, v, mask) -> Running:
-    """A running softmax of queries with one more block of keys."""
+    """Adds one block of keys to the running softmax of queries."""
     v = v.astype(jnp.float32)
     return running.add(
         _scores(q, k, mask), lambda weights: jnp.einsum("bkgsu,bkuh->bkgsh", weights, v)
@@ -198,7 +198,7 @@ def _add(running: Running, q, k, v, mask) -> Running:
 
 
 def _add_gradients(running, q, k, v, mask, lse, d_out, delta):
-    """Adds what one block of queries and one of keys bring to (d_q, d_k, d_v)."""
+    """Adds the gradients of one block of queries and one of keys to (d_q, d_k, d_v)."""
     d_q, d_k, d_v = running
     weights = jnp.where(mask, jnp.exp(_scores(q, k, mask) - lse[..., None]), 0.0)
     d_weights = jnp.einsum("bkgsh,bkuh->bkgsu", d_out, v.astype(jnp.float32))
@@ -252,7 +252,7 @@ def _ring(context: Context, window, q, k, v, segments):
 
     def hop(carry, index):
         travelling, running = carry
-        following = _pass_on(context, travelling)  # meanwhile the block that is here is worked on
+        following = _pass_on(context, travelling)  # overlaps with the computation below
         return (following, attend(index, travelling, running)), None
 
     hops = jnp.arange(context.ways - 1)
@@ -304,7 +304,7 @@ def _ring_bwd(context: Context, window, q, k, v, segments, lse, d_out, delta):
 
 
 def _mask(context: Context, window, segments):
-    """What the queries of this device see of whole rows, in the order of the devices."""
+    """Returns the mask of this device's queries over whole rows, in the order of the devices."""
     whole = jax.lax.all_gather(segments, AXIS, axis=1, tiled=True)
     places = jnp.asarray(context.places(whole.shape[1]))
     size = segments.shape[1]

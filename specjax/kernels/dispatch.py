@@ -1,20 +1,20 @@
-"""Operations that have kernels, under one signature each, and which backend serves them.
+"""Operations that have kernels, each with one signature, and which backend runs them.
 
-Models and the decode loop never name a kernel: `RunConfig.attention` does. `settle` fills it in
-once, where engines and trainers are built and their devices are known. A name is a row of the table
-`specjax.registry.BACKENDS`, or a user's own path `module:attribute`; what lies there is a
+Models and the decode loop never name a kernel: `RunConfig.attention` does. `settle` sets it once,
+when an engine or a trainer is built and its devices are known. A name is a row of the table
+`specjax.registry.BACKENDS`, or a user's own path `module:attribute`; either gives a
 `specjax.interfaces.Backend`:
 
     tree_attention      rows of a tree, or of a piece of a prompt, over a paged prefix
     causal_attention    packed rows, in training; with rows of later steps beside them, too
     commit              new keys and values written to their pages
-    product             rows times a weight that lies in panels
+    product             rows times a weight that is stored in panels
     layers              whole decoder layers, of `Attention` and `Dense` and nothing derived from
                         them, in one call
 
-An operation that a backend does not have is served by the one that it names as its `rest`, and so
-is a call that it declines, which is logged once. The reference serves all but `layers`; where
-`runs_layers` is False a model runs its layers one by one.
+An operation that a backend does not have is run by the backend that it names as its `rest`, and so
+is a call that it declines, which is logged once. The reference has all operations but `layers`;
+where `runs_layers` is False a model runs its layers one by one.
 
 Under a mesh (`sharding.ambient`) every device attends to its own heads and rows of the batch.
 """
@@ -58,8 +58,8 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-# What `layers` computes, as the classes that define it. A class derived from one of them has its
-# fields and perhaps its `kind`, and may compute something else.
+# The classes of mixers and mlps that `layers` computes, and no class derived from them: it has the
+# same fields, and may compute something else.
 _LAYERS = ("specjax.models.mixers.attention:Attention", "specjax.models.mlps.dense:Dense")
 
 
@@ -74,15 +74,17 @@ def settle(
     whose: str = "attention",
     decoding: bool = True,
 ) -> ModelConfig:
-    """The config with the kernel that its programs will run; logs a line that says which.
+    """Returns the config with the name of the kernel that its programs run, and logs it.
 
     Args:
-      mesh: whose devices decide; they need not be there (a topology). None: the default device.
+      mesh: mesh whose devices decide, real or of a topology; None: the default device.
       asked: `auto`, a name, or a path (see `specjax.kernels.backend`).
-      invariant: rounds attend by position. whose: begins the line. decoding: and not training.
+      invariant: whether rounds attend by position.
+      whose: first word of the logged line.
+      decoding: True to choose for decoding, False for training.
 
     Raises:
-      ValueError: the kernel that is asked for cannot be used.
+      ValueError: the kernel that was asked for cannot be used.
     """
     platform, kind, devices = device_of(mesh)
     choice = choose(platform, kind, cfg, asked, invariant, devices, decoding)
@@ -91,19 +93,20 @@ def settle(
 
 
 def device_of(mesh: jax.sharding.Mesh | None) -> Device:
-    """The `Device` that the programs of a mesh are compiled for; None: the default device."""
+    """Returns the `Device` that a mesh's programs are compiled for; None: the default device."""
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     return Device(device.platform, device.device_kind, 1 if mesh is None else mesh.size)
 
 
 def refuses(operation: str, name: str, device: Device | None, cfg: ModelConfig) -> str | None:
-    """Why a backend cannot be used for an operation of a model on a device, or None.
+    """Returns why a backend cannot be used for an operation of a model on a device, or None.
 
     An `Unsuited` (`specjax.kernels.backend`) is a reason that needs no warning.
 
     Args:
-      name: of the backend, or its path.
-      device: see `device_of`; None: only the model is in question.
+      operation: one of `specjax.kernels.backend.OPERATIONS`.
+      name: name of the backend, or its path.
+      device: device to run on, see `device_of`; None: check the model only.
     """
     backend = BACKENDS.find(name)
     if operation not in backend.operations:
@@ -114,16 +117,16 @@ def refuses(operation: str, name: str, device: Device | None, cfg: ModelConfig) 
 
 
 def _others_than(known: Collection[str], cfg: ModelConfig) -> list[str]:
-    """The classes of a model's mixers and mlps, as `module:attribute`, that are not among some."""
+    """Returns a model's classes of mixers and mlps, as `module:attribute`, that are not `known`."""
     kinds = {type(part) for layer in cfg.layers for part in (layer.mixer, layer.mlp)}
     return sorted({f"{kind.__module__}:{kind.__qualname__}" for kind in kinds} - set(known))
 
 
 def offering(operation: str) -> str:
-    """The first name in the table whose backend has an operation of its own, after the reference.
+    """Returns the first backend in the table, after the reference, that has an operation.
 
     Raises:
-      ValueError: there is none.
+      ValueError: no backend has it.
     """
     for name in BACKENDS.names[1:]:
         if operation in BACKENDS.find(name).operations:
@@ -132,19 +135,19 @@ def offering(operation: str) -> str:
 
 
 def page_multiple(kernel: str) -> int:
-    """The number of positions that a kernel's pages must be a multiple of."""
+    """Returns the number of positions that a kernel's page size must be a multiple of."""
     return BACKENDS.find(kernel).page_multiple
 
 
 def environment() -> tuple[str, ...]:
-    """Variables of the environment that change what kernels of the table compute."""
+    """Returns the environment variables that change what kernels of the table compute."""
     return tuple(
         variable for name in BACKENDS.names for variable in BACKENDS.find(name).environment
     )
 
 
 def _serve(operation: str, kernel: str, call: Callable[[Backend, Callable], object]):
-    """`call(backend, function)` of the first that serves it: `kernel`, its `rest`, and so on."""
+    """Runs `call(backend, function)` for `kernel`, or if it declines for its `rest`, and so on."""
     asked = [kernel]
     while True:
         backend = BACKENDS.find(kernel)
@@ -156,7 +159,7 @@ def _serve(operation: str, kernel: str, call: Callable[[Backend, Callable], obje
         kernel = backend.rest
         if kernel in asked:
             raise ValueError(
-                f"no kernel backend serves {operation}: {', '.join(asked)} name each other as "
+                f"no kernel backend has {operation}: {', '.join(asked)} name each other as "
                 "their rest; the last of them must be 'reference'"
             )
         asked.append(kernel)
@@ -185,7 +188,7 @@ def tree_attention(
     with_lse: bool = False,
     kernel: str = "reference",
 ) -> Float[Array, "B N T H"] | tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
-    """Tree attention as `specjax.kernels.reference.tree_attention` defines it, by a kernel.
+    """Computes `specjax.kernels.reference.tree_attention` by a kernel.
 
     Args:
       kernel: a name of the table, or a path.
@@ -197,7 +200,7 @@ def tree_attention(
         "q": (q, batch),
         "k_tree": (k_tree, batch),
         "v_tree": (v_tree, batch),
-        # Without a table page b is slot b's.
+        # Without a table, page b belongs to slot b.
         "k_pages": (k_pages, batch if table is None else heads),
         "v_pages": (v_pages, batch if table is None else heads),
         "prefix_len": (jnp.asarray(prefix_len), ("batch",)),
@@ -226,13 +229,13 @@ def commit(
     run: int = 1,
     kernel: str = "reference",
 ) -> list[Array]:
-    """Pages after R consecutive rows of each sequence are written to them.
+    """Writes R consecutive rows of each sequence to pages, and returns the pages.
 
     Args:
-      arrays, rows: of each layer's keys and values, or of all layers' stacked; P, K, S and H are
-        the same throughout.
-      start: where each sequence's first row goes.
-      run: every `run` rows, counted from `start`, are sure to lie in one page.
+      arrays: pages of each layer's keys and values, or of all layers' stacked.
+      rows: new rows for each of `arrays`; P, K, S and H are the same throughout.
+      start: position of each sequence's first row.
+      run: number of rows that are always in one page: each `run` rows counted from `start`.
       kernel: a name of the table, or a path.
     """
 
@@ -245,11 +248,11 @@ def commit(
 def product(
     x: Float[Array, "... K"], panels: Float[Array, "P K W"], *, kernel: str | None = None
 ) -> Float[Array, "... N"]:
-    """`x @ weight`, in float32, of a weight [K, N] that lies in panels of W columns each.
+    """Computes `x @ weight` in float32, for a weight [K, N] stored in panels of W columns each.
 
     Args:
       panels: `weight.reshape(K, N // W, W).transpose(1, 0, 2)`; W is `PANEL_WIDTH`.
-      kernel: None: `offering("product")`.
+      kernel: a name of the table, or a path; None: `offering("product")`.
 
     Raises:
       ValueError: the shapes do not fit.
@@ -265,7 +268,7 @@ def product(
 
 
 def runs_layers(cfg: ModelConfig) -> bool:
-    """Whether the kernel of a settled config runs the model's layers by `layers`."""
+    """Returns whether a settled config's kernel runs all of the model's layers by `layers`."""
     return refuses("layers", cfg.run.attention, None, cfg) is None
 
 
@@ -281,18 +284,20 @@ def layers(
     before: Sequence[tuple[Array, Array]] | None = None,
     table: Table = None,
 ) -> tuple[Float[Array, "B T D"], list[tuple[Array, Array]]]:
-    """Decoder layers over T tree rows, as `Block` has them one by one, where `runs_layers`.
+    """Runs all decoder layers over T tree rows in one call; only where `runs_layers`.
+
+    The result is that of running `Block` after `Block`.
 
     Args:
-      weights: of each layer, by the names of a fused `Block`, its projections in panels.
-      cos, sin: see `rope_tables`.
+      weights: weights of each layer, by the names of a fused `Block`, projections in panels.
+      cos, sin: tables of `rope_tables`.
       pages: keys and values of each layer's cache, [P K S H].
-      visible_bits: numbers the rows `before` first, then the T rows themselves.
-      before: keys and values of earlier tree rows, [B K held H] of each layer.
+      visible_bits: ancestor words; bits number the rows `before` first, then the T rows.
+      before: keys and values of earlier tree rows, [B K held H] for each layer.
       table: the pages of each sequence; None: slot b has page b.
 
     Returns:
-      states behind the last layer, and each layer's keys and values of the T rows [B K T H].
+      hidden states after the last layer, and each layer's keys and values of the T rows [B K T H].
     """
     run = BACKENDS.find(cfg.run.attention).operations["layers"]
     return run(cfg, weights, x, cos, sin, pages, prefix_len, visible_bits, before, table)
@@ -311,10 +316,10 @@ def causal_attention(
     window: int | None = None,
     kernel: str = "reference",
 ) -> Float[Array, "B N S H"]:
-    """Causal attention as `specjax.kernels.reference.causal_attention` defines it, by a kernel.
+    """Computes `specjax.kernels.reference.causal_attention` by a kernel.
 
     Args:
-      context: how rows are split over devices; these attend in XLA, whatever the kernel.
+      context: how rows are split over devices; split rows attend in XLA, whatever the kernel.
       kernel: a name of the table, or a path.
     """
     if context is not None:
@@ -333,7 +338,7 @@ def causal_attention_with_own(
     window: int | None = None,
     kernel: str = "reference",
 ) -> Float[Array, "B N S H"]:
-    """The same beside rows of later steps, see `reference.causal_attention_with_own`."""
+    """Computes `specjax.kernels.reference.causal_attention_with_own` by a kernel."""
     if context is not None:
         return context_parallel.causal_attention_with_own(
             q, k, v, own, segment_ids, context, window=window
@@ -357,11 +362,13 @@ def _causal(q, k, v, own, segment_ids, window: int | None, kernel: str):
 def _on_each_device(
     backend: Backend, attend: Callable, named: dict, out, batch: int, kv_heads: int
 ):
-    """Calls `attend` on each device's share; the compiler cannot split a kernel by itself.
+    """Calls `attend` on each device's shard, because the compiler cannot split a kernel.
 
     Args:
-      named: name -> (array or tree of arrays, its logical axes). out: logical axes of the result.
-      batch, kv_heads: where these do not divide by the mesh, every device does the whole.
+      named: name -> (array or tree of arrays, its logical axes).
+      out: logical axes of the result.
+      batch, kv_heads: sizes that are split; one that the mesh does not divide is computed whole on
+        every device.
     """
     arrays = {name: x for name, (x, _) in named.items()}
     mesh = jax.sharding.get_abstract_mesh()
@@ -377,5 +384,5 @@ def _on_each_device(
         lambda arrays: attend(**arrays),
         in_specs=({name: spec(axes) for name, (_, axes) in named.items()},),
         out_specs=tuple(map(spec, out)) if isinstance(out[0], tuple) else spec(out),
-        check_vma=False,  # a kernel's outputs do not say over which axes they vary
+        check_vma=False,  # a kernel's outputs do not declare the axes that they vary over
     )(arrays)

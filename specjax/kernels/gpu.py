@@ -2,12 +2,12 @@
 
 Flash-decoding (Dao et al. 2023): the blocks of a slot's prefix are split over several programs,
 whose results are merged by their log-sum-exp. The tree rows of all heads that share a key/value
-head are packed into the 64 rows of a WGMMA tile; one or two warpgroups take a tile each and share
-the keys, which another warpgroup copies from the pages, block by block, a few blocks ahead. The
-first split of a slot attends to the tree's own keys under the ancestor words as well; to the others
-these are masked, which costs one block each and keeps the program without branches.
+head are packed into the 64 rows of a WGMMA tile; one or two warpgroups compute a tile each and
+share the keys, which another warpgroup copies from the pages, block by block, a few blocks ahead.
+The first split of a slot also attends to the tree's own keys, under the ancestor words; the other
+splits mask them, which costs one block each and saves a branch.
 
-The values that lie in a page behind a prefix must be finite, as for the reference; see
+Values in a page after the end of a prefix must be finite, as for the reference; see
 `specjax.memory.with_marked_keys`.
 """
 
@@ -37,40 +37,49 @@ from specjax.kernels.reference import (
     within_window,
 )
 
-ROWS = 64  # of a WGMMA tile
-KEYS = 64  # of a tree, at most
+ROWS = 64  # rows of a WGMMA tile
+KEYS = 64  # largest number of tree keys
 WORDS = KEYS // 32
 LOG2E = math.log2(math.e)
 # `plgpu.load` of jax 0.10 requires an index beside the reference; later versions refuse one.
 _IDX = inspect.signature(plgpu.load).parameters.get("idx")
 _NO_INDEX = ((),) if _IDX is not None and _IDX.default is _IDX.empty else ()
-MULTIPROCESSORS = 132  # of an H100 or H200
-SHARED_BYTES = 227 * 1024  # that one program may have
+MULTIPROCESSORS = 132  # multiprocessors of an H100 or H200
+SHARED_BYTES = 227 * 1024  # shared memory that one program may use
 
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """block: positions that are copied at once. stages: copies on their way, where they fit."""
+    """How the work is divided for one head size.
+
+    Attributes:
+      block: positions that are copied at once.
+      stages: copies in flight, where their buffers fit into shared memory.
+    """
 
     block: int
     stages: int
 
 
-HOPPER = ("H100", "H200", "H800", "H20")  # in `jax.Device.device_kind`, GH200 with them
+HOPPER = ("H100", "H200", "H800", "H20")  # substrings of `jax.Device.device_kind`; GH200 matches
 
-# By head size. 64 positions of 128 are 32 KiB of keys and values; by Little's law 4.8 TB/s over a
-# latency of a microsecond want 36 KiB on their way per multiprocessor.
+# By head size. 64 positions of 128 are 32 KiB of keys and values; by Little's law 4.8 TB/s with a
+# latency of a microsecond need 36 KiB in flight per multiprocessor.
 TUNING = {64: Tuning(64, 6), 128: Tuning(64, 4)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What is static about a call.
+    """The static sizes of a call.
 
     Attributes:
-      tiles: of 64 rows per key/value head. warpgroups: that compute, a tile each.
-      head: size. block, stages: see `Tuning`. per_page: blocks of a page.
-      splits: programs that share a prefix. window: see `reference.tree_attention`.
+      tiles: tiles of 64 rows per key/value head.
+      warpgroups: warpgroups that compute, one tile each.
+      head: size of a head.
+      block, stages: see `Tuning`.
+      per_page: blocks per page.
+      splits: programs that share a prefix.
+      window: see `reference.tree_attention`.
     """
 
     tiles: int
@@ -84,17 +93,17 @@ class Shape:
 
     @property
     def programs(self) -> int:
-        """Per key/value head."""
+        """Programs per key/value head, slot and split."""
         return self.tiles // self.warpgroups
 
 
 def shape_of(
     batch: int, kv_heads: int, rows: int, head: int, page_size: int, longest: int, window=None
 ) -> Shape:
-    """The shape for so many packed rows per key/value head and prefixes up to `longest`.
+    """Returns the shape for `rows` packed rows per key/value head and prefixes up to `longest`.
 
     Raises:
-      ValueError: there is no entry for it in the table.
+      ValueError: the table has no tuning for the head size, or the page size does not fit it.
     """
     if head not in TUNING:
         raise ValueError(
@@ -133,10 +142,10 @@ def tree_attention(
     sinks: Float[Array, " N"] | None = None,
     with_lse: bool = False,
 ):
-    """`specjax.kernels.reference.tree_attention`; more than 64 tree keys (prompts) are cuDNN's.
+    """Computes `specjax.kernels.reference.tree_attention`; for over 64 tree keys, by cuDNN.
 
     Raises:
-      ValueError: no tuning for the head size, or pages that are no multiple of a block.
+      ValueError: no tuning for the head size, or a page size that is not a multiple of a block.
     """
     b, n, t, h = q.shape
     kv_heads, size = k_pages.shape[1:3]
@@ -168,7 +177,7 @@ def _pad(x: Float[Array, "B K M H"], rows: int) -> Array:
 
 
 def _words(visible_bits, batch: int, window, group: int, rows: int) -> Int[Array, "3 B M"]:
-    """Two ancestor words and the depth of every packed row."""
+    """Returns two ancestor words and the depth of every packed row."""
     words = jnp.broadcast_to(visible_bits, (batch, *visible_bits.shape[-2:]))
     depth = tree_depth(words)
     if window is not None:
@@ -183,16 +192,16 @@ def _words(visible_bits, batch: int, window, group: int, rows: int) -> Int[Array
 def merge(
     out: Float[Array, "Z B K M H"], lse: Float[Array, "Z B K M"]
 ) -> tuple[Float[Array, "B K M H"], Float[Array, "B K M"]]:
-    """One softmax of those of Z splits; what saw nothing has a log-sum-exp of about -1e30."""
+    """Merges the softmaxes of Z splits; one over no visible key has a log-sum-exp near -1e30."""
     peak = lse.max(0)
     weights = jnp.exp(lse - peak)
     total = weights.sum(0)
     return (out * weights[..., None]).sum(0) / total[..., None], peak + jnp.log(total)
 
 
-@functools.partial(jax.jit, static_argnums=0)  # layers alike are traced and lowered once
+@functools.partial(jax.jit, static_argnums=0)  # equal layers are traced and lowered once
 def _call(shape: Shape, rows, k_tree, v_tree, words, lens, table, k_pages, v_pages):
-    """Per split, slot and packed row: what it attended to [Z B K M H], and log-sum-exp."""
+    """Runs the kernel; returns the outputs of all splits [Z B K M H] and their log-sum-exp."""
     b, kv_heads, m, h = rows.shape
     out = jax.ShapeDtypeStruct((shape.splits, b, kv_heads, m, h), jnp.float32)
     lse = jax.ShapeDtypeStruct((shape.splits, b, kv_heads, m), jnp.float32)
@@ -227,21 +236,21 @@ def _call(shape: Shape, rows, k_tree, v_tree, words, lens, table, k_pages, v_pag
         grid_names=("work", "split", "slot"),
         num_threads=groups + 1,
         thread_name="warpgroup",
-        # The warpgroup's dialect by name: it is the default since jax 0.11, not before.
+        # Warpgroup semantics are named because they are the default only since jax 0.11.
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
     )(rows, k_tree, v_tree, words, lens, table, k_pages, v_pages)
 
 
-# --- arithmetic of the kernel, on plain arrays in a test as well ---------------------------------
+# --- arithmetic of the kernel, which a test runs on plain arrays ----------------------------------
 
 
 def share(shape: Shape, length, split):
-    """(first block, how many) of a prefix that a split attends to."""
+    """Returns the first block of a prefix that a split attends to, and the number of blocks."""
     count = jax.lax.div(length + (shape.block - 1), shape.block)
     first = 0
-    if shape.window is not None:  # what the root does not see, no row sees
+    if shape.window is not None:  # positions outside the root's window are in no row's
         first = jax.lax.div(jnp.maximum(length - shape.window + 1, 0), shape.block)
     each = jax.lax.div(count - first + (shape.splits - 1), shape.splits)
     begin = first + split * each
@@ -249,14 +258,14 @@ def share(shape: Shape, length, split):
 
 
 def tree_seen(low, high, column, split):
-    """Which tree keys rows see, from their two words; only the first split attends to the tree."""
+    """Returns the mask of tree keys from two words per row; all False after the first split."""
     word = jnp.where(column < 32, low, high)
     bit = jax.lax.shift_right_logical(word, column & 31)
     return (bit & jnp.where(split == 0, 1, 0)) != 0
 
 
 def prefix_seen(shape: Shape, at, length, depth):
-    """Which positions rows see; `depth` is not looked at without a window."""
+    """Returns the mask of prefix positions; `depth` is used only with a window."""
     seen = at < length
     if shape.window is not None:
         seen = seen & (at > depth + (length - shape.window))
@@ -264,10 +273,11 @@ def prefix_seen(shape: Shape, at, length, depth):
 
 
 def absorb(running, scores, seen, spread, weigh):
-    """A running softmax (peak in units of log 2, sum, weighted values) with more keys.
+    """Adds keys to a running softmax (peak in units of log 2, sum, weighted values).
 
     Args:
-      spread: a number per row to all of a row's. weigh: adds the values by their weights.
+      spread: broadcasts one number per row over the row.
+      weigh: adds the values by their weights.
     """
     peak, total, acc = running
     scores = jnp.where(seen, scores, NEG_INF)
@@ -284,7 +294,7 @@ def absorb(running, scores, seen, spread, weigh):
 def program(
     shape, rows, k_tree, v_tree, words, lens, table, k_pages, v_pages, out_ref, lse_ref, **scratch
 ):
-    """One split of one slot, for one or two tiles of a key/value head."""
+    """Computes one split of one slot, for one or two tiles of a key/value head."""
     warpgroup, work = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("work")
     split, slot = jax.lax.axis_index("split"), jax.lax.axis_index("slot")
     head = jax.lax.div(work, shape.programs)
@@ -314,7 +324,7 @@ def program(
 
 
 def _copy(shape: Shape, trees, pages, begin, steps, scratch) -> None:
-    """The warpgroup that copies: the tree, then the blocks, each as a stage becomes free."""
+    """Runs the copying warpgroup: the tree, then each block once a stage is free."""
     for which in range(2):
         plgpu.copy_gmem_to_smem(
             trees[which], scratch["tree"][which], scratch["tree_here"].at[which]
@@ -346,7 +356,7 @@ def _copy(shape: Shape, trees, pages, begin, steps, scratch) -> None:
 
 
 def _attend(shape, q, of_rows, length, split, begin, steps, scratch, out, lse) -> None:
-    """A warpgroup that computes: its tile against the tree and the split's blocks."""
+    """Runs a computing warpgroup: its tile attends to the tree and to the split's blocks."""
     layout, per_row = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
     scale = shape.head**-0.5 * LOG2E
 
@@ -412,11 +422,11 @@ def _refuses(operation: str, device: Device | None, cfg: ModelConfig) -> str | N
     if device is not None and device.platform not in ("gpu", "cuda"):
         return f"it is compiled for GPUs, and the device is {device.platform!r}"
     if device is not None and not any(name in device.kind for name in HOPPER):
-        return f"it is written for Hopper ({', '.join(HOPPER)}), and this is {device.kind!r}"
+        return f"it is written for Hopper ({', '.join(HOPPER)}), and the device is {device.kind!r}"
     sizes, dtype = head_sizes(cfg), cfg.run.compute_dtype
     if not TUNING.keys() >= set(sizes) or dtype != "bfloat16":
         return (
-            f"it takes bfloat16 heads of {' or '.join(map(str, TUNING))}, got {dtype} heads of "
+            f"it supports bfloat16 heads of {' or '.join(map(str, TUNING))}, got {dtype} heads of "
             f"{', '.join(map(str, sizes))}"
         )
     return None
@@ -427,5 +437,5 @@ BACKEND = Kernels(
     refuses=_refuses,
     rest="library:cudnn",
     line="Pallas Mosaic GPU tree attention; prompts and training by cuDNN",
-    page_multiple=max(tuning.block for tuning in TUNING.values()),  # blocks lie in one page
+    page_multiple=max(tuning.block for tuning in TUNING.values()),  # no block crosses pages
 )

@@ -1,7 +1,7 @@
-"""Attention that jax ships: splash attention on TPUs, cuDNN's on GPUs, behind our signatures.
+"""Attention that jax ships, under our signatures: splash attention on TPUs, cuDNN's on GPUs.
 
-All of it sees keys side by side, so a paged prefix is first gathered, and a tree's own keys are
-put behind it; what a row may see becomes a mask.
+These functions take contiguous keys. So a paged prefix is gathered first, the tree's own keys are
+appended to it, and the visibility of rows becomes a mask.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def tree_attention(
     with_lse: bool = False,
     implementation: str = "cudnn",
 ):
-    """`specjax.kernels.reference.tree_attention` by `jax.nn.dot_product_attention`.
+    """Computes `specjax.kernels.reference.tree_attention` by `jax.nn.dot_product_attention`.
 
-    It reads every slot's pages to the end of the table, however short the prefix. jax rounds the
-    log-sum-exp to the keys' dtype, so where it is needed all is done in float32, by XLA.
+    It reads every slot's pages to the end of the table, however short the prefix is. jax rounds the
+    log-sum-exp to the keys' dtype, so a call that needs it is computed in float32 by XLA.
 
     Args:
       implementation: `cudnn` or `xla`.
@@ -82,9 +82,9 @@ def tree_attention(
 
 
 def _with_finite_keys(q, k, v, mask: Bool[Array, "B T S"], implementation: str):
-    """`_dot_product` where keys may be NaN: cuDNN adds its mask to scores, and NaN stays NaN.
+    """Computes `_dot_product` of keys that may be marked as NaN in their first entry.
 
-    A key that is marked as NaN is so in its first entry.
+    cuDNN adds its mask to the scores, which leaves NaN in masked ones.
     """
     marked = jnp.isnan(k[..., 0])  # [B K S]
     sees = (mask & marked.any(axis=1)[:, None]).any(axis=-1)  # [B T]
@@ -102,13 +102,13 @@ def causal_attention(
     window: int | None = None,
     implementation: str = "cudnn",
 ) -> Float[Array, "B N S H"]:
-    """`reference.causal_attention_with_own`; without own rows, plain causal attention.
+    """Computes `reference.causal_attention_with_own`; without own rows, causal attention.
 
-    The mask of a packed row takes S^2 booleans: jax's public interface has none by segments.
+    The mask of a packed row takes S^2 booleans, because jax's public interface takes no segments.
     """
     s = q.shape[2]
     own, window = own_in_window(own, window)
-    q, k, v, own, segment_ids = _padded(2, q, k, v, own, segment_ids)  # cuDNN takes no odd lengths
+    q, k, v, own, segment_ids = _padded(2, q, k, v, own, segment_ids)  # cuDNN refuses odd lengths
     causal = causal_segment_mask(segment_ids, window)
     same = jnp.broadcast_to(jnp.eye(causal.shape[-1], dtype=bool), causal.shape)
     mask = jnp.concatenate([causal] + [same] * len(own), axis=-1)
@@ -116,7 +116,7 @@ def causal_attention(
 
 
 def _dot_product(q, k, v, mask: Bool[Array, "B T S"], implementation: str, with_lse=False):
-    """Head-major attention under a mask: [B N T H], and the log-sum-exp [B N T] if asked for."""
+    """Computes head-major attention under a mask: [B N T H], with `with_lse` also [B N T]."""
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
     found = jax.nn.dot_product_attention(
         q, k, v, mask=mask[:, None], implementation=implementation, return_residual=with_lse
@@ -125,7 +125,7 @@ def _dot_product(q, k, v, mask: Bool[Array, "B T S"], implementation: str, with_
 
 
 def _padded(multiple: int, q, k, v, own, segment_ids):
-    """Everything with padding up to a multiple of positions, behind all who could see it."""
+    """Pads all arrays at the end to a multiple of positions; no position sees the padding."""
     missing = -q.shape[2] % multiple
     pad = functools.partial(jnp.pad, pad_width=[(0, 0), (0, 0), (0, missing), (0, 0)])
     q, k, v, own = jax.tree.map(pad, (q, k, v, list(own)))
@@ -133,7 +133,7 @@ def _padded(multiple: int, q, k, v, own, segment_ids):
 
 
 def _with_own(k, v, own) -> tuple[Array, Array]:
-    """Keys and values with those of later steps behind them: [B K S * (1 + steps) H]."""
+    """Appends those of later steps to keys and values: [B K S * (1 + steps) H]."""
     keys, values = [k, *(key for key, _ in own)], [v, *(value for _, value in own)]
     return jnp.concatenate(keys, axis=2), jnp.concatenate(values, axis=2)
 
@@ -143,9 +143,14 @@ def _with_own(k, v, own) -> tuple[Array, Array]:
 
 @dataclasses.dataclass(frozen=True)
 class _CausalWithOwn(splash.Mask):
-    """Base keys up to a query's own position, then of each later step the one at its position.
+    """The mask of `causal_attention_with_own` as splash attention takes it.
 
-    Of base keys so many as `window` says: none of them is 0, and None all.
+    A query sees base keys up to its own position, and of each later step the key at its position.
+
+    Attributes:
+      length: positions of a row.
+      steps: number of later steps.
+      window: number of base keys that a query sees; 0: none, None: all.
     """
 
     length: int
@@ -175,10 +180,10 @@ def splash_attention(
     window: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B N S H"]:
-    """`reference.causal_attention_with_own` by splash attention; `own` may be empty.
+    """Computes `reference.causal_attention_with_own` by splash attention; `own` may be empty.
 
     Args:
-      interpret: run on CPU, for tests.
+      interpret: whether to interpret the kernel on CPU, for tests.
     """
     _, n, s, h = q.shape
     own, window = own_in_window(own, window)
@@ -208,13 +213,13 @@ def splash_attention(
 
 
 def _cudnn_refuses(operation: str, device: Device | None, cfg: ModelConfig) -> str | None:
-    """Says why not: cuDNN's attention runs forward and backward up to Hopper, see `Backend`."""
+    """Returns why cuDNN's attention cannot be used, or None, see `Backend.refuses`."""
     if device is not None and device.platform not in ("gpu", "cuda"):
         return f"cuDNN attends on GPUs, and the device is {device.platform!r}"
     sizes = head_sizes(cfg)
     halves = cfg.run.compute_dtype in ("bfloat16", "float16")
     if not halves or any(size % 8 or size > 128 for size in sizes):
-        return f"cuDNN has none for {cfg.run.compute_dtype} heads of {', '.join(map(str, sizes))}"
+        return f"cuDNN supports no {cfg.run.compute_dtype} heads of {', '.join(map(str, sizes))}"
     return None
 
 

@@ -6,13 +6,13 @@ import argparse
 
 from specjax.registry import BACKENDS, check_setting
 
-# A name for the first of several that is for the device.
+# Names of groups; each stands for its first member that supports the device.
 GROUPS = {
     "tpu": ("tpu:v5e", "tpu:v5p", "tpu:v6e"),
     "library": ("library:cudnn", "library:xla"),
 }
-# What `auto` takes on a platform, as jax names it: the first that has the operation and refuses
-# neither device nor model; otherwise the reference.
+# Backends that `auto` tries on a platform, as jax names it: the first that has the operation and
+# refuses neither device nor model, otherwise the reference.
 OWN = {
     "cpu": ("cpu",),
     "tpu": ("tpu",),
@@ -28,16 +28,16 @@ ATTENTION_DOC = (
 
 
 def check_attention(name: str) -> str:
-    """The name, if it is one of `ATTENTION` or a path `module:attribute`; imports nothing.
+    """Returns the name if it is one of `ATTENTION` or a path `module:attribute`; imports nothing.
 
     Raises:
-      ValueError: it is neither.
+      ValueError: the name is neither.
     """
     return check_setting("attention", name, ATTENTION)
 
 
 def attention_flag(name: str) -> str:
-    """`check_attention`, as argparse's `type`."""
+    """Checks a name by `check_attention`, as argparse's `type`."""
     try:
         return check_attention(name)
     except ValueError as error:

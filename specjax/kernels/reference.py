@@ -1,8 +1,8 @@
-"""Every operation in plain XLA: the oracle for every kernel.
+"""Every operation in plain XLA; kernels are tested against it.
 
 Everything is head-major (`B K S H`): batched products with the head axis beside the batch run 6 to
 12 times faster on CPU. The queries of one key/value head are packed into rows, so that grouped
-heads cost no repeated keys.
+heads repeat no keys.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ BLOCK = 128  # cache slots per step of the loop over a prefix
 
 
 def unpack_bits(words: UInt32[Array, "*B T W"], rows: int) -> jnp.ndarray:
-    """Ancestor bitmask words to booleans [.. T rows]: bit j of row t is set iff t may see row j."""
+    """Unpacks ancestor words to booleans [.. T rows]: [t, j] is set iff row t may see row j."""
     words = jnp.asarray(words)
     bits = (words[..., None] >> np.arange(32, dtype=np.uint32)) & 1
     return bits.reshape(*words.shape[:-1], -1)[..., :rows].astype(bool)
 
 
 def tree_depth(words: UInt32[Array, "*B T W"]) -> Int[Array, "*B T"]:
-    """Depth of each row: how many ancestors it sees beside itself."""
+    """Returns the depth of each row: the number of its ancestors, itself excluded."""
     return jax.lax.population_count(words).astype(jnp.int32).sum(-1) - 1
 
 
 def within_window(words: UInt32[Array, "*B T W"], window: int) -> UInt32[Array, "*B T W"]:
-    """Ancestor words without the ancestors that are `window` positions above their row, or more.
+    """Clears from ancestor words the ancestors that are `window` or more positions above the row.
 
-    A row's ancestors are numbered along its path: how far one lies above it is how many follow.
+    Ancestors are numbered along their path, so an ancestor's distance is the number of set bits
+    after it.
     """
     bits = unpack_bits(words, 32 * words.shape[-1])
     nearer = jnp.cumsum(bits[..., ::-1], axis=-1)[..., ::-1]  # itself included
@@ -50,7 +51,7 @@ def within_window(words: UInt32[Array, "*B T W"], window: int) -> UInt32[Array, 
 
 
 def contiguous(pages: Float[Array, "P K S H"], table: Table) -> Float[Array, "B K X*S H"]:
-    """Pages of one layer with every sequence's positions in a row."""
+    """Gathers the pages of one layer, so that every sequence's positions are contiguous."""
     if table is None:
         return pages
     b, stretches = table.shape
@@ -60,13 +61,13 @@ def contiguous(pages: Float[Array, "P K S H"], table: Table) -> Float[Array, "B 
 
 
 def pack_heads(q: Float[Array, "B N T H"], num_kv_heads: int) -> Float[Array, "B K M H"]:
-    """Queries that share a key/value head side by side, M = N/K * T rows, row = group * T + t."""
+    """Packs queries that share a key/value head into M = N/K * T rows, row = group * T + t."""
     b, n, t, h = q.shape
     return q.reshape(b, num_kv_heads, n // num_kv_heads * t, h)
 
 
 def sink_of_rows(sinks: Float[Array, " N"], kv_heads: int, rows: int) -> Float[Array, "K M 1"]:
-    """Each head's sink for its rows, in the order of `pack_heads`."""
+    """Repeats each head's sink for its rows, in the order of `pack_heads`."""
     per_head = sinks.astype(jnp.float32).reshape(kv_heads, -1)
     return jnp.repeat(per_head, rows, axis=1)[..., None]
 
@@ -74,17 +75,18 @@ def sink_of_rows(sinks: Float[Array, " N"], kv_heads: int, rows: int) -> Float[A
 def with_sink(
     out: Float[Array, "*B M H"], lse: Float[Array, "*B M"], sink: Float[Array, "*B M"]
 ) -> tuple[Array, Array]:
-    """Finished attention and its log-sum-exp with a sink: one more part of the sum, no value."""
+    """Adds a sink, a logit without a value, to finished attention and its log-sum-exp."""
     total = jnp.logaddexp(lse, sink)
     return out * jnp.exp(lse - total)[..., None], total
 
 
 class Running(NamedTuple):
-    """A softmax that keys join a few at a time (Milakov and Gimelshein 2018, arXiv 1805.02867).
+    """An online softmax, computed block by block (Milakov and Gimelshein 2018, arXiv 1805.02867).
 
     Attributes:
-      peak: [.. M 1] highest score so far. total: [.. M 1] sum of exp(score - peak).
-      out: [.. M H] values weighted by that.
+      peak: highest score so far [.. M 1].
+      total: sum of exp(score - peak) [.. M 1].
+      out: values weighted by exp(score - peak) [.. M H].
     """
 
     peak: Array
@@ -123,19 +125,19 @@ def tree_attention(
     sinks: Float[Array, " N"] | None = None,
     with_lse: bool = False,
 ) -> Float[Array, "B N T H"] | tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
-    """Attention of T tree rows over the cached prefix and over their own ancestors.
+    """Computes attention of T tree rows over the cached prefix and over their own ancestors.
 
     The prefix part is masked by length only, the tree part by the ancestor bitmask (self
     included), which is one for all slots or one per slot; one softmax spans both, in float32.
     Plain decoding is the case T = 1. See `specjax.memory` for pages and tables.
 
-    The cache is read a block at a time, as far as the longest prefix goes and no further. A block
-    past a slot's own prefix adds exactly nothing to it: what a slot gets does not depend, not even
-    in its last bit, on how long its neighbours are.
+    The cache is read block by block up to the end of the longest prefix. A block after the end of a
+    slot's own prefix adds exactly zero, so a slot's result does not depend, to the last bit, on the
+    lengths of other slots.
 
     Args:
-      window: a row sees so many positions, its own included; None: all.
-      sinks: per head, a logit that takes part in the softmax and brings no value.
+      window: number of positions that a row sees, its own included; None: all.
+      sinks: one logit per head that is part of the softmax and has no value.
       with_lse: also return the log of each softmax's sum [B N T], float32, sinks included.
     """
     b, n, t, h = q.shape
@@ -172,7 +174,7 @@ def tree_attention(
 
 
 def _attend_tree(rows, k_tree, v_tree, visible_bits, group: int) -> Running:
-    """The softmax of packed rows [B K M H] over the tree's own keys."""
+    """Returns the running softmax of packed rows [B K M H] over the tree's own keys."""
     visible = unpack_bits(visible_bits, k_tree.shape[2])
     visible = jnp.concatenate([visible] * group, axis=-2)
     visible = visible[:, None] if visible.ndim == 3 else visible
@@ -185,7 +187,7 @@ def _attend_tree(rows, k_tree, v_tree, visible_bits, group: int) -> Running:
 
 
 def _read_block(pages, table: Table, stretch, offset, block: int) -> Float[Array, "B K block H"]:
-    """Positions `offset` and on of every sequence's page number `stretch`, in float32."""
+    """Reads a block from `offset` on of every sequence's page number `stretch`, in float32."""
     _, kv_heads, size, h = pages.shape
     if table is None:
         read = take_slice(pages, (0, 0, offset, 0), (pages.shape[0], kv_heads, block, h))
@@ -212,16 +214,17 @@ def tree_attention_by_position(
     *,
     window: int | None = None,
 ) -> Float[Array, "B N T H"]:
-    """`tree_attention` whose bits depend neither on the tree nor on a row's place in it.
+    """Computes `tree_attention` with bits that depend neither on the tree nor on a row's place.
 
-    Each row attends alone, to keys that lie where plain decoding would have them: ancestors are
-    put behind the prefix in the order of their positions. So a row's arithmetic is that of plain
-    decoding by this same function, and results are equal bit by bit, at T times the reads.
+    Each row attends alone, to keys in the places that plain decoding gives them: ancestors follow
+    the prefix in the order of their positions. So a row's arithmetic is that of plain decoding by
+    this same function, and results are equal bit by bit, at T times the reads.
 
     Args:
-      path_rows: tree row of row t's ancestor (itself included) at depth 0, 1, .., E - 1; anything
+      path_rows: tree row of row t's ancestor (itself included) at depth 0, 1, .., E - 1; any value
         beyond its own depth. The cache has E slots or more past every prefix.
-      window: a row sees so many positions, its own included; None: all.
+      depth: depth of each row.
+      window: number of positions that a row sees, its own included; None: all.
     """
     b, n, t, h = q.shape
     kv_heads = k_pages.shape[1]
@@ -256,10 +259,10 @@ def causal_attention(
     *,
     window: int | None = None,
 ) -> Float[Array, "B N S H"]:
-    """Causal attention within segments: prefill, and training on packed rows (segment 0 pads).
+    """Computes causal attention within segments, for prefill and training; segment 0 is padding.
 
     Args:
-      window: a row sees so many positions, its own included; None: all up to its own.
+      window: number of positions that a row sees, its own included; None: all up to its own.
     """
     b, n, s, h = q.shape
     rows = pack_heads(q, k.shape[1]).astype(jnp.float32) * h**-0.5
@@ -310,13 +313,14 @@ def causal_attention_with_own(
     *,
     window: int | None = None,
 ) -> Float[Array, "B N S H"]:
-    """Causal attention over base rows, and at each position over that position's own later rows.
+    """Computes causal attention over base rows and over the later rows of the same position.
 
-    This is how a recursive draft step looks in training: `own` holds the keys and values of the
-    later steps so far, of which a query sees only those at its own position.
+    A recursive draft step has this form in training: `own` holds the keys and values of the later
+    steps so far, of which a query sees only those at its own position.
 
     Args:
-      window: a row sees so many positions, its own included; None: all. A later step is one
+      own: keys and values of each later step, [B K S H].
+      window: number of positions that a row sees, its own included; None: all. A later step is one
         position further on than the step before, as it is in decoding, so that the query is
         `len(own)` positions behind the base row at its place.
     """
@@ -342,16 +346,21 @@ def causal_attention_with_own(
 
 
 def own_in_window(own: list, window: int | None) -> tuple[list, int | None]:
-    """A position's own rows that its last one sees, and how many positions of the base rows it
-    sees, its own place included; None: all up to it."""
+    """Returns the own rows within the window of the last step, and the window over base rows.
+
+    The window over base rows counts the position itself; None: all positions up to it.
+    """
     if window is None:
         return own, None
     return own[-window:], max(window - len(own), 0)
 
 
 def causal_segment_mask(segment_ids: Int[Array, "B S"], window: int | None = None) -> jnp.ndarray:
-    """Booleans [B, S, S]: query t sees key u iff u <= t, both belong to one segment, and u is less
-    than `window` positions before t."""
+    """Returns the causal mask [B S S] within segments.
+
+    Query t sees key u iff u <= t, both belong to one segment, and u is less than `window` positions
+    before t.
+    """
     s = segment_ids.shape[1]
     causal = jnp.arange(s)[:, None] >= jnp.arange(s)[None]
     if window is not None:
@@ -360,7 +369,7 @@ def causal_segment_mask(segment_ids: Int[Array, "B S"], window: int | None = Non
 
 
 def product(x: Float[Array, "... K"], panels: Float[Array, "P K W"]) -> Float[Array, "... N"]:
-    """The reference of `specjax.kernels.dispatch.product`."""
+    """Computes `specjax.kernels.dispatch.product`."""
     out = jnp.einsum("...k,pkw->...pw", x, panels, preferred_element_type=jnp.float32)
     return out.reshape(*x.shape[:-1], -1)
 

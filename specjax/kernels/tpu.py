@@ -1,12 +1,12 @@
 """Tree attention for TPUs, in Pallas: a paged prefix without a mask, a tree with an ancestor mask.
 
-One program per slot, one after the other; a slot with more rows than fit (a piece of a prompt) is
-cut into tiles, each a program. Its queries, the tree rows of all heads that share a key/value head,
-lie side by side as the rows of one matrix. They attend to the tree's own keys first, under the
-ancestor bits, and then to the prefix, a block of positions at a time. Blocks come by asynchronous
-copies into two buffers: while one is worked on the next is on its way, and behind a program's last
-block the first of the next program that has any. Block tables and lengths are scalars in SMEM; of a
-prefix only what its queries see is read from HBM.
+Programs run one after the other, one per slot; a slot with more rows than fit (a piece of a prompt)
+is cut into tiles, with a program each. A program's queries, the tree rows of all heads that share a
+key/value head, are the rows of one matrix. They attend to the tree's own keys first, under the
+ancestor bits, and then to the prefix, block by block. Blocks are copied asynchronously into two
+buffers: while one is computed the next is copied, which after a program's last block is the first
+one of the next program that has any. Page tables and lengths are scalars in SMEM; only the part of
+a prefix that its queries see is read from HBM.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from specjax.kernels.reference import (
 )
 
 Interpret = bool | pltpu.InterpretParams
-LANES = 128  # of a register
-SUBLANES = 16  # of a register of bfloat16; float32 needs 8
+LANES = 128  # lanes of a register
+SUBLANES = 16  # sublanes of a register of bfloat16; float32 needs 8
 MIB = 2**20
 
 
@@ -44,11 +44,11 @@ class Tuning:
     """How the work is cut for a generation of TPUs.
 
     Attributes:
-      block_bytes: keys and values that are copied at once: enough that the copy takes longer than
-        the microsecond or so that a step of the loop costs beside it.
-      tile_rows: query rows of one key/value head in a program, at most, where fewer would do.
-      vmem_bytes: that the kernel may use, of what the chip has.
-      most_positions: of a block, each piece of which is written out in the program.
+      block_bytes: bytes of keys and values that are copied at once: enough that the copy takes
+        longer than the overhead of a loop step, about a microsecond.
+      tile_rows: largest number of query rows of one key/value head in a program.
+      vmem_bytes: bytes of the chip's VMEM that the kernel may use.
+      most_positions: largest number of positions in a block, whose pieces are unrolled.
     """
 
     block_bytes: int
@@ -57,13 +57,13 @@ class Tuning:
     most_positions: int = 1024
 
     def positions(self, kv_heads: int, head: int, itemsize: int) -> int:
-        """Positions of a prefix that are copied at once."""
+        """Returns the number of positions of a prefix that are copied at once."""
         each = 2 * kv_heads * head * itemsize
         return max(min(self.block_bytes // each, self.most_positions), SUBLANES)
 
 
-# A block takes 2.6 us from v5e's 819 GB/s and v6e's 1640 GB/s, and 1.5 us from v5p's 2765 GB/s.
-# VMEM is 128 MiB on v5e and v6e, 64 MiB on a core of v5p; the compiler keeps some of it for itself.
+# Copying a block takes 2.6 us at v5e's 819 GB/s and v6e's 1640 GB/s, 1.5 us at v5p's 2765 GB/s.
+# VMEM is 128 MiB on v5e and v6e, 64 MiB on a core of v5p; the compiler reserves some of it.
 TUNING = {
     "v5e": Tuning(2 * MIB, 256, 64 * MIB),
     "v5p": Tuning(4 * MIB, 256, 40 * MIB),
@@ -78,8 +78,9 @@ class Blocks:
     """How a prefix is cut.
 
     Attributes:
-      piece: positions of one copy, which lie in one page. pieces: of a block. per_page: pieces of
-        a page.
+      piece: positions of one copy, all in one page.
+      pieces: pieces per block.
+      per_page: pieces per page.
     """
 
     piece: int
@@ -92,7 +93,7 @@ class Blocks:
 
     @classmethod
     def of(cls, page_size: int, longest: int, positions: int) -> Blocks:
-        """Blocks of about so many positions, and no more than the longest prefix has.
+        """Returns blocks of about `positions` positions, at most as many as the longest prefix has.
 
         Raises:
           ValueError: a page cannot be cut into pieces that registers hold.
@@ -111,10 +112,15 @@ class Blocks:
 def vmem_bytes(
     rows: int, keys: int, kv_heads: int, head: int, itemsize: int, positions: int
 ) -> int:
-    """What one program holds: so many query rows per key/value head over so many keys of a tree.
+    """Returns the bytes of VMEM that one program holds.
 
-    Inputs and outputs are there twice, for the next program's come while this one runs; numbers of
-    a row take a register's lanes.
+    Inputs and outputs are held twice, because the next program's are copied while this one runs. A
+    number per row takes all lanes of a register.
+
+    Args:
+      rows: query rows per key/value head.
+      keys: tree keys.
+      positions: positions of a block.
     """
     lanes, width = 4 * LANES, max(head, LANES)
     inputs = kv_heads * (2 * rows + 2 * keys) * width * itemsize  # queries, output, tree
@@ -128,10 +134,10 @@ def vmem_bytes(
 def tile_size(
     tuning: Tuning, rows: int, group: int, keys: int, kv_heads: int, head: int, itemsize: int
 ) -> int:
-    """Tree rows of one program, so that what it holds fits.
+    """Returns the number of tree rows of one program, so that its buffers fit into VMEM.
 
     Raises:
-      ValueError: not even a register's rows fit.
+      ValueError: not even the rows of one register fit.
     """
     positions = tuning.positions(kv_heads, head, itemsize)
     tile = min(rows, max(tuning.tile_rows // group, 1))
@@ -168,14 +174,15 @@ def tree_attention(
     tuning: Tuning,
     interpret: Interpret = False,
 ):
-    """`specjax.kernels.reference.tree_attention` as one kernel; float32 accumulation.
+    """Computes `specjax.kernels.reference.tree_attention` by one kernel; float32 accumulation.
 
     Args:
-      tuning: see `TUNING`. interpret: run on CPU, for tests: True, or settings of Pallas' simulator
-        of copies and semaphores, which on several devices at once waits for itself.
+      tuning: how the work is cut, see `TUNING`.
+      interpret: for tests on CPU: True, or settings of Pallas' simulator of copies and semaphores,
+        which deadlocks on several devices at once.
 
     Raises:
-      ValueError: a page cannot be cut into pieces, or what a program holds does not fit.
+      ValueError: a page cannot be cut into pieces, or a program's buffers do not fit into VMEM.
     """
     b, n, t, h = q.shape
     kv_heads, size = k_pages.shape[1:3]
@@ -211,13 +218,13 @@ def tree_attention(
 
 
 def _pad(x: Array, multiple: int) -> Array:
-    """Zeros behind the second to last axis up to a multiple."""
+    """Pads the second to last axis with zeros to a multiple."""
     missing = -x.shape[-2] % multiple
     return x if not missing else jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)])
 
 
 def _tiled(x: Float[Array, "B N T H"], tile: int) -> Float[Array, "I N tile H"]:
-    """Tree rows in tiles, as if each were a slot; the last one is filled up with zeros."""
+    """Cuts tree rows into tiles, each as a slot of its own; the last one is padded with zeros."""
     x = _pad(x, tile)
     b, n, t, h = x.shape
     return jnp.moveaxis(x.reshape(b, n, t // tile, tile, h), 2, 1).reshape(-1, n, tile, h)
@@ -229,14 +236,14 @@ def _untiled(x: Float[Array, "I N tile H"], b: int, t: int) -> Float[Array, "B N
 
 
 def _schedule(lens: Int[Array, " I"], blocks: Blocks, window: int | None) -> Array:
-    """What the programs must know of each other: int32 [4, I + 1].
+    """Returns the schedule of all programs, int32 [4, I + 1].
 
-    Rows: a program's first block, how many it has, the buffer of its first one, and the next
-    program that has any (I: none). Column 0 of the last row is the first program that has any.
+    The rows are: a program's first block, its number of blocks, the buffer of its first block, and
+    the next program that has a block (I: none). Column 0 of the last row is the first such program.
     """
     count_all = lens.shape[0]
     first = jnp.zeros_like(lens)
-    if window is not None:  # what the root does not see, no row sees
+    if window is not None:  # positions outside the root's window are in no row's
         first = jnp.maximum(lens - window + 1, 0) // blocks.positions
     count = jnp.maximum(-(-lens // blocks.positions) - first, 0)
     before = jnp.cumsum(count) - count
@@ -250,7 +257,7 @@ def _schedule(lens: Int[Array, " I"], blocks: Blocks, window: int | None) -> Arr
 
 
 def _call(kernel: Kernel, scalars, inputs, pages, vmem: int, interpret: Interpret) -> list[Array]:
-    """The kernel on prepared inputs: [output [I K M H], and log-sum-exp [I K M LANES]]."""
+    """Runs the kernel; returns the output [I K M H] and maybe the log-sum-exp [I K M LANES]."""
     rows, tiles = inputs[0], kernel.tiles
     programs, kv_heads, m, h = rows.shape
 
@@ -285,7 +292,7 @@ def _call(kernel: Kernel, scalars, inputs, pages, vmem: int, interpret: Interpre
                 pltpu.VMEM((kv_heads, m, h), jnp.float32),
             ],
         ),
-        # In order: a program finds its first block where the one before has sent it.
+        # In order, because each program starts the copy of the next one's first block.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem
         ),
@@ -299,9 +306,9 @@ def _call(kernel: Kernel, scalars, inputs, pages, vmem: int, interpret: Interpre
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """The kernel's body; called with refs by `pallas_call`.
+    """The kernel's body; `pallas_call` calls it with refs.
 
-    Numbers are divided by `jax.lax`, whose operands are never negative here: `//` asks for signs.
+    Integers are divided by `jax.lax`, because they are never negative and `//` also handles signs.
     """
 
     blocks: Blocks
@@ -311,7 +318,10 @@ class Kernel:
     with_lse: bool
 
     def __call__(self, lens, table, plan, q, words, k_tree, v_tree, *refs):
-        """One program. Further refs: [sinks], pages of keys and values, outputs, then scratch."""
+        """Runs one program.
+
+        `refs` are [sinks], pages of keys and of values, outputs, then scratch.
+        """
         refs = list(refs)
         sinks = refs.pop(0) if self.has_sinks else None
         pages, out = refs[:2], refs[2]
@@ -340,7 +350,7 @@ class Kernel:
             row = self._positions(block, (self.blocks.positions, 1), 0)
             for head in range(kv_heads):
                 scores = jnp.where(known, _scores(q[0, head], k_buffer[buffer, head]), NEG_INF)
-                # What a buffer held before may be anything, and nothing times NaN is NaN.
+                # The buffer's old content may hold NaN, and zero times NaN is NaN.
                 values = jnp.where(row < lens[me], v_buffer[buffer, head], 0)
                 softmax.add(head, scores, values)
             return 0
@@ -355,7 +365,7 @@ class Kernel:
                 lse[0, head] = jnp.broadcast_to(done.lse, lse.shape[2:])
 
     def _send_next(self, copies: Copies, plan, program, block, is_last, buffer) -> None:
-        """Starts the next block: this program's, or behind its last one the first of another."""
+        """Starts copying the next block: this program's, or after its last one the next one's."""
         me, programs = program
         follower = plan[3, me + 1]
 
@@ -368,11 +378,11 @@ class Kernel:
             copies.start(follower, plan[0, jnp.minimum(follower, programs - 1)], buffer)
 
     def _positions(self, block, shape: tuple[int, int], axis: int) -> Array:
-        """Absolute positions of a block's keys, along one axis."""
+        """Returns the absolute positions of a block's keys, along one axis."""
         return block * self.blocks.positions + jax.lax.broadcasted_iota(jnp.int32, shape, axis)
 
     def _known(self, block, length, words) -> Array:
-        """Which keys of a block the rows see: [1 S], or [M S] with a window."""
+        """Returns the mask of a block's keys: [1 S], or [M S] with a window."""
         at = self._positions(block, (1, self.blocks.positions), 1)
         known = at < length
         if self.window is not None:
@@ -383,7 +393,7 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """Blocks of a prefix on their way from pages into one of two buffers."""
+    """Asynchronous copies of blocks of a prefix from pages into two buffers."""
 
     blocks: Blocks
     tiles: int
@@ -402,7 +412,7 @@ class Copies:
             pl.when(here)(copy.wait)
 
     def _pieces(self, program, block, buffer):
-        """(condition, copy) of every piece of a block that holds something of the prefix."""
+        """Yields (condition, copy) for each piece of a block; the condition: it has positions."""
         length, slot = self.lens[program], jax.lax.div(program, self.tiles)
         for i in range(self.blocks.pieces):
             piece = block * self.blocks.pieces + i
@@ -424,7 +434,7 @@ class Copies:
 
 @dataclasses.dataclass(frozen=True)
 class Softmax:
-    """Every head's `Running` in scratch; what is one number of a row fills a register's lanes."""
+    """Every head's `Running` in scratch; a number per row is repeated over a register's lanes."""
 
     peak: jax.Ref
     total: jax.Ref
@@ -446,7 +456,7 @@ class Softmax:
 
 
 def _dot(a, b, contract=((1,), (0,))):
-    """A product in float32; float32 inputs are not rounded to bfloat16 on the way."""
+    """Multiplies in float32; float32 inputs are not rounded to bfloat16 first."""
     exact = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jax.lax.dot_general(
         a, b, (contract, ((), ())), precision=exact, preferred_element_type=jnp.float32
@@ -458,7 +468,7 @@ def _scores(q, keys):
 
 
 def _bits(words, keys: int):
-    """Booleans [M keys] of ancestor words [M W + 1]; the last column is no word."""
+    """Unpacks ancestor words [M W + 1], whose last column is the depth, to booleans [M keys]."""
     column = jax.lax.broadcasted_iota(jnp.int32, (words.shape[0], keys), 1)
     word = jnp.zeros(column.shape, jnp.int32)
     for w in range(words.shape[1] - 1):

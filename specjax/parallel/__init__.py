@@ -1,1 +1,1 @@
-"""Devices and processes: meshes, sharding rules, collectives, and what moves between them."""
+"""Devices and processes: meshes, sharding rules, collectives and resharding."""

@@ -1,4 +1,4 @@
-"""What a compiled program moves between devices, read from the text of its optimised HLO."""
+"""Collectives of a compiled program and their bytes, read from the text of its optimised HLO."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ class Collective(NamedTuple):
     """One collective operation of a compiled program.
 
     Attributes:
-      kind: `all-gather`, `all-to-all`, ... group: devices that take part together.
-      result: bytes that a device holds of its result. received: bytes that came from others.
-      name: of the weight, in a program of `reshard.py`; None: the compiler names none.
+      kind: `all-gather`, `all-to-all`, ...
+      group: number of devices that communicate with each other.
+      result: bytes of the result on one device.
+      received: bytes that one device receives from others.
+      name: name of the weight, in a program of `reshard.py`; None: the compiler gives none.
     """
 
     kind: str
@@ -27,9 +29,9 @@ _OPERATION = re.compile(
     r"= (?P<type>.*?) (?P<kind>all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute)"
     r"(?P<start>-start)?\("
 )
-# A collective of the program itself is named by its scope. One that the compiler adds has the scope
-# of what it is for with jax 0.10, and with later versions that of what it moves, which may be an
-# argument: then its path.
+# A collective of the program itself is named by its scope. One that the compiler adds has, with jax
+# 0.10, the scope of the operation that needs it, and with later versions the scope of its operand;
+# for an argument that is the argument's path.
 _SCOPE = re.compile(r'op_name="[^"]*?/(weight\.[^/"]+)')
 _ARGUMENT = re.compile(r'op_name="\w+((?:\[[^]"]+\])+)"')
 _KEY = re.compile(r"\[[\\']*([^]\\']+)[\\']*\]")
@@ -39,7 +41,7 @@ _BITS = {"pred": 8, "bf16": 16}
 
 
 def received(hlo: str) -> list[Collective]:
-    """The collectives of optimised HLO text, as the compiler prints it for one device."""
+    """Returns the collectives in optimised HLO text, as the compiler prints it for one device."""
     found = []
     for line in hlo.splitlines():
         match = _OPERATION.search(line)
@@ -48,7 +50,7 @@ def received(hlo: str) -> list[Collective]:
         kind = match["kind"]
         group = group_size(kind, line)
         arrays = _ARRAY.findall(match["type"])
-        if match["start"] and kind != "all-reduce":  # returns what went in too, and handles
+        if match["start"] and kind != "all-reduce":  # its result also holds the operand and handles
             arrays = [array for array in arrays if array != _HANDLE]
             arrays = arrays[len(arrays) // 2 :]
         result = sum(_bytes(*array) for array in arrays)
@@ -65,7 +67,7 @@ def received(hlo: str) -> list[Collective]:
 
 
 def _weight(line: str) -> str | None:
-    """The name of the weight that an operation belongs to."""
+    """Returns the name of the weight that an operation belongs to."""
     if scope := _SCOPE.search(line):
         return scope[1]
     if argument := _ARGUMENT.search(line):
@@ -79,12 +81,12 @@ def _bytes(dtype: str, dims: str) -> int:
 
 
 def group_size(kind: str, line: str) -> int:
-    """Devices that take part together in a collective operation of a kind.
+    """Returns the number of devices in one group of a collective.
 
-    HLO has several ways to write groups, see the patterns; permutations have pairs instead.
+    HLO has several notations for groups, see the patterns; permutations have pairs instead.
 
     Raises:
-      ValueError: they are written in yet another way.
+      ValueError: the notation is unknown.
     """
     if kind == "collective-permute":
         return 2

@@ -5,9 +5,9 @@ A row is cut into chunks, and device i of n holds
     contiguous   of n chunks      chunk i
     zigzag       of 2n chunks     chunks i and 2n - 1 - i
 
-With a causal mask the work of a token grows with its place in the row: contiguous chunks leave the
-last device with most of it, zigzag gives each device the same. The host brings batches into the
-order of the devices (`permute`), and everything per token is in that order from then on. Only two
+With a causal mask the work of a token grows with its position in the row: with contiguous chunks
+the last device has most of it, with zigzag all have the same. The host permutes batches into the
+order of the devices (`permute`), and all values per token are in that order afterwards. Only two
 operations depend on the order: attention (`specjax.kernels.context_parallel`), and shifts along the
 row (`shift`), in which only the ends of chunks change devices.
 """
@@ -31,7 +31,7 @@ class Context:
     """How rows are split; static under jit.
 
     Attributes:
-      mesh: has more than one device on axis `cp`.
+      mesh: mesh with more than one device on axis `cp`.
       order, attention: `mesh.cp_order` and `mesh.cp_attention` of `MeshConfig`.
     """
 
@@ -45,17 +45,17 @@ class Context:
 
     @property
     def chunks(self) -> int:
-        """Chunks of each row that a device holds."""
+        """Number of chunks of each row that a device holds."""
         return 2 if self.order == "zigzag" else 1
 
     def chunks_of(self, device) -> tuple:
-        """Numbers of the chunks that a device holds, in the order it holds them."""
+        """Returns the numbers of the chunks that a device holds, in its order."""
         if self.order == "zigzag":
             return device, 2 * self.ways - 1 - device
         return (device,)
 
     def places(self, length: int) -> np.ndarray:
-        """Place in the row of each token [S], in the order of the devices.
+        """Returns the position in the row of each token [S], in the order of the devices.
 
         Raises:
           ValueError: the row cannot be cut into chunks of one size.
@@ -71,16 +71,16 @@ class Context:
         return chunks[held].reshape(-1)
 
     def permute(self, rows: Shaped[np.ndarray, "R S *rest"]) -> np.ndarray:
-        """Host rows in the order of the devices."""
+        """Permutes rows on the host into the order of the devices."""
         return np.asarray(rows)[:, self.places(rows.shape[1])]
 
     def restore(self, rows: Shaped[np.ndarray, "R S *rest"]) -> np.ndarray:
-        """Host rows in their own order again."""
+        """Permutes rows on the host back into their own order."""
         return np.asarray(rows)[:, np.argsort(self.places(rows.shape[1]))]
 
 
 def context_of(config: MeshConfig, mesh: jax.sharding.Mesh | None) -> Context | None:
-    """How the mesh of this configuration splits rows; None when it does not."""
+    """Returns how the mesh of a configuration splits rows; None: it does not split them."""
     if mesh is None or config.cp == 1:
         return None
     return Context(mesh, config.cp_order, config.cp_attention)
@@ -89,7 +89,7 @@ def context_of(config: MeshConfig, mesh: jax.sharding.Mesh | None) -> Context | 
 def shift(
     x: Shaped[Array, "R S *rest"], by: int, context: Context | None = None
 ) -> Shaped[Array, "R S *rest"]:
-    """out[t] = x[t + by], and 0 where that is not in the row; `by` is static, of either sign."""
+    """Returns out[t] = x[t + by], 0 outside the row; `by` is static, of either sign."""
     length = x.shape[1]
     by = max(-length, min(by, length))
     if context is None:
@@ -97,7 +97,7 @@ def shift(
         padded = jnp.pad(x, [(0, 0), (before, after)] + [(0, 0)] * (x.ndim - 2))
         return padded[:, after : after + length]
     chunk = length // (context.ways * context.chunks)
-    while by:  # the end of a chunk reaches no further than the next one
+    while by:  # one step moves tokens at most into the next chunk
         step = max(-chunk, min(by, chunk))
         x = _shift_chunks(x, step, context)
         by -= step
@@ -105,14 +105,14 @@ def shift(
 
 
 def _shift_chunks(x, by: int, context: Context):
-    """`shift` by a chunk at most: each chunk takes its end from the one beside it in the row.
+    """Shifts by at most one chunk: each chunk receives its end from its neighbour in the row.
 
     In zigzag order the low chunks ascend with their devices and the high ones descend, and the last
     device holds the two in the middle: the scheme of Megatron's `roll_tensor` under context
     parallelism.
     """
     last = context.ways - 1
-    down = [(i, i - 1) for i in range(1, last + 1)]  # what the device before receives
+    down = [(i, i - 1) for i in range(1, last + 1)]  # to the previous device
     up = [(i - 1, i) for i in range(1, last + 1)]
 
     def ends(chunk):
@@ -135,14 +135,14 @@ def _shift_chunks(x, by: int, context: Context):
             to_high = jnp.where(in_the_middle, ends(low), to_high)
         return jnp.concatenate([joined(low, to_low), joined(high, to_high)], axis=1)
 
-    spec = jax.P(None, AXIS)  # other axes are split as they are
+    spec = jax.P(None, AXIS)  # other axes keep their sharding
     return jax.shard_map(
         local, mesh=context.mesh, in_specs=spec, out_specs=spec, axis_names={AXIS}
     )(x)
 
 
 def pin_rows(x: Shaped[Array, "R S *rest"], context: Context | None) -> Array:
-    """Inside a jitted function: keeps rows split, so that no device works on whole ones."""
+    """Constrains rows inside a jitted function to stay split over the devices."""
     if context is None:
         return x
     return jax.lax.with_sharding_constraint(x, rows_sharding(context.mesh))

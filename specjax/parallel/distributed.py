@@ -1,7 +1,7 @@
-"""Several processes as one job: how it starts, and how its processes exchange data.
+"""Jobs of several processes: how a job starts, and how its processes exchange data.
 
 On a pod every host runs the same program on its own chips. All processes read the same settings and
-data, take the same decisions, and call what is collective (`gather`, programs over a global mesh,
+data, take the same decisions, and make collective calls (`gather`, programs over a global mesh,
 checkpoints) in the same order. With one process these functions do nothing.
 """
 
@@ -21,7 +21,7 @@ from specjax.parallel import sharding
 from specjax.parallel.heartbeat import Reporter
 
 MODES = ("auto", "on", "off")
-_BLOCKS = (1 << 14, 1 << 20)  # bytes of what is gathered first, and of each further piece
+_BLOCKS = (1 << 14, 1 << 20)  # bytes of the first block that is gathered, and of each further one
 
 
 class DistributedError(RuntimeError):
@@ -33,17 +33,18 @@ class DistributedConfig:
     """The processes of a job.
 
     Attributes:
-      mode: auto: several if the environment says so (SLURM, Open MPI, TPU pods on GKE, or
-        JAX_COORDINATOR_ADDRESS with JAX_NUM_PROCESSES and JAX_PROCESS_ID); on: jax finds them out
-        (pods of Cloud TPU VMs); off: one.
-      coordinator: host:port of process 0, where all processes meet; null: from the environment.
-      process_id: which one this is, from 0; null: from the environment.
-      num_processes: of the job; null: from the environment.
-      local_devices: that this process uses, from the first; 0: all, but one where SLURM or Open MPI
-        started it.
+      mode: auto: several processes if the environment describes them (SLURM, Open MPI, TPU pods on
+        GKE, or JAX_COORDINATOR_ADDRESS with JAX_NUM_PROCESSES and JAX_PROCESS_ID); on: several,
+        which jax detects (pods of Cloud TPU VMs); off: one process.
+      coordinator: host:port of process 0, to which all processes connect; null: from the
+        environment.
+      process_id: number of this process, from 0; null: from the environment.
+      num_processes: number of processes of the job; null: from the environment.
+      local_devices: number of devices that this process uses, from the first; 0: all, or one where
+        SLURM or Open MPI started the process.
       start_timeout: seconds to wait for all processes at the start.
-      lost_after: seconds without a sign of life after which a process counts as lost; more than the
-        storage of the run may keep an old state of a file in its cache.
+      lost_after: seconds without a heartbeat after which a process counts as lost; more than the
+        time for which the storage of the run may cache a file's old state.
     """
 
     mode: str = "auto"
@@ -67,7 +68,7 @@ class DistributedConfig:
 
 
 class Job(NamedTuple):
-    """What is known of a job before it starts; None: jax finds it out."""
+    """The address and processes of a job, before it starts; None: jax detects the value."""
 
     coordinator: str | None
     num_processes: int | None
@@ -76,12 +77,12 @@ class Job(NamedTuple):
     def __str__(self) -> str:
         count = "an unknown number" if self.num_processes is None else self.num_processes
         me = "this process" if self.process_id is None else f"process {self.process_id}"
-        where = "where its launcher says" if self.coordinator is None else f"at {self.coordinator}"
-        return f"{me} of {count}, which meet {where}"
+        address = "the launcher's coordinator" if self.coordinator is None else self.coordinator
+        return f"{me} of {count}, which connect to {address}"
 
 
 def find_job(cfg: DistributedConfig, environment: Mapping[str, str]) -> Job | None:
-    """The job that this process belongs to; None: it is alone.
+    """Returns the job that this process belongs to; None: the process is alone.
 
     Raises:
       DistributedError: some of the three explicit settings are missing, or do not fit together.
@@ -110,14 +111,14 @@ def find_job(cfg: DistributedConfig, environment: Mapping[str, str]) -> Job | No
         raise DistributedError(f"distributed.coordinator: expected HOST:PORT, got {address!r}")
     if count is not None and index is not None and not 0 <= index < count:
         raise DistributedError(
-            f"distributed.process_id: expected 0 to {count - 1}, for distributed.num_processes is "
-            f"{count}; got {index}"
+            f"distributed.process_id: expected 0 to {count - 1}, because distributed.num_processes "
+            f"is {count}; got {index}"
         )
     return None if count == 1 else Job(address, count, index)
 
 
 def _launched_several(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher that jax knows says that it started several processes."""
+    """Returns whether the environment of a launcher that jax knows has several processes."""
 
     def number(name: str) -> int:
         return int(environment.get(name) or 1)
@@ -129,13 +130,14 @@ def _launched_several(environment: Mapping[str, str]) -> bool:
 
 
 def start(cfg: DistributedConfig, devices: int) -> None:
-    """Joins the job, if there is one; nothing may have asked jax for a device before.
+    """Joins the job, if there is one; must run before anything initialises jax's backends.
 
     Args:
-      devices: that the job needs; where the CPU plays them, each process gets its share.
+      devices: number of devices that the job needs; where the CPU simulates them, each process gets
+        its share.
 
     Raises:
-      DistributedError: the settings do not fit together, or not all processes came.
+      DistributedError: the settings do not fit together, or not all processes connected.
     """
     job = find_job(cfg, os.environ)
     if job is None or jax.distributed.is_initialized():
@@ -144,21 +146,21 @@ def start(cfg: DistributedConfig, devices: int) -> None:
     if job.num_processes is not None:
         sharding.offer_cpu_devices(max(1, devices // job.num_processes))
     advice = (
-        f"{job}: they did not all come within {cfg.start_timeout} s. Start as many processes as "
+        f"{job}: not all connected within {cfg.start_timeout} s. Start as many processes as "
         "num_processes says, each with a process_id of its own, all with the same coordinator, "
         "which must be process 0's address and a free port that the others can reach"
     )
-    reporter = Reporter(f"error: {advice}")  # jax aborts when the others do not come
+    reporter = Reporter(f"error: {advice}")  # jax aborts when others do not connect
     try:
         jax.distributed.initialize(
             coordinator_address=job.coordinator,
             num_processes=job.num_processes,
             process_id=job.process_id,
             local_device_ids=list(range(cfg.local_devices)) or None,
-            # A launcher that runs here, too, has nothing to say where all is said.
+            # With explicit settings, jax must not also detect a cluster.
             cluster_detection_method="deactivate" if None not in job else None,
             initialization_timeout=cfg.start_timeout,
-            # `specjax.parallel.heartbeat` knows sooner, and says what to do.
+            # `specjax.parallel.heartbeat` detects a loss earlier, and says what to do.
             heartbeat_timeout_seconds=int(max(100, 3 * cfg.lost_after)),
         )
     except (RuntimeError, ValueError) as error:
@@ -168,24 +170,25 @@ def start(cfg: DistributedConfig, devices: int) -> None:
 
 
 def is_several() -> bool:
-    """Whether the job has more than one process."""
-    # Asking jax for the number alone would start its backends, with the devices there are by then.
+    """Returns whether the job has more than one process."""
+    # `jax.process_count` alone would initialise the backends, before `offer_cpu_devices`.
     return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes logs and plots."""
+    """Returns whether this is process 0, which writes logs and plots."""
     return not is_several() or jax.process_index() == 0
 
 
 def gather(value: Any, place: str) -> list[Any]:
-    """What each process has, in the order of processes; all must call it, as a barrier.
+    """Returns the values of all processes, in their order; all must call it, as a barrier.
 
     Args:
-      value: anything that pickle takes. place: where in the program this is, in a word or two.
+      value: this process's value; anything that pickle takes.
+      place: the place of the call in the program, in a word or two.
 
     Raises:
-      DistributedError: another process is elsewhere.
+      DistributedError: another process called it from another place.
     """
     if not is_several():
         return [value]
@@ -200,30 +203,30 @@ def gather(value: Any, place: str) -> list[Any]:
     places = [name for name, _ in found]
     if set(places) != {place}:
         raise DistributedError(
-            f"the processes are not at the same place of the program: {places}. They must run the "
+            f"the processes are at different places of the program: {places}. They must run the "
             "same version of specjax with the same settings and data"
         )
     return [value for _, value in found]
 
 
 def _gather_block(data: bytes, size: int) -> list[bytes]:
-    """One piece of every process; of few fixed sizes, so that few programs are compiled."""
+    """Gathers one block of every process; few sizes are used, so few programs are compiled."""
     block = np.zeros(size, np.uint8)
     block[: len(data)] = np.frombuffer(data, np.uint8)
     return [row.tobytes() for row in np.asarray(multihost_utils.process_allgather(block))]
 
 
 def of_first(make: Callable[[], Any], place: str) -> Any:
-    """What process 0 makes, for what only one may decide or do; all must call it."""
+    """Runs `make` in process 0 alone, and returns its result in all; all must call it."""
     return gather(make() if is_first() else None, place)[0]
 
 
 def told_to_end(step: int) -> bool:
-    """Whether a process of several was sent SIGTERM, as before preemption; the same answer in all.
+    """Returns whether a process got SIGTERM, as before preemption; the same value in all processes.
 
     jax catches that signal in jobs of several processes, so that all can end together.
 
     Args:
-      step: that is done; each process must ask once after each.
+      step: number of the step that has ended; each process must call this once after each step.
     """
     return is_several() and multihost_utils.reached_preemption_sync_point(step)

@@ -1,13 +1,14 @@
-"""Heartbeats: a job of several processes ends when one of them is lost, and says which.
+"""Heartbeats: a job of several processes ends when one of them is lost, and names it.
 
-A process that waits in a collective for one that was killed would wait for minutes, and end with a
-message of the transport or none at all. So each process writes a file of its own, again and again,
-into a directory that all share (in that of the run, where checkpoints lie). Process 0 reads all
+Without heartbeats a process in a collective would wait minutes for one that was killed, and end
+with a message of the transport or none at all. So each process repeatedly writes a file of its own
+into a directory that all share (below that of the run, beside the checkpoints). Process 0 reads all
 files, the others read that of process 0. A process is lost if its file does not change for
-`lost_after` seconds, or if it wrote that it failed. Then all others say so and end, with status 70.
+`lost_after` seconds, or if it wrote that it failed. All others then print which one, and exit with
+status 70.
 
-What ends a process before it can write anything is reported by a `Reporter`: SIGKILL, or jax
-itself, which aborts at once when process 0 is gone, for that holds the coordination service.
+A `Reporter` reports the end of a process that cannot write anything any more: after SIGKILL, or
+when jax aborts it because process 0, which runs the coordination service, is gone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 STATUS = 70  # EX_SOFTWARE
-_BEATS = 10  # in `lost_after` seconds
+_BEATS = 10  # heartbeats in `lost_after` seconds
 _REPORTER = 'read -r word; [ "$word" = cancel ] || printf "%s\\n" "$0" >&2'
 
 
@@ -33,12 +34,12 @@ class Reporter:
 
     def __init__(self, text: str):
         self._shell = None
-        with contextlib.suppress(OSError):  # no shell here: only the message is lost
+        with contextlib.suppress(OSError):  # without a shell, only the message is missing
             self._shell = subprocess.Popen(
                 ["sh", "-c", _REPORTER, text],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                start_new_session=True,  # signals to the process are not for it
+                start_new_session=True,  # signals to the process must not end the shell
             )
 
     def cancel(self) -> None:
@@ -55,9 +56,11 @@ class Heartbeat:
     """Writes this process's file and reads those of others, from construction to `close`.
 
     Args:
-      directory: that all processes see. process, processes: which one this is, and of how many.
-      token: of this start of the job; files of another one count for nothing.
-      lost_after: seconds. advice: what to do when a process is lost, as a sentence.
+      directory: directory that all processes share.
+      process, processes: number of this process, and the number of processes.
+      token: identifies this start of the job; files of earlier starts are ignored.
+      lost_after: seconds without a change after which a process is lost.
+      advice: what to do when a process is lost, as a sentence.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class Heartbeat:
         self.directory, self.process, self.processes = directory, process, processes
         self._token, self._lost_after, self._advice = token, lost_after, advice
         self._state, self._message, self._beats = "running", "", 0
-        self._seen = {  # process -> what it wrote last, and when that was new
+        self._seen = {  # process -> its last content, and when that changed
             other: ({}, time.monotonic())
             for other in (range(1, processes) if process == 0 else [0])
         }
@@ -81,8 +84,8 @@ class Heartbeat:
         self._write()
         me = {"process": process, "host": socket.gethostname(), "pid": os.getpid()}
         self._reporter = Reporter(
-            f"error: {_name(me)} of {processes} was ended from outside: killed, or by jax, whose "
-            f"lines above tell then that process 0 is lost. {advice}"
+            f"error: {_name(me)} of {processes} was killed, or ended by jax, whose lines above "
+            f"then say that process 0 is lost. {advice}"
         )
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
         self._thread.start()
@@ -106,13 +109,15 @@ class Heartbeat:
         self._linger()
 
     def missing(self) -> list[int]:
-        """Processes whose files of this start cannot be read here."""
+        """Returns the processes whose files of this start cannot be read here."""
         known = [self._read(other).get("token") for other in range(self.processes)]
         return [other for other, token in enumerate(known) if token != self._token]
 
     def wait_for_loss(self) -> None:
-        """Waits, after an error that the loss of another process may have caused, until that loss
-        would be known; if it is, the process ends here."""
+        """Waits until the loss of another process, which may have caused an error, is detected.
+
+        If one is lost this ends the process.
+        """
         self._closed.wait(self._lost_after * (1 + 4 / _BEATS))
 
     def _watch(self) -> None:
@@ -123,7 +128,7 @@ class Heartbeat:
                 return self._end(lost)
 
     def _look(self) -> str:
-        """A sentence that says which process is lost; empty: none is."""
+        """Returns a sentence that says which process is lost; empty: none is."""
         now = time.monotonic()
         for other, (before, since) in self._seen.items():
             told = self._read(other)
@@ -135,11 +140,11 @@ class Heartbeat:
                     return f"{_name(told)} ended with an error ({told['message']}); see its output"
             elif before.get("state") != "done" and now - since > self._lost_after:
                 who = _name(before) if before else f"process {other}"
-                return f"{who} is lost: no sign of life for {now - since:.0f} s"
+                return f"{who} is lost: no heartbeat for {now - since:.0f} s"
         return ""
 
     def _end(self, lost: str) -> None:
-        """Writes the loss and ends the process, whose main thread may wait in a collective."""
+        """Writes the loss and ends the process; its main thread may be blocked in a collective."""
         self._state, self._message = "lost", lost
         self._write()
         print(f"error: {lost}. {self._advice}", file=sys.stderr, flush=True)
@@ -148,7 +153,7 @@ class Heartbeat:
         exit_now(STATUS)
 
     def _linger(self) -> None:
-        if self.process == 0:  # its end makes jax abort the others, which have a message to print
+        if self.process == 0:  # when it ends jax aborts the others, which must print first
             time.sleep(3 * self._lost_after / _BEATS)
 
     def _read(self, other: int) -> dict[str, Any]:

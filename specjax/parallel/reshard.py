@@ -1,17 +1,18 @@
-"""Weights from the layout of training to that of rollouts, by one compiled program.
+"""Resharding of weights from the layout of training to that of rollouts, by one compiled program.
 
 Training splits weights over all of `fsdp`, `cp` and `tp`; rollouts over their own `tp` alone. Both
-meshes lie over the same devices, and `sharding.rollout_mesh` arranges the second such that what a
-device needs begins with what it has: nothing is sent twice and no device ever holds a whole weight
-that it does not keep. For a weight [D N] that training splits over D and N, in this order:
+meshes have the same devices, and `sharding.rollout_mesh` orders the second so that the shard which
+a device needs begins with the one that it has: nothing is sent twice, and no device ever holds a
+whole weight that it does not keep. The steps for a weight [D N] that training splits over D and N
+are:
 
-    slice        of N, what this device keeps of copies that it holds (`data` became `tp`)
-    all-to-all   pieces of D for pieces of N (`fsdp` and `cp` became `tp`)
-    all-gather   of D and N, what rollouts do not split
+    slice        keep a part of N where the device holds a copy (`data` became `tp`)
+    all-to-all   exchange pieces of D for pieces of N (`fsdp` and `cp` became `tp`)
+    all-gather   gather the dimensions that rollouts do not split
 
-Left to itself XLA often gathers whole weights and cuts them up afterwards ("involuntary full
-rematerialization", seen with jax 0.10.2 wherever `tp` grows and `fsdp` does not vanish in it).
-`specjax.parallel.collectives` reads from a compiled program what it really does.
+Without these explicit steps XLA often gathers whole weights and slices them afterwards
+("involuntary full rematerialization", seen with jax 0.10.2 where `tp` grows and does not absorb all
+of `fsdp`). `specjax.parallel.collectives` reads the collectives of a compiled program.
 """
 
 from __future__ import annotations
@@ -34,23 +35,24 @@ from specjax.parallel.collectives import Collective, received
 log = logging.getLogger(__name__)
 MeshAxes = tuple[str, ...]
 
-UNNAMED = "an operation that belongs to no weight"  # in place of a weight's name
+UNNAMED = "an operation that belongs to no weight"  # replaces a weight's name
 
 
 class Reshard:
-    """Moves trees of weights to `target`; one compiled program, which refuses other shapes.
+    """Moves trees of weights to `target` by one compiled program, for fixed shapes.
 
     Args:
       tree: arrays, or shapes with shardings, split over a mesh of the same devices as `target`.
-      target: from `sharding.rollout_mesh`.
-      axes: of the weights, see `specjax.parallel.sharding`.
-      convert: what happens to the weights before they move, elementwise; for instance a cast.
+      target: mesh from `sharding.rollout_mesh`.
+      axes: logical axes of the weights, see `specjax.parallel.sharding`.
+      convert: elementwise function applied to the weights before they move, for instance a cast.
 
     Attributes:
-      shards: bytes of each weight that a device keeps, by name. made: shapes of what comes out.
+      shards: bytes of each weight that a device keeps, by name.
+      made: shapes of the results.
 
     Raises:
-      Unrelated: the two meshes are not made for each other.
+      Unrelated: `target` is not a rollout mesh of the tree's mesh.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class Reshard:
         )  # fmt: skip
 
         def one(path, x, route):
-            with jax.named_scope(_name(path)):  # whose bytes they are
+            with jax.named_scope(_name(path)):  # names the weight
                 return route.apply(common.mesh, x)
 
         def reshard(tree):
@@ -99,7 +101,7 @@ class Reshard:
         return jax.tree.map(_named, self.compiled(tree), self._targets)
 
     def lower(self) -> jax.stages.Lowered:
-        """The program, not compiled yet."""
+        """Returns the lowered program, not compiled yet."""
         return self._jitted.lower(self._given)
 
     @functools.cached_property
@@ -108,37 +110,38 @@ class Reshard:
 
     @functools.cached_property
     def collectives(self) -> list[Collective]:
-        """What it moves between devices."""
+        """Returns the collectives of the compiled program."""
         return received(self.compiled.as_text())
 
     @property
     def bytes_per_device(self) -> int:
-        """Bytes that a device receives from others."""
+        """Returns the bytes that a device receives from others."""
         return sum(c.received for c in self.collectives)
 
     def excess(self, collectives: Sequence[Collective]) -> list[str]:
-        """Weights of which a device would receive, or hold for a moment, more than it keeps.
+        """Returns the weights of which a device receives, or briefly holds, more than it keeps.
 
         Args:
-          collectives: of the program, compiled for these devices or for a topology.
+          collectives: collectives of the program, compiled for these devices or for a topology.
         """
         got: dict[str, int] = {}
         most: dict[str, int] = {}
         for c in collectives:
-            name = c.name or UNNAMED  # of these nothing is known to be kept
+            name = c.name or UNNAMED  # an unnamed operation keeps nothing
             got[name] = got.get(name, 0) + c.received
             most[name] = max(most.get(name, 0), c.result)
         return sorted(n for n in got if max(got[n], most[n]) > self.shards.get(n, 0))
 
 
 class Mover:
-    """Brings whatever weights come to one mesh; keeps a program for each layout they come in.
+    """Moves weights in any layout to one mesh, with a program for each layout.
 
     Args:
-      axes: of the weights, see `specjax.parallel.sharding`.
+      target: mesh to move the weights to.
+      axes: logical axes of the weights, see `specjax.parallel.sharding`.
 
     Attributes:
-      received: bytes that a device received for the last tree, at most.
+      received: largest number of bytes that a device received for the last tree.
     """
 
     def __init__(self, target: jax.sharding.Mesh, axes: Axes):
@@ -148,10 +151,11 @@ class Mover:
     def __call__(
         self, tree: Params, convert: Callable | None = None, elementwise: bool = True
     ) -> Params:
-        """Weights on the target, by one program if they come from a training mesh of its devices.
+        """Moves weights to the target, by one program if their mesh has the same devices.
 
         Args:
-          convert: jitted; done where it costs least. elementwise: it leaves the tree as it is.
+          convert: jitted function to apply to the weights, before or after they move.
+          elementwise: whether `convert` keeps the tree's structure and shapes.
         """
         self.received, tree = 0, jax.tree.map(jnp.asarray, tree)
         if self.holds(tree):
@@ -164,7 +168,7 @@ class Mover:
         return program(tree)
 
     def program(self, tree: Params, convert: Callable | None = None) -> Reshard | None:
-        """The program for a tree, of arrays or their shapes; None: it is copied shard by shard."""
+        """Returns the program for a tree of arrays or shapes; None: it is copied shard by shard."""
         leaves, structure = jax.tree.flatten(tree)
         key = structure, convert, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
         if key not in self._programs:
@@ -177,11 +181,11 @@ class Mover:
 
     @property
     def programs(self) -> list[Reshard]:
-        """All that there are so far."""
+        """Returns all programs so far."""
         return [program for program in self._programs.values() if program is not None]
 
     def holds(self, tree: Params) -> bool:
-        """Whether each of the target's devices has its shard already; arrays, or their shapes."""
+        """Returns whether each of the target's devices holds its shard already."""
         devices = set(self.target.devices.flat)
         shardings = sharding.param_shardings(self.target, tree, self.axes)
         for leaf, new in zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True):
@@ -203,10 +207,10 @@ class Unrelated(ValueError):
 
 
 def mesh_of(tree: Params) -> jax.sharding.Mesh:
-    """The mesh that a tree of weights is split over.
+    """Returns the mesh that a tree of weights is split over.
 
     Raises:
-      Unrelated: there is none, or more than one.
+      Unrelated: the tree has no mesh, or more than one.
     """
     found = {getattr(getattr(x, "sharding", None), "mesh", None) for x in jax.tree.leaves(tree)}
     if len(found) != 1 or None in found:
@@ -216,7 +220,7 @@ def mesh_of(tree: Params) -> jax.sharding.Mesh:
 
 @functools.cache
 def cast(dtype: str) -> Callable[[Params], Params]:
-    """A jitted `convert`: weights in the type that rollouts hold them in."""
+    """Returns a jitted `convert` that casts weights to the dtype of rollouts."""
     return jax.jit(lambda params: jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), params))
 
 
@@ -225,10 +229,11 @@ def _name(path) -> str:
 
 
 def bytes_missing(tree: Params, shardings) -> int:
-    """Bytes of their shards that devices do not hold yet, on the device that lacks most.
+    """Returns the largest number of bytes of its shards that a device does not hold yet.
 
     Args:
-      tree: arrays. shardings: where they are to go.
+      tree: the arrays.
+      shardings: their new shardings.
     """
     missing: dict = {}
     for leaf, new in zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True):
@@ -241,14 +246,14 @@ def bytes_missing(tree: Params, shardings) -> int:
 
 
 def _shared(one, other, shape) -> int:
-    """Elements that two slices of an array have in common."""
+    """Returns the number of elements that two slices of an array have in common."""
     pairs = zip(one, other, shape, strict=True)
     bounds = [(*a.indices(n)[:2], *b.indices(n)[:2]) for a, b, n in pairs]
     return math.prod(max(0, min(b, d) - max(a, c)) for a, b, c, d in bounds)
 
 
 def _named(array: jax.Array, target: jax.NamedSharding) -> jax.Array:
-    """The same buffers, of the target's devices, under its mesh; no byte moves."""
+    """Returns an array of the same buffers with the target's sharding; no data moves."""
     devices = target.addressable_devices
     pieces = [shard.data for shard in array.addressable_shards if shard.device in devices]
     return jax.make_array_from_single_device_arrays(array.shape, target, pieces, dtype=array.dtype)
@@ -259,12 +264,13 @@ def _named(array: jax.Array, target: jax.NamedSharding) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Route:
-    """One weight's way.
+    """The steps that reshard one weight.
 
     Attributes:
-      old, new: per dimension, the axes of the common mesh that split it, major first.
-      slices: (dimension, axes). exchanges: (axes, dimension split, dimension joined).
-      gathers: (axes, dimension).
+      old, new: axes of the common mesh that split each dimension, major first.
+      slices: slices to take, as (dimension, axes).
+      exchanges: all-to-alls, as (axes, dimension split, dimension joined).
+      gathers: all-gathers, as (axes, dimension).
     """
 
     old: tuple[MeshAxes, ...]
@@ -289,16 +295,17 @@ class _Route:
         moving = jax.shard_map(local, mesh=mesh, in_specs=old, out_specs=new, check_vma=False)
         if x.dtype != jnp.bfloat16:
             return moving(x)
-        # As bits: the CPU would widen bfloat16 for the way, and twice the bytes would travel.
+        # As integers, because the CPU would widen bfloat16 and send twice the bytes.
         words = jax.lax.bitcast_convert_type(x, jnp.uint16)
         return jax.lax.bitcast_convert_type(moving(words), x.dtype)
 
 
 class _Common(NamedTuple):
-    """One mesh, in the order of the old devices, that both meshes are coarser views of.
+    """A mesh, in the order of the old mesh's devices, whose axes refine those of both meshes.
 
     Attributes:
-      old, new: axis of either mesh -> axes of this one, major first.
+      mesh: the mesh.
+      old, new: axis of the old or the new mesh -> axes of `mesh`, major first.
     """
 
     mesh: jax.sharding.Mesh
@@ -307,10 +314,10 @@ class _Common(NamedTuple):
 
     @classmethod
     def of(cls, old: jax.sharding.Mesh, new: jax.sharding.Mesh) -> _Common:
-        """The common mesh of two that are related as `sharding.rollout_mesh` relates them.
+        """Returns the common mesh of a training mesh and its `sharding.rollout_mesh`.
 
         Raises:
-          Unrelated: they are not.
+          Unrelated: the second mesh is not a rollout mesh of the first.
         """
         shape, tp = dict(old.shape), new.shape.get("tp", 1)
         same = set(old.devices.flat) == set(new.devices.flat)
@@ -335,14 +342,14 @@ class _Common(NamedTuple):
         return cls(mesh, names, {"tp": (names["tp"][0], *grown)})
 
     def axes(self, dims: int, spec, names: dict[str, MeshAxes]) -> tuple[MeshAxes, ...]:
-        """A spec over the old or new mesh in axes of this one, without those of one device."""
+        """Translates a spec of the old or new mesh to axes of this one, without those of size 1."""
         entries = [(e,) if isinstance(e, str) else e or () for e in spec]
         entries += [()] * (dims - len(entries))
         split = [[name for axis in entry for name in names.get(axis, ())] for entry in entries]
         return tuple(tuple(n for n in entry if self.mesh.shape[n] > 1) for entry in split)
 
     def route(self, dims: int, old_spec, new_spec) -> _Route:
-        """The way of a weight; axes that both split a dimension by stay where they are."""
+        """Returns the steps for a weight; axes that split a dimension in both specs stay."""
         old, new = self.axes(dims, old_spec, self.old), self.axes(dims, new_spec, self.new)
         left = [list(axes) for axes in old]
         slices, exchanges = [], []
@@ -355,7 +362,7 @@ class _Common(NamedTuple):
             if moving:
                 source = next(d for d, here in enumerate(left) if moving[0] in here)
                 if tuple(left[source][-len(moving) :]) != moving:
-                    raise Unrelated(f"no way from {old_spec} to {new_spec}")
+                    raise Unrelated(f"cannot reshard from {old_spec} to {new_spec}")
                 del left[source][-len(moving) :]
                 exchanges.append((moving, dimension, source))
         gathers = [

@@ -1,9 +1,9 @@
 """Mesh axes, and one table from logical to physical axes.
 
-Every weight has its logical axes in its `specjax.interfaces.Param`. Functions here are handed them
-by the names of arrays; gradients and optimizer states have the same names, and arrays that are
-stacked have further dimensions in front, which are never split. A dimension that does not divide by
-its mesh axes is kept whole and reported by `replicated_dims`, never silently cut differently.
+Every weight has its logical axes in its `specjax.interfaces.Param`. Functions here take them by the
+names of arrays; gradients and optimizer states have the same names, and stacked arrays have further
+leading dimensions, which are never split. A dimension that its mesh axes do not divide is kept
+whole and reported by `replicated_dims`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ MESH_AXES = ("data", "fsdp", "cp", "tp")
 
 PHYSICAL = {
     "batch": ("data", "fsdp"),
-    "sequence": ("cp",),  # of packed rows in training; rollouts have no such axis
+    "sequence": ("cp",),  # tokens of packed rows in training; rollouts have no such axis
     "vocab": ("tp",),
-    # Devices that share a long row hold no second copy of the weights.
+    # `cp` also splits weights, so devices that share a long row hold no copies of them.
     "embed": ("fsdp", "cp"),
     "heads": ("tp",),
     "mlp": ("tp",),
-    "expert": ("fsdp", "cp"),  # reserved: in place of `embed`, which then stays whole
+    "expert": ("fsdp", "cp"),  # reserved: replaces `embed`, which then stays whole
     None: (),
 }
 
@@ -50,9 +50,9 @@ class MeshConfig:
       tp: devices that heads, feed-forward width and vocabulary are split over.
       cp: devices that the tokens of each packed row are split over in training.
       cp_order: which tokens a device of `cp` holds: `zigzag` (chunks i and 2 * cp - 1 - i of
-        2 * cp, so that causal attention costs all the same) or `contiguous` (chunk i of cp).
-      cp_attention: `ring` (keys and values go round, work that a mask would throw away is left out)
-        or `all_gather` (every device holds the keys and values of whole rows).
+        2 * cp, which balances causal attention) or `contiguous` (chunk i of cp).
+      cp_attention: `ring` (keys and values are sent around the devices, and masked blocks are
+        skipped) or `all_gather` (every device holds the keys and values of whole rows).
     """
 
     data: int = 1
@@ -78,23 +78,23 @@ class MeshConfig:
 
     @property
     def row_multiple(self) -> int:
-        """What the length of a packed row must be a multiple of."""
+        """The number that must divide the length of a packed row."""
         return self.cp * (2 if self.cp > 1 and self.cp_order == "zigzag" else 1)
 
 
-Devices = Sequence[jax.Device] | None  # None: those of this process's platform
+Devices = Sequence[jax.Device] | None  # None: the devices of this process's platform
 
 
 def platform_of(mesh: jax.sharding.Mesh | None) -> str:
-    """The platform of a mesh's devices, as jax names it; without one that of the first device."""
+    """Returns the platform of a mesh's devices, as jax names it; None: of the first device."""
     return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
 
 
 def make_mesh(config: MeshConfig, devices: Devices = None) -> jax.sharding.Mesh | None:
-    """A mesh over `config.size` devices, see `dealt`; None when the config asks for one device.
+    """Returns a mesh over `config.size` devices, see `dealt`; None if the config has one device.
 
     Args:
-      devices: to take them from; they may be such as programs can only be compiled for.
+      devices: devices to choose from, real ones or those of a topology to compile for.
 
     Raises:
       ValueError: there are fewer devices than the axes ask for.
@@ -115,13 +115,14 @@ def make_mesh(config: MeshConfig, devices: Devices = None) -> jax.sharding.Mesh 
 
 
 def rollout_mesh(mesh: jax.sharding.Mesh, tp: int | None = None) -> jax.sharding.Mesh:
-    """The devices of a training mesh as rollouts use them: `tp` split weights, the rest copy them.
+    """Returns the rollout mesh over the devices of a training mesh: weights split over `tp` alone.
 
-    A device's part under `tp` begins with the one it has in training, so that resharding need only
-    add to it: neighbours in `cp`, `fsdp` and `data`, in this order, share out what it goes beyond.
+    A device's shard begins with its shard in training, so that resharding only adds to it. Where
+    `tp` is larger than in training, neighbours in `cp`, `fsdp` and `data`, in this order, divide a
+    shard.
 
     Args:
-      tp: None takes that of training.
+      tp: number of devices that split the weights; None: as in training.
 
     Raises:
       ValueError: the devices cannot be divided like that.
@@ -146,13 +147,14 @@ def replica_meshes(
     devices: Devices = None,
     training: jax.sharding.Mesh | None = None,
 ) -> list[jax.sharding.Mesh]:
-    """One mesh of `tp` devices per replica, over replicas * tp devices, see `dealt`.
+    """Returns one mesh of `tp` devices per replica, over replicas * tp devices, see `dealt`.
 
     Args:
-      training: if the replicas divide its devices among them they are grouped by `rollout_mesh`.
+      training: the training mesh; replicas that use all of its devices are grouped by
+        `rollout_mesh`.
 
     Raises:
-      ValueError: there are fewer devices than that.
+      ValueError: there are too few devices.
     """
     if replicas < 1 or tp < 1:
         raise ValueError(f"replicas and tp must be at least 1, got {replicas} and {tp}")
@@ -173,9 +175,11 @@ def replica_meshes(
 
 
 def joined_mesh(meshes: Sequence[jax.sharding.Mesh | None]) -> jax.sharding.Mesh | None:
-    """The meshes of replicas as one, in which each is a place on the data axis.
+    """Joins the meshes of replicas into one, with a place on the data axis for each.
 
-    None if they are none of `replica_meshes`: some share a device, or have more than a tp axis.
+    Returns:
+      the mesh; None if the meshes are not those of `replica_meshes`: some share a device, or have
+      other axes than `tp`.
     """
     devices = [d for mesh in meshes if mesh is not None for d in mesh.devices.flat]
     apart = None not in meshes and len(set(devices)) == len(devices)
@@ -184,35 +188,35 @@ def joined_mesh(meshes: Sequence[jax.sharding.Mesh | None]) -> jax.sharding.Mesh
     return jax.sharding.Mesh(np.array(devices).reshape(len(meshes), 1, 1, -1), MESH_AXES)
 
 
-# Simulated devices wait for each other in threads. With this scheduler of XLA's two collectives of
-# a program may begin in another order on one device than on the next, and all wait for ever.
+# Simulated devices wait for each other in threads. XLA's concurrency-optimised scheduler may start
+# two collectives of a program in different orders on two devices, which deadlocks.
 _ONE_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 
 
 def offer_cpu_devices(count: int) -> None:
-    """Lets the CPU act as `count` devices, unless backends are up or XLA_FLAGS sets a number."""
+    """Makes the CPU simulate `count` devices, unless backends run or XLA_FLAGS sets a number."""
     flags = os.environ.get("XLA_FLAGS", "")
     if count > 1 and _ONE_ORDER.split("=")[0] not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {_ONE_ORDER}".strip()  # read when backends come up
+        os.environ["XLA_FLAGS"] = f"{flags} {_ONE_ORDER}".strip()  # read when backends start
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
-    if jax.distributed.is_initialized():  # `distributed.py` gave each process its share
+    if jax.distributed.is_initialized():  # `distributed.py` set each process's share
         return
     try:
         jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:  # backends are up: the devices are what they are
+    except RuntimeError:  # backends run already: their devices cannot change
         pass
 
 
 def ambient(mesh: jax.sharding.Mesh | None):
-    """A context for tracing a program that will run on the mesh: kernels ask which it is."""
+    """Returns a context for tracing a program that will run on the mesh; kernels read the mesh."""
     if mesh is None:
         return contextlib.nullcontext()
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
 def traced_on(mesh: jax.sharding.Mesh | None, program: Callable) -> Callable:
-    """The program, so that it is traced with the mesh as its `ambient` one."""
+    """Wraps a program so that it is traced with the mesh as the `ambient` one."""
 
     @functools.wraps(program)
     def within(*args, **kwargs):
@@ -223,10 +227,10 @@ def traced_on(mesh: jax.sharding.Mesh | None, program: Callable) -> Callable:
 
 
 def pin_gathered(mesh: jax.sharding.Mesh | None, params, axes: Axes):
-    """Inside a jitted function: weights as they are used, split over `tp` alone.
+    """Constrains weights inside a jitted function to be split over `tp` alone where they are used.
 
-    Left to itself XLA may split what a weight makes as the weight is split, over the very axes that
-    rows are split over; and to get from the one to the other it puts all rows on every device.
+    Otherwise XLA may split an activation as its weight is split, over the axes that split the rows,
+    and then gathers all rows on every device to get from the one layout to the other.
     """
     if mesh is None:
         return params
@@ -241,7 +245,7 @@ def pin_gathered(mesh: jax.sharding.Mesh | None, params, axes: Axes):
 
 
 def spec_for(mesh: jax.sharding.Mesh, axes: tuple, shape: tuple[int, ...]) -> jax.P:
-    """Physical spec of an array from its logical axes; indivisible dimensions stay whole."""
+    """Returns the physical spec of an array from its logical axes; indivisible ones stay whole."""
     entries = []
     for name, size in zip(axes, shape, strict=True):
         physical = tuple(a for a in PHYSICAL[name] if a in mesh.shape)
@@ -255,24 +259,24 @@ def _leaf_axes(path, shape: tuple[int, ...], axes: Axes) -> tuple:
 
 
 def _named_axes(path, axes: Axes) -> tuple | None:
-    """The axes of the array that a path leads to, or into; None: it has none."""
+    """Returns the axes of the array at a path, or of one that contains the path; None: no axes."""
     names = [str(getattr(p, "key", getattr(p, "name", p))) for p in path]
     return next((axes[n] for n in reversed(names) if n in axes), None)
 
 
 def _behind_stacks(own: tuple | None, shape: tuple[int, ...]) -> tuple:
-    """Axes of all dimensions, of which the first are of stacked layers and never split."""
+    """Returns the axes of all dimensions; the leading ones, of stacked layers, are never split."""
     if own is None or len(shape) < len(own):
         return (None,) * len(shape)
     return (None,) * (len(shape) - len(own)) + own
 
 
 def param_shardings(mesh: jax.sharding.Mesh, tree, axes: Axes):
-    """NamedShardings for parameters, gradients or optimizer states (arrays or shape structs).
+    """Returns NamedShardings for parameters, gradients or optimizer states, of arrays or shapes.
 
     Args:
-      axes: of the arrays that are split, by name; others are whole on every device. A
-        `specjax.interfaces.Weight` in the place of an array says what they mean for its parts.
+      axes: logical axes of the arrays that are split, by name; others are whole on every device. A
+        `specjax.interfaces.Weight` in the place of an array gives the axes of its parts.
     """
 
     def place(leaf, own):
@@ -290,20 +294,20 @@ def param_shardings(mesh: jax.sharding.Mesh, tree, axes: Axes):
 
 
 def rows_sharding(mesh: jax.sharding.Mesh) -> jax.NamedSharding:
-    """The sharding of packed rows [R S ...]: rows over the data axes, their tokens over `cp`."""
+    """Returns the sharding of packed rows [R S ...]: rows over the data axes, tokens over `cp`."""
     return jax.NamedSharding(mesh, jax.P(PHYSICAL["batch"], PHYSICAL["sequence"]))
 
 
 def replicated(mesh: jax.sharding.Mesh) -> jax.NamedSharding:
-    """Everything on every device."""
+    """Returns the sharding that puts a whole array on every device."""
     return jax.NamedSharding(mesh, jax.P())
 
 
 def _map_stated(one: Callable, state):
-    """`one(array, axes)` for the arrays of a state, as a tree like it.
+    """Maps `one(array, axes)` over the arrays of a state.
 
-    axes: logical names of the last dimensions, where the type of the tuple that holds the array
-    states some as `AXES` (a cache's heads, the noise's vocabulary); None: it states none.
+    `axes` are the logical axes of the last dimensions, where the type of the tuple that holds the
+    array declares them as `AXES` (a cache's heads, the noise's vocabulary), else None.
     """
 
     def is_stated(node) -> bool:
@@ -322,8 +326,10 @@ def _map_stated(one: Callable, state):
 
 
 def state_shardings(mesh: jax.sharding.Mesh, state):
-    """Shardings of a decode state between chunks: key/value heads and noise over `tp`, all else
-    whole, slots included."""
+    """Returns the shardings of a decode state between chunks.
+
+    Key/value heads and noise are split over `tp`; all other dimensions, slots included, are whole.
+    """
 
     def one(leaf, axes):
         inside = tuple(None if name == "batch" else name for name in axes or ())
@@ -334,14 +340,14 @@ def state_shardings(mesh: jax.sharding.Mesh, state):
 
 
 def pin_slots(mesh: jax.sharding.Mesh | None, state):
-    """Inside a jitted function: the slots of a running batch over the data axes."""
+    """Constrains the slots of a running batch inside a jitted function to the data axes."""
     if mesh is None:
         return state
 
     def one(leaf, axes):
         if axes is None:
             axes = ("batch", *(None,) * (leaf.ndim - 1))
-        if "batch" not in axes:  # pages, which are of no one slot
+        if "batch" not in axes:  # pages, which belong to no fixed slot
             return leaf
         spec = spec_for(mesh, axes, leaf.shape)
         return jax.lax.with_sharding_constraint(leaf, jax.NamedSharding(mesh, spec))
@@ -350,7 +356,7 @@ def pin_slots(mesh: jax.sharding.Mesh | None, state):
 
 
 def shapes(tree, mesh: jax.sharding.Mesh | None, shardings: Callable):
-    """The shapes of a tree, with the shardings that `shardings(mesh, tree)` gives it."""
+    """Returns the shapes of a tree, with the shardings of `shardings(mesh, tree)`."""
     if mesh is None:
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
     return jax.tree.map(
@@ -359,7 +365,7 @@ def shapes(tree, mesh: jax.sharding.Mesh | None, shardings: Callable):
 
 
 def replicated_dims(mesh: jax.sharding.Mesh | None, tree, axes: Axes) -> list[str]:
-    """Lines that name each weight dimension which the mesh should have split and could not."""
+    """Returns a line for each weight dimension that the mesh should split and cannot."""
     lines = []
     if mesh is None:
         return lines
@@ -376,14 +382,15 @@ def replicated_dims(mesh: jax.sharding.Mesh | None, tree, axes: Axes) -> list[st
 
 
 def all_devices() -> list[jax.Device]:
-    """The devices of all processes; those of one process, and so of one host, follow each other."""
+    """Returns the devices of all processes, ordered by process."""
     return sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
 
 
 def dealt(groups: int, unit: int = 1) -> list[jax.Device]:
-    """Devices of `groups` groups of `unit` neighbours, as many groups in each process as possible;
-    the first devices, fewer than asked for if there are no more, where processes cannot share them
-    out like that."""
+    """Returns the devices of `groups` groups of `unit` neighbours, spread evenly over processes.
+
+    Where the groups cannot be spread evenly these are the first devices, or all if there are fewer.
+    """
     devices = all_devices()
     processes = jax.process_count()
     here = len(devices) // processes
@@ -394,13 +401,13 @@ def dealt(groups: int, unit: int = 1) -> list[jax.Device]:
 
 
 def put(tree, shardings):
-    """Arrays that every process has whole, to devices: each sends what its own are to hold."""
+    """Puts arrays that every process holds whole onto devices; each process fills its own."""
     if not jax.distributed.is_initialized():
         return jax.device_put(tree, shardings)
 
     def one(leaf, where):
         if isinstance(leaf, jax.Array) and leaf.sharding.device_set == where.device_set:
-            return jax.device_put(leaf, where)  # moves between layouts of the same devices
+            return jax.device_put(leaf, where)  # changes the layout on the same devices
         whole = np.asarray(leaf)
         return jax.make_array_from_callback(
             whole.shape, where, lambda index: whole[index], dtype=whole.dtype
@@ -410,14 +417,14 @@ def put(tree, shardings):
 
 
 def owners(array: jax.Array) -> list[int]:
-    """The processes that have a device of an array, ascending."""
+    """Returns the processes whose devices hold a part of an array, in ascending order."""
     return sorted({device.process_index for device in array.sharding.device_set})
 
 
 def fetch(tree):
-    """`jax.device_get` of arrays of the whole job, wherever they lie; all processes must call it.
+    """Fetches arrays of the whole job to the host of every process; all processes must call it.
 
-    A process that has no part of an array gets it from one that has.
+    A process that holds no part of an array receives it from one that does.
     """
     if not jax.distributed.is_initialized():
         return jax.device_get(tree)
@@ -436,8 +443,7 @@ def fetch(tree):
 
 
 def over_all(where: jax.sharding.Sharding, shape: tuple[int, ...]) -> jax.sharding.Sharding:
-    """A sharding of which every process of the job has a device: `where` itself if it is one, else
-    over one device of each process."""
+    """Returns a sharding that has a device in every process: `where`, or one device per process."""
     processes = jax.process_count()
     if len({device.process_index for device in where.device_set}) == processes:
         return where
@@ -447,15 +453,15 @@ def over_all(where: jax.sharding.Sharding, shape: tuple[int, ...]) -> jax.shardi
     return jax.NamedSharding(mesh, jax.P() if axis is None else jax.P(*[None] * axis, "process"))
 
 
-# Bytes that are sent at once: few sizes, so that few programs are compiled.
+# Bytes per message; few sizes are used, so that few programs are compiled.
 _SPREAD_BYTES = (1 << 26, 1 << 22, 1 << 18, 1 << 14)
 
 
 def spread(tree, source: int):
-    """The arrays that process `source` has, on the host of every process; all must call it.
+    """Sends the arrays of process `source` to the host of every process; all must call it.
 
     Args:
-      tree: arrays; in other processes than `source` their shapes and dtypes alone are read.
+      tree: the arrays; in processes other than `source` only their shapes and dtypes are read.
     """
     is_source = jax.process_index() == source
     return jax.tree.map(lambda leaf: _spread(leaf, is_source), tree)
@@ -479,11 +485,11 @@ def _spread(leaf, is_source: bool) -> np.ndarray:
     return out.view(dtype).reshape(leaf.shape)
 
 
-GATHER_BYTES = 256 << 20  # of an array that is gathered in one piece
+GATHER_BYTES = 256 << 20  # largest piece of an array that is gathered at once
 
 
 def _gathered(array: jax.Array) -> np.ndarray:
-    """The whole array, piece by piece: each is for a moment on every device."""
+    """Gathers an array piece by piece, because each piece is briefly on every device."""
     if not array.ndim or array.nbytes <= GATHER_BYTES:
         return multihost_utils.process_allgather(array, tiled=True)
     step = max(1, len(array) * GATHER_BYTES // array.nbytes)

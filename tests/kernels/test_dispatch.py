@@ -44,7 +44,7 @@ V5E, H100 = ("tpu", "TPU v5 lite"), ("gpu", "NVIDIA H100")
         (V5E, HALF, "auto", "tpu:v5e", False, "Pallas tree attention for v5e"),
         (("tpu", "TPU v5"), HALF, "auto", "tpu:v5p", False, "splash attention"),
         (("tpu", "TPU v6 lite"), HALF, "tpu", "tpu:v6e", False, "v6e"),
-        (("tpu", "TPU v9"), HALF, "auto", "reference", True, "this is 'TPU v9'"),
+        (("tpu", "TPU v9"), HALF, "auto", "reference", True, "the device is 'TPU v9'"),
         (("tpu", "TPU v9"), HALF, "tpu:v5e", "tpu:v5e", False, "v5e"),
         (V5E, tiny_config(), "auto", "reference", True, "reference; not tpu:v5e: head_dim must"),
         (V5E, HALF, "reference", "reference", False, "as asked for"),
@@ -52,7 +52,7 @@ V5E, H100 = ("tpu", "TPU v5 lite"), ("gpu", "NVIDIA H100")
         (("gpu", "NVIDIA H200"), NARROW, "auto", "gpu", False, "training by cuDNN"),
         (("gpu", "NVIDIA A100-SXM4-80GB"), HALF, "auto", "library:cudnn", True, "for Hopper"),
         (H100, HALF, "library", "library:cudnn", False, "by cuDNN"),
-        (H100, WIDE, "auto", "library:xla", True, "cuDNN has none for float32 heads of 128"),
+        (H100, WIDE, "auto", "library:xla", True, "cuDNN supports no float32 heads of 128"),
         (("cpu", "cpu"), tiny_config(), "auto", "reference", False, "multiple of 16, got 8"),
         (("cpu", "cpu"), HALF, "auto", "reference", False, "reference; not cpu: it computes in"),
         (("cpu", "cpu"), WIDE, "library", "library:xla", False, "dot_product_attention"),
@@ -76,7 +76,7 @@ def test_each_platform_gets_its_kernel_and_a_missing_one_is_warned_of(
         (("cpu", "cpu"), WIDE, "library:cudnn", "cuDNN attends on GPUs, and the device is 'cpu'"),
         (V5E, tiny_config(), "tpu", "multiple of 128, got 8"),
         (V5E, HALF, "tpu:v3", "must be one of .* tpu:v5e, tpu:v5p, tpu:v6e"),
-        (("tpu", "TPU v9"), HALF, "tpu", "one for v5e, v5p, v6e, and this is 'TPU v9'"),
+        (("tpu", "TPU v9"), HALF, "tpu", "it supports v5e, v5p, v6e, and the device is 'TPU v9'"),
         (V5E, HALF, "no_such.kernels:MINE", "cannot load kernel backend 'no_such.kernels:MINE'"),
         (V5E, HALF, "tpu:interpret", "for tests on CPU"),
         (V5E, HALF, "flash", "must be one of auto, cpu"),
@@ -244,7 +244,7 @@ def test_a_rollout_runs_the_kernel_that_is_asked_for_and_gives_the_same_tokens(c
 
 
 @pytest.mark.parametrize("platform, kind, says", [
-    ("gpu", "NVIDIA H100", "cuDNN has none for float32 heads of 128"),
+    ("gpu", "NVIDIA H100", "cuDNN supports no float32 heads of 128"),
     ("neuron", "trn1", "no kernel for platform 'neuron'"),
 ])  # fmt: skip
 def test_engines_and_trainers_start_with_a_warning_where_a_kernel_is_missing(

@@ -130,7 +130,7 @@ def test_a_kernel_without_windows_says_so_once_and_the_reference_attends(caplog,
     dispatch.tree_attention(*arrays, bits_of(parents), table, kernel="cpu")
     said = [r.getMessage() for r in caplog.records if "tree_attention" in r.getMessage()]
     assert said == [
-        "tree_attention by reference, not by cpu: it has no windows, no sinks and no log-sum-exps"
+        "tree_attention by reference, not by cpu: it supports no windows, sinks or log-sum-exps"
     ]
 
 

@@ -48,7 +48,7 @@ def test_who_gives_no_sign_of_life_is_lost(tmp_path, left, capfd, last):
     wait(left)
     who = "process 1 (pid 7 on far)" if last == "now" else "process 1"
     error = capfd.readouterr().err
-    assert left == [STATUS] and f"error: {who} is lost: no sign of life for" in error
+    assert left == [STATUS] and f"error: {who} is lost: no heartbeat for" in error
     assert "Start again." in error
     assert "process 1" in json.loads((tmp_path / "0.json").read_text())["message"]
     assert line.missing() == ([] if last == "now" else [1])
@@ -105,5 +105,5 @@ def test_a_process_that_is_killed_is_spoken_for(tmp_path):
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True
     )
     assert ended.returncode == -9
-    assert "error: process 1" in ended.stderr and "was ended from outside: killed" in ended.stderr
+    assert "error: process 1" in ended.stderr and "was killed, or ended by jax" in ended.stderr
     assert "Start again." in ended.stderr

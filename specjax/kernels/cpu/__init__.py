@@ -1,14 +1,14 @@
-"""Kernels for CPUs, in C++: what is multiplied, attended to and written in a round.
+"""Kernels for CPUs, in C++: products, attention and cache writes of a round.
 
 `layers.cc` runs whole layers, `panels.cc` multiplies by weights, `attention.cc` attends,
-`commit.cc` writes keys and values to their pages. `native.py` builds them and hands them to
+`commit.cc` writes keys and values to their pages. `native.py` builds them and registers them with
 XLA; this file makes the calls.
 
-All compute a row in one order, whatever stands beside it: in a batch of any size, in a tree of any
-shape, as a draft that is verified or as the next token of plain decoding it gets the same bits from
-them. XLA, which computes what lies between, does not promise as much. The bits depend neither on
-the compiler nor on its tuning, only on the width of the target's vectors and on whether it has
-fused multiply-add (`common.h`).
+All compute a row in one order, so a row has the same bits in a batch of any size, in a tree of any
+shape, as a draft that is verified and as the next token of plain decoding. XLA, which computes the
+operations between them, does not guarantee that. The bits depend neither on the compiler nor on its
+tuning, only on the width of the target's vectors and on whether it has fused multiply-add
+(`common.h`).
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def tree_attention(
     sinks: Float[Array, " N"] | None = None,
     with_lse: bool = False,
 ) -> Float[Array, "B N T H"]:
-    """`specjax.kernels.reference.tree_attention` in float32, for H a multiple of 16.
+    """Computes `specjax.kernels.reference.tree_attention` in float32, for H a multiple of 16.
 
     Raises:
-      Declined: there is a window, sinks, or log-sum-exps are asked for.
+      Declined: the call has a window or sinks, or asks for log-sum-exps.
       TypeError: an array is not float32.
     """
     if window is not None or sinks is not None or with_lse:
-        raise Declined("it has no windows, no sinks and no log-sum-exps")
+        raise Declined("it supports no windows, sinks or log-sum-exps")
     floats = q, k_tree, v_tree, k_pages, v_pages
     if any(x.dtype != jnp.float32 for x in floats):
         raise TypeError(f"expected float32 throughout, got {[str(x.dtype) for x in floats]}")
@@ -73,7 +73,7 @@ def layers(
     before: Sequence[tuple[Array, Array]] | None = None,
     table: Table = None,
 ) -> tuple[Float[Array, "B T D"], list[tuple[Array, Array]]]:
-    """`specjax.kernels.dispatch.layers` in float32.
+    """Computes `specjax.kernels.dispatch.layers` in float32.
 
     Raises:
       TypeError: an array is not float32.
@@ -121,7 +121,7 @@ def commit(
     *,
     run: int = 1,
 ) -> list[Array]:
-    """`specjax.kernels.dispatch.commit`; rows without a page are not written, whatever `run` is.
+    """Computes `specjax.kernels.dispatch.commit`; ignores `run`, and rows without a page.
 
     Raises:
       Declined: an array is not float32, or holds several layers.
@@ -142,7 +142,7 @@ def commit(
 
 
 def product(x: Float[Array, "... K"], panels: Float[Array, "P K W"]) -> Float[Array, "... N"]:
-    """`specjax.kernels.dispatch.product` in float32, each sum in the order of K.
+    """Computes `specjax.kernels.dispatch.product` in float32, each sum in the order of K.
 
     Raises:
       TypeError: an array is not float32.
@@ -178,17 +178,17 @@ def _refuses(operation: str, device: Device | None, cfg: ModelConfig) -> str | N
 
 def _refuses_layers(cfg: ModelConfig) -> str | None:
     if cfg.run.products != "panels":
-        return Unsuited("layers are run with their weights in panels")
+        return Unsuited("it needs layers whose weights are stored in panels")
     if len(set(cfg.layers)) != 1:
-        return Unsuited("it runs layers that are all alike")
+        return Unsuited("it needs layers that are all of one kind and size")
     mixer, mlp = cfg.layers[0].mixer, cfg.layers[0].mlp
     if mixer.qk_norm and mixer.norm_eps != cfg.rms_norm_eps:
         return Unsuited(
-            f"it has one epsilon for all norms, got {mixer.norm_eps} for queries and keys and "
+            f"it supports one epsilon for all norms, got {mixer.norm_eps} for queries and keys and "
             f"{cfg.rms_norm_eps}"
         )
     if mixer.window is not None:
-        return Unsuited(f"its attention sees all positions, got a window of {mixer.window}")
+        return Unsuited(f"it supports all positions only, got a window of {mixer.window}")
     widths = {"hidden_size": cfg.hidden_size, "intermediate_size": mlp.intermediate_size}
     for name, width in widths.items():
         if width % PANEL_WIDTH:

@@ -1,4 +1,4 @@
-"""Builds the kernels for CPUs where they are not kept yet, runs nothing of them, says where."""
+"""Builds the kernels for CPUs unless they are cached, without running them; prints their path."""
 
 import sys
 

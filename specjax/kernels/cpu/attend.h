@@ -1,14 +1,14 @@
 // Tree attention for CPUs: T rows over a cached prefix and over their own ancestors, in one pass
-// per key/value head; `reference.py` says what is computed.
+// per key/value head; `reference.py` defines the operation.
 //
-// XLA runs it as a dozen operations, of which each batched product of a few rows costs more in
-// set-up than in arithmetic. Here the queries that share a key/value head are taken a tile at a
-// time: the scores of all keys, a register of them side by side, their softmax, the sum of values.
+// XLA runs it as a dozen operations, and each batched product of a few rows takes more time in
+// set-up than in arithmetic. Here the queries that share a key/value head are computed in
+// tiles: the scores of all keys, one register of keys at a time, their softmax, the sum of values.
 //
 // A key's score sums over the head's width in order, and sums over keys run in the order of keys:
-// positions of the prefix, then tree rows. What a row may not see, if it is finite, adds exactly
-// nothing. So a row gets the same bits whether an ancestor lies in the tree or already in the cache,
-// and whatever other rows and slots there are.
+// positions of the prefix, then tree rows. A masked key whose value is finite adds exactly zero. So
+// a row has the same bits whether an ancestor is in the tree or already in the cache, and whatever
+// other rows and slots there are.
 
 #ifndef SPECJAX_KERNELS_CPU_ATTEND_H_
 #define SPECJAX_KERNELS_CPU_ATTEND_H_
@@ -23,7 +23,7 @@ namespace specjax {
 constexpr float kMasked = -1e30f;  // as in the reference
 constexpr int64_t kTile = 24;      // queries whose scores are held at a time
 
-// Where the rows of queries, or of what becomes of them, lie: slots, heads and rows apart.
+// Strides of queries or of outputs, between slots, heads and rows.
 struct Strides {
   int64_t slot, head, row;
 };
@@ -84,12 +84,12 @@ inline Lane exp_of(Lane x) {
   return x < low ? Lane{} : found;
 }
 
-// keys [count][stride] to turned [kLanes][kLanes], a lane for each key; lanes without one get the
-// last key.
+// Transposes keys [count][stride] to turned [kLanes][kLanes], a lane for each key; further lanes
+// hold the last key.
 inline void transpose(const float* keys, int64_t count, int64_t stride, float* turned) {
   const auto row = [&](int64_t key) { return keys + std::min(key, count - 1) * stride; };
 #if defined(__AVX512F__)
-  // Four columns at a time: loads put four keys side by side, which leaves half of the shuffles.
+  // Four columns at a time: each load reads four keys, which saves half of the shuffles.
   for (int64_t h = 0; h < kLanes; h += 4) {
     __m512 four[4];
     for (int64_t i = 0; i < 4; ++i) {
@@ -156,7 +156,7 @@ void weigh_rows(const float* weights, int64_t stride, const float* values, int64
   }
 }
 
-// A tile of queries of one key/value head of one slot; its buffers serve one after the other.
+// A tile of queries of one key/value head of one slot; tiles reuse its buffers.
 class Tile {
  public:
   explicit Tile(const Attention& of)
@@ -194,13 +194,13 @@ class Tile {
   }
 
  private:
-  // Of the tile's i-th query: heads that share keys one after the other, row by row.
+  // The offset of the tile's i-th query; queries are ordered by head, then by row.
   int64_t at(const Strides& by, int64_t i) const {
     const int64_t query = first_ + i, head = kv_ * of_.group() + query / of_.rows;
     return b_ * by.slot + head * by.head + query % of_.rows * by.row;
   }
 
-  // Calls visit(keys, values, index of the first, how many) for what lies side by side in memory.
+  // Calls visit(keys, values, index of the first key, number of keys) for each contiguous run.
   template <typename Visit>
   void each_run(const Visit& visit) {
     for (int64_t at = 0; at < prefix_; at += of_.size) {
@@ -285,7 +285,7 @@ class Tile {
       const int64_t tall = count_ - r >= 4 ? 4 : count_ - r >= 3 ? 3 : 1;
       for (int64_t h = 0; h < width;) {
         const bool wide = width - h >= 2 * kLanes;
-        // Every lane of a row sees the same weights; their sum counts once.
+        // Every lane of a row has the same weights; their sum is counted once.
         float beside[4], *total = h ? beside : total_ + r;
         if (h) std::fill(beside, beside + 4, 0.0f);
         const float* weights = scores_.data() + r * stride_ + index;
@@ -312,10 +312,10 @@ class Tile {
   float total_[kTile];
 };
 
-inline void attend(const Attention& of, Team& team) {
+inline void attend(const Attention& of, ThreadGroup& threads) {
   const int64_t all = of.group() * of.rows, tiles = (all + kTile - 1) / kTile;
   const int64_t items = of.batch * of.kv_heads * tiles;
-  team.run(items, of.multiplications(), [&](int64_t first, int64_t last) {
+  threads.run(items, of.multiplications(), [&](int64_t first, int64_t last) {
     Tile tile(of);
     for (int64_t i = first; i < last; ++i) {
       const int64_t head = i / tiles, t = i % tiles, from = all * t / tiles;

@@ -1,4 +1,4 @@
-// `attend.h` as a call that XLA can make.
+// The XLA FFI handler of `attend.h`.
 
 #include "attend.h"
 
@@ -49,8 +49,8 @@ ffi::Error tree_attention(ffi::ThreadPool pool, Floats q, Floats k_tree, Floats 
                      .stretches = of_table[1],
                      .words = of_bits[2],
                      .own_bits = of_bits[0] > 1};
-  Team team(pool, of.multiplications());
-  attend(of, team);
+  ThreadGroup threads(pool, of.multiplications());
+  attend(of, threads);
   return ffi::Error::Success();
 }
 

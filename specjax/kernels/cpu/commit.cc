@@ -1,7 +1,7 @@
-// New keys and values to their places in the pages, for CPUs; `specjax/memory.py` says where.
+// Writes new keys and values to their pages, for CPUs; `specjax/memory.py` defines the places.
 //
-// XLA has an operation of its own for every sequence and array: of a batch of 64 and 12 layers 1,536
-// of them, which took as long as a sixth of a step of plain decoding.
+// XLA runs one operation for every sequence and array: 1,536 of them for a batch of 64 and 12
+// layers, which took a sixth as long as a step of plain decoding.
 
 #include <vector>
 
@@ -10,7 +10,7 @@
 namespace specjax {
 namespace {
 
-// Pages [P K S H] and the rows [B K R H] that go into them.
+// Pages [P K S H] and the rows [B K R H] to write to them.
 struct Array {
   float* cache;
   const float* rows;
@@ -64,9 +64,9 @@ ffi::Error commit(ffi::ThreadPool pool, Ints start, Ints table, ffi::RemainingAr
                       of_cache[3], of_rows[2]});
     moved += fresh->element_count();
   }
-  // By arrays and not by sequences: those without a page of their own write to one place.
-  Team team(pool, moved);
-  team.run(arrays.size(), moved, [&](int64_t first, int64_t last) {
+  // Parallel over arrays, not sequences: all sequences without a page write to the same place.
+  ThreadGroup threads(pool, moved);
+  threads.run(arrays.size(), moved, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
       for (int64_t b = 0; b < batch; ++b) {
         write(arrays[i], b, start.typed_data()[b], table.typed_data() + b * stretches, stretches);

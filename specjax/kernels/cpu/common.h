@@ -1,11 +1,11 @@
-// What the kernels for CPUs share: vectors, their arithmetic, and work that threads take shares of.
+// Vectors and their arithmetic, and the thread group that all kernels for CPUs use.
 //
-// A number has the same bits whichever compiler made the kernels, however it was tuned, and
+// A result has the same bits whichever compiler built the kernels, with whichever tuning, and
 // whichever instance of a template computes it. So the order of every sum is written out, and
-// `fused` says which products are added without being rounded first. Compilers are not to decide
-// either: `native.py` passes `-ffp-contract=off`, for GCC has no pragma for it, and what lets them
-// change the order of sums is refused here. Two builds may differ in what the processor decides:
-// how many lanes there are, and whether it has fused operations at all.
+// `fused` marks the products that are added without being rounded first. The compiler must not
+// change either: `native.py` passes `-ffp-contract=off`, because GCC has no pragma for it, and
+// options that allow other orders of sums are refused here. Two builds may differ only in the
+// number of lanes, and in whether the processor has fused operations.
 #ifndef SPECJAX_KERNELS_CPU_COMMON_H_
 #define SPECJAX_KERNELS_CPU_COMMON_H_
 
@@ -44,7 +44,7 @@ using Ints = ffi::Buffer<ffi::S32>;
 
 constexpr int64_t kWidth = 16;  // columns of a panel; heads are multiples of it
 
-// One register: a wider vector would live in memory, and every sum with it.
+// One register: a wider vector, and every sum in it, would be kept in memory.
 #if defined(__AVX512F__)
 constexpr int64_t kLanes = 16;
 #elif defined(__AVX__)
@@ -63,7 +63,7 @@ inline Lane load(const float* from) {
 
 inline void store(float* to, Lane lane) { std::memcpy(to, &lane, sizeof(lane)); }
 
-// x in every lane: x - 0 is x, of negative zeros too, which compilers know and leave out.
+// x in every lane: x - 0 is x, also for negative zero, so compilers remove the subtraction.
 inline Lane spread(float x) { return x - Lane{}; }
 
 // a * b + c, rounded once where the processor has an instruction for that, else after each step.
@@ -87,8 +87,8 @@ inline Lane fused(Lane a, Lane b, Lane c) {
 #endif
 }
 
-// Has the compiler load a lane once: it takes an operand from memory again for every use, where it
-// has the choice, and loads become the limit before multiplications do.
+// Makes the compiler load a lane once. Otherwise it may load the operand again for every use, and
+// loads limit the speed rather than multiplications.
 inline void keep(Lane& lane) {
 #if defined(__x86_64__)
   asm("" : "+v"(lane));
@@ -97,14 +97,14 @@ inline void keep(Lane& lane) {
 #endif
 }
 
-// For fewer multiplications than so many each, threads cost more than they bring.
+// Multiplications per thread below which another thread costs more time than it saves.
 constexpr int64_t kWorth = 1 << 14;
 
-// Threads of a call, and multiplications for which it wakes any; set once, before the first.
+// Threads of a call, and multiplications from which it uses more than one; set before any call.
 inline int64_t most_threads = 1 << 14, worth_waking = 1 << 18;
 
-// The core that a thread runs on, or where the system does not tell a number of the thread. It
-// decides where a thread begins, not what is computed.
+// The core that a thread runs on; where the system does not report it, a number of the thread. It
+// determines which share a thread begins with, and no result.
 inline int64_t core_number() {
 #if defined(__linux__)
   return std::max(sched_getcpu(), 0);
@@ -115,37 +115,37 @@ inline int64_t core_number() {
 #endif
 }
 
-// Threads that work through stages together: the products and the attention of a layer, say.
+// Threads that compute stages together, such as the products and the attention of a layer.
 //
 // Each stage is cut into shares, in one queue for each core. A thread takes the shares of its own
-// core's queue first. These are the same in every step, so the core's cache keeps the weights and
-// the keys that they need. Then it steals from other queues. The caller takes all that is left, so
-// it waits for threads that work and never for one that has yet to wake up. Between stages the
-// helpers spin, for waking them takes as long as a stage. A queue has a cache line of its own, or
-// cores would take the line from each other all the time.
-class Team {
+// core's queue first. These are the same in every step, so the core's cache holds the weights and
+// the keys that they need. Then it steals from other queues. The caller takes every share that is
+// left, so it never waits for a thread that has not started. Buffers stages the other threads spin,
+// because waking them takes as long as a stage. Each queue has a cache line of its own, to avoid
+// false sharing.
+class ThreadGroup {
  public:
-  // For a call of so many multiplications.
-  Team(ffi::ThreadPool& pool, int64_t multiplications)
+  // `multiplications` is the size of the whole call.
+  ThreadGroup(ffi::ThreadPool& pool, int64_t multiplications)
       : pool_(pool),
         threads_(multiplications < worth_waking
                      ? 1
                      : std::min<int64_t>(pool.num_threads(), most_threads)) {}
-  ~Team() {
+  ~ThreadGroup() {
     for (int64_t i = 0; shared_ && i < threads_; ++i) {
       shared_[i].unclaimed.store(kOver, std::memory_order_release);
     }
   }
-  Team(const Team&) = delete;
+  ThreadGroup(const ThreadGroup&) = delete;
 
-  // Calls work(first, last) over parts of [0, count), on as many threads as it is worth.
+  // Calls work(first, last) over parts of [0, count), on as many threads as pay off.
   template <typename Work>
   void run(int64_t count, int64_t multiplications, const Work& work) {
     const int64_t threads = std::min({threads_, multiplications / kWorth, count});
     if (threads < 2) return work(int64_t{0}, count);
     if (!shared_) shared_.reset(new Queue[threads_], std::default_delete<Queue[]>());
     for (; helpers_ < threads - 1; ++helpers_) call_helper();
-    // Where there is much to do, threads may take differently long: two shares each can be stolen.
+    // In long stages threads may differ in speed: with two shares each, one can be stolen.
     const int64_t each = multiplications / threads < kMuch ? 1 : 2;
     const int64_t shares = std::min(each * threads, count);
     for (int64_t i = 0; i < threads; ++i) {
@@ -184,8 +184,8 @@ class Team {
 #endif
   }
 
-  // The thread that clears a share's bit has the share. Until it is done, its stage stays, and so
-  // does the function that the stage calls.
+  // The thread that clears a share's bit computes the share. The stage, and the function that it
+  // calls, stay valid until that thread is done.
   struct alignas(64) Queue {
     std::atomic<uint64_t> unclaimed{0};
     const void* context;

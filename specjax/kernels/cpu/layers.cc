@@ -1,12 +1,12 @@
 // Decoder layers for CPUs, one after the other in one call: norms, projections, rotation, tree
-// attention, gated feed-forward; `specjax/models/layers.py` says what is computed.
+// attention, gated feed-forward; `specjax/models/layers.py` defines the operations.
 //
 // A layer of a small model is some dozen operations of a few microseconds each. XLA starts them one
-// by one, and for a few rows that takes longer than the arithmetic. Here threads go through all
-// stages of all layers together (`Team`).
+// by one, and for a few rows that takes longer than the arithmetic. Here one group of threads
+// computes all stages of all layers (`ThreadGroup`).
 //
-// Every sum of a row runs in an order that nothing but the row's own length decides, so its bits
-// depend neither on the rows beside it nor on the threads.
+// The order of every sum of a row depends on the row's own length alone, so its bits depend neither
+// on other rows nor on the threads.
 
 #include <cmath>
 #include <vector>
@@ -27,7 +27,7 @@ void norm(const float* x, const float* scale, int64_t width, float eps, float* y
   for (int64_t i = 0; i < width; i += kLanes) store(y + i, load(x + i) * by * load(scale + i));
 }
 
-// y = x * cos + rotated * sin, where the halves of x change places and the second its sign.
+// y = x * cos + rotated * sin; rotated is x with its halves swapped and the new first one negated.
 void rotate(const float* x, const float* cos, const float* sin, int64_t width, float* y) {
   const int64_t half = width / 2;
   for (int64_t i = 0; i < half; ++i) {
@@ -58,7 +58,7 @@ struct Shape {
 
   int64_t all() const { return batch * rows; }
   int64_t q_width() const { return heads * head; }
-  // Of a layer's products.
+  // Multiplications of a layer's products.
   int64_t multiplications() const {
     return all() * (width * (qkv_width() + q_width() + 2 * hidden) + hidden * width);
   }
@@ -68,7 +68,7 @@ struct Shape {
 constexpr int64_t kKept = 1024;  // rows for which a thread keeps its buffers from call to call
 
 // Buffers between the stages.
-struct Between {
+struct Buffers {
   std::vector<float> normed, qkv, attended, gate_up, gated;
 
   void fit(const Shape& shape) {
@@ -85,55 +85,56 @@ struct Between {
 class Forward {
  public:
   Forward(const Shape& shape, const float* cos, const float* sin, const int32_t* prefix,
-          const uint32_t* bits, const int32_t* table, float* x, Between& between, Team& team)
+          const uint32_t* bits, const int32_t* table, float* x, Buffers& buffers,
+          ThreadGroup& threads)
       : shape_(shape), cos_(cos), sin_(sin), prefix_(prefix), bits_(bits), table_(table), x_(x),
-        between_(between), team_(team) {}
+        buffers_(buffers), threads_(threads) {}
 
   void run(const Layer& layer) {
     const int64_t all = shape_.all();
     norms(layer.input_norm);
-    product(between_.normed, layer.qkv, shape_.width, shape_.qkv_width(), between_.qkv.data());
+    product(buffers_.normed, layer.qkv, shape_.width, shape_.qkv_width(), buffers_.qkv.data());
     heads(layer);
     attention(layer);
-    product(between_.attended, layer.o, shape_.q_width(), shape_.width, x_, true);
+    product(buffers_.attended, layer.o, shape_.q_width(), shape_.width, x_, true);
     norms(layer.post_norm);
-    product(between_.normed, layer.gate_up, shape_.width, 2 * shape_.hidden,
-            between_.gate_up.data());
+    product(buffers_.normed, layer.gate_up, shape_.width, 2 * shape_.hidden,
+            buffers_.gate_up.data());
     const int64_t hidden = shape_.hidden;
-    team_.run(all, all * hidden * 8, [&](int64_t first, int64_t last) {
+    threads_.run(all, all * hidden * 8, [&](int64_t first, int64_t last) {
       for (int64_t r = first; r < last; ++r) {
-        const float* gate = between_.gate_up.data() + r * 2 * hidden;
-        float* to = between_.gated.data() + r * hidden;
+        const float* gate = buffers_.gate_up.data() + r * 2 * hidden;
+        float* to = buffers_.gated.data() + r * hidden;
         for (int64_t i = 0; i < hidden; i += kLanes) {
           store(to + i, gated(load(gate + i), load(gate + hidden + i)));
         }
       }
     });
-    product(between_.gated, layer.down, hidden, shape_.width, x_, true);
+    product(buffers_.gated, layer.down, hidden, shape_.width, x_, true);
   }
 
  private:
   void norms(const float* scale) {
     const int64_t width = shape_.width;
-    team_.run(shape_.all(), shape_.all() * width * 2, [&](int64_t first, int64_t last) {
+    threads_.run(shape_.all(), shape_.all() * width * 2, [&](int64_t first, int64_t last) {
       for (int64_t r = first; r < last; ++r) {
-        norm(x_ + r * width, scale, width, shape_.eps, between_.normed.data() + r * width);
+        norm(x_ + r * width, scale, width, shape_.eps, buffers_.normed.data() + r * width);
       }
     });
   }
 
   void product(const std::vector<float>& x, const float* panels, int64_t k, int64_t n, float* y,
                bool adds = false) {
-    multiply({x.data(), panels, y, shape_.all(), k, n, adds}, team_);
+    multiply({x.data(), panels, y, shape_.all(), k, n, adds}, threads_);
   }
 
-  // Queries are rotated where they are; keys and values go to their rows, head by head.
+  // Queries are rotated in place; keys and values are written to their rows, head by head.
   void heads(const Layer& layer) {
     const int64_t head = shape_.head, rows = shape_.rows, width = shape_.qkv_width();
     const int64_t turned = shape_.heads + shape_.kv_heads;
-    team_.run(shape_.all(), shape_.all() * width * 6, [&](int64_t first, int64_t last) {
+    threads_.run(shape_.all(), shape_.all() * width * 6, [&](int64_t first, int64_t last) {
       for (int64_t r = first; r < last; ++r) {
-        float* row = between_.qkv.data() + r * width;
+        float* row = buffers_.qkv.data() + r * width;
         if (layer.qkv_bias) {
           for (int64_t i = 0; i < width; i += kLanes) {
             store(row + i, load(row + i) + load(layer.qkv_bias + i));
@@ -172,8 +173,8 @@ class Forward {
 
   void attention(const Layer& layer) {
     const int64_t head = shape_.head, rows = shape_.rows;
-    attend({.q = between_.qkv.data(),
-            .out = between_.attended.data(),
+    attend({.q = buffers_.qkv.data(),
+            .out = buffers_.attended.data(),
             .of_q = {rows * shape_.qkv_width(), head, shape_.qkv_width()},
             .of_out = {rows * shape_.q_width(), head, shape_.q_width()},
             .before = {layer.k_before, layer.v_before, shape_.before},
@@ -193,7 +194,7 @@ class Forward {
             .stretches = shape_.stretches,
             .words = shape_.words,
             .own_bits = shape_.own_bits},
-           team_);
+           threads_);
   }
 
   const Shape& shape_;
@@ -202,11 +203,11 @@ class Forward {
   const uint32_t* bits_;
   const int32_t* table_;
   float* x_;
-  Between& between_;
-  Team& team_;
+  Buffers& buffers_;
+  ThreadGroup& threads_;
 };
 
-// Takes the layers' arrays one by one, and remembers the first whose size is not as expected.
+// Reads the layers' arrays one by one, and records the first whose size is not as expected.
 class Taker {
  public:
   Taker(ffi::RemainingArgs args, ffi::RemainingRets rets) : args_(args), rets_(rets) {}
@@ -303,13 +304,13 @@ ffi::Error run_layers(ffi::ThreadPool pool, int64_t layers, int64_t heads, int64
   if (x.element_count() == 0) return ffi::Error::Success();
   float* to = out->typed_data();
   if (to != x.typed_data()) std::copy_n(x.typed_data(), x.element_count(), to);
-  static thread_local Between kept;
-  Between own;
-  Between& between = shape.all() > kKept ? own : kept;
-  between.fit(shape);
-  Team team(pool, layers * shape.multiplications());
+  static thread_local Buffers kept;
+  Buffers own;
+  Buffers& buffers = shape.all() > kKept ? own : kept;
+  buffers.fit(shape);
+  ThreadGroup threads(pool, layers * shape.multiplications());
   Forward forward(shape, cos.typed_data(), sin.typed_data(), prefix.typed_data(),
-                  bits.typed_data(), table.typed_data(), to, between, team);
+                  bits.typed_data(), table.typed_data(), to, buffers, threads);
   for (const Layer& layer : all) forward.run(layer);
   return ffi::Error::Success();
 }

@@ -1,4 +1,4 @@
-// All kernels for CPUs in one piece: reading XLA's header takes longer than the rest.
+// All kernels for CPUs in one translation unit: parsing XLA's header takes most of the time.
 
 #include "attention.cc"
 #include "commit.cc"
@@ -9,9 +9,9 @@ extern "C" void specjax_use_one_thread() { specjax::most_threads = 1; }
 extern "C" int64_t specjax_most_threads() { return specjax::most_threads; }
 extern "C" void specjax_wake_for(int64_t count) { specjax::worth_waking = count; }
 
-// Which instructions the compiler was free to use: "name=value" of each, by the names of Linux's
-// /proc/cpuinfo, where the value is the macro's own name if the compiler does not define it. It is
-// data, for code that told could be made of those instructions.
+// The instruction sets that the compiler was allowed to use: "name=value" for each, by the names of
+// Linux's /proc/cpuinfo; the value is the macro's own name if the compiler does not define it. This
+// is data and not a function, which could itself be compiled to those instructions.
 #define SPECJAX_TEXT(value) #value
 #define SPECJAX_ASK(name, macro) name "=" SPECJAX_TEXT(macro) " "
 

@@ -1,13 +1,13 @@
-"""Builds the kernels for CPUs with the machine's C++ compiler, and hands them to XLA.
+"""Builds the kernels for CPUs with the machine's C++ compiler, and registers them with XLA.
 
-As compilers of other frameworks do for CPUs, this compiles for the very processor it runs on when
-the kernels are first needed, and keeps the result in the user's cache, under a name made of all
-that goes into it. Two variables of the environment say otherwise:
+They are compiled for the processor of this machine when they are first needed, and cached in the
+user's cache directory, under a hash of everything that determines the result. Two environment
+variables change that:
 
-    SPECJAX_CPU_TARGET    flags that name the processor, "-march=x86-64-v3 -mtune=znver3" say, in
-                          place of -march=native: what one machine builds, another finds and runs
-    SPECJAX_CPU_FLAGS     further flags of the compiler; those that change arithmetic are refused
-                          or overruled
+    SPECJAX_CPU_TARGET    flags for the processor, such as "-march=x86-64-v3 -mtune=znver3", in
+                          place of -march=native: other machines can then use the same library
+    SPECJAX_CPU_FLAGS     further compiler flags; those that change arithmetic are refused or
+                          overridden
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ import jaxlib
 
 SOURCE = Path(__file__).with_name("library.cc")  # includes the others
 READ = tuple(sorted(path for path in SOURCE.parent.iterdir() if path.suffix in (".cc", ".h")))
-# As XLA and the sources know them.
+# Names of the handlers, as in the sources and in XLA's registry.
 PANELS, ATTENTION, LAYERS = "specjax_panels", "specjax_attention", "specjax_layers"
 COMMIT = "specjax_commit"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-w")
-# The last on the command line: `common.h` says what is fused, and in which order sums run.
+# These come last on the command line: `common.h` decides what is fused, and the order of sums.
 EXACT = (
     "-fno-unsafe-math-optimizations", "-fno-associative-math", "-fno-reciprocal-math",
     "-ffp-contract=off",
 )  # fmt: skip
-# The first set of flags that the compiler takes; clang on ARM knows `-mcpu` alone. For no processor
-# in particular the kernels would be slower than XLA, which knows which one it is.
+# The first set of flags that the compiler accepts is used; clang on ARM accepts only `-mcpu`.
+# There is no generic target: its kernels would be slower than XLA, which targets this processor.
 NATIVE = (("-march=native",), ("-mcpu=native",))
 TARGET_VARIABLE, FLAGS_VARIABLE = "SPECJAX_CPU_TARGET", "SPECJAX_CPU_FLAGS"
 CPUINFO = Path("/proc/cpuinfo")
-# XLA's flag: of several devices, simulated with a thread each, none takes another's.
+# XLA's flag: with several simulated devices, each computes in its own single thread.
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"
-SECONDS = 300  # that compiling may take
+SECONDS = 300  # time limit of the compiler
 _LOCK = threading.Lock()
 
 
 class NoKernelError(RuntimeError):
-    """There is no kernel for this machine, and why."""
+    """The kernels cannot be used on this machine; the message says why."""
 
 
 def load() -> None:
-    """Registers the kernels with XLA, after building them where that was not done yet.
+    """Registers the kernels with XLA; builds them first unless they are cached.
 
     Raises:
-      NoKernelError: there is no compiler, none of them made it, or what they made cannot be loaded
-        or is for another processor.
+      NoKernelError: there is no compiler, every compiler failed, or the library cannot be loaded or
+        is for another processor.
     """
     with _LOCK:
         reason = _try_to_load()
@@ -70,7 +70,7 @@ def load() -> None:
 
 @functools.cache
 def _try_to_load() -> str | None:
-    """Why there are no kernels, or None. Kept, because a failure takes as long as a success."""
+    """Returns why there are no kernels, or None. Cached: a failure takes as long as a success."""
     try:
         path = build()
     except NoKernelError as error:
@@ -79,8 +79,8 @@ def _try_to_load() -> str | None:
         library = ctypes.CDLL(str(path))
         if lacking := _lacking(library):
             return (
-                f"this processor lacks {', '.join(lacking)}, which {_asked(TARGET_VARIABLE)} has; "
-                "name a target that the processor can run, or unset the variable"
+                f"this processor lacks {', '.join(lacking)}, which {_setting(TARGET_VARIABLE)} "
+                "has; name a target that the processor can run, or unset the variable"
             )
         for name in (PANELS, ATTENTION, LAYERS, COMMIT):
             handler = jax.ffi.pycapsule(getattr(library, name))
@@ -93,9 +93,9 @@ def _try_to_load() -> str | None:
 
 
 def _lacking(library: ctypes.CDLL) -> list[str]:
-    """Instructions that a library may contain and this processor does not have.
+    """Returns the instruction sets that a library may use and this processor lacks.
 
-    None where the system does not tell what it has, or where the compiler asked the processor.
+    The list is empty where the system does not report them, and where -march=native was used.
     """
     has = _features().split()
     asked_here = any((flag,) in NATIVE for flags in _targets() for flag in flags)
@@ -108,17 +108,17 @@ def _lacking(library: ctypes.CDLL) -> list[str]:
 
 
 def build() -> Path:
-    """Builds the library where it is not kept yet, by the first compiler that can make it.
+    """Builds the library unless it is cached, by the first compiler that succeeds.
 
-    Nothing of it is run: a machine may build for another, whose processor is named by
-    SPECJAX_CPU_TARGET. Where there is no compiler at all, what another machine kept in a cache that
-    both see will do: every compiler's library computes the same.
+    The library is not run, so a machine may build for another processor (SPECJAX_CPU_TARGET). A
+    machine without a compiler uses the library that another one put into a shared cache: the
+    libraries of all compilers compute the same.
 
     Returns:
-      where the library is.
+      the path of the library.
 
     Raises:
-      NoKernelError: there is no compiler, none of them made it, or a variable holds no flags.
+      NoKernelError: there is no compiler, every compiler failed, or a variable's flags are invalid.
     """
     targets, cache = _targets(), _cache()
     key = _key(targets)
@@ -133,7 +133,7 @@ def build() -> Path:
     for compiler in compilers:
         try:
             name = f"specjax-{key}-{_digest(_version(compiler))}.so"
-            if cache and os.path.exists(cache / name):  # no error where it may not be looked into
+            if cache and os.path.exists(cache / name):  # no error without permission
                 return cache / name
             path = _writable(cache) / name
             _compile(compiler, targets, path)
@@ -146,26 +146,26 @@ def build() -> Path:
 
 
 def _words(variable: str) -> tuple[str, ...]:
-    """The flags that a variable of the environment holds; none where it is unset or empty."""
+    """Returns the flags in an environment variable; none where it is unset or empty."""
     try:
         words = tuple(shlex.split(os.environ.get(variable, "")))
-    except ValueError:  # a quotation without an end
+    except ValueError:  # an unclosed quotation
         words = ("",)
     if any(not word.startswith("-") for word in words):
         example = "-march=x86-64-v3 -mtune=znver3" if variable == TARGET_VARIABLE else "-g"
         raise NoKernelError(
             f"expected flags of a C++ compiler, such as {variable}={example!r}, got "
-            f"{_asked(variable)}; correct or unset it"
+            f"{_setting(variable)}; correct or unset it"
         )
     return words
 
 
-def _asked(variable: str) -> str:
+def _setting(variable: str) -> str:
     return f"{variable}={os.environ.get(variable, '')!r}"
 
 
 def _targets() -> tuple[tuple[str, ...], ...]:
-    """Sets of flags, of which the first that the compiler takes decides for whom it compiles."""
+    """Returns sets of target flags; the first one that the compiler accepts is used."""
     target, others = _words(TARGET_VARIABLE), _words(FLAGS_VARIABLE)
     return tuple((*flags, *others) for flags in ((target,) if target else NATIVE))
 
@@ -181,7 +181,7 @@ def _compilers() -> list[str]:
 
 
 def _cache() -> Path | None:
-    """Where the user's libraries are kept, whether the folder exists or not."""
+    """Returns the directory of cached libraries, whether it exists or not; None: no home."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specjax"
     except RuntimeError:  # no home directory is known
@@ -189,7 +189,7 @@ def _cache() -> Path | None:
 
 
 def _writable(cache: Path | None) -> Path:
-    """The user's cache; where that cannot be written, a folder that this process alone uses."""
+    """Returns the cache directory, or a temporary one where that cannot be written."""
     try:
         if cache:
             cache.mkdir(parents=True, exist_ok=True)
@@ -201,10 +201,10 @@ def _writable(cache: Path | None) -> Path:
 
 
 def _key(targets: Sequence[Sequence[str]]) -> str:
-    """A digest of all that decides what is built, but the compiler.
+    """Returns a digest of everything that determines the library, except the compiler.
 
-    The processor is part of it where the compiler looks at it, for homes are shared by machines of
-    different processors, and is not where flags name another.
+    The processor is part of it unless flags name a target, because machines with different
+    processors may share a home directory.
     """
     parts = [*(path.read_text() for path in READ), str((FLAGS, targets, EXACT))]
     parts += [jaxlib.__version__, platform.machine()]
@@ -214,7 +214,7 @@ def _key(targets: Sequence[Sequence[str]]) -> str:
 
 
 def _features() -> str:
-    """Names of what the processor can do; none where the system does not tell."""
+    """Returns the names of the processor's features; empty where the system reports none."""
     try:
         lines = CPUINFO.read_text().splitlines()
     except OSError:  # not Linux
@@ -233,7 +233,7 @@ def _digest(text: str) -> str:
 
 
 def _compile(compiler: str, targets: Sequence[Sequence[str]], path: Path) -> None:
-    """Into place at once: processes that start side by side find all of it or nothing."""
+    """Compiles, and renames the result into place, so that no process sees a partial file."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
         command = [
@@ -247,6 +247,6 @@ def _compile(compiler: str, targets: Sequence[Sequence[str]], path: Path) -> Non
                 os.replace(made, path)
                 return
     errors = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr.strip()]
-    asked = [_asked(name) for name in (TARGET_VARIABLE, FLAGS_VARIABLE) if os.environ.get(name)]
-    told = f" with {' and '.join(asked)}, to be corrected or unset" if asked else ""
-    raise NoKernelError(f"{compiler} failed{told}: {errors[0]}")
+    flags = [_setting(name) for name in (TARGET_VARIABLE, FLAGS_VARIABLE) if os.environ.get(name)]
+    remedy = f" with {' and '.join(flags)}; correct or unset these" if flags else ""
+    raise NoKernelError(f"{compiler} failed{remedy}: {errors[0]}")

@@ -1,4 +1,4 @@
-// `product.h` as a call that XLA can make.
+// The XLA FFI handler of `product.h`.
 
 #include "product.h"
 
@@ -18,8 +18,8 @@ ffi::Error panels_product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
   if (y->element_count() == 0) return ffi::Error::Success();
   const Product of{x.typed_data(), panels.typed_data(), y->typed_data(),
                    static_cast<int64_t>(y->element_count()) / n, in.back(), n};
-  Team team(pool, of.multiplications());
-  multiply(of, team);
+  ThreadGroup threads(pool, of.multiplications());
+  multiply(of, threads);
   return ffi::Error::Success();
 }
 

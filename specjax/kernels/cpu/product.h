@@ -1,14 +1,14 @@
 // Products of a few rows with a large weight, for CPUs: y = x @ w in float32.
 //
-// XLA takes a matrix-vector product for one row and a general matrix product for more, which first
-// copies both factors into an order of its own: five rows cost up to three times as much as one,
-// though both read the weight once. Here the weight lies in that order already, in panels of 16
+// XLA uses a matrix-vector product for one row and a general matrix product for more. The latter
+// first copies both factors into a layout of its own: five rows take up to three times as long as
+// one, though both read the weight once. Here the weight is stored in that layout, in panels of 16
 // columns
 //
 //     w[K, N]  ->  panels[N / 16][K][16]
 //
-// so that a tile of rows x panels walks through memory in as many straight lines as it has panels,
-// with its sums in registers: until arithmetic becomes the limit, more rows cost next to nothing.
+// so that a tile of rows x panels reads each panel sequentially, with its sums in registers. Until
+// arithmetic is the limit, further rows take hardly any time.
 //
 // Every sum runs over k in order, whatever the tile: a row's bits depend neither on how many rows
 // there are nor on the threads.
@@ -31,7 +31,7 @@ constexpr int kRows = 2, kPanels = 1;  // 8 of 16, or of 32
 #endif
 
 // Steps of k from prefetching a line of a panel to using it. With few rows each line is used once,
-// and the hardware's own prefetching leaves the arithmetic waiting.
+// and the hardware's own prefetching is too slow for the arithmetic.
 constexpr int64_t kAhead = 32;
 
 struct Product {
@@ -81,7 +81,7 @@ void tile_of(int64_t rows, const Product& of, int64_t row, int64_t panel) {
   tile<R, P>(of, row, panel);
 }
 
-// All rows by P panels: the panels come from memory once and then from the cache.
+// All rows by P panels, which are read from memory once and then from the cache.
 template <int P>
 void stripe(const Product& of, int64_t panel) {
   const int64_t tiles = (of.rows + kRows - 1) / kRows;  // of much the same height
@@ -100,9 +100,9 @@ void stripe_of(int64_t panels, const Product& of, int64_t panel) {
   stripe<P>(of, panel);
 }
 
-inline void multiply(const Product& of, Team& team) {
+inline void multiply(const Product& of, ThreadGroup& threads) {
   const int64_t panels = of.n / kWidth;
-  team.run(panels, of.multiplications(), [&](int64_t first, int64_t last) {
+  threads.run(panels, of.multiplications(), [&](int64_t first, int64_t last) {
     const int64_t stripes = (last - first + kPanels - 1) / kPanels;  // of much the same width
     for (int64_t s = 0, panel = first; s < stripes; ++s) {
       const int64_t end = first + (last - first) * (s + 1) / stripes;
