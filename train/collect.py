@@ -343,7 +343,7 @@ class StepRollout:
             running[sequence], self._group_of[sequence] = response, index
 
     def _finish(self, event: Finished) -> None:
-        index = self._group_of[event.sequence]
+        index = self._group_of.pop(event.sequence)
         position = self.groups[index].position
         require_valid([event.sample], lambda _: f"the rollout of problem {position} in the data")
         response = self._running[index].pop(event.sequence)
@@ -394,6 +394,7 @@ class StepRollout:
         response = self._running[index].pop(sequence, None)
         sample = response and self.engine.abort(sequence)
         if sample is not None:
+            del self._group_of[sequence]
             self._take(response, sample, finished=False)
 
 

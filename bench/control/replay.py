@@ -40,7 +40,7 @@ from specjax.control import OFF, ControlConfig, Controller, CostTable, Observati
 from specjax.decode.chunk import TAKE_OVER_SHARE, Until
 from specjax.drafts.mtp import WINDOW
 from specjax.engine.chunks import until
-from specjax.engine.runner import WAITING
+from specjax.engine.runner import EXTRA_SLOTS
 from specjax.engine.settings import powers, stretched
 from specjax.engine.start_up import calibration_rounds
 
@@ -163,7 +163,7 @@ class Replay:
         rng, result = np.random.default_rng(seed), Simulated()
         left = np.array(self.lengths)
         queue, slots = deque(range(len(left))), []
-        most = self.slots + WAITING
+        most = self.slots + EXTRA_SLOTS
         unread: Observation | None = None
         gone: set[int] = set()  # ended in the chunk whose results the host does not have yet
         while True:

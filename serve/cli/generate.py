@@ -288,7 +288,7 @@ def _run(
                 events = llm.engine.step()
                 compiled = compiled or time.perf_counter()
                 for event in events:
-                    one, job = added[event.sequence]
+                    one, job = added.pop(event.sequence)
                     sample = ended = _with_text(llm, event.sample)
                     totals.add(sample)
                     samples.append((job, sample))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
+import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Several
@@ -16,9 +18,12 @@ from specjax.engine.options import Limits
 from specjax.engine.request import Job, SampleOutput, Totals
 from specjax.engine.runner import Runner
 from specjax.engine.sequence import Finished, Progress, Sequence
-from specjax.engine.start_up import StartUp
+from specjax.engine.start_up import StartUp, calibrate, compile_ahead
+from specjax.engine.unfinished import Unfinished
 from specjax.models.transformer import Params
 from specjax.telemetry import Collector
+
+log = logging.getLogger(__name__)
 
 
 class BaseEngine(abc.ABC):
@@ -27,7 +32,8 @@ class BaseEngine(abc.ABC):
     Attributes:
       engines: those of this process, one or several replicas of equal settings; each has a
         scheduler, a controller and a runner of its own.
-      runner: of the first of them. spec: how they speculate. limits: of a single job.
+      runner: the device side of the first of them. unfinished: its samples that have not ended.
+      spec: how they speculate. limits: of a single job.
       telemetry: takes why drafts were rejected, in this process; None: nothing does.
       on_poll: is called by `step` while the devices work: what takes the host a moment delays
         nothing then. It must not wait for a device.
@@ -35,6 +41,7 @@ class BaseEngine(abc.ABC):
 
     engines: tuple
     runner: Runner
+    unfinished: Unfinished
     spec: SpecConfig | None
     limits: Limits
     telemetry: Collector | None
@@ -60,7 +67,6 @@ class BaseEngine(abc.ABC):
         """Indices of the `engines` that have nothing to do."""
         return [i for i, engine in enumerate(self.engines) if not engine.has_work]
 
-    @abc.abstractmethod
     def warm_up(
         self,
         features: Several[Features] = (Features(),),
@@ -80,6 +86,28 @@ class BaseEngine(abc.ABC):
         Raises:
           RuntimeError: samples run, whose caches would be overwritten.
         """
+        if not self.engines:
+            return StartUp(0, 0.0, 0.0, 0, 0, 0)
+        for engine in self.engines:
+            if engine.scheduler.positions:
+                raise RuntimeError(
+                    "warm_up would overwrite the caches of samples that run; call it before "
+                    "add(), or suspend() them and add them again"
+                )
+            engine.is_warm = True
+        programs = [engine.programs() for engine in self.engines]
+        start_up = compile_ahead(programs, features, on_program)
+        for engine in self.engines:
+            if engine.control is not None and engine.control.controller == "goodput":
+                costs, seconds = calibrate(engine.programs(), features[0])
+                engine.controller.calibrated(costs)
+                seconds += start_up.calibration_seconds
+                start_up = dataclasses.replace(start_up, calibration_seconds=seconds)
+        for engine in self.engines:
+            engine.runner.agreement.settle()
+            engine.runner.reset()
+        log.info("%s", start_up)
+        return start_up
 
     @abc.abstractmethod
     def set_params(self, params: Params, head: Params | None = None, running: str = "recompute"):
@@ -105,7 +133,6 @@ class BaseEngine(abc.ABC):
           RuntimeError: samples are not finished, which need both.
         """
 
-    @abc.abstractmethod
     def make(self, job: Job, progress: Progress | None = None) -> Sequence:
         """A sequence of a job, for `queue`.
 
@@ -115,6 +142,7 @@ class BaseEngine(abc.ABC):
         Raises:
           ValueError: the job does not fit.
         """
+        return self.unfinished.make(job, progress)
 
     @abc.abstractmethod
     def queue(self, sequence: Sequence) -> Sequence:
@@ -174,17 +202,34 @@ class BaseEngine(abc.ABC):
             )
         start, steps = time.perf_counter(), self.runner.steps
         totals = Totals(steps, np.zeros(steps + 2, np.int64))
-        outputs: dict[Sequence, SampleOutput] = {}
+        outputs: list[SampleOutput | None] = [None] * len(jobs)
         try:
-            sequences = [self.add(job) for job in jobs]
+            # A sequence is let go when it ends: it holds what its output holds, once more.
+            remaining = {self.add(job): index for index, job in enumerate(jobs)}
             while self.has_work:
                 for event in self.step():
-                    outputs[event.sequence] = event.sample
+                    outputs[remaining.pop(event.sequence)] = event.sample
                     totals.add(event.sample)
                 totals.seconds = time.perf_counter() - start
                 if on_progress:
-                    on_progress(len(outputs), totals)
+                    on_progress(len(jobs) - len(remaining), totals)
         except BaseException:
             self.clear()  # an interrupted call leaves nothing behind
             raise
-        return [outputs[sequence] for sequence in sequences], totals
+        return outputs, totals
+
+
+class PerEngine:
+    """An attribute of each engine that several engines do not have: using it there is an error."""
+
+    def __set_name__(self, owner: type, name: str):
+        self._error = (
+            f"{owner.__name__} has no {name}: each engine has one of its own; use "
+            f"`for one in engine.engines: one.{name}`"
+        )
+
+    def __get__(self, instance, owner=None):
+        raise AttributeError(self._error)
+
+    def __set__(self, instance, value):
+        raise AttributeError(self._error)

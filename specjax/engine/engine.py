@@ -16,7 +16,6 @@ to the tokens when or where a sequence runs, by which strategy, or how often it 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import time
@@ -32,23 +31,21 @@ from specjax.decode.options import Features
 from specjax.decode.state import RUNNING
 from specjax.engine.base import BaseEngine
 from specjax.engine.chunks import Chunk, InFlight, NextChunk
-from specjax.engine.compiling import OnProgram
 from specjax.engine.inputs import admission_of, piece_of, place_size, row_map_of
 from specjax.engine.options import Limits
 from specjax.engine.pages import PagePool
-from specjax.engine.request import Job, SampleOutput
+from specjax.engine.request import SampleOutput
 from specjax.engine.runner import FEW, Runner
 from specjax.engine.scheduler import LengthHistory, Prompt, Scheduler, Start
 from specjax.engine.sequence import (
     Finished,
-    Progress,
     ResultLists,
     Sequence,
     Watcher,
     rejections_until,
 )
 from specjax.engine.settings import EngineConfig, piece_widths, powers, strategies_of
-from specjax.engine.start_up import Programs, StartUp, calibrate, compile_ahead
+from specjax.engine.start_up import Programs
 from specjax.engine.unfinished import Unfinished, all_of
 from specjax.engine.vocabulary import TokenCounts
 from specjax.interfaces import Draft, FinishedSample
@@ -128,7 +125,6 @@ class Engine(BaseEngine):
         )
         self.limits = Limits(cfg, max_len, stop_width, spec.acceptance if spec else None)
         self.batch, self.max_len = batch, max_len
-        self.engines = (self,)
         self.piece_widths = widths
         self.buckets = [batch] if self.runner.plan.invariant else powers(batch, 2)
         self.unfinished = Unfinished(self.runner, self.limits)
@@ -143,7 +139,13 @@ class Engine(BaseEngine):
         self.preemptions = self.stale_positions = 0
         self._to_feed: list[FinishedSample] = []
         self.clear()
-        self._is_warm = len(self.runner.plans) == 1  # several strategies are compiled ahead
+        self.is_warm = len(self.runner.plans) == 1  # several strategies are compiled ahead
+
+    @property
+    def engines(self) -> tuple[Engine]:
+        """The engine alone. An attribute would be a reference cycle, which keeps the device memory
+        of a deleted engine until the garbage collector runs."""
+        return (self,)
 
     def _controller(self) -> Controller:
         if self.control is None:
@@ -164,7 +166,7 @@ class Engine(BaseEngine):
         runner, self.slots = self.runner, slots
         self.unfinished.clear()
         self.scheduler = Scheduler(
-            slots + runner.waiting,
+            slots + runner.extra_slots,
             runner.prompts - 1,
             PagePool(runner.pages),
             runner.page_size,
@@ -185,13 +187,6 @@ class Engine(BaseEngine):
         return self.lengths.expected(sequence.job.prompt_hash)
 
     # --- before the first request ----------------------------------------------------------------
-
-    def warm_up(
-        self,
-        features: Several[Features] = (Features(),),
-        on_program: OnProgram | None = None,
-    ) -> StartUp:
-        return warm_up([self], features, on_program)
 
     def programs(self) -> Programs:
         """All that may be needed; chunks that the controller never asks for are left out."""
@@ -309,9 +304,6 @@ class Engine(BaseEngine):
         """Sequences that have a row as far as the host knows, in the order of their starts."""
         return list(self.scheduler.running.values())[: self.slots]
 
-    def make(self, job: Job, progress: Progress | None = None) -> Sequence:
-        return self.unfinished.make(job, progress)
-
     def queue(self, sequence: Sequence) -> Sequence:
         sequence.replica = self.replica
         self.unfinished.add(sequence)
@@ -365,7 +357,7 @@ class Engine(BaseEngine):
                 "there are no weights to run with: they were released, or never came; call "
                 "set_params() before step()"
             )
-        if not self._is_warm:  # for what has been added: nothing should compile while it runs
+        if not self.is_warm:  # for what has been added: nothing should compile while it runs
             self.warm_up([all_of(self.unfinished.asked or [Features()]).widened()])
         if runner.state is None:
             runner.reset()
@@ -631,30 +623,3 @@ class Engine(BaseEngine):
         if self.config.order == "longest_first":
             self.lengths.add(sequence.job.prompt_hash, len(sample.token_ids))
         self._events.append(Finished(sequence, sample))
-
-
-def warm_up(
-    engines: Several[Engine],
-    features: Several[Features] = (Features(),),
-    on_program: OnProgram | None = None,
-) -> StartUp:
-    """`Engine.warm_up` of several engines, whose programs are compiled side by side."""
-    for engine in engines:
-        if engine.scheduler.positions:
-            raise RuntimeError(
-                "warm_up would overwrite the caches of samples that run; call it before add(), or "
-                "suspend() them and add them again"
-            )
-        engine._is_warm = True
-    start_up = compile_ahead([engine.programs() for engine in engines], features, on_program)
-    for engine in engines:
-        if engine.control is not None and engine.control.controller == "goodput":
-            costs, seconds = calibrate(engine.programs(), features[0])
-            engine.controller.calibrated(costs)
-            seconds += start_up.calibration_seconds
-            start_up = dataclasses.replace(start_up, calibration_seconds=seconds)
-    for engine in engines:
-        engine.runner.agreement.settle()
-        engine.runner.reset()
-    log.info("%s", start_up)
-    return start_up

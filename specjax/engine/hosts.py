@@ -25,15 +25,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.decode.options import Features
-from specjax.engine.base import BaseEngine
+from specjax.engine.base import BaseEngine, PerEngine
 from specjax.engine.checksum import checksum
-from specjax.engine.compiling import OnProgram
 from specjax.engine.engine import Engine
 from specjax.engine.replicas import POLL, Replicas
 from specjax.engine.request import Job, SampleOutput, Totals
-from specjax.engine.sequence import Finished, Progress, Sequence
-from specjax.engine.start_up import StartUp
+from specjax.engine.sequence import Finished, Sequence
 from specjax.interfaces import Axes, Params
 from specjax.parallel import sharding
 from specjax.parallel.collectives import received
@@ -243,6 +240,8 @@ class Hosts(BaseEngine):
         none.
     """
 
+    controller, watcher = PerEngine(), PerEngine()
+
     def __init__(
         self,
         own: Engine | Replicas,
@@ -255,7 +254,7 @@ class Hosts(BaseEngine):
         self._group = group or copies.group
         self.runner, self.spec, self.limits = own.runner, own.spec, own.limits
         self.engines = own.engines if self._group.index >= 0 else ()
-        self.telemetry = own.telemetry
+        self.unfinished, self.telemetry = own.unfinished, own.telemetry
         self.idle_work: IdleWork | None = None
         if isinstance(own, Replicas):
             own.on_poll = self._poll
@@ -288,16 +287,6 @@ class Hosts(BaseEngine):
             return drained
         others = sum(load for owner, load in enumerate(self._load) if owner != self._group.index)
         return drained if others else []
-
-    def warm_up(
-        self,
-        features: Several[Features] = (Features(),),
-        on_program: OnProgram | None = None,
-    ) -> StartUp:
-        """Compiles for the replicas of this process; returns what these took."""
-        if not self.engines:
-            return StartUp(0, 0.0, 0.0, 0, 0, 0)
-        return self.own.warm_up(features, on_program)
 
     # --- weights ---------------------------------------------------------------------------------
 
@@ -341,9 +330,6 @@ class Hosts(BaseEngine):
         return placed
 
     # --- samples ---------------------------------------------------------------------------------
-
-    def make(self, job: Job, progress: Progress | None = None) -> Sequence:
-        return self.own.make(job, progress)  # all have the same room
 
     def queue(self, sequence: Sequence) -> SharedSample:
         job, sample = sequence.job, sequence.output()

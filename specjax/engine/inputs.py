@@ -75,7 +75,7 @@ def row_map_of(
         drafted from. table: the pages of each slot.
     """
     given = [s.slot for s in alive] + [None] * (rows - len(alive)) + [s.slot for s in others]
-    given += [None] * (rows + runner.waiting - len(given))
+    given += [None] * (rows + runner.extra_slots - len(given))
     active = np.array([slot is not None for slot in given])
     slots = np.array([runner.slots - 1 if slot is None else slot for slot in given], np.int32)
     slots[len(alive) : len(alive) + len(seen)] = seen

@@ -13,14 +13,12 @@ from collections.abc import Sequence as Several
 import jax
 
 from specjax.decode.options import Features
-from specjax.engine.base import BaseEngine
+from specjax.engine.base import BaseEngine, PerEngine
 from specjax.engine.checksum import require_same
-from specjax.engine.compiling import OnProgram
-from specjax.engine.engine import Engine, warm_up
-from specjax.engine.request import Job, SampleOutput
-from specjax.engine.runner import WAITING
-from specjax.engine.sequence import Finished, Progress, Sequence
-from specjax.engine.start_up import StartUp
+from specjax.engine.engine import Engine
+from specjax.engine.request import SampleOutput
+from specjax.engine.runner import EXTRA_SLOTS
+from specjax.engine.sequence import Finished, Sequence
 from specjax.models.transformer import Params
 from specjax.parallel.reshard import Mover, cast
 from specjax.parallel.sharding import joined_mesh
@@ -40,13 +38,15 @@ class Replicas(BaseEngine):
       engines: one per group of devices, with equal settings.
     """
 
+    controller, watcher = PerEngine(), PerEngine()
+
     def __init__(self, engines: Several[Engine]):
         if not engines:
             raise ValueError("expected at least one engine, got none")
         self.engines = tuple(engines)
         first = self.engines[0]
         self.runner, self.spec, self.limits = first.runner, first.spec, first.limits
-        self.telemetry = first.telemetry
+        self.unfinished, self.telemetry = first.unfinished, first.telemetry
         for replica, engine in enumerate(self.engines):  # as if they were one engine
             engine.replica = replica
             engine.telemetry, engine.lengths = first.telemetry, first.lengths
@@ -80,13 +80,6 @@ class Replicas(BaseEngine):
         """Indices of replicas that have nothing to do while others run."""
         drained = self.drained
         return drained if len(drained) < len(self.engines) else []
-
-    def warm_up(
-        self,
-        features: Several[Features] = (Features(),),
-        on_program: OnProgram | None = None,
-    ) -> StartUp:
-        return warm_up(self.engines, features, on_program)
 
     # --- weights ---------------------------------------------------------------------------------
 
@@ -134,9 +127,6 @@ class Replicas(BaseEngine):
             engine.release(weights)
 
     # --- samples ---------------------------------------------------------------------------------
-
-    def make(self, job: Job, progress: Progress | None = None) -> Sequence:
-        return self.engines[0].make(job, progress)  # all have the same room
 
     def queue(self, sequence: Sequence) -> Sequence:
         features = sequence.features
@@ -197,8 +187,8 @@ class Replicas(BaseEngine):
         """Hands out waiting samples as slots become free."""
         while self._unfed:
             # Some wait for rows while enough others remain to even out what the replicas have.
-            enough = len(self._unfed) > self._slots + WAITING * len(self.engines)
-            more = WAITING if enough else 0
+            enough = len(self._unfed) > self._slots + EXTRA_SLOTS * len(self.engines)
+            more = EXTRA_SLOTS if enough else 0
             free = [engine.batch + more - engine.outstanding for engine in self.engines]
             replica = max(range(len(free)), key=free.__getitem__)
             if free[replica] <= 0:

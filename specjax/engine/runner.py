@@ -52,7 +52,7 @@ from specjax.spelling import SettingError
 from specjax.weights import matrix
 
 PAGE_SIZE = 128
-WAITING = 8  # sequences that wait at most, beside those of a batch
+EXTRA_SLOTS = 8  # slots beside those of a batch, for sequences that started and wait for a row
 FEW = 4  # prompts that one program reads, and sequences that it starts, at small batches too
 
 log = logging.getLogger(__name__)
@@ -83,8 +83,8 @@ class Runner:
       plans: what each strategy drafts. plan: `spec`'s own.
       strategies: how chunks of each strategy run. programs: the plans that chunks are compiled
         for, by program; the strategies' own, or in `invariant` mode one for all.
-      slots: of the state; the last one is always empty and fills up buckets. waiting: those beside
-        the batch's, for sequences that take the rows of those that end.
+      slots: number of slots of the state; the last one is always empty and fills up buckets.
+      extra_slots: number of slots beside the batch's, for sequences that wait for a row.
       mark: is ready when what was enqueued last is done; None if that was a chunk.
       ids: that are drafted from, ascending; None: all. vocabulary: what drafts them, see
         `Draft.columns`. history: what it drafts with of samples that have ended, a copy of `store`.
@@ -137,8 +137,8 @@ class Runner:
         self.page_size = -(-self.page_size // multiple) * multiple
         full = pages_for(max_len, self.page_size)
         self.table_width = full + pages_for(self.longest.steps + 1, self.page_size)
-        self.waiting = WAITING
-        self.slots, self.prompts = batch + self.waiting + 1, max(batch, FEW) + 1
+        self.extra_slots = EXTRA_SLOTS
+        self.slots, self.prompts = batch + self.extra_slots + 1, max(batch, FEW) + 1
         # Beside what has a slot: a prompt that is read, a copy of its last page, the null page.
         self.pages = 2 + max(full * self.slots, self.pages_of(max_len) - 1)
         if cache_bytes is not None:
@@ -464,10 +464,10 @@ class Runner:
         Args:
           features: what the running slots ask for; see `Executables.covering` for what runs. If
             no program was compiled that serves them, one is.
-          row_map: of different slots, or the empty one: one for each row, and `waiting` more,
+          row_map: of different slots, or the empty one: one for each row, and `extra_slots` more,
             see `alone`. Of those that are not to run all pages are `NULL_PAGE`.
         """
-        bucket, chosen = len(row_map.slots) - self.waiting, self.strategies[strategy]
+        bucket, chosen = len(row_map.slots) - self.extra_slots, self.strategies[strategy]
         features = self.executables.covering(chosen.program, bucket, features)
         inputs = (self.params, self.draft, self.state, row_map, until)
         if chosen.part is not None:
@@ -493,7 +493,7 @@ class Runner:
 
     def alone(self, rows: RowMap) -> RowMap:
         """A row map of those that have the rows of a chunk, where none waits."""
-        spare, room = self.slots - 1, ((0, self.waiting),)
+        spare, room = self.slots - 1, ((0, self.extra_slots),)
         return RowMap(
             np.pad(rows.slots, room, constant_values=spare),
             np.pad(rows.active, room),

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import tracemalloc
+import weakref
 from types import SimpleNamespace
 
 import jax
@@ -33,7 +34,7 @@ def chunks(monkeypatch):
         chunk, prefill, read = runner.chunk, runner.prefill, engine._postprocess
 
         def enqueue(strategy, features, row_map, until):
-            rows = row_map.active[: len(row_map.slots) - runner.waiting]
+            rows = row_map.active[: len(row_map.slots) - runner.extra_slots]
             seen.append(("chunk", (strategy, len(rows), int(rows.sum()))))
             return chunk(strategy, features, row_map, until)
 
@@ -195,7 +196,7 @@ def test_a_row_map_has_rows_then_those_that_wait_and_pages_only_of_those_that_ru
     slot_of = [SimpleNamespace(slot=slot) for slot in range(runner.slots)]
     found = row_map_of([slot_of[2]], 4, [slot_of[5], slot_of[1]], [3], table, runner)
     spare = runner.slots - 1
-    wanted = [2, 3, spare, spare, 5, 1] + [spare] * (runner.waiting - 2)
+    wanted = [2, 3, spare, spare, 5, 1] + [spare] * (runner.extra_slots - 2)
     assert found.slots.tolist() == wanted
     assert np.flatnonzero(found.active).tolist() == [0, 4, 5]
     np.testing.assert_array_equal(found.table[found.active], table[[2, 5, 1]])
@@ -295,6 +296,37 @@ def test_what_was_warmed_up_compiles_nothing_whatever_comes():
             engine.generate(jobs)
 
     assert compilations_of(work) == 0 and engine.runner.compilations == built
+
+
+def test_a_deleted_engine_gives_back_its_memory_without_a_garbage_collection():
+    engine = Engine(tiny_config(), None, batch=1, max_len=16)
+    runner = weakref.ref(engine.runner)
+    gc.disable()
+    try:
+        del engine
+        assert runner() is None
+    finally:
+        gc.enable()
+
+
+def test_generate_keeps_no_sequence_that_has_ended():
+    engine, alive = plain(), []
+    seen: list[weakref.ref] = []
+    finish = engine._finish
+
+    def note(sequence, sample):
+        finish(sequence, sample)
+        seen.append(weakref.ref(sequence))
+
+    engine._finish = note
+    try:
+        engine.generate(
+            jobs_of([1, 2], dataclasses.replace(ONE, n=6)),
+            lambda *_: alive.append(sum(one() is not None for one in seen)),
+        )
+    finally:
+        del engine._finish
+    assert len(seen) == 6 and alive[-1] < 6
 
 
 def test_pages_and_host_memory_are_flat_over_2000_requests():

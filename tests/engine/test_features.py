@@ -80,7 +80,7 @@ def asked(monkeypatch):
 
         def observed(strategy, features, row_map, until):
             result, rows = chunk(strategy, features, row_map, until), len(row_map.slots)
-            rows -= runner.waiting
+            rows -= runner.extra_slots
             seen.append((features, runner.executables.covering(strategy, rows, features)))
             return result
 

@@ -165,6 +165,14 @@ def test_each_replica_has_a_controller_of_its_own_and_tokens_do_not_care():
     assert unused not in (first.state(), second.state()), "both have seen rounds of their own"
 
 
+def test_what_each_replica_has_of_its_own_cannot_be_set_on_all_of_them():
+    engine = replicated().engine
+    with pytest.raises(AttributeError, match="for one in engine.engines: one.controller"):
+        engine.controller = engine.engines[0].controller
+    with pytest.raises(AttributeError, match="each engine has one of its own"):
+        engine.watcher = None
+
+
 def test_too_many_replicas_and_a_mesh_beside_them_are_refused():
     with pytest.raises(ValueError, match="need 64, got 8"):
         LLM((CFG, *weights()), SpecConfig("2_1_3"), max_len=64, replicas=64)
