@@ -11,16 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 
 from specjax.decode.options import Features
-from specjax.engine.compare import Difference, first_difference
+from specjax.engine.base import BaseEngine
+from specjax.engine.compare import Difference, first_differences
 from specjax.engine.compiling import OnProgram
-from specjax.engine.engine import Engine
-from specjax.engine.hosts import Hosts
-from specjax.engine.replicas import Replicas
 from specjax.engine.request import Job
 from specjax.models.transformer import Params
 from specjax.parallel import distributed
-
-AnEngine = Engine | Replicas | Hosts
 
 
 class ExactMode:
@@ -36,7 +32,7 @@ class ExactMode:
         places of problems in the order of draws.
     """
 
-    def __init__(self, engine: AnEngine, plain: AnEngine | None, load: Callable[[], None]):
+    def __init__(self, engine: BaseEngine, plain: BaseEngine | None, load: Callable[[], None]):
         self._engine, self._plain, self._load = engine, plain, load
         self.differences: list[Difference] = []
 
@@ -68,20 +64,17 @@ class ExactMode:
           params: that sampled them. begun: samples as jobs, and their tokens.
         """
         started = time.perf_counter()
-        jobs = [job for job, _ in begun]
+        jobs, speculative = [job for job, _ in begun], [tokens for _, tokens in begun]
         if self._plain is None:
-            plain, _ = self._engine.generate([job.without_speculation() for job in jobs])
+            samples, _ = self._engine.generate([job.without_speculation() for job in jobs])
         else:
             self._engine.release()  # there may be no room for both
             self._plain.set_params(params)
-            plain, _ = self._plain.generate(jobs)
+            samples, _ = self._plain.generate(jobs)
             self._plain.release()
-        differing = [
-            (job, sample.token_ids, tokens)
-            for (job, tokens), sample in zip(begun, plain, strict=True)
-            if sample.token_ids != tokens
-        ]
-        self.differences = self._explained(differing) if differing else []
+        plain, self.differences = [sample.token_ids for sample in samples], []
+        if plain != speculative:
+            self.differences = self._explained(jobs, plain, speculative)
         return {
             "rollout/exact_compared": float(len(begun)),
             "rollout/exact_differences": float(len(self.differences)),
@@ -89,15 +82,13 @@ class ExactMode:
             "time/exact": time.perf_counter() - started,
         }
 
-    def _explained(self, differing: Sequence[tuple[Job, list[int], list[int]]]) -> list[Difference]:
-        """The first difference of each sample; the same list in all processes."""
+    def _explained(
+        self, jobs: list[Job], plain: list[list[int]], speculative: list[list[int]]
+    ) -> list[Difference]:
+        """The first difference of each sample that differs; the same list in all processes."""
         if self._plain is not None:
             self._load()
         found = []
         if self._engine.engines:
-            runner = self._engine.runner
-            found = [
-                first_difference(runner, job, plain, tokens)
-                for job, plain, tokens in differing
-            ]
+            found = first_differences(self._engine.runner, jobs, plain, speculative)
         return next(filter(None, distributed.gather(found, "exact mode")))

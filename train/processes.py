@@ -19,6 +19,7 @@ import jax
 from specjax.checked_json import CheckpointError
 from specjax.command_line import ConfigError, fingerprint
 from specjax.config.spec import TELEMETRY_VARIABLE
+from specjax.engine.base import BaseEngine
 from specjax.engine.engine import Engine
 from specjax.engine.hosts import Copies, Hosts
 from specjax.engine.replicas import Replicas
@@ -223,7 +224,7 @@ def join_engines(
     engines: Sequence[Engine],
     copies: Copies | None,
     score: Callable[[Job, SampleOutput], float] | None = None,
-) -> Engine | Replicas | Hosts:
+) -> BaseEngine:
     """Engines of this process, and those like them of all others, behind the interface of one.
 
     Args:

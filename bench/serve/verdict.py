@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.serve.traffic import Answer, Request
 from specjax import LLM
-from specjax.engine.compare import first_difference
+from specjax.engine.compare import first_differences
 from specjax.engine.request import RequestOutput, make_jobs
 
 ERROR = {"message", "type", "param", "code"}
@@ -132,11 +132,7 @@ def _judge_difference(
     jobs = make_jobs(
         expected.prompt_token_ids, request.params, plain.cfg.eos_token_ids, plain.tokenizer, index
     )
-    differences = [
-        first_difference(plain.engine.runner, jobs[sample], right, got)
-        for sample, (right, got) in enumerate(zip(tokens, answer.tokens, strict=True))
-        if right != got
-    ]
+    differences = first_differences(plain.engine.runner, jobs, tokens, answer.tokens)
     verdict.messages += map(str, differences)
     if all(difference.explained for difference in differences):
         verdict.explained += 1

@@ -75,6 +75,21 @@ class Difference:
         )
 
 
+def first_differences(
+    runner, jobs: Sequence[Job], plain: Sequence[list[int]], spec: Sequence[list[int]]
+) -> list[Difference]:
+    """Judges every job whose tokens differ, see `first_difference`; none when all are equal.
+
+    Args:
+      plain, spec: tokens of each job, by the two decodings.
+    """
+    return [
+        first_difference(runner, job, a, b)
+        for job, a, b in zip(jobs, plain, spec, strict=True)
+        if a != b
+    ]
+
+
 def first_difference(runner, job: Job, plain: Sequence[int], spec: Sequence[int]) -> Difference:
     """Locates and judges the first difference between two token lists of one job.
 

@@ -15,7 +15,7 @@ from specjax.checkpoint.weights import load_model
 from specjax.config import ModelConfig, SamplingParams, SpecConfig, Strategy
 from specjax.config.dtype import AUTO, about_dtype
 from specjax.control import ControlConfig
-from specjax.engine.compare import Difference, first_difference
+from specjax.engine.compare import Difference, first_differences
 from specjax.engine.compiling import OnProgram
 from specjax.engine.engine import Engine
 from specjax.engine.options import check_job, features_of
@@ -368,11 +368,9 @@ class LLM:
                 self._plain = self._engine(None, mesh=self.mesh)
                 self._plain.set_params(self.params)
             plain, _ = self._plain.generate(jobs)
-        return [
-            first_difference(self.engine.runner, job, x.token_ids, y.token_ids)
-            for job, x, y in zip(jobs, plain, samples, strict=True)
-            if x.token_ids != y.token_ids
-        ]
+        return first_differences(
+            self.engine.runner, jobs, [x.token_ids for x in plain], [y.token_ids for y in samples]
+        )
 
     # --- input and output ------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
 from specjax.decode import round as decode_round
 from specjax.decode.tree import chain_bits
-from specjax.engine.compare import first_difference
+from specjax.engine.compare import first_difference, first_differences
 from specjax.engine.request import make_jobs
 from specjax.interfaces import Where
 from specjax.memory import commit
@@ -67,16 +67,9 @@ def differences(llm: LLM, rng: np.random.Generator, greedy=False, count=None, on
     order = rng.permutation(len(jobs_of(greedy)))[:count]
     jobs = [jobs_of(greedy)[i] for i in order]
     samples, totals = llm.engine.generate(jobs, on_progress)
-    found = []
-    for i, job, sample in zip(order, jobs, samples, strict=True):
-        expected = plain_tokens(greedy)[i]
-        if sample.token_ids != expected:
-            found.append(
-                first_difference(
-                    llm.engine.runner, job, expected, sample.token_ids
-                )
-            )
-    return found, totals
+    expected = [plain_tokens(greedy)[i] for i in order]
+    tokens = [sample.token_ids for sample in samples]
+    return first_differences(llm.engine.runner, jobs, expected, tokens), totals
 
 
 def unexplained(found) -> str:
@@ -309,11 +302,9 @@ def tree_differences():
     plain, _ = plain_of_one_layer().engine.generate(jobs)
     samples, totals = llm.engine.generate(jobs)
     assert totals.accepted > 5
-    return [
-        first_difference(llm.engine.runner, job, x.token_ids, y.token_ids)
-        for job, x, y in zip(jobs, plain, samples, strict=True)
-        if x.token_ids != y.token_ids
-    ]
+    return first_differences(
+        llm.engine.runner, jobs, [x.token_ids for x in plain], [y.token_ids for y in samples]
+    )
 
 
 @pytest.mark.parametrize(

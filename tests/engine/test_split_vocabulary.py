@@ -16,7 +16,7 @@ from specjax.decode import shards
 from specjax.decode.chunk import Until
 from specjax.decode.options import Features
 from specjax.decode.state import RowMap
-from specjax.engine.compare import first_difference
+from specjax.engine.compare import first_differences
 from specjax.engine.request import make_jobs
 from specjax.models.families.dense import change_dense
 from specjax.parallel import sharding
@@ -144,12 +144,12 @@ def expected(everything: bool):
 def check(llm: LLM, everything: bool):
     """All samples, against one device; what they took."""
     samples, totals = llm.engine.generate(requests(everything))
-    pairs = zip(requests(everything), expected(everything), samples, strict=True)
-    found = [
-        first_difference(llm.engine.runner, job, one, several.token_ids)
-        for job, one, several in pairs
-        if one != several.token_ids
-    ]
+    found = first_differences(
+        llm.engine.runner,
+        requests(everything),
+        expected(everything),
+        [sample.token_ids for sample in samples],
+    )
     assert all(d.explained for d in found), "\n".join(map(str, found))
     assert len(found) < 3, "so many ties are no accident"
     assert totals.tokens > 300
