@@ -2,8 +2,8 @@
 
 A chunk is a number of rounds that run in one program, without the host. How many is decided in
 this file: settings and the size of the batch bound them (`Runner.rounds`), and so do stop strings,
-probes of the controller, and others whose turn it is. A chunk may end early, when rows are free
-that others could have (`until`).
+probes of the controller, and sequences of other strategies whose turn comes next. A chunk may end
+early, when rows are free that waiting sequences could have (`until`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from specjax.engine.runner import Packed, Runner
 from specjax.engine.sequence import Sequence
 from specjax.engine.unfinished import Unfinished, all_of
 
-IN_FLIGHT = 2  # chunks that are enqueued at most
-REFILL_SHARE = 6  # while others wait a chunk ends when one row in so many would be free
+IN_FLIGHT = 2  # the largest number of chunks that are enqueued at once
+REFILL_SHARE = 6  # while sequences wait, a chunk ends when 1 of this many rows would be free
 
 
 @dataclasses.dataclass(eq=False)
@@ -32,17 +32,26 @@ class Chunk:
     """A chunk to run, or one that was enqueued.
 
     Attributes:
-      strategy: of all its rounds. features: that its program serves. bucket: rows.
-      sequences: have the first rows. waiting: take over the rows of those that end, in order.
-      ends: when it does. rounds: at most.
-      most: tokens that it can bring a sample.
+      strategy: name of the strategy of all its rounds.
+      features: features that its program serves.
+      bucket: number of rows.
+      sequences: the sequences in the first rows.
+      waiting: sequences that take over the rows of those that end, in order.
+      ends: the conditions under which it ends.
+      rounds: the most rounds that it runs.
+      max_tokens: the most tokens that it can emit for one sample.
 
-      result: on the device. version: of the weights.
-      mark: is ready when the chunk begins to run; None: as soon as the chunk before it is done.
-      announced: by the hosts of the replica when it was enqueued, see `Agreement`.
-      after: it began after that, on the host's clock: when it was enqueued, or last seen waiting.
-      by: it had begun by then; None: it has not been seen running.
-      unseen: seconds in which the host did not ask whether it is done, and it was at their end.
+      result: its result, on the device.
+      version: version of the weights that it runs with.
+      start_mark: an output of the program enqueued before it, which is ready when the chunk can
+        begin; None: that program is a chunk, too.
+      announced: number of announcements by the hosts of the replica when it was enqueued, see
+        `Agreement`.
+      begun_after: the latest time on the host's clock at which it was known not to have begun: when
+        it was enqueued, or last polled before it began.
+      begun_before: the time of the poll that first found it begun; None: no poll has.
+      unpolled_seconds: length of the pause between two polls in which it was done; None: it has not
+        been found done after a pause.
     """
 
     strategy: str
@@ -52,45 +61,49 @@ class Chunk:
     waiting: list[Sequence]
     ends: Until
     rounds: int
-    most: int
+    max_tokens: int
 
     result: Packed[Result] | None = None
     version: int = 0
-    mark: jax.Array | None = None
+    start_mark: jax.Array | None = None
     announced: int = 0
-    after: float = 0.0
-    by: float | None = None
-    unseen: float | None = None
+    begun_after: float = 0.0
+    begun_before: float | None = None
+    unpolled_seconds: float | None = None
 
     @property
     def spare(self) -> int:
-        """Rows that no sequence has when it begins."""
+        """Number of rows that no sequence has when the chunk begins."""
         return self.bucket - len(self.sequences)
 
     @property
     def row_map(self) -> list[Sequence | None]:
-        """The sequence of each row, and then those that wait for one."""
+        """The sequence of each row, and then the sequences that wait for a row."""
         return [*self.sequences, *[None] * self.spare, *self.waiting]
 
     @property
-    def sure(self) -> int:
-        """Tokens that each of `sequences` emits at least, if it does not end."""
+    def certain_tokens(self) -> int:
+        """The fewest tokens that each of `sequences` emits in this chunk, if it does not end."""
         return 0 if self.ends.may_be_early else self.rounds
 
 
 class NextChunk:
     """Decides what the next chunk is.
 
-    Sequences that name different strategies take turns, the group that waited longest first. Those
-    that name none run by the controller's choice, and those that named just that one with them.
+    Sequences whose requests name different strategies take turns, the group that waited longest
+    first. Sequences that name none run by the controller's choice, together with those that named
+    the strategy which it chose.
     """
 
     def __init__(self, runner: Runner):
         self._runner = runner
-        self._last: dict[str | None, int] = {}  # turn of each group, as a running number
+        self._last: dict[str | None, int] = {}  # number of the last turn of each group
 
     def rows(self, running: int, slots: int, has_waiting: bool) -> int:
-        """By how many rows the next chunk is long, as far as is known when room is made for it."""
+        """The batch size that decides how many rounds the next chunk has.
+
+        It is called when pages are reserved for that chunk, before its sequences are known.
+        """
         full = has_waiting or self._runner.plan.invariant
         return slots if full else min(max(running, 1), slots)
 
@@ -107,13 +120,15 @@ class NextChunk:
         """The next chunk of sequences that may run, at least one, in the order of their starts.
 
         Args:
-          slots: that have a row at most. rows: what `rows` gave, for which there is room in pages.
-          buckets: sizes of a batch.
-          others_wait: for the places of those that end, beside `sequences`.
+          slots: the most sequences that have a row.
+          rows: what `rows` returned when pages were reserved.
+          buckets: compiled batch sizes.
+          others_wait: whether further sequences, not among `sequences`, wait for a row.
         """
         runner = self._runner
-        short = any(s.job.params.stop for s in sequences)  # the host finds where they end
-        # The earliest have the rows, so none that has taken one over loses it again.
+        # The host finds stop strings, so chunks of samples that have some are short.
+        short = any(s.job.params.stop for s in sequences)
+        # The earliest sequences have the rows, so that none that took one over loses it again.
         sequences, waiting = sequences[:slots], sequences[slots:]
         length = None if short else max(rows, len(sequences))
         strategy, sequences, rounds, is_probe = self._turn(sequences, controller, length)
@@ -121,19 +136,19 @@ class NextChunk:
         rounds = min(rounds, runner.rounds(strategy, bucket))
         waiting = waiting_for_rows(waiting, sequences, features)
         ends = Until.of(rounds)
-        if not is_probe:  # which has so many rounds, whichever samples end meanwhile
+        if not is_probe:  # a probe has all its rounds, whichever samples end meanwhile
             smaller = (b for b in runner.buckets(strategy, features) if b < bucket)
             ends = until(rounds, len(sequences), len(waiting), others_wait, max(smaller, default=0))
-        most = rounds * (runner.plans[strategy].steps + 1)
-        return Chunk(strategy, features, bucket, sequences, waiting, ends, rounds, most)
+        max_tokens = rounds * (runner.plans[strategy].steps + 1)
+        return Chunk(strategy, features, bucket, sequences, waiting, ends, rounds, max_tokens)
 
     def _turn(
         self, sequences: list[Sequence], controller: Controller, rows: int | None
     ) -> tuple[str, list[Sequence], int, bool]:
-        """Whose turn it is: strategy, sequences, rounds at most, and whether it is a probe.
+        """The strategy whose turn it is, its sequences, the most rounds, and whether it is a probe.
 
         Args:
-          rows: by which chunks are long, see `Runner.rounds`.
+          rows: batch size that decides the number of rounds, see `Runner.rounds`.
         """
         most = functools.partial(self._runner.rounds, rows=rows)
         groups: dict[str | None, list[Sequence]] = {}
@@ -147,15 +162,19 @@ class NextChunk:
         rounds = most(strategy) if hint is None else min(hint, most(strategy))
         if len(groups) > 1:
             self._last |= dict.fromkeys(served, 1 + max(self._last.values(), default=0))
-            # While others wait, a turn has no more rounds than theirs would have: plain decoding
-            # has several times as many in a chunk as drafting, and would run most of the time.
+            # While other groups wait, a turn has no more rounds than theirs would have: a chunk of
+            # plain decoding has several times as many as one that drafts, and would run most of
+            # the time.
             waiting = {other or controller.current or strategy for other in groups.keys() - served}
             rounds = min(rounds, *map(most, waiting | {strategy}))
         of_turn = [s for s in sequences if s.job.params.strategy in served]
         return strategy, of_turn, rounds, hint is not None
 
     def _choose(self, free: list[Sequence], controller: Controller) -> tuple[str, int | None]:
-        """Strategy, and rounds that suffice, for sequences that name none; `off` if none drafts."""
+        """The strategy of sequences that name none, and how many rounds the controller asks for.
+
+        It is `off` if all of them opted out of speculation.
+        """
         if OFF in self._runner.plans and not any(s.job.params.speculative for s in free):
             return OFF, None
         return controller.select(len(free)), controller.rounds_hint
@@ -168,15 +187,16 @@ def choose_program(
     strategy: str,
     sequences: list[Sequence],
 ) -> tuple[Features, int]:
-    """Features and bucket to ask the runner for, so that little is compiled, and once.
+    """The features and the bucket of the program of a chunk, chosen so that little is compiled.
 
-    A chunk takes the cheapest program that was compiled and covers the samples in it. Where none
-    covers all that was added, the next wider of a few fixed sets of features is compiled, for as
-    many slots as will be needed. In `invariant` mode all chunks run one program until no sample is
-    left, for only within one program equal inputs are sure to give equal bits.
+    A chunk takes the cheapest compiled program that covers its samples. Where no program covers all
+    unfinished samples, the next wider of a few fixed sets of features is compiled, for as many
+    slots as will be needed. In `invariant` mode all chunks run one program until no sample is left,
+    because equal inputs are certain to give equal bits only within one program.
 
     Args:
-      buckets: sizes of a batch. sequences: that the chunk is to run.
+      buckets: compiled batch sizes, ascending.
+      sequences: sequences that the chunk runs.
     """
     if runner.plan.invariant:
         return unfinished.seen.widened(), runner.batch
@@ -191,10 +211,12 @@ def choose_program(
 def waiting_for_rows(
     others: list[Sequence], sequences: list[Sequence], features: Features
 ) -> list[Sequence]:
-    """The first of those that have no row that may run in a chunk of others, see `RowMap`.
+    """The first sequences of `others` that can take over rows in a chunk, see `RowMap`.
 
     Args:
-      sequences: that the chunk is to run. features: that its program serves.
+      others: sequences without a row, in order.
+      sequences: sequences that have the rows of the chunk.
+      features: features that its program serves.
     """
     served = {s.job.params.strategy for s in sequences}
     drafts = any(s.job.params.speculative for s in sequences)  # or the chunk decodes plainly
@@ -208,38 +230,42 @@ def waiting_for_rows(
 
 
 def until(rounds: int, running: int, waiting: int, others_wait: bool, smaller: int) -> Until:
-    """When a chunk ends: others take the places of those that ended, or the batch shrinks.
+    """When a chunk ends: when enough rows are free for waiting sequences, or the batch can shrink.
 
     Args:
-      running: rows that run when it begins. waiting: that take them over. others_wait: beside
-        those; if none does they are not to wait for more than one chunk.
-      smaller: the next smaller size of a batch, or 0.
+      rounds: the most rounds that it runs.
+      running: number of rows that run when it begins.
+      waiting: number of sequences that take over rows within it.
+      others_wait: whether further sequences wait. If none does, the `waiting` ones shall not wait
+        for more than one chunk.
+      smaller: the next smaller batch size, or 0.
     """
     refill = max(1, running // REFILL_SHARE)
-    if others_wait and waiting:  # each chunk that is enqueued has its share of those
+    if others_wait and waiting:  # each enqueued chunk has its share of the waiting sequences
         return Until.of(rounds, ended=max(refill, waiting // IN_FLIGHT))
     return Until.of(rounds, leave_at=running - refill if others_wait else smaller)
 
 
 class InFlight:
-    """Chunks in the order in which they run, and the seconds that each of them took.
+    """The enqueued chunks, in order, and a measurement of the seconds that each of them took.
 
-    A device does not say when it begins or ends something: the host can ask now and then what is
-    done. So it knows that a chunk began after one moment and by another, and that it was done by a
-    third, and gives its seconds only where these lie close together.
+    A device does not say when it begins or ends a program; the host can only poll what is done. So
+    it knows a time before and a time after the beginning of a chunk, and a time after its end. It
+    gives the seconds of a chunk only where these bounds lie close together.
 
     Args:
-      runner: that runs them; while it compiles, the host sees nothing.
+      runner: the runner of the chunks. While it compiles, the host does not poll.
 
     Attributes:
-      cut_short: the chunk that was taken last ended early, and others still ran.
+      cut_short: whether the chunk that was taken last ended early while some samples still ran.
     """
 
     def __init__(self, runner: Runner):
         self._runner = runner
         self._chunks: deque[Chunk] = deque()
         self.cut_short = False
-        self._arrived, self._done = 0.0, 0.0  # the last chunk; it may have been done before
+        # When the last result arrived, and the earliest time at which its chunk may have been done.
+        self._arrived, self._done = 0.0, 0.0
         self._paused, self._built = 0.0, runner.compilations
 
     def __len__(self) -> int:
@@ -247,14 +273,14 @@ class InFlight:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the device is done with the next chunk, as it is where there is none."""
+        """Whether the device is done with the next chunk; True if there is none."""
         return not self._chunks or self._chunks[0].result.is_ready
 
     def limit(self, taken_over: bool) -> int:
-        """Chunks that may be enqueued at once.
+        """The number of chunks that may be enqueued at once.
 
         Args:
-          taken_over: rows that become free are taken over before the host looks.
+          taken_over: whether waiting sequences take over free rows within a chunk.
         """
         # What comes after a chunk that ends early depends on which samples have ended.
         alone = self.cut_short and not taken_over
@@ -264,63 +290,63 @@ class InFlight:
         self._chunks.append(chunk)
 
     def take(self) -> Chunk:
-        """The next chunk, which leaves; see `wait_for`."""
+        """Removes and returns the next chunk; `wait_for` gives its result."""
         return self._chunks.popleft()
 
     def clear(self) -> None:
-        """No sample is left that they could bring a token."""
+        """Drops all chunks: no sample is left that they could emit a token for."""
         self._chunks.clear()
         self.cut_short = False
 
-    def sure(self) -> Counter[Sequence]:
-        """Tokens that they will have emitted at least for each sample that goes on."""
-        sure = Counter()
+    def certain_tokens(self) -> Counter[Sequence]:
+        """The fewest tokens that the chunks emit for each sample that goes on."""
+        certain = Counter()
         for chunk in self._chunks:
-            sure.update(dict.fromkeys(chunk.sequences, chunk.sure))
-        return sure
+            certain.update(dict.fromkeys(chunk.sequences, chunk.certain_tokens))
+        return certain
 
     @property
-    def most(self) -> int:
-        """Tokens that they can bring a sample."""
-        return sum(chunk.most for chunk in self._chunks)
+    def max_tokens(self) -> int:
+        """The most tokens that the chunks can emit for one sample."""
+        return sum(chunk.max_tokens for chunk in self._chunks)
 
     def poll(self) -> None:
-        """Notes whether the next chunk has begun."""
-        if not self._chunks or self._chunks[0].by is not None:
+        """Records the time before or after which the next chunk has begun."""
+        if not self._chunks or self._chunks[0].begun_before is not None:
             return
         chunk = self._chunks[0]
-        if chunk.mark is None or chunk.mark.is_ready():
-            chunk.by = time.perf_counter()
+        if chunk.start_mark is None or chunk.start_mark.is_ready():
+            chunk.begun_before = time.perf_counter()
         else:
-            chunk.after = time.perf_counter()
+            chunk.begun_after = time.perf_counter()
 
     def pause(self) -> None:
-        """The host does not ask from now on what is done, until `resume`."""
+        """Records that the host does not poll from now on, until `resume`."""
         self._paused = time.perf_counter()
 
     def resume(self) -> None:
-        """Notes what was done in a pause, which may have been longer than the device was busy."""
+        """Records which chunks were done in the pause, which may be longer than they ran."""
         for chunk in self._chunks:
-            if chunk.unseen is None and chunk.result.is_ready:
-                chunk.unseen = time.perf_counter() - self._paused
+            if chunk.unpolled_seconds is None and chunk.result.is_ready:
+                chunk.unpolled_seconds = time.perf_counter() - self._paused
 
     def wait_for(self, chunk: Chunk) -> tuple[Result, float]:
-        """The result on the host, and the seconds that it took to run, prompts before it left out.
+        """The result on the host, and the seconds that the chunk ran, without prompts before it.
 
-        They are nan where the host did not see well enough when the prompts or the chunk itself
-        were done, and where it compiled a program meanwhile.
+        The seconds are nan where the bounds of the beginning or the end of the chunk are too far
+        apart, and where the host compiled a program meanwhile.
         """
-        after, by = max(self._done, chunk.after), chunk.by
-        if chunk.mark is None:
-            by = max(self._arrived, chunk.after)
-        elif by is None and chunk.mark.is_ready():
-            by = time.perf_counter()
-        elif by is None:
-            jax.block_until_ready(chunk.mark)
-            after = by = time.perf_counter()
+        after, before = max(self._done, chunk.begun_after), chunk.begun_before
+        if chunk.start_mark is None:
+            before = max(self._arrived, chunk.begun_after)
+        elif before is None and chunk.start_mark.is_ready():
+            before = time.perf_counter()
+        elif before is None:
+            jax.block_until_ready(chunk.start_mark)
+            after = before = time.perf_counter()
         result = chunk.result.open()
         self._arrived = time.perf_counter()
-        self._done = self._arrived - (chunk.unseen or 0.0)
-        most, least = self._arrived - after, self._done - max(by, after)
+        self._done = self._arrived - (chunk.unpolled_seconds or 0.0)
+        most, least = self._arrived - after, self._done - max(before, after)
         compiled, self._built = self._built != self._runner.compilations, self._runner.compilations
         return result, float("nan") if compiled or least < 0.8 * most else least

@@ -434,11 +434,11 @@ class Engine(BaseEngine):
         self._rows = self._next_chunk.rows(
             len(scheduler.running), self.slots, scheduler.has_waiting
         )
-        scheduler.ahead = self._in_flight.most + most(self._rows)
+        scheduler.ahead = self._in_flight.max_tokens + most(self._rows)
         while latest := scheduler.reserve():
             if self._rows < self.slots:  # a shorter chunk needs less
                 self._rows = self.slots
-                scheduler.ahead = self._in_flight.most + most(self._rows)
+                scheduler.ahead = self._in_flight.max_tokens + most(self._rows)
                 continue
             if self._in_flight:
                 self.drain()  # what they have emitted must be known first
@@ -518,8 +518,8 @@ class Engine(BaseEngine):
 
     def _enqueue(self) -> bool:
         """Enqueues a chunk of the sequences that may still run."""
-        sure, running = self._in_flight.sure(), self.scheduler.running.values()
-        sequences = [s for s in running if s.job.limit - s.length > sure[s]]
+        certain, running = self._in_flight.certain_tokens(), self.scheduler.running.values()
+        sequences = [s for s in running if s.job.limit - s.length > certain[s]]
         if not sequences:
             return False
         chunk = self._next_chunk(
@@ -537,7 +537,8 @@ class Engine(BaseEngine):
         row_map = row_map_of(
             chunk.sequences, chunk.bucket, chunk.waiting, ended, self._table, runner
         )
-        chunk.after, chunk.mark, chunk.version = time.perf_counter(), runner.mark, self.version
+        chunk.begun_after, chunk.start_mark = time.perf_counter(), runner.mark
+        chunk.version = self.version
         chunk.result = runner.chunk(chunk.strategy, chunk.features, row_map, chunk.ends)
         chunk.result.send()
         chunk.announced = runner.agreement.announced

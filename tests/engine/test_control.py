@@ -483,7 +483,7 @@ class Results:
 
 def enqueued(result, after, mark=None) -> Chunk:
     nothing = ("off", Features(), 1, [], [], None, 1, 1)
-    return Chunk(*nothing, result=result, after=after, mark=mark)
+    return Chunk(*nothing, result=result, begun_after=after, start_mark=mark)
 
 
 @pytest.mark.parametrize(("seen_at", "seconds"), [(2.0, 10.0), (7.0, math.nan), (None, math.nan)])
