@@ -61,10 +61,14 @@ class Feature:
     """How each entry point is asked for a feature.
 
     Attributes:
-      name: in the table. python: uses a library with it, given a function that makes an `LLM`.
-      flags: of `specjax generate`. server: settings of the server. body: of a request to it.
-      rl: settings of `train.rl`. trained: uses what it builds of them, given the configuration, the
-        programs, and what brings weights to replicas of several processes.
+      name: the feature's name in the table.
+      python: function that uses the feature, given a function that makes an `LLM`.
+      flags: flags of `specjax generate`.
+      rl: settings of `train.rl`.
+      server: settings of the server.
+      body: body of a request to the server.
+      trained: function that uses what `train.rl` builds from `rl`, given the configuration, the
+        programs and the `Copies` that bring weights to replicas of several processes.
     """
 
     name: str
@@ -84,7 +88,7 @@ class NoSuchSetting(Exception):
 
 
 def speculation(name: str, rl: Settings = (), **keys: Any) -> Feature:
-    """A feature by the fields of `SpecConfig`; `rl`: what `train.rl` needs beside them."""
+    """A feature by the fields of `SpecConfig`; `rl`: further settings that `train.rl` needs."""
     return Feature(
         name,
         lambda make: make(spec=SpecConfig(**keys)),
@@ -117,7 +121,8 @@ def sampling(field: str, value: Any, name: str = "", text: str = "", **other: An
     """A feature by a field of `SamplingParams`.
 
     Args:
-      text: the value as a flag has it. other: `flags`, `rl` or `body`, where they differ.
+      text: the value as a flag takes it.
+      other: `flags`, `rl` or `body`, where they differ.
     """
     feature = Feature(
         name or f"`{field}`",
@@ -208,10 +213,10 @@ def new_head(make: Callable[..., LLM]) -> None:
 
 
 def synchronised(cfg: RLConfig, built: Programs, copies: Copies | None) -> None:
-    """As each step ends."""
-    if copies is None:  # the others lie nowhere
+    """Gives the engines new weights, as at the end of each step."""
+    if copies is None:  # devices of other processes are not there to put weights on
         processes.join_engines(built.engines, None).set_params(*weights_of_policy())
-    assert copies is None or copies.home.count == 2
+    assert copies is None or copies.group.count == 2
 
 
 def head_trains(cfg: RLConfig, built: Programs, copies: Copies | None) -> None:
@@ -362,7 +367,7 @@ FEATURES: dict[str, list[Feature]] = {
             trained=synchronised,
         ),
         Feature(
-            "a head that is trained meanwhile",
+            "a head that is trained during the run",
             python=new_head,
             flags=["--online"],
             rl=["draft.mode=online"],
@@ -373,8 +378,8 @@ FEATURES: dict[str, list[Feature]] = {
     ],
     "Training": [
         training("truncated importance sampling (TIS)", *TIS),
-        training("TIS under a controller", *CONTROLLED),
-        training("TIS under a controller, `invariant`", *CONTROLLED, "rollout.invariant=true"),
+        training("TIS with a controller", *CONTROLLED),
+        training("TIS with a controller and `invariant`", *CONTROLLED, "rollout.invariant=true"),
         training(
             "TIS of processed log-probabilities",
             *TIS, "algo.logprobs=processed", "rollout.top_p=0.9",
@@ -394,9 +399,9 @@ def ema_file() -> str:
 
 
 def _filled(settings: Settings) -> list[str]:
-    """With the places of this machine for those that a feature names."""
-    places = {"DIR": str(PLACES.policy), "EMA": ema_file()}
-    return [re.sub(r"\b(DIR|EMA)\b", lambda m: places[m[0]], text) for text in settings]
+    """The settings with paths of this machine for the names `DIR` and `EMA`."""
+    paths = {"DIR": str(PLACES.policy), "EMA": ema_file()}
+    return [re.sub(r"\b(DIR|EMA)\b", lambda m: paths[m[0]], text) for text in settings]
 
 
 # --- the entry points -----------------------------------------------------------------------------
@@ -418,7 +423,7 @@ def make_llm(model: Any = None, **given) -> LLM:
     spec = given.get("spec")
     if getattr(spec, "draft_model", None) == "DIR":
         given["spec"] = dataclasses.replace(spec, draft_model=str(PLACES.policy))
-    # Of its own: the server may give it a chat template.
+    # A new tokenizer each time, for the server may give it a chat template.
     defaults = {"max_batch": 2, "max_len": MAX_LEN, "tokenizer": load_tokenizer(PLACES.policy)}
     given.pop("revision", None)
     return LLM(_model(), **{**defaults, **given})

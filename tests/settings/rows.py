@@ -118,7 +118,7 @@ def make(program: type, settings: Mapping[str, Any]) -> Any:
     try:
         return _built(program, "", settings, None)
     except ValueError as error:
-        raise ValueError(spelled(error, getattr(program, "say", python))) from error
+        raise ValueError(spelled(error, getattr(program, "spell", python))) from error
 
 
 def _built(cls: type, prefix: str, settings: Mapping[str, Any], default: Any) -> Any:
