@@ -34,7 +34,7 @@ from serve.responses import (
     spec_details,
     usage_of,
 )
-from serve.settings import SAY, ServeConfig
+from serve.settings import SPELL, ServeConfig
 from specjax.engine.prompt_scores import PromptScorer, PromptScores, Started
 from specjax.engine.prompts import check_prompt
 from specjax.engine.request import InvalidLogitsError, Job, SampleOutput, SpecStats, make_jobs
@@ -237,7 +237,7 @@ class Generation:
         except EngineDead as error:
             raise ApiError(500, str(error)) from error
         except ValueError as error:
-            raise ApiError(400, spelled(error, SAY)) from error
+            raise ApiError(400, spelled(error, SPELL)) from error
         self._thread.metrics.prompt_tokens.inc(sum(map(len, parsed.prompts)))
         return request
 
@@ -273,7 +273,7 @@ class Generation:
                 eos = self._llm.cfg.eos_token_ids
                 jobs += make_jobs(ids[-1], params, eos, self._tokenizer, index)
             except ValueError as error:
-                raise ApiError(400, spelled(error, SAY)) from error
+                raise ApiError(400, spelled(error, SPELL)) from error
         return Parsed(body, ids, jobs)
 
     def _chat_prompt(self, body: ChatRequest | TokenizeRequest) -> list[int]:

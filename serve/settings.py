@@ -18,7 +18,7 @@ from specjax.parallel.sharding import offer_cpu_devices
 from specjax.schema import REQUIRED, Needs, at_least, option
 from specjax.shipped import find_shipped
 from specjax.speculation import SpeculationSettings, sections_of, speculation_rules
-from specjax.spelling import Say, dotted, spelled
+from specjax.spelling import Spell, dotted, spelled
 from specjax.weights.matrix import ASKED
 
 WARM_UP = {
@@ -112,7 +112,7 @@ class LimitSection:
 
 
 # How messages name a setting of the library: as it is typed here.
-SAY = dotted(
+SPELL = dotted(
     {field.name: "engine" for field in dataclasses.fields(EngineSection)}
     | sections_of(SpeculationSection)
 )
@@ -122,7 +122,7 @@ SAY = dotted(
 class ServeConfig:
     """The settings of `python -m serve`."""
 
-    say: ClassVar[Say] = staticmethod(SAY)
+    spell: ClassVar[Spell] = staticmethod(SPELL)
     rules: ClassVar[tuple[Needs, ...]] = speculation_rules("speculation")
     # Earlier names of these keys.
     aliases: ClassVar[dict[str, str]] = {
@@ -198,11 +198,11 @@ class ServeConfig:
         return self.served_name or (Path(self.model).resolve().name if local else self.model)
 
 
-def load_llm(cfg: ServeConfig, say: Say = SAY) -> LLM:
+def load_llm(cfg: ServeConfig, spell: Spell = SPELL) -> LLM:
     """Loads the model and makes its engine; nothing has been compiled yet.
 
     Args:
-      say: names settings in messages as they are typed.
+      spell: names settings in messages as they are typed.
 
     Raises:
       ConfigError: there is no such model, or the settings do not fit it. Its `__cause__` is the
@@ -228,14 +228,14 @@ def load_llm(cfg: ServeConfig, say: Say = SAY) -> LLM:
             control=speculation.control_config(),
             replicas=engine.replicas,
             tp=engine.tp,
-            say=say,
+            spell=spell,
             generation_config=cfg.generation_config,
             family=cfg.family,
         )
     except UnsupportedModelError:
         raise
     except ValueError as error:
-        raise ConfigError(spelled(error, say)) from error
+        raise ConfigError(spelled(error, spell)) from error
     if cfg.chat_template is not None:
         if llm.tokenizer is None:
             raise ConfigError("chat_template: the model has no tokenizer to give it to")

@@ -74,7 +74,7 @@ def parse_config(
         schema_cls: the dataclass that defines every key. Its class attribute `rules`, if it has
             one, says which settings need which (see `schema.Needs`), `aliases` which further names
             there are for a key, `renamed` which key is meant by a name that is gone, `elsewhere`
-            which keys of shared sections it does not have and why (`schema.keys_of`), `say` how
+            which keys of shared sections it does not have and why (`schema.keys_of`), `spell` how
             settings of the library are typed (`spelling.py`), and `variants` by which of its keys
             further ones are decided: (the key, a function of the schema and the key's value that
             gives the schema to be used).
@@ -607,7 +607,7 @@ def _finish(schema: _Schema, merged: DictConfig) -> Any:
     except (ValueError, TypeError, AssertionError) as error:  # a schema's __post_init__
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(spelled(error, getattr(schema.cls, "say", python))) from error
+        raise ConfigError(spelled(error, getattr(schema.cls, "spell", python))) from error
 
 
 # --- flags of commands ---------------------------------------------------------------------------

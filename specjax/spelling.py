@@ -4,7 +4,7 @@ The library is reached through Python, through settings (`speculation.source=ngr
 flags (`--source ngram`). An error about a setting is a `SettingError`, whose text is written with a
 function that names settings; the program that shows the error gives its own function::
 
-    raise SettingError(lambda say: f"the head is missing; use {say('source', 'ngram')}")
+    raise SettingError(lambda spell: f"the head is missing; use {spell('source', 'ngram')}")
 
     except ValueError as error:
         print(spelled(error, dotted({"source": "speculation"})))
@@ -18,7 +18,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-Say = Callable[..., str]  # (name) or (name, value) -> the setting as it is typed
+# (name) or (name, value) -> the setting as the user types it
+Spell = Callable[..., str]
 
 # Keyword arguments by the call that takes them; all others are `SpecConfig`'s.
 _CALLS = {
@@ -42,14 +43,14 @@ class SettingError(ValueError):
       write: makes the text, given a function that names a setting. `str(error)` has Python's names.
     """
 
-    def __init__(self, write: Callable[[Say], str]):
+    def __init__(self, write: Callable[[Spell], str]):
         super().__init__(write(python))
         self.write = write
 
 
-def spelled(error: BaseException, say: Say) -> str:
-    """The text of an error, with settings named by `say`."""
-    return error.write(say) if isinstance(error, SettingError) else str(error)
+def spelled(error: BaseException, spell: Spell) -> str:
+    """The text of an error, with settings named by `spell`."""
+    return error.write(spell) if isinstance(error, SettingError) else str(error)
 
 
 def python(name: str, *value: Any) -> str:
@@ -60,7 +61,7 @@ def python(name: str, *value: Any) -> str:
     return f"{call}({name}={'...' if value[0] is ... else repr(value[0])})"
 
 
-def dotted(sections: Mapping[str, str], other_names: Mapping[str, str] | None = None) -> Say:
+def dotted(sections: Mapping[str, str], other_names: Mapping[str, str] | None = None) -> Spell:
     """Names settings as `section.name=value`.
 
     Args:
@@ -68,13 +69,13 @@ def dotted(sections: Mapping[str, str], other_names: Mapping[str, str] | None = 
       other_names: where a setting has another name than in the library.
     """
 
-    def say(name: str, *value: Any) -> str:
+    def spell(name: str, *value: Any) -> str:
         section = sections.get(name, "")
         last = (other_names or {}).get(name, name)
         key = f"{section}.{last}" if section else last
         return f"{key}={_text(value[0])}" if value else key
 
-    return say
+    return spell
 
 
 def flags(name: str, *value: Any) -> str:

@@ -57,7 +57,7 @@ def loaded():
             )
         )
 
-    def load(cfg, say=flags):
+    def load(cfg, spell=flags):
         llm = once(cfg.model, cfg.speculation.strategy)
         llm.tokenizer.chat_template = cfg.chat_template
         return llm

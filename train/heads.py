@@ -20,7 +20,7 @@ from specjax.engine.sources import head_config, load_head
 from specjax.models.transformer import Params
 from specjax.parallel import distributed, sharding
 from specjax.spelling import SettingError, spelled
-from train.rollout_schema import SAY
+from train.rollout_schema import SPELL
 
 
 def starting_head(
@@ -57,7 +57,7 @@ def starting_head(
     try:
         return load_head(source, model, mesh)
     except SettingError as error:
-        raise ConfigError(spelled(error, SAY)) from error
+        raise ConfigError(spelled(error, SPELL)) from error
 
 
 def head_shapes(source: str, model: ModelConfig) -> tuple[ModelConfig, Params]:
@@ -72,7 +72,7 @@ def head_shapes(source: str, model: ModelConfig) -> tuple[ModelConfig, Params]:
         try:
             model = head_config(source, model)
         except SettingError as error:
-            raise ConfigError(spelled(error, SAY)) from error
+            raise ConfigError(spelled(error, SPELL)) from error
     model = model.replace(mtp_num_layers=max(model.mtp_num_layers, 1))
     return model, jax.eval_shape(lambda: init_head_params(model))
 

@@ -30,7 +30,7 @@ from specjax.parallel.context import Context
 from specjax.spelling import SettingError, spelled
 from train.logprobs import Transforms, processed_logprobs, token_logprobs
 from train.loss import Batch, LossFn
-from train.rollout_schema import SAY
+from train.rollout_schema import SPELL
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def own_family(path: str | None) -> None:
     try:
         add_family(path)
     except SettingError as error:
-        raise ConfigError(spelled(error, SAY)) from error
+        raise ConfigError(spelled(error, SPELL)) from error
 
 
 def init_opt_state(optimizer: optax.GradientTransformation, params: Params, mesh, axes: Axes):

@@ -30,7 +30,7 @@ from train.draft import DraftTrainer, head_of, inner_taps
 from train.logprobs import Transforms
 from train.loss import rl_loss
 from train.policy import PolicyTrainer
-from train.rollout_schema import SAY, RolloutSection
+from train.rollout_schema import SPELL, RolloutSection
 from train.schema import RLConfig
 
 Mesh = jax.sharding.Mesh | None  # None is one device, the first
@@ -195,7 +195,7 @@ def settle_drafting(cfg: RLConfig, has_head: bool) -> str:
     trained = "" if not with_head else f" ({cfg.draft.about_mode()})"
     if with_head and roll.head != "checkpoint":
         return f"draft: the head rollout.head={roll.head}{trained}"
-    return drafting.described(SAY) + trained
+    return drafting.described(SPELL) + trained
 
 
 def chunk_features(cfg: RLConfig, model: ModelConfig, evaluating: bool = False) -> Features:
@@ -213,7 +213,7 @@ def chunk_features(cfg: RLConfig, model: ModelConfig, evaluating: bool = False) 
     try:
         check_job("rollout", job, Limits(model, longest, len(job.stop_ids), None))
     except ValueError as error:
-        raise ConfigError(spelled(error, SAY)) from error
+        raise ConfigError(spelled(error, SPELL)) from error
     return features_of(job, model.vocab_size)
 
 
@@ -336,5 +336,5 @@ def build_programs(
     try:
         engines = build_engines(cfg, decoded, speculate, source, mesh, meshes)
     except ValueError as error:
-        raise ConfigError(f"rollout: {spelled(error, SAY)}") from error
+        raise ConfigError(f"rollout: {spelled(error, SPELL)}") from error
     return Programs(policy, draft, replica_drafts, *engines)

@@ -246,6 +246,6 @@ class RolloutSection(SamplingSection, SpeculationSettings):
 
 
 # How settings of the library are typed here.
-SAY = dotted(
+SPELL = dotted(
     {field.name: "rollout" for field in fields(RolloutSection)} | sections_of(RolloutSection)
 )

@@ -15,12 +15,12 @@ from specjax.models.families.dense import dense_config
 from specjax.parallel.distributed import DistributedConfig
 from specjax.parallel.sharding import MeshConfig
 from specjax.schema import Needs, at_least, option
-from specjax.spelling import Say
+from specjax.spelling import Spell
 from train.algo import DEFAULT, algo_section, with_objective
 from train.draft import DraftConfig
 from train.optim import OptimConfig
 from train.registry import REWARDS, TASKS
-from train.rollout_schema import PENALTIES, SAY, RolloutSection, SamplingSection
+from train.rollout_schema import PENALTIES, SPELL, RolloutSection, SamplingSection
 from train.rules import RL_ELSEWHERE, RL_RULES, SFT_ELSEWHERE, SFT_RULES
 
 
@@ -374,7 +374,7 @@ class EvalSection:
 class RLConfig:
     """`python -m train.rl`: GRPO with speculative rollouts and an online-trained draft head."""
 
-    say: ClassVar[Say] = staticmethod(SAY)
+    spell: ClassVar[Spell] = staticmethod(SPELL)
     rules: ClassVar[tuple[Needs, ...]] = RL_RULES
     elsewhere: ClassVar[Mapping[str, str]] = RL_ELSEWHERE
     renamed: ClassVar[dict[str, str]] = {

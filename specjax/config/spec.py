@@ -84,8 +84,8 @@ class SpecConfig:
             object.__setattr__(self, "draft_model", str(self.draft_model))
             if self.source not in ("auto", "model") and self.source in DRAFTS:
                 raise SettingError(
-                    lambda say: (
-                        f"{say('draft_model')} is given but {say('source')} is "
+                    lambda spell: (
+                        f"{spell('draft_model')} is given but {spell('source')} is "
                         f"{self.source!r}; choose one"
                     )
                 )
@@ -94,8 +94,8 @@ class SpecConfig:
         DRAFTS.check(self.source, others=("auto",))
         if self.source == "model" and self.draft_model is None:
             raise SettingError(
-                lambda say: (
-                    f"{say('source', 'model')} needs {say('draft_model')}, the directory of a "
+                lambda spell: (
+                    f"{spell('source', 'model')} needs {spell('draft_model')}, the directory of a "
                     "checkpoint"
                 )
             )
@@ -103,24 +103,24 @@ class SpecConfig:
             object.__setattr__(self, "source", "head")
         if self.draft_vocab is not None and self.draft_vocab < 1:
             raise SettingError(
-                lambda say: f"{say('draft_vocab')}: expected at least 1, got {self.draft_vocab}"
+                lambda spell: f"{spell('draft_vocab')}: expected at least 1, got {self.draft_vocab}"
             )
         if self.token_map is not None:
             object.__setattr__(self, "token_map", str(self.token_map))
         if self.source == "ngram" and (self.draft_vocab, self.token_map) != (None, None):
             raise SettingError(
-                lambda say: (
-                    f"{say('draft_vocab')} and {say('token_map')} are about heads and models, and "
-                    f"{say('source', 'ngram')} has no language-model head; leave them out"
+                lambda spell: (
+                    f"{spell('draft_vocab')} and {spell('token_map')} are about heads and models, "
+                    f"and {spell('source', 'ngram')} has no language-model head; leave them out"
                 )
             )
         if not 0 < self.tau < float("inf"):
             raise ValueError(f"tau must be a finite number greater than 0, got {self.tau}")
         if not 1 <= self.ngram_min <= self.ngram_max <= NGRAM_LIMIT:
             raise SettingError(
-                lambda say: (
-                    f"expected 1 <= {say('ngram_min')} <= {say('ngram_max')} <= {NGRAM_LIMIT}, got "
-                    f"{self.ngram_min} and {self.ngram_max}"
+                lambda spell: (
+                    f"expected 1 <= {spell('ngram_min')} <= {spell('ngram_max')} <= {NGRAM_LIMIT}, "
+                    f"got {self.ngram_min} and {self.ngram_max}"
                 )
             )
         if not self.is_off:

@@ -157,17 +157,17 @@ class Strategy:
             return self
         if not self.dynamic:
             raise SettingError(
-                lambda say: (
+                lambda spell: (
                     f"strategy {self.name!r} has {self.rows} rows, more than "
-                    f"{say('spec_verify_tokens')} = {rows}; raise it, or use a smaller or a "
+                    f"{spell('spec_verify_tokens')} = {rows}; raise it, or use a smaller or a "
                     "dynamic tree"
                 )
             )
         if rows <= self.steps:
             raise SettingError(
-                lambda say: (
+                lambda spell: (
                     f"strategy {self.name!r} needs a row for the root and for each of its "
-                    f"{self.steps} steps, and {say('spec_verify_tokens')} = {rows} cuts it below "
+                    f"{self.steps} steps, and {spell('spec_verify_tokens')} = {rows} cuts it below "
                     f"that; raise it to {self.steps + 1} or more, or take fewer steps"
                 )
             )

@@ -270,11 +270,11 @@ def common_strategy(strategies: Sequence[Strategy]) -> Strategy:
     static = [s for s in strategies if not (s.is_dynamic or s.is_chain)]
     if dynamic and static:
         raise SettingError(
-            lambda say: (
-                f"with {say('invariant', True)} all strategies run one program, and no tree holds "
-                f"both {dynamic[0].name!r} (a dynamic tree, whose nodes are chosen by score) and "
-                f"{static[0].name!r} (a static tree, whose nodes are fixed); use chains with one "
-                f"kind of tree, or {say('invariant', False)}"
+            lambda spell: (
+                f"with {spell('invariant', True)} all strategies run one program, and no tree "
+                f"holds both {dynamic[0].name!r} (a dynamic tree, whose nodes are chosen by score) "
+                f"and {static[0].name!r} (a static tree, whose nodes are fixed); use chains with "
+                f"one kind of tree, or {spell('invariant', False)}"
             )
         )
     if dynamic:

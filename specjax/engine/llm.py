@@ -45,7 +45,7 @@ from specjax.models.families import add_family
 from specjax.models.generation_config import asked_for, sampling_defaults
 from specjax.models.transformer import Params
 from specjax.parallel import sharding
-from specjax.spelling import Say, SettingError, checks_keywords, python
+from specjax.spelling import SettingError, Spell, checks_keywords, python
 from specjax.telemetry import Collector
 from specjax.tokenizer import (
     chat_ids,
@@ -87,7 +87,7 @@ class LLM:
         checkpoint's own generation_config.json; `none`, no one's; or a directory with one.
       replicas: independent engines of `max_batch` slots each, with `tp` devices each, fed from one
         queue.
-      say: names settings in notes, in what is logged, and in some errors, for programs in which
+      spell: names settings in notes, in what is logged, and in some errors, for programs in which
         users do not type Python.
       revision: branch, tag or commit of a Hugging Face id.
       family: a `specjax.interfaces.Family` of your own, `module:attribute`, for all checkpoints of
@@ -122,19 +122,19 @@ class LLM:
         control: ControlConfig | Mapping[str, Any] | str | None = None,
         replicas: int = 1,
         tp: int = 1,
-        say: Say = python,
+        spell: Spell = python,
         revision: str | None = None,
         generation_config: str = "auto",
         family: str | None = None,
     ):
         add_family(family)
         self.notes: list[str] = []
-        generation = asked_for(generation_config, say)
+        generation = asked_for(generation_config, spell)
         if isinstance(model, (str, Path)):
             found = load_model(find_model(model, revision), dtype, mesh)
             cfg, params, head = found.cfg, found.policy, found.head
             if (dtype, found.stored) != (AUTO, "float32"):  # else there was no choice
-                setting = say("dtype", found.stored)
+                setting = spell("dtype", found.stored)
                 self.notes.append(about_dtype(dtype, cfg.run.param_dtype, found.stored, setting))
             if tokenizer is None and found.tokenizer is not None:
                 tokenizer = load_tokenizer(found.tokenizer, required=False)
@@ -143,7 +143,7 @@ class LLM:
             cfg, params, head = model
         if max_batch < 1:
             raise SettingError(
-                lambda say: f"{say('max_batch')} must be at least 1, got {max_batch}"
+                lambda spell: f"{spell('max_batch')} must be at least 1, got {max_batch}"
             )
         self.drafting = settle_draft(spec, control, head is not None)
         spec, control = self.drafting.spec, self.drafting.control
@@ -163,9 +163,9 @@ class LLM:
             cfg, source, head = load_source(cfg, self.spec, head, tokenizer, mesh)
         # Without a head it is news, for a user may have forgotten to name what should draft.
         # Programs with a spelling of their own show the log, or say it themselves.
-        news = self.drafting.by_default and say is python
+        news = self.drafting.by_default and spell is python
         level = logging.WARNING if news else logging.INFO
-        log.log(level, "%s", self.drafting.described(say))
+        log.log(level, "%s", self.drafting.described(spell))
         self.cfg, self.tokenizer, self.mesh = cfg, tokenizer, mesh
         self.generation = cfg.generation if generation is None else generation
         self.max_batch, self.max_stop_tokens = max_batch, max_stop_tokens

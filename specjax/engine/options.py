@@ -41,26 +41,26 @@ def check_job(where: str, job: Job, limits: Limits) -> None:
     params, cfg = job.params, limits.cfg
     if job.limit == NO_LIMIT and len(job.prompt) >= limits.max_len:
         raise SettingError(
-            lambda say: (
+            lambda spell: (
                 f"{where} has {len(job.prompt)} tokens, which leaves no room below "
-                f"{say('max_len')} {limits.max_len}; shorten it, or raise {say('max_len')} (the "
-                f"model's own limit is {cfg.max_position})"
+                f"{spell('max_len')} {limits.max_len}; shorten it, or raise {spell('max_len')} "
+                f"(the model's own limit is {cfg.max_position})"
             )
         )
     if NO_LIMIT > job.limit > limits.max_len:
         raise SettingError(
-            lambda say: (
-                f"{where} has {len(job.prompt)} tokens and {say('max_tokens')} is "
-                f"{params.max_tokens}, together more than {say('max_len')} {limits.max_len}; "
-                f"shorten one, let {say('max_tokens', None)} take what fits, or raise "
-                f"{say('max_len')} (the model's own limit is {cfg.max_position})"
+            lambda spell: (
+                f"{where} has {len(job.prompt)} tokens and {spell('max_tokens')} is "
+                f"{params.max_tokens}, together more than {spell('max_len')} {limits.max_len}; "
+                f"shorten one, let {spell('max_tokens', None)} take what fits, or raise "
+                f"{spell('max_len')} (the model's own limit is {cfg.max_position})"
             )
         )
     if len(job.stop_ids) > limits.stop_width:
         raise SettingError(
-            lambda say: (
+            lambda spell: (
                 f"{where} has {len(job.stop_ids)} stop tokens, the model's own included; at most "
-                f"{limits.stop_width}; raise {say('max_stop_tokens', ...)}, or stop at strings "
+                f"{limits.stop_width}; raise {spell('max_stop_tokens', ...)}, or stop at strings "
                 "(stop)"
             )
         )

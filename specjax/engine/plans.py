@@ -39,10 +39,10 @@ def make_plans(
         strategies = (spec.resolve(),)
     if spec.adaptive_width and not any(strategy.is_dynamic for strategy in strategies):
         raise SettingError(
-            lambda say: (
-                f"{say('adaptive_width')} changes the width of dynamic trees, got strategies "
+            lambda spell: (
+                f"{spell('adaptive_width')} changes the width of dynamic trees, got strategies "
                 f"{', '.join(map(str, strategies))}; use one such as '6_4_16', or "
-                f"{say('adaptive_width', False)}"
+                f"{spell('adaptive_width', False)}"
             )
         )
     return {strategy.name: _plan(cfg, spec, source, strategy) for strategy in strategies}
@@ -97,10 +97,10 @@ def programs_of(plans: Mapping[str, Plan], most_rows: int) -> dict[str, Strategy
     common = common_strategy(strategies)
     if common.rows > most_rows:
         raise SettingError(
-            lambda say: (
-                f"with {say('invariant', True)} all strategies run one program, whose tree holds "
+            lambda spell: (
+                f"with {spell('invariant', True)} all strategies run one program, whose tree holds "
                 f"those of {', '.join(s.name for s in strategies)}: it has {common.rows} rows, "
-                f"more than {say('spec_verify_tokens')} = {most_rows}; raise it, or use smaller "
+                f"more than {spell('spec_verify_tokens')} = {most_rows}; raise it, or use smaller "
                 "trees or fewer of them"
             )
         )

@@ -146,10 +146,10 @@ class Runner:
             if self.pages < 2:
                 slots = f" beside {self.slot_bytes} bytes of slots" if self.slot_bytes else ""
                 raise SettingError(
-                    lambda say: (
-                        f"{say('cache_bytes')} {cache_bytes} is less than two pages of "
+                    lambda spell: (
+                        f"{spell('cache_bytes')} {cache_bytes} is less than two pages of "
                         f"{self.page_bytes} bytes, of which one is spare{slots}; raise it, or use "
-                        f"a smaller {say('page_size')}"
+                        f"a smaller {spell('page_size')}"
                     )
                 )
         self.params: Params | None = None

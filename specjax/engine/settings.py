@@ -78,15 +78,15 @@ class EngineConfig:
             raise _too_small("prefill_chunk", 16, self.prefill_chunk)
         if self.page_size is not None and self.page_size < 0:
             raise SettingError(
-                lambda say: (
-                    f"{say('page_size')} must be positive, or 0 for one page per sequence; "
+                lambda spell: (
+                    f"{spell('page_size')} must be positive, or 0 for one page per sequence; "
                     f"got {self.page_size}"
                 )
             )
 
 
 def _too_small(name: str, least: int, got: int) -> SettingError:
-    return SettingError(lambda say: f"{say(name)} must be at least {least}, got {got}")
+    return SettingError(lambda spell: f"{spell(name)} must be at least {least}, got {got}")
 
 
 def powers(batch: int, base: int) -> list[int]:
@@ -115,16 +115,16 @@ def require_speculation(spec: SpecConfig | None) -> None:
     """
     if spec is None:
         raise SettingError(
-            lambda say: (
-                f"{say('control')} chooses between ways to speculate, and {say('spec')} is "
-                f"None; give a SpecConfig, or no {say('control')}"
+            lambda spell: (
+                f"{spell('control')} chooses between ways to speculate, and {spell('spec')} is "
+                f"None; give a SpecConfig, or no {spell('control')}"
             )
         )
     if spec.is_off:
         raise SettingError(
-            lambda say: (
-                f"{say('control')} chooses between ways to speculate, and "
-                f"{say('strategy', 'off')} says that there is no speculation; leave one of them "
+            lambda spell: (
+                f"{spell('control')} chooses between ways to speculate, and "
+                f"{spell('strategy', 'off')} says that there is no speculation; leave one of them "
                 f"out ('off' may be one of the controller's strategies)"
             )
         )

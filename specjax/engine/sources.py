@@ -32,7 +32,7 @@ from specjax.models.rows import param_axes
 from specjax.models.transformer import Params, to_decode_layout
 from specjax.parallel import sharding
 from specjax.registry import DRAFTS
-from specjax.spelling import Say, SettingError, python
+from specjax.spelling import SettingError, Spell, python
 from specjax.weights import load_tokenizer
 
 
@@ -73,23 +73,23 @@ class Drafting(NamedTuple):
             return self.control.arms
         return (Strategy.OFF if self.spec is None else self.spec.resolve(),)
 
-    def described(self, say: Say = python, always_drafts: bool = False) -> str:
+    def described(self, spell: Spell = python, always_drafts: bool = False) -> str:
         """One line for the user: what drafts, why, and which setting changes it.
 
         Args:
-          say: spells settings as the user types them.
+          spell: spells settings as the user types them.
           always_drafts: for a program that refuses plain decoding, and in which `source="head"`
             gives a checkpoint without a head a random one.
         """
         spec = self.spec
         if self.strategies == (Strategy.OFF,):
             return "draft: none, by plain decoding"
-        others = {name: say("source", name) for name in ("head", "ngram") if name != spec.source}
+        others = {name: spell("source", name) for name in ("head", "ngram") if name != spec.source}
         if self.by_default and not always_drafts:
-            others["head"] = say("head", "random")
+            others["head"] = spell("head", "random")
         if spec.draft_model is None:
-            others["model"] = say("draft_model", "DIR")
-        ways = [*others.values(), *([] if always_drafts else [say("strategy", "off")])]
+            others["model"] = spell("draft_model", "DIR")
+        ways = [*others.values(), *([] if always_drafts else [spell("strategy", "off")])]
         change = f"to change it: {', '.join(ways[:-1])}{', or ' if ways[1:] else ''}{ways[-1]}"
         arms = self.strategies
         how = f"always {arms[0]}"
@@ -194,11 +194,12 @@ def load_source(
         cfg, head = load_head(spec.head_path, cfg, mesh)
     elif head is None:
         raise SettingError(
-            lambda say: (
-                f"the checkpoint has no draft head, and {say('source', spec.source)} with "
-                f"{say('head', spec.head)} asks for it; use {say('source', 'auto')} (n-grams, "
-                f"where there is no head), {say('source', 'ngram')}, {say('draft_model', 'DIR')}, "
-                f"{say('head', 'random')} to train one online, or {say('strategy', 'off')}"
+            lambda spell: (
+                f"the checkpoint has no draft head, and {spell('source', spec.source)} with "
+                f"{spell('head', spec.head)} asks for it; use {spell('source', 'auto')} (n-grams, "
+                f"where there is no head), {spell('source', 'ngram')}, "
+                f"{spell('draft_model', 'DIR')}, {spell('head', 'random')} to train one online, or "
+                f"{spell('strategy', 'off')}"
             )
         )
     return cfg, source_of(cfg, spec), head
@@ -297,7 +298,7 @@ def find_head(name: str) -> Path:
         return find_model(name)
     except ModelNotFoundError:
         raise SettingError(
-            lambda say: f"{say('head')}: expected checkpoint, random or a path, got {name!r}"
+            lambda spell: f"{spell('head')}: expected checkpoint, random or a path, got {name!r}"
         ) from None
 
 

@@ -74,10 +74,10 @@ class Unfinished:
         wanted, there = runner.pages_of(limit), runner.pages - 1
         if wanted > there:
             raise SettingError(
-                lambda say: (
+                lambda spell: (
                     f"{job.where} may take {wanted} cache pages of {runner.page_size} "
-                    f"positions, and there are {there}; raise {say('cache_bytes')} (a page takes "
-                    f"{runner.page_bytes} bytes), or lower {say('max_tokens')}"
+                    f"positions, and there are {there}; raise {spell('cache_bytes')} (a page takes "
+                    f"{runner.page_bytes} bytes), or lower {spell('max_tokens')}"
                 )
             )
         if progress is not None:

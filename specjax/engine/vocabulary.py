@@ -41,7 +41,9 @@ def draft_ids(cfg: ModelConfig, spec: SpecConfig) -> np.ndarray | None:
     if not 1 <= size <= len(listed):
         what = f"the vocabulary has {vocab} tokens" if name is None else f"{name} has {len(listed)}"
         raise SettingError(
-            lambda say: f"{say('draft_vocab')}: expected 1 to {len(listed)} ({what}), got {size}"
+            lambda spell: (
+                f"{spell('draft_vocab')}: expected 1 to {len(listed)} ({what}), got {size}"
+            )
         )
     return np.sort(listed[:size])
 
@@ -55,8 +57,8 @@ def read_token_map(name: str, vocab: int) -> np.ndarray:
 
     def refused(got: str) -> SettingError:
         return SettingError(
-            lambda say: (
-                f"{say('token_map')}: expected a file with a JSON list of different token ids "
+            lambda spell: (
+                f"{spell('token_map')}: expected a file with a JSON list of different token ids "
                 f"below {vocab}, the most frequent first, got {got}; a list that torch saved is "
                 'converted by `python -c "import json, torch; '
                 "json.dump(torch.load('map.pt').tolist(), open('map.json', 'w'))\"`"

@@ -35,7 +35,7 @@ from specjax.engine.request import InvalidLogitsError
 from specjax.engine.settings import EngineConfig
 from specjax.engine.sources import settle_draft
 from specjax.hub import find_model
-from specjax.spelling import Say, python
+from specjax.spelling import Spell, python
 from specjax.tokenizer import prompt_ids
 from specjax.verify.chi_square import ALPHA, LENGTH, WIDTH, chi_square_checks
 from specjax.verify.identity import identity_check
@@ -54,7 +54,7 @@ def load(
     spec: SpecConfig | None = None,
     dtype: str = AUTO,
     revision: str | None = None,
-    say: Say = python,
+    spell: Spell = python,
     control: ControlConfig | Mapping[str, Any] | str | None = None,
     attention: str = "auto",
 ) -> LLM:
@@ -65,7 +65,7 @@ def load(
     Args:
       model: a Hugging Face directory or id, or a GGUF file.
       revision: branch, tag or commit of an id.
-      dtype, say, control: see `LLM`. attention: see `EngineConfig`.
+      dtype, spell, control: see `LLM`. attention: see `EngineConfig`.
 
     Raises:
       ValueError, OSError, CheckpointError: the directory holds no checkpoint that can be read, or
@@ -93,7 +93,7 @@ def load(
         max_batch=batch,
         max_len=max_len,
         dtype=dtype,
-        say=say,
+        spell=spell,
         control=control,
         engine=EngineConfig(attention=attention),
     )

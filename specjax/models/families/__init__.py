@@ -48,8 +48,8 @@ def add_family(path: str | None) -> None:
     if not all(path.partition(":")):
         known = ", ".join(FAMILIES.names)
         raise SettingError(
-            lambda say: (
-                f"{say('family')}: expected a family of your own as 'package.module:attribute', "
+            lambda spell: (
+                f"{spell('family')}: expected a family of your own as 'package.module:attribute', "
                 f"got {path!r}; those that are known, {known}, need no setting: the checkpoint's "
                 "model_type says which it is"
             )
@@ -58,20 +58,20 @@ def add_family(path: str | None) -> None:
         family = FAMILIES.find(path)
     except ValueError as error:
         reason = str(error)
-        raise SettingError(lambda say: f"{say('family')}: {reason}") from error
+        raise SettingError(lambda spell: f"{spell('family')}: {reason}") from error
     if not isinstance(family, Family):
         lacking = [name for name in MEMBERS if not hasattr(family, name)]
         raise SettingError(
-            lambda say: (
-                f"{say('family')}: expected {FAMILIES.expected} at {path}, got "
+            lambda spell: (
+                f"{spell('family')}: expected {FAMILIES.expected} at {path}, got "
                 f"{type(family).__name__} without {', '.join(lacking)}"
             )
         )
     held = FAMILIES.rows.get(family.model_type)
     if held not in (None, _ROWS.get(family.model_type)) and FAMILIES.find(held) is not family:
         raise SettingError(
-            lambda say: (
-                f"{say('family')}: model_type {family.model_type!r} is that of {held} in this "
+            lambda spell: (
+                f"{spell('family')}: model_type {family.model_type!r} is that of {held} in this "
                 f"process, expected no other, got another, {path}; give one of the two a "
                 "model_type of its own, or use a process for each"
             )
