@@ -15,9 +15,13 @@ classes.
     Objective  what the policy is trained on
     Task       what a row of a data set means
 
-Letters name dimensions: B slots, T rows of a tree or of a piece of a prompt, D width, L layers,
-N query heads, K key and value heads, H head size, P pages, S positions of a page, X pages of a
-sequence, E tokens that a round can emit, V vocabulary.
+Letters name dimensions: B slots (rows of the running batch), T rows of a tree or of a piece of a
+prompt, S positions of a packed row in training, L layers, D width, N query heads, K key and value
+heads, H head size, E experts, V vocabulary, G samples per prompt. Further ones: P pages of a pool,
+X pages of one sequence, A = steps + 1 rows of an accepted path (the tokens that a round can emit at
+most), C columns of a proposal, R rows of a level of the tree or packed rows of a micro-batch, W
+words of 32 bits, M layers that record facts; other dimensions are written as words. `B T` with a
+star, `*B T`, may lack B: then all slots share the array.
 
 This module imports nothing of specjax.
 """
@@ -33,13 +37,15 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 Params = dict[str, Any]  # nested dicts of arrays, or of `Weight` where decoding has its own layout
-Table = Int[Array, "B X"] | None  # page of each stretch of positions; None: page b is sequence b's
+# The pages of each sequence, in the order of its positions; None: sequence b has page b to itself.
+Table = Int[Array, "B X"] | None
 
 
 # --- parameters -----------------------------------------------------------------------------------
 
 
-# Logical axes of arrays by their names: of the last dimensions, for some are stacked.
+# Logical axes of arrays, by the names of the arrays. They are those of the last dimensions: an array
+# may be stacked with others, with further dimensions in front.
 Axes = Mapping[str, tuple[str | None, ...]]
 
 
@@ -47,9 +53,10 @@ class Fused(NamedTuple):
     """The array in which decoding joins one parameter with others, see `Param`.
 
     Attributes:
-      name: of the joined array. order: of this parameter in it.
+      name: name of the joined array.
+      order: place of this parameter in the joined array.
       copies: None: parameters are joined along the last axis. A number: a parameter [H] is repeated
-        so often along a new axis before the last, and they are joined along that axis.
+        this many times along a new axis before the last, and parameters are joined along that axis.
     """
 
     name: str
@@ -58,7 +65,15 @@ class Fused(NamedTuple):
 
 
 class TensorSlice(NamedTuple):
-    """A slice of a tensor along one axis, whose length is `size`."""
+    """A slice of a tensor along one axis.
+
+    Attributes:
+      axis: axis of the tensor.
+      start: first index of the slice.
+      stop: index before which the slice ends.
+      size: length of the whole tensor along that axis.
+      step: distance between two indices of the slice.
+    """
 
     axis: int
     start: int
@@ -75,10 +90,10 @@ class Stored(NamedTuple):
     """A tensor of a checkpoint's files, or a part of one, that holds an array.
 
     Attributes:
-      name: of the tensor; for an array of a layer, the name after `Family.layer_prefix`.
-      transpose: the last two axes are the other way round in the file, `[out, in]`.
-      part: of the tensor as it is in the file; several arrays may be parts of one tensor, and must
-        fill it together. None: all of it.
+      name: name of the tensor; for an array of a layer, without `Family.layer_prefix`.
+      transpose: whether the last two axes are the other way round in the file, `[out, in]`.
+      part: slice of the tensor, as it is in the file, that holds the array. Several arrays may be
+        parts of one tensor, and must fill it together. None: the array is the whole tensor.
     """
 
     name: str
@@ -86,7 +101,8 @@ class Stored(NamedTuple):
     part: TensorSlice | None = None
 
 
-# Several are stacked along a first axis of the array: matrices of experts, a tensor each.
+# Where files hold an array. A tuple of tensors is stacked along the array's first axis, such as the
+# matrices of experts, one tensor each.
 Place = Stored | tuple[Stored, ...] | None
 
 
@@ -97,18 +113,20 @@ class Param:
     Initialising, loading, exporting, sharding, fusing and comparing weights read these rows.
 
     Attributes:
-      shape: in memory; projections are `[in, out]`.
-      axes: a logical axis per dimension, see `specjax.parallel.sharding.PHYSICAL`; None is never
-        split.
-      stored: its place in files, unless the `Family` says otherwise; None: only a family knows.
-      init: standard deviation of random values; None: all ones; 0: all zeros.
-      residual: its output is added to the residual stream: random values are divided by the root
-        of twice the number of layers, as in GPT-2.
-      matrix: activations are multiplied with it, so that it may become a `Weight`. The last two
-        dimensions are those of a matrix; dimensions in front number matrices, such as experts.
-      table: its rows are looked up, as in an embedding; it may become a `Weight`, too.
-      fused: the joined array that holds it where decoding fuses projections that share their input;
-        None: it is not fused.
+      shape: shape of the array in memory; projections are `[in, out]`.
+      axes: logical axis of each dimension, see `specjax.parallel.sharding.PHYSICAL`; a dimension
+        whose axis is None is never split.
+      stored: where files hold the array, unless the `Family` says otherwise; None: only a family
+        knows.
+      init: standard deviation of random initial values; None: all ones; 0: all zeros.
+      residual: whether the product with this matrix is added to the residual stream: its random
+        values are then divided by the root of twice the number of layers, as in GPT-2.
+      matrix: whether activations are multiplied with the array, so that it may become a `Weight`.
+        Its last two dimensions are then those of a matrix; dimensions in front number matrices,
+        such as experts.
+      table: whether rows of the array are looked up, as in an embedding; it may become a `Weight`.
+      fused: the joined array that holds this one where decoding fuses projections that share their
+        input; None: it is not fused.
     """
 
     shape: tuple[int, ...]
@@ -127,13 +145,18 @@ class Param:
 class Memory(NamedTuple):
     """What a layer, or a whole model, keeps of each sequence between forward passes.
 
-    In that of a model both are tuples with an entry per layer; where layers are scanned, per layer
-    of the repeating pattern, with the repetitions in an axis of their own (see `specjax.memory`).
+    Pages grow with a sequence. A slot is the part of fixed size that a sequence has in a layer: its
+    recurrent state. It is called so because row b of the array belongs to slot b of the batch.
+
+    In the memory of a model both attributes are tuples with one entry per layer. Where layers are
+    scanned they have one entry per layer of the repeating pattern, and the repetitions are an axis
+    of their own (see `specjax.memory`).
 
     Attributes:
-      pages: arrays [P K S H] of keys and values, which tables point into; None: there are none.
-      slots: arrays with the sequences in front [B ..], of fixed size, such as recurrent states;
-        None: there are none.
+      pages: arrays [P K page_size H] of keys and values, which tables point into; None: the layer
+        keeps no keys and values.
+      slots: arrays [B ..] of fixed size, such as recurrent states; None: the layer has no such
+        state.
     """
 
     pages: Any
@@ -144,8 +167,9 @@ class Scratch(NamedTuple):
     """What the rows of a forward pass would add to a `Memory`, if they were accepted.
 
     Attributes:
-      pages: the rows as they will be written to pages [B K T H], in a tree like that of the pages.
-      slots: what `Mixer.advance` needs of each row [B T ..].
+      pages: arrays [B K T H] of rows as they will be written to pages, in a tree of the same
+        structure as `Memory.pages`.
+      slots: arrays [B T ..] that `Mixer.advance` needs of each row.
     """
 
     pages: Any
@@ -153,7 +177,12 @@ class Scratch(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """The bytes of one page and of one slot of a `Memory`."""
+    """The size of a `Memory`.
+
+    Attributes:
+      page: bytes of one page, in all layers.
+      slot: bytes of one slot, in all layers.
+    """
 
     page: int
     slot: int
@@ -161,7 +190,13 @@ class Cost(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """The sizes of a memory: sequences, pages, and positions per page."""
+    """The dimensions of a `Memory`.
+
+    Attributes:
+      slots: number of sequences.
+      pages: number of pages in the pool.
+      page_size: positions per page.
+    """
 
     slots: int
     pages: int
@@ -173,22 +208,24 @@ class Where:
     """The positions of the rows of a forward pass, and which rows each of them sees.
 
     Attributes:
-      form: `train` (packed rows [B S], causal within segments), `tree` (rows of a tree, or a piece
-        of a prompt as a chain, behind a prefix that the memory holds), or `by_position` (as `tree`,
-        each row attending to its ancestors in the order of their positions: invariant mode).
-      positions: [B T] for RoPE: that of the root plus the row's depth.
-      segments: [B S] in training; 0 is padding.
-      prefix: [B] positions that the memory holds of each sequence; 0 where a slot does not run: its
-        rows are not used and should cost no time.
-      visible: [T W] or [B T W] words of bits: bit j is set iff row j is the row or an ancestor of
-        it. Earlier rows, which `scratch` holds, are numbered first.
-      held: the number of those earlier rows (a Python integer).
-      path_rows, depth: rows of each row's path from the root down, and its depth; None where row 0
+      form: which rows the pass has. `train`: packed rows [B S], causal within segments. `tree`:
+        rows of a tree, or a piece of a prompt as a chain, behind a prefix that the memory holds.
+        `by_position`: as `tree`, and each row attends to its ancestors in the order of their
+        positions (invariant mode).
+      positions: [B T] position of each row, for RoPE: the root's position plus the row's depth.
+      segments: [B S] segment of each position in training; 0 is padding.
+      prefix: [B] number of positions that the memory holds of each sequence; 0 where a slot does
+        not run: its rows are not used and should cost no time.
+      visible: [T W] or [B T W] words of bits: bit j of row t is set iff row j is row t or an
+        ancestor of it. Earlier rows, which `scratch` holds, are numbered first.
+      held: number of those earlier rows (a Python integer).
+      path_rows: [T A] or [B T A] rows on the path from the root down to each row; None where row 0
         is not the root of a tree (there are earlier rows, or it is a piece of a prompt).
+      depth: [T] or [B T] depth of each row; None as `path_rows`.
       table: the pages of each sequence.
-      angles: `Mixer.rotation` of each rotary embedding, with its cosines and sines here.
-      kernel: the backend whose operations run, see `specjax.kernels.dispatch`.
-      context: how the tokens of packed rows are split over devices.
+      angles: pairs of a `Mixer.rotation` and its cosines and sines at `positions`.
+      kernel: name of the backend whose operations run, see `specjax.kernels.dispatch`.
+      context: how the tokens of packed rows are split over devices; None: they are not.
     """
 
     form: str
@@ -197,7 +234,7 @@ class Where:
     prefix: Int[Array, " B"] | None = None
     visible: UInt32[Array, "*B T W"] | None = None
     held: int = 0
-    path_rows: Int[Array, "*B T P"] | None = None
+    path_rows: Int[Array, "*B T A"] | None = None
     depth: Int[Array, "*B T"] | None = None
     table: Table = None
     angles: tuple[tuple[Any, tuple[Array, Array]], ...] = ()
@@ -208,11 +245,11 @@ class Where:
         """Returns the cosines and sines of one of the model's rotary embeddings."""
         return next(angles for which, angles in self.angles if which == rotation)
 
-    def sees(self, rows: int) -> Bool[Array, "*B T R"]:
-        """The mask [.. T R] of a causal layer: whether row t is row j or one of its descendants.
+    def sees(self, rows: int) -> Bool[Array, "*B T rows"]:
+        """Returns the mask [.. T rows] of a causal layer: whether row t is row j or a descendant.
 
         Args:
-          rows: R, earlier rows included.
+          rows: number of rows that may be seen, earlier rows included.
         """
         if self.form == "train":
             same = self.segments[:, :, None] == self.segments[:, None, :]
@@ -231,8 +268,8 @@ class Forward(NamedTuple):
       x: [B T D] states before the final norm.
       scratch: what the rows would add to the memory, see `specjax.memory.commit`: a tuple of
         `Scratch`, laid out as the layers of a `Memory`. None in training.
-      taps: [B T D] each, the hidden states that were asked for, in that order.
-      records: [B T M ..] what the M layers that record facts say of each row, see `Mlp.run`; None:
+      taps: hidden states [B T D], one for each tap that was asked for, in that order.
+      records: [B T M ..] facts of each row, of the M layers that record any, see `Mlp.run`; None:
         there are no such layers.
     """
 
@@ -242,7 +279,7 @@ class Forward(NamedTuple):
     records: Int[Array, "B T M ..."] | None = None
 
     @property
-    def tapped(self) -> Float[Array, "B T N"]:
+    def tapped(self) -> Float[Array, "B T taps_width"]:
         """Returns the taps side by side in the last axis; no columns where there are none."""
         return jnp.concatenate(self.taps, axis=-1) if self.taps else self.x[..., :0]
 
@@ -258,9 +295,10 @@ class Family(Protocol):
     family chooses among them in `read`, and names them in `stored`.
 
     Attributes:
-      model_type: in config.json; the name in the table.
-      layer_prefix: how the names of a layer's tensors begin, with `{}` for its number from 0.
-      architecture: the class of transformers, for `architectures`.
+      model_type: the model's type in config.json, which is its name in the table.
+      architecture: name of the class of transformers, for `architectures` of config.json.
+      layer_prefix: how the names of a layer's tensors begin, with `{}` for the layer's number, from
+        0.
       head_style: how an MTP head is named in the model's own files, a name in `HEAD_STYLES` of
         `specjax.checkpoint.huggingface_names`; None: transformers has no head for it, and a head is
         written to a file of its own.
@@ -278,7 +316,7 @@ class Family(Protocol):
         afterwards.
 
         Args:
-          keys: a `specjax.checked_json.Keys`.
+          keys: the keys of config.json, a `specjax.checked_json.Keys`.
 
         Raises:
           CheckpointError: a key is absent, or has an invalid value.
@@ -293,11 +331,13 @@ class Family(Protocol):
         """
 
     def stored(self, cfg: Any, layer: Any | None) -> Mapping[str, Place]:
-        """Returns where files hold a layer's arrays, by the names of `models.rows.layer_rows`.
+        """Returns where files hold arrays, by the names of the arrays.
+
+        There must be an entry for each row of `specjax.models.rows.layer_rows`, or of `top_rows`
+        for the arrays outside the layers, the language-model head included although it may be tied.
 
         Args:
-          layer: None: the arrays outside the layers, `specjax.models.rows.top_rows`, with the
-            language-model head, although it may be tied.
+          layer: layer whose arrays are asked for; None: the arrays outside the layers.
         """
 
     def zeros(self, cfg: Any, layer: Any) -> Mapping[str, tuple[int, ...]]:
@@ -315,9 +355,9 @@ class Mixer(Protocol):
     multiply by `specjax.weights.matrix.dot`, which takes either.
 
     Attributes:
-      kind: a name for messages and sizes. What a mixer computes is told by its class, not by this.
-      rotation: a hashable key of the angles of its rotary embedding; layers with equal keys share
-        them. None: it has no rotary embedding, and needs no method `angles`.
+      kind: name for messages and sizes. What a mixer computes is told by its class, not by this.
+      rotation: hashable key of the angles of the mixer's rotary embedding; layers with equal keys
+        share the angles. None: it has no rotary embedding, and needs no method `angles`.
     """
 
     kind: str
@@ -327,7 +367,7 @@ class Mixer(Protocol):
         """Returns the rows of the mixer's arrays by name, without the layer's norm.
 
         Args:
-          width: D of the model.
+          width: width D of the model.
         """
 
     def angles(
@@ -340,10 +380,11 @@ class Mixer(Protocol):
         """
 
     def empty(self, run: Any, room: Room) -> Memory:
-        """Makes the memory of one layer, as before the first token of every sequence.
+        """Makes the memory of one layer, as it is before the first token of every sequence.
 
         Args:
-          run: the `RunConfig`, for the dtype.
+          run: the `RunConfig`, which says the dtype.
+          room: dimensions of the memory.
         """
 
     def run(
@@ -360,10 +401,13 @@ class Mixer(Protocol):
         (see `specjax.memory.with_marked_keys`).
 
         Args:
-          memory: of this layer, read only. None in training.
+          w: arrays of the layer.
+          x: states of the rows, normed.
+          where: positions of the rows, and which rows each of them sees.
+          memory: memory of this layer, read only. None in training.
           scratch: buffers with room for all rows of a round, whose first `where.held` rows are
-            filled; it is returned with these rows filled in as well, see
-            `specjax.memory.append_rows`. None: these rows are the first.
+            filled; the method returns them with these rows filled in as well, see
+            `specjax.memory.append_rows`. None: there are no earlier rows.
 
         Raises:
           NotImplementedError: it cannot run with `where.context`, or with `scratch`; the message
@@ -384,8 +428,8 @@ class Mixer(Protocol):
         in every later step, this one included.
 
         Args:
-          where: of the form `train`.
-          earlier: what `run` returned for the first step, then what this method returned.
+          where: positions of the form `train`.
+          earlier: scratch of the earlier steps: that of `run` first, then those of this method.
         """
 
     def advance(self, slots: Any, rows: Any, count: Int[Array, " B"]) -> Any:
@@ -395,9 +439,10 @@ class Mixer(Protocol):
         to them as they are.
 
         Args:
-          rows: `Scratch.slots` of the path's E rows [B E ..].
-          count: 0 where a sequence does not run, whose slot must stay as it is. Rows past it may
-            hold anything, NaN included.
+          slots: `Memory.slots` of the layer.
+          rows: `Scratch.slots` [B A ..] of the rows of the path.
+          count: [B] number of accepted rows; 0 where a sequence does not run, whose slot must stay
+            as it is. Rows past it may hold anything, NaN included.
         """
 
 
@@ -408,7 +453,7 @@ class Mlp(Protocol):
     `specjax.weights.matrix.dot`.
 
     Attributes:
-      kind: a name, as of a `Mixer`.
+      kind: name for messages and sizes.
     """
 
     kind: str
@@ -426,10 +471,13 @@ class Mlp(Protocol):
         """Computes rows, without the residual, and facts of each, such as the experts it chose.
 
         Facts are int32, and of one shape in all layers of a model that have any; None: the layer
-        has none. Those of emitted tokens are returned with them (`SampleOutput.records`), and a
-        trainer gives them back.
+        has none. The facts of emitted tokens are returned with the tokens
+        (`SampleOutput.records`), and a trainer gives them back.
 
         Args:
+          w: arrays of the layer.
+          x: states of the rows, normed.
+          where: positions of the rows.
           given: facts to use again; negative for rows that must choose anew. None: all rows choose.
         """
 
@@ -441,14 +489,14 @@ class DraftNeeds(NamedTuple):
     """What a draft needs of the target and of the engine.
 
     Attributes:
-      taps: hidden states of the target: a number of layers that have run (0: the embeddings), or
-        `pre_norm` and `post_norm`, before and after the final norm. Several are joined along the
-        last axis.
-      states: for how many positions before the root it needs these states to begin.
-      window: how many states of roots it remembers while plain decoding runs, which gives them to
-        `commit`; 0: none are kept for it.
-      siblings: it drafts for one slot from the tokens of others.
-      history: it drafts from samples that have ended, see `Draft.feed`.
+      taps: hidden states of the target that the draft is given. A number: the states after this
+        many layers (0: the embeddings); `pre_norm` and `post_norm`: before and after the final
+        norm. Several taps are joined along the last axis, which is taps_width wide.
+      states: number of positions before the root whose states the draft needs to begin.
+      window: number of states of roots that the draft remembers while plain decoding runs, which
+        gives them to `commit`; 0: none are kept for it.
+      siblings: whether it drafts for one slot from the tokens of others.
+      history: whether it drafts from samples that have ended, see `Draft.feed`.
     """
 
     taps: tuple[int | str, ...] = ()
@@ -459,7 +507,12 @@ class DraftNeeds(NamedTuple):
 
 
 class FinishedSample(NamedTuple):
-    """A sample that has ended: the tokens of its prompt, and the generated ones."""
+    """A sample that has ended.
+
+    Attributes:
+      prompt: token ids of its prompt.
+      tokens: token ids that were generated.
+    """
 
     prompt: Sequence[int]
     tokens: Sequence[int]
@@ -468,15 +521,17 @@ class FinishedSample(NamedTuple):
 class Level(NamedTuple):
     """The R rows that a draft step expands, all at one depth of the tree.
 
-    Rows that were expanded in this round are numbered in order: `offset` came in earlier levels,
-    these follow, and there will be `total` in all (Python integers).
+    The rows that a round expands below the root are numbered in order, level after level.
 
     Attributes:
-      step: their depth, 1 or more.
-      tokens: [B R]; negative where a row is not valid.
-      parents: [R] or [B R], index of each row's parent among the rows of the previous call; the
+      step: depth of these rows, 1 or more.
+      offset: number of rows that earlier levels expanded (a Python integer).
+      total: number of rows that all levels of the round expand (a Python integer).
+      tokens: [B R] token of each row; negative where a row is not valid.
+      parents: [R] or [B R] index of each row's parent among the rows of the previous call; the
         first call, `begin`, has one row: the root.
-      visible: [R W] or [B R W] bit j is set iff expanded row j is the row or an ancestor of it.
+      visible: [R W] or [B R W] words of bits: bit j is set iff expanded row j is the row or an
+        ancestor of it.
       path: [B R step] tokens from below the root down to the row itself.
     """
 
@@ -486,17 +541,17 @@ class Level(NamedTuple):
     tokens: Int[Array, "B R"]
     parents: Int[Array, "..."]
     visible: UInt32[Array, "... R W"]
-    path: Int[Array, "B R P"]
+    path: Int[Array, "B R step"]
 
 
 class Proposal(NamedTuple):
     """The tokens that a draft proposes below R rows, with their scores.
 
     Attributes:
-      scores: [B R C] raw logits, float32; -inf is a token that is not proposed.
-      ids: the target's token ids of the columns: [C], ascending, for all rows, or [B R C] for each
-        row; None: C is the whole vocabulary, in order. The vocabulary size stands for no token, any
-        number of times; another id that occurs twice counts once.
+      scores: [B R C] raw logits, float32; -inf: the token is not proposed.
+      ids: the target's token id of each column: [C], ascending, for all rows, or [B R C] for each
+        row; None: C is the whole vocabulary, in order. The vocabulary size stands for no token, and
+        may occur any number of times; another id that occurs twice counts once.
     """
 
     scores: Float[Array, "B R C"]
@@ -504,7 +559,7 @@ class Proposal(NamedTuple):
 
 
 class Draft(Protocol):
-    """Proposes tokens. Whatever it proposes, however wrong, costs time and changes no token.
+    """A draft source: it proposes tokens. A wrong proposal costs time and changes no token.
 
     Implementations are frozen dataclasses, static in compiled programs; parameters and memory are
     passed to them. A class that inherits from this one must write `begin` and `step`; the other
@@ -519,8 +574,8 @@ class Draft(Protocol):
     read tokens, length, finish, keys, options and table; its own memory is `state.draft`.
 
     Attributes:
-      needs: what it asks of the target and of the engine.
-      network: the `ModelConfig` of the network that drafts; None: there is none.
+      needs: what the draft asks of the target and of the engine.
+      network: the `ModelConfig` of the network that drafts; None: there is no network.
     """
 
     needs: DraftNeeds = DraftNeeds()
@@ -531,10 +586,11 @@ class Draft(Protocol):
         """Makes the draft for a target.
 
         Args:
-          target: its `ModelConfig`. spec: the `SpecConfig` that names this draft.
+          target: the target's `ModelConfig`.
+          spec: the `SpecConfig` that names this draft.
 
         Raises:
-          ValueError: more must be known than these two.
+          ValueError: the draft cannot be made from these two alone.
         """
         return cls()
 
@@ -547,7 +603,10 @@ class Draft(Protocol):
         return {}
 
     def init(self, seed: int) -> Params:
-        """Random parameters in the layout in which it is trained; asked for where it is trained."""
+        """Makes random parameters, in the layout in which the draft is trained.
+
+        Optional: without it a draft is not trained.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} cannot be trained: it has no method `init`; leave it as it is"
         )
@@ -555,7 +614,7 @@ class Draft(Protocol):
     def unroll(
         self,
         params: Params,
-        states: Float[Array, "R S N"],
+        states: Float[Array, "R S taps_width"],
         embedded: Sequence[Float[Array, "R S D"]],
         positions: Int[Array, "R S"],
         segments: Int[Array, "R S"],
@@ -566,14 +625,17 @@ class Draft(Protocol):
         Only `params` is differentiated. Optional: without it a draft is not trained.
 
         Args:
-          params: as `init` makes them.
-          states: the target's, those of `needs.taps` side by side.
-          embedded: entry s holds the target's embedding of the token 1 + s behind each row.
-          segments: 1, 2, ... along a row; 0 is padding. context: how rows are split over devices.
+          params: parameters as `init` makes them.
+          states: hidden states of the target, those of `needs.taps` side by side.
+          embedded: for each step s the target's embedding of the token 1 + s positions behind each
+            row.
+          positions: position of each token in its segment.
+          segments: 1, 2, ... along a row, one number per segment; 0 is padding.
+          context: how rows are split over devices; None: they are not.
 
         Returns:
-          per step, states for the target's language-model head; row t of step s predicts the token
-          2 + s behind it.
+          for each step s, states for the target's language-model head, of which row t predicts the
+          token 2 + s positions behind it.
         """
         raise NotImplementedError(
             f"{type(self).__name__} cannot be trained: it has no method `unroll`; leave it as it is"
@@ -591,17 +653,19 @@ class Draft(Protocol):
         return {}
 
     def pack(self, params: Params) -> Params:
-        """Puts parameters into the format that the network's config has chosen for matrices."""
+        """Converts parameters to the number format that the network's config says for matrices."""
         return params
 
     def columns(self, params: Params, target: Params, ids: Int[Array, " C"]) -> Params:
-        """Makes the entry `vocabulary` of its parameters, to draft from some tokens only.
+        """Makes the entry `vocabulary` of the draft's parameters, to draft from some tokens only.
 
         Args:
-          params: its own, packed. target: the target's, in their decode layout. ids: ascending.
+          params: the draft's parameters, packed.
+          target: the target's parameters, in their decode layout.
+          ids: token ids that are drafted from, ascending.
 
         Raises:
-          ValueError: it always drafts from all.
+          ValueError: this draft always drafts from the whole vocabulary.
         """
         raise ValueError(
             f"{type(self).__name__} cannot draft from a part of the vocabulary: it has no method "
@@ -611,7 +675,7 @@ class Draft(Protocol):
     def store(self) -> Any:
         """Makes the NumPy arrays that `feed` fills, before any sample has ended.
 
-        They are the entry `history` of its parameters, on every device. Called where
+        The arrays are the entry `history` of the draft's parameters, on every device. Called where
         `needs.history` is set.
         """
         raise NotImplementedError(
@@ -626,7 +690,8 @@ class Draft(Protocol):
         request drew with its own noise must not decide its drafts when it runs again.
 
         Args:
-          store: as `store` or `feed` returned it; it may be changed in place.
+          store: arrays that `store` or `feed` returned; they may be changed in place.
+          samples: samples that have ended since the last call.
         """
         raise NotImplementedError(
             f"{type(self).__name__} asks for samples by `needs.history`, and has no method "
@@ -634,7 +699,7 @@ class Draft(Protocol):
         )
 
     def margin(self, steps: int) -> int:
-        """Counts the positions past the longest sequence that rounds of so many steps write to."""
+        """Counts the positions past the longest sequence that rounds of `steps` steps write to."""
         return 0
 
     def cost(self, page_size: int) -> Cost:
@@ -644,7 +709,7 @@ class Draft(Protocol):
     def empty(self, room: Room, steps: int) -> Memory:
         """Makes the memory of the draft, as it is between chunks of rounds of up to `steps` steps.
 
-        Pages are reached by the tables of the target's.
+        Its pages are numbered as the target's, and reached by the same tables.
         """
         return Memory(None, None)
 
@@ -653,72 +718,102 @@ class Draft(Protocol):
         model: Any,
         params: Params,
         pages: Any,
-        tokens: Int[Array, "R N"],
-        start: Int[Array, " R"],
-        hidden: Float[Array, "R T D"],
+        tokens: Int[Array, "prompts T+states"],
+        start: Int[Array, " prompts"],
+        hidden: Float[Array, "prompts T taps_width"],
         table: Table,
         run: int = 1,
     ) -> Any:
-        """Writes positions start .. start + T - 1 of R prompts to its pages, behind those before.
+        """Writes positions start .. start + T - 1 of prompts to its pages, behind earlier ones.
 
         Args:
-          tokens: from `start` on, N = T + needs.states of them; what is not known yet is arbitrary.
-          hidden: the target's states, see `DraftNeeds.taps`.
-          run: rows that lie in one page, see `specjax.memory.commit_rows`; it divides start and T.
+          model: the target.
+          params: parameters of the draft.
+          pages: pages of the draft.
+          tokens: T + `needs.states` tokens from `start` on; tokens that are not known yet are
+            arbitrary.
+          start: first position of each prompt that is written.
+          hidden: the target's states at the T positions, see `DraftNeeds.taps`.
+          table: the pages of each prompt.
+          run: number of consecutive rows that are sure to lie in one page, see
+            `specjax.memory.commit_rows`; it divides start and T.
+
+        Returns:
+          the pages.
         """
         return pages
 
     def start(
         self,
-        tokens: Int[Array, "R P"],
-        prompt_len: Int[Array, " R"],
-        states: Float[Array, "R Q D"] | None,
+        tokens: Int[Array, "prompts max_len"],
+        prompt_len: Int[Array, " prompts"],
+        states: Float[Array, "prompts states taps_width"] | None,
     ) -> Any:
-        """Makes the slots of R sequences at their beginning.
+        """Makes the slots of sequences at their beginning.
 
         Args:
-          tokens: the first `prompt_len` are the prompt.
-          states: of the last Q = needs.states positions before the root; None: it needs none.
+          tokens: tokens of each sequence, of which the first `prompt_len` are its prompt.
+          prompt_len: length of each prompt.
+          states: hidden states of the last `needs.states` positions before the root; None: the
+            draft needs none.
         """
         return None
 
     def resume(self, model: Any, params: Params, state: Any, steps: int) -> Memory:
-        """Makes the memory ready for rounds of `steps` steps, after any number of plain rounds."""
+        """Makes the memory ready for rounds of `steps` steps, after any number of plain rounds.
+
+        Called before the first speculative round of a batch.
+        """
         return state.draft
 
     def pause(self, memory: Memory, between: Any) -> Memory:
-        """Returns memory as it is between chunks, with slots of the shapes of `between`."""
+        """Makes the memory ready to be kept between chunks, after the last round of a batch.
+
+        Args:
+          memory: memory of the draft after the batch's rounds.
+          between: slots whose shapes the result has.
+        """
         return memory
 
     def begin(
         self, model: Any, params: Params, state: Any, steps: int, total: int
     ) -> tuple[Proposal, Any]:
-        """Reads the tokens of the last round; returns what may follow the root, and its work.
-
-        Work is what one call of a round hands to the next.
+        """Reads the tokens of the last round; proposes what may follow the root.
 
         Args:
-          total: rows that all levels of the round expand, without the root.
+          model: the target.
+          params: parameters of the draft.
+          state: decode state of the batch.
+          steps: number of levels of the tree.
+          total: number of rows that all levels of the round expand, without the root.
+
+        Returns:
+          the proposal, and work: whatever this call hands to the next call of the round.
         """
         raise NotImplementedError(f"{type(self).__name__} drafts nothing: write its method `begin`")
 
     def step(self, model: Any, params: Params, work: Any, level: Level) -> tuple[Proposal, Any]:
-        """Proposes what may follow each row of a level; returns work for the next level as well."""
+        """Proposes what may follow each row of a level; returns the proposal and new work."""
         raise NotImplementedError(
             f"{type(self).__name__} drafts one level alone: write its method `step`"
         )
 
     def commit(
-        self, memory: Memory, work: Any, hidden: Float[Array, "B E D"], count: Int[Array, " B"]
+        self,
+        memory: Memory,
+        work: Any,
+        hidden: Float[Array, "B A taps_width"],
+        count: Int[Array, " B"],
     ) -> Memory:
         """Advances the memory over the tokens that were emitted.
 
         Args:
-          work: of the round's last `step`, or of `begin` where there was none; None after rounds of
-            plain decoding.
+          memory: memory of the draft.
+          work: the work that the round's last `step` returned, or `begin` where there was no
+            `step`; None after rounds of plain decoding.
           hidden: the target's states of the rows that decided these tokens, the root's first. After
-            plain decoding without `needs.window`, E and D are 0.
-          count: tokens emitted; 0 where a slot does not run, whose memory may not change.
+            plain decoding without `needs.window`, A and taps_width are 0.
+          count: number of tokens emitted; 0 where a slot does not run, whose memory may not change.
         """
         return memory
 
@@ -731,13 +826,14 @@ class Weight(Protocol):
 
     Implementations are pytrees. They are stacked and sliced leaf by leaf (layers of a scan, experts
     of an mlp), so sizes must come from the leaves. A class may also have `experts(x, ids)`, on a
-    stack of N, as the function of that name in `specjax.weights.matrix`; without it that function
-    multiplies by one matrix after the other.
+    stack of E matrices, as the function of that name in `specjax.weights.matrix`; without it that
+    function multiplies by one matrix after the other. I and O are the input and output size.
 
     Attributes:
-      exact: of the class: it rounds no number, so that tokens stay what they are. Only such formats
-        are taken by `auto`, and have their checksums compared where weights arrive.
-      line: of the class: what is logged at start where it is chosen.
+      exact: whether the format rounds no number, so that tokens stay what they are (a class
+        attribute). `auto` takes only such formats, and only they have their checksums compared
+        where weights arrive.
+      line: text that is logged at start where the format is chosen (a class attribute).
     """
 
     exact: bool
@@ -759,17 +855,18 @@ class Weight(Protocol):
         """Converts a matrix to this format, inside a jit; None: it stays an array.
 
         Args:
-          table: its rows are looked up, and its transpose may be multiplied with.
+          array: the matrix.
+          table: whether rows of the matrix are looked up, and its transpose may be multiplied with.
         """
 
     def unpack(self) -> Float[Array, "I O"]:
         """Returns the matrix as an array, of which drafts take some columns."""
 
     def part_axes(self, axes: tuple[str | None, ...]) -> Any:
-        """Returns a tree of its structure with the logical axes of each leaf.
+        """Returns a tree of the weight's structure with the logical axes of each leaf.
 
         Args:
-          axes: of the array [I O], or of a stack [N I O].
+          axes: logical axes of the array [I O], or of a stack [E I O].
         """
 
     def dot(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
@@ -788,8 +885,8 @@ class Reader(Protocol):
     Config and names are those of Hugging Face, so that families need not know of formats.
 
     Attributes:
-      file: the path that messages about the config name.
-      has_tokenizer: whether `tokenizer` may find one.
+      file: path that messages about the config name.
+      has_tokenizer: whether `tokenizer` may find a tokenizer.
 
     Raises:
       specjax.checked_json.CheckpointError: a file is absent or damaged; the message is one line.
@@ -821,7 +918,13 @@ class Reader(Protocol):
 
 
 class Device(NamedTuple):
-    """The devices that programs are compiled for: platform and kind as in jax, and their number."""
+    """The devices that programs are compiled for.
+
+    Attributes:
+      platform: platform of the devices, as jax names it: `cpu`, `gpu`, `tpu`.
+      kind: kind of the devices, as jax names it.
+      count: number of devices.
+    """
 
     platform: str
     kind: str
@@ -832,21 +935,21 @@ class Backend(Protocol):
     """Kernels of a platform, by operation. `specjax.kernels.backend.Kernels` has all the defaults.
 
     Attributes:
-      operations: functions by the names of `specjax.kernels.dispatch`: `tree_attention`,
+      operations: functions, by the names of operations in `specjax.kernels.dispatch`: `tree_attention`,
         `causal_attention`, `commit`, `product`, `layers`. Each has the arguments and results of the
         function of that name, without the kernel's name. One that cannot serve a call raises
         `specjax.kernels.backend.Declined` with the reason.
-      rest: the name of the backend that serves what this one lacks or declines.
-      line: what is logged at start where it is chosen.
-      kinds: device kinds, as jax names them, for which it is chosen among several of a platform;
-        none: any.
-      page_multiple: the pages that it reads have a multiple of so many positions.
-      by_device: under a mesh, its attention is called on each device with that device's heads and
+      rest: name of the backend that serves the operations that this one lacks or declines.
+      line: text that is logged at start where the backend is chosen.
+      kinds: device kinds, as jax names them, for which the backend is chosen among several of a
+        platform; empty: any kind.
+      page_multiple: number of positions of which the page size must be a multiple.
+      by_device: whether attention is called on each device of a mesh with that device's heads and
         rows of the batch, because XLA cannot split a kernel. False: XLA splits it.
-      prompts_alone: `auto` takes it also for an engine in invariant mode, where it runs for prompts
-        only, because rounds attend by position.
-      warns: a warning is logged where it runs.
-      environment: environment variables that change the last bits of its results.
+      prompts_alone: whether `auto` takes the backend also for an engine in invariant mode, where it
+        runs for prompts only, because rounds attend by position.
+      warns: whether a warning is logged where the backend runs.
+      environment: names of environment variables that change the last bits of its results.
     """
 
     operations: Mapping[str, Callable]
@@ -865,7 +968,8 @@ class Backend(Protocol):
         A `specjax.kernels.backend.Unsuited` is a reason that needs no warning.
 
         Args:
-          device: None: only the model is to be checked.
+          operation: name of the operation.
+          device: devices that the program is for; None: only the model is to be checked.
           cfg: the `ModelConfig`.
         """
 
@@ -877,11 +981,12 @@ class Logprobs(NamedTuple):
     """Log-probabilities of sampled tokens under four policies; 0 outside of the loss mask.
 
     Attributes:
-      new: under the policy that is trained; the only one with a gradient.
-      old: before the updates of the step; of a token of an earlier step, under the weights that
-        sampled it.
-      behaviour: as the engine computed them when it sampled the token, under the same weights.
-      reference: under a frozen policy; None: there is none.
+      new: log-probabilities under the policy that is trained; only these have a gradient.
+      old: log-probabilities before the updates of the step; of a token of an earlier step, under
+        the weights that sampled it.
+      behaviour: log-probabilities that the engine computed when it sampled the tokens, under the
+        same weights as `old`.
+      reference: log-probabilities under a frozen policy; None: there is no such policy.
     """
 
     new: Float[Array, "R S"]
@@ -891,7 +996,12 @@ class Logprobs(NamedTuple):
 
 
 class Denominators(NamedTuple):
-    """The loss tokens and samples that one update averages over, in all its micro-batches."""
+    """The numbers that one update averages over, in all its micro-batches.
+
+    Attributes:
+      tokens: number of loss tokens.
+      samples: number of samples.
+    """
 
     tokens: np.float32
     samples: np.float32
@@ -906,16 +1016,16 @@ class Objective(Protocol):
     options have no effect under which settings. A mistake in an option is a ValueError of
     `__post_init__`.
 
-    Arrays [R S] are of one micro-batch of packed rows. A sample is in one row whole, but its tokens
+    Arrays [R S] are the R packed rows of one micro-batch. A sample is in one row whole, but its tokens
     may be in any order, for a row may be split over devices: sum over samples by `segments` (see
     `train.objectives.shared`).
     """
 
-    def advantages(self, rewards: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
-        """Computes the advantage of each sample, from rewards of P prompts with G samples each.
+    def advantages(self, rewards: Float[np.ndarray, "prompts G"]) -> Float[np.ndarray, "prompts G"]:
+        """Computes the advantage of each sample, from rewards of prompts with G samples each.
 
         Raises:
-          ValueError: the rewards allow none.
+          ValueError: no advantages can be computed from these rewards.
         """
 
     def per_token(
@@ -931,7 +1041,9 @@ class Objective(Protocol):
         itself are refused.
 
         Args:
-          segments: 1, 2, ... along a row, one for each sample; 0 is padding.
+          logprobs: log-probabilities of the tokens.
+          advantages: advantage of each token's sample.
+          segments: 1, 2, ... along a row, one number per sample; 0 is padding.
           loss_mask: 1 on tokens that the policy sampled, 0 elsewhere.
         """
 
@@ -944,7 +1056,9 @@ class Objective(Protocol):
         """Computes the weight of each token, 0 outside of the loss mask.
 
         Args:
-          counts: of the whole update, so that micro-batches add up.
+          loss_mask: 1 on tokens that the policy sampled, 0 elsewhere.
+          segments: 1, 2, ... along a row, one number per sample; 0 is padding.
+          counts: numbers of tokens and samples of the whole update, so that micro-batches add up.
         """
 
 
@@ -953,11 +1067,11 @@ class Task(Protocol):
     """The meaning of a row of a data set; `train.tasks.layout.Layout` makes one of functions.
 
     Attributes:
-      name: as in `data.task`, for messages.
-      columns: those that it needs, for messages.
-      reward: the name of the reward that suits its answers.
-      template: the default of `data.prompt_template`, for a prompt that is text and a model without
-        a chat template: a format string with `{question}`.
+      name: name of the task, as in `data.task`, for messages.
+      columns: names of the columns that the task needs, for messages.
+      reward: name of the reward that suits its answers.
+      template: default of `data.prompt_template`, for a prompt that is text and a model without a
+        chat template: a format string with `{question}`.
     """
 
     name: str
