@@ -44,8 +44,8 @@ Table = Int[Array, "B X"] | None
 # --- parameters -----------------------------------------------------------------------------------
 
 
-# Logical axes of arrays, by the names of the arrays. They are those of the last dimensions: an array
-# may be stacked with others, with further dimensions in front.
+# Logical axes of arrays, by the names of the arrays. They are those of the last dimensions: an
+# array may be stacked with others, with further dimensions in front.
 Axes = Mapping[str, tuple[str | None, ...]]
 
 
@@ -935,10 +935,10 @@ class Backend(Protocol):
     """Kernels of a platform, by operation. `specjax.kernels.backend.Kernels` has all the defaults.
 
     Attributes:
-      operations: functions, by the names of operations in `specjax.kernels.dispatch`: `tree_attention`,
-        `causal_attention`, `commit`, `product`, `layers`. Each has the arguments and results of the
-        function of that name, without the kernel's name. One that cannot serve a call raises
-        `specjax.kernels.backend.Declined` with the reason.
+      operations: functions, by the names of operations in `specjax.kernels.dispatch`:
+        `tree_attention`, `causal_attention`, `commit`, `product`, `layers`. Each has the arguments
+        and results of the function of that name, without the kernel's name. A function that cannot
+        serve a call raises `specjax.kernels.backend.Declined` with the reason.
       rest: name of the backend that serves the operations that this one lacks or declines.
       line: text that is logged at start where the backend is chosen.
       kinds: device kinds, as jax names them, for which the backend is chosen among several of a
@@ -1016,9 +1016,9 @@ class Objective(Protocol):
     options have no effect under which settings. A mistake in an option is a ValueError of
     `__post_init__`.
 
-    Arrays [R S] are the R packed rows of one micro-batch. A sample is in one row whole, but its tokens
-    may be in any order, for a row may be split over devices: sum over samples by `segments` (see
-    `train.objectives.shared`).
+    Arrays [R S] are the R packed rows of one micro-batch. A sample is in one row whole, but its
+    tokens may be in any order, for a row may be split over devices: sum over samples by `segments`
+    (see `train.objectives.shared`).
     """
 
     def advantages(self, rewards: Float[np.ndarray, "prompts G"]) -> Float[np.ndarray, "prompts G"]:

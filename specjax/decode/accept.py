@@ -1,4 +1,4 @@
-"""Step 3 of a round: which drafted tokens are kept, and which token follows them.
+"""`accept`: which tokens of a drafted tree a round keeps, and which token follows them.
 
     mode        drafted with          accepted by                      equal to plain decoding
     coupled     the position's noise  the walk, with the same noise    token by token
@@ -15,6 +15,9 @@ Why `coupled` gives the tokens of plain decoding: plain decoding emits, at each 
 of the target's scores plus the noise of that position (`plain_round`). The walk emits the same
 argmax of the same scores plus the same noise at every node that it reaches, and it reaches a node
 only along emitted tokens. The drafted tree decides only how many positions a round gets through.
+
+Dimensions: B slots, T tree rows, A = steps + 1 tokens that a round can emit at most, V vocabulary;
+the others are written as words: `steps` of a chain, `expanded` rows that have children.
 """
 
 from __future__ import annotations
@@ -40,14 +43,14 @@ class Acceptance(NamedTuple):
     """What a rule keeps of one tree, before stop tokens and limits.
 
     Attributes:
-      tokens: [B E] emitted tokens, E = steps + 1; entries past `count` are arbitrary.
-      path: [B E] the tree row after which each token was emitted: path[:, 0] is the root, and
+      tokens: [B A] emitted tokens; entries past `count` are arbitrary.
+      path: [B A] tree row after which each token was emitted: path[:, 0] is the root, and
         path[:, i] the row that holds token i - 1; arbitrary past `count`.
-      count: [B] emitted tokens, 1 + accepted drafts.
+      count: [B] number of emitted tokens: the accepted drafted tokens and one more.
     """
 
-    tokens: Int[Array, "B E"]
-    path: Int[Array, "B E"]
+    tokens: Int[Array, "B A"]
+    path: Int[Array, "B A"]
     count: Int[Array, " B"]
 
 
@@ -57,7 +60,7 @@ def accept(
     """Applies the rule of the plan's mode, with the randomness that it needs.
 
     Args:
-      scores: the target's at every row of the drafted tree, after all transforms.
+      scores: the target's scores at every row of the drafted tree, after all transforms.
     """
     keys, temperature, root = state.keys, state.options.temperature, state.length - 1
     tokens, shape = draft.tokens, draft.shape
@@ -87,7 +90,7 @@ def accept_coupled(
 
     Args:
       tokens: drafted tokens, row 0 the root.
-      chosen: what the target emits after each row, the argmax of its perturbed scores.
+      chosen: the token that the target emits after each row, the argmax of its perturbed scores.
     """
     batch, rows = tokens.shape
     parent = jnp.broadcast_to(shape.parent, (batch, rows))
@@ -108,15 +111,16 @@ def accept_coupled(
 # --- block: a whole chain at once -----------------------------------------------------------------
 
 
-def block_thresholds(p: Float[Array, "B E V"], q: Float[Array, "B K V"], drafted: Array):
-    """Weights P_i and thresholds h_i of block verification: prefix i is kept if its coin < h_i.
+def block_thresholds(p: Float[Array, "B A V"], q: Float[Array, "B steps V"], drafted: Array):
+    """Computes weights P_i and thresholds h_i: prefix i is kept if its coin is below h_i.
 
     Args:
-      p: at rows 0..K. q: that x_1..x_K were drawn from.
-      drafted: [B K] x_1..x_K; a negative id is no draft: its weight is 0.
+      p: the target's distributions at rows 0..steps.
+      q: distributions that the drafted tokens x_1..x_steps were drawn from.
+      drafted: [B steps] drafted tokens x_i; a negative id is no draft: its weight is 0.
 
     Returns:
-      P [B, K+1] and h [B, K+1], both with entry 0 for the empty prefix (h_0 is not tested).
+      P [B A] and h [B A], both with an entry 0 for the empty prefix (h_0 is not tested).
     """
     steps = drafted.shape[1]
     index = jnp.maximum(drafted, 0)[..., None]
@@ -135,15 +139,15 @@ def block_thresholds(p: Float[Array, "B E V"], q: Float[Array, "B K V"], drafted
             total = surplus + 1.0 - weight
             thresholds.append(jnp.where(total > 0, surplus / total, 1.0))
         else:
-            thresholds.append(weight)  # h_K = P_K
+            thresholds.append(weight)  # of the last: h_i = P_i
     return jnp.stack(weights, 1), jnp.stack(thresholds, 1)
 
 
 def accept_block(
     tokens: Int[Array, "B T"],
     p: Float[Array, "B T V"],
-    q: Float[Array, "B K V"],
-    coins: Float[Array, "B K"],
+    q: Float[Array, "B steps V"],
+    coins: Float[Array, "B steps"],
     residual_noise: Float[Array, "B V"],
 ) -> Acceptance:
     """Block verification of a chain (Sun et al. 2024); row i of the tree is draft i.
@@ -151,8 +155,10 @@ def accept_block(
     On average it accepts at least as much as a test of one token after the other.
 
     Args:
-      q: what each draft was drawn from; zero where there was none (token -1).
-      coins: uniform in (0, 1), one per draft.
+      tokens: drafted tokens, row 0 the root.
+      p: the target's distribution after each row.
+      q: distribution that each drafted token was drawn from; zero where there is none (token -1).
+      coins: uniform numbers in (0, 1), one per drafted token.
       residual_noise: Gumbel noise for the one token that is not a draft.
     """
     # The target may have no distribution after a draft (its row is NaN). The sample ends there if
@@ -186,7 +192,7 @@ def accept_block(
 
 @functools.lru_cache(maxsize=64)
 def child_rows(tree: Tree) -> np.ndarray:
-    """[T, most children of any row] the child rows of each row in draw order; 0 where none."""
+    """Returns the child rows of each row [T most_children] in draw order; 0 where there is none."""
     parent = tree.shape.parent
     below = [np.flatnonzero(parent[1:] == row) + 1 for row in range(tree.rows)]
     table = np.zeros((tree.rows, max(map(len, below))), np.int32)
@@ -199,8 +205,8 @@ def accept_recursive(
     tree: Tree,
     tokens: Int[Array, "B T"],
     p: Float[Array, "B T V"],
-    q: Float[Array, "B X V"],
-    coins: Float[Array, "B C"],
+    q: Float[Array, "B expanded V"],
+    coins: Float[Array, "B T-1"],
     residual_noise: Float[Array, "B V"],
     greedy: Bool[Array, " B"],
 ) -> Acceptance:
@@ -211,12 +217,13 @@ def accept_recursive(
     2402.14160).
 
     Args:
-      tree: static: the rule is exact only if the shape was fixed before anything was drawn.
-      tokens: row 0 the root. A negative id is no draft: it is passed over, and changes nothing.
-      p: below each row.
-      q: below each of the X rows that have children, in row order. A child to which q gives no mass
-        was not drawn from q; it is passed over too.
-      coins: [B T-1] uniform in (0, 1), that of row r at index r - 1.
+      tree: a static tree: the rule is exact only if the shape was fixed before anything was drawn.
+      tokens: drafted tokens, row 0 the root. A negative id is no draft: it is passed over, and
+        changes nothing.
+      p: the target's distribution after each row.
+      q: distribution that the children of each expanded row were drawn from, in row order. A child
+        to which q gives no mass was not drawn from q; it is passed over too.
+      coins: uniform numbers in (0, 1), that of row r at index r - 1.
       residual_noise: Gumbel noise for the one token that is not a draft.
       greedy: slots whose p is one-hot: a child is accepted iff it is p's argmax, whatever q is. A
         second child may be, and q, one-hot as well, holds the first alone.
@@ -260,8 +267,10 @@ def _try_child(child, tested, tokens, left, rest, coins, greedy):
     """Tests one child of one node; returns whether it is accepted, and what is left of p and q.
 
     Args:
-      child: [B] tree rows. tested: [B] whether the walk is at their parent and still looking.
-      left, rest: [B V] what is left of p and of q.
+      child: [B] tree row of the child.
+      tested: [B] whether the walk is at the child's parent and has accepted no child of it yet.
+      left: [B V] what earlier rejections have left of p.
+      rest: [B V] what earlier rejections have left of q.
     """
     token = _entry(tokens, child)
     p_token = _entry(left, jnp.maximum(token, 0))
@@ -287,6 +296,6 @@ def _rows(x: Float[Array, "B R V"], index: Int[Array, " B"]) -> Float[Array, "B 
 
 
 def _normalised(weights: Float[Array, "B V"], otherwise: Array) -> Float[Array, "B V"]:
-    """Weights that sum to one; `otherwise` where there are none, as rounding can leave."""
+    """Normalises weights to sum to one; `otherwise` where all are 0, as rounding can leave them."""
     total = weights.sum(axis=-1, keepdims=True)
     return jnp.where(total > 0, weights / total, otherwise)

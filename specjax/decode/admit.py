@@ -4,6 +4,10 @@ One prompt is sampled many times, so these are two programs: `prefill` runs the 
 piece by piece, and `place` starts a slot that samples it. The slot's table refers to the prompt's
 full pages, which are not written any more; of the last page, which the slot fills up, it gets a
 copy. `score` reads a prompt for its log-probabilities alone.
+
+Dimensions: B slots, T positions of a piece, S positions whose tokens are scored, X pages of one
+sequence; the others are written as words: `prompts`, `new` sequences, `states` of one prompt that a
+draft source starts from, and the width of its taps.
 """
 
 from __future__ import annotations
@@ -41,58 +45,64 @@ LOGIT_ROWS = 64  # rows scored at once; the logits of one take 0.6 MB at 150,000
 
 
 class Prompts(NamedTuple):
-    """What is kept of Q prompts, beside their pages, for the sequences that start from them.
+    """What is kept of prompts, beside their pages, for the sequences that start from them.
 
     Attributes:
-      tails: [Q tail N] the target's states before the root that the draft starts from; None: it
-        needs none.
-      slots: of the target's memory, after all positions read so far, the root excluded.
+      tails: the target's states at the last positions before the root, which the draft source
+        starts from; None: it needs none.
+      slots: slots of the target's memory after all positions read so far, the root excluded.
     """
 
-    tails: Float[Array, "Q tail N"] | None
+    tails: Float[Array, "prompts states taps_width"] | None
     slots: Any
 
 
 class Piece(NamedTuple):
-    """Up to T positions of R prompts.
+    """Up to T positions of some prompts.
 
     Attributes:
-      tokens: [R T + tail] from `start` on; what is beyond a prompt is arbitrary.
-      start: [R] a multiple of the page size, or of T if that is less.
-      length: [R] of the whole prompts. prompts: [R] their rows in `Prompts`.
-      table: [R X] their pages; pages of positions that are to be forgotten are 0.
+      tokens: T + `needs.states` tokens from `start` on; tokens beyond a prompt are arbitrary.
+      start: first position, a multiple of the page size, or of T if that is less.
+      length: length of the whole prompt.
+      prompts: row of each prompt in `Prompts`.
+      table: pages of each prompt; 0 for the pages of positions that are not to be kept.
     """
 
-    tokens: Int[Array, "R N"]
-    start: Int[Array, " R"]
-    length: Int[Array, " R"]
-    prompts: Int[Array, " R"]
-    table: Int[Array, "R X"]
+    tokens: Int[Array, "prompts T+states"]
+    start: Int[Array, " prompts"]
+    length: Int[Array, " prompts"]
+    prompts: Int[Array, " prompts"]
+    table: Int[Array, "prompts X"]
 
 
 class Admission(NamedTuple):
-    """M sequences to start; a slot that is listed twice is written twice.
+    """Sequences to start; a slot that is listed twice is written twice.
 
     Attributes:
-      slots: [M] slot of each. prompts: [M] row of its prompt in `Prompts`.
-      source, target: [C] page source[c] is copied to page target[c]; 0 to 0 copies nothing.
-      tokens: [M max_len], right padded. lengths: [M]. limit: [M] final length at most.
-      words: [M 5] see `noise.request_words`. options: of the M requests.
+      slots: slot of each sequence.
+      prompts: row of each sequence's prompt in `Prompts`.
+      source: pages to copy from; 0, with target 0: nothing is copied.
+      target: page that each of these is copied to.
+      tokens: tokens known of each sequence, right padded.
+      lengths: number of these tokens.
+      limit: length at which each sequence ends.
+      words: words that identify each sample, see `noise.request_words`.
+      options: sampling options of each sequence.
     """
 
-    slots: Int[Array, " M"]
-    prompts: Int[Array, " M"]
-    source: Int[Array, " C"]
-    target: Int[Array, " C"]
-    tokens: Int[Array, "M max_len"]
-    lengths: Int[Array, " M"]
-    limit: Int[Array, " M"]
-    words: UInt32[Array, "M 5"]
+    slots: Int[Array, " new"]
+    prompts: Int[Array, " new"]
+    source: Int[Array, " copies"]
+    target: Int[Array, " copies"]
+    tokens: Int[Array, "new max_len"]
+    lengths: Int[Array, " new"]
+    limit: Int[Array, " new"]
+    words: UInt32[Array, "new 5"]
     options: Options
 
 
 def empty_prompts(plan: Plan, prompts: int) -> Prompts:
-    """Makes room for so many prompts."""
+    """Makes empty rows for a number of prompts."""
     tails = None
     if plan.source is not None and plan.source.needs.states:
         width = len(plan.taps) * plan.cfg.hidden_size
@@ -110,13 +120,14 @@ def prefill(
     piece: Piece,
     stride: int = 1,
 ) -> tuple[DecodeState, Prompts]:
-    """Runs a piece of R prompts through target and draft source, and writes it to their memory.
+    """Runs a piece of some prompts through target and draft source, and writes it to their memory.
 
     Rows past a prompt's end are written to pages as well, and never visible. A prompt's first piece
     begins with an empty slot, whatever an earlier prompt left in its row.
 
     Args:
-      stride: pieces start at multiples of it.
+      kept: what is kept of all prompts; the rows of the piece's prompts are updated.
+      stride: number of positions of which every piece's start is a multiple.
     """
     tail = plan.source.needs.states if plan.source else 0
     count, start, table = piece.tokens.shape[1] - tail, piece.start, piece.table
@@ -193,40 +204,44 @@ def place(plan: Plan, state: DecodeState, kept: Prompts, new: Admission) -> Deco
 
 
 class Scores(NamedTuple):
-    """How likely each token of a prompt was, and the N = min(20, V) most likely ones in its place.
+    """How likely each token of a prompt was, and the `top` = min(20, V) most likely tokens there.
 
     Log-probabilities are those of the raw logits: a prompt was not sampled, and so has no
     temperature.
 
     Attributes:
-      logprobs: of the token that followed each position. ranks: of it, 1 for the most likely token.
-      top_ids, top_logprobs: of the most likely tokens, best first.
-      valid: the logits are a distribution, see `normaliser`; else the rest is arbitrary.
+      logprobs: log-probability of the token that follows each position.
+      ranks: rank of that token, 1 for the most likely one.
+      top_ids: ids of the most likely tokens, best first.
+      top_logprobs: log-probabilities of the most likely tokens.
+      valid: whether the logits are a distribution, see `normaliser`; else the rest is arbitrary.
     """
 
     logprobs: Float[Array, "B S"]
     ranks: Int[Array, "B S"]
-    top_ids: Int[Array, "B S N"]
-    top_logprobs: Float[Array, "B S N"]
+    top_ids: Int[Array, "B S top"]
+    top_logprobs: Float[Array, "B S top"]
     valid: Bool[Array, "B S"]
 
 
 def score(
     model: Transformer,
     memory: Memory,
-    tokens: Int[Array, "B N"],
+    tokens: Int[Array, "B S+1"],
     start: Int[Array, " B"],
     table: Int[Array, "B X"],
 ) -> tuple[Memory, Scores]:
-    """Reads S = N - 1 positions of each prompt, as `prefill` does, and scores what follows them.
+    """Reads S positions of each prompt, as `prefill` does, and scores the tokens that follow them.
 
     Logits are made for some positions at a time: those of all would take B S V numbers.
 
     Args:
-      memory: of these prompts alone: pages, of which the first belongs to none, and a slot each.
-      tokens: from `start` on, and the one after; tokens past a prompt's end are arbitrary, and so
-        are their scores.
-      start: a multiple of S. table: the pages of each prompt.
+      memory: memory of these prompts alone: pages, of which the first belongs to no prompt, and a
+        slot for each.
+      tokens: S + 1 tokens from `start` on; tokens past a prompt's end are arbitrary, and so are
+        their scores.
+      start: first position that is read, a multiple of S.
+      table: the pages of each prompt.
     """
     batch, width = tokens.shape[0], tokens.shape[1] - 1
     positions = start[:, None] + jnp.arange(width)

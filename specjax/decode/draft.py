@@ -1,4 +1,6 @@
-"""Step 1 of a round: the draft source proposes a tree of tokens below the root of every slot.
+"""`draft_tree`: the draft source proposes a tree of tokens below the root of every slot.
+
+It is what a round begins with; `accept.accept` decides later which of these tokens are kept.
 
 The source gives logits below each row that is expanded: `begin` below the root, then one `step`
 per further level. They pass through the target's own sampling transforms, noise is added where the
@@ -7,6 +9,10 @@ mode has any, and the best tokens become the row's children (`candidates`).
 A static tree is filled depth by depth. A dynamic tree (EAGLE-2, arXiv 2406.16858) expands the
 `topk` best nodes of each depth into `topk` children each, and keeps the best rows of all depths. A
 dynamic tree was not drawn from q, so only `coupled` and `greedy` take it.
+
+Dimensions: B slots, T tree rows, R rows of one depth, C columns of a proposal, V vocabulary; the
+others are written as words: `steps` of the tree, `expanded` rows that have children, `candidates`
+of a dynamic tree.
 """
 
 from __future__ import annotations
@@ -39,19 +45,20 @@ class DraftedTree(NamedTuple):
     """The drafted tree of one round.
 
     Attributes:
-      tokens: [B T], row 0 the root; -1 where there is no draft.
-      shape: which rows are ancestors of which.
-      paths: [B T P] tokens from below the root down to the row itself, then -1; P = steps.
-      q: [B X V] what the children of the X expanded rows, the root first, were drawn from; None
-        unless the rule is `block` or `recursive`.
-      logprobs: [B T] log q of each drafted token, arbitrary at -1; None without telemetry.
-      work: what the source hands to its `commit`.
+      tokens: [B T] token of each row; row 0 is the root; -1: the row holds no drafted token.
+      shape: parents, depths and ancestors of the rows.
+      paths: [B T steps] tokens from below the root down to the row itself, then -1.
+      q: [B expanded V] distribution that the children of each expanded row were drawn from, the
+        root's first; None unless the rule is `block` or `recursive`.
+      logprobs: [B T] log q of each drafted token, arbitrary where there is none; None without
+        telemetry.
+      work: the work that the source's last call returned, for its `commit`.
     """
 
     tokens: Int[Array, "B T"]
     shape: TreeShape
-    paths: Int[Array, "B T P"]
-    q: Float[Array, "B X V"] | None
+    paths: Int[Array, "B T steps"]
+    q: Float[Array, "B expanded V"] | None
     logprobs: Float[Array, "B T"] | None
     work: Any
 
@@ -67,9 +74,9 @@ def draft_tree(
     """Proposes a tree below the root of every slot.
 
     Args:
-      draft_params: of the draft source.
+      draft_params: parameters of the draft source.
       context: the history of the slots, for the transforms.
-      part: of the tree, to be drafted; None: all of it. Not with rules that need q.
+      part: part of the tree that is drafted; None: all of it. Rules that need q take None only.
     """
     if plan.tree.is_dynamic:
         draft = _grow_dynamic(model, draft_params, plan, state, context, part)
@@ -135,8 +142,13 @@ def _static_level(tree: Tree, step: int, offset: int, tokens: Array, paths: Arra
     )
 
 
-def _paths(shape: TreeShape, tokens: Array, rows: np.ndarray, depth: int) -> Int[Array, "B R P"]:
-    """Tokens of each row's ancestors at depths 1..depth, itself included; -1 beyond the row."""
+def _paths(
+    shape: TreeShape, tokens: Array, rows: np.ndarray, depth: int
+) -> Int[Array, "B R depth"]:
+    """Returns the tokens of each row's ancestors at depths 1..depth, the row's own included, or -1.
+
+    Depths beyond the row's own hold -1.
+    """
     index = shape.path_rows[rows][:, 1 : depth + 1]
     beyond = np.arange(1, depth + 1) > shape.depth[rows][:, None]
     return jnp.where(beyond, -1, tokens[:, index])
@@ -148,16 +160,21 @@ def _fill(buffer: Array, values: Array, start: int) -> Array:
 
 
 class _Grown(NamedTuple):
-    """All N candidates of a dynamic tree, depth after depth, in preallocated buffers.
+    """All candidates of a dynamic tree, depth after depth, in preallocated buffers.
 
-    `parent` is the index of the candidate's parent candidate, -1 for the root.
+    Attributes:
+      tokens: [B candidates] token of each candidate; -1: no token.
+      score: [B candidates] sum of the gains along the candidate's path.
+      parent: [B candidates] index of the candidate's parent candidate; -1: the root.
+      paths: [B candidates steps] tokens from below the root down to the candidate, then -1.
+      logprobs: [B candidates] log q of each candidate's token.
     """
 
-    tokens: Int[Array, "B N"]
-    score: Float[Array, "B N"]
-    parent: Int[Array, "B N"]
-    paths: Int[Array, "B N P"]
-    logprobs: Float[Array, "B N"]
+    tokens: Int[Array, "B candidates"]
+    score: Float[Array, "B candidates"]
+    parent: Int[Array, "B candidates"]
+    paths: Int[Array, "B candidates steps"]
+    logprobs: Float[Array, "B candidates"]
 
 
 def _grow_dynamic(
@@ -219,7 +236,7 @@ def _grow_dynamic(
 def _add_level(
     grown: _Grown, start: int, step: int, frontier, score, paths, found: Candidates
 ) -> _Grown:
-    """Writes the children [B R C] of the frontier [B R] behind the candidates so far."""
+    """Writes the children [B R count] of the frontier [B R] behind the candidates so far."""
     batch, rows, count = found.tokens.shape
 
     def flat(x):
@@ -275,19 +292,19 @@ def _best_rows(
 
 
 class Candidates(NamedTuple):
-    """The best `count` continuations of each of R rows; None is what the plan does not need.
+    """The best `count` continuations of each of R rows; fields that the plan does not need: None.
 
     Attributes:
-      tokens: [B R count], -1 where there are fewer.
-      gain: [B R count] what each adds to its path's score, at most 0.
-      q: [B R V] what they were drawn from, 0 in a row without any.
-      logprobs: [B R count] log q of each.
+      tokens: [B R count] token of each continuation; -1 where there are fewer than `count`.
+      gain: [B R count] what each continuation adds to the score of its path, at most 0.
+      q: [B R V] distribution that the continuations were drawn from; 0 in a row without any.
+      logprobs: [B R count] log q of each continuation.
     """
 
-    tokens: Int[Array, "B R C"]
-    gain: Float[Array, "B R C"] | None
+    tokens: Int[Array, "B R count"]
+    gain: Float[Array, "B R count"] | None
     q: Float[Array, "B R V"] | None
-    logprobs: Float[Array, "B R C"] | None
+    logprobs: Float[Array, "B R count"] | None
 
 
 def candidates(
@@ -295,16 +312,18 @@ def candidates(
     state: DecodeState,
     context: Context,
     proposal: Proposal,
-    paths: Int[Array, "B R P"],
+    paths: Int[Array, "B R depth"],
     nodes: np.ndarray,
     count: int,
 ) -> Candidates:
     """Chooses the best continuations of R rows of one depth.
 
     Args:
+      context: the history of the slots, for the transforms.
       proposal: the source's logits, of all tokens or of some.
-      paths: tokens from below the root down to each row; its length is the rows' depth.
-      nodes: [R] numbers of the rows in the tree; they key noise that is private to a node.
+      paths: tokens from below the root down to each row; their number is the rows' depth.
+      nodes: [R] numbers of the rows in the tree, which key noise that is private to a node.
+      count: number of continuations per row.
     """
     options, root, depth = state.options, state.length - 1, paths.shape[-1]
     logits, columns = proposal.scores, Columns(None, proposal.scores.shape[-1])
@@ -346,13 +365,13 @@ def candidates(
 
 
 def top_candidates(scores: Float[Array, "B R V"], count: int) -> tuple[Array, Array]:
-    """Columns and values [B R count] of the `count` best scores, ties to the lowest id."""
+    """Returns columns and values [B R count] of the `count` best scores, ties to the lowest id."""
     best, ids = shards.top_k(scores, count, _top_k)
     return ids.astype(jnp.int32), best
 
 
 def _top_k(scores: Float[Array, "B R V"], count: int) -> tuple[Array, Array]:
-    """`jax.lax.top_k`; the first few by argmaxes, for on CPU it sorts the whole vocabulary."""
+    """Computes `jax.lax.top_k`, by argmaxes for a small count: on CPU it sorts the vocabulary."""
     if count > 8:
         return jax.lax.top_k(scores, count)
     ids, best = [], []
@@ -365,7 +384,7 @@ def _top_k(scores: Float[Array, "B R V"], count: int) -> tuple[Array, Array]:
 
 
 def _gain(plan: Plan, temperature: Array, perturbed: Array, best: Array) -> Array:
-    """What each of the best continuations adds to the score of its path.
+    """Computes what each of the best continuations adds to the score of its path.
 
     With noise it is log_softmax(perturbed / tau): the noise decides the position, and tau says how
     far the draft's log q can be trusted. Without noise it is log q.
@@ -377,7 +396,7 @@ def _gain(plan: Plan, temperature: Array, perturbed: Array, best: Array) -> Arra
 
 
 def _width(log_q: Float[Array, "B R V"]) -> Float[Array, "B R"]:
-    """How many children a row should have: the perplexity of its q."""
+    """Computes how many children a row should have: the perplexity of its q."""
     log_p = jax.nn.log_softmax(log_q, axis=-1)
     entropy = -jnp.where(jnp.isfinite(log_p), jnp.exp(log_p) * log_p, 0.0).sum(-1)
     return jnp.round(jnp.exp(entropy))

@@ -11,6 +11,8 @@ they choose the same token from the same logits (accept.py).
     round_coins    keyed by (request, ACCEPT, root, node): their tests
 
 All noise is Gumbel noise: the argmax of log-weights plus Gumbel noise is a draw from them.
+
+Dimensions: B slots, R rows of a tree, C columns, V vocabulary, `ring` positions of a `NoiseRing`.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ WORDS = 5  # seed low, seed high, prompt low, prompt high, sample index
 
 
 def request_words(seed: int, prompt: Sequence[int], sample: int) -> np.ndarray:
-    """The five uint32 words that identify one sample of one request; runs on the host."""
+    """Computes the five uint32 words that identify one sample of one request, on the host."""
     digest = hashlib.blake2b(np.asarray(prompt, "<u4").tobytes(), digest_size=8).digest()
     prompt_words = np.frombuffer(digest, "<u4")
     seed = int(seed) % (1 << 64)  # a negative one as its two's complement
@@ -46,7 +48,7 @@ def request_words(seed: int, prompt: Sequence[int], sample: int) -> np.ndarray:
 
 
 def request_keys(words: UInt32[Array, "B 5"]) -> UInt32[Array, "B 2"]:
-    """The request key of each sample, as raw threefry key data."""
+    """Computes the request key of each sample, as raw threefry key data."""
 
     def one(word):
         key = key_of(word[:2])
@@ -65,9 +67,9 @@ def _fold(key_data: UInt32[Array, " 2"], *data) -> Array:
 
 
 def target_noise(
-    keys: UInt32[Array, "B 2"], positions: Int[Array, "B P"], vocab: int
-) -> Float[Array, "B P V"]:
-    """Gumbel noise that decides the tokens at absolute `positions`."""
+    keys: UInt32[Array, "B 2"], positions: Int[Array, "B positions"], vocab: int
+) -> Float[Array, "B positions V"]:
+    """Generates the Gumbel noise that decides the tokens at absolute `positions`."""
 
     def one(key, position):
         # Nothing but request and position is folded in: so tokens do not depend on the tree.
@@ -78,17 +80,18 @@ def target_noise(
 
 
 class NoiseRing(NamedTuple):
-    """Target noise of the next E positions of each slot, shared by drafting and verification.
+    """Target noise of the next positions of each slot, shared by drafting and verification.
 
-    It is a cache: a position's noise lies at `position % E` until the position is decided, so that
-    it is generated once although several rounds may need it.
+    It is a cache: a position's noise lies at `position % ring` until the position is decided, so
+    that it is generated once although several rounds may need it.
 
     Attributes:
-      rows: [B E V]. until: [B] positions below it have been generated.
-      drawn: [B] rows generated since the ring was made; tests and benches count them.
+      rows: noise of each position.
+      until: position of each slot below which noise has been generated.
+      drawn: number of rows generated since the ring was made; tests and benches count them.
     """
 
-    rows: Float[Array, "B E V"]
+    rows: Float[Array, "B ring V"]
     until: Int[Array, " B"]
     drawn: Int[Array, " B"]
 
@@ -96,7 +99,7 @@ class NoiseRing(NamedTuple):
 
 
 def empty_ring(batch: int, positions: int, vocab: int) -> NoiseRing:
-    """A ring without noise."""
+    """Makes a ring without noise."""
     rows = jnp.zeros((batch, positions, vocab), jnp.float32)
     return NoiseRing(rows, *jnp.zeros((2, batch), jnp.int32))
 
@@ -108,13 +111,15 @@ def refill(
     wanted: Bool[Array, " B"],
     count: int,
 ) -> NoiseRing:
-    """Generates the noise that is missing at positions root + 1 .. root + count, count <= E.
+    """Generates the noise that is missing at positions root + 1 .. root + count.
 
     The missing rows of all slots are numbered through and drawn in blocks, so that the work grows
     with the number of emitted tokens and not with the slot that emitted most.
 
     Args:
-      wanted: slots that need noise: they run, at a temperature above 0.
+      root: position of each slot's root.
+      wanted: whether each slot needs noise: it runs, at a temperature above 0.
+      count: number of positions, at most the size of the ring.
     """
     batch, size, vocab = ring.rows.shape
     block = min(batch * count, max(batch, BLOCK_NUMBERS // vocab))
@@ -144,11 +149,11 @@ def refill(
 def ring_at(
     ring: NoiseRing, positions: Int[Array, "B R"], ids: Int[Array, "*R C"] | None = None
 ) -> Float[Array, "B R V"]:
-    """The noise that decides `positions`, which must be among the next E.
+    """Returns the noise that decides `positions`, which must be in the ring.
 
     Args:
-      ids: [C] or [B R C] of the tokens whose noise is returned; None: all tokens. An id outside of
-        the vocabulary gets an arbitrary number.
+      ids: [C] or [B R C] ids of the tokens whose noise is returned; None: all tokens. An id outside
+        of the vocabulary gets an arbitrary number.
     """
     place = divide(positions, ring.rows.shape[1])[1]
     if ids is None:
@@ -160,7 +165,7 @@ def ring_at(
 def next_noise(
     keys: UInt32[Array, "B 2"], root: Int[Array, " B"], wanted: Bool[Array, " B"], vocab: int
 ) -> Float[Array, "B 1 V"]:
-    """Gumbel noise for the position after each root, in plain decoding.
+    """Generates Gumbel noise for the position after each root, in plain decoding.
 
     With a large vocabulary noise is drawn for the wanted slots alone, a block of rows at a time;
     with a small one for all slots at once, which is cheaper than selecting them.
@@ -178,10 +183,12 @@ def round_noise(
     nodes: Int[Array, " R"],
     vocab: int,
 ) -> Float[Array, "B R V"]:
-    """Gumbel noise private to nodes of one round, for drafts and residuals of `block`, `recursive`.
+    """Generates noise private to nodes of one round, for `block` and `recursive`.
 
     Args:
-      domain: DRAFT or RESIDUAL.
+      domain: use of the noise: DRAFT or RESIDUAL.
+      root: position of each slot's root.
+      nodes: numbers of the nodes in the tree.
     """
 
     def one(key, position, node):
@@ -196,7 +203,7 @@ def round_noise(
 def round_coins(
     keys: UInt32[Array, "B 2"], root: Int[Array, " B"], nodes: Int[Array, " R"]
 ) -> Float[Array, "B R"]:
-    """Uniform numbers in (0, 1) that test the drafts at `nodes` of one round."""
+    """Generates uniform numbers in (0, 1) that test the drafted tokens at `nodes` of one round."""
 
     def one(key, position, node):
         tiny = jnp.finfo(jnp.float32).tiny
@@ -219,7 +226,7 @@ _PARITY = np.uint32(0x1BD11BDA)
 
 
 def threefry2x32(key: UInt32[Array, " 2"], x0: Array, x1: Array) -> tuple[Array, Array]:
-    """20 rounds over counters `x0`, `x1`, uint32 of one shape."""
+    """Applies the cipher's 20 rounds to counters `x0`, `x1`, uint32 of one shape."""
     words = key[0], key[1], key[0] ^ key[1] ^ _PARITY
     x0, x1 = x0 + words[0], x1 + words[1]
     for group in range(5):
@@ -232,7 +239,7 @@ def threefry2x32(key: UInt32[Array, " 2"], x0: Array, x1: Array) -> tuple[Array,
 
 
 def _counted(key: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
-    """The cipher of 0, 1, 2, ... in two arrays of a shape."""
+    """Computes the cipher of 0, 1, 2, ... in two arrays of a shape."""
     if math.prod(shape) >= 1 << 32:
         raise ValueError(f"expected fewer than 2^32 numbers of one key, got shape {shape}")
     low = jnp.zeros(shape, jnp.uint32)
@@ -266,5 +273,5 @@ _IMPL = define_prng_impl(
 
 
 def key_of(data: UInt32[Array, "*B 2"]) -> Array:
-    """A key for `jax.random` from its two words."""
+    """Makes a key for `jax.random` from its two words."""
     return jax.random.wrap_key_data(data, impl=_IMPL)

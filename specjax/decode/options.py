@@ -22,14 +22,22 @@ class Options(NamedTuple):
     """How each slot is sampled. Neutral values (see `neutral`) have no effect.
 
     Attributes:
-      temperature: [B], 0 is greedy. top_k: [B], 0 keeps all. top_p, min_p: [B].
-      repetition, presence, frequency: [B] penalties.
-      bias_ids: [B, BIAS_WIDTH] padded with -1. bias_values: the numbers added to these logits.
-      allowed: [B, ceil(V / 32)] bit v % 32 of word v // 32 is set iff token v may be generated.
-      bad_words: [B, BAD_WORDS, BAD_WORD_LENGTH], each right-aligned and padded with -1 in front.
-      stop_ids: [B, E] tokens that end the slot, padded with -1.
-      prompt_len: [B]. min_len: [B] the length below which stop tokens are masked.
-      speculate: [B] False: drafts of this slot are never accepted, nor counted.
+      temperature: temperature; 0: greedy.
+      top_k: number of tokens that top-k keeps; 0: all.
+      top_p: mass that top-p keeps; 1: all.
+      min_p: probability, relative to the best token's, below which min-p drops a token; 0: none.
+      repetition: repetition penalty; 1: none.
+      presence: presence penalty; 0: none.
+      frequency: frequency penalty; 0: none.
+      bias_ids: [B BIAS_WIDTH] ids of tokens that have a logit bias, padded with -1.
+      bias_values: [B BIAS_WIDTH] numbers added to the logits of these tokens.
+      allowed: [B ceil(V / 32)] bit v % 32 of word v // 32 is set iff token v may be generated.
+      bad_words: [B BAD_WORDS BAD_WORD_LENGTH] token ids of each bad word, right-aligned and padded
+        with -1 in front.
+      stop_ids: [B stops] ids of tokens that end the slot, padded with -1.
+      prompt_len: length of the prompt.
+      min_len: length below which stop tokens are masked.
+      speculate: whether the slot speculates; False: no drafted token is accepted, nor counted.
     """
 
     temperature: Float[Array, " B"]
@@ -39,11 +47,11 @@ class Options(NamedTuple):
     repetition: Float[Array, " B"]
     presence: Float[Array, " B"]
     frequency: Float[Array, " B"]
-    bias_ids: Int[Array, "B N"]
-    bias_values: Float[Array, "B N"]
+    bias_ids: Int[Array, "B biased"]
+    bias_values: Float[Array, "B biased"]
     allowed: UInt32[Array, "B W"]
-    bad_words: Int[Array, "B X L"]
-    stop_ids: Int[Array, "B E"]
+    bad_words: Int[Array, "B words length"]
+    stop_ids: Int[Array, "B stops"]
     prompt_len: Int[Array, " B"]
     min_len: Int[Array, " B"]
     speculate: Bool[Array, " B"]
@@ -80,8 +88,10 @@ class Features:
     """The options that a compiled program takes into account; other options have no effect in it.
 
     Attributes:
-      sampled: a temperature above 0; without it no noise is drawn.
-      penalties: repetition, presence or frequency. top_logprobs, transformed_logprobs: results.
+      sampled: whether a temperature is above 0; without it no noise is drawn.
+      penalties: whether there is a repetition, presence or frequency penalty.
+      transformed_logprobs: whether log-probabilities after all transforms are returned.
+      top_logprobs: whether the most likely tokens are returned.
     """
 
     sampled: bool = True
@@ -115,10 +125,11 @@ class Features:
         return Features(*(bool(bits >> i & 1) for i in range(len(dataclasses.fields(self)))))
 
     def covers(self, other: Features) -> bool:
+        """Returns whether a program with these features serves a batch that needs `other`."""
         return not other._bits & ~self._bits
 
     def widened(self) -> Features:
-        """The smallest of the few sets that programs are compiled for and that covers this one."""
+        """Returns the smallest set that covers this one among the few that programs have."""
         filters = Features(top_k=True, top_p=True, min_p=True)
         results = {"transformed_logprobs": False, "top_logprobs": False}
         everything_sampled = dataclasses.replace(Features.all(), **results)

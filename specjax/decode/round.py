@@ -6,7 +6,7 @@ The *root* is the last token known and row 0 of every tree; `root` in code is it
 `length - 1`. Its keys and values are not in the cache yet, which holds the positions before it (the
 *prefix*). Plain decoding (`off`) is a round of its own, `plain_round`.
 
-Shapes: B slots, T tree rows, E = steps + 1 tokens that a round can emit, V vocabulary.
+Dimensions: B slots, T tree rows, A = steps + 1 tokens that a round can emit at most, V vocabulary.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def spec_round(
     """Runs one draft -> verify -> accept -> commit cycle for every slot.
 
     Args:
-      draft_params: of the draft source.
-      part: of the tree that is drafted; None: all of it.
+      draft_params: parameters of the draft source.
+      part: part of the tree that is drafted; None: all of it.
 
     Returns:
-      the state after the round, and what `report.write` needs to know of it.
+      the state after the round, and a `Round`, from which `report.write` computes the report.
     """
     if plan.draws_noise:
         wanted = (state.finish == RUNNING) & (state.options.temperature > 0)
@@ -65,7 +65,7 @@ def spec_round(
     logits = along_path(plan, logits, accepted)
     accepted, invalid = until_invalid(state, logits, accepted)
     count, finish = truncate(state, accepted, invalid)
-    told = Round(
+    summary = Round(
         state=state,
         context=context,
         draft=draft,
@@ -77,7 +77,7 @@ def spec_round(
         rows=Rows(np.arange(plan.steps + 1), along_path(plan, draft.paths, accepted)),
         records=None if found.records is None else along_path(plan, found.records, accepted),
     )
-    return commit(plan, state, draft, found, accepted, count, finish), told
+    return commit(plan, state, draft, found, accepted, count, finish), summary
 
 
 def verify(
@@ -103,23 +103,23 @@ def verify(
 
 
 def along_path(plan: Plan, x: Array, accepted: Acceptance) -> Array:
-    """Picks the rows of the accepted path: [B T ..] -> [B E ..]."""
+    """Picks the rows of the accepted path: [B T ..] -> [B A ..]."""
     return x if plan.tree.is_chain else take_path(x, accepted.path)
 
 
 def until_invalid(
-    state: DecodeState, logits: Float[Array, "B E V"], accepted: Acceptance
+    state: DecodeState, logits: Float[Array, "B A V"], accepted: Acceptance
 ) -> tuple[Acceptance, Bool[Array, " B"]]:
     """Cuts the emitted tokens before the first that was drawn from logits that are no distribution.
 
-    Which rows a walk reaches does not depend on the logits after its last one, so the tokens kept
+    Which rows are accepted does not depend on the logits after the last of them, so the tokens kept
     are those of plain decoding, which ends at the same position.
 
     Args:
-      logits: the target's raw ones that decided each token.
+      logits: the target's raw logits that decided each token.
 
     Returns:
-      the acceptance with fewer tokens, and whether tokens were cut.
+      the acceptance with fewer tokens, and [B] whether tokens were cut.
     """
     valid = sampling.normaliser(logits, state.options.temperature).valid
     drawn = jnp.cumsum(~valid, axis=1) == 0
@@ -134,10 +134,10 @@ def truncate(
     """Cuts the emitted tokens after the first stop token and at the slot's limit.
 
     Args:
-      invalid: the token after the accepted ones has no distribution to be drawn from.
+      invalid: whether the token after the accepted ones has no distribution to be drawn from.
 
     Returns:
-      the number of tokens left, 0 where a slot does not run, and its `finish`.
+      [B] the number of tokens left, 0 where a slot does not run, and [B] the slot's `finish`.
     """
     tokens = accepted.tokens
     index = jnp.arange(tokens.shape[1])
@@ -148,8 +148,8 @@ def truncate(
     keep &= (state.finish == RUNNING)[:, None]
     kept = keep.sum(axis=1)
     stopped = (keep & is_stop).any(axis=1)
-    here = jnp.where(invalid, INVALID, RUNNING)
-    ended = jnp.where(state.length + kept >= state.limit, LENGTH, here)
+    unless_ended = jnp.where(invalid, INVALID, RUNNING)
+    ended = jnp.where(state.length + kept >= state.limit, LENGTH, unless_ended)
     ended = jnp.where(stopped, STOPPED, ended)
     finish = jnp.where(state.finish == RUNNING, ended, state.finish)
     return kept.astype(jnp.int32), finish.astype(jnp.int32)
@@ -166,13 +166,20 @@ def commit(
 ) -> DecodeState:
     """Writes the accepted path to the memories of target and draft, and appends its tokens.
 
-    The path's steps + 1 rows go to consecutive positions from the root's on. Rows past the emitted
-    ones lie at or after the next root, and no prefix reaches its root: they are not read before a
-    later commit has written over them, so nothing has to be compacted. The last emitted token is
-    the next root; the next round computes its row.
+    All A rows of the path are written, to consecutive positions from the root's on, although only
+    `count` were accepted. The rows past `count` lie at or after the next root, where no prefix
+    reaches: a later commit overwrites them before they are read, so nothing has to be compacted.
+    The last emitted token is the next root; the next round computes its row.
+
+    Args:
+      draft: the drafted tree, with the source's work.
+      found: the target's forward pass over the tree.
+      count: number of emitted tokens of each slot; 0 where a slot does not run.
+      finish: `DecodeState.finish` of each slot after the round.
     """
     path = None if plan.tree.is_chain else accepted.path  # a chain's rows stand in order
-    # `after` moves no row: it has the write wait for everything that reads the pages.
+    # The value of `after` is not used. `count` depends on the logits, and so on all attention over
+    # the pages: XLA must finish reading them before it writes, and need not copy them.
     to = Commit(state.length - 1, state.table, after=count)
     target = commit_memory(plan.cfg, state.memory, found.scratch, path, count, to)
     hidden = along_path(plan, found.tapped, accepted)
@@ -181,7 +188,7 @@ def commit(
 
 
 def append(
-    state: DecodeState, tokens: Int[Array, "B E"], count: Int[Array, " B"], finish: Array
+    state: DecodeState, tokens: Int[Array, "B A"], count: Int[Array, " B"], finish: Array
 ) -> DecodeState:
     """Appends the first `count` tokens to each slot."""
     counts = state.counts
@@ -195,11 +202,14 @@ def append(
 
 def plain_round(
     model: Transformer, plan: Plan, state: DecodeState, taps: tuple = ()
-) -> tuple[DecodeState, Round, Float[Array, "B 1 N"]]:
+) -> tuple[DecodeState, Round, Float[Array, "B 1 taps_width"]]:
     """Emits one token per slot by plain autoregressive decoding, with the noise of `coupled`.
 
     Args:
-      taps: hidden states to return, see `DraftNeeds.taps`.
+      taps: hidden states of the target to return, see `DraftNeeds.taps`.
+
+    Returns:
+      the state after the round, a `Round` for `report.write`, and the hidden states.
     """
     root = state.length - 1
     where = Where(
@@ -227,7 +237,7 @@ def plain_round(
     count, finish = truncate(state, chosen, invalid)
     to = Commit(root, state.table, after=tokens[:, 0])
     memory = commit_memory(plan.cfg, state.memory, found.scratch, None, count, to)
-    told = Round(
+    summary = Round(
         state=state,
         context=context,
         draft=None,
@@ -239,4 +249,4 @@ def plain_round(
         rows=rows,
         records=found.records,
     )
-    return append(state, tokens, count, finish)._replace(memory=memory), told, found.tapped
+    return append(state, tokens, count, finish)._replace(memory=memory), summary, found.tapped

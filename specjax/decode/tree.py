@@ -7,6 +7,9 @@ Rows are ordered by depth, and a parent stands before its children.
 Chains and static trees are computed once per strategy in numpy and enter the compiled program as
 constants. Of a dynamic tree only the layout of the candidates is known beforehand; its shape is
 computed on the device, per slot and round (`grown_shape`).
+
+Dimensions: B slots, T rows of a tree, A = steps + 1 depths, R rows that may be seen, W words of 32
+bits; `*B T`: numpy constants have no B.
 """
 
 from __future__ import annotations
@@ -29,17 +32,19 @@ class TreeShape(NamedTuple):
     """The shape of one round's tree: numpy constants, or arrays with the slots in front.
 
     Attributes:
-      parent, depth: [T]; the root is its own parent at depth 0.
-      visible: [T T] row t sees row j: j is t itself or an ancestor of t.
-      bits: the same as bitmask words, bit j % 32 of word j // 32.
-      path_rows: [T E] the ancestor of row t at depth 0, 1, .., steps, itself included; 0 beyond.
+      parent: [T] parent row of each row; the root is its own parent.
+      depth: [T] depth of each row; the root's is 0.
+      visible: [T T] whether row t sees row j: j is t itself or an ancestor of t.
+      bits: [T W] `visible` as bitmask words, bit j % 32 of word j // 32.
+      path_rows: [T A] row on the path to row t at depth 0, 1, .., steps, t itself included; 0 at
+        depths beyond t's.
     """
 
     parent: Int[Array, "*B T"]
     depth: Int[Array, "*B T"]
     visible: Bool[Array, "*B T T"]
     bits: UInt32[Array, "*B T W"]
-    path_rows: Int[Array, "*B T E"]
+    path_rows: Int[Array, "*B T A"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,11 +52,11 @@ class Expansion:
     """One draft step: the rows of one depth that have children, and those children.
 
     Attributes:
-      rows: tree rows that are expanded, all of depth `step`.
-      max_children: candidates to draw from each expanded row.
-      parents: per child, the index of its parent within `rows`.
-      ranks: per child, which candidate of its parent it is (0 = best).
-      children: the child rows, a contiguous slice (start, stop).
+      rows: tree rows that are expanded, all of one depth.
+      max_children: number of candidates to draw from each expanded row.
+      parents: index of each child's parent within `rows`.
+      ranks: place of each child among its parent's candidates, 0 for the best.
+      children: first child row, and the row after the last: the child rows are contiguous.
     """
 
     rows: np.ndarray
@@ -66,8 +71,9 @@ class Tree:
     """The arrays of one strategy.
 
     Attributes:
-      shape: see `TreeShape`.
-      expansions: one per draft step.
+      strategy: the strategy, a chain or a static tree.
+      shape: parents, depths and ancestors of the rows.
+      expansions: one expansion per draft step.
     """
 
     strategy: Strategy
@@ -101,7 +107,9 @@ class DynamicTree:
     Laid out so that parents come first: among equal scores a parent wins over its children.
 
     Attributes:
-      candidate_depth: [N]. offsets: where each level starts, and N.
+      strategy: the strategy, a dynamic tree.
+      candidate_depth: depth of each candidate.
+      offsets: number of the first candidate of each level, and at the end the number of candidates.
     """
 
     strategy: Strategy
@@ -124,7 +132,7 @@ class DynamicTree:
 
 
 def ancestors(parent: np.ndarray) -> np.ndarray:
-    """[T, T] whether column j is row t or an ancestor of it; parents precede their children."""
+    """Returns [T T] whether row j is row t or an ancestor of it; parents precede their children."""
     seen = np.zeros((len(parent), len(parent)), bool)
     for row, up in enumerate(parent):
         if up != row:
@@ -134,7 +142,7 @@ def ancestors(parent: np.ndarray) -> np.ndarray:
 
 
 def pack_bits(visible: np.ndarray) -> np.ndarray:
-    """Booleans [T, R] to uint32 words [T, ceil(R / 32)], bit j % 32 of word j // 32."""
+    """Packs booleans [T R] into uint32 words [T W]: bit j % 32 of word j // 32 is column j."""
     rows, columns = visible.shape
     words = np.zeros((rows, -(-columns // 32)), np.uint32)
     for j in range(columns):
@@ -144,10 +152,10 @@ def pack_bits(visible: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def build_tree(strategy: Strategy) -> Tree | DynamicTree:
-    """The arrays of a strategy.
+    """Builds the arrays of a strategy.
 
     Raises:
-      ValueError: it is plain decoding, which has no tree.
+      ValueError: the strategy is plain decoding, which has no tree.
     """
     if strategy.is_off:
         raise ValueError("'off' is plain decoding, which drafts no tree; name one, such as '4_1_5'")
@@ -182,7 +190,7 @@ def _static_shape(parent: np.ndarray, depth: np.ndarray) -> TreeShape:
 
 
 def grown_shape(parent: Int[Array, "B T"], depth: Int[Array, "B T"], steps: int) -> TreeShape:
-    """The shape of a dynamic tree from its parents, on the device."""
+    """Computes the shape of a dynamic tree from its parents, on the device."""
     rows = parent.shape[1]
     visible = jnp.broadcast_to(jnp.eye(rows, dtype=bool), (*parent.shape, rows))
     above, path = parent, []
@@ -195,7 +203,7 @@ def grown_shape(parent: Int[Array, "B T"], depth: Int[Array, "B T"], steps: int)
 
 
 def pack_words(visible: Bool[Array, "*B T R"]) -> UInt32[Array, "*B T W"]:
-    """`pack_bits` for trees whose shape is known on the device only."""
+    """Does what `pack_bits` does, for trees whose shape is known on the device only."""
     columns = visible.shape[-1]
     words = -(-columns // 32)
     padded = jnp.pad(visible, [(0, 0)] * (visible.ndim - 1) + [(0, words * 32 - columns)])
@@ -203,20 +211,22 @@ def pack_words(visible: Bool[Array, "*B T R"]) -> UInt32[Array, "*B T W"]:
     return (bits << jnp.arange(32, dtype=jnp.uint32)).sum(-1, dtype=jnp.uint32)
 
 
-def take_parents(x: Float[Array, "B Q D"], parents: Int[Array, "..."]) -> Float[Array, "B R D"]:
-    """Picks, for each row of a level, the entry of its parent among the previous call's rows."""
+def take_parents(
+    x: Float[Array, "B before D"], parents: Int[Array, "..."]
+) -> Float[Array, "B R D"]:
+    """Picks, for each of R rows, the entry of its parent among the rows of the level before."""
     if parents.ndim == 1:
         return x[:, parents]
     return take_along(x, parents[..., None], axis=1)
 
 
 def plain_bits() -> np.ndarray:
-    """The bitmask of plain decoding: one row that sees itself."""
+    """Returns the bitmask of plain decoding: one row that sees itself."""
     return np.ones((1, 1), np.uint32)
 
 
 def chain_bits(rows: int) -> np.ndarray:
-    """The bitmask of `rows` consecutive tokens: row t sees rows 0..t."""
+    """Returns the bitmask of `rows` consecutive tokens: row t sees rows 0..t."""
     return pack_bits(np.tril(np.ones((rows, rows), bool)))
 
 
@@ -237,7 +247,11 @@ def chain_bits(rows: int) -> np.ndarray:
 
 
 class StaticTreePart(NamedTuple):
-    """A part of a chain or static tree: drafted [T], whether a row may hold a draft."""
+    """A part of a chain or static tree.
+
+    Attributes:
+      drafted: [T] whether each row may hold a drafted token.
+    """
 
     drafted: Bool[Array, " T"]
 
@@ -246,7 +260,9 @@ class DynamicTreePart(NamedTuple):
     """A part of a dynamic tree.
 
     Attributes:
-      steps: its depth. topk: nodes that a level expands, and children of each. rows: root included.
+      steps: depth of the part.
+      topk: number of nodes that a level expands, and of children of each.
+      rows: number of rows, the root included.
     """
 
     steps: Int[Array, ""]
@@ -258,10 +274,10 @@ TreePart = StaticTreePart | DynamicTreePart
 
 
 def common_strategy(strategies: Sequence[Strategy]) -> Strategy:
-    """The smallest strategy whose tree holds those of all.
+    """Returns the smallest strategy whose tree holds the trees of all strategies.
 
     Args:
-      strategies: at least one.
+      strategies: the strategies, at least one.
 
     Raises:
       ValueError: there is no such tree.
@@ -287,14 +303,14 @@ def common_strategy(strategies: Sequence[Strategy]) -> Strategy:
 
 
 def _size(strategy: Strategy) -> tuple[int, int, int]:
-    """Steps, topk and rows of a dynamic tree; a chain is one with a topk of 1."""
+    """Returns steps, topk and rows of a dynamic tree; a chain is one with a topk of 1."""
     return strategy.dynamic or (strategy.steps, 1, strategy.rows)
 
 
 def tree_part(tree: Tree | DynamicTree, strategy: Strategy) -> TreePart:
-    """The part of a common tree that a strategy drafts; `off` drafts no row."""
+    """Returns the part of a common tree that a strategy drafts; `off` drafts no row."""
     if tree.is_dynamic:
         steps, topk, rows = (0, 0, 1) if strategy.is_off else _size(strategy)
         return DynamicTreePart(np.int32(steps), np.int32(topk), np.int32(rows))
-    mine = set(strategy.paths)
-    return StaticTreePart(np.array([True, *(path in mine for path in tree.strategy.paths)]))
+    paths = set(strategy.paths)
+    return StaticTreePart(np.array([True, *(path in paths for path in tree.strategy.paths)]))
