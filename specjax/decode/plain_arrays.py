@@ -58,10 +58,11 @@ class DraftProposal:
     """A chain of drafted tokens, and what they were drawn from.
 
     Attributes:
-      tokens: [n] token ids; n may be 0. -1 is no draft and never accepted. Whether there is a draft
-        at a place may depend on everything before that place, but not on what is drawn there.
-      probs: [n V] the distribution that each token was drawn from (not the target's, and not a
-        softmax that the token is merely the argmax of: see `deterministic`). Rows of -1 are unused.
+      tokens: [n] ids of the drafted tokens; n may be 0. -1 is no token, and never accepted. Whether
+        there is a token at a place may depend on everything before that place, but not on what is
+        drawn there.
+      probs: [n V] distribution that each token was drawn from (not the target's, and not a softmax
+        whose argmax the token is: see `deterministic`). Rows of tokens -1 are unused.
 
     Raises:
       ValueError: shapes, ids or probabilities are invalid.
@@ -106,7 +107,7 @@ class DraftProposal:
 
     @classmethod
     def deterministic(cls, tokens: Sequence[int], vocab: int) -> DraftProposal:
-        """Tokens that were not drawn: a greedy draft, an n-gram, a lookup.
+        """Makes a proposal of tokens that were not drawn: of a greedy draft, an n-gram, a lookup.
 
         Their q is one-hot. A softmax of which the token is the argmax would be a wrong q, and the
         result biased.
@@ -120,9 +121,9 @@ class VerifyResult:
     """The target's distributions along a proposal of n tokens.
 
     Attributes:
-      probs: [n+1 V] its distribution after the context and the first 0, 1, .., n drafted tokens.
-        The last row is for the bonus token, which follows when every draft is accepted. [n V], for
-        n > 0, leaves it out: then a round that accepts every draft emits these n tokens alone.
+      probs: [n+1 V] the target's distribution after the context and the first 0, 1, .., n drafted
+        tokens. The last row is for the bonus token, which follows when every drafted token is
+        accepted. [n V], for n > 0, leaves it out: then a round that accepts all n emits them alone.
         Which tokens are kept does not depend on that row.
 
     Raises:
@@ -147,10 +148,10 @@ class AcceptDecision(NamedTuple):
     """The tokens that a round emits.
 
     Attributes:
-      accepted: the drafted tokens that were kept, 0 to n.
-      next_token: the one that follows: drawn from the residual after a rejection, from the bonus
-        row after none. None where there was no rejection and no bonus row.
-      all_accepted: whether there was no rejection.
+      accepted: ids of the drafted tokens that were kept, 0 to n of them.
+      next_token: id of the token that follows: drawn from the residual after a rejection, from the
+        bonus row where there was no rejection; None where there was no bonus row either.
+      all_accepted: whether every drafted token was kept.
     """
 
     accepted: tuple[int, ...]
@@ -163,7 +164,7 @@ class AcceptDecision(NamedTuple):
 
     @property
     def total_tokens(self) -> int:
-        """1 to n + 1, or 1 to n without the bonus row: every round emits at least one token."""
+        """Counts the emitted tokens: 1 to n + 1, or 1 to n without the bonus row."""
         return len(self.tokens)
 
 
@@ -177,11 +178,15 @@ def speculative_accept(
     """Decides what one round of one sequence emits. A pure function.
 
     Args:
-      seed: one per sequence; the draft's own randomness must not come from it.
-      position: of the last token of the context. Coins and noise are keyed by (seed, position), so
-        that no round meets what another has met; two rounds at one position must not share a seed.
-      acceptance: "block" (Sun et al. 2024) accepts most; "recursive" tests token by token, as
-        Leviathan et al. 2023; "greedy" accepts what is the argmax of p and emits such tokens only.
+      proposal: the drafted tokens, and what they were drawn from.
+      verified: the target's distributions along them.
+      seed: seed of the sequence; the draft's own randomness must not come from it.
+      position: position of the last token of the context. Coins and noise are keyed by (seed,
+        position), so that no two rounds of a sequence use the same ones; two rounds at one position
+        must not share a seed.
+      acceptance: the rule. "block" (Sun et al. 2024) accepts most; "recursive" tests token by
+        token, as Leviathan et al. 2023; "greedy" accepts a token that is the argmax of p, and emits
+        such tokens only.
 
     Raises:
       ValueError: proposal and result do not fit together, or the rule is none of these.
@@ -223,14 +228,16 @@ def accept_chains(
     q: Float[Array, "B n V"],
     p: Float[Array, "B n+1 V"],
 ) -> Acceptance:
-    """`speculative_accept` of many sequences at once, jitted, unchecked.
+    """Does what `speculative_accept` does for many sequences at once, jitted, without checks.
 
     Args:
-      words: what identifies each sequence, see `request_words`.
-      position: of the last token of each context.
-      q: zero where the drafted token is -1.
-      p: the last row decides only the token after n accepted drafts. Where no such token is wanted,
-        give any distribution there, and drop the token.
+      acceptance: the rule, as in `speculative_accept`.
+      words: words that identify each sequence, see `request_words`.
+      position: position of the last token of each context.
+      drafted: ids of the drafted tokens; -1: no token.
+      q: distribution that each token was drawn from; zero where there is no token.
+      p: the target's distributions. The last row decides only the token after n accepted ones.
+        Where no such token is wanted, give any distribution there, and drop the token.
     """
     batch, steps = drafted.shape
     keys = request_keys(words)
@@ -251,7 +258,7 @@ def accept_chains(
 
 
 def _table(name: str, probs: Any, expected: str, count: int | None) -> Float[np.ndarray, "n V"]:
-    """Returns a float64 copy, which may be changed; `count` None: one row or more."""
+    """Returns a float64 copy of `count` rows, which may be changed; None: one row or more."""
     rows = np.array(probs, np.float64)
     fits = rows.ndim == 2 and rows.shape[1] > 0
     if not fits or (len(rows) != count if count is not None else len(rows) == 0):

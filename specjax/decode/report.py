@@ -1,13 +1,17 @@
-"""What a chunk reports beside tokens: log-probabilities, accepted drafts, and why drafts failed.
+"""What a chunk reports beside tokens: log-probabilities, and which drafted tokens were accepted.
 
 A round returns what it knows (`Round`); `write` computes the report from it. Buffers as large as a
 chunk can fill lie on the device, are written once per round and read by the host once per chunk.
-Which of them exist is static: what is not asked for is None, and the compiled program holds neither
-its buffer nor its arithmetic.
+Which of them exist is static: a field that is not asked for is None, and the compiled program holds
+neither its buffer nor its arithmetic.
 
 Two distributions appear. The *temperature-scaled* one is the raw logits over T: what a trainer
 recomputes. The *transformed* one is what is sampled, after penalties, bias, masks and filters. At
 T = 0 both are scored at T = 1.
+
+Dimensions: B slots (in the report of a chunk: sequences), A = steps + 1 tokens that a round can emit
+at most, V vocabulary, M layers that record facts; the others are written as words: `rounds` of the
+chunk, `tokens` that a slot can emit in the chunk, rounds * A, and `top` = min(20, V).
 """
 
 from __future__ import annotations
@@ -36,90 +40,99 @@ if TYPE_CHECKING:
 
 
 class TopLogprobs(NamedTuple):
-    """The N most likely tokens at each position, best first; N = min(20, V).
+    """The most likely tokens at each position, best first.
 
     Entry k of slot b is about the token at absolute position begin[b] + k.
 
     Attributes:
-      ids, logprobs: of the temperature-scaled distribution.
-      transformed_ids, transformed_logprobs: of the transformed one (-inf past its support); None
-        unless transformed logprobs are asked for.
+      ids: ids of the most likely tokens in the temperature-scaled distribution.
+      logprobs: their log-probabilities in it.
+      transformed_ids: ids of the most likely tokens in the transformed distribution; None unless
+        transformed log-probabilities are asked for.
+      transformed_logprobs: their log-probabilities in it, -inf past its support; None as above.
     """
 
-    ids: Int[Array, "B C N"]
-    logprobs: Float[Array, "B C N"]
-    transformed_ids: Int[Array, "B C N"] | None
-    transformed_logprobs: Float[Array, "B C N"] | None
+    ids: Int[Array, "B tokens top"]
+    logprobs: Float[Array, "B tokens top"]
+    transformed_ids: Int[Array, "B tokens top"] | None
+    transformed_logprobs: Float[Array, "B tokens top"] | None
 
 
 class Rejections(NamedTuple):
-    """Why drafts were rejected, one entry per round and slot; in a chunk, per round and sequence.
+    """Why drafted tokens were rejected, one entry per round and slot.
 
-    A rejection is a round whose walk ended at a tree row that has drafted children, none of which
-    was accepted. (A path accepted down to a leaf is none.) There is at most one per slot and round.
+    A rejection is a round whose accepted path ended at a tree row that has drafted children, none
+    of which was accepted. (A path accepted down to a leaf is no rejection.) There is at most one
+    per slot and round.
 
     Attributes:
-      accepted: drafts that the walk accepted, before stop tokens and limits cut it; -1 where the
-        slot was not running or does not speculate, and in rounds that did not run.
-      valid: the round ended in a rejection; elsewhere the fields below are meaningless.
-      emitted: False where a stop token or a limit ended the sample before the target token.
-      position: absolute position of the rejected token. depth: its depth in the tree, 1 or more.
-      draft_token: the rejected child; the best of them where there are several.
-      target_token: what the target emitted there instead.
-      draft_logprob: of the draft token in the draft's own transformed distribution.
-      target_logprob, draft_token_target_logprob: of the target token and of the draft token in the
-        target's transformed distribution.
-      entropy: nats, of the target's temperature-scaled distribution.
+      accepted: number of accepted drafted tokens, before stop tokens and limits cut the path; -1
+        where the slot was not running or does not speculate, and in rounds that did not run.
+      valid: whether the round ended in a rejection; where not, the fields below are meaningless.
+      emitted: whether the target token was emitted; False where a stop token or a limit ended the
+        sample before it.
+      position: absolute position of the rejected token.
+      depth: depth of the rejected token in the tree, 1 or more.
+      draft_token: id of the rejected child; of the best one where there are several.
+      target_token: id of the token that the target emitted there instead.
+      draft_logprob: log-probability of the draft token in the draft's own transformed distribution.
+      target_logprob: log-probability of the target token in the target's transformed distribution.
+      draft_token_target_logprob: log-probability of the draft token in that distribution.
+      entropy: entropy of the target's temperature-scaled distribution, in nats.
       top_p_mass: temperature-scaled mass of the tokens that masks, top-k, top-p and min-p keep.
-      outside_mask, outside_filter: the draft token cannot be sampled, because of a mask (allowed
-        ids, bad words, minimum length) or because of top-k, top-p or min-p.
-      penalty_changed: without penalties the outcome at this row would have been another: the token
-        chosen with the same noise in `coupled` and `greedy`, the most likely one elsewhere.
+      outside_mask: whether the draft token cannot be sampled because of a mask (allowed ids, bad
+        words, minimum length).
+      outside_filter: whether it cannot be sampled because of top-k, top-p or min-p.
+      penalty_changed: whether the outcome at this row would have been another without penalties:
+        the token chosen with the same noise in `coupled` and `greedy`, the most likely one in the
+        other modes.
     """
 
-    accepted: Int[Array, "R B"]
-    valid: Bool[Array, "R B"]
-    emitted: Bool[Array, "R B"]
-    position: Int[Array, "R B"]
-    depth: Int[Array, "R B"]
-    draft_token: Int[Array, "R B"]
-    target_token: Int[Array, "R B"]
-    draft_logprob: Float[Array, "R B"]
-    target_logprob: Float[Array, "R B"]
-    draft_token_target_logprob: Float[Array, "R B"]
-    entropy: Float[Array, "R B"]
-    top_p_mass: Float[Array, "R B"]
-    outside_mask: Bool[Array, "R B"]
-    outside_filter: Bool[Array, "R B"]
-    penalty_changed: Bool[Array, "R B"]
+    accepted: Int[Array, "rounds B"]
+    valid: Bool[Array, "rounds B"]
+    emitted: Bool[Array, "rounds B"]
+    position: Int[Array, "rounds B"]
+    depth: Int[Array, "rounds B"]
+    draft_token: Int[Array, "rounds B"]
+    target_token: Int[Array, "rounds B"]
+    draft_logprob: Float[Array, "rounds B"]
+    target_logprob: Float[Array, "rounds B"]
+    draft_token_target_logprob: Float[Array, "rounds B"]
+    entropy: Float[Array, "rounds B"]
+    top_p_mass: Float[Array, "rounds B"]
+    outside_mask: Bool[Array, "rounds B"]
+    outside_filter: Bool[Array, "rounds B"]
+    penalty_changed: Bool[Array, "rounds B"]
 
 
 class Report(NamedTuple):
-    """The buffers of one chunk; None is what the plan does not ask for.
+    """The buffers of one chunk; fields that the plan does not ask for are None.
 
-    C is the number of tokens that a slot can emit in a chunk, rounds * (steps + 1). Entry k of slot
-    b is about the token at absolute position begin[b] + k. A chunk has one row per sequence of its
-    row map, and rounds write to those of the sequences that they run, see `take_sequences`.
+    Entry k of slot b is about the token at absolute position begin[b] + k. A chunk has one row per
+    sequence of its row map, and a round writes to the rows of the sequences that it runs, see
+    `take_sequences`.
 
     Attributes:
-      logprobs: [B C] log-probability of each emitted token in the temperature-scaled distribution.
-      counts: [R B] tokens emitted per round, after stop tokens and limits; 0 where a slot was not
-        running, and in rounds that did not run.
-      accepted: [R B] drafts that the walk accepted, before stop tokens and limits cut it; -1 where
-        the slot was not running or does not speculate, and in rounds that did not run. Plain
+      logprobs: log-probability of each emitted token in the temperature-scaled distribution.
+      counts: number of tokens emitted per round, after stop tokens and limits; 0 where a slot was
+        not running, and in rounds that did not run.
+      accepted: number of accepted drafted tokens, before stop tokens and limits cut the path; -1
+        where the slot was not running or does not speculate, and in rounds that did not run. Plain
         decoding accepts 0.
-      transformed: [B C] as `logprobs`, in the transformed distribution.
-      records: [B C M ..] of the rows that decided the tokens, see `specjax.interfaces.Mlp.run`;
-        None: the model has no layers that record anything.
+      transformed: log-probability of each emitted token in the transformed distribution.
+      top: the most likely tokens at each position.
+      rejections: why drafted tokens were rejected.
+      records: facts of the rows that decided the tokens, see `specjax.interfaces.Mlp.run`; None:
+        the model has no layers that record anything.
     """
 
-    logprobs: Float[Array, "B C"]
-    counts: Int[Array, "R B"]
-    accepted: Int[Array, "R B"]
-    transformed: Float[Array, "B C"] | None = None
+    logprobs: Float[Array, "B tokens"]
+    counts: Int[Array, "rounds B"]
+    accepted: Int[Array, "rounds B"]
+    transformed: Float[Array, "B tokens"] | None = None
     top: TopLogprobs | None = None
     rejections: Rejections | None = None
-    records: Int[Array, "B C M ..."] | None = None
+    records: Int[Array, "B tokens M ..."] | None = None
 
 
 _OF_ROUNDS = ("counts", "accepted", "rejections")
@@ -129,15 +142,17 @@ class Round(NamedTuple):
     """What a round knows once it has accepted, for `write`.
 
     Attributes:
-      state: before the round. context: the history that the transforms saw.
-      draft: None in plain decoding.
-      accepted: the emitted tokens along the path, before stop tokens and limits; none that was
-        drawn from logits that are no distribution.
-      count: [B] tokens emitted after stop tokens and limits; 0 where a slot is not running.
-      invalid: [B] slots whose walk ended at logits that are no distribution.
-      logits, scores: [B E V] the target's raw and transformed logits at the rows after which these
-        tokens were emitted. rows: those rows (depth [E], paths [B E D]).
-      records: [B E M ..] of these rows; None: the model records nothing.
+      state: decode state before the round.
+      context: the history that the transforms saw.
+      draft: the drafted tree; None in plain decoding.
+      accepted: the emitted tokens along the accepted path, before stop tokens and limits, and
+        without tokens that were drawn from logits that are no distribution.
+      count: number of tokens emitted after stop tokens and limits; 0 where a slot is not running.
+      invalid: whether the accepted path ended at logits that are no distribution.
+      logits: the target's raw logits at the rows after which these tokens were emitted.
+      scores: the target's transformed logits at these rows.
+      rows: depth and path of these rows.
+      records: facts of these rows; None: the model records nothing.
     """
 
     state: DecodeState
@@ -146,10 +161,10 @@ class Round(NamedTuple):
     accepted: Acceptance
     count: Int[Array, " B"]
     invalid: Bool[Array, " B"]
-    logits: Float[Array, "B E V"]
-    scores: Float[Array, "B E V"]
+    logits: Float[Array, "B A V"]
+    scores: Float[Array, "B A V"]
     rows: Rows
-    records: Int[Array, "B E M ..."] | None
+    records: Int[Array, "B A M ..."] | None
 
 
 def start(plan: Plan, batch: int, rounds: int) -> Report:
@@ -197,11 +212,12 @@ def write(
     begin: Int[Array, " B"],
     step: Round,
 ) -> Report:
-    """Adds one round.
+    """Writes one round to the buffers.
 
     Args:
-      index: rounds of this chunk before this one.
+      index: number of rounds of this chunk before this one.
       begin: lengths of the slots when the chunk began.
+      step: what the round knows.
     """
 
     def put(buffer, values):
@@ -245,7 +261,7 @@ def put_sequences(report: Report, sequences: Int[Array, " rows"], new: Report) -
 
 
 def _by_sequence(change: Callable[..., Array], *reports: Report) -> Report:
-    """Changes every buffer as if it had sequences in front; those of rounds have them behind."""
+    """Changes every buffer along its axis of sequences, which is behind rounds in some of them."""
 
     def behind(*buffers):
         return jnp.swapaxes(change(*(jnp.swapaxes(x, 0, 1) for x in buffers)), 0, 1)
@@ -262,7 +278,7 @@ def _by_sequence(change: Callable[..., Array], *reports: Report) -> Report:
 
 
 def _accepted(step: Round) -> Int[Array, " B"]:
-    """Drafts accepted before the path was cut, -1 where a slot does not run or speculate."""
+    """Counts accepted drafted tokens; -1 where a slot does not run or does not speculate."""
     counted = step.state.finish == RUNNING
     if step.draft is not None:
         counted &= step.state.options.speculate
@@ -275,7 +291,7 @@ def _logprob_of(scores: Float[Array, "... V"], tokens: Int[Array, "..."]) -> Arr
 
 
 def _top(step: Round, like: TopLogprobs) -> TopLogprobs:
-    """The best tokens after each row of the path, in the distributions that `like` has."""
+    """Finds the best tokens after each row of the path, in the distributions that `like` has."""
     number = like.ids.shape[-1]
     scaled = sampling.tempered(step.logits, step.state.options.temperature)
     logprobs, ids = shards.top_k(jax.nn.log_softmax(scaled), number)
@@ -290,11 +306,13 @@ def _top(step: Round, like: TopLogprobs) -> TopLogprobs:
 
 
 class _End(NamedTuple):
-    """The row at which each slot's walk ended.
+    """The row at which each slot's accepted path ended.
 
     Attributes:
-      index: [B] its index along the path. logits, scores: [B V] the target's there.
-      rows: the same row for `sampling.transform`.
+      index: index of the row along the path.
+      logits: the target's raw logits at the row.
+      scores: the target's transformed logits at the row.
+      rows: depth and path of the row, for `sampling.transform`.
     """
 
     index: Int[Array, " B"]
@@ -314,7 +332,7 @@ def _end(step: Round) -> _End:
 
 
 def _rejection(plan: Plan, step: Round) -> Rejections:
-    """The record of one round, all fields [B]."""
+    """Computes the rejections of one round, all fields [B]."""
     state, draft, options = step.state, step.draft, step.state.options
     end = _end(step)
     child, has_children = _best_child(step)
@@ -343,7 +361,7 @@ def _rejection(plan: Plan, step: Round) -> Rejections:
 
 
 def _best_child(step: Round) -> tuple[Int[Array, "B 1"], Bool[Array, " B"]]:
-    """The first valid child of the row at which the walk ended, and whether there is one."""
+    """Finds the first valid child of the row at which the path ended, and whether there is one."""
     index = jnp.maximum(step.accepted.count - 1, 0)[:, None]
     last = jnp.take_along_axis(step.accepted.path, index, axis=1)
     below = jnp.asarray(step.draft.shape.parent) == last  # [B T]; the root is its own parent
@@ -352,7 +370,7 @@ def _best_child(step: Round) -> tuple[Int[Array, "B 1"], Bool[Array, " B"]]:
 
 
 def _scores(features: Features, step: Round, end: _End) -> Float[Array, "B V"]:
-    """The target's scores at the end of the walk, if requests asked for `features` alone."""
+    """Computes the target's scores at the end of the path, if only `features` were asked for."""
     options = step.state.options
     logits = end.logits[:, None]
     return sampling.transform(logits, options, features, step.context, end.rows)[:, 0]
@@ -361,7 +379,7 @@ def _scores(features: Features, step: Round, end: _End) -> Float[Array, "B V"]:
 def _outside(
     features: Features, step: Round, end: _End, token: Int[Array, " B"]
 ) -> tuple[Bool[Array, " B"], Bool[Array, " B"]]:
-    """Whether `token` cannot be sampled: because of a mask, or because of a filter alone."""
+    """Returns whether a mask excludes `token`, and whether a filter alone excludes it."""
 
     def excluded(scores):
         return jnp.isneginf(jnp.take_along_axis(scores, token[:, None], axis=1)[:, 0])
@@ -377,7 +395,7 @@ def _outside(
 
 
 def _penalty_changed(plan: Plan, step: Round, end: _End) -> Bool[Array, " B"]:
-    """Whether another token would have been chosen there without penalties."""
+    """Returns whether another token would have been chosen there without penalties."""
     if not plan.features.penalties:
         return jnp.zeros(step.count.shape, bool)
 

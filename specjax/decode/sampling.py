@@ -4,11 +4,14 @@
 bad words), temperature, top-k, top-p, min-p, in that order. Names and definitions are those of vLLM
 and Hugging Face, which differ from each other in the order. A token that cannot be sampled has the
 score -inf. `perturb` adds the noise whose argmax is a sample; `probabilities` is the distribution
-itself. A temperature of 0 is greedy: such rows are not divided, not filtered and not perturbed.
+itself. A temperature of 0 is greedy: rows at temperature 0 are not divided, filtered or perturbed.
 
 The scores of a node do not depend on the program that computes them, nor on which part of the
 history is context and which is path: equal logits give equal bits, but for the edge of top-p (see
 `top_p_threshold`). `coupled` acceptance rests on that.
+
+Dimensions: B slots, R rows of a tree, C columns of a proposal, V vocabulary; the others are written
+as words: `depth` of a path, `last` tokens before a position, `emitted` tokens.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ class Counts(NamedTuple):
     """Which tokens occur up to and including the root, for penalties.
 
     Attributes:
-      prompt: [B V] the token occurs in the prompt. output: [B V] how often it was generated.
+      prompt: whether each token occurs in the prompt.
+      output: how often each token was generated.
     """
 
     prompt: Bool[Array, "B V"]
@@ -48,17 +52,18 @@ class Counts(NamedTuple):
 
 
 class Context(NamedTuple):
-    """The history that all rows of a slot share; None where no feature needs it.
+    """The history that all rows of a slot share.
 
     Attributes:
-      root: [B] absolute position of the root, length - 1.
-      suffix: [B, BAD_WORD_LENGTH - 1] the last tokens up to and including the root, -1 before the
-        start of the sequence.
+      root: absolute position of the root, length - 1.
+      counts: counts of the tokens up to and including the root; None: no feature needs them.
+      suffix: the last BAD_WORD_LENGTH - 1 tokens up to and including the root, -1 before the start
+        of the sequence; None: no feature needs them.
     """
 
     root: Int[Array, " B"]
     counts: Counts | None
-    suffix: Int[Array, "B S"] | None
+    suffix: Int[Array, "B last"] | None
 
 
 class Rows(NamedTuple):
@@ -67,16 +72,16 @@ class Rows(NamedTuple):
     A row of depth d under a root at position P decides the token at absolute position P + 1 + d.
 
     Attributes:
-      depth: [R] or [B R], the root's is 0.
-      path: [B R D] tokens from below the root down to the row itself, then -1. D may be 0.
+      depth: [R] or [B R] depth of each row; the root's is 0.
+      path: tokens from below the root down to each row, then -1; there may be none.
     """
 
     depth: Int[Array, "*B R"]
-    path: Int[Array, "B R D"]
+    path: Int[Array, "B R depth"]
 
 
 def root_rows(batch: int) -> Rows:
-    """The rows of plain decoding: the root alone, with an empty path."""
+    """Makes the rows of plain decoding: the root alone, with an empty path."""
     return Rows(np.zeros(1, np.int32), jnp.zeros((batch, 1, 0), jnp.int32))
 
 
@@ -86,7 +91,7 @@ def count_tokens(
     prompt_len: Int[Array, " B"],
     vocab: int,
 ) -> Counts:
-    """Counts of the first `length` tokens of each slot, of which `prompt_len` are its prompt.
+    """Counts the first `length` tokens of each slot, of which `prompt_len` are its prompt.
 
     Reads the whole sequence: once per chunk. From round to round use `add_tokens`.
     """
@@ -100,13 +105,15 @@ def count_tokens(
     )
 
 
-def add_tokens(counts: Counts, tokens: Int[Array, "B E"], count: Int[Array, " B"]) -> Counts:
-    """Counts after the first `count` of `tokens` were emitted."""
+def add_tokens(counts: Counts, tokens: Int[Array, "B emitted"], count: Int[Array, " B"]) -> Counts:
+    """Returns the counts after the first `count` of `tokens` were emitted."""
     emitted = jnp.arange(tokens.shape[1]) < count[:, None]
     return counts._replace(output=_add(counts.output, tokens, emitted))
 
 
-def _add(output: Int[Array, "B V"], tokens: Int[Array, "B E"], take: Bool[Array, "B E"]) -> Array:
+def _add(
+    output: Int[Array, "B V"], tokens: Int[Array, "B some"], take: Bool[Array, "B some"]
+) -> Array:
     batch, vocab = output.shape
     # A negative index would wrap around, so what does not count goes past the end and is dropped.
     target = jnp.where(take & (tokens >= 0), tokens, vocab)
@@ -116,13 +123,14 @@ def _add(output: Int[Array, "B V"], tokens: Int[Array, "B E"], take: Bool[Array,
 def context_of(
     tokens: Int[Array, "B M"], length: Int[Array, " B"], features: Features, counts: Counts | None
 ) -> Context:
-    """The context of slots whose first `length` tokens, the last one the root, are known.
+    """Makes the context of slots whose first `length` tokens are known; the last one is the root.
 
     Args:
-      counts: of these tokens; needed (and kept) only for penalties.
+      features: features of the program, which say what of the history is kept.
+      counts: counts of these tokens; needed (and kept) only for penalties.
 
     Raises:
-      ValueError: penalties without counts.
+      ValueError: the features have penalties, and there are no counts.
     """
     if features.penalties and counts is None:
         raise ValueError("features.penalties needs counts, got None: pass count_tokens(...)")
@@ -134,8 +142,8 @@ def context_of(
     return Context(length - 1, counts if features.penalties else None, suffix)
 
 
-def last_tokens(context: Context, rows: Rows) -> Int[Array, "B R S"]:
-    """The last BAD_WORD_LENGTH - 1 tokens up to and including each row, -1 before the start."""
+def last_tokens(context: Context, rows: Rows) -> Int[Array, "B R last"]:
+    """Returns the last BAD_WORD_LENGTH - 1 tokens up to each row, its own included; -1: none."""
     batch, count, _ = rows.path.shape
     shared = jnp.broadcast_to(context.suffix[:, None], (batch, count, context.suffix.shape[1]))
     history = jnp.concatenate([shared, rows.path], axis=-1)
@@ -154,15 +162,16 @@ class Columns(NamedTuple):
     acceptance rules know the target's ids. With ids None every method is the plain operation.
 
     Attributes:
-      ids: [C], ascending, of all rows, or [B R C] of each row, in any order; None: all V tokens.
-      vocab: V.
+      ids: token id of each column: [C], ascending, for all rows, or [B R C] for each row, in any
+        order; None: the columns are all V tokens.
+      vocab: size V of the vocabulary.
     """
 
     ids: Int[Array, " C"] | Int[Array, "B R C"] | None
     vocab: int
 
     def widened(self, scores: Float[Array, "B R C"], count: int) -> tuple[Columns, Array]:
-        """Fills the columns up to at least `count` with some that stand for no token."""
+        """Adds columns that stand for no token, up to at least `count` columns."""
         missing = count - scores.shape[-1]
         if self.ids is None or missing <= 0:
             return self, scores
@@ -172,10 +181,10 @@ class Columns(NamedTuple):
         return Columns(ids, self.vocab), scores
 
     def masked(self, scores: Float[Array, "B R C"]) -> Float[Array, "B R C"]:
-        """Scores with -inf in columns that stand for no token, or for one with a column already.
+        """Sets scores to -inf in columns of no token, and of a token that has a column already.
 
-        Two children of a node with one token would both be accepted, so a draft's ids are checked:
-        of shared ones those that do not ascend stand for no token.
+        Two children of a node with the same token would both be accepted, so a draft source's ids
+        are checked: of ids that all rows share, those that do not ascend stand for no token.
         """
         if self.ids is None:
             return scores
@@ -190,7 +199,7 @@ class Columns(NamedTuple):
         return jnp.where(valid, scores, -jnp.inf)
 
     def at(self, x: Array) -> Array:
-        """Numbers per token [B V] as numbers per column: [B 1 C] or [B R C]."""
+        """Picks numbers per column, [B 1 C] or [B R C], from numbers per token [B V]."""
         if self.ids is None:
             return x[:, None]
         x, safe = shards.pin(x), jnp.clip(self.ids, 0, self.vocab - 1)
@@ -200,7 +209,7 @@ class Columns(NamedTuple):
         return flat.reshape(safe.shape)
 
     def at_rows(self, x: Float[Array, "B R V"]) -> Float[Array, "B R C"]:
-        """Numbers per row and token as numbers per row and column."""
+        """Picks numbers per row and column from numbers per row and token."""
         if self.ids is None:
             return x
         x, safe = shards.pin(x), jnp.clip(self.ids, 0, self.vocab - 1)
@@ -208,8 +217,8 @@ class Columns(NamedTuple):
             return x[..., safe]
         return jnp.take_along_axis(x, safe, axis=-1)
 
-    def of(self, tokens: Int[Array, "B R N"]) -> Int[Array, "B R N"]:
-        """The column of each token; C, past the end, where it has none."""
+    def of(self, tokens: Int[Array, "B R tokens"]) -> Int[Array, "B R tokens"]:
+        """Returns the column of each token; C, past the end, where it has none."""
         if self.ids is None:  # a negative index would wrap around
             return jnp.where(tokens < 0, self.vocab, tokens)
         size = self.ids.shape[-1]
@@ -221,8 +230,8 @@ class Columns(NamedTuple):
             column, found = jnp.argmax(equal, axis=-1), equal.any(-1)
         return jnp.where(found, column, size)
 
-    def tokens(self, columns: Int[Array, "B R N"]) -> Int[Array, "B R N"]:
-        """The token of each column."""
+    def tokens(self, columns: Int[Array, "B R columns"]) -> Int[Array, "B R columns"]:
+        """Returns the token of each column."""
         if self.ids is None:
             return columns
         if self.ids.ndim == 1:
@@ -230,7 +239,7 @@ class Columns(NamedTuple):
         return jnp.take_along_axis(self.ids, columns, axis=-1)
 
     def spread(self, q: Float[Array, "B R C"]) -> Float[Array, "B R V"]:
-        """Probabilities over the whole vocabulary, 0 for tokens without a column."""
+        """Spreads probabilities over the whole vocabulary, 0 for tokens without a column."""
         if self.ids is None:
             return q
         batch, rows, _ = q.shape
@@ -269,7 +278,7 @@ def transform(
     rows: Rows,
     columns: Columns | None = None,
 ) -> Float[Array, "B R V"]:
-    """Scores of the tokens that may follow each row: tempered log-weights, -inf where impossible.
+    """Computes scores of the tokens that may follow each row: log-weights, -inf where impossible.
 
     A step that no slot asks for is skipped when the program runs. A mask that would leave no token
     in a row is lifted for that row. Logits that come in as -inf stay impossible. NaN in a target's
@@ -277,10 +286,13 @@ def transform(
     (see `normaliser`).
 
     Args:
-      logits: raw, float32.
-      features: static. What is not set is not in the program, and its options do nothing.
-      context, rows: the history of the slot, and of the row below its root.
-      columns: the tokens that the logits belong to; None: all of the vocabulary.
+      logits: raw logits, float32.
+      options: sampling options of the slots.
+      features: features of the program (static). A feature that is not set is not in the program,
+        and its options do nothing.
+      context: history of the slots.
+      rows: place of the rows below the root, and their paths.
+      columns: the tokens that the logits belong to; None: the whole vocabulary.
     """
     logits = scores = shards.pin(logits)
     columns = columns or Columns(None, logits.shape[-1])
@@ -311,7 +323,7 @@ def transform(
 
 
 def _if_any(asked: Bool[Array, "..."], apply: Callable, scores: Float[Array, "B R V"]) -> Array:
-    """`apply(scores)` if any slot asks for it: a program may hold more than its batch needs."""
+    """Applies a step if any slot asks for it: a program may hold more than its batch needs."""
     return jax.lax.cond(asked.any(), apply, lambda scores: scores, scores)
 
 
@@ -326,7 +338,7 @@ def _penalised(
     logits: Float[Array, "B R V"],
     options: Options,
     counts: Counts,
-    path: Int[Array, "B R D"],
+    path: Int[Array, "B R depth"],
     columns: Columns,
 ) -> Float[Array, "B R V"]:
     """Applies penalties at every node: the context's, then those of the tokens on each row's path.
@@ -443,7 +455,7 @@ def _allowed(words: UInt32[Array, "B W"], vocab: int) -> Bool[Array, "B V"]:
     return bits.reshape(words.shape[0], -1)[:, :vocab] == 1
 
 
-def _among(ids: Int[Array, "B E"], vocab: int) -> Bool[Array, "B V"]:
+def _among(ids: Int[Array, "B some"], vocab: int) -> Bool[Array, "B V"]:
     batch = ids.shape[0]
     column = jnp.where(ids < 0, vocab, ids)
     none = jnp.zeros((batch, vocab), bool)
@@ -451,13 +463,13 @@ def _among(ids: Int[Array, "B E"], vocab: int) -> Bool[Array, "B V"]:
 
 
 def _completing(
-    words: Int[Array, "B X L"], last: Int[Array, "B R S"], vocab: int
-) -> Int[Array, "B R X"]:
-    """The token that would complete each bad word after each row; `vocab` where none would.
+    words: Int[Array, "B words length"], last: Int[Array, "B R last"], vocab: int
+) -> Int[Array, "B R words"]:
+    """Returns the token that would complete each bad word after each row; `vocab` where none would.
 
     Args:
-      words: right-aligned, -1 in front; all -1 is no word.
-      last: the L - 1 tokens before the one that is decided, -1 before the start of the sequence.
+      words: token ids of each bad word, right-aligned, -1 in front; all -1 is no word.
+      last: the length - 1 tokens before the one that is decided, -1 before the sequence's start.
     """
     beginning, end = words[:, None, :, :-1], words[:, None, :, -1]
     fits = ((beginning < 0) | (beginning == last[:, :, None])).all(axis=-1)
@@ -475,13 +487,13 @@ def _completing(
 
 
 def _order(x: Float[Array, "*R"]) -> UInt32[Array, "*R"]:
-    """Integers in the order of the float32 numbers (-0.0 just below 0.0)."""
+    """Maps float32 numbers to integers of the same order (-0.0 just below 0.0)."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     return jnp.where(bits >= _SIGN, ~bits, bits | _SIGN)
 
 
 def _number(order: UInt32[Array, "*R"]) -> Float[Array, "*R"]:
-    """The inverse of `_order`."""
+    """Maps the integers of `_order` back to float32 numbers."""
     bits = jnp.where(order >= _SIGN, order ^ _SIGN, ~order)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -489,7 +501,7 @@ def _number(order: UInt32[Array, "*R"]) -> Float[Array, "*R"]:
 def largest_threshold(
     scores: Float[Array, "*R V"], weights: Float[Array, "*R V"] | float, need: Float[Array, "*R"]
 ) -> Float[Array, "*R"]:
-    """The largest t for which the weights of {score >= t} sum up to at least `need`.
+    """Finds the largest t for which the weights of {score >= t} sum up to at least `need`.
 
     -inf where no finite t does: everything is kept. NaN scores are in no such set.
     """
@@ -529,7 +541,7 @@ def _by_digits(scores, weights, need, enough, too_far) -> UInt32[Array, "*R"]:
 
 
 def top_k_threshold(scores: Float[Array, "B R V"], top_k: Int[Array, " B"]) -> Float[Array, "B R"]:
-    """The k-th largest score; -inf where k is 0 or less, or the vocabulary is not larger than k."""
+    """Finds the k-th largest score; -inf where k is 0 or less, or not below the vocabulary size."""
     k = jnp.broadcast_to(top_k[:, None], scores.shape[:-1])
     threshold = largest_threshold(scores, 1.0, k.astype(jnp.float32))  # exact up to V = 2^24
     return jnp.where(k > 0, threshold, -jnp.inf)
@@ -538,7 +550,7 @@ def top_k_threshold(scores: Float[Array, "B R V"], top_k: Int[Array, " B"]) -> F
 def top_p_threshold(
     scores: Float[Array, "B R V"], top_p: Float[Array, " B"]
 ) -> Float[Array, "B R"]:
-    """The t with mass of {score > t} < p <= mass of {score >= t}; -inf where p is 1.
+    """Finds the t with mass of {score > t} < p <= mass of {score >= t}; -inf where p is 1.
 
     Masses are float32 sums, accurate to about 1e-7. A token whose mass ends that close to p may be
     kept by one program and dropped by another that adds in another order. That is about as rare as
@@ -553,14 +565,14 @@ def top_p_threshold(
 def min_p_threshold(
     scores: Float[Array, "B R V"], min_p: Float[Array, " B"]
 ) -> Float[Array, "B R"]:
-    """The score of a token min_p times as likely as the best one; -inf where min_p is 0."""
+    """Computes the score of a token min_p times as likely as the best; -inf where min_p is 0."""
     return scores.max(axis=-1) + jnp.log(min_p)[:, None]
 
 
 def drop_below(
     scores: Float[Array, "B R V"], threshold: Float[Array, "B R"]
 ) -> Float[Array, "B R V"]:
-    """Scores with -inf for those below the threshold of their row."""
+    """Sets scores below the threshold of their row to -inf."""
     return jnp.where(scores < threshold[..., None], -jnp.inf, scores)
 
 
@@ -572,7 +584,7 @@ def _broadcast(temperature: Float[Array, " B"], rank: int) -> Array:
 
 
 def tempered(logits: Float[Array, "B ... V"], temperature: Float[Array, " B"]) -> Array:
-    """Logits divided by the temperature; unchanged where it is 0."""
+    """Divides logits by the temperature; they stay as they are where it is 0."""
     # The reciprocal is explicit: XLA divides by a row's scalar in some programs and multiplies by
     # its reciprocal in others.
     t = _broadcast(temperature, logits.ndim)
@@ -582,12 +594,12 @@ def tempered(logits: Float[Array, "B ... V"], temperature: Float[Array, " B"]) -
 def perturb(
     scores: Float[Array, "B ... V"], temperature: Float[Array, " B"], noise: Array
 ) -> Float[Array, "B ... V"]:
-    """Scores plus noise, whose argmax is a sample (Gumbel-max); no noise is added at T = 0."""
+    """Adds noise to scores, so that their argmax is a sample (Gumbel-max); none at T = 0."""
     return scores + jnp.where(_broadcast(temperature, scores.ndim) > 0, noise, 0.0)
 
 
 def probabilities(scores: Float[Array, "B ... V"], temperature: Float[Array, " B"]) -> Array:
-    """The distribution that is sampled: a softmax; one-hot on the first argmax at T = 0."""
+    """Computes the distribution that is sampled: a softmax; one-hot on the argmax at T = 0."""
     t = _broadcast(temperature, scores.ndim)
     greedy = jax.nn.one_hot(shards.argmax(scores), scores.shape[-1], dtype=jnp.float32)
     return jnp.where(t > 0, jax.nn.softmax(scores, axis=-1), greedy)
@@ -598,7 +610,7 @@ class Normaliser(NamedTuple):
 
     Attributes:
       log_sum: log-sum-exp of the temperature-scaled logits (T = 0 scaled at T = 1).
-      valid: the raw logits are a distribution: no NaN, no +inf, and not all -inf. Some may be -inf.
+      valid: whether the raw logits are a distribution: no NaN, no +inf, not all -inf.
     """
 
     log_sum: Float[Array, "B R"]
@@ -623,7 +635,7 @@ def normaliser(logits: Float[Array, "B R V"], temperature: Float[Array, " B"]) -
 def chosen_logprobs(
     logits: Float[Array, "B R V"], temperature: Float[Array, " B"], tokens: Array
 ) -> Float[Array, "B R"]:
-    """Log-probability of `tokens` under the temperature-scaled target (T = 0 scored at T = 1)."""
+    """Computes log-probabilities of `tokens` under the logits over T (T = 0 scored at T = 1)."""
     scaled = tempered(logits, temperature)
     picked = jnp.take_along_axis(scaled, tokens[..., None], axis=-1)[..., 0]
     return picked - normaliser(logits, temperature).log_sum

@@ -25,7 +25,7 @@ from specjax.parallel.sharding import PHYSICAL, spec_for
 
 
 def ways(vocab: int) -> int:
-    """Over how many devices a vocabulary is split in the program that is being traced."""
+    """Returns how many devices the vocabulary is split over in the program that is being traced."""
     mesh = jax.sharding.get_abstract_mesh()
     number = 1 if mesh.empty else mesh.shape.get(AXIS, 1)
     return 1 if vocab % number else number
@@ -40,7 +40,7 @@ def pin(x: Array) -> Array:
 
 
 def argmax(x: Float[Array, "*R V"]) -> Int[Array, "*R"]:
-    """`jnp.argmax` over the vocabulary: ties go to the lowest id, and the first NaN wins."""
+    """Computes `jnp.argmax` over the vocabulary: ties go to the lowest id; the first NaN wins."""
     number = ways(x.shape[-1])
     if number == 1:
         return whole_argmax(x)
@@ -51,7 +51,7 @@ def argmax(x: Float[Array, "*R V"]) -> Int[Array, "*R"]:
 
 
 def whole_argmax(x: Float[Array, "*R V"]) -> Int[Array, "*R"]:
-    """`argmax` of rows that are whole on one device.
+    """Computes `argmax` of rows that are whole on one device.
 
     On CPU XLA's own argmax is not vectorised, nor is what is fused with it, such as noise: that
     takes several times as long as finding the maximum and then its place. The TPU compiler keeps
@@ -68,7 +68,7 @@ def whole_argmax(x: Float[Array, "*R V"]) -> Int[Array, "*R"]:
 
 
 def whole_best(x: Float[Array, "*R V"]) -> tuple[Float[Array, "*R"], Int[Array, "*R"]]:
-    """The largest number of each row that is whole on one device, and its place.
+    """Returns the largest number of each row that is whole on one device, and its index.
 
     Where only the place is needed use `whole_argmax`. One pass over the row finds both; on CPUs two
     passes are faster.
@@ -108,14 +108,14 @@ def _column(x: Array) -> Array:
 def top_k(
     x: Float[Array, "*R V"], count: int, plain: Callable = jax.lax.top_k
 ) -> tuple[Float[Array, "*R C"], Int[Array, "*R C"]]:
-    """Values and ids of the `count` best, best first, ties to the lowest id.
+    """Returns values and ids of the `count` best tokens, best first, ties to the lowest id.
 
     A shard's own best come in that order, and shards stand in the order of their ids: a stable
     choice among all of these is the choice among all tokens. Where fewer than `count` tokens are
     above -inf, the ids of the rest are of some tokens at -inf.
 
     Args:
-      plain: finds values and ids in a vocabulary that is whole.
+      plain: function of the same kind for rows that are whole on one device.
     """
     number, vocab = ways(x.shape[-1]), x.shape[-1]
     if number == 1:
