@@ -3,10 +3,10 @@
     Hugging Face                             Orbax
     config.json, model.safetensors,    <->   checkpoints/STEP, tokenizer/     a run
       mtp.safetensors, tokenizer files
-    mtp.safetensors                    <->   what `save_draft` writes         a head alone
+    mtp.safetensors                    <->   the format of `save_draft`       a head alone
 
-Weights keep every bit unless another dtype is asked for. The target has a hidden name beside its
-place until it is complete.
+Weights keep every bit unless another dtype is asked for. The target is written under a hidden name
+and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from specjax.weights.safetensors import (
     open_files,
 )
 
-# What `save_draft` writes.
+# Files of `save_draft`.
 _HEAD_NAMES = {
     "_CHECKPOINT_METADATA",
     "commit_success.txt",
@@ -65,7 +65,7 @@ _HEAD_NAMES = {
     "orbax.checkpoint",
     "specjax_manifest.json",
 }
-_SPARE = 4 << 20  # bytes for metadata, and blocks that are not full
+_SPARE = 4 << 20  # bytes for metadata and partly filled blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +73,12 @@ class Converted:
     """The result of a conversion.
 
     Attributes:
-      layout: `hf` or `orbax`. parameters: how many, of `policy` and `head`. step: of the run.
-      dtype: on disk. tokenizer: whether its files were copied.
+      target: directory that was written.
+      layout: `hf` or `orbax`.
+      parameters: number of parameters of `policy` and `head`.
+      dtype: dtype on disk.
+      step: step of the run.
+      tokenizer: whether the tokenizer's files were copied.
     """
 
     target: Path
@@ -108,21 +112,21 @@ def convert(
 
     Args:
       source: a Hugging Face directory or id, a GGUF file, the directory of a run or of its
-        checkpoints, one of `save_draft`, or a draft head's safetensors file.
+        checkpoints, a directory of `save_draft`, or a draft head's safetensors file.
       target: the directory to write.
-      to: `hf` or `orbax`; None is the one of these that the source is not.
-      what: `policy`, `head` or `both`; None is what there is.
-      step: of a run; None is the newest.
-      dtype: on disk; None is the source's.
-      like: a Hugging Face directory or id with the config and the tokenizer, for sources that do
-        not say.
-      force: replace a checkpoint at `target`; anything else there is never replaced.
+      to: `hf` or `orbax`; None: the other one than the source's.
+      what: `policy`, `head` or `both`; None: all that the source has.
+      step: step of a run; None: the newest.
+      dtype: dtype on disk; None: the source's.
+      like: a Hugging Face directory or id with the config and the tokenizer, for sources that have
+        none.
+      force: whether to replace a checkpoint at `target`; anything else there is never replaced.
       revision: branch, tag or commit of a source that is a Hugging Face id.
-      load_format: of the source, see `specjax.weights.open_checkpoint`.
+      load_format: format of the source, see `specjax.weights.open_checkpoint`.
 
     Raises:
-      CheckpointError, UnsupportedModelError: the source cannot be read, the target is taken or the
-        disk too full. Then nothing is left at the target that was not there before.
+      CheckpointError, UnsupportedModelError: the source cannot be read, the target exists, or the
+        disk has too little space. The target is then unchanged.
     """
     target = Path(target).absolute()
     source, like = find_model(source, revision), None if like is None else find_model(like)
@@ -165,7 +169,7 @@ def _write(target: Path, to: str, model: Model, found: int, dtype: str | None) -
 
 
 def _read(source: Path, what: str | None, step: int | None, like, dtype) -> tuple[Model, int]:
-    """Reads the parts that are wanted; returns them and their step."""
+    """Reads the parts that `what` names; returns them and their step."""
     if layout_of(source) == HUGGING_FACE:
         if step is not None:
             raise CheckpointError(f"{source} is no training run and has no step {step}")
@@ -174,7 +178,7 @@ def _read(source: Path, what: str | None, step: int | None, like, dtype) -> tupl
         model, step = _read_orbax(source, what, step, like, dtype)
     for name in ("policy", "head"):
         if what in (name, "both") and getattr(model, name) is None:
-            raise CheckpointError(f"{source} holds no {name}, and {what} was asked for")
+            raise CheckpointError(f"{source} holds no {name}, expected {what}")
     return model, step
 
 
@@ -183,27 +187,27 @@ def _read_foreign(
 ) -> Model:
     """Reads a policy in another format."""
     if what in ("head", "both"):
-        raise CheckpointError(f"{source} holds no head, and {what} was asked for")
+        raise CheckpointError(f"{source} holds no head, expected {what}")
     return load_model(source, dtype, step=step, load_format=load_format)
 
 
 def _read_hf(source: Path, what: str | None, like, dtype: str | None) -> Model:
     alone = not recognised(source)
     if alone and source.is_dir() and any((source / name).exists() for name in (WEIGHTS, INDEX)):
-        hf.read_config(source)  # says what is wrong: a head alone lies in another file
+        hf.read_config(source)  # raises the error: this file is no head
     if alone and like is None:
         raise CheckpointError(
-            f"{source} holds a draft head alone; expected --like DIR, the Hugging Face directory "
+            f"{source} holds only a draft head; expected --like DIR, the Hugging Face directory "
             "of its policy"
         )
     if alone and what in ("policy", "both"):
-        raise CheckpointError(f"{source} holds no policy, and {what} was asked for")
+        raise CheckpointError(f"{source} holds no policy, expected {what}")
     cfg = hf.read_config(like if alone else source)
-    dtype = dtype or _only(source, _dtypes_of(source))  # whatever config.json says
+    dtype = dtype or _only(source, _dtypes_of(source))  # config.json may name another one
     cfg = cfg.running(param_dtype=dtype, compute_dtype=dtype)
     if alone or what == "head":
         if not alone and not cfg.mtp_num_layers:
-            raise CheckpointError(f"{source} holds no head, and head was asked for")
+            raise CheckpointError(f"{source} holds no head, expected one")
         cfg = cfg.replace(mtp_num_layers=max(cfg.mtp_num_layers, 1))
         return Model(cfg, None, hf.load_head(source, cfg), None)
     cfg, policy, head = hf.load_checkpoint(source, cfg.run.param_dtype)
@@ -212,13 +216,13 @@ def _read_hf(source: Path, what: str | None, like, dtype: str | None) -> Model:
 
 
 def _dtypes_of(source: Path) -> set[str]:
-    """The dtypes of the tensors in the files."""
+    """Returns the dtypes of the tensors in the files."""
     files = [source] if source.is_file() else sorted(source.glob("*.safetensors"))
     return {tensor.dtype for file in files for tensor in open_files([file])[0].values()}
 
 
 def _only(source: Path, names: set[str]) -> str:
-    """The only one of some dtypes; raises CheckpointError where there are several."""
+    """Returns the only one of some dtypes; raises CheckpointError if there are several."""
     if len(names) != 1 or not names <= set(DTYPES):
         raise CheckpointError(
             f"{source} has tensors of {', '.join(sorted(names)) or 'no dtype'}; expected one of "
@@ -233,7 +237,7 @@ def _read_orbax(
     policy, head, meta = load_weights(source, step, head_alone=what == "head")
     head = None if what == "policy" else head
     if policy is None and head is None:
-        raise CheckpointError(f"{source} holds no {what}, and {what} was asked for")
+        raise CheckpointError(f"{source} holds no {what}")
     if dtype is None:
         _only(source, {leaf.dtype.name for leaf in jax.tree.leaves((policy, head))})
     cfg = config_in(source, meta) if like is None else _like(like, meta)
@@ -247,7 +251,7 @@ def _read_orbax(
 
 
 def _like(like: str | Path, meta: Mapping[str, Any]) -> ModelConfig:
-    """The config of another checkpoint, with the head's switches from the metadata."""
+    """Returns the config of another checkpoint, with the head's settings from the metadata."""
     return hf.read_config(like).replace(**{n: meta[n] for n in HEAD_SWITCHES if n in meta})
 
 
@@ -270,7 +274,7 @@ def _write_orbax(target: Path, model: Model, dtype: str, step: int) -> None:
     meta = {"step": step, **switches, **describe(cfg, place, head is not None)}
     with replacing(target) as partial:
         if policy is None:
-            partial.rmdir()  # `save_draft` makes it
+            partial.rmdir()  # `save_draft` creates it
             save_draft(partial, head, meta, block=True)
             return
         trees = {"policy": policy} | ({} if head is None else {"draft": head})
@@ -297,7 +301,7 @@ def _require_free(source: Path, target: Path, force: bool) -> None:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Whether a path holds only what `convert` writes; a training run has logs beside it."""
+    """Returns whether a path holds only files of `convert`; a training run also has logs."""
     if not path.is_dir():
         return False
     names = {child.name for child in path.iterdir()}
@@ -310,7 +314,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _require_room(target: Path, trees: Mapping[str, Any], dtype: str) -> None:
-    """Raises `CheckpointError` if the disk cannot take it, before a byte is written."""
+    """Raises `CheckpointError` if the disk has too little space, before anything is written."""
     wanted = sum(x.size for x in jax.tree.leaves(dict(trees))) * jnp.dtype(dtype).itemsize + _SPARE
     place = next(parent for parent in target.parents if parent.exists())
     free = shutil.disk_usage(place).free

@@ -1,8 +1,8 @@
-"""The record and the manifest that a specjax checkpoint has beside Orbax's own files.
+"""The record and the manifest that a specjax checkpoint adds to Orbax's own files.
 
-This file does not import Orbax. Its halves are trees of any containers as nested dicts of arrays
-with a JSON record of their shapes (`pack`, `match`, `unpack`), and the manifest of file sizes and
-CRC-32 sums that finds damage (`write_manifest`, `manifest_problem`).
+This file does not import Orbax. `pack`, `match` and `unpack` convert trees of any containers to
+nested dicts of arrays with a JSON record of their shapes, and back. `write_manifest` and
+`manifest_problem` detect damage by a manifest of file sizes and CRC-32 sums.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from specjax.checked_json import CheckpointError, first_line
 PyTree = Any
 
 _MANIFEST = "specjax_manifest.json"
-# Reading everything back to sum it costs seconds per GB in the background; past this size only
+# Computing checksums reads every byte back, seconds per GB in the background; above this size only
 # file sizes are recorded.
 _CHECKSUM_LIMIT_BYTES = 8 << 30
 
@@ -31,7 +31,7 @@ _CHECKSUM_LIMIT_BYTES = 8 << 30
 
 
 def named_leaves(tree: PyTree) -> dict[str, Any]:
-    """Leaves by "/"-joined path, in the order of `jax.tree.leaves`."""
+    """Returns leaves by "/"-joined path, in the order of `jax.tree.leaves`."""
     named: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         parts = [
@@ -63,7 +63,7 @@ def _is_key(leaf: Any) -> bool:
 
 
 def pack(trees: Mapping[str, PyTree], meta: Mapping[str, Any]) -> tuple[dict, dict]:
-    """Splits `trees` into what Orbax stores (nested dicts) and our JSON record of it."""
+    """Splits `trees` into nested dicts, which Orbax stores, and our JSON record of them."""
     arrays: dict[str, Any] = {}
     record: dict[str, Any] = {"trees": {}, "meta": meta}
     for tree_name, tree in trees.items():
@@ -82,7 +82,7 @@ def pack(trees: Mapping[str, PyTree], meta: Mapping[str, Any]) -> tuple[dict, di
             leaves[name] = leaf
             entries[name] = {"shape": leaf.shape, "dtype": str(leaf.dtype), "key_impl": impl}
         record["trees"][tree_name] = entries
-        if leaves:  # Orbax refuses empty trees; the record alone remembers them
+        if leaves:  # Orbax refuses empty trees; only the record holds them
             arrays[tree_name] = nest(leaves)
     return arrays, record
 
@@ -117,7 +117,7 @@ def match(wanted: Mapping[str, PyTree], saved: Mapping[str, Any], path: Path) ->
 def _struct(leaf: Any, entry: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
     sharding = getattr(leaf, "sharding", None)
     if _is_key(leaf):
-        # The key's words are an extra trailing axis, which the key's own sharding does not know.
+        # The key's words are an extra trailing axis, which the key's own sharding lacks.
         leaf, sharding = jax.ShapeDtypeStruct(tuple(entry["shape"]), entry["dtype"]), None
     if sharding is None:
         sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

@@ -1,16 +1,16 @@
 """Hugging Face checkpoint directories in and out, without torch.
 
-Loading checks every tensor's name and shape from the file headers first, then builds one parameter
-at a time, in the target dtype, reading only the slices that each device holds: at no time does
-more than one parameter exist twice in host memory. Saving writes what transformers loads.
+Loading first checks every tensor's name and shape from the file headers, then builds one parameter
+at a time in the target dtype, and reads only the slices that each device holds: at most one
+parameter exists twice in host memory. Saved directories load in transformers.
 
-Of config.json two dialects are read: transformers 5 writes `dtype`, files in the wild have
-`torch_dtype`. What is written holds both. The layers are the family's, see
-`specjax.models.families`. A config that asks for what the transformer here does not compute is an
-error: a checkpoint is never run as something slightly different from what it is.
+config.json has two dialects: transformers 5 writes `dtype`, older files have `torch_dtype`. Both
+are read, and both are written. The family defines the layers, see `specjax.models.families`. A
+config with a feature that the transformer here does not compute is an error: a checkpoint is run as
+exactly what it is, or refused.
 
-For the family MiMo, a draft head is in the model's own files under MiMo's names. transformers knows
-no head in the other families, so there it is in a file of its own, `mtp.safetensors`.
+For the family MiMo, a draft head is in the model's own files under MiMo's names. transformers has
+no head for the other families, so theirs is in a file of its own, `mtp.safetensors`.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ __all__ = [
 MTP_KEY = "specjax_mtp"
 MTP_COUNT_KEY = "num_nextn_predict_layers"
 _STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_LARGEST_HEADER = 100_000_000  # bytes, as safetensors itself limits it
+_LARGEST_HEADER = 100_000_000  # bytes, the limit of safetensors itself
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
-_BLOCK_ROWS = 4096  # that are compared at a time
+_BLOCK_ROWS = 4096  # rows that are compared at once
 log = logging.getLogger(__name__)
 
 
@@ -93,7 +93,7 @@ log = logging.getLogger(__name__)
 
 
 def dtype_name(dtype) -> str:
-    """The name of a parameter dtype, given as anything jax takes for one."""
+    """Returns the name of a parameter dtype; takes anything that jax accepts as a dtype."""
     name = jnp.dtype(dtype).name
     if name not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
@@ -103,14 +103,14 @@ def dtype_name(dtype) -> str:
 def read_config(path: str | Path, load_format: str = AUTO) -> ModelConfig:
     """Reads the `ModelConfig` of a checkpoint, see `specjax.weights.open_checkpoint`.
 
-    Parameter and compute dtype are both the file's `dtype`, or where it names none that of its
-    weights. End-of-sequence ids are those of config.json followed by those that only
+    Parameter and compute dtype are both the file's `dtype`, or that of its weights if it names
+    none. End-of-sequence ids are those of config.json followed by those that only
     generation_config.json lists.
 
     Raises:
-      CheckpointError: a file is absent or damaged, lacks a key, or a key holds what cannot be
-        meant; one line that names file and key.
-      UnsupportedModelError: an unknown family, or a feature that is not implemented.
+      CheckpointError: a file is absent or damaged, lacks a key, or a key's value is invalid; the
+        message names file and key.
+      UnsupportedModelError: the family is unknown, or a feature is not implemented.
     """
     reader = open_checkpoint(path, load_format)
     return config_of(reader.file, reader.config(), reader.generation())
@@ -120,7 +120,9 @@ def config_of(file: Path, raw: dict[str, Any], generation: Mapping[str, Any]) ->
     """Makes the `ModelConfig` from the contents of config.json and generation_config.json.
 
     Args:
-      file: path of config.json or its equivalent, for messages; the other file is beside it.
+      file: path of config.json or its equivalent, for messages.
+      raw: content of config.json.
+      generation: content of generation_config.json.
 
     Raises:
       CheckpointError, UnsupportedModelError: see `read_config`.
@@ -167,7 +169,7 @@ def _mtp(keys: Keys, concat: str) -> dict[str, Any]:
 
 
 def _dtype(keys: Keys) -> str | None:
-    """The dtype that config.json names, in either dialect."""
+    """Returns the dtype in config.json, in either dialect."""
     for name in ("dtype", "torch_dtype"):
         asked = keys.text(name, None)
         if asked is not None:
@@ -182,7 +184,7 @@ def _dtype(keys: Keys) -> str | None:
 
 
 def _stored_dtype(path: Path) -> str | None:
-    """The dtype of the first floating-point weight, as transformers infers it."""
+    """Returns the dtype of the first floating-point weight, as transformers infers it."""
     for file in sorted(path.glob("model*.safetensors")):
         try:
             with file.open("rb") as stream:
@@ -190,7 +192,7 @@ def _stored_dtype(path: Path) -> str | None:
                 header = json.loads(stream.read(min(size, _LARGEST_HEADER)))
             kinds = [tensor.get("dtype") for name, tensor in sorted(header.items())]
         except (OSError, ValueError, AttributeError, RecursionError):
-            return None  # an error when the weights are read
+            return None  # reading the weights raises the error
         for kind in kinds:
             if kind in _STORED:
                 return _STORED[kind]
@@ -198,7 +200,7 @@ def _stored_dtype(path: Path) -> str | None:
 
 
 def config_json(cfg: ModelConfig, with_head: bool, dtype: str) -> dict[str, Any]:
-    """The content of config.json for `cfg`, in both dialects.
+    """Returns the content of config.json for `cfg`, in both dialects.
 
     Raises:
       UnsupportedModelError: the family cannot express the config (for example Qwen2 without
@@ -224,7 +226,7 @@ def config_json(cfg: ModelConfig, with_head: bool, dtype: str) -> dict[str, Any]
 
 
 def mtp_json(cfg: ModelConfig) -> dict[str, str]:
-    """The head's switches that no public config format has a key for."""
+    """Returns the head's settings that no public config format has a key for."""
     return {
         "concat": cfg.mtp_concat,
         "target_hidden": cfg.mtp_target_hidden,
@@ -233,7 +235,7 @@ def mtp_json(cfg: ModelConfig) -> dict[str, str]:
 
 
 def generation_json(cfg: ModelConfig) -> dict[str, Any]:
-    """The content of generation_config.json: special token ids and sampling defaults."""
+    """Returns the content of generation_config.json: special token ids and sampling defaults."""
     eos = list(cfg.eos_token_ids)
     ids = {
         "bos_token_id": cfg.bos_token_id,
@@ -256,7 +258,7 @@ class _Weights:
         return list(self._tensors)
 
     def describe(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Shape and dtype, without reading the tensor."""
+        """Returns shape and dtype without reading the tensor."""
         tensor = self._tensors[name]
         return tuple(tensor.shape), str(tensor.dtype)
 
@@ -264,11 +266,11 @@ class _Weights:
         return self._tensors[name][index]
 
     def rename(self, old: str, new: str) -> None:
-        """Renames a tensor; its name in the file stays."""
+        """Renames a tensor here; the file is not changed."""
         self._tensors[new] = self._tensors.pop(old)
 
     def equal(self, one: str, other: str) -> bool:
-        """Whether two tensors have the same shape, dtype and bits; read in blocks of rows."""
+        """Returns whether two tensors have the same shape, dtype and bits, by blocks of rows."""
         described = self.describe(one)
         if described != self.describe(other):
             return False
@@ -337,13 +339,13 @@ def _place(weights: _Weights, leaves: list[Leaf], dtype: str, mesh) -> Params:
 
 
 def _read(weights: _Weights, leaf: Leaf, dtype: np.dtype, index: tuple[slice, ...]) -> np.ndarray:
-    """One slice of a parameter; `index` is in the parameter's own axes."""
+    """Reads one slice of a parameter; `index` is in the parameter's own axes."""
     index = tuple(slice(*s.indices(n)) for s, n in zip(index, leaf.shape, strict=True))
     out = np.empty([s.stop - s.start for s in index], dtype)
     which, inside = index[: leaf.lead], index[leaf.lead :]
     for at in np.ndindex(out.shape[: leaf.lead]):
         stored = leaf.pieces[tuple(s.start + i for s, i in zip(which, at, strict=True))]
-        if leaf.swap:  # both halves may be in one slice: read the whole, then cut
+        if leaf.swap:  # a slice may have parts of both halves: read all, then slice
             whole = _read_piece(weights, stored, tuple(slice(0, n) for n in leaf.row.shape))
             out[at] = np.roll(whole, whole.shape[0] // 2, axis=0)[inside]
         else:
@@ -352,7 +354,7 @@ def _read(weights: _Weights, leaf: Leaf, dtype: np.dtype, index: tuple[slice, ..
 
 
 def _read_piece(weights: _Weights, stored: Stored, index: tuple[slice, ...]) -> np.ndarray:
-    """One slice of a piece of a parameter; `index` is in the piece's own axes."""
+    """Reads one slice of a piece of a parameter; `index` is in the piece's own axes."""
     index, every = list(swap_last(index, stored)), [slice(None)] * len(index)
     if (part := stored.part) is not None:
         rows = range(part.start, part.stop, part.step)[index[part.axis]]
@@ -377,10 +379,10 @@ def _nest(flat: dict) -> Params:
 
 
 def _as_stored(path: Path, cfg: ModelConfig, weights: _Weights) -> ModelConfig:
-    """The config with `tie_embeddings` as in the weights, by the rule of transformers.
+    """Returns the config with `tie_embeddings` as in the weights, by the rule of transformers.
 
-    A language-model head of its own beside the embedding is used although config.json ties the two;
-    one that stands alone is the embedding as well.
+    If a file holds both an embedding and a language-model head that differ, both are used although
+    config.json ties them; if it holds only the head, that is also the embedding.
     """
     stored = family_of(cfg.model_type).stored(cfg, None)
     places = stored["embed"], stored["lm_head"]
@@ -396,8 +398,8 @@ def _as_stored(path: Path, cfg: ModelConfig, weights: _Weights) -> ModelConfig:
     if weights.equal(embed, head):
         return cfg
     log.warning(
-        "%s: tie_word_embeddings is true, but %s and %s differ: each is used as it is stored; set "
-        "tie_word_embeddings to false in config.json to say so",
+        "%s: tie_word_embeddings is true, but %s and %s differ: each is used as stored; set "
+        "tie_word_embeddings to false in config.json to silence this warning",
         path, embed, head,
     )  # fmt: skip
     return cfg.replace(tie_embeddings=False)
@@ -417,18 +419,18 @@ def load_checkpoint(
 
     Args:
       param_dtype: dtype of the parameters, and of the config's arithmetic; the file's by default.
-      mesh: place the parameters as `specjax.parallel.sharding` says; None is the default device.
-      mtp_concat: order in which the head is held in memory; the checkpoint's by default.
+      mesh: mesh to put the parameters on, see `specjax.parallel.sharding`; None: default device.
+      mtp_concat: order of the head's input in memory; the checkpoint's by default.
       load_format: see `specjax.weights.open_checkpoint`.
 
-    Where config.json ties the embedding and the language-model head and the file has two that
-    differ, both are used, as by transformers, with a warning, and the config says so.
+    If config.json ties the embedding and the language-model head but the file has two that differ,
+    both are used, as in transformers, with a warning, and the config is changed.
 
     Returns:
       config, stacked parameters, head parameters or None (`num_nextn_predict_layers` absent or 0).
 
     Raises:
-      CheckpointError: no config.json, a missing or damaged file.
+      CheckpointError: there is no config.json, or a file is missing or damaged.
       CheckpointWeightError: names every weight that is missing, unexpected or wrongly shaped.
       UnsupportedModelError: see `read_config`.
     """
@@ -452,12 +454,12 @@ def load_checkpoint(
 
 
 def load_head(path: str | Path, cfg: ModelConfig, mesh: jax.sharding.Mesh | None = None) -> Params:
-    """Reads a draft head alone: a file of `save_head`, or a checkpoint directory that has one.
+    """Reads only the draft head, from a file of `save_head` or from a checkpoint directory.
 
-    The head comes in `cfg.mtp_concat` order and `cfg.run.param_dtype`, whatever the file's are.
+    The head is converted to `cfg.mtp_concat` order and `cfg.run.param_dtype`.
 
     Raises:
-      CheckpointError: a missing or damaged file, or a head that was trained with other switches.
+      CheckpointError: a file is missing or damaged, or the head was trained with other settings.
       CheckpointWeightError: names every weight that is missing, unexpected or wrongly shaped.
     """
     path = Path(path)
@@ -481,7 +483,7 @@ def load_head(path: str | Path, cfg: ModelConfig, mesh: jax.sharding.Mesh | None
 
 
 def _check_switches(file: Path, cfg: ModelConfig, metadata: dict[str, str]) -> None:
-    """Compares the head's switches: shapes do not show a wrong one, which lowers acceptance."""
+    """Compares the head's settings: a wrong one changes no shape, and lowers acceptance."""
     wanted = mtp_json(cfg)
     try:
         saved = Keys(file, {MTP_KEY: json.loads(metadata.get(MTP_KEY, "{}"))}).within(MTP_KEY).raw
@@ -499,7 +501,7 @@ def _check_switches(file: Path, cfg: ModelConfig, metadata: dict[str, str]) -> N
 
 
 class _Written(NamedTuple):
-    """A tensor to write: its bytes are made only when its file is written."""
+    """A tensor to write, whose bytes are made only when its file is written."""
 
     name: str
     shape: tuple[int, ...]
@@ -517,18 +519,21 @@ def save_checkpoint(
 ) -> None:
     """Writes a directory that `load_checkpoint` and transformers load.
 
-    It is written beside `path` and renamed when complete; a checkpoint that was there is replaced.
+    It is written beside `path` and renamed when complete; a checkpoint at `path` is replaced.
 
     Args:
-      params, head: stacked policy parameters and, if there is one, the draft head.
+      path: directory to write.
+      cfg: config of the model.
+      params: stacked policy parameters.
+      head: parameters of the draft head; None: there is no head.
       tokenizer_dir: a directory whose tokenizer files and chat template are copied, or another
         checkpoint that holds a tokenizer.
       dtype: dtype on disk, the parameters' own by default.
-      max_shard_bytes: size at which a further weight file is begun; also the host memory needed.
+      max_shard_bytes: largest size of a weight file, and of the host memory that is needed.
 
     Raises:
-      CheckpointWeightError: parameters that do not fit `cfg`, by name.
-      CheckpointError: `path` holds something else than a checkpoint; no tokenizer files found.
+      CheckpointWeightError: names the parameters that do not fit `cfg`.
+      CheckpointError: `path` exists and is no checkpoint, or there are no tokenizer files.
       UnsupportedModelError: `cfg.model_type` cannot express the config.
     """
     path = Path(path).absolute()
@@ -553,12 +558,12 @@ def save_checkpoint(
 
 
 def save_head(path: str | Path, cfg: ModelConfig, head: Params, dtype: str | None = None) -> None:
-    """Writes a draft head alone, without embedding and language-model head, to one file.
+    """Writes only a draft head, without embedding and language-model head, to one file.
 
     The names are MiMo's for hidden-first heads and DeepSeek's for embedding-first ones.
 
     Raises:
-      CheckpointWeightError: parameters that do not fit `cfg`, by name.
+      CheckpointWeightError: names the parameters that do not fit `cfg`.
     """
     path, style = Path(path).absolute(), style_on_export(cfg)
     dtype = dtype_name(dtype or head["blocks"][0]["proj"].dtype)
@@ -665,7 +670,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _remove_for_good(path: Path) -> None:
-    """Removes a directory again and again, while threads of a failed save may still write."""
+    """Removes a directory repeatedly, because threads of a failed save may still write to it."""
     for wait in (0.05, 0.1, 0.2, 0.4, 0.8):
         shutil.rmtree(path, ignore_errors=True)
         time.sleep(wait)
@@ -681,7 +686,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     """Copies tokenizer files and chat template, or writes the tokenizer of another format.
 
     Raises:
-      CheckpointError: the source has none.
+      CheckpointError: the source has no tokenizer.
     """
     found = [name for name in TOKENIZER_FILES if (source / name).is_file()]
     if not found:

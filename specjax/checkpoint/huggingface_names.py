@@ -1,13 +1,13 @@
-"""Which Hugging Face tensor is which parameter.
+"""The mapping between parameters and Hugging Face tensors.
 
-A `Leaf` is one array of the parameter tree and the tensors that fill it: one per layer when the
-array is stacked, or several, or parts of them. Families say which. Projections are `[out, in]` on
-disk and `[in, out]` here.
+A `Leaf` is one array of the parameter tree and the tensors that fill it: one per layer if the array
+is stacked, or several, or parts of them. The model family names them. Projections are `[out, in]`
+on disk and `[in, out]` here.
 
-An MTP head has two naming styles, and the style says in which order its input is concatenated:
+An MTP head has two naming styles, and the style determines the order of its concatenated input:
 MiMo's `model.mtp_layers.i.*` is hidden first, the `model.layers.L+i.{enorm,hnorm,eh_proj}` of
-DeepSeek-V3 and GLM is embedding first. Going from one order to the other swaps the two halves of
-the projection.
+DeepSeek-V3 and GLM is embedding first. To change the order, the two halves of the projection are
+swapped.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CheckpointWeightError(CheckpointError):
 def raise_problems(source: object, problems: list[str]) -> None:
     """Raises `CheckpointWeightError` with one line per problem, if there are any.
 
-    Of very many, as of a wrong number of layers, the first say what is wrong.
+    Of many problems, such as with a wrong number of layers, only the first are listed.
     """
     if len(problems) == 1:
         raise CheckpointWeightError(f"{source} does not fit the model config: {problems[0]}")
@@ -45,7 +45,7 @@ def raise_problems(source: object, problems: list[str]) -> None:
         if len(problems) > len(shown):
             shown.append(f"and {len(problems) - len(shown)} more")
         raise CheckpointWeightError(
-            f"{source} does not fit the model config; weights at fault: {len(problems)}\n  "
+            f"{source} does not fit the model config; wrong weights: {len(problems)}\n  "
             + "\n  ".join(shown)
         )
 
@@ -54,9 +54,10 @@ class HeadStyle(NamedTuple):
     """The names of an MTP head's tensors in checkpoints, and the order of its input.
 
     Attributes:
-      prefix: of a module's tensors, with `{}` for its number; None: modules are numbered as further
-        layers of the model.
-      names: of the arrays outside its layer, whose own are the family's.
+      concat: order of the input.
+      prefix: prefix of a module's tensors, with `{}` for its number; None: modules are numbered as
+        further layers of the model.
+      names: names of the arrays outside the module's layer; the family names those of the layer.
     """
 
     concat: str
@@ -89,7 +90,7 @@ HEAD_STYLES = {
 
 
 def order_of(family: Family) -> str | None:
-    """The order of the head's input in the files of a family; None: either."""
+    """Returns the order of the head's input in the files of a family; None: either."""
     return None if family.head_style is None else HEAD_STYLES[family.head_style].concat
 
 
@@ -97,11 +98,12 @@ class Leaf(NamedTuple):
     """A parameter and the tensors that fill it.
 
     Attributes:
-      path: keys into the parameter tree. row: of one of its layers, where there are several.
-      pieces: the tensor of each piece, by the indices of the piece in the first axes: of the layer
-        where layers are stacked, and then of the tensor where a layer has several.
+      path: keys into the parameter tree.
+      row: `Param` row of the array, or of one layer of a stacked array.
+      pieces: the tensor of each piece, by the piece's indices in the first axes: the layer if
+        layers are stacked, then the number of the tensor if a layer has several.
       layers: number of stacked layers; None: not stacked.
-      swap: the halves of the input axis are in the other order on disk.
+      swap: whether the halves of the input axis are in the other order on disk.
     """
 
     path: tuple
@@ -122,7 +124,7 @@ class Leaf(NamedTuple):
 
     @property
     def lead(self) -> int:
-        """The number of axes that tell pieces apart; the others are within each piece."""
+        """The number of leading axes that index pieces; the others are within a piece."""
         return len(next(iter(self.pieces)))
 
 
@@ -139,11 +141,11 @@ def swap_last(index: tuple, stored: Stored) -> tuple:
 
 
 def tensors_of(leaves: Iterable[Leaf]) -> dict[str, Tensor]:
-    """The tensors that fill some parameters, by their names.
+    """Returns the tensors that fill some parameters, by their names.
 
     Raises:
       UnsupportedModelError: `Family.stored` is wrong: parts have other sizes than their arrays,
-        overlap, or leave out some of the tensor.
+        overlap, or leave a part of the tensor out.
     """
     tensors: dict[str, Tensor] = {}
     for leaf in leaves:
@@ -161,7 +163,7 @@ def tensors_of(leaves: Iterable[Leaf]) -> dict[str, Tensor]:
             if tensor.shape != shape:
                 raise UnsupportedModelError(
                     f"{label_of(leaf)}: expected tensor {stored.name} to be {list(tensor.shape)}, "
-                    f"as another array says, got {list(shape)}; correct `Family.stored`"
+                    f"as for another array, got {list(shape)}; correct `Family.stored`"
                 )
     for name, tensor in tensors.items():
         _check_parts(name, tensor)
@@ -183,12 +185,12 @@ def _check_parts(name: str, tensor: Tensor) -> None:
 
 
 def label_of(leaf: Leaf) -> str:
-    """The parameter's path, for messages."""
+    """Returns the parameter's path, for messages."""
     return "/".join(map(str, leaf.path))
 
 
 def _pieces(row: Param, place: Place, prefix: str, label: str) -> dict[tuple[int, ...], Stored]:
-    """The pieces of a parameter of one layer, or outside the layers, see `Leaf.pieces`."""
+    """Returns the pieces of a parameter of one layer or outside the layers, see `Leaf.pieces`."""
     if place is None:
         raise UnsupportedModelError(
             f"{label}: expected a tensor in files, got none; name it in `Param.stored`, or in "
@@ -205,7 +207,7 @@ def _pieces(row: Param, place: Place, prefix: str, label: str) -> dict[tuple[int
 
 
 def _places(cfg: ModelConfig, layer: Any, rows: Mapping[str, Param]) -> Mapping[str, Place]:
-    """The places that the family gives for some arrays; it must name each and no others."""
+    """Returns the family's tensors for some arrays; it must name each array and no others."""
     places = family_of(cfg.model_type).stored(cfg, layer)
     if rows.keys() != places.keys():
         raise UnsupportedModelError(
@@ -216,10 +218,10 @@ def _places(cfg: ModelConfig, layer: Any, rows: Mapping[str, Param]) -> Mapping[
 
 
 def policy_leaves(cfg: ModelConfig) -> list[Leaf]:
-    """Every parameter of `Transformer` in the stacked layout.
+    """Returns every parameter of `Transformer` in the stacked layout.
 
     Raises:
-      UnsupportedModelError: the family does not name the tensor of one.
+      UnsupportedModelError: the family names no tensor for a parameter.
     """
     rows, prefix = top_rows(cfg), family_of(cfg.model_type).layer_prefix
     places = _places(cfg, None, rows)
@@ -245,10 +247,10 @@ def policy_leaves(cfg: ModelConfig) -> list[Leaf]:
 
 
 def head_leaves(cfg: ModelConfig, style: str) -> list[Leaf]:
-    """Every parameter of `MTPHead` under the names of `style`, in memory as `cfg.mtp_concat`.
+    """Returns every parameter of `MTPHead` under the names of `style`, for `cfg.mtp_concat`.
 
     Raises:
-      UnsupportedModelError: the family does not name the tensor of an array of the head's layer.
+      UnsupportedModelError: the family names no tensor for an array of the head's layer.
     """
     table, leaves = HEAD_STYLES[style], []
     layer = head_layer(cfg)
@@ -274,13 +276,13 @@ def _head_prefix(cfg: ModelConfig, style: str, index: int) -> str:
 
 
 def style_on_export(cfg: ModelConfig) -> str:
-    """The family's own style; without one, that whose order is the head's own."""
+    """Returns the family's own style, or the one with the head's order if the family has none."""
     own = family_of(cfg.model_type).head_style
     return own or next(name for name, s in HEAD_STYLES.items() if s.concat == cfg.mtp_concat)
 
 
 def style_of(cfg: ModelConfig, names: Iterable[str]) -> str:
-    """The style of some tensor names; without any, the one of an export of `cfg`."""
+    """Returns the style of tensor names; without any head tensor, that of an export of `cfg`."""
     names = tuple(names)
     for style in HEAD_STYLES:
         if any(is_head_name(cfg, style, name) for name in names):
@@ -289,7 +291,7 @@ def style_of(cfg: ModelConfig, names: Iterable[str]) -> str:
 
 
 def is_head_name(cfg: ModelConfig, style: str, name: str) -> bool:
-    """Whether a tensor belongs to the head rather than to the policy's body."""
+    """Returns whether a tensor belongs to the head rather than to the policy."""
     own = HEAD_STYLES[style].prefix
     if own is not None:
         return name.startswith(own.partition("{}")[0])
@@ -299,10 +301,10 @@ def is_head_name(cfg: ModelConfig, style: str, name: str) -> bool:
 
 
 def zero_tensors(cfg: ModelConfig, style: str | None) -> dict[str, tuple[int, ...]]:
-    """Shapes of tensors that are written as zeros, and must be zero when read, by name.
+    """Returns shapes, by name, of tensors that are written as zeros and must be zero when read.
 
     Args:
-      style: of a head's names; None: there is no head.
+      style: style of the head's names; None: there is no head.
     """
     family = family_of(cfg.model_type)
     layers = {family.layer_prefix.format(i): layer for i, layer in enumerate(cfg.layers)}
@@ -317,7 +319,7 @@ def zero_tensors(cfg: ModelConfig, style: str | None) -> dict[str, tuple[int, ..
 
 
 def is_redundant(cfg: ModelConfig, name: str) -> bool:
-    """Whether a tensor repeats others: tied or shared copies, RoPE tables of old checkpoints."""
+    """Returns whether a tensor is redundant: tied or shared copies, RoPE tables of old files."""
     head = family_of(cfg.model_type).stored(cfg, None)["lm_head"]
     if isinstance(head, Stored) and head.part is None and name == head.name:
         return cfg.tie_embeddings

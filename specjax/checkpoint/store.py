@@ -1,14 +1,14 @@
 """Checkpoints on disk: whole training states, and draft heads alone.
 
-This is the only file that knows Orbax. It uses Orbax's v1 API (in 0.12.8 still found under
-``orbax.checkpoint.experimental.v1``) for what it is good at: sharded parallel writes, an atomic
-commit per step, resharding on load. Three things are added here, because Orbax 0.12.8 was seen to
-lack them:
+This is the only file that imports Orbax. It uses Orbax's v1 API (in 0.12.8 still
+``orbax.checkpoint.experimental.v1``) for sharded parallel writes, an atomic commit per step, and
+resharding on load. It adds three things that Orbax 0.12.8 lacks:
 
-* a manifest of file sizes and CRC-32 sums per checkpoint: one flipped bit in a data file is loaded
-  without a word, and a lost metadata file silently turns the metadata into ``{}``;
+* a manifest of file sizes and CRC-32 sums per checkpoint: without it a flipped bit in a data file
+is
+  not noticed, and a lost metadata file silently turns the metadata into ``{}``;
 * a record of every array's shape and dtype, so that a mismatch names the array instead of failing
-  deep inside the storage layer, and so that nothing is ever cast silently;
+  inside the storage layer, and so that nothing is cast silently;
 * errors that name the newest checkpoint that can be used instead.
 
 A tree is stored as a plain nested dict of arrays whatever containers it was made of (optax states
@@ -42,7 +42,7 @@ from specjax.parallel import distributed, sharding
 
 _RECORD = "specjax"  # key of our JSON string in Orbax's custom metadata
 _TMP_MARK = ".orbax-checkpoint-tmp"
-# A draft head borrows these from the policy; a draft-only checkpoint must not carry them.
+# A draft head shares these with the policy; a checkpoint of a head alone must not hold them.
 _SHARED_WITH_POLICY = frozenset({"embed", "embed_tokens", "embedding", "lm_head", "head_weight"})
 
 
@@ -55,15 +55,15 @@ class PendingSave:
         def run() -> None:
             try:
                 finish()
-            except BaseException as error:  # handed to the waiting thread
+            except BaseException as error:  # raised in the waiting thread
                 self._error = error
 
-        # Not a daemon: leaving the program waits for the save instead of cutting it.
+        # Not a daemon, so that the program waits for the save before it exits.
         self._thread = threading.Thread(target=run, name="checkpoint-save")
         self._thread.start()
 
     def done(self) -> bool:
-        """Whether the save has ended, well or not."""
+        """Whether the save has ended, with or without success."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
@@ -112,14 +112,14 @@ class Checkpointer:
 
         Args:
             step: at least 0 and newer than every step already saved. After `restore` of an older
-                step the newer ones belong to an abandoned future and are removed here.
+                step, the newer ones are removed here.
             trees: name -> pytree of jax arrays (typed PRNG keys included).
             meta: anything `json.dumps` takes: data position, controller state, fingerprints.
-            block: wait for the commit.
+            block: whether to wait for the commit.
 
         Raises:
-            CheckpointError: the previous save failed (that one is named), or, with `block`, this
-                one did. The earlier checkpoints stay loadable.
+            CheckpointError: the previous save failed (the message names it), or, with `block`,
+                this one did. The earlier checkpoints stay loadable.
             TypeError: a leaf is not a jax array, or `meta` is not JSON.
         """
         arrays, record = pack(trees, meta)
@@ -161,26 +161,26 @@ class Checkpointer:
             raise
 
     def all_steps(self) -> list[int]:
-        """Committed steps, oldest first, whether damaged or not."""
+        """Returns the committed steps, oldest first, damaged ones included."""
         return sorted(info.step for info in self._manager.checkpoints)
 
     def restore(
         self, step: int | None, abstract_trees: Mapping[str, PyTree]
     ) -> tuple[dict[str, PyTree], dict[str, Any]]:
-        """Loads a training state into the structure and the sharding that the caller wants.
+        """Loads a training state into the structure and the sharding of `abstract_trees`.
 
         Args:
             step: a committed step, or None for the newest.
-            abstract_trees: name -> pytree of `jax.ShapeDtypeStruct` (or arrays) as wanted. The
-                sharding of each leaf may differ from the one it was saved with; without one the
-                leaf goes to the first local device. Names may be a subset of those saved.
+            abstract_trees: name -> pytree of `jax.ShapeDtypeStruct` (or arrays). The sharding of a
+                leaf may differ from the one it was saved with; without a sharding the leaf goes to
+                the first local device. Names may be a subset of those saved.
 
         Returns:
             (trees, meta), trees with the structure of `abstract_trees`.
 
         Raises:
-            CheckpointError: there is none, it is damaged (the message names the newest intact
-                older step), or an array is missing or has another shape or dtype.
+            CheckpointError: there is no such step, it is damaged (the message names the newest
+                intact older step), or an array is missing or has another shape or dtype.
         """
         self.wait()
         steps = self.all_steps()
@@ -225,9 +225,9 @@ class Checkpointer:
         )
 
     def _prepare(self, step: int) -> None:
-        """Removes what a killed or rewound run left, and refuses to overwrite anything else."""
+        """Removes steps that a killed or rewound run left; refuses to overwrite other steps."""
         if not self._cleaned:
-            # Not at construction: a reader must not delete the save that a live run is writing.
+            # Not at construction: a reader must not delete a save that a run is writing.
             self._remove_partial("*")
             self._cleaned = True
         stale = [saved for saved in self.all_steps() if saved >= step]
@@ -243,7 +243,7 @@ class Checkpointer:
             )
 
     def _recover(self, step: int) -> None:
-        """After a failed save: gives its disk space back and forgets that it was begun."""
+        """Frees the disk space of a failed save and resets the state."""
         self._remove_partial(str(step))
         try:
             self._manager.close()
@@ -257,7 +257,7 @@ class Checkpointer:
                 shutil.rmtree(partial, ignore_errors=True)
 
     def _save_error(self, step: int, error: BaseException) -> CheckpointError:
-        # Orbax's own list already lacks the step that this save would have replaced.
+        # Orbax's own list no longer has the step that this save would have replaced.
         names = (path.name for path in self.directory.iterdir())
         kept = sorted(int(name) for name in names if name.isdigit() and name != str(step))
         free = shutil.disk_usage(self.directory).free / 2**20
@@ -286,8 +286,8 @@ def save_draft(
     Args:
         path: a directory that does not exist yet; it appears when the save is complete.
         draft_params: nested dict of jax arrays; copied before this returns.
-        draft_config_meta: JSON; what is needed to build the head and to know its policy.
-        block: wait for the commit.
+        draft_config_meta: JSON metadata from which the head is built and its policy identified.
+        block: whether to wait for the commit.
 
     Returns:
         The save in flight; its `wait` raises `CheckpointError` if it failed.
@@ -341,14 +341,14 @@ def load_draft(
 
     Args:
         path: the directory given to `save_draft`.
-        abstract_params: wanted structure, shapes and shardings; None gives a nested dict on the
+        abstract_params: structure, shapes and shardings to load into; None: a nested dict on the
             first local device.
 
     Returns:
         (draft_params, draft_config_meta).
 
     Raises:
-        CheckpointError: missing, damaged, not a draft head, or not of the wanted shapes.
+        CheckpointError: the checkpoint is missing, damaged, no draft head, or has other shapes.
     """
     path = Path(path).absolute()
     if not path.is_dir():
@@ -375,8 +375,8 @@ def load_draft(
     return unpack(loaded, wanted, record["trees"])["draft"], record["meta"]
 
 
-# Orbax 0.12.8 neither writes nor reads arrays of which a process of the job has no part: they are
-# put on a device of each process first.
+# Orbax 0.12.8 neither writes nor reads arrays without a shard in every process of the job: they are
+# first put on a device of each process.
 
 
 def _writable(arrays: PyTree) -> PyTree:
@@ -409,9 +409,9 @@ def _keep(record: logging.LogRecord) -> bool:
 
 
 def _filter_orbax_log() -> None:
-    """Drops Orbax's log of a failed write, which has the traceback from a dozen threads.
+    """Drops Orbax's log of a failed write, which has tracebacks of a dozen threads.
 
-    The error reaches the caller as `CheckpointError`.
+    The caller gets the error as `CheckpointError`.
     """
     logging.getLogger("absl").addFilter(_keep)  # adding the same filter twice does nothing
 
@@ -423,5 +423,5 @@ def read_record(path: Path) -> tuple[dict[str, Any] | None, str]:
         return None, problem
     try:
         return json.loads(ocp.checkpointables_metadata(path).custom_metadata[_RECORD]), ""
-    except Exception as error:  # whatever Orbax raises, the metadata is unusable
+    except Exception as error:  # Orbax raises many types
         return None, f"its metadata cannot be read ({first_line(error)})"

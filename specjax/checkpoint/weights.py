@@ -1,8 +1,8 @@
-"""Loads models to decode with, from checkpoints of training runs and all other layouts.
+"""Loads models for decoding, from checkpoints of training runs and all other layouts.
 
 The metadata of a run's checkpoint has the model's config, as the content of a config.json, and the
-path of the tokenizer (`describe`). Orbax takes seconds to import, and is not imported for a Hugging
-Face directory.
+path of the tokenizer (`describe`). Orbax takes seconds to import, so it is imported only for its
+own checkpoints.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from specjax.parallel import distributed, sharding
 from specjax.weights import AUTO, open_checkpoint, recognised
 from specjax.weights.safetensors import CONFIG
 
-# What the metadata of a head says of the model that it drafts for.
+# Keys in the metadata of a head about the model that it drafts for.
 HEAD_SWITCHES = ("mtp_num_layers", "mtp_concat", "mtp_target_hidden", "mtp_recycle")
-CHECKPOINTS, TOKENIZER = "checkpoints", "tokenizer"  # in the directory of a run
+CHECKPOINTS, TOKENIZER = "checkpoints", "tokenizer"  # subdirectories of a run
 HUGGING_FACE, RUN, HEAD = "hf", "run", "head"  # layouts
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model to decode with.
+    """A model for decoding.
 
     Attributes:
-      cfg: dtypes of parameters and arithmetic are those of `policy`, or else of `head`.
-      stored: dtype of the checkpoint; None: it was not needed.
-      policy, head: None: absent.
-      tokenizer: directory of its files, or the checkpoint that holds it; None where there is none.
+      cfg: config, with the dtypes of `policy`, or of `head` if there is no policy.
+      policy, head: parameters; None: absent.
+      tokenizer: directory of the tokenizer's files, or checkpoint that holds it; None: absent.
+      stored: dtype of the checkpoint; None: it was not read.
     """
 
     cfg: ModelConfig
@@ -51,11 +51,13 @@ class Model:
 
 
 def describe(cfg: ModelConfig, tokenizer: str | Path | None, with_head: bool = True) -> dict:
-    """The metadata of a checkpoint, by which it can be read without its run.
+    """Returns the metadata of a checkpoint, with which it can be read without its run.
 
     Args:
-      tokenizer: directory of its files, relative to that of the run; None: there is none.
-      with_head: the checkpoint holds a draft head, in the order of `cfg.mtp_concat`.
+      cfg: config of the model.
+      tokenizer: directory of the tokenizer's files, relative to that of the run; None: no
+        tokenizer.
+      with_head: whether the checkpoint holds a draft head, in the order of `cfg.mtp_concat`.
     """
     config = config_json(cfg, with_head, cfg.run.param_dtype)
     if with_head:
@@ -78,14 +80,14 @@ def load_model(
 
     Args:
       path: a Hugging Face directory, a GGUF file or a directory with one, the directory of a run
-        of `train.rl` or `train.sft`, or the one of its checkpoints.
-      dtype: of the parameters; that of the files by default. `auto`: see `resolve_dtype`.
-      mesh: place the parameters by the table in `specjax.parallel.sharding`.
-      step: of a run; None is the newest.
-      load_format: see `specjax.weights.open_checkpoint`; `auto` takes runs as well.
+        of `train.rl` or `train.sft`, or the directory of its checkpoints.
+      dtype: dtype of the parameters; that of the files by default. `auto`: see `resolve_dtype`.
+      mesh: mesh to put the parameters on, see `specjax.parallel.sharding`.
+      step: step of a run; None: the newest.
+      load_format: see `specjax.weights.open_checkpoint`; `auto` also loads runs.
 
     Raises:
-      CheckpointError, UnsupportedModelError: it cannot be read, or does not say what it is.
+      CheckpointError, UnsupportedModelError: the checkpoint cannot be read, or has no config.
     """
     path = Path(path)
     if load_format == AUTO:
@@ -127,14 +129,14 @@ def load_weights(
     Args:
       path: the directory of a run, or of its checkpoints (`<out>/checkpoints`), or of a head
         (`save_draft`).
-      step: of the run; None is the newest.
-      head_alone: the policy is not read, and None.
+      step: step of the run; None: the newest.
+      head_alone: whether to read the head only; the policy is then None.
 
     Returns:
       (policy, head, meta), in the dtypes they were saved with; None: absent.
 
     Raises:
-      CheckpointError: there is no such checkpoint, it is damaged, or it holds no weights.
+      CheckpointError: the checkpoint is absent, damaged, or holds no weights.
     """
     from specjax.checkpoint.store import Checkpointer, load_draft
 
@@ -176,11 +178,11 @@ def _chosen(path: Path, steps: list[int], step: int | None) -> tuple[int, dict[s
 
 
 def layout_of(path: Path) -> str:
-    """The layout of a checkpoint.
+    """Returns the layout of a checkpoint.
 
     Returns:
-      `RUN`: the directory of a run, or of its checkpoints. `HEAD`: what `save_draft` writes.
-      `HUGGING_FACE`: what `specjax.weights` reads, other safetensors, or nothing.
+      `RUN`: the directory of a run, or of its checkpoints. `HEAD`: a directory of `save_draft`.
+      `HUGGING_FACE`: a format of `specjax.weights`, other safetensors files, or nothing.
     """
     if not path.is_dir() or recognised(path):
         return HUGGING_FACE
@@ -193,10 +195,10 @@ def read_config(path: str | Path) -> ModelConfig:
     """Reads the config of a model without its weights.
 
     Args:
-      path: as for `load_model`; of a run the newest checkpoint is read.
+      path: a path as for `load_model`; for a run, the newest checkpoint is read.
 
     Raises:
-      CheckpointError, UnsupportedModelError: as `load_model` would, later.
+      CheckpointError, UnsupportedModelError: in the cases of `load_model`.
     """
     path = Path(path)
     _require_checkpoint(path)
@@ -206,10 +208,10 @@ def read_config(path: str | Path) -> ModelConfig:
 
 
 def tokenizer_dir(path: str | Path) -> Path:
-    """The directory of the tokenizer of a model that `load_model` takes.
+    """Returns the directory of the tokenizer of a model that `load_model` can load.
 
     Raises:
-      CheckpointError: there is none.
+      CheckpointError: there is no tokenizer.
     """
     path = Path(path)
     if layout_of(path) != RUN:
@@ -221,31 +223,31 @@ def tokenizer_dir(path: str | Path) -> Path:
 
 
 def _newest(path: Path) -> dict[str, Any]:
-    """The record of the newest checkpoint of a run."""
+    """Returns the record of the newest checkpoint of a run."""
     inside = _checkpoints(path)
     steps = sorted(int(child.name) for child in inside.iterdir() if child.name.isdigit())
     return _chosen(inside, steps, None)[1]
 
 
 def config_in(path: Path, meta: Mapping[str, Any]) -> ModelConfig:
-    """The config in the metadata of the checkpoint at `path`.
+    """Returns the config in the metadata of the checkpoint at `path`.
 
     Raises:
-      CheckpointError: there is none, as in checkpoints of older versions.
+      CheckpointError: there is no config, as in checkpoints of older versions.
     """
     if "config" not in meta:
         raise CheckpointError(
-            f"{path} does not say of which model it is a checkpoint; name a Hugging Face directory "
-            "of that model (specjax convert --like DIR makes one of it)"
+            f"{path} has no config of its model; name a Hugging Face directory of that model "
+            "(specjax convert --like DIR makes one)"
         )
     return config_of(path / CONFIG, meta["config"], meta.get("generation", {}))
 
 
 def tokenizer_in(path: Path, meta: Mapping[str, Any]) -> Path | None:
-    """The directory of the tokenizer of the checkpoint at `path`.
+    """Returns the directory of the tokenizer of the checkpoint at `path`.
 
     Raises:
-      CheckpointError: it is not where it was when the checkpoint was written.
+      CheckpointError: the tokenizer was moved or deleted after the checkpoint was written.
     """
     if "tokenizer" in meta and meta["tokenizer"] is None:
         return None
@@ -275,7 +277,7 @@ def _require_checkpoint(path: Path) -> None:
 def fitted(
     where: object, cfg: ModelConfig, policy: Params | None, head: Params | None
 ) -> tuple[ModelConfig, Params | None, Params | None]:
-    """Puts weights of a checkpoint into the model's containers, and their dtype into its config.
+    """Converts a checkpoint's weights to the model's containers, and sets the config's dtypes.
 
     Raises:
       CheckpointError: names or shapes are not those of `cfg`.
@@ -292,13 +294,15 @@ def fitted(
 
 
 def fitted_to(like: Params, tree: Params, what: str) -> Params:
-    """Puts the arrays of a tree into containers like those of another one.
+    """Converts a tree to the containers of another one.
 
     Args:
-      what: names the tree in the error.
+      like: the tree with the containers.
+      tree: the tree with the arrays.
+      what: name of the tree in the error.
 
     Raises:
-      CheckpointError: they have other names or shapes.
+      CheckpointError: the trees have different names or shapes.
     """
     there, wanted = named_leaves(tree), named_leaves(like)
     for name in sorted(there.keys() | wanted.keys()):

@@ -1,9 +1,9 @@
-"""Why drafts are rejected: collected on the host chunk by chunk, summed up, printed and drawn.
+"""Telemetry of rejected drafts: collected on the host after each chunk, summarised and plotted.
 
-`SpecConfig(telemetry=True)` or `SPECJAX_TELEMETRY=1` switches it on; the device reports rejections
-by `specjax.decode.report`. After a run `llm.telemetry.summary()` has the figures,
-`llm.telemetry.write_jsonl("run.jsonl")` keeps them, and `python -m specjax.telemetry run.jsonl`
-prints and draws them.
+`SpecConfig(telemetry=True)` or `SPECJAX_TELEMETRY=1` enables it; the device reports rejections by
+`specjax.decode.report`. After a run `llm.telemetry.summary()` returns the figures,
+`llm.telemetry.write_jsonl("run.jsonl")` writes them to a file, and
+`python -m specjax.telemetry run.jsonl` prints and plots that file.
 """
 
 from specjax.telemetry.collector import (

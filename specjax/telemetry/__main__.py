@@ -1,6 +1,6 @@
-"""Prints and draws why drafts were rejected: `python -m specjax.telemetry RUN.jsonl [--out PNG]`.
+"""Prints and plots why drafts were rejected: `python -m specjax.telemetry RUN.jsonl [--out PNG]`.
 
-The file is what `llm.telemetry.write_jsonl` wrote.
+`llm.telemetry.write_jsonl` writes the file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from specjax.telemetry.collector import CAUSES, Summary, read_jsonl
 
 
 def tables(summary: Summary) -> list[Table]:
-    """Tables of acceptance per depth, causes of rejections, and single figures."""
+    """Returns tables of acceptance per depth, of causes of rejections, and of single figures."""
     depths = Table("depth", "attempts", "accepted", "share", title="Acceptance per depth")
     rows = zip(summary.attempts, summary.accepts, summary.acceptance_per_depth, strict=True)
     for depth, (attempts, accepts, share) in enumerate(rows, 1):
@@ -46,7 +46,7 @@ def tables(summary: Summary) -> list[Table]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line entry point."""
+    """Runs the command line."""
     parser = ArgumentParser(prog="python -m specjax.telemetry", description=__doc__)
     parser.add_argument("run", help="JSON lines as Collector.write_jsonl writes them")
     parser.add_argument("--out", metavar="PNG", help="default: RUN with the suffix .png")
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if summary.dropped:
             console.print(
                 f"[bold red]{summary.dropped:,} of {summary.rejections:,} records were dropped[/] "
-                "(the figures above count them): write and clear the collector more often."
+                "(the figures above include them): write and clear the collector more often."
             )
         from specjax.telemetry.figure import draw  # matplotlib, once there is something to draw
 

@@ -1,7 +1,7 @@
-"""Collects why drafts are rejected: records, sums, and files of JSON lines.
+"""Collects rejections of drafts: records, sums, and files of JSON lines.
 
-A file holds objects of two kinds, told apart by `kind`: a `tally` of everything that was counted,
-then a `rejection` for each record that was kept. Files may be concatenated: tallies add up.
+A file holds objects of two kinds, in the field `kind`: a `tally` with the sums over all rejections,
+then a `rejection` for each record that was kept. Files may be concatenated: tallies are added.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ class SlotInfo:
     """The sample that runs in a slot.
 
     Attributes:
-      request: its request's number or name. sample: its number within the request, from 0.
-      prompt_len: tokens of its prompt. transforms: see `active_transforms`.
+      request: number or name of the request.
+      sample: number of the sample within the request, from 0.
+      prompt_len: number of tokens in the prompt.
+      transforms: names of the sampling transforms, see `active_transforms`.
     """
 
     request: int | str
@@ -46,7 +48,7 @@ class SlotInfo:
 
 
 def active_transforms(features) -> tuple[str, ...]:
-    """The names of the sampling transforms in `features`, a `specjax.decode.options.Features`."""
+    """Returns the names of the sampling transforms in a `specjax.decode.options.Features`."""
     names = {"sampled": "temperature"}
     names |= dict.fromkeys(("top_logprobs", "transformed_logprobs"))
     found = (names.get(name, name) for name in features.names)
@@ -59,9 +61,8 @@ class Rejection:
 
     Attributes:
       request, sample, prompt_len, transforms: as in `SlotInfo`.
-      position: absolute, of the rejected token; the prompt starts at 0.
-      emitted: False where the sample ended before this position, so that its text shows neither
-        token.
+      position: absolute position of the rejected token; the prompt starts at 0.
+      emitted: False if the sample ended before this position, so that neither token was emitted.
     """
 
     request: int | str
@@ -84,7 +85,7 @@ class Rejection:
 
     @property
     def offset(self) -> int:
-        """Generated tokens before the rejected one."""
+        """Number of generated tokens before the rejected one."""
         return self.position - self.prompt_len
 
     @property
@@ -93,7 +94,7 @@ class Rejection:
         return tuple(CAUSES)[int(_cause_numbers(self))]
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object, in which null stands for a log-probability of -inf."""
+        """Returns a JSON object, in which null means a log-probability of -inf."""
         fields = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
         return {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -102,7 +103,7 @@ class Rejection:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Rejection:
-        """The inverse of `to_json`.
+        """Makes a rejection from the result of `to_json`.
 
         Raises:
           KeyError: a field is missing.
@@ -126,13 +127,18 @@ class Tally:
     """Sums over every round and rejection, whether or not its record was kept.
 
     Attributes:
-      rounds: rounds of samples that speculate. rejections: rounds that ended in one.
-      attempts, accepts: per depth from 1, rounds whose walk came to a row with drafts of that
-        depth below it, and those in which one of them was taken. Counted before stop tokens and
-        limits cut a round, so that the end of a sample does not look like a rejection.
-      position_sum: of the rejections' absolute positions. causes: rejections by cause.
-      offsets: rejections by offset from the prompt. entropies: rejections by bin of
-        `ENTROPY_EDGES`. dropped: records that were not kept.
+      rounds: number of rounds of samples that speculate.
+      rejections: number of rounds that ended in a rejection.
+      attempts: per depth from 1, number of rounds whose accepted path reached a row with drafts of
+        that depth below it.
+      accepts: per depth from 1, number of those rounds that accepted one of these drafts. Both are
+        counted before stop tokens and limits end a round, so that the end of a sample does not
+        count as a rejection.
+      position_sum: sum of the rejections' absolute positions.
+      causes: number of rejections by cause.
+      offsets: number of rejections by offset from the prompt.
+      entropies: number of rejections by bin of `ENTROPY_EDGES`.
+      dropped: number of records that were not kept.
     """
 
     rounds: int = 0
@@ -149,7 +155,9 @@ class Tally:
         """Counts one chunk.
 
         Args:
-          rejections: see `Collector.add`. ran: [R B] rounds to count. prompt_lens: [B].
+          rejections: the chunk's rejections, see `Collector.add`.
+          ran: which rounds to count [R B].
+          prompt_lens: number of prompt tokens in each slot [B].
         """
         rejected = ran & rejections.valid
         self.rounds += int(ran.sum())
@@ -172,7 +180,7 @@ class Tally:
         self.entropies.update(dict(_counted(bins)))
 
     def merge(self, other: Tally) -> None:
-        """Adds what another tally counted."""
+        """Adds the counts of another tally."""
         for field in dataclasses.fields(self):
             mine, theirs = getattr(self, field.name), getattr(other, field.name)
             setattr(self, field.name, mine + theirs)
@@ -183,7 +191,7 @@ class Tally:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Tally:
-        """The inverse of `to_json`; JSON has turned integer keys into strings.
+        """Makes a tally from the result of `to_json`, with integer keys that JSON made strings.
 
         Raises:
           KeyError: a field is missing.
@@ -197,16 +205,20 @@ class Tally:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """The figures of a run. Shares and means are NaN where there is nothing to divide by.
+    """The figures of a run. Shares and means without any data are NaN.
 
     Attributes:
-      rounds: rounds of samples that speculate. rejections: rounds that ended in one.
-      attempts, accepts: per depth from 1, see `Tally`. acceptance_per_depth: their quotient.
-      mean_position: absolute, of the rejected tokens. mean_offset: the same from the prompt's end.
-      causes: share of the rejections per cause (`CAUSES`); they sum to 1.
+      rounds: number of rounds of samples that speculate.
+      rejections: number of rounds that ended in a rejection.
+      attempts, accepts: counts per depth from 1, see `Tally`.
+      acceptance_per_depth: `accepts` / `attempts`.
+      mean_position: mean absolute position of the rejected tokens.
+      mean_offset: their mean offset from the prompt's end.
+      causes: share of the rejections per cause (`CAUSES`); the sum is 1.
       entropy_histogram: (low, high, rejections) per bin of the target's entropy in nats.
       offset_histogram: (offset from the prompt, rejections), ascending.
-      records: kept. dropped: records beyond the limit; they count in all figures above.
+      records: number of records that were kept.
+      dropped: number of records beyond the limit; all figures above include them.
     """
 
     rounds: int
@@ -227,8 +239,8 @@ class Collector:
     """The rejections of a run.
 
     Args:
-      max_records: records to keep at most; later ones are counted, and dropped with one warning. 0
-        keeps none without a warning, and takes a fraction of the time.
+      max_records: largest number of records to keep; later ones are counted, and dropped with one
+        warning. 0: keep none, without a warning, which is much faster.
 
     Attributes:
       records: the rejections that were kept, in the order in which they were collected.
@@ -242,10 +254,10 @@ class Collector:
 
     @classmethod
     def joined(cls, parts: Sequence[Collector]) -> Collector:
-        """One collector with the records and sums of several.
+        """Joins the records and sums of several collectors.
 
-        Records are sorted by request, sample and position: which part collected which makes no
-        difference.
+        Records are sorted by request, sample and position, so the result does not depend on which
+        collector has which.
         """
         whole = cls(sum(part.max_records for part in parts))
         for part in parts:
@@ -262,14 +274,14 @@ class Collector:
         self._tally = Tally()
 
     def add(self, rejections: Any, slots: Sequence[SlotInfo | None]) -> None:
-        """Takes in one chunk.
+        """Adds the rejections of one chunk.
 
         Args:
           rejections: `specjax.decode.report.Rejections` as numpy arrays [R B].
           slots: the samples that ran in the B slots during the chunk; None for an empty slot.
 
         Raises:
-          ValueError: there are not B slots.
+          ValueError: the number of slots is not B.
         """
         if len(slots) != rejections.accepted.shape[1]:
             raise ValueError(
@@ -301,11 +313,11 @@ class Collector:
 
     @property
     def causes(self) -> dict[str, int]:
-        """Rejections so far by cause, see `CAUSES`."""
+        """Returns the number of rejections so far by cause, see `CAUSES`."""
         return {name: self._tally.causes[name] for name in CAUSES}
 
     def summary(self) -> Summary:
-        """The figures so far, dropped records included."""
+        """Returns the figures so far, dropped records included."""
         tally, count = self._tally, self._tally.rejections
         depths = range(1, max(tally.attempts, default=0) + 1)
         attempts = tuple(tally.attempts[d] for d in depths)
@@ -334,8 +346,8 @@ class Collector:
         """Writes the sums and the records.
 
         Args:
-          append: add to the file, after cutting off a last line that a kill left unfinished. Call
-            `clear` afterwards, or the next call writes the same again.
+          append: whether to append to the file, after removing an unfinished last line that a
+            kill left. Call `clear` afterwards, or the next call writes the same again.
         """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -349,17 +361,17 @@ class Collector:
 
 
 def read_jsonl(path: str | Path) -> Collector:
-    """The collector that `write_jsonl` wrote, or several, one after the other.
+    """Reads a collector from a file of `write_jsonl`, or from several, concatenated.
 
     A damaged last line, as a kill leaves it, is skipped with a warning.
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: it is empty, not a telemetry file, or damaged before its last line.
+      ValueError: the file is empty, not a telemetry file, or damaged before its last line.
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; expected what Collector.write_jsonl wrote")
+        raise FileNotFoundError(f"{path}: no such file; expected a file of Collector.write_jsonl")
     lines = path.read_bytes().splitlines()
     if not any(line.strip() for line in lines):
         raise ValueError(f"{path}: empty; expected JSON lines as Collector.write_jsonl writes them")
@@ -390,13 +402,13 @@ def read_jsonl(path: str | Path) -> Collector:
 
 
 def _cause_numbers(found: Any) -> np.ndarray:
-    """Places in `CAUSES`, of a `Rejection` or of arrays of the same fields."""
+    """Returns indices into `CAUSES`, for a `Rejection` or for arrays with its fields."""
     holds = [found.outside_mask, found.outside_filter, found.penalty_changed]
     return np.select(holds, [0, 1, 2], 3)
 
 
 def _counted(values: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Each value with the number of times it occurs."""
+    """Yields each distinct value and the number of its occurrences."""
     found, numbers = np.unique(values, return_counts=True)
     return zip(found.tolist(), numbers.tolist(), strict=True)
 
@@ -410,7 +422,7 @@ def _write_line(file, kind: str, record: dict[str, Any]) -> None:
 
 
 def _cut_unfinished_line(path: Path) -> None:
-    """Shortens the file to its last newline, if it has bytes after it."""
+    """Truncates the file after its last newline."""
     if not path.exists():
         return
     whole = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Draws the figures of a run as one PNG."""
+"""Plots the figures of a run as one PNG."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ _CAUSE_LABELS = {
     "disagreement": "draft and target simply differ",
 }
 _FOOTNOTE = (
-    "A rejection: a round that stopped at a tree row although tokens had been drafted below it. "
-    "Its cause is the first that holds, from masked to simply differ."
+    "A rejection is a round that stopped at a tree row with drafts below it. "
+    "Its cause is the first that applies, from masked to simply differ."
 )
 _MOST_BARS = 32
 
 
 def draw(summary: Summary, out: str | Path, name: str = "run") -> Path:
-    """Draws acceptance per depth, causes, entropy and place of the rejections.
+    """Plots acceptance per depth, and causes, entropies and positions of the rejections.
 
     Args:
-      out: the PNG to write. name: stands in the headline.
+      out: the PNG to write.
+      name: name of the run, for the title.
 
     Raises:
-      ValueError: no speculative round was recorded, or `out` names no image format.
+      ValueError: no speculative round was recorded, or `out` has no suffix of an image format.
     """
     if not summary.rounds:
         raise ValueError(f"{name}: nothing to draw, no speculative round was recorded")
@@ -103,7 +104,7 @@ def _causes(axis: Axes, summary: Summary) -> None:
 def _entropies(axis: Axes, summary: Summary) -> None:
     _title(
         axis,
-        "How unsure the target was at rejections",
+        "Entropy of the target at rejections",
         "entropy of the temperature-scaled target, nats (0 = certain)",
         "rejections",
     )

@@ -4,19 +4,19 @@
 
 Both checks generate through `LLM`, as any caller does:
 
-identity: the tokens are those of plain decoding, over requests that mix every sampling option.
+identity: the tokens equal those of plain decoding, for requests that mix every sampling option.
     Differences that floating point explains (two tokens tie within rounding) are counted and
     allowed; any other is a bug.
 
-chi-square: three tokens after a prompt follow the target's joint distribution, which full forward
-    passes give. Requests allow four tokens, so that the outcomes can be enumerated.
+chi-square: three tokens after a prompt follow the target's joint distribution, as computed by full
+    forward passes. Requests allow four tokens, so that the outcomes can be enumerated.
 """
 
 from __future__ import annotations
 
 from specjax import interrupts
 
-if interrupts.is_run_as("specjax.verify"):  # Ctrl-C from here on
+if interrupts.is_run_as("specjax.verify"):  # handle Ctrl-C from here on
     interrupts.begin("python -m specjax.verify")
 
 import dataclasses
@@ -43,9 +43,9 @@ from specjax.verify.verdict import Check, InputError, Verdict
 
 __all__ = ["ALPHA", "Check", "InputError", "Verdict", "check", "load"]
 
-DEFAULT_PROMPT = 8  # tokens, drawn at random
-MAX_TOKENS = 48  # of a request of the identity check
-NOISE_NUMBERS = 1 << 26  # that a round of the whole batch may draw; bounds the batch
+DEFAULT_PROMPT = 8  # random tokens in the default prompt
+MAX_TOKENS = 48  # max_tokens of a request of the identity check
+NOISE_NUMBERS = 1 << 26  # noise numbers that a round may draw; bounds the batch
 LARGEST_BATCH = 256
 
 
@@ -60,16 +60,18 @@ def load(
 ) -> LLM:
     """Loads an `LLM` to check, which always speculates.
 
-    Where the checkpoint has no draft head, n-grams draft, or a random head if `source` is `head`.
+    If the checkpoint has no draft head, n-grams draft, or a random head if `source` is `head`.
 
     Args:
       model: a Hugging Face directory or id, or a GGUF file.
+      spec: how to speculate; None: `SpecConfig()`.
       revision: branch, tag or commit of an id.
-      dtype, spell, control: see `LLM`. attention: see `EngineConfig`.
+      dtype, spell, control: see `LLM`.
+      attention: see `EngineConfig`.
 
     Raises:
-      ValueError, OSError, CheckpointError: the directory holds no checkpoint that can be read, or
-        `spec` does not go with it.
+      ValueError, OSError, CheckpointError: the directory holds no readable checkpoint, or `spec`
+        does not fit it.
     """
     spec = spec or SpecConfig()
     if spec.is_off:
@@ -97,7 +99,7 @@ def load(
         control=control,
         engine=EngineConfig(attention=attention),
     )
-    llm.drafting = drafting  # its own would not know of the defaults above
+    llm.drafting = drafting  # the settings with the defaults of this function
     return llm
 
 
@@ -118,13 +120,14 @@ def check(
         are its own).
       spec: how to speculate; None is `SpecConfig()`.
       prompt: text, or token ids, after which the distribution is checked; None draws eight tokens.
-      samples: per set of options. requests: of the identity check, with one or two samples each.
+      samples: number of samples for each set of sampling options.
+      requests: number of requests of the identity check, with one or two samples each.
 
     Returns:
       the verdict, which is true iff no check failed.
 
     Raises:
-      InputError: the input cannot be checked; this says nothing about the model.
+      InputError: the input cannot be checked; the model may be right or wrong.
     """
     if isinstance(model, LLM):
         if spec is not None:
@@ -140,7 +143,7 @@ def check(
     max_tokens = min(MAX_TOKENS, llm.max_len - 1)
     try:
         checks = [identity_check(llm, requests, max_tokens, seed)]
-        if llm.spec.acceptance != "greedy":  # which is for requests of temperature 0 only
+        if llm.spec.acceptance != "greedy":  # `greedy` takes requests of temperature 0 only
             checks += chi_square_checks(llm, ids, samples, seed)
     except InvalidLogitsError as error:
         raise InputError(f"there is nothing to compare: {error}") from error
@@ -186,11 +189,11 @@ def _source(spec: SpecConfig) -> str:
 def _notes(llm: LLM):
     if llm.spec.source == "head" and llm.spec.head == "random":
         yield (
-            "drafts come from a random head, which changes no verdict but is accepted rarely: "
-            "train one, or use source 'ngram', to put accepted drafts to the test"
+            "drafts come from a random head: verdicts are valid, but few drafts are accepted; "
+            "train a head, or use source 'ngram', to test accepted drafts"
         )
     if llm.cfg.run.compute_dtype != "float32":
         yield (
-            f"in {llm.cfg.run.compute_dtype} many differences are rounding; float32 is the sharper "
-            "test"
+            f"in {llm.cfg.run.compute_dtype} many differences are due to rounding; float32 is a "
+            "sharper test"
         )

@@ -3,7 +3,7 @@
     python -m specjax.verify --model DIR [--strategy 4_1_5] [--acceptance coupled] [--json FILE]
 
 The exit status is 0 if every check passed, 1 if one failed, 2 if the input cannot be checked, 3 if
-nothing failed but hardly any draft was accepted, so that little was seen of the rule.
+no check failed but too few drafts were accepted to test the acceptance rule.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from specjax.speculation import add_flags, as_flags, settings_of
 from specjax.spelling import flags, spelled
 from specjax.verify import InputError, Verdict, check, load
 
-# Flags that make no sense here, and why.
+# Flags that are refused here, and why.
 _REFUSED = {
     "exact_mode": "the check of identity compares every token with plain decoding's anyway; leave "
     "it out",
-    "telemetry": "the requests of the checks are drawn at random, and why their drafts are "
-    "rejected says nothing of yours; use `specjax generate --telemetry` with prompts of your own",
+    "telemetry": "the checks use random requests, whose rejections do not predict those of your "
+    "prompts; use `specjax generate --telemetry` with prompts of your own",
 }
 
 
@@ -90,15 +90,17 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--family",
         metavar="MODULE:ATTRIBUTE",
-        help="a model family of your own, for checkpoints of its model_type, in the place of the "
-        "package's, if it has one; those of the package need no flag",
+        help="a model family of your own; it replaces the package's family of the same model_type, "
+        "if there is one",
     )
     add_flags(parser.add_argument_group("speculation"), _REFUSED)
-    parser.add_argument("--samples", type=int, default=20_000, help="per chi-square check")
-    parser.add_argument("--requests", type=int, default=32, help="of the identity check")
+    parser.add_argument("--samples", type=int, default=20_000, help="number per chi-square check")
+    parser.add_argument(
+        "--requests", type=int, default=32, help="number for the identity check"
+    )
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--prompt", help="text after which the distribution is checked")
-    group.add_argument("--tokens", help="the same as token ids, such as 5,17,3")
+    group.add_argument("--tokens", help="the prompt as token ids, such as 5,17,3")
     parser.add_argument(
         "--dtype",
         default=AUTO,
@@ -115,7 +117,7 @@ def _seed(text: str) -> int:
         seed = int(text)
     except ValueError:
         seed = -1
-    if not 0 <= seed < 1 << 63:  # what follows it keys samples as well
+    if not 0 <= seed < 1 << 63:  # the chi-square samples use the seeds after it
         raise argparse.ArgumentTypeError(
             f"expected an integer of 63 bits, 0 to {(1 << 63) - 1}, got {text!r}"
         )

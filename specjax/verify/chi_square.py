@@ -2,8 +2,8 @@
 
 Requests allow four tokens and end after three, so there are 64 outcomes. Their exact probabilities
 need the logits after 21 contexts (the prompt, and the prompt with one or two of the four tokens),
-which full forward passes give. Nothing of the decode loop takes part in them: no cache, no tree, no
-draft, no noise. Only the sampling transforms are those of decoding.
+which full forward passes compute. They use nothing of the decode loop but its sampling transforms:
+no cache, no tree, no draft, no noise.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from specjax.models.transformer import graphdef
 from specjax.verify.verdict import FAILED, PASSED, Check, Drafts, InputError
 
 ALPHA = 1e-6  # the p-value below which a check fails
-WIDTH, LENGTH = 4, 3  # tokens that are allowed, and positions
-SMALLEST_EXPECTED = 5.0  # samples that a cell must expect, or it is pooled with others
-ENOUGH_CELLS = 10  # that must expect so many; the temperature is raised until they do
+WIDTH, LENGTH = 4, 3  # number of allowed tokens, and of positions
+SMALLEST_EXPECTED = 5.0  # expected count below which a cell is pooled with others
+ENOUGH_CELLS = 10  # cells that must reach it; the temperature is raised until they do
 TEMPERATURES = (1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0)
 
 
@@ -53,9 +53,9 @@ def chi_square_checks(llm: LLM, prompt: Sequence[int], samples: int, seed: int) 
 
 
 def option_sets(tokens: Sequence[int]) -> dict[str, SamplingParams]:
-    """The sampling options to check: temperature alone, and all at once.
+    """Returns the sets of sampling options to check: temperature alone, and all options at once.
 
-    Every set allows nothing but `tokens`, so that the outcomes can be enumerated.
+    Every set allows `tokens` only, so that the outcomes can be enumerated.
     """
     base = SamplingParams(
         max_tokens=LENGTH, ignore_eos=True, allowed_token_ids=tuple(tokens), temperature=1.0
@@ -77,10 +77,10 @@ def option_sets(tokens: Sequence[int]) -> dict[str, SamplingParams]:
 def _with_enough_cells(
     joint: ExactJoint, params: SamplingParams, samples: int
 ) -> tuple[SamplingParams, np.ndarray]:
-    """The lowest temperature at which enough outcomes are expected often enough.
+    """Finds the lowest temperature at which enough outcomes are expected often enough.
 
     Returns:
-      the parameters with it, and the outcomes' probabilities.
+      the parameters with that temperature, and the outcomes' probabilities.
     """
     for temperature in TEMPERATURES:
         hot = dataclasses.replace(params, temperature=temperature)
@@ -98,11 +98,11 @@ def count_outcomes(
 ) -> tuple[np.ndarray, int, Drafts]:
     """Generates samples and counts their outcomes.
 
-    The samples of a batch start together and have seeds of their own, so that no choice depends on
-    how long another sample took.
+    The samples of a batch start together and have seeds of their own, so that no sample depends on
+    the length of another.
 
     Returns:
-      the count of each outcome, the number of samples that are none of them, and the drafts.
+      the count of each outcome, the number of samples outside all outcomes, and the drafts.
     """
     counts, outside, done = np.zeros(joint.outcomes, np.int64), 0, 0
     drafts = Drafts(0, 0)
@@ -145,9 +145,9 @@ def _judged(name: str, params: SamplingParams, fit: Fit, outside: int, drafts: D
 
 
 def visible_bias(fit: Fit) -> float:
-    """The bias, as a total variation, that such a test finds about every second time.
+    """Returns the bias, as a total variation, that the test detects about every second time.
 
-    This is for a bias that changes every probability by the same factor up or down: the statistic
+    It assumes a bias that changes every probability by the same factor up or down: the statistic
     then exceeds its degrees of freedom by samples * (2 TV)^2 on average.
     """
     freedom = max(fit.cells - 1, 1)
@@ -159,8 +159,10 @@ class ExactJoint:
     """The exact probability of every sequence of `length` tokens out of `tokens` after a prompt.
 
     Args:
-      runner: its policy is run, in its dtype.
-      prompt: token ids. tokens: the only ones that sampling will allow. length: of the sequences.
+      runner: the runner whose policy computes the logits, in its dtype.
+      prompt: token ids of the prompt.
+      tokens: the only tokens that sampling allows.
+      length: number of tokens in a sequence.
     """
 
     def __init__(self, runner: Runner, prompt: Sequence[int], tokens: Sequence[int], length: int):
@@ -178,10 +180,11 @@ class ExactJoint:
         return len(self.tokens) ** self.length
 
     def probabilities(self, params: SamplingParams) -> np.ndarray:
-        """[outcomes] probability of each sequence, in the order of `index`.
+        """Returns the probability of each sequence [outcomes], in the order of `index`.
 
         Args:
-          params: temperature above 0, allowed_token_ids exactly `tokens`, and no stop tokens.
+          params: parameters with a temperature above 0, allowed_token_ids equal to `tokens`, and no
+            stop tokens.
         """
         conditional = self._conditional(params)
         at = {tuple(c[len(self.prompt) :]): row for row, c in enumerate(self._contexts)}
@@ -194,7 +197,7 @@ class ExactJoint:
         return joint / joint.sum()
 
     def _conditional(self, params: SamplingParams) -> np.ndarray:
-        """[contexts V] next-token probabilities in float64 after all transforms."""
+        """Returns next-token probabilities [contexts V] in float64 after all transforms."""
         count = len(self._contexts)
         job = make_jobs(self.prompt, dataclasses.replace(params, n=1, ignore_eos=True), ())[0]
         features = features_of(job, self._vocab)
@@ -206,7 +209,7 @@ class ExactJoint:
         return weights / weights.sum(-1, keepdims=True)
 
     def index(self, samples: np.ndarray) -> np.ndarray:
-        """The outcome [N] of each sample [N length], -1 if it holds a token that is not allowed."""
+        """Returns the outcome [N] of each sample [N length]; -1: it has a token not allowed."""
         place = np.full(self._vocab, -1)
         place[self.tokens] = np.arange(len(self.tokens))
         places = place[samples]
@@ -217,7 +220,7 @@ class ExactJoint:
 
 
 def full_forward(runner: Runner, contexts: Sequence[Sequence[int]]) -> np.ndarray:
-    """Raw float32 logits [contexts V] of the token after each context."""
+    """Returns the raw float32 logits [contexts V] of the token after each context."""
     tokens, lengths = _padded(contexts)
     static = graphdef(runner.cfg, runner.cfg.run.decode_layout)
 
@@ -232,7 +235,7 @@ def full_forward(runner: Runner, contexts: Sequence[Sequence[int]]) -> np.ndarra
 
 
 def _padded(contexts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Contexts as tokens [contexts M], and their lengths [contexts]."""
+    """Returns contexts as padded tokens [contexts M], and their lengths [contexts]."""
     lengths = np.array([len(c) for c in contexts], np.int32)
     tokens = np.zeros((len(contexts), lengths.max()), np.int32)
     for row, context in enumerate(contexts):
@@ -241,7 +244,7 @@ def _padded(contexts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def likeliest(runner: Runner, prompt: Sequence[int], count: int) -> list[int]:
-    """The `count` likeliest tokens after a prompt, best first."""
+    """Returns the `count` likeliest tokens after a prompt, best first."""
     logits = full_forward(runner, [prompt])[0]
     return np.argsort(-logits, kind="stable")[:count].tolist()
 
@@ -251,7 +254,7 @@ class Fit(NamedTuple):
 
     Attributes:
       statistic: Pearson's sum of (count - expected)^2 / expected over the cells.
-      cells: that were compared, after small ones were pooled.
+      cells: number of cells, after small ones were pooled.
       p_value: probability of a statistic at least as large if the probabilities are right; 0 if an
         outcome of probability 0 was counted.
       samples: the sum of the counts.
@@ -272,7 +275,9 @@ def goodness_of_fit(
     enough), because otherwise the statistic does not follow its distribution.
 
     Args:
-      counts: [C] how often each outcome occurred. probabilities: [C], summing to 1.
+      counts: number of times that each outcome occurred [C].
+      probabilities: probability of each outcome [C]; their sum is 1.
+      smallest: expected count below which a cell is pooled.
 
     Raises:
       ValueError: the shapes differ, the probabilities do not sum to 1, or one of them is negative.
@@ -294,7 +299,7 @@ def goodness_of_fit(
     expected, counts = _pooled(probabilities * samples, counts, smallest)
     statistic = float(((counts - expected) ** 2 / expected).sum())
     freedom = len(expected) - 1
-    # One cell leaves nothing to disagree about.
+    # With one cell the statistic has no degrees of freedom.
     p_value = float(stats.chi2.sf(statistic, freedom)) if freedom else 1.0
     return Fit(statistic, len(expected), p_value, samples)
 

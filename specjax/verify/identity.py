@@ -1,4 +1,4 @@
-"""Checks that speculative tokens are those of plain decoding, over random requests."""
+"""Checks that speculative tokens equal those of plain decoding, for random requests."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from specjax.config import ModelConfig, SamplingParams
 from specjax.engine.llm import LLM
 from specjax.verify.verdict import FAILED, PASSED, Check, Drafts
 
-MOST_DETAILS = 5  # differences that are printed
-OPTION_SHARE = 0.3  # of the requests have each option
+MOST_DETAILS = 5  # largest number of differences that are printed
+OPTION_SHARE = 0.3  # share of the requests that have an option, for each option
 
 
 def identity_check(llm: LLM, requests: int, max_tokens: int, seed: int) -> Check:
     """Decodes random requests with every option, with and without speculation.
 
-    In `block` and `recursive` mode sampled tokens equal those of plain decoding in distribution
-    only, so there all requests are greedy.
+    In `block` and `recursive` mode sampled tokens equal those of plain decoding only in
+    distribution, so all requests are greedy.
     """
     greedy = llm.spec.acceptance != "coupled"
     rng = np.random.default_rng(seed)
@@ -55,7 +55,7 @@ def random_requests(
     """Draws prompts, each with random sampling options.
 
     Args:
-      greedy: temperature 0 for all; else greedy and sampled requests are mixed.
+      greedy: True: all requests have temperature 0; False: greedy and sampled ones are mixed.
 
     Returns:
       prompts of 1 to `longest_prompt` tokens, and their parameters.
@@ -106,7 +106,7 @@ def _bias(rng: np.random.Generator, vocab: int) -> dict[int, float]:
 
 
 def _bad_words(rng: np.random.Generator, vocab: int) -> tuple[tuple[int, ...], ...]:
-    """One word of one token, and several of two, which a small vocabulary does generate."""
+    """Draws one word of one token, and several of two, which a small vocabulary does generate."""
     single, *rest = _some_tokens(rng, vocab, min(9, vocab))
     pairs = zip(rest[::2], rest[1::2], strict=False)
     return ((single,), *((a, b) for a, b in pairs))

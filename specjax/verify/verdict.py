@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 PASSED, FAILED = "passed", "FAILED"
-ENOUGH_ACCEPTED = 100  # drafts; with fewer the checks saw too little of the acceptance rule
+ENOUGH_ACCEPTED = 100  # accepted drafts below which the acceptance rule was not really tested
 
 
 class InputError(ValueError):
-    """The input cannot be checked; this says nothing about the model."""
+    """The input cannot be checked; the model may be right or wrong."""
 
 
 class Drafts(NamedTuple):
-    """Drafts that were accepted while a check ran, and its rounds."""
+    """Numbers of accepted drafts and of rounds of a check."""
 
     accepted: int
     rounds: int
@@ -35,7 +35,8 @@ class Check:
     """The result of one check.
 
     Attributes:
-      name: what was checked. status: `PASSED` or `FAILED`.
+      name: name of the check.
+      status: `PASSED` or `FAILED`.
       summary: one line of figures.
       details: further lines, such as each unexplained difference.
       figures: the numbers behind the summary.
@@ -53,8 +54,8 @@ class Verdict:
     """All checks of one model; true iff none failed.
 
     Attributes:
-      model, strategy, acceptance, source, dtype: what was checked.
-      checks: in the order in which they ran.
+      model, strategy, acceptance, source, dtype: the model and the settings that were checked.
+      checks: the checks, in the order in which they ran.
       notes: remarks for the reader of the table.
     """
 
@@ -75,16 +76,16 @@ class Verdict:
 
     @property
     def accepted(self) -> int:
-        """Drafts that were accepted in all checks."""
+        """Number of drafts that were accepted in all checks together."""
         return sum(check.figures.get("accepted", 0) for check in self.checks)
 
     @property
     def conclusive(self) -> bool:
-        """Whether so many drafts were accepted that a wrong rule would have shown."""
+        """Whether enough drafts were accepted to test the acceptance rule."""
         return not self.ok or self.accepted >= ENOUGH_ACCEPTED
 
     def __str__(self) -> str:
-        """A table, one line per check, and the verdict."""
+        """Returns a table with one line per check, and the verdict."""
         width = max(len(check.name) for check in self.checks)
         lines = [
             f"model {self.model}, strategy {self.strategy}, acceptance {self.acceptance}, draft "
@@ -97,9 +98,9 @@ class Verdict:
         verdict = "lossless as far as these checks can see" if self.ok else "NOT lossless"
         if not self.conclusive:
             verdict = (
-                f"INCONCLUSIVE: nothing wrong was found, but with {self.accepted} accepted drafts "
-                f"(expected {ENOUGH_ACCEPTED} or more) the rule was hardly at work; look at the "
-                "draft's weights, ask for more samples, or try --source ngram"
+                f"INCONCLUSIVE: no check failed, but {self.accepted} accepted drafts (expected "
+                f"{ENOUGH_ACCEPTED} or more) are too few to test the acceptance rule; check the "
+                "draft's weights, use more samples, or try --source ngram"
             )
         return "\n".join([*lines, f"verdict: {verdict}"])
 

@@ -15,11 +15,11 @@ def open_checkpoint(path: str | Path, load_format: str = AUTO) -> Any:
 
     Args:
       path: a file or a directory.
-      load_format: a name in `READERS`, or a user's own `module:attribute`; `auto` is the first that
-        recognises the path.
+      load_format: a name in `READERS`, or a user's own `module:attribute`; `auto`: the first format
+        that recognises the path.
 
     Raises:
-      ValueError: there is no such format.
+      ValueError: the format is unknown.
       CheckpointError, UnsupportedModelError: the file cannot be read.
     """
     path = Path(path)
@@ -30,19 +30,22 @@ def open_checkpoint(path: str | Path, load_format: str = AUTO) -> Any:
 
 
 def recognised(path: str | Path) -> bool:
-    """Whether a path is of one of the formats in `READERS`: it holds the weights of a policy."""
+    """Returns whether a path holds a policy's weights in one of the formats in `READERS`."""
     return any(READERS.named(name).recognises(Path(path)) for name in READERS.names)
 
 
 def load_tokenizer(path: str | Path, required: bool = True, load_format: str = AUTO) -> Any:
-    """Loads the tokenizer of a checkpoint in any format; None: it has none.
+    """Loads the tokenizer of a checkpoint in any format; None: there is no tokenizer.
 
     Args:
+      path: a file or a directory.
+      required: whether to raise an error if there is no tokenizer.
       load_format: see `open_checkpoint`.
 
     Raises:
-      FileNotFoundError: there is none and it is required.
-      CheckpointError, UnsupportedModelError: it is damaged, or not known exactly.
+      FileNotFoundError: there is no tokenizer and it is required.
+      CheckpointError, UnsupportedModelError: the tokenizer is damaged, or its kind is not
+        supported exactly.
     """
     found = open_checkpoint(path, load_format).tokenizer()
     if found is None and required:

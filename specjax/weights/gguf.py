@@ -3,12 +3,11 @@
     general.architecture   model_type here
     llama, qwen2, qwen3    the same
 
-The model is the one that llama.cpp runs: weights have the values that it takes them to have, and a
-key that is absent means what it means there. Quantised tensors are dequantised by the package
-`gguf` when they are read. The rows of `q` and `k`, which llama.cpp keeps in the order of its own
-RoPE for the architecture `llama`, are put back into that of Hugging Face. What a key or a tensor
-asks for that no family here computes is refused: by the rules of the family where config.json has a
-key for it, and here otherwise.
+The model is the one that llama.cpp runs: weights have the values that it uses, and an absent key
+has the default that it has there. The package `gguf` dequantises tensors when they are read. The
+rows of `q` and `k`, which llama.cpp stores in the order of its own RoPE for the architecture
+`llama`, are put back into the order of Hugging Face. A key or a tensor that no family here supports
+is refused: by the family where config.json has a key for it, and here otherwise.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from specjax.weights.gguf_file import GGUFFile
 SUFFIX = ".gguf"
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _PERMUTED = ("llama",)  # architectures whose rows of q and k are in llama.cpp's order
-_FACTORED = ("llama",)  # those that may have `_ROPE_FACTORS`
+_FACTORED = ("llama",)  # architectures that may have `_ROPE_FACTORS`
 
 _TOP = {
     "token_embd": "model.embed_tokens",
@@ -50,9 +49,9 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_NO_TOKENIZER = "no_vocab"  # as `tokenizer.ggml.model`
+_NO_TOKENIZER = "no_vocab"  # `tokenizer.ggml.model` of a file without a tokenizer
 _ROPE_FACTORS = "rope_freqs.weight"
-# Keys below the architecture's name that are read, or that change nothing that is computed here.
+# Keys below the architecture's name that are read, or that do not affect the computation here.
 _KNOWN = frozenset(
     (
         "vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length",
@@ -63,7 +62,7 @@ _KNOWN = frozenset(
         "tensor_data_layout",
     )
 )  # fmt: skip
-# Those that change nothing with this value.
+# Keys that do not affect the computation if they have this value.
 _NEUTRAL = {"attention.causal": True, "expert_used_count": 0, "rope.scale_linear": 1.0}
 _SAMPLING = {
     "temp": "temperature",
@@ -72,16 +71,16 @@ _SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-# Factors of RoPE say nothing of the lengths they were made for: these are the ones in use.
+# A file with RoPE factors does not hold their original length: these are the lengths in use.
 _LLAMA3_LENGTHS = (8192, 4096, 2048, 16384, 32768, 65536, 131072)
-_BLOCK_ROWS = 1024  # that are dequantised at a time
+_BLOCK_ROWS = 1024  # rows that are dequantised at once
 
 
 def package():
-    """The package `gguf`, which knows the types of tensors.
+    """Imports the package `gguf`, which has the types of tensors.
 
     Raises:
-      CheckpointError: it is not installed.
+      CheckpointError: the package is not installed.
     """
     try:
         return importlib.import_module("gguf")
@@ -93,7 +92,7 @@ def package():
 
 
 def file_of(path: Path) -> Path | None:
-    """The GGUF file that a path names: itself, or the only one in a directory without config.json.
+    """Returns the GGUF file of a path: itself, or the only one in a directory without config.json.
 
     Raises:
       CheckpointError: the directory holds several.
@@ -111,18 +110,19 @@ def file_of(path: Path) -> Path | None:
 
 
 class Tensor:
-    """A tensor of a file, in the layout of Hugging Face, dequantised where it is indexed.
+    """A tensor of a file, in the layout of Hugging Face; indexing dequantises what it reads.
 
     Attributes:
-      shape: [out in] of a matrix, [n] of a vector.
-      dtype: of what indexing gives: float16 and bfloat16 for those types, else float32.
+      shape: [out in] for a matrix, [n] for a vector.
+      dtype: dtype of the values that indexing returns: float16 and bfloat16 for tensors of those
+        types, else float32.
     """
 
     def __init__(self, file: GGUFFile, name: str, heads: int | None = None):
         """Finds a tensor by its name in the file.
 
         Args:
-          heads: the rows are permuted within each of so many; None: they are not.
+          heads: number of heads whose rows are permuted within the head; None: none are.
         """
         stored = file.tensors[name]
         self._file, self._name, self._heads = file, name, heads
@@ -139,7 +139,7 @@ class Tensor:
                 f"tensor {name} has rows of {self.shape[-1]}, no multiple of the "
                 f"{self._block} of a block of {self._kind.name}"
             )
-        self._data()  # all of it is there
+        self._data()  # raises if the file is cut off
         self.dtype = {"F16": "float16", "BF16": "bfloat16"}.get(self._kind.name, "float32")
         if heads is not None and self.shape[0] % (2 * heads):
             raise CheckpointError(
@@ -164,7 +164,7 @@ class Tensor:
         return self._typed(out)
 
     def _data(self) -> np.ndarray:
-        """The tensor's bytes [.. bytes of a row]."""
+        """Returns the tensor's bytes [.. bytes of a row]."""
         row = self.shape[-1] // self._block * self._bytes
         count = math.prod(self.shape[:-1]) * row
         return self._file.read(self._name, count).reshape(*self.shape[:-1], row)
@@ -176,10 +176,10 @@ class Tensor:
         return values if self.dtype == "float32" else values.astype(jnp.dtype(self.dtype))
 
     def _order(self) -> np.ndarray:
-        """Row r of Hugging Face's matrix is row `order[r]` of the stored one.
+        """Returns the order of rows: row r of Hugging Face's matrix is row `order[r]` in the file.
 
-        There a head's rows are its pairs for RoPE one behind the other; Hugging Face has the first
-        halves of all pairs, then the second.
+        In the file the two rows of each RoPE pair are adjacent; Hugging Face has the first rows of
+        all pairs of a head, then the second ones.
         """
         rows = np.arange(self.shape[0])
         return rows.reshape(self._heads, -1, 2).swapaxes(1, 2).reshape(-1)
@@ -187,10 +187,10 @@ class Tensor:
 
 @functools.cache
 def _kind(number: int) -> tuple[Any, int, int]:
-    """A type of tensors, the values of a block of it, and the bytes of one.
+    """Returns a type of tensors, the number of values in a block of it, and the bytes of a block.
 
     Raises:
-      ValueError, KeyError, NotImplementedError: it cannot be dequantised.
+      ValueError, KeyError, NotImplementedError: the type cannot be dequantised.
     """
     library = package()
     kind = library.GGMLQuantizationType(number)
@@ -206,8 +206,9 @@ class GGUF:
       path: the file, or a directory that holds it and no config.json.
 
     Raises:
-      CheckpointError: it is absent, damaged or no GGUF file.
-      UnsupportedModelError: it is no model, of another architecture, or one part of several.
+      CheckpointError: the file is absent, damaged or no GGUF file.
+      UnsupportedModelError: the file holds no model, one of an unsupported architecture, or one
+        part of several.
     """
 
     def __init__(self, path: Path):
@@ -233,17 +234,17 @@ class GGUF:
 
     @staticmethod
     def recognises(path: Path) -> bool:
-        """Whether a path is of this format."""
+        """Returns whether a path is of this format."""
         return file_of(path) is not None
 
     # --- config ------------------------------------------------------------------------------
 
     def config(self) -> dict[str, Any]:
-        """The equivalent of config.json.
+        """Returns the equivalent of config.json.
 
         Raises:
-          CheckpointError: a key is absent, or holds what cannot be meant.
-          UnsupportedModelError: a key asks for what config.json has no word for.
+          CheckpointError: a key is absent, or its value is invalid.
+          UnsupportedModelError: config.json has no equivalent of a key's value.
         """
         keys = self._within
         self._refuse_unknown()
@@ -288,7 +289,7 @@ class GGUF:
         return raw
 
     def generation(self) -> dict[str, Any]:
-        """The equivalent of generation_config.json: the sampling defaults of the file."""
+        """Returns the equivalent of generation_config.json: the sampling defaults of the file."""
         there = self._held.metadata
         return {
             name: there[f"general.sampling.{key}"]
@@ -298,7 +299,7 @@ class GGUF:
 
     @property
     def _within(self) -> Keys:
-        """The keys of the architecture, which messages name in full."""
+        """Returns the keys of the architecture; messages show their full names."""
         prefix = self.architecture + "."
         mine = {k.removeprefix(prefix): v for k, v in self._held.metadata.items()
                 if k.startswith(prefix)}  # fmt: skip
@@ -309,7 +310,7 @@ class GGUF:
             if name not in _KNOWN and not (name in _NEUTRAL and _NEUTRAL[name] == value):
                 raise UnsupportedModelError(
                     f"{self.file}: {self.architecture}.{name} {shown(value)} is not supported: "
-                    "it is not known what it changes"
+                    "its effect on the model is unknown"
                 )
 
     def _head_dim(self, width: int, heads: int) -> int:
@@ -332,7 +333,7 @@ class GGUF:
         return size
 
     def _rope_scaling(self, head_dim: int) -> dict[str, Any] | None:
-        """`rope_scaling` of config.json; types that no family here has are left to be refused."""
+        """Returns `rope_scaling` of config.json; the family refuses types that it does not have."""
         keys = self._within
         kind = keys.text("rope.scaling.type", "linear")  # llama.cpp's default
         factor = keys.number("rope.scaling.factor", 0.0, least=0.0)
@@ -362,19 +363,19 @@ class GGUF:
 
     @property
     def _has_factors(self) -> bool:
-        """Whether frequencies of RoPE are divided by a tensor; elsewhere it is an unknown one."""
+        """Returns whether the architecture uses a tensor of RoPE factors, and the file has it."""
         return self.architecture in _FACTORED and _ROPE_FACTORS in self._held.tensors
 
     def _id(self, name: str) -> int | None:
         return self._keys.integer(f"tokenizer.ggml.{name}_token_id", None, least=0)
 
     def _ends(self) -> list[int]:
-        """Token ids that end a text, a turn or a message."""
+        """Returns the token ids that end a text, a turn or a message."""
         ids = [self._id(name) for name in ("eos", "eot", "eom")]
         return list(dict.fromkeys(token for token in ids if token is not None))
 
     def _dtype(self) -> str:
-        """The dtype of all matrices where it is one of 16 bits, else float32."""
+        """Returns the dtype of all matrices if it is a 16-bit one, else float32."""
         kinds = {t.kind for t in self._held.tensors.values() if len(t.shape) > 1}
         return {frozenset((1,)): "float16", frozenset((30,)): "bfloat16"}.get(
             frozenset(kinds), "float32"
@@ -384,7 +385,7 @@ class GGUF:
 
     @functools.cached_property
     def _permuted_heads(self) -> dict[str, int]:
-        """Heads of the tensors whose rows are in llama.cpp's order."""
+        """Returns the number of heads of each tensor whose rows are in llama.cpp's order."""
         if self.architecture not in _PERMUTED:
             return {}
         heads = self._within.integer("attention.head_count")
@@ -394,7 +395,7 @@ class GGUF:
         }
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Lazy arrays by the names of Hugging Face's files; what is not known keeps its own.
+        """Returns lazy arrays by Hugging Face's names; unknown tensors keep their own names.
 
         Raises:
           CheckpointError: the package gguf is missing, or the file is cut off.
@@ -417,13 +418,12 @@ class GGUF:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether `tokenizer` finds one."""
+        """Returns whether `tokenizer` returns one."""
         named = self._held.metadata.get("tokenizer.ggml.model", _NO_TOKENIZER)
         return self._beside is not None or named != _NO_TOKENIZER
 
     def tokenizer(self) -> Any:
-        """The tokenizer of the directory that was named, or else the one that the file holds, see
-        `specjax.weights.gguf_tokenizer`; None: there is neither.
+        """Returns the tokenizer of the directory, or the one in the file; None: there is neither.
 
         Raises:
           CheckpointError, UnsupportedModelError: see `tokenizer_of`.
@@ -438,8 +438,10 @@ class GGUF:
 
 
 def llama3_factors(head_dim: int, theta: float, factor: float, length: int) -> np.ndarray:
-    """The factors that Llama 3.1 divides the frequencies of RoPE by [head_dim / 2], for
-    low_freq_factor 1 and high_freq_factor 4; `length` is that of its original context."""
+    """Returns Llama 3.1's divisors of the RoPE frequencies [head_dim / 2].
+
+    They are those of low_freq_factor 1 and high_freq_factor 4; `length` is the original context.
+    """
     freqs = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     turns = length * freqs / (2 * math.pi)
     smooth = np.clip((turns - 1.0) / (4.0 - 1.0), 0.0, 1.0)

@@ -6,7 +6,8 @@
               offset u64
     padding to `general.alignment`, then the data that the offsets count from
 
-A string is its length u64 and UTF-8. Numbers are little-endian. Nothing here knows of models.
+A string is its length u64 and UTF-8. Numbers are little-endian. This file handles the container
+only, not models.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class Stored(NamedTuple):
     """A tensor in a file.
 
     Attributes:
-      shape: the outermost dimension first, as numpy has it.
+      shape: its dimensions, the outermost first, as in numpy.
       kind: number of its type, see `gguf.GGMLQuantizationType`.
-      offset: of its first byte in the file.
+      offset: position of its first byte in the file.
     """
 
     shape: tuple[int, ...]
@@ -47,14 +48,14 @@ class GGUFFile:
     """A GGUF file: its metadata, and tensors that are read on demand.
 
     Attributes:
-      file: its path.
-      metadata: numbers, strings, booleans, and lists of them, by key. A number that is stored in
-        float32 is the shortest decimal that means it.
-      tensors: by name.
+      file: path of the file.
+      metadata: numbers, strings, booleans, and lists of them, by key. A float32 number is read as
+        the shortest decimal that rounds to it.
+      tensors: stored tensors, by name.
 
     Raises:
-      CheckpointError: it is absent, damaged, or no GGUF file; one line that names it.
-      UnsupportedModelError: it is of another version or byte order.
+      CheckpointError: the file is absent, damaged, or no GGUF file.
+      UnsupportedModelError: the file is of another version or byte order.
     """
 
     def __init__(self, file: Path):
@@ -64,7 +65,7 @@ class GGUFFile:
                 self._bytes = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             raise CheckpointError(f"{file} does not exist; expected a GGUF file") from None
-        except (OSError, ValueError) as error:  # ValueError: it is empty
+        except (OSError, ValueError) as error:  # ValueError: the file is empty
             raise self.damaged(str(error)) from error
         self._at = 0
         if self._bytes[:4] != _MAGIC:
@@ -95,11 +96,11 @@ class GGUFFile:
         }
 
     def damaged(self, why: str) -> CheckpointError:
-        """The error about a file that breaks the format."""
+        """Returns the error for a file that violates the format."""
         return CheckpointError(f"{self.file} is damaged or cut off: {why}; fetch it again")
 
     def read(self, name: str, count: int) -> np.ndarray:
-        """The first `count` bytes of a tensor [count], not copied."""
+        """Returns the first `count` bytes of a tensor [count], without a copy."""
         offset = self.tensors[name].offset
         if offset + count > len(self._bytes):
             raise self.damaged(
@@ -129,7 +130,7 @@ class GGUFFile:
         return struct.unpack("<" + code, self._take(struct.calcsize("<" + code)))[0]
 
     def _count(self) -> int:
-        """Reads the number of items that follow, each of at least a byte."""
+        """Reads the number of items that follow; each has at least one byte."""
         count = self._number("Q")
         if count > len(self._bytes) - self._at:
             raise self.damaged(f"it claims {count} items behind byte {self._at}")
@@ -167,11 +168,11 @@ class GGUFFile:
 
     def _add(self, into: dict, what: str, name: str, read) -> None:
         if name in into:
-            raise self.damaged(f"{what} {name!r} is there twice")
+            raise self.damaged(f"{what} {name!r} occurs twice")
         into[name] = read()
 
     def _padded(self) -> int:
-        """The byte that the offsets of tensors count from."""
+        """Returns the byte from which the offsets of tensors are counted."""
         alignment = self.metadata.get(_ALIGNMENT, 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise self.damaged(f"{_ALIGNMENT} is {alignment!r}, expected a power of two")
@@ -179,5 +180,5 @@ class GGUFFile:
 
 
 def _shortest(value: float) -> float:
-    """The shortest decimal that float32 rounds to this value: 1e-05, not 9.999999747378752e-06."""
+    """Returns the shortest decimal that rounds to a float32: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))

@@ -1,9 +1,9 @@
 """The tokenizer of a GGUF file, as the equivalent of tokenizer.json.
 
 `tokenizer.ggml.model` is `gpt2`, byte-level BPE with merges, or `llama`, SentencePiece's BPE whose
-merges follow from scores. How text is split before BPE is in no file: `tokenizer.ggml.pre` names
-it, and `PRE` says what the tokenizer.json of the models of that name has. Names that are not in the
-table are refused, for another cut gives other tokens, and no error.
+merges follow from scores. The file does not hold the rules that split text before BPE:
+`tokenizer.ggml.pre` names them, and `PRE` has them as in the tokenizer.json of those models.
+Unknown names are refused, because other rules would silently give other tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from specjax.checked_json import CheckpointError, Keys, UnsupportedModelError, f
 from specjax.tokenizer import transformers_class
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6  # `tokenizer.ggml.token_type`
-_SPACE = "\u2581"  # what SentencePiece writes for a space
+_SPACE = "\u2581"  # SentencePiece's symbol for a space
 _IDS = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
 _REMEDY = (
     "put the model's own tokenizer.json into a directory with the file, and name the directory"
@@ -25,7 +25,7 @@ _REMEDY = (
 
 
 def _bytes(use_regex: bool) -> dict[str, Any]:
-    """The step of tokenizer.json between bytes and characters; with GPT-2's cut, or without."""
+    """Returns tokenizer.json's step from bytes to characters, with or without GPT-2's splitting."""
     return {
         "type": "ByteLevel",
         "add_prefix_space": False,
@@ -43,9 +43,9 @@ class Pre(NamedTuple):
 
     Attributes:
       steps: pre-tokenizers of tokenizer.json, in order.
-      normalizer: what text is brought to first.
-      ignore_merges: a piece that is a token is not built from merges.
-      add_bos: where the file does not say.
+      normalizer: Unicode normalisation that is applied first.
+      ignore_merges: whether a piece that is a token is used without applying merges.
+      add_bos: whether to add a begin token if the file does not say.
     """
 
     steps: tuple[dict[str, Any], ...]
@@ -93,14 +93,14 @@ PRE = {
 
 
 class _Vocabulary(NamedTuple):
-    """Tokens, and what kind each of them is."""
+    """The tokens, and the kind of each."""
 
     tokens: list[str]
     kinds: Sequence[int]
 
     @property
     def ids(self) -> dict[str, int]:
-        """The ids of tokens that text may have; not of those that only pad the embedding."""
+        """Returns the ids of tokens, without those that only pad the embedding."""
         pairs = enumerate(zip(self.tokens, self.kinds, strict=True))
         return {
             token: i for i, (token, kind) in pairs if not (kind == _UNUSED and token == f"[PAD{i}]")
@@ -108,15 +108,16 @@ class _Vocabulary(NamedTuple):
 
 
 def tokenizer_of(file: Path, metadata: Mapping[str, Any], most: int) -> Any:
-    """A `transformers.PreTrainedTokenizerFast` of a file's metadata.
+    """Makes a `transformers.PreTrainedTokenizerFast` from a file's metadata.
 
     Args:
-      file: its path, for messages.
-      most: tokens that the model takes.
+      file: path of the file, for messages.
+      metadata: the file's keys and values.
+      most: largest number of tokens in the model's context.
 
     Raises:
-      CheckpointError: a key is absent, or holds what cannot be meant.
-      UnsupportedModelError: a kind of tokenizer, or a way to cut text, that is not known exactly.
+      CheckpointError: a key is absent, or its value is invalid.
+      UnsupportedModelError: the kind of tokenizer, or the rules that split text, are unknown.
     """
     keys = Keys(file, metadata)
     described = tokenizer_json(file, metadata)
@@ -136,7 +137,7 @@ def tokenizer_of(file: Path, metadata: Mapping[str, Any], most: int) -> Any:
             clean_up_tokenization_spaces=False,
             **named,
         )
-    except Exception as error:  # tokenizers raises what it finds, down to bare Exceptions
+    except Exception as error:  # tokenizers raises many types, bare Exception included
         raise CheckpointError(
             f"{file}: its tokenizer cannot be built ({first_line(error)}); fetch the file again, "
             f"or {_REMEDY}"
@@ -146,7 +147,7 @@ def tokenizer_of(file: Path, metadata: Mapping[str, Any], most: int) -> Any:
 
 
 def tokenizer_json(file: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The equivalent of tokenizer.json; see `tokenizer_of` for arguments and errors."""
+    """Returns the equivalent of tokenizer.json; see `tokenizer_of` for arguments and errors."""
     keys = Keys(file, metadata)
     kind = keys.text("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
@@ -185,7 +186,7 @@ def _vocabulary(keys: Keys) -> _Vocabulary:
         raise keys.error("tokenizer.ggml.tokens", "a list of tokens")
     if len(set(tokens)) != len(tokens):
         twice = next(t for i, t in enumerate(tokens) if tokens.index(t) != i)
-        raise keys.error("tokenizer.ggml.tokens", f"tokens that differ ({twice!r} is there twice)")
+        raise keys.error("tokenizer.ggml.tokens", f"distinct tokens ({twice!r} occurs twice)")
     kinds = keys.raw.get("tokenizer.ggml.token_type")
     if kinds is None:
         kinds = [1] * len(tokens)
@@ -195,12 +196,12 @@ def _vocabulary(keys: Keys) -> _Vocabulary:
 
 
 def _byte_level(keys: Keys, vocabulary: _Vocabulary) -> dict[str, Any]:
-    """BPE over bytes that are written as characters."""
+    """Returns tokenizer.json for BPE over bytes that are written as characters."""
     name = keys.text("tokenizer.ggml.pre", None)
     if name not in PRE:
         said = "is absent" if name is None else f"{shown(name)} is not supported"
         raise UnsupportedModelError(
-            f"{keys.file}: tokenizer.ggml.pre {said}, and without it text is cut into other "
+            f"{keys.file}: tokenizer.ggml.pre {said}, and other rules split text into other "
             f"tokens; expected one of {', '.join(PRE)}: {_REMEDY}"
         )
     if keys.flag("tokenizer.ggml.add_space_prefix", None):
@@ -220,8 +221,11 @@ def _byte_level(keys: Keys, vocabulary: _Vocabulary) -> dict[str, Any]:
 
 
 def _sentencepiece(keys: Keys, vocabulary: _Vocabulary) -> dict[str, Any]:
-    """SentencePiece's BPE, as tokenizer.json has it: spaces are written as `_SPACE`, one stands in
-    front of every text behind a special token, and characters without a token become bytes."""
+    """Returns tokenizer.json for SentencePiece's BPE.
+
+    Spaces become `_SPACE`, one is added before every text after a special token, and characters
+    without a token become bytes.
+    """
     name = keys.text("tokenizer.ggml.pre", "default")
     if name != "default":
         raise UnsupportedModelError(
@@ -279,7 +283,7 @@ def _bpe(vocabulary: _Vocabulary, merges: list[list[str]], **changes: Any) -> di
 
 
 def _merges(keys: Keys) -> list[list[str]]:
-    """Merges that a file lists, each as two pieces with a space between them."""
+    """Reads the merges of a file, each as two pieces with a space between them."""
     pairs = []
     for merge in keys.texts("tokenizer.ggml.merges"):
         cut = merge.find(" ", 1)
@@ -290,8 +294,7 @@ def _merges(keys: Keys) -> list[list[str]]:
 
 
 def _by_score(keys: Keys, vocabulary: _Vocabulary) -> list[list[str]]:
-    """Merges that make SentencePiece's choice: of all pairs whose union is a piece, that of the
-    highest score."""
+    """Makes the merges of SentencePiece: all pairs whose union is a piece, by descending score."""
     scores = keys.raw.get("tokenizer.ggml.scores")
     count = len(vocabulary.tokens)
     numbers = isinstance(scores, list) and all(isinstance(s, (int, float)) for s in scores)
@@ -305,8 +308,8 @@ def _by_score(keys: Keys, vocabulary: _Vocabulary) -> list[list[str]]:
     longer = [token for token in text if len(token) > 1]
     if len(longer) > 1 and len({scores[text[token]] for token in longer}) == 1:
         raise UnsupportedModelError(
-            f"{keys.file}: tokenizer.ggml.scores are all the same, and do not say in which order "
-            f"pieces are merged; {_REMEDY}"
+            f"{keys.file}: tokenizer.ggml.scores are all equal and give no order of merges; "
+            f"{_REMEDY}"
         )
     pairs = [
         (-scores[i], text[token[:cut]], text[token[cut:]], token[:cut], token[cut:])
@@ -320,7 +323,7 @@ def _by_score(keys: Keys, vocabulary: _Vocabulary) -> list[list[str]]:
 def _ends(
     keys: Keys, vocabulary: _Vocabulary, add_bos: bool, add_eos: bool
 ) -> dict[str, Any] | None:
-    """The step of tokenizer.json that puts tokens before or after every text."""
+    """Returns tokenizer.json's step that adds tokens before or after every text."""
     if not add_bos and not add_eos:
         return None
     ids = {}
@@ -328,7 +331,7 @@ def _ends(
         found = keys.token_ids(f"tokenizer.ggml.{name}_token_id", len(vocabulary.tokens))
         if wanted and not found:
             raise keys.error(
-                f"tokenizer.ggml.{name}_token_id", f"a token, for add_{name}_token is true"
+                f"tokenizer.ggml.{name}_token_id", f"a token, because add_{name}_token is true"
             )
         ids[name] = found[0] if wanted else None
 
@@ -354,7 +357,7 @@ def _ends(
 
 
 def _templates(keys: Keys) -> str | dict[str, str] | None:
-    """The chat template, or several of them by name."""
+    """Returns the chat template, or several of them by name."""
     default = keys.text("tokenizer.chat_template", None)
     prefix = "tokenizer.chat_template."
     named = {key.removeprefix(prefix): keys.text(key) for key in keys.raw if key.startswith(prefix)}

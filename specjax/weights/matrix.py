@@ -1,12 +1,11 @@
-"""Matrices that rows of activations are multiplied with, in any number format.
+"""Weight matrices in any number format, and the functions that models multiply by them with.
 
-A plain array is a matrix, and what training has. Decoding may hold matrices as something else that
-multiplies like one, a `specjax.interfaces.Weight`: `RunConfig.products` names the class, and `pack`
-makes its objects of the arrays whose `Param` rows say that they are matrices. Models multiply by
-the functions here and never ask what a matrix is.
+In training a matrix is a plain array. In decoding it may be a `specjax.interfaces.Weight`:
+`RunConfig.products` names the class, and `pack` converts the arrays whose `Param` rows mark them as
+matrices. Models call the functions here for every format.
 
-    products   decoding multiplies by
-    xla        arrays, in XLA
+    products   format of matrices in decoding
+    xla        arrays, multiplied in XLA
     panels     `specjax.weights.panels`
 """
 
@@ -40,13 +39,13 @@ def check_products(name: str) -> str:
     """Checks that a name is one of `ASKED` or a path `module:attribute`; imports nothing.
 
     Raises:
-      ValueError: it is neither.
+      ValueError: the name is neither.
     """
     return check_setting("products", name, ASKED)
 
 
 def is_array(matrix: Any) -> bool:
-    """Whether a matrix is an array, or the shape of one, rather than a `Weight`."""
+    """Returns whether a matrix is an array or the shape of one, rather than a `Weight`."""
     return isinstance(matrix, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
 
 
@@ -54,10 +53,10 @@ def is_array(matrix: Any) -> bool:
 
 
 def dot(x: Float[Array, "... I"], matrix: Matrix, dtype: Any = None) -> Float[Array, "... O"]:
-    """`x @ matrix`; an array is cast to the dtype of `x` first.
+    """Computes `x @ matrix`; an array is cast to the dtype of `x` first.
 
     Args:
-      dtype: of the result, and of the sums in it; None: that of `x`.
+      dtype: dtype of the sums and of the result; None: that of `x`.
     """
     if not is_array(matrix):
         return matrix.dot(x).astype(x.dtype if dtype is None else dtype)
@@ -69,11 +68,11 @@ def dot(x: Float[Array, "... I"], matrix: Matrix, dtype: Any = None) -> Float[Ar
 
 @jax.custom_vjp
 def _dot(x: Float[Array, "... I"], matrix: Float[Array, "I O"]) -> Float[Array, "... O"]:
-    """`x @ matrix`, with a backward pass whose products are plain matrix products on CPU.
+    """Computes `x @ matrix`, with a backward pass of plain matrix products on CPU.
 
-    There XLA contracts the two leading axes of the matrix's gradient in a slow loop; flattening
-    them first makes a training step of a small model about 1.6 times faster. Elsewhere they stay
-    apart: where both are split over devices, an axis made of the two would have to be gathered.
+    On CPU, XLA contracts the two leading axes of the matrix's gradient in a slow loop; flattening
+    them first makes a training step of a small model about 1.6 times faster. On other devices they
+    are not flattened: if both are split over devices, the joined axis would have to be gathered.
     """
     return x @ matrix
 
@@ -95,24 +94,24 @@ _dot.defvjp(lambda x, matrix: (x @ matrix, (x, matrix)), _dot_bwd)
 
 
 def rows(matrix: Matrix, ids: Int[Array, "..."]) -> Float[Array, "... O"]:
-    """Rows of a matrix: embeddings. Ids must be in range."""
+    """Looks up rows of a matrix, for embeddings. Ids must be in range."""
     return jnp.take(matrix, ids, axis=0) if is_array(matrix) else matrix.rows(ids)
 
 
 def experts(
     x: Float[Array, "B T I"], stack: Matrix, ids: Int[Array, "B T E"]
 ) -> Float[Array, "B T E O"]:
-    """Multiplies each row by the matrices that it chooses of a stack [N I O].
+    """Multiplies each row by the E matrices that it chooses from a stack [N I O].
 
-    Where each of the E has a row of its own, as what comes out here has, these are rows of their
-    own: x [B T*E I] and ids [B T*E 1].
+    To multiply a different row by each of the E matrices, such as rows of a result of this
+    function, call it with x [B T*E I] and ids [B T*E 1].
 
-    Every row is multiplied with every matrix, and what it does not choose is dropped: N / E times
-    the arithmetic that is needed, but each product is that of `dot`, whose bits do not depend on
-    what other rows choose. A `Weight` may have an `experts` of its own.
+    Every row is multiplied by every matrix, and the products that it does not choose are dropped:
+    N / E times the necessary arithmetic, but each product is that of `dot`, whose bits do not
+    depend on the choices of other rows. A `Weight` may have an `experts` of its own.
 
     Args:
-      ids: from 0 to N - 1; elsewhere the result is 0.
+      ids: chosen matrices, from 0 to N - 1; for other values the result is 0.
     """
     if hasattr(stack, "experts"):
         return stack.experts(x, ids).astype(x.dtype)
@@ -127,17 +126,17 @@ def experts(
 
 
 def transposed(matrix: Matrix) -> Matrix:
-    """The matrix [O I]: a language-model head that is the embedding."""
+    """Returns the transposed matrix [O I], for a language-model head that is the embedding."""
     return matrix.T if is_array(matrix) else Transposed(matrix)
 
 
 def unpack(matrix: Matrix) -> Float[Array, "I O"]:
-    """The matrix as an array."""
+    """Returns the matrix as an array."""
     return matrix if is_array(matrix) else matrix.unpack()
 
 
 def join(matrices: Sequence[Matrix]) -> Matrix:
-    """Joins matrices of equally many rows side by side, of any formats."""
+    """Concatenates the columns of matrices with equal numbers of rows, in any formats."""
     if all(is_array(matrix) for matrix in matrices):
         return jnp.concatenate(list(matrices), axis=-1)
     return Joined(tuple(matrices))
@@ -146,7 +145,7 @@ def join(matrices: Sequence[Matrix]) -> Matrix:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Transposed:
-    """A `Weight` [I O] as the matrix [O I]."""
+    """The transpose [O I] of a `Weight` [I O]."""
 
     of: Any
 
@@ -168,7 +167,7 @@ class Transposed:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """Matrices of several formats side by side."""
+    """The concatenated columns of matrices in several formats."""
 
     parts: tuple[Any, ...]
 
@@ -195,7 +194,7 @@ class Joined:
 
 
 class Plain:
-    """Plain arrays, as a format; there is no `Weight` of it."""
+    """The format of plain arrays, which has no `Weight`."""
 
     exact: ClassVar[bool] = True
     line: ClassVar[str] = "XLA's"
@@ -215,24 +214,24 @@ def settle(
     asked: str = AUTO,
     whose: str = "products",
 ) -> ModelConfig:
-    """The config with the format that decoding will multiply by; logs a line that says which.
+    """Returns the config with the format of matrices in decoding, and logs it.
 
     Args:
-      mesh: whose devices decide; None: the default device.
-      asked: `auto`, the first exact format of the table that can be had; a name; or a user's own
-        `module:attribute`.
-      whose: begins the line.
+      mesh: mesh whose devices decide; None: the default device.
+      asked: `auto`, for the first exact format of the table that can be used; a name; or a user's
+        own `module:attribute`.
+      whose: first word of the logged line.
 
     Raises:
-      ValueError: the format that is asked for is not known, or cannot be had.
+      ValueError: the format that was asked for is unknown, or cannot be used.
     """
     device = dispatch.device_of(mesh)
     if check_products(asked) != AUTO:
         reason = FORMATS.find(asked).refuses(device, cfg)
         if reason is not None:
             raise ValueError(
-                f"products {asked!r} cannot be had: {reason}. Take 'xla', or 'auto', which takes "
-                "panels where it can"
+                f"products {asked!r} cannot be used: {reason}. Choose 'xla', or 'auto', which uses "
+                "panels where possible"
             )
         if asked != PLAIN:
             log.info("%s: %s", whose, FORMATS.find(asked).line)
@@ -251,13 +250,13 @@ def settle(
 
 
 def pack(params: Params, of: Mapping[Any, Any], cfg: ModelConfig) -> Params:
-    """Parameters with their matrices in the format of a settled config.
+    """Converts the matrices of parameters to the format of a settled config.
 
-    Matrices that the format leaves alone, and those that are in some format already, stay.
+    Matrices that the format does not convert, and those that are already in a format, stay.
 
     Args:
-      of: the `Param` row of each array, in the same nested dicts; of arrays that are stacked, the
-        row of one of them.
+      of: the `Param` row of each array, in the same nested dicts; for stacked arrays, the row of
+        one of them.
     """
     kind = FORMATS.find(cfg.run.products)
 
@@ -265,7 +264,7 @@ def pack(params: Params, of: Mapping[Any, Any], cfg: ModelConfig) -> Params:
         if not ((row.matrix or row.table) and is_array(array)):
             return array
         packing = lambda a: kind.pack(a, row.table)  # noqa: E731
-        for _ in range(array.ndim - 2):  # of layers that are stacked, and of experts
+        for _ in range(array.ndim - 2):  # axes of stacked layers and of experts
             packing = jax.vmap(packing)
         packed = packing(array)
         return array if packed is None else packed
@@ -279,7 +278,7 @@ def pack(params: Params, of: Mapping[Any, Any], cfg: ModelConfig) -> Params:
 
 
 def cast(params: Params, dtype: str) -> Params:
-    """Parameters with their arrays in a dtype; what is in a format of its own stays."""
+    """Casts the arrays of parameters to a dtype; a `Weight` stays as it is."""
 
     def one(leaf: Any) -> Any:
         return leaf.astype(jnp.dtype(dtype)) if is_array(leaf) else leaf

@@ -1,4 +1,4 @@
-"""Matrices in panels of 16 columns, as the C++ kernels for CPUs read them."""
+"""Matrices in panels of 16 columns, the layout of the C++ kernels for CPUs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from specjax.kernels.dispatch import PANEL_WIDTH
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Panels:
-    """A matrix [K, N] as [N / 16, K, 16], a `specjax.interfaces.Weight`.
+    """A matrix [K, N] stored as [N / 16, K, 16], a `specjax.interfaces.Weight`.
 
-    `cpu/product.h` says why, and `bench.throughput kernels` measures what it brings. A row's bits
-    do not depend on how many rows it is multiplied with.
+    `cpu/product.h` says why, and `bench.throughput kernels` measures the gain. A row's bits do not
+    depend on the number of rows in the product.
     """
 
     exact: ClassVar[bool] = True
@@ -32,14 +32,17 @@ class Panels:
 
     @classmethod
     def refuses(cls, device: Device, cfg: ModelConfig) -> str | None:
-        """See `Weight.refuses`: panels need one CPU, a C++ compiler, float32, unrolled layers."""
+        """Returns why panels cannot be used, or None, see `Weight.refuses`.
+
+        Panels need one CPU, a C++ compiler, float32 and unrolled layers.
+        """
         if cfg.run.scan_layers:
-            return Unsuited("layers are scanned, and panels are of unrolled ones")
+            return Unsuited("panels need unrolled layers, and these are scanned")
         return dispatch.refuses("product", dispatch.offering("product"), device, cfg)
 
     @classmethod
     def pack(cls, array: Float[Array, "K N"], table: bool) -> Panels | None:
-        """The matrix in panels; None: its columns do not fill them, or its rows are looked up."""
+        """Packs a matrix; None: its columns do not fill panels, or its rows are looked up."""
         k, n = array.shape
         if table or n % PANEL_WIDTH:
             return None
@@ -58,7 +61,7 @@ class Panels:
         return self.packed.swapaxes(-3, -2).reshape(self.shape)
 
     def dot(self, x: Float[Array, "... K"]) -> Float[Array, "... N"]:
-        """`x @ matrix` in float32, each sum in the order of K."""
+        """Computes `x @ matrix` in float32, each sum in the order of K."""
         return dispatch.product(x, self.packed)
 
     def dot_t(self, x: Float[Array, "... N"]) -> Float[Array, "... K"]:
@@ -73,5 +76,5 @@ class Panels:
 
 
 def raw(matrices: Mapping[str, Array | Panels]) -> dict[str, Array]:
-    """Arrays by name as `dispatch.layers` takes them: of panels the packed array."""
+    """Returns arrays by name as `dispatch.layers` takes them; for `Panels`, the packed array."""
     return {n: m.packed if isinstance(m, Panels) else m for n, m in matrices.items()}

@@ -32,7 +32,8 @@ class Tensor:
     """A tensor of a file; indexing reads a part of it.
 
     Attributes:
-      shape: in the file. dtype: its name in numpy, or else in safetensors.
+      shape: shape in the file.
+      dtype: name of its dtype in numpy, or in safetensors if numpy has none.
     """
 
     def __init__(self, handle: Any, name: str):
@@ -48,7 +49,7 @@ class Tensor:
 class Safetensors:
     """A directory in the layout of Hugging Face, as a `specjax.interfaces.Reader`.
 
-    A draft head in a file of its own, `mtp.safetensors`, is read beside the model's weights.
+    A draft head in a file of its own, `mtp.safetensors`, is read together with the model's weights.
     """
 
     def __init__(self, path: Path):
@@ -56,14 +57,14 @@ class Safetensors:
 
     @staticmethod
     def recognises(path: Path) -> bool:
-        """Whether a path is of this format."""
+        """Returns whether a path is of this format."""
         return (path / CONFIG).exists()
 
     def config(self) -> dict[str, Any]:
-        """The content of config.json.
+        """Returns the content of config.json.
 
         Raises:
-          CheckpointError: there is none, or it is no JSON object.
+          CheckpointError: there is no config.json, or it is no JSON object.
         """
         if self.path.is_file():
             raise CheckpointError(
@@ -72,12 +73,12 @@ class Safetensors:
         return read_json(self.file)
 
     def generation(self) -> dict[str, Any]:
-        """The content of generation_config.json; empty where there is none."""
+        """Returns the content of generation_config.json; empty where there is none."""
         file = self.path / GENERATION
         return read_json(file) if file.exists() else {}
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Lazy arrays by name.
+        """Returns lazy arrays by name.
 
         Raises:
           CheckpointError: a file is missing or damaged.
@@ -89,16 +90,16 @@ class Safetensors:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether `tokenizer` may find one."""
+        """Returns whether `tokenizer` may return one."""
         return any((self.path / name).is_file() for name in TOKENIZER_FILES)
 
     def tokenizer(self) -> Any:
-        """The tokenizer of the directory; None: it has none."""
+        """Returns the tokenizer of the directory; None: there is none."""
         return load_tokenizer(self.path, required=False)
 
 
 def open_files(files: Iterable[Path]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of some files, and their metadata.
+    """Opens files; returns their tensors and their metadata.
 
     Raises:
       CheckpointError: a file is missing or damaged, or two hold a tensor of the same name.
@@ -128,10 +129,10 @@ def _open(file: Path):
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files of a model's weights.
+    """Returns the files of a model's weights.
 
     Raises:
-      CheckpointError: there are none, or some are missing.
+      CheckpointError: there are no files, or some are missing.
     """
     if (path / WEIGHTS).exists():
         return [path / WEIGHTS]
@@ -149,14 +150,14 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def files_in_index(index: Path) -> list[str]:
-    """The names of the weight files that an index lists, in order.
+    """Returns the names of the weight files that an index lists, in order.
 
     Raises:
-      CheckpointError: it lists none, or something else.
+      CheckpointError: the index lists no files, or is malformed.
     """
     keys = Keys(index, read_json(index))
     names = keys.within("weight_map").raw.values()
-    # A name, and no path: a checkpoint reads no files of other directories.
+    # Only names without a directory: a checkpoint must not read files of other directories.
     if not names or not all(isinstance(n, str) and n and Path(n).name == n for n in names):
         raise keys.error("weight_map", "an object of tensors and the names of their files")
     return sorted(set(names))

@@ -64,7 +64,7 @@ def test_every_weight_that_does_not_fit_is_named_in_one_error(folder):
     with pytest.raises(hf.CheckpointWeightError) as caught:
         hf.load_checkpoint(path)
     for line in (
-        "weights at fault: 6",
+        "wrong weights: 6",
         "missing: model.layers.1.self_attn.q_proj.bias, expected [32]",
         "missing: lm_head.weight, expected [64, 32]",
         "wrong shape: model.layers.0.mlp.up_proj.weight, expected [48, 32], got [32, 48]",

@@ -225,7 +225,7 @@ def test_merges_of_the_file_come_before_those_of_scores():
         (gguf_files.byte_level(**{"tokenizer.ggml.merges": ["ab"]}), "pairs of pieces ('ab' is"),
         (gguf_files.byte_level(**{"tokenizer.ggml.merges": ["q zz"]}), "cannot be built"),
         (gguf_files.byte_level(**{"tokenizer.ggml.token_type": [1]}), "integers, one per token"),
-        (gguf_files.byte_level(**{"tokenizer.ggml.tokens": ["a", "a"]}), "'a' is there twice"),
+        (gguf_files.byte_level(**{"tokenizer.ggml.tokens": ["a", "a"]}), "'a' occurs twice"),
         (gguf_files.byte_level(**{"tokenizer.ggml.bos_token_id": 9999}), "bos_token_id"),
         (gguf_files.sentencepiece(**{"tokenizer.ggml.pre": "qwen2"}), "expected default"),
         (gguf_files.sentencepiece(**{"tokenizer.ggml.scores": [0.0]}), "numbers, one per token"),
@@ -244,7 +244,7 @@ def test_a_tokenizer_that_is_not_known_exactly_is_refused(metadata, words):
 def test_scores_that_say_nothing_are_refused():
     metadata = gguf_files.sentencepiece()
     metadata["tokenizer.ggml.scores"] = [-1000.0] * len(metadata["tokenizer.ggml.tokens"])
-    with pytest.raises(UnsupportedModelError, match="scores are all the same"):
+    with pytest.raises(UnsupportedModelError, match="scores are all equal"):
         made(metadata)
 
 
