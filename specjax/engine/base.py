@@ -1,4 +1,4 @@
-"""The interface of one engine, of replicas, and of the engines of several processes."""
+"""The common interface of one engine, of replicas, and of the engines of several processes."""
 
 from __future__ import annotations
 
@@ -30,13 +30,15 @@ class BaseEngine(abc.ABC):
     """Takes samples, and generates them step by step.
 
     Attributes:
-      engines: those of this process, one or several replicas of equal settings; each has a
+      engines: the engines of this process, one or several replicas of equal settings; each has a
         scheduler, a controller and a runner of its own.
-      runner: the device side of the first of them. unfinished: its samples that have not ended.
-      spec: how they speculate. limits: of a single job.
-      telemetry: takes why drafts were rejected, in this process; None: nothing does.
-      on_poll: is called by `step` while the devices work: what takes the host a moment delays
-        nothing then. It must not wait for a device.
+      runner: the runner of the first engine.
+      unfinished: the unfinished samples of the first engine.
+      spec: how the engines speculate; None: they decode plainly.
+      limits: limits of a single job.
+      telemetry: the collector of rejected drafts in this process; None: they are not collected.
+      on_poll: function that `step` calls while the devices work, for work of the host that then
+        delays nothing. It must not wait for a device.
     """
 
     engines: tuple
@@ -50,12 +52,12 @@ class BaseEngine(abc.ABC):
     @property
     @abc.abstractmethod
     def version(self) -> int:
-        """Version of the weights, 1 after the first `set_params`."""
+        """The version of the weights: the number of calls of `set_params` so far."""
 
     @property
     @abc.abstractmethod
     def outstanding(self) -> int:
-        """Samples that were added and are not finished."""
+        """The number of samples that were added and are not finished."""
 
     @property
     @abc.abstractmethod
@@ -64,7 +66,7 @@ class BaseEngine(abc.ABC):
 
     @property
     def drained(self) -> list[int]:
-        """Indices of the `engines` that have nothing to do."""
+        """The indices of the `engines` that have nothing to do."""
         return [i for i, engine in enumerate(self.engines) if not engine.has_work]
 
     def warm_up(
@@ -72,16 +74,16 @@ class BaseEngine(abc.ABC):
         features: Several[Features] = (Features(),),
         on_program: OnProgram | None = None,
     ) -> StartUp:
-        """Compiles all that generation can need, and measures it if the controller asks for that.
+        """Compiles the programs of generation, and measures them if the controller needs costs.
 
         The controller takes the measured costs and keeps whatever else it has learned or loaded.
 
         Args:
-          features: one set of programs each. The default one serves requests that ask for nothing
-            but a temperature; `Features.all()` serves all, slower. A request that no set covers
-            compiles its own when it comes.
-          on_program: hears of each program that is ready: how many are, and of how many; see
-            `compile_ahead`.
+          features: sets of features, each of which gets a set of programs. The default one serves
+            requests that ask for nothing but a temperature; `Features.all()` serves all requests,
+            slower. A request that no set covers has its programs compiled when it comes.
+          on_program: function called with the number of programs that are ready and the number of
+            all, see `compile_ahead`.
 
         Raises:
           RuntimeError: samples run, whose caches would be overwritten.
@@ -114,30 +116,34 @@ class BaseEngine(abc.ABC):
         """Takes new weights; compiles nothing after the first time.
 
         Args:
-          head: of the draft source; None keeps the one there is.
-          running: what becomes of the caches of sequences that run: `recompute` reads them again
-            with the new weights, `keep` goes on with what the old weights made of them, unless the
-            old head was not finite: such caches would spoil what comes after them. Prompts of
-            sequences that still wait are read again either way.
+          params: new parameters of the policy.
+          head: new parameters of the draft source; None keeps the present ones.
+          running: what becomes of the caches of running sequences: `recompute` reads their tokens
+            again with the new weights, `keep` goes on with caches of the old weights. If the old
+            head was not finite, `keep` recomputes, too, for NaN would spread from its caches.
+            Prompts of waiting sequences are read again either way.
         """
 
     @abc.abstractmethod
     def release(self, weights: bool = True) -> None:
-        """Gives back the device memory of weights and caches, until the next `set_params`, which
-        must then have the head as well.
+        """Frees the device memory of weights and caches until the next `set_params`.
+
+        That call must pass the head as well.
 
         Args:
-          weights: False gives back the caches alone, until something runs.
+          weights: whether to free the weights, too. False frees the caches alone, until the next
+            `step`.
 
         Raises:
-          RuntimeError: samples are not finished, which need both.
+          RuntimeError: some samples are not finished, and so need both.
         """
 
     def make(self, job: Job, progress: Progress | None = None) -> Sequence:
-        """A sequence of a job, for `queue`.
+        """Makes a sequence of a job, for `queue`.
 
         Args:
-          progress: of an earlier run, which it continues.
+          job: the sample to generate.
+          progress: state of the sample in an earlier run, which the sequence continues.
 
         Raises:
           ValueError: the job does not fit.
@@ -146,13 +152,14 @@ class BaseEngine(abc.ABC):
 
     @abc.abstractmethod
     def queue(self, sequence: Sequence) -> Sequence:
-        """Queues what `make` made; returns what stands for the sample from now on."""
+        """Queues a sequence that `make` made; returns the object that represents the sample."""
 
     def add(self, job: Job, progress: Progress | None = None) -> Sequence:
-        """Queues a sample, which is known by the object that this returns.
+        """Queues a sample; returns the object that represents it in `abort` and `step`.
 
         Args:
-          progress: of an earlier run, which it continues.
+          job: the sample to generate.
+          progress: state of the sample in an earlier run, which it continues.
 
         Raises:
           ValueError: the job does not fit.
@@ -165,19 +172,19 @@ class BaseEngine(abc.ABC):
 
     @abc.abstractmethod
     def step(self) -> list[Finished]:
-        """Runs for a moment; returns the samples that ended."""
+        """Enqueues work and takes in results, once; returns the samples that ended."""
 
     @abc.abstractmethod
     def abort(self, sequence: Sequence) -> SampleOutput | None:
-        """Ends a sample where it stands and frees what it holds.
+        """Ends a sample where it stands and frees its slot and pages.
 
         Returns:
-          what there is of it (finish reason `abort`); None if it has ended already.
+          the sample so far (finish reason `abort`); None if it has ended already.
         """
 
     @abc.abstractmethod
     def clear(self) -> None:
-        """Drops all that waits or runs."""
+        """Drops all samples that wait or run."""
 
     def generate(
         self, jobs: Several[Job], on_progress: Callable[[int, Totals], None] | None = None
@@ -185,15 +192,17 @@ class BaseEngine(abc.ABC):
         """Runs all jobs to their end.
 
         Args:
-          on_progress: called after each step with the number of finished jobs and the totals.
+          jobs: the samples to generate.
+          on_progress: function called after each step with the number of finished jobs and the
+            totals.
 
         Returns:
-          one output per job, in order (`text` is None but where a stop string cut it), and the
-          totals.
+          one output per job, in order, and the totals. `text` is None except in samples that a stop
+          string ended.
 
         Raises:
-          ValueError: a job does not fit. RuntimeError: samples of `add` are not finished. Nothing
-            has run by then.
+          ValueError: a job does not fit; nothing has run.
+          RuntimeError: samples of `add` are not finished; nothing has run.
         """
         if self.has_work:
             raise RuntimeError(

@@ -2,16 +2,16 @@
 
 Its host loop is `Engine.step`:
 
-    schedule      prompts are read, sequences start, and get pages for what they may emit. Some more
-                  than there are rows start, and wait: chunks give them the rows of those that end,
-                  and no device waits for the host to do so
-    run           a chunk is enqueued; the one before it may still be running, unless chunks end
-                  early: what comes after those depends on what has ended
-    postprocess   the results of the chunk before are read: tokens, and which have finished
+    schedule      prompts are read, sequences start, and get pages for what they may emit. More
+                  sequences start than there are rows: within a chunk they take over the rows of
+                  those that end, so that the device need not wait for the host
+    run           a chunk is enqueued while the one before it may still run. After a chunk that
+                  ended early the next one waits for its result, on which it depends
+    postprocess   the result of the chunk before is read: its tokens, and which samples finished
 
-Bookkeeping is plain Python; device work is in `Runner`'s executables. A sequence that ends leaves
-after two chunks at most, and another takes its slot. By the keying of the noise it does not matter
-to the tokens when or where a sequence runs, by which strategy, or how often it is interrupted.
+Bookkeeping is plain Python; device work is in `Runner`'s executables. The slot of a sequence that
+ended is free after two chunks at most. The noise is keyed so that tokens do not depend on when or
+where a sequence runs, by which strategy, or how often it is interrupted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from specjax.engine.options import Limits
 from specjax.engine.pages import PagePool
 from specjax.engine.request import SampleOutput
 from specjax.engine.runner import FEW, Runner
-from specjax.engine.scheduler import LengthHistory, Prompt, Scheduler, Start
+from specjax.engine.scheduler import LengthHistory, Prompt, Scheduler
 from specjax.engine.sequence import (
     Finished,
     ResultLists,
@@ -52,7 +52,7 @@ from specjax.interfaces import Draft, FinishedSample
 from specjax.models.transformer import Params
 from specjax.telemetry import Collector, SlotInfo, active_transforms
 
-PREFILL_ROWS = 8
+PREFILL_ROWS = 8  # the most prompts that one prefill reads
 
 log = logging.getLogger(__name__)
 
@@ -61,30 +61,36 @@ class Engine(BaseEngine):
     """Continuous batching over a fixed number of slots.
 
     Args:
-      cfg: model config. spec: None is plain decoding. batch: slots.
-      max_len: prompt and generated tokens of a sample at most.
-      stop_width: stop tokens per request at most, the model's own included.
-      mesh: see `Runner`.
-      prompt_widths: lengths that (pieces of) prompts are padded to, one set of executables each;
-        none: powers of two.
-      source: what drafts, see `Runner`.
+      cfg: the model's config.
+      spec: how to speculate; None: plain decoding.
+      batch: number of slots.
+      max_len: the most prompt and generated tokens of a sample.
+      stop_width: the most stop tokens of a request, the model's own included.
+      mesh: mesh over which the engine is sharded, see `Runner`.
+      prompt_widths: lengths that pieces of prompts are padded to, each with executables of its own;
+        None: powers of two.
+      source: the draft source, see `Runner`.
       config: how the device is used.
       control: how strategies are chosen; None: always `spec`'s own.
 
     Attributes:
-      runner: the device side. scheduler: slots, pages and the queue.
-      controller: chooses the strategy of each chunk.
+      runner: the device side: parameters, state and executables.
+      scheduler: slots, pages and the queue.
+      controller: the controller that chooses the strategy of each chunk.
       unfinished: the samples that have not ended.
-      buckets: compiled sizes of a batch, one in `invariant` mode. slots: that run at once.
-      piece_widths: lengths that pieces of prompts are padded to, in order.
-      telemetry: takes why drafts were rejected; None unless `spec` turns it on.
-      watcher: is called with the results of each chunk, if there is one.
-      lengths: of earlier samples, by prompt.
-      counts: of the tokens that samples have; None where they decide nothing.
-      others_wait: whether samples wait elsewhere for the slots that become free.
-      latest: strategy and bucket of the chunk that came in last; None before the first.
-      replica: index among several engines. preemptions: samples that had to make room so far.
-      stale_positions: of caches that were kept when the weights changed, so far.
+      buckets: compiled batch sizes, ascending; one in `invariant` mode.
+      slots: the most sequences that have a row at once, `batch` or fewer.
+      piece_widths: lengths that pieces of prompts are padded to, ascending.
+      telemetry: the collector of rejected drafts; None unless `spec` turns it on.
+      watcher: object that is called with the results of each chunk; None: there is none.
+      lengths: lengths of earlier samples, by prompt.
+      counts: how often each token was emitted, to choose the ids to draft from; None where they are
+        fixed.
+      others_wait: whether samples outside this engine wait for slots that become free.
+      latest: strategy and bucket of the last chunk whose result was read; None before the first.
+      replica: index of this engine among the replicas.
+      preemptions: number of samples that were preempted for lack of pages so far.
+      stale_positions: number of cache positions that were kept when the weights changed, so far.
     """
 
     version, replica = 0, 0
@@ -139,7 +145,8 @@ class Engine(BaseEngine):
         self.preemptions = self.stale_positions = 0
         self._to_feed: list[FinishedSample] = []
         self.clear()
-        self.is_warm = len(self.runner.plans) == 1  # several strategies are compiled ahead
+        # With several strategies, `step` first compiles all of them.
+        self.is_warm = len(self.runner.plans) == 1
 
     @property
     def engines(self) -> tuple[Engine]:
@@ -154,42 +161,43 @@ class Engine(BaseEngine):
         return make_controller(self.control, [p.strategy for p in self.runner.plans.values()])
 
     def clear(self, slots: int | None = None) -> None:
-        """Drops all that waits or runs.
+        """Drops all samples that wait or run.
 
         Args:
-          slots: that are used from now on, at most `batch`; None: all. Fewer run in the smaller
-            buckets, as the tail of a rollout does, and compile nothing.
+          slots: number of slots to use from now on, at most `batch`; None: all. Fewer slots run in
+            the smaller buckets, as the tail of a rollout does, and compile nothing.
         """
         slots = self.batch if slots is None else slots
         if not 1 <= slots <= self.batch:
             raise ValueError(f"slots must be between 1 and {self.batch}, got {slots}")
         runner, self.slots = self.runner, slots
         self.unfinished.clear()
+
+        def expected_length(sequence: Sequence) -> float | None:
+            return self.lengths.expected(sequence.job.prompt_hash)
+
         self.scheduler = Scheduler(
             slots + runner.extra_slots,
             runner.prompts - 1,
             PagePool(runner.pages),
             runner.page_size,
             runner.rewritten,
-            self._expected_length if self.config.order == "longest_first" else None,
+            expected_length if self.config.order == "longest_first" else None,
         )
         self._table = np.zeros((runner.slots, runner.table_width), np.int32)
         self._in_flight, self._next_chunk = InFlight(runner), NextChunk(runner)
-        self._rows = 0  # of the next chunk, by what is known when room is made for it
+        self._rows = 0  # what `NextChunk.rows` returned when pages were reserved last
         self._events: list[Finished] = []
-        self._ended: dict[int, None] = {}  # slots, the latest last
+        self._ended: dict[int, None] = {}  # slots of ended samples, the latest last
         self.others_wait = False
         runner.agreement.clear()
         if runner.is_broken:
             runner.state = None
 
-    def _expected_length(self, sequence: Sequence) -> float | None:
-        return self.lengths.expected(sequence.job.prompt_hash)
-
     # --- before the first request ----------------------------------------------------------------
 
     def programs(self) -> Programs:
-        """All that may be needed; chunks that the controller never asks for are left out."""
+        """The programs that may be needed, without chunks that the controller never chooses."""
         rows, strategies, smallest = {}, {}, 1
         for width in self.piece_widths:
             most = self._piece_rows(width)
@@ -205,10 +213,9 @@ class Engine(BaseEngine):
         return Programs(self.runner, rows, strategies)
 
     def start_lines(self) -> list[str]:
-        """Lines for the log at the start: whether it speculates, how, and on which kernel.
+        """Lines for the log at the start: whether the engine speculates, how, and on which kernel.
 
-        Later a controller names the strategy and the accept length in the log of `specjax.control`,
-        at `LOG_EVERY` chunks or more between two lines of a kind.
+        Later the controller logs the strategy and the accept length, see `specjax.control`.
         """
         plans, using = self.runner.plans, f"Using strategy: {self.controller.active}"
         if len(plans) > 1:
@@ -227,32 +234,33 @@ class Engine(BaseEngine):
             raise ValueError(f"running must be 'recompute' or 'keep', got {running!r}")
         self.drain()
         scheduler = self.scheduler
-        if running == "recompute" or self._caches_are_spoilt:
+        if running == "recompute" or not self._draft_is_finite:
             self._preempt_all(keep=True)
-        else:  # those that wait have had no row yet
+        else:  # sequences that wait for a row hold nothing but what was read, and read it again
             self._preempt_all(keep=True, first=self.slots)
         scheduler.forget_prompts()
-        self.stale_positions += scheduler.positions  # of those that run on
+        self.stale_positions += scheduler.positions
         self.runner.set_params(params, self.runner.head if head is None else head)
         self.version += 1
         self._weights_changed()
 
     def _weights_changed(self) -> None:
         if not self.scheduler.pool.used:
-            self.runner.state = None  # allocated anew, and zeroed, when it is needed
+            self.runner.state = None  # it is allocated anew, and zeroed, when it is needed
         self.controller.weights_changed()
 
     @property
-    def _caches_are_spoilt(self) -> bool:
-        """Whether the head that made them is not finite, and so neither are they."""
+    def _draft_is_finite(self) -> bool:
+        """Whether the draft's weights hold no NaN or infinity, which caches would take over."""
         head = self.runner.checksums.get("draft")
-        return head is not None and not head.finite
+        return head is None or head.finite
 
     def _preempt_all(self, keep: bool = False, first: int = 0) -> None:
-        """Puts those that run back into the queue, from the one on that started as the `first`.
+        """Puts running sequences back into the queue.
 
         Args:
-          keep: see `preempt`.
+          keep: as in `preempt`.
+          first: number of sequences, in the order of their starts, that run on.
         """
         for sequence in reversed(list(self.scheduler.running.values())[first:]):
             self.preempt(sequence, keep)
@@ -260,17 +268,17 @@ class Engine(BaseEngine):
     def set_head(self, head: Params) -> None:
         """Takes new parameters of the draft source alone.
 
-        They change no token, and so neither the version of the weights nor the samples that run:
-        these go on, and are drafted for with what the old head made of their past. Where that was
-        not finite they are read again, see `set_params`.
+        They change no token, and so not the version of the weights. Running samples go on with
+        the draft caches of the old head, unless that was not finite: then their tokens are read
+        again.
 
         Raises:
-          ValueError: nothing is drafted here.
+          ValueError: the engine decodes plainly.
         """
         if self.spec is None:
             raise ValueError("got a draft head, and this engine drafts nothing; give it a spec")
         self.drain()
-        if self._caches_are_spoilt:
+        if not self._draft_is_finite:
             self._preempt_all()
             self.scheduler.forget_prompts()
         self.runner.moved = 0
@@ -301,7 +309,7 @@ class Engine(BaseEngine):
 
     @property
     def running(self) -> list[Sequence]:
-        """Sequences that have a row as far as the host knows, in the order of their starts."""
+        """The sequences that have a row as far as the host knows, in the order of their starts."""
         return list(self.scheduler.running.values())[: self.slots]
 
     def queue(self, sequence: Sequence) -> Sequence:
@@ -313,16 +321,16 @@ class Engine(BaseEngine):
     def abort(self, sequence: Sequence) -> SampleOutput | None:
         if sequence not in self.unfinished:
             return None
-        if self.config.order == "longest_first":  # it would have been longer
+        if self.config.order == "longest_first":  # without the abort it would have been longer
             self.lengths.add_longer_than(sequence.job.prompt_hash, len(sequence.tokens))
         self._drop(sequence)
         return sequence.output("abort")
 
     def suspend(self) -> list[Sequence]:
-        """Takes out all samples that are not finished; `add(sequence.job, sequence.progress())`
-        continues one.
+        """Removes and returns all samples that are not finished.
 
-        What ended meanwhile is the next `step`'s result.
+        `add(sequence.job, sequence.progress())` continues one later. The next `step` returns the
+        samples that ended meanwhile.
         """
         self.drain()
         found = list(self.unfinished)
@@ -338,15 +346,15 @@ class Engine(BaseEngine):
 
     @property
     def is_ready(self) -> bool:
-        """Whether `step` would find something without waiting for the device."""
+        """Whether `step` would find a result without waiting for the device."""
         self._in_flight.poll()
         return self._in_flight.is_ready
 
     def step(self, wait: bool = True) -> list[Finished]:
-        """Enqueues a chunk, if there is anything to run, and takes in the one before.
+        """Enqueues a chunk, if there is anything to run, and reads the result of the one before.
 
         Args:
-          wait: False: takes it in only if the device is done with it.
+          wait: whether to wait for that result. False: it is read only if the device is done.
 
         Returns:
           the samples that ended.
@@ -357,7 +365,7 @@ class Engine(BaseEngine):
                 "there are no weights to run with: they were released, or never came; call "
                 "set_params() before step()"
             )
-        if not self.is_warm:  # for what has been added: nothing should compile while it runs
+        if not self.is_warm:  # compile for the samples that were added, before they run
             self.warm_up([all_of(self.unfinished.asked or [Features()]).widened()])
         if runner.state is None:
             runner.reset()
@@ -386,7 +394,7 @@ class Engine(BaseEngine):
 
     @property
     def _rows_are_taken_over(self) -> bool:
-        """Whether rows that become free have other sequences before the host looks."""
+        """Whether waiting sequences take over rows that become free, within a chunk."""
         return self.scheduler.has_waiting or len(self.scheduler.running) > self.slots
 
     @property
@@ -396,13 +404,13 @@ class Engine(BaseEngine):
         return few_can_start and len(self.scheduler.running) > self.slots
 
     def drain(self) -> None:
-        """Waits for all chunks that were enqueued, and takes in their results."""
+        """Waits for all chunks that were enqueued, and reads their results."""
         while self._in_flight:
             self._postprocess(self._in_flight.take())
         self.runner.agreement.settle()
 
     def _check_not_stuck(self) -> None:
-        """Raises RuntimeError where `step` would be called for ever."""
+        """Raises RuntimeError if samples wait that can never start."""
         if self.unfinished and not self.scheduler.running:
             raise RuntimeError(
                 f"{self.scheduler.waiting} samples wait and none can start in "
@@ -411,10 +419,10 @@ class Engine(BaseEngine):
             )
 
     def _schedule(self) -> bool:
-        """Makes room, reads prompts, starts sequences, and enqueues a chunk if any can run.
+        """Reserves pages, reads prompts, starts sequences, and enqueues a chunk if any can run.
 
-        Those that run wait while `prefill_chunk` tokens of prompts are read, or one piece if that
-        is more; when none runs, all slots are filled first, and those that wait come later.
+        Running sequences wait while at most `prefill_chunk` tokens of prompts are read, or one
+        piece if that is more. When none runs, prompts are read until all slots are filled.
         """
         self._make_room()
         running, room = self.scheduler.running, self.config.prefill_chunk
@@ -441,24 +449,25 @@ class Engine(BaseEngine):
                 scheduler.ahead = self._in_flight.max_tokens + most(self._rows)
                 continue
             if self._in_flight:
-                self.drain()  # what they have emitted must be known first
+                self.drain()  # what the sequences have emitted must be known first
                 scheduler.ahead = most(self._rows)
                 continue
-            for sequence in latest:
-                self.preempt(sequence)
-                self.preemptions += 1
+            self.preempt(latest)
+            self.preemptions += 1
         for slot, sequence in scheduler.running.items():
             self._table[slot, : len(sequence.pages)] = sequence.pages
 
     def preempt(self, sequence: Sequence, keep: bool = False) -> None:
-        """Puts a running sequence back into the queue; it is read anew, with what it has generated.
+        """Puts a running sequence back into the queue.
 
-        In `invariant` mode it is generated anew instead: tokens that are read and tokens that are
-        generated have keys and values that differ in their last bits. What earlier weights
-        generated cannot come again, and is read.
+        Its prompt and its generated tokens are read again. In `invariant` mode the tokens are
+        generated again instead, because keys and values of tokens that are read and of tokens that
+        are generated differ in their last bits. Tokens that earlier weights generated cannot be
+        generated again, and are read.
 
         Args:
-          keep: its tokens stay in that mode, too: other weights are about to come.
+          keep: read the generated tokens in `invariant` mode, too, since the weights are about to
+            change.
         """
         self._table[sequence.slot] = 0
         sequence.unread = 0
@@ -467,9 +476,10 @@ class Engine(BaseEngine):
         self.scheduler.preempt(sequence)
 
     def _read_prompts(self) -> int:
-        """Enqueues the reading of one piece of some prompts; returns its tokens, padding included.
+        """Enqueues the reading of one piece of some prompts.
 
-        0: there is none to read.
+        Returns:
+          the number of tokens read, padding included; 0: there is no prompt to read.
         """
         prompts = self.scheduler.next_to_read(self._piece_rows, self._piece_width)
         if not prompts:
@@ -482,21 +492,21 @@ class Engine(BaseEngine):
         return rows * width
 
     def _rows_to_read(self, count: int, width: int) -> int:
-        """Rows of the smallest program that was compiled for so many pieces of a width.
+        """The rows of the smallest compiled program that reads `count` pieces of this width.
 
-        Where there is none, and in `invariant` mode, where one program reads all, as many as are
-        ever read at once.
+        Where there is none, and in `invariant` mode, where one program reads all prompts, it is the
+        most rows that are ever read at once.
         """
         runner, most = self.runner, self._piece_rows(width)
         fits = [rows for rows in runner.executables.rows(width + runner.tail) if rows >= count]
         return most if runner.plan.invariant else min(fits, default=most)
 
     def _piece_width(self, prompt: Prompt) -> int:
-        """Positions of the next piece of a prompt, padded."""
+        """The padded length of the next piece of a prompt."""
         return next((w for w in self.piece_widths if w >= prompt.to_read), self.piece_widths[-1])
 
     def _piece_rows(self, width: int) -> int:
-        """Prompts of which a piece of that width is read at once."""
+        """The most prompts of which a piece of this width is read at once."""
         most = min(self.runner.prompts - 1, PREFILL_ROWS)
         return max(1, min(most, self.config.prefill_chunk // width))
 
@@ -505,16 +515,14 @@ class Engine(BaseEngine):
         starts = self.scheduler.starts()
         most = self.runner.prompts - 1
         for at in range(0, len(starts), most):
-            self._place(starts[at : at + most])
-
-    def _place(self, starts: list[Start]) -> None:
-        count = place_size(self.runner.batch, len(starts))
-        for start in starts:
-            sequence = start.sequence
-            self._table[sequence.slot] = 0
-            self._table[sequence.slot, : len(sequence.pages)] = sequence.pages
-            self._ended.pop(sequence.slot, None)
-        self.runner.place(admission_of(starts, count, self.runner))
+            placed = starts[at : at + most]
+            for start in placed:
+                sequence = start.sequence
+                self._table[sequence.slot] = 0
+                self._table[sequence.slot, : len(sequence.pages)] = sequence.pages
+                self._ended.pop(sequence.slot, None)
+            count = place_size(self.runner.batch, len(placed))
+            self.runner.place(admission_of(placed, count, self.runner))
 
     def _enqueue(self) -> bool:
         """Enqueues a chunk of the sequences that may still run."""
@@ -547,18 +555,19 @@ class Engine(BaseEngine):
 
     @property
     def _others_wait(self) -> bool:
-        """Whether others wait for the places of those that end, beside those in the row map."""
+        """Whether further sequences, not in the row map, wait for rows that become free."""
         return self.scheduler.has_waiting or self.others_wait or self.config.follow_ups
 
     def _postprocess(self, chunk: Chunk) -> None:
-        """Waits for a chunk, and takes in its result."""
-        self.runner.agreement.receive(chunk.announced)  # or it may never end
+        """Waits for a chunk, and reads its result."""
+        # Hosts that disagree about programs raise here; else the chunk might never end.
+        self.runner.agreement.receive(chunk.announced)
         result, seconds = self._in_flight.wait_for(chunk)
         self.runner.agreement.receive()
         lists = ResultLists.of(result)
         self._in_flight.cut_short = False
         tree = self.runner.plans[chunk.strategy].tree
-        # In a program that can draft the draft reads what is emitted, even in plain rounds.
+        # In a program that can draft, the draft reads the emitted tokens even in plain rounds.
         reads = self.runner.strategies[chunk.strategy].plan.tree is not None
         rejections = None if self.telemetry is None else result.report.rejections
         infos: list[SlotInfo | None] = [None] * len(result.length)
@@ -574,7 +583,7 @@ class Engine(BaseEngine):
             sample = sequence.take_in(index, lists, tree, chunk.version)
             if int(result.rounds) < chunk.rounds and lists.finish[index] == RUNNING:
                 self._in_flight.cut_short = True
-            if sequence.length > known:  # else it waited, or the policy has no next token for it
+            if sequence.length > known:  # else it had no row, or its logits were invalid
                 catch_up = max(catch_up, sequence.unread)
                 sequence.unread = 0 if reads else sequence.unread + sequence.length - known
                 if self.watcher is not None:
@@ -596,7 +605,8 @@ class Engine(BaseEngine):
         rounds, sequences = int(result.rounds), chunk.sequences
         opted_out = [s for s in sequences if not s.job.params.speculative]
         accepted = result.report.accepted[:rounds]
-        if self.runner.plans[chunk.strategy].tree is None:  # as a program of plain decoding reports
+        if self.runner.plans[chunk.strategy].tree is None:
+            # A program that can draft reports plain rounds as plain decoding's own program does.
             accepted = np.where(result.report.counts[:rounds] > 0, 0, accepted)
         seen = functools.partial(
             Observation,

@@ -1,4 +1,4 @@
-"""The static half of a round, for each strategy that an engine compiles."""
+"""The plans of an engine: for each strategy, what its rounds are compiled for, see `Plan`."""
 
 from __future__ import annotations
 
@@ -21,16 +21,14 @@ def make_plans(
     source: Draft | None,
     strategies: Sequence[Strategy] | None = None,
 ) -> dict[str, Plan]:
-    """The static half of rounds without further features, by the names of the strategies.
-
-    A strategy that is cut to fewer rows keeps the name that it was asked for by.
+    """A plan for each strategy, by the strategy's name; features are set when chunks are compiled.
 
     Args:
-      strategies: None is `spec`'s own alone.
+      strategies: the strategies, named as the user named them; None: `spec`'s own alone.
 
     Raises:
-      ValueError: a strategy is wider than the vocabulary, or not exact under `spec`'s rule; or the
-        width is to be adaptive, and no strategy is a dynamic tree.
+      ValueError: a strategy is wider than the vocabulary, or not exact in `spec`'s acceptance mode;
+        or the width is to be adaptive, and no strategy is a dynamic tree.
     """
     if spec is None or spec.is_off:
         return {OFF: Plan(cfg, invariant=spec is not None and spec.invariant)}
@@ -59,7 +57,7 @@ def _plan(cfg: ModelConfig, spec: SpecConfig, source: Draft, strategy: Strategy)
     )
     if strategy.is_off:
         return Plan(cfg, None, source, **settings)
-    dataclasses.replace(spec, strategy=strategy)  # refuses what is not exact
+    dataclasses.replace(spec, strategy=strategy)  # refuses a strategy that is not exact
     widest = strategy.dynamic[1] if strategy.dynamic else 1 + max(map(max, strategy.paths))
     if widest > cfg.vocab_size:
         raise ValueError(
@@ -70,11 +68,12 @@ def _plan(cfg: ModelConfig, spec: SpecConfig, source: Draft, strategy: Strategy)
 
 
 class StrategyProgram(NamedTuple):
-    """How chunks of a strategy run.
+    """The program that chunks of a strategy run.
 
     Attributes:
-      program: the name of their program. plan: that it is compiled for.
-      part: of the plan's tree that the strategy drafts; None: all of it.
+      program: name of the program.
+      plan: the plan that it is compiled for.
+      part: the part of the plan's tree that the strategy drafts; None: all of it.
     """
 
     program: str
@@ -83,13 +82,16 @@ class StrategyProgram(NamedTuple):
 
 
 def programs_of(plans: Mapping[str, Plan], most_rows: int) -> dict[str, StrategyProgram]:
-    """Each strategy has a program of its own, and in `invariant` mode all of them have one.
+    """The program of each strategy, by the strategy's name.
+
+    Each strategy has a program of its own; in `invariant` mode all of them share one.
 
     Args:
-      plans: see `make_plans`. most_rows: of a tree.
+      plans: the plans of `make_plans`.
+      most_rows: the most rows that a tree may have.
 
     Raises:
-      ValueError: no tree of so many rows holds those of all strategies in that mode.
+      ValueError: in `invariant` mode the tree that holds those of all strategies has more rows.
     """
     if len(plans) == 1 or not all(plan.invariant for plan in plans.values()):
         return {name: StrategyProgram(name, plan) for name, plan in plans.items()}
@@ -106,7 +108,7 @@ def programs_of(plans: Mapping[str, Plan], most_rows: int) -> dict[str, Strategy
         )
     tree = build_tree(common)
     drafting = next(plan for plan in plans.values() if plan.tree)
-    # The part of a chain is one node wide, which no width makes narrower.
+    # A strategy that is a chain drafts a part that is one node wide, which cannot become narrower.
     adaptive = any(plan.adaptive_width for plan in plans.values())
     shared = dataclasses.replace(drafting, tree=tree, adaptive_width=adaptive)
     return {
@@ -116,7 +118,7 @@ def programs_of(plans: Mapping[str, Plan], most_rows: int) -> dict[str, Strategy
 
 
 def own_name(spec: SpecConfig | None, plans: Mapping[str, Plan]) -> str:
-    """Which of the plans is the one that `spec` itself names; the first if it is not there."""
+    """The name of the plan for `spec`'s own strategy; the first name if it has none."""
     if spec is not None and not spec.is_off:
         for name in (spec.strategy.name, spec.resolve().name):
             if name in plans:

@@ -1,9 +1,9 @@
-"""Decides which prompts are read, which sequences start, and which must make room.
+"""Decides which prompts are read, which sequences start, and which are preempted.
 
-Plain bookkeeping; nothing here touches a device. Sequences wait under their prompts, for a prompt
-is read once for all its samples. Everything is ordered by arrival unless lengths are expected (see
-`LengthHistory`), and a preempted sequence goes to the front, as a prompt that includes what it has
-generated: by the keying of the noise it continues with the same tokens.
+It is plain bookkeeping and uses no device. Sequences wait under their prompts, because a prompt is
+read once for all its samples. Prompts are ordered by arrival, or by expected length (see
+`LengthHistory`). A preempted sequence goes to the front, under a prompt that includes its generated
+tokens: the noise is keyed so that it continues with the same tokens.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ Key = tuple[int, ...]
 
 @dataclasses.dataclass
 class Prompt:
-    """Tokens to be read, and the sequences that wait for them.
+    """A prompt to be read, and the sequences that wait for it.
 
     Attributes:
-      tokens: of which all but the last, which becomes the root, are read into pages.
-      waiting: sequences that start from it. read: positions in the pages so far.
-      pages: held while a sequence waits. row: in `decode.admit.Prompts`, where a sequence starts.
+      tokens: token ids. All but the last, which becomes the root, are read into pages.
+      waiting: sequences that start from this prompt.
+      read: number of positions that were read so far.
+      pages: pages that the prompt holds until its sequences have started; None: it has none yet.
+      row: row of the prompt in `decode.admit.Prompts`; None: it has none yet.
     """
 
     tokens: Key
@@ -36,6 +38,7 @@ class Prompt:
 
     @property
     def to_read(self) -> int:
+        """Number of positions that are still to be read."""
         return len(self.tokens) - 1 - self.read
 
     @property
@@ -45,7 +48,12 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """A sequence to start, and the pages that it gets copies of, as (source, target)."""
+    """A sequence to start.
+
+    Attributes:
+      prompt_row: row of its prompt in `decode.admit.Prompts`.
+      copies: pages to copy for it, as (source, target).
+    """
 
     sequence: Sequence
     prompt_row: int
@@ -56,15 +64,18 @@ class Scheduler:
     """Slots, pages and the queue of one engine.
 
     Args:
-      slots: sequences that run at once. prompts: that are held in pages, waiting, at once.
-      pool: of pages. page_size: positions of a page.
-      rewritten: positions at the end of a prompt that each of its samples writes anew.
-      expected: length that a sample will have, or None; those expected to be longest start first.
-        Without it the first come starts first.
+      slots: the most sequences that run at once.
+      prompts: the most prompts that hold pages at once.
+      pool: the free pages.
+      page_size: positions per page.
+      rewritten: number of positions at the end of a prompt that each of its samples writes again.
+      expected: function that returns the expected length of a sample, or None if it has none. Those
+        expected to be longest start first. None: samples start in the order of arrival.
 
     Attributes:
       running: the sequences that run, by slot, in the order in which they started.
-      ahead: positions that a sequence may need before the host looks again; to be kept up to date.
+      ahead: number of positions that a sequence may need until pages are reserved again. The engine
+        keeps it up to date.
     """
 
     def __init__(
@@ -87,7 +98,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Sequences that have no slot."""
+        """Number of sequences that have no slot."""
         return sum(len(p.waiting) for p in self._prompts())
 
     @property
@@ -101,12 +112,12 @@ class Scheduler:
 
     @property
     def is_reading(self) -> bool:
-        """Whether a part of a prompt was read, and the rest was not."""
+        """Whether a prompt holds pages and is not completely read."""
         return any(not prompt.is_ready for prompt in self._reading.values())
 
     @property
     def positions(self) -> int:
-        """In the caches: of those that run, and of prompts that were read and wait."""
+        """Number of positions in the caches, of running sequences and of prompts that were read."""
         running = sum(sequence.length for sequence in self.running.values())
         return running + sum(prompt.read for prompt in self._reading.values())
 
@@ -118,7 +129,7 @@ class Scheduler:
         """Queues a sequence.
 
         Args:
-          first: ahead of all others.
+          first: whether it goes ahead of all others.
         """
         key = tuple(sequence.known)
         prompt = self._reading.get(key) or self._queue.get(key)
@@ -139,7 +150,7 @@ class Scheduler:
         sequence.slot, sequence.pages = None, []
 
     def drop(self, sequence: Sequence) -> None:
-        """Takes a sequence out, wherever it is."""
+        """Removes a sequence that runs or waits."""
         if sequence.slot is not None:
             self.finish(sequence)
             return
@@ -151,12 +162,16 @@ class Scheduler:
                 return
 
     def preempt(self, sequence: Sequence) -> None:
-        """Back to the front of the queue; its slot and pages become free."""
+        """Puts a running sequence at the front of the queue and frees its slot and pages."""
         self.finish(sequence)
         self.add(sequence, first=True)
 
     def forget_prompts(self, but: Prompt | None = None) -> None:
-        """Puts prompts that have been read back into the queue, to be read again."""
+        """Puts prompts that have been read back into the queue, to be read again.
+
+        Args:
+          but: a prompt that stays.
+        """
         for prompt in reversed(list(self._reading.values())):
             if prompt is not but:
                 self._unread(prompt)
@@ -167,7 +182,7 @@ class Scheduler:
         self._queue.move_to_end(prompt.tokens, last=False)
 
     def _forget(self, prompt: Prompt) -> None:
-        """Gives up what a prompt holds."""
+        """Removes a prompt and frees its pages and its row."""
         self._reading.pop(prompt.tokens, None)
         self._queue.pop(prompt.tokens, None)
         if prompt.pages is not None:
@@ -175,14 +190,16 @@ class Scheduler:
             self._rows.append(prompt.row)
         prompt.pages, prompt.row, prompt.read = None, None, 0
 
-    # --- room for those that run -----------------------------------------------------------------
+    # --- pages of running sequences --------------------------------------------------------------
 
-    def reserve(self) -> list[Sequence]:
+    def reserve(self) -> Sequence | None:
         """Gives every running sequence the pages that it may need, the earliest first.
 
+        Where there are too few pages, prompts that were read and wait lose theirs first.
+
         Returns:
-          sequences that must make room (`preempt`), the latest first; then this has to be called
-          again. Prompts that wait in pages are dropped before them.
+          the latest sequence, if pages are missing nevertheless: the caller must `preempt` it and
+          call this again. Else None.
         """
         for sequence in self.running.values():
             missing = self._needs(sequence) - len(sequence.pages)
@@ -191,16 +208,20 @@ class Scheduler:
             while missing > self.pool.free and self._reading:
                 self._unread(self._reading[next(reversed(self._reading))])
             if missing > self.pool.free:
-                return [next(reversed(self.running.values()))]
+                return next(reversed(self.running.values()))
             sequence.pages += self.pool.take(missing)
-        return []
+        return None
 
     def _needs(self, sequence: Sequence) -> int:
+        """Number of pages that a sequence needs until pages are reserved again."""
         ahead = min(sequence.length + self.ahead, sequence.job.limit)
         return pages_for(ahead, self.page_size)
 
     def _soon(self, sequence: Sequence) -> int:
-        """Pages that it will lack when the host has looked once more, and a copy of one."""
+        """Number of further pages that a sequence needs until pages have been reserved twice.
+
+        A sequence that has not started needs one more, for a copy of a page of its prompt.
+        """
         ahead = min(sequence.length + 2 * self.ahead, sequence.job.limit)
         copied = sequence.slot is None
         return max(0, pages_for(ahead, self.page_size) + copied - len(sequence.pages))
@@ -210,10 +231,11 @@ class Scheduler:
     def next_to_read(
         self, count: Callable[[int], int], width: Callable[[Prompt], int]
     ) -> list[Prompt]:
-        """Prompts of equal width to read on, as many as slots will be free for.
+        """Prompts of equal width of which to read the next piece, as many as slots are free for.
 
         Args:
-          count: how many prompts of a width are read at once. width: of a prompt's next piece.
+          count: function that returns how many pieces of a width are read at once.
+          width: function that returns the padded length of a prompt's next piece.
         """
         chosen = [p for p in self._reading.values() if not p.is_ready]
         if chosen:
@@ -240,7 +262,11 @@ class Scheduler:
         return max(self._queue, key=lambda key: self._expected(self._queue[key].waiting[0]) or 0.0)
 
     def _open(self, prompt: Prompt) -> bool:
-        """Gives a prompt pages, if it and one of its sequences fit beside those that run."""
+        """Gives a prompt pages if it and one of its sequences fit beside those that run.
+
+        Returns:
+          whether it did.
+        """
         wanted = pages_for(len(prompt.tokens) - 1, self.page_size)
         soon = self._soon(prompt.waiting[0]) + sum(map(self._soon, self.running.values()))
         if self.pool.free < wanted + soon and (
@@ -258,7 +284,7 @@ class Scheduler:
         for prompt in list(self._reading.values()):
             while prompt.is_ready and prompt.waiting and self._slots:
                 start = self._start(prompt)
-                if start is None and not self.running:  # no other's end would free pages
+                if start is None and not self.running:  # no sequence would free pages by ending
                     self.forget_prompts(but=prompt)
                     start = self._start(prompt)
                 if start is None:
@@ -287,13 +313,14 @@ class Scheduler:
 
 
 class LengthHistory:
-    """How long the samples of a prompt were, to expect how long its next ones will be.
+    """Lengths of earlier samples by prompt, from which those of later samples are expected.
 
-    A prompt, known by a hash, that was never seen is expected to be as long as all were on average.
+    For a prompt without samples the average over all prompts is expected. Keys are hashes of
+    prompts.
 
     Args:
-      decay: weight that the past keeps when a new length comes in.
-      most: prompts to remember, those that were sampled last.
+      decay: weight of the earlier lengths of a prompt when a new length is added.
+      most: the most prompts that are remembered, those that were sampled last.
     """
 
     def __init__(self, decay: float = 0.7, most: int = 1 << 16):
@@ -309,7 +336,7 @@ class LengthHistory:
         self._all = length if self._all is None else 0.99 * self._all + 0.01 * length
 
     def add_longer_than(self, key: int, length: int) -> None:
-        """A sample was ended from without: its length counts if it is longer than was expected."""
+        """Adds the length of an aborted sample if it is longer than was expected."""
         if length > (self.expected(key) or 0.0):
             self.add(key, length)
 

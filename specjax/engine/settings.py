@@ -1,4 +1,4 @@
-"""How an engine is set up: its settings, and the sizes and strategies that follow from them."""
+"""The settings of an engine, and the sizes and strategies that follow from them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from specjax.kernels.names import check_attention
 from specjax.spelling import SettingError, checks_keywords
 from specjax.weights.matrix import check_products
 
-PREFILL_TOKENS = 512  # of all rows of one prefill, about
+PREFILL_TOKENS = 512  # approximate tokens of one prefill, over all its rows
 
 
 def stretched(chunk_tokens: int, stretch: int, rows: int, window: int = 0) -> int:
-    """Tokens of a slot in a chunk of so many rows, see `EngineConfig`.
+    """Tokens per slot that a chunk of `rows` rows can emit, see `EngineConfig.stretch`.
 
     Args:
-      window: tokens that the draft remembers the states of while plain decoding runs: none may be
-        dropped. 0: it needs none.
+      window: number of tokens whose states the draft keeps while plain decoding runs, since a chunk
+        must not emit more; 0: there is no such limit.
     """
     tokens = chunk_tokens * max(1, stretch // rows)
     return min(tokens, max(chunk_tokens, window)) if window else tokens
@@ -29,28 +29,29 @@ def stretched(chunk_tokens: int, stretch: int, rows: int, window: int = 0) -> in
 @checks_keywords
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """How an engine uses its device; nothing of it changes a token but by rounding.
+    """How an engine uses its device; no setting changes a token, except by rounding.
 
     Attributes:
-      chunk_tokens: tokens per slot that one dispatch can emit; the host looks in between.
-      stretch: one of one slot can have so many times as many, one of two half of that, and so on:
-        the host takes no less time for few than for many. Not where stop strings are asked for,
-        which the host finds. 1: none, for streams that should come smoothly, and where samples are
-        aborted all the time.
+      chunk_tokens: tokens per slot that one chunk can emit. The host reads them after each chunk.
+      stretch: factor by which a chunk is longer when few slots run, because the host's time per
+        chunk does not shrink with them: n running slots emit up to
+        chunk_tokens * max(1, stretch // n) tokens each. Samples with stop strings are not
+        stretched. Use 1 for streams that should come smoothly, or where samples are often aborted.
       page_size: positions per cache page, rounded up to what the attention kernel can read (a
-        multiple of 16, and of 64 for GPUs); 0 gives each sequence one page to itself.
-      cache_bytes: for the pages of all caches, at most; None takes what all slots at full length
-        need, and eight more samples of full length that wait for a row.
-      prefill_chunk: prompt tokens that are read at a time; best a multiple of the page size, for
-        pieces are written by the largest number of rows that divides both.
-      order: `fifo`, or `longest_first`: prompts whose samples have been long before start first.
-      attention: the kernel, one of `specjax.kernels.names.ATTENTION` or your own as
-        `module:attribute`; `auto` is the platform's own, see `specjax.kernels.dispatch`.
-      products: by what weights are multiplied; `auto` is specjax's own kernel on CPU, and XLA
-        elsewhere; or your own as `module:attribute`, see `specjax.weights.matrix`.
-      follow_ups: the caller answers a sample with another one at once, as the next turn of a
-        conversation: chunks end early when slots become free, as they do while requests wait.
-      named_strategies: requests may name the strategy that they run by. If none does, strategies
+        multiple of 16, and of 64 for GPUs); 0 gives each sequence one page of full length.
+      cache_bytes: largest size of the pages of all caches, in bytes; None takes what all slots at
+        full length need, and eight more samples of full length that wait for a row.
+      prefill_chunk: number of prompt tokens that are read at a time, best a multiple of the page
+        size: pieces are written by the largest number of rows that divides both.
+      order: `fifo`, or `longest_first`: prompts whose earlier samples were longest start first.
+      attention: name of the attention kernel, one of `specjax.kernels.names.ATTENTION` or your own
+        as `module:attribute`; `auto` is the platform's own, see `specjax.kernels.dispatch`.
+      products: name of the kernel that multiplies by weights; `auto` is specjax's own on CPU and
+        XLA elsewhere; or your own as `module:attribute`, see `specjax.weights.matrix`.
+      follow_ups: whether the caller answers a finished sample with another one at once, as the next
+        turn of a conversation. Chunks then end early when slots become free, as they do while
+        requests wait.
+      named_strategies: whether requests may name the strategy that they run by. If not, strategies
         are not compiled ahead for batches for which the controller never chooses them.
     """
 
@@ -90,7 +91,7 @@ def _too_small(name: str, least: int, got: int) -> SettingError:
 
 
 def powers(batch: int, base: int) -> list[int]:
-    """1, base, base squared, .. and the batch."""
+    """The powers 1, base, base squared, .. below the batch, and the batch."""
     sizes = [1]
     while sizes[-1] < batch:
         sizes.append(min(sizes[-1] * base, batch))
@@ -98,8 +99,10 @@ def powers(batch: int, base: int) -> list[int]:
 
 
 def strategies_of(spec: SpecConfig | None, control: ControlConfig | None) -> list[Strategy] | None:
-    """Strategies that the controller may choose, by its names, cut to the rows that `spec` allows;
-    None: `spec`'s own."""
+    """The strategies that the controller may choose, cut to the rows that `spec` allows.
+
+    A strategy that is cut keeps its name. None: there is no controller, and so only `spec`'s own.
+    """
     if control is None:
         return None
     require_speculation(spec)
@@ -131,9 +134,12 @@ def require_speculation(spec: SpecConfig | None) -> None:
 
 
 def piece_widths(config: EngineConfig, max_len: int, asked: Several[int] | None) -> list[int]:
-    """Lengths that pieces of prompts are padded to, in order, all multiples of 16.
+    """The lengths that pieces of prompts are padded to, ascending, all multiples of 16.
 
-    The last is the longest piece, and all pieces of a prompt start at multiples of it.
+    The last one is the longest piece, and all pieces of a prompt start at multiples of it.
+
+    Args:
+      asked: lengths that the caller wants; None: powers of two.
     """
     longest = min(config.prefill_chunk // 16 * 16, -(-max_len // 16) * 16)
     widths = padded_widths(longest) if asked is None else [-(-w // 16) * 16 for w in asked]

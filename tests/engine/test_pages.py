@@ -61,8 +61,7 @@ class Device:
         """One schedule -> run -> postprocess, as the engine does it."""
         scheduler = self.scheduler
         while latest := scheduler.reserve():
-            for sequence in latest:
-                scheduler.preempt(sequence)
+            scheduler.preempt(latest)
         for prompt in scheduler.next_to_read(lambda width: 2, lambda p: min(p.to_read, 8)):
             prompt.read += min(prompt.to_read, 8)
         for start in scheduler.starts():
