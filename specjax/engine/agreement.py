@@ -1,16 +1,16 @@
-"""The hosts of one replica take the same decisions, each for itself.
+"""Makes the hosts of one replica take the same decisions.
 
 A program over the devices of several hosts runs once all of them have enqueued it. So every host of
 such a replica runs the whole host loop, over the same requests and results, and must enqueue the
-same programs in the same order. All that could differ is a host's own clock; so no host
-decides by that, but by the maximum over the clocks of all.
+same programs in the same order. Only the clocks of the hosts could make them differ, so they decide
+by the maximum over all clocks.
 
-The clocks are exchanged with what the hosts check anyway: before each program they announce to each
-other which one it is, by a tiny program of its own. Its result is read when the chunk before is
-taken in, so a measurement is known one chunk later than on one host; and hosts that differ are
-found before one waits for what would never end. Where nothing lies between the two chunks the tiny
-program is done by then, and costs no time. Where prompts are read between them it runs after these:
-the host learns what the earlier chunk brought no sooner than they have been read.
+Before each program the hosts announce to each other which program it is, and their clocks, by a
+small program that gathers this. Its result is read together with that of the chunk before. So a
+measurement is known one chunk later than on a single host, and hosts that differ raise an error
+before one of them waits for ever. Between two chunks the small program takes no time. Where prompts
+are read between them it runs after these, and the host gets the result of the earlier chunk only
+when they have been read.
 """
 
 from __future__ import annotations
@@ -29,59 +29,64 @@ from specjax.parallel import sharding
 from specjax.parallel.distributed import DistributedError, is_several
 
 Then = Callable[[float], None]
-_FIGURES = 2  # of each host: its clock, and what it measured
+_FIGURES = 2  # numbers that each host announces: its clock, and what it measured
 
 
 class SingleHost:
-    """The host of a replica that has no other; what it asks is answered at once.
+    """The only host of a replica: its own figures are the maximum of all hosts'.
 
     Attributes:
-      is_first: this host reports for the replica. is_shared: there are other hosts.
-      one_by_one: programs must not be enqueued while others run.
-      announced: calls of `announce` so far.
+      is_first: whether this host reports for the replica.
+      is_shared: whether the replica has other hosts.
+      one_by_one: whether a program may be enqueued only when the one before is done.
+      announced: number of calls of `announce` so far.
     """
 
     is_first, is_shared, one_by_one, announced = True, False, False, 0
 
     @property
     def now(self) -> float:
-        """Seconds, the same on all hosts at the same point of the program."""
+        """Time in seconds, the same on all hosts at the same step of the host loop."""
         return time.perf_counter()
 
     def ask(self, mine: float, then: Then) -> None:
-        """`then` is called later with the maximum of the hosts' figures; nan if one is nan."""
+        """Has `then` called later with the maximum of `mine` over the hosts; nan if one is nan."""
         then(mine)
 
     def agree(self, mine: float) -> float:
-        """The maximum of the hosts' figures; waits for all hosts."""
+        """The maximum of `mine` over the hosts; waits for all of them."""
         return mine
 
     def announce(self, program: tuple, inputs: Any) -> None:
-        """To be called before each program that is enqueued.
+        """Must be called before each program that is enqueued.
 
         Args:
-          program: names it. inputs: arrays of the host that it runs with.
+          program: key of the program.
+          inputs: arrays of the host that the program takes.
         """
 
     def finished(self, outputs: Any) -> None:
-        """To be called with what it gives back."""
+        """Must be called with the outputs of each program that was enqueued."""
 
     def receive(self, until: int | None = None) -> None:
-        """Reads what the hosts announced, in the first `until` calls of `announce`; None: in all.
+        """Reads what the hosts announced.
+
+        Args:
+          until: number of calls of `announce` to read, counted from the first one; None: all.
 
         Raises:
           DistributedError: another host runs another program.
         """
 
     def settle(self) -> None:
-        """Answers all that was asked."""
+        """Waits until every `then` of `ask` has been called."""
 
     def clear(self) -> None:
-        """Forgets what was asked and announced: what ran was given up."""
+        """Forgets all calls of `ask` and `announce`, since the samples were dropped."""
 
 
 class _Announcement(NamedTuple):
-    """What all hosts announced before a program: on the devices, maybe not there yet."""
+    """What all hosts announced before a program; `rows` is on the devices and may not be ready."""
 
     program: tuple
     rows: jax.Array
@@ -89,11 +94,12 @@ class _Announcement(NamedTuple):
 
 
 class Agreement(SingleHost):
-    """One of several hosts, see `SingleHost`.
+    """One of several hosts of a replica, with the methods of `SingleHost`.
 
     Args:
-      mesh: the replica's.
-      host_of: the host of a device. me: this host.
+      mesh: mesh of the replica.
+      host_of: function that returns the index of a device's host.
+      me: index of this host; None: that of this process.
     """
 
     is_shared = True
@@ -145,7 +151,7 @@ class Agreement(SingleHost):
         announced.rows.copy_to_host_async()
         self._pending.append(announced)
         self.announced += 1
-        if self.one_by_one:  # this host would wait for the program before it reads
+        if self.one_by_one:  # or the host would wait for the program before it reads the row
             self._read(announced)
 
     def finished(self, outputs: Any) -> None:
@@ -167,7 +173,7 @@ class Agreement(SingleHost):
         self.receive()
 
     def _read(self, announced: _Announcement) -> np.ndarray:
-        """The maximum of each figure that was announced; nan where one of them is."""
+        """The maximum of each announced figure over the hosts; nan where one of them is."""
         rows = np.asarray(announced.rows)[self._rows]
         words = rows[:, : -2 * _FIGURES]
         mine = words[self._hosts.index(self._me)]
@@ -185,7 +191,7 @@ class Agreement(SingleHost):
 
 
 def _digest(program: tuple, inputs: Any) -> np.ndarray:
-    """[2] words that differ between programs, and between inputs."""
+    """Two uint32 words, a hash of the program's key and its inputs."""
     digest = hashlib.blake2b(repr(program).encode(), digest_size=8)
     for leaf in jax.tree.leaves(inputs):
         digest.update(np.ascontiguousarray(leaf))
@@ -193,7 +199,7 @@ def _digest(program: tuple, inputs: Any) -> np.ndarray:
 
 
 def agreement_of(mesh: jax.sharding.Mesh | None) -> SingleHost:
-    """For the replica on a mesh, whose hosts all call it."""
+    """The agreement of the replica on a mesh; all hosts of the mesh must call it."""
     if mesh is None or not is_several():
         return SingleHost()
     several = len({device.process_index for device in mesh.devices.flat}) > 1

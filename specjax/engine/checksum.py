@@ -17,7 +17,7 @@ class Checksum(int):
     """The sum of all weights' bit patterns modulo 2^32.
 
     Attributes:
-      finite: no weight is infinite or NaN.
+      finite: whether all weights are finite.
     """
 
     finite: bool
@@ -40,11 +40,12 @@ def checksum(
     A sum does not depend on the order, so stacking, fusing and transposing do not change it.
 
     Args:
-      dtype: that decoding casts them to.
-      tied: the language-model head is the embedding, which some layouts hold twice.
-      fetch: brings results to the host; `sharding.fetch` for weights of all processes of a job,
-        which must then all call this.
-      repeated: names of arrays to leave out, because layouts hold them different numbers of times;
+      params: the weights.
+      dtype: dtype that decoding casts them to.
+      tied: whether the language-model head is the embedding, which some layouts hold twice.
+      fetch: function that copies results to the host; `sharding.fetch` for weights of all processes
+        of a job, which must then all call this.
+      repeated: names of arrays to leave out, because layouts hold them different numbers of times,
         see `repeated_names`.
     """
     leaves = [
@@ -60,13 +61,13 @@ def checksum(
 def require_same(
     name: str, sent: Params, arrived: Params, dtype: str, tied: bool, repeated: Collection[str]
 ) -> Checksum:
-    """The checksum of weights that were copied, once it is the same at both ends.
+    """The checksum of copied weights, after comparing it at both ends.
 
     Raises:
       RuntimeError: the weights that arrived differ from those that were sent.
     """
     was = now = checksum(sent, dtype, tied, repeated=repeated)
-    if arrived is not sent:  # or else nothing was copied
+    if arrived is not sent:  # else nothing was copied
         now = checksum(arrived, dtype, tied, repeated=repeated)
     if was != now:
         raise RuntimeError(

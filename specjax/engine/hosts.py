@@ -1,14 +1,14 @@
 """The engines of several processes behind the interface of one.
 
-Every process runs replicas on its own devices and knows nothing of how the others run theirs, but
-for processes that share a replica, whose host loops go in step (see `agreement`). All of them make
-the same calls in the same order: a sample is added everywhere, and runs where its owner is. Now and
-then they exchange how far their samples came. What `step`, `abort` and a sample's `tokens` say is
-the state of the last exchange, and so the same everywhere, as is what is decided by it; clocks
-decide *when* there is an exchange, and nothing else.
+Every process runs replicas on its own devices, independently of the others. (Only processes that
+share a replica run their host loops in step, see `agreement`.) All processes make the same calls in
+the same order: a sample is added on every process, and runs on those of its owner. From time to
+time the processes exchange the new tokens of their samples. `step`, `abort` and a sample's `tokens`
+give the state of the last exchange, which is the same on all processes, and so are all decisions
+that depend on it. Clocks decide when there is an exchange, and nothing else.
 
-An exchange runs on the devices, after what they do. Other work on idle replicas (see `IdleWork`)
-ends before the next exchange, so that no process waits for it.
+An exchange runs on the devices, after the programs that were enqueued before it. Other work on idle
+replicas (see `IdleWork`) ends before the next exchange, so that no process waits for it.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ from specjax.parallel.reshard import Reshard, Unrelated, cast
 
 log = logging.getLogger(__name__)
 
-# Seconds of running between two exchanges, unless a process has nothing left to run: an exchange
-# costs all of them a moment, and what stops samples early need not be quicker than this.
+# Seconds between two exchanges, unless a process has nothing left to run. An exchange costs all
+# processes some time, and early stopping of samples need not be faster than this.
 EXCHANGE = 1.0
 # Where work on idle replicas takes longer, exchanges are this many times as far apart.
 _ROOM = 1.25
 
 
 class ProcessGroup(NamedTuple):
-    """Processes that run the same samples: one with replicas of its own, or all of one replica.
+    """The processes that run the same samples: one with replicas of its own, or all of one replica.
 
     Attributes:
-      index: which one it is; -1: this process has no part of a replica. count: how many there are.
-      reports: this process sends its news to the others.
+      index: index of the group of this process; -1: the process has no part of a replica.
+      count: number of groups.
+      reports: whether this process sends the news of its group to the others.
     """
 
     index: int
@@ -84,22 +85,24 @@ class IdleWork(Protocol):
 
 
 class Copies:
-    """Brings weights from the devices that train to the replicas of all processes.
+    """Copies weights from the devices of training to the replicas of all processes.
 
-    They go from device to device where both are the same devices. Otherwise they go through the
-    memory of the hosts, one weight at a time.
+    Weights go from device to device where training and the replicas have the same devices. Else
+    they go through the memory of the hosts, one weight at a time.
 
     Args:
-      places: a mesh for every replica of the job, in the order of processes.
-      training: that weights come from; None: one with the devices of the replicas.
+      places: the mesh of every replica of the job, in the order of processes.
+      training: mesh that weights come from; None: one with the devices of the replicas.
 
     Attributes:
-      own: those of this process, if any. before: how many there are of the groups before its own.
-      group: of this process. received: bytes that a device received for the last tree.
+      own: meshes of the replicas of this process; there may be none.
+      before: number of replicas of the job that come before its own.
+      group: group of this process.
+      received: bytes that a device received for the weights that were copied last.
       through_hosts: whether weights go through the memory of the hosts.
 
     Raises:
-      ValueError: a process has a part of one replica beside another.
+      ValueError: a process has devices of a shared replica and of another one.
     """
 
     def __init__(
@@ -132,11 +135,15 @@ class Copies:
         self._programs: dict[Any, tuple[Callable, int]] = {}
 
     def __call__(self, tree: Params, axes: Axes, dtype: str | None = None) -> list[Params]:
-        """Weights anywhere on the job's devices -> the same on each replica of this process.
+        """Copies weights to each replica of this process; all processes must call it.
 
         Args:
-          axes: of the weights, see `specjax.parallel.sharding`.
-          dtype: that they are sent in; None: their own.
+          tree: weights on any devices of the job.
+          axes: logical axes of the weights, see `specjax.parallel.sharding`.
+          dtype: dtype of the copies; None: that of the weights.
+
+        Returns:
+          the copies, one for each of `own`.
         """
         leaves, structure = jax.tree.flatten(tree)
         self.received = 0
@@ -152,7 +159,7 @@ class Copies:
         return [jax.tree.map(lambda a, p=place: _part(a, p), everywhere) for place in self.own]
 
     def _fetched(self, tree: Params, axes: Axes, dtype: str | None) -> list[Params]:
-        """Weight by weight, for a host may not have room for all of them."""
+        """Copies weight by weight, because a host may not have room for all of them."""
         flat, structure = jax.tree_util.tree_flatten_with_path(tree)
         targets = [
             jax.tree.leaves(sharding.param_shardings(place, tree, axes)) for place in self.own
@@ -171,8 +178,11 @@ class Copies:
         return [jax.tree.unflatten(structure, here) for here in placed]
 
     def _program(self, tree: Params, axes: Axes, dtype: str | None) -> tuple[Callable, int]:
-        """Makes copies, for training overwrites its own; without a byte too many if the `tp` of
-        replicas is a multiple of training's. And the bytes that it brings to a device."""
+        """The program that copies weights, and the bytes that a device receives by it.
+
+        It copies, since training overwrites its weights. It moves no byte more than it must if the
+        `tp` of the replicas is a multiple of training's.
+        """
         try:
             program = Reshard(tree, self.mesh, axes, dtype and cast(dtype))
             return program, program.bytes_per_device
@@ -190,7 +200,7 @@ class Copies:
 
 
 def _part(array: jax.Array, place: jax.sharding.Mesh) -> jax.Array:
-    """The part of an array that lies on a replica, as an array; nothing is copied."""
+    """The shards of an array that lie on a replica, as an array; nothing is copied."""
     here = {shard.device: shard.data for shard in array.addressable_shards}
     return jax.make_array_from_single_device_arrays(
         array.shape,
@@ -201,11 +211,14 @@ def _part(array: jax.Array, place: jax.sharding.Mesh) -> jax.Array:
 
 @dataclasses.dataclass(eq=False)
 class SharedSample:
-    """A sample as all processes know it, which stands for it outside; exchanges change it.
+    """A sample as all processes know it; exchanges update it.
 
     Attributes:
-      number: the same on all processes. owner: index of the group that runs it, see `ProcessGroup`.
-      sample: at the last exchange. local: what runs here; None: it runs elsewhere.
+      number: number of the sample, the same on all processes.
+      job: the sample to generate.
+      owner: index of the group that runs it, see `ProcessGroup`.
+      sample: the sample as of the last exchange.
+      local: its sequence in this process's engine; None: another group runs it.
     """
 
     number: int
@@ -216,24 +229,25 @@ class SharedSample:
 
     @property
     def tokens(self) -> list[int]:
-        """Generated so far, those of earlier runs included."""
+        """The tokens generated so far, those of earlier runs included."""
         return self.sample.token_ids
 
 
 class Hosts(BaseEngine):
-    """One engine, made of those of all processes.
+    """The engines of all processes behind the interface of one.
 
-    The samples of a prompt have one owner: the group with the least to do when the first is added.
-    Where a group has several processes, all of them run its samples step by step, and the first one
-    reports to the other groups.
+    The samples of a prompt have one owner: the group with the fewest samples when the first of them
+    is added. Where a group has several processes, all of them run its samples in step, and the
+    first one reports to the other groups.
 
     Args:
-      own: of this process; all have such a one, with equal settings. Where the process has no part
-        of a replica it runs nothing, and only checks what is added.
-      copies: brings the weights there.
-      judge: asked about a sample that ended, where it ran; what it says comes with the event.
-      group: of this process; None: as `copies` found.
-      exchange: gives what each process has, see `distributed.gather`.
+      own: engine of this process; those of all processes have equal settings. In a process without
+        a part of a replica it runs nothing, and only checks the jobs that are added.
+      copies: copies the weights to the replicas.
+      judge: function that the owner calls with each sample that ended; its return value is the
+        `verdict` of the `Finished` event.
+      group: group of this process; None: that of `copies`.
+      exchange: function that gathers a value from each process, see `distributed.gather`.
 
     Attributes:
       idle_work: work for own replicas that are idle while others of the job run; None if there is
@@ -259,7 +273,7 @@ class Hosts(BaseEngine):
         if isinstance(own, Replicas):
             own.on_poll = self._poll
         self._added, self._interval, self._until = 0, EXCHANGE, 0.0
-        self._sets = 0  # of weights
+        self._sets = 0  # number of calls of `set_params`
         self.clear()
 
     @property
@@ -268,7 +282,7 @@ class Hosts(BaseEngine):
 
     @property
     def outstanding(self) -> int:
-        """Samples that were added and are not known to have ended."""
+        """The number of samples that were added and had not ended at the last exchange."""
         return len(self._running)
 
     @property
@@ -281,7 +295,7 @@ class Hosts(BaseEngine):
 
     @property
     def _idle_replicas(self) -> list[int]:
-        """Indices of own replicas that are idle while others run, on any process."""
+        """The indices of own replicas that are idle while others run, on any process."""
         drained = self.drained
         if len(drained) < len(self.engines):
             return drained
@@ -294,10 +308,12 @@ class Hosts(BaseEngine):
         """Gives every replica new weights, see `BaseEngine.set_params`.
 
         Args:
-          params, head: on the devices of all processes.
+          params: parameters of the policy, on the devices of all processes.
+          head: parameters of the draft source, likewise; None keeps the present ones.
+          running: as in `BaseEngine.set_params`.
 
         Raises:
-          RuntimeError: what arrived is not what was sent.
+          RuntimeError: the checksum of the weights changed on the way.
         """
         cfg, self._sets = self.runner.cfg, self._sets + 1
         placed = self._copied("policy", params, cfg.tie_embeddings, cfg.run.compute_dtype)
@@ -305,7 +321,8 @@ class Hosts(BaseEngine):
         if head is not None:
             heads = self._copied("draft", head, False)
             brought += self.copies.received
-        # An engine for evaluation is on the first replica of the process alone.
+        # The engine for evaluation runs on the first replica of the process only, so `engines` may
+        # be fewer than `placed`.
         for engine, here, draft in zip(self.engines, placed, heads, strict=False):
             engine.set_params(here, draft, running)
             engine.runner.moved += brought
@@ -346,7 +363,7 @@ class Hosts(BaseEngine):
         return shared
 
     def _forget(self, shared: SharedSample) -> None:
-        """Takes out a sample that has ended."""
+        """Removes a sample that has ended."""
         del self._running[shared.number]
         together = self._prompts[shared.job.prompt_hash]
         del together[shared]
@@ -368,7 +385,7 @@ class Hosts(BaseEngine):
     def generate(
         self, jobs: Several[Job], on_progress: Callable[[int, Totals], None] | None = None
     ) -> tuple[list[SampleOutput], Totals]:
-        """Runs all jobs to their end, see `BaseEngine.generate`; the judge is not asked."""
+        """Runs all jobs to their end, see `BaseEngine.generate`, without calls of `judge`."""
         judge, self._judge = self._judge, None
         try:
             return super().generate(jobs, on_progress)
@@ -376,15 +393,15 @@ class Hosts(BaseEngine):
             self._judge = judge
 
     def clear(self) -> None:
-        """Drops everything that waits or runs; all processes do, or none."""
+        """Drops all samples that wait or run; all processes must call it."""
         self._running: dict[int, SharedSample] = {}  # by number
         self._prompts: dict[int, dict[SharedSample, None]] = {}  # by prompt
-        self._load = [0] * self._group.count  # samples by owner
-        self._local: dict[Sequence, SharedSample] = {}  # of the own engine
+        self._load = [0] * self._group.count  # number of samples, by owner
+        self._local: dict[Sequence, SharedSample] = {}  # samples of the own engine
         self.own.clear()
 
     def step(self) -> list[Finished]:
-        """Runs the own samples for a while, then learns how far all came.
+        """Runs the samples of this process for a while, then exchanges news with the others.
 
         Returns:
           the samples that ended, on any process: the same list everywhere.
@@ -392,7 +409,7 @@ class Hosts(BaseEngine):
         clock, ended = self.runner.agreement, []
         self._until = clock.now + self._interval
         while self.own.has_work:
-            # One that was aborted may have ended before; then no one asks any more.
+            # A sample that was aborted may have ended just before; its result is not wanted.
             ended += [e for e in self.own.step() if e.sequence in self._local]
             if clock.now >= self._until:
                 break
@@ -434,7 +451,7 @@ class Hosts(BaseEngine):
         return *self._news(shared, sample), True, verdict
 
     def _came_further(self, ended: set[Sequence]) -> list[tuple]:
-        """News of own samples that run and have more tokens than at the last exchange."""
+        """The news of own running samples that have more tokens than at the last exchange."""
         news = []
         for local, shared in self._local.items():
             if local not in ended and len(local.tokens) > len(shared.tokens):
@@ -442,12 +459,12 @@ class Hosts(BaseEngine):
         return news
 
     def _news(self, shared: SharedSample, sample: SampleOutput) -> tuple[int, int, SampleOutput]:
-        """The part of a sample that is new since the last exchange, and where it begins."""
+        """The number of a sample, its first new token's index, and the part of it that is new."""
         begin = min(len(shared.tokens), len(sample.token_ids))
         return shared.number, begin, rest_of(sample, begin)
 
 
-# Fields with one entry per token; None where there are none.
+# The fields of `SampleOutput` that have one entry per token, or are None.
 _PER_TOKEN = ("token_ids", "logprobs", "transformed_logprobs", "records")
 
 
@@ -459,7 +476,7 @@ def rest_of(sample: SampleOutput, begin: int) -> SampleOutput:
 
 
 def joined(before: SampleOutput, begin: int, news: SampleOutput) -> SampleOutput:
-    """The sample of which `news` is the `rest_of`, where `before` has its first `begin` tokens."""
+    """The whole sample, from its first `begin` tokens in `before` and the rest of it in `news`."""
 
     def whole(name):
         new, old = getattr(news, name), getattr(before, name)

@@ -64,46 +64,46 @@ class LLM:
 
     Args:
       model: a Hugging Face directory or id (`Qwen/Qwen3-0.6B`), a GGUF file, the directory of a
-        training run (whose newest checkpoint is taken), or (ModelConfig, params, head params or
-        None).
-      spec: how to speculate; None is plain decoding. By default the checkpoint's head drafts, or
-        n-grams where there is none; a line in the log says which.
-      max_batch: samples that run at once; more are queued.
-      max_len: prompt and generated tokens of a sample at most; None takes the model's limit,
-        2,048 at most.
-      dtype: of parameters and arithmetic: `"float32"`, `"bfloat16"`, `"float16"`; `"auto"` is the
-        checkpoint's on GPU and TPU, and float32 on CPU. A ModelConfig has its own.
-      mesh: shard over it; see `specjax.parallel.sharding.make_mesh`.
-      tokenizer: overrides the one in the directory; without one, prompts are token ids.
-      max_stop_tokens: per request at most, the model's own included.
-      scan_layers: scan over the layers instead of unrolling them: compiles faster, decodes slower
-        on CPU. None: as the config says, which for a directory is unrolled.
-      engine: chunks, cache pages, order of requests.
+        training run (of which the newest checkpoint is loaded), or (ModelConfig, params, head
+        params or None).
+      spec: how to speculate; None: plain decoding. By default the checkpoint's head drafts, or
+        n-grams if it has none; a line in the log says which.
+      max_batch: the most samples that run at once; further ones are queued.
+      max_len: the most prompt and generated tokens of a sample; None: the model's limit, but no
+        more than 2,048.
+      dtype: dtype of parameters and arithmetic: `"float32"`, `"bfloat16"`, `"float16"`; `"auto"` is
+        the checkpoint's on GPU and TPU, and float32 on CPU. A ModelConfig has its own.
+      mesh: mesh to shard over; see `specjax.parallel.sharding.make_mesh`.
+      tokenizer: tokenizer in place of the one in the directory; without one, prompts are token ids.
+      scan_layers: whether to scan over the layers instead of unrolling them, which compiles faster
+        and decodes slower on CPU. None: as the config says, which for a directory is unrolled.
+      max_stop_tokens: the most stop tokens of a request, the model's own included.
+      engine: settings of chunks, cache pages and the order of requests.
       control: how strategies are chosen while running: a ControlConfig, a map of its settings, or
-        the name of a controller; None: always the one of `spec`, which else is one of them only if
-        it is listed there. All of them are compiled, and measured, at the first request if not by
-        `warm_up` before.
-      generation_config: whose sampling keys are the defaults of `generate` and `chat`: `auto`, the
-        checkpoint's own generation_config.json; `none`, no one's; or a directory with one.
-      replicas: independent engines of `max_batch` slots each, with `tp` devices each, fed from one
-        queue.
-      spell: names settings in notes, in what is logged, and in some errors, for programs in which
+        the name of a controller; None: always the strategy of `spec`. A controller chooses that one
+        only if it is listed, too. All strategies are compiled, and measured, by `warm_up` or at the
+        first request.
+      replicas: number of independent engines of `max_batch` slots each, fed from one queue.
+      tp: number of devices of each replica.
+      spell: function that spells settings in notes, the log and some errors, for programs in which
         users do not type Python.
       revision: branch, tag or commit of a Hugging Face id.
+      generation_config: source of the default sampling parameters of `generate` and `chat`: `auto`,
+        the checkpoint's own generation_config.json; `none`, none; or a directory with such a file.
       family: a `specjax.interfaces.Family` of your own, `module:attribute`, for all checkpoints of
         its `model_type` in this process, see `specjax.models.families.add_family`.
 
     Attributes:
-      drafting: what drafts, under which controller.
-      generation: the sampling keys that are the defaults, see `generation_config`.
-      notes: what was chosen for the caller, a line each.
+      drafting: the draft source and the controller that run.
+      generation: the default sampling parameters, see `generation_config`.
+      notes: lines that say what was chosen for the caller.
       totals: sums over the samples of the last call.
       differences: with `SpecConfig(exact_mode=True)`, the first difference from plain decoding of
-        every sample of the last call that differs; None when nothing was compared.
+        every sample of the last call that differs; None if nothing was compared.
 
     Raises:
       ValueError: speculation is asked for and the checkpoint has no draft head, or the draft
-        model's vocabulary is not the target's; or a controller stands beside plain decoding.
+        model's vocabulary is not the target's; or a controller is given with plain decoding.
       CheckpointError, UnsupportedModelError: there is no such model, or it cannot be used.
     """
 
@@ -133,7 +133,7 @@ class LLM:
         if isinstance(model, (str, Path)):
             found = load_model(find_model(model, revision), dtype, mesh)
             cfg, params, head = found.cfg, found.policy, found.head
-            if (dtype, found.stored) != (AUTO, "float32"):  # else there was no choice
+            if (dtype, found.stored) != (AUTO, "float32"):  # else there is nothing to choose
                 setting = spell("dtype", found.stored)
                 self.notes.append(about_dtype(dtype, cfg.run.param_dtype, found.stored, setting))
             if tokenizer is None and found.tokenizer is not None:
@@ -161,10 +161,10 @@ class LLM:
         source = None
         if self.spec is not None:
             cfg, source, head = load_source(cfg, self.spec, head, tokenizer, mesh)
-        # Without a head it is news, for a user may have forgotten to name what should draft.
-        # Programs with a spelling of their own show the log, or say it themselves.
-        news = self.drafting.by_default and spell is python
-        level = logging.WARNING if news else logging.INFO
+        # A user who has no head may have forgotten to name a draft, and is warned. Programs with
+        # a spelling of their own show the log, or print the line themselves.
+        is_warning = self.drafting.by_default and spell is python
+        level = logging.WARNING if is_warning else logging.INFO
         log.log(level, "%s", self.drafting.described(spell))
         self.cfg, self.tokenizer, self.mesh = cfg, tokenizer, mesh
         self.generation = cfg.generation if generation is None else generation
@@ -205,12 +205,12 @@ class LLM:
         )
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """How a prompt is sampled that nothing else is said of, see `generation_config`."""
+        """The sampling parameters of prompts that come without any, see `generation_config`."""
         return SamplingParams(**sampling_defaults(self.generation))
 
     @property
     def telemetry(self) -> Collector | None:
-        """Why drafts were rejected; None unless `SpecConfig.telemetry` is on."""
+        """The collector of rejected drafts; None unless `SpecConfig.telemetry` is on."""
         return self.engine.telemetry
 
     def warm_up(
@@ -220,17 +220,18 @@ class LLM:
     ) -> StartUp:
         """Compiles ahead of the first request: all strategies, for every size of the batch.
 
-        Without it a call compiles what it needs at its beginning, for one size of the batch. When
-        compiling takes more than a few seconds, warnings in the log say how far it is.
+        Without it a call compiles the programs that it needs at its beginning, for one batch size.
+        When compiling takes more than a few seconds, warnings in the log show the progress.
 
         Args:
-          requests: such as will come. A request whose options go beyond theirs compiles a program
-            when it comes: one of a few, each of which serves all further requests of its kind.
-          on_program: called now and then with how many programs are ready, and of how many, in
-            place of the log.
+          requests: sampling parameters like those of the requests to come. A request with options
+            beyond these compiles a program when it comes: one of a few, each of which serves all
+            further requests of its kind.
+          on_program: function called, in place of the log, with the number of programs that are
+            ready and the number of all.
 
         Returns:
-          what it took.
+          the time and memory that it took.
         """
         jobs = [job for p in requests for job in make_jobs([0], p, (), self.tokenizer)]
         wanted = {features_of(job, self.cfg.vocab_size).widened() for job in jobs}
@@ -240,11 +241,13 @@ class LLM:
     def update_weights(
         self, params: Params, head: Params | None = None, running: str = "recompute"
     ) -> None:
-        """Swaps the policy and, if given, the draft's parameters; nothing is compiled again.
+        """Replaces the parameters of the policy and, if given, of the draft; compiles nothing.
 
         Args:
+          params: parameters of the policy.
+          head: parameters of the draft source; None keeps the present ones.
           running: what becomes of the caches of samples that run (`llm.engine` may hold some), see
-            `Engine.set_params`.
+            `BaseEngine.set_params`.
         """
         head = self.head if head is None else head
         self.engine.set_params(params, head if self.spec else None, running)
@@ -253,7 +256,7 @@ class LLM:
             self._plain.set_params(self.params)
 
     def update_head(self, head: Params) -> None:
-        """Swaps the draft's parameters alone; samples that run go on, see `Engine.set_head`."""
+        """Replaces the draft's parameters alone; running samples go on, see `Engine.set_head`."""
         self.engine.set_head(head)
         self.head = head
 
@@ -269,20 +272,21 @@ class LLM:
 
         Args:
           prompts: strings (see `specjax.tokenizer.prompt_ids`), lists of token ids, or vLLM's
-            {"prompt": text} and {"prompt_token_ids": ids}; one prompt may be given bare.
-          params: one for all, or one per prompt; None: `get_default_sampling_params()`.
-          progress: show a bar with tok/s and accept length.
+            {"prompt": text} and {"prompt_token_ids": ids}; a single prompt need not be in a list.
+          params: sampling parameters for all prompts, or a list with one for each; None:
+            `get_default_sampling_params()`.
+          progress: whether to show a bar with tok/s and accept length.
           sampling_params: vLLM's name of `params`; give one of the two.
 
         Returns:
-          one `RequestOutput` per prompt, in order. Samples whose logits were no distribution have
-          the finish reason `error` and say why in `error`; the others are as they would be alone.
+          one `RequestOutput` per prompt, in order. A sample whose logits were no distribution has
+          the finish reason `error` and a message in `error`; other samples are not affected.
 
         Raises:
-          ValueError: prompts or params of another form, empty or over-long prompt, ids out of
-            range, more stop tokens, biases or bad words than there is room for, no tokenizer for a
-            string, a temperature that the acceptance mode does not take, as many params as neither
-            one nor the prompts. Nothing has run by then.
+          ValueError: prompts or params have another form, a prompt is empty or too long, an id is
+            out of range, there are too many stop tokens, biases or bad words, no tokenizer for a
+            string, a temperature that the acceptance mode does not take, or the number of params is
+            neither one nor that of the prompts. Nothing has run then.
         """
         params = _one_of(params, sampling_params)
         ids, jobs = self._jobs(*self._normalise(prompts, params))
@@ -310,15 +314,17 @@ class LLM:
         """Generates the next message of one conversation, or of several.
 
         Args:
-          messages: a conversation is a list of {"role": .., "content": ..}; the tokenizer's chat
-            template makes a prompt of it, up to the point where the assistant begins.
-          params, progress, sampling_params: as in `generate`.
+          messages: one conversation, a list of {"role": .., "content": ..}, or a list of several.
+            The tokenizer's chat template makes a prompt of each.
+          params: as in `generate`.
+          progress: as in `generate`.
           chat_template_kwargs: further variables of the template, such as `enable_thinking`.
-          add_generation_prompt: end the prompt where the assistant begins.
+          add_generation_prompt: whether the prompt ends with the beginning of the assistant's turn.
+          sampling_params: as in `generate`.
 
         Raises:
-          ValueError: no tokenizer, a tokenizer without a chat template, messages that it does not
-            take, or as `generate`.
+          ValueError: there is no tokenizer, it has no chat template, the template refuses the
+            messages, or as in `generate`.
         """
         if self.tokenizer is None or not has_chat_template(self.tokenizer):
             missing = "no tokenizer" if self.tokenizer is None else "a tokenizer without one"
@@ -346,7 +352,7 @@ class LLM:
           token.
 
         Raises:
-          InvalidLogitsError: a sample ended by an error, so that there is nothing to compare.
+          InvalidLogitsError: a sample has the finish reason `error`: there is nothing to compare.
         """
         _, jobs = self._jobs(*self._normalise(prompts, params))
         samples, self.totals = self._run(jobs, progress=False)
@@ -356,10 +362,11 @@ class LLM:
     def compare_samples(
         self, jobs: Sequence[Job], samples: Sequence[SampleOutput]
     ) -> list[Difference]:
-        """Decodes the jobs plainly as well; the first difference of each sample that differs.
+        """Decodes the jobs plainly as well and explains every sample that differs.
 
         Args:
-          samples: what the jobs have become, in their order.
+          jobs: jobs that were decoded with speculation.
+          samples: the sample of each job.
         """
         if self.spec is not None and self.spec.invariant:
             plain, _ = self.engine.generate([job.without_speculation() for job in jobs])
@@ -383,7 +390,7 @@ class LLM:
     def _jobs(
         self, prompts: list[Prompt], params: list[SamplingParams]
     ) -> tuple[list[list[int]], list[Job]]:
-        """The prompts as token ids, and one job per sample; everything has been checked."""
+        """Checks prompts and params; returns the prompts as token ids, and one job per sample."""
         ids, jobs = [], []
         for index, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
             where = f"prompt {index}"

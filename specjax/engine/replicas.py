@@ -1,8 +1,8 @@
-"""Several engines that know nothing of each other, fed from one queue.
+"""Several independent engines that are fed from one queue.
 
 Rollouts scale out by replicas: each engine has its own devices, weights and caches, and chooses its
-own strategies. By the keying of the noise it does not matter to the tokens which replica a sample
-runs on.
+own strategies. The noise is keyed so that tokens do not depend on the replica that a sample runs
+on.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from specjax.models.transformer import Params
 from specjax.parallel.reshard import Mover, cast
 from specjax.parallel.sharding import joined_mesh
 
-POLL = 1e-3  # seconds between looks when no replica has anything new; its next chunk is enqueued
+POLL = 1e-3  # seconds between two polls of replicas that have no new result
 
 
 class Replicas(BaseEngine):
-    """Engines of one kind behind the interface of one.
+    """Replicas of an engine behind the interface of one.
 
-    A sample goes to the replica with the most free slots at the moment when a slot is free, and the
-    samples of a prompt, which is read once per replica, stay together: all of them while as many
-    others wait as there are slots, and then as many as there is room for. The engines' `order` is
-    that of the one queue.
+    When a slot becomes free, a sample goes to the replica with the most free slots. Samples of one
+    prompt, which each replica reads once, go to the same replica: all of them while as many others
+    wait as there are slots, and later as many as there are free slots. The queue has the `order` of
+    the engines.
 
     Args:
-      engines: one per group of devices, with equal settings.
+      engines: the engines, one per group of devices, with equal settings.
     """
 
     controller, watcher = PerEngine(), PerEngine()
@@ -47,13 +47,14 @@ class Replicas(BaseEngine):
         first = self.engines[0]
         self.runner, self.spec, self.limits = first.runner, first.spec, first.limits
         self.unfinished, self.telemetry = first.unfinished, first.telemetry
-        for replica, engine in enumerate(self.engines):  # as if they were one engine
+        for replica, engine in enumerate(self.engines):
             engine.replica = replica
             engine.telemetry, engine.lengths = first.telemetry, first.lengths
         self._slots = sum(engine.batch for engine in self.engines)
-        self._seen = Features()  # by which `invariant` mode chooses a program: all replicas alike
-        self._unfed: dict[Sequence, None] = {}  # in the order in which they came
-        self._by_prompt: dict[int, dict[Sequence, None]] = {}  # the same
+        # Features of all samples. `invariant` mode chooses the program by them, on all replicas.
+        self._seen = Features()
+        self._unfed: dict[Sequence, None] = {}  # waiting samples, in the order in which they came
+        self._by_prompt: dict[int, dict[Sequence, None]] = {}  # the same, by prompt
         self._events: list[Finished] = []
         joined = joined_mesh([engine.runner.mesh for engine in self.engines])
         self._spread = None if joined is None else Mover(joined, self.runner.axes)
@@ -72,12 +73,12 @@ class Replicas(BaseEngine):
 
     @property
     def drained(self) -> list[int]:
-        """Replicas that have nothing to do while no sample waits, by index."""
+        """The indices of replicas that have nothing to do; none while samples wait."""
         return [] if self._unfed else super().drained
 
     @property
     def idle_replicas(self) -> list[int]:
-        """Indices of replicas that have nothing to do while others run."""
+        """The indices of replicas that have nothing to do while others run."""
         drained = self.drained
         return drained if len(drained) < len(self.engines) else []
 
@@ -86,7 +87,7 @@ class Replicas(BaseEngine):
     def set_params(self, params: Params, head: Params | None = None, running: str = "recompute"):
         """Gives every replica new weights, see `BaseEngine.set_params`.
 
-        Replicas that divide all devices of training among them get them by one program.
+        Where the replicas together have the devices of training, one program moves the weights.
         """
         received = 0
         if self._spread is not None:
@@ -109,8 +110,10 @@ class Replicas(BaseEngine):
             engine.runner.moved += received
 
     def _spread_head(self, head: Params) -> tuple[Params, int]:
-        """A head on the devices of all replicas, where they divide those of training, and the bytes
-        that a device received."""
+        """The head on the devices of all replicas, and the bytes that a device received for it.
+
+        The head stays where it is unless the replicas together have the devices of training.
+        """
         if self._spread is None or not jax.tree.leaves(head):
             return head, 0
         sent, head = head, self._spread(head)
@@ -138,7 +141,7 @@ class Replicas(BaseEngine):
         return sequence
 
     def _take(self, sequence: Sequence) -> None:
-        """Takes a sample out of the queue."""
+        """Removes a sample from the queue."""
         prompt = sequence.job.prompt_hash
         del self._unfed[sequence], self._by_prompt[prompt][sequence]
         if not self._by_prompt[prompt]:
@@ -151,7 +154,7 @@ class Replicas(BaseEngine):
         return self.engines[sequence.replica].abort(sequence)
 
     def suspend(self) -> list[Sequence]:
-        """Takes out all samples that are not finished, see `Engine.suspend`."""
+        """Removes and returns all samples that are not finished, see `Engine.suspend`."""
         found = [sequence for engine in self.engines for sequence in engine.suspend()]
         found += self._unfed
         self._unfed, self._by_prompt = {}, {}
@@ -163,30 +166,31 @@ class Replicas(BaseEngine):
             engine.clear()
 
     def step(self) -> list[Finished]:
-        """Lets every replica enqueue, and takes in what is there; waits if nothing is.
+        """Lets every replica enqueue a chunk and read a result; waits until one has a result.
 
         Returns:
-          the samples that ended; none if a chunk came in that ended no sample.
+          the samples that ended; none if the result ended no sample.
         """
         while True:
             self._feed()
-            came = False
+            has_result = False
             for engine in self.engines:
                 if engine.has_work:
-                    came |= engine.is_ready
+                    has_result |= engine.is_ready
                     self._events += engine.step(wait=False)
             if self.on_poll is not None:
                 self.on_poll()
-            if self._events or came or not self.has_work:
+            if self._events or has_result or not self.has_work:
                 events, self._events = self._events, []
                 return events
             if not any(engine.has_work and engine.is_ready for engine in self.engines):
                 time.sleep(POLL)
 
     def _feed(self) -> None:
-        """Hands out waiting samples as slots become free."""
+        """Gives waiting samples to replicas with free slots."""
         while self._unfed:
-            # Some wait for rows while enough others remain to even out what the replicas have.
+            # A replica gets some samples that wait for a row, as long as enough others remain in
+            # the queue to balance the replicas.
             enough = len(self._unfed) > self._slots + EXTRA_SLOTS * len(self.engines)
             more = EXTRA_SLOTS if enough else 0
             free = [engine.batch + more - engine.outstanding for engine in self.engines]
@@ -194,7 +198,7 @@ class Replicas(BaseEngine):
             if free[replica] <= 0:
                 break
             together = list(self._by_prompt[self._next_prompt()])
-            # Siblings come along, so that their prompt is read once, in a like case.
+            # Samples of one prompt go together, so that the prompt is read once.
             others = len(self._unfed) - len(together)
             count = len(together) if others >= self._slots else free[replica]
             engine = self.engines[replica]
@@ -206,7 +210,7 @@ class Replicas(BaseEngine):
             engine.others_wait = bool(self._unfed)
 
     def _next_prompt(self) -> int:
-        """Whose samples start next: the first that came, or those expected to be the longest."""
+        """The prompt whose samples start next: the first one, or that with the longest expected."""
         first = self.engines[0]
         if first.config.order == "fifo":
             return next(iter(self._by_prompt))

@@ -1,4 +1,4 @@
-"""Inputs and outputs of the engine: jobs, samples and sums over them."""
+"""Inputs and outputs of the engine: jobs, samples, and sums over samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specjax.config import SamplingParams
 from specjax.decode.noise import request_words
 
 NO_LIMIT = (1 << 31) - 1
-ERROR = "error"  # why a sample ended whose logits were no distribution
+ERROR = "error"  # finish reason of a sample whose logits were no distribution
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,12 +21,12 @@ class SpecStats:
     """Speculation figures of one sample.
 
     Attributes:
-      rounds: rounds in which the sample ran.
-      drafted: drafted rows that were verified, those that no candidate was found for included.
-      accepted: how many of them were emitted.
-      histogram: rounds by tokens emitted (index 0..steps+1); its sum is `rounds`.
-      depths: rounds by the depth of their tree; 0: they drafted nothing, for the strategy was
-        `off`, or the request wants none.
+      rounds: number of rounds in which the sample ran.
+      drafted: number of drafted rows that were verified, rows without a candidate included.
+      accepted: number of drafted tokens that were emitted.
+      histogram: number of rounds by tokens emitted (index 0..steps+1); its sum is `rounds`.
+      depths: number of rounds by the depth of their tree. Depth 0 is a round without drafts: the
+        strategy was `off`, or the request opted out of speculation.
     """
 
     rounds: int
@@ -37,7 +37,7 @@ class SpecStats:
 
     @property
     def plain_rounds(self) -> int:
-        """Rounds that drafted nothing."""
+        """Number of rounds that drafted nothing."""
         return self.depths[0] if self.depths else 0
 
     @property
@@ -51,21 +51,24 @@ class SampleOutput:
     """One finished sample. All logprobs are the target's, one entry per token.
 
     Attributes:
-      text: without special tokens; cut at a stop string. None when nothing can decode.
-      logprobs: of each token in the temperature-scaled distribution.
+      token_ids: the generated tokens.
+      text: text of these tokens without special tokens, cut at a stop string; None without a
+        tokenizer.
+      logprobs: log-probability of each token in the temperature-scaled distribution.
       finish_reason: `stop` (a stop token or stop string), `length`, `abort`, or `error` (the logits
         of the next token hold NaN or +inf, or are all -inf; see `error`).
+      stats: speculation figures.
       weight_versions: runs of tokens that were sampled by the same weights, as (index of the first
         token, version); see `Engine.version`.
-      transformed_logprobs: of each token in the transformed distribution, which is the one that
-        was sampled; None unless asked for.
+      transformed_logprobs: log-probability of each token in the transformed distribution, from
+        which it was sampled; None unless asked for.
       top_logprobs: token id -> logprob of the most likely tokens, best first, in the
-        temperature-scaled distribution; the generated token is always there, at the end if it is
+        temperature-scaled distribution. The generated token is always included, at the end if it is
         none of them. None unless asked for.
-      top_transformed_logprobs: likewise of the transformed distribution, without tokens that it
+      top_transformed_logprobs: the same for the transformed distribution, without tokens that it
         excludes; None unless both are asked for.
-      records: [tokens M ..] what the model's layers recorded of the rows that decided the tokens
-        (experts chosen), see `specjax.interfaces.Mlp.run`; None where they record nothing.
+      records: [tokens M ..] what the model's layers recorded (chosen experts) in the rows that
+        decided the tokens, see `specjax.interfaces.Mlp.run`; None where they record nothing.
     """
 
     token_ids: list[int]
@@ -81,7 +84,7 @@ class SampleOutput:
 
     @property
     def error(self) -> str | None:
-        """The message of a sample that ended by an error; else None."""
+        """The error message if the finish reason is `error`; else None."""
         if self.finish_reason != ERROR:
             return None
         count = len(self.token_ids)
@@ -90,10 +93,11 @@ class SampleOutput:
 
 
 def why_invalid(place: str, so: str) -> str:
-    """The message about logits that are no distribution.
+    """The error message about logits that are no distribution.
 
     Args:
-      place: the token that they are for. so: what cannot be had for that reason.
+      place: description of the token whose logits they are.
+      so: consequence, the end of a sentence.
     """
     return (
         f"the model's logits for {place} hold NaN or +inf, or are -inf for every token, so {so}; "
@@ -109,7 +113,11 @@ class InvalidLogitsError(RuntimeError):
 def require_valid(
     samples: Iterable[SampleOutput], name: Callable[[int], str] = "sample {}".format
 ) -> None:
-    """Raises InvalidLogitsError if a sample ended by an error; `name` says which it is."""
+    """Raises InvalidLogitsError if a sample has the finish reason `error`.
+
+    Args:
+      name: function that returns the name of the sample with an index, for the message.
+    """
     for index, sample in enumerate(samples):
         if sample.error is not None:
             raise InvalidLogitsError(f"{name(index)}: {sample.error}")
@@ -128,13 +136,17 @@ class Job:
     """One sample to generate.
 
     Attributes:
-      prompt: token ids. limit: prompt and generated tokens at most; NO_LIMIT: as many as fit.
-      words: the five uint32 words that key its randomness. stop_ids: tokens that end it.
-      params: how it is sampled. bad_words: its bad words as token ids.
-      decode: token ids to text, for stop strings; None where there are none. name: what a special
-        token is called in them.
-      request, sample: which one of a call it is; nothing depends on it. where: what messages call
-        its prompt.
+      prompt: token ids of the prompt.
+      limit: the most prompt and generated tokens; NO_LIMIT: as many as fit.
+      words: the five uint32 words that key its randomness.
+      stop_ids: tokens that end it.
+      params: how it is sampled.
+      bad_words: its bad words as token ids.
+      decode: function from token ids to text, to find stop strings; None: there are none.
+      name: function that returns the text of a special token, to find it in stop strings.
+      request: index of its request in a call, for messages and telemetry.
+      sample: index of the sample in its request, likewise.
+      where: name of its prompt in messages.
     """
 
     prompt: Sequence[int]
@@ -151,7 +163,7 @@ class Job:
 
     @functools.cached_property
     def prompt_hash(self) -> int:
-        """By which samples of one prompt are recognised."""
+        """A hash by which samples of the same prompt are grouped."""
         return hash(tuple(self.prompt))
 
     def without_speculation(self) -> Job:
@@ -170,8 +182,12 @@ def make_jobs(
     """One job per sample of a request.
 
     Args:
-      where: what messages call the prompt; by default they give the number of the request.
-      tokenizer: needed for stop strings, and for bad words that are strings.
+      prompt: token ids of the prompt.
+      params: how its samples are sampled.
+      eos_ids: end-of-sequence tokens of the model.
+      tokenizer: tokenizer for stop strings, and for bad words that are strings.
+      request: index of the request.
+      where: name of the prompt in messages; None: `prompt` and the index of the request.
 
     Raises:
       ValueError: there are strings and no tokenizer.
@@ -253,11 +269,15 @@ def bad_word_ids(words: Sequence[str | tuple[int, ...]], tokenizer) -> tuple[tup
 
 @dataclasses.dataclass
 class Totals:
-    """Sums over samples, for metrics that are never a mean of means.
+    """Sums over samples, so that no metric is a mean of means.
 
     Attributes:
-      histogram: rounds by tokens emitted. tokens: generated tokens. seconds: of the whole run.
-      longest: tokens of the longest sample. depths: rounds by the depth of their tree.
+      steps: the most steps of a strategy.
+      histogram: number of rounds by tokens emitted.
+      tokens: number of generated tokens.
+      longest: number of tokens of the longest sample.
+      seconds: duration of the whole run.
+      depths: number of rounds by the depth of their tree.
     """
 
     steps: int
@@ -283,7 +303,7 @@ class Totals:
             self.depths[depth] += rounds
 
     def merge(self, other: Totals) -> None:
-        """Adds a run that came after this one."""
+        """Adds the sums of a later run."""
         self.histogram = self.histogram + other.histogram
         self.tokens += other.tokens
         self.longest = max(self.longest, other.longest)
@@ -304,22 +324,22 @@ class Totals:
 
     @property
     def drafted_rounds(self) -> int:
-        """Rounds that drafted something."""
+        """Number of rounds that drafted something."""
         return int(self.depths[1:].sum())
 
     @property
     def drafted_accept_length(self) -> float:
-        """Accept length of the rounds that drafted: what the head is worth where it is used."""
+        """Accept length of the rounds that drafted something."""
         return 1.0 + self.accepted / self.drafted_rounds if self.drafted_rounds else float("nan")
 
     @property
     def accept_rate(self) -> float:
-        """Accepted draft tokens over those that could have been: the depth of each round's tree."""
+        """Accepted draft tokens over the most that could be: the sum of the depths of the trees."""
         offered = int(self.depths @ np.arange(len(self.depths)))
         return self.accepted / offered if offered else 0.0
 
     def per_depth(self) -> list[float]:
-        """Share of the rounds with a tree of depth 1, 2, .. or more that accepted that depth."""
+        """The share of rounds that accepted depth 1, 2, .., of those whose tree reaches it."""
         accepted = np.cumsum(self.histogram[::-1])[::-1][2:]
         offered = np.cumsum(self.depths[::-1])[::-1][1:]
         with np.errstate(invalid="ignore"):

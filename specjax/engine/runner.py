@@ -1,8 +1,9 @@
-"""The programs over one decode state: prefill, place, run a chunk. No policy decides here.
+"""The programs over one decode state: prefill, place, run a chunk. It decides nothing.
 
 A chunk's program is made for a strategy, a set of features and a *bucket*, a number of rows. It
-takes slots out of the state, runs them as a batch of their own, and puts them back. So the
-batch shrinks with what runs, slots keep their places, and strategies may change between chunks.
+takes slots out of the state, runs them as a batch of their own, and puts them back. So the batch
+shrinks with the number of running sequences, which keep their slots, and strategies may change
+between chunks.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ from specjax.spelling import SettingError
 from specjax.weights import matrix
 
 PAGE_SIZE = 128
-EXTRA_SLOTS = 8  # slots beside those of a batch, for sequences that started and wait for a row
-FEW = 4  # prompts that one program reads, and sequences that it starts, at small batches too
+EXTRA_SLOTS = 8  # slots beyond those of a batch, for sequences that wait for a row
+FEW = 4  # prompts that a small program reads, and sequences that it starts
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -64,36 +65,46 @@ class Runner:
 
     Args:
       cfg: model config; `run.scan_layers` decides the parameter and cache layout of decoding.
-      spec: how to speculate; None is plain decoding.
-      batch: slots. max_len: prompt and generated tokens of a slot at most.
-      stop_width: stop tokens per request at most.
-      mesh: shard parameters and state over it; None is the default device.
-      source: what drafts; none: as `spec` says, see `source_of`.
-      chunk_tokens: tokens per slot that one chunk can emit at most. stretch: of how many times as
-        many if few run, see `EngineConfig`.
-      strategies: those that chunks can be run with; None: `spec`'s alone.
-      page_size: positions per page; None takes 128, 0 gives each sequence one page to itself.
-      cache_bytes: for the pages of all caches, see `EngineConfig`.
-      stride: pieces of prompts start at multiples of it.
-      attention: the kernel, see `specjax.kernels.dispatch.settle`.
-      products: by what weights are multiplied, see `specjax.weights.matrix.settle`.
+      spec: how to speculate; None: plain decoding.
+      batch: number of sequences that have a row at once.
+      max_len: the most prompt and generated tokens of a sequence.
+      stop_width: the most stop tokens of a request.
+      mesh: mesh over which parameters and state are sharded; None: the default device.
+      source: the draft source; None: the one that `spec` names, see `source_of`.
+      chunk_tokens: the most tokens per slot that one chunk can emit when many slots run.
+      stretch: factor by which a chunk is longer when few slots run, see `EngineConfig`.
+      strategies: strategies that chunks can run; None: `spec`'s alone.
+      page_size: positions per page; None: 128; 0: each sequence has one page of full length.
+      cache_bytes: largest size of the pages of all caches in bytes, see `EngineConfig`.
+      stride: pieces of prompts start at multiples of this position.
+      attention: name of the attention kernel, see `specjax.kernels.dispatch.settle`.
+      products: name of the kernel that multiplies by weights, see `specjax.weights.matrix.settle`.
 
     Attributes:
-      cfg: with the kernel that runs.
-      plans: what each strategy drafts. plan: `spec`'s own.
-      strategies: how chunks of each strategy run. programs: the plans that chunks are compiled
-        for, by program; the strategies' own, or in `invariant` mode one for all.
-      slots: number of slots of the state; the last one is always empty and fills up buckets.
-      extra_slots: number of slots beside the batch's, for sequences that wait for a row.
-      mark: is ready when what was enqueued last is done; None if that was a chunk.
-      ids: that are drafted from, ascending; None: all. vocabulary: what drafts them, see
-        `Draft.columns`. history: what it drafts with of samples that have ended, a copy of `store`.
-      takes_samples: whether `feed` is to be called.
-      checksums: of the weights held, `policy` and `draft`.
-      executables: what was compiled. agreement: of the hosts that the mesh lies over.
-      moved: bytes that a device received for the weights, at most, when they were last set.
-      table_width: pages of a slot at most, and entries that are always `NULL_PAGE` for a round's
-        path past its end: one, unless a path is longer than a page.
+      cfg: the model's config, with the kernels that run.
+      plans: the plan of each strategy, by name.
+      plan: the plan of `spec`'s own strategy.
+      strategies: the program that chunks of each strategy run, by name of the strategy.
+      programs: the plans that chunks are compiled for, by name of the program: those of the
+        strategies, or in `invariant` mode one for all.
+      longest: the plan with the most steps.
+      slots: number of slots of the state. The last one is always empty and fills up buckets.
+      extra_slots: number of slots beyond `batch`, for sequences that wait for a row.
+      prompts: number of rows for prompts that are being read; the last one is always empty.
+      pages: number of pages, the null page included.
+      mark: an output of the program that was enqueued last, which is ready when the program is
+        done; None if that was a chunk.
+      ids: the token ids that are drafted from, ascending; None: all.
+      vocabulary: parameters that draft `ids`, see `Draft.columns`; None: there are none.
+      store: what the draft source keeps of samples that have ended, on the host; None: nothing.
+      history: a copy of `store` on the device.
+      takes_samples: whether `feed` is to be called with samples that have ended.
+      checksums: checksums of the weights that are held, by `policy` and `draft`.
+      executables: the compiled programs.
+      agreement: how the hosts of the mesh take the same decisions.
+      moved: the most bytes that a device received for the weights when they were last set.
+      table_width: number of entries of a slot in the page table: the most pages that it can hold,
+        and then entries that are always `NULL_PAGE`, for the part of a round's path past the end.
     """
 
     def __init__(
@@ -114,13 +125,14 @@ class Runner:
         products: str = "auto",
         stretch: int = 1,
     ):
-        record_shape(cfg)  # refuses records that the report has no room for
+        record_shape(cfg)  # raises if the report has no room for the model's records
         drafts = spec is not None and not spec.is_off
         invariant = drafts and spec.invariant
         settle = functools.partial(dispatch.settle, mesh=mesh, asked=attention, invariant=invariant)
         cfg, source = settle(cfg, whose="attention"), with_kernel(source, settle)
         cfg = matrix.settle(cfg, mesh, products)
-        # A draft need not have what the policy has: scanned layers, or another dtype.
+        # A kernel that is named for the policy may refuse the draft, whose layers and dtype can
+        # differ. So the draft's own is chosen automatically.
         asked = matrix.PLAIN if products == matrix.PLAIN else matrix.AUTO
         settle_products = functools.partial(matrix.settle, mesh=mesh, asked=asked)
         source = with_kernel(source, settle_products, "products")
@@ -139,7 +151,7 @@ class Runner:
         self.table_width = full + pages_for(self.longest.steps + 1, self.page_size)
         self.extra_slots = EXTRA_SLOTS
         self.slots, self.prompts = batch + self.extra_slots + 1, max(batch, FEW) + 1
-        # Beside what has a slot: a prompt that is read, a copy of its last page, the null page.
+        # Pages for all slots, for a prompt that is read and a copy of its last page, and page 0.
         self.pages = 2 + max(full * self.slots, self.pages_of(max_len) - 1)
         if cache_bytes is not None:
             self.pages = (cache_bytes - self.slot_bytes) // max(self.page_bytes, 1)
@@ -175,7 +187,7 @@ class Runner:
         self._mover = None if mesh is None else Mover(mesh, self.axes)
         self._layout = None
 
-    # --- what it is made of ----------------------------------------------------------------------
+    # --- sizes -----------------------------------------------------------------------------------
 
     @property
     def tree(self):
@@ -183,53 +195,54 @@ class Runner:
 
     @property
     def steps(self) -> int:
-        """Steps of the longest strategy."""
+        """Number of steps of the longest strategy."""
         return self.longest.steps
 
     @property
     def tail(self) -> int:
+        """Number of positions before a root whose hidden states the draft source reads."""
         source = self.longest.source
         return source.needs.states if source else 0
 
     def pages_of(self, positions: int) -> int:
-        """Pages that a sample may take: its own, and copies of those that it writes anew."""
+        """The most pages that a sample takes, with copies of shared pages that it rewrites."""
         copied = 1 + pages_for(self.rewritten, self.page_size)
         return pages_for(positions, self.page_size) + copied
 
     @property
     def rewritten(self) -> int:
-        """Positions before a root that the draft source writes anew when it starts."""
+        """Number of positions before the root that the draft source writes when a sample starts."""
         return max(self.tail - 1, 0)
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page, target and draft."""
+        """Bytes of one page, of target and draft together."""
         source, size = self.longest.source, self.page_size
         return cost(self.cfg, size).page + (source.cost(size).page if source else 0)
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of the target's recurrent states, of all slots and of the prompts that wait."""
+        """Bytes of the target's recurrent states, of all slots and prompts together."""
         return (self.slots + self.prompts) * cost(self.cfg, self.page_size).slot
 
     @property
     def compilations(self) -> int:
-        """Programs that were built so far."""
+        """Number of programs that were compiled so far."""
         return self.executables.compilations
 
     def rounds(self, strategy: str, rows: int | None = None) -> int:
-        """Rounds of one chunk of so many rows at most; None: many."""
+        """The most rounds of a chunk of `rows` rows; None: of a large batch."""
         plan = self.strategies[strategy].plan
         window = plan.source.needs.window if plan.tree is None and plan.source else 0
         tokens = stretched(self.chunk_tokens, self.stretch, rows or self.stretch, window)
         return max(1, tokens // (plan.steps + 1))
 
     def most_tokens(self, rows: int) -> int:
-        """Tokens that one of so many rows can emit in a chunk."""
+        """The most tokens that one row can emit in a chunk of `rows` rows."""
         return max(self.rounds(s, rows) * (plan.steps + 1) for s, plan in self.plans.items())
 
     def buckets(self, strategy: str, features: Features) -> list[int]:
-        """Sizes of a batch for which a program was compiled that serves this, in order."""
+        """The buckets, ascending, of compiled programs that serve this strategy and features."""
         return self.executables.buckets(self.strategies[strategy].program, features)
 
     # --- weights and state -----------------------------------------------------------------------
@@ -238,14 +251,19 @@ class Runner:
         """Takes stacked policy parameters into the decode layout and sharding.
 
         Args:
+          params: parameters of the policy, stacked.
           head: parameters of the draft source, in its own decode layout.
 
         Raises:
-          ValueError: there is no head and the source needs one. RuntimeError: what arrived is not
-            what was sent.
+          ValueError: there is no head and the source needs one.
+          RuntimeError: the checksum of the parameters changed on the way.
         """
         if self._layout is None:
-            self._layout = self._build_layout()
+            # On a mesh a stacked weight keeps its shape; an unrolled one differs from what comes.
+            self._layout = self.convert
+            if self.mesh is not None:
+                scan = self.cfg.run.scan_layers
+                self._layout = lambda params: self._move(params, self.convert, scan)
         self.moved = 0
         arrived = self._layout(params)
         exact = matrix.FORMATS.find(self.cfg.run.products).exact
@@ -267,7 +285,7 @@ class Runner:
         self.set_ids(self.ids)
 
     def _place_head(self, head: Params) -> None:
-        if head is self.head:  # it is here, and as it should be
+        if head is self.head:  # it is placed already
             return
         placed = self._convert_head(self._move(head))
         self._check("draft", head, placed, False)
@@ -275,24 +293,24 @@ class Runner:
 
     @property
     def draft(self) -> Params | None:
-        """Parameters that draft: `head`, and what is set apart from it."""
+        """All parameters of the draft source: `head`, `vocabulary` and `history`."""
         entries = {"vocabulary": self.vocabulary, "history": self.history}
         known = {name: value for name, value in entries.items() if value is not None}
         return {**self.head, **known} if known else self.head
 
     def feed(self, samples: Sequence[FinishedSample]) -> None:
-        """Gives the draft samples that have ended, see `Draft.feed`; compiles nothing."""
+        """Passes ended samples to the draft source, see `Draft.feed`; compiles nothing."""
         self.store = self.longest.source.feed(self.store, samples)
         self._send_store()
 
     def _send_store(self) -> None:
         if self.store is not None:
             whole = None if self.mesh is None else sharding.replicated(self.mesh)
-            # A copy: the draft may change its arrays while a chunk still reads them.
+            # It is a copy, since the draft may change its arrays while a chunk still reads them.
             self.history = jax.device_put(jax.tree.map(np.array, self.store), whole)
 
     def set_ids(self, ids: np.ndarray | None) -> None:
-        """Takes ascending ids to draft from, as many as there are now; compiles nothing then."""
+        """Takes the ids to draft from, ascending; compiles nothing if their number is the same."""
         self.ids = ids
         if ids is not None and self.head is not None and self.params is not None:
             self.vocabulary = self._columns(self.head, self.params, ids)
@@ -309,10 +327,14 @@ class Runner:
     def _check(
         self, name: str, sent: Params, arrived: Params, tied: bool, exact: bool = True
     ) -> None:
-        """Compares checksums, and keeps them; weights that are not finite are named loudly."""
+        """Compares checksums, and keeps them; warns of weights that are not finite.
+
+        Args:
+          exact: whether `arrived` has the bits of `sent`; if not, there is nothing to compare.
+        """
         if not jax.tree.leaves(sent):
             return
-        if not exact:  # there is nothing to compare: the format has other bits
+        if not exact:
             arrived = sent
         now = require_same(name, sent, arrived, self.cfg.run.compute_dtype, tied, self.repeated)
         if not now.finite:
@@ -321,26 +343,20 @@ class Runner:
 
     @functools.cached_property
     def convert(self):
-        """The jitted change of policy parameters from the stacked to the decode layout."""
+        """The jitted conversion of policy parameters from the stacked to the decode layout."""
         return jax.jit(functools.partial(to_decode_layout, cfg=self.cfg))
 
     @functools.cached_property
     def _convert_head(self):
-        """The change of the draft source's parameters from its decode layout to what runs here."""
+        """The conversion of the draft's parameters to the layout of the kernels that run."""
         source = self.longest.source
         cfg = None if source is None else source.network
         if cfg is None or cfg.run.products == matrix.PLAIN:
             return lambda head: head
         return jax.jit(source.pack)
 
-    def _build_layout(self):
-        if self.mesh is None:
-            return self.convert
-        # Stacked, each weight has one way to go; unrolled ones are others than those that come.
-        return lambda params: self._move(params, self.convert, self.cfg.run.scan_layers)
-
     def _move(self, params: Params, *convert) -> Params:
-        """To the mesh, see `Mover`."""
+        """Moves parameters to the mesh, see `Mover`."""
         if self.mesh is None:
             return params
         params = self._mover(params, *convert)
@@ -348,12 +364,13 @@ class Runner:
         return params
 
     def hold_shapes(self, params: Params, head: Params | None) -> None:
-        """Holds shapes where `set_params` and `reset` put arrays, for programs that are never run:
-        `Executables.build` must then make something that gives back the inputs it is donated, and
-        None.
+        """Holds shapes where `set_params` and `reset` put arrays, for programs that are never run.
+
+        `Executables.build` must then return a function that returns its donated inputs and None.
 
         Args:
-          params, head: as `set_params` takes them, arrays or their shapes.
+          params: as in `set_params`, arrays or their shapes.
+          head: as in `set_params`, arrays or their shapes.
         """
         params = jax.eval_shape(self.convert, params)
         state, kept = jax.eval_shape(self._empty)
@@ -371,17 +388,17 @@ class Runner:
 
     @property
     def is_broken(self) -> bool:
-        """Whether a program failed after it had taken the state's buffers."""
+        """Whether a program failed after the buffers of the state were donated to it."""
         return any(x.is_deleted() for x in jax.tree.leaves((self.state, self.kept)))
 
     def reset(self) -> None:
-        """An empty state, zeroed."""
+        """Makes an empty state, zeroed."""
         self.state = self.kept = None
         self.state, self.kept = self._empty()
 
     @functools.cached_property
     def _empty(self):
-        """The jitted constructor of the state, kept so that a second call compiles nothing."""
+        """The jitted constructor of the state; it is kept, so that it compiles once."""
         sizes = StateSizes(
             slots=self.slots,
             pages=self.pages,
@@ -420,11 +437,12 @@ class Runner:
             return state, state.length[0]
 
         inputs = (self.state, self.kept, new)
-        told = new._replace(tokens=None, options=None)  # many, and `words` stand for them
+        # Tokens and options are large; hosts compare `words`, which stand for them.
+        told = new._replace(tokens=None, options=None)
         self.state, self.mark = self._run(("place", len(new.slots)), program, inputs, (0,), told)
 
     def empty_scratch(self, rows: int, span: int) -> tuple[Memory, np.ndarray]:
-        """Pages for so many prompts of `span` positions each, and their table [R X]."""
+        """Empty pages for `rows` prompts of `span` positions each, and their page table [R X]."""
         each = pages_for(span, self.page_size)
         room = Room(slots=rows, pages=1 + rows * each, page_size=self.page_size)
 
@@ -438,7 +456,7 @@ class Runner:
     def score(
         self, scratch: Memory, tokens: np.ndarray, start: np.ndarray, table: np.ndarray
     ) -> tuple[Memory, Scores]:
-        """How likely the policy finds pieces of prompts; one executable per shape."""
+        """Computes log-probabilities of pieces of prompts; one executable per shape."""
 
         def program(params, scratch, tokens, start, table):
             scratch, scores = score(self.model(params), scratch, tokens, start, table)
@@ -459,13 +477,15 @@ class Runner:
         row_map: RowMap,
         until: Until,
     ) -> Packed[Result]:
-        """Starts a chunk; what it returns is on the device and may not be there yet.
+        """Enqueues a chunk; its result is on the device and may not be computed yet.
 
         Args:
-          features: what the running slots ask for; see `Executables.covering` for what runs. If
-            no program was compiled that serves them, one is.
-          row_map: of different slots, or the empty one: one for each row, and `extra_slots` more,
-            see `alone`. Of those that are not to run all pages are `NULL_PAGE`.
+          strategy: name of the strategy.
+          features: features that the running slots ask for. The smallest compiled program that
+            serves them runs, see `Executables.covering`; if there is none, one is compiled.
+          row_map: the slot of each row, and of `extra_slots` more (see `alone`). No slot may be
+            there twice, except the empty one. A slot that is not to run has `NULL_PAGE` for all pages.
+          until: when the chunk ends.
         """
         bucket, chosen = len(row_map.slots) - self.extra_slots, self.strategies[strategy]
         features = self.executables.covering(chosen.program, bucket, features)
@@ -487,12 +507,12 @@ class Runner:
         state, result = run_chunk(
             model, head, plan, state, row_map, bucket, capacity, until, pin, part
         )
-        if self.mesh is not None:  # each array on its own: then no layout of them all is needed
+        if self.mesh is not None:  # each array by itself, before they are packed into one
             result = jax.lax.with_sharding_constraint(result, sharding.replicated(self.mesh))
         return state, Packed.of(result)
 
     def alone(self, rows: RowMap) -> RowMap:
-        """A row map of those that have the rows of a chunk, where none waits."""
+        """Pads the row map of the rows of a chunk for one in which no sequence waits."""
         spare, room = self.slots - 1, ((0, self.extra_slots),)
         return RowMap(
             np.pad(rows.slots, room, constant_values=spare),
@@ -502,17 +522,23 @@ class Runner:
 
     @property
     def drafts_from_others(self) -> bool:
-        """Whether the draft source drafts from what other slots hold, though they have
-        ended. Not with rules that draw by the round, see `may_search` in ngram.py."""
+        """Whether the draft source searches the tokens of other slots, ended ones included.
+
+        In modes that draw by the round it does not, see `may_search` in ngram.py.
+        """
         source = self.longest.source
         return bool(source and source.needs.siblings) and not self.longest.needs_q
 
     def model(self, params: Params):
-        """The target as a module, inside a jitted function."""
+        """The target as a module; for use inside a jitted function."""
         return nnx.merge(graphdef(self.cfg, self.cfg.run.decode_layout), params)
 
     def _run(self, key: tuple, program, inputs: tuple, donate: tuple[int, ...], told):
-        """Starts a program, see `Executables`; `told`: inputs that all hosts must have alike."""
+        """Enqueues a program, see `Executables`.
+
+        Args:
+          told: the inputs that must be equal on all hosts.
+        """
         self.agreement.announce(key, told)
         outputs = self.executables.get(key, program, inputs, donate)(*inputs)
         self.agreement.finished(outputs)
@@ -520,7 +546,7 @@ class Runner:
 
 
 class _Layout(NamedTuple):
-    """The tree that the words hold, and shape and dtype of each of its leaves, in order."""
+    """The structure of a packed tree, and the shape and dtype of each of its leaves, in order."""
 
     structure: jax.tree_util.PyTreeDef
     shapes: tuple[tuple[int, ...], ...]
@@ -529,13 +555,14 @@ class _Layout(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Packed(Generic[T]):
-    """A tree of arrays in one array, as a program gives it to the host.
+    """A tree of arrays packed into one array, as a program returns it to the host.
 
     Every array that comes from a device costs the host a transfer, some calls of Python and a copy,
-    however small it is. A chunk returns a dozen small ones; in one they cost what one of them did.
+    however small it is. A chunk's result is a dozen small arrays; packed, they cost as much as one.
 
     Attributes:
-      words: uint32 [n] bits of all leaves, in order.
+      words: bits of all leaves, in order, uint32 [n].
+      layout: how to unpack them.
     """
 
     words: jax.Array
@@ -543,7 +570,7 @@ class Packed(Generic[T]):
 
     @classmethod
     def of(cls, tree: T) -> Packed[T]:
-        """Packs, inside a jitted function.
+        """Packs a tree; for use inside a jitted function.
 
         Raises:
           TypeError: an array is neither of booleans nor of 32-bit numbers.
@@ -559,11 +586,11 @@ class Packed(Generic[T]):
         return self.words.is_ready()
 
     def send(self) -> None:
-        """Starts the way to the host, once the program is done."""
+        """Starts the transfer to the host, which begins once the program is done."""
         self.words.copy_to_host_async()
 
     def open(self) -> T:
-        """The tree in numpy, read-only; waits until it is there."""
+        """The tree as numpy arrays, read-only; waits for the transfer."""
         words, leaves, begin = np.asarray(self.words), [], 0
         for shape, dtype in zip(self.layout.shapes, self.layout.dtypes, strict=True):
             size = math.prod(shape)

@@ -1,4 +1,4 @@
-"""One sample on its way through the engine, as the host knows it, and what it reports."""
+"""A sample while it is generated, as the host knows it, and what it reports."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ class Progress:
     """The state of a sample that is not finished, from which another run can go on.
 
     Attributes:
-      tokens, logprobs: one entry per generated token. versions: runs of tokens that were sampled
-        by the same weights, as (index of the first token, version of the weights).
+      tokens: the generated tokens.
+      logprobs: log-probability of each of them.
+      versions: runs of tokens that were sampled by the same weights, as (index of the first token,
+        version of the weights).
       transformed: as `SampleOutput.transformed_logprobs`; None unless asked for.
       records: as `SampleOutput.records`.
     """
@@ -41,15 +43,18 @@ class News(NamedTuple):
     """The tokens of one sample that came with a chunk.
 
     Attributes:
-      at: generated tokens before these. In `invariant` mode a preempted sample is generated anew,
-        and then tokens come again, the same ones.
-      tokens, logprobs: one entry per token, those beyond a stop string left out.
-      top: likewise, see `SampleOutput.top_logprobs`; None unless asked for.
-      rounds: tokens that each round lists. steps, rows: depth and drafted rows of their tree; 0
-        where they drafted nothing for this sample.
-      text: of the whole sample so far, in whole characters, where it is searched for stop strings;
-        else None. What may be the beginning of one is left out, but the string that ends the sample
-        may be there.
+      at: number of generated tokens before these. In `invariant` mode a preempted sample is
+        generated again, and then the same tokens are reported again.
+      tokens: the tokens, up to a stop string.
+      logprobs: log-probability of each of them.
+      top: the most likely tokens at each of them, see `SampleOutput.top_logprobs`; None unless
+        asked for.
+      rounds: number of tokens that each round emitted.
+      steps: depth of the tree of the rounds; 0 where they drafted nothing for this sample.
+      rows: number of drafted rows of that tree, likewise.
+      text: text of the whole sample so far, in whole characters, if the sample has stop strings;
+        else None. An end that may be the beginning of a stop string is left out. A stop string that
+        ends the sample is not cut off.
     """
 
     at: int
@@ -62,7 +67,7 @@ class News(NamedTuple):
     text: str | None = None
 
     def since(self, known: int) -> News:
-        """The part of it beyond the first `known` tokens of the sample."""
+        """The part of the news after the first `known` tokens of the sample."""
         drop = max(0, known - self.at)
         if not drop:
             return self
@@ -80,21 +85,28 @@ class News(NamedTuple):
 
 
 class Watcher(Protocol):
-    """Is called by the thread that steps the engine, and must not keep it waiting."""
+    """An object whose methods the engine calls, in the thread that steps it, for each chunk.
+
+    They must return quickly.
+    """
 
     def chunk(self, strategy: str, bucket: int, rounds: int) -> None:
-        """A chunk of so many rounds came in."""
+        """Is called after the result of a chunk was read."""
 
     def news(self, sequence: Sequence, news: News) -> None:
-        """It brought this sample something; that it ended is what `step` returns."""
+        """Is called for each sample that got tokens; `step` returns the samples that ended."""
 
 
 class ResultLists(NamedTuple):
-    """A chunk's result as lists, which are many times as quick to pick from as arrays.
+    """A chunk's result as lists, whose elements are read many times as fast as those of arrays.
 
     Attributes:
-      tokens, logprobs: [N][C]. length, finish: [N]. counts: [N][R] tokens emitted per round.
-      report: as arrays, for what is rarely used.
+      tokens: tokens of each sequence of the row map, [N][C].
+      logprobs: log-probabilities of these tokens, [N][C].
+      length: prompt and generated tokens of each sequence, [N].
+      finish: state of each sequence, `RUNNING` or why it ended, [N].
+      counts: tokens that each sequence emitted in each round, [N][R].
+      report: the rest, as arrays, which is rarely used.
     """
 
     tokens: list[list[int]]
@@ -106,7 +118,7 @@ class ResultLists(NamedTuple):
 
     @classmethod
     def of(cls, result: Result) -> ResultLists:
-        """Args: result: on the host."""
+        """The lists of a result that is on the host."""
         report = result.report
         counts = report.counts[: int(result.rounds)]
         used = int(counts.sum(axis=0).max(initial=0))
@@ -125,8 +137,9 @@ class Finished:
     """A sample that ended.
 
     Attributes:
-      sequence: that `add` returned for it.
-      verdict: of the `judge` of an engine that has one (`specjax.engine.hosts`).
+      sequence: the object that `add` returned for it.
+      sample: the finished sample.
+      verdict: what the `judge` of `specjax.engine.hosts.Hosts` returned for it, if there is one.
     """
 
     sequence: Sequence
@@ -141,16 +154,21 @@ class Sequence:
     """A sample that waits or runs.
 
     Args:
-      steps: longest path that a round can accept. features: what it asks of the programs it runs
-        in. progress: tokens that were generated earlier, which it continues.
+      job: the sample to generate.
+      steps: the most draft tokens that a round can accept.
+      features: features of the programs that it needs.
+      progress: state of the sample in an earlier run, which it continues.
 
     Attributes:
-      number: that no other sequence of this process has.
-      tokens, logprobs: generated so far, as far as the host knows.
-      replica: index of the engine that runs it. slot: where it runs there; None: it waits.
+      number: a number that no other sequence of this process has.
+      tokens: the tokens generated so far, as far as the host knows.
+      logprobs: log-probability of each of them.
+      versions: as `Progress.versions`.
+      replica: index of the engine that runs it.
+      slot: its slot in that engine; None: it waits.
       pages: its pages, in order; full pages of its prompt are shared.
-      admitted: whether it was ever started: if it waits nonetheless, it was preempted.
-      unread: rounds of plain decoding, since the draft last read what was emitted.
+      admitted: whether it ever started; if it waits nevertheless, it was preempted.
+      unread: number of tokens emitted by plain decoding that the draft has not read yet.
     """
 
     def __init__(
@@ -170,7 +188,7 @@ class Sequence:
         self.restart()
 
     def restart(self) -> None:
-        """Forgets what was generated since it came to the engine."""
+        """Forgets the tokens that were generated since it was added to the engine."""
         job, given = self.job, self._given or Progress([], [], [])
         params = job.params
         self.tokens, self.logprobs = list(given.tokens), list(given.logprobs)
@@ -195,33 +213,34 @@ class Sequence:
             self._stops.feed(self.tokens)
 
     def is_of(self, version: int) -> bool:
-        """Whether all that was generated here is of this version of the weights, the latest."""
+        """Whether all tokens of this run are of this, the latest, version of the weights."""
         given = len(self._given.tokens) if self._given else 0
         first = [of for at, of in self.versions if at <= given][-1:]
         return len(self.tokens) == given or first == [version]
 
     @property
     def length(self) -> int:
-        """Prompt and generated tokens."""
+        """Number of prompt and generated tokens."""
         return len(self.job.prompt) + len(self.tokens)
 
     @property
     def known(self) -> list[int]:
-        """The tokens that the model must have read before it can go on."""
+        """The prompt and the generated tokens."""
         return [*self.job.prompt, *self.tokens]
 
     @property
     def origins(self) -> tuple[int, int, int]:
-        """Tokens that were drafted, that ended a round that drafted, and all others."""
+        """Numbers of tokens that were drafted, of bonus tokens, and of plainly decoded tokens."""
         bonus = sum(self._depths[1:])
         return self._accepted, bonus, len(self.tokens) - self._accepted - bonus
 
     @property
     def most(self) -> int:
-        """Tokens to generate at most."""
+        """The most tokens to generate."""
         return self.job.limit - len(self.job.prompt)
 
     def progress(self) -> Progress:
+        """The state of the sample, from which another run can go on."""
         transformed = None if self._transformed is None else list(self._transformed)
         return Progress(
             list(self.tokens), list(self.logprobs), list(self.versions), transformed, self.records
@@ -235,11 +254,13 @@ class Sequence:
     def take_in(
         self, row: int, lists: ResultLists, tree: Tree | DynamicTree | None, version: int
     ) -> SampleOutput | None:
-        """Takes in a chunk.
+        """Appends the tokens that a chunk emitted for this sequence.
 
         Args:
-          row: place of the sequence in the row map. tree: of its rounds; None: nothing drafted.
-          version: of the weights that ran.
+          row: index of the sequence in the row map.
+          lists: result of the chunk.
+          tree: tree of its rounds; None: they drafted nothing.
+          version: version of the weights that ran.
 
         Returns:
           the finished sample, if it ended here.
@@ -257,7 +278,7 @@ class Sequence:
         if self._transformed is not None:
             self._transformed += report.transformed[row, :count].tolist()
         if report.records is not None:
-            # A view would keep the whole of the chunk's result until the sample ends.
+            # A view would keep the whole result of the chunk in memory until the sample ends.
             self._records.append(report.records[row, :count].copy())
         if self._top is not None:
             self._top.add(report.top, row, count, self.job.params.top_logprobs)
@@ -273,7 +294,7 @@ class Sequence:
         return None if finish == RUNNING else self.output(FINISH_REASONS[finish])
 
     def news(self) -> News:
-        """News of the chunk that was taken in last."""
+        """The news of the chunk that was read last."""
         at, rounds, steps, rows = self._latest
         end = at + sum(rounds)
         tokens, logprobs = self.tokens[at:end], self.logprobs[at:end]
@@ -284,10 +305,9 @@ class Sequence:
         return News(at, tokens, logprobs, top, rounds, steps, rows, text)
 
     def _count_rounds(self, counts: list[int], kept: int) -> list[int]:
-        """Takes in the rounds that brought the first `kept` tokens; returns what each lists.
+        """Counts the rounds that emitted the first `kept` tokens; returns how many each emitted.
 
-        The round that brought the last of them counts with the tokens that are kept of it, as where
-        a stop token cuts a round.
+        Of the last of these rounds only the kept tokens count, as where a stop token cuts a round.
         """
         rounds = []
         for count in counts:
@@ -300,7 +320,12 @@ class Sequence:
         return rounds
 
     def output(self, reason: str = "abort", cut: Cut | None = None) -> SampleOutput:
-        """The sample as it stands, or up to where a stop string ends it."""
+        """The sample so far, up to a stop string if one ends it.
+
+        Args:
+          reason: the finish reason.
+          cut: where a stop string ends it; None: there is none.
+        """
         count = len(self.tokens) if cut is None else cut.tokens
         tokens, logprobs = self.tokens[:count], self.logprobs[:count]
         transformed = None if self._transformed is None else self._transformed[:count]
@@ -328,7 +353,11 @@ class Sequence:
 
 
 def rejections_until(rejections: Rejections, ends: np.ndarray) -> Rejections:
-    """Drops what came after the `ends` [B] of samples that a stop string cut within a chunk."""
+    """Drops rejections after the end of each sample, where a stop string ended it in the chunk.
+
+    Args:
+      ends: number of prompt and generated tokens of each sample, [B].
+    """
     begins = rejections.position - rejections.accepted  # a round's first token
     return rejections._replace(
         accepted=np.where(begins >= ends, -1, rejections.accepted),
@@ -337,7 +366,7 @@ def rejections_until(rejections: Rejections, ends: np.ndarray) -> Rejections:
 
 
 class _Top(NamedTuple):
-    """Most likely tokens per position, best first; `transformed` is None unless asked for."""
+    """The most likely tokens per position, best first; `transformed` is None unless asked for."""
 
     scaled: list[dict[int, float]]
     transformed: list[dict[int, float]] | None
@@ -348,7 +377,7 @@ class _Top(NamedTuple):
             _add(self.transformed, top.transformed_ids, top.transformed_logprobs, row, count, best)
 
     def with_chosen(self, tokens, logprobs, transformed) -> _Top:
-        """As many entries as there are tokens, each with the token generated there."""
+        """The entries of the given tokens, each with the token that was generated there."""
         scaled = _with_chosen(self.scaled, tokens, logprobs)
         if transformed is None:  # another request of the batch may have asked for them
             return _Top(scaled, None)

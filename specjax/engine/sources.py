@@ -1,4 +1,4 @@
-"""Chooses and loads the draft source that a configuration names: a head, a model, or n-grams."""
+"""Chooses and loads the draft source that a config names: a head, a model, or n-grams."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from specjax.weights import load_tokenizer
 
 
 def source_of(cfg: ModelConfig, spec: SpecConfig) -> Draft:
-    """The source that `spec` names, made from the model's config alone.
+    """The draft source that `spec` names, made from the model's config alone.
 
     `auto` is the head if the config has one, else n-grams.
 
@@ -58,8 +58,9 @@ class Drafting(NamedTuple):
     """The draft source and controller that will run, as `settle_draft` decided.
 
     Attributes:
-      spec: its `source` is no longer `auto`. control: None for the one strategy of `spec`.
-      by_default: whether `auto` took n-grams because the checkpoint has no head.
+      spec: how to speculate, with a `source` that is not `auto`; None: plain decoding.
+      control: settings of the controller; None: always the strategy of `spec`.
+      by_default: whether `auto` became n-grams because the checkpoint has no head.
     """
 
     spec: SpecConfig | None
@@ -74,12 +75,12 @@ class Drafting(NamedTuple):
         return (Strategy.OFF if self.spec is None else self.spec.resolve(),)
 
     def described(self, spell: Spell = python, always_drafts: bool = False) -> str:
-        """One line for the user: what drafts, why, and which setting changes it.
+        """A line for the user: which source drafts, why, and which setting changes it.
 
         Args:
-          spell: spells settings as the user types them.
-          always_drafts: for a program that refuses plain decoding, and in which `source="head"`
-            gives a checkpoint without a head a random one.
+          spell: function that spells settings as the user types them.
+          always_drafts: whether the program refuses plain decoding, and gives a checkpoint without
+            a head a random one for `source="head"`.
         """
         spec = self.spec
         if self.strategies == (Strategy.OFF,):
@@ -91,10 +92,9 @@ class Drafting(NamedTuple):
             others["model"] = spell("draft_model", "DIR")
         ways = [*others.values(), *([] if always_drafts else [spell("strategy", "off")])]
         change = f"to change it: {', '.join(ways[:-1])}{', or ' if ways[1:] else ''}{ways[-1]}"
-        arms = self.strategies
-        how = f"always {arms[0]}"
-        if len(arms) > 1:
-            names = ", ".join(map(str, arms))
+        how = f"always {self.strategies[0]}"
+        if len(self.strategies) > 1:
+            names = ", ".join(map(str, self.strategies))
             how = f"the controller {self.control.controller} chooses among {names}"
         what = {
             "head": _HEADS.get(spec.head, f"the head {spec.head}"),
@@ -113,16 +113,18 @@ def settle_draft(
 ) -> Drafting:
     """Decides what `SpecConfig(source="auto")` means for a checkpoint: its head, or else n-grams.
 
-    N-grams that find nothing cost time. So where the user chose neither them nor a controller, the
-    `goodput` controller chooses between the strategy and `off` while running. It does not under
-    `block` and `recursive`, where the tokens would depend on its choices.
+    N-grams that find nothing cost time. So if the user chose neither n-grams nor a controller, the
+    `goodput` controller chooses between the strategy and `off` while running. In `block` and
+    `recursive` mode it does not, because there the tokens would depend on its choices.
 
     Args:
-      has_head: whether the checkpoint holds a draft head.
+      spec: how to speculate; None: plain decoding.
+      control: the controller, as `LLM` takes it.
+      has_head: whether the checkpoint has a draft head.
       may_stop: whether a controller may choose `off`.
 
     Raises:
-      ValueError: there is a controller, and `spec` is plain decoding.
+      ValueError: a controller is given and `spec` is plain decoding.
     """
     if control is not None:
         control = ControlConfig.of(control)
@@ -140,11 +142,13 @@ def settle_draft(
 def with_kernel(
     source: Draft | None, settle: Callable[..., ModelConfig], what: str = "attention"
 ) -> Draft | None:
-    """The source, in whose network (if it has one) `settle` has chosen the kernels.
+    """Chooses the kernels of a draft source's network, if it has one.
 
     Args:
-      settle: `specjax.kernels.dispatch.settle`, or `specjax.weights.matrix.settle`.
-      what: the kernels it chooses, in words for its messages.
+      source: the draft source; None: there is none.
+      settle: function that chooses, `specjax.kernels.dispatch.settle` or
+        `specjax.weights.matrix.settle`.
+      what: name of the kernels in its messages.
     """
     if source is None or source.network is None:
         return source
@@ -152,7 +156,7 @@ def with_kernel(
 
 
 def page_multiple(cfg: ModelConfig, source: Draft | None) -> int:
-    """The page size must be a multiple of this, for the attention kernels of target and source."""
+    """A number of which the page size must be a multiple, for the kernels of target and draft."""
     drafts = None if source is None else source.network
     cfgs = [cfg] if drafts is None else [cfg, drafts]
     return max(dispatch.page_multiple(each.run.attention) for each in cfgs)
@@ -165,19 +169,22 @@ def load_source(
     tokenizer,
     mesh: jax.sharding.Mesh | None,
 ) -> tuple[ModelConfig, Draft, Params]:
-    """Loads the source that `spec` names.
+    """Loads the draft source that `spec` names.
 
     Args:
-      head: the checkpoint's MTP head, if it has one. tokenizer: the target's, if there is one; a
-        draft model must share it.
+      cfg: config of the target.
+      spec: how to speculate.
+      head: the checkpoint's MTP head; None: it has none.
+      tokenizer: tokenizer of the target, which a draft model must share; None: there is none.
+      mesh: mesh of the target.
 
     Returns:
-      the target's config (with a head's switches), the source, and its parameters.
+      the target's config (with the switches of the head), the source, and its parameters.
 
     Raises:
-      ValueError: the checkpoint's head is asked for and there is none, or there is none at its
-        path; see also `load_draft_model`.
-      CheckpointError: see `load_head`.
+      ValueError: the checkpoint's head is asked for and there is none, or there is no head at the
+        given path; see also `load_draft_model`.
+      CheckpointError: as in `load_head`.
     """
     if spec.source == "model":
         source, params = load_draft_model(
@@ -214,13 +221,15 @@ def check_vocabulary(
     """Refuses a draft model whose token ids differ in meaning from the target's.
 
     Args:
-      draft_ids, target_ids: the id of each token by the model's tokenizer; None without one.
-        Models of one family often pad their embeddings to different sizes, and only a tokenizer
-        tells padding from tokens.
+      draft_cfg: config of the draft model.
+      target_cfg: config of the target.
+      draft_ids: id of each token by the draft model's tokenizer; None: it has none.
+      target_ids: id of each token by the target's tokenizer; None: it has none.
 
     Raises:
-      ValueError: an id stands for two different tokens, or the sizes differ and a tokenizer is
-        missing.
+      ValueError: an id stands for two different tokens; or the vocabulary sizes differ and a
+        tokenizer is missing. (Models of one family often pad their embeddings to different sizes,
+        and only a tokenizer tells padding from tokens.)
     """
     sizes = draft_cfg.vocab_size, target_cfg.vocab_size
     if draft_ids is None or target_ids is None:
@@ -254,14 +263,19 @@ def load_draft_model(
     """Loads a Hugging Face directory or id as a draft model; a draft head in it is ignored.
 
     Args:
-      target_tokenizer: compared with the directory's; None compares the vocabulary sizes only.
-      dtype: of parameters and arithmetic. mesh: shard over it, as the target.
+      path: directory or id.
+      target_cfg: config of the target.
+      target_tokenizer: tokenizer to compare with the directory's; None: only the vocabulary sizes
+        are compared.
+      dtype: dtype of parameters and arithmetic.
+      mesh: mesh to shard over, that of the target.
 
     Returns:
       the source, and its parameters in their decode layout.
 
     Raises:
-      ValueError: see `check_vocabulary`. CheckpointError and others: see `hf.load_checkpoint`.
+      ValueError: the vocabularies differ, see `check_vocabulary`.
+      CheckpointError: the directory cannot be loaded, see `hf.load_checkpoint`.
     """
     path = find_model(path)
     draft_cfg = hf.read_config(path)
@@ -289,10 +303,11 @@ def find_head(name: str) -> Path:
     """Finds the file or directory of a head.
 
     Args:
-      name: a path, or the Hugging Face id of a checkpoint that has one.
+      name: a path, or the Hugging Face id of a checkpoint with a head.
 
     Raises:
-      SettingError: there is nothing of that name. CheckpointError: the id cannot be had.
+      SettingError: there is no such file or id.
+      CheckpointError: the id cannot be downloaded.
     """
     try:
         return find_model(name)
@@ -305,21 +320,21 @@ def find_head(name: str) -> Path:
 def load_head(
     name: str, model: ModelConfig, mesh: jax.sharding.Mesh | None = None
 ) -> tuple[ModelConfig, Params]:
-    """Loads a draft head that lies apart from its policy.
+    """Loads a draft head that is stored apart from its policy.
 
     Args:
-      name: see `find_head`: a file or directory of safetensors, a head that was saved alone
-        (`save_draft`), or the directory of a training run, whose newest checkpoint is taken.
-      model: the policy's config, with or without a head of its own.
-      mesh: to place it on.
+      name: a file or directory of safetensors, a head that was saved alone (`save_draft`), or the
+        directory of a training run, of which the newest checkpoint is loaded; see `find_head`.
+      model: config of the policy, with or without a head of its own.
+      mesh: mesh to place the head on.
 
     Returns:
       the policy's config with the switches of that head, and the head's parameters in
       `model.run.param_dtype`.
 
     Raises:
-      SettingError: there is nothing of that name.
-      CheckpointError: it is damaged, holds no head, or does not fit the policy.
+      SettingError: there is no such file or id.
+      CheckpointError: the file is damaged, holds no head, or does not fit the policy.
     """
     from specjax.checkpoint.store import load_draft  # Orbax takes long to import
 
@@ -354,7 +369,7 @@ def load_head(
 
 
 def head_config(name: str, model: ModelConfig) -> ModelConfig:
-    """The config that `load_head` returns, without loading weights; raises the same errors."""
+    """The config that `load_head` returns, without loading weights; raises as that does."""
     path = find_head(name)
     layout = layout_of(path)
     if layout == HUGGING_FACE:
