@@ -1,4 +1,4 @@
-"""Judges why speculative and plain decoding of one request differ: rounding, or a bug.
+"""Decides why speculative and plain decoding of one request differ: rounding, or a bug.
 
 In `coupled` mode both draw the same noise. So their tokens can differ only where the logits of the
 two programs differ in their last bits, and either the two best perturbed scores are that close, or
@@ -34,9 +34,9 @@ from specjax.memory import Commit, commit, empty
 from specjax.models.transformer import graphdef
 from specjax.parallel import sharding
 
-# Differences of logits beyond this share of the largest logit are not rounding.
+# A difference of logits beyond this share of the largest logit is not rounding.
 ROUNDING_LIMIT = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
-# Sums over a large vocabulary in float32 differ by about this, depending on their order.
+# Sums over a large vocabulary in float32 differ by about this much between orders of summation.
 MASS_ROUNDING = 1e-5
 
 
@@ -45,15 +45,19 @@ class Difference:
     """The first difference between the two decodings of one sample.
 
     Attributes:
-      request, sample: numbers of the sample. position: absolute, of the differing token.
-      plain_token, spec_token: what each decoding chose; -1 where it had already ended.
+      request: index of the request.
+      sample: index of the sample in the request.
+      position: absolute position of the differing token.
+      plain_token: token of plain decoding; -1: it had already ended.
+      spec_token: token of speculative decoding; -1: it had already ended.
       plain_gap: perturbed score of the plain token minus that of the other, by one-row decoding,
         before top-k, top-p and min-p.
-      spec_gap: the other token's lead over the plain one, by the tree-row program.
+      spec_gap: perturbed score of the other token minus that of the plain one, by the tree-row
+        program.
       logit_difference: largest difference of a logit between the programs at this position.
-      explained: whether floating point explains it. The logits then differ by no more than
-        rounding, and either both gaps are within twice that difference, or the edge of a filter is
-        that close to a token that it would have had to cut.
+      explained: whether floating point explains the difference: the logits differ by no more than
+        rounding, and either both gaps are within twice that difference, or a token is that close to
+        the edge of a filter that would have had to cut it.
     """
 
     request: int
@@ -78,10 +82,13 @@ class Difference:
 def first_differences(
     runner, jobs: Sequence[Job], plain: Sequence[list[int]], spec: Sequence[list[int]]
 ) -> list[Difference]:
-    """Judges every job whose tokens differ, see `first_difference`; none when all are equal.
+    """The first difference of every job whose tokens differ, see `first_difference`.
 
     Args:
-      plain, spec: tokens of each job, by the two decodings.
+      runner: runner of the speculative engine.
+      jobs: jobs that both engines decoded.
+      plain: tokens of each job by plain decoding.
+      spec: tokens of each job by speculative decoding.
     """
     return [
         first_difference(runner, job, a, b)
@@ -91,11 +98,15 @@ def first_differences(
 
 
 def first_difference(runner, job: Job, plain: Sequence[int], spec: Sequence[int]) -> Difference:
-    """Locates and judges the first difference between two token lists of one job.
+    """Finds the first difference between two token lists of one job, and whether it is rounding.
+
+    In `invariant` mode both decodings run the same arithmetic, so rounding explains no difference.
 
     Args:
-      runner: the speculative engine's; its parameters and tree are used. In `invariant` mode both
-        decodings run the same arithmetic, so rounding explains no difference.
+      runner: runner of the speculative engine, of which the parameters and the tree are used.
+      job: the sample that was decoded.
+      plain: tokens of plain decoding.
+      spec: tokens of speculative decoding.
     """
     at = next(
         (i for i, (a, b) in enumerate(zip(plain, spec, strict=False)) if a != b),
@@ -109,7 +120,10 @@ def first_difference(runner, job: Job, plain: Sequence[int], spec: Sequence[int]
     scores, noise = _scores(runner, job, context, logits)
     spread = float(max(np.abs(row - logits[0]).max() for row in logits[1:]))
     largest = max(1.0, float(np.abs(logits[0]).max()))
-    slack = max(spread, np.finfo(np.float32).eps * largest) * _magnification(job)
+    penalty = job.params.repetition_penalty
+    # The most that a score moves when its logit moves by 1.
+    magnification = max(penalty, 1 / penalty) / (job.params.temperature or 1.0)
+    slack = max(spread, np.finfo(np.float32).eps * largest) * magnification
 
     def gap(row, winner, loser):
         # Rounding neither ends a sample early nor moves a mask.
@@ -131,7 +145,7 @@ def first_difference(runner, job: Job, plain: Sequence[int], spec: Sequence[int]
 
 
 def _can_win(gap: float, winner: int, loser: int, kept: Support, slack: float) -> bool:
-    """Whether scores within the slack can choose `winner`, and others within it `loser`."""
+    """Whether some scores within the slack choose `winner`, and others within it `loser`."""
     if not np.isfinite(gap) or not (kept.possible[winner] and kept.possible[loser]):
         return False
     won = gap >= -2 * slack or not kept.certain[loser]
@@ -139,17 +153,11 @@ def _can_win(gap: float, winner: int, loser: int, kept: Support, slack: float) -
     return won and lost
 
 
-def _magnification(job: Job) -> float:
-    """The most that a score moves when its logit moves by 1."""
-    penalty = job.params.repetition_penalty
-    return max(penalty, 1 / penalty) / (job.params.temperature or 1.0)
-
-
 def _scores(runner, job: Job, context: np.ndarray, logits: np.ndarray):
-    """Scores for the token after `context`, and the noise of its position, both in float64.
+    """The scores for the token after `context`, and the noise of its position, both in float64.
 
     Args:
-      logits: [N V] of N programs.
+      logits: logits of N programs, [N V].
 
     Returns:
       scores [N V] after every transform but top-k, top-p and min-p, and noise [V].
@@ -177,11 +185,17 @@ def _scores_and_noise(features: Features, options: Options, tokens, lengths, log
 
 @functools.partial(jax.jit, static_argnames="features")
 def transformed(features: Features, options: Options, tokens, lengths, logits):
-    """Scores [N V] of the logits [N V] of the token that follows each context.
+    """Applies the sampling transforms to the logits [N V] of the token after each of N contexts.
 
     Args:
-      options: one row for each context. tokens: [N M], of which the first `lengths` are the
-        context.
+      features: features of the transforms.
+      options: sampling options, one row per context.
+      tokens: token ids, [N M], of which the first `lengths` of each row are the context.
+      lengths: length of each context, [N].
+      logits: logits, [N V].
+
+    Returns:
+      scores, [N V].
     """
     counts = None
     if features.penalties:
@@ -192,7 +206,7 @@ def transformed(features: Features, options: Options, tokens, lengths, logits):
 
 
 def _logits_by_program(runner, context: np.ndarray) -> np.ndarray:
-    """Next-token logits [3 V] of one context by full forward, one-row and tree-row decoding."""
+    """The next-token logits [3 V] of a context by full forward, one-row and tree-row decoding."""
     rows = runner.tree.rows if runner.tree else 2
     tokens = np.broadcast_to(_padded(runner, context), (runner.batch, _width(runner, context)))
     inputs = runner.params, tokens, np.int32(len(context))
@@ -228,9 +242,9 @@ def _full(cfg: ModelConfig, params, tokens, length):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _by_rows(cfg: ModelConfig, count: int, params, tokens, length):
-    """Next-token logits [V], the last `count` tokens decoded as the rows of a chain.
+    """The next-token logits [V], with the last `count` tokens decoded as the rows of a chain.
 
-    A shorter context starts at row 0, and padding fills the rows after it.
+    A context that is shorter fills the first rows, and padding the others.
     """
     model, batch = _model(cfg, params), tokens.shape[0]
     start = jnp.maximum(length - count, 0)
@@ -246,10 +260,11 @@ def _by_rows(cfg: ModelConfig, count: int, params, tokens, length):
 
 
 class Support(NamedTuple):
-    """Which tokens the filters keep when every score may be off by a slack; bool [V] each.
+    """The tokens that filters keep if every score may be off by a slack; bool [V] each.
 
     Attributes:
-      possible: kept for some scores within the slack. certain: kept for all of them.
+      possible: whether a token is kept for some scores within the slack.
+      certain: whether a token is kept for all scores within the slack.
     """
 
     possible: np.ndarray
@@ -260,8 +275,9 @@ def support(scores: np.ndarray, params: SamplingParams, slack: float) -> Support
     """The tokens that top-k, top-p and min-p keep, by interval arithmetic in float64.
 
     Args:
-      scores: [V] temperature-scaled; masked ones are -inf.
-      slack: every score may be off by this. With 0 both sets are what the filters keep, up to
+      scores: temperature-scaled scores, [V]; those of masked tokens are -inf.
+      params: sampling parameters, with the filters.
+      slack: largest error of a score. With 0 both sets are those that the filters keep, up to
         `MASS_ROUNDING`.
     """
     possible = np.isfinite(scores)
@@ -278,27 +294,27 @@ def support(scores: np.ndarray, params: SamplingParams, slack: float) -> Support
             both.possible & (scores >= edge - 2 * slack),
             both.certain & (scores >= edge + 2 * slack),
         )
-    # However narrow the filters, the most likely token passes them.
+    # The most likely token passes every filter.
     best = scores.max()
     alone = (scores >= best - 2 * slack).sum() == 1
     return Support(both.possible | (scores == best), both.certain | ((scores == best) & alone))
 
 
 def _top_k(scores: np.ndarray, k: int, slack: float, before: Support) -> Support:
-    """A token stays if fewer than k are above it: surely, or possibly, above it."""
+    """The tokens with fewer than k tokens above them."""
     ascending = np.sort(scores)
 
     def above(threshold):
         return len(scores) - np.searchsorted(ascending, threshold, side="right")
 
-    surely_above = above(scores + 2 * slack)
-    itself = 1 if slack > 0 else 0  # within the slack of itself
+    certainly_above = above(scores + 2 * slack)
+    itself = 1 if slack > 0 else 0  # a token is within the slack of itself
     possibly_above = above(scores - 2 * slack) - itself
-    return Support(before.possible & (surely_above < k), before.certain & (possibly_above < k))
+    return Support(before.possible & (certainly_above < k), before.certain & (possibly_above < k))
 
 
 def _top_p(scores: np.ndarray, top_p: float, slack: float, before: Support) -> Support:
-    """A token stays if the mass above it is less than top_p."""
+    """The tokens with less than `top_p` of the probability mass above them."""
     weight = np.exp(scores - scores.max())
     order = np.argsort(scores)
     ascending = scores[order]

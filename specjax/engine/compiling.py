@@ -1,10 +1,10 @@
 """Compiled programs: which one serves a call, compiling several at once, and messages about it.
 
-Every program is held as a `.lower().compile()` executable, which refuses other shapes: nothing
-compiles unseen. Compiling can take minutes, and a call that prints nothing looks like one that
-hangs. So whatever takes longer than `SILENT_SECONDS` is logged as a warning, which shows where no
-log was set up: `CompileProgress` counts programs that are compiled ahead, `announce_if_slow` names
-one that a request needs.
+Every program is held as a `.lower().compile()` executable, which refuses other shapes, so that
+nothing is compiled unnoticed. Compiling can take minutes, and a call that prints nothing seems to
+hang. So compiling for longer than `SILENT_SECONDS` is logged as a warning, which Python prints even
+if no log was set up: `CompileProgress` counts programs that are compiled ahead, `announce_if_slow`
+names a program that a request needs.
 """
 
 from __future__ import annotations
@@ -25,22 +25,25 @@ from specjax.parallel import sharding
 
 log = logging.getLogger(__name__)
 
-OnProgram = Callable[[int, int], None]  # programs that are ready, and all that there will be
-SILENT_SECONDS = 5.0  # of compiling before the first message
-MESSAGE_SECONDS = 10.0  # between two messages
+OnProgram = Callable[[int, int], None]  # called with the numbers of ready and of all programs
+SILENT_SECONDS = 5.0  # compiling time before the first message
+MESSAGE_SECONDS = 10.0  # time between two messages
 POLL_SECONDS = 1.0  # `CompilePool.finish` calls `on_built` at least this often
 
 
 class CompilePool:
-    """Threads that compile, while the caller goes on tracing further programs.
+    """Threads that compile programs while the caller traces further ones.
 
-    Compilers run outside of the interpreter's lock. Programs begin in the order in which they were
-    submitted. If the body of a `with` fails, those that have not begun are cancelled.
+    Compilers run outside of the interpreter's lock. Programs are compiled in the order in which
+    they were submitted. If the body of the `with` fails, those that have not begun are cancelled.
 
     Args:
-      threads: programs that are compiled at once.
-      on_built: is called with 1 for each program that is ready, and with 0 every `POLL_SECONDS`
-        while `finish` waits, by the thread that calls `collect` or `finish`.
+      threads: number of programs that are compiled at once.
+      on_built: function called with 1 for each program that is ready, and with 0 every
+        `POLL_SECONDS` while `finish` waits, in the thread that calls `collect` or `finish`.
+
+    Attributes:
+      submitted: number of programs that were submitted.
     """
 
     def __init__(self, threads: int, on_built: Callable[[int], None]):
@@ -50,12 +53,16 @@ class CompilePool:
         self.submitted = 0
 
     def submit(self, build: Callable[[], Any], keep: Callable[[Any], None]) -> None:
-        """Starts `build` on a thread; `keep` gets its result from `collect` or `finish`."""
+        """Runs `build` on a thread; `collect` or `finish` calls `keep` with its result."""
         self._keep[self._pool.submit(build)] = keep
         self.submitted += 1
 
     def collect(self, seconds: float = 0.0) -> None:
-        """Takes in what is ready, waiting so long for the first; raises what a build raised."""
+        """Collects programs that are ready; raises the error of a build that failed.
+
+        Args:
+          seconds: time to wait for the first one.
+        """
         ready, _ = wait(self._keep, seconds, FIRST_COMPLETED)
         for future in [future for future in self._keep if future in ready]:
             self._keep.pop(future)(future.result())
@@ -64,7 +71,7 @@ class CompilePool:
             self._on_built(0)
 
     def finish(self) -> None:
-        """Waits for everything that was submitted."""
+        """Waits for all programs that were submitted."""
         while self._keep:
             self.collect(POLL_SECONDS)
 
@@ -72,16 +79,17 @@ class CompilePool:
         return self
 
     def __exit__(self, kind: type | None, *unused: object) -> None:
-        # After an error, Ctrl-C included, do not wait for what runs, nor begin anything else.
+        # After an error, Ctrl-C included, do not wait for running builds, and begin no others.
         self._pool.shutdown(wait=kind is None, cancel_futures=True)
 
 
 class CompileProgress:
-    """An `OnProgram` that says how many programs are ready, once compiling takes long.
+    """An `OnProgram` that says how many programs are ready, if compiling takes long.
 
     Args:
-      say: gets each message.
-      silent: seconds without a message, `SILENT_SECONDS` if None; with 0 the last one always comes.
+      say: function called with each message.
+      silent: compiling time in seconds below which the last message is left out; None:
+        `SILENT_SECONDS`; 0: it always comes.
     """
 
     def __init__(self, say: Callable[[str], None] = log.warning, silent: float | None = None):
@@ -104,7 +112,7 @@ class CompileProgress:
 
 @contextlib.contextmanager
 def no_messages() -> Iterator[None]:
-    """Nothing is logged about what compiles within."""
+    """A context in which nothing is logged about compiling."""
     log.disabled, before = True, log.disabled
     try:
         yield
@@ -114,7 +122,7 @@ def no_messages() -> Iterator[None]:
 
 @contextlib.contextmanager
 def announce_if_slow(what: str, say: Callable[[str], None] = log.warning) -> Iterator[None]:
-    """Names what is compiled within, if that takes longer than `SILENT_SECONDS`."""
+    """A context that logs what is compiled in it, if that takes longer than `SILENT_SECONDS`."""
 
     def late() -> None:
         say(
@@ -132,7 +140,7 @@ def announce_if_slow(what: str, say: Callable[[str], None] = log.warning) -> Ite
 
 
 class NotCompiled:
-    """The place of a program that is still being compiled: returns its donated inputs, and None."""
+    """Stands for a program that is still being compiled; returns its donated inputs and None."""
 
     def __init__(self, donate: tuple[int, ...]):
         self._donate = donate
@@ -142,24 +150,24 @@ class NotCompiled:
 
 
 class Executables:
-    """Programs by key, each compiled when it is first asked for.
+    """Executables by key, each compiled when it is first asked for.
 
-        key                                       the program
-        prefill, (rows, positions)                reads pieces of so many prompts
-        place, count                              starts so many sequences
+        key                                       what the program does
+        prefill, (rows, positions)                reads pieces of `rows` prompts
+        place, count                              starts `count` sequences
         score, (rows, positions), (rows, pages)   gives log-probabilities of pieces of prompts
-        chunk, strategy, bucket, features         runs so many slots for several rounds
+        chunk, strategy, bucket, features         runs `bucket` rows for several rounds
 
     Args:
-      mesh: that programs run on; None is the default device.
+      mesh: mesh that programs run on; None: the default device.
 
     Attributes:
       by_key: the executables.
-      compilations: programs that were built so far.
-      before_build: is called before a program is compiled, which takes seconds.
-      build: makes the executable of a program, given its key, a function that lowers it, and the
-        numbers of its donated inputs.
-      threads: programs that are compiled at once.
+      compilations: number of programs that were compiled so far.
+      before_build: function called before a program is compiled, which takes seconds.
+      build: function that makes the executable of a program from its key, a function that lowers
+        it, and the indices of its donated inputs.
+      threads: number of programs that are compiled at once.
     """
 
     def __init__(self, mesh: jax.sharding.Mesh | None):
@@ -173,7 +181,7 @@ class Executables:
         self._is_ahead = False
 
     def get(self, key: tuple, program: Callable, inputs: tuple, donate: tuple[int, ...]):
-        """The executable of a program whose output begins with its donated inputs, in order."""
+        """The executable of a program; the program returns its donated inputs first, in order."""
         if key in self.by_key:
             return self.by_key[key]
         self.before_build()
@@ -194,7 +202,7 @@ class Executables:
                 lambda: self.build(key, lambda: lowered, donate),
                 lambda built: self._keep(key, built),
             )
-        elif self._is_ahead:  # the caller of `ahead` reports progress
+        elif self._is_ahead:  # the caller of `ahead` reports the progress
             self._keep(key, self.build(key, lower, donate))
         else:
             with announce_if_slow(_described(key)):
@@ -207,11 +215,12 @@ class Executables:
 
     @contextlib.contextmanager
     def ahead(self, pool: CompilePool | None) -> Iterator[None]:
-        """Programs within are compiled before they are needed, and none is announced.
+        """A context in which programs are compiled before they are needed, without messages.
 
         Args:
-          pool: compiles what is asked for, and must be waited for within. Until then such a program
-            is `NotCompiled` and computes nothing. None: each is compiled when it is asked for.
+          pool: the pool that compiles them; the caller must wait for it before the context ends.
+            Until then a program is `NotCompiled` and computes nothing. None: each program is
+            compiled when it is asked for.
         """
         self._pool, self._is_ahead = pool, True
         try:
@@ -222,13 +231,12 @@ class Executables:
             self.by_key = compiled
 
     def rows(self, positions: int) -> list[int]:
-        """How many prompts each program reads at once that reads pieces of so many positions."""
+        """The number of prompts of each compiled prefill of pieces of so many positions."""
         sizes = [key[1] for key in self.by_key if key[0] == "prefill"]
         return [rows for rows, read in sizes if read == positions]
 
     def buckets(self, strategy: str, features: Features) -> list[int]:
-        """The buckets, ascending, for which a compiled program serves this strategy and these
-        features."""
+        """The buckets, ascending, of compiled programs that serve a strategy and features."""
         found = {
             key[2]
             for key in self.by_key
@@ -237,15 +245,19 @@ class Executables:
         return sorted(found)
 
     def covering(self, strategy: str, bucket: int, features: Features) -> Features:
-        """The features of the smallest compiled program for this strategy and bucket that covers
-        `features`; where there is none, `features` themselves."""
+        """The features of the smallest compiled program that covers `features`.
+
+        If no program for this strategy and bucket covers them, it returns `features`.
+        """
         start = ("chunk", strategy, bucket)
         compiled = [key[3] for key in self.by_key if key[:3] == start and key[3].covers(features)]
         return min(compiled, key=lambda f: f.size, default=features)
 
     def memory(self) -> dict[str, int]:
-        """Bytes of all code, and of the largest program's temporaries; 0 where the platform does
-        not tell."""
+        """The bytes of all code, and of the largest program's temporaries.
+
+        Where the platform does not say, they are 0.
+        """
         found = [compiled.memory_analysis() for compiled in self.by_key.values()]
         found = [analysis for analysis in found if analysis is not None]
         return {
@@ -255,12 +267,13 @@ class Executables:
 
 
 def threads_for(mesh: jax.sharding.Mesh | None) -> int:
-    """The number of programs to compile at once: one for each core, since a compiler does much of
-    its work in one thread (XLA for CPUs a quarter to a third of a chunk's).
+    """The number of programs to compile at once.
 
-    One where all hosts of a replica compile a program, for they must do so in one order, and in
-    jobs of several processes on GPUs: there XLA's autotuner shares out its measurements among the
-    processes, and waits for all of them, program by program.
+    It is one for each core, since a compiler does much of its work in one thread (XLA for CPUs a
+    quarter to a third of a chunk's). It is one where several hosts share a replica, since all of
+    them must compile in the same order, and in jobs of several processes on GPUs, where XLA's
+    autotuner distributes its measurements over the processes and waits for all, one program at a
+    time.
     """
     devices = jax.devices()[:1] if mesh is None else [*mesh.devices.flat]
     several = len(devices) > 1 and len({device.process_index for device in devices}) > 1
@@ -270,7 +283,7 @@ def threads_for(mesh: jax.sharding.Mesh | None) -> int:
 
 
 def _described(key: tuple) -> str:
-    """A program in words, for a message."""
+    """The description of a program for a message."""
     kind, *sizes = key
     if kind == "chunk":
         name, batch = sizes[:2]

@@ -1,4 +1,4 @@
-"""From the scheduler's decisions to the padded arrays that programs take."""
+"""Makes the padded arrays that programs take from the scheduler's decisions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specjax.engine.settings import powers
 
 
 def piece_of(prompts: Several[Prompt], rows: int, width: int, runner: Runner) -> Piece:
-    """The next `width` positions of each prompt; spare rows read nothing into the null page."""
+    """The next `width` positions of each prompt; spare rows write to the null page only."""
     tail = runner.tail
     piece = Piece(
         tokens=np.zeros((rows, width + tail), np.int32),
@@ -36,7 +36,7 @@ def piece_of(prompts: Several[Prompt], rows: int, width: int, runner: Runner) ->
 
 
 def admission_of(starts: Several[Start], count: int, runner: Runner) -> Admission:
-    """Sequences to start, padded to `count`: the first one is repeated, and written twice."""
+    """The sequences to start, padded to `count` by repeating the first, which is harmless."""
     padded = [*starts] + [starts[0]] * (count - len(starts))
     sequences = [start.sequence for start in padded]
     jobs = [sequence.job for sequence in sequences]
@@ -71,8 +71,12 @@ def row_map_of(
     """The row map of a chunk.
 
     Args:
-      alive: have its rows. others: wait. seen: slots of rows that are left, which can be
-        drafted from. table: the pages of each slot.
+      alive: sequences that have the first rows.
+      rows: number of rows.
+      others: sequences that wait for a row.
+      seen: slots of ended samples to put into spare rows, whose tokens can be drafted from.
+      table: page table of all slots.
+      runner: runner of the chunk.
     """
     given = [s.slot for s in alive] + [None] * (rows - len(alive)) + [s.slot for s in others]
     given += [None] * (rows + runner.extra_slots - len(given))
@@ -83,10 +87,10 @@ def row_map_of(
 
 
 def place_sizes(batch: int) -> list[int]:
-    """1, 4, 16, .. and the batch: how many sequences one program starts."""
+    """The numbers of sequences for which a program that starts them is compiled, ascending."""
     return powers(max(batch, FEW), FEW)
 
 
 def place_size(batch: int, count: int) -> int:
-    """Size of the smallest program that starts `count` sequences."""
+    """The size of the smallest program that starts `count` sequences."""
     return next(size for size in place_sizes(batch) if size >= count)

@@ -1,4 +1,4 @@
-"""The sampling options of a job: checked, as features of a program, and as rows of an array."""
+"""Checks the sampling options of jobs, and gives them as features and as rows of arrays."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ from specjax.spelling import SettingError
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What an engine can serve.
+    """The limits of a job in an engine.
 
     Attributes:
-      max_len: prompt and generated tokens at most. stop_width: stop tokens at most.
-      acceptance: the engine's acceptance mode; None decodes plainly.
+      cfg: config of the model.
+      max_len: the most prompt and generated tokens.
+      stop_width: the most stop tokens.
+      acceptance: acceptance mode of the engine; None: it decodes plainly.
     """
 
     cfg: ModelConfig
@@ -149,12 +151,12 @@ def keeps(params: SamplingParams, vocab: int) -> int:
 def option_rows(jobs: Sequence[Job], vocab: int, stop_width: int) -> Options:
     """The jobs' options as numpy arrays, one row per job."""
     rows = neutral(len(jobs), vocab, stop_width, np=np)
-    masks: dict[int, np.ndarray] = {}  # by parameters, which the samples of a request share
+    masks: dict[int, np.ndarray] = {}  # by id of the parameters, which a request's samples share
     for r, job in enumerate(jobs):
         p = job.params
         rows.temperature[r] = p.temperature
-        # Greedy jobs keep neutral filters: top-p, compiled for another row of the batch, must not
-        # move their argmax among tokens that tie.
+        # Greedy jobs keep neutral filters: where another job of the batch needs top-p, it must not
+        # change their argmax among tokens that tie.
         if p.temperature > 0:
             rows.top_k[r] = keeps(p, vocab) % vocab  # 0 keeps all
             rows.top_p[r], rows.min_p[r] = p.top_p, p.min_p
@@ -176,7 +178,7 @@ def option_rows(jobs: Sequence[Job], vocab: int, stop_width: int) -> Options:
 
 
 def bitmask(ids: Sequence[int], vocab: int) -> np.ndarray:
-    """Words [ceil(vocab / 32)] in which bit v % 32 of word v // 32 is set iff v is among `ids`."""
+    """Words [ceil(vocab / 32)] in which bit v % 32 of word v // 32 is set iff v is in `ids`."""
     ids = np.asarray(ids, np.uint32)
     words = np.zeros(-(-vocab // 32), np.uint32)
     np.bitwise_or.at(words, ids // 32, np.uint32(1) << (ids % 32))

@@ -1,10 +1,10 @@
-"""Which sequences hold which page of the caches: a free list and reference counts."""
+"""Which pages of the caches are free: a free list and reference counts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-NULL_PAGE = 0  # takes what is written for positions without a page
+NULL_PAGE = 0  # writes to positions without a page go here
 
 
 class PagePool:
@@ -24,7 +24,7 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """Number of pages that are not held."""
+        """Number of free pages."""
         return len(self._free)
 
     @property
@@ -35,7 +35,7 @@ class PagePool:
         """Takes `count` free pages.
 
         Raises:
-          ValueError: there are not as many.
+          ValueError: there are fewer.
         """
         if count > len(self._free):
             raise ValueError(f"{count} pages are wanted, and only {len(self._free)} are free")
@@ -54,7 +54,7 @@ class PagePool:
         return pages
 
     def release(self, pages: Iterable[int]) -> None:
-        """Gives pages back; those that are not held by others become free."""
+        """Counts one holder less of each page; pages without a holder become free."""
         for page in pages:
             if not self._holders[page]:
                 raise ValueError(f"page {page} is released and is not held")
@@ -64,5 +64,5 @@ class PagePool:
 
 
 def pages_for(positions: int, size: int) -> int:
-    """Pages that hold so many positions."""
+    """The number of pages of `size` positions that hold so many positions."""
     return -(-positions // size)

@@ -9,13 +9,12 @@ from typing import NamedTuple
 import numpy as np
 
 from specjax.decode.admit import Scores
-from specjax.engine.engine import Engine
-from specjax.engine.replicas import Replicas
+from specjax.engine.base import BaseEngine
 from specjax.engine.request import InvalidLogitsError, why_invalid
 from specjax.engine.runner import Runner
 
-SHORTEST = 64  # positions; shorter prompts are padded to it
-TOKENS = 256  # that one program reads, at least
+SHORTEST = 64  # the smallest number of positions that prompts are padded to
+TOKENS = 256  # the fewest tokens that one program reads, padding included
 
 
 class PromptScores(NamedTuple):
@@ -24,7 +23,8 @@ class PromptScores(NamedTuple):
     The entries of the first token, which has no context, are None.
 
     Attributes:
-      logprobs: of each token. ranks: of each token; 1 is the most likely one.
+      logprobs: log-probability of each token.
+      ranks: rank of each token; the most likely token has rank 1.
       top: token id -> logprob of the most likely tokens, best first, and of the token itself, at
         the end if it is none of them.
     """
@@ -38,7 +38,8 @@ class Started(NamedTuple):
     """Prompts whose scores the device is computing.
 
     Attributes:
-      rows: token ids, batch and row of each prompt. batches: the scores of each batch, by piece.
+      rows: token ids of each prompt, and the batch and row in which it is scored.
+      batches: scores of each batch, by piece.
     """
 
     rows: list[tuple[Several[int], int, int]]
@@ -46,22 +47,22 @@ class Started(NamedTuple):
 
 
 class PromptScorer:
-    """Scores prompts with the weights that an engine holds at the time.
+    """Scores prompts with the present weights of an engine.
 
-    Prompts are read in pieces, as for sampling, into pages that are dropped afterwards. Replicas
-    share the work: each batch goes to the one that has read the least so far.
+    Prompts are read in pieces, as for sampling, into pages that are dropped afterwards. Each batch
+    goes to the replica that has read the fewest positions so far.
 
     Args:
-      engine: used only within `start` and `warm_up`.
-      max_len: tokens of a prompt at most.
+      engine: the engine, which is used only within `start` and `warm_up`.
+      max_len: the most tokens of a prompt.
 
     Attributes:
-      spans: lengths that prompts are padded to, ascending, one program each.
+      spans: lengths that prompts are padded to, ascending, each with a program of its own.
     """
 
-    def __init__(self, engine: Engine | Replicas, max_len: int):
+    def __init__(self, engine: BaseEngine, max_len: int):
         self._runners = [one.runner for one in engine.engines]
-        self._read = [0] * len(self._runners)  # positions, by replica
+        self._read = [0] * len(self._runners)  # number of positions read, by replica
         self.spans = [SHORTEST]
         while self.spans[-1] < max_len:
             self.spans.append(2 * self.spans[-1])
@@ -71,11 +72,11 @@ class PromptScorer:
         ]
 
     def _width(self, span: int) -> int:
-        """Positions of one piece of a prompt that is padded to `span`."""
+        """The number of positions of a piece of a prompt that is padded to `span`."""
         return min(self._runners[0].stride, 16 * math.ceil(span / 16))
 
     def warm_up(self) -> None:
-        """Compiles every program for every replica; the same threads as for `start` may call it."""
+        """Compiles every program for every replica; the same thread as for `start` must call it."""
         for span in self.spans:
             for runner in self._runners:
                 prompt = [0] * min(span, runner.max_len)
@@ -127,7 +128,8 @@ class PromptScorer:
         """Waits for the scores; any thread may call this.
 
         Args:
-          top: most likely tokens to return at each position, at most 20.
+          started: what `start` returned.
+          top: number of most likely tokens to return at each position, at most 20.
 
         Raises:
           InvalidLogitsError: the logits somewhere in a prompt are no distribution.

@@ -1,4 +1,4 @@
-"""Reads the prompts, parameters and conversations given to `LLM`: checked, and in one form."""
+"""Checks the prompts, parameters and conversations given to `LLM` and makes lists of them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _MESSAGES = (
 
 
 def as_prompts(given: Any) -> list[Prompt]:
-    """A list of texts and token lists from one prompt or several; `check_prompt` checks the ids.
+    """Makes a list of texts and token lists; `check_prompt` checks the token ids.
 
     Args:
-      given: a prompt or a sequence of prompts, each text, token ids, or one of vLLM's prompt
-        dicts. Arrays stand for their `tolist()`.
+      given: a prompt or a sequence of prompts. A prompt is text, token ids (a list or an array), or
+        one of vLLM's prompt dicts.
 
     Raises:
-      ValueError: it is none of these.
+      ValueError: `given` is none of these.
     """
     if isinstance(given, (str, Mapping)):
         return [_as_prompt("the prompt", given)]
@@ -68,10 +68,14 @@ def _from_dict(where: str, given: Mapping) -> Prompt:
 
 
 def as_params(given: Any, prompts: int) -> list[SamplingParams]:
-    """A list with one `SamplingParams` for each prompt, from one for all or a sequence of them.
+    """Makes a list with one `SamplingParams` for each prompt.
+
+    Args:
+      given: one for all prompts, or a sequence with one for each.
+      prompts: number of prompts.
 
     Raises:
-      ValueError: it is something else, or their number is not that of the prompts.
+      ValueError: `given` is something else, or their number is not that of the prompts.
     """
     if isinstance(given, SamplingParams):
         return [given] * prompts
@@ -93,10 +97,10 @@ def as_params(given: Any, prompts: int) -> list[SamplingParams]:
 
 
 def as_conversations(given: Any) -> list[list[Message]]:
-    """A list of conversations, each a list of messages, from one conversation or several.
+    """Makes a list of conversations, each a list of messages, of one conversation or several.
 
     Raises:
-      ValueError: it is neither, or a message lacks its role or its content.
+      ValueError: `given` is neither, or a message has no role or no content.
     """
     items = None if isinstance(given, Mapping) else _as_list(given)
     if not items:
@@ -145,7 +149,7 @@ def check_prompt(where: str, prompt: Iterable, vocab: int) -> list[int]:
     """The prompt as a list of token ids.
 
     Raises:
-      ValueError: it is empty, or holds something that is no token id below `vocab`.
+      ValueError: the prompt is empty, or holds something that is no token id below `vocab`.
     """
     prompt = list(prompt)
     wrong = [t for t in prompt if not isinstance(t, numbers.Integral) or isinstance(t, bool)]

@@ -483,8 +483,8 @@ class Runner:
           strategy: name of the strategy.
           features: features that the running slots ask for. The smallest compiled program that
             serves them runs, see `Executables.covering`; if there is none, one is compiled.
-          row_map: the slot of each row, and of `extra_slots` more (see `alone`). No slot may be
-            there twice, except the empty one. A slot that is not to run has `NULL_PAGE` for all pages.
+          row_map: the slot of each row, and of `extra_slots` more (see `alone`). No slot is there
+            twice, except the empty one. A slot that shall not run has only `NULL_PAGE` as pages.
           until: when the chunk ends.
         """
         bucket, chosen = len(row_map.slots) - self.extra_slots, self.strategies[strategy]

@@ -4,13 +4,13 @@
 
 `draft` and `target` are any objects with the methods of `Speculator`. The tokens have the target's
 joint distribution, whatever the draft proposes: `specjax.decode.plain_arrays.speculative_accept`
-decides what is kept. `SourceSpeculator` puts a target and a draft source of this library behind the
-same protocol, to study one or to put it beside a model of your own:
+decides which drafted tokens are kept. `SourceSpeculator` gives a target and a draft source of this
+library the same protocol, to study one or to use it with a model of your own:
 
     both = SourceSpeculator(cfg, params, NgramSource(cfg.vocab_size), {})
     speculate(both, both, context, n=4, seed=0, max_tokens=64)
 
-This runs one sequence at a time, from the host. Generation in bulk is `specjax.LLM`'s.
+This runs one sequence at a time, from the host. To generate many, use `specjax.LLM`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from specjax.kernels import dispatch
 from specjax.memory import Commit, commit, empty
 from specjax.models.transformer import Params, graphdef, to_decode_layout
 
-SHORTEST_PREFILL = 16  # contexts are padded to powers of two from here on
+SHORTEST_PREFILL = 16  # the smallest of the powers of two that contexts are padded to
 
 
 class Speculator(Protocol):
@@ -61,7 +61,7 @@ class Speculator(Protocol):
         """
 
     def commit(self, context: Sequence[int], tokens: Sequence[int]) -> None:
-        """Takes in the tokens emitted after the context; a model without a state needs none."""
+        """Updates the model's state with the tokens emitted after the context."""
 
 
 class Speculation(NamedTuple):
@@ -86,17 +86,23 @@ def speculate(
     acceptance: str = "block",
     stop_ids: Collection[int] = (),
 ) -> Speculation:
-    """Rounds of propose, verify, accept and commit, until `max_tokens` or a stop token.
+    """Runs rounds of propose, verify, accept and commit, until `max_tokens` or a stop token.
 
-    A target that gives no distribution after the last draft gets no bonus token: a round that
+    If the target gives no distribution after the last draft there is no bonus token: a round that
     accepts all n drafts emits n tokens.
 
     Args:
-      context: at least one token. n: drafted tokens per round; the draft may propose fewer.
-      stop_ids: generation ends after one of these, which is emitted.
+      draft: the model that proposes.
+      target: the model that verifies.
+      context: token ids, at least one.
+      n: number of drafted tokens per round; the draft may propose fewer.
+      seed: seed of the random numbers by which tokens are accepted.
+      max_tokens: number of tokens to generate.
+      acceptance: acceptance mode, see `speculative_accept`.
+      stop_ids: tokens that end the generation; they are emitted.
 
     Raises:
-      ValueError: an empty context, or what `speculative_accept` refuses.
+      ValueError: the context is empty, or `speculative_accept` refuses the arrays.
     """
     if not len(context):
         raise ValueError("expected a context of at least one token, got none; pass the BOS token")
@@ -121,7 +127,7 @@ def speculate(
 
 
 class _Setup(NamedTuple):
-    """The static half of the programs below."""
+    """The static arguments of the programs below."""
 
     cfg: ModelConfig
     source: Draft
@@ -141,10 +147,10 @@ class _Sequence(NamedTuple):
     """The fields of a decode state that draft sources read, for one sequence.
 
     Attributes:
-      memory, draft: caches of the target and of the source; the source is within a chunk that never
-        ends.
-      keys: of a proposal's noise, new for each proposal.
-      options: the temperature; the context that was prefilled counts as the prompt.
+      keys: keys of a proposal's noise, new for each proposal.
+      options: sampling options. The context that was prefilled counts as the prompt.
+      memory: caches of the target.
+      draft: caches of the draft source, as in a chunk that never ends.
     """
 
     tokens: Int[Array, "1 M"]
@@ -161,7 +167,10 @@ class _Proposed(NamedTuple):
     """A drafted chain.
 
     Attributes:
-      tokens: drafted; -1 from `count` on. q: what each was drawn from. work: see `Draft.step`.
+      tokens: drafted tokens; -1 from index `count` on.
+      q: distribution that each was drawn from.
+      count: number of drafted tokens.
+      work: what `Draft.step` returned beside the last proposal.
     """
 
     tokens: Int[Array, " steps"]
@@ -171,7 +180,7 @@ class _Proposed(NamedTuple):
 
 
 class _Verified(NamedTuple):
-    """A verified chain: distributions, hidden states and scratch of the root and each draft."""
+    """The target's distributions, hidden states and scratch at the root and each drafted token."""
 
     p: Float[Array, "E V"]
     hidden: Float[Array, "1 E D"]
@@ -179,20 +188,21 @@ class _Verified(NamedTuple):
 
 
 class SourceSpeculator:
-    """A target and its draft source as a `Speculator`, with caches that follow the context.
+    """A target and its draft source as a `Speculator`, with caches of the current context.
 
     `propose` runs the source, `verify` the target. One object can be both, and must be for a source
     that drafts from the target's hidden states. A context that does not continue the last one is
-    prefilled anew. Contexts that grow compile nothing, except once per padded prefill length.
+    prefilled again. It compiles once per padded prefill length, and nothing as the context grows.
 
     Args:
-      cfg, params: the target's config and stacked parameters.
-      source, source_params: what drafts, with parameters in its decode layout. No sample ends here,
-        so a source that drafts from samples that ended stays as it is before the first one.
-      steps: tokens that are drafted and verified at a time, at most.
-      temperature: of p and q; 0 is greedy.
-      seed: of the draft's own randomness.
-      max_len: context and emitted tokens at most.
+      cfg: config of the target.
+      params: stacked parameters of the target.
+      source: the draft source. If it drafts from ended samples it has none here, where none ends.
+      source_params: parameters of the source in its decode layout.
+      steps: the most tokens that are drafted and verified at a time.
+      temperature: temperature of p and q; 0 is greedy.
+      seed: seed of the draft's own random numbers.
+      max_len: the most tokens of the context, with the emitted ones.
     """
 
     def __init__(
@@ -240,7 +250,7 @@ class SourceSpeculator:
         """Runs one forward pass of the target over the root and at most `steps` tokens.
 
         Raises:
-          ValueError: there are more tokens; see also `propose`.
+          ValueError: there are more tokens, or as in `propose`.
         """
         setup, tokens = self._setup, tuple(int(t) for t in tokens)
         if len(tokens) > setup.steps:
@@ -262,7 +272,7 @@ class SourceSpeculator:
         """
         context, tokens = _ids(context), _ids(tokens)
         if not tokens or self._context == context + tokens:
-            return  # `speculate` calls draft and target, which may be one object
+            return  # draft and target may be one object, which is called as both
         if len(tokens) > self._setup.steps + 1:
             self._forget()
             return
@@ -287,7 +297,7 @@ class SourceSpeculator:
 
     @property
     def _words(self) -> np.ndarray:
-        """The words [1 5] that key the last proposal's randomness."""
+        """The words [1 5] that key the random numbers of the last proposal."""
         return request_words(self._seed, (), self._proposals)[None]
 
     def _forget(self) -> None:
@@ -298,7 +308,7 @@ class SourceSpeculator:
         self._verified_tokens: tuple[int, ...] = ()
 
     def _follow(self, context: Sequence[int]) -> None:
-        """Makes the caches those of `context`, by prefill unless they are already."""
+        """Prefills `context`, unless the caches are those of this context already."""
         context, setup = _ids(context), self._setup
         if context == self._context and context:
             return
@@ -330,7 +340,7 @@ def _ids(tokens: Sequence[int]) -> tuple[int, ...]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _prefill(setup: _Setup, params, source_params, tokens, length, temperature, words) -> _Sequence:
-    """Caches of `max_len` positions, filled with a context."""
+    """Makes caches of `max_len` positions and fills them with a context."""
     model, source, cfg = setup.model(params), setup.source, setup.cfg
     slots = setup.max_len + max(setup.steps + 1, source.margin(setup.steps))
     multiple = page_multiple(cfg, source)
@@ -364,7 +374,7 @@ def _prefill(setup: _Setup, params, source_params, tokens, length, temperature, 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _propose(setup: _Setup, params, source_params, sequence, temperature, words) -> _Proposed:
-    """Drafts a chain, which ends where the source has no finite logit."""
+    """Drafts a chain, up to where the source has no finite logit."""
     model, source = setup.model(params), setup.source
     keys, nodes, total = request_keys(words), np.arange(setup.steps), setup.steps - 1
     sequence = sequence._replace(keys=keys)

@@ -1,4 +1,4 @@
-"""Before the first request: everything is compiled, and what it costs is measured."""
+"""Compiles all programs before the first request, and measures what a round costs."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ from specjax.engine.runner import Packed, Runner
 from specjax.engine.scheduler import Start
 from specjax.engine.sequence import Sequence
 
-CONTEXT = 256  # tokens of a sequence while costs are measured, at most
-REPEATS_BESIDE = 2  # of every strategy: too large an overhead would make rounds look cheap
-IN_A_ROW = 3  # measurements of quick rounds
-SAMPLE_SECONDS = 0.01  # of one measurement, about; where a round takes longer it is one round
-SLOW_SECONDS = SAMPLE_SECONDS / 4  # of a round: the first one is a measurement, too
-LONG_SECONDS = 4 * SAMPLE_SECONDS  # of a round: beside it the noise of the machine is small
+CONTEXT = 256  # the most tokens of a sequence while costs are measured
+# Measurements of a chunk without rounds, per strategy. If this were too large a time, rounds would
+# seem cheap.
+REPEATS_BESIDE = 2
+IN_A_ROW = 3  # number of measurements of fast rounds
+SAMPLE_SECONDS = 0.01  # approximate duration of a measurement, which has one round at least
+SLOW_SECONDS = SAMPLE_SECONDS / 4  # a round that takes longer is measured by the first one, too
+LONG_SECONDS = 4 * SAMPLE_SECONDS  # a round that takes longer is measured by the first one alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +40,12 @@ class StartUp:
     """Time and memory that starting took.
 
     Attributes:
-      programs: that were compiled. seconds: for that, and for running each once.
-      calibration_seconds: for measuring them.
-      code_bytes, temporary_bytes: of all programs, and of the one with the largest temporaries; 0
-        where the platform does not tell. cache_bytes: of all pages.
+      programs: number of programs that were compiled.
+      seconds: time to compile them and to run each once.
+      calibration_seconds: time to measure them.
+      code_bytes: size of the code of all programs; 0 where the platform does not say.
+      temporary_bytes: size of the temporaries of the program with the largest ones, likewise.
+      cache_bytes: size of all pages.
     """
 
     programs: int
@@ -57,15 +61,11 @@ class StartUp:
             "temporaries": self.temporary_bytes,
             "caches": self.cache_bytes,
         }
-        told = ", ".join(f"{name} {_mib(size)}" for name, size in sizes.items() if size)
+        told = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in sizes.items() if size)
         text = f"compiled {self.programs} programs in {self.seconds:.1f} s ({told})"
         if self.calibration_seconds:
             text += f", measured them in {self.calibration_seconds:.1f} s"
         return text
-
-
-def _mib(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +73,9 @@ class Programs:
     """The programs that an engine may need, for any features.
 
     Attributes:
-      rows: by width of a piece of prompts, how many are read at once.
-      strategies: by bucket, those that a chunk of that size may have.
+      runner: runner of the engine.
+      rows: numbers of prompts that are read at once, by width of their pieces.
+      strategies: strategies that chunks may run, by bucket.
     """
 
     runner: Runner
@@ -83,7 +84,7 @@ class Programs:
 
     @property
     def chunks(self) -> list[tuple[str, int]]:
-        """A strategy and a bucket for each program of chunks."""
+        """A strategy and a bucket for each program that runs chunks."""
         programs = {name: run.program for name, run in self.runner.strategies.items()}
         found = {
             (programs[strategy], bucket): (strategy, bucket)
@@ -94,15 +95,15 @@ class Programs:
         return list(found.values())
 
     def count(self, features: Several[Features]) -> int:
-        """How many `start` starts."""
+        """The number of programs that `start` enqueues."""
         reads = sum(map(len, self.rows.values()))
         return reads + len(place_sizes(self.runner.batch)) + len(self.chunks) * len(features)
 
     def start(self, features: Several[Features]) -> Iterator[Result | None]:
-        """Starts every program: prefill by width, placement by size, chunks by strategy and bucket.
+        """Enqueues every program: prefill by width, place by size, chunks by strategy and bucket.
 
         Yields:
-          what each brings for the host.
+          the result of each program for the host; None: it has none.
         """
         runner = self.runner
         for width, sizes in self.rows.items():
@@ -110,7 +111,7 @@ class Programs:
                 yield runner.prefill(piece_of([], rows, width, runner))
         for count in place_sizes(runner.batch):
             yield runner.place(admission_of(_starts(runner, 1, 1), count, runner))
-        # Smallest first: what a larger program covers already would not be compiled.
+        # The smallest set comes first, for it would not be compiled after one that covers it.
         features = sorted(features, key=lambda f: f.size)
         for strategy, bucket in self.chunks:
             for wanted in features:
@@ -121,16 +122,19 @@ class Programs:
 def compile_ahead(
     engines: Several[Programs], features: Several[Features], on_program: OnProgram | None = None
 ) -> StartUp:
-    """Compiles every program of several engines, side by side.
+    """Compiles every program of several engines concurrently, and runs each once.
 
-    Programs of replicas are alike, and JAX has no way to load one on other devices than those that
-    it was compiled for. (With a cache directory they are found there on GPUs.) Each runs once, over
-    a prefix: the first run of a program takes many times as long as those that follow, and what it
-    skips then is as slow when it comes.
+    Replicas have equal programs, but JAX cannot load a program on other devices than those that it
+    was compiled for. (On GPUs a cache directory has it.) Each program runs once, with a prefix in
+    the caches: the first run takes many times as long as later ones, and code that it skipped would
+    be as slow later.
 
     Args:
-      on_program: hears at the beginning, of each program that is ready, and now and then between,
-        how many are ready, and of how many; None: a warning is logged when it takes long.
+      engines: programs of each engine.
+      features: sets of features, each of which gets programs for chunks.
+      on_program: function called at the beginning, after each program and every few seconds with
+        the number of programs that are ready and of all; None: a warning is logged if it takes
+        long.
     """
     started, tell = time.perf_counter(), on_program or CompileProgress()
     runners = [programs.runner for programs in engines]
@@ -177,12 +181,13 @@ def compile_ahead(
 
 
 def calibrate(programs: Programs, features: Features) -> tuple[CostTable, float]:
-    """Seconds per round of every strategy at every bucket, measured in turns.
+    """Measures the seconds per round of every strategy at every bucket.
 
-    What a chunk takes beside its rounds is measured with none. The first turn tells how many rounds
-    a measurement needs; that is all that it counts for, unless they take long. Quick rounds are
-    measured most often: what runs after a pause is slow for some milliseconds. The least counts.
-    It is meant to be short: what it gets wrong is put right while the controller observes.
+    A chunk without rounds gives the time that a chunk takes beside its rounds. The first round of a
+    strategy gives the number of rounds of its measurements; it is a measurement itself only if it
+    took long. Fast rounds are measured several times, because programs are slow for some
+    milliseconds after a pause; the least time counts. Measuring is short: the controller corrects
+    errors by what it observes later.
 
     Returns:
       the table, and the seconds that measuring took.
@@ -192,13 +197,14 @@ def calibrate(programs: Programs, features: Features) -> tuple[CostTable, float]
     beside: dict[int, float] = {}
 
     def measured(strategy: str, rounds: int, times: int = 1) -> Iterator[tuple[float, int]]:
-        """Seconds of chunks one after the other, and how many rounds each had."""
+        """The seconds and the number of rounds of each of `times` chunks."""
         starts = _starts(runner, bucket, _context(runner))
         runner.place(admission_of(starts, place_size(runner.batch, bucket), runner))
         jax.block_until_ready(runner.state)
         for _ in range(times):
             begin = time.perf_counter()
-            count = _chunk(runner, strategy, features, bucket, rounds)
+            result = _start_chunk(runner, strategy, features, bucket, rounds)
+            count = int(result.open().rounds)
             yield runner.agreement.agree(time.perf_counter() - begin), count
 
     for bucket, names in programs.strategies.items():
@@ -213,39 +219,39 @@ def calibrate(programs: Programs, features: Features) -> tuple[CostTable, float]
         for name, first in firsts.items():
             rounds = enough_rounds(first, _most_rounds(runner, name, bucket))
             for seconds, count in measured(name, rounds, further_measurements(first)):
-                if count:  # else its sequences have no room for more
+                if count:  # else its sequences have no room for further tokens
                     samples[name, bucket].append(of_rounds(seconds, beside[bucket]) / count)
     return CostTable.from_samples(samples, beside), time.perf_counter() - started
 
 
 def _context(runner: Runner) -> int:
-    """Tokens of a sequence while programs are tried and measured."""
+    """The number of tokens of a sequence while programs are run and measured."""
     return min(CONTEXT, runner.max_len // 2)
 
 
 def further_measurements(seconds: float) -> int:
-    """How many of a strategy are made after its first round, given the seconds of that."""
+    """The number of measurements of a strategy after its first round, given the seconds of it."""
     return IN_A_ROW if seconds < SLOW_SECONDS else 1 if seconds <= LONG_SECONDS else 0
 
 
 def calibration_rounds(seconds: float, most: int) -> int:
-    """Rounds in which `calibrate` measures a strategy in all, given the seconds of one."""
+    """The number of rounds that `calibrate` runs of a strategy, given the seconds of one."""
     return 1 + further_measurements(seconds) * enough_rounds(seconds, most)
 
 
 def enough_rounds(seconds: float, most: int) -> int:
-    """Rounds of one measurement, given the seconds of one and how many a chunk can have."""
+    """The number of rounds of a measurement, given the seconds of one and the most of a chunk."""
     return min(max(round(SAMPLE_SECONDS / seconds), 1), most)
 
 
 def _most_rounds(runner: Runner, strategy: str, bucket: int) -> int:
-    """Rounds of a chunk of which a sequence has room for `IN_A_ROW`, if it has for one each."""
+    """The most rounds of a chunk such that a sequence has room for `IN_A_ROW` chunks."""
     room = (runner.max_len - _context(runner)) // (runner.plans[strategy].steps + 1)
     return max(min(runner.rounds(strategy, bucket), room // IN_A_ROW), 1)
 
 
 def _starts(runner: Runner, count: int, length: int) -> list[Start]:
-    """Made-up sequences for the first `count` slots, which will not end soon."""
+    """Artificial sequences for the first `count` slots, which will not end soon."""
     prompt = (np.arange(max(length, 1)) % runner.cfg.vocab_size).tolist()
     params = SamplingParams(temperature=1.0, max_tokens=None, n=count, ignore_eos=True)
     starts = []
@@ -257,14 +263,8 @@ def _starts(runner: Runner, count: int, length: int) -> list[Start]:
     return starts
 
 
-def _chunk(runner: Runner, strategy, features, bucket, rounds: int) -> int:
-    """Runs a chunk and returns how many rounds it had."""
-    result = _start_chunk(runner, strategy, features, bucket, rounds)
-    return int(result.open().rounds)
-
-
 def _start_chunk(runner: Runner, strategy, features, bucket, rounds: int) -> Packed[Result]:
-    """Starts a chunk of the first slots, each in pages of its own as long as there are enough."""
+    """Enqueues a chunk of the first slots, each with pages of its own if there are enough."""
     emitted = IN_A_ROW * runner.most_tokens(bucket)
     needed = min(_context(runner) + emitted, runner.max_len)
     each = pages_for(needed, runner.page_size)

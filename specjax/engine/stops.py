@@ -1,11 +1,11 @@
 """Finds stop strings in a sample's text, on the host.
 
-A sample's text grows token by token and is searched after each one. So where a sample ends follows
-from its tokens, and not from how many of them a chunk emitted.
+A sample's text grows token by token and is searched after each one. So the end of a sample depends
+on its tokens only, and not on how many of them a chunk emitted.
 
-Decoding leaves special tokens out, and yet a stop string may be one, or contain one. So the text
-with the names of special tokens in their places is searched as well. Only whole names count: `eos`
-is not found in `<|eos|>`.
+Decoding leaves special tokens out, but a stop string may be one, or contain one. So the text with
+the names of special tokens in their places is searched as well. Only whole names match: `eos` is
+not found in `<|eos|>`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-INCOMPLETE = "\ufffd"  # what a tokenizer makes of the first bytes of a character
-BYTES = 4  # of a character at most, and so its tokens at most
-WINDOW = 24  # tokens that are decoded at a time, about
+INCOMPLETE = "\ufffd"  # the text that a tokenizer gives the first bytes of a character
+BYTES = 4  # the most bytes, and so the most tokens, of a character
+WINDOW = 24  # approximate number of tokens that are decoded at a time
 
 
 class TextStream:
-    """Decodes a growing list of tokens; text that was given out never changes.
+    """Decodes a growing list of tokens; `text` only grows.
 
     A few tokens are decoded at a time, after some earlier ones for context: a token's text may
     depend on the token before it (a space is dropped at the start), and a character may take
@@ -28,7 +28,7 @@ class TextStream:
     every further one.
 
     Attributes:
-      text: of the tokens so far, in whole characters.
+      text: text of the tokens so far, in whole characters.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]):
@@ -37,8 +37,8 @@ class TextStream:
         self._window = ""  # its text
         self._fresh = 0
         self._grown = 0  # tokens of the window when `text` grew last
-        self._known = 0  # characters of the window that `text` has already
-        self._held = 0  # INCOMPLETEs that left the window and are not in `text` yet
+        self._known = 0  # number of characters of the window that `text` has already
+        self._held = 0  # number of INCOMPLETEs that left the window and are not in `text` yet
         self.text = ""
 
     def push(self, token: int) -> None:
@@ -59,11 +59,11 @@ class TextStream:
 
     @property
     def rest(self) -> str:
-        """The text that is held back, of a character that is not complete."""
+        """The text of an incomplete character, which is not in `text` yet."""
         return INCOMPLETE * self._held + self._window[self._known :]
 
     def _grow(self, whole: str) -> None:
-        """Appends the window's whole characters to `text`, and drops tokens they settle."""
+        """Appends the window's whole characters to `text`, and drops their tokens."""
         self.text += INCOMPLETE * self._held + whole[self._known :]
         self._known, self._held = len(whole), 0
         if whole == self._window:
@@ -72,7 +72,7 @@ class TextStream:
                 self._window = self._decode(self._ids)
                 self._known = len(self._window)
             self._fresh = len(self._ids)
-        elif len(self._ids) > WINDOW:  # so far it has always ended within a character
+        elif len(self._ids) > WINDOW:  # the window has always ended within a character
             tail = self._ids[-2 * BYTES :]
             window = self._decode(tail)
             if known := len(window.rstrip(INCOMPLETE)):
@@ -80,11 +80,11 @@ class TextStream:
         self._grown = len(self._ids)
 
     def _shrink(self) -> None:
-        """Drops tokens without a character that cannot become part of one any more."""
+        """Drops tokens that have no character and cannot become part of one any more."""
         before, run = self._ids[: self._grown], self._ids[self._grown :]
-        if self._window:  # not at the very start, where a space has no text either
+        if self._window:  # not at the start of the text, where a space has no text either
             run = [token for token in run if self._decode([token])]
-        # Cut out the middle of the run, at a place where both sides do not join to a character.
+        # Drop the middle of the run, cut where the two sides do not form a character.
         for cut in range(BYTES):
             kept = before + run[:cut] + run[max(cut, len(run) - BYTES) :]
             window = self._decode(kept)
@@ -103,7 +103,7 @@ class Cut(NamedTuple):
 
 
 class _Named(NamedTuple):
-    """A special token's name: where it begins in the text with names, and its length."""
+    """The place of a special token's name: its index in the text with names, and its length."""
 
     at: int
     length: int
@@ -113,10 +113,13 @@ class StopStrings:
     """Looks for stop strings in one sample.
 
     Args:
-      decode: token ids to text, without special tokens. include: the text keeps the stop string.
-      min_tokens: strings that one of the first `min_tokens` tokens completes do not count; stop
-        tokens are masked there, too.
-      name: the name of a special token, empty for all others; None if there are no special tokens.
+      strings: the stop strings.
+      decode: function from token ids to text without special tokens.
+      include: whether the text keeps the stop string.
+      min_tokens: number of tokens at the beginning that cannot complete a stop string; stop tokens
+        are masked there, too.
+      name: function that returns the text of a special token, and an empty one for other tokens;
+        None: there are no special tokens.
     """
 
     def __init__(
@@ -152,7 +155,7 @@ class StopStrings:
     def feed(self, tokens: Sequence[int]) -> Cut | None:
         """Takes in the next tokens; returns where the sample ends once a stop string is complete.
 
-        Of several strings that one token completes, the one that begins first counts.
+        If one token completes several strings, the one that begins first ends the sample.
         """
         for token in tokens:
             searched, searched_whole = len(self._stream.text), len(self._whole)
@@ -180,10 +183,12 @@ class StopStrings:
     def _find(
         self, text: str, searched: int, refused: Callable[[int, int], bool] | None = None
     ) -> list[tuple[int, str]]:
-        """Stop strings that end past the first `searched` characters, and where they begin.
+        """The stop strings that end after the first `searched` characters, and where they begin.
 
         Args:
-          refused: whether a string from one place to another does not count.
+          text: the text to search.
+          searched: number of characters that were searched before.
+          refused: function that returns whether a match from one index to another does not count.
         """
         found = []
         for string in self._strings:
@@ -195,7 +200,7 @@ class StopStrings:
         return found
 
     def _cuts_a_name(self, start: int, end: int) -> bool:
-        """Whether this range of the text with names holds part of a name, but not all of it."""
+        """Whether this range of the text with names holds a part of a name only."""
         for name in reversed(self._names):
             after = name.at + name.length
             if after <= start:
@@ -205,5 +210,5 @@ class StopStrings:
         return False
 
     def _without_names(self, at: int) -> int:
-        """The place in the text without names that a place in the text with them has."""
+        """The index in the text without names of an index in the text with names."""
         return at - sum(min(at - name.at, name.length) for name in self._names if name.at < at)

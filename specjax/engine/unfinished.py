@@ -17,14 +17,15 @@ from specjax.spelling import SettingError
 
 
 class Unfinished:
-    """Makes sequences of jobs that fit, and knows what those that have not ended ask of a program.
+    """Makes sequences of jobs that fit, and holds the features that unfinished samples need.
 
     Args:
-      runner: whose pages they must fit into. limits: of a single job.
+      runner: runner into whose pages a job must fit.
+      limits: limits of a single job.
 
     Attributes:
-      asked: features, and how many of the samples ask for them.
-      seen: what any sample asked for since there was none.
+      asked: number of unfinished samples by the features that they need.
+      seen: all features needed since the set of unfinished samples was last empty.
     """
 
     def __init__(self, runner: Runner, limits: Limits):
@@ -33,7 +34,7 @@ class Unfinished:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets them all."""
+        """Forgets all samples."""
         self._sequences: dict[Sequence, None] = {}
         self.asked: Counter[Features] = Counter()
         self.seen = Features()
@@ -48,26 +49,26 @@ class Unfinished:
         return iter(list(self._sequences))
 
     def add(self, sequence: Sequence) -> None:
-        """Takes in one that was queued."""
+        """Adds a sequence that was queued."""
         features = sequence.features
         self.seen = self.seen | features if self._sequences else features
         self._sequences[sequence] = None
         self.asked[features] += 1
 
     def remove(self, sequence: Sequence) -> None:
-        """Forgets one that has ended."""
+        """Removes a sequence that has ended."""
         del self._sequences[sequence]
         self.asked[sequence.features] -= 1
         if not self.asked[sequence.features]:
             del self.asked[sequence.features]
 
     def make(self, job: Job, progress: Progress | None = None) -> Sequence:
-        """A sequence of a job, see `BaseEngine.make`."""
+        """Makes a sequence of a job, see `BaseEngine.make`."""
         features = self._features_of(job)
-        asked, there = job.params.strategy, self._runner.plans
-        if asked is not None and asked not in there:
+        asked, compiled = job.params.strategy, self._runner.plans
+        if asked is not None and asked not in compiled:
             raise ValueError(
-                f"{job.where} asks for strategy {asked!r}, and only {', '.join(there)} "
+                f"{job.where} asks for strategy {asked!r}, and only {', '.join(compiled)} "
                 "were compiled; list it among the controller's strategies"
             )
         limit, runner = min(job.limit, self._runner.max_len), self._runner
@@ -87,10 +88,9 @@ class Unfinished:
         return Sequence(job, runner.steps, features, progress)
 
     def _features_of(self, job: Job) -> Features:
-        """Features that a job asks for; raises ValueError if it does not fit.
+        """The features that a job needs; raises ValueError if the job does not fit.
 
-        Samples of one request differ in nothing that matters here, so that the last answer serves
-        them all.
+        The samples of a request need the same features, so the last result is kept for them.
         """
         last, features = self._last_asked
         if last is None or not (
@@ -107,7 +107,7 @@ class Unfinished:
 
 
 def _check_progress(job: Job, progress: Progress, room: int) -> None:
-    """Raises ValueError if a sample cannot go on from there, with `room` tokens in all."""
+    """Raises ValueError if a sample of at most `room` tokens cannot continue from `progress`."""
     if job.params.top_logprobs:
         raise ValueError(
             f"{job.where} continues an earlier run and asks for top logprobs, which are not "
@@ -127,5 +127,5 @@ def _check_progress(job: Job, progress: Progress, room: int) -> None:
 
 
 def all_of(features: Iterable[Features]) -> Features:
-    """Features that any of them asks for."""
+    """The union of features."""
     return functools.reduce(operator.or_, features)

@@ -1,8 +1,8 @@
 """The part of the vocabulary that is drafted from: ids of a file, or those emitted most often.
 
-In `coupled` mode the choice changes no token. Under `block` and `recursive` it stays fixed: if the
-tokens that a request drew decided what is drafted when it is replayed, p/q acceptance would be
-biased.
+In `coupled` mode the choice changes no token. In `block` and `recursive` mode it stays fixed: if
+the tokens of a request decided what is drafted when the request is replayed, p/q acceptance would
+be biased.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ import numpy as np
 from specjax.config import ModelConfig, SpecConfig
 from specjax.spelling import SettingError
 
-FIRST_COUNT = 4096  # tokens emitted before the ids are chosen anew
+FIRST_COUNT = 4096  # number of emitted tokens after which the ids are first chosen again
 
 
 def draft_ids(cfg: ModelConfig, spec: SpecConfig) -> np.ndarray | None:
-    """The ids, ascending, that are drafted from at the start; None for all.
+    """The ids, ascending, that are drafted from at the start; None: all.
 
     Without a file they are the tokens that end a sequence, and the lowest ids: byte-pair encoding
     numbers tokens in the order in which it merged them, the most frequent first.
 
     Raises:
-      SettingError: see `read_token_map`, or there are fewer ids than `draft_vocab`.
+      SettingError: the file cannot be read (see `read_token_map`), or has fewer ids than
+        `draft_vocab`.
     """
     size, name, vocab = spec.draft_vocab, spec.token_map, cfg.vocab_size
     if size is None and name is None:
@@ -52,7 +53,7 @@ def read_token_map(name: str, vocab: int) -> np.ndarray:
     """The token ids in a file, a JSON list with the most frequent first.
 
     Raises:
-      SettingError: it cannot be read, or holds something else.
+      SettingError: the file cannot be read, or holds something else.
     """
 
     def refused(got: str) -> SettingError:
@@ -83,8 +84,8 @@ class TokenCounts:
     """Counts how often each token is emitted, to choose which ids to draft from.
 
     Args:
-      vocab: the vocabulary's size.
-      first: the ids that are drafted from at the start; on a tie they go before others.
+      vocab: size of the vocabulary.
+      first: ids that are drafted from at the start, which precede others with equal counts.
     """
 
     def __init__(self, vocab: int, first: np.ndarray):
