@@ -1,8 +1,8 @@
 """What a model keeps of each sequence: pages of keys and values, and slots of recurrent state.
 
-There is a pool of pages of S positions, and a sequence's *table* says which page holds its first S
-positions, which the next S, and so on. Without a table (None) sequence b has page b to itself: a
-contiguous cache. Page 0 of a pool with tables belongs to no sequence: rows for positions without a
+There is a pool of pages of `page_size` positions, and a sequence's *table* lists its pages in the
+order of its positions. Without a table (None) sequence b has page b to itself: a contiguous cache.
+Page 0 of a pool with tables belongs to no sequence: rows for positions without a
 page are written there or dropped, and never read.
 
 Slots have a fixed size and stand in the order of the batch. Samples of one prompt share its full
@@ -15,8 +15,11 @@ accepted rows to consecutive positions of the pages and advances slots over them
 root, and later commits write over them before any prefix reaches so far.
 
 The memory of a model has an entry per layer. Where layers are scanned it has one per layer of the
-repeating pattern, and repetition i of it is `pages[i]`, an axis in front, and `slots[:, i]`: of
-slots the sequences stay in front.
+repeating pattern. Repetition i of it is `pages[i]`, the first axis, and `slots[:, i]`, the second
+axis: sequences are the first axis of slots.
+
+Dimensions: B sequences, T rows of a forward pass, A rows of an accepted path, R rows in general,
+L layers, K key and value heads, H head size, P pages of a pool, D width.
 """
 
 from __future__ import annotations
@@ -36,10 +39,11 @@ from specjax.kernels import dispatch
 
 
 class KVCache(NamedTuple):
-    """Keys and values, head-major, in P pages of S positions each.
+    """Keys and values, head-major, in pages of `page_size` positions each.
 
     Attributes:
-      k, v: `[P K S H]` of one layer, `[L P K S H]` of layers that are scanned.
+      k: keys, `[P K page_size H]` of one layer, `[L P K page_size H]` of layers that are scanned.
+      v: values, in arrays of the same shape.
     """
 
     k: Array
@@ -72,7 +76,7 @@ def _of_all(layers: Iterable[Memory]) -> Memory:
 
 
 def empty_slots(cfg: ModelConfig, count: int) -> tuple:
-    """Makes the slots of so many sequences before their first token."""
+    """Makes the slots of `count` sequences before their first token."""
     return empty(cfg, Room(slots=count, pages=0, page_size=1)).slots
 
 
@@ -91,9 +95,10 @@ class Commit(NamedTuple):
     """The places that accepted rows are written to.
 
     Attributes:
-      start: [B] position of the first row. table: the pages of each sequence.
+      start: position of the first row of each sequence.
+      table: the pages of each sequence.
       after: numbers >= 0 that make the write wait, see `commit_rows`.
-      run: rows that are sure to lie in one page, see `commit_rows`.
+      run: number of consecutive rows that are sure to lie in one page, see `commit_rows`.
     """
 
     start: Int[Array, " B"]
@@ -106,18 +111,20 @@ def commit(
     cfg: ModelConfig,
     memory: Memory,
     scratch: tuple[Scratch, ...],
-    path: Int[Array, "B E"] | None,
+    path: Int[Array, "B A"] | None,
     count: Int[Array, " B"],
     to: Commit,
 ) -> Memory:
     """Writes an accepted path to a model's memory.
 
-    All E rows of the path are written to pages, in one operation for all layers; slots are advanced
-    over the first `count`.
+    All A rows of the path are written to pages, in one operation for all layers; slots are advanced
+    over the first `count` rows.
 
     Args:
-      path: rows of the scratch, in order; None: all rows, in the order of the scratch.
-      count: accepted rows; 0 where a sequence does not run.
+      scratch: rows of the forward pass, by layer.
+      path: numbers of the rows that are written, in order; None: all rows of the scratch.
+      count: number of accepted rows; 0 where a sequence does not run.
+      to: where the rows are written.
     """
     rows, inputs = (tuple(part) for part in zip(*scratch, strict=True))
     mixers = [layer.mixer for layer in cfg.layers]
@@ -142,8 +149,8 @@ def commit(
     return Memory(pages, tuple(map(advance, mixers, memory.slots, inputs)))
 
 
-def _along(x: Array, path: Int[Array, "B E"], axis: int) -> Array:
-    """Picks the rows of a path along an axis: [.. B T ..] -> [.. B E ..]."""
+def _along(x: Array, path: Int[Array, "B A"], axis: int) -> Array:
+    """Picks the rows of a path along an axis: [.. B T ..] -> [.. B A ..]."""
     lead, rest = (None,) * (axis - 1), (None,) * (x.ndim - axis - 1)
     return take_along(x, path[(*lead, ..., *rest)], axis=axis)
 
@@ -164,17 +171,17 @@ def append_rows(
     return tuple(filled), tuple(buffer[:, :, :end] for buffer in filled)
 
 
-def take_slots(slots: Any, who: Int[Array, " b"]) -> Any:
-    """Takes the slots of the sequences `who`."""
-    return jax.tree.map(lambda x: take(x, who), slots)
+def take_slots(slots: Any, index: Int[Array, " some"]) -> Any:
+    """Takes the slots of some sequences, by their index."""
+    return jax.tree.map(lambda x: take(x, index), slots)
 
 
-def put_slots(slots: Any, who: Int[Array, " b"], new: Any) -> Any:
+def put_slots(slots: Any, index: Int[Array, " some"], new: Any) -> Any:
     """Writes back slots that `take_slots` took."""
-    return jax.tree.map(lambda x, y: put(x, who, y.astype(x.dtype)), slots, new)
+    return jax.tree.map(lambda x, y: put(x, index, y.astype(x.dtype)), slots, new)
 
 
-def choose_slots(first: Bool[Array, " b"], slots: Any, others: Any) -> Any:
+def choose_slots(first: Bool[Array, " some"], slots: Any, others: Any) -> Any:
     """Chooses `slots` where `first` is set, and `others` elsewhere."""
 
     def one(x, y):
@@ -184,7 +191,7 @@ def choose_slots(first: Bool[Array, " b"], slots: Any, others: Any) -> Any:
 
 
 def page_size(pages: Any) -> int:
-    """Positions of a page; 0 where there are none."""
+    """Returns the number of positions of a page; 0 where there are no pages."""
     return next((x.shape[-2] for x in jax.tree.leaves(pages)), 0)
 
 
@@ -216,8 +223,8 @@ def with_marked_keys(
     return jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
 
 
-def take_path(x: Array, path: Int[Array, "B E"]) -> Array:
-    """Picks tree rows `path` of states, logits or the like: [B T ..] -> [B E ..]."""
+def take_path(x: Array, path: Int[Array, "B A"]) -> Array:
+    """Picks tree rows `path` of states, logits or the like: [B T ..] -> [B A ..]."""
     return _along(x, path, 1)
 
 
@@ -241,12 +248,16 @@ def commit_rows(
     dropped: the engine's tables are that much longer than the longest sequence.
 
     Args:
-      after: any numbers >= 0 that depend on all that reads the cache, so that the write comes after
-        it. Without it XLA may order the write of a layer's rows before its attention, and then
+      cache: the pages.
+      rows: the rows [.. B K R H], in a tree of the same structure.
+      start: position of the first row of each sequence.
+      after: any numbers >= 0 that depend on everything that reads the cache, so that XLA writes
+        after those reads; their values are not used. Without them XLA may order the write of a layer's rows before its attention, and then
         copies every array twice per round.
-      run: every `run` consecutive rows, counted from `start`, are sure to lie in one page (a
-        divisor of R); with no table, all of them do.
-      kernel: the backend that writes, see `specjax.kernels.dispatch.commit`.
+      table: the pages of each sequence.
+      run: number of consecutive rows, counted from `start`, that are sure to lie in one page (a
+        divisor of R); with no table all rows do.
+      kernel: name of the backend that writes, see `specjax.kernels.dispatch.commit`.
     """
     if after is not None:
         start = start + jnp.minimum(after, 0)
@@ -261,8 +272,10 @@ def commit_rows(
     return jax.tree.unflatten(structure, written)
 
 
-def copy_pages(cache: KVCache, source: Int[Array, " M"], target: Int[Array, " M"]) -> KVCache:
-    """Copies page source[m] to page target[m], one after the other."""
+def copy_pages(
+    cache: KVCache, source: Int[Array, " copies"], target: Int[Array, " copies"]
+) -> KVCache:
+    """Copies page source[i] to page target[i], one after the other."""
 
     def copy(m, arrays):
         out = []

@@ -9,9 +9,9 @@ Two distributions appear. The *temperature-scaled* one is the raw logits over T:
 recomputes. The *transformed* one is what is sampled, after penalties, bias, masks and filters. At
 T = 0 both are scored at T = 1.
 
-Dimensions: B slots (in the report of a chunk: sequences), A = steps + 1 tokens that a round can emit
-at most, V vocabulary, M layers that record facts; the others are written as words: `rounds` of the
-chunk, `tokens` that a slot can emit in the chunk, rounds * A, and `top` = min(20, V).
+Dimensions: B slots (in the report of a chunk: sequences), A = steps + 1 tokens that a round can
+emit at most, V vocabulary, M layers that record facts; the others are written as words: `rounds` of
+the chunk, `tokens` that a slot can emit in the chunk, rounds * A, and `top` = min(20, V).
 """
 
 from __future__ import annotations

@@ -43,20 +43,22 @@ class ModelSlots(NamedTuple):
     """What the draft model remembers of each slot.
 
     Attributes:
-      pending: [B] the last tokens, root included, whose rows are not in the cache yet: those that
-        were emitted since it last ran, at least 1. Rows below length - pending are valid.
+      pending: number of tokens at the end of the sequence, root included, whose rows are not in the
+        draft's cache yet: the tokens emitted since it last ran, at least 1. Rows at positions below
+        length - pending are valid.
     """
 
     pending: Int[Array, " B"]
 
 
 class _Work(NamedTuple):
-    """What is handed from step to step of a round.
+    """The work of a round, which each step hands to the next.
 
     Attributes:
-      cache: pages, with the rows up to the root committed. root: [B] its position.
+      cache: pages of the draft model, with the rows up to the root committed.
+      root: position of each slot's root.
       scratch: keys and values [.. B K total H] of the tree rows run so far, by layer.
-      table: of the cache's pages.
+      table: the pages of each slot.
     """
 
     cache: tuple
@@ -70,9 +72,9 @@ class ModelSource(Draft):
     """Drafts with a standalone model, whose parameters are in their decode layout.
 
     Attributes:
-      cfg: of the draft model.
-      vocab: the target's vocabulary size. Larger ids are padding of the draft's tables and are cut
-        off; ids that the draft does not have are never proposed.
+      cfg: config of the draft model.
+      vocab: vocabulary size of the target. Larger ids are padding of the draft model's tables and
+        are cut off; ids that the draft model does not have are never proposed.
     """
 
     cfg: ModelConfig
@@ -110,7 +112,7 @@ class ModelSource(Draft):
         return to_format(cast(params, self.cfg.run.compute_dtype), self.cfg)
 
     def columns(self, params: Params, target: Params, ids) -> Params:
-        """Ids that the draft model does not have stand for no token."""
+        """See `Draft.columns`; ids that the draft model does not have stand for no token."""
         head = vocabulary.head_of(params)
         ids = jnp.where(ids < head.shape[1], ids, self.vocab)
         return vocabulary.columns(head, ids, self.cfg)
@@ -141,7 +143,7 @@ class ModelSource(Draft):
         return ModelSlots(jnp.ones_like(prompt_len))
 
     def resume(self, model, params, state, steps: int) -> Memory:
-        """Runs over pending tokens until no slot has more of them than a round emits."""
+        """Runs over pending tokens until no slot has more of them than a round can emit."""
         running = state.finish == RUNNING
 
         def behind(memory):
@@ -159,7 +161,7 @@ class ModelSource(Draft):
         return jax.lax.while_loop(behind, absorb, state.draft)
 
     def begin(self, model, params, state, steps: int, total: int):
-        """Runs a window of steps + 1 tokens; rows past the pending ones are not seen by others."""
+        """Runs the last steps + 1 tokens; no row sees the rows past the pending ones."""
         draft, (cache, (pending,)) = self._draft(params), state.draft
         window, start = steps + 1, state.length - pending
         tokens = take_positions(state.tokens, start, window)
@@ -209,7 +211,7 @@ class ModelSource(Draft):
         some = vocabulary.proposal(params, draft.final_norm(x))
         return some or Proposal(self._fit(draft.logits(x)))
 
-    def _fit(self, logits: Float[Array, "B R U"]) -> Float[Array, "B R V"]:
+    def _fit(self, logits: Float[Array, "B R own"]) -> Float[Array, "B R V"]:
         """Pads or cuts the draft's logits to the target's ids; -inf where it has no logit."""
         missing = self.vocab - logits.shape[-1]
         if missing <= 0:
@@ -218,5 +220,5 @@ class ModelSource(Draft):
 
 
 def _has_slots(layer: Layer, cfg: ModelConfig) -> bool:
-    """Whether a layer keeps anything of a sequence beside pages."""
+    """Returns whether a layer keeps anything of a sequence beside pages."""
     return bool(cost(cfg.replace(layers=(layer,)), 1).slot)

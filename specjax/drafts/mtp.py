@@ -75,7 +75,7 @@ def head_layer(cfg: ModelConfig) -> Layer:
 
 
 def mixer_memory(mixer: Mixer, cfg: ModelConfig, page_size: int = 1) -> Memory:
-    """Shapes of what a mixer keeps in one page and one slot; None where it keeps none."""
+    """Returns the shapes of a mixer's page and slot of one sequence; None where it keeps none."""
     room = Room(slots=1, pages=1, page_size=page_size)
     memory = jax.eval_shape(lambda: mixer.empty(cfg.run, room))
     return Memory(*(part if jax.tree.leaves(part) else None for part in memory))
@@ -90,7 +90,7 @@ def module_rows(cfg: ModelConfig) -> dict[str, Param]:
 
 
 def weight_axes(cfg: ModelConfig) -> dict[str, tuple]:
-    """The logical axes of a model's arrays and of its head's by their names."""
+    """Returns the logical axes of the arrays of a model and its head, by their names."""
     if not cfg.mtp_num_layers:
         return param_axes(cfg)
     layer = layer_rows(head_layer(cfg), cfg.hidden_size)
@@ -101,14 +101,14 @@ class MTPModule(nnx.Module):
     """One module: norms of both inputs, their projection to D, a decoder layer, a final norm."""
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
-        """Its layer is fused where decoding has a format of its own, see `to_format`."""
+        """Makes the module; its layer is fused where decoding has a format, see `to_format`."""
         self.cfg = cfg
         for name, row in module_rows(cfg).items():
             setattr(self, name, draw(row, rngs, cfg.run.param_dtype))
         self.layer = Block(head_layer(cfg), cfg, rngs, fused=cfg.run.products != PLAIN)
 
     def inputs(self, hidden: Float[Array, "B T D"], embedded: Float[Array, "B T D"]) -> Array:
-        """The layer's input; `mtp_concat` says which half of `proj` belongs to which operand."""
+        """Computes the layer's input; `mtp_concat` says which operand is the first half."""
         eps = self.cfg.rms_norm_eps
         e = rms_norm(embedded, self.embed_norm[...], eps)
         h = rms_norm(hidden.astype(embedded.dtype), self.hidden_norm[...], eps)
@@ -116,7 +116,7 @@ class MTPModule(nnx.Module):
         return dot(jnp.concatenate(halves, -1), self.proj.get_value())
 
     def at(self, where: Where) -> Where:
-        """`where` with the kernel and the layer's own angles."""
+        """Returns `where` with the kernel and the layer's own angles."""
         angles = angles_of([self.layer.layer], where.positions)
         return where.replace(kernel=self.cfg.run.attention, angles=angles)
 
@@ -154,8 +154,8 @@ class MTPHead(nnx.Module):
         """Runs module `index` over T rows, behind its pages and earlier scratch rows.
 
         Args:
-          where: of the form `tree`; `prefix` counts the rows in the pages.
-          pages: of this module, read only.
+          where: positions of the form `tree`; its `prefix` counts the rows in the pages.
+          pages: pages of this module, read only.
           scratch: buffers with room for all rows of the round, see `Mixer.run`.
 
         Returns:
@@ -182,12 +182,13 @@ class MTPHead(nnx.Module):
         """Runs `len(step_embeddings)` recursive steps over packed rows in training.
 
         Args:
-          hidden: the target's states, detached.
-          step_embeddings: entry s holds e(x_{t+1+s}) at index t, rolled within segments.
+          hidden: states of the target, detached.
+          step_embeddings: for each step s the embeddings e(x_{t+1+s}) at index t, rolled within
+            segments.
           context: how rows are split over devices; all per-token arrays are in its order.
 
         Returns:
-          per step, states for the language-model head; index t of step s predicts x_{t+2+s}.
+          for each step s, states for the language-model head, of which index t predicts x_{t+2+s}.
         """
         outputs, earlier = [], []
         for step, embedded in enumerate(step_embeddings):
@@ -224,7 +225,7 @@ def to_format(params: Params, cfg: ModelConfig) -> Params:
 
 
 def head_graphdef(cfg: ModelConfig):
-    """The static half of a head; merge it with parameters inside a jitted function."""
+    """Returns the static half of a head; merge it with parameters inside a jitted function."""
     return nnx.split(nnx.eval_shape(lambda: MTPHead(cfg, nnx.Rngs(0))))[0]
 
 
@@ -234,29 +235,33 @@ def head_graphdef(cfg: ModelConfig):
 class HeadSlots(NamedTuple):
     """What the head remembers of each slot.
 
-    Slot j of its cache holds the row (h_j, e(x_{j+1})), counted without the positions skipped.
+    Row j of its cache is (h_j, e(x_{j+1})); skipped positions have no row and are not counted.
 
     Attributes:
-      hidden: [B W D] target states of the rows not yet in the cache. The first mtp_num_layers - 1
-        repeat rows that are: module s lags s tokens behind.
-      pending: [B] how many rows after those are valid.
-      skipped: [B] positions that are missing in the cache: plain decoding ran for longer than W.
+      hidden: target states of the rows that are not yet in the cache. The first mtp_num_layers - 1
+        are of rows that are in it: module s lags s tokens behind.
+      pending: number of valid rows after those.
+      skipped: number of positions that have no row in the cache, because plain decoding ran for
+        longer than the window.
     """
 
-    hidden: Float[Array, "B W D"]
+    hidden: Float[Array, "B window D"]
     pending: Int[Array, " B"]
     skipped: Int[Array, " B"]
 
 
 class _Work(NamedTuple):
-    """What is handed from step to step of a round.
+    """The work of a round, which each step hands to the next.
 
     Attributes:
-      pages: with the accepted rows committed. slot: [B] last committed row.
-      position: [B] of that row in the sequence. table: of the pages.
-      recycled: [B R D] the head's states at the rows last run, used in place of the target's.
-      scratch: buffers [B K total H] with the rows expanded so far; those from `start` on (a Python
-        integer) are of the module that runs now.
+      pages: pages of every module, with the accepted rows committed.
+      slot: number of the last committed row in the cache.
+      position: position of that row in the sequence.
+      table: the pages of each slot.
+      recycled: the head's states at the rows run last, used in place of the target's.
+      scratch: buffers [B K total H] with the rows expanded so far.
+      start: number of the first of these rows that the module that runs now has made (a Python
+        integer).
     """
 
     pages: tuple
@@ -272,9 +277,9 @@ class _Pass(NamedTuple):
     """The result of all modules over some rows.
 
     Attributes:
-      normed, recycled: [B T D] of the first module: states for the language-model head, and states
-        to use as h of the next step.
-      rows: of every module, what its rows add to its pages.
+      normed: [B T D] states of the first module for the language-model head.
+      recycled: [B T D] states of the first module to use as h of the next step.
+      rows: for every module, what its rows add to its pages.
     """
 
     normed: Array
@@ -342,7 +347,7 @@ class MTPSource(Draft):
         return Memory(pages, slots)
 
     def prefill(self, model, params, pages, tokens, start, hidden, table, run=1) -> tuple:
-        """Rows whose tokens are not known yet are arbitrary; `begin` writes them again."""
+        """See `Draft.prefill`; rows whose tokens are not known yet are arbitrary: `begin` rewrites them."""
         count = hidden.shape[1]
         shifted = [tokens[:, 1 + s : 1 + s + count] for s in range(self.cfg.mtp_num_layers)]
         ran = self._run(model, params, pages, hidden, shifted, start, start, table)
@@ -354,13 +359,13 @@ class MTPSource(Draft):
         )
 
     def start(self, tokens, prompt_len, states) -> HeadSlots:
-        """The first round runs the head over one row, the state before the root; the rows before
-        it in the window are in the cache already."""
+        """See `Draft.start`: the first round runs the head over one row, the state before the root;
+        the rows before it in the window are in the cache already."""
         ones = jnp.ones_like(prompt_len)
         return HeadSlots(states, ones, 0 * ones)
 
     def resume(self, model, params, state, steps: int) -> Memory:
-        """Runs over pending rows until no slot has more of them than a round emits."""
+        """Runs over pending rows until no slot has more of them than a round can emit."""
         memory, lag = state.draft, self.cfg.mtp_num_layers - 1
         running, width = state.finish == RUNNING, memory.slots.hidden.shape[1]
         count = min(ABSORBED + lag, width)
@@ -457,7 +462,7 @@ class MTPSource(Draft):
         """Runs every module over T rows from position `first` [B] on, behind `slot` cached rows.
 
         Args:
-          tokens: [B T] per module, those that follow the rows.
+          tokens: for each module the tokens [B T] that follow the rows.
         """
         head, count = self._head(params), hidden.shape[1]
         positions = first[:, None] + jnp.arange(count)
@@ -522,8 +527,8 @@ class MTPSource(Draft):
         return nnx.merge(head_graphdef(self.cfg), vocabulary.network(params))
 
 
-def _pending_window(slots: HeadSlots, hidden: Float[Array, "B E D"]) -> Array:
-    """The rows that the head will run over: the last few valid ones, then the new ones."""
+def _pending_window(slots: HeadSlots, hidden: Float[Array, "B A D"]) -> Array:
+    """Returns the rows that the head will run over: the last few valid ones, then the new ones."""
     lag = slots.hidden.shape[1] - hidden.shape[1]
     if not lag:
         return hidden

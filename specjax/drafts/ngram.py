@@ -33,24 +33,29 @@ HALF_FULL = 6.0  # occurrences that count for half of what infinitely many would
 
 
 class NgramSlots(NamedTuple):
-    """`group`: [B 2] a hash of the slot's prompt; 0 0 before there is one."""
+    """What the source remembers of each slot.
+
+    Attributes:
+      group: hash of the slot's prompt, in two words; 0 0: the slot has had no prompt yet.
+    """
 
     group: UInt32[Array, "B 2"]
 
 
 class _Work(NamedTuple):
-    """What is searched in a round, C sequences per slot, its own first.
+    """The work of a round: the sequences that are searched for each slot, its own first.
 
     Attributes:
-      tokens: [B C M]. first, length: [B C] where continuations that count begin and end; length
-        is 0 for a sequence that is not to be searched.
-      match: [B R C M] length of the common suffix of row r and the tokens up to position m.
+      tokens: tokens of each searched sequence.
+      first: position of each sequence from which on continuations count.
+      length: length of each sequence; 0: it is not to be searched.
+      match: length of the common suffix of a row's path and the tokens up to each position.
     """
 
-    tokens: Int[Array, "B C M"]
-    first: Int[Array, "B C"]
-    length: Int[Array, "B C"]
-    match: Int[Array, "B R C M"]
+    tokens: Int[Array, "B searched max_len"]
+    first: Int[Array, "B searched"]
+    length: Int[Array, "B searched"]
+    match: Int[Array, "B R searched max_len"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +65,10 @@ class NgramSource(Draft):
     Logits are log-weights of at most `OCCURRENCES` tokens; a row without a match has none.
 
     Attributes:
-      vocab: the target's vocabulary size.
-      longest, shortest: lengths of the suffix that is looked up.
-      siblings: search other slots of the same prompt, too.
+      vocab: vocabulary size of the target.
+      longest: length of the longest suffix that is looked up.
+      shortest: length of the shortest suffix that is looked up.
+      siblings: whether other slots of the same prompt are searched, too.
     """
 
     vocab: int
@@ -113,7 +119,7 @@ class NgramSource(Draft):
         return self._proposal(work), work
 
     def _searched(self, state) -> tuple[Array, Array, Array]:
-        """Returns tokens, first and length of the slot and of the longest slots of its group.
+        """Returns `tokens`, `first` and `length` of `_Work`: of the slot and of the longest siblings.
 
         The prompt counts once, in the slot's own tokens.
         """
@@ -128,14 +134,14 @@ class NgramSource(Draft):
         first = jnp.pad(first, [(0, 0), (1, 0)])
         return tokens, first, jnp.concatenate([length, reach], axis=1)
 
-    def _append(self, match, tokens: Int[Array, "B C M"], token: Int[Array, "B R"]):
-        """Match lengths after one more token on each row; a negative token matches no token."""
+    def _append(self, match, tokens: Int[Array, "B searched max_len"], token: Int[Array, "B R"]):
+        """Updates match lengths by one more token on each row; a negative token matches no token."""
         before = jnp.pad(match[..., :-1], [(0, 0)] * 3 + [(1, 0)])
         longer = jnp.minimum(before + 1, self.longest).astype(jnp.int8)
         return jnp.where(tokens[:, None] == token[..., None, None], longer, 0)
 
     def _proposal(self, work: _Work) -> Proposal:
-        """Weighs what followed the best `OCCURRENCES` matches: length first, then count and place.
+        """Weighs the tokens that followed the best matches: length first, then count and place.
 
         A token's weight counts its longest matches only. Between two lengths lies a factor of
         PER_TOKEN, which their number, saturating, cannot make up for: the longest match wins.
@@ -161,7 +167,7 @@ class NgramSource(Draft):
 
 
 def may_search(state) -> Bool[Array, "B B"]:
-    """Whether slot b may look into slot c: another sample of the same prompt.
+    """Returns whether slot b may search slot c: another sample of the same prompt.
 
     A slot that holds the same request (a replay, or a request made twice) is left out, and so are
     slots from before a reset: tokens drawn with a request's own noise must not decide its drafts,
@@ -172,7 +178,9 @@ def may_search(state) -> Bool[Array, "B B"]:
     return related & (keys[:, None] != keys).any(-1) & (state.finish != EMPTY)
 
 
-def prompt_hash(tokens: Int[Array, "R P"], lengths: Int[Array, " R"]) -> UInt32[Array, "R 2"]:
+def prompt_hash(
+    tokens: Int[Array, "prompts max_len"], lengths: Int[Array, " prompts"]
+) -> UInt32[Array, "prompts 2"]:
     """Hashes prompts to two words, never 0 0, independent of the padding.
 
     Two polynomials modulo 2^32 over mixed tokens. Prompts that collide search each other's tokens

@@ -19,7 +19,7 @@ ENTRY = "vocabulary"  # the entry of a draft's parameters, see `Draft.columns`
 
 
 def head_of(params: Params) -> Float[Array, "D V"]:
-    """The language-model head of a model in its decode layout."""
+    """Returns the language-model head of a model in its decode layout."""
     head = params.get("lm_head")
     return unpack(params["embed"]).T if head is None else unpack(head)
 
@@ -28,7 +28,9 @@ def columns(head: Float[Array, "D V"], ids: Int[Array, " C"], cfg: ModelConfig) 
     """Makes the entry `vocabulary` of parameters: ids, and their columns of a head.
 
     Args:
-      ids: ascending. cfg: whose products say in which format the columns are multiplied by.
+      head: language-model head.
+      ids: token ids that are drafted from, ascending.
+      cfg: config whose `run.products` says the number format of the columns.
     """
     some = jnp.take(head, ids, axis=1, mode="clip")
     row = Param(some.shape, (None, None), matrix=True)
@@ -36,7 +38,7 @@ def columns(head: Float[Array, "D V"], ids: Int[Array, " C"], cfg: ModelConfig) 
 
 
 def network(params: Params) -> Params:
-    """The parameters without that entry."""
+    """Returns the parameters without that entry."""
     return {name: value for name, value in params.items() if name != ENTRY}
 
 
