@@ -252,8 +252,8 @@ def commit_rows(
       rows: the rows [.. B K R H], in a tree of the same structure.
       start: position of the first row of each sequence.
       after: any numbers >= 0 that depend on everything that reads the cache, so that XLA writes
-        after those reads; their values are not used. Without them XLA may order the write of a layer's rows before its attention, and then
-        copies every array twice per round.
+        after those reads; their values are not used. Without them XLA may order the write of a
+        layer's rows before its attention, and then copies every array twice per round.
       table: the pages of each sequence.
       run: number of consecutive rows, counted from `start`, that are sure to lie in one page (a
         divisor of R); with no table all rows do.

@@ -1,4 +1,4 @@
-"""The tables of specjax, one for each kind of thing that can be added: its names and their places.
+"""The tables of names: one per kind of thing that can be added, such as families and drafts.
 
 A row is `name -> "module:attribute"`, and the module is imported when the name is first used: this
 module imports nothing of specjax, and no jax. A user's own `module:attribute` is accepted wherever
@@ -21,9 +21,10 @@ class Registry:
     """The named things of one kind.
 
     Args:
-      kind: what they are, for messages: "model family".
-      rows: name -> "module:attribute".
-      expected: what lies at a user's own path, for messages: "a specjax.interfaces.Family".
+      kind: name of the kind, for messages: "model family".
+      rows: the table, name -> "module:attribute".
+      expected: name of what must lie at a user's own path, for messages: "a
+        specjax.interfaces.Family".
     """
 
     def __init__(self, kind: str, rows: Mapping[str, str], expected: str):
@@ -31,20 +32,23 @@ class Registry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that need no path, in the order of the table."""
+        """Returns the names that need no path, in the order of the table."""
         return tuple(self.rows)
 
     def __contains__(self, name: str) -> bool:
         return name in self.rows
 
     def check(self, name: str, others: tuple[str, ...] = ()) -> None:
-        """Refuses what is neither a known name nor a path `module:attribute`; imports nothing.
+        """Refuses a name that is neither in the table nor a path `module:attribute`.
+
+        Imports nothing.
 
         Args:
-          others: further names that are valid where this one comes from.
+          name: the name, as a user gave it.
+          others: further valid names, of the setting that the name comes from.
 
         Raises:
-          ValueError: it is neither.
+          ValueError: the name is neither.
         """
         module, _, attribute = name.partition(":")
         names = (*others, *self.rows)
@@ -55,7 +59,7 @@ class Registry:
             )
 
     def named(self, name: str) -> Any:
-        """What a known name stands for.
+        """Imports and returns what a name of the table stands for.
 
         Raises:
           KeyError: the table has no such name.
@@ -63,7 +67,7 @@ class Registry:
         return _load(self.rows[name])
 
     def find(self, name: str) -> Any:
-        """What a known name or a user's own path `module:attribute` stands for.
+        """Imports and returns what a name of the table, or a user's path, stands for.
 
         Raises:
           ValueError: the name is neither, or the path leads nowhere.
@@ -79,7 +83,7 @@ class Registry:
 
 
 def is_own_path(name: str, known: Collection[str]) -> bool:
-    """Whether a name is a user's own `module:attribute`, and not `tpu:v9` where `tpu` is known."""
+    """Returns whether a name is a user's `module:attribute`: not `tpu:v9` where `tpu` is known."""
     module, _, attribute = name.partition(":")
     return bool(module and attribute) and module not in known
 
@@ -88,10 +92,12 @@ def check_setting(setting: str, name: str, known: Collection[str]) -> str:
     """Returns the name, if it is a known one or a path `module:attribute`; imports nothing.
 
     Args:
-      setting: what it is given for, for the message.
+      setting: setting that the name is given for, for the message.
+      name: the name, as a user gave it.
+      known: names that are valid.
 
     Raises:
-      ValueError: it is neither.
+      ValueError: the name is neither.
     """
     if name not in known and not is_own_path(name, known):
         raise ValueError(
@@ -106,7 +112,7 @@ def _load(path: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-# By `model_type`.
+# Families of models by `model_type`.
 FAMILIES = Registry(
     "model family",
     {
@@ -129,8 +135,8 @@ DRAFTS = Registry(
     "a class of drafts, see specjax.interfaces.Draft,",
 )
 
-# File formats of checkpoints, asked in this order whether a path is theirs; the last is what a path
-# is taken for that no other recognises.
+# File formats of checkpoints, asked in this order whether a path is theirs. A path that none of
+# them recognises is read as the last one.
 READERS = Registry(
     "checkpoint format",
     {
@@ -150,7 +156,8 @@ FORMATS = Registry(
     "a specjax.interfaces.Weight",
 )
 
-# `specjax.kernels.names` has the names for several of them, and what `auto` takes on a platform.
+# Backends of kernels. `specjax.kernels.names` has names that stand for several of them, and says
+# what `auto` takes on a platform.
 BACKENDS = Registry(
     "kernel backend",
     {

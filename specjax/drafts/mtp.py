@@ -347,7 +347,7 @@ class MTPSource(Draft):
         return Memory(pages, slots)
 
     def prefill(self, model, params, pages, tokens, start, hidden, table, run=1) -> tuple:
-        """See `Draft.prefill`; rows whose tokens are not known yet are arbitrary: `begin` rewrites them."""
+        """See `Draft.prefill`; `begin` rewrites rows whose tokens are not known yet."""
         count = hidden.shape[1]
         shifted = [tokens[:, 1 + s : 1 + s + count] for s in range(self.cfg.mtp_num_layers)]
         ran = self._run(model, params, pages, hidden, shifted, start, start, table)

@@ -119,7 +119,7 @@ class NgramSource(Draft):
         return self._proposal(work), work
 
     def _searched(self, state) -> tuple[Array, Array, Array]:
-        """Returns `tokens`, `first` and `length` of `_Work`: of the slot and of the longest siblings.
+        """Returns `tokens`, `first` and `length` of `_Work`: the slot's and its longest siblings'.
 
         The prompt counts once, in the slot's own tokens.
         """
@@ -135,7 +135,7 @@ class NgramSource(Draft):
         return tokens, first, jnp.concatenate([length, reach], axis=1)
 
     def _append(self, match, tokens: Int[Array, "B searched max_len"], token: Int[Array, "B R"]):
-        """Updates match lengths by one more token on each row; a negative token matches no token."""
+        """Updates match lengths by one more token per row; a negative token matches no token."""
         before = jnp.pad(match[..., :-1], [(0, 0)] * 3 + [(1, 0)])
         longer = jnp.minimum(before + 1, self.longest).astype(jnp.int8)
         return jnp.where(tokens[:, None] == token[..., None, None], longer, 0)

@@ -45,7 +45,8 @@ def sampling_of(file: Path, raw: Mapping[str, Any]) -> Generation:
     """Reads the sampling keys of a generation_config.json; null counts as absent.
 
     Args:
-      file: its path, for messages. raw: its content.
+      file: path of the file, for messages.
+      raw: content of the file.
 
     Raises:
       CheckpointError: a value is out of range.
@@ -62,7 +63,7 @@ def sampling_of(file: Path, raw: Mapping[str, Any]) -> Generation:
 
 
 def asked_for(setting: str, spell: Spell = python) -> Generation | None:
-    """The defaults that the setting `generation_config` asks for; None: the checkpoint's own.
+    """Returns the defaults that the setting `generation_config` asks for; None: the checkpoint's.
 
     Args:
       setting: `auto` (the checkpoint's own), `none` or `vllm` (nothing), or a directory with a
@@ -87,16 +88,16 @@ def asked_for(setting: str, spell: Spell = python) -> Generation | None:
 
 
 def sampling_defaults(generation: Generation) -> dict[str, Any]:
-    """The defaults as arguments of `SamplingParams`."""
+    """Returns the defaults as arguments of `SamplingParams`."""
     names = {"max_new_tokens": "max_tokens"}
     return {names.get(key, key): value for key, value in generation if key != "do_sample"}
 
 
 def describe_defaults(generation: Generation, where: str) -> str | None:
-    """One line that names the sampling defaults, if there are any.
+    """Returns one line that names the sampling defaults; None: there are none.
 
     Args:
-      where: the setting that ignores them, as it is typed.
+      where: setting that leaves the defaults out, as it is typed.
     """
     taken = {key: value for key, value in generation if key != "do_sample"}
     greedy = ("do_sample", False) in generation

@@ -17,7 +17,7 @@ from specjax.weights.matrix import Matrix
 
 
 def rms_norm(x: Float[Array, "... D"], scale: Float[Array, "... D"], eps: float) -> Array:
-    """Root-mean-square norm over the last axis, in float32 (Zhang & Sennrich 2019)."""
+    """Computes the root-mean-square norm over the last axis, in float32 (Zhang & Sennrich 2019)."""
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
     return (normed * scale.astype(jnp.float32)).astype(x.dtype)
@@ -27,7 +27,9 @@ def draw(row: Param, rngs: nnx.Rngs, dtype: str, lead: tuple[int, ...] = (), dep
     """Draws initial values of an array, with `lead` axes before its own.
 
     Args:
-      depth: layers of the model, see `Param.residual`.
+      row: description of the array.
+      lead: sizes of the axes before the array's own.
+      depth: number of layers of the model, see `Param.residual`.
     """
     shape = lead + row.shape
     if not row.init:
@@ -62,7 +64,7 @@ class Block(nnx.Module):
             setattr(self, name, draw(row, rngs, cfg.run.param_dtype, lead, cfg.num_layers))
 
     def arrays(self) -> dict[str, Matrix]:
-        """The layer's arrays and matrices by their names."""
+        """Returns the layer's arrays and matrices by their names."""
         return {name: getattr(self, name).get_value() for name in self.names}
 
     def run(

@@ -23,7 +23,7 @@ class RopeScaling:
     original_max_position: int
 
     def rescale(self, freqs: np.ndarray) -> np.ndarray:
-        """Low frequencies are divided by `factor`, high ones kept, those between interpolated
+        """Divides low frequencies by `factor`, keeps high ones, and interpolates between the two
         (transformers `modeling_rope_utils._compute_llama3_parameters`)."""
         wavelength = 2 * math.pi / freqs
         turns = self.original_max_position / wavelength
@@ -41,7 +41,7 @@ class Rope:
     scaling: RopeScaling | None = None
 
     def frequencies(self, head_dim: int) -> np.ndarray:
-        """Frequencies [H/2] in radians per token."""
+        """Computes the frequencies [H/2] in radians per token."""
         exponents = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
         freqs = (1.0 / self.theta**exponents).astype(np.float32)
         return freqs if self.scaling is None else self.scaling.rescale(freqs)
@@ -50,15 +50,15 @@ class Rope:
 def rope_tables(
     rope: Rope, head_dim: int, positions: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T H"], Float[Array, "B T H"]]:
-    """Cosines and sines at the given absolute positions, float32."""
+    """Computes cosines and sines at absolute positions, float32."""
     angles = positions[..., None].astype(jnp.float32) * rope.frequencies(head_dim)
     angles = jnp.concatenate([angles, angles], axis=-1)
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def apply_rope(
-    x: Float[Array, "B M T H"], cos: Float[Array, "B T H"], sin: Float[Array, "B T H"]
-) -> Float[Array, "B M T H"]:
+    x: Float[Array, "B heads T H"], cos: Float[Array, "B T H"], sin: Float[Array, "B T H"]
+) -> Float[Array, "B heads T H"]:
     """Rotates head-major queries or keys."""
     half = x.shape[-1] // 2
     rotated = jnp.concatenate([-x[..., half:], x[..., :half]], axis=-1)

@@ -17,7 +17,7 @@ from specjax.weights.matrix import join
 
 
 def layer_rows(layer: Layer, width: int) -> dict[str, Param]:
-    """The rows of a layer's arrays: of its norms, its mixer and its mlp."""
+    """Returns the rows of a layer's arrays: those of its norms, its mixer and its mlp."""
     norms = {
         "input_norm": Param((width,), (None,), Stored("input_layernorm.weight"), init=None),
         "post_norm": Param((width,), (None,), Stored("post_attention_layernorm.weight"), init=None),
@@ -32,7 +32,7 @@ def layer_rows(layer: Layer, width: int) -> dict[str, Param]:
 
 
 def top_rows(cfg: ModelConfig) -> dict[str, Param]:
-    """The rows of the arrays outside the layers, the language-model head's too where it is tied."""
+    """Returns the rows of the arrays outside the layers, and of the head, which may be tied."""
     v, d = cfg.vocab_size, cfg.hidden_size
     return {
         "embed": Param((v, d), ("vocab", "embed"), Stored("model.embed_tokens.weight"), table=True),
@@ -45,7 +45,7 @@ def merge_axes(tables: Iterable[Axes]) -> dict[str, tuple]:
     """Joins tables of logical axes.
 
     Raises:
-      ValueError: two arrays have the same name and other axes.
+      ValueError: two arrays have the same name and different axes.
     """
     found: dict[str, tuple] = {}
     for name, axes in (item for table in tables for item in table.items()):
@@ -58,18 +58,18 @@ def merge_axes(tables: Iterable[Axes]) -> dict[str, tuple]:
 
 
 def axes_of(rows: Mapping[str, Param]) -> dict[str, tuple]:
-    """The logical axes of arrays by their names."""
+    """Returns the logical axes of arrays by their names."""
     return {name: row.axes for name, row in rows.items()}
 
 
 def param_axes(cfg: ModelConfig) -> dict[str, tuple]:
-    """The logical axes of a model's arrays by their names, see `specjax.parallel.sharding`."""
+    """Returns the logical axes of a model's arrays, by name, see `specjax.parallel.sharding`."""
     layers = [layer_rows(layer, cfg.hidden_size) for layer in dict.fromkeys(cfg.layers)]
     return merge_axes(map(axes_of, [top_rows(cfg), *layers]))
 
 
 def repeated_names(cfg: ModelConfig) -> frozenset[str]:
-    """The names of a model's arrays that fusing repeats, and of those that hold the copies."""
+    """Returns the names of arrays that fusing repeats, and of the arrays that hold the copies."""
     found = set()
     for layer in set(cfg.layers):
         for name, row in layer_rows(layer, cfg.hidden_size).items():
@@ -82,7 +82,7 @@ def repeated_names(cfg: ModelConfig) -> frozenset[str]:
 
 
 def _groups(rows: Mapping[str, Param]) -> dict[str, list[str]]:
-    """The fused arrays, each with its parameters in order."""
+    """Returns the fused arrays, each with the names of its parameters in order."""
     found: dict[str, list[str]] = {}
     for name, row in rows.items():
         if row.fused is not None:
@@ -91,7 +91,7 @@ def _groups(rows: Mapping[str, Param]) -> dict[str, list[str]]:
 
 
 def fused_rows(rows: Mapping[str, Param]) -> dict[str, Param]:
-    """The rows of a layer's arrays as `fuse` leaves them."""
+    """Returns the rows of a layer's arrays as `fuse` leaves them."""
     out = {name: row for name, row in rows.items() if row.fused is None}
     for into, names in _groups(rows).items():
         first, copies = rows[names[0]], [rows[name].fused.copies for name in names]
@@ -108,7 +108,7 @@ def fuse(params: Params, rows: Mapping[str, Param]) -> Params:
     """Fuses a layer's parameters, or stacked ones, as decoding keeps them.
 
     Args:
-      rows: of the layer, see `layer_rows`.
+      rows: rows of the layer's arrays, see `layer_rows`.
     """
     out = {name: params[name] for name, row in rows.items() if row.fused is None}
     for into, names in _groups(rows).items():

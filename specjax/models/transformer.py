@@ -71,11 +71,12 @@ class Transformer(nnx.Module):
         taps: Taps = (),
         given: Int[Array, "B S M ..."] | None = None,
     ) -> Forward:
-        """States of packed rows, causal within segments (0 pads), without scratch.
+        """Computes states of packed rows, causal within segments (0 pads), without scratch.
 
         Args:
           context: how rows are split over devices; all per-token arrays are in its order.
-          given: the records of an earlier pass, to be used again, see `Mlp.run`.
+          taps: hidden states that are returned as well.
+          given: records of an earlier pass, to be used again, see `Mlp.run`.
         """
         where = Where("train", positions, segments=segment_ids, context=context)
         found = self._forward(tokens, where, taps=taps, keep=False, given=given)
@@ -85,7 +86,7 @@ class Transformer(nnx.Module):
     def prefill(
         self, tokens: Int[Array, "B S"], lengths: Int[Array, " B"], taps: Taps = ()
     ) -> Forward:
-        """States of whole prompts, and scratch of the S positions."""
+        """Computes states of whole prompts, and scratch of the S positions."""
         index = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         segment_ids = (index < lengths[:, None]).astype(jnp.int32)
         return self._forward(tokens, Where("train", index, segments=segment_ids), taps=taps)
@@ -98,12 +99,14 @@ class Transformer(nnx.Module):
         scratch: tuple[Scratch, ...] | None = None,
         taps: Taps = (),
     ) -> Forward:
-        """States and scratch of T rows of a tree, or of a piece of a prompt.
+        """Computes states and scratch of T rows of a tree, or of a piece of a prompt.
 
         Args:
-          memory: read only; `specjax.memory.commit` takes in what is accepted.
-          scratch: buffers of earlier rows [.. B K total H], of which they fill `where.held`. They
-            are returned with the rows filled in.
+          where: positions of the rows, and which rows each of them sees.
+          memory: memory of the model, read only; `specjax.memory.commit` writes accepted rows.
+          scratch: buffers [.. B K total H] whose first `where.held` rows hold earlier rows. They
+            are returned with the new rows filled in. None: there are no earlier rows.
+          taps: hidden states that are returned as well.
         """
         return self._forward(tokens, where, memory, scratch, taps)
 
@@ -116,7 +119,7 @@ class Transformer(nnx.Module):
         return rms_norm(x, self.norm[...], self.cfg.rms_norm_eps)
 
     def logits(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
-        """Float32 logits of states before the final norm."""
+        """Computes float32 logits of states before the final norm."""
         return lm_logits(self.final_norm(x), self.head_weight())
 
     def head_weight(self) -> Matrix:
@@ -153,7 +156,7 @@ class Transformer(nnx.Module):
         return Forward(x, scratch, tuple(states), records)
 
     def _boundary(self, tap: int | str) -> int:
-        """The number of layers that have run where a tap is taken."""
+        """Returns the number of layers that have run where a tap is taken."""
         last = self.cfg.num_layers
         if tap in ("pre_norm", "post_norm"):
             return last
@@ -165,7 +168,7 @@ class Transformer(nnx.Module):
         return tap
 
     def _by_kernel(self, x, where: Where, memory, scratch, wanted: Sequence[int]):
-        """`run_layers` by one operation, or one between every two taps."""
+        """Does what `run_layers` does, by one operation, or by one between every two taps."""
         found, rows, first = [], [], 0
         for end in (*wanted, self.cfg.num_layers):
             if end > first:
@@ -201,8 +204,9 @@ def run_layers(
     """Runs all layers, scanned over the repeating patterns or unrolled; see the module text.
 
     Args:
-      wanted: ascending numbers of layers that have run, at which states are taken.
+      wanted: numbers of layers after which states are taken, ascending.
       keep: whether the scratch is needed.
+      given: records to use again; None: layers record anew.
 
     Returns:
       states, scratch, the states that are wanted, and records.
@@ -251,7 +255,7 @@ def _side_by_side(records: Mapping[int, Array]) -> Int[Array, "B T M ..."] | Non
 
 
 def record_shape(cfg: ModelConfig) -> tuple[int, ...] | None:
-    """The shape [M ..] of the records of one row, int32; None: the layers record nothing.
+    """Returns the shape [M ..] of the records of one row, int32; None: no layer records any.
 
     Raises:
       ValueError: see `recording_layers`.
@@ -262,11 +266,12 @@ def record_shape(cfg: ModelConfig) -> tuple[int, ...] | None:
 
 @functools.lru_cache(maxsize=64)
 def recording_layers(cfg: ModelConfig) -> dict[int, tuple[int, ...]]:
-    """The numbers of the layers whose mlp records anything, and the shape [..] of each one's record
-    of a row.
+    """Returns the number of each layer whose mlp records anything, and the shape of its records.
+
+    The shape [..] is that of the record of one row.
 
     Raises:
-      ValueError: they differ in shape, or one is not int32.
+      ValueError: the shapes differ, or a record is not int32.
     """
     x = jax.ShapeDtypeStruct((1, 1, cfg.hidden_size), jnp.dtype(cfg.run.compute_dtype))
     where = Where("train", np.zeros((1, 1), np.int32), segments=np.ones((1, 1), np.int32))
@@ -299,7 +304,7 @@ def _run_unrolled(blocks, cfg, x, where: Where, memory, scratch, wanted, keep, g
     """Runs one layer after the other.
 
     Args:
-      given: records of layers, by their numbers.
+      given: records of layers to use again, by the layers' numbers.
     """
 
     def _run_block(graph, state, x, memory, scratch, given):
@@ -321,14 +326,14 @@ def _run_unrolled(blocks, cfg, x, where: Where, memory, scratch, wanted, keep, g
 
 
 def _run_scanned(blocks, cfg, x, where: Where, memory, scratch, wanted, keep, repeats: int, given):
-    """`lax.scan` over the repeats of one segment, see `specjax.config.stacks`.
+    """Runs `lax.scan` over the repeats of one segment, see `specjax.config.stacks`.
 
     Args:
-      wanted: as of `run_layers`, counted from the segment's first layer on.
-      given: of each layer of the pattern, records of its repeats [repeats B T ..], or None.
+      wanted: numbers of layers after which states are taken, counted from the segment's first.
+      given: for each layer of the pattern the records of its repeats [repeats B T ..], or None.
 
     Returns:
-      as of `run_layers`, the records as they are given.
+      the results of `run_layers`, with records laid out as `given`.
     """
     graphs, states = zip(*blocks, strict=True)
     pages, slots = (None, None) if memory is None else memory
@@ -372,14 +377,16 @@ def _run_scanned(blocks, cfg, x, where: Where, memory, scratch, wanted, keep, re
 def layers_by_kernel(
     cfg: ModelConfig, blocks, x, positions, pages, prefix_len, visible_bits, buffers, held, table
 ) -> tuple[Array, list[tuple[Array, Array]]]:
-    """Layers over tree rows by `dispatch.layers`, where `dispatch.runs_layers`.
+    """Runs layers over tree rows by `dispatch.layers`, where `dispatch.runs_layers` allows it.
 
     Args:
-      pages: keys and values of each layer. buffers: of earlier tree rows, likewise, of which they
-        hold `held` so far; None: there are none.
+      pages: keys and values of each layer in pages.
+      buffers: keys and values of earlier tree rows of each layer; the first `held` rows are filled.
+        None: there are no earlier rows.
 
     Returns:
-      states, and each layer's keys and values: of the rows, or the buffers with these filled in.
+      states, and each layer's keys and values: those of the rows, or the buffers with these filled
+      in.
     """
     before = held and [tuple(buffer[:, :, :held] for buffer in pair) for pair in buffers]
     weights, angles = [raw(b.arrays()) for b in blocks], cfg.layers[0].mixer.angles(positions)
@@ -393,13 +400,13 @@ def layers_by_kernel(
 
 
 def embed_tokens(embed: Matrix, tokens: Int[Array, "..."], cfg: ModelConfig) -> Array:
-    """Embeddings in the compute dtype; ids are clamped, for an out-of-range `take` fills NaN."""
+    """Looks up embeddings in the compute dtype; ids are clamped, for `take` else fills NaN."""
     safe = jnp.clip(tokens, 0, cfg.vocab_size - 1)
     return rows(embed, safe).astype(jnp.dtype(cfg.run.compute_dtype))
 
 
 def lm_logits(normed: Float[Array, "... D"], head: Matrix) -> Float[Array, "... V"]:
-    """Float32 logits of normed states, by a head [D V]."""
+    """Computes float32 logits of normed states, by a head [D V]."""
     return dot(normed, head, jnp.float32)
 
 
@@ -407,7 +414,7 @@ def lm_logits(normed: Float[Array, "... D"], head: Matrix) -> Float[Array, "... 
 
 
 def stacked_blocks(cfg: ModelConfig, rngs: nnx.Rngs) -> Block | nnx.Dict:
-    """All layers as training and checkpoints have them, see `specjax.config.stacks`."""
+    """Makes all layers in the layout of training and checkpoints, see `specjax.config.stacks`."""
 
     def one(stack) -> Block:
         return Block(stack.layer, cfg, rngs, stack=len(stack.numbers))
@@ -417,31 +424,31 @@ def stacked_blocks(cfg: ModelConfig, rngs: nnx.Rngs) -> Block | nnx.Dict:
 
 
 def angles_of(layers: Iterable[Layer], positions: Int[Array, "B T"]) -> tuple[tuple[Any, Any], ...]:
-    """The rotary embeddings that the layers have: `Mixer.rotation`, and cosines and sines."""
+    """Computes the angles of the layers' rotary embeddings, as pairs for `Where.angles`."""
     mixers = {layer.mixer.rotation: layer.mixer for layer in layers if layer.mixer.rotation}
     return tuple((rotation, mixer.angles(positions)) for rotation, mixer in mixers.items())
 
 
 def init_params(cfg: ModelConfig, seed: int = 0) -> Params:
-    """Random stacked parameters as a plain nested dict."""
+    """Makes random stacked parameters as a plain nested dict."""
     return nnx.to_pure_dict(nnx.state(Transformer(cfg, nnx.Rngs(seed)), nnx.Param))
 
 
 def graphdef(cfg: ModelConfig, layout: str = "stacked"):
-    """The static half of a model; `nnx.merge(graphdef(cfg), params)` gives the module in a jit."""
+    """Returns the static half of a model, which `nnx.merge` joins with parameters inside a jit."""
     return nnx.split(nnx.eval_shape(lambda: Transformer(cfg, nnx.Rngs(0), layout)))[0]
 
 
 def to_decode_layout(params: Params, cfg: ModelConfig) -> Params:
-    """Stacked parameters in the dtype and layout that decoding with `cfg` takes."""
+    """Converts stacked parameters to the dtype and layout that decoding with `cfg` takes."""
     params = cast(params, cfg.run.compute_dtype)
     params = params if cfg.run.scan_layers else unroll_layers(params, cfg)
     return to_format(params, cfg)
 
 
 def to_format(params: Params, cfg: ModelConfig) -> Params:
-    """Parameters in the decode layout with their matrices in the format that decoding multiplies
-    by, see `specjax.weights.matrix`."""
+    """Converts the matrices of parameters in the decode layout to the format that decoding
+    multiplies by, see `specjax.weights.matrix`."""
     of, width = top_rows(cfg), cfg.hidden_size
     if cfg.run.scan_layers:
         of["layers"] = tree_of(cfg.layers, lambda stack: layer_rows(stack.layer, width))
@@ -452,7 +459,7 @@ def to_format(params: Params, cfg: ModelConfig) -> Params:
 
 
 def unroll_layers(params: Params, cfg: ModelConfig) -> Params:
-    """Stacked parameters to the `unrolled` layout: projections fused, the head never tied."""
+    """Converts stacked parameters to the `unrolled` layout: projections fused, the head untied."""
     layers = {}
     for stack in stacks(cfg.layers):
         fused = fuse(part_of(params["layers"], stack), layer_rows(stack.layer, cfg.hidden_size))

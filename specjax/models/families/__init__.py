@@ -17,10 +17,10 @@ def family_of(model_type: object, where: object = "") -> Family:
     """Looks up the family of a `model_type` in the table; a checkpoint never imports one.
 
     Args:
-      where: the file that names it, for the message.
+      where: file that names the `model_type`, for the message.
 
     Raises:
-      UnsupportedModelError: there is none.
+      UnsupportedModelError: the table has no such family.
     """
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UnsupportedModelError(
@@ -33,15 +33,16 @@ def family_of(model_type: object, where: object = "") -> Family:
 def add_family(path: str | None) -> None:
     """Adds a user's own family to this process, for every checkpoint with its `model_type`.
 
-    It takes the place of the package's own of that `model_type`, if there is one, until the process
-    ends: for models that name no family, and for those that were loaded before and are exported
-    afterwards, as well.
+    Until the process ends it replaces the package's family of that `model_type`, if there is one:
+    also for models that name no family, and for models that were loaded before and are exported
+    afterwards.
 
     Args:
-      path: `module:attribute`, as a user gave it in the setting `family`; None adds nothing.
+      path: path `module:attribute`, as a user gave it in the setting `family`; None adds nothing.
 
     Raises:
-      SettingError: it is no path, there is no family, or a user's other family has its place.
+      SettingError: this is no path, there is no family at it, or a user's other family has that
+        `model_type`.
     """
     if path is None:
         return

@@ -22,7 +22,7 @@ _MOE_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def refuse(keys: Keys, problems: list[str]) -> None:
-    """Raises `UnsupportedModelError` with what a config asks for, if there is anything."""
+    """Raises `UnsupportedModelError` if there are problems, with all of them in the message."""
     if problems:
         raise UnsupportedModelError(
             f"{keys.file}: this {keys.text('model_type')} checkpoint needs what is not "
@@ -31,7 +31,7 @@ def refuse(keys: Keys, problems: list[str]) -> None:
 
 
 def not_dense(keys: Keys) -> list[str]:
-    """What a config asks for that no model of attention and dense layers has, as messages."""
+    """Lists, as messages, what a config asks for beyond attention and dense layers."""
     problems = [
         f"{name} {keys.raw[name]} (mixture of experts)"
         for name in _MOE_KEYS
@@ -53,11 +53,14 @@ def not_dense(keys: Keys) -> list[str]:
 
 
 def read_heads(keys: Keys, head_dim: int | None, kv_heads: int | None = None) -> tuple[int, ...]:
-    """Query heads, key and value heads, and their size.
+    """Reads the numbers of query heads and of key and value heads, and the size of a head.
 
     Args:
-      head_dim: where a file does not say; None: the width is divided among the heads.
-      kv_heads: where a file does not say; None: as many as query heads.
+      keys: the keys of config.json.
+      head_dim: size of a head where the file does not say it; None: the width is divided among the
+        heads.
+      kv_heads: number of key and value heads where the file does not say it; None: as many as query
+        heads.
     """
     heads, hidden = keys.integer("num_attention_heads"), keys.integer("hidden_size")
     said = "num_key_value_heads" in keys.raw
@@ -79,10 +82,10 @@ def read_heads(keys: Keys, head_dim: int | None, kv_heads: int | None = None) ->
 
 
 def read_rope(keys: Keys, max_position: int) -> Rope:
-    """The rotary embedding of all layers.
+    """Reads the rotary embedding of all layers.
 
     Raises:
-      UnsupportedModelError: its type is not implemented, or it is given twice and differently.
+      UnsupportedModelError: its type is not implemented, or the file gives two that differ.
     """
     new, old = (keys.within(name).raw for name in ("rope_parameters", "rope_scaling"))
     # transformers lets `rope_scaling` replace `rope_parameters` as a whole, other readers do not.
@@ -120,7 +123,7 @@ def read_rope(keys: Keys, max_position: int) -> Rope:
 
 
 def _plain_rope(keys: Keys, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of one of the two keys in one form, for comparison.
+    """Returns the parameters of one of the two keys in one form, for comparison.
 
     An old file has `type`, and its `rope_theta` beside the object.
     """
@@ -132,7 +135,7 @@ def _plain_rope(keys: Keys, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_json(rope: Rope) -> dict[str, Any]:
-    """The keys of a rotary embedding, in both dialects."""
+    """Returns the keys of a rotary embedding, in both dialects."""
     scaling = None
     if rope.scaling is not None:
         scaling = {
@@ -151,11 +154,14 @@ def rope_json(rope: Rope) -> dict[str, Any]:
 
 
 def layer_windows(keys: Keys, layers: int, window: int | None, first: int = 0) -> tuple:
-    """The window of each layer, or None, by `layer_types` where a file has them.
+    """Returns the window of each layer, by `layer_types` where a file has them; None: no window.
 
     Args:
-      window: of layers that slide; None: those of the file are not used.
-      first: without `layer_types` this layer and all after it slide.
+      keys: the keys of config.json.
+      layers: number of layers.
+      window: window of the layers that have one; None: no layer has one.
+      first: number of the first layer that has a window, where the file has no `layer_types`; all
+        later layers have it, too.
 
     Raises:
       UnsupportedModelError: a layer is of another kind.
@@ -173,6 +179,6 @@ def layer_windows(keys: Keys, layers: int, window: int | None, first: int = 0) -
 
 
 def stored(cfg: ModelConfig, layer: Layer | None) -> dict[str, Place]:
-    """The tensors of arrays in files, as their rows name them: `Family.stored` of most families."""
+    """Returns the places of arrays in files that their rows name: what most families use."""
     rows = top_rows(cfg) if layer is None else layer_rows(layer, cfg.hidden_size)
     return {name: row.stored for name, row in rows.items()}

@@ -20,10 +20,11 @@ class DenseFamily:
     """A `specjax.interfaces.Family` of Llama's structure.
 
     Attributes:
-      model_type, architecture, head_style, layer_prefix: see `Family`.
-      qkv_bias: whether q, k and v have biases; None: `attention_bias` says so.
-      qk_norm: queries and keys are normed per head.
-      head_dim, kv_heads: where a file does not say, see `read_heads`.
+      model_type: see `Family`, as for `architecture`, `head_style` and `layer_prefix`.
+      qkv_bias: whether q, k and v have biases; None: the key `attention_bias` says it.
+      qk_norm: whether queries and keys are normed per head.
+      head_dim: size of a head where a file does not say it, see `read_heads`.
+      kv_heads: number of key and value heads where a file does not say it, see `read_heads`.
     """
 
     model_type: str
@@ -64,7 +65,7 @@ class DenseFamily:
         )
 
     def windows(self, keys: Keys, layers: int) -> tuple[int | None, ...]:
-        """The window of each layer; None: it sees all positions before it."""
+        """Returns the window of each layer; None: the layer sees all positions before its own."""
         return common.layer_windows(keys, layers, None)
 
     def write(self, cfg: ModelConfig) -> dict[str, Any]:
@@ -91,7 +92,7 @@ class DenseFamily:
         }
 
     def windows_json(self, windows: tuple[int | None, ...]) -> dict[str, Any]:
-        """The keys that `windows` reads.
+        """Returns the keys that `windows` reads.
 
         Raises:
           UnsupportedModelError: the family has no such windows.
@@ -107,7 +108,7 @@ class DenseFamily:
         )
 
     def _expressed(self, cfg: ModelConfig) -> tuple[int | None, ...]:
-        """The window of each layer, after a check that nothing else differs between layers."""
+        """Returns the window of each layer, and checks that layers differ in nothing else."""
         # A class derived from one of them may compute something else than the family means.
         kinds = {type(part) for layer in cfg.layers for part in (layer.mixer, layer.mlp)}
         if others := sorted(kind.__name__ for kind in kinds - {Attention, Dense}):
@@ -137,10 +138,10 @@ class DenseFamily:
         return common.stored(cfg, layer)
 
     def zeros(self, cfg: ModelConfig, layer: Layer) -> Mapping[str, tuple[int, ...]]:
-        """See `Family.zeros`: where `attention_bias` decides, the bias of the output projection.
+        """Lists the bias of the output projection, where `attention_bias` decides on biases.
 
-        transformers gives it one then, and checkpoints that were converted from a family without
-        one hold zeros.
+        transformers gives the output projection a bias then, and checkpoints that were converted
+        from a family without this bias hold zeros.
         """
         if self.qkv_bias is None and layer.mixer.qkv_bias:
             return {"self_attn.o_proj.bias": (cfg.hidden_size,)}
@@ -171,11 +172,14 @@ def dense_config(
     rms_norm_eps: float = 1e-6,
     **others: Any,
 ) -> ModelConfig:
-    """The config of a model whose layers are all alike.
+    """Makes the config of a model whose layers are all alike.
+
+    Arguments that are not listed are those of `Attention`, `Dense` and `Rope`.
 
     Args:
-      vocab_size, hidden_size, intermediate_size, num_layers: V D F L.
-      num_heads, num_kv_heads, head_dim, qkv_bias, qk_norm, window: see `Attention`.
+      vocab_size: size V of the vocabulary.
+      hidden_size: width D.
+      num_layers: number L of layers.
       others: further fields of `ModelConfig`.
     """
     rope = Rope(rope_theta, rope_scaling)
@@ -192,10 +196,10 @@ def dense_config(
 
 
 def change_dense(cfg: ModelConfig, **changes: Any) -> ModelConfig:
-    """The config with other flat numbers, by the names of `dense_config`'s arguments.
+    """Returns the config with some arguments of `dense_config` changed.
 
     Raises:
-      ValueError: its layers are not all alike.
+      ValueError: the layers are not all alike.
     """
     if len(set(cfg.layers)) != 1:
         raise ValueError(f"expected layers that are all alike, got {len(set(cfg.layers))} kinds")

@@ -14,8 +14,8 @@ from specjax.models.families.dense import DenseFamily
 class MistralFamily(DenseFamily):
     """Mistral's window, read as transformers reads it.
 
-    Without the key it is 4096 tokens, and null means that there is none, as in later checkpoints.
-    Layers of different kinds are those of another `model_type`.
+    Without the key the window is 4096 tokens; null means that there is none, as in later
+    checkpoints. A config with layers of different kinds is refused.
     """
 
     def windows(self, keys: Keys, layers: int) -> tuple[int | None, ...]:

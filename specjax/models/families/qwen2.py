@@ -15,8 +15,8 @@ class QwenFamily(DenseFamily):
     """A family whose configs have a window, and a flag whether it is used.
 
     Attributes:
-      slides: a window may be in use, in the layers that `layer_types` names, or without these from
-        layer `max_window_layers` on.
+      slides: whether a window may be in use: in the layers that `layer_types` names, or where the
+        file has no such key from layer `max_window_layers` on.
     """
 
     slides: bool = True

@@ -27,11 +27,14 @@ class Attention:
     their heads, one row per head, in `qk_norm`.
 
     Attributes:
-      num_heads, num_kv_heads, head_dim: N K H.
-      rope: of queries and keys.
-      qkv_bias: biases on q, k and v (Qwen2, MiMo).
-      qk_norm: RMSNorm per head before RoPE (Qwen3), with `norm_eps`.
-      window: a query at position i sees the positions above i - window; None: all up to i.
+      num_heads: number N of query heads.
+      num_kv_heads: number K of key and value heads.
+      head_dim: size H of a head.
+      rope: rotary embedding of queries and keys.
+      qkv_bias: whether q, k and v have biases (Qwen2, MiMo).
+      qk_norm: whether queries and keys have an RMSNorm per head before RoPE (Qwen3).
+      norm_eps: epsilon of these norms.
+      window: number of positions that a query sees, its own included; None: all up to its own.
     """
 
     kind: ClassVar[str] = "attention"
@@ -57,7 +60,7 @@ class Attention:
             raise ValueError(f"window must be at least 1 or None, got {self.window}")
 
     def params(self, width: int) -> dict[str, Param]:
-        """The rows of its arrays, in the order of random initialisation."""
+        """Returns the rows of its arrays, in the order of random initialisation."""
         n, k, h = self.num_heads, self.num_kv_heads, self.head_dim
 
         def project(name: str, heads: int, order: int) -> Param:
@@ -91,11 +94,11 @@ class Attention:
 
     @property
     def rotation(self) -> tuple[Rope, int]:
-        """The rotary embedding, and the size of the heads that it rotates."""
+        """Returns the rotary embedding, and the size of the heads that it rotates."""
         return self.rope, self.head_dim
 
     def empty(self, run: Any, room: Room) -> Memory:
-        """Pages of keys and values, all zero, and no slots."""
+        """Makes pages of keys and values, all zero, and no slots."""
         shape = (room.pages, self.num_kv_heads, room.page_size, self.head_dim)
         k, v = (jnp.zeros(shape, jnp.dtype(run.compute_dtype)) for _ in range(2))
         return Memory(KVCache(k, v), None)
@@ -148,13 +151,13 @@ class Attention:
     def angles(
         self, positions: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T H"], Float[Array, "B T H"]]:
-        """Cosines and sines for `project`, see `rope_tables`."""
+        """Computes cosines and sines for `project`, see `rope_tables`."""
         return rope_tables(self.rope, self.head_dim, positions)
 
     def project(
         self, w: Params, x: Float[Array, "B T D"], cos: Float[Array, "B T H"], sin
     ) -> tuple[Float[Array, "B N T H"], Float[Array, "B K T H"], Float[Array, "B K T H"]]:
-        """Queries, keys and values of normed states, head-major, normed per head and rotated."""
+        """Computes queries, keys and values of normed states, head-major, normed and rotated."""
 
         def product(weight: str, bias: str) -> Array:
             out = dot(x, w[weight])

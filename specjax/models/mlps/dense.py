@@ -20,6 +20,9 @@ class Dense:
     """`down(silu(gate(x)) * up(x))`, a `specjax.interfaces.Mlp`.
 
     Where decoding fuses projections, gate and up are side by side in `gate_up`.
+
+    Attributes:
+      intermediate_size: width F of the hidden layer.
     """
 
     kind: ClassVar[str] = "dense"
@@ -27,7 +30,7 @@ class Dense:
     intermediate_size: int
 
     def params(self, width: int) -> dict[str, Param]:
-        """The rows of its arrays, in the order of random initialisation."""
+        """Returns the rows of its arrays, in the order of random initialisation."""
 
         def project(name: str, order: int) -> Param:
             return Param(
