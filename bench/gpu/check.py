@@ -1,13 +1,13 @@
-"""`make gpu-check`: XLA's compiler for GPUs takes every program, on a machine that has no GPU.
+"""`make gpu-check`: checks on a machine without a GPU that every program compiles for GPUs.
 
-The compiler comes with jax's CUDA plugin, about 4 GB of libraries for Python 3.12. They lie in an
-environment of their own in the user's cache directory, named by a hash of what is installed, so
-that all clones share it. Then run, in that environment:
+The compiler comes with jax's CUDA plugin, about 4 GB of libraries for Python 3.12. They are
+installed into an environment in the user's cache directory, named by a hash of the requirements, so
+that all clones share it. In that environment it runs:
 
     tests/kernels/test_gpu_compiler.py    chunks copy no cache, kernels compile within them
     python -m bench.gpu --dry             every program of the queue compiles and fits each card
 
-Only the standard library is imported here: the environment may not be there yet.
+This file imports only the standard library, because the environment may not exist yet.
 """
 
 from __future__ import annotations
@@ -31,27 +31,26 @@ ROOT = Path(__file__).resolve().parents[2]
 PINS, CONSTRAINTS = ROOT / "bench" / "gpu-constraints.txt", ROOT / "constraints.txt"
 PLUGIN = "jax-cuda13-plugin[with-cuda]"
 TESTS = ("pytest", "hypothesis")
-MINUTES = 20.0  # of the checks
-INSTALL_MINUTES = 15.0  # of what goes before them once, and downloads gigabytes
+MINUTES = 20.0  # time limit of the checks
+INSTALL_MINUTES = 15.0  # time limit of the installation, which downloads gigabytes
 IS_312 = "import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 12))"
 
 
-UNFINISHED = 75  # what --dry and this end with where not all of it was done (EX_TEMPFAIL)
-GRACE = 120.0  # seconds, for the program that it is at
+UNFINISHED = 75  # exit status of --dry and this if something was not checked (EX_TEMPFAIL)
+GRACE = 120.0  # seconds beyond the limit for the program that is being compiled
 
 
 class Impossible(Exception):
-    """Something that the check needs is not to be had here."""
+    """Something that the check needs is not available on this machine."""
 
 
 # --- the environment -----------------------------------------------------------------------------
 
 
 def find_python() -> str:
-    """A Python 3.12 that can make environments.
+    """Finds a Python 3.12 that can create environments.
 
-    A name on the PATH proves nothing (pyenv's shims exist for versions that are not active), so
-    each candidate is run.
+    Each candidate is run, because pyenv has shims on the PATH for versions that are not active.
 
     Raises:
       Impossible: there is none.
@@ -71,18 +70,18 @@ def find_python() -> str:
 
 
 def project_of(line: str) -> str:
-    """The project that a requirement or constraint names."""
+    """Returns the project that a requirement or constraint names."""
     return re.split(r"[^A-Za-z0-9_.-]", line.strip(), maxsplit=1)[0].lower().replace("_", "-")
 
 
 def lines_of(path: Path) -> list[str]:
-    """The lines of a file of requirements, without comments."""
+    """Returns the lines of a requirements file, without comments."""
     text = path.read_text(encoding="utf-8")
     return [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
 
 
 def requirements() -> tuple[list[str], list[str]]:
-    """What is installed, and the constraints on it and on what comes with it."""
+    """Returns the requirements, and the constraints on them and on their dependencies."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pins = lines_of(PINS)
     pinned = {project_of(line) for line in pins}
@@ -91,7 +90,7 @@ def requirements() -> tuple[list[str], list[str]]:
 
 
 def key() -> str:
-    """The environment's name: a digest of the packages that are named here."""
+    """Returns the environment's name: a digest of the requirements and their versions."""
     wanted, constraints = requirements()
     named = {project_of(line) for line in wanted} | {project_of(line) for line in lines_of(PINS)}
     lines = sorted(wanted) + sorted(line for line in constraints if project_of(line) in named)
@@ -99,14 +98,14 @@ def key() -> str:
 
 
 def home() -> Path:
-    """Where environments lie."""
+    """Returns the directory of environments."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "specjax" / "gpu-check"
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One process at a time makes an environment; the others wait, and find it made."""
+    """Holds a lock, so that one process at a time creates an environment and the others wait."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -114,17 +113,17 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def environment(minutes: float = INSTALL_MINUTES) -> Path:
-    """The environment's Python, after the environment was made where there was none.
+    """Returns the environment's Python; creates the environment unless it is complete.
 
-    An environment counts as made when its stamp is there, which is written last.
+    An environment is complete when its stamp exists, which is written last.
 
     Raises:
-      Impossible: no Python 3.12, or the environment could not be made.
+      Impossible: there is no Python 3.12, or the environment could not be created.
     """
     try:
         return _environment(minutes)
-    except OSError as error:  # no room, or no permission
-        raise Impossible(f"the environment could not be made in {home()}: {error}") from error
+    except OSError as error:  # no space, or no permission
+        raise Impossible(f"the environment could not be created in {home()}: {error}") from error
 
 
 def _environment(minutes: float) -> Path:
@@ -140,7 +139,7 @@ def _environment(minutes: float) -> Path:
         wanted, constraints = requirements()
         if status := run([base, "-m", "venv", str(directory)], 120, {}):
             how = status if status == "timed out" else f"exit status {status}"
-            raise Impossible(f"{base} -m venv {directory} failed ({how}); is there room for it?")
+            raise Impossible(f"{base} -m venv {directory} failed ({how}); is the disk full?")
         given = directory / "constraints.txt"
         given.write_text("\n".join(constraints) + "\n", encoding="utf-8")
         pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-q"]
@@ -158,7 +157,7 @@ def say(text: str) -> None:
 
 
 def run(command: Sequence[str], seconds: float, environment: dict[str, str]) -> int | str:
-    """The exit status, or `timed out`; what outlives the time is killed with all that it began."""
+    """Runs a command; returns its status or `timed out`, after killing it and its children."""
     env = {**os.environ, **environment}
     process = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True)
     try:
@@ -172,12 +171,12 @@ def run(command: Sequence[str], seconds: float, environment: dict[str, str]) -> 
 
 
 def settings(python: Path) -> dict[str, str]:
-    """Variables of the checks: the compiler for GPUs runs in a process whose device is a CPU."""
+    """Returns the environment variables of the checks, which compile for GPUs on a CPU device."""
     return {
         "JAX_PLATFORMS": "cpu",
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
-        "JAX_ENABLE_COMPILATION_CACHE": "0",  # it cannot read programs for devices elsewhere
+        "JAX_ENABLE_COMPILATION_CACHE": "0",  # it cannot read programs for other devices
         "PYTHONPATH": str(ROOT),
         "SPECJAX_GPU_PYTHON": str(python),
         "SPECJAX_DRY_KNOWN": str(home() / "programs"),
@@ -186,7 +185,7 @@ def settings(python: Path) -> dict[str, str]:
 
 
 def check(python: Path, minutes: float, dry: Sequence[str]) -> list[str]:
-    """Runs both; what failed, and what there was no time for (begins with `not done`)."""
+    """Runs both checks; returns failures, and lines `not done: ...` for lack of time."""
     end, env, found = time.monotonic() + 60 * minutes, settings(python), []
     tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/test_gpu_compiler.py"]
     status = run([str(python), *tests], end - time.monotonic(), env)
@@ -196,7 +195,7 @@ def check(python: Path, minutes: float, dry: Sequence[str]) -> list[str]:
     if left < 1:
         return [*found, "not done: python -m bench.gpu --dry: no time was left"]
     command = [str(python), "-m", "bench.gpu", "--dry", "--minutes", f"{left:.2f}", *dry]
-    # It ends by itself, at the next program, and says what it left out.
+    # It ends by itself before the next program, and lists those that it left out.
     status = run(command, 60 * left + GRACE, env)
     if status == UNFINISHED:
         found.append("not done: python -m bench.gpu --dry: the programs named above")
@@ -220,11 +219,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--minutes", type=float, default=MINUTES, help="for the checks, after the installation")
     add("--install-minutes", type=float, default=INSTALL_MINUTES, help="for the installation")
-    what = "end with 75, and not with 1, where all that is wrong is that something was not checked"
+    what = "exit with 75 rather than 1 if nothing failed and something was not checked"
     add("--if-possible", action="store_true", help=what)
     add("--python", action="store_true", help="print the environment's Python and check nothing")
     for name in ("cards", "parts"):
-        add(f"--{name}", nargs="+", default=[], help="of `python -m bench.gpu --dry`; not all")
+        add(f"--{name}", nargs="+", default=[], help="passed to `python -m bench.gpu --dry`")
     args = parser.parse_args(argv)
     try:
         python = environment(args.install_minutes)

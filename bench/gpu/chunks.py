@@ -1,7 +1,7 @@
 """Chunks of rounds of models with random weights, by the engine's own programs.
 
 A `Runner` is built with shapes alone, which is enough to compile for any card; then it is given
-weights, and a state in which every slot runs at one length. Caches hold random numbers: some chips
+weights, and a state in which every slot has the same length. Caches hold random numbers: some chips
 multiply zeros faster.
 """
 
@@ -35,8 +35,8 @@ from specjax.models.transformer import init_params
 from specjax.shipped import find_shipped
 
 OFF = "off"
-DEFAULT = MappingProxyType({"": {}})  # one arm: the compiler's own options
-# One graph of everything in a chunk, the loop over rounds included.
+DEFAULT = MappingProxyType({"": {}})  # one arm: the compiler's default options
+# Compiler options that make one CUDA graph of a whole chunk, the loop over rounds included.
 GRAPH = {
     "xla_gpu_enable_command_buffer": ("FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,WHILE,CONDITIONAL"),
     "xla_gpu_graph_min_graph_size": 1,
@@ -49,7 +49,7 @@ def _bfloat16(**sizes) -> ModelConfig:
 
 @functools.cache
 def shape_of(name: str) -> ModelConfig:
-    """The config of a model's shape: `8B` and `1.7B` are Qwen3's, `135M` is SmolLM2's."""
+    """Returns the config of a model's shape: `8B` and `1.7B` are Qwen3's, `135M` is SmolLM2's."""
     if name == "8B":
         cfg = read_config(find_shipped("assets/shapes/Qwen3-8B"))
         return cfg.running(param_dtype="bfloat16", compute_dtype="bfloat16")
@@ -86,13 +86,19 @@ def shape_of(name: str) -> ModelConfig:
 
 
 class Size(NamedTuple):
-    """What a chunk is made for.
+    """The sizes and settings of a chunk.
 
     Attributes:
-      shape: see `shape_of`. layers: of it; None: all. context: tokens of every slot at most.
-      rounds: of a chunk. chunks: for which there is room, one after the other.
-      attention: the kernel that is asked for.
-      options: sampling of all slots, by the names of `Options`.
+      shape: name of a model's shape, see `shape_of`.
+      batch: number of slots.
+      context: largest number of tokens in a slot.
+      layers: number of layers; None: all of the model's.
+      strategy: strategy of the rounds.
+      rounds: number of rounds in a chunk.
+      attention: attention kernel, as in `EngineConfig`.
+      options: sampling options of all slots, by the names of `Options`.
+      features: features of the chunk's program.
+      chunks: number of consecutive chunks that the cache has room for.
     """
 
     shape: str
@@ -111,11 +117,13 @@ class Chunk:
     """The engine's program for a full batch, run from the same state again and again.
 
     Args:
-      place: that it is compiled for.
-      rule: an acceptance rule in place of the strategy's own, see `Plan.rule`.
+      place: device to compile for.
+      size: sizes and settings.
+      rule: acceptance rule that replaces the strategy's own, see `Plan.rule`.
 
     Attributes:
-      runner: with shapes, until `load`. compiled: programs that may run, by name.
+      runner: runner of the chunk; it holds shapes instead of arrays until `load`.
+      compiled: compiled programs, by name.
     """
 
     def __init__(self, place: Place, size: Size, rule: Callable | None = None):
@@ -123,7 +131,7 @@ class Chunk:
         layers = cfg.layers if size.layers is None else (cfg.layers[:1] * size.layers)
         self.size = size
         spec = None if size.strategy == OFF else SpecConfig(size.strategy)
-        self.emits = 1 if spec is None else spec.resolve().steps + 1  # of a round at most
+        self.emits = 1 if spec is None else spec.resolve().steps + 1  # tokens per round, at most
         longest = size.context + size.chunks * size.rounds * self.emits + self.emits + 1
         cfg = cfg.replace(
             layers=layers, mtp_num_layers=1, max_position=max(cfg.max_position, longest)
@@ -152,12 +160,12 @@ class Chunk:
     def programs(
         self, name: str, arms: Mapping[str, Mapping] = DEFAULT, beside: int = 0
     ) -> list[Program]:
-        """One program for each arm's compiler options, traced once."""
+        """Returns a program for each arm's compiler options; they are traced once."""
         lower = traced_once(self._lower)
         return [Program(f"{name}{arm}", lower, options, beside) for arm, options in arms.items()]
 
     def _lower(self) -> jax.stages.Lowered:
-        """The chunk's program, lowered as the engine does it."""
+        """Lowers the chunk's program as the engine does."""
         runner, found = self.runner, []
 
         def build(key, lower, donate):
@@ -186,13 +194,13 @@ class Chunk:
 
     @property
     def weights(self) -> int:
-        """Bytes of the policy's parameters among them."""
+        """Bytes of the policy's parameters."""
         return _bytes(self.shapes[0])
 
     # --- running ---------------------------------------------------------------------------------
 
     def load(self, seed: int, like: Chunk | None = None) -> None:
-        """Draws weights, or takes the policy's of another chunk of the same model; and a state."""
+        """Makes random weights, or shares the policy of the chunk `like`, and makes a state."""
         runner, cfg, self._seed = self.runner, self.cfg, seed
         runner.params = runner.head = runner.state = runner.kept = None
         head = None
@@ -209,7 +217,7 @@ class Chunk:
         self._fill()
 
     def _fill(self) -> None:
-        """Makes the state, and notes everything of it that is small, to begin again from."""
+        """Makes the state, and keeps a copy of its small arrays, to start again from."""
         runner = self.runner
         fill(runner, self._at, self.size.options)
         (cache, drafts, noise), rest = _apart(runner.state)
@@ -219,7 +227,7 @@ class Chunk:
         self._kept = jax.device_get(rest)
 
     def at(self, context: int) -> Chunk:
-        """The same, whose slots have fewer tokens than there is room for."""
+        """Sets the number of tokens in every slot, and returns the chunk."""
         if context > self.size.context:
             raise ValueError(f"expected at most {self.size.context} tokens, got {context}")
         slots = self.runner.slots
@@ -228,10 +236,9 @@ class Chunk:
         return self
 
     def prepare(self) -> None:
-        """The state that every run begins with; what lies in the caches stays.
+        """Restores the initial state; the content of the caches stays.
 
-        A run that failed, for want of memory for example, may have taken the state with it: then it
-        is made anew.
+        The state is made again if a failed run, out of memory for example, has consumed it.
         """
         state = self.runner.state
         if state is None or any(x.is_deleted() for x in jax.tree.leaves(state)):
@@ -242,10 +249,10 @@ class Chunk:
         self.runner.state = jax.block_until_ready(_together(large, rest))
 
     def run(self, name: str) -> Result:
-        """One chunk by one of the programs; waits, and returns what the host reads.
+        """Runs one chunk by a compiled program, and waits for its result.
 
         Raises:
-          ValueError: samples ended before the rounds were done.
+          ValueError: samples ended before the last round.
         """
         runner = self.runner
         inputs = runner.params, runner.head, runner.state, *self._inputs()
@@ -256,11 +263,11 @@ class Chunk:
         return found
 
     def emitted(self, found: Result) -> np.ndarray:
-        """Tokens of each slot of a run."""
+        """Returns the number of tokens that a run emitted for each slot."""
         return found.length[: self.size.batch] - self._at
 
     def job(self, name: str) -> tuple[Callable, Callable]:
-        """The two functions that `alternate_prepared` takes of an arm."""
+        """Returns the two functions of an arm for `alternate_prepared`."""
         return self.prepare, functools.partial(self.run, name)
 
 
@@ -269,7 +276,7 @@ def _bytes(tree) -> int:
 
 
 def _apart(state) -> tuple[tuple, object]:
-    """The buffers of a state that take memory, and the rest."""
+    """Splits a state into its large buffers and the rest."""
     draft, noise = state.draft, state.noise
     large = (
         state.memory.pages,
@@ -294,9 +301,9 @@ def _together(large: tuple, rest):
 
 
 def _drawn(cache, seed: int):
-    """Random numbers where a cache holds zeros.
+    """Replaces a cache's zeros by random numbers.
 
-    Its arrays are given up one by one, for some caches take half of a card's memory.
+    Its arrays are replaced one by one, because some caches take half of a card's memory.
     """
     leaves, tree = jax.tree.flatten(cache)
     drawn = []
@@ -309,7 +316,7 @@ def _drawn(cache, seed: int):
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def random_pages(key, shape: tuple[int, ...], dtype):
-    """Random numbers, the same 64 pages over and over."""
+    """Makes random numbers: 64 pages of them, repeated."""
     few = min(64, shape[0])
     block = jax.random.normal(key, (few, *shape[1:]), jnp.float32).astype(dtype)
     return jnp.tile(block, (-(-shape[0] // few), *[1] * (len(shape) - 1)))[: shape[0]]
@@ -318,7 +325,7 @@ def random_pages(key, shape: tuple[int, ...], dtype):
 def milliseconds_per_round(
     arms: Mapping[str, tuple[Chunk, str]], repeats: int
 ) -> dict[str, list[float]]:
-    """Milliseconds of a round by arm, in each turn; arms are (chunk, program) and take turns."""
+    """Measures arms, (chunk, name of program), in turns; returns milliseconds per round."""
     jobs = {arm: chunk.job(name) for arm, (chunk, name) in arms.items()}
     seconds = alternate_prepared(jobs, repeats)
     return {arm: [1e3 * s / arms[arm][0].size.rounds for s in seconds[arm]] for arm in arms}
@@ -327,14 +334,17 @@ def milliseconds_per_round(
 def figures_by_layers(
     found: Mapping[int, Sequence[float]], at: str, layers: tuple[int, int], total: int, unit: str
 ) -> tuple[list[float], dict[str, dict]]:
-    """Figures of models with layers[0] and layers[1] of `total` layers, and of the whole one.
+    """Makes the figures of models with layers[0] and layers[1] layers, and of the whole model.
 
     Args:
-      found: number of layers -> milliseconds in each turn. at: where, in the figures' names.
-      unit: such as `ms per round`.
+      found: number of layers -> milliseconds in each turn.
+      at: last part of the figures' names.
+      layers: numbers of layers that were measured, the larger one first.
+      total: number of layers of the whole model.
+      unit: unit of the figures, such as `ms per round`.
 
     Returns:
-      what the whole model takes in each turn, and the figures `ms/<layers>_layers/<at>`.
+      the milliseconds of the whole model in each turn, and the figures `ms/<layers>_layers/<at>`.
     """
     more, less = layers
     whole = whole_model(found[more], found[less], layers, total)
@@ -348,8 +358,10 @@ def figures_by_layers(
 
 
 def policy_pass(runner: Runner, rows: int) -> Callable:
-    """The policy over the last so many rows of every slot, logits included: a function of
-    parameters, state, and the slots with their tables."""
+    """Returns a function that runs the policy over the last `rows` rows of every slot, with logits.
+
+    Its arguments are parameters, state, and the slots with their page tables.
+    """
 
     def program(params, state, slots):
         here = take_slots(state._replace(noise=None, draft=None), slots)
@@ -371,9 +383,9 @@ def policy_pass(runner: Runner, rows: int) -> Callable:
 def whole_model(
     many: Sequence[float], few: Sequence[float], layers: tuple[int, int], total: int
 ) -> list[float]:
-    """Times of a model with `total` layers, from those with layers[0] and layers[1] of them.
+    """Extrapolates times of a model with `total` layers from layers[0] and layers[1] layers.
 
-    One layer takes their difference, divided by how many layers they differ in.
+    One layer takes their difference, divided by the difference in layers.
     """
     more, less = layers
     each = [(a - b) / (more - less) for a, b in zip(many, few, strict=True)]

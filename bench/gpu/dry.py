@@ -1,8 +1,8 @@
-"""`--dry`: compiles every program of the queue for cards that are not there.
+"""`--dry`: compiles every program of the queue for cards that this machine does not have.
 
-Nothing runs and nothing is tuned. Programs that do not compile, or need more memory than the card
-has, are named. The sizes of a program are kept under a hash of its text, the compiler and its
-options, in the directory that SPECJAX_DRY_KNOWN names, so that only new programs are compiled.
+No program runs and none is tuned. Programs that do not compile, or need more memory than the card
+has, are listed. The directory SPECJAX_DRY_KNOWN caches the sizes of a program under a hash of its
+text, the compiler and its options, so that only new programs are compiled.
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ from bench.gpu.program import Ahead, Place, Program
 from bench.gpu.table import Part
 from bench.record import write_json
 
-AT_ONCE = 2  # programs; the compiler has threads of its own besides
+AT_ONCE = 2  # programs compiled at once; each compilation also has threads of its own
 
 
 def run(
     parts: Sequence[Part], cards: Sequence[str], small: bool = False, minutes: float | None = None
 ) -> int:
-    """Compiles and prints.
+    """Compiles the programs of some parts, and prints their sizes.
 
     Returns:
-      1 if a program does not compile or does not fit; else `UNFINISHED` if the minutes were over.
+      1 if a program does not compile or does not fit; else `UNFINISHED` if there was too little
+      time.
 
     Raises:
-      ValueError: there is no compiler for GPUs here.
+      ValueError: XLA's compiler for GPUs is not installed.
     """
     end = float("inf") if minutes is None else time.monotonic() + 60 * minutes
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)  # it cannot read such programs
     try:
         places = {card: Ahead(card) for card in cards}
-    except Exception as error:  # jax raises several kinds, by what is missing of the plugin
+    except Exception as error:  # jax raises several types, depending on the missing package
         raise ValueError(
             "--dry needs XLA's compiler for GPUs, which comes with jax-cuda13-plugin[with-cuda] "
             f"(`make gpu-check` makes an environment with it); got {type(error).__name__}: {error}"
@@ -55,14 +56,14 @@ def run(
             late, problems = _part(part, place, small, end)
             failed += [_say(f"{part.name}, {card}, {line}") for line in problems]
             skipped += [f"{part.name}, {card}, {name}" for name in late]
-    for title, lines in (("failed", failed), ("not compiled, for there was no time", skipped)):
+    for title, lines in (("failed", failed), ("not compiled, because there was no time", skipped)):
         if lines:
             print(f"{len(lines)} {title}:", *lines, sep="\n  ", flush=True)
     return 1 if failed else UNFINISHED if skipped else 0
 
 
 def _part(part: Part, place: Place, small: bool, end: float) -> tuple[list[str], list[str]]:
-    """Programs that there was no time for, and what is wrong with others."""
+    """Compiles a part; returns programs that there was no time for, and problems of others."""
     module = part.load()
     if reason := getattr(module, "NOT_AHEAD", None):
         print(f"{part.name}: not compiled ahead of time: {reason}", flush=True)
@@ -102,7 +103,7 @@ def _part(part: Part, place: Place, small: bool, end: float) -> tuple[list[str],
 def _compile(
     program: Program, lowered: jax.stages.Lowered, place: Place, traced: float, end: float
 ) -> str | None:
-    """What is wrong with a program, or nothing; None where there was no time."""
+    """Compiles a program; returns its problem, "" without one, None without time."""
     began, note = time.monotonic(), _note(program, lowered, place)
     if note is not None and note.exists():
         found, how = json.loads(note.read_text(encoding="utf-8")), "known"
@@ -133,7 +134,7 @@ def _compile(
 
 
 def _note(program: Program, lowered: jax.stages.Lowered, place: Place) -> Path | None:
-    """The file with the sizes of a program; None: there is no directory for it."""
+    """Returns the file with the sizes of a program; None: SPECJAX_DRY_KNOWN is not set."""
     directory = os.environ.get("SPECJAX_DRY_KNOWN")
     if not directory:
         return None

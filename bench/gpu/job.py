@@ -1,4 +1,4 @@
-"""One run of a part of the queue: its time, its settings, and the record that it writes."""
+"""One run of a part of the queue: its time limit, its settings, and the record that it writes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from bench.gpu import records
 from bench.record import figure, now, result_of, write_json
 
-SOFT = 0.85  # of a part's time: afterwards it starts nothing new
-LONGER = 1.2  # an item is started if this many times the longest one so far is left
+SOFT = 0.85  # share of a part's time after which it starts no further item
+LONGER = 1.2  # an item starts if this many times the seconds of the longest one so far are left
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 class Absent(Exception):
-    """Raised by a part that this machine cannot run, which is no failure.
+    """Raised by a part that this machine cannot run; it does not count as a failure.
 
     Attributes:
       word: the part's outcome, such as `not installed`.
@@ -31,14 +31,19 @@ class Job:
     """One run of a part: its settings, its clock, and its record.
 
     Args:
-      part: name. card: short name of the device. out: where records lie.
-      seconds: that it has. attempt: how many times it was begun, this time included.
-      small: sizes for a CPU. seed: of weights and prompts.
+      part: name of the part.
+      card: short name of the device.
+      out: directory of the records.
+      seconds: time limit.
+      attempt: number of this run, from 1; a run that was interrupted is repeated.
+      small: whether to use tiny sizes, for a CPU.
+      seed: seed of weights and prompts.
 
     Attributes:
-      figures: as in a result file. failures: what went wrong, one line each.
-      measured, left_over, no_room: how many measurements were made, how many there was no time
-        for, and how many there was no memory for.
+      figures: figures as in a result file.
+      failures: errors, one line each.
+      measured, left_over, no_room: numbers of items that were measured, that there was no time for,
+        and that there was no memory for.
       outcome: `running`; then `done` or `done in part` as far as there was time and memory, or
         `no time`, `out of memory`, `failed`, or the word of an `Absent`.
     """
@@ -56,13 +61,13 @@ class Job:
         self.outcome = records.RUNNING
         settings = {"part": part, "card": card, "attempt": attempt, "seconds": seconds}
         self._head = result_of(f"gpu/{part}", settings | {"small": small, "seed": seed}, {})
-        # The command of a user; this process was started by the queue.
+        # The command for a user to repeat; the queue started this process by another one.
         self._head["command"] = f"python -m bench.gpu --again {part}" + " --small" * small
         self.write()
 
     @property
     def left(self) -> float:
-        """Seconds in which something may still be begun."""
+        """Seconds in which further items may start."""
         return self.began + SOFT * self.seconds - time.monotonic()
 
     def tell(self, **settings: Any) -> None:
@@ -81,13 +86,15 @@ class Job:
         self.write()
 
     def refute(self, what: str) -> None:
-        """Records a wrong result; the part goes on. It has failed, and its record counts as a whole
-        measurement, see `records.weight`."""
+        """Records a wrong result; the part goes on.
+
+        The part has failed, and its record counts as a complete one, see `records.weight`.
+        """
         self._head["settings"].setdefault("wrong", []).append(what)
         self.fail(what)
 
     def time_for(self, seconds: float) -> bool:
-        """Whether something may be begun that takes so long, as far as is known."""
+        """Returns whether an item that takes `seconds` may start."""
         return self.left >= LONGER * seconds
 
     def each(
@@ -97,12 +104,13 @@ class Job:
         """Measures items in order while there is time; one that fails does not stop the others.
 
         Args:
-          items: the names of the figures that are recorded as missing where an item is not
-            measured (every figure that a target names), and what measures it.
+          items: for each item, the names of its figures that targets need, which are recorded as
+            missing if it is not measured, and the function that measures it.
         """
         items = [((names,) if isinstance(names, str) else names, run) for names, run in items]
         longest = 0.0
-        # The record names what is missing, however the process ends.
+        # First all figures are recorded as missing, so that the record is right if the process
+        # dies.
         self._without(sum((tuple(names) for names, _ in items), ()), "the part ended before")
         for names, measure in items:
             if not self.time_for(longest):
@@ -112,12 +120,12 @@ class Job:
             try:
                 self.add(measure())
                 self.measured += 1
-            except Exception as error:  # kernels, compilers and drivers raise many kinds
+            except Exception as error:  # kernels, compilers and drivers raise many types
                 self.not_measured(names, error)
             longest = max(longest, time.monotonic() - start)
 
     def not_measured(self, names: Sequence[str], error: Exception) -> None:
-        """Records of these figures what was raised instead: a failure, or that memory was short."""
+        """Records an error in place of some figures: a failure, or too little memory."""
         if OUT_OF_MEMORY in str(error):
             self._without(names, f"out of memory: {described(error)}")
             self.no_room += 1
@@ -127,7 +135,7 @@ class Job:
         self.fail(f"{names[0]}: {described(error)}")
 
     def no_time(self, names: Sequence[str]) -> None:
-        """Records that there was no time for these figures of an item."""
+        """Records that there was no time for an item with these figures."""
         self._without(names, "no time left")
         self.left_over += 1
 
@@ -136,10 +144,10 @@ class Job:
         self.add({name: figure(None, f"left out: {why}") for name in names})
 
     def run(self, part: Callable[[Job], None]) -> bool:
-        """The whole part; nothing that it raises goes further.
+        """Runs the part and records its errors.
 
         Returns:
-          whether the part did what this machine has the means for.
+          whether all that this machine can run succeeded.
         """
         try:
             part(self)
@@ -160,7 +168,7 @@ class Job:
         return records.ok(record)
 
     def _how_far(self) -> str:
-        """Adds the reasons where something is missing."""
+        """Returns the outcome without failures; adds a reason for each kind of missing item."""
         if self.left_over:
             self.failures.append(f"no time for {self.left_over} measurements")
         if self.no_room:
@@ -177,11 +185,11 @@ class Job:
         return {**self._head, "figures": {"outcome": outcome, "spent": spent, **self.figures}}
 
     def write(self) -> None:
-        """The record of the part that runs; another one takes its place when the part has ended."""
+        """Writes the record of the running part; `run` replaces it when the part has ended."""
         write_json(self.record(), self.path)
 
 
 def described(error: BaseException) -> str:
-    """One line of an error, which may have pages."""
+    """Returns an error as one line of limited length."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:400]}"

@@ -1,7 +1,7 @@
 """Programs of the queue, and the cards that they are compiled for.
 
-A part builds its programs for a `Place`: the device of the process, or a card of which there is
-only the compiler's description. So `--dry` compiles the programs that will be measured.
+A part builds its programs for a `Place`: the device of the process, or, with `--dry`, a card that
+is described to the compiler.
 """
 
 from __future__ import annotations
@@ -21,13 +21,18 @@ from jax.experimental import topologies
 
 # --- cards ----------------------------------------------------------------------------------------
 
-# What XLA's compiler asks of a device is its GpuTargetConfigProto; the numbers are NVIDIA's.
-SHARE = 0.92  # of the memory, that a process takes: XLA_PYTHON_CLIENT_MEM_FRACTION
+# XLA's compiler takes a device as a GpuTargetConfigProto; the numbers are NVIDIA's.
+SHARE = 0.92  # share of the memory that a process takes: XLA_PYTHON_CLIENT_MEM_FRACTION
 
 
 class Card(NamedTuple):
-    """kind: as `jax.Device.device_kind` says it. memory: bytes. bandwidth: bytes per second that
-    the maker names, which the compiler's own estimates go by."""
+    """A model of GPU.
+
+    Attributes:
+      kind: its `jax.Device.device_kind`.
+      memory: bytes of memory.
+      bandwidth: nominal bytes per second, which the compiler's estimates use.
+    """
 
     kind: str
     memory: int
@@ -35,12 +40,12 @@ class Card(NamedTuple):
 
     @property
     def usable(self) -> int:
-        """Bytes that programs and what they hold may take."""
+        """Bytes that programs and their arguments may take."""
         return int(SHARE * self.memory)
 
     @property
     def config(self) -> str:
-        """The target, as text."""
+        """The GpuTargetConfigProto, as text."""
         return _HOPPER % {
             "kind": self.kind,
             "memory": self.memory,
@@ -76,7 +81,7 @@ device_description_str: "%(kind)s"
 
 
 def short_name(kind: str) -> str:
-    """A card's name in file names: `h100`, `h200`, or the kind in plain letters."""
+    """Returns a card's name in file names: `h100`, `h200`, or the kind in plain letters."""
     for name in CARDS:
         if re.search(rf"\b{name}\b", kind, re.IGNORECASE):
             return name
@@ -87,12 +92,13 @@ def short_name(kind: str) -> str:
 
 
 class Program(NamedTuple):
-    """One program.
+    """One program of a part.
 
     Attributes:
-      name: unique in its part. lower: traces it; programs that share it are traced once.
-      options: of the compiler, beside the process's flags.
-      beside: bytes that the part holds while it runs, beside the program's own.
+      name: name, unique in its part.
+      lower: function that traces the program; programs with the same function are traced once.
+      options: compiler options, in addition to the process's flags.
+      beside: bytes that the part holds while the program runs, in addition to the program's own.
     """
 
     name: str
@@ -108,7 +114,8 @@ class Place:
     """The default device of this process.
 
     Attributes:
-      platform, kind: of the device, as jax names them. card: None; what is known of a card.
+      platform, kind: platform and kind of the device, as jax names them.
+      card: the described card; None: the device is real.
     """
 
     card: Card | None = None
@@ -122,7 +129,7 @@ class Place:
         return jax.devices()[0].device_kind
 
     def shapes(self, tree):
-        """The shapes of a tree's arrays, on the device."""
+        """Returns the shapes of a tree's arrays, on the device."""
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
     @contextlib.contextmanager

@@ -1,14 +1,13 @@
-"""Runs the parts that are not measured yet, one after the other, as far as there is time.
+"""Runs the parts that are not measured yet, one after the other, while there is time.
 
-Each part runs in a process of its own, `python -m bench.gpu.queue '<task as JSON>'`: where a kernel
-hangs or the driver fails, that process ends and the other parts go on.
+Each part runs in a process of its own, `python -m bench.gpu.queue '<task as JSON>'`, so that a
+kernel that hangs or a driver that fails ends one part only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import json
 import os
 import signal
@@ -28,18 +27,21 @@ from bench.gpu.program import SHARE, short_name
 from bench.gpu.table import PARTS, Part
 from bench.record import figure, result_of, write_json
 
-RESERVE = 10.0  # seconds of a call that no part gets, for what lies around them
-REAP = 30.0  # seconds that a killed process has to be gone
-CACHE_BYTES = 12_000_000  # of compiled programs that are kept for the next call, for each card
+RESERVE = 10.0  # seconds of a call that are not given to parts
+REAP = 30.0  # seconds to wait for the end of a killed process
+CACHE_BYTES = 12_000_000  # bytes of compiled programs kept for the next call, for each card
 
 
 class Call(NamedTuple):
-    """What was asked for.
+    """The arguments of one call of `python -m bench.gpu`.
 
     Attributes:
-      out: directory of the records. minutes: for everything. parts: to choose from.
+      out: directory of the records.
+      minutes: time limit of the call.
+      parts: parts to choose from.
       again: names of parts that are run although they have a record.
-      small: sizes for a CPU. seed: of weights and prompts.
+      small: whether to use tiny sizes, for a CPU.
+      seed: seed of weights and prompts.
     """
 
     out: str
@@ -51,14 +53,14 @@ class Call(NamedTuple):
 
 
 def card_here(small: bool) -> str:
-    """The short name of this machine's card.
+    """Returns the short name of this machine's card.
 
     Raises:
       ValueError: there is no GPU, and sizes are not small.
     """
     if small:
         jax.config.update("jax_platforms", "cpu")
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # here; the parts want the memory
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the parts need the memory
     backend = jax.default_backend()
     if backend not in ("gpu", "cuda") and not small:
         raise ValueError(
@@ -69,7 +71,7 @@ def card_here(small: bool) -> str:
 
 
 def run(call: Call) -> int:
-    """Measures what is next; 1 if a part failed.
+    """Runs the parts; returns 1 if one failed, else 0.
 
     Raises:
       ValueError: there is no GPU; or another call runs on the same records.
@@ -77,7 +79,7 @@ def run(call: Call) -> int:
     end = time.monotonic() + 60 * call.minutes - RESERVE
     card, status = card_here(call.small), 0
     with _alone(records.directory(call.out)), _ended_by_signals():
-        # What was measured in part for want of time comes after what was not measured at all.
+        # Parts that were short of time run after those that were not measured at all.
         again = [part for part in call.parts if _wants_time(call, part, card)]
         first = [part for part in call.parts if part not in again]
         for part in (*first, *again):
@@ -95,7 +97,7 @@ def run(call: Call) -> int:
 
 
 def _wants_time(call: Call, part: Part, card: str) -> bool:
-    """Whether the part was short of time, and has no run that was interrupted."""
+    """Returns whether the part was short of time and has no interrupted run."""
     if part.name in call.again or records.path_of(call.out, part.name, card, True).exists():
         return False
     record = records.read(records.path_of(call.out, part.name, card))
@@ -118,7 +120,7 @@ def _alone(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM to this process ends its part as well, which is in a session of its own."""
+    """Ends the running part, which is in a session of its own, when this process gets SIGTERM."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
@@ -127,9 +129,9 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _attempt(call: Call, part: Part, card: str) -> int | None:
-    """Which attempt at a part comes next; None where it is to be skipped.
+    """Returns the number of a part's next attempt; None: it is skipped.
 
-    A part whose run was cut off, by the end of the call that ran it, is tried once more.
+    A part whose run was interrupted by the end of the call runs once more.
     """
     if part.name in call.again:
         return 1
@@ -137,9 +139,9 @@ def _attempt(call: Call, part: Part, card: str) -> int | None:
     if running is not None:
         attempts = running["settings"]["attempt"]
         if attempts < records.ATTEMPTS:
-            print(f"--- {part.name}: its run was cut off before; once more", flush=True)
+            print(f"--- {part.name}: its run was interrupted; it runs once more", flush=True)
             return attempts + 1
-        why = f"its run was cut off {attempts} times; ask for it with --again {part.name}"
+        why = f"its run was interrupted {attempts} times; run it by --again {part.name}"
         records.finish(call.out, records.ended(running, "interrupted", why))
         print(f"--- {part.name}: skipped: {why}", flush=True)
         return None
@@ -149,14 +151,14 @@ def _attempt(call: Call, part: Part, card: str) -> int | None:
 
 
 def _environment(part: Part, card: str, small: bool) -> dict[str, str]:
-    """The environment variables of a part's process.
+    """Returns the environment variables of a part's process.
 
-    Compiled programs are kept for the next call, by kind of card, as many as can be carried along;
-    what was tuned for them lies beside them, where jax puts it. A cache of the user's own is taken
-    as it is: what has no place in so small a cache would be thrown out of it.
+    Compiled programs and their tuning are cached for the next call, by card, up to a size that is
+    small enough to transfer. A cache directory of the user's own is used without that limit, which
+    would evict other programs from it.
     """
     env, own = dict(os.environ), dict(part.environment)
-    env.pop("XLA_PYTHON_CLIENT_PREALLOCATE", None)  # it was for this process
+    env.pop("XLA_PYTHON_CLIENT_PREALLOCATE", None)  # set for this process only
     flags = env.get("XLA_FLAGS", ""), own.pop("XLA_FLAGS", "")
     env |= {**own, "XLA_FLAGS": " ".join(filter(None, flags))}
     if "JAX_COMPILATION_CACHE_DIR" not in env:
@@ -165,17 +167,17 @@ def _environment(part: Part, card: str, small: bool) -> dict[str, str]:
     env.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     if small:
         return env | {"JAX_PLATFORMS": "cpu"}
-    if env.get("JAX_PLATFORMS"):  # some references are computed on the host
+    if env.get("JAX_PLATFORMS"):  # references are computed on the host
         env["JAX_PLATFORMS"] = ",".join(dict.fromkeys([*env["JAX_PLATFORMS"].split(","), "cpu"]))
     env.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(SHARE))
     return env
 
 
 def _run_part(call: Call, part: Part, card: str, attempt: int) -> bool:
-    """Runs a part in a process of its own, which is killed when its time is over.
+    """Runs a part in a process of its own, which is killed after its time limit.
 
     Returns:
-      whether all went well.
+      whether it succeeded.
     """
     task = {
         "part": part.name,
@@ -191,47 +193,47 @@ def _run_part(call: Call, part: Part, card: str, attempt: int) -> bool:
     running = records.path_of(call.out, part.name, card, running=True)
     settings = {name: task[name] for name in ("part", "card", "attempt", "seconds", "small")}
     begun = result_of(f"gpu/{part.name}", settings, {"outcome": figure(records.RUNNING, "")})
-    write_json(begun, running)  # the attempt counts, whatever becomes of it
+    write_json(begun, running)  # the attempt counts, however it ends
     place = records.path_of(call.out, part.name, card)
     before, code = records.read(place), None
     process = subprocess.Popen(
         [sys.executable, "-m", "bench.gpu.queue", json.dumps(task)],
         env=_environment(part, card, call.small),
-        stdin=subprocess.PIPE,  # its end tells the part that this process is gone
+        stdin=subprocess.PIPE,  # the part ends itself when this pipe is closed
         start_new_session=True,
     )
     try:
         code = process.wait(part.seconds)
         word, why = "failed", _describe(code)
     except subprocess.TimeoutExpired:
-        word, why = "timed out", f"it was ended after its {part.seconds:.0f} s"
+        word, why = "timed out", f"it was killed after its {part.seconds:.0f} s"
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # all that it began, too
+            os.killpg(process.pid, signal.SIGKILL)  # its children too
         _reap(part, process)
     left_behind = records.read(running)
     if left_behind is None:
-        # It came to its end, and its record says how, even if its process did not end well. Where
-        # an older record was kept, the exit status is all that is known.
+        # The part ended, and its record has the outcome, even if the process failed afterwards. If
+        # an older record was kept, only the exit status is known.
         after = records.read(place)
         return code == 0 if after == before else records.ok(after)
-    records.finish(call.out, records.ended(left_behind, word, why))  # it did not come to its end
+    records.finish(call.out, records.ended(left_behind, word, why))  # the part did not end itself
     print(f"--- {part.name}: {word}: {why}", flush=True)
     return False
 
 
 def _reap(part: Part, process: subprocess.Popen) -> None:
-    """Waits for a process that was killed, for a while: a driver may keep it."""
+    """Waits up to `REAP` seconds for the end of a killed process, which a driver may delay."""
     try:
         process.wait(REAP)
     except subprocess.TimeoutExpired:
-        line = f"its process {process.pid} was killed and is still there after {REAP:.0f} s"
-        print(f"--- {part.name}: {line}; the next part is begun beside it", flush=True)
+        line = f"its process {process.pid} was killed and still exists after {REAP:.0f} s"
+        print(f"--- {part.name}: {line}; the next part starts beside it", flush=True)
 
 
 def _describe(code: int) -> str:
     if code < 0:
-        more = ", as the system does when memory is short" if code == -signal.SIGKILL else ""
+        more = ", which the system sends when memory is short" if code == -signal.SIGKILL else ""
         return f"its process was ended by {signal.Signals(-code).name}{more}"
     return f"its process ended with exit status {code}"
 
@@ -240,10 +242,10 @@ def _describe(code: int) -> str:
 
 
 def _end_with_parent() -> None:
-    """Ends this process and those that it started when the process that started it has ended.
+    """Ends this process and its children when its parent has ended.
 
-    The parent holds the other end of this one's standard input. Without this, a part would go on
-    computing beside one of the next call.
+    The parent holds the other end of this process's standard input. Otherwise a part could still
+    run beside one of the next call.
     """
 
     def watch() -> None:
@@ -261,12 +263,9 @@ def main() -> None:
     task = json.loads(sys.argv[1])
     module, settings = task.pop("module"), task.pop("settings")
     job = Job(**task)
-    ok = job.run(functools.partial(_measure, Part(job.part, "", module), settings))
+    part = Part(job.part, "", module)
+    ok = job.run(lambda job: part.load().measure(job, **settings))  # errors of the import count too
     sys.exit(0 if ok else 3)
-
-
-def _measure(part: Part, settings: dict, job: Job) -> None:
-    part.load().measure(job, **settings)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""One result file per part and card, and how files of several machines become one set.
+"""Result files, one for each part and card, and merging of files from several machines.
 
-    <out>/gpu/<part>.<card>.json            what was measured, or why not
-    <out>/gpu/<part>.<card>.running.json    the same of a part that runs, or whose run was cut off
+    <out>/gpu/<part>.<card>.json            figures of a part that has ended, or why there are none
+    <out>/gpu/<part>.<card>.running.json    figures of a part that runs, or was interrupted
 
-Both have the format of `bench.record.write_result`; `settings` names part, card and attempts, and
-the figure `outcome` says what became of the part, with its reasons. A part that runs writes its
-figures as it goes, so that whatever ends it loses nothing that it had measured.
+Both have the format of `bench.record.write_result`; `settings` has part, card and attempts, and the
+figure `outcome` says how the part ended, and why. A running part writes each figure at once, so
+that none is lost if its process dies.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from bench.record import figure, now, write_json
 
 Record = dict[str, Any]
 RUNNING = "running"
-# Outcomes of parts that measured everything, or as much as there was time and memory for.
+# Outcomes of parts that measured all their figures, or those that time and memory allowed.
 MEASURED = ("done", "done in part")
-# Outcomes of parts that this machine cannot run, which is no failure.
+# Outcomes of parts that this machine cannot run; they do not count as failures.
 EXCUSED = ("not on this device", "not installed")
-ATTEMPTS = 2  # of a part whose run is cut off; then it is skipped
+ATTEMPTS = 2  # runs of a part that is interrupted; afterwards it is skipped
 PACKED = "packed results of bench.gpu"
 
 
@@ -37,7 +37,7 @@ def path_of(out: str | Path, part: str, card: str, running: bool = False) -> Pat
 
 
 def read(path: Path) -> Record | None:
-    """A record; None where there is none."""
+    """Reads a record; None: there is none."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -45,7 +45,7 @@ def read(path: Path) -> Record | None:
 
 
 def every(out: str | Path) -> Iterator[tuple[Path, Record]]:
-    """All records below a directory, in order of their names; those of parts that run too."""
+    """Yields all records below a directory in order of their names, those of running parts too."""
     for path in sorted(directory(out).glob("*.json")):
         if not path.name.startswith("."):
             yield path, read(path)
@@ -60,21 +60,21 @@ def reason(record: Mapping) -> str:
 
 
 def ok(record: Mapping) -> bool:
-    """Whether a part did what it could."""
+    """Returns whether a part did not fail."""
     return outcome(record) in (*MEASURED, *EXCUSED)
 
 
 def wants_time(record: Mapping) -> bool:
-    """Whether a part would measure more if it were run again, because its time was too short."""
+    """Returns whether another run of a part would measure more, because its time was short."""
     short = outcome(record) in ("done in part", "no time")
     return short and record["settings"].get("left_over", 0) > 0
 
 
 def weight(record: Mapping) -> int:
-    """The rank of a record among those of one part and card; of equals the newer one is kept.
+    """Returns the rank of a record among those of one part and card; of equals the newer is kept.
 
-    A record of wrong results counts as much as a whole measurement, however its run ended: an older
-    record of right results must not stay in its place.
+    A record of wrong results ranks as a complete one, however its run ended, so that it replaces an
+    older record of right results.
     """
     if record["settings"].get("wrong") or outcome(record) == "done":
         return 3
@@ -85,7 +85,7 @@ def weight(record: Mapping) -> int:
 
 
 def finish(out: str | Path, record: Record) -> None:
-    """Writes the record of a part that has ended, and deletes the one of its run.
+    """Writes the record of a part that has ended, and deletes its `.running.json`.
 
     An older record that has a higher `weight` is kept.
     """
@@ -95,12 +95,12 @@ def finish(out: str | Path, record: Record) -> None:
     if before is None or weight(record) >= weight(before):
         write_json(record, path)
     else:
-        print(f"{part}: {outcome(record)}; what was measured before is kept", flush=True)
+        print(f"{part}: {outcome(record)}; the older record is kept", flush=True)
     path_of(out, part, card, running=True).unlink(missing_ok=True)
 
 
 def ended(record: Mapping, word: str, why: str) -> Record:
-    """The record of a run that was ended from outside, with the figures that it had."""
+    """Returns the record of a run that was killed, with the figures so far."""
     entry = figure(word, "; ".join(filter(None, [reason(record), why])))
     return {**record, "date": now(), "figures": {**record["figures"], "outcome": entry}}
 
@@ -109,31 +109,29 @@ def ended(record: Mapping, word: str, why: str) -> Record:
 
 
 def pack(out: str | Path, path: Path) -> int:
-    """Writes all records into one file; returns how many."""
+    """Writes all records into one file; returns their number."""
     found = {record_path.name: record for record_path, record in every(out)}
     write_json({"name": PACKED, "date": now(), "records": found}, path)
     return len(found)
 
 
 def merge(out: str | Path, paths: Sequence[Path]) -> list[str]:
-    """Takes the records of packed files where they say more than what is there.
+    """Adds the records of packed files, where they rank higher than the existing ones.
 
-    A whole measurement or a wrong result counts more than a part of one, that more than nothing
-    (see `weight`), and of two that count alike the newer one: merging again, or in another order,
-    changes nothing.
+    Records rank by `weight`, then by date, so merging again, or in another order, changes nothing.
 
     Returns:
       a line for each record, which says what was done.
 
     Raises:
-      ValueError: a file is none that `pack` wrote.
+      ValueError: a file was not written by `pack`.
     """
     lines = []
     for path in paths:
         try:
             packed = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ValueError(f"{path} is no JSON: {error}; expected what --pack writes") from None
+            raise ValueError(f"{path} is no JSON: {error}; expected a file of --pack") from None
         if not isinstance(packed, dict) or packed.get("name") != PACKED:
             raise ValueError(f"expected a file that --pack wrote, got {path}")
         for name, record in packed["records"].items():
@@ -146,9 +144,9 @@ def _take(path: Path, new: Record) -> str:
     if outcome(new) == RUNNING:
         final = read(path.with_name(path.name.replace(".running.json", ".json")))
         if final is not None and final["date"] >= new["date"]:
-            return "kept what ended after this run was cut off"
+            return "kept the record of a later run"
     if old == new:
-        return "the same is there"
+        return "identical record exists"
     if old is not None and _rank(old) >= _rank(new):
         return f"kept {outcome(old)} of {old['date']}, not {outcome(new)} of {new['date']}"
     write_json(new, path)
@@ -161,5 +159,5 @@ def _take(path: Path, new: Record) -> str:
 
 
 def _rank(record: Mapping) -> tuple:
-    """Records of equal dates are told apart by what they hold, so that any order gives the same."""
+    """Returns the rank of a record; at equal dates its content decides, in any order of merging."""
     return weight(record), record["date"], json.dumps(record, sort_keys=True)

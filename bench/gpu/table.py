@@ -1,4 +1,4 @@
-"""What is measured, one row per part in the order in which parts run, and what it is to reach."""
+"""Tables of the parts, in the order in which they run, and of the targets of their figures."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import Any, NamedTuple
 
 
 class Part(NamedTuple):
-    """One row.
+    """One part of the queue.
 
     Attributes:
-      name: of the part. decides: what its figures are for.
-      module: has `measure(job, **settings)` and, unless it says in `NOT_AHEAD` why not,
-        `programs(place, small, **settings)`: what `--dry` compiles.
-      settings: what tells rows of one module apart.
-      seconds: that it has, compilation included; it is ended then.
-      environment: variables of its process; XLA_FLAGS are added to the user's.
+      name: name of the part.
+      decides: purpose of its figures.
+      module: module with `measure(job, **settings)` and `programs(place, small, **settings)`, which
+        `--dry` compiles; a module without `programs` says why in `NOT_AHEAD`.
+      settings: arguments of both functions.
+      seconds: time limit, compilation included; the part is killed after it.
+      environment: environment variables of its process; XLA_FLAGS are added to the user's.
     """
 
     name: str
@@ -29,11 +30,11 @@ class Part(NamedTuple):
     environment: Mapping[str, str] = MappingProxyType({})
 
     def load(self):
-        """The module."""
+        """Imports the module."""
         return importlib.import_module(self.module)
 
 
-# For parts whose process is not the only one, or not the only framework, to want memory.
+# For parts that share the memory with another process or framework.
 SHARED = MappingProxyType({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
 
 
@@ -76,10 +77,12 @@ PARTS: tuple[Part, ...] = _rows()
 
 
 def named(names: Sequence[str], table: Sequence[Part] = PARTS) -> list[Part]:
-    """The rows of these names, in the table's order; a name that ends in `/` stands for all below.
+    """Returns the parts with these names, in the table's order.
+
+    A name also stands for all parts below it: `plain` for `plain/1`.
 
     Raises:
-      ValueError: there is no such row.
+      ValueError: there is no such part.
     """
     found = []
     for name in names:
@@ -97,13 +100,15 @@ MET, MISSED, UNKNOWN = "met", "missed", "not measured"
 
 
 class Target(NamedTuple):
-    """One row.
+    """A bound that the figures of some parts must meet; the worst figure is compared.
 
     Attributes:
-      part, figures: whose figures count, and which, as shell patterns; the worst of them does.
-        Every part of the table that matches has such figures.
-      bounds: by card. most: whether the bound is the most that is allowed, or the least.
-      unit: of the bound.
+      name: name of the target.
+      part: pattern, as of a shell, for names of parts; each of them must have such figures.
+      figures: pattern for names of figures.
+      bounds: the bound for each card.
+      most: True if the bound is an upper one, False if it is a lower one.
+      unit: unit of the bound.
     """
 
     name: str
@@ -195,8 +200,15 @@ TARGETS: tuple[Target, ...] = _targets()
 
 
 class Verdict(NamedTuple):
-    """word: met, missed or not measured. value: the worst figure, None if there is none.
-    missing: figures that were not measured; a part without any counts as one."""
+    """Whether a target is met on a card.
+
+    Attributes:
+      target: the target.
+      card: short name of the card.
+      word: `MET`, `MISSED` or `UNKNOWN`.
+      value: the worst figure; None: there is none.
+      missing: number of figures that were not measured; a part without any counts as one.
+    """
 
     target: Target
     card: str
@@ -208,9 +220,10 @@ class Verdict(NamedTuple):
 def verdict(
     target: Target, card: str, found: Mapping[str, Mapping], table: Sequence[Part] = PARTS
 ) -> Verdict:
-    """What misses counts whatever else is missing; what is met needs every figure of every part.
+    """Returns the verdict on a target.
 
-    A figure is judged however its part ended: a part fails because a result is wrong.
+    One figure beyond the bound misses the target; to meet it, every figure of every part must be
+    there. Figures of failed parts count too.
 
     Args:
       found: records of this card, by part.
@@ -230,7 +243,7 @@ def verdict(
 def _values(
     target: Target, found: Mapping[str, Mapping], table: Sequence[Part]
 ) -> Iterator[float | None]:
-    """None for each figure that is missing, and for each part that has none."""
+    """Yields a target's figures; None for each missing one, and for each part without figures."""
     for part in table:
         if fnmatch.fnmatchcase(part.name, target.part):
             figures = found[part.name]["figures"] if part.name in found else {}
@@ -241,5 +254,5 @@ def _values(
 
 
 def verdicts(card: str, found: Mapping[str, Mapping]) -> list[Verdict]:
-    """The verdicts of all targets, from one card's records."""
+    """Returns the verdicts on all targets, from one card's records."""
     return [verdict(target, card, found) for target in TARGETS]

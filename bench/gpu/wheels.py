@@ -1,8 +1,9 @@
 """`make gpu-wheels`: downloads the packages that a GPU machine without a network lacks, as wheels.
 
-Such a machine has Python 3.12, jax with its CUDA plugin, and much of what specjax needs, some of it
-older. What it lacks travels in .wheels/, in the versions of constraints.txt, for 64-bit x86 Linux;
-`bench/gpu/on_machine.sh` puts it beside the machine's own packages and runs the queue.
+Such a machine has Python 3.12, jax with its CUDA plugin, and many of specjax's dependencies, some
+in older versions. The missing ones are put into .wheels/, in the versions of constraints.txt, for
+64-bit x86 Linux; `bench/gpu/on_machine.sh` adds them to the machine's own packages and runs the
+queue.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ PACKAGES = (
 )
 PYTHON = "3.12"
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014")
-LIMIT = 64 << 20  # bytes of everything that travels: tracked files, wheels, kept programs
-KEPT = 24_000_000  # of them for compiled programs of earlier calls, `queue.CACHE_BYTES` a card
+LIMIT = 64 << 20  # bytes of all files to transfer: tracked files, wheels, compiled programs
+KEPT = 24_000_000  # bytes of these for compiled programs, `queue.CACHE_BYTES` for each card
 
 
 def pins() -> list[str]:
-    """`name==version` of each package, for that Python.
+    """Returns `name==version` of each package, for Python 3.12.
 
     Raises:
-      ValueError: constraints.txt has none for a package.
+      ValueError: constraints.txt has no version of a package.
     """
     found = {}
     for line in lines_of(CONSTRAINTS):
@@ -51,14 +52,14 @@ def pins() -> list[str]:
 
 
 def tracked_bytes() -> int:
-    """Bytes of the files that git tracks, as they are in the working tree."""
+    """Returns the bytes of the files that git tracks, as they are in the working tree."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
     paths = [ROOT / name for name in listed.stdout.decode().split("\0") if name]
     return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 def download() -> int:
-    """Fetches the wheels anew, so that no older version lies beside a newer one."""
+    """Downloads the wheels into an empty directory, so that no older versions remain."""
     if WHEELS.exists():
         shutil.rmtree(WHEELS)
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "-q"]
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     if total + KEPT > LIMIT:
         limit = f"{LIMIT / 1e6:.1f} MB, {KEPT / 1e6:.1f} of them for compiled programs"
-        print(f"gpu-wheels: that is more than may travel ({limit})", file=sys.stderr)
+        print(f"gpu-wheels: that exceeds the limit ({limit})", file=sys.stderr)
         return 1
     return 0
 

@@ -62,7 +62,7 @@ def test_an_environment_that_cannot_be_made_is_said_to_be_impossible(cache, monk
     with pytest.raises(check.Impossible, match="-m venv .* failed .exit status 1"):
         check.environment()
     monkeypatch.setattr(check, "run", lambda *_: 0)  # and yet there is no directory
-    with pytest.raises(check.Impossible, match="could not be made.*No such file"):
+    with pytest.raises(check.Impossible, match="could not be created.*No such file"):
         check.environment()
 
 

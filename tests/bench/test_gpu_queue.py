@@ -75,7 +75,7 @@ def test_a_part_that_ends_badly_is_recorded_with_its_reason_and_skipped_then(run
     assert run(*parts) == 1
     found = {p.name: record_of(tmp_path, p.name) for p in parts}
     endings = {name: (records.outcome(r), records.reason(r)) for name, r in found.items()}
-    assert endings["hangs"] == ("timed out", "it was ended after its 8 s")
+    assert endings["hangs"] == ("timed out", "it was killed after its 8 s")
     assert endings["aborts"] == ("failed", "its process was ended by SIGABRT")
     assert endings["large"][0] == "out of memory" and "99 bytes" in endings["large"][1]
     assert endings["fails"] == ("failed", "ValueError: no such kernel")
@@ -94,7 +94,7 @@ def test_a_part_runs_once_more_when_it_is_asked_for_and_a_measurement_is_not_giv
     put(tmp_path, made("fails", "2026-01-01T00:00:00+00:00", card="cpu"))
     assert run(part("fails", "fails"), again=["fails"]) == 1
     assert outcome(tmp_path, "fails") == "done"
-    assert "what was measured before is kept" in capfd.readouterr().out
+    assert "the older record is kept" in capfd.readouterr().out
     assert not record_of(tmp_path, "fails", running=True)
 
 
@@ -169,7 +169,7 @@ def test_a_part_that_wrote_its_record_is_judged_by_it_even_if_its_process_does_n
             raise subprocess.TimeoutExpired("python", seconds)
 
     queue._reap(part("held", "ends"), Held())
-    assert "held: its process 7 was killed and is still there" in capfd.readouterr().out
+    assert "held: its process 7 was killed and still exists" in capfd.readouterr().out
 
 
 def test_two_calls_do_not_run_on_the_same_records(run, tmp_path):
@@ -324,7 +324,7 @@ def test_results_travel_in_one_file_and_merging_them_again_changes_nothing(tmp_p
         "new, timed out"
     ]
     assert contents(here) == contents(there)
-    assert all("the same is there" in line for line in records.merge(here, [file, file]))
+    assert all("identical record exists" in line for line in records.merge(here, [file, file]))
     assert contents(here) == contents(there)
 
 
@@ -365,7 +365,7 @@ def test_a_run_that_was_cut_off_does_not_come_back_after_the_part_has_ended(tmp_
     records.pack(there, file)
     put(here, made("a", NEW))
     before = contents(here)
-    assert "kept what ended after" in records.merge(here, [file])[0]
+    assert "kept the record of a later run" in records.merge(here, [file])[0]
     assert contents(here) == before
 
 
