@@ -362,7 +362,7 @@ class Engine(BaseEngine):
         runner = self.runner
         if runner.params is None:
             raise RuntimeError(
-                "there are no weights to run with: they were released, or never came; call "
+                "there are no weights to run with: they were released, or never set; call "
                 "set_params() before step()"
             )
         if not self.is_warm:  # compile for the samples that were added, before they run

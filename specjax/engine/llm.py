@@ -299,7 +299,13 @@ class LLM:
             self.differences = self.compare_samples(jobs, samples)
             for difference in self.differences:
                 log.warning("speculative and plain decoding differ: %s", difference)
-        return self._group(ids, jobs, samples)
+        outputs = [RequestOutput(prompt, []) for prompt in ids]
+        for job, sample in zip(jobs, samples, strict=True):
+            if sample.text is None and self.tokenizer is not None:
+                text = self.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+                sample = dataclasses.replace(sample, text=text)
+            outputs[job.request].samples.append(sample)
+        return outputs
 
     def chat(
         self,
@@ -419,15 +425,6 @@ class LLM:
                 bar.set_postfix_str(f"{rate:.0f} tok/s, accept length {totals.accept_length:.2f}")
 
             return self.engine.generate(jobs, show)
-
-    def _group(self, ids, jobs: list[Job], samples: list[SampleOutput]) -> list[RequestOutput]:
-        outputs = [RequestOutput(prompt, []) for prompt in ids]
-        for job, sample in zip(jobs, samples, strict=True):
-            if sample.text is None and self.tokenizer is not None:
-                text = self.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
-                sample = dataclasses.replace(sample, text=text)
-            outputs[job.request].samples.append(sample)
-        return outputs
 
 
 def _one_of(params, sampling_params):

@@ -91,7 +91,8 @@ def programs_of(plans: Mapping[str, Plan], most_rows: int) -> dict[str, Strategy
       most_rows: the most rows that a tree may have.
 
     Raises:
-      ValueError: in `invariant` mode the tree that holds those of all strategies has more rows.
+      ValueError: in `invariant` mode the tree that holds those of all strategies has too many
+        rows.
     """
     if len(plans) == 1 or not all(plan.invariant for plan in plans.values()):
         return {name: StrategyProgram(name, plan) for name, plan in plans.items()}

@@ -259,7 +259,7 @@ class Runner:
           RuntimeError: the checksum of the parameters changed on the way.
         """
         if self._layout is None:
-            # On a mesh a stacked weight keeps its shape; an unrolled one differs from what comes.
+            # Weights that stay stacked are moved by one program; unrolled ones, by shards.
             self._layout = self.convert
             if self.mesh is not None:
                 scan = self.cfg.run.scan_layers
@@ -438,8 +438,8 @@ class Runner:
 
         inputs = (self.state, self.kept, new)
         # Tokens and options are large; hosts compare `words`, which stand for them.
-        told = new._replace(tokens=None, options=None)
-        self.state, self.mark = self._run(("place", len(new.slots)), program, inputs, (0,), told)
+        same = new._replace(tokens=None, options=None)
+        self.state, self.mark = self._run(("place", len(new.slots)), program, inputs, (0,), same)
 
     def empty_scratch(self, rows: int, span: int) -> tuple[Memory, np.ndarray]:
         """Empty pages for `rows` prompts of `span` positions each, and their page table [R X]."""
@@ -533,13 +533,15 @@ class Runner:
         """The target as a module; for use inside a jitted function."""
         return nnx.merge(graphdef(self.cfg, self.cfg.run.decode_layout), params)
 
-    def _run(self, key: tuple, program, inputs: tuple, donate: tuple[int, ...], told):
+    def _run(self, key: tuple, program, inputs: tuple, donate: tuple[int, ...], same):
         """Enqueues a program, see `Executables`.
 
         Args:
-          told: the inputs that must be equal on all hosts.
+          key: key of the program.
+          donate: indices of its donated inputs.
+          same: the inputs that must be equal on all hosts.
         """
-        self.agreement.announce(key, told)
+        self.agreement.announce(key, same)
         outputs = self.executables.get(key, program, inputs, donate)(*inputs)
         self.agreement.finished(outputs)
         return outputs
