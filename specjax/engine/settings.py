@@ -106,8 +106,8 @@ def strategies_of(spec: SpecConfig | None, control: ControlConfig | None) -> lis
     if control is None:
         return None
     require_speculation(spec)
-    most = spec.spec_verify_tokens
-    return [dataclasses.replace(arm.capped(most), name=arm.name) for arm in control.arms]
+    rows = spec.spec_verify_tokens
+    return [dataclasses.replace(one.capped(rows), name=one.name) for one in control.arms]
 
 
 def require_speculation(spec: SpecConfig | None) -> None:
