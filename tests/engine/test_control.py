@@ -418,13 +418,13 @@ def test_calibration_measures_a_round_and_not_the_first_run_of_its_program(monke
             ran.add((strategy, bucket, "empty"))
         ran.add((strategy, bucket))
         now[0] += first * (overhead + rounds * per_round[strategy])
-        return rounds
+        return types.SimpleNamespace(open=lambda: types.SimpleNamespace(rounds=rounds))
 
-    monkeypatch.setattr(start_up, "_chunk", chunk)
-    monkeypatch.setattr(start_up, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
     engine = adaptive()
     programs = engine.programs()
     start_up.compile_ahead([programs], [Features()])
+    monkeypatch.setattr(start_up, "_start_chunk", chunk)
+    monkeypatch.setattr(start_up, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
     costs, seconds = start_up.calibrate(programs, Features())
     assert 0 < seconds < 1
     for strategy, bucket in itertools.product(ARMS, (1, 2)):
