@@ -213,7 +213,7 @@ class BaseEngine(abc.ABC):
         totals = Totals(steps, np.zeros(steps + 2, np.int64))
         outputs: list[SampleOutput | None] = [None] * len(jobs)
         try:
-            # A sequence is let go when it ends: it holds what its output holds, once more.
+            # A sequence that ended is dropped at once, since it holds a second copy of its output.
             remaining = {self.add(job): index for index, job in enumerate(jobs)}
             while self.has_work:
                 for event in self.step():

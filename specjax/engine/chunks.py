@@ -282,7 +282,7 @@ class InFlight:
         Args:
           taken_over: whether waiting sequences take over free rows within a chunk.
         """
-        # What comes after a chunk that ends early depends on which samples have ended.
+        # The chunk after one that ended early depends on which samples have ended.
         alone = self.cut_short and not taken_over
         return 1 if alone or self._runner.agreement.one_by_one else IN_FLIGHT
 

@@ -89,7 +89,7 @@ class CompileProgress:
     Args:
       say: function called with each message.
       silent: compiling time in seconds below which the last message is left out; None:
-        `SILENT_SECONDS`; 0: it always comes.
+        `SILENT_SECONDS`; 0: it is never left out.
     """
 
     def __init__(self, say: Callable[[str], None] = log.warning, silent: float | None = None):

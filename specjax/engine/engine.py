@@ -150,8 +150,11 @@ class Engine(BaseEngine):
 
     @property
     def engines(self) -> tuple[Engine]:
-        """The engine alone. An attribute would be a reference cycle, which keeps the device memory
-        of a deleted engine until the garbage collector runs."""
+        """A tuple of this engine alone.
+
+        It is no attribute, because that would be a reference cycle, which keeps the device memory
+        of a deleted engine until the garbage collector runs.
+        """
         return (self,)
 
     def _controller(self) -> Controller:

@@ -40,7 +40,7 @@ class Progress:
 
 
 class News(NamedTuple):
-    """The tokens of one sample that came with a chunk.
+    """The tokens that a chunk emitted for one sample.
 
     Attributes:
       at: number of generated tokens before these. In `invariant` mode a preempted sample is

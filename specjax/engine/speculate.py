@@ -238,7 +238,7 @@ class SourceSpeculator:
           ValueError: the context is empty or too long, or holds ids out of range.
         """
         self._follow(context)
-        self._proposals += 1  # no two proposals share randomness, whatever their contexts
+        self._proposals += 1  # no two proposals share random numbers
         self._proposed = _propose(
             self._setup, *self._params, self._sequence, self._temperature, self._words
         )

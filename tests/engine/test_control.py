@@ -414,7 +414,7 @@ def test_calibration_measures_a_round_and_not_the_first_run_of_its_program(monke
         rounds = min(rounds, 6)  # as where sequences come to their limit
         first = 20 if (strategy, bucket) not in ran else 1
         if rounds == 0 and (strategy, bucket, "empty") not in ran:
-            first = 10  # a hiccup, which would make every round look cheap
+            first = 10  # an overhead that is too large, which would make every round seem cheap
             ran.add((strategy, bucket, "empty"))
         ran.add((strategy, bucket))
         now[0] += first * (overhead + rounds * per_round[strategy])
