@@ -248,21 +248,23 @@ def test_training_does_not_take_them_says_so_and_exports_them(checkpoint, tmp_pa
 
     path = checkpoint(**SHORT)
     model = hf.read_config(path)
-    line = rl.about_generation(cfg(path), model)
+    line = rl.generation_config_line(cfg(path), model)
     assert "rollout.temperature=1.0, rollout.top_p=1.0" in line
     assert "temperature=0.6, top_p=0.95" in line and "\n" not in line
-    other = rl.about_generation(cfg(path, rollout__temperature=0.8), model)
+    other = rl.generation_config_line(cfg(path, rollout__temperature=0.8), model)
     assert "rollout.temperature=0.8" in other
     asked = {
         f"rollout__{name}": value for name, value in sampling_defaults(model.generation).items()
     }
-    assert rl.about_generation(cfg(path, **asked), model) is None
-    most = rl.about_generation(cfg(path, **asked | {"rollout__top_p": 1.0}), model)
+    assert rl.generation_config_line(cfg(path, **asked), model) is None
+    most = rl.generation_config_line(cfg(path, **asked | {"rollout__top_p": 1.0}), model)
     assert most.startswith("rollouts sample with rollout.top_p=1.0, and not as") and (
         "asks (top_p=0.95)" in most
     )
     for name, keys in (("plain", {}), ("sampled", {"do_sample": True})):
-        assert rl.about_generation(cfg(path), hf.read_config(checkpoint(name, **keys))) is None
+        assert (
+            rl.generation_config_line(cfg(path), hf.read_config(checkpoint(name, **keys))) is None
+        )
 
 
 def test_a_run_says_so_once(checkpoint, tmp_path, capsys):

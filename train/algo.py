@@ -22,7 +22,7 @@ METHODS = ("advantages", "per_token", "weights")  # of `Objective`
 
 @dataclass
 class AlgoSection:
-    """The settings that all objectives have; their own options follow in `algo_section`.
+    """The settings that all objectives share; `algo_section` adds those of one objective.
 
     Attributes:
       kl_loss_coef: weight of the k3 estimate of KL(policy || reference); 0 needs no reference.
@@ -83,7 +83,7 @@ class AlgoSection:
 
 
 def algo(objective: str = DEFAULT, **settings: Any) -> AlgoSection:
-    """The section with an objective and settings, its own and the common ones."""
+    """Makes the section with an objective and settings, its own and the common ones."""
     return algo_section(objective)(**settings)
 
 
@@ -122,7 +122,8 @@ def with_objective(schema: type[T], objective: str) -> type[T]:
     """A configuration's schema with the options of an objective in its section `algo`.
 
     Args:
-      schema: `RLConfig`, or one that is derived from it.
+      schema: `RLConfig`, or a class that is derived from it.
+      objective: name of the objective.
 
     Raises:
       ValueError: see `algo_section`.
@@ -146,7 +147,7 @@ def _with_section(schema: type[T], section: type[AlgoSection]) -> type[T]:
 
 
 def _check(name: str, found: Any) -> None:
-    """Raises ValueError if it is no objective, or has an option of a name that is taken."""
+    """Raises ValueError if `found` is no objective, or has an option with a reserved name."""
     missing = [method for method in METHODS if not callable(getattr(found, method, None))]
     if not (isinstance(found, type) and dataclasses.is_dataclass(found)) or missing:
         raise ValueError(

@@ -18,7 +18,7 @@ from specjax.parallel.distributed import DistributedError
 from train.log import METRICS_FILE
 from train.scoring import RewardsFailedError
 
-# What a mistake of the user, a missing package or a damaged file raises: one message, no traceback.
+# Errors of a user's mistake, a missing package or a damaged file: printed without traceback.
 USER_ERRORS = (
     ConfigError,
     CheckpointError,
@@ -29,11 +29,11 @@ USER_ERRORS = (
     ModuleNotFoundError,
     RewardsFailedError,
 )
-CHECKPOINTS = "checkpoints"  # of a run, in its directory
+CHECKPOINTS = "checkpoints"  # subdirectory of a run
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, with the step at which it came and the steps that are saved."""
+    """Ctrl-C, with a message about the current step and the saved steps."""
 
 
 def run_program(
@@ -43,10 +43,10 @@ def run_program(
     description: str,
     run: Callable[[Any, bool, int | None], Any],
 ) -> Any:
-    """Parses the settings and calls `run(config, resume, resume_step)`; returns what it returns.
+    """Parses the settings and returns `run(config, resume, resume_step)`.
 
     Raises:
-      SystemExit: a mistake of the user, with one message; or Ctrl-C, likewise, with status 130.
+      SystemExit: the user made a mistake, or pressed Ctrl-C (status 130); with one message.
     """
     try:
         cfg, flags = parse_config(
@@ -62,10 +62,14 @@ def run_program(
 
 
 class Progress:
-    """How far a run is; `steps` returns the steps that are done and their number in all."""
+    """The progress of a run, for messages.
+
+    Attributes:
+      steps: function that returns (steps done, steps in all); None during set-up.
+    """
 
     def __init__(self) -> None:
-        self.steps: Callable[[], tuple[int, int]] | None = None  # None: it is being set up
+        self.steps: Callable[[], tuple[int, int]] | None = None
 
     def __str__(self) -> str:
         if self.steps is None:
@@ -76,7 +80,7 @@ class Progress:
 
 @contextlib.contextmanager
 def interruptible(out: Path) -> Iterator[Progress]:
-    """Ctrl-C within it becomes `Interrupted`; saves in flight must have ended when it leaves."""
+    """Turns Ctrl-C in the body into `Interrupted`; the body must have ended running saves."""
     progress = Progress()
     try:
         yield progress
@@ -97,13 +101,15 @@ def complete_steps(out: Path) -> list[int]:
 
 
 def can_resume(out: Path, step: int | None, say: Callable[[str], None]) -> bool:
-    """Whether a run has a checkpoint to go on from; if not, it says that it starts again.
+    """Whether a run has a checkpoint to resume from; if not, `say` prints that it starts again.
 
     Args:
-      step: that was asked for by number.
+      out: directory of the run.
+      step: step to resume from; None for the newest.
+      say: function that prints a line.
 
     Raises:
-      ConfigError: `out` is no directory of a run, or the step was asked for and there is none.
+      ConfigError: `out` is no directory of a run, or there is no checkpoint and `step` is set.
     """
     if complete_steps(out):
         return True

@@ -1,11 +1,11 @@
 """Rollouts of training: problems become groups of scored samples, and these training samples.
 
-`Rollouts` has what outlives a step: the position in the data, and the groups that are carried.
-`StepRollout` is one step: it keeps an engine busy until the rule of `train.groups` has a final
-selection. Which tokens come out is decided by seeds alone: the seed of a group folds run seed, step
-and the group's position in the order of draws; the request key folds the prompt and the sample
-index on top. How many slots the engine has, which samples it starts first and how it speculates
-decides how long a step takes, and nothing else.
+`Rollouts` holds the state between steps: the position in the data, and the carried groups.
+`StepRollout` runs one step: it adds samples to an engine until the rule of `train.groups` has a
+final selection. Seeds alone decide the tokens: the seed of a group is made of run seed, step and
+the group's position in the order of draws, and the request key of that seed, the prompt and the
+sample index. The number of slots, the order of samples and speculation decide only the duration of
+a step.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from train.inputs import Prompts
 from train.objectives.shared import zero_variance_groups
 from train.packing import PackedBatch, Sample, pack
 from train.schema import RLConfig
-from train.scoring import Score, Scorer, about_zero, unwinnable
+from train.scoring import Score, Scorer, unwinnable, zero_reward_example
 from train.tasks.layout import Problem
 
-# A step that goes on replacing groups warns after so many batches, and again after as many more.
+# A step that keeps replacing groups warns each time it has started this many batches of groups.
 WARN_EVERY = 10
 
 log = logging.getLogger(__name__)
@@ -64,15 +64,20 @@ class Rollouts:
     """The rollouts of a run, step by step.
 
     Args:
-      order: problems in the order of draws. prompts: their token ids.
-      eos_ids: tokens that end a response. scorer: the reward.
+      cfg: settings of the run.
+      order: problems in the order of draws.
+      prompts: encoder of their prompts.
+      eos_ids: tokens that end a response.
+      scorer: reward.
 
     Attributes:
-      position: the next place to draw from.
-      carried: groups that the next step goes on with; checkpoints keep them.
-      short: why the last step had fewer groups to learn from than it needs; None: it had enough.
-      zero: the text of a response that scored 0, its problem, and whether it was cut off, while
-        none has scored anything else; None from then on.
+      rule: rule that selects the groups of a step.
+      position: place in the order of draws from which the next problem is drawn.
+      carried: groups that the next step continues; checkpoints keep them.
+      short: warning that the last step had fewer groups to train on than it needs; None if it had
+        enough.
+      zero: example of a response that scored 0, as (text, problem, whether it was cut off); None
+        once a response has scored anything else.
     """
 
     def __init__(
@@ -95,9 +100,10 @@ class Rollouts:
         self.zero: tuple[str, Problem, bool] | None = None
         self._any_reward = False
         self.short: str | None = None
-        self._problems: dict[int, Problem] = {}  # of the groups of a step, by index
-        self._kept: tuple[Group, ...] = ()  # of the last step: complete, or carried
-        self._looked_at: dict[int, str | None] = {}  # by position: why it was passed over, or cut
+        self._problems: dict[int, Problem] = {}  # the step's problems, by index of the group
+        self._kept: tuple[Group, ...] = ()  # the last step's complete and carried groups
+        # Why the problem at a position of the step was dropped or cut; None if it was not.
+        self._dropped: dict[int, str | None] = {}
 
     def collect(
         self, engine: Engine, step: int
@@ -105,19 +111,19 @@ class Rollouts:
         """Runs a step's rollout.
 
         Returns:
-          all groups that are complete and not carried, those of them to be trained on, metrics.
+          (groups that are complete and not carried, those of them to train on, metrics).
         """
         roll = self.cfg.rollout
         carried, stale = begin_step(self.carried, step, roll.max_staleness)
         start = self._at = self.position
-        self._looked_at = {}
+        self._dropped = {}
         run = StepRollout(
             engine,
             self.rule,
             roll.partial,
             carried,
             lambda: self._draw(step),
-            self._jobs,
+            self._start_jobs,
             self._score,
         )
         selection = run.run()
@@ -125,7 +131,7 @@ class Rollouts:
         drawn = run.groups[len(carried) : selection.candidates]
         self.position = drawn[-1].next_position if drawn else start
         self.carried = ended.carried
-        self.short = self._about_short(len(ended.selected), selection.candidates)
+        self.short = self._short_warning(len(ended.selected), selection.candidates)
         self._kept = (*ended.complete, *ended.carried)
         run.totals.tokens = sum(r.num_new for group in self._kept for r in group.responses)
         metrics = rollout_metrics(ended.complete, run.totals, self.cfg.rollout_devices)
@@ -136,11 +142,13 @@ class Rollouts:
         return ended.complete, [ended.complete[i] for i in ended.selected], metrics
 
     def begun(self) -> list[tuple[Job, list[int]]]:
-        """The samples of complete and carried groups that the last step began: each as a job, whose
-        request is the position of its group, and its tokens. Those that the step cut end there."""
+        """The samples of complete and carried groups that the last step began, as (job, tokens).
+
+        The job's request is the position of the group, and it ends where the step cut the sample.
+        """
         found = []
         for group in self._kept:
-            jobs = self._jobs_of(group, group.position)
+            jobs = self._jobs(group.position, group)
             for response, job in zip(group.responses, jobs, strict=True):
                 if response.num_carried == 0 and response.num_new:
                     if response.finish_reason is None:
@@ -150,7 +158,7 @@ class Rollouts:
         return found
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint's metadata: JSON."""
+        """The state between steps, as JSON for a checkpoint's metadata."""
         return {
             "position": self.position,
             "carried": [group.to_json() for group in self.carried],
@@ -158,9 +166,9 @@ class Rollouts:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state` returned."""
+        """Restores the state from the return value of `state`."""
         self.position = state["position"]
-        # A checkpoint of an older version does not say it: then no such line is printed.
+        # Checkpoints of an older version do not have it; then no such warning is printed.
         self._any_reward, self.zero = state.get("any_reward", True), None
         self.carried = []
         for saved in state["carried"]:
@@ -169,47 +177,47 @@ class Rollouts:
             self.carried.append(Group.from_json(saved, problem, prompt))
 
     def _draw(self, step: int) -> Group:
-        """The next problem in order whose prompt is short enough.
+        """Draws the next problem that can be used, as a group without samples.
 
         Raises:
-          ConfigError: there seems to be none.
+          ConfigError: many problems in a row cannot be used.
         """
         passed = 100 * self.rule.prompts
         drop_unwinnable = self.cfg.data.unwinnable == "drop"
         for position in range(self._at, self._at + passed + 1):
             problem = self._order[position]
-            ids, why = self._prompts.look(problem)
-            self._looked_at[position] = why
+            ids, why = self._prompts.fit(problem)
+            self._dropped[position] = why
             if ids is not None and not (drop_unwinnable and unwinnable(self._scorer, problem)):
                 self._at = position + 1
                 responses = [Response() for _ in range(self.cfg.rollout.n)]
                 return Group(position, position + 1, step, problem, ids, responses)
-            self._looked_at[position] = why or "unwinnable"
+            self._dropped[position] = why or "unwinnable"
         raise ConfigError(
             f"{passed + 1} rows in a row cannot be used: their prompts are longer than "
             f"rollout.max_prompt_tokens = {self.cfg.rollout.max_prompt_tokens}, or the reward "
-            f"{self._scorer.name} cannot be won; raise it, or look at them with `python -m "
+            f"{self._scorer.name} cannot be won; raise it, or see `python -m "
             "train.data`"
         )
 
     def _prompt_metrics(self) -> dict[str, float]:
-        """Of the problems that this step went past: `overlong` were dropped or cut, `unwinnable`
-        dropped."""
-        why = [why for at, why in self._looked_at.items() if at < self.position]
+        """The numbers of problems that this step dropped, or cut because of their length."""
+        why = [why for at, why in self._dropped.items() if at < self.position]
         names = {"overlong": "rollout/prompts_overlong", "unwinnable": "rollout/prompts_unwinnable"}
         return {name: float(why.count(key)) for key, name in names.items()}
 
-    def about_zero(self) -> str | None:
-        """An example, while every response of the run scored 0; None from then on."""
-        return None if self.zero is None else about_zero(self._scorer, *self.zero)
+    def zero_reward_example(self) -> str | None:
+        """An example for a warning while every response of the run scored 0; None afterwards."""
+        return None if self.zero is None else zero_reward_example(self._scorer, *self.zero)
 
-    def _about_short(self, selected: int, candidates: int) -> str | None:
+    def _short_warning(self, selected: int, candidates: int) -> str | None:
+        """The warning that dynamic sampling did not fill the step; None if it did."""
         if selected >= self.rule.prompts:
             return None
         return (
             f"{selected} groups of {candidates} have differing rewards, fewer than rollout.prompts="
-            f"{self.rule.prompts}, and algo.max_num_gen_batches={self.rule.batches} lets a step "
-            "look at no more: the policy learns from these alone. Raise it (0: no limit), or is "
+            f"{self.rule.prompts}, and algo.max_num_gen_batches={self.rule.batches} allows no "
+            "more groups: the policy is trained on these alone. Raise it (0: no limit), or is "
             "the task too hard or too easy for the policy?"
         )
 
@@ -227,21 +235,24 @@ class Rollouts:
             "reward/failed_share": failed / max(len(responses), 1),
         }
 
-    def _jobs(self, index: int, group: Group) -> list[Job]:
-        self._problems[index] = group.problem
-        return self._jobs_of(group, index)
-
-    def _jobs_of(self, group: Group, request: int) -> list[Job]:
+    def _jobs(self, request: int, group: Group) -> list[Job]:
+        """The samples of a group as jobs, in order, with the number of their request."""
         params = group_params(self.cfg, group.step, group.position)
         return make_jobs(
             group.prompt, params, self._eos_ids, self._prompts.tokenizer, request=request
         )
+
+    def _start_jobs(self, index: int, group: Group) -> list[Job]:
+        """`_jobs` of a group of the running step, whose samples `score_sample` will score."""
+        self._problems[index] = group.problem
+        return self._jobs(index, group)
 
     def score_sample(self, job: Job, sample: SampleOutput) -> Score:
         """Scores a sample of this step in the process that its engine belongs to."""
         return self._scorer(self._text(sample.token_ids), self._problems[job.request])
 
     def _score(self, group: Group) -> list[float]:
+        """Sets text and reward of all responses of a complete group, and returns the rewards."""
         for response in group.responses:
             response.text = self._text(response.token_ids)
             if response.reward is None:
@@ -253,14 +264,16 @@ class StepRollout:
     """Runs the groups of one step through the engine.
 
     Args:
-      engine: has no samples before and afterwards.
-      partial: groups that are not complete in the end will be carried.
-      carried: groups to go on with, see `begin_step`.
-      draw: returns the next group. jobs: returns the samples of a group as jobs, in order.
-      score: sets `text` of all responses of a complete group, and returns their rewards.
+      engine: engine without samples.
+      rule: rule that selects groups.
+      partial: whether incomplete groups will be carried to the next step.
+      carried: groups to continue, see `begin_step`.
+      draw: function that returns the next group.
+      jobs: function that returns the samples of a group, with its index, as jobs in order.
+      score: function that scores all responses of a complete group, and returns their rewards.
 
     Attributes:
-      groups: the candidates in order, and those beyond them that were started, too.
+      groups: the candidates in order, and groups beyond them that were started.
       totals: rounds of all samples, and seconds; the caller sets `tokens`.
     """
 
@@ -278,16 +291,17 @@ class StepRollout:
         self._draw, self._jobs, self._score = draw, jobs, score
         self._carried = list(carried)
         self.groups: list[Group] = []
-        self._running: list[dict[Added, Response]] = []  # for each group
+        self._running: list[dict[Added, Response]] = []  # running samples of each group
         self._group_of: dict[Added, int] = {}
         steps = engine.runner.steps
         self.totals = Totals(steps, np.zeros(steps + 2, np.int64))
 
     def run(self) -> Selection:
-        """Runs until the selection is final and what will be carried is long enough.
+        """Runs until the selection is final and carried samples have reached the step's budget.
 
         Raises:
-          ValueError: a job does not fit the engine. RuntimeError: the engine's weights changed.
+          ValueError: a job does not fit the engine.
+          RuntimeError: the engine's weights changed.
         """
         start = time.perf_counter()
         try:
@@ -306,12 +320,12 @@ class StepRollout:
         return selection
 
     def _select(self) -> Selection:
-        """Draws the groups that the selection needs, and stops samples that are too long for it."""
+        """Starts the groups that the selection needs, and stops samples beyond its budget."""
         selection = self._selection()
         while len(self.groups) < selection.candidates:
             if self.groups and len(self.groups) % (WARN_EVERY * self.rule.in_flight) == 0:
                 if distributed.is_first():
-                    log.warning("%s", about_long(self.rule, self.groups))
+                    log.warning("%s", long_step_warning(self.rule, self.groups))
             self._start(self._draw())
         if selection.budget is not None:
             self._trim(selection.budget)
@@ -321,10 +335,11 @@ class StepRollout:
         return select(self.rule, [group.status() for group in self.groups])
 
     def _start(self, group: Group) -> None:
+        """Adds the samples of a group to the engine."""
         index, running = len(self.groups), {}
         self.groups.append(group)
         self._running.append(running)
-        if group.is_complete:  # it was carried because others were selected before it
+        if group.is_complete:  # carried complete, because others were selected before it
             group.rewards = self._score(group)
             return
         for response, job in zip(group.responses, self._jobs(index, group), strict=True):
@@ -343,18 +358,20 @@ class StepRollout:
             running[sequence], self._group_of[sequence] = response, index
 
     def _finish(self, event: Finished) -> None:
+        """Records a sample that has ended, and scores its group when it is complete."""
         index = self._group_of.pop(event.sequence)
         position = self.groups[index].position
         require_valid([event.sample], lambda _: f"the rollout of problem {position} in the data")
         response = self._running[index].pop(event.sequence)
-        self._take(response, event.sample, finished=True)
+        self._record(response, event.sample, finished=True)
         if event.verdict is not None:
             response.reward, response.failed = event.verdict
         group = self.groups[index]
         if group.is_complete:
             group.rewards = self._score(group)
 
-    def _take(self, response: Response, sample: SampleOutput, finished: bool) -> None:
+    def _record(self, response: Response, sample: SampleOutput, finished: bool) -> None:
+        """Copies an engine's output to the response."""
         versions = {version for _, version in sample.weight_versions}
         if versions - {self.engine.version}:
             raise RuntimeError(
@@ -366,7 +383,7 @@ class StepRollout:
         self.totals.longest = max(self.totals.longest, response.num_new)
 
     def _trim(self, budget: int) -> None:
-        """Stops samples that have as many tokens as the budget, which will not rise."""
+        """Stops samples that have as many tokens as the budget, which can only fall."""
         for index, running in enumerate(self._running):
             long_enough = []
             for sequence, response in running.items():
@@ -380,12 +397,13 @@ class StepRollout:
                 self._abort(index, sequence)
 
     def _must_go_on(self, selection: Selection) -> bool:
-        """Stops what a final selection leaves out, and returns whether anything else runs."""
+        """Stops groups outside of a final selection, and returns whether others run."""
         first = selection.candidates if self.partial else 0
         self._stop(range(first, len(self.groups)))
         return any(self._running[:first])
 
     def _stop(self, indices: Iterable[int]) -> None:
+        """Stops all samples of groups."""
         for index in indices:
             for sequence in list(self._running[index]):
                 self._abort(index, sequence)
@@ -395,20 +413,20 @@ class StepRollout:
         sample = response and self.engine.abort(sequence)
         if sample is not None:
             del self._group_of[sequence]
-            self._take(response, sample, finished=False)
+            self._record(response, sample, finished=False)
 
 
-def about_long(rule: Rule, groups: Sequence[Group]) -> str:
-    """The warning of a step that goes on replacing groups, with what it has found so far."""
+def long_step_warning(rule: Rule, groups: Sequence[Group]) -> str:
+    """The warning that a step keeps replacing groups, with its rewards so far."""
     complete = [group for group in groups if group.rewards is not None]
     alike = Counter(g.rewards[0] for g in complete if not g.status().informative)
     values = ", ".join(f"{reward:g} in {count}" for reward, count in alike.most_common(3))
     more = ", ..." if len(alike) > 3 else ""
     limit = "algo.max_num_gen_batches=0 sets no limit"
     if rule.max_candidates is not None:
-        limit = f"algo.max_num_gen_batches={rule.batches} lets it look at {rule.max_candidates}"
+        limit = f"algo.max_num_gen_batches={rule.batches} allows {rule.max_candidates} groups"
     return (
-        f"step {groups[-1].step} has looked at {len(groups)} groups, of which {len(complete)} are "
+        f"step {groups[-1].step} has started {len(groups)} groups, of which {len(complete)} are "
         f"complete, and is not full: {len(complete) - alike.total()} have differing rewards, of "
         f"rollout.prompts={rule.prompts} that it needs; in {alike.total()} all rewards are equal "
         f"({values or 'none'}{more}) and give no gradient. It goes on, and {limit}. Is the task "
@@ -419,16 +437,15 @@ def about_long(rule: Rule, groups: Sequence[Group]) -> str:
 def group_seed(run_seed: int, step: int, position: int) -> int:
     """A 64-bit seed for one group.
 
-    It depends on the group's position in the order of draws, and not on the problem, for a small
-    data set may hand out one problem twice in a step, and the two groups must not share their
-    noise.
+    It depends on the group's position in the order of draws, and not on the problem: a small data
+    set may give one problem twice in a step, and the two groups must not share their noise.
     """
     text = f"{run_seed}:{step}:{position}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def group_params(cfg: RLConfig, step: int, position: int) -> SamplingParams:
-    """How the samples of one group are drawn."""
+    """The sampling parameters of one group."""
     processed = cfg.algo.logprobs == "processed"
     return cfg.rollout.sampling_params(
         group_seed(cfg.seed, step, position), cfg.rollout.n, processed
@@ -436,10 +453,10 @@ def group_params(cfg: RLConfig, step: int, position: int) -> SamplingParams:
 
 
 class ResponseText:
-    """The text of a response, which rewards see: without special tokens, and cut where one of the
-    rollout's stop strings ends it.
+    """Decodes a response to the text that rewards see.
 
-    Its tokens alone decide it, wherever and in how many pieces they were sampled.
+    The text has no special tokens, and ends at one of the rollout's stop strings, if any. It
+    depends on the tokens alone.
     """
 
     def __init__(self, tokenizer, params: SamplingParams):
@@ -467,15 +484,14 @@ def evaluate(
     scorer: Scorer,
     cfg: RLConfig,
 ) -> dict[str, float]:
-    """Scores a policy, which the engine has, on the first `eval.problems` held-out problems.
+    """Scores the engine's policy on the first `eval.problems` held-out problems.
 
-    One response to each is sampled as the rollout samples (temperature, filters, penalties, bias,
-    stops), with seeds that are the same every time. Problems whose prompts are dropped for their
-    length are left out.
+    One response to each is sampled with the rollout's parameters and with seeds that are the same
+    every time. Problems whose prompts are dropped because of their length are left out.
     """
     problems = [heldout[i] for i in range(min(cfg.eval.problems, len(heldout)))]
-    looked_at = [(problem, *prompts.look(problem)) for problem in problems]
-    fitting = [(problem, ids) for problem, ids, _ in looked_at if ids is not None]
+    encoded = [(problem, *prompts.fit(problem)) for problem in problems]
+    fitting = [(problem, ids) for problem, ids, _ in encoded if ids is not None]
     jobs = []
     for problem, ids in fitting:
         params = cfg.rollout.sampling_params(cfg.eval.seed + problem.index)
@@ -490,7 +506,7 @@ def evaluate(
     return {
         "eval/reward": float(np.mean([score.value for score in scores])),
         "eval/problems": float(len(fitting)),
-        "eval/prompts_overlong": float(sum(why is not None for _, _, why in looked_at)),
+        "eval/prompts_overlong": float(sum(why is not None for _, _, why in encoded)),
         "eval/reward_failed": float(sum(score.failed for score in scores)),
         "eval/response_length_mean": totals.tokens / max(len(fitting), 1),
         "time/eval": totals.seconds,
@@ -500,14 +516,16 @@ def evaluate(
 def to_samples(
     groups: Sequence[Group], advantages: Float[np.ndarray, "P G"], step: int | None = None
 ) -> list[Sample]:
-    """Training samples in (group, sample) order.
+    """Makes training samples, in (group, sample) order.
 
     Args:
-      groups: P complete ones of G samples. advantages: see `specjax.interfaces.Objective`.
-      step: that trains on them; tokens that earlier steps sampled are stale. None: none is.
+      groups: P complete groups of G samples.
+      advantages: advantages of the objective, see `specjax.interfaces.Objective`.
+      step: step that trains on them, so that tokens of earlier steps are stale; None if no token is
+        stale.
 
     Raises:
-      ValueError: advantages of another shape than the rewards.
+      ValueError: the advantages have another shape than the rewards.
     """
     shape = (len(groups), len(groups[0].responses))
     if np.shape(advantages) != shape:
@@ -543,12 +561,14 @@ def score_new_tokens(
 ) -> None:
     """Sets `old_logprobs` of carried responses for the tokens of this step, before the update.
 
-    The engine's log-probabilities would do but for their last bits, which depend on the program
-    that decoded the token, and so on time where a controller chooses it. The trainer's depend on
-    tokens and weights alone.
+    The last bits of the engine's log-probabilities depend on the program that decoded the token,
+    and so on time if a controller chooses it. The trainer's depend on tokens and weights alone.
 
     Args:
-      logprobs: scores a packed micro-batch [R S] with the weights of the step.
+      groups: groups that are carried.
+      logprobs: function that scores a packed micro-batch [R S] with the weights of the step.
+      row_length: number of tokens per row.
+      rows: number of rows per micro-batch.
     """
     responses = [r for group in groups for r in group.responses]
     prompts = [group.prompt for group in groups for _ in group.responses]
@@ -571,7 +591,7 @@ def score_new_tokens(
 
 
 def tokens_digest(groups: Iterable[Group]) -> str:
-    """A digest of the token ids of all samples in order: equal digests, equal rollouts."""
+    """A digest of the token ids of all samples in order; it is equal for equal rollouts."""
     found = hashlib.blake2b(digest_size=8)
     for group in groups:
         for response in group.responses:
@@ -583,14 +603,16 @@ def tokens_digest(groups: Iterable[Group]) -> str:
 def selection_metrics(
     ended: StepGroups, stale: Sequence[Group], budget: int | None, step: int
 ) -> dict[str, float | str]:
-    """What became of the groups of a step, and by how much it preferred short ones.
+    """Metrics of a step's selection of groups, and of its preference for short ones.
 
-    `rollout/length_bias` is the mean length in selected groups less the mean over all groups that
-    were started, where samples that have not ended count as long as they are: they would have
-    become longer, so the real bias is larger.
+    `rollout/length_bias` is the mean length in selected groups minus the mean over all started
+    groups. Samples that have not ended count with their length so far, so the real bias is larger.
 
     Args:
-      stale: groups that were dropped before it began. budget: of the step, if it had one.
+      ended: groups of the step.
+      stale: groups that were dropped before the step began.
+      budget: budget of the step, if it had one.
+      step: number of the step.
     """
     selected = [ended.complete[i] for i in ended.selected]
     rest = [g for i, g in enumerate(ended.complete) if i not in ended.selected]
@@ -624,7 +646,7 @@ def selection_metrics(
 def rollout_metrics(
     groups: Sequence[Group], totals: Totals, devices: int
 ) -> dict[str, float | str]:
-    """Rewards, lengths, speed and acceptance of complete groups, under the usual names."""
+    """Metrics of complete groups: rewards, lengths, speed and acceptance."""
     samples = [r for group in groups for r in group.responses]
     rewards = np.array([group.rewards for group in groups])
     lengths = np.array([len(s.token_ids) for s in samples])
@@ -644,13 +666,13 @@ def rollout_metrics(
             np.mean(np.concatenate([s.behaviour_logprobs for s in samples]))
         ),
     }
-    if totals.steps and totals.rounds:  # a step may live on what was carried alone
+    if totals.steps and totals.rounds:  # 0 if the step only has carried samples
         metrics["rollout/spec_accept_length"] = totals.accept_length
         metrics["rollout/spec_accept_rate"] = totals.accept_rate
         metrics["rollout/drafted_share"] = totals.drafted_rounds / totals.rounds
         if totals.drafted_rounds:
             metrics["rollout/drafted_accept_length"] = totals.drafted_accept_length
         for depth, rate in enumerate(totals.per_depth(), start=1):
-            if np.isfinite(rate):  # else no tree of this step was so deep
+            if np.isfinite(rate):  # not finite if no tree of the step was so deep
                 metrics[f"rollout/accept_rate_depth_{depth}"] = rate
     return metrics

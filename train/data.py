@@ -1,11 +1,11 @@
-"""Problems for RL, demonstrations for SFT, their order, and a tokenizer for them.
+"""Problems for RL and demonstrations for SFT, their order and their token ids.
 
 They are generated (`sums`, see `train.tasks.sums`), or rows of a file: JSON lines, a JSON array or
 parquet, each optionally gzipped. The columns of a row decide its task (`train.tasks`). The hash of
 a question decides its split, so the splits cannot overlap.
 
-`python -m train.data PATH --model MODEL` prints rows as the model will see them, and what is wrong
-with them (`train.data_report`).
+`python -m train.data PATH --model MODEL` prints rows as the model will see them, and their problems
+(`train.data_report`).
 """
 
 from __future__ import annotations
@@ -66,12 +66,15 @@ def problems(cfg: DataConfig, split: str, chat: bool = False) -> Sequence[Proble
     """The problems of a split, `train` or `heldout`, by random access.
 
     Args:
-      chat: prompts will be messages of a conversation (`uses_chat`): unless the configuration has a
-        template, a question stands alone in its message.
+      cfg: settings of the data.
+      split: name of the split.
+      chat: whether prompts will be messages of a conversation (`uses_chat`); the question alone is
+        then the message, unless the settings have a template.
 
     Raises:
-      ValueError: unknown split, missing path, rows of no known task, or a bad row (named).
-      FileNotFoundError: no such file.
+      ValueError: the split is unknown, the path is missing, no task knows the rows, or a row cannot
+        be read.
+      FileNotFoundError: the file does not exist.
     """
     task = find_task(cfg)
     if task is None:
@@ -83,8 +86,12 @@ def problems(cfg: DataConfig, split: str, chat: bool = False) -> Sequence[Proble
 
 
 def demonstrations(cfg: DataConfig, split: str, chat: bool = False) -> Sequence[Demonstration]:
-    """The demonstrations of the same problems, in the same order; raises what `problems` does, and
-    ValueError for rows that have none."""
+    """The demonstrations of a split's problems, in the order of `problems`.
+
+    Raises:
+      ValueError: a row has no demonstration, and as in `problems`.
+      FileNotFoundError: the file does not exist.
+    """
     task = find_task(cfg)
     if task is None:
         return sums.Sums(cfg, split, True)
@@ -103,11 +110,11 @@ def demonstrations(cfg: DataConfig, split: str, chat: bool = False) -> Sequence[
 
 
 def find_task(cfg: DataConfig) -> Task | None:
-    """The task of the rows of `cfg.path`; None: problems are generated.
+    """The task of the rows of `cfg.path`; None if problems are generated.
 
     Raises:
       ValueError: no task has the columns of the first row, or a path is missing.
-      FileNotFoundError: no such file.
+      FileNotFoundError: the file does not exist.
     """
     if cfg.task == SUMS or (cfg.task == "auto" and not cfg.path):
         if cfg.heldout_path:
@@ -151,8 +158,9 @@ class Table(NamedTuple):
     """The rows of a file.
 
     Attributes:
-      examples: with the place of each, for messages. duplicates: rows whose prompt and answer an
-        earlier one has; they are among the examples unless they were dropped.
+      examples: the rows, each with its place in the file for messages.
+      duplicates: number of rows whose prompt and answer an earlier row has; they are among the
+        examples unless they were dropped.
     """
 
     examples: list[tuple[str, Example]]
@@ -160,18 +168,18 @@ class Table(NamedTuple):
 
 
 def read_table(path: str | Path, task: Task, duplicates: str = "keep") -> Table:
-    """Reads a file whole.
+    """Reads all rows of a file.
 
     Raises:
-      FileNotFoundError: no such file. ValueError: a row that the task cannot read, with place,
-        columns and remedy; or an empty file.
+      FileNotFoundError: the file does not exist.
+      ValueError: the file is empty, or the task cannot read a row; the message names it.
     """
     status = Path(path).stat() if Path(path).is_file() else None
     stamp = status and (status.st_mtime_ns, status.st_size)
     return _read_table(str(path), stamp, task, duplicates)
 
 
-@functools.lru_cache(maxsize=2)  # both splits of a file are read from it
+@functools.lru_cache(maxsize=2)  # for both splits of a file, or two files
 def _read_table(path: str, stamp: Any, task: Task, duplicates: str) -> Table:
     examples, seen, repeated = [], {}, 0
     for place, row in read_rows(path):
@@ -188,7 +196,7 @@ def _read_table(path: str, stamp: Any, task: Task, duplicates: str) -> Table:
             repeated += 1
             if duplicates == "drop":
                 continue
-            example = dataclasses.replace(example, prompt=known.prompt)  # held once in memory
+            example = dataclasses.replace(example, prompt=known.prompt)  # stored once in memory
         examples.append((place, example))
     if not examples:
         raise ValueError(f"{path}: the file is empty; expected one row per problem")
@@ -196,7 +204,7 @@ def _read_table(path: str, stamp: Any, task: Task, duplicates: str) -> Table:
 
 
 def question_of(prompt: str | Sequence[Message]) -> str:
-    """The text of a prompt, by which duplicates are found and splits are made."""
+    """The text of a prompt, which identifies duplicates and decides the split."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
@@ -247,8 +255,8 @@ def endless(source: Sequence, seed: int):
     """The source in a shuffled order that never ends, reshuffled after every pass.
 
     Returns:
-      A `grain.MapDataset`; item `i` costs the same for every `i`, so the one integer to checkpoint
-      is how many items were taken.
+      A `grain.MapDataset`. Item `i` costs the same for every `i`, so a checkpoint needs only the
+      number of items taken.
     """
     import grain
 
@@ -264,8 +272,8 @@ def uses_chat(cfg: DataConfig, tokenizer) -> bool:
     """Whether prompts that are text become messages of a conversation.
 
     Raises:
-      ValueError: the configuration says so, and the tokenizer has no chat template; or arguments
-        for a template that is not used, or that are not the template's.
+      ValueError: the settings need a chat template, and the tokenizer has none; or the template
+        does not take the arguments in the settings.
     """
     has_template = has_chat_template(tokenizer)
     if not has_template and (cfg.chat == "on" or cfg.chat_template_kwargs):
@@ -284,8 +292,9 @@ def prompt_text(
     chat: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """A prompt as the model reads it: conversations, and with `chat` text as one message of the
-    user, through the chat template.
+    """The text of a prompt, with the chat template applied to conversations.
+
+    With `chat` a prompt that is text becomes one message of the user.
 
     Raises:
       ValueError: the tokenizer has no template for a conversation, or it refuses this one.
@@ -308,11 +317,9 @@ def encode_prompt(
     chat: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Token ids of a prompt: the same in training, in rollouts, and in generation.
+    """Token ids of a prompt, the same in training, rollouts and generation.
 
-    Args:
-      chat, template_kwargs: see `prompt_text`, which says what is raised. A chat template writes
-        all special tokens itself.
+    Arguments and errors are those of `prompt_text`. A chat template writes all special tokens.
     """
     if isinstance(prompt, str) and not chat:
         return prompt_ids(tokenizer, prompt)
@@ -326,25 +333,25 @@ def encode_demonstration(
     chat: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[list[int], list[int]]:
-    """(prompt ids, response ids with the stop token), encoded apart so that no merge joins them."""
+    """(prompt ids, response ids with the stop token), encoded separately, as in generation."""
     response = tokenizer.encode(demonstration.response, add_special_tokens=False)
     prompt = encode_prompt(tokenizer, demonstration.prompt, chat, template_kwargs)
     return prompt, [*response, tokenizer.eos_token_id]
 
 
 def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int, out_dir: str | Path):
-    """Trains a byte-level BPE tokenizer, digits kept apart, and saves it for `AutoTokenizer`.
+    """Trains a byte-level BPE tokenizer with single digits, and saves it for `AutoTokenizer`.
 
     Args:
-      texts: training texts; prompts and responses as separate items, since they are encoded apart.
-      vocab_size: upper limit, special tokens and the 256 bytes included; few texts give fewer.
-      out_dir: receives `tokenizer.json` and `tokenizer_config.json`.
+      texts: training texts; prompts and responses are separate items, as they are encoded.
+      vocab_size: largest size of the vocabulary, special tokens and the 256 bytes included.
+      out_dir: directory for `tokenizer.json` and `tokenizer_config.json`.
 
     Returns:
       The `transformers.PreTrainedTokenizerFast`, with `<|pad|>` as id 0 and `<|eos|>` as id 1.
 
     Raises:
-      ValueError: a vocabulary too small for bytes and special tokens.
+      ValueError: the vocabulary is too small for bytes and special tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -384,7 +391,7 @@ def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int, out_dir: str | Pa
 
 
 def main() -> None:
-    """`python -m train.data`."""
+    """The command `python -m train.data`."""
     from train.data_report import main as report
 
     sys.exit(report())

@@ -1,5 +1,7 @@
-"""`python -m train.data PATH --model MODEL`: rows as the model will see them, and what is wrong
-with them: lengths, duplicates, and gold answers for which the reward cannot give 1.
+"""The report of `python -m train.data PATH --model MODEL`.
+
+It shows rows as the model will see them, their lengths, duplicates, and gold answers for which the
+reward cannot give 1.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from specjax.schema import describe
 from specjax.weights import load_tokenizer
 from train import data
 from train.cli import USER_ERRORS
-from train.inputs import FILE_ROWS, Prompts, about_data
+from train.inputs import FILE_ROWS, Prompts, describe_data
 from train.schema import DataConfig
 from train.scoring import Scorer, check_gold, evenly, row_name, shown_gold
 from train.tasks.layout import Problem
@@ -37,17 +39,21 @@ def report(
     """The lines of the report.
 
     Args:
-      cfg: names the file. reward: by name; auto: what suits the rows. rows: to be shown.
-      check: gold answers to be looked at.
-      longest: tokens of a prompt at most; None: nothing is too long.
+      cfg: settings of the data.
+      tokenizer: tokenizer of the model.
+      reward: name of the reward; `auto` for the one that suits the rows.
+      rows: number of rows to show.
+      check: number of gold answers to check.
+      longest: number of tokens beyond which prompts are counted as too long; None for no count.
 
     Raises:
-      ValueError, FileNotFoundError: what a run with these settings would raise.
+      ValueError: as in a run with these settings.
+      FileNotFoundError: as in a run with these settings.
     """
     prompts = Prompts(tokenizer, cfg)
     scorer = Scorer(data.default_reward(cfg) if reward == "auto" else reward)
     problems = data.problems(cfg, "train", prompts.chat)
-    yield about_data(cfg, prompts.chat, None, scorer.name)
+    yield describe_data(cfg, prompts.chat, None, scorer.name)
     if not cfg.heldout_path:
         yield (
             f"{len(problems)} of these are for training; the others are held out (set "
@@ -78,28 +84,28 @@ def _row(prompts: Prompts, problem: Problem) -> Iterator[str]:
 
 def _gold(scorer: Scorer, problems: Sequence[Problem], count: int) -> Iterator[str]:
     if scorer.built_in is None:
-        yield f"gold answers: reward={scorer.name} is one of your own; nothing is known of it"
+        yield f"gold answers: reward={scorer.name} is your own function, so they are not checked"
         return
-    found, looked_at = check_gold(scorer, problems, count)
-    every = "" if looked_at == len(problems) else f" looked at, of {len(problems)}"
+    found, checked = check_gold(scorer, problems, count)
+    every = "" if checked == len(problems) else f" checked, of {len(problems)}"
     yield (
         f"gold answers that reward={scorer.name} cannot win (it reads {scorer.built_in.gold}): "
-        f"{len(found)} of {looked_at}{every}"
+        f"{len(found)} of {checked}{every}"
     )
     for row, reason in found:
         yield f"  {row_name(row)}: {reason}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line.
+    """The command line of the report.
 
     Raises:
-      SystemExit: status 1 or 2 after a mistake of the user, with one message.
+      SystemExit: the user made a mistake; status 1 or 2, with one message.
     """
     parser = argparse.ArgumentParser(
         prog="python -m train.data",
         usage="%(prog)s PATH --model MODEL [flags] [key=value ...]",
-        description="Shows rows of data as a model will see them, and what is wrong with them.",
+        description="Shows rows of data as a model will see them, and their problems.",
         epilog=f"Settings of the section `data` of train.rl: {describe(DataConfig)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -108,13 +114,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--model",
         required=True,
-        help="whose tokenizer reads them: a model's directory, that of a run, or a Hugging Face id",
+        help="model whose tokenizer reads them: its directory, a run's, or a Hugging Face id",
     )
     parser.add_argument("--revision", help="branch, tag or commit of a Hugging Face id")
     parser.add_argument("--reward", default="auto", help="as in train.rl (default: %(default)s)")
     parser.add_argument("--rows", type=int, default=10, help="shown (default: %(default)s)")
     parser.add_argument(
-        "--check", type=int, default=2000, help="gold answers looked at (default: %(default)s)"
+        "--check", type=int, default=2000, help="gold answers checked (default: %(default)s)"
     )
     parser.add_argument(
         "--max-prompt-tokens", type=int, metavar="N", help="count prompts that are longer"

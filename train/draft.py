@@ -1,11 +1,10 @@
-"""Online training of the draft head: a program of its own, on detached states of the policy.
+"""Online training of the draft head, in a program of its own, on states of the policy.
 
-The policy update returns the states of the tokens it was trained on; the head learns from them and
-from the rollout's tokens. Only the head's parameters are differentiated: embedding, final norm and
+The policy update returns the states of its tokens; the head is trained on them and on the
+rollout's tokens. Only the head's parameters are differentiated: embedding, final norm and
 language-model head enter as constants, and the gradient of the policy is zero by construction.
 
-The draft source defines the head: `needs.taps` are the states that it learns from, and `unroll` is
-its forward.
+The draft source defines the head: `needs.taps` names the states, and `unroll` is the forward.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from train.policy import abstract_opt_state, init_opt_state, with_attention
 
 
 class DraftTargets(NamedTuple):
-    """What one recursive step needs, all [R S]; 0 where the shift leaves the segment.
+    """Inputs, labels and mask of one recursive step, [R S]; 0 where a shift leaves the segment.
 
     Row t of an MTP head takes (h_t, e(x_{t+1})) and predicts x_{t+2}; its recursive step k takes
     its own state of step k - 1 with e(x_{t+1+k}) and predicts x_{t+2+k}. On a packed row every
@@ -62,13 +61,13 @@ def roll_left(
     shift: int,
     context: Context | None = None,
 ) -> Shaped[Array, "R S *rest"]:
-    """out[t] = x[t + shift] while that is in the same segment, else 0.
+    """Shifts values left within segments: x[t + shift] where that is in the segment of t, else 0.
 
     Args:
-      x: per-token values, with any trailing axes (target logits [R S V], for instance).
-      segment_ids: contiguous segments; 0 is padding and stays 0.
-      shift: static, >= 0.
-      context: how rows are split over devices.
+      x: values per token, with any further axes (target logits [R S V], for instance).
+      segment_ids: numbers of contiguous segments; 0 is padding, whose result is 0.
+      shift: number of positions, static, >= 0.
+      context: split of rows over devices, if any.
     """
     if shift < 0:
         raise ValueError(f"roll_left shifts left by {shift}: expected shift >= 0")
@@ -104,7 +103,7 @@ def draft_target_logits(
     step: int,
     context: Context | None = None,
 ) -> Float[Array, "R S V"]:
-    """The policy's own logits for the labels of step `step`: detached, rolled by step + 1."""
+    """The policy's logits at the labels of step `step`, without gradient."""
     return roll_left(jax.lax.stop_gradient(policy_logits), segment_ids, step + 1, context)
 
 
@@ -132,23 +131,24 @@ def draft_step_loss(
     target_logits: Float[Array, "R S V"] | None = None,
     temperature: float | Float[Array, ""] = 1.0,
 ) -> tuple[Float[Array, ""], Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """Loss of one recursive step, as sums, so that micro-batches and steps add up exactly.
+    """Loss of one recursive step as sums, which add up exactly over micro-batches.
 
-    Penalties, masks and filters are no part of the target: decoding applies them to the draft's
-    logits as well.
+    The target is the policy's distribution at the temperature, without penalties, masks and
+    filters, which decoding applies to the draft's logits as well.
 
     Args:
-      name: `ce`, against the token that the policy sampled, or `soft_ce`, against the policy's
-        whole distribution.
-      draft_logits: the head's, untempered.
-      labels, mask: from `draft_targets`.
-      target_logits: the policy's at the labels, from `draft_target_logits`.
-      temperature: the rollout's; 0 (greedy) counts as 1.
+      name: `ce`, cross entropy of the token that the policy sampled, or `soft_ce`, cross entropy
+        with the policy's whole distribution.
+      draft_logits: logits of the head, untempered.
+      labels: labels from `draft_targets`.
+      mask: mask from `draft_targets`.
+      target_logits: logits of the policy at the labels, from `draft_target_logits`.
+      temperature: temperature of the rollout; 0 (greedy) counts as 1.
 
     Returns:
       (sum of the loss in nats, number of tokens in it, aux). aux holds sums without gradient:
-      `top1_matches` (the head's most likely token is the label) and, given target logits,
-      `overlap`: sum over V of min(p, q) = 1 - TV(p, q). The mean overlap is the acceptance rate of
+      `top1_matches` (whether the head's most likely token is the label) and, given target logits,
+      `overlap` (sum over V of min(p, q) = 1 - TV(p, q)). The mean overlap is the acceptance rate of
       chain rejection and the ceiling of any coupling's; Gumbel coupling reaches at least
       overlap / (2 - overlap) (Daliri et al. 2024).
 
@@ -176,7 +176,7 @@ def draft_step_loss(
 
 
 MODES = ("auto", "none", "frozen", "online")
-FIELDS = ("tokens", "positions", "segment_ids", "loss_mask")  # of a micro-batch that it needs
+FIELDS = ("tokens", "positions", "segment_ids", "loss_mask")  # read from a micro-batch
 
 
 @dataclass
@@ -207,7 +207,7 @@ class SpotConfig:
             raise ValueError(f"draft.spot.updates: expected at least 0, got {self.updates}")
 
     def settle(self, needed: int) -> None:
-        """Fills in `buffer_tokens` where it is null; `needed`: what it holds at least."""
+        """Fills in `buffer_tokens` if it is null, with at least `needed` positions."""
         if self.buffer_tokens is None:
             self.buffer_tokens = max(65536, needed)
 
@@ -263,17 +263,17 @@ class DraftConfig:
         """Whether training would change the head."""
         return self.mtp_loss_scaling_factor > 0
 
-    def about_mode(self) -> str:
-        """The mode as it would be typed, with what decided it."""
-        why = "" if self.moves else ", for draft.mtp_loss_scaling_factor=0 makes every update 0"
+    def describe_mode(self) -> str:
+        """The mode as a setting, with the reason if another setting decided it."""
+        why = "" if self.moves else ", because draft.mtp_loss_scaling_factor=0 makes every update 0"
         return f"draft.mode={self.mode}{why}"
 
     def optimizer(self) -> optax.GradientTransformation:
-        """The head's own, every update scaled by `mtp_loss_scaling_factor`.
+        """The head's optimizer, whose updates are scaled by `mtp_loss_scaling_factor`.
 
-        Where policy and head share an optimizer, as in Megatron, a factor on the head's loss says
-        how much of an update is the head's. Here the head has an optimizer of its own: its clip and
-        its moments would divide the factor out, so it multiplies what comes out of them.
+        Where policy and head share an optimizer, as in Megatron, a factor on the head's loss is the
+        head's share of an update. Here the head has an optimizer of its own, whose clip and moments
+        would cancel a factor on the loss, so the factor multiplies the update.
         """
         rate = self.mtp_loss_scaling_factor * self.optim.lr
         return dataclasses.replace(self.optim, lr=rate).build()
@@ -285,15 +285,15 @@ def frozen_policy_parts(params: Params) -> Params:
 
 
 def head_of(cfg: ModelConfig) -> Draft:
-    """The model's own head as a source."""
+    """The draft source of the model's own head."""
     return source_of(cfg, SpecConfig(source="head"))
 
 
 def inner_taps(source: Draft) -> Taps:
-    """The further states that the policy's forward must return for a source, see `PolicyTrainer`.
+    """The inner states that the policy's forward must return for a source, see `PolicyTrainer`.
 
-    Those before the final norm are always returned, and those after it are computed from them here,
-    with the norm that the head will draft with.
+    States before the final norm are always returned, and states after it are computed from them
+    here, with the norm that the head will draft with.
     """
     return tuple(tap for tap in source.needs.taps if tap not in ("pre_norm", "post_norm"))
 
@@ -331,13 +331,20 @@ def head_loss(
     """Mean loss of the head over one packed micro-batch, averaged over its recursive steps.
 
     Args:
-      policy: see `frozen_policy_parts`. states: the policy's, before the final norm, and behind
-        them those of `inner_taps`. Neither carries a gradient, whatever the caller differentiates.
-      context: how rows are split over devices; batch and states are in its order.
-      source: whose loss it is; None: the model's own head.
+      cfg: config of the policy.
+      draft: settings of the head's training.
+      temperature: temperature of the rollout.
+      head_params: parameters of the head.
+      policy: parameters from `frozen_policy_parts`, without gradient.
+      batch: packed micro-batch [R S].
+      states: states of the policy before the final norm, followed by those of `inner_taps`, without
+        gradient.
+      context: split of rows over devices, if any; batch and states are in its order.
+      source: draft source that is trained; None for the model's own head.
 
     Returns:
-      (loss, sums): per step `mtp_loss_sum`, `mtp_top1`, `mtp_overlap` and `mtp_tokens`, each [K].
+      (loss, sums). sums has `mtp_loss_sum`, `mtp_top1`, `mtp_overlap` and `mtp_tokens`, each [K],
+      one entry per recursive step.
     """
     policy, states = jax.lax.stop_gradient((policy, states))
     source = source or head_of(cfg)
@@ -372,10 +379,16 @@ def head_loss(
 
 
 class DraftTrainer:
-    """One jitted program: an optimizer step of the head on one micro-batch.
+    """Holds one jitted program: an optimizer step of the head on one micro-batch.
 
     Args:
-      cfg: of the policy. source: what is trained, see `Draft.unroll`; None: the model's own head.
+      cfg: config of the policy.
+      draft: settings of the head's training.
+      temperature: temperature of the rollout.
+      mesh: mesh to train on; None for one device.
+      context: split of rows over devices, if any.
+      attention: name of the attention kernel.
+      source: draft source that is trained, see `Draft.unroll`; None for the model's own head.
     """
 
     def __init__(
@@ -406,7 +419,7 @@ class DraftTrainer:
         return {"update": self._update}
 
     def _shardings(self):
-        """Of the head, its optimizer state, and metric sums."""
+        """Shardings of the head, its optimizer state, and metric sums."""
         if self.mesh is None:
             return None
         head = jax.eval_shape(functools.partial(self.source.init, 0))
@@ -419,19 +432,19 @@ class DraftTrainer:
         )
 
     def init_opt_state(self, head: Params):
+        """Optimizer state of the head, in the head's sharding."""
         return init_opt_state(self.optimizer, head, self.mesh, self.axes)
 
     def update(
         self, head: Params, opt_state, policy: Params, batches: Sequence, states: Sequence[Array]
     ):
-        """Trains on micro-batches [R S] with their policy states, see `head_loss`, `epochs` times
-        over.
+        """Trains for `epochs` passes over micro-batches [R S] and their policy states.
 
         `head` and `opt_state` are donated.
 
         Returns:
-          head, opt_state, metric sums of all epochs, among them `draft_update_norm`: the summed
-          norm of the head's changes, 0 if training changed nothing.
+          (head, opt_state, metric sums of all epochs). The sums have those of `head_loss` and
+          `draft_update_norm`, the summed norm of the head's changes.
         """
         limit = self.draft.max_microbatches or len(states)
         policy, total = frozen_policy_parts(policy), None
@@ -442,15 +455,12 @@ class DraftTrainer:
         return head, opt_state, total
 
     def start_update(self, head: Params, opt_state, policy: Params, batch: Mapping, states: Array):
-        """Starts one update, on one micro-batch, and does not wait for it.
+        """Starts an update on one micro-batch, and does not wait for it.
 
-        `head` and `opt_state` are donated.
-
-        Args:
-          policy: see `frozen_policy_parts`.
+        `head` and `opt_state` are donated; `policy` is the result of `frozen_policy_parts`.
 
         Returns:
-          head, opt_state, metric sums, all on the device.
+          (head, opt_state, metric sums), all on the device.
         """
         batch = {name: batch[name] for name in FIELDS}
         return self._update(head, opt_state, policy, batch, states)
@@ -476,7 +486,7 @@ class DraftTrainer:
 
 
 def add_sums(total: dict | None, sums: Mapping[str, np.ndarray]) -> dict:
-    """The sums of one more update."""
+    """Adds the metric sums of one more update."""
     return dict(sums) if total is None else {key: total[key] + v for key, v in sums.items()}
 
 

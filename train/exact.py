@@ -1,7 +1,7 @@
-"""`rollout.exact_mode`: the samples of a step are decoded again without speculation, and compared.
+"""Decodes the samples of a step again without speculation, and compares (`rollout.exact_mode`).
 
 This happens after the rollout and before the weights change, with the same seeds. Samples that an
-earlier step began are left out, for other weights sampled their first tokens. Differences are
+earlier step began are left out, because other weights sampled their first tokens. Differences are
 printed and counted; nothing is trained on the second samples.
 """
 
@@ -23,21 +23,22 @@ class ExactMode:
     """Compares the rollouts of an engine with plain decoding.
 
     Args:
-      engine: that rolls out. plain: one like it, without speculation; None: `engine` decodes
-        plainly as well, in `invariant` mode.
-      load: hands the weights of the step to `engine` again.
+      engine: engine that rolls out.
+      plain: equal engine without speculation; None if `engine` decodes plainly, too, in
+        `invariant` mode.
+      load: function that gives the weights of the step to `engine` again.
 
     Attributes:
-      differences: of the last step, the first of each sample that differs; their requests are the
-        places of problems in the order of draws.
+      differences: first difference of each sample of the last step that differs; their requests are
+        the places of problems in the order of draws.
     """
 
     def __init__(self, engine: BaseEngine, plain: BaseEngine | None, load: Callable[[], None]):
         self._engine, self._plain, self._load = engine, plain, load
         self.differences: list[Difference] = []
 
-    def about(self) -> str:
-        """The line about it before rollouts begin."""
+    def describe(self) -> str:
+        """The line about exact mode at start."""
         return (
             f"exact mode: acceptance {self._engine.spec.acceptance}, whose tokens are those of "
             "plain decoding; every sample that a step begins is decoded again without speculation "
@@ -56,12 +57,13 @@ class ExactMode:
     def compare(
         self, params: Params, begun: Sequence[tuple[Job, list[int]]]
     ) -> dict[str, float | str]:
-        """Decodes samples plainly, and returns metrics of what differs.
+        """Decodes samples plainly, and returns metrics of the differences.
 
-        The engine of the rollout may have given back its weights and caches afterwards.
+        Afterwards the rollout's engine may have released its weights and caches.
 
         Args:
-          params: that sampled them. begun: samples as jobs, and their tokens.
+          params: parameters of the policy that sampled them.
+          begun: samples as (job, tokens).
         """
         started = time.perf_counter()
         jobs, speculative = [job for job, _ in begun], [tokens for _, tokens in begun]

@@ -1,41 +1,41 @@
-"""Which groups a step learns from: a rule about numbers of tokens, which time does not enter.
+"""Decides which groups a step trains on, from numbers of tokens and rewards, never from time.
 
 A group is one problem with its G samples. Its *budget* in a step is the number of tokens that its
-longest sample needs in this step; tokens that a carried sample brought along do not count. The
-candidates are the groups carried from the step before, then the next problems in order. With a
+longest sample needs in this step; tokens that a carried sample has from earlier steps do not count.
+The candidates are the groups carried from the step before, then the next problems in order. With a
 budget T the step
 
-    looks at   the first `in_flight` candidates, and at one more for each of them that has a budget
-               of T or less and equal rewards, for these are replaced, and so are their
-               replacements (only with dynamic sampling, and up to `max_candidates` in all)
-    accepts    those of them with a budget of T or less whose rewards differ
+    considers  the first `in_flight` candidates, and one more for each considered group that has a
+               budget of T or less and equal rewards, which it replaces (only with dynamic
+               sampling, and up to `max_candidates` in all)
+    accepts    the considered groups with a budget of T or less whose rewards differ
                (without dynamic sampling: all with a budget of T or less)
 
 and the budget of the step is the smallest T that accepts `prompts` groups. These groups, the first
 `prompts` by budget and then by position, are *selected*. If no T accepts so many, because
-`max_candidates` were looked at, all of them run to their end, and those whose rewards differ are
-selected: the step is short of groups, and says so. Of the other candidates that it looked at,
+`max_candidates` were considered, all of them run to their end, and those whose rewards differ are
+selected: the step is short of groups, and says so. Of the other considered candidates,
 
     those with a budget of T or less   are complete. With `partial` those whose rewards differ are
                                        carried to the next step; the others are dropped.
     those with a larger budget         are carried to the next step with `partial`, every sample cut
                                        to T tokens of this step, and dropped without.
 
-What was started beyond them counts as never drawn: the next step draws it again. Problems that
-are dropped come again with the next pass over the data, not before.
+Groups that were started beyond them count as never drawn: the next step draws them again. Dropped
+problems come again in the next pass over the data.
 
 All this depends on lengths and rewards alone, and with a larger T more groups are accepted and more
-are replaced. So `select` can be asked while samples run, and its budget can only fall: the groups
+are replaced. So `select` can be called while samples run, and its budget can only fall: the groups
 that are known to be accepted give an upper bound, beyond which no sample has to run. The selection
-is final when no group that the step looks at could still have a budget of T or less. How fast
-samples run, in which order, and in how many slots decides when that is, and nothing else. Carried
-samples are cut for the same reason: they go on under other weights in the next step, so where they
-stop must not depend on speed.
+is final when no considered group could still have a budget of T or less. The speed of samples,
+their order and the number of slots decide when that is, and nothing else. Carried samples are cut
+for the same reason: they go on under other weights in the next step, so where they stop must not
+depend on speed.
 
 A step prefers short groups, as all early stopping does; `rollout/length_bias` says by how much.
-And `prompts` carried groups that are nearly or wholly complete fill a step that samples next to
-nothing and learns from stale tokens. With fewer than 2 * `prompts` groups in flight, fewer than
-`prompts` are carried, and every step has some of its own.
+If `prompts` groups are carried that are nearly complete, the next step samples few tokens, and
+trains on stale ones. With fewer than 2 * `prompts` groups in flight, fewer than `prompts` are
+carried, and every step has some of its own.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ class Rule:
     """How many groups a step needs.
 
     Attributes:
-      prompts: groups to select. in_flight: groups to start with, at least `prompts`.
-      dynamic: only groups whose rewards differ count, and the others are replaced.
-      batches: upper bound of the candidates that a step looks at, in units of `in_flight`; 0: none.
+      prompts: number of groups to select.
+      in_flight: number of groups to start with, at least `prompts`.
+      dynamic: whether only groups whose rewards differ count, and the others are replaced.
+      batches: largest number of candidates of a step, in units of `in_flight`; 0 for no limit.
     """
 
     prompts: int
@@ -71,18 +72,18 @@ class Rule:
 
     @property
     def max_candidates(self) -> int | None:
-        """The number of candidates that a step looks at at most; None: no limit."""
+        """The largest number of candidates that a step considers; None for no limit."""
         if not self.dynamic:
             return self.in_flight
         return self.in_flight * self.batches if self.batches > 0 else None
 
 
 class GroupStatus(NamedTuple):
-    """What is known of a group while it runs.
+    """The facts about a group that are known while it runs.
 
     Attributes:
-      at_least: lower bound of the tokens that it needs in this step.
-      budget: the tokens that it needs; None until it is complete.
+      at_least: lower bound of the number of tokens that it needs in this step.
+      budget: number of tokens that it needs; None until it is complete.
       informative: whether its rewards differ; True until it is complete.
     """
 
@@ -92,12 +93,13 @@ class GroupStatus(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """What is known of a step while it runs.
+    """The selection of a step, as far as it is known while the step runs.
 
     Attributes:
-      budget: of the step, or an upper bound of it; None: everything runs to its end, so far.
-      candidates: how many the step looks at; some may not have been drawn yet.
-      selected: indices of the groups to learn from. final: nothing of this can change any more.
+      budget: budget of the step, or an upper bound of it; None while there is no bound.
+      candidates: number of candidates that the step considers, some perhaps not drawn yet.
+      selected: indices of the groups to train on.
+      final: whether nothing of this can change any more.
     """
 
     budget: int | None
@@ -107,7 +109,7 @@ class Selection(NamedTuple):
 
 
 def select(rule: Rule, groups: Sequence[GroupStatus]) -> Selection:
-    """Applies the rule to what is known of the candidates, in order."""
+    """Applies the rule to the candidates, in order, as far as they are known."""
     budgets = sorted({g.budget for g in groups if g.budget is not None})
     enough = bisect.bisect_left(
         budgets, rule.prompts, key=lambda b: len(_accepted(rule, groups, b))
@@ -122,11 +124,12 @@ def select(rule: Rule, groups: Sequence[GroupStatus]) -> Selection:
 
 
 def _within(group: GroupStatus, budget: int | None) -> bool:
+    """Whether a group is complete within a budget."""
     return group.budget is not None and (budget is None or group.budget <= budget)
 
 
 def _candidates(rule: Rule, groups: Sequence[GroupStatus], budget: int | None) -> int:
-    """The number of candidates that a step with this budget looks at."""
+    """The number of candidates that a step with this budget considers."""
     count = rule.in_flight
     for index, group in enumerate(groups):
         if index >= count or count == rule.max_candidates:
@@ -152,25 +155,28 @@ NO_ROUNDS = SpecStats(rounds=0, drafted=0, accepted=0, histogram=())
 
 @dataclasses.dataclass
 class Response:
-    """A sample of a group, whether it has ended or not, with the attributes of `SampleOutput`.
+    """A sample of a group, ended or not, with the attributes of `SampleOutput`.
 
     Attributes:
-      token_ids: all tokens that were taken out of the engine so far, in this step and before.
-      logprobs: of each under the engine, of the temperature-scaled logits.
-      transformed_logprobs: of each after all transforms; None unless the run is trained with these.
-      loss_mask: of each token, 1 where the policy sampled it and 0 where something else wrote it
-        (what a tool or an environment said between two turns); None: the policy sampled them all.
-        Code that adds tokens of the second kind to `token_ids` sets it, for all tokens so far. No
-        reward or task of this package does: it is for rollouts of several turns. Tokens that come
-        from the engine afterwards are marked 1 here.
-      num_carried: how many of the tokens earlier steps sampled.
-      old_logprobs: the trainer's, of the carried tokens, each under the weights that sampled it.
+      token_ids: tokens received from the engine so far, in this step and before.
+      logprobs: the engine's log-probability of each token, of the temperature-scaled logits.
+      num_carried: number of tokens that earlier steps sampled.
+      old_logprobs: the trainer's log-probabilities of the carried tokens, each under the weights
+        that sampled it.
       weight_versions: runs of tokens that the same weights sampled, as (index of the first, step).
-      finish_reason: why it ended; None: it has not.
-      reward: None until it is known. failed: the reward gave no number, and counts as 0.
-      emitted: lower bound of the tokens of this step, some of which may still be in the engine.
-      stats, text: of this step, once it ended.
-      records: see `SampleOutput.records`.
+      finish_reason: reason why the sample ended; None while it has not.
+      reward: reward of the sample; None until it is known.
+      failed: whether the reward returned no number; it then counts as 0.
+      emitted: lower bound of the number of tokens of this step, some perhaps not received yet.
+      stats: speculation figures of this step, once the sample ended.
+      text: text that the reward sees, once the group is complete.
+      transformed_logprobs: the engine's log-probability of each token after all transforms; None
+        unless the run is trained with these.
+      loss_mask: 1 for each token that the policy sampled, and 0 for tokens that a tool or an
+        environment wrote between two turns; None if the policy sampled all. Code that adds tokens
+        of the second kind to `token_ids` sets it, for all tokens so far; later tokens of the engine
+        are marked 1 here. No reward or task of this package sets it.
+      records: records of the model, see `SampleOutput.records`.
     """
 
     token_ids: list[int] = dataclasses.field(default_factory=list)
@@ -190,21 +196,23 @@ class Response:
 
     @property
     def num_new(self) -> int:
-        """The number of tokens of this step that were taken out of the engine."""
+        """The number of tokens of this step that were received from the engine."""
         return len(self.token_ids) - self.num_carried
 
     @property
     def behaviour_logprobs(self) -> list[float]:
-        """The engine's log-probabilities of the kind that `algo.logprobs` says: a run that trains
-        with processed ones asks the engine for them, and no other does."""
+        """The engine's log-probabilities of the kind that `algo.logprobs` names.
+
+        Only a run that trains with processed ones asks the engine for them.
+        """
         return self.logprobs if self.transformed_logprobs is None else self.transformed_logprobs
 
     def staleness(self, step: int) -> np.ndarray:
-        """[tokens]: how many updates of the weights lie between sampling and `step`'s update."""
+        """[tokens]: number of weight updates between sampling and `step`'s own update."""
         return step - token_versions(self.weight_versions, len(self.token_ids))
 
     def update(self, sample: SampleOutput, finished: bool) -> None:
-        """Takes over the tokens that the engine has of the sample: carried and new ones."""
+        """Copies the sample's tokens, carried and new ones, from the engine's output."""
         self.token_ids, self.logprobs = list(sample.token_ids), list(sample.logprobs)
         if sample.transformed_logprobs is not None:
             self.transformed_logprobs = list(sample.transformed_logprobs)
@@ -216,10 +224,10 @@ class Response:
         self.finish_reason = sample.finish_reason if finished else None
 
     def end_step(self, step: int, budget: int | None) -> int:
-        """Cuts the sample to a budget of new tokens (None: as it is), which are then the step's.
+        """Cuts the sample to `budget` new tokens, if not None, and records the step as theirs.
 
         Returns:
-          how many tokens were cut off.
+          The number of tokens that were cut off.
         """
         over = 0 if budget is None else max(0, self.num_new - budget)
         if over:
@@ -241,9 +249,13 @@ class Group:
     """A problem and its samples.
 
     Attributes:
-      position: in the order of draws. next_position: where drawing goes on.
-      step: that drew it; it keys the samples' noise with run seed and position.
-      prompt: token ids. rewards: one per response; None until all have ended.
+      position: place of the problem in the order of draws.
+      next_position: place from which the next problem is drawn.
+      step: step that drew it; with run seed and position it keys the samples' noise.
+      problem: the problem.
+      prompt: token ids of its prompt.
+      responses: its samples.
+      rewards: reward of each response; None until all have ended.
     """
 
     position: int
@@ -256,15 +268,17 @@ class Group:
 
     @property
     def is_complete(self) -> bool:
+        """Whether all samples have ended."""
         return all(r.finish_reason is not None for r in self.responses)
 
     @property
     def oldest_step(self) -> int | None:
-        """The step of its oldest token."""
+        """The step that sampled its oldest token; None if it has no token."""
         firsts = (r.weight_versions[0][1] for r in self.responses if r.weight_versions)
         return min(firsts, default=None)
 
     def status(self) -> GroupStatus:
+        """The numbers by which the rule selects groups."""
         # A sample that has not ended has at least one more token to come.
         at_least = max(r.emitted + (r.finish_reason is None) for r in self.responses)
         if self.rewards is None:
@@ -272,7 +286,7 @@ class Group:
         return GroupStatus(at_least, at_least, max(self.rewards) != min(self.rewards))
 
     def to_json(self) -> dict[str, Any]:
-        """What a checkpoint keeps; the problem is found again by its position."""
+        """The group as a checkpoint stores it; the problem is found again by its position."""
         return {
             "place": self.position,
             "after": self.next_position,
@@ -299,6 +313,7 @@ class Group:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any], problem: Problem, prompt: list[int]) -> Group:
+        """The group that `to_json` stored."""
         responses = [
             Response(
                 token_ids=_decode(r["tokens"], "<i4"),
@@ -319,7 +334,7 @@ class Group:
 
 
 def _encode(values: Sequence[float], kind: str) -> str:
-    """Compact, and exact for what float32 holds."""
+    """Numbers as base64 text; exact for float32."""
     return base64.b64encode(np.asarray(values, kind).tobytes()).decode()
 
 
@@ -328,24 +343,24 @@ def _decode(text: str, kind: str) -> list:
 
 
 def token_versions(runs: Sequence[tuple[int, int]], count: int) -> np.ndarray:
-    """[count]: the version of each token, from runs (index of the first, version)."""
+    """[count]: version of each token, from runs (index of the first token, version)."""
     starts = [first for first, _ in runs] + [count]
     return np.repeat(np.array([v for _, v in runs], np.int32), np.diff(starts))
 
 
-# --- the beginning and the end of a step -----------------------------------------------------
+# --- begin and end of a step -----------------------------------------------------
 
 
 class StepGroups(NamedTuple):
     """The groups of a step that has ended, each in one list.
 
     Attributes:
-      complete: within the step's budget and not carried, in order.
-      selected: indices of those of them that the step learns from.
-      carried: the next step goes on with them, or learns from them if they are complete.
-      unfinished: not complete, and dropped.
-      drawn: how many of all these were drawn in this step.
-      cut: how many tokens were sampled and thrown away.
+      complete: groups that are complete within the step's budget and not carried, in order.
+      selected: indices in `complete` of the groups that the step trains on.
+      carried: groups that the next step continues, or trains on if they are complete.
+      unfinished: groups that are not complete, and are dropped.
+      drawn: number of groups that were drawn in this step.
+      cut: number of tokens that were sampled and discarded.
     """
 
     complete: list[Group]
@@ -357,14 +372,14 @@ class StepGroups(NamedTuple):
 
     @property
     def dropped(self) -> int:
-        """The number of groups that no step learns from."""
+        """The number of groups that no step trains on."""
         return len(self.complete) - len(self.selected) + len(self.unfinished)
 
 
 def begin_step(
     carried: Iterable[Group], step: int, max_staleness: int
 ) -> tuple[list[Group], list[Group]]:
-    """Returns the groups to go on with, and those that hold a token too old for that."""
+    """Splits carried groups into those to continue, and those with a token that is too old."""
     kept, stale = [], []
     for group in carried:
         oldest = group.oldest_step
@@ -380,7 +395,7 @@ def begin_step(
 def end_step(
     rule: Rule, groups: Sequence[Group], selection: Selection, step: int, partial: bool
 ) -> StepGroups:
-    """Applies a final selection, and cuts the groups that are not complete."""
+    """Sorts the groups of a step by its final selection, and cuts the incomplete ones."""
     here, beyond = groups[: selection.candidates], groups[selection.candidates :]
     complete, selected, carried, unfinished, cut = [], [], [], [], 0
     for index, group in enumerate(here):

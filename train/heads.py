@@ -1,4 +1,4 @@
-"""The draft head alone: the head that a run starts from, and checkpoints of the head.
+"""Loads the draft head that a run starts from, and saves checkpoints of the head alone.
 
 A head-only checkpoint holds neither embedding nor language-model head, which belong to the policy.
 It is small, can be written often, and can be used with the same policy elsewhere.
@@ -29,13 +29,16 @@ def starting_head(
     """The head that a run starts from, and the model config with the switches of that head.
 
     Args:
-      source: `checkpoint` (the head that came with the policy), `random` (drawn from `seed`), or
-        what `specjax.engine.sources.load_head` reads.
-      head: what came with the policy, if anything.
+      source: `checkpoint` (the head in the policy's checkpoint), `random` (drawn from `seed`), or a
+        path or id that `specjax.engine.sources.load_head` reads.
+      model: config of the policy.
+      head: head in the policy's checkpoint; None without one.
+      seed: seed of a random head.
+      mesh: mesh of training; None for one device.
 
     Raises:
-      ConfigError: the policy has no head of its own, or there is nothing at that path.
-      CheckpointError: the head at that path is damaged or does not fit the policy.
+      ConfigError: the policy's checkpoint has no head, or the path does not exist.
+      CheckpointError: the head at the path is damaged or does not fit the policy.
     """
     if source == "checkpoint":
         if head is None:
@@ -47,7 +50,7 @@ def starting_head(
         return model, head
     if source == "random":
         model = model.replace(mtp_num_layers=max(model.mtp_num_layers, 1))
-        # jax takes 32 bits of a seed. Two runs that differ in the others begin with one head, which
+        # jax takes 32 bits of a seed. Seeds that differ in other bits give the same head, which
         # changes no token.
         made = init_head_params(model, seed % (1 << 32))
         if mesh is None:
@@ -61,10 +64,10 @@ def starting_head(
 
 
 def head_shapes(source: str, model: ModelConfig) -> tuple[ModelConfig, Params]:
-    """As `starting_head`, but shapes in place of arrays; of the checkpoint only `model` is read.
+    """`starting_head` with shapes instead of arrays, which reads no weights.
 
     Raises:
-      ConfigError: as there.
+      ConfigError: as in `starting_head`.
     """
     if source == "checkpoint" and not model.mtp_num_layers:
         return starting_head(source, model, None, 0, None)  # raises
@@ -89,17 +92,17 @@ class HeadCheckpoints:
         """Starts a save; the arrays are copied before this returns.
 
         Raises:
-          CheckpointError: this save cannot start, or the one before it failed.
+          CheckpointError: the save cannot start, or the save before it failed.
         """
         self.wait()
-        # Directories of this or later steps and partial saves are of a run that was killed or
-        # resumed from an earlier step.
+        # Partial saves and directories of this or later steps are left from a run that was killed,
+        # or resumed from an earlier step.
         self._remove(lambda name: not name.isdigit() or int(name) >= step)
-        distributed.gather(None, "head checkpoint")  # no process looks before it is removed
+        distributed.gather(None, "head checkpoint")  # removed before any process saves
         self._pending = save_draft(self.directory / str(step), head, {"step": step, **self._meta})
 
     def wait(self) -> None:
-        """Blocks until no save is in flight, then drops the oldest; raises what the save raised."""
+        """Waits for the running save, raises its error if any, and removes the oldest heads."""
         pending, self._pending = self._pending, None
         if pending is None:
             return

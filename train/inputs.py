@@ -1,4 +1,4 @@
-"""What `train.rl` learns: problems, their prompts, the reward, and what is to be said of them."""
+"""Reads and checks the data of `train.rl`: problems, prompts and reward."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ import dataclasses
 
 from train.answers.extract import each_gold
 from train.schema import SUMS, RLConfig
-from train.scoring import Scorer, about_gold, check_gold
+from train.scoring import Scorer, check_gold, unwinnable_message
 
-# Prompts whose lengths are looked at before a run begins: of a file, and of generated problems.
+# Number of prompts whose lengths are checked before a run: of a file, and of generated problems.
 FILE_ROWS, GENERATED_ROWS = 20_000, 500
 
 OVERLONG = "overlong"
@@ -29,10 +29,11 @@ OVERLONG = "overlong"
 def require_template(cfg: RLConfig | SFTConfig, prompt: str | Sequence[Message]) -> None:
     """Refuses arguments of a chat template that is applied to no prompt.
 
-    Arguments that a configuration file sets are not refused: the command line may override them.
+    Arguments in a configuration file are not refused, because the command line may override them.
 
     Args:
-      prompt: the first one.
+      cfg: settings of the run.
+      prompt: the first prompt.
 
     Raises:
       ConfigError: there are such arguments, and the prompt stays text.
@@ -51,13 +52,15 @@ class Prompts:
     """Encodes problems, in the same way in training, evaluation and reports.
 
     Args:
-      longest: tokens of a prompt at most; None: any length will do.
+      tokenizer: tokenizer of the model.
+      cfg: settings of the data.
+      longest: largest number of tokens of a prompt; None for no limit.
 
     Attributes:
-      chat: prompts that are text become messages of a conversation.
+      chat: whether prompts that are text become messages of a conversation.
 
     Raises:
-      ValueError: settings of the chat template that the tokenizer cannot have.
+      ValueError: the tokenizer cannot apply the chat template as the settings say.
     """
 
     def __init__(self, tokenizer, cfg: DataConfig, longest: int | None = None):
@@ -65,7 +68,7 @@ class Prompts:
         self.chat = data.uses_chat(cfg, tokenizer)
 
     def text(self, problem: Problem) -> str:
-        """With the chat template applied; raises ValueError, with the row, where it refuses."""
+        """A prompt with the chat template applied; a ValueError of the template names the row."""
         try:
             kwargs = self.cfg.chat_template_kwargs
             return data.prompt_text(self.tokenizer, problem.prompt, self.chat, kwargs)
@@ -73,19 +76,22 @@ class Prompts:
             raise ValueError(f"{row_name(problem)}: {error}") from error
 
     def whole(self, problem: Problem) -> list[int]:
-        """All token ids, however many they are."""
+        """All token ids of a prompt, without regard to its length."""
         try:
             kwargs = self.cfg.chat_template_kwargs
             return data.encode_prompt(self.tokenizer, problem.prompt, self.chat, kwargs)
         except ValueError as error:
             raise ValueError(f"{row_name(problem)}: {error}") from error
 
-    def look(self, problem: Problem) -> tuple[list[int] | None, str | None]:
-        """(ids, None); for a prompt that is too long ("overlong" in the second place) None, or its
-        last tokens, as `data.overlong_prompts` says.
+    def fit(self, problem: Problem) -> tuple[list[int] | None, str | None]:
+        """Encodes a prompt, and drops or cuts it if it is too long (`data.overlong_prompts`).
+
+        Returns:
+          (token ids, None) if it fits, (last token ids, "overlong") if it was cut, and
+          (None, "overlong") if it is dropped.
 
         Raises:
-          ConfigError: it is too long, and that is an error.
+          ConfigError: it is too long, and `data.overlong_prompts` is `error`.
         """
         ids = self.whole(problem)
         if self.longest is None or len(ids) <= self.longest:
@@ -95,8 +101,8 @@ class Prompts:
         return (ids[-self.longest :] if self.cfg.overlong_prompts == "truncate" else None), OVERLONG
 
     def ids(self, problem: Problem) -> list[int]:
-        """The token ids of a problem for which `look` returned ids."""
-        found, _ = self.look(problem)
+        """The token ids of a problem that is not dropped."""
+        found, _ = self.fit(problem)
         if found is None:
             raise ValueError(self._too_long(problem, len(self.whole(problem))))
         return found
@@ -108,12 +114,15 @@ class Prompts:
             "drop or truncate"
         )
 
-    def about_lengths(self, problems: Sequence[Problem], what: str = "prompts") -> str | None:
-        """The warning about prompts that are too long, before a run begins; None: none are. `what`
-        names them.
+    def overlong_warning(self, problems: Sequence[Problem], what: str = "prompts") -> str | None:
+        """The warning about prompts that are too long, before a run; None if there are none.
+
+        Args:
+          problems: the problems, of which some thousand at most are checked.
+          what: name of the prompts in messages.
 
         Raises:
-          ValueError: some are and that is an error, or all are and would be dropped.
+          ValueError: some are too long and that is an error, or all would be dropped.
         """
         if self.longest is None:
             return None
@@ -128,13 +137,13 @@ class Prompts:
         dropped = self.cfg.overlong_prompts == "drop"
         if dropped and len(over) == len(rows):
             raise ValueError(
-                f"all {len(rows)} {what} looked at are longer than rollout.max_prompt_tokens="
+                f"all {len(rows)} {what} checked are longer than rollout.max_prompt_tokens="
                 f"{self.longest} (they have {min(sizes)} to {max(sizes)} tokens); raise it, and "
                 "packing.row_length with it"
             )
         done = "dropped" if dropped else f"cut to their last {self.longest}"
         return (
-            f"{len(over)} of {len(rows)} {what} looked at have more tokens than "
+            f"{len(over)} of {len(rows)} {what} checked have more tokens than "
             f"rollout.max_prompt_tokens={self.longest} (the longest {max(sizes)}) and are {done} "
             f"(data.overlong_prompts={self.cfg.overlong_prompts})"
         )
@@ -145,8 +154,11 @@ class Inputs:
     """The data of a run.
 
     Attributes:
-      problems, heldout: of training and evaluation (empty without evaluation).
-      prompts: encodes them. scorer: the reward. notes: lines to print at start.
+      problems: problems of training.
+      heldout: problems of evaluation; empty without evaluation.
+      prompts: encoder of their prompts.
+      scorer: reward.
+      notes: lines to print at start.
     """
 
     problems: Sequence[Problem]
@@ -160,11 +172,14 @@ def read_inputs(cfg: RLConfig, tokenizer, model: str) -> Inputs:
     """Reads the data, and checks prompts and gold answers.
 
     Args:
-      model: whose tokenizer it is, as the user named it.
+      cfg: settings of the run.
+      tokenizer: tokenizer of the model.
+      model: name of the model in messages, as the user typed it.
 
     Raises:
-      ValueError: a mistake in the settings or the rows, with one message.
-      FileNotFoundError: no such file. ModuleNotFoundError: the reward needs a library.
+      ValueError: there is a mistake in the settings or the rows.
+      FileNotFoundError: a file does not exist.
+      ModuleNotFoundError: the reward needs a library that is not installed.
     """
     prompts = Prompts(tokenizer, cfg.data, cfg.rollout.max_prompt_tokens)
     name = data.default_reward(cfg.data) if cfg.reward == "auto" else cfg.reward
@@ -172,7 +187,7 @@ def read_inputs(cfg: RLConfig, tokenizer, model: str) -> Inputs:
     problems = data.problems(cfg.data, "train", prompts.chat)
     require_template(cfg, problems[0].prompt)
     scorer.check(problems[0])
-    notes = [about_data(cfg.data, prompts.chat, model, name)]
+    notes = [describe_data(cfg.data, prompts.chat, model, name)]
     heldout = []
     if cfg.eval.problems:
         try:
@@ -181,28 +196,31 @@ def read_inputs(cfg: RLConfig, tokenizer, model: str) -> Inputs:
             notes.append(f"WARNING: nothing is evaluated: {error}")
             cfg.eval.problems = 0
     for rows, what in ((problems, "prompts"), (heldout, "held-out prompts")):
-        if rows and (over := prompts.about_lengths(rows, what)):
+        if rows and (over := prompts.overlong_warning(rows, what)):
             notes.append(f"WARNING: {over}")
     held, of = check_gold(scorer, heldout)
     if held:
-        notes.append(f"WARNING: held out: {about_gold(scorer, held, of)}")
-    found, looked_at = check_gold(scorer, problems)
+        notes.append(f"WARNING: held out: {unwinnable_message(scorer, held, of)}")
+    found, checked = check_gold(scorer, problems)
     if found:
-        said = about_gold(scorer, found, looked_at)
-        if cfg.data.unwinnable == "error" or len(found) == looked_at:
+        said = unwinnable_message(scorer, found, checked)
+        if cfg.data.unwinnable == "error" or len(found) == checked:
             raise ValueError(
                 f"{said}. Mend the rows, choose another reward, or set data.unwinnable=drop (such "
-                "rows are passed over) or keep (they are trained on all the same)"
+                "rows are skipped) or keep (they are trained on)"
             )
         notes.append(f"WARNING: {said} (data.unwinnable={cfg.data.unwinnable})")
     return Inputs(problems, heldout, prompts, scorer, notes)
 
 
-def about_data(cfg: DataConfig, chat: bool, model: object, reward: str | None = None) -> str:
-    """One line: where the rows come from, how they are read, and what is made of them.
+def describe_data(cfg: DataConfig, chat: bool, model: object, reward: str | None = None) -> str:
+    """The line at start about the rows: their origin, layout, encoding and reward.
 
     Args:
-      model: whose tokenizer reads them, as the user named it; None: unnamed.
+      cfg: settings of the data.
+      chat: whether prompts that are text become messages of a conversation.
+      model: name of the model whose tokenizer reads them, as the user typed it; None for no name.
+      reward: name of the reward; None for no name.
     """
     task = data.find_task(cfg)
     if task is None:

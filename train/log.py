@@ -1,7 +1,7 @@
-"""Metrics of a run: JSON lines always, the console, TensorBoard and wandb when asked.
+"""Logs the metrics of a run: JSON lines, the console, and optionally TensorBoard and wandb.
 
-`metrics.jsonl` holds one JSON object per step and is the one source of every plot and table. It
-survives kill and resume: an unfinished last line and the steps that will be run again are dropped.
+`metrics.jsonl` holds one JSON object per step, from which plots and tables are made. When a run is
+resumed, an unfinished last line and the steps that will be repeated are dropped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rich.table import Table
 
 METRICS_FILE = "metrics.jsonl"
 
-# The fields of the line that is printed per step, where present: (metric, label, format).
+# Fields of the line that is printed per step, if present: (metric, label, format).
 CONSOLE_FIELDS: tuple[tuple[str, str, str], ...] = (
     ("rollout/reward", "reward", "{:.3f}"),
     ("control/strategy", "strategy", "{}"),
@@ -70,7 +70,7 @@ class MetricsLogger:
         if not self._active:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # First what may be missing, so that a mistake leaves the files of an earlier run alone.
+        # Optional packages first, so that a missing one leaves the files of an earlier run alone.
         if tensorboard:
             self._board = _tensorboard_writer(self.path.parent / "tensorboard", resume_step)
         if wandb:
@@ -192,7 +192,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> tuple[Any, bool]:
-    """(JSON value, finite): not finite numbers become None."""
+    """(JSON value, whether all numbers are finite); numbers that are not become None."""
     if value is None or isinstance(value, (str, bool)):
         return value, True
     if isinstance(value, (list, tuple)):
@@ -268,20 +268,21 @@ TRACE_FILE = "replicas.jsonl"
 
 
 class Trace:
-    """What every replica did during a rollout, as JSON lines: one event per line.
+    """Records the times in which each replica was busy, idle or training, as JSON lines.
 
         {"step": 3, "replica": 1, "event": "busy", "start": 0.0, "end": 1.25}
 
-    `event` is `busy` (samples wait or run there), `idle` (none do), `draft_gap` (it trained the
-    draft head meanwhile), `draft_after` (the same, after the rollout), or `rollout` (all of it;
-    `replica` is null). Times are in seconds since the rollout began. An update of the draft head
-    ends when the host has seen that it is done.
+    `event` is `busy` (the replica has samples), `idle` (it has none), `draft_gap` (it trained the
+    draft head in a gap of the rollout), `draft_after` (it trained the head after the rollout), or
+    `rollout` (the whole rollout; `replica` is null). Times are in seconds since the rollout began.
+    An update of the draft head ends when the host notices that it is done.
 
     Args:
-      replicas: how many this process has. first: number of the first of them, in the job.
+      replicas: number of replicas of this process.
+      first: number of the first of them in the job.
 
     Attributes:
-      events: of the step that runs, or ran last.
+      events: events of the current or last step.
     """
 
     def __init__(self, replicas: int, first: int = 0):
@@ -291,7 +292,7 @@ class Trace:
         self.begin(0)
 
     def begin(self, step: int) -> None:
-        """A rollout begins."""
+        """Starts the record of a rollout."""
         self._step, self._zero, self.events = step, time.perf_counter(), []
         self._since = [0.0] * self.replicas
         self._busy = [True] * self.replicas  # until `record_idle` is called
@@ -311,17 +312,20 @@ class Trace:
         self._add(replica, event, started - self._zero, time.perf_counter() - self._zero)
 
     def end(self) -> None:
-        """The rollout is over; draft training may go on."""
+        """Ends the record of the rollout; updates of the head may follow."""
         now = time.perf_counter() - self._zero
         for replica in range(self.replicas):
             self._close(replica, now)
         self._add(None, "rollout", 0.0, now)
 
     def write(self, path: Path, events: Sequence[dict[str, Any]] | None = None) -> None:
-        """Appends the step; of a run that is gone back, later steps are dropped first.
+        """Appends the events of the step to a file.
+
+        The first call drops this and later steps from the file, which a resumed run repeats.
 
         Args:
-          events: of all processes; None: those of this one.
+          path: file of JSON lines.
+          events: events of all processes; None for those of this process.
         """
         events = self.events if events is None else events
         if not self._truncated:

@@ -1,7 +1,7 @@
-"""Log-probabilities of the tokens of packed rows, and the entropy where they were drawn.
+"""Log-probabilities of the tokens of packed rows, and the entropy of their distributions.
 
-`token_logprobs` are those of the logits over a temperature. `processed_logprobs` are those of the
-distribution that a rollout sampled from, after all its transforms, which are the engine's own code
+`token_logprobs` uses logits divided by a temperature. `processed_logprobs` uses the distribution
+that a rollout sampled from, after all transforms, with the engine's own code
 (`specjax.decode.sampling.transform`).
 """
 
@@ -36,18 +36,19 @@ def token_logprobs(
     temperature: float | Float[Array, ""] = 1.0,
     context: Context | None = None,
 ) -> tuple[Float[Array, "R S"], Float[Array, "R S"]]:
-    """Log-probability of every token given those before it in its segment, and the entropy there.
+    """Log-probability of every token given those before it, and the entropy of its distribution.
 
     Index t describes tokens[t], which logits[t - 1] predicted. No array of probabilities [R S V]
     outlives the reductions: the backward pass keeps the logits alone and recomputes.
 
     Args:
-      logits: untempered policy logits, any float type; arithmetic is float32.
-      segment_ids: 0 is padding.
-      temperature: the rollout's. Ratios scored at another temperature compare two different
-        policies. 0 (greedy rollouts) is scored at 1.
-      context: how rows are split over devices; what is scored stays where its logits are, and only
-        the ends of chunks change devices.
+      logits: untempered logits of the policy, of any float type; arithmetic is float32.
+      tokens: token ids of packed rows.
+      segment_ids: number of each token's segment; 0 is padding.
+      temperature: temperature of the rollout; ratios at another temperature compare two different
+        policies. 0 (greedy) counts as 1.
+      context: split of rows over devices, if any; scores stay on the devices of their logits, and
+        only the ends of chunks change devices.
 
     Returns:
       (logprobs, entropy in nats), float32, both 0 at segment starts and padding. The entropy
@@ -66,10 +67,14 @@ def own_tokens(
     context: Context | None = None,
     among: Bool[Array, "R S"] | None = None,
 ) -> tuple[Float[Array, "R S"], Float[Array, "R S"]]:
-    """What each token says of the next one, moved to that one; 0 where nothing does.
+    """Moves values from the position that predicted a token to the token; 0 where none did.
 
     Args:
-      among: the tokens that it is wanted of; None: all that have one before them in their segment.
+      logprobs: log-probability of the next token at each position.
+      entropy: entropy of the next token at each position.
+      segment_ids: number of each token's segment; 0 is padding.
+      context: split of rows over devices, if any.
+      among: tokens that get a value; None for all that have a predecessor in their segment.
     """
     predicted = (shift(segment_ids, 1, context) == segment_ids) & (segment_ids > 0)
     if among is not None:
@@ -89,7 +94,10 @@ def _score_next(logits, next_tokens, temperature):
 def logprobs_and_entropy(
     scaled: Float[Array, "*R V"], next_tokens: Int[Array, "*R"]
 ) -> tuple[Float[Array, "*R"], Float[Array, "*R"]]:
-    """Of the softmax of scores, which may be -inf but for some; the entropy has no gradient."""
+    """Log-probability of tokens and entropy, from scores that may be -inf.
+
+    The entropy has no gradient.
+    """
     log_z = jax.nn.logsumexp(scaled, axis=-1)
     picked = jnp.take_along_axis(scaled, next_tokens[..., None], axis=-1)[..., 0]
     fixed, fixed_z = jax.lax.stop_gradient((scaled, log_z))
@@ -99,26 +107,26 @@ def logprobs_and_entropy(
     return picked - log_z, entropy
 
 
-BLOCK = 16  # positions whose scores exist at once in the backward pass, where tokens are counted
+BLOCK = 16  # positions whose scores exist at once in the backward pass with penalties
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Transforms:
-    """What is done to logits before a token is drawn, the same at every token of a rollout.
+    """The transforms of logits before a token is drawn, the same at every token of a rollout.
 
-    What the filters (top-k, top-p, min-p) keep follows the policy that is scored. A token that was
-    sampled may lie outside of that now: the policy has changed since, or the engine's arithmetic
-    differs at the edge. Its log-probability would be -inf, of which no ratio, KL or gradient can be
-    made. Hence the filters always keep the token that was sampled as well. Where they keep it
-    anyway, this is the distribution itself. Where they do not, the token counts as the least likely
-    one that is kept, with a gradient that can raise it. (NeMo-RL takes such tokens out of the loss;
-    DeepSeek-V3.2, arXiv 2512.02556, stores what the filters kept when the token was sampled.) What
-    the filters keep carries no gradient; all other transforms do.
+    The filters (top-k, top-p, min-p) are applied to the policy that is scored. They may exclude a
+    token that was sampled: the policy has changed since, or the engine's arithmetic differs at the
+    edge. Its log-probability would be -inf, which gives no ratio, KL or gradient. Hence the filters
+    always keep the sampled token as well. If they keep it anyway, this is the distribution itself.
+    If not, the token counts as the least likely one that is kept, with a gradient that can raise
+    it. (NeMo-RL takes such tokens out of the loss; DeepSeek-V3.2, arXiv 2512.02556, stores the
+    tokens that the filters kept when the token was sampled.) The choice of the filters carries no
+    gradient; all other transforms do.
 
     Attributes:
-      options: one row; `min_len` is the number of response tokens below which stop tokens are
-        masked, for the history here begins with the response.
-      features: static, what there is of it.
+      options: options of sampling, in one row; `min_len` is the number of response tokens below
+        which stop tokens are masked, because lengths here are those of the response.
+      features: features of sampling that the options use, static.
     """
 
     options: Options
@@ -126,7 +134,7 @@ class Transforms:
 
     @classmethod
     def of(cls, params: SamplingParams, eos_ids: Sequence[int], vocab: int) -> Transforms:
-        """The transforms of a rollout. Stop strings are none: they mask no token."""
+        """Makes the transforms of a rollout; stop strings are none, because they mask no token."""
         plain = dataclasses.replace(params, n=1, stop=(), transformed_logprobs=False)
         job = make_jobs([0], plain, eos_ids)[0]
         options = option_rows([job], vocab, max(1, len(job.stop_ids)))
@@ -140,11 +148,13 @@ class Transforms:
         length: Int[Array, "B R"],
         counts: Counts | None = None,
     ) -> Float[Array, "B R V"]:
-        """Scores of what may follow each row, -inf where nothing can, but for the given tokens.
+        """Transformed scores of the next token at each row; -inf for excluded tokens.
 
         Args:
-          tokens: that did follow, which the filters keep. length: response tokens up to each row.
-          counts: of the tokens up to the row; needed for penalties, and then R is 1.
+          logits: raw logits.
+          tokens: sampled next tokens, which the filters always keep.
+          length: number of response tokens up to each row.
+          counts: counts of the tokens up to the row; required for penalties, and then R is 1.
         """
         batch = logits.shape[0]
         options = jax.tree.map(
@@ -167,7 +177,7 @@ class Transforms:
         return self.features.top_k or self.features.top_p or self.features.min_p
 
     def _split(self, filters: bool) -> Features:
-        """The filters alone, or what comes before them."""
+        """The filters alone, or the transforms before them."""
         own = self.features
         if filters:
             return Features(top_k=own.top_k, top_p=own.top_p, min_p=own.min_p)
@@ -180,19 +190,21 @@ def processed_logprobs(
     transforms: Transforms,
     context: Context | None = None,
 ) -> tuple[Float[Array, "R S"], Float[Array, "R S"]]:
-    """Log-probability of every generated token under what it was drawn from, and the entropy there.
+    """Log-probability and entropy of generated tokens under the distribution they were drawn from.
 
-    As `train.logprobs.token_logprobs`, after all transforms. With penalties the row is scored one
-    position after the other, for each needs the counts of those before it.
+    It is `token_logprobs` after all transforms. With penalties positions are scored one after the
+    other, because each needs the counts of the tokens before it.
 
     Args:
-      logits: raw policy logits, any float type; arithmetic is float32.
-      batch: `tokens`, `positions`, `segment_ids`, `loss_mask` [R S]; the mask is 1 on all tokens
-        that were generated, and on no other.
+      logits: raw logits of the policy, of any float type; arithmetic is float32.
+      batch: `tokens`, `positions`, `segment_ids` and `loss_mask` [R S]; the mask is 1 exactly on
+        generated tokens.
+      transforms: transforms of the rollout.
+      context: split of rows over devices, if any.
 
     Returns:
-      (logprobs, entropy in nats), float32, both 0 but at generated tokens. The entropy carries no
-      gradient.
+      (logprobs, entropy in nats), float32, both 0 except at generated tokens. The entropy carries
+      no gradient.
     """
     tokens, segments = batch["tokens"], batch["segment_ids"]
     generated = batch["loss_mask"] > 0
@@ -208,7 +220,7 @@ def processed_logprobs(
 
 
 def _prompt_lengths(generated: Bool[Array, "R S"], segments: Int[Array, "R S"]) -> Array:
-    """[R S]: tokens of the prompt of each token's sample."""
+    """[R S]: number of prompt tokens of each token's sample."""
 
     def of_own_segment(given, ids):
         return jax.ops.segment_sum(given, ids, num_segments=ids.shape[0] + 1)[ids]
@@ -222,8 +234,10 @@ def _score(transforms: Transforms, logits, following, length):
 
 
 def _score_in_order(transforms: Transforms, logits, following, length, tokens, generated, begins):
-    """`_score` position by position. All but the counts is cut into blocks, of which the backward
-    pass keeps the counts at the beginning and computes the rest anew."""
+    """`_score`, position by position in blocks.
+
+    The backward pass keeps the counts at the beginning of each block, and recomputes the rest.
+    """
     rows, positions, vocab = logits.shape
 
     def one(counts: Counts, now):

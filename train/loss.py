@@ -1,27 +1,26 @@
 """The loss of the policy: an objective, and the terms that all objectives share.
 
-One update, in prose. Every prompt has G samples, and the objective (`train.objectives`) makes
-advantages of their rewards. The trainer scores the sampled tokens with the current policy
-(`train.logprobs` at the rollout's temperature, or `train.logprobs` after all transforms of
-sampling) and compares them with `old_logprobs`, which the same program computed before the first
-update of the step:
+Every prompt has G samples, and the objective (`train.objectives`) computes advantages from their
+rewards. The trainer scores the sampled tokens with the current policy (`train.logprobs`, at the
+rollout's temperature or after all transforms of sampling) and compares them with `old_logprobs`,
+which the same program computed before the first update of the step:
 
     loss  = sum_t weight_t * (tis_t * policy_t + kl_loss_coef * kl_t)
     tis_t = min(exp(old_logprob_t - behaviour_logprob_t), tis_cap), or 1 when `tis` is off
     kl_t  = exp(ref_t - logprob_t) - (ref_t - logprob_t) - 1
 
 policy_t and weight_t are the objective's. The weights sum to one over the whole update. The numbers
-of tokens and samples that they take come in from outside (`Denominators`), so that the gradients of
-micro-batches *add up* to the gradient of the batch, exactly.
+of tokens and samples in them are those of the update (`Denominators`), so that the gradients of
+micro-batches add up exactly to the gradient of the batch.
 
 kl is k3 of http://joschu.net/blog/kl-approx.html. Entropy is logged, never part of the loss.
 
-Partial rollouts bring tokens that older weights sampled. Their `old_logprobs` are what the same
-program computed under *those* weights, in the step that sampled them. So the ratio of every token
-is the one to the policy that it came from, and the clip bounds how far a stale token can push.
-`tis` compares two programs under one set of weights, as without partial rollouts. (The last bits of
-the engine's `behaviour_logprobs` depend on the program that decoded the token, and so on time where
-a controller chooses it. Hence they are not used for the ratio.)
+With partial rollouts older weights sampled some of the tokens. The same program computed their
+`old_logprobs` under those weights, in the step that sampled them. So the ratio of every token is to
+the policy that sampled it, and the clip bounds the effect of a stale token. `tis` compares two
+programs under one set of weights, as without partial rollouts. (The last bits of the engine's
+`behaviour_logprobs` depend on the program that decoded the token, and so on time if a controller
+chooses it. Hence they are not used for the ratio.)
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ from train.objectives.shared import bounded_exp
 Batch = Mapping[str, Array]
 LossFn = Callable[[Array, Array, Batch, Denominators], tuple[Array, dict]]
 
-# Sums that carry the loss's weights already, and the number of tokens; all others are sums over
-# loss tokens, to be divided by their number.
+# Sums that have the loss's weights already, and the number of tokens. All other sums are over loss
+# tokens, and are divided by their number.
 _WHOLE = ("loss", "policy_loss", "kl_loss", "tokens")
 _COMMON = (
     *_WHOLE, "ppo_kl", "train_rollout_logprob_abs_diff", "tis", "tis_truncated_fraction", "kl",
@@ -72,12 +71,12 @@ def rl_loss(cfg: AlgoSection, on_policy: bool = False, stale: bool = False) -> L
     """Makes the loss of RL; the reference's log-probabilities are used when the batch has them.
 
     Args:
-      on_policy: one update per rollout, so the policy that is differentiated is the old one too and
-        need not be scored beforehand; the batch's `old_logprobs` are ignored.
-      stale: the batch may hold tokens that older weights sampled (`staleness` > 0). Their
-        `old_logprobs` are those of these weights, so that the ratio is the one to the policy that
-        sampled the token. Of all other tokens they are the batch's `fresh_logprobs` or, on policy,
-        the policy's own.
+      cfg: settings of the loss.
+      on_policy: whether a rollout has one update, so that the differentiated policy is the old one,
+        which is not scored beforehand; the batch's `old_logprobs` are ignored.
+      stale: whether older weights may have sampled tokens of the batch (`staleness` > 0). The
+        `old_logprobs` of these tokens are used. For all others the batch's `fresh_logprobs` are
+        used, or, on policy, the policy's own.
     """
 
     def loss(logprobs, entropy, batch, denominators):
@@ -102,20 +101,21 @@ def policy_loss(
     """One micro-batch's share of the loss (see the module's docstring for the formula).
 
     Args:
-      logprobs: of the current policy; the only input with a gradient.
+      logprobs: log-probabilities under the current policy; the only input with a gradient.
       batch: packed arrays `loss_mask`, `segment_ids`, `advantages`, `old_logprobs` and
         `behaviour_logprobs`, all [R S].
-      cfg: options, static under jit.
-      denominators: of the whole update, see `count_denominators`.
-      ref_logprobs: of the frozen reference; needed when `cfg.kl_loss_coef` > 0, logged if given.
-      entropy: where each token was drawn, logged if given.
+      cfg: settings of the loss, static under jit.
+      denominators: counts over the whole update, see `count_denominators`.
+      ref_logprobs: log-probabilities under the frozen reference; required if `cfg.kl_loss_coef` >
+        0, logged if given.
+      entropy: entropy of the distribution of each token, logged if given.
 
     Returns:
       (loss, sums). Sums of several micro-batches are added and go to `finalize_metrics`.
 
     Raises:
-      ValueError: `kl_loss_coef` > 0 without reference log-probabilities, or an objective that gives
-        other than is expected of it.
+      ValueError: `kl_loss_coef` > 0 without reference log-probabilities, or an objective that
+        returns arrays of another shape or logs a reserved name.
     """
     if cfg.kl_loss_coef > 0 and ref_logprobs is None:
         raise ValueError(
@@ -123,8 +123,8 @@ def policy_loss(
             "with the reference policy or set kl_loss_coef=0"
         )
     mask, segments, objective = batch["loss_mask"], batch["segment_ids"], cfg.build()
-    # Outside of the loss they may be anything, also infinite. An objective could make NaN of that,
-    # and a gradient of 0 times NaN is NaN: so they become 0.
+    # Outside of the loss values may be infinite, of which an objective could make NaN, and 0 times
+    # NaN is NaN in the gradient. So they are set to 0.
     logprobs, old, behaviour, ref_logprobs = jax.tree.map(
         lambda x: jnp.where(mask > 0, x, 0.0),
         (logprobs, batch["old_logprobs"], batch["behaviour_logprobs"], ref_logprobs),
@@ -170,7 +170,7 @@ def finalize_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """Turns sums added over all micro-batches of an update into figures to log.
 
     Args:
-      sums: what `policy_loss` returned, added up key by key.
+      sums: sums of `policy_loss`, added up key by key.
 
     Returns:
       Means per loss token (`ppo_kl`, `kl`, `entropy`, `train_rollout_logprob_abs_diff`, `tis`,
@@ -185,8 +185,7 @@ def finalize_metrics(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def _check(policy: Array, weights: Array, logged: Mapping[str, Array], shape: tuple) -> None:
-    """Refuses an objective whose loss is averaged already, or that logs under a name that is
-    taken."""
+    """Refuses an objective that returns other than a value per token, or logs a reserved name."""
     each = {"loss": policy, "weights": weights, **logged}
     wrong = {name: jnp.shape(value) for name, value in each.items() if jnp.shape(value) != shape}
     if wrong:

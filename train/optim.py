@@ -1,4 +1,4 @@
-"""Optimizers, from optax, by config: AdamW, warm-up, a schedule and a clip norm of its own."""
+"""Optimizers from settings: AdamW of optax with warm-up, a schedule and a clip norm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specjax.schema import option
 
 @dataclass
 class OptimConfig:
-    """One optimizer. Policy and draft head have one each, with a clip norm each."""
+    """Settings of one optimizer; policy and draft head have one each."""
 
     lr: float = option(3e-4, "peak learning rate", least=0)
     warmup_steps: int = option(0, "updates of linear warm-up", least=0)
@@ -30,9 +30,9 @@ class OptimConfig:
     )
 
     def schedule(self) -> optax.Schedule:
-        """Rate of update i (from 0): lr (i + 1) / warmup_steps up to lr, then cosine or constant.
+        """Learning rate of update i (from 0): lr (i + 1) / warmup_steps, then cosine or constant.
 
-        The first update already moves; the one that reaches the peak is the first of the decay.
+        The rate of the first update is above 0; the update with the peak rate begins the decay.
         """
         warmup = max(self.warmup_steps, 1)
         rise = optax.linear_schedule(self.lr / warmup, self.lr, warmup - 1 or 1)
@@ -42,7 +42,7 @@ class OptimConfig:
         return optax.join_schedules([rise, fall], [warmup - 1])
 
     def build(self) -> optax.GradientTransformation:
-        """Clip by global norm, then AdamW."""
+        """The optimizer: clipping by global norm, then AdamW."""
         return optax.chain(
             optax.clip_by_global_norm(self.clip_norm),
             optax.adamw(
@@ -56,7 +56,7 @@ class OptimConfig:
 
 
 def weight_matrices(params):
-    """A tree of bools: which leaves decay. Norms and biases do not, stacked over layers or not."""
+    """A tree of bools that marks leaves with weight decay: all but norms and biases."""
 
     def one(path, leaf) -> bool:
         name = str(getattr(path[-1], "key", path[-1]))

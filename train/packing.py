@@ -8,13 +8,13 @@ A micro-batch is a dict of numpy arrays [R S] of one fixed shape, so that nothin
     loss_mask            float32  1 where the policy sampled the token (stop token included); 0 in
                                   the prompt, and between the turns of a response
     advantages           float32  the sample's advantage on its loss tokens, 0 elsewhere
-    old_logprobs         float32  of the trainer before the update, 0 until it fills them in; of
-                                  stale tokens the trainer's under the weights that sampled them
-    staleness            int32    versions of the weights since the token was sampled; 0: none
-    behaviour_logprobs   float32  of the engine that sampled the token
+    old_logprobs         float32  the trainer's log-probability before the update, 0 until it is
+                                  filled in; of stale tokens under the weights that sampled them
+    staleness            int32    number of weight updates since the token was sampled
+    behaviour_logprobs   float32  the log-probability of the engine that sampled the token
     sample_ids           int32    index of the sample in the rollout batch; -1 is padding
-    records              [R S M ..] only of a model that records anything, see `SampleOutput`: of
-                                  the row that decided token t + 1; -1: nothing is known of it
+    records              [R S M ..] only for a model that records anything, see `SampleOutput`:
+                                  record of the row that decided token t + 1; -1 if unknown
 
 Index t describes token t. A sample is never split over rows. For example, samples
 prompt [5 6] response [7 2], prompt [8] response [9 2], in a row of 8:
@@ -55,16 +55,17 @@ class Sample:
     """One prompt with one response; the unit of packing.
 
     Attributes:
-      sample_id: index in the rollout batch, prompt * G + sample; fixes the packing order.
-      prompt_ids: at least one token.
-      response_ids: at least one token, the stop token included.
-      behaviour_logprobs: of each response token under the engine; None for demonstrations.
-      old_logprobs: of each response token under the trainer, where known already.
-      advantage: of the whole response.
-      staleness: of each response token, in versions of the weights; None: none is stale.
-      loss_mask: of each response token, 1 or 0, see above; None: all are in the loss.
-      records: [response tokens, M ..] of the rows that decided them, see `SampleOutput`; None: the
-        model records nothing.
+      sample_id: index in the rollout batch, prompt * G + sample; it decides the packing order.
+      prompt_ids: token ids of the prompt, at least one.
+      response_ids: token ids of the response, at least one, the stop token included.
+      behaviour_logprobs: the engine's log-probability of each response token; None for
+        demonstrations.
+      old_logprobs: the trainer's log-probability of each response token; None if not known yet.
+      advantage: advantage of the whole response.
+      staleness: number of weight updates since each response token was sampled; None for 0.
+      loss_mask: 1 or 0 for each response token, see above; None if all are in the loss.
+      records: [response tokens, M ..], records of the rows that decided them, see `SampleOutput`;
+        None if the model records nothing.
     """
 
     sample_id: int
@@ -90,14 +91,14 @@ def pack(
 ) -> list[PackedBatch]:
     """Packs samples first-fit, in order of `sample_id`, into micro-batches [rows, row_length].
 
-    The result depends on the samples alone, not on the order they finished in.
+    The result does not depend on the order in which the samples finished.
 
     Args:
-      samples: unique `sample_id`s.
-      row_length: S, tokens per row.
-      rows: R, rows per micro-batch; the last micro-batch is filled up with padding rows.
-      num_batches: exact number of micro-batches; missing ones are all padding. None: as many as
-        needed.
+      samples: samples with distinct `sample_id`s.
+      row_length: number of tokens per row, S.
+      rows: number of rows per micro-batch, R; the last micro-batch is filled up with padding.
+      num_batches: number of micro-batches, the last ones perhaps all padding; None for as many as
+        are needed.
       loss_on: `response`, or `all` for every token that has a predecessor (pretraining style).
 
     Returns:
@@ -139,7 +140,7 @@ def pack_demonstrations(
     num_batches: int | None = None,
     loss_on: str = "response",
 ) -> list[PackedBatch]:
-    """`pack` for supervised training: (prompt_ids, response_ids) pairs, numbered as they come."""
+    """Packs (prompt_ids, response_ids) pairs for supervised training, in order."""
     samples = [Sample(i, prompt, response) for i, (prompt, response) in enumerate(pairs)]
     return pack(samples, row_length, rows, num_batches, loss_on)
 

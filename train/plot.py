@@ -234,7 +234,7 @@ def _draw_panel(axis: Axes, panel: Panel, records: Records) -> None:
 
 
 def _curve(axis: Axes, series: Series, label: str, color: Any) -> None:
-    """The values, thin and pale, under their running mean once there are enough of them."""
+    """Draws values as a pale line, and their running mean if there are at least 12."""
     steps, values = series
     if not steps:
         return
@@ -260,7 +260,7 @@ def _stack(axis: Axes, panel: Panel, records: Records) -> None:
 
 
 def _held_out(axis: Axes, series: Series) -> None:
-    """Held-out reward at the evaluated steps, start and end written beside the points."""
+    """Draws held-out reward at the evaluated steps, with its first and last value as text."""
     steps, values = series
     if not steps:
         return

@@ -1,4 +1,4 @@
-"""The policy's programs: one update over micro-batches, and scoring.
+"""The policy's jitted programs: an update over micro-batches, and scoring.
 
 The update always returns the policy's states along with the gradients, whether or not a draft head
 is trained on them. So one executable serves every mode, and the policy cannot depend, not even in
@@ -39,7 +39,7 @@ def own_family(path: str | None) -> None:
     """Registers the model family that the setting `family` names, see `add_family`.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: the name leads to no model family.
     """
     try:
         add_family(path)
@@ -62,7 +62,7 @@ def _empty_opt_state(optimizer: optax.GradientTransformation, params: Params):
 
 
 def abstract_opt_state(optimizer: optax.GradientTransformation, params: Params):
-    """Shapes of what `init_opt_state` makes, from parameters or their shapes."""
+    """Shapes of the optimizer state of `init_opt_state`, from parameters or their shapes."""
     return jax.eval_shape(functools.partial(_empty_opt_state, optimizer), params)
 
 
@@ -71,10 +71,10 @@ def with_attention(
 ) -> ModelConfig:
     """The config with the attention kernel of training, see `specjax.kernels.dispatch.settle`.
 
-    With a context it warns that no kernel will run.
+    If rows are split over devices (`context`), it warns that no kernel will run.
 
     Raises:
-      ConfigError: the kernel that is asked for cannot be used.
+      ConfigError: the requested kernel cannot be used.
     """
     try:
         cfg = dispatch.settle(cfg, mesh, attention, whose=whose, decoding=False)
@@ -92,16 +92,18 @@ class PolicyTrainer:
     """Holds the jitted programs; parameters and optimizer state are passed in and out.
 
     Args:
-      cfg: model config; training scans over layers whatever `run.scan_layers` says for decoding.
-      loss: see `sft_loss`, `rl_loss`.
-      optimizer: from `OptimConfig.build`. mesh: None is one device.
-      temperature: at which tokens are scored; the rollout's.
-      transforms: with which tokens are scored in the temperature's place, see `train.logprobs`.
-      context: how the mesh splits rows. Outputs per token are then in its order, as are the batches
-        that `place` makes; `fetch` undoes it.
-      attention: the kernel, see `specjax.kernels.dispatch.settle`.
+      cfg: config of the model; training always scans over layers.
+      loss: loss of a micro-batch, `sft_loss` or the result of `rl_loss`.
+      optimizer: optimizer from `OptimConfig.build`.
+      mesh: mesh to train on; None for one device.
+      temperature: temperature at which tokens are scored, the rollout's.
+      context: split of rows over devices, if any. Outputs per token are then in its order, as are
+        the batches that `place` makes; `fetch` restores the original order.
+      attention: name of the kernel, see `specjax.kernels.dispatch.settle`.
+      transforms: transforms with which tokens are scored instead of the temperature, see
+        `train.logprobs`.
       taps: inner states that a draft is trained on, see `specjax.models.transformer.Taps`; they are
-        concatenated behind the states before the final norm, in the last axis.
+        concatenated to the states before the final norm, in the last axis.
     """
 
     def __init__(
@@ -137,7 +139,7 @@ class PolicyTrainer:
         self._zeros = jax.jit(self._zeros_program, out_shardings=params)
 
     def _shardings(self) -> tuple:
-        """Of parameters and gradients, optimizer state, packed rows, and what all devices hold."""
+        """Shardings of parameters and gradients, optimizer state, packed rows and metrics."""
         if self.mesh is None:
             return None, None, None, None
         params = jax.eval_shape(functools.partial(init_params, self.cfg))
@@ -164,7 +166,7 @@ class PolicyTrainer:
         return init_opt_state(self.optimizer, params, self.mesh, self.axes)
 
     def place(self, batch: Mapping[str, np.ndarray]) -> dict[str, Array]:
-        """Host arrays [R S] to devices: rows over the data axes, their tokens over `cp`."""
+        """Moves host arrays [R S] to devices: rows over the data axes, their tokens over `cp`."""
         if self.mesh is None:
             return jax.device_put(dict(batch))
         if self.context is not None:
@@ -173,7 +175,7 @@ class PolicyTrainer:
         return sharding.put(dict(batch), where)
 
     def fetch(self, rows: Array) -> np.ndarray:
-        """Per-token values [R S ..] on the host, in the order that `place` was given."""
+        """Fetches values per token [R S ..] to the host, in the order of `place`'s input."""
         rows = sharding.fetch(rows)
         return rows if self.context is None else self.context.restore(rows)
 
@@ -185,17 +187,21 @@ class PolicyTrainer:
         denominators: Denominators,
         keep: int | None = None,
     ):
-        """One optimizer step over micro-batches [R S], of which there may be any number.
+        """Makes one optimizer step over any number of micro-batches [R S].
 
         `params` and `opt_state` are donated.
 
         Args:
-          keep: how many micro-batches' states to return, the first ones; None: all.
+          params: parameters of the policy.
+          opt_state: state of the optimizer.
+          batches: micro-batches on the devices, see `place`.
+          denominators: counts over all micro-batches, see `count_denominators`.
+          keep: number of micro-batches, the first ones, whose states are returned; None for all.
 
         Returns:
-          params, opt_state, of `keep` micro-batches the states [R S N] before the final norm and
-          behind them the taps (of the old parameters, without gradient), and metric sums with
-          `grad_norm`.
+          (params, opt_state, states, metric sums with `grad_norm`). states has one array [R S N]
+          per kept micro-batch, without gradient: states before the final norm under the old
+          parameters, followed by the taps.
         """
         gradients, states, sums = self._zeros(params), [], []
         for batch in batches:
@@ -217,7 +223,7 @@ class PolicyTrainer:
         return self._states(params, batch)
 
     def states_shape(self, rows: int, length: int) -> jax.ShapeDtypeStruct:
-        """Of the states of a micro-batch."""
+        """Shape and dtype of the states of a micro-batch."""
         shape = rows, length, self.cfg.hidden_size * (1 + len(self.taps))
         return jax.ShapeDtypeStruct(shape, np.dtype(self.cfg.run.compute_dtype))
 

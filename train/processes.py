@@ -1,4 +1,4 @@
-"""A run of several processes: they must agree before it begins, and all end when one does."""
+"""Runs of several processes: they check that they agree, exchange results, and end together."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from specjax.telemetry import Collector
 from train.cli import INTERRUPTED
 from train.schema import RLConfig
 
-# How messages of XLA and of its transports begin; some come as ValueError (seen with jax 0.10.2).
+# Prefixes of messages of XLA and its transports; jax 0.10.2 raises some of them as ValueError.
 _STATUS = re.compile(r"(UNKNOWN|UNAVAILABLE|INTERNAL|ABORTED|CANCELLED|DEADLINE_EXCEEDED): ")
 
 
@@ -39,14 +39,16 @@ _STATUS = re.compile(r"(UNKNOWN|UNAVAILABLE|INTERNAL|ABORTED|CANCELLED|DEADLINE_
 def watched(
     cfg: RLConfig, out: Path, user_errors: tuple[type[BaseException], ...]
 ) -> Iterator[None]:
-    """Runs the body in every process of the job; with one process nothing more.
+    """Runs the body in every process of the job, and ends all processes when one fails.
 
-    An error in one process, or its loss, ends all of them: with the error's own message where it
-    arose, and with the name of that process in the others. The process is ended at once, because
-    the usual clean-up would wait for the process that is lost.
+    The process in which an error arose prints its message, and the others name that process. They
+    exit at once, because the usual clean-up would wait for the lost process. A job of one process
+    just runs the body.
 
     Args:
-      out: directory of the run. user_errors: printed without traceback.
+      cfg: settings of the run.
+      out: directory of the run.
+      user_errors: errors that are printed without traceback.
     """
     if not distributed.is_several():
         yield
@@ -78,14 +80,14 @@ def watched(
 
 
 def _may_be_loss(error: BaseException) -> bool:
-    """Whether this may be caused by the loss of another process: a collective broke, or a save."""
+    """Whether the loss of another process may have caused this: a collective or a save failed."""
     broken = isinstance(error, (jax.errors.JaxRuntimeError, CheckpointError))
-    if str(error).startswith("RESOURCE_EXHAUSTED"):  # of its own memory
+    if str(error).startswith("RESOURCE_EXHAUSTED"):  # this process's own memory
         return False
     return broken or _STATUS.match(str(error)) is not None
 
 
-# Settings of jax, which its environment variables set too, that change what is traced.
+# Settings of jax, also set by its environment variables, that change traced programs.
 _TRACED = (
     "jax_debug_nans",
     "jax_default_matmul_precision",
@@ -95,13 +97,13 @@ _TRACED = (
     "jax_numpy_dtype_promotion",
     "jax_threefry_partitionable",
 )
-# Variables that may change how the same program is compiled, and so last bits; kernels have others.
+# Variables that may change how a program is compiled, and so its last bits; kernels add theirs.
 _COMPILED = (
     "XLA_FLAGS",
     "LIBTPU_INIT_ARGS",
     "NVIDIA_TF32_OVERRIDE",
 )
-# Those of jax that are about one process, or about what is kept and printed.
+# Variables of jax that concern a single process, caches or logs.
 _OWN = re.compile(
     r"JAX_(PROCESS_ID|NUM_PROCESSES|COORDINATOR_\w+|\w*CACHE\w*|\w*VISIBLE_DEVICES|LOG\w*|DEBUG_LOG\w*"
     r"|DUMP_\w+|\w*TRACEBACK\w*)"
@@ -125,10 +127,10 @@ def _should_agree(environment: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def _agree(cfg: RLConfig, out: Path, beat: Heartbeat) -> None:
-    """All have the same settings and see the same files.
+    """Checks that all processes have the same settings and see the same files.
 
     Raises:
-      ConfigError: says what differs.
+      ConfigError: settings differ (the message names them), or the files do.
     """
     mine, bits = _must_agree(cfg), _should_agree(os.environ)
     gathered = distributed.gather((mine, bits), "settings")
@@ -144,17 +146,17 @@ def _agree(cfg: RLConfig, out: Path, beat: Heartbeat) -> None:
         if differing and distributed.is_first():
             print(
                 f"WARNING: process {process} has another value of {', '.join(differing)} in its "
-                "environment than process 0: what should be equal to the last bit may differ "
-                "between them; start all with the same",
+                "environment than process 0, so results may differ in their last bits between "
+                "them; start all with the same values",
                 flush=True,
             )
     until = time.monotonic() + cfg.distributed.lost_after
     while missing := beat.missing():
         if time.monotonic() > until:
             raise ConfigError(
-                f"out={out}: process {jax.process_index()} does not see there what processes "
-                f"{missing} wrote; it must be on storage that all processes share, for they write "
-                "their checkpoints together"
+                f"out={out}: process {jax.process_index()} does not see there the files that "
+                f"processes {missing} wrote; it must be on storage that all processes share, "
+                "because they write their checkpoints together"
             )
         time.sleep(0.1)
     distributed.gather(None, "storage")
@@ -166,10 +168,12 @@ def _agree(cfg: RLConfig, out: Path, beat: Heartbeat) -> None:
 def copies_for(
     cfg: RLConfig, mesh: jax.sharding.Mesh | None, meshes: Sequence[jax.sharding.Mesh | None]
 ) -> Copies | None:
-    """Copies weights to all replicas of the job; None: there is one process.
+    """The object that copies weights to all replicas of the job; None for one process.
 
     Args:
-      mesh, meshes: see `train.programs.make_meshes`.
+      cfg: settings of the run.
+      mesh: mesh of training, see `train.programs.make_meshes`.
+      meshes: meshes of all replicas of the job.
 
     Raises:
       ValueError: processes have different numbers of devices, or a process has parts of several
@@ -181,20 +185,21 @@ def copies_for(
     if here * jax.process_count() != all_of_them:
         raise ValueError(
             f"expected the same number of devices in each process, got {all_of_them} in "
-            f"{jax.process_count()} processes and {here} in process {jax.process_index()}: what "
-            "processes exchange takes a program with as many devices in each; set "
+            f"{jax.process_count()} processes and {here} in process {jax.process_index()}: the "
+            "exchange between processes needs as many devices in each; set "
             "distributed.local_devices to the smallest number that a process has"
         )
     return Copies(meshes, mesh)
 
 
-def about_idle(
+def idle_device_warnings(
     mesh: jax.sharding.Mesh | None, meshes: Sequence[jax.sharding.Mesh | None]
 ) -> list[str]:
     """Warnings about devices of a job of several processes that are not used.
 
     Args:
-      mesh: where it trains. meshes: where its replicas roll out, all of them.
+      mesh: mesh of training.
+      meshes: meshes of all replicas of the job.
     """
     if not distributed.is_several():
         return []
@@ -214,8 +219,8 @@ def about_idle(
             )
     if sets["training"] != sets["rollouts"]:
         lines.append(
-            "weights go from training to rollouts through the memory of the hosts, for these have "
-            "other devices"
+            "weights go from training to rollouts through the memory of the hosts, because these "
+            "have other devices"
         )
     return lines
 
@@ -225,32 +230,37 @@ def join_engines(
     copies: Copies | None,
     score: Callable[[Job, SampleOutput], float] | None = None,
 ) -> BaseEngine:
-    """Engines of this process, and those like them of all others, behind the interface of one.
+    """Joins the engines of this process, and of all others, to one with the same interface.
 
     Args:
-      copies: copies weights to all processes; None: there is one. score: see `Hosts`.
+      engines: engines of this process.
+      copies: object that copies weights to all processes; None for one process.
+      score: function that scores a finished sample in the process that ran it.
     """
     own = Replicas(engines) if len(engines) > 1 else engines[0]
     return own if copies is None else Hosts(own, copies, score)
 
 
-def gather_replicas(own: Sequence[Engine], look: Callable[[Engine], Any]) -> list:
-    """What `look` returns for each replica of the job; `own` are those of this process."""
-    found = [look(engine) for engine in own if engine.runner.agreement.is_first]
+def gather_replicas(own: Sequence[Engine], read: Callable[[Engine], Any]) -> list:
+    """The result of `read` for each replica of the job; `own` are those of this process."""
+    found = [read(engine) for engine in own if engine.runner.agreement.is_first]
     return [*itertools.chain(*distributed.gather(found, "replicas"))]
 
 
 def gather_telemetry(own: Sequence[Engine]) -> Collector:
-    """What the replicas of all processes collected; `own` are those of this process, which share a
-    collector."""
-    is_first = own and own[0].runner.agreement.is_first  # of those that share its replica
+    """The telemetry of all replicas of the job; `own`, those of this process, share a collector."""
+    is_first = own and own[0].runner.agreement.is_first  # of the processes of this replica
     parts = distributed.gather(own[0].telemetry if is_first else None, "telemetry")
     return Collector.joined([part for part in parts if part is not None])
 
 
 def gather_events(own: Sequence[Engine], events: list[dict]) -> list[dict]:
-    """The events of the replicas of all processes, see `train.log`; `own` are the replicas of
-    this process, and `events` theirs. That of the whole rollout is the first process's."""
+    """The events of the replicas of all processes, see `train.log`.
+
+    Args:
+      own: replicas of this process.
+      events: events of this process; the event of the whole rollout is taken from the first one.
+    """
     if not (own and own[0].runner.agreement.is_first):
         events = []
     if not distributed.is_first():
@@ -259,7 +269,7 @@ def gather_events(own: Sequence[Engine], events: list[dict]) -> list[dict]:
 
 
 def control_metrics(engines: Sequence[Engine]) -> dict[str, float | str]:
-    """What the controllers chose last; those of further replicas under their numbers."""
+    """Metrics of the controllers; those of further replicas have the replica's number."""
     metrics: dict[str, float | str] = {}
     for replica, fields in enumerate(gather_replicas(engines, lambda e: e.controller.log_fields())):
         prefix = f"control/replica_{replica}/" if replica else "control/"

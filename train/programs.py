@@ -1,7 +1,7 @@
-"""Everything that is jitted for a run, and the settings that depend on the checkpoint.
+"""Builds the jitted programs of a run, and settles settings that depend on the checkpoint.
 
-`Trainer` runs these programs on arrays; `train.plan` lowers them on shapes and asks the compiler
-what they would need. Nothing here holds a weight.
+`Trainer` runs these programs on arrays; `train.plan` compiles them for shapes to learn how much
+memory and time they need. Nothing here holds a weight.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ def make_meshes(cfg: RLConfig, devices: sharding.Devices = None) -> tuple[Mesh, 
     processes each replica has devices of its own, and one device that trains is a mesh, too.
 
     Args:
-      devices: to take them from, see `sharding.make_mesh`.
+      cfg: settings of the run.
+      devices: devices to use, see `sharding.make_mesh`.
 
     Raises:
-      ValueError: there are not so many devices.
+      ValueError: there are too few devices.
     """
     roll = cfg.rollout
     if devices is None:
@@ -71,13 +72,21 @@ def build_engines(
     mesh: Mesh,
     meshes: Sequence[Mesh],
 ) -> tuple[list[Engine], list[Engine], Engine | None]:
-    """One engine for each of `meshes`; one more for each that decodes plainly, if exact mode needs
-    these; and one for evaluation on `mesh` if the run evaluates.
+    """Builds the engines of rollouts, of exact mode and of evaluation.
 
     Args:
-      meshes: of this process. With several processes each evaluates on the first of these. One
-        that has none gets engines on its first device that never run, and are used for their
-        checks.
+      cfg: settings of the run.
+      model: config of the policy.
+      speculate: whether rollouts speculate.
+      source: draft source other than the head.
+      mesh: mesh of training, whose devices evaluate if there is one process.
+      meshes: meshes of this process's replicas. With several processes each evaluates on its first
+        one. A process without replicas gets engines on its first device, which never run and only
+        check requests.
+
+    Returns:
+      (an engine per mesh; one per mesh that decodes plainly, if exact mode needs them; the engine
+      for evaluation, or None if the run does not evaluate).
 
     Raises:
       ValueError: the settings do not fit together.
@@ -127,12 +136,14 @@ class Programs:
     """The jitted parts of a run.
 
     Attributes:
-      policy: the policy's update and scoring. draft: the head's update; None: it is not trained.
-      replica_drafts: the head's update on the devices of each replica (of this process), for spot
-        training; empty: it trains where `draft` does.
-      engines: that roll out. plain_engines: beside each of these one that decodes plainly, for
-        exact mode; empty: nothing is compared, or the engines decode plainly themselves.
-      eval_engine: None: nothing is evaluated.
+      policy: update and scoring of the policy.
+      draft: update of the head; None if it is not trained.
+      replica_drafts: update of the head on the devices of each replica of this process, for spot
+        training; empty if it runs on the devices of `draft`.
+      engines: engines that roll out.
+      plain_engines: engine for each of these that decodes plainly, for exact mode; empty if there
+        is none, or if the engines decode plainly themselves.
+      eval_engine: engine that evaluates; None if the run does not evaluate.
     """
 
     policy: PolicyTrainer
@@ -149,29 +160,28 @@ def drafts(cfg: RLConfig) -> bool:
 
 
 def drafts_with_head(cfg: RLConfig) -> bool:
-    """Whether they speculate with the draft head."""
+    """Whether rollouts speculate with the draft head."""
     return drafts(cfg) and cfg.rollout.spec().source == "head"
 
 
 def settle_drafting(cfg: RLConfig, has_head: bool) -> str:
-    """Sets, once the checkpoint is known, what the configuration leaves open: the draft source, the
-    controller, and whether the head is trained.
+    """Settles draft source, controller and training of the head, once the checkpoint is known.
 
     Args:
+      cfg: settings of the run, in which `auto` values are replaced.
       has_head: whether the checkpoint holds a draft head.
 
     Returns:
-      one line for the user.
+      A line for the user.
 
     Raises:
-      ConfigError: `draft.mode` asks for a head that there is not, or settings turn out to change
-        nothing.
+      ConfigError: `draft.mode` requires a head that does not exist, or settings have no effect.
     """
     roll, mode = cfg.rollout, cfg.draft.mode
     if not drafts(cfg):
         if roll.source == "auto":  # a checkpoint's settings need a value
             roll.source = "head" if has_head else "ngram"
-        return f"draft: none, for draft.mode={mode} and {roll.plain_by}"
+        return f"draft: none, because of draft.mode={mode} and {roll.plain_by}"
     asked = roll.control_config()
     drafting = settle_draft(roll.spec(), asked, has_head)
     if drafting.by_default and mode != "auto":
@@ -192,7 +202,7 @@ def settle_drafting(cfg: RLConfig, has_head: bool) -> str:
     if mode == "auto":
         cfg.draft.mode = "online" if with_head and cfg.draft.moves else "frozen"
     require_effect(cfg)
-    trained = "" if not with_head else f" ({cfg.draft.about_mode()})"
+    trained = "" if not with_head else f" ({cfg.draft.describe_mode()})"
     if with_head and roll.head != "checkpoint":
         return f"draft: the head rollout.head={roll.head}{trained}"
     return drafting.described(SPELL) + trained
@@ -201,7 +211,7 @@ def settle_drafting(cfg: RLConfig, has_head: bool) -> str:
 def chunk_features(cfg: RLConfig, model: ModelConfig, evaluating: bool = False) -> Features:
     """The sampling features that the chunks of a rollout, or of an evaluation, are compiled with.
 
-    They are the same for all samples, so that no other programs are compiled.
+    All samples have the same ones, so no further programs are compiled.
 
     Raises:
       ConfigError: a setting does not fit the model.
@@ -218,15 +228,18 @@ def chunk_features(cfg: RLConfig, model: ModelConfig, evaluating: bool = False) 
 
 
 def transforms(cfg: RLConfig, model: ModelConfig) -> Transforms | None:
-    """With which tokens are scored in training; None: with the temperature alone."""
+    """The transforms with which training scores tokens; None for the temperature alone."""
     if cfg.algo.logprobs != "processed":
         return None
     return Transforms.of(cfg.rollout.sampling_params(), model.eos_token_ids, model.vocab_size)
 
 
 def trains_in_replicas(cfg: RLConfig, mesh: Mesh) -> bool:
-    """Whether spot training has the devices of replicas: each lies in one process, apart from the
-    training mesh, or the run has a single device."""
+    """Whether spot training runs on the devices of replicas.
+
+    It does if each replica is in one process and has devices of its own, or if the run has a single
+    device.
+    """
     if not cfg.draft.spot.enabled:
         return False
     if distributed.is_several():
@@ -235,7 +248,7 @@ def trains_in_replicas(cfg: RLConfig, mesh: Mesh) -> bool:
 
 
 def on_policy(cfg: RLConfig) -> bool:
-    """Whether a rollout feeds a single update, so that the policy is its own old policy."""
+    """Whether a rollout has a single update, so that the policy is its own old policy."""
     return cfg.algo.updates_per_rollout == 1
 
 
@@ -251,10 +264,10 @@ def settle_length(cfg: RLConfig, model: ModelConfig) -> str | None:
     Prompts get half of the positions at most, and responses the rest.
 
     Returns:
-      one line for the user; None: nothing had to be changed.
+      A line for the user; None if nothing had to be changed.
 
     Raises:
-      ConfigError: a sample may be longer than the model can read, as the user asked.
+      ConfigError: the user set lengths that the model has too few positions for.
     """
     roll, most = cfg.rollout, model.max_position
     longest = roll.max_prompt_tokens + roll.max_tokens
@@ -280,12 +293,12 @@ def settle_length(cfg: RLConfig, model: ModelConfig) -> str | None:
 
 
 def as_computed(cfg: RLConfig, model: ModelConfig) -> ModelConfig:
-    """A checkpoint's model with the run's arithmetic, which is settled (`DtypeSection.settle`)."""
+    """A checkpoint's model config with the dtype of the run (see `DtypeSection.settle`)."""
     return model.running(compute_dtype=cfg.dtype.compute, remat=cfg.remat)
 
 
 def as_rolled_out(cfg: RLConfig, model: ModelConfig) -> ModelConfig:
-    """A model of `as_computed` with the arithmetic of rollouts, for engines and draft sources."""
+    """A model config of `as_computed` with the dtype of rollouts, for engines and sources."""
     asked = cfg.rollout.dtype
     return model if asked == AUTO else model.running(compute_dtype=asked)
 
@@ -293,10 +306,14 @@ def as_rolled_out(cfg: RLConfig, model: ModelConfig) -> ModelConfig:
 def build_programs(
     cfg: RLConfig, model: ModelConfig, source: Draft | None, mesh: Mesh, meshes: Sequence
 ) -> Programs:
-    """Makes everything jitted; nothing is compiled yet.
+    """Makes the jitted functions of a run, and compiles none of them.
 
     Args:
-      source: draft source other than the head. mesh, meshes: see `make_meshes`.
+      cfg: settings of the run.
+      model: config of the policy, see `as_computed`.
+      source: draft source other than the head.
+      mesh: mesh of training, see `make_meshes`.
+      meshes: meshes of this process's replicas.
 
     Raises:
       ConfigError: the settings do not fit together.

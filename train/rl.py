@@ -11,8 +11,8 @@ One step (`Trainer.step`):
               -> both sets of weights back to the engine
               -> metrics, checkpoint
 
-What is learned depends on configuration and seeds and not on time, but for the last bits that
-`about_precision` describes. With `coupled` acceptance it does not depend on the draft head either.
+The result depends on settings and seeds and not on time, except for the last bits that
+`precision_warning` describes. With `coupled` acceptance it does not depend on the draft head.
 """
 
 from __future__ import annotations
@@ -54,11 +54,15 @@ from train.trainer import Trainer
 
 
 class Terminated(RuntimeError):
-    """The job was sent SIGTERM, and has saved its state."""
+    """The job got SIGTERM, and has saved its state."""
 
 
 class StepWarnings:
-    """Warns when speculation, draft training or the rewards of a step are of no use."""
+    """Warns about speculation without gain, and rewards or draft training without effect.
+
+    Args:
+      patience: number of steps without gain before the warning about speculation.
+    """
 
     def __init__(self, patience: int = 3):
         self.patience, self.flat, self.zero_shown = patience, 0, False
@@ -73,11 +77,13 @@ class StepWarnings:
         """Returns the warnings of a step.
 
         Args:
-          zero: an example, while every response of the run scored 0; printed once.
-          short: why dynamic sampling did not fill the batch, if it did not.
+          step: number of the step.
+          metrics: metrics of the step.
+          zero: example of a response while every response of the run scored 0; printed once.
+          short: warning that dynamic sampling did not fill the batch, if so.
         """
         warnings = []
-        length = metrics.get("rollout/drafted_accept_length")  # of the rounds that drafted
+        length = metrics.get("rollout/drafted_accept_length")  # without plain rounds
         if length is not None:
             self.flat = self.flat + 1 if length < 1.02 else 0
             if self.flat == self.patience:
@@ -103,9 +109,9 @@ class StepWarnings:
 
 
 def run(cfg: RLConfig, resume: bool = False, resume_step: int | None = None) -> Path:
-    """Trains for `cfg.steps` steps in all and returns the path of the plot.
+    """Trains to step `cfg.steps` and returns the path of the plot.
 
-    In a job of several processes each calls it; the first writes what is not written together.
+    Every process of a job calls it; the first process writes logs, plot and export.
     """
     distributed.start(cfg.distributed, max(cfg.mesh.size, cfg.rollout_devices))
     out = Path(cfg.out)
@@ -130,17 +136,17 @@ def _train(
     heads = HeadCheckpoints(out / "draft", trainer.model, keep)
     with Checkpointer(out / CHECKPOINTS, keep) as checkpoints, heads:
         strategies = len(trainer.engine.runner.programs)
-        _say(about_compiling(cfg, trainer.programs_to_compile(), strategies))
+        _say(compiling_line(cfg, trainer.programs_to_compile(), strategies))
         if resume:  # which compiles, too
             trainer.restore(checkpoints, resume_step)
         for line in trainer.start_lines():
             _say(line)
-        if line := about_generation(cfg, trainer.model):
+        if line := generation_config_line(cfg, trainer.model):
             _say(line)
-        _say(trainer.about_dtype)
+        _say(trainer.dtype_line)
         _say(f"rollouts: {trainer.warm_up()}")
         dtype = trainer.engine.runner.cfg.run.compute_dtype
-        for warning in (about_precision(cfg, dtype), about_slots(cfg)):
+        for warning in (precision_warning(cfg, dtype), slots_warning(cfg)):
             if warning:
                 _say(f"WARNING: {warning}")
         first = trainer.done_steps + 1
@@ -161,8 +167,8 @@ def _train(
     return picture
 
 
-def about_generation(cfg: RLConfig, model: ModelConfig) -> str | None:
-    """The line about a checkpoint whose generation_config.json differs from `rollout.*`, if so."""
+def generation_config_line(cfg: RLConfig, model: ModelConfig) -> str | None:
+    """The line at start if generation_config.json differs from `rollout.*`; else None."""
     own = cfg.rollout.sampling_params()
     asked = sampling_defaults(model.generation)
     asked = {name: value for name, value in asked.items() if value != getattr(own, name)}
@@ -178,15 +184,17 @@ def about_generation(cfg: RLConfig, model: ModelConfig) -> str | None:
     theirs = ", ".join(f"{name}={value}" for name, value in asked.items())
     return (
         f"rollouts sample with {ours}, and not as generation_config.json asks ({theirs}): the "
-        "policy is trained on what it samples itself; set these to sample as the file asks"
+        "policy is trained on its own samples; set these to sample as the file asks"
     )
 
 
-def about_compiling(cfg: RLConfig, programs: int, strategies: int) -> str:
+def compiling_line(cfg: RLConfig, programs: int, strategies: int) -> str:
     """The line before rollouts are compiled, which may take minutes.
 
     Args:
-      programs: how many will be compiled. strategies: how many strategies they are for.
+      cfg: settings of the run.
+      programs: number of programs to compile.
+      strategies: number of strategies that they are for.
     """
     fewer = ["a smaller rollout.max_batch"] if cfg.rollout.max_batch > 1 else []
     if strategies > 1:
@@ -197,11 +205,12 @@ def about_compiling(cfg: RLConfig, programs: int, strategies: int) -> str:
     return f"rollouts: compiling {programs} programs, which may take minutes{advice}"
 
 
-def about_precision(cfg: RLConfig, dtype: str) -> str | None:
-    """The warning that tokens or parameters may depend on time, if they may.
+def precision_warning(cfg: RLConfig, dtype: str) -> str | None:
+    """The warning that tokens or parameters may depend on time; None if they cannot.
 
     Args:
-      dtype: that rollouts compute in.
+      cfg: settings of the run.
+      dtype: dtype in which rollouts compute.
     """
     if not cfg.rollout.by_the_clock:
         return None
@@ -224,8 +233,8 @@ def about_precision(cfg: RLConfig, dtype: str) -> str | None:
     )
 
 
-def about_slots(cfg: RLConfig) -> str | None:
-    """The warning about over-sampling that cannot end a step early, if it cannot."""
+def slots_warning(cfg: RLConfig) -> str | None:
+    """The warning that over-sampling cannot end a step early; None if it can."""
     rollout = cfg.rollout
     samples, slots = rollout.in_flight * rollout.n, rollout.max_batch * rollout.replicas
     if rollout.in_flight == rollout.prompts or samples <= slots:
@@ -239,7 +248,7 @@ def about_slots(cfg: RLConfig) -> str | None:
 
 
 def _steps(cfg: RLConfig, trainer: Trainer, log, checkpoints, heads, evaluate_first: bool) -> None:
-    """Runs the steps that are left, and evaluates, logs and saves in between."""
+    """Runs the remaining steps, and evaluates, logs and saves in between."""
     step_warnings, first = StepWarnings(), True
     if evaluate_first and trainer.eval_engine is not None:
         with _naming_step(0, checkpoints):
@@ -261,7 +270,7 @@ def _steps(cfg: RLConfig, trainer: Trainer, log, checkpoints, heads, evaluate_fi
             length = metrics["rollout/drafted_accept_length"]
             _say(f"Acceptance length: {length:.2f} at step {step}; each step's line has its own")
             first = False
-        zero, short = trainer.rollouts.about_zero(), trainer.rollouts.short
+        zero, short = trainer.rollouts.zero_reward_example(), trainer.rollouts.short
         warnings = step_warnings.check(step, metrics, zero, short)
         if trainer.exact is not None:
             warnings += [
@@ -284,7 +293,7 @@ def _steps(cfg: RLConfig, trainer: Trainer, log, checkpoints, heads, evaluate_fi
 
 @contextlib.contextmanager
 def _naming_step(step: int, checkpoints: Checkpointer) -> Iterator[None]:
-    """Adds the step and the saved steps to the error of a policy whose logits are NaN."""
+    """Adds the step and the saved steps to the error about NaN logits."""
     try:
         yield
     except InvalidLogitsError as error:
@@ -302,7 +311,7 @@ def _naming_step(step: int, checkpoints: Checkpointer) -> Iterator[None]:
 
 
 def _saved(trainer: Trainer, checkpoints: Checkpointer) -> str:
-    """Saves the steps that are done, if any, and says how to go on."""
+    """Saves the finished steps, if any, and returns a sentence about how to continue."""
     step = trainer.done_steps
     if step == 0:
         return "no step was done before it. Mend the reward and start again"
@@ -324,13 +333,13 @@ def _export(cfg: RLConfig, trainer: Trainer, path: Path) -> None:
 
 
 def _say(text: str) -> None:
-    """Prints it once for all processes."""
+    """Prints a line in the first process."""
     if distributed.is_first():
         print(text, flush=True)
 
 
 def summary(records: list[dict]) -> list[dict]:
-    """First, last and mean of what matters, for the table at the end."""
+    """First, last and mean value of the main metrics, for the table at the end."""
     names = {
         "eval/reward": "held-out reward",
         "rollout/reward": "rollout reward",
@@ -359,7 +368,7 @@ def summary(records: list[dict]) -> list[dict]:
 
 
 def _fresh(out: Path) -> Path:
-    """`out`, or the first free `out-N` when an earlier run has checkpoints there."""
+    """The run directory: `out`, or the first `out-N` without checkpoints of an earlier run."""
     candidate, number = out, 2
     while any((candidate / CHECKPOINTS).glob("[0-9]*")):
         candidate, number = out.with_name(f"{out.name}-{number}"), number + 1

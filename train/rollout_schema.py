@@ -15,8 +15,8 @@ from specjax.speculation import SpeculationSettings, sections_of
 from specjax.spelling import dotted
 from specjax.weights.matrix import ASKED
 
-# Those that change the distribution in another way than a temperature does.
-FILTERS = ("top_k", "top_p", "min_p")  # these do nothing where the temperature is 0
+# Settings other than the temperature that change the distribution.
+FILTERS = ("top_k", "top_p", "min_p")  # without effect at temperature 0
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 TRANSFORMS = (*FILTERS, *PENALTIES, "logit_bias", "min_tokens")
 
@@ -52,10 +52,13 @@ class SamplingSection:
     def sampling_params(
         self, seed: int = 0, n: int = 1, transformed_logprobs: bool = False
     ) -> SamplingParams:
-        """How a group of n samples is drawn.
+        """The sampling parameters of a group.
 
         Args:
-          transformed_logprobs: the engine returns log-probabilities after all transforms, too.
+          seed: seed of the group.
+          n: number of samples.
+          transformed_logprobs: whether the engine also returns log-probabilities after all
+            transforms.
 
         Raises:
           ValueError: a value is not valid.
@@ -69,10 +72,10 @@ class SamplingSection:
 
 
 def transforms(values: Mapping[str, Any]) -> list[str]:
-    """Which of TRANSFORMS a rollout samples with.
+    """The names in TRANSFORMS that have an effect in a rollout.
 
     Args:
-      values: of the keys of `rollout`, by their names without it.
+      values: values of the settings in `rollout`, by name without the section.
     """
     neutral = {f.name: f.default for f in fields(SamplingParams)}
     names = [
@@ -84,7 +87,7 @@ def transforms(values: Mapping[str, Any]) -> list[str]:
     return [name for name in names if name != "top_k" or values[name] > 0]
 
 
-# Settings that decide where and when rollouts run, and no token.
+# Settings that change where and when rollouts run, and no token.
 PLACEMENT = ("replicas", "tp", "max_batch", "scan_layers")
 ENGINE_SETTINGS = (
     "page_size", "cache_bytes", "chunk_tokens", "stretch", "prefill_chunk", "order", "products",
@@ -172,7 +175,7 @@ class RolloutSection(SamplingSection, SpeculationSettings):
         if self.source == "ngram" and self.ngram_siblings and not self._same_tokens:
             raise ValueError(
                 f"rollout.ngram_siblings with acceptance={self.acceptance}: tokens would depend on "
-                "who runs beside whom, and no run could be repeated; set "
+                "the samples that share a batch, and no run could be repeated; set "
                 "rollout.ngram_siblings=false, or rollout.acceptance=coupled"
             )
         self.engine_config()
@@ -185,11 +188,11 @@ class RolloutSection(SamplingSection, SpeculationSettings):
 
     @property
     def _same_tokens(self) -> bool:
-        """Whether tokens are those of plain decoding, whatever is drafted."""
+        """Whether tokens are those of plain decoding, for all drafts."""
         return self.acceptance in ("coupled", "greedy")
 
     def _check_acceptance(self) -> None:
-        """Refuses settings with which tokens would depend on time, and greedy drafts of samples."""
+        """Refuses settings with which tokens would depend on time, and greedy with sampling."""
         if self.acceptance == "greedy" and self.temperature > 0 and not self.spec().is_off:
             raise ValueError(
                 "rollout.acceptance=greedy takes samples of temperature 0 only, got "
@@ -208,15 +211,17 @@ class RolloutSection(SamplingSection, SpeculationSettings):
 
     @property
     def by_the_clock(self) -> bool:
-        """Whether the last bits of log-probabilities depend on time, because the batch and strategy
-        in which a token is sampled do."""
+        """Whether the last bits of log-probabilities depend on time.
+
+        They do if the batch or strategy in which a token is sampled depends on it.
+        """
         control = self.control_config()
         several = self.replicas > 1 or (control is not None and len(control.arms) > 1)
         return several and not self.invariant
 
     @property
     def may_change(self) -> tuple[str, ...]:
-        """Settings that a resumed run may change without changing what is learned."""
+        """Settings that a resumed run may change without changing the result of training."""
         if not self.invariant:
             return ("telemetry", "exact_mode", *PLACEMENT, *ENGINE_SETTINGS)
         # Bits are those of one program: what it is compiled for must stay.
@@ -230,11 +235,11 @@ class RolloutSection(SamplingSection, SpeculationSettings):
 
     @property
     def own_devices(self) -> bool:
-        """Whether rollouts do not simply run on the devices of `mesh`."""
+        """Whether rollouts have devices other than those of `mesh`."""
         return self.replicas * self.tp > 1
 
     def engine_config(self) -> EngineConfig:
-        """How the engine uses its device.
+        """The settings of the engine.
 
         Raises:
           ValueError: a value is not valid.
@@ -245,7 +250,7 @@ class RolloutSection(SamplingSection, SpeculationSettings):
             raise ValueError(f"rollout.{error}") from error
 
 
-# How settings of the library are typed here.
+# The names of the library's settings in this configuration, for messages.
 SPELL = dotted(
     {field.name: "rollout" for field in fields(RolloutSection)} | sections_of(RolloutSection)
 )

@@ -1,8 +1,8 @@
 """Settings of `train.rl` and `train.sft` that have no effect unless others are set.
 
-Each row names settings, the condition under which they are read, and what to do where it does not
-hold; rows about an objective's own options are with the objective (`train.objectives`). Settings
-that are read but contradict each other are refused where the sections check themselves.
+Each row names settings, the condition under which they have an effect, and what to do if it does
+not hold. Rows about an objective's own options are with the objective (`train.objectives`). The
+sections themselves check for settings that contradict each other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _drafts_with_head(v: Values) -> bool:
 
 
 def _may_train(v: Values) -> bool:
-    """Whether the head is trained where there is one."""
+    """Whether a head would be trained if there is one."""
     return v["draft.mode"] in ("auto", "online") and v["draft.mtp_loss_scaling_factor"] > 0
 
 
@@ -106,7 +106,7 @@ _DEPTH = Needs(
     "leave it out",
 )
 
-# Keys of sections that both programs have, of which one of them reads nothing.
+# Keys in sections of both programs that one of the programs does not read.
 RL_ELSEWHERE = dict.fromkeys(
     ("data.slip", "data.impatience", "data.strip_calculator"),
     "it is about worked answers to imitate, which train.sft reads and train.rl does not; leave it "
@@ -139,7 +139,7 @@ RL_RULES = (
         "out",
     ),
     Needs(
-        # What data.heldout_path holds is left out of training all the same.
+        # Problems of data.heldout_path are left out of training in any case.
         ("data.heldout_size", "eval.every", "eval.max_batch", "eval.seed"),
         lambda v: v["eval.problems"] > 0,
         "[eval.problems] evaluates nothing; raise eval.problems, or leave it out",
@@ -224,7 +224,7 @@ RL_RULES = (
     Needs(
         ("draft.spot.gaps", "draft.spot.updates", "draft.spot.buffer_tokens"),
         lambda v: v["draft.spot.enabled"],
-        "[draft.spot.enabled] trains the head in no gap; set draft.spot.enabled=true, or leave it "
+        "[draft.spot.enabled] switches spot training off; set draft.spot.enabled=true, or leave it "
         "out",
     ),
     Needs(

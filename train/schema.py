@@ -89,16 +89,19 @@ class DtypeSection:
     )
 
     def settle(self, stored: str, platform: str) -> str:
-        """Fills in `compute` where it is auto, and returns the line that says what it is.
+        """Fills in `compute` if it is auto, and returns the line about dtypes at start.
 
         Args:
-          stored: dtype of the checkpoint. platform: of the devices that train.
+          stored: dtype of the checkpoint.
+          platform: platform of the devices that train.
         """
         asked, self.compute = self.compute, resolve_dtype(self.compute, stored, platform)
         said = about_dtype(asked, self.compute, stored, f"dtype.compute={stored}")
         if self.compute == "float16":
             self.compute = "bfloat16"
-            said = "arithmetic in bfloat16, for gradients in the checkpoint's float16 would vanish"
+            said = (
+                "arithmetic in bfloat16, because gradients in the checkpoint's float16 would vanish"
+            )
         return f"parameters in {self.params}; {said}"
 
 
@@ -187,7 +190,7 @@ class DataConfig:
             fill_template(self.prompt_template, "")
 
     def require_path(self) -> None:
-        """Raises ValueError where the task reads a file and none is named."""
+        """Raises ValueError if the task reads a file and `path` is not set."""
         if self.task not in ("auto", SUMS) and not self.path:
             raise ValueError(f"task {self.task} reads a file: set data.path=/path/to/train.jsonl")
 
@@ -201,7 +204,7 @@ _CHOICES = {
 
 
 def check_task(name: str) -> None:
-    """Raises ValueError unless it can be `data.task`; imports nothing."""
+    """Raises ValueError unless a name can be `data.task`; imports nothing."""
     if name in ("auto", SUMS):
         return
     try:
@@ -211,7 +214,7 @@ def check_task(name: str) -> None:
 
 
 def fill_template(template: str, question: str) -> str:
-    """The prompt that a question becomes.
+    """The prompt for a question.
 
     Raises:
       ValueError: the template has no `{question}`, or other fields.
@@ -244,10 +247,11 @@ class PackingSection:
             at_least("packing", self, row_length=1)
 
     def settle(self, longest: int, multiple: int) -> None:
-        """Fills in `row_length` where it is null.
+        """Fills in `row_length` if it is null.
 
         Args:
-          longest: tokens of a sample at most. multiple: that rows must be of.
+          longest: largest number of tokens of a sample.
+          multiple: number that has to divide the row length.
         """
         if self.row_length is None:
             step = math.lcm(128, multiple)
@@ -463,7 +467,7 @@ class RLConfig:
         _check_spot(self)
 
     def _settle_draft_mode(self) -> None:
-        """`draft.mode=auto` follows what drafts, once that is known (see `settle_drafting`)."""
+        """Settles `draft.mode=auto` if the draft source is known (else `settle_drafting` does)."""
         if self.draft.mode != "auto":
             return
         if self.rollout.spec().is_off:
@@ -474,13 +478,13 @@ class RLConfig:
 
     @property
     def rollout_devices(self) -> int:
-        """Devices that a rollout runs on."""
+        """The number of devices that rollouts run on."""
         roll = self.rollout
         return roll.replicas * roll.tp if roll.own_devices else self.mesh.size
 
 
 def _short_seed(key: str, seed: int) -> None:
-    """Refuses a seed of more than 32 bits, of which jax would drop the others."""
+    """Refuses a seed of more than 32 bits, which jax would cut off."""
     if not 0 <= seed < 1 << 32:
         raise ValueError(f"{key}: expected an integer of 32 bits, 0 to {(1 << 32) - 1}, got {seed}")
 
@@ -499,7 +503,7 @@ def _rows_divide(packing: PackingSection, mesh: MeshConfig) -> None:
 
 
 def _check_spot(cfg: RLConfig) -> None:
-    """Refuses settings with which spot training could not train a head."""
+    """Refuses settings with which spot training cannot train a head."""
     spot, positions = cfg.draft.spot, cfg.packing.rows * cfg.packing.row_length
     if not spot.enabled:
         return
@@ -513,9 +517,9 @@ def _check_spot(cfg: RLConfig) -> None:
         )
     if spot.gaps and cfg.rollout.replicas == 1:
         raise ValueError(
-            "draft.spot trains the head on replicas that have nothing to do while others run, and "
-            "with rollout.replicas=1 there is no other: on one engine it could only move serial "
-            "work. Raise rollout.replicas, set draft.spot.enabled=false, or draft.spot.gaps=false "
+            "draft.spot trains the head on replicas that are idle while others run, and with "
+            "rollout.replicas=1 there is no other replica. Raise rollout.replicas, set "
+            "draft.spot.enabled=false, or draft.spot.gaps=false "
             "for the same schedule without gaps"
         )
     spot.settle(max(1, cfg.draft.max_microbatches) * positions)

@@ -1,6 +1,6 @@
-"""Rewards of completions: a reward that fails is logged, counted and scored as 0.
+"""Scores completions, and finds gold answers for which the reward cannot give 1 ("unwinnable").
 
-And gold answers, before a run begins: those for which the reward cannot give 1 ("unwinnable").
+A reward that fails is logged, counted and scored as 0.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from train.answers.extract import each_gold
 from train.rewards import AnswerReward, get_reward
 from train.tasks.layout import Problem, shown
 
-# So many rows, evenly spaced, have their gold answers checked before a run begins.
+# Number of rows, evenly spaced, whose gold answers are checked before a run.
 ROWS_CHECKED = 300
-# So many failures are logged; all are counted.
+# Number of failures that are logged; all are counted.
 _DESCRIBED = 5
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class RewardsFailedError(RuntimeError):
 
 
 class Score(NamedTuple):
-    """The reward of a completion; `failed`: it was no number, and `value` is 0."""
+    """The reward of a completion; if the reward `failed` to return a number, `value` is 0."""
 
     value: float
     failed: bool = False
@@ -42,11 +42,12 @@ class Scorer:
     """A reward function, called with the columns that its parameters name.
 
     Args:
-      name: of a reward, or `module:function`. reward: the function, if it was found already.
+      name: name of a reward, or `module:function`.
+      reward: the function; None to find it by its name.
 
     Attributes:
-      built_in: what is known of a reward that compares answers; None for any other function.
-      failures: how many calls failed so far.
+      built_in: the reward if it compares answers; None for any other function.
+      failures: number of calls that failed so far.
 
     Raises:
       ValueError: there is no such reward.
@@ -60,10 +61,10 @@ class Scorer:
         self._described: set[tuple[str, str]] = set()  # (row, what went wrong)
 
     def check(self, problem: Problem) -> None:
-        """Checks that a row has all columns that the reward asks for.
+        """Checks that a row has all columns that the reward has as parameters.
 
         Raises:
-          ValueError: names the parameters that no column gives, and the columns.
+          ValueError: a parameter has no column; the message names both.
         """
         have = _columns(problem)
         missing = [name for name in self._required if name not in have]
@@ -96,7 +97,7 @@ class Scorer:
         return self._reward(*args, **columns)
 
     def _failed(self, problem: Problem, what: str, more: str) -> Score:
-        """Counts a failure, and logs it if the row has not failed like this before."""
+        """Counts a failure, and logs it unless the row has failed in the same way before."""
         self.failures += 1
         key = row_name(problem), f"{what}: {more}"
         if key in self._described or len(self._described) >= _DESCRIBED:
@@ -115,13 +116,12 @@ class Scorer:
 
 
 def row_name(problem: Problem) -> str:
-    """Where a problem comes from, for messages."""
+    """The name of a problem's row in messages."""
     return f"the row {problem.place}" if problem.place else f"problem {problem.index}"
 
 
 def as_number(value: Any) -> float | None:
-    """A finite number as float: Python's, or a scalar of numpy or jax; None: it is anything else,
-    a bool included."""
+    """A finite number of Python, numpy or jax as float; None for anything else, also for a bool."""
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, (numbers.Real, Decimal)):
@@ -134,9 +134,13 @@ def as_number(value: Any) -> float | None:
 
 
 def _parameters(reward: Callable[..., Any]) -> tuple[str | None, list[str], list[str] | None]:
-    """The parameters of a reward after the completion: the name of the second, which is the answer
-    where no column has that name (None: there is none); further ones without a default; all
-    further ones by name (None: it takes any)."""
+    """The parameters of a reward after the completion.
+
+    Returns:
+      (second, required, all). second is the name of the second parameter, which gets the answer if
+      no column has that name; None without one. required has the names of further parameters
+      without a default. all has the names of all further parameters; None if it takes any.
+    """
     kinds = inspect.Parameter
     try:
         rest = list(inspect.signature(reward).parameters.values())
@@ -156,7 +160,7 @@ def _parameters(reward: Callable[..., Any]) -> tuple[str | None, list[str], list
 
 
 def _columns(problem: Problem) -> dict[str, Any]:
-    """The columns that a reward may ask for, by name."""
+    """The columns that a reward may have as parameters, by name."""
     text = isinstance(problem.prompt, str)
     own = {"answer": problem.answer, "prompt": problem.prompt if text else list(problem.prompt)}
     if not isinstance(problem.answer, str):
@@ -167,9 +171,11 @@ def _columns(problem: Problem) -> dict[str, Any]:
 
 
 def _line_of(error: BaseException, reward: Callable[..., Any]) -> str:
-    """Where a reward raised, as ` at module.py:LINE`: the innermost frame of the user's own code,
-    which is what lies beside the reward's file or below its directory; "" if there is none."""
-    frames = traceback.extract_tb(error.__traceback__)[2:]  # behind those of this module
+    """Where a reward raised, as ` at module.py:LINE`; "" if unknown.
+
+    It is the innermost frame of the user's own code, in or below the directory of the reward.
+    """
+    frames = traceback.extract_tb(error.__traceback__)[2:]  # after the frames of this module
     inner = inspect.unwrap(reward)
     code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
     folder = Path(code.co_filename).parent if code is not None else None
@@ -192,8 +198,10 @@ def _one_line(error: BaseException) -> str:
 
 
 def unwinnable(scorer: Scorer, problem: Problem) -> str | None:
-    """Why no completion can earn a built-in reward for this row; None: one can, or the reward is
-    the user's own."""
+    """The reason why no completion can score 1 for a row; None if one can, or if it is unknown.
+
+    It is unknown for a reward of the user's own.
+    """
     known = scorer.built_in
     if known is None:
         return None
@@ -205,7 +213,7 @@ def unwinnable(scorer: Scorer, problem: Problem) -> str | None:
 
 
 def shown_gold(problem: Problem) -> str:
-    """The gold answer, or answers, in a message."""
+    """The gold answer, or answers, for a message."""
     golds = each_gold(problem.answer)
     if len(golds) == 1:
         return f"gold answer {shown(golds[0])}"
@@ -222,7 +230,7 @@ def evenly(source: Sequence, count: int) -> list[int]:
 def check_gold(
     scorer: Scorer, problems: Sequence[Problem], count: int = ROWS_CHECKED
 ) -> tuple[list[tuple[Problem, str]], int]:
-    """(rows that cannot be won with the reason of each, how many were looked at)."""
+    """Checks up to `count` rows: (unwinnable rows with their reasons, number of rows checked)."""
     if scorer.built_in is None:
         return [], 0
     rows = [problems[i] for i in evenly(problems, count)]
@@ -230,21 +238,27 @@ def check_gold(
     return [(row, reason) for row, reason in found if reason], len(rows)
 
 
-def about_gold(
-    scorer: Scorer, found: Sequence[tuple[Problem, str]], looked_at: int, most: int = 5
+def unwinnable_message(
+    scorer: Scorer, found: Sequence[tuple[Problem, str]], checked: int, most: int = 5
 ) -> str:
-    """One line about rows that cannot be won."""
+    """A line that names unwinnable rows, `most` of them at most."""
     named = "; ".join(f"{row_name(row)}: {reason}" for row, reason in found[:most])
     more = f"; and {len(found) - most} more" if len(found) > most else ""
     return (
-        f"{len(found)} of {looked_at} gold answers looked at cannot be won with "
+        f"{len(found)} of {checked} gold answers checked cannot be won with "
         f"reward={scorer.name}, which reads {scorer.built_in.gold}: {named}{more}"
     )
 
 
-def about_zero(scorer: Scorer, completion: str, problem: Problem, was_cut: bool) -> str:
-    """A completion that scored 0, the answer read in it, and the gold answer, for a warning that
-    all did. `was_cut`: it reached rollout.max_tokens."""
+def zero_reward_example(scorer: Scorer, completion: str, problem: Problem, was_cut: bool) -> str:
+    """A completion that scored 0, with its answer and the gold answer, for a warning.
+
+    Args:
+      scorer: the reward.
+      completion: text of the completion.
+      problem: problem that it answers.
+      was_cut: whether it reached rollout.max_tokens.
+    """
     text = completion if len(completion) <= 600 else f"{completion[:300]} [...] {completion[-300:]}"
     cut = " (cut off at rollout.max_tokens)" if was_cut else ""
     lines = [f"a completion{cut}: {text!r}"]

@@ -1,9 +1,8 @@
 """`python -m train.sft`: trains a policy, then its draft head, on demonstrations.
 
-First the policy alone, by cross entropy. Then the head alone, on the states of the finished policy:
-on states of a policy that is still trained it would learn to draft for a policy that will not
-exist. This made the embedded policy; its config is in `configs/`. `--resume` goes on with a run
-that was killed.
+The first stage trains the policy by cross entropy. The second trains the head on the states of the
+final policy, for which it will draft. The embedded policy was made by this program, with a config
+in `configs/`. `--resume` continues a run that was killed.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from specjax.weights import load_tokenizer
 from train import data
 from train.cli import CHECKPOINTS, Progress, can_resume, interruptible, run_program
 from train.draft import DraftTrainer, draft_metrics
-from train.inputs import about_data, require_template
+from train.inputs import describe_data, require_template
 from train.log import MetricsLogger
 from train.loss import count_denominators, sft_loss
 from train.packing import pack_demonstrations
 from train.policy import PolicyTrainer, own_family
 from train.schema import SFTConfig
 
-if TYPE_CHECKING:  # slow to import, and needed for nothing but its name
+if TYPE_CHECKING:  # slow to import
     from transformers import PreTrainedTokenizerBase
 
 CONSOLE = (
@@ -57,7 +56,12 @@ CONSOLE = (
 
 
 class PackedDemonstrations:
-    """An endless stream of packed updates; `position` is all that must be saved to resume it."""
+    """An endless stream of packed updates.
+
+    Attributes:
+      position: number of demonstrations taken; the stream resumes from it.
+      passed_over: number of demonstrations that were skipped, because they are longer than a row.
+    """
 
     def __init__(self, cfg: SFTConfig, tokenizer, position: int = 0):
         self._chat = data.uses_chat(cfg.data, tokenizer)
@@ -69,12 +73,12 @@ class PackedDemonstrations:
         self.passed_over = 0
 
     def next_update(self) -> list[dict[str, np.ndarray]]:
-        """Micro-batches filled first-fit until the next demonstration has no room.
+        """Fills the micro-batches of one update first-fit, until a demonstration does not fit.
 
-        A demonstration longer than a row is passed over and counted.
+        Demonstrations longer than a row are skipped and counted.
 
         Raises:
-          ConfigError: a thousand in a row were.
+          ConfigError: a thousand demonstrations in a row were skipped.
         """
         packing = self._cfg.packing
         room = [packing.row_length] * (packing.rows * packing.microbatches)
@@ -107,7 +111,7 @@ class PackedDemonstrations:
 
 
 def _require_calculator(cfg: SFTConfig) -> None:
-    """Refuses `data.strip_calculator` where the columns say that rows are not GSM8K's."""
+    """Refuses `data.strip_calculator=false` for rows that are not GSM8K's."""
     key, task = "data.strip_calculator", data.find_task(cfg.data)
     if cfg.data.strip_calculator or key not in typed_in(cfg) or task is None:
         return
@@ -121,12 +125,12 @@ def _require_calculator(cfg: SFTConfig) -> None:
 def start_model(
     cfg: SFTConfig, mesh, keep_tokenizer: bool = False
 ) -> tuple[ModelConfig, Params, Params, PreTrainedTokenizerBase]:
-    """Model config, policy, head and tokenizer: from `cfg.init`, or new.
-
-    `cfg.dtype` is settled by then.
+    """Loads model config, policy, head and tokenizer from `cfg.init`, or makes new ones.
 
     Args:
-      keep_tokenizer: take the one that an earlier start of this run trained.
+      cfg: settings of the run, with `cfg.dtype` settled.
+      mesh: mesh to train on; None for one device.
+      keep_tokenizer: whether to load the tokenizer that an earlier start of this run trained.
     """
     if cfg.init:
         tokenizer = load_tokenizer(cfg.init)
@@ -144,12 +148,12 @@ def start_model(
 
 
 def with_end(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
-    """The config whose end-of-sequence tokens include the one that demonstrations are ended with.
+    """Settles the end-of-sequence token of demonstrations, and adds it to the model config.
 
-    It is the tokenizer's, or the model's where the tokenizer names none that the model knows.
+    It is the tokenizer's, or the model's if the model does not know the tokenizer's.
 
     Raises:
-      ConfigError: neither names one.
+      ConfigError: neither names an end-of-sequence token.
     """
     model = with_tokenizer_end(model, tokenizer)
     if tokenizer.eos_token_id not in model.eos_token_ids:
@@ -163,7 +167,7 @@ def with_end(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> ModelCon
 
 
 def train_tokenizer(cfg: SFTConfig) -> PreTrainedTokenizerBase:
-    """A tokenizer of the first `cfg.tokenizer_texts` demonstrations, saved in the run."""
+    """Trains a tokenizer on the first `cfg.tokenizer_texts` demonstrations, and saves it."""
     source = data.demonstrations(cfg.data, "train")
     if not isinstance(source[0].prompt, str):
         raise ValueError(
@@ -176,15 +180,15 @@ def train_tokenizer(cfg: SFTConfig) -> PreTrainedTokenizerBase:
 
 
 def tokenizer_dir(cfg: SFTConfig) -> Path:
-    """Where the run's tokenizer is: in `init`, or else in the run itself."""
+    """The directory of the run's tokenizer: `init`, or a directory in the run."""
     return Path(cfg.init) if cfg.init else Path(cfg.out) / TOKENIZER
 
 
 class Run:
-    """Policy, head, the policy's optimizer and data position, and the two stages that move them.
+    """Policy, head, the policy's optimizer, the data position, and the two stages of training.
 
-    Checkpoints of the policy stage are complete; the head stage is short and starts again from the
-    end of the policy stage when it was interrupted.
+    Checkpoints of the policy stage are complete. The head stage is short; if interrupted it starts
+    again from the end of the policy stage.
     """
 
     def __init__(self, cfg: SFTConfig, keep_tokenizer: bool = False):
@@ -192,13 +196,13 @@ class Run:
         stored = "float32"
         own_family(cfg.family)
         if cfg.init:
-            # From here on it is a path: of an id that of one commit, which a resumed run must have.
+            # From here on it is a path. The path of an id names one commit, as --resume needs.
             path = find_model(cfg.init, cfg.revision)
             cfg.init, cfg.revision = (cfg.init if Path(cfg.init).exists() else str(path)), None
             stored = hf.read_config(cfg.init).run.param_dtype
         try:
             self.mesh = sharding.make_mesh(cfg.mesh)
-            self.about_dtype = cfg.dtype.settle(stored, sharding.platform_of(self.mesh))
+            self.dtype_line = cfg.dtype.settle(stored, sharding.platform_of(self.mesh))
             model, params, head, tokenizer = start_model(cfg, self.mesh, keep_tokenizer)
             self.stream = PackedDemonstrations(cfg, tokenizer)
         except hf.UnsupportedModelError:
@@ -222,7 +226,7 @@ class Run:
         self.step, self.stage = 0, "policy"
 
     def describe(self) -> str:
-        """Sizes, for the first lines."""
+        """The line about sizes at start."""
         policy, head = (sum(a.size for a in jax.tree.leaves(t)) for t in (self.params, self.head))
         return (
             f"policy {policy / 1e6:.2f} M parameters, vocabulary {self.model.vocab_size}, "
@@ -230,12 +234,12 @@ class Run:
         )
 
     def trees(self) -> dict:
-        """What a checkpoint of the current stage holds."""
+        """The arrays that a checkpoint of the current stage holds, by name."""
         trees = {"policy": self.params, "draft": self.head}
         return trees | {"policy_opt": self.opt_state} if self.stage == "policy" else trees
 
     def fingerprint(self) -> dict:
-        """The settings that decide what is learned; a resumed run must have the same."""
+        """The settings that change the result of training; a resumed run must have the same."""
         ignored = ("out", "steps", "draft_steps", "log_every", "export_dtype")
         settings = fingerprint(self.cfg, (*ignored, "log", "checkpoint", "mesh", "attention"))
         return settings | {"init": settings["init"] and portable(settings["init"])}
@@ -255,11 +259,11 @@ class Run:
         checkpoints.save(self.step, self.trees(), meta, block)
 
     def restore(self, checkpoints: Checkpointer, step: int | None) -> None:
-        """Continues from a checkpoint; every later update is as in a run never stopped.
+        """Restores a checkpoint; later updates are those of a run that was never stopped.
 
         Raises:
-          ConfigError: it was made with other settings, or is past the steps asked for.
-          CheckpointError: it cannot be used.
+          ConfigError: the checkpoint was made with other settings, or is past the last step.
+          CheckpointError: the checkpoint cannot be read.
         """
         cfg = self.cfg
         _, meta = checkpoints.restore(step, {})
@@ -285,7 +289,7 @@ class Run:
         self.stream.position, self.stream.passed_over = meta["position"], meta["passed_over"]
 
     def train_policy(self, log: MetricsLogger, checkpoints: Checkpointer) -> None:
-        """The rest of the policy stage; its end is a checkpoint whatever `checkpoint.every`."""
+        """Runs the rest of the policy stage, and saves a checkpoint at its end."""
         cfg = self.cfg
         since, tokens = time.perf_counter(), 0.0
         while self.stage == "policy" and self.step < cfg.steps:
@@ -314,7 +318,7 @@ class Run:
             self.save(checkpoints, block=True)
 
     def train_head(self, log: MetricsLogger, checkpoints: Checkpointer) -> None:
-        """The head stage."""
+        """Runs the head stage, and saves a checkpoint at its end."""
         cfg = self.cfg
         if self.stage == "head" or head_steps(cfg) == 0:
             return
@@ -351,10 +355,12 @@ def train(cfg: SFTConfig, resume: bool = False, resume_step: int | None = None) 
     """Runs both stages and exports a Hugging Face directory, whose path is returned.
 
     Args:
-      resume: continue from the newest checkpoint in `cfg.out`, or from `resume_step`.
+      cfg: settings of the run.
+      resume: whether to continue from a checkpoint in `cfg.out`.
+      resume_step: step of that checkpoint; None for the newest.
 
     Raises:
-      ConfigError: `cfg.out` holds checkpoints and is not to be resumed, or the other way round.
+      ConfigError: `cfg.out` holds checkpoints without `resume`, or holds no run with it.
     """
     directory = Path(cfg.out) / CHECKPOINTS
     if not resume and any(directory.glob("*")):
@@ -369,11 +375,11 @@ def train(cfg: SFTConfig, resume: bool = False, resume_step: int | None = None) 
 def _train(
     cfg: SFTConfig, directory: Path, resume: bool, resume_step: int | None, progress: Progress
 ) -> Path:
-    named = cfg.init  # as the user did
+    named = cfg.init  # as the user typed it; `Run` replaces it by a path
     run = Run(cfg, keep_tokenizer=resume)
-    print(about_data(cfg.data, data.uses_chat(cfg.data, run.stream.tokenizer), named))
-    print(f"{run.describe()}\n{run.about_dtype}")
-    print(about_stages(cfg), flush=True)
+    print(describe_data(cfg.data, data.uses_chat(cfg.data, run.stream.tokenizer), named))
+    print(f"{run.describe()}\n{run.dtype_line}")
+    print(describe_stages(cfg), flush=True)
     with Checkpointer(directory, cfg.checkpoint.keep_last) as checkpoints:
         if resume:
             run.restore(checkpoints, resume_step)
@@ -389,15 +395,15 @@ def _train(
 
 
 def head_steps(cfg: SFTConfig) -> int:
-    """Updates of the head stage, which only `draft.mode=online` has."""
+    """The number of updates of the head stage, which only `draft.mode=online` has."""
     return cfg.draft_steps if cfg.draft.mode == "online" else 0
 
 
-def about_stages(cfg: SFTConfig) -> str:
-    """What will be trained, for how many updates, and how to change that."""
+def describe_stages(cfg: SFTConfig) -> str:
+    """The line at start about the number of updates of policy and head."""
     policy = f"trains the policy for {cfg.steps} updates (steps={cfg.steps})"
     if cfg.draft.mode != "online":
-        return f"{policy}; {cfg.draft.about_mode()}: the head is not trained, only exported"
+        return f"{policy}; {cfg.draft.describe_mode()}: the head is not trained, only exported"
     if not cfg.draft_steps:
         return f"{policy}; draft_steps=0: the head is not trained, only exported"
     return (

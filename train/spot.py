@@ -147,7 +147,7 @@ def _arrays(entry: Entry) -> dict[str, Array]:
     return {**entry.batch, "states": entry.states}
 
 
-def about_spot(cfg: RLConfig, in_replicas: bool) -> str:
+def describe_spot(cfg: RLConfig, in_replicas: bool) -> str:
     """The line that tells the user where and when the head is trained.
 
     Args:

@@ -1,4 +1,4 @@
-"""One RL step, and the state that a checkpoint keeps: what `train.rl` drives."""
+"""The trainer of `train.rl`: runs one RL step, saves and restores its state."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from train.loss import count_denominators, finalize_metrics
 from train.packing import empty_batch, pack
 from train.policy import own_family
 from train.processes import (
-    about_idle,
     control_metrics,
     copies_for,
     gather_events,
     gather_replicas,
     gather_telemetry,
+    idle_device_warnings,
     join_engines,
 )
 from train.programs import (
@@ -62,12 +62,18 @@ from train.programs import (
 )
 from train.schema import RLConfig
 from train.scoring import RewardsFailedError
-from train.spot import HeadDevices, ReplayBuffer, SpotTraining, about_spot
+from train.spot import HeadDevices, ReplayBuffer, SpotTraining, describe_spot
 
 
 class _Snapshot(NamedTuple):
-    """The state that is restored when a step is given up after its rollout: `Rollouts.state()`, the
-    head and its optimizer's state, and the states of the controllers of this process."""
+    """The state before a rollout, to restore if the step is abandoned.
+
+    Attributes:
+      rollouts: state of the rollouts.
+      head: weights of the head.
+      draft_opt: state of the head's optimizer.
+      controllers: states of the controllers of this process.
+    """
 
     rollouts: dict[str, Any]
     head: Params | None
@@ -76,11 +82,12 @@ class _Snapshot(NamedTuple):
 
 
 class Trainer:
-    """A run: policy, head, optimizers, engine, data position. `step()` advances it by one.
+    """Policy, head, optimizers, engine and data position of a run; `step()` makes one RL step.
 
     Attributes:
-      on_program: called as `warm_up` goes on, see `Engine.warm_up`.
-      exact: compares rollouts with plain decoding; None unless `rollout.exact_mode` is on.
+      on_program: callback of `warm_up`, see `Engine.warm_up`.
+      exact: comparison of rollouts with plain decoding; None unless `rollout.exact_mode` is on.
+      notes: lines to print at start.
     """
 
     def __init__(self, cfg: RLConfig):
@@ -88,9 +95,9 @@ class Trainer:
         self.on_program: OnProgram | None = None
         self._read_inputs()
         found = load_model(cfg.model, cfg.dtype.params, self.mesh)
-        self.about_dtype = cfg.dtype.settle(found.stored, sharding.platform_of(self.mesh))
+        self.dtype_line = cfg.dtype.settle(found.stored, sharding.platform_of(self.mesh))
         if cfg.rollout.dtype not in (AUTO, cfg.dtype.compute):
-            self.about_dtype += f"; rollouts and evaluation in {cfg.rollout.dtype} (rollout.dtype)"
+            self.dtype_line += f"; rollouts and evaluation in {cfg.rollout.dtype} (rollout.dtype)"
         model, self.params, head = found.cfg, found.policy, found.head
         model = with_tokenizer_end(model, self.tokenizer)
         self.drafting = settle_drafting(cfg, head is not None)
@@ -111,12 +118,12 @@ class Trainer:
         self._build_programs()
 
     def _read_inputs(self) -> None:
-        """Reads what a mistake of the user shows in, before anything is computed."""
+        """Reads model config, tokenizer and data, and checks them before anything is computed."""
         cfg = self.cfg
         named = cfg.model
         own_family(cfg.family)
         try:
-            # From here on it is a path: of an id that of one commit, which --resume must have, too.
+            # From here on it is a path. The path of an id names one commit, as --resume needs.
             cfg.model, cfg.revision = str(find_model(cfg.model, cfg.revision)), None
         except ModelNotFoundError as error:
             raise ConfigError(
@@ -125,7 +132,7 @@ class Trainer:
         try:
             self.mesh, self.replica_meshes = make_meshes(cfg)
             self.copies = copies_for(cfg, self.mesh, self.replica_meshes)
-            idle = about_idle(self.mesh, self.replica_meshes)
+            warnings = idle_device_warnings(self.mesh, self.replica_meshes)
             self.replica_meshes = self.copies.own if self.copies else self.replica_meshes
             fitted = settle_length(cfg, read_config(cfg.model))
             self.tokenizer_dir = tokenizer_dir(cfg.model).absolute()
@@ -134,12 +141,12 @@ class Trainer:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         self.prompts, self.scorer = inputs.prompts, inputs.scorer
-        self.notes = idle + ([fitted] if fitted else []) + inputs.notes
+        self.notes = warnings + ([fitted] if fitted else []) + inputs.notes
         self.order = data.endless(inputs.problems, cfg.data.seed)
         self.heldout = inputs.heldout
 
     def _load_source(self, spec: SpecConfig) -> tuple[Draft, Params]:
-        """Loads another draft source than the head; it is not trained."""
+        """Loads a draft source other than the head, which is not trained."""
         try:
             model = as_rolled_out(self.cfg, self.model)
             _, source, params = load_source(model, spec, None, self.tokenizer, self.mesh)
@@ -148,11 +155,12 @@ class Trainer:
         return source, params
 
     def _build_programs(self) -> None:
+        """Makes jitted programs and engines, and gives the engines their weights."""
         cfg = self.cfg
         built = build_programs(cfg, self.model, self.source, self.mesh, self.replica_meshes)
         self.policy, self.draft = built.policy, built.draft
-        self.engines = built.engines if self.replica_meshes else []  # of this process
-        self._any_engine = built.engines[0]  # has the settings of all, and may never run
+        self.engines = built.engines if self.replica_meshes else []  # this process's replicas
+        self._any_engine = built.engines[0]  # for settings; it may never run
         self.opt_state = self.policy.init_opt_state(self.params)
         self.reference = jax.tree.map(jnp.copy, self.params) if cfg.algo.kl_loss_coef else None
         self.draft_opt = self.draft.init_opt_state(self.head) if self.draft else None
@@ -168,7 +176,7 @@ class Trainer:
         self.sync_weights()
 
     def _build_spot(self, replica_drafts: Sequence[DraftTrainer]) -> None:
-        """Makes the trace of replicas, and the training of the head in their gaps, if used."""
+        """Makes the trace of replicas, and spot training of the head, if they are used."""
         cfg, self.trace, self.spot = self.cfg, None, None
         spot = self.draft is not None and cfg.draft.spot.enabled
         if cfg.rollout.replicas > 1 or spot:
@@ -182,7 +190,7 @@ class Trainer:
                 places = [*map(HeadDevices, replica_drafts, first)]
             apart, context = inside and self.copies is not None, self.policy.context
             self.spot = SpotTraining(places, cfg.draft, self.trace, apart, context)
-            self.notes.append(about_spot(cfg, inside))
+            self.notes.append(describe_spot(cfg, inside))
         if self.copies is not None:
             self.engine.on_poll = self._on_poll
             if self.spot is not None and self.spot.in_rollouts:
@@ -198,15 +206,15 @@ class Trainer:
             self.spot.use_idle(self.engine.idle_replicas)
 
     def sync_weights(self) -> None:
-        """Hands policy and draft to the engine; compiles nothing after the first time."""
+        """Gives the weights of policy and draft to the engine; only the first call compiles."""
         draft = self.head if self.source is None else self.source_params
         self.engine.set_params(self.params, draft)
 
     def start_lines(self) -> list[str]:
-        """Lines about rollouts for the user, before they begin."""
+        """The lines about rollouts at start."""
         *lines, kernel = self._any_engine.start_lines()
         if self.exact is not None:
-            lines.append(self.exact.about())
+            lines.append(self.exact.describe())
         return [*lines, f"{kernel} for rollouts, {self.policy.cfg.run.attention} for training"]
 
     def programs_to_compile(self) -> int:
@@ -220,9 +228,9 @@ class Trainer:
         return (chunk_features(self.cfg, self.model),)
 
     def warm_up(self) -> StartUp:
-        """Compiles what rollouts and evaluation need, before the first timed step.
+        """Compiles the programs of rollouts and evaluation, before the first timed step.
 
-        Another call compiles nothing, and returns the same.
+        A further call compiles nothing, and returns the same.
         """
         if self._start_up is not None:
             return self._start_up
@@ -252,8 +260,8 @@ class Trainer:
 
         Raises:
           RewardsFailedError: a larger share of the step's rewards failed than
-            `max_failed_rewards`. Policy, head and controllers are as before, and the step can be
-            made again.
+            `max_failed_rewards`. Policy, head and controllers are restored, and the step can be
+            repeated.
         """
         step = self.done_steps + 1
         before = self._snapshot()
@@ -293,7 +301,7 @@ class Trainer:
         return metrics
 
     def _roll_out(self, step: int) -> tuple[list[Group], dict]:
-        """Returns the groups to train on, and metrics; spot training trains the head meanwhile."""
+        """Runs a rollout, and spot training meanwhile; returns groups to train on and metrics."""
         if self.spot is not None:
             self.spot.begin(step, self.head, self.draft_opt, self.params)
         if self.trace is not None:
@@ -310,7 +318,7 @@ class Trainer:
             self.trace.end()
         if self.exact is not None:
             metrics |= self.exact.compare(self.params, self.rollouts.begun())
-        self.engine.release()  # frees its memory for training, which ends with other weights
+        self.engine.release()  # frees memory for training; `sync_weights` brings new weights
         if self.spot is not None:
             started = time.perf_counter()
             self.head, self.draft_opt, sums = self.spot.finish()
@@ -319,12 +327,12 @@ class Trainer:
         return groups, metrics
 
     def _snapshot(self) -> _Snapshot:
-        """The state that a rollout changes; spot training leaves its input trees valid."""
+        """The state that a rollout changes; spot training leaves its input arrays valid."""
         controllers = [copy.deepcopy(engine.controller.state()) for engine in self.engines]
         return _Snapshot(self.rollouts.state(), self.head, self.draft_opt, controllers)
 
     def _undo_rollout(self, before: _Snapshot) -> None:
-        """Restores the state before the rollout, of which nothing is written."""
+        """Restores the state before the rollout, and drops the rollout's records."""
         self.rollouts.load_state(before.rollouts)
         self.head, self.draft_opt = before.head, before.draft_opt
         for engine, state in zip(self.engines, before.controllers, strict=True):
@@ -334,14 +342,14 @@ class Trainer:
         self.sync_weights()  # the rollout released them at its end
 
     def _write_trace(self) -> None:
-        """Appends this step's events to their file."""
+        """Appends the replicas' events of this step to their file."""
         if self.trace is not None:
             events = gather_events(self.engines, self.trace.events)
             if distributed.is_first():
                 self.trace.write(Path(self.cfg.out) / TRACE_FILE, events)
 
     def _write_telemetry(self) -> None:
-        """Appends this step's rejections to their file, and drops them."""
+        """Appends the rejections of this step to their file, and clears them."""
         collector = self.engine.telemetry
         if collector is not None:
             whole = gather_telemetry(self.engines)
@@ -350,7 +358,7 @@ class Trainer:
             collector.clear()
 
     def _score_carried(self) -> None:
-        """Scores carried groups now, with the weights that sampled their new tokens."""
+        """Scores the new tokens of carried groups with the weights that sampled them."""
         score_new_tokens(
             self.rollouts.carried,
             lambda batch: self.policy.fetch(
@@ -361,8 +369,11 @@ class Trainer:
         )
 
     def _update_policy(self, groups: list[Group], metrics: dict, step: int):
-        """Packs the groups and runs the policy's updates; returns the micro-batches that the
-        head can be trained on, and their states."""
+        """Packs the groups and runs the policy's updates.
+
+        Returns:
+          (micro-batches to train the head on, their states).
+        """
         cfg = self.cfg
         advantages = cfg.algo.build().advantages(np.array([group.rewards for group in groups]))
         samples = to_samples(groups, advantages, step if cfg.rollout.partial else None)
@@ -398,15 +409,18 @@ class Trainer:
         return all_batches[: len(all_states)], all_states
 
     def _states_to_keep(self, kept: int) -> int | None:
-        """The number of further micro-batches whose states the head is trained on, beside `kept`
-        ones; None: all."""
+        """The number of further micro-batches whose states to keep for the head; None for all.
+
+        Args:
+          kept: number of states kept so far.
+        """
         if self.draft is None:
             return 0
         most = self.cfg.draft.max_microbatches
         return max(most - kept, 0) if most else None
 
     def _scored(self, batch: dict) -> dict:
-        """A micro-batch on the devices, with old and reference log-probabilities as needed."""
+        """Moves a micro-batch to the devices, and adds old and reference log-probabilities."""
         placed = self.policy.place(batch)
         for name in scores_to_add(self.cfg):
             placed[name] = self.policy.logprobs(self.params, placed)
@@ -417,7 +431,8 @@ class Trainer:
     def _update_draft(self, batches, states, metrics: dict) -> None:
         """Trains the head on the update's states, with the updated embedding and lm_head.
 
-        The states are one update older than these two; the head will be used with the newer ones.
+        The states are those of the old policy; the head will draft with the new embedding and
+        lm_head.
         """
         if not batches:  # every group was dropped
             return
@@ -429,7 +444,7 @@ class Trainer:
     # --- evaluation, checkpoints -------------------------------------------------------------
 
     def evaluate(self) -> dict[str, float]:
-        """Held-out reward and mean length, sampled with the same seeds every time."""
+        """Metrics of evaluation on held-out problems, with the same seeds every time."""
         self.eval_engine.set_params(self.params)
         found = evaluate(
             self.eval_engine,
@@ -443,7 +458,7 @@ class Trainer:
         return found
 
     def trees(self) -> dict:
-        """The arrays that a checkpoint holds."""
+        """The arrays that a checkpoint holds, by name."""
         trees = {"policy": self.params, "policy_opt": self.opt_state}
         if self.head is not None:
             trees["draft"] = self.head
@@ -456,14 +471,16 @@ class Trainer:
         return trees
 
     def fingerprint(self) -> dict:
-        """The settings that decide what is learned; a resumed run must have the same."""
+        """The settings that change the result of training; a resumed run must have the same."""
         ignored = ("out", "steps", "log", "checkpoint", "eval", "max_failed_rewards")
         settings = fingerprint(self.cfg, (*ignored, "mesh", "distributed", "attention", "remat"))
         settings["model"] = portable(settings["model"])
         for name in self.cfg.rollout.may_change:
             settings["rollout"].pop(name)
         if self.cfg.rollout.invariant and "replicas" in self.cfg.rollout.may_change:
-            settings["rollout"]["replicas"] = "any"  # but not 1 without devices of its own
+            settings["rollout"]["replicas"] = (
+                "any"  # any number of replicas with devices of their own
+            )
         settings["draft"]["spot"].pop("gaps")  # changes only when the head is trained
         return settings
 
@@ -491,13 +508,14 @@ class Trainer:
                 heads.wait()
 
     def restore(self, checkpoints: Checkpointer, step: int | None) -> None:
-        """Continues from a checkpoint; every later step is as in a run never stopped.
+        """Restores a checkpoint; later steps are those of a run that was never stopped.
 
         Raises:
-          ConfigError: it was made with other settings. CheckpointError: it cannot be used.
+          ConfigError: the checkpoint was made with other settings.
+          CheckpointError: the checkpoint cannot be read.
         """
         _, meta = checkpoints.restore(step, {})
-        # A checkpoint written before objectives had options lacks their keys: defaults.
+        # Settings that the checkpoint does not have yet count as their defaults.
         require_same_settings(meta.get("settings", {}), self.fingerprint(), RLConfig)
         found = self.trees()
         found.pop("replay", None)
@@ -516,10 +534,10 @@ class Trainer:
             self.spot.buffer.load(replay, trees.get("replay", {}))
         self.done_steps = meta["step"]
         self.rollouts.load_state(meta["rollouts"])
-        self.engine.release()  # drops the weights that the run began with
+        self.engine.release()  # frees the initial weights
         self.sync_weights()
         states = [meta["controller"], *meta["more_controllers"]]
         before = self.copies.before if self.copies else 0
         for replica, engine in enumerate(self.engines, before):  # there may be more replicas now
             engine.controller.load_state(states[replica] if replica < len(states) else states[0])
-        self.warm_up()  # last: measured costs are those of the present machine
+        self.warm_up()  # last, so that measured costs are those of this machine

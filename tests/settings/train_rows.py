@@ -317,7 +317,7 @@ def first_prompt(cfg):
 def looked_at(cfg: RLConfig):
     """What becomes of a prompt that is too long."""
     prompts = Prompts(tokenizer(), cfg.data, cfg.rollout.max_prompt_tokens)
-    return outcome(lambda: prompts.look(Problem("1+1=" * 20, "2", 0)))
+    return outcome(lambda: prompts.fit(Problem("1+1=" * 20, "2", 0)))
 
 
 def unwinnable(cfg: RLConfig):

@@ -236,13 +236,13 @@ def test_a_step_that_does_not_fill_says_so_every_ten_batches(caplog, monkeypatch
     rare = (*[False] * 32, True, True, True)
     lines = said_of(caplog, Rule(3, 3, True, batches=0), rare)
     assert len(lines) == 1
-    assert "step 1 has looked at 30 groups" in lines[0] and "=0 sets no limit" in lines[0]
+    assert "step 1 has started 30 groups" in lines[0] and "=0 sets no limit" in lines[0]
     assert "0 have differing rewards, of rollout.prompts=3" in lines[0]
     assert "all rewards are equal (1 in " in lines[0]
     rarer = (*[False] * 64, True, True, True)
     assert len(said_of(caplog, Rule(3, 3, True, batches=0), rarer)) == 2
     (line,) = said_of(caplog, Rule(3, 3, True, batches=15), rarer)
-    assert "=15 lets it look at 45" in line
+    assert "=15 allows 45 groups" in line
     # What ends with ten batches has a line of its own, after the step.
     assert not said_of(caplog, Rule(3, 3, True, batches=10), rarer)
     assert not said_of(caplog, Rule(3, 3, False), rarer)

@@ -373,7 +373,7 @@ def test_devices_without_work_are_shared_out_and_named(
     assert [d.id for d in mesh.devices.flat] == [*training]
     assert [d.id for place in places for d in place.devices.flat] == [*rollouts]
     assert copies.through_hosts == (set(training) != set(rollouts))
-    lines = processes.about_idle(mesh, places)
+    lines = processes.idle_device_warnings(mesh, places)
     assert len(lines) == len(said) and all(map(str.__contains__, lines, said)), lines
 
 

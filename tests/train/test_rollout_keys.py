@@ -37,7 +37,7 @@ def test_the_keys_of_a_rollout_are_those_of_spec_config():
         ({"strategy": "6_4_16", "acceptance": "recursive"}, "'coupled'"),
         ({"strategy": "4x4x4"}, "spec_verify_tokens = 48"),
         ({"tau": 0.0}, "tau must be a finite number greater than 0"),
-        ({"source": "ngram", "acceptance": "block"}, "who runs beside whom"),
+        ({"source": "ngram", "acceptance": "block"}, "the samples that share a batch"),
     ],
 )
 def test_a_combination_that_cannot_be_is_refused_with_the_section(settings, said):
@@ -213,7 +213,7 @@ def test_a_run_says_where_the_last_bits_of_its_weights_depend_on_the_clock(chang
     """They do where the loss is weighed by log-probabilities of rollouts."""
 
     def said(*argv, dtype="float32"):
-        return rl.about_precision(parse_config(RLConfig, [*argv])[0], dtype)
+        return rl.precision_warning(parse_config(RLConfig, [*argv])[0], dtype)
 
     told = said("algo.tis=true", changed)
     assert "parameters, and hence later tokens, may differ between repetitions" in told

@@ -279,11 +279,11 @@ def test_a_choice_of_the_user_is_followed():
 def test_a_head_whose_updates_are_scaled_to_nothing_stays_as_it_is_and_a_line_says_so(argv):
     cfg, said = settled("draft.mtp_loss_scaling_factor=0", *argv, has_head=True)
     assert (cfg.rollout.source, cfg.draft.mode) == ("head", "frozen")
-    why = "for draft.mtp_loss_scaling_factor=0 makes every update 0"
+    why = "because draft.mtp_loss_scaling_factor=0 makes every update 0"
     assert said.endswith(f"(draft.mode=frozen, {why})")
     demonstrations, _ = parse_config(SFTConfig, ["draft.mtp_loss_scaling_factor=0"])
     assert sft.head_steps(demonstrations) == 0
-    assert f"draft.mode=frozen, {why}: the head is not" in sft.about_stages(demonstrations)
+    assert f"draft.mode=frozen, {why}: the head is not" in sft.describe_stages(demonstrations)
     parse_config(RLConfig, ["draft.mtp_loss_scaling_factor=0.2"])
 
 

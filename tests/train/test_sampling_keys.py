@@ -192,7 +192,7 @@ def test_another_dtype_of_rollouts_is_what_tis_corrects(thin_policy, tmp_path):
     trainer = make(thin_policy, tmp_path, **changes)
     assert trainer.engine.runner.cfg.run.compute_dtype == "bfloat16"
     assert trainer.model.run.compute_dtype == "float32" == trainer.policy.cfg.run.compute_dtype
-    assert "rollouts and evaluation in bfloat16 (rollout.dtype)" in trainer.about_dtype
+    assert "rollouts and evaluation in bfloat16 (rollout.dtype)" in trainer.dtype_line
     leaves = jax.tree.leaves(trainer.engine.runner.params)
     assert {str(leaf.dtype) for leaf in leaves} == {"bfloat16"}
     metrics = trainer.step()

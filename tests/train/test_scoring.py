@@ -20,7 +20,15 @@ from train.collect import Rollouts
 from train.inputs import Inputs, read_inputs
 from train.log import read_metrics
 from train.schema import RLConfig
-from train.scoring import Score, Scorer, about_zero, as_number, check_gold, evenly, unwinnable
+from train.scoring import (
+    Score,
+    Scorer,
+    as_number,
+    check_gold,
+    evenly,
+    unwinnable,
+    zero_reward_example,
+)
 from train.tasks.layout import Problem, split_of
 
 # --- one reward ----------------------------------------------------------------------------------
@@ -302,7 +310,7 @@ def test_a_first_step_without_any_reward_shows_what_was_read(thin_policy, tmp_pa
     assert said.startswith("WARNING: step 1: ") and "the gold answer '" in said
     assert re.search(r"a completion( \(cut off at rollout.max_tokens\))?: '", said)
     problem = Problem("p", "5", 0)
-    said = about_zero(Scorer("number"), "no number", problem, was_cut=False)
+    said = zero_reward_example(Scorer("number"), "no number", problem, was_cut=False)
     assert "the answer that reward=number read in it: none" in said
     assert "data.prompt_template" in said
 
@@ -344,7 +352,7 @@ def test_prompts_that_are_too_long_are_counted_and_dropped_cut_or_refused(thin_p
     for choice in ("drop", "truncate"):
         cfg, inputs = read(thin_policy, path, **common, **{"data.overlong_prompts": choice})
         said = next(x for x in inputs.notes if "max_prompt_tokens" in x)
-        assert re.search(r"WARNING: \d+ of \d+ prompts looked at have more tokens", said)
+        assert re.search(r"WARNING: \d+ of \d+ prompts checked have more tokens", said)
         assert "the longest 22" in said and f"data.overlong_prompts={choice}" in said
         rollouts = rollouts_of(cfg, inputs)
         rollouts._at = 0
@@ -354,7 +362,7 @@ def test_prompts_that_are_too_long_are_counted_and_dropped_cut_or_refused(thin_p
     assert sizes == {"drop": {6}, "truncate": {6, 12}}
     with pytest.raises(ValueError, match=r"the row \S+rows.jsonl:\d+ has a prompt of 22 tokens"):
         read(thin_policy, path, **common, **{"data.overlong_prompts": "error"})
-    with pytest.raises(ValueError, match=r"all \d+ prompts looked at .* have 6 to 22 tokens"):
+    with pytest.raises(ValueError, match=r"all \d+ prompts checked .* have 6 to 22 tokens"):
         read(thin_policy, path, **common, **{"rollout.max_prompt_tokens": 3})
 
 
@@ -377,8 +385,8 @@ def test_held_out_rows_are_looked_at_too(thin_policy, tmp_path):
     path.write_text(path.read_text().replace("+1=", "+2="))
     _, inputs = read(thin_policy, path, **common)
     said = "\n".join(inputs.notes)
-    assert "WARNING: 1 of 6 held-out prompts looked at have more tokens" in said
-    assert "WARNING: held out: 6 of 6 gold answers looked at cannot be won" in said
+    assert "WARNING: 1 of 6 held-out prompts checked have more tokens" in said
+    assert "WARNING: held out: 6 of 6 gold answers checked cannot be won" in said
 
 
 def rewarded(rewards):
@@ -401,13 +409,13 @@ def test_a_resumed_run_knows_whether_there_was_a_reward_before(before, then, sai
     first, resumed = rollouts(), rollouts()
     first._reward_metrics(rewarded(before))
     resumed.load_state(json.loads(json.dumps(first.state())))
-    assert resumed.about_zero() is None, "nothing was sampled yet"
+    assert resumed.zero_reward_example() is None, "nothing was sampled yet"
     resumed._reward_metrics(rewarded(then))
-    assert (resumed.about_zero() is not None) == said
+    assert (resumed.zero_reward_example() is not None) == said
     older = {key: value for key, value in first.state().items() if key != "any_reward"}
     resumed.load_state(older)
     resumed._reward_metrics(rewarded([0]))
-    assert resumed.about_zero() is None
+    assert resumed.zero_reward_example() is None
 
 
 @pytest.mark.parametrize(

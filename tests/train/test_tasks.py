@@ -14,7 +14,7 @@ import pytest
 from specjax.command_line import ConfigError, parse_config
 from train import data, data_report, rl, sft
 from train.data import demonstrations, encode_prompt, problems
-from train.inputs import Prompts, about_data, require_template
+from train.inputs import Prompts, describe_data, require_template
 from train.registry import TASKS
 from train.schema import DataConfig, RLConfig, SFTConfig
 from train.scoring import Scorer
@@ -417,10 +417,12 @@ def test_rows_with_several_gold_answers_are_counted_at_start(tmp_path):
     rows = [{"prompt": "a", "answer": ["1", "2"]}, {"prompt": "b", "answer": ["3"]}]
     rows += [{"prompt": "a", "answer": ["1", "2"]}, {"prompt": "c", "answer": '["4", "5"]'}]
     cfg = config(tmp_path / "rows.jsonl", rows)
-    said = about_data(cfg, chat=False, model=None)
+    said = describe_data(cfg, chat=False, model=None)
     assert "4 rows" in said and "1 duplicates kept" in said
     assert "3 with several gold answers, of which any is right" in said
-    assert "several gold" not in about_data(config(tmp_path / "one.jsonl", rows[1:2]), False, None)
+    assert "several gold" not in describe_data(
+        config(tmp_path / "one.jsonl", rows[1:2]), False, None
+    )
 
 
 def test_both_splits_of_one_file_share_no_prompt(tmp_path):

@@ -71,12 +71,12 @@ def test_a_run_says_what_may_not_be_as_its_user_thinks(thin_policy, tmp_path, ca
     said = next(x for x in lines if x.startswith("WARNING: rollout.over_sample=1.5"))
     assert "12 samples of a step share 8 slots" in said and "rollout.max_batch=12" in said
     cfg = settings(thin_policy, **changes)
-    assert rl.about_precision(cfg, "bfloat16") is None, "one strategy, one replica"
+    assert rl.precision_warning(cfg, "bfloat16") is None, "one strategy, one replica"
     cfg = settings(thin_policy, **controlled)
-    assert rl.about_precision(cfg, "float32") is None
-    assert rl.about_slots(settings(thin_policy, **slots)) is None, "nothing is over-sampled"
+    assert rl.precision_warning(cfg, "float32") is None
+    assert rl.slots_warning(settings(thin_policy, **slots)) is None, "nothing is over-sampled"
     enough = too_many | {"rollout.max_batch": "12"}
-    assert rl.about_slots(settings(thin_policy, **enough)) is None
+    assert rl.slots_warning(settings(thin_policy, **enough)) is None
 
 
 def settings(policy, **changes) -> RLConfig:

@@ -29,5 +29,5 @@ class GRPO(Clipped):
         segments: Int[Array, "R S"],
         loss_mask: Float[Array, "R S"],
     ) -> tuple[Float[Array, "R S"], dict[str, Float[Array, "R S"]]]:
-        """Computes policy_t, and what is logged of it, see `specjax.interfaces.Objective`."""
+        """Computes policy_t, and the values to log, see `specjax.interfaces.Objective`."""
         return self.surrogate(bounded_exp(logprobs.new - logprobs.old), advantages)

@@ -45,7 +45,7 @@ class GSPO(Clipped):
         segments: Int[Array, "R S"],
         loss_mask: Float[Array, "R S"],
     ) -> tuple[Float[Array, "R S"], dict[str, Float[Array, "R S"]]]:
-        """Computes policy_t, and what is logged of it, see `specjax.interfaces.Objective`."""
+        """Computes policy_t, and the values to log, see `specjax.interfaces.Objective`."""
         new, fixed = logprobs.new, jax.lax.stop_gradient(logprobs.new)
         lengths = jnp.maximum(sample_sums(loss_mask, segments), 1.0)
         log_ratio = sample_sums(fixed - logprobs.old, segments) / lengths  # 0 outside of the loss

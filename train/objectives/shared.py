@@ -60,7 +60,7 @@ class GroupRelative:
             raise ValueError(f"expected advantage_eps >= 0, got {self.advantage_eps}")
 
     def advantages(self, rewards: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
-        """See `group_advantages`."""
+        """Computes advantages by `group_advantages`."""
         return group_advantages(rewards, self.normalize_std, self.advantage_eps)
 
     def weights(
@@ -69,7 +69,7 @@ class GroupRelative:
         segments: Int[Array, "R S"],
         counts: Denominators,
     ) -> Float[Array, "R S"]:
-        """See `loss_weights`."""
+        """Computes the weights of tokens by `loss_weights`."""
         return loss_weights(loss_mask, segments, self.loss_aggregation, counts)
 
 
@@ -98,7 +98,7 @@ class Clipped(GroupRelative):
     def surrogate(
         self, ratio: Float[Array, "R S"], advantages: Float[Array, "R S"]
     ) -> tuple[Float[Array, "R S"], dict[str, Float[Array, "R S"]]]:
-        """Computes the loss of every token, and what is logged of it by name."""
+        """Computes the loss of every token, and the values to log per token."""
         clipped = jnp.clip(ratio, 1.0 - self.clip_ratio, 1.0 + self.clip_ratio_high)
         policy = -jnp.minimum(ratio * advantages, clipped * advantages)
         cut = clipped * advantages < ratio * advantages
@@ -106,7 +106,7 @@ class Clipped(GroupRelative):
 
 
 def zero_variance_groups(rewards: Float[np.ndarray, "P G"]) -> np.ndarray:
-    """Marks groups whose samples all got the same reward, and so have no gradient.
+    """Marks groups whose samples all have the same reward, and so no gradient.
 
     Args:
       rewards: one row per prompt.
@@ -194,5 +194,5 @@ def loss_weights(
 
 
 def bounded_exp(log_ratio: Array) -> Array:
-    """exp(), finite whatever it is given but NaN."""
+    """exp() of a clipped argument, finite for all numbers."""
     return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))

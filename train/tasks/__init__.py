@@ -14,7 +14,7 @@ from train.registry import TASKS
 
 
 def recognise(columns: Collection[str]) -> Task | None:
-    """The task whose rows have these columns; None: no task knows them."""
+    """The task whose rows have these columns; None if no task knows them."""
     return next((task for task in _all() if task.recognises(columns)), None)
 
 
@@ -27,13 +27,13 @@ def find_task(name: str) -> Task:
     """A task by its name, or a user's own by dotted path `module:attribute`.
 
     Raises:
-      ValueError: unknown name, or a path that leads to no `Task`.
+      ValueError: the name is unknown, or the path does not lead to a `Task`.
     """
     found = TASKS.find(name)
     if not isinstance(found, Task):
         raise ValueError(
-            f"task {name!r} is a {type(found).__name__}; expected {TASKS.expected}, or anything "
-            "else with the attributes and methods of specjax.interfaces.Task"
+            f"task {name!r} is a {type(found).__name__}; expected {TASKS.expected}, or another "
+            "object with the attributes and methods of specjax.interfaces.Task"
         )
     return found
 

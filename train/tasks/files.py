@@ -1,4 +1,4 @@
-"""Rows of a file: JSON lines, a JSON array or parquet, each perhaps gzipped.
+"""Reads the rows of a file: JSON lines, a JSON array or parquet, each optionally gzipped.
 
 The first bytes decide the format, not the name.
 """
@@ -21,11 +21,11 @@ _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where it stands, row) of every row in order; blank lines are skipped.
+    """Yields (place for messages, row) for every row in order; blank lines are skipped.
 
     Raises:
-      FileNotFoundError: no such file.
-      ValueError: it is no file of rows, or one is damaged; with place and remedy.
+      FileNotFoundError: the file does not exist.
+      ValueError: the file has none of the formats, or a row is damaged.
     """
     path = Path(path)
     if path.is_dir():
@@ -73,10 +73,10 @@ def _parquet(file, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
     number = 0
     try:
-        # Parquet is read from its end: what comes out of gzip would be unpacked again and again.
+        # Parquet is read from its end, so a gzipped file has to be unpacked first.
         zipped = isinstance(file.raw, gzip.GzipFile)
         table = pyarrow.parquet.ParquetFile(io.BytesIO(file.read()) if zipped else file)
-        for batch in table.iter_batches(batch_size=1024):  # the first rows alone may be wanted
+        for batch in table.iter_batches(batch_size=1024):  # the caller may need the first rows only
             for row in batch.to_pylist():
                 number += 1
                 yield f"{path}: row {number}", row
@@ -159,7 +159,7 @@ def _object(row: Any, place: str) -> dict[str, Any]:
 
 
 def _unencodable(row: dict[str, Any]) -> str | None:
-    """The first column with a text, however deep in it, that is no UTF-8."""
+    """The first column with text, at any depth, that UTF-8 cannot encode; None without one."""
     for column, value in row.items():
         left = [column, value]
         while left:

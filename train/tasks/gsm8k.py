@@ -1,7 +1,7 @@
 """GSM8K's rows: `question`, and `answer` with the working first and `#### n` last.
 
-An answer without the mark is all answer, and may be a number. `<<48/2=24>>` annotations are taken
-out of demonstrations when `data.strip_calculator` says so.
+Without the mark the whole column is the answer, which may be a number. `data.strip_calculator`
+removes annotations such as `<<48/2=24>>` from demonstrations.
 """
 
 from train.answers.extract import ANSWER_MARK

@@ -1,4 +1,4 @@
-"""Problems, the class of tasks (`Layout`), and functions that read columns."""
+"""The classes of problems, examples and tasks (`Layout`), and functions that read columns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Row = Mapping[str, Any]
 
 SPLITS = ("train", "heldout")
 
-# One question in so many is held out.
+# One question in this many is held out.
 HELDOUT_SHARE = 16
 
 
@@ -40,9 +40,11 @@ class Problem:
     """A prompt whose response can be checked.
 
     Attributes:
-      prompt: text, or a conversation. answer: the gold answer, or several of which any is right.
-      index: its place in the split.
-      place: where it stands in a file, for messages. columns: of its row, for rewards.
+      prompt: text, or a conversation.
+      answer: the gold answer, or several, of which any is right.
+      index: number of the problem in its split.
+      place: place of its row in a file, for messages.
+      columns: further columns of its row, for rewards.
     """
 
     prompt: str | tuple[Message, ...]
@@ -61,18 +63,18 @@ class Demonstration:
 
 
 class RowError(ValueError):
-    """A row is not what its task says; the message says which column, and what was expected."""
+    """A row that its task cannot read; the message names the column and the expected value."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A row as a task reads it.
+    """A row after a task has read it.
 
     Attributes:
       prompt: a question as text, or a conversation up to the assistant's turn.
-      answer: the gold answer, "" where the row has none; several of which any is right.
-      response: a demonstration, without stop token; None: the row has none.
-      columns: further columns, for rewards that ask for them by name.
+      answer: the gold answer, or several, of which any is right; "" if the row has none.
+      response: a demonstration without stop token; None if the row has none.
+      columns: further columns, for rewards with parameters of their names.
     """
 
     prompt: str | tuple[Message, ...]
@@ -83,14 +85,15 @@ class Example:
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to write problems down as rows: a `specjax.interfaces.Task`.
+    """One layout of rows: a `specjax.interfaces.Task`.
 
     Attributes:
-      name: as in `data.task`. columns: those it needs, for messages.
-      recognises: whether rows with these column names have it.
-      read: makes an example of a row; raises `RowError`.
-      reward: the name of the reward that suits its answers.
-      template: what `data.prompt_template` is by default, for a model without a chat template.
+      name: name of the task in `data.task`.
+      columns: names of the columns that it needs, for messages.
+      recognises: function that decides from column names whether rows have this layout.
+      read: function that makes an example of a row, or raises `RowError`.
+      reward: name of the reward that suits its answers.
+      template: default of `data.prompt_template` for a model without a chat template.
     """
 
     name: str
@@ -102,10 +105,10 @@ class Layout:
 
 
 def text_of(row: Row, column: str) -> str:
-    """A column that must hold text; it is stripped.
+    """The text of a column, stripped.
 
     Raises:
-      RowError: it is missing, empty or no text.
+      RowError: the column is missing, empty or no text.
     """
     value = row.get(column)
     if not isinstance(value, str) or not value.strip():
@@ -114,13 +117,13 @@ def text_of(row: Row, column: str) -> str:
 
 
 def answers_of(value: Any, column: str) -> list[str]:
-    """Answers as text: of text, of a number, or of a list with one or more of these, which may be
-    written as JSON (`'["34"]'`). No answer is there twice.
+    """The distinct answers in a column, as text.
 
-    A float that is a whole number is written without its point: files often hold integers so.
+    The value may be text, a number, or a list of these, which may be JSON text (`'["34"]'`). Files
+    often hold integers as floats, so a float without fraction is written as an integer.
 
     Raises:
-      RowError: it is anything else, or an empty list.
+      RowError: the value is anything else, or an empty list.
     """
     if isinstance(value, str) and _JSON_LIST.match(value):
         value = _from_json(value)
@@ -157,11 +160,12 @@ def _answer(value: Any) -> str | None:
 
 
 def gold_of(value: Any, column: str) -> Gold:
-    """The gold answer in a worked solution: boxed, or after `####`; else all of it. Several, where
-    the column holds a list of several: any of them is right.
+    """The gold answer in a worked solution: in a box, after `####`, or else all of the text.
+
+    If the column holds a list there may be several, of which any is right.
 
     Raises:
-      RowError: there is none, or the mark `####` has nothing behind it.
+      RowError: there is no answer, or no text follows the mark `####`.
     """
     found = []
     for written in answers_of(value, column):
@@ -177,10 +181,10 @@ def gold_of(value: Any, column: str) -> Gold:
 
 
 def messages_of(value: Any, column: str) -> tuple[Message, ...]:
-    """A conversation: a list of {role, content}, contents being text or lists of text parts.
+    """The conversation in a column: a list of {role, content}, with text or lists of text parts.
 
     Raises:
-      RowError: it is anything else, or empty.
+      RowError: the value is anything else, or empty.
     """
     if not isinstance(value, (list, tuple)) or not value:
         raise RowError(
@@ -208,10 +212,10 @@ def _message(entry: Any, place: str) -> Message:
 
 
 def up_to_answer(conversation: Sequence[Message], column: str) -> tuple[Message, ...]:
-    """A conversation that ends where the assistant is to speak.
+    """Checks that a conversation ends before the assistant's turn.
 
     Raises:
-      RowError: the assistant has spoken last.
+      RowError: the last message is the assistant's.
     """
     if conversation[-1]["role"] == "assistant":
         raise RowError(
@@ -222,7 +226,7 @@ def up_to_answer(conversation: Sequence[Message], column: str) -> tuple[Message,
 
 
 def others(row: Row, *used: str) -> dict[str, Any]:
-    """The columns of a row that a task has not used up."""
+    """The columns of a row without those in `used`."""
     return {name: value for name, value in row.items() if name not in used}
 
 

@@ -1,8 +1,8 @@
 """Rows with a conversation in `messages`.
 
-Where the assistant speaks last, its message is a demonstration and no part of the prompt. The gold
-answer is that of a column (see `prompt.py`), else the one in the demonstration, boxed or after
-`####`; else there is none.
+If the last message is the assistant's, it is a demonstration and no part of the prompt. The gold
+answer is in a column (see `prompt.py`), or else in the demonstration (see `train.answers.extract`);
+otherwise there is none.
 """
 
 from train.answers.extract import final_answer

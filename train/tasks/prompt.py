@@ -1,8 +1,8 @@
-"""Rows of Open-R1 and TRL: `prompt`, text or a conversation, and any further columns, which rewards
-see by their names.
+"""Rows of Open-R1 and TRL: `prompt`, text or a conversation, and any further columns.
 
-The gold answer is the first of `answer`, `ground_truth`, `solution` and `target` that there is; a
-row without one has none, and is for rewards of one's own. `completion` is a demonstration.
+The gold answer is the first of the columns `answer`, `ground_truth`, `solution` and `target` that
+the row has; a row without one needs a reward of your own. `completion` is a demonstration. Rewards
+get all columns by their names.
 """
 
 from train.answers.extract import Gold
@@ -24,15 +24,15 @@ GOLD_COLUMNS = ("answer", "ground_truth", "solution", "target")
 
 
 def read_prompt(row: Row) -> str | tuple[Message, ...]:
-    """The column `prompt`: text as it stands, or a conversation."""
+    """The column `prompt`: text, which is not stripped, or a conversation."""
     if isinstance(row.get("prompt"), str):
-        text_of(row, "prompt")  # spaces at its ends may be meant, but it is not all spaces
+        text_of(row, "prompt")  # raises if it is empty or all spaces
         return row["prompt"]
     return up_to_answer(messages_of(row.get("prompt"), "prompt"), "prompt")
 
 
 def gold_of_row(row: Row) -> Gold | None:
-    """The gold answer, or answers, if a column holds one."""
+    """The gold answer, or answers, in the row's columns; None if there is none."""
     column = next((name for name in GOLD_COLUMNS if row.get(name) is not None), None)
     return None if column is None else gold_of(row[column], column)
 

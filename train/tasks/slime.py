@@ -1,7 +1,7 @@
-"""Rows as slime takes them: a prompt, `label` with the gold answer, and a mapping `metadata`.
+"""Rows of slime: a prompt, `label` with the gold answer, and a mapping `metadata`.
 
-The prompt is text or a conversation in `prompt`, or a conversation in `messages`. What `metadata`
-holds rewards see by its own names as well, unless a column of the row has the same.
+The prompt is text or a conversation in `prompt`, or a conversation in `messages`. Rewards get the
+entries of `metadata` by their names, too, unless a column has the same name.
 """
 
 from collections.abc import Mapping

@@ -3,12 +3,12 @@
     prompt    4+17+9+30=
     response  " so 4+17=21; then 21+9=30; add 30+30=60; #### 60"
 
-The demonstrator is unreliable on purpose, so that a policy that imitates it has something left to
-learn from rewards: it picks its connectives at random, it sometimes gets a step wrong (probability
-`slip`: a forgotten carry, or off by one or ten) and then goes on honestly from the wrong number,
-and it sometimes skips the working and guesses (probability `impatience`).
+The demonstrator makes mistakes, so that a policy that imitates it can improve by rewards. It picks
+connectives at random, it gets a step wrong with probability `slip` (a forgotten carry, or off by
+one or ten) and continues from the wrong number, and it guesses the result without working with
+probability `impatience`.
 
-Problem `i` of a split is a function of (seed, split, i) and of nothing else.
+Problem `i` of a split depends on (seed, split, i) only.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class Sums(Sequence):
             return Demonstration(prompt, demonstrate_sum(self._cfg, terms, rng))
         return Problem(prompt, str(sum(terms)), index)
 
+
 def draw_terms(cfg: DataConfig, rng: np.random.Generator) -> list[int]:
     """Numbers to add: mostly few, sometimes `max_terms` of them."""
     weights = _TERMS_DECAY ** np.arange(cfg.max_terms - cfg.min_terms + 1)
@@ -70,7 +71,7 @@ def draw_terms(cfg: DataConfig, rng: np.random.Generator) -> list[int]:
 
 
 def demonstrate_sum(cfg: DataConfig, terms: Sequence[int], rng: np.random.Generator) -> str:
-    """Writes what the unreliable demonstrator would (see the module's docstring)."""
+    """A demonstration with the mistakes that the module's docstring describes."""
     if rng.random() < cfg.impatience:
         noise = rng.normal(0.0, 0.1 * sum(terms))
         return f" {ANSWER_MARK} {max(round(sum(terms) + noise), 1)}"

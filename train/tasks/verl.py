@@ -1,6 +1,7 @@
-"""verl's rows, as DAPO-Math-17k has them: `prompt` is a conversation, or text, and
-`reward_model` is {"ground_truth": ..., "style": ...}; `data_source`, `ability` and `extra_info` are
-for rewards.
+"""Rows of verl, also of DAPO-Math-17k: `prompt` and `reward_model`.
+
+`prompt` is a conversation or text, and `reward_model` is {"ground_truth": ..., "style": ...}.
+Rewards get further columns such as `data_source`, `ability` and `extra_info`.
 """
 
 from collections.abc import Mapping
