@@ -63,6 +63,7 @@ class FakeEngine:
     def __init__(self, speeds: random.Random, slots: int):
         self.runner, self.version = SimpleNamespace(steps=1, agreement=SingleHost()), 0
         self.spec = self.limits = self.telemetry = None
+        self.unfinished = self  # has `make`
         self.engines, self.drained = (self,), ()
         self._dice, self._slots, self._samples = speeds, slots, {}
         self.sampled = 0

@@ -338,7 +338,7 @@ def test_processes_tell_each_other_less_often_while_a_gap_is_used():
     own = types.SimpleNamespace(
         has_work=False, clear=lambda: None, runner=types.SimpleNamespace(agreement=agreement)
     )
-    own.spec = own.limits = own.telemetry = None
+    own.spec = own.limits = own.telemetry = own.unfinished = None
     own.engines, own.drained = (own,), [0]
 
     def tell(mine, place):
