@@ -482,7 +482,7 @@ class Mlp(Protocol):
         """
 
 
-# --- drafts ---------------------------------------------------------------------------------------
+# --- draft sources --------------------------------------------------------------------------------
 
 
 class DraftNeeds(NamedTuple):
@@ -687,7 +687,7 @@ class Draft(Protocol):
         """Adds samples that have ended to the store; returns arrays of the same shapes and types.
 
         The host calls it between chunks, and not under `block` and `recursive`: tokens that a
-        request drew with its own noise must not decide its drafts when it runs again.
+        request drew with its own noise must not decide what is drafted when it runs again.
 
         Args:
           store: arrays that `store` or `feed` returned; they may be changed in place.
@@ -860,7 +860,7 @@ class Weight(Protocol):
         """
 
     def unpack(self) -> Float[Array, "I O"]:
-        """Returns the matrix as an array, of which drafts take some columns."""
+        """Returns the matrix as an array, of which draft sources take some columns."""
 
     def part_axes(self, axes: tuple[str | None, ...]) -> Any:
         """Returns a tree of the weight's structure with the logical axes of each leaf.

@@ -1,4 +1,4 @@
-"""The tables of names: one per kind of thing that can be added, such as families and drafts.
+"""The tables of names: one per kind of thing that can be added, such as families.
 
 A row is `name -> "module:attribute"`, and the module is imported when the name is first used: this
 module imports nothing of specjax, and no jax. A user's own `module:attribute` is accepted wherever
@@ -132,7 +132,7 @@ DRAFTS = Registry(
         "model": "specjax.drafts.model:ModelSource",
         "ngram": "specjax.drafts.ngram:NgramSource",
     },
-    "a class of drafts, see specjax.interfaces.Draft,",
+    "a class of draft sources, see specjax.interfaces.Draft,",
 )
 
 # File formats of checkpoints, asked in this order whether a path is theirs. A path that none of

@@ -84,8 +84,8 @@ def draft_tree(
     else:
         draft = _grow_static(model, draft_params, plan, state, context)
         inside = True if part is None else part.drafted
-    # A slot that does not speculate has no drafts: tokens of -1, and q = 0, which no rule accepts.
-    # Its paths may stay as they are, for they only matter below accepted drafts.
+    # A slot that does not speculate has no drafted tokens: they are -1, and q = 0, which no rule
+    # accepts. Its paths may stay as they are, for they only matter below accepted tokens.
     speculates = state.options.speculate[:, None]
     drafting = (speculates & inside) | (np.arange(plan.tree.rows) == 0)
     tokens = jnp.where(drafting, draft.tokens, -1)

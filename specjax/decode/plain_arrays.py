@@ -9,8 +9,8 @@ what is kept. The tokens that come out have the target's joint distribution, wha
     decision = speculative_accept(proposal, verified, seed=0, position=len(context) - 1)
     context += decision.tokens
 
-A target that has no distribution after the last draft passes p [2, V]; when both drafts are kept,
-no token follows them in that round.
+A target that has no distribution after the last drafted token passes p [2, V]; when both drafted
+tokens are kept, no token follows them in that round.
 
 `probs` are probabilities after every transform (temperature, top-p, penalties, ...), p's and q's
 own. No model is needed or imported here; the rules are those of the library (accept.py). For whole

@@ -302,7 +302,7 @@ def _top(step: Round, like: TopLogprobs) -> TopLogprobs:
     return new
 
 
-# --- why drafts were rejected ---------------------------------------------------------------------
+# --- why drafted tokens were rejected -------------------------------------------------------------
 
 
 class _End(NamedTuple):

@@ -624,12 +624,12 @@ def normaliser(logits: Float[Array, "B R V"], temperature: Float[Array, " B"]) -
     largest float: so the greatest raw logit is looked at as well.
     """
     # A maximum need not pass NaN on; the sum does.
-    most = jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
-    peak = tempered(most, temperature)
+    largest = jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
+    peak = tempered(largest, temperature)
     peak = jnp.where(jnp.isfinite(peak), peak, 0.0)
     total = jnp.exp(tempered(logits, temperature) - peak).sum(axis=-1)
     log_sum = jnp.log(total) + peak[..., 0]
-    return Normaliser(log_sum, jnp.isfinite(log_sum) & (most[..., 0] < jnp.inf))
+    return Normaliser(log_sum, jnp.isfinite(log_sum) & (largest[..., 0] < jnp.inf))
 
 
 def chosen_logprobs(

@@ -77,10 +77,10 @@ def whole_best(x: Float[Array, "*R V"]) -> tuple[Float[Array, "*R"], Int[Array, 
 
 
 def _in_two_passes(x: Array) -> tuple[Array, Array]:
-    most = x.max(axis=-1, keepdims=True)  # which of XLA's maxima pass NaN on is left open
+    largest = x.max(axis=-1, keepdims=True)  # which of XLA's maxima pass NaN on is left open
     ids = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
     nan = jnp.isnan(x)
-    found = jnp.where(nan.any(axis=-1, keepdims=True), nan, x == most)
+    found = jnp.where(nan.any(axis=-1, keepdims=True), nan, x == largest)
     ids = jnp.where(found, ids, x.shape[-1]).min(axis=-1)
     return jnp.take_along_axis(x, ids[..., None], axis=-1)[..., 0], ids
 
@@ -89,12 +89,12 @@ def _in_one_pass(x: Array) -> tuple[Array, Array]:
     """Reduces pairs in any order: of equal numbers, or NaN, the one with the lowest id wins."""
 
     def better(a, b):
-        (most, place), (other, elsewhere) = a, b
-        nan, other_nan = jnp.isnan(most), jnp.isnan(other)
-        equal = (most == other) | (nan & other_nan)
-        larger = (most > other) | (nan & ~other_nan)
-        first = larger | (equal & (place < elsewhere))
-        return jnp.where(first, most, other), jnp.where(first, place, elsewhere)
+        (value, index), (other, other_index) = a, b
+        nan, other_nan = jnp.isnan(value), jnp.isnan(other)
+        equal = (value == other) | (nan & other_nan)
+        larger = (value > other) | (nan & ~other_nan)
+        first = larger | (equal & (index < other_index))
+        return jnp.where(first, value, other), jnp.where(first, index, other_index)
 
     ids = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
     least = jnp.array(-jnp.inf, x.dtype), jnp.int32(0)
@@ -120,9 +120,9 @@ def top_k(
     number, vocab = ways(x.shape[-1]), x.shape[-1]
     if number == 1:
         return plain(x, count)
-    most = min(count, vocab // number)  # a shard may have fewer tokens than are asked for
-    best, ids = _of_each_shard(lambda part: plain(part, most), x)
-    ids = ids + jnp.repeat(jnp.arange(number) * (vocab // number), most)
+    per_shard = min(count, vocab // number)  # a shard may have fewer tokens than are asked for
+    best, ids = _of_each_shard(lambda part: plain(part, per_shard), x)
+    ids = ids + jnp.repeat(jnp.arange(number) * (vocab // number), per_shard)
     best, at = jax.lax.top_k(best, count)
     return best, jnp.take_along_axis(ids, at, axis=-1)
 

@@ -234,7 +234,7 @@ def chain_bits(rows: int) -> np.ndarray:
 
 # In `invariant` mode the bits of the target's logits must not depend on the strategy, and only
 # within one program are equal inputs sure to give equal bits. So all strategies of an engine run
-# the program of one common tree, and the part of it that a round drafts is data. Rows outside the
+# the program of one common tree, and which part of it a round drafts is data. Rows outside the
 # part hold no draft: the target computes them, and no other row sees them.
 #
 #     chains                      the longest chain; a part is its first rows

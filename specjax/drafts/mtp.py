@@ -469,9 +469,9 @@ class MTPSource(Draft):
         where = Where("tree", positions, prefix=slot, visible=chain_bits(count), table=table)
         rows, outputs = [], None
         for s, following in enumerate(tokens):
-            here = where.replace(positions=positions + s)
+            shifted = where.replace(positions=positions + s)
             normed, hidden, new = head.decode(
-                s, hidden, model.embed_tokens(following), here, pages[s]
+                s, hidden, model.embed_tokens(following), shifted, pages[s]
             )
             rows.append(new.pages)
             outputs = outputs or (normed, hidden)

@@ -224,7 +224,7 @@ def test_a_tied_head_is_known_by_the_family_s_name(tmp_path, caplog):
             {"v": Stored("qkv", True, TensorSlice(0, 48, 64, 65))},
             r"to be \[64, 16\], as for another array",
         ),
-        ({"up": Stored("mlp.down_proj.weight")}, "expected one array, or parts|as for another array"),
+        ({"up": Stored("mlp.down_proj.weight")}, "expected one array, or parts|as for another"),
         ({"o": (Stored("a"), Stored("b"))}, "expected 32 tensors in files, .* got 2"),
     ],
 )
