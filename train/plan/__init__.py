@@ -1,1 +1,1 @@
-"""What a run of `train.rl` needs of chips: `python -m train.plan`, see `__main__`."""
+"""Predicts memory and speed of a run of `train.rl` on given chips: `python -m train.plan`."""

@@ -2,11 +2,11 @@
 
 Lowers the programs that `train.rl` would run with this configuration (a micro-batch and the
 optimizer's step of policy and head, moving the weights, prefill, placement, and a chunk for every
-strategy and batch size), compiles each for the named topology, and prints a table of what they
-need. It takes neither the chips nor the weights, only the model's config.json.
+strategy and batch size), compiles each for the named topology, and prints a table of their memory
+and times. It needs neither the chips nor the weights, only the model's config.json.
 
-Times are rooflines, which a chip reaches at its peaks: they are lower bounds, and tokens per second
-that follow from them are upper bounds.
+Times are rooflines, at the chip's peaks: they are lower bounds, and the tokens per second computed
+from them are upper bounds.
 
 Exit status 0: every program compiles and fits; 3: one does not, and the table says which; 1 or 2:
 the command or the configuration is wrong.
@@ -14,7 +14,7 @@ the command or the configuration is wrong.
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # Ctrl-C from here on
+if __name__ == "__main__":  # handle Ctrl-C from here on
     from specjax import interrupts
 
     interrupts.begin("train.plan")
@@ -36,7 +36,7 @@ from train.plan.topology import Topology, find_topology
 from train.schema import RLConfig
 
 DOES_NOT_FIT = 3
-# What two files must have alike to be of one plan.
+# Keys that must be equal in two files of one plan.
 _IDENTITY = (
     "config", "versions", "topology", "compiler", "resident_bytes", "hbm_bytes", "replicas",
     "context", "settings",
@@ -55,19 +55,22 @@ def make_plan(
     """Lowers and compiles the programs of a run.
 
     Args:
-      only: a regular expression; programs whose names it is not found in are left out.
-      config: the file's name, for the table. command: the command line, for the file.
-      file: where figures are written as JSON whenever a program is done.
-      resume: takes from the file the figures of programs that compiled, whatever `only` says.
+      cfg: the run's configuration.
+      topology: the chips to plan for.
+      only: a regular expression; programs whose names do not match are left out.
+      config: name of the config file, for the table.
+      file: file to write figures to, as JSON, after each program.
+      resume: whether to take figures of compiled programs from the file, regardless of `only`.
+      command: the command line, for the file.
 
     Raises:
-      ConfigError: the settings do not fit together, or ask for more chips than there are; the file
-        is of another plan.
+      ConfigError: the settings contradict each other or need more chips than the topology has, or
+        the file is of another plan.
     """
     if topology.compiler == "tpu" and 1 in (cfg.mesh.size, cfg.rollout_devices):
         raise ConfigError(
-            "programs for a topology are laid out by meshes, and one of mesh and rollout asks for "
-            f"a single device; use more of {topology.name}"
+            "programs for a topology need meshes, and mesh or rollout uses a single device; use "
+            f"more devices of {topology.name}"
         )
     place = topology.for_replica(cfg.rollout.tp)
     shapes = Shapes(cfg, topology.devices, place, topology.platform)
@@ -91,13 +94,13 @@ def make_plan(
         found[program.name] = _figures(program, topology, shapes, f"{i} of {len(asked)}")
         plan.programs = [found[p.name] for p in programs if p.name in found]
         plan.left_out = len(programs) - len(found)
-        if file is not None:  # compilers may take hours
+        if file is not None:  # compilation may take hours
             plan.write(file)
     return plan
 
 
 def _saved(plan: Plan, file: Path | None) -> dict[str, Mapping]:
-    """The figures that a file has of programs that compiled, by name; none if there is no file."""
+    """Reads the figures of compiled programs from a file, by name; none if there is no file."""
     if file is None:
         raise ConfigError("--resume: from which file? Name it with --json")
     if not file.exists():
@@ -126,14 +129,21 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--topology", required=True, help="v5e:8x8, v5p:4x4x4, v6e:4x4, h100:8, h200:8, or cpu:8"
     )
-    parser.add_argument("--only", default="", metavar="REGEX", help="of the programs' names")
-    parser.add_argument("--chip", help="compare with this chip in place of the topology's")
-    parser.add_argument("--memory", type=float, metavar="GB", help="HBM per chip, in its place")
     parser.add_argument(
-        "--count", action="store_true", help="ask no compiler: count from shapes, in seconds"
+        "--only", default="", metavar="REGEX", help="only programs whose names match"
+    )
+    parser.add_argument("--chip", help="compare with this chip in place of the topology's")
+    parser.add_argument(
+        "--memory", type=float, metavar="GB", help="HBM per chip; default: the chip's"
     )
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write every figure there, as it is known"
+        "--count", action="store_true", help="compile nothing: count from shapes, in seconds"
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="also write every figure there as soon as it is known",
     )
     parser.add_argument(
         "--resume", action="store_true", help="compile only what the file of --json does not have"

@@ -1,4 +1,4 @@
-"""What programs need of a chip, by the compiler's report or by counting from shapes."""
+"""Memory and operations of programs, from the compiler's report or counted from shapes."""
 
 from __future__ import annotations
 
@@ -23,25 +23,32 @@ from train.plan.programs import Program, Shapes, caches, device_bytes
 
 log = logging.getLogger(__name__)
 
-_RESIDENT = ("parameters", "optimizer", "cache", "state")  # what `Shapes.resident` counts
-# Errors that no compiler raises when it refuses a program: the code itself is wrong.
+_RESIDENT = ("parameters", "optimizer", "cache", "state")  # kinds of `Shapes.resident`
+# Errors in the program's own code, rather than of the compiler.
 _MISTAKES = (TypeError, AttributeError, NameError, LookupError)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclasses.dataclass
 class Figures:
-    """What one program needs, per device.
+    """Memory and cost of one program, per device.
 
     Attributes:
-      given: bytes of its inputs by kind. extra: bytes that are allocated only while it runs: inputs
-        that do not stay, results that are not written over inputs, temporaries.
-      temporaries: of these. cost: of one run; of a chunk with rounds, of one round.
-      brought, kept: of weights that it moves, bytes that a device receives and that it then has.
-      excess: those of which it gets more than its shard, by name; None: not known.
-      seconds: that compiling took.
-      failed: why the compiler refused it. needs: bytes that it says the program would take, what it
-        is given included; None: it says nothing, or of its temporaries alone.
+      name: name of the program.
+      part: part of the run, see `Program`.
+      key: key of the program, see `Program`.
+      given: bytes of its inputs by kind.
+      extra: bytes allocated only while it runs: inputs that do not stay, results that are not
+        written over inputs, temporaries.
+      temporaries: bytes of temporaries, included in `extra`.
+      cost: cost of one run; for a chunk, of one round.
+      brought: bytes of weights that a device receives, if the program moves weights.
+      kept: bytes of these weights that a device then holds.
+      excess: names of weights of which a device receives more than its shard; None: unknown.
+      seconds: seconds of compilation.
+      failed: why the compiler refused the program.
+      needs: bytes that the program needs by the compiler's message, inputs included; None: the
+        message has none, or those of temporaries only.
     """
 
     name: str
@@ -60,11 +67,11 @@ class Figures:
 
     @property
     def is_chunk(self) -> bool:
-        """Whether it is a chunk of rounds of a rollout, whose cost is known."""
+        """Whether the program is a chunk of rounds of a rollout, with a known cost."""
         return self.part == "roll out" and self.key[0] == "chunk" and self.failed is None
 
     def as_json(self) -> dict:
-        """The figures as JSON, from which `read` restores them."""
+        """Returns the figures as JSON, from which `read` restores them."""
         return {
             "name": self.name,
             "failed": self.failed,
@@ -84,7 +91,7 @@ class Figures:
 
     @classmethod
     def read(cls, program: Program, saved: Mapping[str, Any]) -> Figures:
-        """The figures of a program from what `as_json` wrote."""
+        """Restores the figures of a program from the result of `as_json`."""
         return cls(
             program.name,
             program.part,
@@ -103,10 +110,10 @@ class Figures:
 
 
 def compiled(program: Program) -> Figures:
-    """Compiles a program and reads the compiler's report, or the reason why it refuses.
+    """Compiles a program and reads the compiler's report, or the reason why it failed.
 
     Raises:
-      TypeError, AttributeError, NameError, LookupError: the program's own code is at fault.
+      TypeError, AttributeError, NameError, LookupError: the program's own code is wrong.
     """
     given = {kind: device_bytes(tree) for kind, tree in program.given.items()}
     passing = sum(size for kind, size in given.items() if kind not in (*_RESIDENT, "results"))
@@ -115,7 +122,7 @@ def compiled(program: Program) -> Figures:
         executable = program.lower().compile()
     except _MISTAKES:
         raise
-    except Exception as error:  # compilers of kernels raise classes of their own
+    except Exception as error:  # compilers of kernels have error types of their own
         log.debug("%s does not compile", program.name, exc_info=True)
         found.failed = _reason(error)
         found.needs, found.temporaries = _bytes_wanted(str(error))
@@ -142,7 +149,7 @@ def compiled(program: Program) -> Figures:
 
 
 def _pages(program: Program) -> frozenset[tuple[int, ...]]:
-    """Dimensions in which a program may see its cache: as it is, or all layers' pages in a row."""
+    """Returns the shapes that a program's cache may have: its own, or layers and pages joined."""
     found = set()
     for leaf in jax.tree.leaves(program.given.get("cache")):
         if leaf.sharding is not None:
@@ -152,16 +159,16 @@ def _pages(program: Program) -> frozenset[tuple[int, ...]]:
 
 
 def _reason(error: Exception) -> str:
-    """One line of what a compiler says."""
+    """Returns one line of a compiler's message."""
     line = next(filter(None, map(str.strip, str(error).splitlines())), "")
     kind = "" if isinstance(error, jax.errors.JaxRuntimeError) else f"{type(error).__name__}: "
     return (kind + line)[:300].removesuffix(": ")
 
 
 def _bytes_wanted(text: str) -> tuple[float | None, float]:
-    """Bytes of a program and of its temporaries, from a compiler's message that memory is short.
+    """Reads the bytes of a program and of its temporaries from an out-of-memory message.
 
-    A message names one of the two: the whole program is then None, or the temporaries 0.
+    A message has one of the two; the bytes of the program are otherwise None, of temporaries 0.
     """
 
     def size(pattern: str) -> float | None:
@@ -200,10 +207,10 @@ def roofline(chip: Chip, cost: Cost) -> Roofline:
 
 
 def with_prefix(cost: Cost, shapes: Shapes, strategy: str, slots: int, context: int) -> Cost:
-    """A round's cost with what attention to `context` cached positions per slot adds, those of what
-    drafts at each of its steps included.
+    """Adds to a round's cost that of attention to `context` cached positions per slot.
 
-    How long prefixes are is not in the program, so this part is always counted by hand.
+    Attention of the draft at each of its steps is included. The program does not hold the lengths
+    of prefixes, so this part is always counted from shapes.
     """
     model, ways, pairs = shapes.model, split(shapes), context * slots
     _, drafting = drafter(shapes)
@@ -218,17 +225,17 @@ def with_prefix(cost: Cost, shapes: Shapes, strategy: str, slots: int, context: 
 
 
 def _width(model: ModelConfig) -> int:
-    """Bytes of a number that is computed with."""
+    """Returns the bytes of a number of the compute dtype."""
     return 2 if model.run.compute_dtype in ("bfloat16", "float16") else 4
 
 
 def _rolled_out(shapes: Shapes) -> int:
-    """Bytes of a number that rollouts compute with."""
+    """Returns the bytes of a number of the rollouts' compute dtype."""
     return _width(shapes.engine.runner.cfg)
 
 
 def split(shapes: Shapes) -> int:
-    """Devices that a sequence's keys and values are divided among."""
+    """Returns the number of devices that split a sequence's keys and values."""
     pages, _ = caches(shapes.engine.runner.state)
     leaf = jax.tree.leaves(pages)[0]
     if getattr(leaf, "sharding", None) is None:
@@ -240,7 +247,7 @@ def split(shapes: Shapes) -> int:
 
 
 def counted(program: Program, shapes: Shapes) -> Figures:
-    """Figures of a program from its shapes; collectives are not counted."""
+    """Computes the figures of a program from its shapes, without collectives."""
     given = {kind: device_bytes(tree) for kind, tree in program.given.items()}
     passing = sum(size for kind, size in given.items() if kind not in _RESIDENT)
     least = least_temporaries(shapes) if program.key[0] == "accumulate" else 0.0
@@ -249,8 +256,10 @@ def counted(program: Program, shapes: Shapes) -> Figures:
 
 
 def least_temporaries(shapes: Shapes) -> float:
-    """Bytes that a micro-batch of the policy needs at least: logits, their gradient, and what
-    every layer was given."""
+    """Returns the least temporaries of a micro-batch of the policy, in bytes.
+
+    These are the logits, their gradient, and the inputs of every layer.
+    """
     model, batch = shapes.model, shapes.batch()
     tokens = device_bytes(batch["tokens"]) / batch["tokens"].dtype.itemsize
     logits = 2 * 4 * model.vocab_size / shapes.cfg.mesh.tp
@@ -258,7 +267,7 @@ def least_temporaries(shapes: Shapes) -> float:
 
 
 def _count(program: Program, given: Mapping[str, float], shapes: Shapes) -> Cost:
-    """Operations and bytes of a program by its kind; every input is read once."""
+    """Counts operations and bytes of a program by its kind; every input is read once."""
     cfg, model, kind = shapes.cfg, shapes.model, program.key[0]
     weights = chips.layer_weights(model.layers, model.hidden_size)
     weights += model.vocab_size * model.hidden_size
@@ -267,12 +276,12 @@ def _count(program: Program, given: Mapping[str, float], shapes: Shapes) -> Cost
     if kind in ("accumulate", "score"):
         tokens = cfg.packing.rows * cfg.packing.row_length
         passes = 1 if kind == "score" else 4 if cfg.remat else 3
-        # Pairs of positions of rows that are one causal sequence each, at most.
+        # The most pairs of positions: each row is one causal sequence.
         pairs = cfg.packing.rows * cfg.packing.row_length**2 // 2
         attention = chips.attention_operations(model.layers, pairs)
         return Cost(passes * (2 * weights * tokens + attention) / devices, passes * read)
     if kind == "draft":
-        outputs = model.vocab_size * model.hidden_size  # the policy's own distributions
+        outputs = model.vocab_size * model.hidden_size  # for the policy's distributions
         tokens = cfg.packing.rows * cfg.packing.row_length
         each = cfg.draft.unroll_steps * draft_weights(shapes) + outputs
         return Cost(3 * 2 * each * tokens / devices, read)
@@ -285,8 +294,8 @@ def _count(program: Program, given: Mapping[str, float], shapes: Shapes) -> Cost
     _, strategy, slots, _ = program.key
     rows, steps = rows_of(shapes, strategy), steps_of(shapes, strategy)
     drafting = drafted_rows(shapes, strategy) * draft_weights(shapes)
-    # The first step's weights are among what the program is given, but for the output matrix if it
-    # is the policy's.
+    # The program's inputs hold the first step's weights, except the output matrix if it is the
+    # policy's.
     again = _rolled_out(shapes) * max(steps - 1, 0) * draft_weights(shapes)
     outputs = _rolled_out(shapes) * min(steps, 1) * model.vocab_size * model.hidden_size
     outputs *= drafter(shapes)[0] is model
@@ -295,8 +304,10 @@ def _count(program: Program, given: Mapping[str, float], shapes: Shapes) -> Cost
 
 
 def drafter(shapes: Shapes) -> tuple[ModelConfig, tuple[Layer, ...]]:
-    """The config and the layers of what drafts: the policy's config and the layers of its head's
-    modules, or those of a draft model."""
+    """Returns config and layers of the draft.
+
+    These are the policy's config and the layers of its head's modules, or those of a draft model.
+    """
     if isinstance(shapes.source, ModelSource):
         return shapes.source.cfg, shapes.source.cfg.layers
     modules = shapes.model.mtp_num_layers
@@ -304,26 +315,28 @@ def drafter(shapes: Shapes) -> tuple[ModelConfig, tuple[Layer, ...]]:
 
 
 def draft_weights(shapes: Shapes) -> int:
-    """Weights that one step of drafting multiplies by, the output matrix included."""
+    """Returns the number of weights in one draft step, the output matrix included."""
     cfg, layers = drafter(shapes)
-    inputs = 2 * cfg.hidden_size**2 if cfg is shapes.model else 0  # state and embedding into one
+    inputs = (
+        2 * cfg.hidden_size**2 if cfg is shapes.model else 0
+    )  # the projection of state and embedding
     weights = chips.layer_weights(layers, cfg.hidden_size)
     return weights + inputs + cfg.vocab_size * cfg.hidden_size
 
 
 def rows_of(shapes: Shapes, strategy: str) -> int:
-    """Rows per slot that a round of the strategy verifies."""
+    """Returns the number of rows per slot that a round of the strategy verifies."""
     tree = shapes.engine.runner.programs[strategy].tree
     return tree.rows if tree is not None else 1
 
 
 def steps_of(shapes: Shapes, strategy: str) -> int:
-    """Times that head or draft model run in a round of the strategy; 0 if there is none."""
+    """Returns the number of runs of head or draft model in a round; 0 if there is neither."""
     return shapes.engine.runner.programs[strategy].steps if shapes.head is not None else 0
 
 
 def drafted_rows(shapes: Shapes, strategy: str) -> int:
-    """Rows per slot that head or draft model are run on in a round, all steps together."""
+    """Returns the rows per slot that head or draft model compute in a round, in all steps."""
     if not steps_of(shapes, strategy):
         return 0
     tree = shapes.engine.runner.programs[strategy].tree
@@ -331,7 +344,7 @@ def drafted_rows(shapes: Shapes, strategy: str) -> int:
 
 
 def model_text(model: ModelConfig) -> str:
-    """A model's size, for the head of the table."""
+    """Returns a model's size, for the head of the table."""
     outside = model.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
     weights = chips.layer_weights(model.layers, model.hidden_size) + outside
     return (

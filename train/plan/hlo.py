@@ -1,13 +1,14 @@
 """Operations, memory traffic and collectives of a compiled program, counted in its optimised HLO.
 
 `Compiled.cost_analysis()` counts the body of a loop once, and a scan over layers is a loop. Here a
-loop counts as often as it runs, where the compiler knows how often (`known_trip_count`, or a
-counter that is compared with a constant). Of a loop that ends when the data say so, such as that
-over rounds, one turn is counted; the costliest of these is also given by itself.
+loop's body is counted once per iteration where the number of iterations is known
+(`known_trip_count`, or a counter that is compared with a constant). For a loop whose end depends on
+data, such as that over rounds, one iteration is counted; the costliest of these is also returned
+separately.
 
-Counted are operations of matrix products, bytes that go to and from memory (operands and results of
-what is not fused; of arrays that are only sliced or updated in place the piece), and bytes that
-collectives bring to a device (as rings do it).
+The counts are operations of matrix products, bytes to and from memory (operands and results of
+unfused operations; for arrays that are only sliced or updated in place, the slice), and bytes that
+a device receives by collectives (as rings).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ COLLECTIVES = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute",
 )  # fmt: skip
 _KERNELS = ("tpu_custom_call", "mosaic_gpu_v2", "__gpu$xla.gpu.triton")
-# They move nothing themselves, or what they hold is counted by itself.
+# Operations that move no data, or whose contents are counted separately.
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
     "replica-id", "iota", "opt-barrier", "while", "conditional", "call", "domain", "async-start",
@@ -40,7 +41,7 @@ _FREE = {
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One array: its type's name, dimensions, and whether it lies in HBM."""
+    """One array: the name of its type, its dimensions, and whether it is in HBM."""
 
     kind: str
     dims: tuple[int, ...]
@@ -87,7 +88,7 @@ class Op:
         return found[1] if found else None
 
     def called(self) -> Iterator[str]:
-        """Computations that it runs as they stand."""
+        """Yields the computations that the instruction calls once, outside of loops."""
         for name in ("calls", "to_apply", "true_computation", "false_computation"):
             if found := re.search(rf"\b{name}=%?([\w.\-]+)", self.text):
                 yield found[1]
@@ -104,13 +105,15 @@ class Op:
 
 @dataclasses.dataclass
 class Cost:
-    """What a program costs per device.
+    """The cost of a program per device.
 
     Attributes:
-      flops: of matrix products. bytes: to and from HBM. received: bytes by kind of collective.
-      kernels: Pallas kernels that are called; their operations are not counted.
-      chains: collectives that TPUs spread over several fusions, by name: kind and bytes. Each of
-        these fusions holds the whole collective, which must count once.
+      flops: operations of matrix products.
+      bytes: bytes to and from HBM.
+      received: bytes received, by kind of collective.
+      kernels: number of calls of Pallas kernels, whose operations are not counted.
+      chains: kind and bytes, by name, of collectives that TPUs spread over several fusions. Each
+        of these fusions contains the whole collective, which must be counted once.
     """
 
     flops: float = 0.0
@@ -123,7 +126,7 @@ class Cost:
         self.received[kind] = self.received.get(kind, 0.0) + count
 
     def close_chains(self) -> None:
-        """Counts the chains: no further fusion is part of them."""
+        """Counts the chains once all of their fusions were seen."""
         for kind, count in self.chains.values():
             self.receive(kind, count)
         self.chains = {}
@@ -145,14 +148,15 @@ class Module:
     """The computations of an HLO module.
 
     Args:
-      text: of `Compiled.as_text()`. pages: dimensions of arrays that kernels only read in part,
-        whose bytes are left out when a kernel takes them.
+      text: text of `Compiled.as_text()`.
+      pages: shapes of arrays that kernels read only in part; their bytes are not counted for a
+        kernel.
     """
 
     def __init__(self, text: str, pages: frozenset[tuple[int, ...]] = frozenset()):
         self.computations: dict[str, dict[str, Op]] = {}
         self.entry, self.pages = "", pages
-        self.turn: Cost | None = None  # of the costliest loop of unknown length, if there is one
+        self.turn: Cost | None = None  # cost of the costliest loop of unknown length, if any
         for line in text.splitlines():
             if header := _HEADER.match(line):
                 here = self.computations.setdefault(header[2], {})
@@ -164,7 +168,7 @@ class Module:
 
     @functools.cached_property
     def cost(self) -> Cost:
-        """The cost of the whole program."""
+        """Returns the cost of the whole program."""
         return self._cost(self.entry)
 
     @functools.cache  # noqa: B019 (a module lives as long as its plan)
@@ -188,7 +192,7 @@ class Module:
                 total.bytes += self._bytes(op, ops)
         if not fused:
             total.close_chains()
-        elif name.startswith("all-reduce-scatter"):  # how TPUs write it: reduce all, keep a part
+        elif name.startswith("all-reduce-scatter"):  # the TPU's form: reduce all, keep a part
             total.receive("reduce-scatter", total.received.pop("all-reduce", 0.0) / 2)
         return total
 
@@ -196,7 +200,7 @@ class Module:
         body = self._cost(op.attribute("body").lstrip("%"))
         trips = self._trips(op)
         total.add(body, 1 if trips is None else trips)
-        most = self.turn or Cost()  # a compiler may write products of one row without any product
+        most = self.turn or Cost()  # products of one row may be compiled to other operations
         if trips is None and (body.flops, body.bytes) >= (most.flops, most.bytes):
             self.turn = body
 
@@ -256,13 +260,13 @@ class Module:
             return piece.traffic + piece.bytes * given[0].in_hbm
         if code == "custom-call":
             if not op.is_kernel:
-                return 0.0  # the compiler's own: buffers, indices
+                return 0.0  # the compiler's own data: buffers, indices
             given = [s for s in given if s.dims not in self.pages]
             out = sum(s.traffic for s in op.shapes if s.dims not in self.pages)
         return out + sum(s.traffic for s in given)
 
     def _fusion_bytes(self, op: Op, given: list[Shape]) -> float:
-        """Operands and results; of those that are only sliced, or updated in place, the pieces."""
+        """Counts operands and results; of those sliced or updated in place, only the slices."""
         ops = self.computations[next(op.called())]
         total = 0.0
         for inner in ops.values():
@@ -283,7 +287,7 @@ class Module:
         return total
 
     def _read(self, parameter: Op, ops: dict[str, Op]) -> float:
-        """Bytes of a fused computation's parameter that are read."""
+        """Counts the bytes of a fused computation's parameter that are read."""
         total = 0.0
         for user in ops.values():
             if parameter.name not in user.operands:
@@ -345,7 +349,7 @@ def _parse(line: str) -> Op:
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the parenthesis that opens at `start` closes."""
+    """Returns the index of the parenthesis that closes the one at `start`."""
     depth = 0
     for i in range(start, len(text)):
         depth += (text[i] == "(") - (text[i] == ")")
@@ -355,7 +359,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def _convolution_flops(op: Op, ops: dict[str, Op]) -> float:
-    """Two per multiplication that does not meet padding; TPUs write matrix products so."""
+    """Counts a convolution, the TPU's form of matrix products; padding is not counted."""
     left, right = (ops[name].shapes[0].dims for name in op.operands[:2])
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.text)
     lhs, rhs, out = labels[1], labels[2], labels[3]
@@ -376,6 +380,6 @@ def _convolution_flops(op: Op, ops: dict[str, Op]) -> float:
         spread = int(field("lhs_dilate", "1"))
         hits = (at >= 0) & (at % spread == 0) & (at // spread < base)
         products *= hits.sum()
-    depth = right[rhs.index("i")]  # of one group, if there are several
+    depth = right[rhs.index("i")]  # per group, if there are several
     outer = result[out.index("b")] * result[out.index("f")]
     return 2.0 * outer * depth * products

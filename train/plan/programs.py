@@ -1,7 +1,7 @@
 """The programs that a run of `train.rl` compiles, to be lowered from shapes.
 
-`train.programs` builds the same trainers and engines as for a run, and the engine goes through the
-same start-up; but programs are collected where a run would compile them.
+`train.programs` builds the same trainers and engines as for a run, and the engine runs the same
+start-up, but programs are collected instead of being compiled.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from train.schema import RLConfig
 SHAPES = "assets/shapes"  # config.json of models, without their weights
 WEIGHTS, CACHE, STATE, EVALUATION = "parameters to roll out", "cache", "decode state", "evaluation"
 EXACT = "exact mode"
-# What engines have given back while something else runs, see `Engine.release`; by part.
+# Kinds of memory that engines have released while a part runs, see `Engine.release`.
 GONE = {
     "train": (WEIGHTS, CACHE, STATE, EVALUATION, EXACT),
     "roll out": (EVALUATION, EXACT),
@@ -67,9 +67,12 @@ class Program:
     """One program of a run.
 
     Attributes:
-      name: in the table. part: `train`, `roll out` or `evaluate`. key: the runner's, or a word.
-      lower: traces it. given: its inputs by kind; `results` are counted where no compiler says how
-        large they are. moves: the resharding that it is, if it brings weights to the engines.
+      name: name in the table.
+      part: `train`, `roll out` or `evaluate`.
+      key: the runner's key, or a word.
+      lower: function that traces it.
+      given: inputs by kind; `results` are counted where no compiler reports their size.
+      moves: the resharding, if the program moves weights to the engines.
     """
 
     name: str
@@ -84,14 +87,21 @@ class Shapes:
     """The trainers and engines of a run of `train.rl`, with shapes in place of arrays.
 
     Args:
-      platform: of the machine planned for; None: that of `devices`.
+      cfg: the run's configuration.
+      devices: devices to plan for.
+      for_replica: devices to compile every replica's programs for; None: each replica's own.
+      platform: platform to plan for; None: that of `devices`.
 
     Attributes:
-      mesh, places: as `make_meshes` makes them of `devices`; with `for_replica` every replica's
-        place is there. apart: whether that is so. target: where weights go, of `devices`.
-      model: the policy. fitted: what `settle_length` says of the run. built: the model's programs.
+      mesh, places: meshes of `make_meshes` over `devices`; with `for_replica`, every replica's
+        place is on these.
+      apart: whether `for_replica` is given.
+      target: mesh over `devices` that weights are moved to.
+      model: config of the policy.
+      fitted: result of `settle_length` for the run.
+      built: programs of the model.
       params, opt, draft_opt: shapes with shardings.
-      head: the same of what drafts, be it a head or a model; None: it has no weights.
+      head: shapes with shardings of a head's or a draft model's weights; None: no weights.
     """
 
     def __init__(
@@ -138,7 +148,7 @@ class Shapes:
             self.draft_opt = self._like_params(self.built.draft.init_opt_state, self.head)
 
     def _read(self, key: str, name: str, revision: str | None) -> tuple[ModelConfig, str]:
-        """The config of the model that a key of the run names, and where it lies."""
+        """Returns the config of the model that a key of the run names, and its path."""
         path = find_shipped(name)
         if not path.is_dir():
             path = find_shipped(f"{SHAPES}/{path.name}")
@@ -148,7 +158,7 @@ class Shapes:
             except CheckpointError as error:
                 raise ConfigError(
                     f"{key}: no directory {name}, and no shapes of that name in {SHAPES} (a plan "
-                    f"needs no weights, but the model's config.json); {error}"
+                    f"needs the model's config.json, without weights); {error}"
                 ) from error
         return read_config(path), str(path)
 
@@ -156,16 +166,16 @@ class Shapes:
         return self._like_params(lambda: init_params(model))
 
     def _like_params(self, make: Callable, *inputs):
-        """The shapes of what `make` makes, laid out as parameters are."""
+        """Returns the shapes of `make`'s result, with the shardings of parameters."""
         made = jax.eval_shape(make, *inputs)
         return sharding.shapes(made, self.mesh, self._shardings(self.model))
 
     def _shardings(self, model: ModelConfig) -> Callable:
-        """The shardings of a model's weights and of a head's, see `sharding.shapes`."""
+        """Returns the shardings of the weights of a model and of a head, see `sharding.shapes`."""
         return functools.partial(sharding.param_shardings, axes=weight_axes(model))
 
     def _source(self) -> tuple[Draft, Params | None]:
-        """What drafts in the head's place, and its weights; see `load_draft_model`."""
+        """Returns the draft that replaces the head, and its weights; see `load_draft_model`."""
         spec = self.cfg.rollout.spec()
         model = as_rolled_out(self.cfg, self.model)
         if spec.source != "model":
@@ -180,7 +190,7 @@ class Shapes:
     # --- programs --------------------------------------------------------------------------------
 
     def programs(self) -> Iterator[Program]:
-        """All programs of the run."""
+        """Yields all programs of the run."""
         yield from self.training()
         yield from self.handing_over()
         features = chunk_features(self.cfg, self.model)
@@ -193,11 +203,11 @@ class Shapes:
 
     @property
     def engine(self) -> Engine:
-        """The engine of the first replica; all are alike."""
+        """The engine of the first replica; all replicas are equal."""
         return self.built.engines[0]
 
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """A micro-batch as the policy's update gets it."""
+        """Returns the shapes of a micro-batch for the policy's update."""
         cfg = self.cfg
         facts = record_shape(self.model)
         host = empty_batch(cfg.packing.rows, cfg.packing.row_length, facts)
@@ -206,7 +216,7 @@ class Shapes:
         return {name: self._rows(array) for name, array in host.items()}
 
     def states(self) -> jax.ShapeDtypeStruct:
-        """The policy's states of a micro-batch."""
+        """Returns the shape of the policy's states of a micro-batch."""
         packing = self.cfg.packing
         return self._rows(self.built.policy.states_shape(packing.rows, packing.row_length))
 
@@ -217,7 +227,7 @@ class Shapes:
         return self._like_params(self.built.policy.programs["zeros"], self.params)
 
     def training(self) -> Iterator[Program]:
-        """One micro-batch of the policy, its optimizer's step, scoring, and the head's update."""
+        """Yields the policy's micro-batch and optimizer step, scoring, and the head's update."""
         programs, batch, gradients = self.built.policy.programs, self.batch(), self.gradients()
         ones = Denominators(np.float32(1), np.float32(1))
 
@@ -238,7 +248,7 @@ class Shapes:
             yield self._head_update()
 
     def _head_update(self) -> Program:
-        """The head's update from one micro-batch; on a replica's devices it has copies."""
+        """Returns the head's update from one micro-batch; on a replica's devices it has copies."""
         parts, batch = frozen_policy_parts(self.params), self.batch()
         weights = self.head, self.draft_opt, parts
         rows = {name: batch[name] for name in FIELDS}, self.states()
@@ -255,7 +265,7 @@ class Shapes:
         return Program("draft, a micro-batch", "train", ("draft",), lower, given)
 
     def handing_over(self) -> Iterator[Program]:
-        """The programs that move weights from the trainer's layout to the engines'; see `Mover`."""
+        """Yields the programs that move weights from the trainer to the engines, see `Mover`."""
         runner = self.engine.runner
         apart = self.target is None or self.mesh is None  # one device trains: weights are copied
         mover = None if apart else Mover(self.target, runner.axes)
@@ -277,13 +287,13 @@ class Shapes:
 
     @property
     def microbatches(self) -> int:
-        """Micro-batches of a step, if every response is as long as it may be."""
+        """Returns the number of micro-batches of a step with responses of the largest length."""
         roll, packing = self.cfg.rollout, self.cfg.packing
         each = packing.row_length // (roll.max_prompt_tokens + roll.max_tokens)
         return math.ceil(roll.prompts * roll.n / (each * packing.rows))
 
     def resident(self) -> dict[str, float]:
-        """Bytes on a device by kind; `GONE` says when it is not there."""
+        """Returns the bytes on a device by kind; `GONE` says when a kind is released."""
         reference = device_bytes(self.params) * bool(self.cfg.algo.kl_loss_coef)
         found = {
             "policy parameters": device_bytes(self.params),
@@ -320,13 +330,13 @@ def _all_rows(mesh: jax.sharding.Mesh, tree):
 
 
 def _resharding(whose: str, weights: Params, moves: Reshard) -> Program:
-    # The engine has let go of the old ones.
+    # The engine has released the old weights.
     given = {"parameters": weights, "results": moves.made}
     return Program(f"resharding, {whose}", "train", ("reshard", whose), moves.lower, given, moves)
 
 
 def engine_programs(engine: Engine, part: str, features: Features) -> Iterator[Program]:
-    """Prefill, placement and chunks, as the engine's start-up asks for them."""
+    """Yields prefill, placement and chunks, as the engine's start-up compiles them."""
     runner, found = engine.runner, []
 
     def build(key, lower, donate):
@@ -352,14 +362,14 @@ def _title(key: tuple) -> str:
 
 
 def caches(state) -> tuple[Any, Any]:
-    """A decode state's pages, and all the rest."""
+    """Splits a decode state into its pages and the rest."""
     draft = state.draft and state.draft._replace(pages=None)
     pages = (state.memory.pages, state.draft and state.draft.pages)
     return pages, state._replace(memory=state.memory._replace(pages=None), draft=draft)
 
 
 def device_bytes(tree) -> float:
-    """Bytes of a tree's shards on one device."""
+    """Returns the bytes of a tree's shards on one device."""
     total = 0.0
     for leaf in jax.tree.leaves(tree):
         here = getattr(leaf, "sharding", None)
@@ -369,7 +379,7 @@ def device_bytes(tree) -> float:
 
 
 def mesh_text(mesh: Mesh) -> str:
-    """The axes of a mesh that are larger than one."""
+    """Returns the axes of a mesh that are larger than one, as text."""
     if mesh is None:
         return "one device"
     axes = [f"{name} {size}" for name, size in mesh.shape.items() if size > 1]

@@ -1,4 +1,4 @@
-"""A plan: its figures as JSON, its table as text, and what to change where it does not fit."""
+"""Plans: their figures as JSON, their table as text, and advice if a run does not fit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,11 @@ class Plan:
     """The figures of a run on a topology, per device unless they say otherwise.
 
     Attributes:
-      config: its file's name. programs: those looked at so far. left_out: how many were not.
+      config: name of the config file.
+      topology: the chips.
+      shapes: trainers and engines of the run.
+      programs: figures of the programs so far.
+      left_out: number of programs that were left out.
       command: the command line.
     """
 
@@ -56,22 +60,22 @@ class Plan:
         return self.shapes.resident()
 
     def held(self, part: str) -> dict[str, float]:
-        """Bytes that are allocated while programs of a part run, by kind."""
+        """Returns the bytes that are allocated while programs of a part run, by kind."""
         return {kind: size for kind, size in self.resident.items() if kind not in GONE[part]}
 
     def held_during(self, program: Figures) -> dict[str, float]:
-        """Bytes that are allocated while it runs, whether they are its inputs or not, by kind."""
+        """Returns the bytes, by kind, that are allocated while a program runs, inputs or not."""
         gaps = self.shapes.built.replica_drafts and self.shapes.cfg.draft.spot.gaps
         in_gaps = program.key == ("draft",) and bool(gaps)
         held = self.held("roll out" if in_gaps else program.part)
-        if program.key == ("reshard", "draft"):  # the policy's have come, in which its own count
+        if program.key == ("reshard", "draft"):  # includes the policy's new weights
             held[WEIGHTS] = self.resident.get(WEIGHTS, 0.0) - program.given["results"]
         return held
 
     def peak(self, program: Figures) -> float:
-        """Bytes in use while it runs."""
+        """Returns the bytes in use while a program runs."""
         held = sum(self.held_during(program).values())
-        if program.needs is not None:  # the compiler counts what the program is given itself
+        if program.needs is not None:  # the compiler's number includes the inputs
             rest = held - sum(
                 size
                 for kind, size in program.given.items()
@@ -86,42 +90,46 @@ class Plan:
 
     @property
     def most(self) -> float:
-        """Bytes at the worst moment."""
+        """Bytes in use at the worst moment."""
         held = max(sum(self.held(part).values()) for part in GONE)
         return max(held, self.peak(self.worst)) if self.programs else held
 
     @property
     def fits(self) -> bool:
-        """Whether everything has room, and the compiler refused nothing."""
+        """Whether every program fits and compiles."""
         refused = any(program.failed for program in self.programs)
         return self.most <= self.topology.chip.memory and not refused
 
     @property
     def too_large(self) -> dict[str, float]:
-        """Programs for which there is no room, the largest first: bytes that are missing."""
+        """Returns the missing bytes of programs that do not fit, the largest first."""
         over = {p.name: self.peak(p) - self.topology.chip.memory for p in self.programs}
         order = sorted(over, key=over.get, reverse=True)
         return {name: over[name] for name in order if over[name] > 0}
 
     @property
     def refused(self) -> dict[str, str]:
-        """Programs that the compiler refuses though there is room for them, and why."""
+        """Returns the programs that the compiler refuses although they fit, and why."""
         large = self.too_large
         return {p.name: p.failed for p in self.programs if p.failed and p.name not in large}
 
     def largest_batch(self) -> int:
-        """Slots of a replica that fit, if cache, state and temporaries grow with them evenly; in a
-        cache of a given size at the average context."""
+        """Number of a replica's slots that fit, if cache, state and temporaries grow in proportion.
+
+        A cache of fixed size is divided by the average context.
+        """
         runner = self.shapes.engine.runner
         if self.shapes.cfg.rollout.cache_bytes is None:
             return self._slots(pages_for(runner.max_len, runner.page_size) * self._page)
-        # The cache is as large as was asked for: so many samples find pages in it.
+        # A cache of fixed size has pages for this many samples.
         most = self._slots(0.0)
         return min(most, (runner.pages - 1) // pages_for(self.context, runner.page_size))
 
     def largest_cache(self) -> tuple[int, int]:
-        """Slots that fit at the average context if the cache were as large as the memory allows,
-        and the rollout.cache_bytes for that."""
+        """Returns the slots that fit at the average context with the largest possible cache.
+
+        The second value is that cache's rollout.cache_bytes.
+        """
         runner = self.shapes.engine.runner
         each = pages_for(self.context, runner.page_size) * self._page
         slots = self._slots(each, self.resident[CACHE])
@@ -129,20 +137,20 @@ class Plan:
 
     @property
     def _page(self) -> float:
-        """Bytes of a page on a device, of all layers."""
+        """Returns the bytes of a page of all layers on a device."""
         runner = self.shapes.engine.runner
         return device_bytes(caches(runner.state)[0]) / runner.pages
 
     def _slots(self, pages: float, instead: float = 0.0) -> int:
-        """Slots for which there is room.
+        """Returns the number of slots that fit.
 
         Args:
-          pages: bytes of each one's pages. instead: of the cache in whose place these are; 0: those
-            of more slots come beside it.
+          pages: bytes of each slot's pages.
+          instead: bytes of the cache that these pages replace; 0: they are added to it.
         """
         runner, memory = self.shapes.engine.runner, self.topology.chip.memory + instead
         each = pages + device_bytes(caches(runner.state)[1]) / runner.slots
-        taken = runner.batch * pages if instead else 0.0  # by slots that are there already
+        taken = runner.batch * pages if instead else 0.0  # bytes of the present slots' pages
         chunks = [p for p in self.programs if p.is_chunk]
         widest = max(chunks, key=lambda p: (p.key[2], p.extra), default=None)
         others = (p for p in self.programs if p.part == "roll out" and p is not widest)
@@ -157,28 +165,28 @@ class Plan:
 
     @property
     def context(self) -> int:
-        """Positions in a slot's cache, on average: half of the longest sample."""
+        """Average number of positions in a slot's cache: half of the longest sample."""
         roll = self.shapes.cfg.rollout
         return (roll.max_prompt_tokens + roll.max_tokens) // 2
 
     def context_of(self, chunk: Figures) -> int:
-        """Positions in a slot's cache during a chunk: fewer where its slots share too few pages."""
+        """Returns the positions in a slot's cache in a chunk; fewer if pages do not suffice."""
         runner = self.shapes.engine.runner
         return min(self.context, (runner.pages - 1) * runner.page_size // chunk.key[2])
 
     def round_seconds(self, chunk: Figures) -> float:
-        """Seconds of one round at this context, by the roofline."""
+        """Returns the seconds of one round at this context, by the roofline."""
         _, strategy, slots, _ = chunk.key
         cost = with_prefix(chunk.cost, self.shapes, strategy, slots, self.context_of(chunk))
         return roofline(self.topology.chip, cost).seconds
 
     def tokens_per_second(self, chunk: Figures, accept_length: float) -> float:
-        """Tokens per second of all replicas together, by the roofline."""
+        """Returns the tokens per second of all replicas together, by the roofline."""
         replicas = len(self.shapes.built.engines)
         return replicas * chunk.key[2] * accept_length / self.round_seconds(chunk)
 
     def as_json(self) -> dict:
-        """Every figure, for files."""
+        """Returns every figure, for files."""
         chip = self.topology.chip
         return {
             "config": self.config,
@@ -224,7 +232,7 @@ class Plan:
         return out
 
     def write(self, path: Path) -> None:
-        """Writes the figures; the file is whole at any moment, so that a plan can be resumed."""
+        """Writes the figures atomically, so that a plan can be resumed."""
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.partial")
         partial.write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
@@ -232,8 +240,7 @@ class Plan:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, of the sources of programs, and of the packages that compile them, if
-    these are installed."""
+    """Returns the versions of Python, of the sources, and of installed compiler packages."""
     found = {"python": platform.python_version(), "sources": _sources()}
     for package in ("jax", "jaxlib", "libtpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -242,7 +249,7 @@ def versions() -> dict[str, str]:
 
 
 def _sources() -> str:
-    """A digest of all Python files of specjax and train."""
+    """Returns a digest of all Python files of specjax and train."""
     digest, root = hashlib.sha256(), Path(__file__).resolve().parents[2]
     for folder in ("specjax", "train"):
         for path in sorted((root / folder).rglob("*.py")):
@@ -251,8 +258,7 @@ def _sources() -> str:
 
 
 def _accept_lengths(plan: Plan, chunk: Figures) -> list[float]:
-    """Accept lengths to show for a strategy: 1, where it gains nothing, and some above, as far as
-    its drafts reach."""
+    """Returns the accept lengths to show for a strategy: 1 and some up to its largest."""
     longest = 1 + plan.shapes.engine.runner.programs[chunk.key[1]].steps
     return [1.0] + [a for a in (1.5, 2.0, 3.0, 4.0, 6.0, 8.0) if a <= longest]
 
@@ -261,7 +267,7 @@ def _accept_lengths(plan: Plan, chunk: Figures) -> list[float]:
 
 
 def lines(plan: Plan) -> Iterator[str]:
-    """The whole table."""
+    """Yields the lines of the whole table."""
     yield from _head(plan)
     yield from _memory(plan)
     yield from _programs(plan)
@@ -290,17 +296,17 @@ def _head(plan: Plan) -> Iterator[str]:
     )
     if shapes.apart:
         yield (
-            "NOTE    a replica's programs are compiled as if its chips were a slice of their own: "
-            "this compiler takes some slices whole or not at all"
+            "NOTE    a replica's programs are compiled as if its chips were a slice of their own, "
+            "because this compiler does not compile for a part of some slices"
         )
     if topology.compiler is None:
         yield (
-            "NOTE    of temporaries only logits and what layers were given are counted, and "
-            "attention as if it read the cache where it lies; a GPU's library gathers it first"
+            "NOTE    only logits and inputs of layers are counted as temporaries, and attention as "
+            "if it read the cache in place; a GPU's library gathers it first"
         )
     used = max(shapes.cfg.mesh.size, shapes.cfg.rollout_devices)
     if used < len(topology.devices):
-        yield f"NOTE    {len(topology.devices) - used} chips of {topology.name} have nothing to do"
+        yield f"NOTE    {len(topology.devices) - used} chips of {topology.name} are idle"
 
 
 def _memory(plan: Plan) -> Iterator[str]:
@@ -427,7 +433,7 @@ def _verdict(plan: Plan) -> Iterator[str]:
 
 
 def advice(plan: Plan) -> Iterator[str]:
-    """What to change, the largest share of the worst moment first; nothing if it fits."""
+    """Yields changes to make, the largest share of the worst moment first; none if it fits."""
     over = plan.most - plan.topology.chip.memory
     if over > 0:
         worst = plan.worst
@@ -461,7 +467,7 @@ def _remedy(plan: Plan, kind: str) -> str:
     if kind != "temporaries":
         return f"a larger mesh.fsdp (now {cfg.mesh.fsdp}) or mesh.tp (now {cfg.mesh.tp})"
     name, key = plan.worst.name, plan.worst.key
-    if key[0] == "chunk" and key[2] < runner.batch:  # as large as it is whatever the largest batch
+    if key[0] == "chunk" and key[2] < runner.batch:  # its size does not depend on the largest batch
         return f"of {name!r}: {_without(plan, key[1])}a smaller rollout.cache_bytes or max_batch"
     if key[0] in ("chunk", "prefill", "place"):
         return f"of {name!r}: a smaller rollout.max_batch (now {runner.batch}), prefill_chunk or tp"
@@ -483,6 +489,6 @@ def _without_refused(plan: Plan, program: Figures) -> str:
 
 
 def _without(plan: Plan, strategy: str) -> str:
-    """A list of strategies in which this one is missing, if there are others."""
+    """Returns advice to leave a strategy out, if there are others."""
     others = len(plan.shapes.engine.runner.programs) > 1
     return f"rollout.control.strategies without {strategy}, " if others else ""

@@ -1,7 +1,6 @@
-"""`python -m train.plan.table FILE ..`: plans that `train.plan --json` wrote, as a Markdown table.
+"""`python -m train.plan.table FILE ..`: a Markdown table of files of `train.plan --json`.
 
-With `--into docs/pods.md` the table takes the place of what lies between its two marks, so that no
-figure there was typed.
+With `--into docs/pods.md` the table replaces the one between the two marks there.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ MARKS = "<!-- table of train.plan.table -->", "<!-- end of table -->"
 
 
 def row(name: str, plan: Mapping) -> list[str]:
-    """The figures of one plan; of its chunks those of the largest batch and longest strategy."""
+    """Returns the figures of one plan, for the chunk of the largest batch and longest strategy."""
     programs = {p["name"]: p for p in plan["programs"]}
     chunks = [p for p in plan["programs"] if "round_seconds" in p]
     micro = programs.get("policy, a micro-batch")
@@ -55,7 +54,7 @@ def _gb(size: float) -> str:
 
 
 def table(plans: Mapping[str, Mapping]) -> str:
-    """One row per plan."""
+    """Returns a table with one row per plan."""
     rows = [list(COLUMNS), *(row(name, plan) for name, plan in plans.items())]
     lines = ["| " + " | ".join(cells) + " |" for cells in rows]
     return "\n".join([lines[0], "|" + "---|" * len(COLUMNS), *lines[1:]])

@@ -1,4 +1,4 @@
-"""Chips to plan for: devices that programs can be compiled for without having them."""
+"""Chips to plan for: devices to compile for that need not be present."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from specjax.chips import CHIPS, Chip
 from specjax.command_line import ConfigError
 from specjax.parallel import sharding
 
-# The slices that hosts are or make up, by how many dimensions a topology has.
+# Slices of one host, or of several whole hosts, by the number of a topology's dimensions.
 _SLICES = {2: ("2x2", "2x4", "4x4", "4x8", "8x8"), 3: ("2x2x1", "2x2x2", "2x2x4", "2x4x4")}
-STANDS_FOR = "v5e"  # what a plan made on CPU is compared with
+STANDS_FOR = "v5e"  # the chip that a plan made on CPU is compared with
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Where a run is planned.
+    """The chips that a run is planned for.
 
     Attributes:
-      devices: in the order in which meshes take them. chip: what one of them can do.
-      compiler: whose programs are looked at; None: there is none here, figures follow from shapes.
+      name: name of the topology.
+      devices: devices, in the order of meshes.
+      chip: peaks and memory of one device.
+      compiler: name of the compiler; None: nothing is compiled, figures are counted from shapes.
     """
 
     name: str
@@ -33,10 +35,10 @@ class Topology:
     compiler: str | None
 
     def for_replica(self, tp: int) -> Sequence[jax.Device] | None:
-        """Devices to compile a replica's programs for; None: the first of `devices`.
+        """Returns the devices to compile a replica's programs for; None: the first of `devices`.
 
-        For some TPUs (v5e) the compiler takes a multi-host slice whole or not at all, so a replica
-        is compiled as if its host were a slice of its own.
+        For some TPUs (v5e) the compiler does not compile for a part of a multi-host slice, so a
+        replica is compiled as if its host were a slice of its own.
         """
         if self.compiler != "tpu" or tp == len(self.devices):
             return None
@@ -48,15 +50,15 @@ class Topology:
 
     @property
     def platform(self) -> str:
-        """The platform of the topology, as jax names it; `devices` may be CPUs in its place."""
+        """The platform of the topology, as jax names it; `devices` may be CPUs instead."""
         kind = self.name.partition(":")[0]
         return "cpu" if kind == "cpu" else "tpu" if kind.startswith("v") else "gpu"
 
     @property
     def source(self) -> str:
-        """Where figures come from, for the head of the table."""
+        """The source of the figures, for the head of the table."""
         if self.compiler is None:
-            return "ARITHMETIC from shapes and shardings, no compiler was asked"
+            return "ARITHMETIC from shapes and shardings, nothing was compiled"
         if self.compiler == "cpu":
             return f"compiled for CPU devices, compared with a {self.chip.title}: to try it out"
         return "compiled by the TPU compiler for this topology"

@@ -1,9 +1,8 @@
-"""Tree attention by itself: the kernels beside each other, as shares of a copy's bandwidth.
+"""Tree attention by itself: a comparison of kernels, as shares of a copy's bandwidth.
 
-Counted are keys and values of the prefix and the tree, queries and results, over the seconds of a
-call: what a call has to touch, however long the page table is that it is given. Calls are repeated
-inside one program, as layers are in a model; each reads other pages than the one before, so that a
-cache of the chip does not serve them.
+The bytes of a call are keys and values of the prefix and the tree, queries and results, whatever
+the length of the page table. Calls are repeated inside one program, like layers in a model; each
+reads other pages than the one before, so that they do not come from the chip's cache.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ MIXED = "mixed"  # in place of a batch: slots of different lengths
 
 
 def model_of(head: int) -> ModelConfig:
-    """A model with only the sizes that the choice of a kernel depends on."""
+    """Returns a model with the sizes that the choice of a kernel depends on."""
     sizes = {"vocab_size": 8, "hidden_size": head, "intermediate_size": head, "num_layers": 1}
     heads = {"num_heads": 1, "num_kv_heads": 1, "head_dim": head}
     return dense_config(**sizes, **heads, run=RunConfig(compute_dtype="bfloat16"))
 
 
 def kernels_on(place: Place, asked: Sequence[str], head: int) -> list[str]:
-    """Those that a device has.
+    """Returns the kernels that a device supports.
 
     Raises:
-      Absent: it has none of them.
+      Absent: it supports none of them.
     """
     found, reasons = [], []
     for name in asked:
@@ -57,15 +56,15 @@ def kernels_on(place: Place, asked: Sequence[str], head: int) -> list[str]:
 
 
 class Sizes(NamedTuple):
-    """What is measured, the most important first.
+    """Sizes of the measurement, the most important first.
 
     Attributes:
       lengths: (prefix, positions of the page table) of every slot.
-      mixed: batches whose slots have lengths from `shortest` to all of the `table`.
-      call_bytes: that calls of one program read together, roughly, so that starting it does not
-        count: 10 ms of a copy; `most` calls at most.
-      pool_bytes: that calls read before one reads the same pages again, at least: ten times the
-        50 MB of the chip's own cache.
+      mixed: batch sizes with slots of lengths from `shortest` to the whole `table`.
+      call_bytes: approximate bytes that the calls of one program read together, so that the time to
+        start it is negligible: 10 ms of a copy; at most `most` calls.
+      pool_bytes: least bytes that calls read before one reads the same pages again: ten times the
+        50 MB of the chip's cache.
     """
 
     kernels: tuple[str, ...] = KERNELS
@@ -103,7 +102,7 @@ SMALL = Sizes(
 
 
 class Cell(NamedTuple):
-    """One shape: T rows, positions of each slot's prefix, and of the page table."""
+    """One shape: number of rows, positions of each slot's prefix, positions of the page table."""
 
     rows: int
     prefixes: tuple[int, ...]
@@ -116,7 +115,7 @@ class Cell(NamedTuple):
         return f"{self.rows}/{prefix}/{self.table}"
 
     def bytes(self, sizes: Sizes) -> int:
-        """Bytes that a call has to read and write."""
+        """Returns the bytes that a call must read and write."""
         batch = len(self.prefixes)
         queries = 2 * batch * sizes.kv_heads * sizes.group * self.rows
         keys = 2 * sizes.kv_heads * (sum(self.prefixes) + batch * self.rows)
@@ -126,9 +125,9 @@ class Cell(NamedTuple):
         return int(np.clip(round(sizes.call_bytes / self.bytes(sizes)), 2, sizes.most))
 
     def sets(self, sizes: Sizes) -> int:
-        """Tables that share no page, so that one call's pages are not in a cache from the last.
+        """Returns the number of tables without common pages, so that no call's pages are cached.
 
-        What counts is what is read: a table may be much longer than the prefix.
+        Only pages that are read count: a table may be much longer than the prefix.
         """
         read = sum(-(-prefix // sizes.page) for prefix in self.prefixes)
         page_bytes = 2 * 2 * sizes.kv_heads * sizes.page * sizes.head
@@ -155,7 +154,7 @@ def cells(sizes: Sizes, batch: int | str) -> list[Cell]:
 
 
 def _shapes(sizes: Sizes, cell: Cell) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """q, keys and values of the tree, pages of keys and values, tables of X calls."""
+    """Returns the shapes of q, of the tree's keys and values, of their pages, and of tables."""
     batch, pages = len(cell.prefixes), cell.table // sizes.page
     tree = batch, sizes.kv_heads, cell.rows, sizes.head
     q = batch, sizes.kv_heads * sizes.group, cell.rows, sizes.head
@@ -192,7 +191,7 @@ def programs(place: Place, small: bool, batch: int | str) -> list[Program]:
 
 
 def _inputs(sizes: Sizes, cell: Cell, seed: int) -> tuple[jax.Array, ...]:
-    """Random arrays; pages lie in no order, and each slot has its own."""
+    """Makes random arrays; each slot has pages of its own, in random order."""
     *arrays, tables = _shapes(sizes, cell)
     keys = jax.random.split(jax.random.key(seed), len(arrays))
     drawn = [random_pages(key, x.shape, jnp.bfloat16) for key, x in zip(keys, arrays, strict=True)]
@@ -206,7 +205,7 @@ def _inputs(sizes: Sizes, cell: Cell, seed: int) -> tuple[jax.Array, ...]:
 
 
 def measure(job: Job, batch: int | str) -> None:
-    """`us` a call, `share` of the copy: both `../<kernel>/<T>/<prefix>/<table>`."""
+    """Measures `us` a call and `share` of the copy, `../<kernel>/<rows>/<prefix>/<table>`."""
     sizes = SMALL if job.small else Sizes()
     job.tell(sizes=sizes._asdict(), batch=batch)
     built = build(programs(Place(), job.small, batch))
@@ -226,7 +225,7 @@ def _figures(job: Job, sizes: Sizes, cell: Cell, built: Built, copy: float) -> d
     def run(compiled) -> None:
         jax.block_until_ready(compiled(*inputs))
 
-    for kernel in sizes.kernels:  # one that does not run leaves the others their numbers
+    for kernel in sizes.kernels:  # a kernel that fails does not stop the others
         if f"{kernel}/{cell.name}" not in built:
             continue
         try:
@@ -259,7 +258,7 @@ def _figures(job: Job, sizes: Sizes, cell: Cell, built: Built, copy: float) -> d
 
 
 def _timed(sizes: Sizes, cell: Cell, runs: dict[str, Callable]) -> dict[str, list[float]]:
-    """Seconds of a call, of each kernel and turn."""
+    """Measures the seconds of a call, for each kernel and turn."""
     calls = cell.calls(sizes)
     found = alternate(runs, sizes.repeats)
     return {kernel: [s / calls for s in seconds] for kernel, seconds in found.items()}

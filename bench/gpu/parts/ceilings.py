@@ -1,7 +1,7 @@
-"""The peaks of a card as measured: a copy's bytes and a product's operations per second.
+"""Measured peaks of a card: bytes per second of a copy, operations per second of a product.
 
-Other parts take the copy as denominator: the figure of this part on the same card, or, where it was
-not measured there, a short measurement of their own.
+Shares in other parts are of the copy: the figure of this part on the same card, or a short
+measurement of their own if there is none.
 """
 
 from __future__ import annotations
@@ -20,8 +20,13 @@ from bench.record import alternate, figure, median_interval
 
 
 class Sizes(NamedTuple):
-    """bytes: of the array that is copied. side: of the square matrices. calls: within a program,
-    an even number."""
+    """Sizes of the measurement.
+
+    Attributes:
+      bytes: bytes of the array that is copied.
+      side: rows and columns of the matrices.
+      calls: number of calls in a program, an even number.
+    """
 
     bytes: int = 1 << 32
     side: int = 8192
@@ -31,16 +36,16 @@ class Sizes(NamedTuple):
 
 SMALL = Sizes(1 << 16, 64, 2, 3)
 NAMES = ("copy", "matmul")
-BRIEF = 3  # repeats of a measurement that stands for the part's
+BRIEF = 3  # repeats of a short measurement in another part
 
 
 def _copy(calls: int, x):
-    # Each copy reads what the last one wrote; the compiler cannot leave one out.
+    # Each copy reads the result of the one before, so the compiler cannot remove any.
     return jax.lax.fori_loop(0, calls, lambda i, x: x ^ i.astype(x.dtype), x)
 
 
 def _matmul(calls: int, a, b):
-    # Two at a time: the second writes where the first has read, and nothing is copied.
+    # Two at a time: the second writes to the first one's input, so that nothing is copied.
     return jax.lax.fori_loop(0, calls // 2, lambda _, a: jnp.dot(jnp.dot(a, b), b), a)
 
 
@@ -60,7 +65,7 @@ def programs(place: Place, small: bool, names: Sequence[str] = NAMES) -> list[Pr
         Program(
             name,
             functools.partial(
-                # What is updated is donated: else it would be copied once more, before the calls.
+                # The updated array is donated; otherwise it would be copied once before the calls.
                 jax.jit(functools.partial(body, sizes.calls), donate_argnums=0).lower,
                 *inputs[name],
             ),
@@ -73,7 +78,7 @@ def programs(place: Place, small: bool, names: Sequence[str] = NAMES) -> list[Pr
 def _runs(
     small: bool, seed: int, names: Sequence[str]
 ) -> dict[str, tuple[Callable[[], None], float]]:
-    """Name -> what runs once and waits, and its bytes or operations."""
+    """Returns, by name, a function that runs once and waits, and its bytes or operations."""
     sizes = SMALL if small else Sizes()
     built = build(programs(Place(), small, names))
     keys = jax.random.split(jax.random.key(seed), 3)
@@ -107,7 +112,7 @@ def _rates(small: bool, seed: int, repeats: int, names=NAMES) -> dict[str, list[
 
 
 def measure(job: Job) -> None:
-    """`copy` in GB/s and `matmul` in TFLOP/s."""
+    """Measures `copy` in GB/s and `matmul` in TFLOP/s."""
     sizes = SMALL if job.small else Sizes()
     job.tell(sizes=sizes._asdict())
     rates = _rates(job.small, job.seed, sizes.repeats)
@@ -123,9 +128,9 @@ def measure(job: Job) -> None:
 
 
 def copy_rate(job: Job) -> float:
-    """Bytes per second, read and written, of a copy on the job's card.
+    """Returns the bytes per second, read and written, of a copy on the job's card.
 
-    It is that of the card's record, or measured briefly; the job's settings say which.
+    It is taken from the card's record, or measured briefly; the job's settings say which.
     """
     record = records.read(records.path_of(job.out, "ceilings", job.card))
     if record is not None and "copy" in record["figures"]:

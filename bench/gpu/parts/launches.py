@@ -1,8 +1,8 @@
-"""What starting kernels costs a small model: a chunk as it is, and as one graph.
+"""The time to launch kernels in a small model: chunks in several CUDA graphs, and in one.
 
-A round of the 135M shape is bound by starting its kernels. XLA puts runs of them into graphs by
-itself (`default`); `min_graph_size` takes single kernels too, `while` all of a chunk, the loop over
-its rounds included, so that the host starts it once.
+A round of the 135M shape is bound by launching its kernels. XLA by itself puts sequences of them
+into graphs (`default`); `min_graph_size` also includes single kernels, and `while` a whole chunk
+with the loop over its rounds, which the host then launches once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ARMS = {
     "min_graph_size": {"xla_gpu_graph_min_graph_size": 1},
     "while": GRAPH,
 }
-SAFE = ("default", "min_graph_size")  # for `while`, the part `one_graph` has to show it
+SAFE = ("default", "min_graph_size")  # the part `one_graph` checks whether `while` is safe
 
 
 class Sizes(NamedTuple):
@@ -56,9 +56,9 @@ def programs(place: Place, small: bool, strategy: str) -> list[Program]:
 
 
 def measure(job: Job, strategy: str) -> None:
-    """`ms/batch_<B>/<arm>` of a round, the ratio to `default`, and `kernels/batch_<B>`.
+    """Measures `ms/batch_<B>/<arm>` of a round, its ratio to `default`, and `kernels/batch_<B>`.
 
-    `best` is the faster one of the arms that are safe whatever `one_graph` finds.
+    `best` is the faster one of the `SAFE` arms.
     """
     sizes = SMALL if job.small else Sizes()
     job.tell(sizes=sizes._asdict(), strategy=strategy, arms=ARMS)
@@ -76,7 +76,7 @@ def measure(job: Job, strategy: str) -> None:
 
 def _figures(job: Job, sizes: Sizes, chunk: Chunk, built: Built, batch: int) -> dict:
     at, result, arms, errors = f"batch_{batch}", {}, {}, {}
-    for arm in ARMS:  # one that does not run leaves the others their numbers
+    for arm in ARMS:  # an arm that fails does not stop the others
         try:
             chunk.prepare()
             chunk.run(f"{batch}/{arm}")

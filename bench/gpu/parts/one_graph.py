@@ -1,7 +1,7 @@
-"""Whether a chunk that is one CUDA graph gives the tokens of the same chunk without it.
+"""Checks that a chunk in one CUDA graph gives the tokens of the same chunk in several.
 
-Both are compiled with equal algorithms (nothing is tuned), run from the same state, several chunks
-one after the other: `off` and a chain with top-p, with cuDNN's attention and the Pallas kernel.
+Both are compiled with the same algorithms (without tuning) and run several chunks from the same
+state: `off` and a chain with top-p, with cuDNN's attention and with the Pallas kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TOP_P = {"temperature": 1.0, "top_p": 0.9}
 
 
 class Sizes(NamedTuple):
-    """chunks: that run one after the other."""
+    """Sizes of the check; `chunks` is the number of consecutive chunks."""
 
     shape: str = "135M"
     layers: int = 4
@@ -71,7 +71,7 @@ def programs(place: Place, small: bool) -> list[Program]:
 
 
 def measure(job: Job) -> None:
-    """`differ/<strategy>/<kernel>`: samples of which a token differs."""
+    """Measures `differ/<strategy>/<kernel>`: the number of samples whose tokens differ."""
     sizes = SMALL if job.small else Sizes()
     job.tell(sizes=sizes._asdict(), arms=ARMS)
     chunks = _chunks(Place(), job.small)

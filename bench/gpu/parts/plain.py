@@ -1,7 +1,7 @@
-"""A plain step: milliseconds, and the share of a copy's bytes per second that its bytes are.
+"""Plain steps: milliseconds, and bytes per second as a share of a copy's.
 
-Both contexts run in one program, whose page table has room for the longer one, as an engine's has.
-Models of 12 and of 4 layers take turns, see `rounds.py`.
+Both contexts run in one program, whose page table has room for the longer one, as in an engine.
+Models of 12 and of 4 layers are measured in turns, see `rounds.py`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def programs(place: Place, small: bool, batch: int, shape: str = "8B") -> list[P
 
 
 def measure(job: Job, batch: int, shape: str = "8B") -> None:
-    """`ms/<layers>_layers/<context>/<arm>`, `share/..` of the whole model, `triton_over_not/..`."""
+    """Measures `ms/<layers>_layers/<context>/<arm>`, `share/..` and `triton_over_not/..`."""
     sizes = SMALL if job.small else Sizes()
     job.tell(sizes=sizes._asdict(), batch=batch, shape=shape)
     chunks = _chunks(Place(), job.small, batch, shape)
@@ -108,7 +108,7 @@ def _figures(sizes: Sizes, chunks: dict[int, Chunk], context: int, copy: float, 
 
 
 def whole_bytes(chunks: dict[int, Chunk], layers: tuple[int, int], total: int, context: int):
-    """Bytes that a step of the whole model has to touch."""
+    """Returns the bytes that a step of the whole model must read and write."""
     sizes = [
         counts.forward_bytes(c.cfg, c.runner.params, c.size.batch, 1, context)
         for c in (chunks[n] for n in layers)

@@ -13,12 +13,12 @@ from specjax.shipped import find_shipped
 from specjax.tokenizer import load_tokenizer
 from train import data
 
-NOT_AHEAD = "its engines compile as they are used; the chunks are those of other parts"
+NOT_AHEAD = "its engines compile on first use; other parts compile the same chunks"
 TOKENIZER = "assets/sums"
 
 
 def measure(job: Job) -> None:
-    """All figures of `bench.throughput workloads`, of one sample at a time first."""
+    """Measures the figures of `bench.throughput workloads`, beginning with one sample at a time."""
     sizes = sizes_of(job)
     job.tell(sizes=sizes._asdict())
     argv = ["--strategy", sizes.strategy, "--seed", str(job.seed), "--emitted", str(sizes.emitted)]
@@ -41,7 +41,7 @@ def measure(job: Job) -> None:
 
 
 def ordered(found: list[Point], small: bool) -> list[Point]:
-    """One sample at a time, then the most at once, then the rest; if small, the first of these."""
+    """Orders points: batch 1, the largest batch, the rest; `small` keeps batch 1 only."""
     largest = max(point.batch for point in found)
     ranks = {1: 0, largest: 1}
     found = sorted(found, key=lambda point: ranks.get(point.batch, 2))

@@ -1,7 +1,7 @@
-"""`train.rl` on the device for half a minute, for the queue: does it learn there, and how fast?
+"""`train.rl` on the device for half a minute: finite losses, rewards and seconds per step.
 
-It is a process of its own, with the embedded policy and configs/sums.yaml. The clock starts when
-its first step, which compiles, has been logged; when the time is over it is ended.
+It runs in a process of its own, with the embedded policy and configs/sums.yaml. The time starts
+when its first step, which compiles, has been logged; then the process is ended.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ NAMES = {
 
 
 def measure(job: Job) -> None:
-    """`rl/..`: steps and their seconds, rates, and rewards."""
+    """Measures `rl/..`: steps and their seconds, rates, and rewards."""
     with tempfile.TemporaryDirectory() as scratch:
         out, settings = Path(scratch) / "run", dict(SETTINGS)
         if job.small:
             settings |= SMALL | {"model": small_policy(Path(scratch) / "policy")}
         changes = [f"{key}={_yaml(value)}" for key, value in settings.items()]
         command = [sys.executable, "-m", "train.rl", "--config", "configs/sums.yaml", f"out={out}"]
-        # This process leaves the device's memory to that one.
+        # The new process needs the device's memory.
         env = {k: v for k, v in os.environ.items() if k != "XLA_PYTHON_CLIENT_PREALLOCATE"}
         records = watched([*command, *changes], env, out, job)
     job.add(rl_figures(records))
@@ -87,13 +87,13 @@ def small_policy(path: Path) -> Path:
 
 
 def watched(command: Sequence[str], env: Mapping, out: Path, job: Job) -> list[dict]:
-    """Runs it until it ends, or for `SECONDS` after its first step; what it logged.
+    """Runs the command until it ends, or for `SECONDS` after its first step; returns its records.
 
     Raises:
-      RuntimeError: it failed, or no step was done in time.
+      RuntimeError: the command failed, or logged too few steps in time.
     """
     began = None
-    # In this process's group, so that it ends with it, however that ends.
+    # In this process's group, so that both end together.
     process = subprocess.Popen(command, env=env)
     try:
         while process.poll() is None:
@@ -112,20 +112,20 @@ def watched(command: Sequence[str], env: Mapping, out: Path, job: Job) -> list[d
     if len(records) < 2:
         raise RuntimeError(
             f"train.rl logged {len(records)} steps in {job.seconds:.0f} s, expected two or "
-            "more; did it compile for so long?"
+            "more; did compilation take that long?"
         )
     return records
 
 
 def logged(out: Path) -> list[dict]:
-    """The records of training steps so far."""
+    """Returns the records of training steps so far."""
     if not (out / METRICS_FILE).exists():
         return []
     return [record for record in read_metrics(out) if record["step"] > 0]
 
 
 def end(process: subprocess.Popen) -> None:
-    """Ends it; what it began itself ends with the part's process."""
+    """Ends a process; its children end with the part's process group."""
     for how, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, None)):
         if process.poll() is None:
             process.send_signal(how)
@@ -136,7 +136,7 @@ def end(process: subprocess.Popen) -> None:
 
 
 def rl_figures(records: Sequence[dict]) -> dict[str, dict]:
-    """Figures of the steps after the first, which compiles.
+    """Returns the figures of the steps after the first, which compiles.
 
     Raises:
       FloatingPointError: a loss, reward or gradient is not finite.

@@ -1,13 +1,12 @@
-"""One round of an 8B model, taken apart.
+"""The parts of a round of an 8B model.
 
-The model has Qwen3-8B's shapes, random weights in bfloat16, and a draft head of one module. Random
-heads guess nothing: what is measured of speculation is what a round costs, and not what it gains.
+The model has Qwen3-8B's shapes, random weights in bfloat16, and a draft head of one module. Drafts
+of a random head are hardly ever accepted, so only the cost of a round is measured, not its gain.
 
-A round is taken apart as in `bench.round`; its `transform` is counted as part of `accept`. The
-parts are compiled one after the other, each on what the ones before have computed: where the time
-does not suffice for all of them, those that are compiled are measured. Passes of the policy over 1
-and 16 rows take turns, each several times before the host waits, so that the time to start a
-program is hidden as it is within a chunk.
+The parts are those of `bench.round`; `transform` is counted in `accept`. They are compiled one
+after the other, each for the results of those before; if there is too little time, only compiled
+parts are measured. Passes of the policy over 1 and 16 rows are measured in turns, several of each
+before the host waits, which hides the time to start a program, as within a chunk.
 """
 
 from __future__ import annotations
@@ -44,19 +43,23 @@ from specjax.engine.runner import Runner
 from specjax.models.transformer import Params, init_params
 from specjax.shipped import find_shipped
 
-NOT_AHEAD = "each of its programs is made from what the one before has computed"
+NOT_AHEAD = "each of its programs needs the results of the one before"
 SHAPE = "assets/shapes/Qwen3-8B"
 FEW, MANY = 1, 16  # rows of the passes that are compared
-# Figures of a round's parts that are recorded as missing where there was no time for them.
+# Figures of a round's parts that are recorded as missing if there is no time for them.
 OF_PARTS = ("ms/round", "draft_over_verify", "us_beside_parts")
 
 
 class Sizes(NamedTuple):
-    """shape: directory of a config.json, and what to change in it. The rest is of the round.
+    """The model and the round.
 
     Attributes:
-      context: tokens of every slot. window: seconds, see `bench.round`. passes: before a wait.
-      emitted: tokens of the last round, whose noise is drawn anew.
+      shape: directory of the model's config.json.
+      layers, dtype: changes to that config.
+      context: number of tokens in every slot.
+      emitted: tokens of the last round, whose noise is drawn again.
+      window: seconds of a turn, see `bench.round`.
+      passes: number of passes before the host waits.
     """
 
     shape: str = SHAPE
@@ -79,7 +82,7 @@ def sizes_of(job: Job) -> Sizes:
 
 
 def plain_model(sizes: Sizes, seed: int) -> tuple[ModelConfig, Params, None]:
-    """Config and stacked policy parameters, without a head."""
+    """Makes a config and random stacked policy parameters, without a head."""
     cfg = read_config(find_shipped(sizes.shape))
     cfg = cfg.replace(layers=cfg.layers[:1] * sizes.layers, mtp_num_layers=1)
     cfg = cfg.running(param_dtype=sizes.dtype, compute_dtype=sizes.dtype)
@@ -87,7 +90,7 @@ def plain_model(sizes: Sizes, seed: int) -> tuple[ModelConfig, Params, None]:
 
 
 def model_of(sizes: Sizes, seed: int) -> tuple[ModelConfig, Params, Params]:
-    """Likewise, with a head."""
+    """Makes a config, random policy parameters and a random head."""
     cfg, policy, _ = plain_model(sizes, seed)
     return cfg, policy, random_weights(functools.partial(init_head_params, cfg), seed + 1)
 
@@ -96,7 +99,7 @@ def model_of(sizes: Sizes, seed: int) -> tuple[ModelConfig, Params, Params]:
 
 
 def measure(job: Job) -> None:
-    """Kernels, rows, and the parts of a round."""
+    """Measures the parts of a round, passes over more rows, whole rounds, and counts kernels."""
     sizes = sizes_of(job)
     job.tell(sizes=sizes._asdict())
     cfg, policy, head = model_of(sizes, job.seed)
@@ -120,21 +123,21 @@ def measure(job: Job) -> None:
 
 
 def _chunk_figures(chunk: workloads.Chunk, sizes: Sizes) -> dict[str, dict]:
-    """Milliseconds of a round in the engine's own program."""
+    """Measures milliseconds per round in the engine's own program."""
     seconds = alternate_prepared({"chunk": (chunk.prepare, chunk.run)}, sizes.repeats)["chunk"]
     value, *ends = median_interval([1e3 * s / chunk.rounds for s in seconds])
     return {"round_ms/chunk": figure(value, f"ms per round, in chunks of {chunk.rounds}", ends)}
 
 
 def _kernel_figures(chunk: workloads.Chunk) -> dict[str, dict]:
-    """Kernels that a round of that program launches, see `bench.hlo`."""
+    """Counts the kernels that a round of that program launches."""
     counted = counts.round_kernels(chunk.text())
     kinds = ", ".join(f"{n} {opcode}" for opcode, n in counted.most_common())
     return {"kernels_per_round": figure(counted.total(), f"kernels: {kinds}")}
 
 
 def passes(runner: Runner, rows: int, count: int) -> Callable[[], None]:
-    """A function that runs the policy `count` times over so many rows of every slot and waits."""
+    """Returns a function that runs the policy `count` times over `rows` rows per slot and waits."""
 
     inputs = runner.params, runner.state, full_row_map(runner)
     compiled = jax.jit(policy_pass(runner, rows)).lower(*inputs).compile()
@@ -149,7 +152,7 @@ def passes(runner: Runner, rows: int, count: int) -> Callable[[], None]:
 
 
 def _rows_figures(runner: Runner, sizes: Sizes) -> dict[str, dict]:
-    """Verifying many rows over verifying one."""
+    """Measures passes over many rows and over one, and their ratio."""
     fill(runner, sizes.context)
     runs = {rows: passes(runner, rows, sizes.passes) for rows in (FEW, MANY)}
     seconds = alternate(runs, sizes.repeats)
@@ -162,7 +165,7 @@ def _rows_figures(runner: Runner, sizes: Sizes) -> dict[str, dict]:
 
 
 def _part_figures(job: Job, runner: Runner, sizes: Sizes) -> dict[str, dict]:
-    """Milliseconds and shares of a round's parts, as many as there was time to compile."""
+    """Measures milliseconds and shares of a round's parts, as far as there is time to compile."""
     began = [time.monotonic()]
 
     def go_on() -> bool:
@@ -190,9 +193,9 @@ def _part_figures(job: Job, runner: Runner, sizes: Sizes) -> dict[str, dict]:
 
 
 def part_figures(times: Mapping[str, Sequence[float]]) -> dict[str, dict]:
-    """Figures from milliseconds, in each turn, of a round and of the parts of `bench.round.parts`.
+    """Makes figures from milliseconds, in each turn, of a round and of its parts.
 
-    What needs a part that is not among them is left out.
+    Figures that need a part which is missing are left out.
     """
     times = {name: np.asarray(values, float) for name, values in times.items()}
     mine = {name: times[name] for name in ROUND if name in times}
@@ -222,9 +225,9 @@ def part_figures(times: Mapping[str, Sequence[float]]) -> dict[str, dict]:
 
 
 def _over(values: np.ndarray, total: np.ndarray, unit: str) -> dict:
-    """The ratio's figure; a tiny model's parts may be too quick for the clock."""
+    """Makes the figure of a ratio; a tiny model's parts may be too short for the clock."""
     if min(total) <= 0:
-        return figure(None, f"left out: too quick for the clock, {unit}")
+        return figure(None, f"left out: too short for the clock, {unit}")
     ratio, *ends = paired_ratio_interval(values, total)
     return figure(ratio, unit, ends)
 

@@ -1,11 +1,11 @@
 """Speculative rounds against plain ones, with scripted acceptance: true speed-ups.
 
-Models of 12 and of 4 layers take turns, so that large batches fit and programs compile fast; their
-difference gives the time of one layer, and with it that of the whole model.
+Models of 12 and of 4 layers are measured in turns, so that large batches fit and programs compile
+fast; their difference gives the time of one layer, and with it that of the whole model.
 
-A draft head of random weights guesses nothing, and the acceptance of a trained one depends on the
-texts. So acceptance is scripted: drafting and verification run in full, and a script says for each
-position of each slot whether the token drafted for it is accepted.
+The drafts of a random head are hardly ever accepted, and the acceptance of a trained one depends on
+the texts. So acceptance is scripted: drafting and verification run in full, and a script decides
+for each position of each slot whether the token drafted for it is accepted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from specjax.indexing import take_along
 
 
 class Sizes(NamedTuple):
-    """layers: of the models that are measured, the larger number first."""
+    """Sizes of the measurement; `layers` are those of the two models, the larger number first."""
 
     shape: str = "8B"
     layers: tuple[int, int] = (12, 4)
@@ -42,12 +42,8 @@ class Sizes(NamedTuple):
 SMALL = Sizes("tiny", (2, 1), "2_1_3", 32, 3, 3)
 
 
-def _sizes(small: bool) -> Sizes:
-    return SMALL if small else Sizes()
-
-
 def _chunks(place: Place, sizes: Sizes, batch: int) -> dict[str, Chunk]:
-    """`<layers>/<arm>`: plain decoding, and the strategy at each probability of acceptance."""
+    """Makes chunks `<layers>/<arm>` of plain decoding, and of the strategy at each probability."""
     found = {}
     for layers in sizes.layers:
         size = Size(sizes.shape, batch, sizes.context, layers, rounds=sizes.rounds)
@@ -59,7 +55,7 @@ def _chunks(place: Place, sizes: Sizes, batch: int) -> dict[str, Chunk]:
 
 
 def _programs(chunks: dict[str, Chunk]) -> list[Program]:
-    # Those of equally many layers hold the policy's weights together, see `load`.
+    # Chunks with the same number of layers share the policy's weights, see `load`.
     weights = {chunk.cfg.num_layers: chunk.weights for chunk in chunks.values()}
     every = sum(chunk.held - chunk.weights for chunk in chunks.values()) + sum(weights.values())
     return [
@@ -70,16 +66,16 @@ def _programs(chunks: dict[str, Chunk]) -> list[Program]:
 
 
 def programs(place: Place, small: bool, batch: int) -> list[Program]:
-    return _programs(_chunks(place, _sizes(small), batch))
+    return _programs(_chunks(place, SMALL if small else Sizes(), batch))
 
 
 def measure(job: Job, batch: int) -> None:
-    """`ms/..` of a round, `round_over_plain`, `speedup/<acceptance>`, `accept_length/..`.
+    """Measures `ms/..` of a round, `round_over_plain`, `speedup/<acceptance>`, `accept_length/..`.
 
-    The speed-up is of the measured time of a round at the accept length that is expected at the
-    probability; few slots in few rounds have another one by their scripts, `script_length/..`.
+    The speed-up is computed from the measured time of a round and the expected accept length at the
+    probability; the one in these few slots and rounds may differ, `script_length/..`.
     """
-    sizes = _sizes(job.small)
+    sizes = SMALL if job.small else Sizes()
     job.tell(sizes=sizes._asdict(), batch=batch)
     chunks = _chunks(Place(), sizes, batch)
     built = build(_programs(chunks))
@@ -118,22 +114,22 @@ def _figures(sizes: Sizes, batch: int, chunks: dict[str, Chunk]) -> dict:
         result[f"accept_length/{probability}"] = figure(length, "tokens per round, expected")
         unit = "tokens per round, as measured and by the script"
         result[f"script_length/{probability}"] = figure(lengths[probability], unit)
-    # Which drafts are accepted changes no shape, so either arm's round is the strategy's.
+    # Acceptance changes no shape, so the rounds of all probabilities are equal work.
     rounds = [ms for probability in sizes.acceptance for ms in whole[probability]]
     ratio, *ends = paired_ratio_interval(rounds, whole[OFF] * len(sizes.acceptance))
     return result | {"round_over_plain": figure(ratio, "times a plain step", ends)}
 
 
 def expected_length(probability: float, steps: int) -> float:
-    """Tokens per round of a chain, each of whose drafts is accepted with the probability."""
+    """Returns tokens per round of a chain whose drafts are accepted with a probability."""
     return sum(probability**i for i in range(steps + 1))
 
 
 def _script_length(sizes: Sizes, chunk: Chunk, name: str, probability: float) -> float:
-    """Tokens per round; checks that they are what the script says.
+    """Returns the tokens per round, after checking them against the script.
 
     Raises:
-      RuntimeError: they are not.
+      RuntimeError: the tokens are not those of the script.
     """
     chunk.prepare()
     keys = np.asarray(chunk.runner.state.keys)[: chunk.size.batch]
@@ -149,21 +145,21 @@ def _script_length(sizes: Sizes, chunk: Chunk, name: str, probability: float) ->
 
 # --- scripted acceptance --------------------------------------------------------------------------
 
-PRIME = 8191  # positions after which the script comes again
+PRIME = 8191  # period of the script, in positions
 
 
 @functools.cache
 def script(probability: float) -> np.ndarray:
-    """[PRIME] whether the token drafted for a position is accepted."""
+    """Returns [PRIME] booleans: whether the token drafted for a position is accepted."""
     return np.random.default_rng(0).random(PRIME) < probability
 
 
 @dataclasses.dataclass(frozen=True)
 class Scripted:
-    """An acceptance rule, see `Plan.rule`, for chains.
+    """An acceptance rule for chains, see `Plan.rule`.
 
-    The strategy's own rule runs as it does without a script; the token that it emits last, which
-    the target chose, follows those that are accepted.
+    The strategy's own rule runs as usual; the last token that it emits, which the target chose,
+    follows the accepted tokens.
     """
 
     probability: float
@@ -171,11 +167,10 @@ class Scripted:
     def __call__(
         self, plan: Plan, state: DecodeState, draft: DraftedTree, transformed
     ) -> Acceptance:
-        """Raises ValueError where the strategy is no chain."""
+        """Accepts drafts by the script; raises ValueError if the strategy is no chain."""
         if not plan.tree.is_chain:
             raise ValueError(
-                "expected a chain such as 4_1_5: of a tree, a script would have to say which branch"
-                " is accepted as well"
+                "expected a chain such as 4_1_5, because the script cannot choose a tree's branch"
             )
         own = accept(dataclasses.replace(plan, rule=None), state, draft, transformed)
         steps = plan.steps
@@ -194,7 +189,7 @@ class Scripted:
 def scripted_lengths(
     probability: float, keys: np.ndarray, begin: int, steps: int, rounds: int
 ) -> np.ndarray:
-    """[B] tokens that slots with these keys emit in so many rounds of a chain, by the script."""
+    """Returns the tokens [B] that slots emit in `rounds` rounds of a chain, by the script."""
     accepted, length = script(probability), np.full(len(keys), begin, np.int64)
     for _ in range(rounds):
         places = (keys[:, :1].astype(np.int64) % PRIME + length[:, None] + np.arange(steps)) % PRIME

@@ -1,7 +1,7 @@
-"""What more rows cost a pass of the policy: the cost curve of strategies.
+"""The time of a pass of the policy by number of rows: the cost curve of strategies.
 
-Models of 12 and of 4 layers take turns, see `rounds.py`. Passes are started several at a time, so
-that the time to start a program is hidden, as it is within a chunk.
+Models of 12 and of 4 layers are measured in turns, see `rounds.py`. Several passes are started
+before the host waits, which hides the time to start a program, as within a chunk.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bench.round.batch import full_row_map
 
 
 class Sizes(NamedTuple):
-    """passes: before a wait."""
+    """Sizes of the measurement; `passes` is the number of passes before the host waits."""
 
     shape: str = "8B"
     layers: tuple[int, int] = (12, 4)
@@ -30,10 +30,6 @@ class Sizes(NamedTuple):
 
 
 SMALL = Sizes("tiny", (2, 1), (1, 16), 32, 2, 3)
-
-
-def _sizes(small: bool) -> Sizes:
-    return SMALL if small else Sizes()
 
 
 def _chunks(place: Place, sizes: Sizes, batch: int) -> dict[int, Chunk]:
@@ -55,16 +51,16 @@ def _programs(place: Place, sizes: Sizes, chunks: dict[int, Chunk]) -> list[Prog
 
 
 def programs(place: Place, small: bool, batch: int) -> list[Program]:
-    sizes = _sizes(small)
+    sizes = SMALL if small else Sizes()
     return _programs(place, sizes, _chunks(place, sizes, batch))
 
 
 def measure(job: Job, batch: int) -> None:
-    """`ms/<layers>_layers/<rows>`, and `rows_over_1/<rows>` of the whole model.
+    """Measures `ms/<layers>_layers/<rows>`, and `rows_over_1/<rows>` of the whole model.
 
     One row is measured beside each other number of rows: `ms/<layers>_layers/1_beside_<rows>`.
     """
-    sizes = _sizes(job.small)
+    sizes = SMALL if job.small else Sizes()
     job.tell(sizes=sizes._asdict(), batch=batch)
     place = Place()
     chunks = _chunks(place, sizes, batch)

@@ -1,9 +1,9 @@
-"""transformers with `torch.compile` and a static cache beside specjax, for the queue.
+"""A comparison of plain decoding by specjax and by transformers, compiled, with a static cache.
 
-Both decode plainly and greedily, the same shapes with random weights in the same dtype, and take
-turns in one process on one device. What is compared is decoding: tokens after the first of each
-sample. transformers compiles its steps by itself where the cache is static (in CUDA graphs,
-`reduce-overhead`); what it reads of the prompt is not compiled, and not timed.
+Both decode greedily with the same shapes, random weights and dtype, in turns in one process on one
+device. Only decoding is compared: the tokens after the first of each sample. transformers compiles
+its steps by itself if the cache is static (in CUDA graphs, `reduce-overhead`); its prefill is not
+compiled, and not timed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from bench.throughput.workloads import GREEDY, Point, Workload
 from specjax import LLM
 from specjax.shipped import find_shipped
 
-NOT_AHEAD = "its programs are the peer's, and an engine's that other parts compile"
+NOT_AHEAD = "it runs the peer's programs, and those of an engine, which other parts compile"
 
 
 class Shape(NamedTuple):
-    """Tokens of prompt and output, samples at once."""
+    """Numbers of tokens in prompt and output, batch sizes, and number of turns."""
 
     prompt: int
     output: int
@@ -42,10 +42,10 @@ FULL, SMALL = Shape(2048, 128, (1, 8), 5), Shape(32, 8, (2,), 2)
 
 
 def import_torch(small: bool):
-    """The module.
+    """Imports torch.
 
     Raises:
-      Absent: it is not installed, or not with CUDA where that is needed.
+      Absent: torch is not installed, or has no CUDA device although one is needed.
     """
     if importlib.util.find_spec("torch") is None:
         raise Absent("not installed", "torch is not installed")
@@ -60,7 +60,7 @@ class StaticCachePeer:
     """`transformers.generate` with compiled steps.
 
     Attributes:
-      decoding: seconds from the first token to the last, of each call.
+      decoding: seconds from the first token to the last, for each call.
     """
 
     def __init__(self, torch, directory, layers: int, dtype: str, small: bool):
@@ -69,7 +69,7 @@ class StaticCachePeer:
         transformers.logging.set_verbosity_error()
         self.torch, self.device = torch, "cpu" if small else "cuda"
         config = transformers.AutoConfig.from_pretrained(directory, num_hidden_layers=layers)
-        if small:  # no code is generated for a CPU, but all else is as on a GPU
+        if small:  # generates no code for the CPU; all else is as on a GPU
             self.compiling = transformers.CompileConfig(backend="eager", mode="default")
             self.compiling._compile_all_devices = True
         else:
@@ -78,14 +78,14 @@ class StaticCachePeer:
             self.policy = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=getattr(torch, dtype)
             ).eval()
-        self.policy.generation_config.eos_token_id = None  # nothing but the limit ends a sample
+        self.policy.generation_config.eos_token_id = None  # only the limit ends a sample
         self.decoding: list[float] = []
 
     def run(self, prompts: Sequence[Sequence[int]], output: int) -> None:
         """Generates `output` tokens after each of several prompts of one length.
 
         Raises:
-          ValueError: it generated another number.
+          ValueError: it generated another number of tokens.
         """
         torch, seen = self.torch, []
 
@@ -119,7 +119,7 @@ class StaticCachePeer:
 
 
 def measure(job: Job) -> None:
-    """`torch_tokens_per_sec/..`, `specjax_tokens_per_sec/..` and their ratio."""
+    """Measures `torch_tokens_per_sec/..`, `specjax_tokens_per_sec/..` and their ratio."""
     torch = import_torch(job.small)
     sizes, shape = sizes_of(job), SMALL if job.small else FULL
     job.tell(sizes=sizes._asdict(), lengths=shape._asdict(), torch=torch.__version__)
@@ -160,19 +160,19 @@ def _figures(job: Job, shape: Shape, batch: int, peer: StaticCachePeer, model) -
     }
     at, result = f"/batch_{batch}", {}
     for name, values in costs.items():
-        # On a CPU and a tiny model the clock may not tell the calls apart.
+        # With a tiny model on a CPU the times may be too short for the clock.
         rates = [1 / cost for cost in values] if min(values) > 0 else None
         unit = f"tok/s, decoding behind {shape.prompt} tokens"
         result[f"{name}_tokens_per_sec{at}"] = (
             figure(statistics.median(rates), unit, [min(rates), max(rates)])
             if rates
-            else figure(None, "left out: the clock did not tell")
+            else figure(None, "left out: too short for the clock")
         )
     if min(costs["specjax"]) > 0:
         ratio, *ends = paired_ratio_interval(costs["torch"], costs["specjax"])
         result[f"specjax_over_torch{at}"] = figure(ratio, "times as fast, median", ends)
     else:
-        result[f"specjax_over_torch{at}"] = figure(None, "left out: the clock did not tell")
+        result[f"specjax_over_torch{at}"] = figure(None, "left out: too short for the clock")
     values = [f"{name} {entry['value']}" for name, entry in result.items()]
     print(f"{jax.default_backend()}: {', '.join(values)}", flush=True)
     return result

@@ -1,6 +1,6 @@
-"""Attention kernels are right: bfloat16 on the device against the float32 reference on the host.
+"""Compares attention kernels in bfloat16 on the device with the float32 reference on the host.
 
-Pages lie in no order, and what is past a prefix is as large as what is not.
+Pages are in random order, and values past the end of a prefix are as large as those before.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from specjax.kernels import dispatch, reference
 
 SAFE = ("reference", "library:xla", "library:cudnn")
 TOLERANCE = 2e-2  # absolute and relative, in bfloat16
-NOT_FINITE = 1e30  # in place of an infinite difference, which JSON has no number for
+NOT_FINITE = 1e30  # stands for an infinite difference, which JSON cannot represent
 
 
 class Case(NamedTuple):
-    """A call: B slots, K key/value heads of `group` queries each, T rows, pages per slot."""
+    """Sizes of a call: slots, key/value heads of `group` queries each, rows, pages per slot."""
 
     batch: int = 4
     kv_heads: int = 8
@@ -60,7 +60,7 @@ SMALL_CASES = {"tree_of_8": _TINY, "sinks": _TINY._replace(window=20, sinks=True
 
 
 def arrays_of(case: Case, seed: int) -> tuple[tuple, np.ndarray | None]:
-    """Arguments of `tree_attention` up to the table, in bfloat16, and sinks."""
+    """Returns the arguments of `tree_attention` up to the table, in bfloat16, and sinks."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
@@ -72,7 +72,7 @@ def arrays_of(case: Case, seed: int) -> tuple[tuple, np.ndarray | None]:
     most = case.pages * case.page
     prefix = rng.integers(1, most + 1, batch)
     for slot, special in zip(range(batch), (most, 0, case.page), strict=False):
-        prefix[slot] = special  # all pages full, nothing, one page full
+        prefix[slot] = special  # all pages full, an empty prefix, one page full
     table = 1 + rng.permutation(batch * case.pages).reshape(batch, case.pages)
     q = normal(batch, heads, rows, case.head)
     trees = [normal(batch, case.kv_heads, rows, case.head) for _ in range(2)]
@@ -83,7 +83,7 @@ def arrays_of(case: Case, seed: int) -> tuple[tuple, np.ndarray | None]:
 
 
 def wanted(case: Case, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Attention in float32 and its log-sum-exp, by the reference on the host."""
+    """Computes attention in float32 and its log-sum-exp, by the reference on the host."""
     arrays, sinks = arrays_of(case, seed)
     arrays = [x.astype(np.float32) if x.dtype == jnp.bfloat16 else x for x in arrays]
     attend = functools.partial(reference.tree_attention, window=case.window, with_lse=True)
@@ -111,7 +111,7 @@ def programs(place: Place, small: bool, kernels: tuple[str, ...] = SAFE) -> list
 
 
 def error_of(case: Case, compiled, seed: int, expected: tuple) -> float:
-    """The largest difference, in units of what is allowed there; `NOT_FINITE` if a value is not."""
+    """Returns the largest difference over the allowed one; `NOT_FINITE` for infinite values."""
     arrays, sinks = arrays_of(case, seed)
     found = jax.device_get(compiled(*arrays, sinks=sinks))
     found = found if case.lse else (found,)
@@ -127,7 +127,7 @@ def error_of(case: Case, compiled, seed: int, expected: tuple) -> float:
 
 
 def measure(job: Job, kernels: tuple[str, ...] = SAFE) -> None:
-    """`values/<kernel>/<case>`: the error of each kernel that is there."""
+    """Measures `values/<kernel>/<case>`: the error of each kernel that the device supports."""
     cases = SMALL_CASES if job.small else CASES
     job.tell(cases={name: case._asdict() for name, case in cases.items()})
     built = build(programs(Place(), job.small, tuple(kernels)))
