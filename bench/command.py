@@ -25,8 +25,9 @@ def run_subcommand(
     """Runs `python -m bench.<command> NAME ...` by the function that NAME stands for.
 
     Args:
-      doc: what `--help` prints. functions: "module:function" by NAME, imported when it is used; the
-        function takes the other arguments.
+      doc: text for `--help`.
+      functions: "module:function" by NAME, imported when it is used; the function takes the other
+        arguments.
     """
     given = list(sys.argv[1:] if argv is None else argv)
     name, rest = (given[0], given[1:]) if given else ("", [])
@@ -43,10 +44,11 @@ def run_subcommand(
 
 
 def bench_parser(module: str, doc: str, out: str) -> argparse.ArgumentParser:
-    """Returns the parser of `python -m bench.<module>`, with the arguments that every one has.
+    """Returns the parser of `python -m bench.<module>`, with the arguments that all benches have.
 
     Args:
-      module: with the subcommand, if there is one. doc: the module's docstring.
+      module: name of the module, followed by the subcommand if there is one.
+      doc: the module's docstring.
       out: name of the default result file, without its suffix.
     """
     parser = ArgumentParser(
@@ -54,7 +56,7 @@ def bench_parser(module: str, doc: str, out: str) -> argparse.ArgumentParser:
         description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seed", type=int, default=0, help="of problems and samples")
+    parser.add_argument("--seed", type=int, default=0, help="seed of problems and samples")
     parser.add_argument("--out", help=f"file or directory; default: bench/results/{out}.json")
     return parser
 
@@ -86,7 +88,7 @@ def add_timing_arguments(parser: argparse.ArgumentParser, batches: Sequence[int]
 
 @contextlib.contextmanager
 def user_errors(module: str) -> Iterator[None]:
-    """Ends the program with one line where an argument or a file is wrong."""
+    """Ends the program with a message of one line if an argument or a file is wrong."""
     try:
         yield
     except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
@@ -105,7 +107,7 @@ def heldout_prompts(
     """Returns the token ids of the first `count` held-out problems of at most `longest` tokens.
 
     Raises:
-      ValueError: there are fewer.
+      ValueError: there are too few problems.
     """
     source = data.problems(data.DataConfig(task=task, path=path, seed=seed), "heldout")
     prompts = []

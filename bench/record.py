@@ -66,7 +66,7 @@ def versions() -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """Returns the short hash, with `-dirty` where files other than results differ from it."""
+    """Returns the commit's short hash, with `-dirty` if files other than results differ from it."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(RESULTS.parent.parent), *arguments]
@@ -83,7 +83,7 @@ def figure(value: Any, unit: str, interval: Sequence[float] | None = None) -> di
     """Makes one entry of a result's `figures`.
 
     Args:
-      interval: [low, high]; an end that is None is unknown.
+      interval: [low, high]; None stands for an unknown end.
 
     Raises:
       ValueError: the interval's ends are in the wrong order.
@@ -106,7 +106,7 @@ def write_result(
       path: default `bench/results/<name>.json`; in a directory, `<name>.json` there.
 
     Raises:
-      ValueError: a figure without value, unit or interval.
+      ValueError: a figure has no value, unit or interval.
     """
     path = RESULTS / f"{name}.json" if path is None else Path(path)
     if path.is_dir():
@@ -120,7 +120,7 @@ def result_of(
     """Returns the content of a result file, dated now.
 
     Raises:
-      ValueError: a figure without value, unit or interval.
+      ValueError: a figure has no value, unit or interval.
     """
     for key, figure in figures.items():
         if set(figure) != {"value", "unit", "interval"}:
@@ -191,9 +191,9 @@ def turns(names: Iterable[T], repeats: int) -> Iterator[tuple[int, T]]:
 
 
 def alternate(functions: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Measures the seconds of every call; the functions take turns, so that noise hits all alike.
+    """Measures the seconds of every call; the functions run in turns, so noise affects all alike.
 
-    Nothing is warmed up: call what compiles beforehand.
+    There is no warm-up: call functions that compile once before.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _, name in turns(functions, repeats):
@@ -223,8 +223,8 @@ def paired_ratio_interval(
 ) -> tuple[float, float, float]:
     """Returns the median of numerator[i] / denominator[i], with a bootstrap interval over pairs.
 
-    It is for functions that took turns (`alternate`): what slows a machine down for longer than a
-    turn hits both sides of a pair, and cancels.
+    The functions must have been measured in turns (`alternate`): a slowdown of the machine for
+    longer than a turn then affects both sides of a pair, and cancels.
 
     Returns:
       (ratio, low, high); with one pair the interval has no width.

@@ -1,7 +1,7 @@
 """Long responses made of tasks: what `bench.rollout longtail` runs through an engine.
 
 A response of many tokens is a chain of turns. A turn answers one task and ends where the policy
-ends it, or at the chain's length; then the next task is asked and the same chain goes on. Only
+ends it, or at the chain's length; then the chain continues with the next task. Only
 generated tokens count. A turn reads its own task and none of the turns before it: the
 policies were trained on one task at a time, and with earlier turns in its context the embedded one
 writes other text, of which much less is accepted. Tasks that are read alone also keep the cost of a
@@ -55,9 +55,13 @@ class Work:
     """All chains that a rollout generates.
 
     Attributes:
-      tasks: token ids of the prompts. lengths: tokens of each chain; chains of one group follow
-        each other. samples: chains per group; they are asked the same tasks.
-      turn_limit: tokens of a turn at most.
+      tasks: token ids of the prompts.
+      lengths: number of tokens of each chain; the chains of a group are adjacent.
+      samples: number of chains per group; they have the same tasks.
+      eos_ids: tokens that end a turn.
+      turn_limit: largest number of tokens in a turn.
+      temperature: sampling temperature.
+      seed: seed of all turns.
     """
 
     tasks: Sequence[Sequence[int]]
@@ -109,8 +113,10 @@ class Chain:
     """One long response while it is generated.
 
     Attributes:
-      jobs, turns: of each turn begun, and the tokens of each turn that ended.
-      histogram: rounds by tokens emitted. admitted, ended: seconds since the rollout began.
+      jobs: jobs of the turns that have started.
+      turns: tokens of the turns that have ended.
+      histogram: number of rounds by tokens emitted.
+      admitted, ended: seconds since the rollout began.
     """
 
     def __init__(self, work: Work, index: int, admitted: float = 0.0):
@@ -133,11 +139,15 @@ class Chain:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Chunks in a row with one strategy and one number of running slots.
+    """Consecutive chunks with one strategy and one number of running slots.
 
     Attributes:
-      until: seconds since the rollout began. running: slots when the chunks were enqueued.
-      rounds: that ran. slot_rounds: (slot, round) pairs. accepted: drafts, over all of them.
+      until: end, in seconds since the rollout began.
+      running: number of running slots when the chunks were enqueued.
+      strategy: strategy of the chunks.
+      rounds: number of rounds that ran.
+      slot_rounds: number of (slot, round) pairs.
+      accepted: number of accepted drafts in all of them.
     """
 
     until: float
@@ -178,7 +188,9 @@ class Rollout:
     """The result of one rollout.
 
     Attributes:
-      seconds: until the last chain ended.
+      seconds: seconds until the last chain ended.
+      chains: all chains.
+      spans: spans of chunks, in order.
     """
 
     seconds: float
@@ -261,7 +273,9 @@ class Trace:
     """What `bench.rollout longtail` keeps of its rollouts for `bench.control replay`.
 
     Attributes:
-      settings: of the rollouts. histograms: by strategy, [chains, steps + 2]. spans: by arm.
+      settings: settings of the rollouts.
+      histograms: number of rounds by tokens emitted, for each strategy [chains, steps + 2].
+      spans: spans of chunks, for each arm.
     """
 
     settings: Mapping[str, Any]

@@ -7,10 +7,11 @@
     accept     the acceptance rule
     commit     the accepted path is written to the caches
 
-The parts (`specjax/decode/`, compiled one by one: bench/round/parts.py) take turns with the whole
-round in one run. The least of many windows counts. Shares are of the sum of the parts; how near
-that is to the whole round is reported beside them. Weights are random: times do not depend on them.
-Drafting includes the transforms of the draft's own logits and, in `coupled` mode, no noise.
+The parts (`specjax/decode/`, compiled one by one: bench/round/parts.py) and the whole round are
+measured in turns in one run; the minimum of many windows is reported. Shares are of the sum of the
+parts; how near that is to the whole round is reported beside them. Weights are random: times do not
+depend on them. Drafting includes the transforms of the draft's own logits and, in `coupled` mode,
+no noise.
 
 Noise is drawn for as many positions as `--emitted` tokens used up, because each position's noise is
 generated once: plain decoding draws as much per token. How many noise rows per emitted token a real

@@ -1,4 +1,4 @@
-"""A full batch of requests on random weights: what the time of one round is measured on."""
+"""A full batch of requests on random weights, on which the time of one round is measured."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def fill(runner: Runner, context: int, options: Mapping[str, float] | None = Non
     times do not depend on values. No noise has been drawn yet, so that drawing it is timed.
 
     Args:
-      options: what all slots ask for, by the names of `Options`.
+      options: sampling options of all slots, by the names of `Options`.
     """
     runner.state = None  # its buffers may be gone
     runner.reset()

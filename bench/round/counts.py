@@ -154,7 +154,7 @@ def forward_bytes(cfg: ModelConfig, params: Params, batch: int, rows: int, conte
     """Returns the bytes of a policy forward over batch x rows tokens, `context` cached per sample.
 
     Args:
-      params: in the decode layout.
+      params: parameters in the decode layout.
     """
     embed = tree_bytes(params["embed"])
     weights = tree_bytes(params) - (embed if "lm_head" in params else 0)

@@ -66,9 +66,11 @@ class Parts:
     """The compiled parts of one plan's round, by name; calling one runs it once and waits.
 
     Args:
-      runner: with weights. features, options: what all slots ask for.
-      context: length of every slot. emitted: tokens of the last round, whose noise is drawn anew.
-      go_on: asked after each part whether to compile another one.
+      runner: runner with weights.
+      features, options: features and sampling options of all slots.
+      context: length of every slot.
+      emitted: tokens of the last round, whose noise is drawn again.
+      go_on: called after each part; returns whether to compile another one.
     """
 
     def __init__(

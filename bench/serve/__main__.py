@@ -84,13 +84,14 @@ class ServerProcess:
     """Runs `python -m serve` on loopback, on a free port, within a `with`.
 
     Args:
-      model: Hugging Face directory. settings: `key=value`, as on the command line.
+      model: Hugging Face directory.
+      settings: `key=value`, as on the command line.
 
     Attributes:
-      url: where it listens.
+      url: URL of the server.
 
     Raises:
-      RuntimeError: it ended instead; the message holds its last lines.
+      RuntimeError: the server ended while starting; the message holds its last lines.
     """
 
     def __init__(self, model: str, settings: Sequence[str] = ()):
@@ -168,7 +169,7 @@ def texts(args: argparse.Namespace) -> list[str]:
 
 
 def load(args: argparse.Namespace) -> list[str]:
-    """Measures and writes; returns what failed."""
+    """Measures, and writes the result file; returns a line for each failure."""
     with ServerProcess(args.model, [*LOAD, *args.settings]) as server:
         info = server.info()
         requests = traffic(
@@ -291,7 +292,7 @@ def _latencies(name: str, answers: Sequence[Answer]) -> Figures:
 
 
 def failures(figures: Mapping[str, Mapping], memory_bound: float) -> list[str]:
-    """Says which figures are not what they must be."""
+    """Returns a line for each figure that misses its bound."""
     value = {name: entry["value"] for name, entry in figures.items()}
     nothing = ("requests_lost", "requests_wrong", "malformed_accepted", "pairs_unlike")
     found = [f"{name} is {value[name]}, expected 0" for name in nothing if value[name]]
@@ -306,7 +307,7 @@ def failures(figures: Mapping[str, Mapping], memory_bound: float) -> list[str]:
 
 
 def throughput(args: argparse.Namespace) -> list[str]:
-    """Measures and writes; returns what failed."""
+    """Measures, and writes the result file; returns a line for each failure."""
     settings = [*THROUGHPUT, *args.settings]
     cfg = load_config(ServeConfig, [f"model={args.model}", *settings], "bench.serve")
     prompts, llms = texts(args), {"batch": _warm_llm(cfg)}
@@ -375,7 +376,7 @@ async def post_all(host: str, port: int, bodies: Sequence[bytes], clients: int) 
     It speaks HTTP itself, because a client library would cost more than the server's side.
 
     Raises:
-      ValueError: one was refused.
+      ValueError: a request was refused.
     """
     answers: list[dict] = [{}] * len(bodies)
     waiting = iter(range(len(bodies)))

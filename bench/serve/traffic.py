@@ -57,10 +57,13 @@ class Request:
     """One request of a client.
 
     Attributes:
-      prompt: text. options: of `SamplingParams`, by its names.
-      speculative: the field of the body, which may name a strategy; None: there is none.
-      disconnects: its client leaves, after `leaves_after` pieces of a stream or hundredths of a
-        second.
+      prompt: text of the prompt.
+      options: fields of `SamplingParams`, by name.
+      chat: whether it is a chat completion.
+      stream: whether the answer is streamed.
+      speculative: the body's field `speculative`, which may name a strategy; None: no field.
+      disconnects: whether the client disconnects.
+      leaves_after: pieces of a stream, or hundredths of a second, before it disconnects.
     """
 
     prompt: str
@@ -103,12 +106,15 @@ class Answer:
     """The answer to a request, as far as the client received it.
 
     Attributes:
-      status: 0 if nothing came. texts, tokens, reasons: per sample, as far as they were received
-        before the client left, if it did. refusal: the body, if it was refused. lost: what went
-        wrong on the way, in words.
-      sent: on the clock of `time.perf_counter`, and so are the next. first: when the first token
-        came, of a stream. gaps: seconds between tokens of a stream, a piece's share for each of its
-        tokens. ended: when all had come.
+      status: HTTP status; 0: there was no answer.
+      texts, tokens, reasons: text, tokens and finish reason of each sample, as far as they were
+        received.
+      refusal: body of a refusal.
+      lost: error of the transport, in words.
+      sent: time of the request, by `time.perf_counter`, as the other times.
+      first: time of the first token of a stream.
+      gaps: seconds between tokens of a stream; a piece's seconds are divided among its tokens.
+      ended: time of the end of the answer.
     """
 
     status: int = 0
@@ -145,7 +151,8 @@ def traffic(
     another choice of speculation: the samples must be equal.
 
     Args:
-      longest: `max_tokens` at most. disconnects, malformed: shares.
+      longest: largest `max_tokens`.
+      disconnects, malformed: shares of the requests.
     """
     random = np.random.default_rng(seed)
     found: list[Request | tuple[str, bytes]] = []
@@ -221,7 +228,7 @@ async def send_all(
     """Sends the requests in order, `clients` at a time.
 
     Args:
-      on_answer: called with how many have ended, whenever one has.
+      on_answer: called after each answer with the number of answers so far.
     """
     answers = [Answer() for _ in requests]
     waiting, done = iter(range(len(requests))), 0

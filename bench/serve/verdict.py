@@ -19,13 +19,18 @@ class Verdict:
     """Counts of a load test's requests.
 
     Attributes:
-      completed: compared with plain decoding. lost: not answered to the end. wrong: other tokens,
-        text or finish reasons than plain decoding's, which floating point does not explain.
-      explained: other tokens, which it does. left: of clients that went away; what they had
-        received, if anything, was compared with the beginning of plain decoding. accepted:
-        malformed, and not refused with a 4xx in OpenAI's shape. pairs: sent twice, once streamed
-        and once not. unlike: of these, answered differently.
-      messages: what was lost, wrong, accepted or explained, in words.
+      completed: requests whose answers were compared with plain decoding.
+      lost: requests without a complete answer.
+      wrong: requests with other tokens, text or finish reasons than plain decoding's, which
+        floating point does not explain.
+      explained: requests with other tokens that floating point explains.
+      left: requests whose clients disconnected; the received part, if any, was compared with the
+        beginning of plain decoding.
+      malformed: malformed requests.
+      accepted: malformed requests that were not refused with a 4xx in OpenAI's shape.
+      pairs: requests sent twice, once streamed and once not.
+      unlike: pairs with different answers.
+      messages: lines about requests that are lost, wrong, accepted or explained.
     """
 
     completed: int = 0
@@ -44,7 +49,7 @@ def judge(plain: LLM, requests: Sequence[Request | tuple[str, bytes]], answers: 
     """Compares every answer with what it should be.
 
     Args:
-      plain: decodes without speculation.
+      plain: an `LLM` without speculation.
 
     Returns:
       a `Verdict`.

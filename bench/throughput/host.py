@@ -48,8 +48,9 @@ class Device:
     """Records the programs that an engine runs, and runs them again without it.
 
     Attributes:
-      calls: of the last `generate`. waited: seconds that its thread waited for results in it.
-      enqueuing: seconds that the last `replay` took to enqueue everything.
+      calls: programs and arguments of the last `generate`.
+      waited: seconds for which its thread waited for results.
+      enqueuing: seconds of the last `replay` until all programs were enqueued.
       last: results of the last chunk.
     """
 

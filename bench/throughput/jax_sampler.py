@@ -72,9 +72,10 @@ def sample_batch(
     """Generates until every sample has ended.
 
     Args:
-      params: in the decode layout. padding: unused places on the left of each prompt.
-      limits: tokens per sample, `room` at most; 0 for rows that are not wanted.
-      temperature: 0 is greedy.
+      params: parameters in the decode layout.
+      padding: number of unused places on the left of each prompt.
+      limits: largest number of tokens of each sample, up to `room`; 0 for unused rows.
+      temperature: sampling temperature; 0 is greedy.
 
     Returns:
       tokens, and how many of each row were generated; a stop token is the last of its row.
@@ -125,8 +126,10 @@ class JaxSampler:
     """Generates static batches in the given order, each until its longest sample ends.
 
     Args:
-      batch: samples per batch. width: tokens of a prompt at most. room: tokens of a response at
-        most. stop_ids: tokens that end a sample.
+      batch: samples per batch.
+      width: largest number of tokens in a prompt.
+      room: largest number of tokens in a response.
+      stop_ids: tokens that end a sample.
     """
 
     def __init__(

@@ -51,8 +51,10 @@ class TorchPeer:
     """A policy in float32 that generates in static batches, in the given order.
 
     Args:
-      model: Hugging Face directory. batch: samples per batch. threads: of torch.
-      ignore_eos: nothing but the limit ends a sample.
+      model: Hugging Face directory.
+      batch: samples per batch.
+      threads: number of torch's threads.
+      ignore_eos: whether only the limit ends a sample.
       options: further arguments of `generate`; `use_mtp` needs a directory of `mtp_directory`.
     """
 

@@ -193,7 +193,7 @@ def works(args: argparse.Namespace, tokenizer, most: int) -> list[Work]:
     """Returns all kinds of work.
 
     Args:
-      most: tokens of a sequence that the policy has positions for.
+      most: largest number of tokens in a sequence of the policy.
     """
 
     def prompts(count: int) -> list[list[int]]:

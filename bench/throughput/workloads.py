@@ -222,10 +222,11 @@ class Chunk:
     """Runs the engine's own program for a full batch, from the same state each time.
 
     Attributes:
-      rounds: of each run. name: of the strategy.
+      rounds: number of rounds in a run.
+      name: name of the strategy.
 
     Raises:
-      ValueError: from `run`, where samples ended before the rounds were done.
+      ValueError: in `run`, samples ended before the last round.
     """
 
     def __init__(self, runner: Runner, point: Point):
@@ -342,8 +343,10 @@ def point_figures(point: Point, model, source, tokenizer, args, engine=None) -> 
     """Measures one workload with one number of samples at once.
 
     Args:
-      model: config, weights and head. source: demonstrations, for prompts.
-      args: as `parse` returns them. engine: an `EngineConfig`, or None.
+      model: config, weights and head.
+      source: demonstrations for prompts.
+      args: result of `parse`.
+      engine: an `EngineConfig`, or None.
     """
     cfg, weights, head = model
     longest = point.prompt + point.output

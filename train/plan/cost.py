@@ -317,9 +317,8 @@ def drafter(shapes: Shapes) -> tuple[ModelConfig, tuple[Layer, ...]]:
 def draft_weights(shapes: Shapes) -> int:
     """Returns the number of weights in one draft step, the output matrix included."""
     cfg, layers = drafter(shapes)
-    inputs = (
-        2 * cfg.hidden_size**2 if cfg is shapes.model else 0
-    )  # the projection of state and embedding
+    # A head projects state and embedding together.
+    inputs = 2 * cfg.hidden_size**2 if cfg is shapes.model else 0
     weights = chips.layer_weights(layers, cfg.hidden_size)
     return weights + inputs + cfg.vocab_size * cfg.hidden_size
 
