@@ -63,9 +63,11 @@ class Bench:
     """Runs rollouts of all arms, and keeps their results.
 
     Attributes:
-      arms: names. rollouts: the last one of each. records: figures of each rollout, by arm.
+      arms: names of the arms.
+      rollouts: the last rollout of each arm.
+      records: figures of each rollout, by arm.
       different: per arm, the first chains that differ from plain decoding's.
-      calibration_seconds: of goodput.
+      calibration_seconds: seconds of goodput's calibration.
     """
 
     def __init__(self, model, work: chains.Work, args: argparse.Namespace):

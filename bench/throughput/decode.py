@@ -56,7 +56,8 @@ class Turns:
     """Functions that generate and take turns, with the tokens and seconds of every call.
 
     Args:
-      functions: by name; called with the number of the call, they return the tokens of all samples.
+      functions: functions by name; they take the number of the call and return the tokens of all
+        samples.
     """
 
     def __init__(self, functions: Mapping[str, Callable[[int], list[list[int]]]]):

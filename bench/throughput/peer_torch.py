@@ -89,7 +89,7 @@ class TorchPeer:
 
         cfg = self.policy.config
         layers = range(cfg.num_hidden_layers, cfg.num_hidden_layers + cfg.num_mtp_layers)
-        # How transformers tells the head's weights from the body's.
+        # The names by which transformers separates the head's weights from the body's.
         self.policy._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{i}\." for i in layers]
         self.head = MtpModel.from_pretrained(self.policy, device_map={"": self.device}).eval()
 

@@ -143,7 +143,8 @@ class Fingerprint:
     """Digests of one step of one arm: equal for bit-identical steps.
 
     Attributes:
-      tokens: digest of every sampled token id. rewards: of the rewards' bytes.
+      tokens: digest of every sampled token id.
+      rewards: digest of the rewards' bytes.
       parameters: SHA-256 over the bytes of all policy parameters after the update.
     """
 
@@ -190,9 +191,10 @@ class Equality:
 
     Attributes:
       reference: the arm that the others are compared with.
-      steps: steps looked at. identical: per arm, steps bit-identical to the reference's.
-      ended: per arm that differed, why; no equality is claimed for it from that step on.
-      unexplained: of these, the arms whose difference floating point does not explain.
+      steps: number of compared steps.
+      identical: per arm, number of steps that are bit-identical to the reference's.
+      ended: reason, for each arm that differed; no equality is claimed for it from that step on.
+      unexplained: arms whose difference floating point does not explain.
     """
 
     def __init__(self, reference: str, others: Sequence[str]):
@@ -211,8 +213,9 @@ class Equality:
         """Compares one step.
 
         Args:
-          trainers, prints: of all arms, by name. params_before: see `snapshot`, taken of the
-            reference before the step: the policy that sampled it.
+          step: number of the step.
+          trainers, prints: trainers and fingerprints of all arms, by name.
+          params_before: `snapshot` of the reference before the step, the policy that sampled it.
 
         Returns:
           one message per arm that differs for the first time.

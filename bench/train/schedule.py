@@ -98,7 +98,8 @@ def figures_of(records: Sequence[Mapping], steps: int) -> dict[str, dict]:
     """Computes the figures of all runs.
 
     Args:
-      records: of `run_pair`, of all seeds. steps: of a run.
+      records: records of `run_pair`, for all seeds.
+      steps: number of steps in a run.
     """
 
     def of(arm: str, name: str, step: int | None = None) -> list[float]:

@@ -84,10 +84,14 @@ class Step:
     """One step of one arm.
 
     Attributes:
-      rollout, draft: seconds of the rollout, and of draft training after it. tail: seconds of the
-        rollout since the first replica had finished.
-      idle, trained: seconds, summed over replicas, without samples, and of training in gaps.
-      updates, in_gaps: of the head. tokens: a digest. events: see `train.log`.
+      rollout: seconds of the rollout.
+      draft: seconds of draft training after it.
+      tail: seconds of the rollout after the first replica finished.
+      idle: seconds without samples, summed over replicas.
+      trained: seconds of training in gaps, summed over replicas.
+      updates, in_gaps: numbers of updates of the head, and of those in gaps.
+      tokens: digest of the tokens.
+      events: events of `train.log`.
     """
 
     rollout: float

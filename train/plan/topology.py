@@ -67,14 +67,16 @@ class Topology:
 def find_topology(
     name: str, chip: str | None = None, memory: float | None = None, count: bool = False
 ) -> Topology:
-    """The topology of a name: `v5e:8x8`, `v5p:4x4x4`, `h200:8`, `cpu:8`.
+    """Returns the topology of a name, such as `v5e:8x8`, `v5p:4x4x4`, `h200:8` or `cpu:8`.
 
     Args:
-      chip: whose figures count in place of the topology's own. memory: bytes of HBM in its place.
-      count: ask no compiler.
+      name: name of the topology.
+      chip: name of a chip whose figures replace those of the topology's own.
+      memory: bytes of HBM that replace the chip's.
+      count: whether to count from shapes, without a compiler.
 
     Raises:
-      ConfigError: no such topology, or what compiles for it is not installed.
+      ConfigError: the topology is unknown, or its compiler is not installed.
     """
     kind, _, size = name.partition(":")
     if not re.fullmatch(r"\d+(x\d+)*", size) or (kind != "cpu" and kind not in CHIPS):
