@@ -26,14 +26,15 @@ class AlgoSection:
 
     Attributes:
       kl_loss_coef: weight of the k3 estimate of KL(policy || reference); 0 needs no reference.
-      tis: truncated importance sampling, weighs the policy term by pi_old / pi_behaviour.
+      tis: whether the policy term is weighted by pi_old / pi_behaviour (truncated importance
+        sampling).
       tis_cap: upper bound of that weight.
-      updates_per_rollout: policy updates that the samples of a step are divided among.
-      dynamic_sampling: train only on groups whose rewards differ, and draw the next problems in the
-        place of the others until rollout.prompts of them do (DAPO, arXiv 2503.14476).
-      max_num_gen_batches: groups that a step looks at at most, in batches of rollout.prompts (times
-        over_sample); the first batch counts, and 0 or less is no limit (as in verl). A step that
-        comes to the limit learns from fewer groups, and says so.
+      updates_per_rollout: number of policy updates among which a step's samples are divided.
+      dynamic_sampling: whether groups with equal rewards are replaced by the next problems, until
+        rollout.prompts groups have differing rewards (DAPO, arXiv 2503.14476).
+      max_num_gen_batches: largest number of groups that a step starts, in batches of
+        rollout.prompts (times over_sample); the first batch counts, and 0 or less is no limit (as
+        in verl). A step that reaches the limit is trained on fewer groups, with a warning.
     """
 
     made_of: ClassVar[type | None] = None  # the objective's class

@@ -181,7 +181,7 @@ FIELDS = ("tokens", "positions", "segment_ids", "loss_mask")  # read from a micr
 
 @dataclass
 class SpotConfig:
-    """Training of the head while replicas have nothing to do, see `train.spot`."""
+    """Training of the head while replicas are idle, see `train.spot`."""
 
     enabled: bool = option(
         False,
@@ -302,7 +302,7 @@ def _tapped(source: Draft, states: Array, normed: Array) -> Float[Array, "R S N"
     """Concatenates `needs.taps`, from the states that the policy's forward returned.
 
     Raises:
-      ValueError: the states are not those that `inner_taps` asks for.
+      ValueError: the width of the states does not fit `inner_taps`.
     """
     inner, width = inner_taps(source), normed.shape[-1]
     if states.shape[-1] != width * (1 + len(inner)):

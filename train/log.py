@@ -51,7 +51,7 @@ class MetricsLogger:
         console_fields: (metric, label, format) of the line printed per step.
 
     Raises:
-        ModuleNotFoundError: TensorBoard or wandb was asked for and is not installed.
+        ModuleNotFoundError: TensorBoard or wandb is not installed, and a setting needs it.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ def _move_aside(path: Path) -> None:
 
 def _need(module: str, setting: str) -> ModuleNotFoundError:
     return ModuleNotFoundError(
-        f"{setting} was asked for but {module} is not installed: pip install 'specjax[log]'"
+        f"{setting} needs {module}, but {module} is not installed: pip install 'specjax[log]'"
     )
 
 

@@ -57,7 +57,7 @@ def init_opt_state(optimizer: optax.GradientTransformation, params: Params, mesh
 
 
 def _empty_opt_state(optimizer: optax.GradientTransformation, params: Params):
-    # Gradients are float32 whatever the parameters are, and so are the moments.
+    # Gradients and moments are float32 for parameters of any dtype.
     return optimizer.init(jax.tree.map(lambda a: a.astype(jnp.float32), params))
 
 

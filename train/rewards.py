@@ -183,8 +183,8 @@ class AnswerReward:
       function: the reward, (completion, answer) -> 0.0 or 1.0.
       extract: finds the answer in a completion; returns None if there is none.
       write: makes a completion that states the given answer and nothing else.
-      wants: where the answer has to be in a completion, for messages.
-      gold: what a gold answer has to be, for messages.
+      wants: place of the answer in a completion, for messages.
+      gold: kind of gold answer that it compares, for messages.
     """
 
     function: Reward

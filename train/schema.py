@@ -110,29 +110,30 @@ SUMS = "sums"  # the task that is generated
 
 @dataclass
 class DataConfig:
-    """Where problems and demonstrations come from.
+    """Origin and layout of problems and demonstrations.
 
     Attributes:
       path: training file: JSON lines, a JSON array or parquet, each perhaps gzipped.
       heldout_path: held-out file; None holds out a sixteenth of `path`, chosen by hash.
-      seed: decides generated problems, the demonstrator's whims and the order of training.
+      seed: seed of generated problems and demonstrations, and of the order of training.
       prompt_template: format string with `{question}` for prompts that are text; None takes the
         task's own, or the question alone where a chat template is applied.
       chat: whether a prompt that is text becomes one message of the user: auto, when the tokenizer
         has a chat template; on; off. Conversations always go through the template.
       chat_template_kwargs: given to the chat template, such as {enable_thinking: false}.
-      overlong_prompts: what happens to prompts of more than rollout.max_prompt_tokens tokens: drop
+      overlong_prompts: treatment of prompts of more than rollout.max_prompt_tokens tokens: drop
         (verl: filter_overlong_prompts), truncate (on the left, as verl's truncation=left), error.
       duplicates: keep, or drop rows whose prompt and answer an earlier row has.
-      unwinnable: what happens to rows whose gold answer scores less than 1 by a built-in reward:
-        error ends the run at start, drop passes over them, keep only says so.
+      unwinnable: treatment of rows whose gold answer scores less than 1 by a built-in reward:
+        error ends the run at start, drop skips them, keep only warns.
       strip_calculator: drop GSM8K's `<<48/2=24>>` annotations from demonstrations.
       train_size: number of generated training problems of `sums`.
-      heldout_size: number of held-out problems at most.
-      min_terms, max_terms: how many numbers `sums` adds.
-      max_number: the largest of them; the smallest is 1.
-      slip: probability that a step of the working is wrong.
-      impatience: probability that the demonstrator guesses.
+      heldout_size: largest number of held-out problems.
+      min_terms: smallest number of terms of a generated sum.
+      max_terms: largest number of terms of a generated sum.
+      max_number: largest term of a generated sum; the smallest is 1.
+      slip: probability that a step of a generated demonstration is wrong.
+      impatience: probability that a generated demonstration guesses the result.
     """
 
     task: str = option(
@@ -282,7 +283,7 @@ class CheckpointSection:
 
 @dataclass
 class RLCheckpointSection(CheckpointSection):
-    """What `train.rl` writes besides."""
+    """Checkpoints of `train.rl`."""
 
     export: bool = option(True, "write a Hugging Face directory <out>/hf at the end")
     draft_only: bool = option(

@@ -171,7 +171,7 @@ def _columns(problem: Problem) -> dict[str, Any]:
 
 
 def _line_of(error: BaseException, reward: Callable[..., Any]) -> str:
-    """Where a reward raised, as ` at module.py:LINE`; "" if unknown.
+    """The place where a reward raised, as ` at module.py:LINE`; "" if unknown.
 
     It is the innermost frame of the user's own code, in or below the directory of the reward.
     """

@@ -18,8 +18,8 @@ An update starts when the last one is done and some replica is idle, so samples 
 replica wait for one update at most. The loop that feeds the engines never waits. One replica trains
 at a time, because each update starts from the result of the last.
 
-An update runs on the devices of one replica and in the replica's layout, whatever `mesh` the policy
-is trained on: the same program, and so the same bits, on each replica. Where replicas have no
+An update runs on the devices of one replica and in the replica's layout, not in that of the
+training mesh: the same program, and so the same bits, on each replica. Where replicas have no
 devices of their own, or are spread over several processes, all updates run on the training mesh
 after the rollout.
 

@@ -30,8 +30,8 @@ class GSPO(Clipped):
     """GSPO, averaged over the tokens of each sample and then over samples.
 
     Attributes:
-      clip_ratio: how far below 1 a sample's ratio may go before its gradient is cut.
-      clip_ratio_high: how far above 1.
+      clip_ratio: distance below 1 at which a sample's ratio is clipped.
+      clip_ratio_high: distance above 1 at which a sample's ratio is clipped.
     """
 
     loss_aggregation: str = "sequence"

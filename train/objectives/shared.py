@@ -78,8 +78,9 @@ class Clipped(GroupRelative):
     """PPO's clipped surrogate (arXiv 1707.06347) of a ratio, with a bound below and one above 1.
 
     Attributes:
-      clip_ratio: how far below 1 the ratio may go before its gradient is cut.
-      clip_ratio_high: how far above 1; larger than `clip_ratio` is DAPO's clip-higher.
+      clip_ratio: distance below 1 at which the ratio is clipped.
+      clip_ratio_high: distance above 1 at which the ratio is clipped; DAPO's clip-higher makes it
+        larger than `clip_ratio`.
     """
 
     rules: ClassVar[tuple[Needs, ...]] = (*GroupRelative.rules, _CLIP_RULE)
@@ -124,7 +125,7 @@ def group_advantages(
     """Rewards relative to their group: (r - mean) / (std + eps), or r - mean.
 
     The standard deviation is the population's (divided by G). Groups without variance get exactly
-    zero, whatever the rounding of their mean.
+    zero, for any rounding of their mean.
 
     Args:
       rewards: one row per prompt, G >= 2 samples each.
