@@ -210,7 +210,7 @@ def programs_are_dropped():
 
 
 def _memory_maps() -> float:
-    """Of this process; infinitely many where nobody tells."""
+    """Of this process; infinite where it is not known."""
     try:
         return Path("/proc/self/maps").read_bytes().count(b"\n")
     except OSError:

@@ -115,7 +115,7 @@ def test_a_single_row_of_a_single_sequence_is_written_to_its_page(kernel):
 
 @pytest.mark.parametrize("kernel", [BY_HAND, SCATTER])
 @pytest.mark.parametrize(("count", "run"), [(7, 1), (8, 4)])
-def test_positions_without_a_page_are_written_to_nobodys_and_no_others(count, run, kernel):
+def test_positions_without_a_page_are_written_to_unread_and_no_others(count, run, kernel):
     """Past the end of the table, whose last entry is 0, and where entries before it are 0."""
     rng, size = np.random.default_rng(count), 8
     before = random_cache(rng, 1 + BATCH * STRETCHES, size, False)
@@ -127,10 +127,10 @@ def test_positions_without_a_page_are_written_to_nobodys_and_no_others(count, ru
         check_commit(before, rows, starts, table, run, 5 * size, kernel)
     table[0] = 0
     got = commit(before, rows, np.array([0, 8, 16]), table=table, run=run, kernel=kernel)
-    nobodys = [0] if kernel == BY_HAND else []  # a scatter leaves out what nobody reads
+    unread = [0] if kernel == BY_HAND else []  # a scatter leaves out what is never read
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(got), strict=True):
         changed = (np.asarray(old) != np.asarray(new)).any((1, 2, 3))
-        assert np.flatnonzero(changed).tolist() == sorted([*nobodys, table[1, 1], table[2, 2]])
+        assert np.flatnonzero(changed).tolist() == sorted([*unread, table[1, 1], table[2, 2]])
 
 
 def test_what_after_holds_does_not_matter():
@@ -227,7 +227,7 @@ def test_a_scatter_leaves_pages_with_the_devices_of_their_heads():
 @pytest.mark.parametrize("kernel", ["reference", "tpu:v5e"])
 @pytest.mark.parametrize("batch", [1, BATCH])
 def test_the_layout_of_what_is_written_is_fixed_on_tpus_and_nowhere_else(kernel, batch):
-    """Left to itself the TPU compiler writes one row in a layout that nobody reads, and copies the
+    """Left to itself the TPU compiler writes one row in a layout that nothing reads, and copies the
     cache there and back; `tests/kernels/test_tpu_compiler.py` asks it."""
     rng = np.random.default_rng(0)
     cache = random_cache(rng, 1 + BATCH * STRETCHES, 16, stacked=True)

@@ -163,7 +163,7 @@ class Stream:
         self._finished = 0
 
     def step(self) -> None:
-        """One step of the engine; somebody always waits, as in a rollout before its tail."""
+        """One step of the engine; a sample always waits, as in a rollout before its tail."""
         while self.engine.outstanding < 2 * self._slots + 1:
             self._open.update(self.engine.add(job) for job in next(self._jobs))
         for event in self.engine.step():

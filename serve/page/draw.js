@@ -58,7 +58,7 @@ function drawTiles(live) {
 
   const slots = sum(live.about.slots);
   tile("tile-queue", fixed(live.running),
-    `in ${count(slots, "slot")}; ${live.waiting ? fixed(live.waiting) : "nobody"} `
+    `in ${count(slots, "slot")}; ${live.waiting ? fixed(live.waiting) : "none"} `
     + `${live.waiting > 1 ? "wait" : "waits"} in the queue, which the curve leaves out`,
     ticks.map((t) => t.running), slots);
   tile("tile-pages", fixed(live.pages_used),

@@ -111,7 +111,7 @@ queue.run(queue.Call(sys.argv[1], 60.0, parts, small=True))
 
 
 def gone(pid):
-    """Whether no such process runs (one that nobody has asked about yet counts for nothing)."""
+    """Whether no such process runs (one that has not been asked about yet counts for nothing)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:

@@ -1,7 +1,7 @@
 """Acceptance rules that look right and are not, in plain Python: what tests must be able to catch.
 
 Each takes the target's and the draft's tables (a distribution for every context) and gives one
-round on a choice tape, like the exact rules in `reference`. Most were shipped by somebody.
+round on a choice tape, like the exact rules in `reference`. Most were shipped by a real system.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ def greedy_accept(
 
 
 def children_of(parent: Sequence[int], row: int) -> list[int]:
-    """The rows below a row, in the order in which they were drawn; row 0 is nobody's child."""
+    """The rows below a row, in the order in which they were drawn; row 0 is the child of no row."""
     return [child for child in range(1, len(parent)) if parent[child] == row]
 
 

@@ -101,7 +101,7 @@ def test_the_best_tokens_are_found_without_putting_a_row_together():
         scores = split(np.zeros((2, 3, vocab), np.float32), 8)
         text = jax.jit(best).lower(scores).compile().as_text()
     assert f",{vocab // 8}]" in text
-    assert f",{vocab}]" not in text, "somebody gathers a row"
+    assert f",{vocab}]" not in text, "a whole row is gathered"
 
 
 @pytest.mark.parametrize("batch", [1, 4, 5, 8, 64])
@@ -145,7 +145,7 @@ def reductions_for_tpus(function, *arrays) -> tuple[list[str], str]:
 
 
 def test_on_tpus_no_maximum_is_left_unread_for_the_compiler_to_round():
-    """The TPU compiler keeps in bfloat16 what a reduction of pairs returns and nobody reads."""
+    """The TPU compiler keeps in bfloat16 what a reduction of pairs returns and nothing reads."""
     x = np.zeros(SHAPE, np.float32)
     of_jax, rest = reductions_for_tpus(lambda x: jnp.argmax(x, axis=-1), x)
     assert len(of_jax) == 1 and f"{of_jax[0]}#0" not in rest, "so this test can fail"
@@ -195,7 +195,7 @@ def test_a_shard_generates_its_own_slice_of_the_noise_and_no_more(tp):
         parts = compiled(keys)
     same((jax.device_get(whole), jax.device_get(parts)))
     assert f",{vocab // tp}]" in compiled.as_text()
-    assert f",{vocab}]" not in compiled.as_text(), "somebody generates a whole row, or gathers it"
+    assert f",{vocab}]" not in compiled.as_text(), "a whole row is generated or gathered"
 
 
 # --- scores ---------------------------------------------------------------------------------------

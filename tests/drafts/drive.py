@@ -36,7 +36,7 @@ def empty_state(source, batch, max_len, steps, page_size=None) -> State:
     """Every slot empty, as between chunks of up to `steps` steps.
 
     Args:
-      page_size: of pages in no order, the last entry of the table nobody's; None: a page each.
+      page_size: of pages in no order, the last entry of the table is of no slot; None: a page each.
     """
     pages, size, table = batch, max_len + max(source.margin(steps), steps + 1), None
     if page_size is not None:

@@ -336,7 +336,7 @@ def test_programs_are_compiled_side_by_side_or_one_at_a_time():
     def build(key, lower, donate):
         names.add(threading.current_thread().name.partition("_")[0])
         if next(number) < 2:  # of the first engine's
-            together.wait(timeout=60)  # or it is broken: nobody else compiles meanwhile
+            together.wait(timeout=60)  # or it is broken: nothing else compiles meanwhile
         return lower().compile()
 
     def warm(llm, threads=3) -> None:

@@ -100,18 +100,18 @@ def test_after_a_chunk_that_ended_early_the_next_one_waits_for_what_it_brought(c
 
 
 def test_a_chunk_that_is_enqueued_ahead_gives_the_rows_of_those_that_end_to_others():
-    """With one slot the chunk behind a sample's last one would otherwise run nobody."""
+    """With one slot the chunk behind a sample's last one would otherwise run no sample."""
     engine, ran = engine_of(None, batch=1), []
     told = SimpleNamespace(news=lambda *_: None, chunk=lambda *args: ran.append(args[-1]))
     engine.watcher = told
     jobs = [job for i in range(6) for job in jobs_of([i + 1, 2], ONE, i)]
     ends = [
-        dataclasses.replace(job, stop_ids=(tokens[11],))  # where nobody expects it
+        dataclasses.replace(job, stop_ids=(tokens[11],))  # where the host does not expect it
         for job, tokens in zip(jobs, tokens_of(jobs), strict=True)
     ]
     samples, _ = engine.generate(ends)
     assert [s.token_ids for s in samples] == tokens_of(ends)
-    assert all(ran[:-1]), "but for the last sample, which nobody follows"
+    assert all(ran[:-1]), "but for the last sample, which none follows"
 
 
 def test_rows_are_taken_over_within_a_chunk():
@@ -180,7 +180,7 @@ def test_longer_chunks_preempt_nobody_whom_shorter_ones_would_not():
         (64, 8, True, 0, 10),  # a sixth of the rows
         (1, 0, True, 0, NEVER),
         (8, 0, True, 7, NEVER),  # who waits has no place yet: at the first end
-        (8, 8, False, 4, NEVER),  # nobody waits: until a smaller batch is enough
+        (8, 8, False, 4, NEVER),  # none waits: until a smaller batch is enough
         (5, 0, False, 4, NEVER),
     ],
 )
@@ -262,7 +262,7 @@ def test_a_long_prompt_is_read_in_pieces_between_the_chunks_of_those_that_run(ch
         found |= {event.sequence: event.sample for event in engine.step()}
     kinds = [kind for kind, _ in seen if kind != "read"]
     assert kinds.count("prefill") == 4
-    assert "prefill prefill" not in " ".join(kinds), "nobody waits for more than one piece"
+    assert "prefill prefill" not in " ".join(kinds), "no sample waits for more than one piece"
     assert found[sequence].token_ids == tokens_of([job])[0]
 
 

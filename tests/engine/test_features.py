@@ -128,7 +128,7 @@ def test_a_call_compiles_one_program_for_all_its_requests_before_its_first_chunk
     engine.generate(jobs(*short, *late))
     assert engine.runner.compilations == built + 1
     assert seen[0] == (both, both), "the program that all requests need comes first"
-    # Chunks in which nobody asks for anything go back to the program that was there before.
+    # Chunks in which no request asks for anything go back to the program that was there before.
     engine.generate(jobs(*short, *late))
     assert engine.runner.compilations == built + 1
     ran = [program for _, program in seen[2:]]

@@ -166,7 +166,7 @@ def copies_of_pages(text: str, size: int) -> list[str]:
     ]
 
 
-# An argmax whose maximum nobody reads: its comparisons may be in bfloat16 as well.
+# An argmax whose maximum is not read: its comparisons may be in bfloat16 as well.
 ROUNDED = re.compile(r"= \(bf16\[[^=]*, s32\[[^=]*\) reduce\(")
 
 

@@ -284,7 +284,7 @@ def test_sleep_frees_the_device_and_wake_keeps_the_head(restored: Server):
     assert restored.metrics()["compilations_total"] == built
 
 
-def test_sleep_waits_for_nobody_whose_client_has_left(restored: Server):
+def test_sleep_waits_for_no_request_whose_client_has_left(restored: Server):
     said, before = [], restored.metrics()["generation_tokens_total"]
     with restored.slowly(0.1):
         stream = restored.client().completions.create(
@@ -301,7 +301,7 @@ def test_sleep_waits_for_nobody_whose_client_has_left(restored: Server):
     assert restored.post("/wake").status_code == 200
 
 
-def test_without_an_admin_key_nobody_may(thin_policy, weights):
+def test_without_an_admin_key_all_are_refused(thin_policy, weights):
     """And an engine that dies is told of: by every answer, and by /health."""
     cfg = config(thin_policy, admin_key=None)
     cfg.speculation.strategy = "off"

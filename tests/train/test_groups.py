@@ -265,7 +265,7 @@ class Meeting:
         return told
 
     def end(self) -> None:
-        """Nobody waits for who failed."""
+        """No group waits for a failed sample."""
         self._all.abort()
 
 
@@ -338,7 +338,7 @@ def test_the_choice_is_the_one_of_the_rule_applied_to_everything(world, rule, sl
 
     def places(budget):
         count, before = rule.in_flight, None
-        while count != before:  # until nobody is left to be replaced
+        while count != before:  # until no group is left to be replaced
             before = count
             dull = sum(budgets[p] <= budget and not teaches[p] for p in range(count))
             count = min(rule.in_flight + dull, rule.in_flight * rule.batches)

@@ -1,4 +1,4 @@
-"""Lengths of prompts, responses and rows that nobody set follow the model and each other."""
+"""Lengths of prompts, responses and rows that were not set follow the model and each other."""
 
 import jax
 import pytest

@@ -95,7 +95,7 @@ def assert_same_run(run: Path, reference: Path) -> None:
 
 @pytest.fixture(scope="module")
 def reference(thin_policy, tmp_path_factory):
-    """A run of six steps that nobody killed."""
+    """A run of six steps that was not killed."""
     out = tmp_path_factory.mktemp("reference") / "run"
     rl.main(tiny_run.arguments(thin_policy, out, **CHANGES, steps=6))
     records = learned(out)

@@ -68,7 +68,7 @@ def test_a_reward_that_raises_is_named_and_described_five_times_at_most(caplog):
     assert "for problem 3: 'text 3'; scored as 0" in caplog.text
     assert "finite number" not in caplog.text
     assert "problem 3" in caplog.text and "only counted" in caplog.text
-    with pytest.raises(KeyboardInterrupt):  # is nobody's reward
+    with pytest.raises(KeyboardInterrupt):  # is no reward
 
         def interrupted(completion, answer):
             raise KeyboardInterrupt
