@@ -24,7 +24,7 @@ class CheckpointError(RuntimeError):
 
 
 class UnsupportedModelError(ValueError):
-    """The checkpoint is of a family, or uses a feature, that is not implemented."""
+    """The checkpoint's model family, or a feature that it uses, is not implemented."""
 
 
 def first_line(error: BaseException) -> str:
@@ -36,7 +36,7 @@ def first_line(error: BaseException) -> str:
 
 
 def pointer_problem(file: Path) -> str:
-    """The message about a file that is a Git LFS pointer; empty: it is none."""
+    """The message about a file that is a Git LFS pointer; empty if it is not one."""
     try:
         with file.open("rb") as stream:
             if not stream.read(len(_LFS)) == _LFS:
@@ -53,7 +53,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """Reads a JSON object from a file.
 
     Raises:
-      CheckpointError: it is absent, damaged, a Git LFS pointer, or holds something else.
+      CheckpointError: the file is absent, damaged, a Git LFS pointer, or holds another JSON type.
     """
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
@@ -80,14 +80,14 @@ def shown(value: Any) -> str:
 class Keys:
     """A JSON object whose keys are read with their types and ranges checked.
 
-    In all methods a key that is absent has the value `default`, or is an error without one. With
-    the default None a key that is null counts as absent; elsewhere null is a value of the wrong
-    type, as it is for transformers.
+    All methods return `default` for an absent key, and raise without a default. With the default
+    None, a key that is null counts as absent; with any other, null has the wrong type, as for
+    transformers.
 
     Args:
-      file: the path of its file, for messages.
+      file: path of the object's file, for messages.
       raw: the object.
-      inside: the key that holds it, where that is not the file itself.
+      inside: key of the object in its file; empty for the whole file.
     """
 
     def __init__(self, file: Path, raw: Mapping[str, Any], inside: str = ""):
@@ -107,7 +107,7 @@ class Keys:
         return value
 
     def number(self, name: str, default: Any = _REQUIRED, above: float = 0.0, least=None) -> Any:
-        """A finite number, greater than `above`, or with `least` at least that."""
+        """A finite number greater than `above`, or, if `least` is given, at least `least`."""
         value = self._value(name, default)
         if value is _REQUIRED:
             return default
@@ -122,7 +122,7 @@ class Keys:
         return number
 
     def flag(self, name: str, default: bool | None = False) -> bool:
-        """A boolean; absent is false where the default is None."""
+        """A boolean; with the default None an absent key is false."""
         value = self._value(name, default)
         if value is _REQUIRED:
             return bool(default)
@@ -131,7 +131,7 @@ class Keys:
         return value
 
     def text(self, name: str, default: Any = _REQUIRED, choices: Sequence[str] = ()) -> Any:
-        """A string, one of the choices if there are any."""
+        """A string; one of `choices` if there are any."""
         value = self._value(name, default)
         if value is _REQUIRED:
             return default
@@ -141,7 +141,7 @@ class Keys:
         return value
 
     def texts(self, name: str) -> list[str]:
-        """A list of strings; empty if absent or null."""
+        """A list of strings; empty if the key is absent or null."""
         value = self._value(name, None)
         if value is _REQUIRED:
             return []
@@ -150,7 +150,7 @@ class Keys:
         return value
 
     def within(self, name: str) -> Keys:
-        """A nested object; empty if absent or null."""
+        """A nested object; empty if the key is absent or null."""
         value = self._value(name, None)
         if value is _REQUIRED:
             value = {}
@@ -159,7 +159,7 @@ class Keys:
         return Keys(self.file, value, self._label(name))
 
     def token_ids(self, name: str, vocabulary: int, several: bool = False) -> list[int]:
-        """One token id, or where `several` are allowed a list of them; none if absent or null."""
+        """One token id, or with `several` a list of them; empty if the key is absent or null."""
         value = self._value(name, None)
         if value is _REQUIRED:
             return []

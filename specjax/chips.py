@@ -1,4 +1,4 @@
-"""What the chips can do, by their vendors, and what a forward pass costs by counting.
+"""Data-sheet figures of chips, and lower bounds on the cost of a forward pass.
 
 Every figure of a chip that the project uses is in this table. Bandwidths and peaks are the
 vendor's; programs do not reach them, so seconds that follow from them are lower bounds.
@@ -13,7 +13,7 @@ from typing import Any
 
 from specjax.config import Layer
 
-BYTES = 2  # of a number in bfloat16
+BYTES = 2  # bytes of a bfloat16 number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +21,10 @@ class Chip:
     """One chip, or several that act as one.
 
     Attributes:
-      memory: bytes of HBM. bandwidth: bytes/s from it. peak: bfloat16 operations/s, dense.
-      network: bytes/s that a chip can receive from its neighbours, all links together.
+      memory: bytes of HBM.
+      bandwidth: bytes/s that can be read from HBM.
+      peak: dense bfloat16 operations/s.
+      network: bytes/s that a chip can receive from its neighbours over all links.
     """
 
     title: str
@@ -32,7 +34,7 @@ class Chip:
     network: float
 
     def times(self, count: int, title: str) -> Chip:
-        """Several of them, perfectly divided among."""
+        """The figures of `count` chips among which work is divided perfectly."""
         return Chip(title, *(count * x for x in dataclasses.astuple(self)[1:]))
 
 
@@ -49,10 +51,9 @@ CHIPS = {
 
 
 def layer_weights(layers: Sequence[Layer], width: int) -> int:
-    """Weights of decoder layers that tokens are multiplied with: all but norms and biases.
+    """Number of matrix weights in decoder layers, without norms and biases.
 
-    Of experts these are all of them, which are read where a batch is large; a token is multiplied
-    with a few.
+    All experts count: a large batch reads all of them, though a token uses only a few.
     """
     rows = {
         layer: (*layer.mixer.params(width).values(), *layer.mlp.params(width).values())
@@ -65,21 +66,21 @@ def layer_weights(layers: Sequence[Layer], width: int) -> int:
 
 
 def cache_values(layers: Sequence[Layer], positions: int) -> int:
-    """Numbers that the keys and values of so many positions are, where no window cuts them off."""
+    """Number of cached key and value entries for `positions` positions, without windows."""
     heads = (mixer.num_kv_heads * mixer.head_dim for mixer in _attention(layers))
     return 2 * sum(heads) * positions
 
 
 def attention_operations(layers: Sequence[Layer], pairs: int) -> int:
-    """Operations of attention over so many pairs of a query's and a key's position, at most."""
+    """Upper bound on attention operations for `pairs` pairs of a query and a key position."""
     return 4 * sum(mixer.num_heads * mixer.head_dim for mixer in _attention(layers)) * pairs
 
 
 def _attention(layers: Sequence[Layer]) -> list[Any]:
-    """The mixers of layers that have attention alone.
+    """The mixers of layers whose mixers are all attention.
 
     Raises:
-      ValueError: some are not attention, whose costs are all that is known here.
+      ValueError: a mixer is of another kind, whose cost is not known.
     """
     mixers = [layer.mixer for layer in layers]
     if others := sorted({mixer.kind for mixer in mixers} - {"attention"}):
@@ -101,8 +102,11 @@ def roofline(
     """Seconds of one forward pass of layers over batch x rows tokens in bfloat16.
 
     Args:
-      width: of the model.
-      extra: further weights that are read and multiplied (language-model head, projections).
+      width: hidden size of the model.
+      extra: number of further weights that are read and multiplied (language-model head,
+        projections).
+      batch: number of samples.
+      rows: tokens per sample.
       context: tokens in each sample's cache.
     """
     weights = layer_weights(layers, width) + extra

@@ -41,7 +41,7 @@ def find_model(name: str | Path, revision: str | None = None, weights: bool = Tr
       name: a directory, one of those that specjax ships (`assets/sums`), or a Hugging Face id,
         `owner/name`. A `Path` is never taken for an id.
       revision: branch, tag or commit of an id; None is its main branch.
-      weights: they are needed; else the config and the tokenizer are enough.
+      weights: whether weights are needed; without them the config and the tokenizer are enough.
 
     Raises:
       ModelNotFoundError: there is no such directory, and the name cannot be an id.
@@ -51,8 +51,8 @@ def find_model(name: str | Path, revision: str | None = None, weights: bool = Tr
     if local.exists():
         if revision is not None:
             raise CheckpointError(
-                f"revision {revision!r} is of a Hugging Face id, and {name} is a local path; leave "
-                "one of them out"
+                f"revision {revision!r} belongs to a Hugging Face id, and {name} is a local path; "
+                "leave one of them out"
             )
         return local
     if isinstance(name, Path) or not _is_id(name):
@@ -74,9 +74,9 @@ def find_model(name: str | Path, revision: str | None = None, weights: bool = Tr
     if _is_offline():
         if cached is not None and _is_complete(cached, weights, tokenizer=False):
             return cached
-        there = "only in part in" if cached is not None else "not in"
+        place = "only in part in" if cached is not None else "not in"
         raise CheckpointError(
-            f"{_called(name, revision)} is {there} the local cache {_cache()}, there is no "
+            f"{_label(name, revision)} is {place} the local cache {_cache()}, there is no "
             "directory of that name, and HF_HUB_OFFLINE forbids to download it"
         )
     return _downloaded(name, revision, weights, cached)
@@ -91,13 +91,13 @@ def portable(path: str | Path) -> str:
 
 
 def _is_id(name: str) -> bool:
-    """Whether it has the form `owner/name` of a Hugging Face id."""
+    """Whether a name has the form `owner/name` of a Hugging Face id."""
     if "--" in name or ".." in name or name.endswith((".git", ".", "-")):
         return False
     return _ID.fullmatch(name) is not None and len(name) <= 96
 
 
-def _called(name: str, revision: str | None) -> str:
+def _label(name: str, revision: str | None) -> str:
     return name if revision is None else f"revision {revision!r} of {name}"
 
 
@@ -159,19 +159,19 @@ def _downloaded(name: str, revision: str | None, weights: bool, cached: Path | N
             folder = _snapshot(name, revision, [*_SMALL, *_weight_names(folder), HEAD_FILE])
     except CheckpointError:
         raise
-    except Exception as error:  # of three libraries
-        if _is_connection(error) and cached is not None:
+    except Exception as error:  # three libraries raise theirs
+        if _is_connection_error(error) and cached is not None:
             if _is_complete(cached, weights, tokenizer=False):
                 return cached
         raise CheckpointError(_reason(name, revision, error)) from error
     if not (folder / "config.json").exists():
         raise CheckpointError(
-            f"{_called(name, revision)} has no config.json; expected a model in the layout of "
+            f"{_label(name, revision)} has no config.json; expected a model in the layout of "
             "Hugging Face"
         )
     if weights and not all((folder / file).exists() for file in _weight_names(folder)):
         raise CheckpointError(
-            f"{_called(name, revision)} has no {WEIGHTS} and no complete set of the files of "
+            f"{_label(name, revision)} has no {WEIGHTS} and no complete set of the files of "
             f"{INDEX}; specjax reads safetensors only (if it has them, its download was "
             f"interrupted: check the network, or complete {folder})"
         )
@@ -192,7 +192,7 @@ def _snapshot(name: str, revision: str | None, files: Sequence[str]) -> Path:
     )
 
 
-def _is_connection(error: Exception) -> bool:
+def _is_connection_error(error: Exception) -> bool:
     from huggingface_hub import errors
 
     return not isinstance(error, (errors.HfHubHTTPError, errors.HFValidationError))
@@ -202,10 +202,10 @@ def _reason(name: str, revision: str | None, error: Exception) -> str:
     """One line about an error of huggingface_hub."""
     from huggingface_hub import errors
 
-    called = _called(name, revision)
+    label = _label(name, revision)
     login = "log in (`hf auth login`, or HF_TOKEN)"
     if isinstance(error, errors.GatedRepoError):
-        return f"{called} is gated: ask for access on its page, then {login}"
+        return f"{label} is gated: ask for access on its page, then {login}"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{name} has no revision {revision or 'main'!r}; expected a branch, tag or commit"
     if isinstance(error, errors.RepositoryNotFoundError):
@@ -214,8 +214,8 @@ def _reason(name: str, revision: str | None, error: Exception) -> str:
             f"spelling, or {login} if it is private"
         )
     if isinstance(error, errors.HfHubHTTPError):
-        return f"{called} cannot be downloaded: {first_line(error)}"
+        return f"{label} cannot be downloaded: {first_line(error)}"
     return (
-        f"there is no directory {name}, {called} is not in the local cache {_cache()}, and it "
+        f"there is no directory {name}, {label} is not in the local cache {_cache()}, and it "
         f"cannot be downloaded: {first_line(error)}; check the network, or copy the model here"
     )

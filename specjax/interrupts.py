@@ -1,4 +1,4 @@
-"""Ctrl-C while a program imports its modules: one line and status 130, as later.
+"""Makes Ctrl-C end a program with one line and status 130, while it imports modules as well.
 
     if __name__ == "__main__":  # above the other imports
         from specjax import interrupts
@@ -23,18 +23,18 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-INTERRUPTED = 130  # the exit status after Ctrl-C, as shells have it
+INTERRUPTED = 130  # the exit status after Ctrl-C, as in shells
 _state = {"prog": "", "imports": False}
 
 
 def begin(prog: str) -> None:
     """Makes Ctrl-C end the process at once, until `run`.
 
-    An exception would have the traceback of the module that is being imported, or be lost, in
-    callbacks of jax and in modules that try several imports.
+    An exception would show the traceback of the module that is being imported, or be swallowed by
+    callbacks of jax and by modules that try several imports.
 
     Args:
-      prog: the program, for messages.
+      prog: name of the program, for messages.
     """
     _state["prog"] = prog
     # A background job of a shell ignores Ctrl-C and must go on ignoring it.

@@ -1,8 +1,8 @@
-"""Names of settings in messages: as they are typed where the message is shown.
+"""Names of settings in messages, as the user of each program types them.
 
-The library is reached through Python, through settings (`speculation.source=ngram`) and through
-flags (`--source ngram`). An error about a setting is a `SettingError`, whose text is written with a
-function that names settings; the program that shows the error gives its own function::
+A user sets a draft source as `SpecConfig(source='ngram')`, `speculation.source=ngram` or
+`--source ngram`. The text of a `SettingError` is therefore made by a function of `spell`, which
+names a setting; the program that shows the error gives its own `spell`::
 
     raise SettingError(lambda spell: f"the head is missing; use {spell('source', 'ngram')}")
 
@@ -40,7 +40,8 @@ class SettingError(ValueError):
     """A setting is wrong, or contradicts another one.
 
     Args:
-      write: makes the text, given a function that names a setting. `str(error)` has Python's names.
+      write: function of `spell` that returns the message. `str(error)` spells settings as in
+        Python.
     """
 
     def __init__(self, write: Callable[[Spell], str]):
@@ -49,7 +50,7 @@ class SettingError(ValueError):
 
 
 def spelled(error: BaseException, spell: Spell) -> str:
-    """The text of an error, with settings named by `spell`."""
+    """The message of an error, with its settings spelled by `spell`."""
     return error.write(spell) if isinstance(error, SettingError) else str(error)
 
 
@@ -65,8 +66,8 @@ def dotted(sections: Mapping[str, str], other_names: Mapping[str, str] | None = 
     """Names settings as `section.name=value`.
 
     Args:
-      sections: the section of each setting; "" is the top, and so are those that are not listed.
-      other_names: where a setting has another name than in the library.
+      sections: the section of each setting; "" and settings that are not listed are top-level keys.
+      other_names: names of settings that differ from the library's, by the library's name.
     """
 
     def spell(name: str, *value: Any) -> str:
@@ -87,7 +88,7 @@ def flags(name: str, *value: Any) -> str:
 
 
 def _text(value: Any, none: str = "null") -> str:
-    """A value as it is typed."""
+    """A value as the user types it."""
     if value is ...:
         return "..."
     if value is None:
@@ -95,8 +96,8 @@ def _text(value: Any, none: str = "null") -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-# Names of parameters in other libraries, and here.
-_ELSEWHERE = {
+# Names of parameters in vLLM, transformers and others -> names in specjax.
+_FOREIGN_NAMES = {
     "logprobs": "top_logprobs",
     "max_new_tokens": "max_tokens",
     "max_model_len": "max_len",
@@ -116,7 +117,7 @@ _PARAMETERS: dict[str, list[str]] = {}
 def checks_keywords(cls: type) -> type:
     """Decorates a class: its constructor suggests a parameter for an unknown keyword.
 
-    The suggestion may be a parameter of another class that is decorated so.
+    The suggestion may be a parameter of another decorated class.
     """
     construct = cls.__init__
     known = [name for name in inspect.signature(construct).parameters if name != "self"]
@@ -126,7 +127,7 @@ def checks_keywords(cls: type) -> type:
     def checked(self, *args, **keywords):
         for name in keywords:
             if name not in known:
-                close = [_ELSEWHERE[name]] if _ELSEWHERE.get(name) in known else []
+                close = [_FOREIGN_NAMES[name]] if _FOREIGN_NAMES.get(name) in known else []
                 close = close or difflib.get_close_matches(name, known, 1, 0.7)
                 hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
                 others = [cls for cls, names in _PARAMETERS.items() if name in names]

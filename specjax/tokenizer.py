@@ -40,15 +40,15 @@ def transformers_class(name: str) -> type:
 
 
 def load_tokenizer(path: str | Path, required: bool = True):
-    """Loads the tokenizer of a local directory; None: it has none, and it is not required.
+    """Loads the tokenizer of a local directory; returns None if it has none and none is required.
 
     The class is the one that `tokenizer_config.json` names: `AutoTokenizer` would rebuild a plain
     fast tokenizer as the class of the model's family, with other ids. Code in the directory is
     never run.
 
     Raises:
-      FileNotFoundError: there is no tokenizer and it is required.
-      CheckpointError: its files are damaged, Git LFS pointers, or of a type that is not known.
+      FileNotFoundError: there is no tokenizer, and one is required.
+      CheckpointError: tokenizer files are damaged, Git LFS pointers, or of an unknown type.
     """
     path = Path(path)
     if not any((path / name).exists() for name in ("tokenizer.json", _SETTINGS)):
@@ -79,7 +79,7 @@ def check_files(path: Path) -> None:
     """Checks tokenizer files without transformers, before they are copied.
 
     Raises:
-      CheckpointError: one of them is damaged, a Git LFS pointer, or of a type that is not known.
+      CheckpointError: a file is damaged, a Git LFS pointer, or of an unknown type.
     """
     _check_contents(path)
     _checked_settings(path)
@@ -100,7 +100,7 @@ def _check_contents(path: Path) -> None:
 
 
 def _checked_settings(path: Path) -> Keys | None:
-    """The checked keys of tokenizer_config.json; None: there is no such file."""
+    """The checked keys of tokenizer_config.json; None without that file."""
     file = path / _SETTINGS
     if not file.exists():
         return None
@@ -123,7 +123,7 @@ def _checked_settings(path: Path) -> Keys | None:
 
 
 def _diagnose(path: Path) -> None:
-    """Raises `CheckpointError` with the cause why tokenizer files cannot be read, if known."""
+    """Raises `CheckpointError` if a known damage of tokenizer files is found."""
     for name in ("tokenizer.json", *_OBJECTS):
         if (path / name).exists():
             read_json(path / name)
@@ -133,7 +133,7 @@ def _diagnose(path: Path) -> None:
 
 
 def with_tokenizer_end(cfg: ModelConfig, tokenizer) -> ModelConfig:
-    """The config whose end-of-sequence tokens are the checkpoint's and the tokenizer's.
+    """The config with the tokenizer's end-of-sequence token beside the checkpoint's.
 
     Where the two files of a checkpoint differ, the model was trained to end with one of them. A
     token beyond the vocabulary, which transformers adds to a tokenizer that names none, cannot be
@@ -146,9 +146,9 @@ def with_tokenizer_end(cfg: ModelConfig, tokenizer) -> ModelConfig:
 
 
 def _with_bos(tokenizer, wanted: bool):
-    """The tokenizer, adding BOS where its settings say `add_bos_token`.
+    """The tokenizer, which adds BOS if its settings have `add_bos_token`.
 
-    transformers 5 ignores that beside a tokenizer.json that does not add it by itself.
+    transformers 5 ignores that setting if tokenizer.json does not add BOS itself.
     """
     bos = tokenizer.bos_token_id
     if wanted and bos is not None and tokenizer.encode("a")[:1] != [bos]:
@@ -160,12 +160,12 @@ def prompt_ids(tokenizer, text: str, add_special_tokens: bool = True) -> list[in
     """Encodes a prompt, with the special tokens that the tokenizer puts around a text.
 
     Generation, the server and training all use this function, so that prompts are the same in all.
-    The beginning-of-sequence token is in front exactly once where the tokenizer adds it (by its
-    post-processor, or `add_bos_token`), whether or not the text has it; where the tokenizer adds
-    none, it is where the text has it.
+    If the tokenizer adds a beginning-of-sequence token (by its post-processor or `add_bos_token`),
+    the ids begin with it exactly once, whether or not the text has it, too. Else they have it only
+    where the text has it.
 
     Args:
-      add_special_tokens: False keeps only those that the text itself has.
+      add_special_tokens: whether the tokenizer adds special tokens; False keeps those in the text.
     """
     if not add_special_tokens:
         return list(tokenizer.encode(text, add_special_tokens=False))
@@ -196,9 +196,9 @@ def chat_text(
     """Applies the tokenizer's chat template to a conversation.
 
     Args:
-      messages: each with `role` and `content`, and other keys that the template reads.
+      messages: mappings with `role`, `content`, and other keys that the template reads.
       options: further variables of the template, such as `enable_thinking`.
-      add_generation_prompt: end where the assistant begins.
+      add_generation_prompt: whether to end with the beginning of the assistant's message.
 
     Raises:
       ValueError: there is no template, an option has the name of an argument of transformers' own,
@@ -215,9 +215,9 @@ def chat_text(
             **(options or {}),
         )
     except Exception as error:  # a template may raise anything
-        told = " ".join(str(error).split())
+        cause = " ".join(str(error).split())
         raise ValueError(
-            f"the chat template does not take these messages: {type(error).__name__}: {told}"
+            f"the chat template does not take these messages: {type(error).__name__}: {cause}"
         ) from error
 
 
@@ -230,12 +230,12 @@ def chat_ids(
 ) -> list[int]:
     """Encodes a conversation by the tokenizer's chat template.
 
-    The template writes the special tokens, BOS among them, and none are added, as in transformers
-    and vLLM.
+    As in transformers and vLLM, the template writes the special tokens, BOS included, and none are
+    added.
 
     Args:
       messages, options, add_generation_prompt: see `chat_text`, also for errors.
-      add_special_tokens: add the tokenizer's own to the text of the template.
+      add_special_tokens: whether to add the tokenizer's special tokens to the template's text.
     """
     text = chat_text(tokenizer, messages, options, add_generation_prompt)
     return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
@@ -248,4 +248,4 @@ def check_template_options(tokenizer, options: Mapping[str, Any] | None) -> None
     own = inspect.signature(tokenizer.apply_chat_template).parameters.values()
     own = {p.name for p in own if p.kind is not inspect.Parameter.VAR_KEYWORD}
     if taken := sorted(own & set(options)):
-        raise ValueError(f"{taken[0]} is not the template's: it is an argument of transformers")
+        raise ValueError(f"{taken[0]} is an argument of transformers and no variable of a template")

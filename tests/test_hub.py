@@ -141,7 +141,7 @@ def test_a_local_directory_wins_over_an_id(home, tmp_path, monkeypatch):
     assert hub.find_model("owner/name").is_relative_to(home)
     (tmp_path / "owner" / "name").mkdir(parents=True)
     assert hub.find_model("owner/name") == tmp_path / "owner" / "name"
-    with pytest.raises(CheckpointError, match="revision 'main' is of a Hugging Face id"):
+    with pytest.raises(CheckpointError, match="revision 'main' belongs to a Hugging Face id"):
         hub.find_model("owner/name", "main")
 
 

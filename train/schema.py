@@ -348,7 +348,9 @@ class SFTConfig:
     def __post_init__(self):
         at_least("", self, steps=0, draft_steps=0, log_every=1, tokenizer_texts=1)
         if self.revision is not None and not self.init:
-            raise ValueError("revision is of a Hugging Face id, and init names none; leave it out")
+            raise ValueError(
+                "revision belongs to a Hugging Face id, and init names none; leave it out"
+            )
         if self.family is not None and not self.init:
             raise ValueError("family is of a checkpoint, and init names none; leave it out")
         if self.draft.mode == "auto":

@@ -15,13 +15,14 @@ def choice(name: str, value: str, choices: Sequence[str]) -> None:
 def from_known_keys(
     section: type, settings: Mapping[str, Any], kind: str = "setting", where: str = ""
 ) -> Any:
-    """Makes the dataclass `section` of `settings`.
+    """Makes the dataclass `section` from `settings`.
 
     Args:
-      kind: what a key is called. where: what the keys belong to, " of ..".
+      kind: word for a key, in messages.
+      where: the section that the keys belong to, in messages, such as " of `control`".
 
     Raises:
-      ValueError: a key is no field of it.
+      ValueError: a key is no field of the dataclass.
     """
     known = [field.name for field in dataclasses.fields(section)]
     unknown = sorted(set(settings) - set(known))

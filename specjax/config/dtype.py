@@ -4,7 +4,7 @@ from __future__ import annotations
 
 AUTO = "auto"
 DTYPES = ("float32", "bfloat16", "float16")
-ENGINE_DTYPES = (AUTO, *DTYPES)  # what may be asked for
+ENGINE_DTYPES = (AUTO, *DTYPES)  # values of the setting
 
 
 def resolve_dtype(asked: str, stored: str, platform: str) -> str:
@@ -13,10 +13,11 @@ def resolve_dtype(asked: str, stored: str, platform: str) -> str:
     Args:
       asked: a dtype, or `auto`: the checkpoint's on GPU and TPU, float32 on CPU, where arithmetic
         in half precision saves nothing.
-      stored: the checkpoint's. platform: of the devices, as jax names it.
+      stored: the checkpoint's dtype.
+      platform: jax's name for the platform of the devices, such as `cpu`.
 
     Raises:
-      ValueError: `asked` is none of these.
+      ValueError: `asked` is not one of `ENGINE_DTYPES`.
     """
     if asked not in ENGINE_DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(ENGINE_DTYPES)}, got {asked!r}")
@@ -26,10 +27,10 @@ def resolve_dtype(asked: str, stored: str, platform: str) -> str:
 
 
 def about_dtype(asked: str, chosen: str, stored: str, setting: str) -> str:
-    """One line that says what was chosen, and why.
+    """One line that says which dtype was chosen, and why.
 
     Args:
-      setting: the setting that chooses the checkpoint's dtype, as it is typed.
+      setting: the setting that chooses the checkpoint's dtype, as the user types it.
     """
     if asked != AUTO:
         return f"arithmetic in {chosen}, as asked (the checkpoint is in {stored})"

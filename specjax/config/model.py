@@ -32,15 +32,15 @@ class RunConfig:
     `ModelConfig.run`.
 
     Attributes:
-      param_dtype: storage of the parameters. Of a model that was just read from a checkpoint, that
+      param_dtype: dtype in which the parameters are stored; after a checkpoint was read, the dtype
         of its files.
-      compute_dtype: arithmetic; softmax, norms and logits are float32.
+      compute_dtype: dtype of arithmetic; softmax, norms and logits are float32.
       scan_layers: `lax.scan` over stacked layers (short compile) or an unrolled loop (fast on CPU).
       remat: recompute each layer in the backward pass instead of keeping its activations.
-      attention: the kernel, see `specjax.kernels.dispatch`. Engines and trainers fill it in for
-        their devices.
-      products: how decoding multiplies by weights, see `specjax.weights.matrix`; filled in as
-        `attention` is.
+      attention: name of the attention kernel, see `specjax.kernels.dispatch`. Engines and trainers
+        set it for their devices.
+      products: number format in which decoding multiplies by weights, see
+        `specjax.weights.matrix`. Engines set it for their devices.
     """
 
     param_dtype: str = "float32"
@@ -59,22 +59,26 @@ class RunConfig:
 @checks_keywords
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer, by its layers; `specjax.models.families.dense.dense_config` makes
-    one whose layers are all alike from flat numbers.
+    """A decoder-only transformer, described by its layers.
+
+    `specjax.models.families.dense.dense_config` makes one whose layers are all alike.
 
     Attributes:
-      vocab_size, hidden_size: V D.
-      layers: what layers it has, in order. Nothing else says how many there are or what they hold.
+      vocab_size: number of tokens V.
+      hidden_size: width D of the residual stream.
+      layers: the layers in order; they alone say how many there are and what they compute.
       model_type: Hugging Face `model_type`; decides weight names on export.
-      mtp_num_layers: MTP modules in the draft head; step s uses module min(s, mtp_num_layers - 1).
+      mtp_num_layers: number of MTP modules in the draft head, 0 without a head; step s uses module
+        min(s, mtp_num_layers - 1).
       mtp_concat: order of the halves of the head's input, `embedding_first` (DeepSeek, GLM) or
         `hidden_first` (MiMo).
-      mtp_target_hidden, mtp_recycle: whether the state handed to the head, by the target and by the
-        head's own previous step, is taken after or before the final norm.
-      generation: keys and values of generation_config.json that say how it asks to be sampled, see
+      mtp_target_hidden: whether the head's first step takes the target's hidden state after
+        (`post_norm`) or before (`pre_norm`) the final norm.
+      mtp_recycle: the same for later steps, which take the hidden state of the step before.
+      generation: sampling keys and values of generation_config.json, see
         `specjax.models.generation_config`.
-      run: how a program computes with the model: the one field that is no fact of a checkpoint.
-        It is here so that one hashable value says all that a jitted function must know.
+      run: how a program computes with the model, the only field that is not a fact of the
+        checkpoint. With it, one hashable value holds all that a jitted function must know.
     """
 
     vocab_size: int
@@ -104,14 +108,14 @@ class ModelConfig:
         return len(self.layers)
 
     def mixers(self, kind: str) -> tuple[Any, ...]:
-        """The different mixers of a kind (`attention`) that the layers have, in order."""
+        """The distinct mixers of a kind, such as `attention`, in the order of the layers."""
         found = (layer.mixer for layer in self.layers if layer.mixer.kind == kind)
         return tuple(dict.fromkeys(found))
 
     def replace(self, **changes) -> ModelConfig:
-        """The config with other facts."""
+        """A copy of the config with other values of these fields."""
         return dataclasses.replace(self, **changes)
 
     def running(self, **changes) -> ModelConfig:
-        """The same model, computed in another way: `changes` are fields of `RunConfig`."""
+        """A copy of the config with other values of these fields of `RunConfig`."""
         return dataclasses.replace(self, run=dataclasses.replace(self.run, **changes))

@@ -33,37 +33,38 @@ class SamplingParams:
     The order is: penalties, bias and masks, temperature, top-k, top-p, min-p.
 
     Attributes:
-      temperature: 0 is greedy, and then top_k, top_p and min_p do nothing. So is anything below
-        1e-6, where logits divided by it would leave the range of float32 and tie.
-      max_tokens: tokens to generate at most; None is as many as fit. min_tokens: stop tokens are
-        masked, and stop strings ignored, before that many.
-      seed: the request's seed; with the prompt's token ids it keys every random number, so equal
-        prompts with equal seeds give equal samples. None draws a seed for every request. It has 64
-        bits, with or without a sign: see `SEEDS`.
-      n: samples of this prompt, each with its own noise.
+      temperature: divisor of the logits. 0 is greedy decoding, in which top_k, top_p and min_p have
+        no effect. A value below 1e-6 counts as 0, for the quotients would overflow float32.
+      max_tokens: largest number of tokens to generate; None: as many as fit.
+      min_tokens: number of tokens before which stop tokens are masked and stop strings ignored.
+      seed: the request's seed, of 64 bits with or without a sign (`SEEDS`). With the prompt's token
+        ids it keys every random number, so equal prompts with equal seeds give equal samples. None
+        draws a seed for every request.
+      n: number of samples of this prompt, each with its own noise.
       top_k: keep the k most likely tokens (ties with the last one kept); 0 or -1 keeps all.
       top_p: keep the fewest most likely tokens whose mass is at least top_p.
       min_p: keep tokens at least min_p times as likely as the most likely one.
-      repetition_penalty: logits of tokens seen in prompt or output are divided (if positive) or
-        multiplied by it (Keskar et al. 2019).
-      presence_penalty, frequency_penalty: subtracted from the logits of generated tokens, once, and
-        once per occurrence.
+      repetition_penalty: number by which logits of tokens in the prompt or the output are divided
+        (positive logits) or multiplied (negative ones) (Keskar et al. 2019).
+      presence_penalty: number subtracted from the logit of every token that was generated.
+      frequency_penalty: number subtracted from a token's logit for each time it was generated.
       logit_bias: token id -> number added to its logit.
-      allowed_token_ids: nothing else can be generated; None allows all. bad_words: token-id
-        sequences (or strings, when there is a tokenizer) that cannot be completed. Where bad words
-        or min_tokens would leave nothing at all to generate, they are lifted for that position.
+      allowed_token_ids: the only tokens that can be generated; None allows all.
+      bad_words: token-id sequences (or strings, with a tokenizer) that are never completed. Where
+        bad words or min_tokens would leave no token to generate, they have no effect at that
+        position.
       ignore_eos: do not stop at the model's end-of-sequence tokens.
-      stop_token_ids: further tokens that end a sample; kept as its last token.
+      stop_token_ids: further tokens that end a sample and are kept as its last token.
       stop: strings that end a sample; the text is cut before them. They may be, or hold, the names
         of special tokens, which the text itself leaves out.
       include_stop_str_in_output: leave the stop string in the text.
       transformed_logprobs: also return each token's log-probability under the distribution that was
         sampled, after all transforms; `logprobs` is always that of the temperature-scaled logits.
-      top_logprobs: return that many most likely tokens per position, of the temperature-scaled
+      top_logprobs: number of most likely tokens to return per position, of the temperature-scaled
         distribution and, with `transformed_logprobs`, of the transformed one.
-      speculative: False drafts nothing for this request.
-      strategy: how it is drafted for, by name, one of those that the engine compiled; None: as the
-        engine's controller chooses. Samples that ask for different ones take turns.
+      speculative: whether this request is drafted for; False decodes it plainly.
+      strategy: name of the strategy for this request, one of those that the engine compiled; None:
+        the engine's controller chooses. Samples that ask for different strategies take turns.
     """
 
     temperature: float = 1.0

@@ -22,39 +22,47 @@ class SpecConfig:
     """How to speculate.
 
     Attributes:
-      strategy: a `Strategy`, or what `Strategy.parse` makes one of; `"off"` (also `"disable"`) is
-        plain decoding.
+      strategy: a `Strategy`, or a value that `Strategy.parse` reads, such as `"4_1_5"`; `"off"`
+        is plain decoding.
       acceptance: `coupled` (any tree, token-identical to plain decoding), `block` (chains,
         identical in distribution), `recursive` (chains and static trees, identical in
         distribution) or `greedy` (any tree, for requests of temperature 0 only; token-identical).
-      source: what drafts: `head` (the MTP head), `model` (a standalone smaller model), `ngram`
-        (continuations of earlier occurrences of the last tokens), or `auto`: the head where the
-        checkpoint holds one, else n-grams (see `specjax.engine.sources.settle_draft`). A path
-        `module:attribute` is a class of your own, see `specjax.interfaces.Draft`.
-      head: `checkpoint` takes the draft head in the policy's checkpoint, `random` draws one from
-        `head_seed` (for training it online from nothing), and anything else is the path of one (or
-        the Hugging Face id, see `specjax.engine.sources`); with the latter two `auto` is `head`.
-      draft_model: directory or Hugging Face id of the standalone model; `auto` is `model` with it.
-        A draft source of your own is given it as it stands.
-      draft_vocab: the head or model drafts from so many tokens, those that are emitted most (at
-        first from the lowest ids; `block` and `recursive` keep these); None: from all.
-      token_map: file with a JSON list of token ids, the most frequent first, to draft from in their
-        place; of them the first `draft_vocab`, or all.
-      ngram_max, ngram_min: longest and shortest suffix that is looked up.
-      ngram_siblings: also look in the other samples of the same prompt in the batch.
-      aligned: draft candidates come from logits transformed as the target's are; False ranks them
-        by temperature alone (for measuring).
-      tau: a dynamic tree scores paths by log_softmax((log q + noise) / tau) (`coupled`).
-      adaptive_width: in a dynamic tree, a node has as many children as the rounded perplexity of
-        its q, topk at most: rows go where the draft is unsure. Other strategies that a controller
-        may choose are drafted as ever; an engine with no dynamic tree refuses it.
-      spec_verify_tokens: rows at most; a larger dynamic tree is cut.
-      invariant: decode so that speculation and its absence (`SamplingParams(speculative=False)`),
-        and all strategies of a controller, run the same arithmetic, bit by bit, in one program;
-        slower (`coupled`, `greedy`).
-      exact_mode: decode everything plainly as well, compare, and report the first difference.
-      telemetry: record why drafts are rejected; None asks the environment variable
-        SPECJAX_TELEMETRY.
+      source: the draft source: `head` (the MTP head), `model` (a standalone smaller model), `ngram`
+        (the tokens that followed earlier occurrences of the last ones), or `auto` (the head if the
+        checkpoint holds one, else n-grams; docs/settings.md has a table). A path `module:attribute`
+        names a class of your own, see `specjax.interfaces.Draft`.
+      head: the draft head: `checkpoint` (the one in the policy's checkpoint), `random` (drawn from
+        `head_seed`, to be trained online), or the path or Hugging Face id of one. With `random` or
+        a path, `auto` is `head`.
+      head_seed: seed of a random head.
+      draft_model: directory or Hugging Face id of the standalone model; with it, `auto` is `model`.
+        A class of your own gets the text unchanged.
+      draft_vocab: number of tokens that the head or model may propose; None: the whole vocabulary.
+        The draft then computes logits for these tokens alone, which is faster. They are the tokens
+        that the engine has emitted most; at first, and with `block` and `recursive` always, the
+        lowest token ids and the end tokens.
+      token_map: JSON file that lists the tokens which the head or model may propose, the most
+        frequent first, in place of a choice by the engine. With `draft_vocab=C` the first C of
+        them.
+      ngram_max: length of the longest suffix that is looked up.
+      ngram_min: length of the shortest suffix that is looked up.
+      ngram_siblings: whether to look in the other samples of the same prompt as well.
+      aligned: whether the sampling transforms of the target (top-k, penalties, ...) are applied to
+        the draft's logits as well; False applies the temperature alone (for measurements).
+      tau: temperature of the node scores of a dynamic tree in `coupled` acceptance. The score of a
+        child is log_softmax((log q + noise) / tau), and the nodes with the best sums of scores
+        along their paths are kept. A small tau concentrates the tree on the child that the noise
+        favours; a large tau spreads its nodes over more branches. It changes speed, never tokens.
+      adaptive_width: whether a node of a dynamic tree has as many children as the rounded
+        perplexity of its draft distribution q, up to topk. Other strategies are unchanged; an
+        engine without a dynamic tree refuses it.
+      spec_verify_tokens: largest number of tree rows; a larger dynamic tree is cut.
+      invariant: whether plain decoding and all strategies run one program with the same arithmetic,
+        so that log-probabilities are bitwise equal, too; slower (`coupled`, `greedy`).
+      exact_mode: whether everything is decoded plainly as well and compared, and the first
+        difference reported.
+      telemetry: whether to record why drafts are rejected; None: as the environment variable
+        SPECJAX_TELEMETRY says.
     """
 
     strategy: Strategy | str | Sequence[Sequence[int]] = Strategy.chain(4)
@@ -150,12 +158,15 @@ class SpecConfig:
 
     @property
     def by_token(self) -> bool:
-        """Whether tokens are equal to plain decoding's, and not in distribution alone."""
+        """Whether every token equals plain decoding's (`coupled`, `greedy`).
+
+        In the other modes the tokens have the same distribution.
+        """
         return self.acceptance in ("coupled", "greedy")
 
     @property
     def head_path(self) -> str | None:
-        """The path of the head, if it is not in the policy's checkpoint."""
+        """The path or id of a head of its own; None: `checkpoint` or `random`."""
         return None if self.head in ("checkpoint", "random") else self.head
 
     @property

@@ -1,12 +1,12 @@
-"""Layers of different kinds in one model: which are stacked, and under which key of the tree.
+"""Divides the layers of a model into stacks of equal layers, for `lax.scan`.
 
 A model's layers are divided into segments, in each of which a pattern of layers repeats: 3 dense
 layers and then 58 with experts are two segments, four times (5 sliding and 1 full) and then 2
 sliding ones as well. A forward pass scans over the repeats of each segment. The layers at one
 position of a pattern are alike, and their parameters are stacked, repeats in front:
 
-    layers/q [L ..]         all layers are alike
-    layers/0_5/q [4 ..]     else: position 5 of the pattern of segment 0
+    layers/q [L ..]         if all layers are alike
+    layers/0_5/q [4 ..]     else; this one is position 5 of the pattern of segment 0
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import Any, NamedTuple
 
 from specjax.config.model import Layer
 
-_LONGEST = 32  # of the patterns that are looked for
+_LONGEST = 32  # layers of the longest pattern that is looked for
 
 
 class Segment(NamedTuple):
-    """Consecutive layers: a pattern of them, repeated."""
+    """Consecutive layers, in which a pattern repeats."""
 
     pattern: tuple[Layer, ...]
     repeats: int
 
 
 class Stack(NamedTuple):
-    """Layers that are alike, and whose parameters are stacked.
+    """Equal layers, whose parameters are stacked.
 
     Attributes:
-      key: of their parameters among those of all layers; None: there are no others.
-      layer: each of them.
-      numbers: of each, in the order of rows: 0 is the model's first layer.
+      key: key of the stack's parameters under `layers`; None: the model has one stack only.
+      layer: the configuration that all layers of the stack have.
+      numbers: number of each layer in the model, from 0, in the order of the stacked parameters.
     """
 
     key: str | None
@@ -88,12 +88,12 @@ def stacks(layers: tuple[Layer, ...]) -> list[Stack]:
 
 
 def part_of(tree: Any, stack: Stack) -> Any:
-    """The entry of one stack in a tree with an entry per stack, as parameters of all layers are."""
+    """The entry of one stack in a tree that has an entry per stack, such as the parameters."""
     return tree if stack.key is None else tree[stack.key]
 
 
 def tree_of(layers: tuple[Layer, ...], make: Callable[[Stack], Any]) -> Any:
-    """A tree with an entry per stack, for `part_of`."""
+    """Makes a tree with the entry `make(stack)` per stack, for `part_of`."""
     every = stacks(layers)
     if every[0].key is None:
         return make(every[0])

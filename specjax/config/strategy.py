@@ -23,9 +23,9 @@ DEFAULT_TREE_PATHS = (
 class Strategy:
     """What one round drafts; `Strategy.OFF`, plain decoding, drafts nothing.
 
-    Settings and flags name a strategy by text, which `parse` reads where it comes in, once. From
-    there on the object travels. Its name is for messages and files, and is what an engine's plans,
-    its controller and its requests call the strategy by.
+    Settings and flags name a strategy by text, which `parse` reads once. The name is used in
+    messages and files, and identifies the strategy in an engine's plans, its controller and its
+    requests.
 
     A chain or static tree is a prefix-closed set of paths below the root: `(i, j)` is the j-th best
     child of the i-th best child of the root. Paths are ordered by depth, then lexicographically.
@@ -35,7 +35,8 @@ class Strategy:
     paths become rows.
 
     Attributes:
-      paths: of a chain or static tree; empty for a dynamic tree and for plain decoding.
+      name: the text that `parse` reads as this strategy.
+      paths: the paths of a chain or static tree; empty for a dynamic tree and for plain decoding.
       dynamic: (steps, topk, rows) of a dynamic tree, else None.
     """
 
@@ -76,7 +77,7 @@ class Strategy:
         or their name, such as `"paths:0,1,0.0"`.
 
         Raises:
-          ValueError: the text is no strategy, or its numbers disagree.
+          ValueError: the text is no strategy, or its numbers contradict each other.
         """
         if isinstance(spec, Strategy):
             return spec
@@ -101,7 +102,7 @@ class Strategy:
 
     @classmethod
     def chain(cls, steps: int) -> Strategy:
-        """The chain of so many drafts; plain decoding for 0."""
+        """The chain of `steps` drafted tokens; 0 is plain decoding."""
         return cls.of_sizes(steps, 1, steps + 1) if steps else cls.OFF
 
     @classmethod
@@ -109,7 +110,7 @@ class Strategy:
         """A chain (`topk` 1) or a dynamic tree, by its sizes; `rows` counts the root.
 
         Raises:
-          ValueError: they disagree.
+          ValueError: the numbers contradict each other.
         """
         name = f"{steps}_{topk}_{rows}"
         if topk == 1:
@@ -151,7 +152,7 @@ class Strategy:
         """The strategy with at most `rows` rows.
 
         Raises:
-          ValueError: it is a chain or static tree with more; only dynamic trees can be cut.
+          ValueError: a chain or static tree has more rows; only dynamic trees can be cut.
         """
         if self.rows <= rows:
             return self

@@ -669,7 +669,7 @@ def test_the_report_shows_rows_as_the_model_sees_them(tmp_path, capsys, chat_pol
         (["rows.jsonl", "--reward", "best"], "unknown reward 'best'"),
         (["rows.jsonl", "--model", "nowhere"], "nowhere does not exist; expected a checkpoint"),
         (["rows.jsonl", "--model", "."], "has no tokenizer.json"),
-        (["rows.jsonl", "--revision", "v1"], "revision 'v1' is of a Hugging Face id"),
+        (["rows.jsonl", "--revision", "v1"], "revision 'v1' belongs to a Hugging Face id"),
         (["rows.jsonl", "chat=on"], "has no chat template"),
     ],
 )
