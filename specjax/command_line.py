@@ -1,9 +1,9 @@
-"""Configuration of a program: a schema (`schema.py`) <- a YAML file <- `key=value` arguments.
+"""Reads the configuration of a program: defaults of a schema, a YAML file, `key=value` arguments.
 
     config = load_config(Config, sys.argv[1:], prog="train.rl", description="GRPO")
 
 A setting is written `key=value`, `--key=value` or `--key value`, with dashes or underscores within
-words; what its text means is in `schema.py`. Mistakes of the user (unknown key, wrong type,
+words; `schema.py` says how its text is read. Mistakes of the user (unknown key, wrong type,
 missing file, a setting that changes nothing) end the program with status 2 and one message; they
 never show a traceback.
 """
@@ -32,15 +32,15 @@ from specjax.schema import (
     Key,
     ValueProblem,
     Yaml,
+    absent_keys_of,
     check,
     describe,
-    elsewhere_of,
     expected,
-    idle,
     keys_of,
     read,
     show,
     type_name,
+    without_effect,
 )
 from specjax.shipped import find_shipped, roots
 from specjax.spelling import python, spelled
@@ -71,18 +71,19 @@ def parse_config(
     """Reads the command line of a program.
 
     Args:
-        schema_cls: the dataclass that defines every key. Its class attribute `rules`, if it has
-            one, says which settings need which (see `schema.Needs`), `aliases` which further names
-            there are for a key, `renamed` which key is meant by a name that is gone, `elsewhere`
-            which keys of shared sections it does not have and why (`schema.keys_of`), `spell` how
-            settings of the library are typed (`spelling.py`), and `variants` by which of its keys
-            further ones are decided: (the key, a function of the schema and the key's value that
-            gives the schema to be used).
+        schema_cls: the dataclass that defines every key. It may have class attributes:
+            `rules`: conditions under which settings are read (`schema.Needs`).
+            `aliases`: further names of keys.
+            `renamed`: former names of keys, for suggestions.
+            `absent_keys`: keys of shared sections that the program does not have, with reasons.
+            `spell`: function that names settings of the library in messages (`spelling.py`).
+            `variants`: (a key, a function of the schema and the key's value that returns the schema
+            to use), for a key that decides which further keys there are.
         argv: arguments without the program's name; None takes them from `sys.argv`.
-        prog: the name shown in messages: of a module, as `train.rl`, or of a whole command.
+        prog: name of the program in messages: a module, such as `train.rl`, or a whole command.
         description: one line for `--help`.
-        add_arguments: adds the program's own flags (`--resume`); the namespace returned has them.
-        require: raises ValueError where this program cannot use a configuration that others can.
+        add_arguments: function that adds the program's own flags, such as `--resume`.
+        require: function that raises ValueError for a configuration that this program cannot use.
 
     Returns:
         (config, flags): an instance of `schema_cls`, and argparse's namespace.
@@ -129,7 +130,7 @@ def parse_config(
             except ValueError as error:
                 raise ConfigError(str(error)) from error
         if flags.print_config:
-            print(OmegaConf.to_yaml(_shown(schema, merged)), end="")
+            print(OmegaConf.to_yaml(_without_absent_keys(schema, merged)), end="")
             sys.exit(0)
         setattr(config, _TYPED, given.typed)
         setattr(config, _GIVEN, given.typed | given.filed)
@@ -143,12 +144,12 @@ class ConfigError(ValueError):
 
 
 def typed_in(config: Any) -> frozenset[str]:
-    """The keys that the command line of `config` has."""
+    """The keys that were set on the command line from which `config` was read."""
     return getattr(config, _TYPED, frozenset())
 
 
 def given_in(config: Any) -> frozenset[str]:
-    """The keys that the command line of `config` or its file has."""
+    """The keys that were set on the command line or in the file of `config`."""
     return getattr(config, _GIVEN, frozenset())
 
 
@@ -160,11 +161,11 @@ def require_effect(config: Any, given: Iterable[str] | None = None) -> None:
             default counts as not set.
 
     Raises:
-        ConfigError: one of them changes nothing.
+        ConfigError: a setting has no effect.
     """
     schema = _Schema.of(type(config))
     values = dict(_flatten(dataclasses.asdict(config), schema.sections))
-    _refuse_idle(schema, values, typed_in(config) if given is None else frozenset(given))
+    _refuse_without_effect(schema, values, typed_in(config) if given is None else frozenset(given))
 
 
 def fingerprint(config: Any, ignore: Sequence[str] = ()) -> dict[str, Any]:
@@ -176,15 +177,17 @@ def fingerprint(config: Any, ignore: Sequence[str] = ()) -> dict[str, Any]:
 def require_same_settings(
     saved: Mapping[str, Any], current: Mapping[str, Any], schema_cls: type
 ) -> None:
-    """Compares the fingerprint in a checkpoint with that of the run that resumes it.
+    """Compares a checkpoint's fingerprint with the one of the run that resumes it.
 
     A key that the checkpoint lacks, because its version had no such setting, must have its default.
 
     Args:
-        schema_cls: of the configuration that `current` is of.
+        saved: the fingerprint in the checkpoint.
+        current: the fingerprint of the run.
+        schema_cls: the schema of the run's configuration.
 
     Raises:
-        ConfigError: they differ; the message names the top-level keys that do.
+        ConfigError: the fingerprints differ; the message names the top-level keys.
     """
     keys = _Schema.of(schema_cls).keys
     changed = sorted(name for name in current if not _as_saved(keys, name, saved, current))
@@ -201,32 +204,33 @@ def _as_saved(
     """Whether the value of a key, or of all keys of a section, is the saved one.
 
     Args:
-        name: dotted. saved, current: the sections that hold the key.
+        name: dotted name of the key.
+        saved: the section that holds the key, in the checkpoint.
+        current: the section that holds the key, in the run.
     """
     last, key = name.rpartition(".")[2], keys.get(name)
-    mine = current[last]
+    now = current[last]
     if last in saved:
-        theirs = saved[last]
+        before = saved[last]
     elif key is None:  # a key of a shared section that this program does not have
         return True
     elif key.default == REQUIRED:
         return False
     else:
-        theirs = json.loads(json.dumps(key.default, default=dataclasses.asdict))
+        before = json.loads(json.dumps(key.default, default=dataclasses.asdict))
     nested = key is not None and key.section
-    if not (nested and isinstance(mine, dict) and isinstance(theirs, dict)):
-        return mine == theirs
-    if any(f"{name}.{inner}" not in keys for inner in theirs.keys() - mine.keys()):
+    if not (nested and isinstance(now, dict) and isinstance(before, dict)):
+        return now == before
+    if any(f"{name}.{inner}" not in keys for inner in before.keys() - now.keys()):
         return False  # this version has no such setting
-    # Keys of `theirs` alone are left out of the fingerprint: they may have changed.
-    return all(_as_saved(keys, f"{name}.{inner}", theirs, mine) for inner in mine)
+    # Keys that only the checkpoint has are left out of the run's fingerprint: they may differ.
+    return all(_as_saved(keys, f"{name}.{inner}", before, now) for inner in now)
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse's parser with two additions.
+    """argparse's parser, which also reads `--max_batch` as `--max-batch` and the reverse.
 
-    It takes `--max_batch` for `--max-batch` and the reverse, and suggests a flag where one is
-    unknown.
+    For an unknown flag it suggests a known one.
     """
 
     def parse_known_args(self, args=None, namespace=None):
@@ -256,7 +260,10 @@ class _Schema(NamedTuple):
     """The keys of a schema by name.
 
     Attributes:
-      keys: of settings and sections. sections: whether a key is a section. aliases: other names.
+      cls: the schema.
+      keys: settings and sections by dotted name.
+      sections: whether each key is a section.
+      aliases: further name of a key -> the key.
     """
 
     cls: type
@@ -271,14 +278,14 @@ class _Schema(NamedTuple):
         return cls(schema_cls, keys, sections, getattr(schema_cls, "aliases", {}))
 
     def key_of(self, name: str) -> Key | None:
-        """The setting of that name; None: it is a section, or unknown."""
+        """The setting of that name; None for a section or an unknown name."""
         key = self.keys.get(name)
         return None if key is None or key.section else key
 
     def suggestion(self, name: str) -> str:
-        """The end of the message about an unknown key: a known one, or why there is none."""
-        for gone, why in elsewhere_of(self.cls).items():
-            if name == gone or name.startswith(f"{gone}."):
+        """The end of the message about an unknown key: a similar key, or why there is none."""
+        for absent, why in absent_keys_of(self.cls).items():
+            if name == absent or name.startswith(f"{absent}."):
                 return f": {why}"
         renamed = getattr(self.cls, "renamed", {}).get(name)
         if renamed is not None:
@@ -333,7 +340,7 @@ def _split(
 
 
 def _variant(schema_cls: type, argv: Sequence[str]) -> type:
-    """The schema with the keys that one of its values decides, see `parse_config`."""
+    """The schema that the value of one of its keys selects, see `variants` of `parse_config`."""
     if not hasattr(schema_cls, "variants"):
         return schema_cls
     name, variant = schema_cls.variants
@@ -346,9 +353,9 @@ def _variant(schema_cls: type, argv: Sequence[str]) -> type:
 
 
 def _look_up(key: Key, argv: Sequence[str]) -> Any:
-    """The value of a key `section.name` on the command line, or else in its file; None: not set.
+    """The value of a key `section.name` on the command line, or else in the file; None if not set.
 
-    It is read before the whole schema is known.
+    It is needed before the whole schema is known.
     """
     section, last = key.name.split(".")
     found, config, rest = None, None, [*argv]
@@ -373,8 +380,8 @@ def _look_up(key: Key, argv: Sequence[str]) -> Any:
 def _value_after(name: str, key: Key | None, rest: list[str]) -> str:
     """The value of `--name`, taken from the front of `rest`; `--name` alone is true."""
     if key is not None and key.type is bool:
-        said = rest and rest[0].lower() in ("true", "false")
-        return rest.pop(0) if said else "true"
+        has_value = rest and rest[0].lower() in ("true", "false")
+        return rest.pop(0) if has_value else "true"
     if not rest or rest[0].startswith("--"):
         wanted = "a value" if key is None else expected(key.type)
         raise ConfigError(f"--{name}: expected {wanted} after it, got nothing; --{name}=VALUE")
@@ -423,11 +430,17 @@ def _read_overrides(schema: _Schema, overrides: Sequence[str]) -> dict[str, Any]
 
 
 class _Given(NamedTuple):
-    """Keys of the command line and of the file, and the configuration of the file alone."""
+    """The keys that the user set.
+
+    Attributes:
+      typed: keys of the command line.
+      filed: keys of the file.
+      file_alone: the configuration that the file gives without the command line.
+    """
 
     typed: frozenset[str]
     filed: frozenset[str]
-    alone: DictConfig
+    file_alone: DictConfig
 
 
 def _merge(
@@ -440,13 +453,13 @@ def _merge(
         raw = _without_aliases(schema, _file(path), str(path))
         merged = _apply(schema, merged, raw, str(path))
         filed = frozenset(name for name, _ in _flatten(raw, schema.sections))
-    alone = merged
+    file_alone = merged
     nested: dict[str, Any] = {}
     for name, value in _read_overrides(schema, overrides).items():
         _put(nested, name, value)
     merged = _apply(schema, merged, nested, "command line")
     typed = frozenset(name for name, _ in _flatten(nested, schema.sections))
-    return merged, _Given(typed, filed, alone)
+    return merged, _Given(typed, filed, file_alone)
 
 
 def _without_aliases(schema: _Schema, raw: dict[str, Any], source: str) -> dict[str, Any]:
@@ -465,10 +478,10 @@ def _without_aliases(schema: _Schema, raw: dict[str, Any], source: str) -> dict[
     return raw
 
 
-def _shown(schema: _Schema, merged: DictConfig) -> Any:
+def _without_absent_keys(schema: _Schema, merged: DictConfig) -> Any:
     """The configuration without the keys that the program does not have."""
     values = typing.cast(dict, OmegaConf.to_container(merged))
-    for name in elsewhere_of(schema.cls):
+    for name in absent_keys_of(schema.cls):
         *above, last = name.split(".")
         del functools.reduce(dict.__getitem__, above, values)[last]
     return OmegaConf.create(values)
@@ -494,7 +507,7 @@ def _put(nested: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _find(config: str) -> Path:
-    """The path of a config file: as given, or one of those that specjax ships."""
+    """The path of a config file: the file itself, or a file that specjax ships."""
     path = find_shipped(config)
     if path.is_file():
         return path
@@ -550,7 +563,7 @@ def _apply(schema: _Schema, merged: DictConfig, raw: dict[str, Any], source: str
 
 
 def _flatten(node: Any, sections: dict[str, bool], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields dotted names and values; mappings that are no sections stay whole."""
+    """Yields dotted names and values; a mapping that is no section is one value."""
     for key, value in node.items():
         name = f"{prefix}{key}"
         yield name, value
@@ -566,7 +579,7 @@ def _type_message(schema: _Schema, error: OmegaConfBaseException, source: str) -
     return f"{source}: {name}: {lines[0]}{wanted}"
 
 
-# --- the whole -----------------------------------------------------------------------------------
+# --- the merged configuration --------------------------------------------------------------------
 
 
 def _require_effect(schema: _Schema, merged: DictConfig, given: _Given) -> None:
@@ -576,9 +589,10 @@ def _require_effect(schema: _Schema, merged: DictConfig, given: _Given) -> None:
     file. Within the file they must have an effect.
     """
     values = _values(schema, merged)
-    _refuse_idle(schema, values, given.typed)
-    filed = [name for name, _ in idle(schema.cls, _values(schema, given.alone), given.filed)]
-    _refuse_idle(schema, values, frozenset(filed))
+    _refuse_without_effect(schema, values, given.typed)
+    of_file = _values(schema, given.file_alone)
+    filed = [name for name, _ in without_effect(schema.cls, of_file, given.filed)]
+    _refuse_without_effect(schema, values, frozenset(filed))
 
 
 def _values(schema: _Schema, merged: DictConfig) -> dict[str, Any]:
@@ -589,8 +603,10 @@ def _values(schema: _Schema, merged: DictConfig) -> dict[str, Any]:
     return dict(_flatten(raw, schema.sections))
 
 
-def _refuse_idle(schema: _Schema, values: Mapping[str, Any], given: frozenset[str]) -> None:
-    for _, message in idle(schema.cls, values, given):
+def _refuse_without_effect(
+    schema: _Schema, values: Mapping[str, Any], given: frozenset[str]
+) -> None:
+    for _, message in without_effect(schema.cls, values, given):
         raise ConfigError(message)
 
 

@@ -1,7 +1,7 @@
 """Schemas of configurations: dataclasses with documented fields, and the values of their keys.
 
 Fields are made with `option`, so that every key has a type, a default and a sentence of
-documentation (a field made otherwise has it under "Attributes:" in the docstring of its class)::
+documentation (for other fields the sentence is read from "Attributes:" in the class's docstring)::
 
     @dataclass
     class Optimizer:
@@ -59,9 +59,10 @@ def option(
             `REQUIRED`.
         doc: one line for `--help`, with the unit where there is one.
         choices: the only values allowed.
-        own: a user's own path `module:attribute` is allowed beside the choices.
-        least, below: a number is at least this, and below that.
-        infinite: a number may be infinite.
+        least: smallest value of a number.
+        below: exclusive upper bound of a number.
+        infinite: whether a number may be infinite.
+        own: whether a user's own path `module:attribute` is allowed beside the choices.
     """
     metadata = {
         "doc": doc,
@@ -80,7 +81,7 @@ def at_least(section: str, values, **smallest: int) -> None:
     """Checks fields of a section against their smallest values.
 
     Raises:
-      ValueError: one of them is smaller.
+      ValueError: a field is smaller.
     """
     for name, least in smallest.items():
         if getattr(values, name) < least:
@@ -93,13 +94,13 @@ class Needs:
     """A rule: these settings are read only under a condition, and are refused without it.
 
     Attributes:
-      names: dotted keys, or `section.*` for all that is below a section. A name that begins with !
-        is left out of a section before it.
-      when: the condition, given the value of every key by its dotted name, without keys of a
+      names: dotted keys, or `section.*` for all keys below a section. A name that begins with !
+        is excepted from a section before it.
+      when: the condition, a function of the values of all keys by dotted name, without keys of a
         section that is null.
-      why: what follows "KEY=value changes nothing: ". A key in brackets is replaced by itself with
-        its value, [rollout.partial] by rollout.partial=false.
-      unless: a value of the settings that is allowed in any case.
+      why: the reason, which the message gives after "KEY=value changes nothing: ". A key in
+        brackets is written with its value, [rollout.partial] as rollout.partial=false.
+      unless: value that is allowed in any case.
     """
 
     names: tuple[str, ...]
@@ -117,21 +118,22 @@ class Needs:
 
 
 def rules_of(schema_cls: type) -> list[Needs]:
-    """The rules of a schema, and those of its sections: their class attributes `rules`."""
+    """The rules of a schema and of its sections, which are class attributes named `rules`."""
     sections = [_section_of(key.type) for key in keys_of(schema_cls) if key.section]
     return [rule for cls in (schema_cls, *sections) for rule in getattr(cls, "rules", ())]
 
 
-def idle(
+def without_effect(
     schema_cls: type, values: Mapping[str, Any], given: Iterable[str]
 ) -> Iterator[tuple[str, str]]:
     """Finds settings that change nothing, by the rules of the schema (`rules_of`).
 
     Args:
-      values: of every key. given: keys that were set; a value that equals its default is ignored.
+      values: the value of every key.
+      given: keys that were set; one whose value equals its default is ignored.
 
     Yields:
-      the key, and a message that says why and what to do.
+      (key, message), where the message says why the key has no effect and what to do.
     """
     keys, rules = {key.name: key for key in keys_of(schema_cls)}, rules_of(schema_cls)
     for name in sorted(given):
@@ -151,8 +153,9 @@ class Bounds(NamedTuple):
     """The range of the numbers of a setting; NaN is never allowed.
 
     Attributes:
-      least, below: a number is at least this, and below that; None: no such bound.
-      infinite: it may be infinite.
+      least: smallest value; None: no lower bound.
+      below: exclusive upper bound; None: no upper bound.
+      infinite: whether the number may be infinite.
     """
 
     least: float | None = None
@@ -160,7 +163,7 @@ class Bounds(NamedTuple):
     infinite: bool = False
 
     def wanted(self, number: float) -> str | None:
-        """What was expected in place of a number; None: the number is allowed."""
+        """The expected value, in words, if a number is not allowed; else None."""
         if math.isnan(number) or (math.isinf(number) and not self.infinite):
             return "a number, or inf" if self.infinite else "a finite number"
         if self.least is not None and number < self.least:
@@ -172,7 +175,9 @@ class Bounds(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    name: str  # dotted
+    """A setting or a section of a schema, by its dotted name; other attributes as in `option`."""
+
+    name: str
     type: Any
     default: Any
     doc: str
@@ -182,29 +187,29 @@ class Key:
     own: bool = False
 
 
-def elsewhere_of(schema_cls: type) -> Mapping[str, str]:
-    """Keys of shared sections that a program does not have, with the reason.
+def absent_keys_of(schema_cls: type) -> Mapping[str, str]:
+    """Keys of shared sections that a program does not have -> the reason.
 
-    They are the class attribute `elsewhere` of its schema.
+    The class attribute `absent_keys` of the program's schema has them.
     """
-    return getattr(schema_cls, "elsewhere", {})
+    return getattr(schema_cls, "absent_keys", {})
 
 
 @functools.cache
 def keys_of(schema_cls: type) -> tuple[Key, ...]:
-    """Every key of the schema, sections before their keys, without those of `elsewhere`."""
-    gone = elsewhere_of(schema_cls)
+    """Every key of the schema except `absent_keys`, with sections before their keys."""
+    absent = absent_keys_of(schema_cls)
     return tuple(
         key
         for key in _keys_below(schema_cls)
-        if not any(key.name == name or key.name.startswith(f"{name}.") for name in gone)
+        if not any(key.name == name or key.name.startswith(f"{name}.") for name in absent)
     )
 
 
 def _keys_below(schema_cls: type, prefix: str = "", section_default: Any = None) -> Iterator[Key]:
-    """The keys of a section, or of the whole.
+    """Yields the keys of a schema, or of one section of it.
 
-    The default of a section (`option(Optimizer(lr=1e-3), ...)`) decides those of its keys. A
+    The default of a section (`option(Optimizer(lr=1e-3), ...)`) decides the defaults of its keys. A
     section of type `Section | None` may be null; it exists once one of its keys is set.
     """
     hints = typing.get_type_hints(schema_cls)
@@ -232,7 +237,7 @@ def _keys_below(schema_cls: type, prefix: str = "", section_default: Any = None)
 
 
 def _section_of(kind: Any) -> type | None:
-    """The dataclass of a section, which may be optional; None: the key is a plain one."""
+    """The dataclass of a section, which may be optional; None for a key that is no section."""
     found, *others = [k for k in typing.get_args(kind) if k is not type(None)] or [kind]
     section = not others and isinstance(found, type) and dataclasses.is_dataclass(found)
     return found if section else None
@@ -263,6 +268,7 @@ _ATTRIBUTE = re.compile(r"(?P<indent> +)(?P<names>\w+(, \w+)*): (?P<text>.+)")
 
 
 def describe(schema_cls: type) -> str:
+    """Lists all keys with defaults, types and documentation, for `--help`."""
     rows: list[tuple[str, str, str]] = []
     for key in keys_of(schema_cls):
         if key.section:
@@ -282,6 +288,7 @@ def describe(schema_cls: type) -> str:
 
 
 def show(value: Any) -> str:
+    """A value as the user types it; text has no quotes unless it is empty."""
     if isinstance(value, (bool, list, dict)) or value is None:
         return yaml.safe_dump(value, default_flow_style=True).splitlines()[0]
     return "''" if value == "" else str(value)
@@ -330,7 +337,7 @@ def read(text: str, key: Key | None) -> Any:
     """Reads the text of a setting as a value.
 
     Args:
-      key: the setting; None: it is unknown, or a section.
+      key: the setting; None for an unknown setting or a section.
 
     Raises:
       ValueProblem: the text is not YAML.
@@ -366,7 +373,7 @@ def check(key: Key, value: Any) -> Any:
     """Checks a value, and converts it to the setting's type.
 
     Raises:
-      ValueProblem: it is of another type, none of the choices, or outside of the bounds.
+      ValueProblem: the value has another type, is none of the choices, or is out of bounds.
     """
     value = _checked(key.type, value)
     for number in value if isinstance(value, list) else [value]:
@@ -400,7 +407,7 @@ def _checked(kind: Any, value: Any) -> Any:
     origin = typing.get_origin(kind) or kind
     if origin is list:
         if not isinstance(value, list):
-            raise ValueProblem(f"expected {expected(asked)}, got {_shown(value)}")
+            raise ValueProblem(f"expected {expected(asked)}, got {_quoted(value)}")
         (inner,) = typing.get_args(kind) or (Any,)
         found = []
         for i, each in enumerate(value):
@@ -411,11 +418,13 @@ def _checked(kind: Any, value: Any) -> Any:
         return found
     if origin is dict:
         if not isinstance(value, Mapping):
-            raise ValueProblem(f"expected {expected(asked)}, got {_shown(value)}")
+            raise ValueProblem(f"expected {expected(asked)}, got {_quoted(value)}")
         return _mapping(kind, value)
     found = _scalar(kind, value)
     if found is None:
-        raise ValueProblem(f"expected {expected(asked)}, got {_shown(value)}{_remedy(kind, value)}")
+        raise ValueProblem(
+            f"expected {expected(asked)}, got {_quoted(value)}{_remedy(kind, value)}"
+        )
     return found
 
 
@@ -438,7 +447,7 @@ def _mapping(kind: Any, value: Mapping) -> Mapping:
 
 
 def _scalar(kind: type, value: Any) -> Any:
-    """The value converted to `kind`; None: it does not fit."""
+    """The value converted to `kind`; None if it has another type."""
     if isinstance(value, (list, Mapping)):
         return None
     if kind is str:
@@ -474,7 +483,7 @@ def _remedy(kind: type, value: Any) -> str:
 
 
 def expected(kind: Any) -> str:
-    """A type in words, with its name."""
+    """A type in words, followed by its name, such as "a whole number (int)"."""
     options = _options(kind)
     plain = [option for option in options if option is not type(None)]
     if len(plain) != 1:
@@ -494,8 +503,8 @@ def expected(kind: Any) -> str:
     return words.get(origin, type_name(kind)) + null
 
 
-def _shown(value: Any) -> str:
-    """A value as it would be typed."""
+def _quoted(value: Any) -> str:
+    """A value for a message; text is in quotes."""
     return repr(value) if isinstance(value, str) else show(value)
 
 

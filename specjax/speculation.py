@@ -25,6 +25,7 @@ from specjax.config.strategy import OFF_NAMES, Strategy
 from specjax.control.config import CONTROLLERS, DEFAULT_STRATEGIES, ControlConfig
 from specjax.control.fastrl import FastRLSettings, read_fastrl
 from specjax.kernels.names import ATTENTION, ATTENTION_DOC, attention_flag
+from specjax.registry import DRAFTS
 from specjax.schema import Key, Needs, ValueProblem, Yaml, check, keys_of, option, read, show
 from specjax.spelling import flags, spelled
 
@@ -35,19 +36,19 @@ _LISTED = ", ".join(map(str, DEFAULT_STRATEGIES))
 class ControlSection:
     """The controller, which chooses the strategy while the engine runs."""
 
-    controller: str = option("goodput", "who chooses", choices=CONTROLLERS)
+    controller: str = option("goodput", "the controller", choices=CONTROLLERS)
     strategies: list[str] | None = option(
         None,
-        f"to choose from; null: {_LISTED}, and `strategy`; ema has those of its candidate_steps "
-        "instead",
+        f"strategies to choose from; null: {_LISTED}, and `strategy`; ema uses the chains of its "
+        "candidate_steps instead",
     )
     initial: str | None = option(
         None,
-        "static: the strategy; ema: where it starts (a tree makes it static, for its tiers are "
-        "chains); null: `strategy`, or with static the first of strategies if they are set",
+        "with static, the strategy; with ema, the first strategy (if it is a tree, the only one, "
+        "because ema chooses among chains); null: `strategy`, or with static the first of the list",
     )
     bs_threshold: int | None = option(
-        None, "speculate only while at most so many slots run; null: always"
+        None, "largest number of running samples with which to speculate; null: no limit"
     )
     ema_file: str | None = option(
         None, "JSON or YAML file with the settings of ema, in place of `ema`"
@@ -59,8 +60,8 @@ class ControlSection:
     goodput: dict[str, Any] = option({}, "settings of goodput, such as {probe_fraction: 0.01}")
     fastrl: dict[str, Any] = option(
         {},
-        "FastRL's `speculative:` section as it stands, in place of all the above, but for what "
-        "`bandit` says that it has no key for, such as the reward; its spec_verify_tokens and "
+        "FastRL's `speculative:` section, unchanged, in place of all the above except settings of "
+        "`bandit` that it has no key for, such as the reward; its spec_verify_tokens and "
         "spec_model_path become spec_verify_tokens and head, and enable: false decodes plainly",
     )
 
@@ -73,7 +74,7 @@ class ControlSection:
         """Makes the configuration of the controller.
 
         Args:
-          own: the strategy beside this section.
+          own: the setting `strategy` of the section that has this one.
 
         Raises:
           ValueError: a key is not known, or a value is not valid.
@@ -93,8 +94,7 @@ class ControlSection:
         ):
             settings["initial"] = own
         if listed is None:
-            more = () if own is None else (own,)
-            settings["strategies"] = (*DEFAULT_STRATEGIES, *more)
+            settings["strategies"] = (*DEFAULT_STRATEGIES, *([] if own is None else [own]))
         return ControlConfig.from_dict(settings)
 
 
@@ -107,7 +107,9 @@ class SpeculationSettings:
 
     section: ClassVar[str] = "speculation"  # the section that has the keys
 
-    strategy: str = option("4_1_5", "what a round drafts; off: no speculation")
+    strategy: str = option(
+        "4_1_5", "what a round drafts, such as 4_1_5 (a chain) or 6_4_16 (a tree); off: nothing"
+    )
     acceptance: str = option(
         "coupled",
         "acceptance mode; greedy: for temperature 0 only",
@@ -115,54 +117,62 @@ class SpeculationSettings:
     )
     source: str = option(
         "auto",
-        "what drafts: the head; model: a smaller one (draft_model); ngram: what followed the last "
-        "tokens earlier; auto: the head, or n-grams under a controller that may choose off where "
-        "the checkpoint has none; module:attribute: a class of your own",
+        f"draft source: auto, {', '.join(DRAFTS.names)}, or your own class as module:attribute; "
+        "auto: the checkpoint's head, or without one n-grams, with goodput choosing between "
+        "`strategy` and off",
     )
     head: str = option(
         "checkpoint",
-        "the head: checkpoint (the model's own), random, or a path; with the latter two "
-        "source=auto is head",
+        "draft head: checkpoint (the one in the model's checkpoint), random, or a path; with "
+        "random or a path, source=auto is head",
     )
     draft_model: str | None = option(
-        None, "Hugging Face directory or id of the draft model; with it source=auto is model"
+        None, "Hugging Face directory or id of a draft model; with it, source=auto is model"
     )
     draft_vocab: int | None = option(
         None,
-        "the head or model drafts from so many tokens, those that are emitted most; null: from all",
+        "number of tokens that the head or model may propose, those that are emitted most; null: "
+        "all tokens",
     )
     token_map: str | None = option(
         None,
-        "JSON file with a list of token ids, the most frequent first, for the head or model to "
-        "draft from; the first draft_vocab of them, or all",
+        "JSON file that lists the token ids which the head or model may propose, the most frequent "
+        "first; with draft_vocab=N the first N of them",
     )
-    ngram_max: int = option(4, "longest suffix that source=ngram looks up")
-    ngram_min: int = option(1, "shortest suffix that source=ngram looks up")
-    ngram_siblings: bool = option(True, "look it up in the prompt's other samples, too")
-    aligned: bool = option(True, "draft candidates come from logits transformed as the model's")
-    tau: float = option(0.6, "a dynamic tree scores paths by log_softmax((log q + noise) / tau)")
+    ngram_max: int = option(
+        4, "most last tokens that source=ngram looks up earlier in the text, to propose the next"
+    )
+    ngram_min: int = option(1, "fewest last tokens that source=ngram looks up")
+    ngram_siblings: bool = option(True, "look in other samples of the prompt, too")
+    aligned: bool = option(
+        True, "apply the model's sampling transforms (top_k, penalties, ..) to the draft as well"
+    )
+    tau: float = option(
+        0.6,
+        "temperature of node scores, log_softmax((log q + noise) / tau), by which a dynamic tree "
+        "keeps its best nodes",
+    )
     adaptive_width: bool = option(
         False, "nodes of a dynamic tree have as many children as the draft's perplexity, rounded"
     )
-    spec_verify_tokens: int = option(48, "tree rows at most; a larger dynamic tree is cut")
+    spec_verify_tokens: int = option(48, "most rows of a tree; a larger dynamic tree is cut")
     invariant: bool = option(
         False,
-        "equal bits of tokens and log-probabilities with and without speculation, by any strategy, "
-        "beside any others, on any replica: one program throughout, attention by position in XLA; "
-        "slower",
+        "make tokens and log-probabilities bitwise equal with and without speculation, for any "
+        "strategy, batch and replica, by one program with attention by position in XLA; slower",
     )
     exact_mode: bool = option(
         False,
         "decode everything a second time plainly, compare every token, and report the first "
-        "difference of each sample; forces acceptance=coupled or greedy",
+        "difference of each sample; needs acceptance=coupled or greedy",
     )
     telemetry: bool | None = option(
-        None, "record why drafts are rejected; null: if SPECJAX_TELEMETRY=1"
+        None, "record why drafts are rejected; null: as the variable SPECJAX_TELEMETRY says"
     )
     control: ControlSection | None = option(
         None,
-        "chooses the strategy while running; null: always `strategy`, but goodput where "
-        "source=auto takes n-grams",
+        "controller that chooses the strategy while running; null: always `strategy`, but goodput "
+        "if source=auto takes n-grams",
     )
 
     def __post_init__(self):
@@ -181,9 +191,9 @@ class SpeculationSettings:
         if path is None:
             return
         if self.head not in ("checkpoint", path) or self.draft_model is not None:
-            mine = "head" if self.draft_model is None else "draft_model"
+            key = "head" if self.draft_model is None else "draft_model"
             raise ValueError(
-                f"{self.section}.{mine}={getattr(self, mine)} drafts, and spec_model_path={path} "
+                f"{self.section}.{key}={getattr(self, key)} drafts, and spec_model_path={path} "
                 f"of {self.section}.control.fastrl is a head that would; leave out one of them"
             )
         self.head = path
@@ -197,11 +207,11 @@ class SpeculationSettings:
                 f"{self.strategy} says that there is no speculation; leave one of them out "
                 f"('off' may be one of {key}.strategies)"
             )
-        for arm in control.arms:
-            dataclasses.replace(spec, strategy=arm)  # refuses what is not exact
+        for strategy in control.arms:
+            dataclasses.replace(spec, strategy=strategy)  # raises where it is not exact
 
     def control_config(self) -> ControlConfig | None:
-        """The configuration of the controller; None: the strategy is always that of `spec()`.
+        """The configuration of the controller; None if the strategy is always the one of `spec()`.
 
         Raises:
           ValueError: a key of `control` is not known, or a value is not valid.
@@ -218,22 +228,22 @@ class SpeculationSettings:
         """The configuration of speculation.
 
         Raises:
-          ValueError: a combination that is not exact.
+          ValueError: the combination of settings is not exact.
         """
         values = {f.name: getattr(self, f.name) for f in fields(SpeculationSettings)}
         del values["control"]
         control = self.control_config()
         strategy = self._own_strategy(control)
-        arms = (strategy,) if control is None else control.arms
+        selectable = (strategy,) if control is None else control.arms
         # Without a dynamic tree, the rules refuse `adaptive_width` of a user.
-        adaptive = self.adaptive_width and any(arm.is_dynamic for arm in arms)
+        adaptive = self.adaptive_width and any(one.is_dynamic for one in selectable)
         return SpecConfig(**{**values, "strategy": strategy, "adaptive_width": adaptive})
 
     def _own_strategy(self, control: ControlConfig | None) -> Strategy:
-        """The strategy beside the controller.
+        """The strategy of `spec()`.
 
-        Where `strategy` was not set, and FastRL's section or `strategies` does not have the
-        default, it is the first of the controller's strategies that drafts.
+        If `strategy` was not set, and FastRL's section or `strategies` does not have the default,
+        it is the first of the controller's strategies that drafts.
         """
         if self.control is not None and self.control.is_switched_off:
             return Strategy.OFF
@@ -241,13 +251,13 @@ class SpeculationSettings:
         # ema starts at the nearest tier, which need not be equal.
         if control is None or control.controller == "ema" or not unset:
             return own
-        drafting = [arm for arm in control.arms if not arm.is_off]
-        stays = not drafting or (own in drafting and not self.control.fastrl)
-        return own if stays else drafting[0]
+        drafting = [strategy for strategy in control.arms if not strategy.is_off]
+        keeps_own = not drafting or (own in drafting and not self.control.fastrl)
+        return own if keeps_own else drafting[0]
 
     @property
     def plain_by(self) -> str:
-        """The setting that turns speculation off, as it is typed."""
+        """The setting that turns speculation off, as the user types it."""
         if self.control is not None and self.control.is_switched_off:
             return f"{self.section}.control.fastrl with enable: false"
         return f"{self.section}.strategy={self.strategy}"
@@ -278,7 +288,7 @@ def is_switched_off(v: Values, section: str) -> bool:
     control = _control_of(v, section)
     try:
         return control is not None and control.is_switched_off
-    except ValueError:  # refused elsewhere
+    except ValueError:  # `ControlSection.build` raises it, too
         return False
 
 
@@ -310,8 +320,9 @@ def speculation_rules(
 
     Args:
       section: the section that has the keys.
-      speculates, instead: whether the program speculates, and the message where it does not; by
-        default the strategy decides.
+      speculates: whether the program speculates, a function of the settings; by default the
+        strategy decides.
+      instead: the reason in messages if the program does not speculate.
     """
     key, control = f"{section}.", f"{section}.control."
 
@@ -325,7 +336,7 @@ def speculation_rules(
         return source == "ngram" or (source == "auto" and not asked)
 
     def built(v: Values) -> ControlConfig | None:
-        """The controller; None: there is none, or it is refused elsewhere."""
+        """The controller; None if there is none, or if its section raises an error itself."""
         asked = _control_of(v, section)
         try:
             return None if asked is None else asked.build(v[f"{key}strategy"])
@@ -333,26 +344,26 @@ def speculation_rules(
             return None
 
     def selectable(v: Values) -> list[Strategy] | None:
-        """The strategies that draft and may be selected; None: one is refused elsewhere."""
+        """The strategies that draft and may be selected; None if one raises an error itself."""
         found = built(v)
         try:
-            arms = (Strategy.parse(v[f"{key}strategy"]),) if found is None else found.arms
+            every = (Strategy.parse(v[f"{key}strategy"]),) if found is None else found.arms
         except ValueError:
             return None
-        return [arm for arm in arms if not arm.is_off]
+        return [strategy for strategy in every if not strategy.is_off]
 
     def grows_trees(v: Values) -> bool:
         found = selectable(v)
         return found is None or any(strategy.is_dynamic for strategy in found)
 
     def is_selectable(v: Values) -> bool:
-        """Whether `strategy` may be selected, or is where the controller starts."""
+        """Whether `strategy` may be selected, or is the controller's first one."""
         found = selectable(v)
         if found is None or controlled_by("ema")(v) or is_off(v, section):
             return True
         try:
             return Strategy.parse(v[f"{key}strategy"]) in found
-        except ValueError:  # refused elsewhere
+        except ValueError:  # `SpecConfig` raises it, too
             return True
 
     def has_initial(v: Values) -> bool:
@@ -379,15 +390,15 @@ def speculation_rules(
             "it out",
         )
 
-    idle_when_plain = tuple(
+    unread_when_plain = tuple(
         key + each.name
         for each in keys_of(SpeculationSettings)
         if each.name.partition(".")[0] not in ("strategy", "control", "invariant")
     )
     return (
-        switched_on(section, idle_when_plain),
+        switched_on(section, unread_when_plain),
         Needs(
-            idle_when_plain,
+            unread_when_plain,
             speculates or on,
             instead or f"{key}strategy=off decodes plainly; leave out one of them",
         ),
@@ -486,7 +497,7 @@ def add_flags(group: Any, refused: Mapping[str, str] = MappingProxyType({})) -> 
     """Adds the flags to a parser or a group, and `--no-speculation` and `--attention`.
 
     Args:
-      refused: keys that this command does not have, with the reason.
+      refused: keys that this command does not have -> the reason.
     """
     for name, key in KEYS.items():
         flag, kind = "--" + name.replace("_", "-"), key.type
@@ -508,13 +519,13 @@ def add_flags(group: Any, refused: Mapping[str, str] = MappingProxyType({})) -> 
                 flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=doc
             )
         else:
-            said = f" (default: {show(key.default)})" if default is not None else ""
+            shown = f" (default: {show(key.default)})" if default is not None else ""
             group.add_argument(
                 flag,
                 type=_reader(name, key),
                 default=argparse.SUPPRESS,
                 metavar=_metavar(key),
-                help=doc + said.replace("%", "%%"),
+                help=doc + shown.replace("%", "%%"),
             )
     group.add_argument(
         "--no-speculation",
@@ -538,15 +549,15 @@ def settings_of(args: argparse.Namespace) -> SpeculationSettings:
     """The settings of a parsed command line.
 
     Raises:
-      ValueError: the settings do not go together, or one of them changes nothing.
+      ValueError: the settings contradict each other, or one of them has no effect.
     """
-    said = {name: getattr(args, name) for name in KEYS if hasattr(args, name)}
-    control = {name: said.pop(name) for name in list(said) if name in _OF_CONTROL}
+    values = {name: getattr(args, name) for name in KEYS if hasattr(args, name)}
+    control = {name: values.pop(name) for name in list(values) if name in _OF_CONTROL}
     try:
         if control:
-            said["control"] = ControlSection(**control)
-        found = SpeculationSettings(**said)
-        given = [f"speculation.{KEYS[name].name}" for name in (*said, *control) if name in KEYS]
+            values["control"] = ControlSection(**control)
+        found = SpeculationSettings(**values)
+        given = [f"speculation.{KEYS[name].name}" for name in (*values, *control) if name in KEYS]
         require_effect(_Flags(found), given)
     except (ValueError, TypeError, OSError) as error:
         raise ValueError(as_flags(spelled(error, flags))) from error
@@ -597,8 +608,7 @@ def _metavar(key: Key) -> str:
     if name in _FILES:
         return "FILE|JSON"
     by_kind = {"list": "A,B", "dict": "JSON", "int": "N", "float": "X"}
-    said = str(key.type)
-    found = next((mark for kind, mark in by_kind.items() if kind in said), None)
+    found = next((mark for kind, mark in by_kind.items() if kind in str(key.type)), None)
     return found or {"head": "HEAD", "ema_file": "FILE", "draft_model": "MODEL"}.get(name, "NAME")
 
 

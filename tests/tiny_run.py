@@ -85,10 +85,11 @@ def with_effect(program: type, settings: dict) -> list[str]:
         for name, key in keys.items()
         if controlled or not name.startswith("rollout.control.")
     }
-    idle = set()
+    unread = set()
     with contextlib.suppress(KeyError, TypeError):  # a mistake that the program will name
-        idle = {name for name, _ in schema.idle(program, values, set(settings) & set(keys))}
-    return [f"{key}={value}" for key, value in settings.items() if key not in idle]
+        given = set(settings) & set(keys)
+        unread = {name for name, _ in schema.without_effect(program, values, given)}
+    return [f"{key}={value}" for key, value in settings.items() if key not in unread]
 
 
 # Settings that no program of a rollout, or of the policy, depends on.

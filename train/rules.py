@@ -107,12 +107,12 @@ _DEPTH = Needs(
 )
 
 # Keys in sections of both programs that one of the programs does not read.
-RL_ELSEWHERE = dict.fromkeys(
+RL_ABSENT_KEYS = dict.fromkeys(
     ("data.slip", "data.impatience", "data.strip_calculator"),
     "it is about worked answers to imitate, which train.sft reads and train.rl does not; leave it "
     "out",
 )
-SFT_ELSEWHERE = {
+SFT_ABSENT_KEYS = {
     "data.heldout_size": "train.sft evaluates nothing; leave it out",
     "data.unwinnable": (
         "it is about gold answers, which train.rl checks and train.sft does not; leave it out"

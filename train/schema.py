@@ -21,7 +21,7 @@ from train.draft import DraftConfig
 from train.optim import OptimConfig
 from train.registry import REWARDS, TASKS
 from train.rollout_schema import PENALTIES, SPELL, RolloutSection, SamplingSection
-from train.rules import RL_ELSEWHERE, RL_RULES, SFT_ELSEWHERE, SFT_RULES
+from train.rules import RL_ABSENT_KEYS, RL_RULES, SFT_ABSENT_KEYS, SFT_RULES
 
 
 @dataclass
@@ -304,7 +304,7 @@ class SFTConfig:
     """`python -m train.sft`: trains policy and head on demonstrations."""
 
     rules: ClassVar[tuple[Needs, ...]] = SFT_RULES
-    elsewhere: ClassVar[Mapping[str, str]] = SFT_ELSEWHERE
+    absent_keys: ClassVar[Mapping[str, str]] = SFT_ABSENT_KEYS
     aliases: ClassVar[dict[str, str]] = {"model": "init"}  # as `train.rl` calls it
 
     out: str = option("runs/sft", "directory of the run")
@@ -383,7 +383,7 @@ class RLConfig:
 
     spell: ClassVar[Spell] = staticmethod(SPELL)
     rules: ClassVar[tuple[Needs, ...]] = RL_RULES
-    elsewhere: ClassVar[Mapping[str, str]] = RL_ELSEWHERE
+    absent_keys: ClassVar[Mapping[str, str]] = RL_ABSENT_KEYS
     renamed: ClassVar[dict[str, str]] = {
         "algo.max_resample": "algo.max_num_gen_batches",
         "algo.loss_mode": "algo.objective",  # verl's names, and TRL's

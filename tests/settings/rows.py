@@ -113,7 +113,7 @@ def make(program: type, settings: Mapping[str, Any]) -> Any:
     unset = [s for s in sections if not any(name.startswith(f"{s}.") for name in settings)]
     values = {n: v for n, v in values.items() if not any(n.startswith(f"{s}.") for s in unset)}
     values |= settings
-    for _, message in schema.idle(program, values, settings):
+    for _, message in schema.without_effect(program, values, settings):
         raise ValueError(message)
     try:
         return _built(program, "", settings, None)

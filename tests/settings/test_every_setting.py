@@ -15,7 +15,7 @@ from rows import Reaches, ReadBy, Refused, Row, check, leaves, make
 from serve.settings import ServeConfig
 from specjax import SpecConfig
 from specjax.command_line import parse_config
-from specjax.schema import elsewhere_of
+from specjax.schema import absent_keys_of
 from train.schema import RLConfig, SFTConfig
 
 TABLES = {**LIBRARY, **train_rows.TRAIN, ServeConfig: serve_rows.SERVE}
@@ -92,12 +92,12 @@ def test_programs_of_equal_settings_are_traced_alike():
 
 @pytest.mark.parametrize("program", [RLConfig, SFTConfig])
 def test_keys_that_a_program_does_not_have_are_in_no_help_and_print_and_say_why(program, capsys):
-    assert elsewhere_of(program)
+    assert absent_keys_of(program)
     for ask in ("--help", "--print-config"):
         with pytest.raises(SystemExit):
             parse_config(program, [ask])
     shown = capsys.readouterr().out
-    for name, why in elsewhere_of(program).items():
+    for name, why in absent_keys_of(program).items():
         assert f"  {name}" not in shown and f"{name.rpartition('.')[2]}:" not in shown
         with pytest.raises(SystemExit):
             parse_config(program, [f"{name}=1"])
