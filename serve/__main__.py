@@ -35,17 +35,17 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m serve") -> No
     """Serves until SIGTERM or SIGINT; running requests may finish.
 
     Args:
-      prog: the command as it was typed, for messages.
+      prog: the command as the user typed it, for messages.
 
     Raises:
-      SystemExit: the settings cannot be used; it has one message.
+      SystemExit: the settings cannot be used; the exception holds the message.
     """
     description = "Serves a model behind OpenAI's API, with speculative decoding."
     cfg, _ = parse_config(ServeConfig, argv, prog, description)
     for name, variable in KEYS.items():
         if getattr(cfg, name) is None:
             setattr(cfg, name, os.environ.get(variable) or None)
-    # `force`: an imported module may have set up logging for warnings alone.
+    # `force`: an imported module may have configured logging for warnings only.
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
     try:
         serve(cfg)
@@ -71,7 +71,8 @@ def serve(cfg: ServeConfig) -> None:
             port=cfg.port,
             log_level="info",
             access_log=False,
-            # Longer than clients keep a connection, lest it closes while they send (httpx: 5 s).
+            # Longer than clients keep an idle connection (httpx: 5 s), so that the server never
+            # closes one while a client sends.
             timeout_keep_alive=75,
             timeout_graceful_shutdown=cfg.drain_seconds,
         )
@@ -89,7 +90,7 @@ def _require_free(cfg: ServeConfig) -> None:
     """Checks before compiling, which takes long, that the address is free and the log writable.
 
     Raises:
-      ConfigError: one of them is not.
+      ConfigError: the address is in use, or the log cannot be written.
     """
     if cfg.log_file is not None:
         try:
@@ -128,10 +129,10 @@ def _load(cfg: ServeConfig) -> LLM:
     if cfg.engine.warm_up == "all":
         log.info("compiling for the logprobs of prompts")
         PromptScorer(llm.engine, llm.max_len).warm_up()
-    # What lives as long as the server need not be examined by each garbage collection.
+    # Objects that live as long as the server need no examination by each garbage collection.
     gc.collect()
     gc.freeze()
-    # Else the engine's thread waits up to 5 ms for the interpreter while the event loop is busy.
+    # With the default of 5 ms the engine's thread waits that long while the event loop is busy.
     sys.setswitchinterval(0.0001)
     return llm
 

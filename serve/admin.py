@@ -29,28 +29,29 @@ from specjax.models.transformer import Params
 from specjax.tokenizer import with_tokenizer_end
 
 ADMIN_PATHS = ("/update_weights", "/sleep", "/wake")
-# Fields in which the configs of one model may differ: how this program computes with it, and its
-# sampling defaults.
-_OURS = ("run", "mtp_num_layers", "generation")
-_HEADS = tuple(name for name in HEAD_SWITCHES if name not in _OURS)
+# Fields of ModelConfig that may differ between served and new weights: they say how this program
+# computes, or hold sampling defaults.
+_MAY_DIFFER = ("run", "mtp_num_layers", "generation")
+_HEAD_FIELDS = tuple(name for name in HEAD_SWITCHES if name not in _MAY_DIFFER)
 
 
 class Admin:
-    """Runs these operations, one at a time."""
+    """Runs the operations of an administrator, one at a time."""
 
     def __init__(self, thread: EngineThread):
         self._thread, self._llm = thread, thread.llm
         self._lock = asyncio.Lock()
-        self._aside: tuple[Params, Params, tuple] | None = None  # while asleep
+        # While asleep: policy and head in host memory, and their shardings.
+        self._on_host: tuple[Params, Params, tuple] | None = None
 
     async def update(self, asked: WeightsRequest) -> dict:
-        """Loads weights beside those that run, then swaps them in between two chunks.
+        """Loads new weights while the old ones serve, then replaces these between two chunks.
 
         Returns:
-          their checksums as they lie on the devices, and their version.
+          the new version, and checksums of the weights on the devices.
 
         Raises:
-          ApiError: they cannot be used; the old ones stay.
+          ApiError: the new weights cannot be used; the old ones stay.
         """
         async with self._lock:
             if self._thread.asleep:
@@ -66,7 +67,7 @@ class Admin:
         """Reads new weights and checks them against those that are served.
 
         Returns:
-          policy and head; None: the present one stays.
+          (policy, head); None for a part that stays as it is.
         """
         llm, alone = self._llm, asked.what == "head"
         takes_head = llm.spec is not None and llm.spec.source == "head"
@@ -124,8 +125,8 @@ class Admin:
         self._thread.finish_all()
         self._thread.asleep = True
         weights = llm.params, llm.head
-        places = jax.tree.map(lambda x: x.sharding, weights)
-        self._aside = (*jax.device_get(weights), places)
+        shardings = jax.tree.map(lambda x: x.sharding, weights)
+        self._on_host = (*jax.device_get(weights), shardings)
         llm.params = llm.head = None
         llm.engine.release()
 
@@ -137,10 +138,10 @@ class Admin:
             return {"status": "ok", **weights_info(self._llm)}
 
     def _wake(self) -> None:
-        policy, head, places = self._aside
-        policy, head = jax.device_put((policy, head), places)
+        policy, head, shardings = self._on_host
+        policy, head = jax.device_put((policy, head), shardings)
         self._llm.update_weights(policy, head)
-        self._aside = None
+        self._on_host = None
         self._thread.asleep = False
 
 
@@ -150,10 +151,14 @@ def read_weights(
     """Reads weights of a model like `cfg`, in any layout that specjax writes.
 
     Args:
-      tokenizer: of the served model; `cfg` has its end-of-sequence token beside its own.
+      path: a Hugging Face directory, a training run, or a draft head.
+      cfg: the configuration of the served model.
+      head_alone: whether to read the draft head only.
+      step: step of a training run; None: the newest.
+      tokenizer: tokenizer of the served model, whose end-of-sequence token `cfg` includes.
 
     Returns:
-      (policy, head); None for what is absent, or not asked for.
+      (policy, head); None for a part that is absent or not asked for.
 
     Raises:
       CheckpointError, UnsupportedModelError, ValueError: the weights do not fit `cfg`.
@@ -166,15 +171,15 @@ def read_weights(
         if head_alone:
             return None, hf.load_head(path, cfg)
         dtype = cfg.run.param_dtype
-        there, policy, head = hf.load_checkpoint(path, dtype, mtp_concat=cfg.mtp_concat)
-        _require_same(with_tokenizer_end(there, tokenizer), cfg, head is not None)
+        new, policy, head = hf.load_checkpoint(path, dtype, mtp_concat=cfg.mtp_concat)
+        _require_same(with_tokenizer_end(new, tokenizer), cfg, head is not None)
         return policy, head
     policy, head, meta = load_weights(path, step, head_alone)
     if "config" in meta:
-        there = with_tokenizer_end(config_in(path, meta), tokenizer)
-        _require_same(there, cfg, head is not None)
-    elif head is not None:  # of an older version, or a head alone: compare the head's switches
-        known = {name: meta.get(name, getattr(cfg, name)) for name in _HEADS}
+        new = with_tokenizer_end(config_in(path, meta), tokenizer)
+        _require_same(new, cfg, head is not None)
+    elif head is not None:  # written by an older version, or a head alone: no whole config
+        known = {name: meta.get(name, getattr(cfg, name)) for name in _HEAD_FIELDS}
         _require_same(cfg.replace(**known), cfg, True)
     return policy, head
 
@@ -190,34 +195,35 @@ def weights_info(llm: LLM) -> dict:
     }
 
 
-def _require_same(there: ModelConfig, cfg: ModelConfig, has_head: bool) -> None:
+def _require_same(new: ModelConfig, cfg: ModelConfig, has_head: bool) -> None:
+    """Raises ValueError if new weights are of another model than `cfg`."""
     for name in cfg.__dataclass_fields__:
-        if name in _OURS or (name in _HEADS and not has_head):
+        if name in _MAY_DIFFER or (name in _HEAD_FIELDS and not has_head):
             continue
-        ours, theirs = getattr(cfg, name), getattr(there, name)
+        served, found = getattr(cfg, name), getattr(new, name)
         if name == "eos_token_ids":  # their order has no meaning
-            ours, theirs = sorted(ours), sorted(theirs)
-        if ours != theirs:
-            name, ours, theirs = _innermost(name, ours, theirs)
-            raise ValueError(f"its {name} is {theirs!r}, that of the model served is {ours!r}")
+            served, found = sorted(served), sorted(found)
+        if served != found:
+            name, served, found = _first_difference(name, served, found)
+            raise ValueError(f"its {name} is {found!r}, that of the model served is {served!r}")
 
 
-def _innermost(name: str, ours: Any, theirs: Any) -> tuple[str, Any, Any]:
+def _first_difference(name: str, served: Any, found: Any) -> tuple[str, Any, Any]:
     """The path of the first part in which two values differ, and both parts."""
-    if type(ours) is not type(theirs):
-        return name, ours, theirs
+    if type(served) is not type(found):
+        return name, served, found
     parts = []
-    if dataclasses.is_dataclass(ours):
-        names = [field.name for field in dataclasses.fields(ours)]
-        parts = [(n, getattr(ours, n), getattr(theirs, n)) for n in names]
-    elif isinstance(ours, tuple) and len(ours) == len(theirs) and name == "layers":
-        parts = [(i, *both) for i, both in enumerate(zip(ours, theirs, strict=True))]
+    if dataclasses.is_dataclass(served):
+        names = [field.name for field in dataclasses.fields(served)]
+        parts = [(n, getattr(served, n), getattr(found, n)) for n in names]
+    elif isinstance(served, tuple) and len(served) == len(found) and name == "layers":
+        parts = [(i, *both) for i, both in enumerate(zip(served, found, strict=True))]
     elif name == "layers":
-        return "number of layers", len(ours), len(theirs)
+        return "number of layers", len(served), len(found)
     for part, one, other in parts:
         if one != other:
-            return _innermost(f"{name}.{part}", one, other)
-    return name, ours, theirs
+            return _first_difference(f"{name}.{part}", one, other)
+    return name, served, found
 
 
 def _cast(weights: Params, dtype: str) -> Params:

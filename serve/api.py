@@ -42,7 +42,7 @@ _GENERATION_BODIES = ("CompletionRequest", "ChatRequest")
 
 
 class Problem(BaseModel):
-    """The error of `ApiError.body`."""
+    """The object `error` of an error response."""
 
     message: str
     type: str
@@ -66,7 +66,8 @@ def create_app(cfg: ServeConfig, llm: LLM) -> FastAPI:
     """Makes the application; its `state.thread` runs the engine as long as the application runs.
 
     Args:
-      llm: from `load_llm`; only the application may use it from now on.
+      cfg: the settings of the server.
+      llm: the model, from `load_llm`; no other code may use it afterwards.
     """
     thread = EngineThread(llm, Metrics(cfg.name))
     admin = Admin(thread)
@@ -180,10 +181,10 @@ def _add_views(app: FastAPI, cfg: ServeConfig, thread: EngineThread) -> None:
         status, state = 200, "asleep" if thread.asleep else "ok"
         if thread.error is not None:
             status, state = 503, "dead"
-        said = {"status": state, "alarms": list(metrics.snapshot.alarms)}
+        body = {"status": state, "alarms": list(metrics.snapshot.alarms)}
         if thread.error is not None:
-            said["error"] = f"{type(thread.error).__name__}: {thread.error}"
-        return JSONResponse(said, status)
+            body["error"] = f"{type(thread.error).__name__}: {thread.error}"
+        return JSONResponse(body, status)
 
     @app.get("/ping")
     @app.post("/ping", operation_id="post_ping")
@@ -226,7 +227,7 @@ def _add_views(app: FastAPI, cfg: ServeConfig, thread: EngineThread) -> None:
 
 
 def _add_page(app: FastAPI, cfg: ServeConfig, thread: EngineThread) -> None:
-    """Routes `/` and `/live`, what the page shows as server-sent events."""
+    """Adds the page at `/`, and its data as server-sent events at `/live`."""
     html, policy = document(cfg.api_key is not None)
     headers = {
         "Content-Security-Policy": policy,
@@ -234,20 +235,25 @@ def _add_page(app: FastAPI, cfg: ServeConfig, thread: EngineThread) -> None:
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-cache",
     }
-    dashboard, named = thread.dashboard, {"model": cfg.name}
+    dashboard = thread.dashboard
 
-    def state() -> dict:
-        error, word = thread.error, "ok"
+    def server_state() -> dict:
+        error, state = thread.error, "ok"
         if error is not None:
-            word = "dead"
+            state = "dead"
         elif dashboard.is_draining():
-            word = "draining"
+            state = "draining"
         elif thread.asleep:
-            word = "asleep"
-        said = None if error is None else f"{type(error).__name__}: {error}"
-        return {**named, "state": word, "error": said, "outstanding": thread.outstanding}
+            state = "asleep"
+        message = None if error is None else f"{type(error).__name__}: {error}"
+        return {
+            "model": cfg.name,
+            "state": state,
+            "error": message,
+            "outstanding": thread.outstanding,
+        }
 
-    def leave() -> None:
+    def close() -> None:
         dashboard.viewers -= 1
 
     @app.get("/", include_in_schema=False)
@@ -257,27 +263,27 @@ def _add_page(app: FastAPI, cfg: ServeConfig, thread: EngineThread) -> None:
     @app.get("/live", include_in_schema=False)
     async def events():
         dashboard.viewers += 1
-        return EventStream(dashboard.events(state), leave)
+        return EventStream(dashboard.events(server_state), close)
 
 
 def _add_admin(app: FastAPI, admin: Admin) -> None:
-    async def answered(work) -> dict:
+    async def run(operation) -> dict:
         try:
-            return await work
+            return await operation
         except EngineDead as error:
             raise ApiError(500, str(error)) from error
 
     @app.post("/update_weights")
     async def update_weights(body: WeightsRequest):
-        return await answered(admin.update(body))
+        return await run(admin.update(body))
 
     @app.post("/sleep")
     async def sleep():
-        return await answered(admin.sleep())
+        return await run(admin.sleep())
 
     @app.post("/wake")
     async def wake():
-        return await answered(admin.wake())
+        return await run(admin.wake())
 
 
 def _narrow_openapi(app: FastAPI, cfg: ServeConfig, llm: LLM) -> None:

@@ -1,8 +1,8 @@
-"""What the page at `/` shows: the last minute in numbers, and the batch that runs.
+"""The data of the page at `/`: numbers of the last minute, and the running batch.
 
-The thread that owns the engine counts what comes in, and copies the state of its slots while a page
-is open. The event loop reads these a few times a second and sends every page what is new. No
-request reads a running engine, or its device.
+The engine's thread counts tokens and rounds, and copies the state of its slots while a page is
+open. The event loop reads these a few times a second and sends the changes to every page. No
+request reads a running engine or its device.
 
 The page is plain HTML, CSS and JavaScript in `serve/page/`, sent as one document. It loads nothing
 from anywhere else, and its Content-Security-Policy forbids it.
@@ -26,11 +26,11 @@ from specjax.control import OFF, Controller, Goodput
 from specjax.engine.engine import Engine
 from specjax.engine.sequence import News
 
-# Of the page; joined in this order.
-SCRIPTS = ("base.js", "words.js", "draw.js", "live.js", "prompt.js")  # in order
+# Scripts of the page, in the order in which they are joined.
+SCRIPTS = ("base.js", "words.js", "draw.js", "live.js", "prompt.js")
 _STYLE, _SCRIPT, _KEY = "/* style.css */", "/* scripts */", "data-key=no"
 TICK = 0.25  # seconds
-KEPT = 240  # ticks
+KEPT = 240  # number of ticks that a new page gets
 GAINS_EVERY = 0.5  # seconds between two estimates of the controller for one bucket
 
 
@@ -38,11 +38,14 @@ class Dashboard:
     """Collects the numbers that the page shows.
 
     Args:
-      engines: replicas. metrics: its snapshot has the numbers of running samples.
+      llm: the model.
+      engines: the engine of each replica.
+      metrics: the server's metrics, whose snapshot has the numbers of samples.
 
     Attributes:
       viewers: number of open event streams.
-      is_draining: whether the server is ending and takes no requests; set by `serve.__main__`.
+      is_draining: function that says whether the server is about to end and takes no requests; set
+        by `serve.__main__`.
     """
 
     def __init__(self, llm: LLM, engines: Sequence[Engine], metrics: Metrics):
@@ -56,11 +59,12 @@ class Dashboard:
         self._drafted_at, self._accepted_at = [0] * deepest, [0] * deepest
         self._by: Counter[str] = Counter()
         self._seen: tuple[Snapshot, list[dict]] = (metrics.snapshot, [])
-        # Estimates, when they were made, and when plain decoding was last measured:
+        # The estimates, their time, and the time at which plain decoding was last measured.
         self._gains: tuple[dict, float, float | None] | None = None
-        self._asked, self._asked_of = 0.0, 0
+        # Time and bucket of the last call of `_estimate`.
+        self._estimated_at, self._estimated_size = 0.0, 0
         self._lanes: dict[int, dict[int, int]] = {}  # by replica and number of the sequence
-        # (replica, size): chunks of plain decoding that were measured, and when the last one was.
+        # (replica, size) -> number of measured chunks of plain decoding, and the time of the last.
         self._plain: dict[tuple[int, int], tuple[int, float]] = {}
         # The event loop writes these:
         self._ticks: deque[dict] = deque(maxlen=KEPT)
@@ -78,7 +82,8 @@ class Dashboard:
         """Counts a sample's rounds.
 
         Args:
-          fresh: tokens that had not come before.
+          news: new tokens and rounds of the sample.
+          fresh: number of tokens that were not counted before.
         """
         sums, count = self._sums, len(news.rounds)
         sums["tokens"] += fresh
@@ -92,44 +97,44 @@ class Dashboard:
             self._accepted_at[depth] += sum(tokens > depth + 1 for tokens in news.rounds)
 
     def weights_changed(self) -> None:
-        """Drops the estimates, which are of the old weights."""
+        """Drops the estimates, which were made with the old weights."""
         self._gains = None
 
-    def look(self, engines: Sequence[Engine]) -> None:
-        """Copies what each replica runs, and the estimates of its controller."""
+    def copy_state(self, engines: Sequence[Engine]) -> None:
+        """Copies the running samples of each replica, and the estimates of a controller."""
         replicas = []
         if self.viewers:
-            replicas = [self._picture(index, engine) for index, engine in enumerate(engines)]
+            replicas = [self._replica_state(index, engine) for index, engine in enumerate(engines)]
         self._seen = self._metrics.snapshot, replicas
-        now, asked = time.monotonic(), False
+        now, found_running = time.monotonic(), False
         for index, engine in enumerate(engines):
             size = engine.latest[1] if engine.latest else 0
             plain = self._plain_measured(index, size, engine.controller, now)
-            if asked or not size or not engine.scheduler.running:
+            if found_running or not size or not engine.scheduler.running:
                 continue
-            asked = True  # the page shows the estimates of one replica
-            if now < self._asked + GAINS_EVERY and size == self._asked_of:
+            found_running = True  # the page shows the estimates of one replica
+            if now < self._estimated_at + GAINS_EVERY and size == self._estimated_size:
                 continue
-            self._asked, self._asked_of = now, size
+            self._estimated_at, self._estimated_size = now, size
             if found := _estimate(engine, size):
                 self._gains = found, now, plain
 
-    def _picture(self, replica: int, engine: Engine) -> dict[str, Any]:
-        """What runs on a replica.
+    def _replica_state(self, replica: int, engine: Engine) -> dict[str, Any]:
+        """The samples that run on a replica.
 
         A sample keeps its lane, a row of the page. An entry of `lanes` is [lane, number of the
-        sequence, tokens by origin (draft, bonus, plain), most tokens, whether it may be drafted
-        for].
+        sequence, number of tokens by origin (draft, bonus, plain), limit of tokens, whether it may
+        be drafted for].
         """
         strategy, bucket = engine.latest or ("", 0)
         running, before = engine.running, self._lanes.get(replica, {})
-        mine = {s.number: before[s.number] for s in running if s.number in before}
-        free = iter(sorted(set(range(engine.batch)) - set(mine.values())))
-        for number in (s.number for s in running if s.number not in mine):
-            mine[number] = next(free)
-        self._lanes[replica] = mine
+        lane_of = {s.number: before[s.number] for s in running if s.number in before}
+        free = iter(sorted(set(range(engine.batch)) - set(lane_of.values())))
+        for number in (s.number for s in running if s.number not in lane_of):
+            lane_of[number] = next(free)
+        self._lanes[replica] = lane_of
         lanes = [
-            [mine[s.number], s.number, *s.origins, s.most, s.job.params.speculative]
+            [lane_of[s.number], s.number, *s.origins, s.most, s.job.params.speculative]
             for s in running
         ]
         return {"strategy": strategy, "bucket": bucket, "lanes": sorted(lanes)}
@@ -137,14 +142,14 @@ class Dashboard:
     def _plain_measured(
         self, replica: int, size: int, controller: Controller, now: float
     ) -> float | None:
-        """The time at which plain decoding last ran at a size; None: not since the start."""
-        at, goodput = 0, _goodput(controller)
+        """The time at which plain decoding was last measured at a size; None: never."""
+        chunks, goodput = 0, _goodput(controller)
         if goodput is not None:
-            at = goodput.costs.chunks(OFF, size)
-        seen = self._plain.get((replica, size), (0, None))
-        if at and at != seen[0]:
-            self._plain[replica, size] = seen = at, now
-        return seen[1]
+            chunks = goodput.costs.chunks(OFF, size)
+        known = self._plain.get((replica, size), (0, None))
+        if chunks and chunks != known[0]:
+            self._plain[replica, size] = known = chunks, now
+        return known[1]
 
     # --- called in the event loop -----------------------------------------------------------------
 
@@ -155,7 +160,7 @@ class Dashboard:
             self.tick()
 
     def tick(self) -> None:
-        """Adds an entry for the time since the last tick, and takes the present state."""
+        """Adds an entry for the time since the last tick, and updates the present state."""
         now, totals, before = time.monotonic(), self._totals(), self._before
         seen, replicas = self._seen
         self._number += 1
@@ -182,22 +187,23 @@ class Dashboard:
         return {**self._sums, "by": Counter(dict(self._by)), "depths": depths}
 
     async def events(self, server_state: Callable[[], dict]) -> AsyncIterator[str]:
-        """Server-sent events, one per tick: first all ticks that are kept, then the new ones.
+        """Server-sent events, one per tick; the first has all ticks that are kept.
 
         Args:
-          server_state: gives `state`, `error`, and `outstanding`, the samples that have not ended.
+          server_state: function that returns `state`, `error`, and `outstanding`, the number of
+            samples that have not ended.
         """
-        known, more = -1, {"about": self._about}
+        known, constants = -1, {"about": self._about}
         if not self._now:
             self.tick()
         while True:
-            said, ticked = server_state(), self._ticked
+            server, ticked = server_state(), self._ticked
             fresh = [tick for tick in self._ticks if tick["n"] > known]
             known = self._number
-            yield f"data: {json.dumps({**more, **said, **self._now, 'ticks': fresh})}\n\n"
-            if said["state"] == "draining" and not said["outstanding"]:
+            yield f"data: {json.dumps({**constants, **server, **self._now, 'ticks': fresh})}\n\n"
+            if server["state"] == "draining" and not server["outstanding"]:
                 return  # the server waits for open streams before it ends
-            more = {}
+            constants = {}
             await ticked.wait()
 
     def _state(
@@ -206,9 +212,9 @@ class Dashboard:
         depths, gains = totals["depths"], None
         recent = [(a - c, b - d) for (a, b), (c, d) in zip(depths, self._depths[0], strict=True)]
         if self._gains is not None:
-            found, asked, plain = self._gains
-            ago = None if plain is None else round(now - plain, 1)
-            gains = {**found, "age": round(now - asked, 1), "plain_age": ago}
+            found, estimated, plain = self._gains
+            plain_age = None if plain is None else round(now - plain, 1)
+            gains = {**found, "age": round(now - estimated, 1), "plain_age": plain_age}
         return {
             "uptime": round(now - self._began, 1),
             "running": seen.running,
@@ -227,7 +233,7 @@ class Dashboard:
 
 
 def about(llm: LLM, engines: Sequence[Engine]) -> dict[str, Any]:
-    """Facts that do not change while the server runs."""
+    """The facts about a server that do not change while it runs."""
     first = engines[0]
     strategies = {
         name: {"steps": plan.steps, "drafted": plan.strategy.rows - 1}
@@ -246,7 +252,7 @@ def about(llm: LLM, engines: Sequence[Engine]) -> dict[str, Any]:
 
 
 def _goodput(controller: Controller) -> Goodput | None:
-    """The goodput controller, also within a gate; None: the controller measures no costs."""
+    """The goodput controller, also inside a `Gate`; None for other controllers."""
     inner = getattr(controller, "inner", controller)
     return inner if isinstance(inner, Goodput) else None
 
@@ -255,11 +261,12 @@ def _estimate(engine: Engine, size: int) -> dict[str, Any] | None:
     """The controller's estimates for batches of a compiled size; None: it has none.
 
     Returns:
-      `size`, and of each strategy that was measured there:
-      ratios: its speed over plain decoding's. costs: seconds of a round over those of a plain one,
-        each with its share of what a full chunk takes beside its rounds.
-      chunks: that it had; 0: it was calibrated at the start and has not run since.
-      slack: by what share plain decoding, beside it, may well be cheaper than it is taken to be.
+      `size`, and for each strategy that was measured at that size:
+      ratios: estimated speed relative to plain decoding.
+      costs: seconds per round relative to a plain round, each with its share of the fixed time of a
+        full chunk.
+      chunks: number of measured chunks; 0: only the calibration at the start.
+      slack: share by which plain decoding may be cheaper than its estimated cost.
     """
     ratios, goodput = engine.controller.gains(size), _goodput(engine.controller)
     if goodput is None or not ratios.keys() - {OFF}:
@@ -281,7 +288,7 @@ def document(needs_key: bool) -> tuple[str, str]:
     """The page, and its Content-Security-Policy.
 
     Args:
-      needs_key: the page first asks for the API key.
+      needs_key: whether the page first asks for the API key.
     """
     html, style = _text("index.html"), _text("style.css")
     script = "\n".join(map(_text, SCRIPTS))
@@ -302,6 +309,6 @@ def _text(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """The source of an inline element in a Content-Security-Policy."""
+    """The hash source of an inline element for a Content-Security-Policy."""
     digest = hashlib.sha256(text.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"

@@ -1,7 +1,7 @@
-"""Incremental detokenization: text is given out once no later token can change it.
+"""Incremental detokenization: text is returned once no later token can change it.
 
-Two things are held back: an incomplete character (`TextStream`), and what could be the beginning of
-a stop string, because the text of a sample ends before it.
+Two kinds of text are held back: an incomplete character (`TextStream`), and a possible beginning of
+a stop string, because the text of a sample ends before the stop string.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class IncrementalDetokenizer:
-    """The text of one sample while it grows.
+    """The text of one sample that is still generated.
 
     Args:
-      decode: token ids to text; None: there is no tokenizer, and all text is empty.
+      decode: function from token ids to text; None: without a tokenizer, all text is empty.
       stop: strings that end the sample.
 
     Attributes:
-      given: number of characters that were given out.
+      returned: number of characters that were returned.
     """
 
     def __init__(self, decode: Decode | None, stop: Sequence[str] = ()):
-        self._stop, self.given = tuple(stop), 0
+        self._stop, self.returned = tuple(stop), 0
         self._stream = TextStream(decode or (lambda ids: ""))
         self._whole = ""  # all characters so far
 
@@ -33,33 +33,35 @@ class IncrementalDetokenizer:
         """Adds tokens of a sample that goes on; returns the new text that is final.
 
         Args:
-          text: of the sample so far, if the engine has decoded it already (see `News`); either
-            always or never.
+          text: the sample's text so far, if the engine decodes it (see `News`); given in all calls
+            or in none.
         """
-        text = self._take(tokens, text)
-        return self._give(text[: len(text) - self._held(text)])
+        text = self._extend(tokens, text)
+        return self._return_new(text[: len(text) - self._held(text)])
 
     def finish(self, tokens: Sequence[int], text: str, so_far: str | None = None) -> str:
         """Adds the last tokens of a sample; returns the rest of its text.
 
         Args:
-          text: of the whole sample, as the batch API gives it. so_far: as in `push`.
+          tokens: tokens since the last call.
+          text: the text of the whole sample, as the batch API returns it.
+          so_far: `text` of `push`.
         """
-        if text.startswith(self._whole[: self.given]):
-            return self._give(text)
-        # A tokenizer whose text depends on what follows: the stream's is as good.
-        return self._give(self._take(tokens, so_far) + self._stream.rest)
+        if text.startswith(self._whole[: self.returned]):
+            return self._return_new(text)
+        # The tokenizer changed earlier text: go on with the text of the stream.
+        return self._return_new(self._extend(tokens, so_far) + self._stream.rest)
 
-    def _take(self, tokens: Sequence[int], text: str | None) -> str:
+    def _extend(self, tokens: Sequence[int], text: str | None) -> str:
         if text is None:
             self._stream.extend(tokens)
             text = self._stream.text
         self._whole = text
         return text
 
-    def _give(self, text: str) -> str:
-        piece = text[self.given :]
-        self.given = max(self.given, len(text))
+    def _return_new(self, text: str) -> str:
+        piece = text[self.returned :]
+        self.returned = max(self.returned, len(text))
         return piece
 
     def _held(self, text: str) -> int:

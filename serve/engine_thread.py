@@ -1,14 +1,15 @@
-"""The one thread that owns the engine.
+"""The one thread that runs the engine.
 
-The event loop leaves calls in a queue (`submit`, `abort`, `call`), and the thread makes them
-between two steps of the engine. What a step produced is counted and handed to the event loop in one
-call, as soon as the device has its next work: it should not wait while the host serves clients.
+The event loop puts calls into a queue (`submit`, `abort`, `call`), and the thread makes them
+between two steps of the engine. The output of a step is counted and passed to the event loop in one
+call. This happens after the next step has been enqueued on the device, so that the device does not
+wait while the host serves clients.
 
     event loop   submit ---> queue of calls ---> add, abort, set_params
     engine                                       step -> chunk -> news of samples
     event loop   request.updates <-------------- one call per step, with the results of calls
 
-After the engine has raised, every request that runs or comes is answered with `EngineDead`.
+Once the engine has raised an exception, all running and later requests get `EngineDead`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class EngineDead(RuntimeError):
 
 
 class Asleep(ValueError):
-    """The server sleeps: its devices hold neither weights nor caches."""
+    """The server is asleep: its devices hold neither weights nor caches."""
 
 
 class ClientGone(Exception):
@@ -50,11 +51,13 @@ class ClientGone(Exception):
 
 
 class Update(NamedTuple):
-    """What a sample produced since its last update.
+    """The output of a sample since its last update.
 
     Attributes:
-      index: which sample of the request. news: one entry per chunk, in order.
-      sample: the whole sample, if it ended. error: why no update will follow.
+      index: number of the sample in its request.
+      news: new tokens, one entry per chunk, in order.
+      sample: the whole sample if it has ended.
+      error: the reason why no update will follow.
     """
 
     index: int
@@ -64,14 +67,14 @@ class Update(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A function that the engine's thread is to call, and the future of its result."""
+    """A function for the engine's thread to call, and the future of its result."""
 
     function: Callable[[], Any]
     future: asyncio.Future | None = None
 
 
 class Result(NamedTuple):
-    """What a call returned or raised."""
+    """The value that a call returned, or the error that it raised."""
 
     future: asyncio.Future | None
     value: Any = None
@@ -88,11 +91,12 @@ class Result(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """What one step of the engine produced.
+    """The output of one step of the engine.
 
     Attributes:
       chunks: strategy, bucket and rounds of each chunk.
-      news: of each sample that got tokens. ended: what the samples have become that ended.
+      news: samples with new tokens, and these tokens.
+      ended: samples that ended, and their outputs.
     """
 
     chunks: list[tuple[str, int, int]]
@@ -104,9 +108,11 @@ class Request:
     """The samples of one HTTP request.
 
     Attributes:
-      updates: of all samples, in the order in which they come. open: samples that have not ended.
-      arrived: on the clock of `time.perf_counter`. per_chunk: there is an update for every chunk,
-        not only for each sample that ends.
+      jobs: the jobs of the samples.
+      updates: queue of the updates of all samples.
+      open: number of samples that have not ended.
+      arrived: time of arrival, on the clock of `time.perf_counter`.
+      per_chunk: whether there is an update for every chunk, or only for each sample that ends.
     """
 
     def __init__(self, jobs: Sequence[Job], arrived: float, per_chunk: bool):
@@ -123,11 +129,14 @@ class EngineThread:
     """Runs the engine of an `LLM` until `stop`.
 
     Args:
-      llm: its engine must not be used by any other thread from now on.
+      llm: the model, whose engine no other thread may use afterwards.
+      metrics: counters of the server.
 
     Attributes:
-      outstanding: samples that were submitted and have not ended. error: what the engine raised.
-      asleep: requests are refused; set in the engine's thread only. dashboard: what the page shows.
+      outstanding: number of samples that were submitted and have not ended.
+      error: the exception that the engine raised.
+      asleep: whether requests are refused because the server sleeps; set by the engine's thread.
+      dashboard: the data of the page.
     """
 
     def __init__(self, llm: LLM, metrics: Metrics):
@@ -140,27 +149,29 @@ class EngineThread:
         self._engines = llm.engine.engines
         for engine in self._engines:
             engine.watcher = self
-            engine.runner.executables.before_build = functools.partial(self._compiles, engine)
+            engine.runner.executables.before_build = functools.partial(
+                self._before_compiling, engine
+            )
         self.dashboard = Dashboard(llm, self._engines, metrics)
         self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._to_abort: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._owners: dict[Sample, tuple[Request, int]] = {}
-        self._sent: dict[Sample, int] = {}  # tokens that the event loop has got
-        self._current = StepOutput([], [], {})  # of the step that runs
+        self._sent: dict[Sample, int] = {}  # number of tokens that the event loop has
+        self._current = StepOutput([], [], {})  # of the running step
         self._unsent: list[StepOutput] = []
         self._results: list[Result] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running = True
-        self._said_to_compile = False
+        self._compiling_logged = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         if self._engine.telemetry is not None:
             count_only(self._engine)
         self._take_snapshot()
 
-    def _compiles(self, engine: Engine) -> None:
-        """Sends what is ready before a program is compiled, which takes seconds."""
-        if not self._said_to_compile and not engine.runner.compilations:
-            self._said_to_compile = True
+    def _before_compiling(self, engine: Engine) -> None:
+        """Sends the output that is ready before a program is compiled, which takes seconds."""
+        if not self._compiling_logged and not engine.runner.compilations:
+            self._compiling_logged = True
             log.info(
                 "compiling up to %d programs while the first requests wait; fewer: "
                 "speculation.strategy=off, fewer in speculation.control.strategies, or a smaller "
@@ -188,17 +199,20 @@ class EngineThread:
         """Adds samples; they are in the engine when this returns.
 
         Args:
+          jobs: the jobs of the samples.
+          arrived: time of arrival; None: now.
           per_chunk: see `Request`.
 
         Raises:
-          ValueError: a job does not fit; none was added. EngineDead.
+          ValueError: the engine cannot run a job, and none was added.
+          EngineDead: the engine has raised an exception.
         """
         arrived = time.perf_counter() if arrived is None else arrived
         request = Request(jobs, arrived, per_chunk)
         self.outstanding += request.open
         try:
             await self._ask(lambda: self._add(request))
-        except asyncio.CancelledError:  # it may have been added all the same
+        except asyncio.CancelledError:  # the request may have been added already
             self.abort(request)
             raise
         except BaseException:
@@ -228,8 +242,8 @@ class EngineThread:
         """Calls a function in the engine's thread, between two steps; it may take long.
 
         Raises:
-          ValueError: the function raised it. EngineDead: the function raised anything else, or the
-            engine had died before.
+          ValueError: the function raised it.
+          EngineDead: the function raised any other exception, or the engine had raised one before.
         """
 
         def send_first() -> T:
@@ -246,7 +260,7 @@ class EngineThread:
         return await future
 
     def finish_all(self) -> None:
-        """Steps until no sample runs; to be used within `call`. Other calls than aborts wait."""
+        """Steps until no sample runs; to be used within `call`. Of other calls only aborts run."""
         while self._engine.has_work and self._running:
             self._step()
             self._abort_requests()
@@ -265,10 +279,10 @@ class EngineThread:
     def _run(self) -> None:
         while self._running:
             try:
-                idle = not self._engine.has_work or self.error is not None
-                if idle:
+                has_nothing_to_run = not self._engine.has_work or self.error is not None
+                if has_nothing_to_run:
                     self._send()
-                self._run_calls(wait=idle)
+                self._run_calls(wait=has_nothing_to_run)
                 if self.error is None and self._engine.has_work:
                     self._step()
             except BaseException as error:
@@ -276,7 +290,7 @@ class EngineThread:
                 self._die(error)
 
     def _run_calls(self, wait: bool) -> None:
-        """Makes the calls that are queued; with `wait`, it blocks until there is one."""
+        """Makes the queued calls; with `wait`, blocks until there is one."""
         while True:
             try:
                 function, future = self._calls.get(block=wait)
@@ -309,7 +323,7 @@ class EngineThread:
             self._engine.queue(sample)
 
     def _abort_requests(self) -> None:
-        """Aborts the requests whose clients have gone; one that was not added yet never will be."""
+        """Aborts the requests whose clients have gone, also those that are still to be added."""
         while True:
             try:
                 request = self._to_abort.get_nowait()
@@ -322,14 +336,14 @@ class EngineThread:
                     self._sent.pop(sample, None)
 
     def _step(self) -> None:
-        """Makes a step; the engine calls `_send` for the one before when this one is enqueued."""
+        """Makes a step, during which the engine calls `_send` for the output of the last one."""
         ended = {event.sequence: event.sample for event in self._engine.step()}
         if ended or self._current.news or self._current.chunks:
             self._unsent.append(self._current._replace(ended=ended))
             self._current = StepOutput([], [], {})
 
     def _send(self) -> None:
-        """Counts what is new since the last time, and sends it to the event loop."""
+        """Counts the output since the last call, and sends it to the event loop."""
         if not (self._unsent or self._results):
             return
         self._take_snapshot()
@@ -340,7 +354,7 @@ class EngineThread:
         return [update for step in unsent for update in self._updates(step)]
 
     def _updates(self, step: StepOutput) -> list[tuple[Request, Update]]:
-        """Counts what a step produced, and sorts it by request."""
+        """Counts the output of a step, and sorts it by request."""
         for strategy, bucket, rounds in step.chunks:
             self.metrics.chunk(strategy, bucket, rounds)
             self.dashboard.chunk(strategy, rounds)
@@ -349,7 +363,7 @@ class EngineThread:
             known, end = self._sent.get(sample, news.at), news.at + len(news.tokens)
             self.metrics.news(news, sample.replica)
             self.dashboard.news(news, max(end - known, 0))
-            # Without an owner, the client has gone; without new tokens, see `News`.
+            # Without an owner, the client has gone. `News` says when there are no new tokens.
             if sample in self._owners and end > known:
                 self._sent[sample] = end
                 fresh.setdefault(sample, []).append(news.since(known))
@@ -368,7 +382,7 @@ class EngineThread:
 
     def _die(self, error: BaseException) -> None:
         self.error = error
-        updates = self._all_updates()  # of samples that ended before
+        updates = self._all_updates()  # with samples that ended before the error
         dead = self._dead()
         owners = {id(request): request for request, _ in self._owners.values()}
         self._owners.clear()
@@ -408,7 +422,7 @@ class EngineThread:
             bucket=sum(one.latest[1] for one in several if one.scheduler.running and one.latest),
             alarms=tuple(f"the {name}'s weights are not finite" for name in not_finite),
         )
-        self.dashboard.look(several)
+        self.dashboard.copy_state(several)
 
     def _deliver_soon(self, updates: list[tuple[Request, Update]]) -> None:
         results, self._results = self._results, []
@@ -450,7 +464,7 @@ class EngineThread:
 
 
 def count_only(engine: Engine | Replicas) -> None:
-    """Makes an engine's telemetry count without records, whose number would grow for ever."""
+    """Makes an engine's telemetry count without records, which would fill the memory."""
     collector = Collector(max_records=0)
     for one in (engine, *engine.engines):
         one.telemetry = collector

@@ -21,8 +21,10 @@ class ApiError(Exception):
     """An error response.
 
     Args:
-      message: what was expected, what was got, what to do.
-      param: the field that is wrong. code: OpenAI's code of the error, where there is one.
+      status: HTTP status.
+      message: text that says what was expected, what was got and what to do.
+      param: name of the field that is wrong.
+      code: OpenAI's code of the error, if it has one.
     """
 
     def __init__(
@@ -53,8 +55,8 @@ def answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError):
-        where, said = _explain(error.errors())
-        message = f"{'.'.join(where)}: {said}" if where else _NO_OBJECT
+        where, problem = _explain(error.errors())
+        message = f"{'.'.join(where)}: {problem}" if where else _NO_OBJECT
         return ApiError(400, message, where[0] if where else None).response()
 
     @app.exception_handler(HTTPException)
@@ -83,23 +85,23 @@ _TOO_SHORT = {
 
 
 def _explain(errors: Sequence[dict[str, Any]]) -> tuple[list[str], str]:
-    """The field that is wrong, and what was expected and got.
+    """The path of the wrong field, and a text about the expected and the given value.
 
-    For a value of several types pydantic has an error for each type. If the value is of one of
-    these types, the message is about what is wrong inside it; else it names all types.
+    If a field may have several types, pydantic has an error for each type. If the value has one of
+    these types, the text is about the error inside the value; else it names all types.
     """
     first = errors[0]
     if first["type"] == "json_invalid":  # its location is a character, not a field
         return [], ""
     field = _fields(first["loc"])[:1]
-    here = [error for error in errors if _fields(error["loc"])[:1] == field]
-    outermost = min(len(_fields(error["loc"])) for error in here)
-    inside = [e for e in here if e["type"] not in _KINDS or len(_fields(e["loc"])) > outermost]
-    if len(here) > 1 and inside:
-        # The type that fits furthest, and the first error of it.
+    of_field = [error for error in errors if _fields(error["loc"])[:1] == field]
+    outermost = min(len(_fields(error["loc"])) for error in of_field)
+    inside = [e for e in of_field if e["type"] not in _KINDS or len(_fields(e["loc"])) > outermost]
+    if len(of_field) > 1 and inside:
+        # The first error of the type under which the most entries of a list are valid.
         first = max(inside, key=lambda error: (_indices(error), error["type"] not in _KINDS))
-    elif len(here) > 1:
-        kinds = dict.fromkeys(_KINDS[error["type"]] for error in here)
+    elif len(of_field) > 1:
+        kinds = dict.fromkeys(_KINDS[error["type"]] for error in of_field)
         return _fields(first["loc"]), f"expected {' or '.join(kinds)}, got {short(first['input'])}"
     where, got = _fields(first["loc"]), short(first["input"])
     if first["type"] in _KINDS:

@@ -57,8 +57,10 @@ class Parsed(NamedTuple):
     """A request whose prompts are token ids.
 
     Attributes:
-      prompts: token ids. jobs: one per choice, prompt by prompt; with max_tokens 0 none of them is
-        run. scores: of each prompt; None: not asked for.
+      body: the body of the request.
+      prompts: token ids of each prompt.
+      jobs: one job per choice, in the order of the prompts; with max_tokens 0 none is run.
+      scores: log-probabilities of each prompt; None: not asked for.
     """
 
     body: CompletionRequest | ChatRequest
@@ -75,7 +77,8 @@ class Generation:
     """Handles requests for text.
 
     Args:
-      cfg: its limits. thread: runs the samples.
+      cfg: the settings of the server, with the limits of a request.
+      thread: the engine's thread, which runs the samples.
     """
 
     def __init__(self, cfg: ServeConfig, thread: EngineThread):
@@ -83,12 +86,12 @@ class Generation:
         self._tokenizer = thread.llm.tokenizer
         self._texts = TokenTexts(self._tokenizer)
         self._scorer = PromptScorer(thread.llm.engine, thread.llm.max_len)
-        # A long prompt must not block the event loop, and a tokenizer takes one caller at a time.
+        # A long prompt must not block the event loop, and a tokenizer is not safe for threads.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
         self._encoding = threading.Lock()
         self._defaults = sampling_defaults(thread.llm.generation)
         slots = cfg.engine.max_batch * cfg.engine.replicas
-        self._room = slots + cfg.limits.queue
+        self._max_samples = slots + cfg.limits.queue
         self._being_encoded = 0  # samples whose prompts are being encoded
 
     async def create(self, body: CompletionRequest | ChatRequest, http: HttpRequest) -> Response:
@@ -128,22 +131,23 @@ class Generation:
     # --- requests --------------------------------------------------------------------------------
 
     def _require_room(self, body: CompletionRequest | ChatRequest) -> int:
-        """Counts the samples of a request before its prompts are encoded.
+        """Counts the samples of a request, before its prompts are encoded.
 
         Raises:
-          ApiError: they are too many.
+          ApiError: there are too many samples.
         """
         prompts = 1
         if isinstance(body, CompletionRequest):
             prompts = len(body.prompts)
             self._require(prompts, self._cfg.limits.prompts, "prompts", "prompt")
-        samples, there = prompts * (body.n or 1), self._thread.outstanding + self._being_encoded
-        self._require(samples, self._room, "prompts times n", "n")
-        if there + samples > self._room:
+        samples = prompts * (body.n or 1)
+        outstanding = self._thread.outstanding + self._being_encoded
+        self._require(samples, self._max_samples, "prompts times n", "n")
+        if outstanding + samples > self._max_samples:
             raise ApiError(
                 429,
-                f"{there} samples run or wait, and {samples} more would exceed {self._room}; come "
-                "back later",
+                f"{outstanding} samples run or wait, and {samples} more would exceed the limit of "
+                f"{self._max_samples}; try again later",
                 code="rate_limit_exceeded",
             )
         return samples
@@ -167,7 +171,7 @@ class Generation:
             return self._parse(body)
 
     async def tokenize(self, body: TokenizeRequest) -> list[int]:
-        """Token ids of a prompt or of messages, as a request for text has them.
+        """Token ids of a prompt or of messages, the same as in a request for text.
 
         Raises:
           ApiError: there is no tokenizer, or the messages do not fit the chat template.
@@ -242,7 +246,7 @@ class Generation:
         return request
 
     async def _end_at_once(self, parsed: Parsed, arrived: float) -> Request:
-        """The request of max_tokens 0: all its samples have ended, without tokens."""
+        """A request with max_tokens 0, whose samples have all ended without tokens."""
 
         def check() -> None:
             if self._thread.asleep:
@@ -283,9 +287,9 @@ class Generation:
                 "the model has no chat template; use /v1/completions, or start the server with "
                 "chat_template=FILE",
             )
-        more = body.chat_template_kwargs
+        variables = body.chat_template_kwargs
         try:
-            check_template_options(self._tokenizer, more)
+            check_template_options(self._tokenizer, variables)
         except ValueError as error:
             raise ApiError(400, str(error), "chat_template_kwargs") from error
         messages = [message.for_template() for message in body.messages]
@@ -293,7 +297,7 @@ class Generation:
             return chat_ids(
                 self._tokenizer,
                 messages,
-                more,
+                variables,
                 body.add_generation_prompt,
                 add_special_tokens=bool(body.add_special_tokens),
             )
@@ -316,7 +320,7 @@ class Generation:
         return check_prompt(where, prompt, self._llm.cfg.vocab_size)
 
     def _tokens(self, body: Sampling, prompt: int, default: int | None) -> int:
-        """Most tokens to generate after a prompt of that length."""
+        """The number of tokens to generate at most after a prompt of `prompt` tokens."""
         limits, most = self._cfg.limits, self._llm.max_len
         wanted = body.wanted_tokens
         if limits.prompt_tokens is not None and prompt > limits.prompt_tokens:
@@ -354,7 +358,7 @@ class Generation:
     async def _complete(
         self, parsed: Parsed, request: Request, response: CompletionResponse, http: HttpRequest
     ) -> Response:
-        """The whole response; waits for all samples, or until the client has gone."""
+        """The whole response, after all samples have ended or the client has gone."""
         watch = asyncio.ensure_future(self._watch(http, request))
         try:
             return JSONResponse(await self._collect(parsed, request, response))
@@ -365,7 +369,7 @@ class Generation:
             self._thread.abort(request)  # does nothing if all have ended
 
     async def _watch(self, http: HttpRequest, request: Request) -> None:
-        """Aborts a request whose client goes away."""
+        """Aborts the request when its client closes the connection."""
         while (await http.receive())["type"] != "http.disconnect":
             pass
         self._thread.abort(request)
@@ -374,7 +378,7 @@ class Generation:
         self, parsed: Parsed, request: Request, response: CompletionResponse
     ) -> dict:
         choices: list[dict | None] = [None] * len(parsed.jobs)
-        came: list[list[str]] = [[] for _ in parsed.jobs]
+        token_origins: list[list[str]] = [[] for _ in parsed.jobs]
         written = 0
         async for update in _updates(request):
             if isinstance(update.error, EngineDead):
@@ -382,7 +386,7 @@ class Generation:
             if update.error is not None:
                 raise update.error
             if parsed.body.return_spec_details:
-                came[update.index] += origins(update.news)
+                token_origins[update.index] += origins(update.news)
             sample, index = update.sample, update.index
             if sample is None:
                 continue
@@ -406,12 +410,12 @@ class Generation:
                 choice["token_ids"] = sample.token_ids
                 choice["prompt_token_ids"] = list(parsed.jobs[index].prompt)
             if parsed.body.return_spec_details:
-                choice["spec_details"] = {**spec_details(sample), "origins": came[index]}
+                choice["spec_details"] = {**spec_details(sample), "origins": token_origins[index]}
             choices[index] = choice
         usage = usage_of(sum(map(len, parsed.prompts)), written)
         whole = response.body(choices, usage, streams=False)
         if parsed.body.prompt_logprobs is not None and response.has_one_prompt:
-            # As in vLLM: a chat has one prompt, and the response has its logprobs, not the choice.
+            # As in vLLM, a chat's response has the logprobs of its one prompt, not each choice.
             whole["prompt_logprobs"] = [c.pop("prompt_logprobs") for c in choices][0]
         return whole
 
@@ -420,7 +424,7 @@ class Generation:
         return None if parsed.scores is None else parsed.scores[parsed.jobs[index].request]
 
     def _echo(self, parsed: Parsed, index: int) -> str:
-        """The text of the prompt of a choice; of token ids, their decoded text."""
+        """The text of the prompt of a choice; token ids are decoded."""
         prompt = parsed.body.prompts[parsed.jobs[index].request]
         if isinstance(prompt, str):
             return prompt
@@ -459,9 +463,9 @@ class Generation:
             logprobs = self._streamed_logprobs(parsed.body, response, update, offsets[index])
             if logprobs is not None:
                 offsets[index] += sum(len(self._texts.text(token)) for token in tokens)
-            more = self._details(parsed, update, tokens)
-            if text or reason or logprobs or more:
-                choice = {**response.choice(index, text, reason, logprobs, streams=True), **more}
+            details = self._details(parsed, update, tokens)
+            if text or reason or logprobs or details:
+                choice = response.choice(index, text, reason, logprobs, streams=True) | details
                 yield self._event(response.body([choice], None, streams=True), parsed, written)
         if parsed.body.wants_usage:
             usage = usage_of(sum(map(len, parsed.prompts)), written)
@@ -486,13 +490,13 @@ class Generation:
 
     def _details(self, parsed: Parsed, update: Update, tokens: Sequence[int]) -> dict:
         """Fields of a chunk that OpenAI does not have."""
-        more = {}
+        details = {}
         if parsed.body.return_token_ids and tokens:
-            more["token_ids"] = list(tokens)
+            details["token_ids"] = list(tokens)
         if parsed.body.return_spec_details:
             whole = {} if update.sample is None else spec_details(update.sample)
-            more["spec_details"] = {**whole, "origins": origins(update.news)}
-        return more
+            details["spec_details"] = {**whole, "origins": origins(update.news)}
+        return details
 
     def _streamed_logprobs(self, body, response, update: Update, offset: int) -> dict | None:
         tokens = [token for news in update.news for token in news.tokens]
@@ -508,7 +512,7 @@ class Generation:
         return response.logprobs(tokens, values, top, offset, body.top)
 
     def _text(self, sample: SampleOutput) -> str:
-        """The text of a whole sample, as `LLM` gives it."""
+        """The text of a whole sample, as `LLM` returns it."""
         if sample.text is not None:
             return sample.text
         return "" if self._tokenizer is None else self._decode(sample.token_ids)
@@ -518,7 +522,7 @@ class Generation:
 
 
 def _invalid(message: str, index: int = 0, choices: int = 1) -> ApiError:
-    """The error response where the model's logits are no distribution."""
+    """The error response for logits that are no distribution, such as NaN."""
     which = f"choice {index}: " if choices > 1 else ""
     return ApiError(500, f"{which}{message}", code="invalid_logits")
 

@@ -36,8 +36,9 @@ class Replica(NamedTuple):
     """The state of one replica.
 
     Attributes:
-      strategy: the controller's last choice, or its first one, see `Controller.active`.
-      running, waiting: samples of the replica, without those that no replica has yet.
+      strategy: the strategy that the controller chose last, see `Controller.active`.
+      running: number of samples that have a slot.
+      waiting: number of samples that wait for a slot of this replica.
     """
 
     strategy: str
@@ -50,10 +51,16 @@ class Snapshot:
     """The state of the engine after its last chunk.
 
     Attributes:
-      running, waiting: samples. pages_used, pages: cache pages of all replicas.
-      preemptions, compilations: since the start. version: of the weights.
-      rejections: since the start, by cause; empty without telemetry.
-      replicas: one entry each. bucket: of the last chunk, summed over replicas that run samples.
+      running: number of samples that have a slot.
+      waiting: number of samples that have none.
+      pages_used: cache pages of all replicas that samples hold.
+      pages: cache pages of all replicas.
+      preemptions: number of preemptions since the start.
+      compilations: number of compiled programs since the start.
+      version: version of the weights.
+      rejections: rejected drafts since the start, by cause; empty without telemetry.
+      replicas: the state of each replica.
+      bucket: compiled batch size of the last chunk, summed over replicas that run samples.
       alarms: messages about weights that are not finite.
     """
 
@@ -93,10 +100,11 @@ class Metrics(PrometheusCollector):
     """The counters of one server.
 
     Attributes:
-      snapshot: replaced after every chunk.
-      registry: of /metrics.
-      drafts, drafted, accepted: rounds that drafted, tokens that they drafted, and drafted tokens
-        that were emitted, of all samples.
+      snapshot: state of the engine after its last chunk.
+      registry: Prometheus registry of /metrics.
+      drafts: rounds that drafted.
+      drafted: tokens that were drafted.
+      accepted: drafted tokens that were emitted.
     """
 
     def __init__(self, model: str):
@@ -104,7 +112,7 @@ class Metrics(PrometheusCollector):
         self.registry = CollectorRegistry(auto_describe=False)
         self.snapshot = Snapshot()
         self.drafts = self.drafted = self.accepted = 0
-        self._by_depth: list[int] = []  # rounds that accepted a draft there
+        self._by_depth: list[int] = []  # rounds that accepted a draft at each depth
         self._drafts_of, self._accepted_of = Counts(), Counts()  # by replica
         self._last: dict[int, str] = {}  # bucket -> strategy of its last chunk
         registry = self.registry
@@ -118,9 +126,9 @@ class Metrics(PrometheusCollector):
         self.generation_tokens = counter("generation_tokens", "Tokens handed to clients.")
         self.ended = counter("request_success", "Samples that ended.", ("finished_reason",))
         self.aborted = counter("request_aborted", "Samples whose client went away.")
-        self.answers = counter("http_requests", "Answers.", ("path", "status"))
+        self.answers = counter("http_requests", "Answered requests.", ("path", "status"))
         self.lost_lines = counter("log_errors", "Lines that could not be written to log_file.")
-        self.updates = counter("weight_updates", "Weights that were swapped in.", ("what",))
+        self.updates = counter("weight_updates", "Updates of weights.", ("what",))
         self.first_token = Times("time_to_first_token_seconds", "From arrival, per sample.")
         self.per_token = Times(
             "inter_token_latency_seconds", "Between tokens: a chunk's share for each of its tokens."
@@ -153,7 +161,10 @@ class Metrics(PrometheusCollector):
                 by_depth[position] += 1
 
     def accept_length(self, replica: int) -> float | None:
-        """Tokens per round that drafted on a replica, bonus included, as SGLang; None: none yet."""
+        """SGLang's accept length of a replica: tokens per round that drafted, bonus included.
+
+        None before the first such round.
+        """
         drafts = self._drafts_of[replica]
         return 1 + self._accepted_of[replica] / drafts if drafts else None
 
@@ -166,14 +177,14 @@ class Metrics(PrometheusCollector):
             ("num_requests_running", now.running, "Samples that have a slot."),
             ("num_requests_waiting", now.waiting, "Samples that have none."),
             ("kv_cache_pages_used", now.pages_used, "Cache pages that samples hold."),
-            ("kv_cache_pages", now.pages, "Cache pages there are."),
-            ("kv_cache_usage_perc", now.pages_used / max(now.pages, 1), "Their quotient."),
-            ("weight_version", now.version, "Of the weights, 1 at start."),
+            ("kv_cache_pages", now.pages, "Cache pages."),
+            ("kv_cache_usage_perc", now.pages_used / max(now.pages, 1), "Share of pages used."),
+            ("weight_version", now.version, "Version of the weights, 1 at start."),
             ("weight_alarms", len(now.alarms), "Sets of weights that are not finite."),
         ):
             yield GaugeMetricFamily(f"specjax:{name}", text, value)
         for name, value, text in (
-            ("num_preemptions", now.preemptions, "Samples that had to make room."),
+            ("num_preemptions", now.preemptions, "Samples that were preempted."),
             ("compilations", now.compilations, "Programs that were compiled."),
         ):
             yield CounterMetricFamily(f"specjax:{name}", text, value)

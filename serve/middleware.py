@@ -21,11 +21,12 @@ log = logging.getLogger(__name__)
 
 
 class AuthenticationMiddleware:
-    """Answers 401 to a request without the right key, and 403 where no key would do.
+    """Answers 401 to a request without the right key, and 403 if no key is accepted.
 
     Args:
-      api_key: that clients must send; None: they need none.
-      admin_key: for `admin_paths`; None: these paths are refused.
+      api_key: key that clients must send; None: clients need no key.
+      admin_key: key for `admin_paths`; None: requests to these paths are refused.
+      admin_paths: paths of administrators.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class BodyLimitMiddleware:
             return
         length = _headers(scope).get(b"content-length", b"")
         too_long = length.isdigit() and int(length) > self._body_bytes
-        # A body need not say its length.
+        # A request may have no Content-Length.
         messages = None if too_long else await self._read(receive)
         if messages is None:
             error = ApiError(413, f"the body is longer than {self._body_bytes} bytes; send less")
@@ -81,7 +82,7 @@ class BodyLimitMiddleware:
         await self._app(scope, _replay(messages, receive), send)
 
     async def _read(self, receive: Receive) -> list[Message] | None:
-        """The messages of the body; None: it is too long."""
+        """The messages of the body; None if the body is too long."""
         messages, seen = [], 0
         while True:
             message = await receive()
@@ -96,11 +97,13 @@ class BodyLimitMiddleware:
 class AccessLogMiddleware:
     """Counts every response by path and status, and writes a JSON line for each to a file.
 
-    A full disk costs lines, not requests: a line that cannot be written is counted, and the first
-    of them is an error in the server's log.
+    A line that cannot be written, as on a full disk, is counted, and the first such line is an
+    error in the server's log. Requests are served all the same.
 
     Args:
-      paths: the routes; all other paths are counted together. file: to append to; None: no lines.
+      metrics: counters of the server.
+      paths: the routes; all other paths are counted together.
+      file: name of the file to append to; None: no file.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str], file: str | None):
@@ -145,7 +148,7 @@ class AccessLogMiddleware:
         except OSError as error:
             self._metrics.lost_lines.inc()
             if not self._failed:
-                log.error("the log cannot be written, and requests go on without: %s", error)
+                log.error("log_file cannot be written; requests are served all the same: %s", error)
             self._failed = True
 
 
@@ -154,7 +157,7 @@ def _headers(scope: Scope) -> dict[bytes, bytes]:
 
 
 def _replay(messages: list[Message], receive: Receive) -> Receive:
-    """A `receive` that returns messages which were read before, then those that follow."""
+    """A `receive` that returns `messages`, then those of the given `receive`."""
     waiting = iter(messages)
 
     async def replay() -> Message:
@@ -165,7 +168,7 @@ def _replay(messages: list[Message], receive: Receive) -> Receive:
 
 
 def _key_of(authorization: bytes) -> bytes:
-    """What follows `Bearer`, which may be written in any case; or the bare key."""
+    """The key after `Bearer` (in any case), or the whole value without that word."""
     scheme, space, key = authorization.strip().partition(b" ")
     return key.strip() if space and scheme.lower() == b"bearer" else authorization.strip()
 

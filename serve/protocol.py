@@ -1,7 +1,7 @@
-"""Bodies of requests: OpenAI's names, and vLLM's for what OpenAI does not have.
+"""Request bodies, with OpenAI's names, and vLLM's for fields that OpenAI does not have.
 
-An unknown field is a 400, and so is a value of a known field that is not implemented: to ignore it
-would give other tokens than were asked for. null is everywhere the same as leaving the field out.
+An unknown field gets a 400, and so does an unimplemented value of a known field: to ignore it would
+return other tokens than the client asked for. null always means that the field is left out.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Unsupported(NamedTuple):
     """A field of OpenAI's or vLLM's requests that this server knows and does not implement.
 
     Attributes:
-      accepted: the values, beside null, that ask for nothing: the default, or what is empty.
-      instead: why any other value is refused, or what to use in its place.
+      accepted: values beside null that have no effect, such as the default or an empty list.
+      instead: reason for which other values are refused, or what to use in place of the field.
     """
 
     accepted: tuple[Any, ...] = ()
-    instead: str = "there is no such thing here"
+    instead: str = "this server does not implement it"
 
 
 _TOOLS = "no tools are called here"
@@ -60,7 +60,7 @@ _GUIDED_FIELDS = (
 )  # fmt: skip
 _TRANSFERS = ("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "repetition_detection")
 
-# Fields of completions and of chat completions: some clients send one set of settings to both.
+# Fields of both kinds of completions, for some clients send the same settings to both.
 UNSUPPORTED_SAMPLING: dict[str, Unsupported] = {
     "response_format": Unsupported(({"type": "text"},), _GUIDED),
     **dict.fromkeys(_GUIDED_FIELDS, Unsupported(({},), _GUIDED)),
@@ -119,7 +119,7 @@ UNSUPPORTED_COMPLETION: dict[str, Unsupported] = {
     "add_generation_prompt": Unsupported((True,), "completions have no chat template"),
     "chat_template_kwargs": Unsupported(({},), "completions have no chat template"),
 }
-# Fields of messages that a response had, which OpenAI's client sends back.
+# Fields of messages in responses, which OpenAI's client sends back in the next request.
 UNSUPPORTED_MESSAGE: dict[str, Unsupported] = {
     "refusal": Unsupported(("",), "a refusal is a message as any other: send it as content"),
     "annotations": Unsupported(([],), _TEXT),
@@ -160,15 +160,15 @@ def _type(field: Unsupported) -> Any:
     def check(value: Any) -> None:
         if value is not None and not any(_same(value, each) for each in field.accepted):
             message = "expected {expected}, got {got}: {instead}"
-            told = {"expected": expected, "got": short(value), "instead": field.instead}
-            raise PydanticCustomError(UNSUPPORTED_VALUE, message, told)
+            values = {"expected": expected, "got": short(value), "instead": field.instead}
+            raise PydanticCustomError(UNSUPPORTED_VALUE, message, values)
 
     schema = {"enum": [None, *field.accepted]}
     return Annotated[Any, AfterValidator(check), WithJsonSchema(schema)]
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Whether two JSON values are equal; true is not 1."""
+    """Whether two JSON values are equal; true does not equal 1."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
@@ -257,7 +257,7 @@ def _whole_numbers(value: Any, deep: int = 2) -> Any:
 
 
 def _at_most(count: int) -> BeforeValidator:
-    """Refuses an object with more entries, before it looks at any."""
+    """Refuses an object with more than `count` entries, before any entry is read."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > count:
@@ -321,7 +321,8 @@ class Sampling(with_unsupported(Body, UNSUPPORTED_SAMPLING)):
         None,
         ge=0,
         le=MAX_TOP_LOGPROBS,
-        description="of the prompt's tokens under the raw logits, with so many likely tokens each",
+        description="number of likely tokens to return for each prompt token, beside its own "
+        "log-probability, under the raw logits",
     )
     return_token_ids: bool = Field(False, description="return token_ids and prompt_token_ids")
     spaces_between_special_tokens: bool = Field(
@@ -341,10 +342,12 @@ class Sampling(with_unsupported(Body, UNSUPPORTED_SAMPLING)):
         """The sampling parameters of the request.
 
         Args:
-          defaults: of fields that the request leaves out, by the names of `SamplingParams`.
+          max_tokens: largest number of tokens to generate.
+          top_logprobs: number of most likely tokens to return per position.
+          defaults: values of fields that the request leaves out, by the names of `SamplingParams`.
 
         Raises:
-          ApiError: the values do not fit together.
+          ApiError: values contradict each other.
         """
         asked = self.speculative
         given = {
@@ -377,7 +380,7 @@ class Sampling(with_unsupported(Body, UNSUPPORTED_SAMPLING)):
                 **options,
             )
         except ValueError as error:
-            raise ApiError(400, str(error), _named(str(error))) from error
+            raise ApiError(400, str(error), _field_in(str(error))) from error
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -412,7 +415,7 @@ class Sampling(with_unsupported(Body, UNSUPPORTED_SAMPLING)):
 
     @property
     def scored_top(self) -> int | None:
-        """How many likely tokens to return for each of the prompt; None: no log-probabilities."""
+        """Number of likely tokens to return per token of the prompt; None: no log-probabilities."""
         echoed = self.top if self.echoes and self.wants_logprobs else None
         asked = [most for most in (self.prompt_logprobs, echoed) if most is not None]
         return max(asked, default=None)
@@ -454,7 +457,7 @@ class CompletionRequest(with_unsupported(Sampling, UNSUPPORTED_COMPLETION)):
 
     @property
     def top(self) -> int:
-        """How many likely tokens to return at every position."""
+        """Number of likely tokens to return per position."""
         return self.logprobs or 0
 
 
@@ -475,8 +478,8 @@ class Message(with_unsupported(Body, UNSUPPORTED_MESSAGE)):
         content = self.content or ""
         if not isinstance(content, str):
             content = "".join(part.text for part in content)
-        more = {"name": self.name, "tool_call_id": self.tool_call_id}
-        given = {name: value for name, value in more.items() if value is not None}
+        optional = {"name": self.name, "tool_call_id": self.tool_call_id}
+        given = {name: value for name, value in optional.items() if value is not None}
         return {"role": self.role, "content": content, **given}
 
 
@@ -502,7 +505,7 @@ class ChatRequest(with_unsupported(Sampling, UNSUPPORTED_CHAT)):
 
     @property
     def top(self) -> int:
-        """How many likely tokens to return at every position."""
+        """Number of likely tokens to return per position."""
         return self.top_logprobs or 0
 
     def require_supported(self) -> None:
@@ -555,17 +558,17 @@ class WeightsRequest(Body):
     what: Literal["all", "head"] = Field(
         "all", description="policy, with its head where there is one, or the head alone"
     )
-    step: int | None = Field(None, ge=0, description="of a training run; null: the newest")
+    step: int | None = Field(None, ge=0, description="step of a training run; null: the newest")
     running: Literal["recompute", "keep", "finish"] = Field(
         "recompute",
-        description="what happens to running samples. recompute: they go on with the new weights, "
+        description="treatment of running samples. recompute: they go on with the new weights, "
         "which read their tokens again; keep: they go on with the new weights and the old caches; "
         "finish: they end with the old weights, and new requests wait. A head alone changes no "
         "token, and running samples go on in any case",
     )
 
 
-def _named(message: str) -> str | None:
+def _field_in(message: str) -> str | None:
     """The field of `SamplingParams` that its error message begins with."""
     word = message.split(" ", 1)[0]
     return word if word in SamplingParams.__dataclass_fields__ else None

@@ -1,15 +1,17 @@
 """Bodies of responses, in OpenAI's shapes.
 
-A choice also has, where the request asks for them, `token_ids` and `prompt_token_ids` (vLLM's), and
+If the request asks for them, a choice also has vLLM's `token_ids` and `prompt_token_ids`, and
 `spec_details`:
 
     accept_length           tokens per round, bonus included
     draft_acceptance_rate   accepted drafts over drafted tokens; null where nothing was drafted
     acceptance_histogram    rounds that accepted 0, 1, 2, .. drafts
-    rounds, plain_rounds    all, and those that drafted nothing
-    drafted, accepted       tokens
-    origins                 of each token: "draft" (accepted), "bonus" (the last of a round that
-                            drafted) or "plain"; in a stream, of the tokens of each chunk
+    rounds                  number of rounds
+    plain_rounds            number of rounds that drafted nothing
+    drafted                 number of drafted tokens
+    accepted                number of accepted drafts
+    origins                 origin of each token (in a stream, of each token of the chunk): "draft"
+                            (accepted), "bonus" (the last of a round that drafted) or "plain"
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ from specjax.engine.prompt_scores import PromptScores
 from specjax.engine.request import SampleOutput
 from specjax.engine.sequence import News
 
-LEAST = -9999.0  # OpenAI's value for minus infinity
+MIN_LOGPROB = -9999.0  # OpenAI's value for minus infinity
 
 
 def origins(news: Sequence[News]) -> list[str]:
-    """Where each token came from: `draft`, `bonus` or `plain`."""
+    """The origin of each token: `draft`, `bonus` or `plain`."""
     found = []
     for chunk in news:
         for count in chunk.rounds:
@@ -58,11 +60,11 @@ def spec_details(sample: SampleOutput) -> dict:
 class TokenTexts:
     """The text and the bytes of single tokens, for logprobs.
 
-    How a vocabulary spells its tokens follows from the tokenizer's decoder:
+    The tokenizer's decoder says how the vocabulary writes its tokens:
 
         byte-level    every character of a token is a byte, in GPT-2's alphabet
-        sentencepiece `▁` is a space, and `<0x0A>` a byte, where it falls back to bytes
-        any other     what decoding the token alone gives
+        sentencepiece `▁` is a space, and with byte fallback `<0x0A>` is a byte
+        any other     the token's text is that of decoding it alone
 
     Decoding a sentencepiece token alone would drop the space that it begins with, and make a
     replacement character of a byte that is part of a character.
@@ -80,7 +82,7 @@ class TokenTexts:
         self.bytes_of = functools.lru_cache(maxsize=1 << 16)(self._bytes_of)
 
     def text(self, token: int) -> str:
-        """The text of a token; a part of a character is `bytes:\\xe2\\x82`, as in OpenAI's API."""
+        """The text of a token; part of a character is written `bytes:\\xe2\\x82`, as by OpenAI."""
         raw = self.bytes_of(token)
         try:
             return raw.decode()
@@ -90,8 +92,8 @@ class TokenTexts:
     def by_text(self, logprobs: Mapping[int, float], chosen: int) -> dict[str, float]:
         """Log-probabilities by the tokens' texts, in their order.
 
-        Where several tokens have one text, it names the generated token, or else the first one; the
-        others are `token_id:N`, as in vLLM.
+        If several tokens have the same text, it stands for the generated token if that is among
+        them, else for the first one. The others are `token_id:N`, as in vLLM.
         """
         texts = {token: self.text(token) for token in logprobs}
         owner = {text: token for token, text in reversed(texts.items())}
@@ -102,7 +104,7 @@ class TokenTexts:
             text = texts[token] if owner[texts[token]] == token else f"token_id:{token}"
             while text in found:  # a token may have that text
                 text = f"token_id:{text}"
-            found[text] = _least(logprob)
+            found[text] = _clipped(logprob)
         return found
 
     def _bytes_of(self, token: int) -> bytes:
@@ -123,7 +125,7 @@ class TokenTexts:
 
 
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
-_SPACE = "\u2581"  # of sentencepiece
+_SPACE = "\u2581"  # sentencepiece's character for a space
 
 
 def _decoders(tokenizer) -> dict[str, str | None]:
@@ -160,7 +162,8 @@ class CompletionResponse:
     """Responses of /v1/completions.
 
     Attributes:
-      has_one_prompt: its log-probabilities belong to the response and not to each choice.
+      has_one_prompt: whether the prompt's log-probabilities are a field of the response, and not of
+        each choice.
     """
 
     has_one_prompt = False
@@ -188,10 +191,11 @@ class CompletionResponse:
         """The log-probabilities of some tokens.
 
         Args:
-          values: of each token; None for the first token of a prompt, which follows no other.
-          top: of each token, see `News`, likewise; None: not asked for.
+          tokens: token ids.
+          values: log-probability of each token; None for the first token of a prompt.
+          top: most likely tokens at each position, see `News`; None: not asked for.
           offset: number of characters before these tokens.
-          most: how many likely tokens were asked for, beside the generated one.
+          most: number of likely tokens that were asked for, beside the generated one.
         """
         texts = [self._texts.text(token) for token in tokens]
         offsets = list(itertools.accumulate(map(len, texts), initial=offset))[:-1]
@@ -203,7 +207,7 @@ class CompletionResponse:
             ]
         return {
             "tokens": texts,
-            "token_logprobs": [None if value is None else _least(value) for value in values],
+            "token_logprobs": [None if value is None else _clipped(value) for value in values],
             "top_logprobs": likely,
             "text_offset": offsets,
         }
@@ -216,7 +220,7 @@ class CompletionResponse:
                 top
                 and {
                     str(other): {
-                        "logprob": _least(value),
+                        "logprob": _clipped(value),
                         "rank": rank if other == token else place,
                         "decoded_token": self._texts.text(other),
                     }
@@ -237,11 +241,11 @@ class ChatResponse(CompletionResponse):
         return {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
 
     def choice(self, index, text, reason, logprobs, streams) -> dict:
-        said = {"index": index, "finish_reason": reason, "logprobs": logprobs}
+        choice = {"index": index, "finish_reason": reason, "logprobs": logprobs}
         if streams:
-            return {**said, "delta": {"content": text} if text or reason is None else {}}
+            return {**choice, "delta": {"content": text} if text or reason is None else {}}
         message = {"role": "assistant", "content": text, "refusal": None}
-        return {**said, "message": message}
+        return {**choice, "message": message}
 
     def logprobs(self, tokens, values, top, offset: int, most: int) -> dict:
         content = []
@@ -254,7 +258,7 @@ class ChatResponse(CompletionResponse):
 
     def _entry(self, token: int, value: float) -> dict:
         raw = self._texts.bytes_of(token)
-        return {"token": self._texts.text(token), "logprob": _least(value), "bytes": list(raw)}
+        return {"token": self._texts.text(token), "logprob": _clipped(value), "bytes": list(raw)}
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int) -> dict:
@@ -265,15 +269,16 @@ def usage_of(prompt_tokens: int, completion_tokens: int) -> dict:
     }
 
 
-def _least(value: float) -> float:
-    return max(float(value), LEAST)
+def _clipped(value: float) -> float:
+    return max(float(value), MIN_LOGPROB)
 
 
 class EventStream(StreamingResponse):
     """A response of server-sent events.
 
     Args:
-      on_end: called when the last event was sent, or the client has gone.
+      events: the events.
+      on_end: function to call when the last event has been sent or the client has gone.
     """
 
     def __init__(self, events: AsyncIterator[str], on_end: Callable[[], None]):

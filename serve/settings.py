@@ -37,15 +37,15 @@ WARM_UP = {
 class SpeculationSection(SpeculationSettings):
     """The draft, the acceptance mode and the controller; a request may turn speculation off."""
 
-    telemetry: bool | None = option(True, "count why drafts are rejected")
+    telemetry: bool | None = option(True, "count the causes for which drafts are rejected")
 
     def __post_init__(self):
         super().__post_init__()
         if self.exact_mode:
             raise ValueError(
-                "speculation.exact_mode compares whole answers with plain decoding's, and a server "
-                "sends them as they grow; ask twice, once with speculative=false, or use "
-                "`specjax generate --exact-mode`"
+                "speculation.exact_mode compares whole samples with plain decoding, and a server "
+                "sends them as they grow; send each request twice, once with speculative=false, or "
+                "use `specjax generate --exact-mode`"
             )
         strategies_of(self.spec(), self.control_config())
 
@@ -54,36 +54,37 @@ class SpeculationSection(SpeculationSettings):
 class EngineSection:
     """How the engine uses its devices."""
 
-    max_batch: int = option(16, "samples that run at once, on each replica")
+    max_batch: int = option(16, "most samples that run at once on each replica")
     max_len: int | None = option(
-        None, "prompt and generated tokens of a sample at most; null: the model's limit, up to 2048"
+        None, "most tokens of a prompt and a sample together; null: the model's limit, up to 2048"
     )
     dtype: str = option(
         AUTO,
         "dtype of weights and arithmetic; auto: the checkpoint's on GPU and TPU, float32 on CPU",
         choices=ENGINE_DTYPES,
     )
-    replicas: int = option(1, "engines with devices of their own, fed from one queue")
-    tp: int = option(1, "devices of each replica")
+    replicas: int = option(1, "number of engines with devices of their own and one queue")
+    tp: int = option(1, "number of devices of each replica")
     chunk_tokens: int = option(16, "most tokens of a sample per chunk: fewer stream more smoothly")
     page_size: int | None = option(None, "positions per cache page; null: the engine chooses")
     cache_bytes: int | None = option(
-        None, "memory for all cache pages; null: what all slots need at full length"
+        None, "bytes of all cache pages; null: enough for all slots at full length"
     )
-    prefill_chunk: int = option(512, "prompt tokens that are read at a time")
+    prefill_chunk: int = option(512, "most prompt tokens of one prefill program")
     products: str = option(
         "auto",
-        "how weights are multiplied: panels, specjax's own kernel on one CPU device; xla",
+        "number format in which weights are multiplied: panels is specjax's own kernel for one CPU "
+        "device",
         choices=ASKED,
         own=True,
     )
     attention: str = option("auto", ATTENTION_DOC, choices=ATTENTION, own=True)
-    max_stop_tokens: int = option(8, "stop tokens of a request at most, the model's own included")
+    max_stop_tokens: int = option(8, "most stop tokens of a request, the model's own included")
     warm_up: str = option(
         "all",
         "compile ahead for requests with a temperature (sampled), with top-k, top-p and min-p as "
-        "well (filters), with any option (all), or nothing (none); a request that asks for more "
-        "compiles when it comes, and others wait",
+        "well (filters), with any option (all), or not at all (none); a request that needs another "
+        "program compiles it when it arrives, and others wait",
         choices=tuple(WARM_UP),
     )
 
@@ -101,17 +102,19 @@ class EngineSection:
 
 @dataclass
 class LimitSection:
-    """Limits of a request; beyond them it gets a 4xx error."""
+    """Limits of a request; a request beyond a limit gets a 4xx error."""
 
-    body_bytes: int = option(1 << 20, "bytes of a request's body (413)")
-    prompt_tokens: int | None = option(None, "tokens of a prompt; null: what the model takes (400)")
-    prompts: int = option(64, "prompts of one request to /v1/completions (400)")
-    n: int = option(32, "samples of a prompt (400)")
-    max_tokens: int | None = option(None, "generated tokens; null: what the model takes (400)")
-    queue: int = option(256, "waiting samples, beside the running ones (429)")
+    body_bytes: int = option(1 << 20, "most bytes of a request's body (413)")
+    prompt_tokens: int | None = option(
+        None, "most tokens of a prompt; null: what the model takes (400)"
+    )
+    prompts: int = option(64, "most prompts of one request to /v1/completions (400)")
+    n: int = option(32, "most samples of a prompt (400)")
+    max_tokens: int | None = option(None, "most generated tokens; null: what the model takes (400)")
+    queue: int = option(256, "most waiting samples, beside the running ones (429)")
 
 
-# How messages name a setting of the library: as it is typed here.
+# Spells a setting of the library in messages as the user types it.
 SPELL = dotted(
     {field.name: "engine" for field in dataclasses.fields(EngineSection)}
     | sections_of(SpeculationSection)
@@ -124,7 +127,7 @@ class ServeConfig:
 
     spell: ClassVar[Spell] = staticmethod(SPELL)
     rules: ClassVar[tuple[Needs, ...]] = speculation_rules("speculation")
-    # Earlier names of these keys.
+    # Earlier names of keys.
     aliases: ClassVar[dict[str, str]] = {
         "speculation.controller": "speculation.control.controller",
         "speculation.strategies": "speculation.control.strategies",
@@ -137,41 +140,44 @@ class ServeConfig:
     )
     family: str | None = option(
         None,
-        "a model family of your own, module:attribute, for checkpoints of its model_type; those of "
-        "the package need no setting",
+        "your own model family as module:attribute, for checkpoints of its model_type",
     )
     served_name: str | None = option(
-        None, "the model's name in requests and answers; null: that of the directory, or the id"
+        None, "the model's name in requests and responses; null: the directory's name, or the id"
     )
     chat_template: str | None = option(
         None, "Jinja template, or a file with one; null: the tokenizer's own"
     )
     generation_config: str = option(
         "auto",
-        "whose sampling keys are the defaults of requests: auto, the model's own "
-        "generation_config.json; none; or a directory with one",
+        "source of the default sampling options: auto, the model's own generation_config.json; "
+        "none; or a directory with such a file",
     )
-    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is all of the machine's")
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all addresses of the machine")
     port: int = option(8000, "port to listen on; 0 takes a free one and prints it")
     api_key: str | None = option(
-        None, "key that clients must send; better in the environment: SPECJAX_API_KEY; null: none"
+        None, "key that clients must send, better set as SPECJAX_API_KEY; null: no key"
     )
     admin_key: str | None = option(
         None,
-        "key for /update_weights, /sleep and /wake; better in the environment: SPECJAX_ADMIN_KEY; "
-        "null: they are refused",
+        "key for /update_weights, /sleep and /wake, better set as SPECJAX_ADMIN_KEY; null: these "
+        "requests are refused",
     )
     allowed_origins: list[str] = option(
-        ["*"], "web pages' origins whose scripts may read answers (CORS); *: all; []: none"
+        ["*"], "origins of web pages whose scripts may read responses (CORS); *: all; []: none"
     )
-    allowed_methods: list[str] = option(["*"], "of HTTP, that these scripts may use; *: all")
-    allowed_headers: list[str] = option(["*"], "that these scripts may send; *: all")
+    allowed_methods: list[str] = option(["*"], "HTTP methods that these scripts may use; *: all")
+    allowed_headers: list[str] = option(["*"], "HTTP headers that these scripts may send; *: all")
     allow_credentials: bool = option(False, "whether these scripts may send cookies")
-    drain_seconds: int = option(60, "that requests may take to finish after SIGTERM")
-    log_file: str | None = option(None, "append one JSON line per request; null: none")
+    drain_seconds: int = option(60, "seconds that requests may take to finish after SIGTERM")
+    log_file: str | None = option(
+        None, "file to which one JSON line per request is appended; null: none"
+    )
     engine: EngineSection = option(EngineSection, "batches, caches and devices")
-    speculation: SpeculationSection = option(SpeculationSection, "what drafts and how")
-    limits: LimitSection = option(LimitSection, "of requests")
+    speculation: SpeculationSection = option(
+        SpeculationSection, "draft source, strategy and controller"
+    )
+    limits: LimitSection = option(LimitSection, "limits of a request")
 
     def __post_init__(self):
         at_least("limits", self.limits, body_bytes=1, prompts=1, n=1, queue=0)
@@ -184,7 +190,7 @@ class ServeConfig:
             if key is not None and not key.strip():
                 raise ValueError(
                     f"{name}: expected a key, got an empty text, which anyone can guess; leave it "
-                    "out (null) if there is to be none"
+                    "out (null) for no key"
                 )
         for name in ("prompt_tokens", "max_tokens"):
             if getattr(self.limits, name) is not None:
@@ -202,17 +208,18 @@ def load_llm(cfg: ServeConfig, spell: Spell = SPELL) -> LLM:
     """Loads the model and makes its engine; nothing has been compiled yet.
 
     Args:
-      spell: names settings in messages as they are typed.
+      cfg: the settings of the server.
+      spell: function that names settings in messages as the user types them.
 
     Raises:
       ConfigError: there is no such model, or the settings do not fit it. Its `__cause__` is the
-        library's error, for callers that spell settings otherwise.
+        library's error, for callers that spell settings differently.
       CheckpointError, UnsupportedModelError: the model cannot be used.
     """
     try:
         path = find_model(cfg.model, cfg.revision)
     except ModelNotFoundError as error:
-        raise ConfigError(f"model: found none at {cfg.model}: {error}") from error
+        raise ConfigError(f"model: found no model at {cfg.model}: {error}") from error
     engine, speculation = cfg.engine, cfg.speculation
     if engine.replicas * engine.tp > 1:
         offer_cpu_devices(engine.replicas * engine.tp)
@@ -238,18 +245,18 @@ def load_llm(cfg: ServeConfig, spell: Spell = SPELL) -> LLM:
         raise ConfigError(spelled(error, spell)) from error
     if cfg.chat_template is not None:
         if llm.tokenizer is None:
-            raise ConfigError("chat_template: the model has no tokenizer to give it to")
+            raise ConfigError("chat_template: the model has no tokenizer, which would apply it")
         llm.tokenizer.chat_template = _template(cfg.chat_template)
     return llm
 
 
-def _template(said: str) -> str:
-    """A template, or the content of the file that has it."""
-    if "{" in said:
-        return said
-    file = find_shipped(said)
+def _template(setting: str) -> str:
+    """The template in the setting, or in the file that it names."""
+    if "{" in setting:
+        return setting
+    file = find_shipped(setting)
     if not file.is_file():
-        raise ConfigError(f"chat_template: expected a Jinja template or a file, got {said!r}")
+        raise ConfigError(f"chat_template: expected a Jinja template or a file, got {setting!r}")
     return file.read_text(encoding="utf-8")
 
 

@@ -2,17 +2,18 @@
 
 main.py       the commands, their exit statuses, `specjax bench`
 generate.py   specjax generate
-arguments.py  its arguments
+arguments.py  arguments of specjax generate
 prompts.py    prompts from arguments and files
 outputs.py    samples as text and as JSON lines
 convert.py    specjax convert
 
-No module here imports jax before a command needs it: `--help` and wrong arguments take no seconds.
+These modules import jax only when a command needs it, so that `--help` and errors in arguments
+appear at once.
 """
 
 
 class Failure(Exception):
-    """The command failed; the user sees the message alone."""
+    """The command failed; the user sees the message without a traceback."""
 
     status = 1
 

@@ -14,19 +14,18 @@ from specjax.config.dtype import AUTO, ENGINE_DTYPES
 from specjax.schema import Key, ValueProblem, check, read
 from specjax.speculation import add_flags
 
-EPILOG = """Prompts are arguments, or lines of --file: text, or JSON lines (--json-lines, or a name
-that ends in .jsonl) with "prompt" (text or token ids) or "messages" (for the chat template). A JSON
-line may set sampling options of its own by their Python names ("max_tokens": 9) and
-"chat_template_kwargs", and its "id" is handed on; other keys are passed over. A name that ends in
-.json is read whole: an array of what JSON lines would hold. A line that cannot be used is named,
-the others are generated, and the exit status is 1; so it is where the model's logits are NaN.
+EPILOG = """Prompts are arguments, or lines of --file: text, or JSON lines (--json-lines, or a file
+name that ends in .jsonl) with "prompt" (text or token ids) or "messages" (for the chat template). A
+JSON line may set sampling options by their Python names ("max_tokens": 9) and
+"chat_template_kwargs"; its "id" is copied to the output, and other keys are ignored. A file whose
+name ends in .json holds an array of such objects. If a line cannot be used, or the model's logits
+are NaN, the command says so, generates the other samples, and exits with 1.
 
-One sample is printed as it grows, several in the order of their prompts. --output writes a JSON
-line per sample when it ends, in the order in which they end ("index" is the prompt's line minus 1),
-so that a call that is killed has lost nothing that was finished; --resume then generates only what
-is missing, and gives the samples that a call without interruption would have given: where the file
-has samples of other weights (the model is a run that has gone on), another --dtype or another
---acceptance, it refuses.
+One sample is printed while it is generated, several are printed in the order of their prompts.
+--output writes a JSON line per sample when it ends, in the order in which they end ("index" is the
+prompt's line minus 1), so that a killed call keeps all finished samples. --resume then generates
+the missing samples, which are those of a call without interruption. It refuses a file whose samples
+come from other weights (the model is a training run that has gone on), --dtype or --acceptance.
 
 examples:
   specjax generate --model assets/sums "17+25+8=" -n 4 --stats
@@ -38,16 +37,16 @@ _BIASES = Key("logit_bias", dict[int, float], {}, "", None, False)
 # Flag, field of SamplingParams, type, help.
 _SAMPLING = (
     ("--temperature", "temperature", float, "0 is greedy"),
-    ("--max-tokens", "max_tokens", str, "tokens to generate at most; none: as many as fit"),
+    ("--max-tokens", "max_tokens", str, "most tokens to generate; none: as many as fit"),
     ("-n", "n", int, "samples of each prompt"),
-    ("--seed", "seed", str, "an integer; equal prompts and seeds, equal samples; none: draw one"),
-    ("--top-p", "top_p", float, "fewest tokens of at least this mass"),
-    ("--top-k", "top_k", int, "most likely tokens; 0: all"),
-    ("--min-p", "min_p", float, "at least so likely, beside the most likely token"),
-    ("--repetition-penalty", "repetition_penalty", float, "divides logits of tokens seen"),
-    ("--presence-penalty", "presence_penalty", float, "subtracted from those of generated tokens"),
-    ("--frequency-penalty", "frequency_penalty", float, "likewise, once per occurrence"),
-    ("--min-tokens", "min_tokens", int, "no stop before so many"),
+    ("--seed", "seed", str, "equal prompts with equal seeds give equal samples; none: draw one"),
+    ("--top-p", "top_p", float, "keep the fewest most likely tokens with this total probability"),
+    ("--top-k", "top_k", int, "keep the N most likely tokens; 0: all"),
+    ("--min-p", "min_p", float, "keep tokens at least X times as likely as the most likely one"),
+    ("--repetition-penalty", "repetition_penalty", float, "divides logits of tokens in the text"),
+    ("--presence-penalty", "presence_penalty", float, "subtracted from logits of generated tokens"),
+    ("--frequency-penalty", "frequency_penalty", float, "subtracted once per occurrence"),
+    ("--min-tokens", "min_tokens", int, "tokens before which a sample cannot end"),
 )
 
 
@@ -55,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of `specjax generate`; it is built without importing jax."""
     parser = ArgumentParser(
         prog="specjax generate",
-        description="Generates text with speculation: the tokens of plain decoding, sooner.",
+        description="Generates text with speculative decoding, which changes no token.",
         usage="%(prog)s --model DIR [options] (PROMPT ... | --file FILE)",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -73,8 +72,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--family",
         metavar="MODULE:ATTRIBUTE",
-        help="a model family of your own, for checkpoints of its model_type, in the place of the "
-        "package's, if it has one; those of the package need no flag",
+        help="your own model family, for checkpoints of its model_type; it replaces specjax's "
+        "family of that model_type",
     )
     _add_input(parser.add_argument_group("input and output"))
     _add_sampling(parser.add_argument_group("sampling"))
@@ -86,9 +85,13 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_input(group) -> None:
     add = group.add_argument
     add("--file", metavar="FILE", help="prompts, one per line; - is standard input")
-    add("--json-lines", action="store_true", help="--file holds JSON lines, whatever its name")
-    add("--chat", action="store_true", help="a text is a user's message, for the chat template")
-    add("--chat-template", metavar="T", help="Jinja template or file, in place of the model's own")
+    add("--json-lines", action="store_true", help="read --file as JSON lines, whatever its name")
+    add("--chat", action="store_true", help="apply the chat template to texts, as user messages")
+    add(
+        "--chat-template",
+        metavar="T",
+        help="Jinja template, or a file with one; default: the model's",
+    )
     add(
         "--chat-template-kwargs",
         type=_json_object,
@@ -97,16 +100,16 @@ def _add_input(group) -> None:
         help="""variables of the template, such as '{"enable_thinking": false}'""",
     )
     add("--output", metavar="FILE", help="JSON lines, one per sample; - is standard output")
-    add("--resume", action="store_true", help="go on with an --output that was not completed")
+    add("--resume", action="store_true", help="add the samples that --output still lacks")
     add("--force", action="store_true", help="replace --output")
-    add("--stats", action="store_true", help="accept length, tok/s and acceptance per depth")
+    add("--stats", action="store_true", help="print accept length, tok/s and acceptance per depth")
     add(
         "--compare",
         action="store_true",
-        help="then generate twice more, with and without speculation, and say whether every token "
-        "is equal (exit status 1 if not)",
+        help="generate twice more, with and without speculation, and report whether every token is "
+        "equal (exit status 1 if not)",
     )
-    add("--quiet", action="store_true", help="no progress, neither of samples nor of compiling")
+    add("--quiet", action="store_true", help="show no progress of samples and of compiling")
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -134,36 +137,46 @@ def _add_sampling(group) -> None:
         "--generation-config",
         metavar="DIR",
         default="auto",
-        help="whose generation_config.json has the defaults of the above: auto, the model's own; "
-        "none: the defaults above (default: auto)",
+        help="directory of the generation_config.json with the defaults of the options above; "
+        "auto: the model's; none: the defaults above (default: auto)",
     )
-    add("--stop", action="append", metavar="TEXT", help="ends a sample, before it; repeatable")
-    add("--include-stop", action="store_true", help="keep the stop text")
-    add("--stop-token-ids", metavar="IDS", help="end a sample, and are kept: 5,17")
+    add("--stop", action="append", metavar="TEXT", help="end a sample before this text; repeatable")
+    add("--include-stop", action="store_true", help="keep the text of --stop in the sample")
+    add("--stop-token-ids", metavar="IDS", help="tokens that end a sample and are kept: 5,17")
     add("--ignore-eos", action="store_true", help="do not stop at the model's own stop tokens")
-    add("--bad-words", action="append", metavar="TEXT", help="never generated; repeatable")
-    add("--allowed-token-ids", metavar="IDS", help="nothing else is generated: 5,17")
+    add(
+        "--bad-words",
+        action="append",
+        metavar="TEXT",
+        help="text that is never generated; repeatable",
+    )
+    add("--allowed-token-ids", metavar="IDS", help="the only tokens that can be generated: 5,17")
     add(
         "--logit-bias",
         metavar="ID:X,..",
-        help="""added to logits: 5:-100,17:2.5 or '{"5": -100}'""",
+        help="""numbers added to logits: 5:-100,17:2.5 or '{"5": -100}'""",
     )
 
 
 def _add_engine(group) -> None:
     add = group.add_argument
-    add("--max-batch", type=int, default=32, help="samples that run at once (default: 32)")
-    add("--max-len", type=int, help="tokens of prompt and sample at most (default: the model's)")
+    add("--max-batch", type=int, default=32, help="most samples that run at once (default: 32)")
+    add("--max-len", type=int, help="most tokens of prompt and sample (default: the model's limit)")
     add(
         "--dtype",
         default=AUTO,
         choices=ENGINE_DTYPES,
-        help="of weights and arithmetic (default: auto, the checkpoint's on GPU and TPU, float32 "
-        "on CPU)",
+        help="dtype of weights and arithmetic (default: auto, the checkpoint's on GPU and TPU, "
+        "float32 on CPU)",
     )
     add("--replicas", type=int, default=1, help="engines with devices of their own (default: 1)")
-    add("--tp", type=int, default=1, help="devices of each (default: 1)")
-    add("--max-stop-tokens", type=int, default=8, help="of a prompt, the model's own included")
+    add("--tp", type=int, default=1, help="devices of each replica (default: 1)")
+    add(
+        "--max-stop-tokens",
+        type=int,
+        default=8,
+        help="most stop tokens of a prompt, the model's own included",
+    )
 
 
 def sampling_params(
@@ -172,7 +185,8 @@ def sampling_params(
     """The sampling parameters of the command line.
 
     Args:
-      defaults: of options that were not given, by the names of `SamplingParams`.
+      args: the parsed command line.
+      defaults: values of options that were not given, by the names of `SamplingParams`.
 
     Raises:
       ValueError: an option is out of its range.

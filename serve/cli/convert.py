@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from serve.cli import Failure, UsageError
 from specjax import interrupts
 from specjax.command_line import ArgumentParser
+from specjax.registry import READERS
 
 EPILOG = """The source may be a Hugging Face directory or id, a GGUF file, the directory of a run of
 train.rl or train.sft, the one of its checkpoints, a draft head that such a run wrote
-(RUN/draft/STEP), or a head's safetensors file. What becomes of it:
+(RUN/draft/STEP), or a head's safetensors file. The target is:
 
   Hugging Face -> Orbax   DIR/checkpoints/0 and DIR/tokenizer, which LLM(DIR), `specjax generate`,
                           `specjax serve`, train.rl (model=DIR) and POST /update_weights take.
@@ -33,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     """The parser of `specjax convert`."""
     made = ArgumentParser(
         prog="specjax convert",
-        description="Turns Hugging Face checkpoints into Orbax ones and back; others into either.",
+        description="Converts checkpoints between the layouts of Hugging Face and Orbax.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -45,21 +46,26 @@ def parser() -> argparse.ArgumentParser:
         "--load-format",
         default="auto",
         metavar="NAME",
-        help="of the source: auto, safetensors, gguf, or your own as package.module:attribute",
+        help="file format of the source: auto, or one of "
+        f"{', '.join(READERS.names)}, or your own as package.module:attribute",
     )
     add(
         "--family",
         metavar="MODULE:ATTRIBUTE",
-        help="a model family of your own, for checkpoints of its model_type, in the place of the "
-        "package's, if it has one; those of the package need no flag",
+        help="your own model family, for checkpoints of its model_type; it replaces specjax's "
+        "family of that model_type",
     )
-    add("--what", choices=("policy", "head", "both"), help="default: what there is")
-    add("--step", type=int, metavar="N", help="of a run (default: the newest)")
+    add(
+        "--what",
+        choices=("policy", "head", "both"),
+        help="part to write (default: all that the source has)",
+    )
+    add("--step", type=int, metavar="N", help="step of a run (default: the newest)")
     add("--revision", help="branch, tag or commit of a source that is a Hugging Face id")
     add(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="of the weights that are written (default: as they are)",
+        help="dtype of the written weights (default: that of the source)",
     )
     add(
         "--like",
@@ -85,7 +91,6 @@ def run(argv: Sequence[str]) -> int:
         from specjax.checked_json import CheckpointError, UnsupportedModelError
         from specjax.checkpoint.convert import convert
         from specjax.models.families import add_family
-        from specjax.registry import READERS
         from specjax.spelling import flags, spelled
         from specjax.weights import AUTO
 

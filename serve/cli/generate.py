@@ -1,4 +1,4 @@
-"""`specjax generate`: samples of prompts, each written when it ends."""
+"""`specjax generate`: generates samples of prompts, and writes each one when it ends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # they import jax
 
 
 class Asked(NamedTuple):
-    """A prompt that the model can take, with its token ids, its options and its samples."""
+    """A prompt with its token ids, sampling parameters, one job per sample, and `key_of` hash."""
 
     prompt: Prompt
     ids: list[int]
@@ -55,13 +55,13 @@ def run(argv: Sequence[str]) -> int:
         args.speculation = settings_of(args)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    _require_sense(args)
+    _check_arguments(args)
     if args.file is not None:
         asked, problems = prompts.of_file(args.file, args.json_lines, args.chat)
     else:
         asked, problems = prompts.of_arguments(args.prompts, args.chat), []
     for problem in problems:
-        _say(problem)
+        _print(problem)
     if not asked:
         raise Failure("no prompt is left to generate for" if problems else "there are no prompts")
     _require_conversation(args, asked)
@@ -70,23 +70,24 @@ def run(argv: Sequence[str]) -> int:
         return _generate(args, params, asked, len(problems), lines)
 
 
-def _require_sense(args: argparse.Namespace) -> None:
+def _check_arguments(args: argparse.Namespace) -> None:
+    """Raises UsageError for arguments that contradict each other."""
     if args.file is not None and args.prompts:
         raise UsageError("expected prompts as arguments or --file, got both")
     if args.file is None and not args.prompts:
         raise UsageError("expected prompts as arguments, or --file FILE (- is standard input)")
     if args.json_lines and args.file is None:
-        raise UsageError("--json-lines says how --file is read; give one")
+        raise UsageError("--json-lines says how --file is read; add --file")
     if args.output in (None, prompts.STDIN) and (args.resume or args.force):
         raise UsageError("--resume and --force are for --output FILE")
     if args.resume and args.force:
-        raise UsageError("--resume goes on with a file and --force replaces it; choose one")
+        raise UsageError("--resume continues a file and --force replaces it; choose one")
     off, acceptance = args.speculation.spec().is_off, args.speculation.acceptance
     if args.compare and (off or acceptance not in EXACT):
         why = f"--acceptance {acceptance} is equal in distribution only; use `specjax verify`"
         if off:
             why = f"{as_flags(args.speculation.plain_by)} drafts nothing; leave one of them out"
-        raise UsageError(f"--compare holds drafted tokens against plain decoding's, and {why}")
+        raise UsageError(f"--compare compares speculative tokens with plain decoding's, and {why}")
 
 
 def _require_conversation(args: argparse.Namespace, asked: list[Prompt]) -> None:
@@ -126,27 +127,27 @@ def _generate(
             asked.append(_ask(llm, prompt, params, args))
         except (ValueError, TypeError) as error:
             failed += 1
-            _say(f"{prompt.where}: {spelled(error, flags)}")
-    open_ = [
+            _print(f"{prompt.where}: {spelled(error, flags)}")
+    missing = [
         (one, job)
         for one in asked
         for job in one.jobs
         if lines is None or not lines.has(one.prompt, job.sample, one.key)
     ]
-    kept = sum(len(one.jobs) for one in asked) - len(open_)
+    kept = sum(len(one.jobs) for one in asked) - len(missing)
     if kept:
-        _say(f"{kept} samples are in {args.output} already")
+        _print(f"{kept} samples are in {args.output} already")
     with no_messages() if args.quiet else contextlib.nullcontext():
-        totals, compiling, ended = _run(llm, open_, lines, args)
+        totals, compiling, ended = _run(llm, missing, lines, args)
     invalid = sum(sample.error is not None for _, sample in ended)
     if args.stats:
-        _say(_stats(llm, totals, len(open_), compiling))
+        _print(_stats(llm, totals, len(missing), compiling))
     if llm.telemetry is not None:
-        _say_rejections(llm)
+        _print_rejections(llm)
     if failed:
-        _say(f"{failed} of {failed + len(asked)} prompts could not be used")
+        _print(f"{failed} of {failed + len(asked)} prompts could not be used")
     if invalid:
-        _say(f"{invalid} of {len(open_)} samples ended by an error")
+        _print(f"{invalid} of {len(missing)} samples ended by an error")
     elif args.speculation.exact_mode and ended and not _compare_ended(llm, ended, asked):
         return 1
     elif args.compare and asked and not _compare(llm, asked):
@@ -159,7 +160,7 @@ def _with_defaults(llm: LLM, args: argparse.Namespace) -> SamplingParams:
     from specjax.models.generation_config import describe_defaults, sampling_defaults
 
     if line := describe_defaults(llm.generation, "--generation-config none"):
-        _say(line)
+        _print(line)
     try:
         return sampling_params(args, sampling_defaults(llm.generation))
     except ValueError as error:
@@ -197,12 +198,12 @@ def _load(args: argparse.Namespace, samples: int) -> LLM:
     except ValueError as error:  # a ConfigError among them
         raise UsageError(as_flags(spelled(error.__cause__ or error, flags))) from error
     for note in llm.notes:
-        _say(note)
+        _print(note)
     if llm.drafting.by_default or args.stats:  # else the checkpoint's head drafts, as expected
-        _say(llm.drafting.described(flags))
+        _print(llm.drafting.described(flags))
     if args.stats:
         for line in llm.engine.engines[0].start_lines():
-            _say(line)
+            _print(line)
     return llm
 
 
@@ -231,7 +232,7 @@ def _ids(llm: LLM, prompt: Prompt, options: Mapping[str, Any]) -> Sequence[int]:
     if prompt.text is not None and not isinstance(prompt.text, str):
         return prompt.text
     if tokenizer is None:
-        raise ValueError("the model has no tokenizer; expected token ids, in JSON lines")
+        raise ValueError("the model has no tokenizer; expected token ids as JSON lines")
     if prompt.messages is None:
         return prompt_ids(tokenizer, prompt.text)
     if not has_chat_template(tokenizer):
@@ -259,8 +260,8 @@ def _run(
     """Runs all jobs, and writes each sample when it ends, unless it ended by an error.
 
     Returns:
-      sums over the time after the first step; the seconds of the first step, which compiles; and
-      the jobs with their samples.
+      (totals, compiling, samples): sums over all steps but the first; the seconds of the first
+      step, which compiles; and the jobs with their samples.
     """
     import numpy as np
     from tqdm import tqdm
@@ -269,18 +270,18 @@ def _run(
 
     steps = llm.engine.runner.steps
     totals, samples = Totals(steps, np.zeros(steps + 2, np.int64)), []
-    live = ordered = None
+    streamed = ordered = None
     origin = _origin(llm, args)
     if lines is None and len(jobs) == 1 and llm.tokenizer is not None:
-        live = StreamedText(_decoder(llm), jobs[0][0].params.stop)
+        streamed = StreamedText(_decoder(llm), jobs[0][0].params.stop)
         for engine in llm.engine.engines:
-            engine.watcher = live
+            engine.watcher = streamed
     elif lines is None:
         places = [(one.prompt.index, job.sample) for one, job in jobs]
         ordered = TextInOrder(places, headings=len(jobs) > 1)
     start, compiled = time.perf_counter(), None
     added = {llm.engine.add(job): (one, job) for one, job in jobs}
-    hidden = live is not None or args.quiet or not sys.stderr.isatty()
+    hidden = streamed is not None or args.quiet or not sys.stderr.isatty()
     try:
         with tqdm(total=len(jobs), unit="sample", dynamic_ncols=True, disable=hidden) as bar:
             while llm.engine.has_work:
@@ -293,21 +294,21 @@ def _run(
                     totals.add(sample)
                     samples.append((job, sample))
                     if sample.error is not None:
-                        _say(f"{one.prompt.where}, sample {job.sample}: {sample.error}")
+                        _print(f"{one.prompt.where}, sample {job.sample}: {sample.error}")
                         if ordered is not None:
                             ordered.leave_out(one.prompt, job.sample)
                     elif lines is not None:
                         row = row_of(one.prompt, job.sample, one.key, one.ids, sample, origin)
                         lines.write(row)
                     elif ordered is not None:
-                        ordered.add(one.prompt, job.sample, _shown(sample))
+                        ordered.add(one.prompt, job.sample, _text(sample))
                     bar.update()
-                if live is not None:
-                    live.step(None if ended is None else ended.text)
+                if streamed is not None:
+                    streamed.step(None if ended is None else ended.text)
     except BaseException:
         llm.engine.clear()
         if lines is not None and args.output != prompts.STDIN:
-            _say(f"what had ended is in {args.output}; --resume goes on from there")
+            _print(f"the finished samples are in {args.output}; --resume generates the others")
         raise
     finally:
         for engine in llm.engine.engines:
@@ -327,7 +328,8 @@ def _with_text(llm: LLM, sample: SampleOutput) -> SampleOutput:
     return dataclasses.replace(sample, text=_decoder(llm)(sample.token_ids))
 
 
-def _shown(sample: SampleOutput) -> str:
+def _text(sample: SampleOutput) -> str:
+    """The text of a sample, or without a tokenizer its token ids."""
     return " ".join(map(str, sample.token_ids)) if sample.text is None else sample.text
 
 
@@ -351,35 +353,35 @@ def _same(
     differences: list[Difference], samples: int, tokens: int, where: Callable[[int], str]
 ) -> bool:
     if not differences:
-        _say(f"compared: all {tokens} tokens of {samples} samples are those of plain decoding")
+        _print(f"compared: all {tokens} tokens of {samples} samples are those of plain decoding")
         return True
-    _say(f"compared: {len(differences)} of {samples} samples differ from plain decoding")
+    _print(f"compared: {len(differences)} of {samples} samples differ from plain decoding")
     for difference in differences:
-        _say(f"  {where(difference.request)}: {difference}")
+        _print(f"  {where(difference.request)}: {difference}")
     return False
 
 
 def _stats(llm: LLM, totals: Totals, samples: int, compiling: float) -> str:
     rate = totals.tokens / totals.seconds if totals.seconds else 0.0
-    said = (
+    speed = (
         f"{samples} samples, {totals.tokens} tokens in {totals.seconds:.2f} s ({rate:.0f} tok/s), "
         f"after {compiling:.2f} s of compiling"
     )
     if not totals.drafted_rounds:
-        return f"{said}\nnothing was drafted"
+        return f"{speed}\nnothing was drafted"
     depths = "  ".join(
         f"{depth}: {'-' if share != share else f'{share:.0%}'}"
         for depth, share in enumerate(totals.per_depth(), 1)
     )
     how = f"{', '.join(map(str, llm.drafting.strategies))}, {llm.spec.acceptance}, {_source(llm)}"
     return (
-        f"{said}\nAcceptance length: {totals.accept_length:.2f} tokens per round over "
+        f"{speed}\nAcceptance length: {totals.accept_length:.2f} tokens per round over "
         f"{totals.rounds} rounds, {totals.rounds - totals.drafted_rounds} of them plain ({how})\n"
         f"accepted {totals.accept_rate:.0%} of what was drafted in depth; at depth {depths}"
     )
 
 
-def _say_rejections(llm: LLM) -> None:
+def _print_rejections(llm: LLM) -> None:
     """Prints tables of why drafts were rejected."""
     from rich.console import Console
 
@@ -390,6 +392,6 @@ def _say_rejections(llm: LLM) -> None:
         console.print(table)
 
 
-def _say(text: str) -> None:
-    """Prints to standard error, for standard output may have the samples."""
+def _print(text: str) -> None:
+    """Prints to standard error, because standard output may have the samples."""
     print(f"specjax generate: {text}", file=sys.stderr)

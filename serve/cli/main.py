@@ -1,8 +1,8 @@
 """The commands of `specjax`, their exit statuses, and `specjax bench`.
 
 The exit status is 0 after success, 1 after a failure, 2 after wrong arguments, and as in a shell
-130 after Ctrl-C and 141 when the reader of a pipe has gone. `specjax verify` and the benches have
-more.
+130 after Ctrl-C and 141 when the reader of a pipe has closed it. `specjax verify` and the benches
+have further ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from specjax.interrupts import INTERRUPTED
 COMMANDS = {
     "generate": "generate text, with speculation, from prompts or a file of them",
     "serve": "serve a model behind OpenAI's API",
-    "convert": "turn Hugging Face checkpoints into Orbax ones and back",
+    "convert": "convert checkpoints between the layouts of Hugging Face and Orbax",
     "verify": "check that speculative decoding of a model is lossless",
     "bench": "run one of the benches behind the numbers in docs/results.md",
 }
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit status.
 
     Raises:
-      SystemExit: a parser's, after help or a mistake.
+      SystemExit: a parser printed help or refused the arguments.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     name = " ".join(["specjax", *args[:1]]) if args[:1] and args[0] in COMMANDS else "specjax"
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _run(args)
         finally:
-            # A broken pipe must raise here, where it can be caught, and not at exit.
+            # A broken pipe must raise while it can be caught, and not at exit.
             sys.stdout.flush()
     except Failure as error:
         hint = f"\nTry {name} --help" if isinstance(error, UsageError) else ""
@@ -101,7 +101,7 @@ def _help() -> str:
     commands = "\n".join(f"  {name:<{width}}  {does}" for name, does in COMMANDS.items())
     return (
         "usage: specjax COMMAND ...\n\n"
-        "Lossless speculative rollouts: the same tokens, sooner.\n\n"
+        "Speculative rollouts that change no token.\n\n"
         f"commands (specjax COMMAND --help says more):\n{commands}\n\n"
         "  --version  versions of specjax, jax and Python\n\n"
         f"{EXAMPLES}\n\n"
@@ -151,7 +151,7 @@ def bench(argv: Sequence[str]) -> int:
 
 
 def find_benches() -> dict[str, str]:
-    """The benches that can be run, with a line about each; they are parsed, not imported."""
+    """The benches that can be run -> a line about each, from their source without importing it."""
     package = importlib.util.find_spec("bench")
     if package is None or not package.submodule_search_locations:
         raise Failure("the package `bench` is not installed; install specjax from its source tree")

@@ -1,4 +1,4 @@
-"""Output of samples: JSON lines, texts in order, or one text while it grows."""
+"""Output of samples as JSON lines, as texts in order, or as one text while it is generated."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from serve.cli.prompts import STDIN, Prompt
 from serve.detokenize import IncrementalDetokenizer
 from specjax.config import SamplingParams
 
-_SPECULATION = ("speculative", "strategy", "n")  # change no token of a sample
-EXACT = ("coupled", "greedy")  # acceptance rules under which tokens are plain decoding's
+_SPECULATION = ("speculative", "strategy", "n")  # options that change no token of a sample
+EXACT = ("coupled", "greedy")  # acceptance modes with the tokens of plain decoding
 
 
 def key_of(model: str, prompt: Sequence[int], params: SamplingParams) -> str:
-    """A hash of model, prompt and options: samples of one key and number are equal."""
+    """A hash of model, prompt and options; samples with equal keys and numbers are equal."""
     options = dataclasses.asdict(params)
     options = {name: value for name, value in options.items() if name not in _SPECULATION}
     text = json.dumps([model, list(prompt), options], sort_keys=True)
@@ -29,11 +29,13 @@ def key_of(model: str, prompt: Sequence[int], params: SamplingParams) -> str:
 
 
 def origin_of(llm, acceptance: str, drafts: str) -> dict[str, str]:
-    """What the samples of a call depend on beside prompts and options.
+    """The weights, dtype and acceptance on which the samples of a call depend.
 
     Args:
-      acceptance, drafts: the acceptance mode, and the draft source with its strategy, on which
-        samples depend where the mode is equal in distribution only.
+      llm: the `LLM` that generates.
+      acceptance: the acceptance mode.
+      drafts: the draft source and its strategies, on which samples depend in modes that are equal
+        to plain decoding in distribution only.
     """
     sums = llm.engine.runner.checksums
     found = {"weights": f"{sums['policy']:08x}", "dtype": llm.cfg.run.compute_dtype}
@@ -72,20 +74,22 @@ class JsonLines:
     """Writes one line per sample, and flushes it as soon as the sample has ended.
 
     Args:
-      name: of the file; `-` is standard output.
-      resume: continue a file that was not completed. replace: overwrite it.
+      name: name of the file; `-` is standard output.
+      resume: whether to continue an incomplete file.
+      replace: whether to overwrite the file.
 
     Attributes:
-      there: keys of the samples that the file has already, by index and number of the sample.
-      origins: what they depend on, see `origin_of`.
+      known: keys of the samples that the file has, by index and number of the sample.
+      origins: the origins of these samples, see `origin_of`.
 
     Raises:
-      UsageError: the file is not empty, and neither was asked for, or it is no such file.
+      UsageError: the file is not empty and is neither resumed nor replaced, or it was not written
+        by `specjax generate`.
     """
 
     def __init__(self, name: str, resume: bool = False, replace: bool = False):
         self._name = name
-        self.there: dict[tuple[int, int], str] = {}
+        self.known: dict[tuple[int, int], str] = {}
         self.origins: list[dict[str, str]] = []
         if name == STDIN:
             self._file = sys.stdout
@@ -110,13 +114,13 @@ class JsonLines:
         for number, line in enumerate(raw[:whole].splitlines(), 1):
             try:
                 row = json.loads(line)
-                self.there[row["index"], row["sample"]] = row["key"]
+                self.known[row["index"], row["sample"]] = row["key"]
                 if row["origin"] not in self.origins:
                     self.origins.append(row["origin"])
             except (ValueError, KeyError, TypeError) as error:
                 raise UsageError(
-                    f"--resume: {path} line {number} is not of `specjax generate`; choose another "
-                    "--output"
+                    f"--resume: {path} line {number} was not written by `specjax generate`; choose "
+                    "another --output"
                 ) from error
         with path.open("r+b") as file:
             file.truncate(whole)
@@ -125,7 +129,8 @@ class JsonLines:
         """Raises UsageError if samples of the file depend on other weights, dtype or acceptance.
 
         Args:
-          model: as it was typed.
+          origin: `origin_of` this call.
+          model: name of the model as the user typed it.
         """
         for other in self.origins:
             changed = [name for name in origin if other.get(name) != origin[name]]
@@ -142,9 +147,9 @@ class JsonLines:
         """Whether the file has this sample.
 
         Raises:
-          UsageError: it has one of another prompt, model or options in its place.
+          UsageError: the file has this sample of another prompt, model or options.
         """
-        found = self.there.get((prompt.index, sample))
+        found = self.known.get((prompt.index, sample))
         if found not in (None, key):
             raise UsageError(
                 f"--resume: {self._name} has sample {sample} of {prompt.where} from another "
@@ -163,8 +168,8 @@ class JsonLines:
             with contextlib.suppress(OSError):  # closing writes the buffer again
                 self.close()
             raise Failure(
-                f"writing {self._name} failed: {error.strerror}; --resume goes on once there is "
-                "room"
+                f"writing {self._name} failed: {error.strerror}; make room and continue with "
+                "--resume"
             ) from error
 
     def close(self) -> None:
@@ -201,7 +206,7 @@ class TextInOrder:
 
 
 class StreamedText:
-    """Prints the text of one sample while it grows; a watcher of the engine."""
+    """Prints the text of one sample while it is generated; a watcher of the engine."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str]):
         self._stream = IncrementalDetokenizer(decode, stop)

@@ -28,12 +28,13 @@ class Prompt:
     """A prompt of the command line or of a file.
 
     Attributes:
-      index: from 0; in a file the line's number minus 1. where: its name in messages.
-      text: of the prompt, or its token ids; None where there are messages.
-      messages: of a conversation, for the chat template.
-      settings: sampling options of its own, by their names in `SamplingParams`.
+      index: number of the prompt from 0; in a file, the line's number minus 1.
+      where: name of the prompt in messages.
+      text: text or token ids of the prompt; None for a conversation.
+      messages: messages of a conversation, for the chat template.
+      settings: sampling options of this prompt, by their names in `SamplingParams`.
       template: variables of the chat template.
-      id: copied to the output, if the line has one.
+      id: value of `id` in the line, which is copied to the output.
     """
 
     index: int
@@ -54,11 +55,12 @@ def of_file(name: str, json_lines: bool, chat: bool) -> tuple[list[Prompt], list
     """Reads the prompts of a file.
 
     Args:
-      name: of the file; `-` is standard input. json_lines: whatever its name ends in.
-      chat: lines of text, and `prompt` in JSON, are messages of a user.
+      name: name of the file; `-` is standard input.
+      json_lines: whether to read JSON lines, whatever the name ends in.
+      chat: whether lines of text, and `prompt` in JSON, are messages of a user.
 
     Returns:
-      the prompts, and a message for each line that is none. Empty lines are skipped.
+      the prompts, and a message for each line that cannot be used. Empty lines are skipped.
 
     Raises:
       UsageError: the file cannot be read.
@@ -67,11 +69,11 @@ def of_file(name: str, json_lines: bool, chat: bool) -> tuple[list[Prompt], list
         raw = sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()
     except OSError as error:
         raise UsageError(f"--file {name}: {error.strerror}") from error
-    shown = "standard input" if name == STDIN else name
+    source = "standard input" if name == STDIN else name
     prompts, problems = [], []
-    if name.endswith(JSON_SUFFIX) and (values := _whole(raw)) is not None:
+    if name.endswith(JSON_SUFFIX) and (values := _json_entries(raw)) is not None:
         for index, value in enumerate(values):
-            where = f"{shown} entry {index + 1}"
+            where = f"{source} entry {index + 1}"
             try:
                 prompts.append(_of_value(index, where, value, chat))
             except (ValueError, RecursionError) as error:
@@ -79,7 +81,7 @@ def of_file(name: str, json_lines: bool, chat: bool) -> tuple[list[Prompt], list
         return prompts, problems
     json_lines = json_lines or name.endswith((*JSON_SUFFIXES, JSON_SUFFIX))
     for index, line in enumerate(raw.split(b"\n")):
-        where = f"{shown} line {index + 1}"
+        where = f"{source} line {index + 1}"
         try:
             text = line.decode("utf-8-sig" if index == 0 else "utf-8").removesuffix("\r")
             if text.strip():
@@ -98,8 +100,8 @@ def _of_text(index: int, where: str, text: str, chat: bool) -> Prompt:
     return Prompt(index, where, text)
 
 
-def _whole(raw: bytes) -> list | None:
-    """The entries of a JSON file; None: it is not JSON, but may be JSON lines."""
+def _json_entries(raw: bytes) -> list | None:
+    """The entries of a JSON file; None if it is not JSON, as it may be JSON lines."""
     try:
         value = json.loads(raw.decode("utf-8-sig"))
     except (ValueError, RecursionError):
@@ -115,7 +117,7 @@ def _is_conversation(value: Any) -> bool:
 
 
 def _of_value(index: int, where: str, value: Any, chat: bool) -> Prompt:
-    """Makes a prompt of a JSON value; raises ValueError where it is none."""
+    """Makes a prompt from a JSON value; raises ValueError for a value that is no prompt."""
     if _is_conversation(value):
         value = {"messages": value}
     if not isinstance(value, dict):

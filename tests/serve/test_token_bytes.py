@@ -6,7 +6,7 @@ import pytest
 import small_tokenizers
 from small_tokenizers import END, KINDS
 
-from serve.responses import LEAST, ChatResponse, CompletionResponse, TokenTexts
+from serve.responses import MIN_LOGPROB, ChatResponse, CompletionResponse, TokenTexts
 from specjax.tokenizer import load_tokenizer
 
 TEXTS = ("the thé cat", "naïve\n日本 🙂", "a\tb\r\n", "the  the", f"end.{END}")
@@ -75,7 +75,7 @@ def test_the_generated_token_keeps_its_text_where_another_has_the_same(tmp_path)
     said = reply.logprobs([letter, byte], [-2.0, -0.5], top, 0, 2)
     assert said["top_logprobs"] == [
         {f"token_id:{byte}": -0.5, "b": -1.0, "a": -2.0},
-        {"a": -0.5, f"token_id:{letter}": LEAST},
+        {"a": -0.5, f"token_id:{letter}": MIN_LOGPROB},
     ]
     assert said["tokens"] == ["a", "a"]
     chat = ChatResponse("m", TokenTexts(made)).logprobs([letter], [-2.0], top, 0, 3)
