@@ -152,7 +152,7 @@ def test_sigterm_lets_what_runs_finish(restarted):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--model", "/nowhere", "port=0"], "none at /nowhere"),
+        (["--model", "/nowhere", "port=0"], "no model at /nowhere"),
         ([], "required keys"),
         (["--model", "x", "engine.max_bach=3"], "did you mean 'engine.max_batch'"),
         (["--model", "x", "speculation.strategy=off", "speculation.controller=ema"], "leave one"),
