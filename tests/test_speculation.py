@@ -39,7 +39,7 @@ CANNOT = {
     "generate": {},
     "verify": {
         "exact_mode": "the check of identity compares every token",
-        "telemetry": "the requests of the checks are drawn at random",
+        "telemetry": "the checks use random requests",
     },
 }
 
