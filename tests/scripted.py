@@ -14,8 +14,8 @@ class Flips(Controller):
         super().__init__(arms)
         self._names = itertools.cycle(names)
 
-    def _choose(self, batch_size):
+    def choose(self, batch_size):
         return next(self._names)
 
-    def _learn(self, seen):
+    def learn(self, seen):
         pass

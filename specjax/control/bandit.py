@@ -30,13 +30,14 @@ class BanditConfig:
     """Settings of the bandit.
 
     Attributes:
-      thresholds: smallest batch size of each group; [1, 2, 5, 21] means 1, 2-4, 5-20, 21 and more.
+      thresholds: the smallest batch size of each group; [1, 2, 5, 21] means 1, 2-4, 5-20 and 21
+        or more.
       epsilon: share of choices that are made at random.
-      window: rewards that an arm remembers.
-      reward: `throughput` (accept length x batch size / seconds per round) or `accept_length`.
-        The latter never prefers plain decoding, whose accept length is 1.
-      score: `median` or `mean` of the window.
-      seed: of the random choices.
+      window: number of rewards that are kept per arm.
+      reward: what a chunk counts as: `throughput` (accept length x batch size / seconds per
+        round) or `accept_length`. The latter never prefers plain decoding, with its length of 1.
+      score: how an arm's rewards are averaged, `median` or `mean`.
+      seed: seed of the random choices.
     """
 
     thresholds: tuple[int, ...] = (1, 2, 5, 21)
@@ -91,7 +92,7 @@ class Bandit(Controller):
         """Score per arm; +infinity where it was never tried."""
         return dict(self._scores[group])
 
-    def _choose(self, batch_size: int) -> str:
+    def choose(self, batch_size: int) -> str:
         self._group = group = self.group(batch_size)
         scores, chosen = self._scores[group], self._chosen[group]
         if self._random.random() < self.config.epsilon:
@@ -103,12 +104,13 @@ class Bandit(Controller):
         log.debug("MAB selected: %s, group %d, scores: %s", name, group, scores)
         return name
 
-    def _first(self) -> str:
-        return max(self.arms, key=self._scores[0].__getitem__)
+    @property
+    def active(self) -> str:
+        return self.current or max(self.arms, key=self._scores[0].__getitem__)
 
-    def _learn(self, seen: Observation) -> None:
+    def learn(self, seen: Observation) -> None:
         reward = self._reward(seen)
-        if reward is None:  # nothing was measured; a zero would bury the arm
+        if reward is None:  # the duration is not known
             return
         group = self.group(seen.batch_size)
         rewards = self._rewards[group][seen.strategy]
@@ -134,8 +136,9 @@ class Bandit(Controller):
             **{f"arm_score/{arm}": s for arm, s in scores.items() if math.isfinite(s)},
         }
 
-    def _state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         return {
+            **super().state(),
             "thresholds": list(self.config.thresholds),
             "rewards": [{a: list(r) for a, r in group.items()} for group in self._rewards],
             "chosen": [dict(group) for group in self._chosen],
@@ -143,7 +146,8 @@ class Bandit(Controller):
             "random": self._random.bit_generator.state,
         }
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
+        super().load_state(state)
         if tuple(state["thresholds"]) != self.config.thresholds:
             raise ValueError(
                 f"expected a state with the groups {list(self.config.thresholds)}, got "

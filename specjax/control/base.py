@@ -29,12 +29,12 @@ LOG_EVERY = 100  # chunks between two lines with a strategy, or with an accept l
 
 
 def canonical(name: str) -> str:
-    """`off` for every name of plain decoding, other names unchanged."""
+    """Returns `off` for every name of plain decoding, other names unchanged."""
     return OFF if name.lower() in OFF_NAMES else name
 
 
 def parse_arms(strategies: Sequence[str | Strategy]) -> dict[str, Strategy]:
-    """The strategies by name, in order and once each.
+    """Returns the strategies by name, in order and once each.
 
     Raises:
       ValueError: there are none, or one is not understood.
@@ -49,21 +49,23 @@ def parse_arms(strategies: Sequence[str | Strategy]) -> dict[str, Strategy]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Observation:
-    """What one chunk showed.
+    """What a controller learns of one finished chunk.
 
     Attributes:
-      batch_size: slots that ran when the chunk was selected for.
-      strategy: what the chunk ran, as `select` named it.
+      batch_size: number of slots that ran when the strategy was selected.
+      strategy: name of the strategy that the chunk ran, as `select` returned it.
       accepted: int [R B], accepted drafts (bonus excluded) per round and slot; -1 where the slot
-        did not run. Give them before stops and limits cut the path, if they are known: a cut is
-        no rejection. Plain decoding accepts 0 in every round.
-      seconds: of the whole chunk. Zero, negative or not finite: not known.
-      tokens: emitted by the chunk, after cuts; by default accepted + 1 per slot and round.
-      rounds: that ran; by default those in which a slot of `accepted` did.
-      catch_up: rows that the draft had not read when the chunk began: tokens of plain decoding
-        since it last did, of the slot that had most.
-      opted_out: slots that draft nothing whatever is chosen; -1 in `accepted` of what drafts.
-      ended: samples that ended in the chunk, by a stop or a limit.
+        did not run. Counted before stops and limits cut the path, if known, because a cut is no
+        rejection. Plain decoding accepts 0 in every round.
+      seconds: duration of the whole chunk; zero, negative or not finite where it is not known.
+      tokens: number of tokens that the chunk emitted, after cuts; by default accepted + 1 per slot
+        and round.
+      rounds: number of rounds that ran; by default those in which a slot of `accepted` ran.
+      catch_up: number of tokens that plain decoding emitted since the draft last read, of the slot
+        with the most; the draft reads them at the start of the chunk.
+      opted_out: number of slots whose samples asked for no drafts. Their entries of `accepted` are
+        -1 in chunks that draft.
+      ended: number of samples that ended in the chunk, by a stop or a limit.
     """
 
     batch_size: int
@@ -102,7 +104,7 @@ class Observation:
         seconds: float,
         tokens: int | None = None,
     ) -> Observation:
-        """From the accepted drafts of the running slots, one list per round."""
+        """Builds one from the accepted drafts of the running slots, one list per round."""
         width = max(map(len, per_round), default=0)
         accepted = np.full((len(per_round), width), -1, np.int64)
         for row, values in zip(accepted, per_round, strict=True):
@@ -111,11 +113,12 @@ class Observation:
 
     @functools.cached_property
     def slot_rounds(self) -> int:
+        """Number of (slot, round) pairs that ran."""
         return sum(self.histogram[1:])
 
     @functools.cached_property
     def histogram(self) -> list[int]:
-        """[k]: in how many (slot, round) pairs k tokens were emitted (before cuts)."""
+        """Number of (slot, round) pairs that emitted k tokens, before cuts, by k."""
         return np.bincount(self.accepted.ravel() + 1, minlength=1).tolist()
 
     @functools.cached_property
@@ -127,7 +130,7 @@ class Observation:
 
     @functools.cached_property
     def seconds_per_round(self) -> float | None:
-        """None where no time is known."""
+        """Seconds per round; None where the duration is not known."""
         seconds, rounds = float(self.seconds), self.rounds
         return seconds / rounds if rounds and math.isfinite(seconds) and seconds > 0 else None
 
@@ -135,74 +138,74 @@ class Observation:
 class Controller(abc.ABC):
     """Chooses the strategy of the next chunk.
 
+    A subclass defines `choose` and `learn`. If it holds anything that it learned, it extends
+    `state` and `load_state`. The engine calls `select` and `observe`, which check and log.
+
     Attributes:
-      arms: names of the strategies that `select` may return.
-      drafts: the strategies by these names.
-      current: what `select` returned last, None before.
-      rounds_hint: rounds that suffice for the chunk just selected; None: as many as a chunk has.
+      arms: names of the strategies to choose from.
+      strategies: the same strategies by name.
+      current: name that `select` returned last; None before the first call.
+      rounds_hint: number of rounds after which the chunk just selected may end; None for the
+        length that the engine gives a chunk.
     """
 
     kind: str = ""
 
     def __init__(self, strategies: Sequence[str | Strategy]):
-        self.drafts = parse_arms(strategies)
-        self.arms = tuple(self.drafts)
+        self.strategies = parse_arms(strategies)
+        self.arms = tuple(self.strategies)
         self.current: str | None = None
         self.rounds_hint: int | None = None
         self._accept_length: float | None = None
         self._tokens_per_sec: float | None = None
         self._chunks = 0
-        self._log_level = logging.INFO  # a gate lowers that of the controller behind it
-        self._said: str | None = None  # the strategy that the log named last
-        self._unsaid = LOG_EVERY  # chunks selected since then
+        self._log_level = logging.INFO  # `Gate` lowers that of the controller behind it
+        self._logged: str | None = None  # the strategy that the log named last
+        self._since_logged = LOG_EVERY  # chunks selected since then
+
+    @abc.abstractmethod
+    def choose(self, batch_size: int) -> str:
+        """Returns the name of the strategy for the next chunk, of `batch_size` running slots."""
+
+    @abc.abstractmethod
+    def learn(self, seen: Observation) -> None:
+        """Takes in a finished chunk, of a strategy of its own, in which at least one slot ran."""
 
     def select(self, batch_size: int) -> str:
-        """The strategy of the next chunk, for `batch_size` running slots."""
+        """Returns what `choose` chose, and logs a change at most every `LOG_EVERY` chunks."""
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        name = self._choose(int(batch_size))
-        if name not in self.drafts:
+        name = self.choose(int(batch_size))
+        if name not in self.strategies:
             raise AssertionError(f"{self.kind} chose {name!r}, which is none of {self.arms}")
-        self._say(name, batch_size)
+        self._since_logged += 1
+        if name != self._logged and self._since_logged >= LOG_EVERY:
+            self._logged, self._since_logged = name, 0
+            log.log(
+                self._log_level, "Using strategy: %s (batch size %d, %s)",
+                name, batch_size, self.kind,
+            )  # fmt: skip
         self.current = name
         return name
 
-    def _say(self, name: str, batch_size: int) -> None:
-        """Logs a strategy that is new; one that stays is named soon, and of those that change all
-        the time one now and then."""
-        self._unsaid += 1
-        if name != self._said and self._unsaid >= LOG_EVERY:
-            self._said, self._unsaid = name, 0
-            log.log(
-                self._log_level,
-                "Using strategy: %s (batch size %d, %s)",
-                name,
-                batch_size,
-                self.kind,
-            )
-
     @property
     def active(self) -> str:
-        """The strategy that was chosen last; before the first choice, the one that a batch of one
-        would get, were nothing explored."""
-        return self.current or self._first()
-
-    def _first(self) -> str:
-        return self.arms[0]
+        """The strategy that was chosen last; before the first choice, the one that scores best."""
+        return self.current or self.arms[0]
 
     def may_choose(self, strategy: str, batch_size: int) -> bool:
         """Whether a strategy may be chosen for batches of this size, or of some larger one."""
-        return strategy in self.drafts
+        return strategy in self.strategies
 
     def observe(self, seen: Observation) -> None:
-        """Learns from a finished chunk.
+        """Passes a finished chunk to `learn`, and keeps its figures for the log.
 
-        A chunk in which no slot ran, or of a strategy that is not among `arms` (a gate's `off`),
-        teaches nothing.
+        A chunk in which no slot ran, or of a strategy that is not among `arms` (such as the `off`
+        of `Gate`), is ignored.
         """
-        if not seen.slot_rounds or seen.strategy not in self.drafts:
+        if not seen.slot_rounds or seen.strategy not in self.strategies:
             return
-        self._learn(seen)
+        self.learn(seen)
         self._chunks += 1
         first = self._accept_length is None
         self._accept_length = seen.accept_length
@@ -214,21 +217,21 @@ class Controller(abc.ABC):
             )
 
     def weights_changed(self) -> None:  # noqa: B027  (most controllers need no hint)
-        """The draft's or the policy's weights were swapped: what was learned may not hold."""
+        """Called after the draft's or the policy's weights were swapped."""
 
     def calibrated(self, costs: CostTable) -> None:  # noqa: B027  (most ask for no costs)
-        """Costs were measured, while nothing ran; what else was learned still holds."""
+        """Called with costs that were measured anew while no chunk ran."""
 
     def gains(self, batch_size: int) -> dict[str, float]:
-        """How many times as fast as plain decoding each strategy is, by what was measured.
+        """Returns by strategy how many times as fast as plain decoding it is, as measured.
 
-        A strategy of which the cost or the acceptance is a guess is left out; most controllers
-        measure no costs, and know none.
+        A strategy whose cost or acceptance was not measured is left out. Controllers that measure
+        no costs return {}.
         """
         return {}
 
     def state(self) -> dict[str, Any]:
-        """Everything that a restored controller needs to continue identically; JSON-able."""
+        """Returns, for JSON, all that a restored controller needs to continue identically."""
         return {
             "kind": self.kind,
             "arms": list(self.arms),
@@ -236,14 +239,13 @@ class Controller(abc.ABC):
             "accept_length": self._accept_length,
             "tokens_per_sec": self._tokens_per_sec,
             "chunks": self._chunks,
-            **self._state(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes over what `state` returned.
+        """Restores what `state` returned.
 
         Raises:
-          ValueError: it is of another kind of controller, or of other strategies.
+          ValueError: the state is of another kind of controller, or of other strategies.
         """
         got = (state.get("kind"), tuple(state.get("arms", ())))
         if got != (self.kind, self.arms):
@@ -257,26 +259,13 @@ class Controller(abc.ABC):
         self._tokens_per_sec = state["tokens_per_sec"]
         self._chunks = state["chunks"]
         self.rounds_hint = None
-        self._said, self._unsaid = None, LOG_EVERY  # another process has another log
-        self._load(state)
+        self._logged, self._since_logged = None, LOG_EVERY  # another process has another log
 
     def log_fields(self) -> dict[str, float | str]:
-        """For the metrics log, of the last chunk that was observed; numbers are finite."""
+        """Returns metrics of the last chunk that was observed; all numbers are finite."""
         fields: dict[str, float | str] = {"strategy": self.current or "", "controller": self.kind}
         if self._accept_length is not None:
             fields["accept_length"] = self._accept_length
         if self._tokens_per_sec is not None:
             fields["tokens_per_sec"] = self._tokens_per_sec
         return fields
-
-    @abc.abstractmethod
-    def _choose(self, batch_size: int) -> str: ...
-
-    @abc.abstractmethod
-    def _learn(self, seen: Observation) -> None: ...
-
-    def _state(self) -> dict[str, Any]:
-        return {}
-
-    def _load(self, state: dict[str, Any]) -> None:  # noqa: B027  (nothing of its own to load)
-        """Takes over what `_state` returned."""

@@ -26,17 +26,20 @@ DEFAULT_STRATEGIES = tuple(map(Strategy.chain, (0, 1, 2, 4, 7)))
 @checks_keywords
 @dataclasses.dataclass(frozen=True)
 class ControlConfig:
-    """How the strategy is chosen while running.
+    """Settings of the controller that chooses the strategy while running.
 
     Attributes:
-      controller: `goodput`, `static`, `ema` or `bandit`.
-      strategies: to choose from, each a `Strategy` or what `Strategy.parse` reads. `ema` has those
-        of its tiers instead.
-      initial: `static`: the strategy, by default the first; `ema`: where it starts, by default
-        three steps. A tree there makes `ema` static, for its tiers are chains.
-      bs_threshold: speculate only while at most so many slots run; None: no gate.
-      ema_file: JSON or YAML with the settings of `ema`, in place of `ema`.
-      ema, bandit, goodput: settings of the three.
+      controller: kind of controller, `goodput`, `static`, `ema` or `bandit`.
+      strategies: the strategies to choose from, each a `Strategy` or what `Strategy.parse` reads.
+        `ema` takes the chains of its tiers instead.
+      initial: the strategy of `static`, by default the first of `strategies`; the tier at which
+        `ema` starts, by default three steps. A tree makes `ema` static, because its tiers are
+        chains.
+      bs_threshold: largest number of running slots for which to speculate; None for no limit.
+      ema_file: path of a JSON or YAML file with the settings of `ema`, in place of `ema`.
+      ema: settings of the controller `ema`.
+      bandit: settings of the controller `bandit`.
+      goodput: settings of the controller `goodput`.
     """
 
     controller: str = "goodput"
@@ -69,11 +72,11 @@ class ControlConfig:
 
     @classmethod
     def of(cls, asked: ControlConfig | Mapping[str, Any] | str) -> ControlConfig:
-        """Of the name of a controller, or of maps with the keys of a configuration.
+        """Builds one from the name of a controller, or from a map of settings.
 
         Raises:
-          ValueError: see `from_dict`.
-          TypeError: it is none of these.
+          ValueError: a setting is not valid, see `from_dict`.
+          TypeError: `asked` is none of these.
         """
         if isinstance(asked, str):
             return cls(controller=asked)
@@ -88,7 +91,7 @@ class ControlConfig:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> ControlConfig:
-        """From nested maps, such as YAML gives.
+        """Builds one from nested maps, such as YAML gives.
 
         Raises:
           ValueError: a key is not known, or a value is not valid.
@@ -110,19 +113,18 @@ class ControlConfig:
 
     @classmethod
     def from_fastrl(cls, section: Mapping[str, Any], seed: int = 0) -> ControlConfig:
-        """From FastRL's `speculative:` section, which must say nothing of head and rows.
+        """Builds one from FastRL's `speculative:` section.
 
         Raises:
-          ValueError: it does, and `specjax.control.from_fastrl` gives what takes them; or it is not
-            valid, see `read_fastrl`.
+          ValueError: the section sets the head or the rows, which `specjax.control.from_fastrl`
+            takes; or it is not valid, see `read_fastrl`.
         """
         settings = read_fastrl(section, seed)
         if settings.spec_model_path is not None or settings.spec_verify_tokens != FASTRL_ROWS:
             raise ValueError(
                 f"spec_model_path={settings.spec_model_path} and spec_verify_tokens="
                 f"{settings.spec_verify_tokens} are the head and the rows, which no ControlConfig "
-                "has; use specjax.control.from_fastrl(section), which gives the SpecConfig beside "
-                "it"
+                "holds; use specjax.control.from_fastrl(section), which also gives a SpecConfig"
             )
         return cls.of_fastrl(settings)
 
@@ -130,20 +132,22 @@ class ControlConfig:
     def of_fastrl(
         cls, settings: FastRLSettings, bandit: Mapping[str, Any] | None = None
     ) -> ControlConfig:
-        """Of the section as it was read.
+        """Builds one from FastRL's section as `read_fastrl` returned it.
 
         Args:
+          settings: the section.
           bandit: settings of the bandit that FastRL's section has no key for, such as
             {"reward": "accept_length"}.
 
         Raises:
-          ValueError: it does not ask for the bandit, or says itself what `bandit` says.
+          ValueError: `bandit` is given and the section asks for no bandit, or `bandit` sets the
+            thresholds, which the section sets.
         """
         more = dict(bandit or {})
         if more and settings.controller != "bandit":
             raise ValueError(
-                "settings of the bandit stand beside FastRL's section, and it asks for no bandit; "
-                "set its tune_algorithm to 'BEG' or 'EG', or leave them out"
+                "settings of the bandit were given, but FastRL's section asks for no bandit; set "
+                "its tune_algorithm to 'BEG' or 'EG', or leave them out"
             )
         if "thresholds" in more:
             raise ValueError(
@@ -160,7 +164,7 @@ class ControlConfig:
 
     @property
     def arms(self) -> tuple[Strategy, ...]:
-        """Every strategy that may be selected: what has to be compiled."""
+        """Every strategy that may be selected, and so has to be compiled."""
         if self.controller == "ema" and self._ema_falls_back() is None:
             arms = [Strategy.chain(steps) for steps in self.ema.candidate_steps]
         elif self.controller in ("static", "ema"):
@@ -170,7 +174,7 @@ class ControlConfig:
         return tuple(dict.fromkeys(arms if self.bs_threshold is None else [*arms, Strategy.OFF]))
 
     def _ema_falls_back(self) -> str | None:
-        """Why `ema` cannot adapt; None where it can."""
+        """Returns why `ema` cannot adapt; None where it can."""
         initial = self.initial
         if initial is None or initial.is_chain:
             return None
@@ -180,16 +184,18 @@ class ControlConfig:
 def from_fastrl(
     section: Mapping[str, Any], bandit: Mapping[str, Any] | None = None, seed: int = 0
 ) -> tuple[SpecConfig | None, ControlConfig | None]:
-    """What FastRL's `speculative:` section asks for: `LLM(DIR, spec, control=control)`.
+    """Reads FastRL's `speculative:` section for `LLM(DIR, spec, control=control)`.
 
     Args:
-      bandit: see `ControlConfig.of_fastrl`.
+      section: the section, see `read_fastrl`.
+      bandit: settings of the bandit that the section has no key for.
+      seed: seed of the bandit's random choices.
 
     Returns:
-      spec and control; (None, None), which is plain decoding, for `enable: false`.
+      The speculation and its control; (None, None), which is plain decoding, for `enable: false`.
 
     Raises:
-      ValueError: see `read_fastrl` and `ControlConfig.of_fastrl`.
+      ValueError: the section is not valid, see `read_fastrl` and `ControlConfig.of_fastrl`.
     """
     settings = read_fastrl(section, seed)
     control = ControlConfig.of_fastrl(settings, bandit)
@@ -212,13 +218,13 @@ def make_controller(
     """Builds a controller.
 
     Args:
-      config: the configuration, maps with its keys, or the name of a controller.
-      strategies: what is compiled. The controller chooses among these; by default among
-        `config.arms`.
-      costs: seconds per round, calibrated at start (`goodput`).
+      config: the configuration, a map with its keys, or the name of a controller.
+      strategies: the compiled strategies, by default `config.arms`; with the name of a controller,
+        also those that it chooses from.
+      costs: seconds per round, calibrated at start; `goodput` uses them.
 
     Raises:
-      ValueError: the configuration is not valid, or asks for what is not compiled.
+      ValueError: the configuration is not valid, or it names a strategy that is not compiled.
     """
     if isinstance(config, str) and strategies is not None:
         config = ControlConfig(controller=config, strategies=tuple(strategies))
@@ -231,7 +237,7 @@ def make_controller(
             f"controller {config.controller!r} may select {', '.join(missing)}, but only "
             f"{', '.join(compiled)} are compiled; compile ControlConfig.arms, or list fewer"
         )
-    chosen = [compiled[name] for name in names]  # which may be cut to fewer rows
+    chosen = [compiled[name] for name in names]  # these may have fewer rows
     controller = _build(config, chosen, costs)
     if config.bs_threshold is not None:
         controller = Gate(controller, config.bs_threshold)
@@ -252,7 +258,7 @@ def _build(config: ControlConfig, chosen: list[Strategy], costs: CostTable | Non
             return Static(chosen[0])
         return EmaTiers(config.ema, 3 if config.initial is None else config.initial.steps)
     if config.bs_threshold is not None and Strategy.OFF not in config.strategies:
-        chosen = chosen[:-1]  # the gate's `off` is no arm
+        chosen = chosen[:-1]  # the `off` of `Gate` is not for the inner controller
     if config.controller == "bandit":
         return Bandit(chosen, config.bandit)
     return Goodput(chosen, costs, config.goodput)

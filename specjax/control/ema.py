@@ -22,15 +22,15 @@ from specjax.spelling import checks_keywords
 @checks_keywords
 @dataclasses.dataclass(frozen=True)
 class EmaConfig:
-    """Keys of SGLang's `--speculative-adaptive-config`.
+    """Settings with the keys of SGLang's `--speculative-adaptive-config`.
 
     Attributes:
-      candidate_steps: the tiers, draft steps each; 0 is plain decoding.
+      candidate_steps: number of draft steps of each tier; 0 is plain decoding.
       ema_alpha: weight of the newest round in the average.
-      warmup_batches: rounds before the first decision.
-      update_interval: rounds between decisions.
-      down_hysteresis, up_hysteresis: added to the thresholds of a smaller and of a larger tier,
-        in drafts.
+      warmup_batches: number of rounds before the first decision.
+      update_interval: number of rounds between decisions.
+      down_hysteresis: number of drafts that is added to the threshold of a smaller tier.
+      up_hysteresis: number of drafts that is added to the threshold of a larger tier.
     """
 
     candidate_steps: tuple[int, ...] = (1, 3, 7)
@@ -59,7 +59,7 @@ class EmaConfig:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> EmaConfig:
-        """Omitted keys keep their defaults.
+        """Reads a map of settings; omitted keys keep their defaults.
 
         Raises:
           ValueError: a key is not known.
@@ -79,19 +79,16 @@ class EmaConfig:
         return cls.from_dict(json.loads(text))
 
 
-def tier_name(steps: int) -> str:
-    return Strategy.chain(steps).name
-
-
 class EmaTiers(Controller):
-    """Steps up while nearly all drafts are accepted, and down when they are not.
+    """Takes a larger tier while nearly all drafts are accepted, and a smaller one when few are.
 
     A chunk's rounds are replayed in order, and the tier changes at most once per chunk: at the
-    last decision that falls into it. A chunk that ran another tier than the current one is not
-    counted (it was under way when the tier changed; averaging it in would make the tier flap).
+    last decision that falls into it. A chunk of another tier than the current one is not counted:
+    it was enqueued before the tier changed.
 
     Args:
-      initial: draft steps at the start; snapped to the nearest tier, of two to the larger.
+      config: settings of the tiers and their thresholds.
+      initial: number of draft steps at the start; the nearest tier is taken, of two the larger.
     """
 
     kind = "ema"
@@ -99,23 +96,23 @@ class EmaTiers(Controller):
     def __init__(self, config: EmaConfig | None = None, initial: int = 3):
         self.config = config or EmaConfig()
         self.tiers = self.config.candidate_steps
-        super().__init__([tier_name(s) for s in self.tiers])
+        super().__init__([Strategy.chain(s) for s in self.tiers])
         if initial < 0:
             raise ValueError(f"initial steps must be at least 0, got {initial}")
         self.steps = min(self.tiers, key=lambda s: (abs(s - initial), -s))
         self.ema = float(self.steps - 1)
         self.count = 0
 
-    def _choose(self, batch_size: int) -> str:
-        return tier_name(self.steps)
+    def choose(self, batch_size: int) -> str:
+        return self.active
 
     @property
     def active(self) -> str:
-        """The tier, though its first chunk be still to come."""
-        return tier_name(self.steps)
+        """The current tier, even before its first chunk."""
+        return Strategy.chain(self.steps).name
 
-    def _learn(self, seen: Observation) -> None:
-        if seen.strategy != tier_name(self.steps):
+    def learn(self, seen: Observation) -> None:
+        if seen.strategy != self.active:
             return
         target = None
         for row in seen.accepted:
@@ -139,9 +136,9 @@ class EmaTiers(Controller):
             self.steps = target
 
     def _decide(self) -> int:
-        """The tier that the average asks for now."""
+        """Returns the draft steps of the tier that the average calls for."""
         at = start = self.tiers.index(self.steps)
-        if self.steps == 0:  # no drafts, no evidence: try the smallest tier again
+        if self.steps == 0:  # plain decoding shows no acceptance: probe the smallest tier
             return self.tiers[min(1, len(self.tiers) - 1)]
         while at > 0:
             below = self.tiers[at - 1]
@@ -163,8 +160,9 @@ class EmaTiers(Controller):
             "ema_accept_len": self.ema,
         }
 
-    def _state(self) -> dict[str, Any]:
-        return {"steps": self.steps, "ema": self.ema, "count": self.count}
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "steps": self.steps, "ema": self.ema, "count": self.count}
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
+        super().load_state(state)
         self.steps, self.ema, self.count = state["steps"], state["ema"], state["count"]

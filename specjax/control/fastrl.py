@@ -1,4 +1,4 @@
-"""FastRL's `speculative:` section, read as it stands."""
+"""Reads FastRL's `speculative:` section without changes to it."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ FASTRL_ROWS = 48  # spec_verify_tokens where the section does not say
 @checks_keywords
 @dataclasses.dataclass(frozen=True)
 class FastRLSettings:
-    """What the section asks for.
+    """Settings of FastRL's section in the terms of this project.
 
     Attributes:
       enabled: whether to speculate at all.
-      controller: `bandit`, or `static` where speculation is off or not tuned.
-      strategies: the arms, or the one strategy.
-      bs_threshold: speculate only in running batches of at most so many; None: always.
+      controller: kind of controller, `bandit`, or `static` where speculation is off or not tuned.
+      strategies: the strategies to choose from, or the one fixed strategy.
+      bs_threshold: largest number of running slots for which to speculate; None for no limit.
       bandit: settings of the bandit.
-      spec_model_path: the draft head's checkpoint; None: the one that lies with the policy.
-      spec_verify_tokens: rows at most, as in `SpecConfig`.
+      spec_model_path: path of the draft head's checkpoint; None for the one beside the policy's.
+      spec_verify_tokens: largest number of rows, as in `SpecConfig`.
     """
 
     enabled: bool
@@ -46,7 +46,7 @@ class FastRLSettings:
 
 
 def read_fastrl(section: Mapping[str, Any], seed: int = 0) -> FastRLSettings:
-    """Reads the section, with or without its name `speculative` around it.
+    """Reads the section, with or without its key `speculative` around it.
 
     `bs_threshold` is an upper limit, as in FastRL's code (a comment in its documents says the
     opposite). The arms are `mab_configs` and `off`, which its strategy space has although its
@@ -110,7 +110,7 @@ def _check_keys(where: str, section: Any, known: tuple[str, ...]) -> None:
 
 
 def _arm(name: str, most: int) -> Strategy:
-    """The strategy that FastRL's name for one means here.
+    """Returns the strategy that FastRL's name stands for.
 
     FastRL lists trees with fewer rows than steps + 1, such as `8_4_8`: seven drafted rows hold no
     path deeper than seven, so the deeper steps draft for nothing.

@@ -268,7 +268,7 @@ class Goodput(Controller):
         self.config = config or GoodputConfig()
         # A copy: two controllers over one calibration must not learn from each other.
         self.costs = CostTable.from_state((costs or CostTable()).state())
-        self.acceptance = Acceptance(self.drafts, self.config.half_life, self.config.prior)
+        self.acceptance = Acceptance(self.strategies, self.config.half_life, self.config.prior)
         self.regret_seconds = self.seconds = 0.0
         self.probes = 0
         self._best: dict[int, str] = {}  # by bucket
@@ -302,7 +302,7 @@ class Goodput(Controller):
         return self.costs.seconds(arm, batch_size, self._full_rounds(arm))
 
     def _full_rounds(self, arm: str) -> float:
-        draft = self.drafts.get(arm)
+        draft = self.strategies.get(arm)
         return self._chunk_tokens / (1 + (draft.steps if draft else 0))
 
     @property
@@ -323,13 +323,14 @@ class Goodput(Controller):
         plain = measured.get(OFF)
         return {} if plain is None else {arm: score / plain for arm, score in measured.items()}
 
-    def _first(self) -> str:
+    @property
+    def active(self) -> str:
         scores = self.scores(1)
-        return max(self.arms, key=scores.__getitem__)
+        return self.current or max(self.arms, key=scores.__getitem__)
 
     # --- choosing --------------------------------------------------------------------------------
 
-    def _choose(self, batch_size: int) -> str:
+    def choose(self, batch_size: int) -> str:
         scores, at = self.scores(batch_size), self.costs.index(batch_size)
         best = max(self.arms, key=scores.__getitem__)
         current = self._best.get(at)
@@ -383,7 +384,8 @@ class Goodput(Controller):
     ) -> list[str]:
         """What would win if all that is not known turned out well, and plain decoding; the
         neighbours of what runs come first."""
-        order = sorted(self.arms, key=lambda arm: (self.drafts[arm].steps, self.drafts[arm].rows))
+        drafts = self.strategies
+        order = sorted(self.arms, key=lambda arm: (drafts[arm].steps, drafts[arm].rows))
         here, seen, wanted = order.index(current), set(), []
         for arm in sorted(order, key=lambda arm: abs(order.index(arm) - here)):
             hoped = self.acceptance.hoped_tokens(arm, current, self._goes_on)
@@ -409,7 +411,7 @@ class Goodput(Controller):
         self.costs = CostTable.from_state(costs.state())
         self._best, self._probe = {}, None
 
-    def _learn(self, seen: Observation) -> None:
+    def learn(self, seen: Observation) -> None:
         name, batch, rounds, per_round = (
             seen.strategy, seen.batch_size, seen.rounds, seen.seconds_per_round
         )  # fmt: skip
@@ -430,7 +432,7 @@ class Goodput(Controller):
         if drafts:
             self._judge(seen)
         if not is_probe:
-            room = rounds * (1 + self.drafts[name].steps)
+            room = rounds * (1 + self.strategies[name].steps)
             self._chunk_tokens += 0.25 * (room - self._chunk_tokens)
         if known:
             self._account(seen, late)
@@ -477,8 +479,9 @@ class Goodput(Controller):
 
     # --- state -----------------------------------------------------------------------------------
 
-    def _state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         return {
+            **super().state(),
             "costs": self.costs.state(),
             "acceptance": self.acceptance.state(),
             "best": {str(at): name for at, name in self._best.items()},
@@ -488,7 +491,8 @@ class Goodput(Controller):
             **{name: getattr(self, name) for name in _NUMBERS},
         }
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
+        super().load_state(state)
         if "probed" not in state:
             log.warning(
                 "the state of the goodput controller was saved by an earlier version, which kept "

@@ -1,4 +1,4 @@
-"""One strategy for ever, and the gate that keeps any controller from speculating in a crowd."""
+"""A fixed strategy, and the batch size above which any controller stops speculating."""
 
 from __future__ import annotations
 
@@ -11,25 +11,29 @@ from specjax.control.costs import CostTable
 
 
 class Static(Controller):
-    """Always the same strategy."""
+    """Always chooses the same strategy."""
 
     kind = "static"
 
     def __init__(self, strategy: str | Strategy):
         super().__init__([strategy])
 
-    def _choose(self, batch_size: int) -> str:
+    def choose(self, batch_size: int) -> str:
         return self.arms[0]
 
-    def _learn(self, seen: Observation) -> None:
+    def learn(self, seen: Observation) -> None:
         pass
 
 
 class Gate(Controller):
     """Speculates only while the running batch is at most `bs_threshold` (FastRL's setting).
 
-    Above it the choice is `off` and the controller behind the gate is not asked, so it counts no
-    choice that was never made; it does see every chunk, for costs of `off` are worth knowing.
+    Above it the choice is `off`, and the inner controller is not asked. It does observe every
+    chunk, because it compares the cost of `off` with those of other strategies.
+
+    Args:
+      inner: the controller that chooses up to `bs_threshold`.
+      bs_threshold: the largest number of running slots for which to speculate.
     """
 
     kind = "gate"
@@ -37,13 +41,13 @@ class Gate(Controller):
     def __init__(self, inner: Controller, bs_threshold: int):
         if bs_threshold < 0:
             raise ValueError(f"bs_threshold must be at least 0, got {bs_threshold}")
-        super().__init__([*inner.drafts.values(), Strategy.OFF])
+        super().__init__([*inner.strategies.values(), Strategy.OFF])
         self.inner = inner
         inner._log_level = logging.DEBUG  # one line per choice is enough
         self.bs_threshold = bs_threshold
         self._closed = False
 
-    def _choose(self, batch_size: int) -> str:
+    def choose(self, batch_size: int) -> str:
         self._closed = batch_size > self.bs_threshold
         if self._closed:
             self.rounds_hint = None
@@ -52,7 +56,7 @@ class Gate(Controller):
         self.rounds_hint = self.inner.rounds_hint
         return name
 
-    def _learn(self, seen: Observation) -> None:
+    def learn(self, seen: Observation) -> None:
         self.inner.observe(seen)
 
     @property
@@ -76,9 +80,10 @@ class Gate(Controller):
     def log_fields(self) -> dict[str, float | str]:
         return {**self.inner.log_fields(), **super().log_fields(), "gated": float(self._closed)}
 
-    def _state(self) -> dict[str, Any]:
-        return {"closed": self._closed, "inner": self.inner.state()}
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "closed": self._closed, "inner": self.inner.state()}
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
+        super().load_state(state)
         self._closed = state["closed"]
         self.inner.load_state(state["inner"])

@@ -24,12 +24,12 @@ class Told(Controller):
         super().__init__(["off", "1_1_2"])
         self.asked, self.seen, self.announced = 0, [], 0
 
-    def _choose(self, batch_size):
+    def choose(self, batch_size):
         self.asked += 1
         self.rounds_hint = 3
         return "1_1_2"
 
-    def _learn(self, seen):
+    def learn(self, seen):
         self.seen.append(seen.strategy)
 
     def weights_changed(self):

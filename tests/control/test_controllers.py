@@ -110,7 +110,7 @@ def contents(thing):
     if isinstance(thing, np.random.Generator):
         return thing.bit_generator.state
     if isinstance(thing, dict):
-        passing = ("rounds_hint", "_rates", "config", "_said", "_unsaid")
+        passing = ("rounds_hint", "_rates", "config", "_logged", "_since_logged")
         return {key: contents(value) for key, value in thing.items() if key not in passing}
     if isinstance(thing, (list, tuple, deque)):
         return [contents(item) for item in thing]
@@ -251,12 +251,12 @@ def test_it_imports_without_jax():
 def test_strategies_that_change_all_the_time_are_named_now_and_then_and_one_that_stays_soon(caplog):
     caplog.set_level("INFO", "specjax.control")
     controller = build("bandit")
-    controller.drafts = parse_arms(["off", "1_1_2"])
+    controller.strategies = parse_arms(["off", "1_1_2"])
 
     def named(choices):
         caplog.clear()
         for choice in choices:
-            controller._choose = lambda batch_size, choice=choice: choice
+            controller.choose = lambda batch_size, choice=choice: choice
             controller.select(1)
         return [record.message.split()[2] for record in caplog.records]
 

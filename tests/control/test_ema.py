@@ -5,7 +5,6 @@ import json
 import pytest
 
 from specjax.control import EmaConfig, EmaTiers, Observation, make_controller
-from specjax.control.ema import tier_name
 
 EAGER = {"ema_alpha": 1.0, "warmup_batches": 0, "update_interval": 1}
 
@@ -157,4 +156,5 @@ def test_a_tree_falls_back_to_static_and_says_why(caplog):
 
 
 def test_tiers_are_chains_and_off():
-    assert [tier_name(s) for s in (0, 1, 3, 7)] == ["off", "1_1_2", "3_1_4", "7_1_8"]
+    tiers = EmaTiers(EmaConfig(candidate_steps=(0, 1, 3, 7)))
+    assert list(tiers.arms) == ["off", "1_1_2", "3_1_4", "7_1_8"]

@@ -298,7 +298,7 @@ def test_drafts_behind_the_end_of_a_sample_count_for_nothing():
         controller, chosen = Goodput(("2_1_3", "7_1_8"), costs), []
         for _ in range(60):
             chosen.append(name := controller.select(4))
-            drafts = controller.drafts[name].steps
+            drafts = controller.strategies[name].steps
             emitted = drafts + 1 if length is None else min(drafts + 1, length)
             controller.observe(
                 Observation(

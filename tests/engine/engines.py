@@ -27,10 +27,10 @@ class AtRandom(Controller):
         super().__init__(arms)
         self._random = np.random.default_rng(seed)
 
-    def _choose(self, batch_size):
+    def choose(self, batch_size):
         return str(self._random.choice(self.arms))
 
-    def _learn(self, seen):
+    def learn(self, seen):
         pass
 
 

@@ -126,11 +126,11 @@ class Chosen(Controller):
         super().__init__(ARMS)
         self._names, self.hints, self.seen = itertools.cycle(names), [*hints], []
 
-    def _choose(self, batch_size):
+    def choose(self, batch_size):
         self.rounds_hint = self.hints.pop(0) if self.hints else None
         return next(self._names)
 
-    def _learn(self, seen):
+    def learn(self, seen):
         self.seen.append(seen)
 
 
@@ -216,10 +216,10 @@ class Told(Controller):
     def observe(self, observation):
         self.seconds.append(observation.seconds)
 
-    def _choose(self, batch_size):
+    def choose(self, batch_size):
         return self.arms[0]
 
-    def _learn(self, seen):
+    def learn(self, seen):
         pass
 
 
