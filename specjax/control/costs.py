@@ -1,4 +1,4 @@
-"""Seconds per round by strategy and batch bucket: calibrated at start, followed while running."""
+"""Seconds per round by strategy and batch size: calibrated at start, then a moving average."""
 
 from __future__ import annotations
 
@@ -17,30 +17,27 @@ from specjax.config.strategy import Strategy
 DEFAULT_BUCKETS = tuple(2**i for i in range(11))
 
 _FOLLOW = 0.2  # weight of a chunk in the moving average
-_COMPARE = 0.15  # the same, at least, of a chunk that is compared with another strategy's
-_OUTLIER = 0.35  # in logs: a chunk that takes longer by more counts only if the next one does
-_GUESSED_SLACK = 0.35  # by what share a guessed cost may be too high,
-_SLACK, _LEAST_SLACK = 0.3, 0.05  # and one that was calibrated, or compared often
-_LEAST_SHARE = 0.1  # of the seconds of a chunk that its rounds take
+_OUTLIER = 0.35  # error of the log seconds above which a slow chunk is an outlier
+_SLACK, _LEAST_SLACK = 0.3, 0.05  # share by which a cost may be too high: at first, at least
+_LEAST_SHARE = 0.1  # smallest share of a chunk's seconds that its rounds are taken to need
 
 
 class CostTable:
-    """Seconds per round.
+    """Seconds per round of each strategy and compiled batch size.
 
-    What changes while a machine runs (contexts grow, others use it) changes all strategies by much
-    the same factor. So a chunk of the strategy that ran before moves the whole bucket, and the
-    first chunk that is measured after another strategy's moves the cost of its own strategy alone:
-    it says how dear that is beside the other. A cost that was neither calibrated nor observed is
-    guessed: from the strategy's other buckets, else from the numbers of rows and draft steps.
+    A chunk takes `beside` seconds however few rounds it has, and the rest of its seconds in
+    proportion to its rounds. A cost that was neither calibrated nor observed is guessed from the
+    strategy's costs at other batch sizes, else from its numbers of rows and draft steps.
 
     Args:
       buckets: increasing compiled batch sizes; a batch costs what the smallest bucket that holds
         it costs.
-      seconds: per strategy a list with one entry per bucket; None (or NaN) where not calibrated.
-      beside: seconds of a chunk beside its rounds, by bucket; None: no such seconds.
+      seconds: seconds per round, by strategy a list with one entry per bucket; None or NaN where
+        not calibrated.
+      beside: seconds of a chunk that do not depend on its rounds, by bucket; None for 0.
 
     Raises:
-      ValueError: the lists do not fit, a cost is not above zero, or `beside` is below it.
+      ValueError: a list has the wrong length, or a number is out of range.
     """
 
     def __init__(
@@ -61,13 +58,10 @@ class CostTable:
                 f"got {beside}"
             )
         self._beside = beside
-        # By bucket and strategy: log seconds, numbers of chunks and of comparisons, and by how much
-        # the last chunk took longer than expected, if it was an outlier, else 0.
+        # By bucket and strategy: log seconds, number of chunks, whether the last was an outlier.
         self._logs: list[dict[str, float]] = [{} for _ in beside]
         self._chunks: list[dict[str, int]] = [{} for _ in beside]
-        self._compared: list[dict[str, int]] = [{} for _ in beside]
-        self._outliers: list[dict[str, float]] = [{} for _ in beside]
-        self._last: list[str | None] = [None] * len(beside)  # the strategy measured last
+        self._outliers: list[dict[str, bool]] = [{} for _ in beside]
         for name, row in (seconds or {}).items():
             if len(row) != len(self.buckets):
                 raise ValueError(
@@ -87,13 +81,13 @@ class CostTable:
         samples: Mapping[tuple[str, int], Sequence[float]],
         beside: Mapping[int, float] | None = None,
     ) -> CostTable:
-        """From measured seconds per round, by (strategy, bucket); the least of each counts.
+        """Builds a table from repeated measurements, of which the least counts.
 
-        Whatever else the machine does adds to a time, and never takes from it.
+        Anything else that the machine does adds to a time, and never takes from it.
 
         Args:
-          samples: without the seconds beside the rounds.
-          beside: seconds of a chunk beside its rounds, by bucket.
+          samples: measured seconds per round by (strategy, bucket), without those of `beside`.
+          beside: seconds of a chunk that do not depend on its rounds, by bucket.
         """
         buckets = sorted({bucket for _, bucket in samples})
         rows: dict[str, list[float | None]] = {}
@@ -103,7 +97,7 @@ class CostTable:
         return cls(buckets, rows, None if beside is None else [beside[b] for b in buckets])
 
     def index(self, batch_size: int) -> int:
-        """Index of the smallest bucket that holds the batch; of the largest if none does."""
+        """Returns the index of the smallest bucket that holds the batch, else of the largest."""
         return min(bisect.bisect_left(self.buckets, batch_size), len(self.buckets) - 1)
 
     def known(self, name: str, batch_size: int) -> bool:
@@ -111,53 +105,42 @@ class CostTable:
         return name in self._logs[self.index(batch_size)]
 
     def chunks(self, name: str, batch_size: int) -> int:
-        """Chunks of a strategy that were measured in the batch's bucket."""
+        """Returns how many chunks of a strategy were measured in the batch's bucket."""
         return self._chunks[self.index(batch_size)].get(name, 0)
 
     def slack(self, name: str, batch_size: int) -> float:
-        """By what share the true cost, beside other strategies', may be below the table's."""
-        if not self.known(name, batch_size):
-            return _GUESSED_SLACK
-        compared = self._compared[self.index(batch_size)].get(name, 0)
-        return max(_SLACK / math.sqrt(1 + compared), _LEAST_SLACK)
+        """Returns by what share the true cost may be below the table's."""
+        return max(_SLACK / math.sqrt(1 + self.chunks(name, batch_size)), _LEAST_SLACK)
 
     def seconds(self, name: str, batch_size: int, rounds: float = math.inf) -> float:
-        """Seconds per round of a chunk of so many (at least one); finite and above zero."""
+        """Returns seconds per round of a chunk of so many rounds, with its share of `beside`."""
         at = self.index(batch_size)
         return math.exp(self._log(name, at)) + self._beside[at] / max(rounds, 1.0)
 
     def beside(self, batch_size: int) -> float:
-        """Seconds of a chunk beside its rounds."""
+        """Returns the seconds of a chunk that do not depend on its rounds."""
         return self._beside[self.index(batch_size)]
 
     def observe(self, name: str, batch_size: int, seconds: float | None, rounds: int) -> None:
-        """Takes in `seconds` per round, averaged over a chunk of `rounds`; None: not known."""
+        """Takes in the seconds per round of a chunk of `rounds`; None where they are not known.
+
+        A single outlier moves nothing, because anything else on the machine may have held the
+        chunk up. If the next chunk of the strategy is one too, it counts.
+        """
         if not rounds or seconds is None or not math.isfinite(seconds) or seconds <= 0:
             return
         at = self.index(batch_size)
-        logs, last = self._logs[at], self._last[at]
+        logs = self._logs[at]
         found = math.log(of_rounds(seconds, self._beside[at] / rounds))
         self._chunks[at][name] = self._chunks[at].get(name, 0) + 1
-        self._last[at] = name
-        if name not in logs:
-            logs[name] = found
-            return
-        error, before = found - logs[name], self._outliers[at].get(name, 0.0)
-        self._outliers[at][name] = error if error > _OUTLIER else 0.0
-        if error > _OUTLIER:
-            if not before:
-                return
-            error = _OUTLIER
-        if last in (None, name):
-            for other in logs:
-                logs[other] += _FOLLOW * error
-        else:
-            compared = self._compared[at]
-            compared[name] = compared.get(name, 0) + 1
-            logs[name] += max(1 / (1 + compared[name]), _COMPARE) * error
+        error = found - logs.setdefault(name, found)
+        is_second = self._outliers[at].get(name, False)
+        self._outliers[at][name] = error > _OUTLIER
+        if error <= _OUTLIER or is_second:
+            logs[name] += _FOLLOW * min(error, _OUTLIER)
 
     def _log(self, name: str, at: int) -> float:
-        """Log seconds, known or guessed."""
+        """Returns the log seconds, known or guessed."""
         if name in self._logs[at]:
             return self._logs[at][name]
         known = [i for i, logs in enumerate(self._logs) if name in logs]
@@ -175,30 +158,28 @@ class CostTable:
         return {
             "buckets": list(self.buckets),
             "beside": list(self._beside),
-            "last": list(self._last),
             **{key: [dict(row) for row in getattr(self, "_" + key)] for key in _ROWS},
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> CostTable:
         table = cls(state["buckets"], beside=state["beside"])
-        table._last = list(state["last"])
         for key in _ROWS:
             setattr(table, "_" + key, [dict(row) for row in state[key]])
         return table
 
 
-_ROWS = ("logs", "chunks", "compared", "outliers")
+_ROWS = ("logs", "chunks", "outliers")
 
 
 def of_rounds(seconds: float, beside: float) -> float:
-    """The seconds of a chunk that its rounds took; a small share at least."""
+    """Returns the seconds that the rounds took; at least a small share."""
     return max(seconds - beside, _LEAST_SHARE * seconds)
 
 
 @functools.cache
 def _shape(name: str) -> float:
-    """Cost relative to plain decoding where nothing is known: about a memory-bound chip's."""
+    """Returns a guess of the cost relative to plain decoding's, as on a memory-bound chip."""
     if name == Strategy.OFF.name:
         return 1.0
     steps, rows = 4, 13  # static trees given by their paths: a typical one

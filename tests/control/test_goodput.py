@@ -18,7 +18,7 @@ from specjax.control import (
     make_controller,
 )
 from specjax.control.base import parse_arms
-from specjax.control.goodput import Acceptance, effective_widths
+from specjax.control.goodput import Acceptance
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 TREES = ("off", "4_1_5", "8_1_9", "8_4_16", "8_4_32")
@@ -222,10 +222,10 @@ def test_a_probe_is_one_round_and_then_a_chunk_that_is_measured():
     assert controller.costs.chunks("1_1_2", 4) == before["chunks"][2].get("1_1_2", 0) + 1
 
 
-def test_a_probe_that_never_comes_back_is_given_up():
+def test_a_probe_whose_chunks_are_never_observed_is_given_up():
     controller = Goodput(("off", "4_1_5"), CostTable([4], {"off": [1.0], "4_1_5": [4.5]}))
     chosen = [controller.select(4) for _ in range(20)]
-    assert chosen[:2] == ["4_1_5"] * 2 and chosen[2:6] == ["off"] * 4 and chosen[6] == "4_1_5"
+    assert chosen[:5] == ["4_1_5", "4_1_5", "off", "off", "4_1_5"]
 
 
 # --- what is learned of drafts -------------------------------------------------------------------
@@ -239,28 +239,29 @@ def test_chains_teach_each_other():
     assert model.expected_tokens("4_1_5") == pytest.approx(2.0, abs=0.05)
 
 
-def test_depths_beyond_a_chain_are_taken_to_be_like_its_last_and_hoped_to_be_good():
+def test_depths_beyond_a_chain_are_taken_to_be_like_its_last_and_may_be_good():
     model = Acceptance(parse_arms(["2_1_3", "4_1_5"]), half_life=100.0, prior=0.7)
     for _ in range(200):
         model.learn("2_1_3", [0, 8, 8, 16], 4)
     rates = model.rates("chain")
     assert rates[:2] == pytest.approx([0.75, 2 / 3], abs=0.01)
     assert rates[2:] == pytest.approx([2 / 3, 2 / 3], abs=0.05)
-    assert model.hoped_tokens("2_1_3", "2_1_3") == pytest.approx(model.expected_tokens("2_1_3"))
-    assert model.hoped_tokens("4_1_5", "2_1_3") > 1.1 * model.expected_tokens("4_1_5")
+    assert model.most_tokens("2_1_3", "2_1_3") == pytest.approx(model.expected_tokens("2_1_3"))
+    assert model.most_tokens("4_1_5", "2_1_3") > 1.1 * model.expected_tokens("4_1_5")
 
 
-def test_a_tree_is_expected_to_beat_the_chain_that_was_seen():
-    model = Acceptance(parse_arms(["8_1_9", "8_4_9", "8_4_32"]), half_life=100.0, prior=0.7)
+def test_a_tree_begins_with_the_acceptance_of_the_chains_and_then_learns_its_own():
+    model = Acceptance(parse_arms(["8_1_9", "8_4_32"]), half_life=100.0, prior=0.7)
     rng = np.random.default_rng(0)
     for _ in range(20):
-        drafted = np.cumprod(rng.random((16, 8, 8)) < 0.7, axis=-1)
+        drafted = np.cumprod(rng.random((16, 8, 8)) < 0.5, axis=-1)
         model.learn("8_1_9", np.bincount(1 + drafted.sum(axis=-1).ravel()).tolist(), 16)
-    chain, narrow, wide = map(model.expected_tokens, ("8_1_9", "8_4_9", "8_4_32"))
-    assert chain == pytest.approx(narrow, rel=0.02)
-    assert wide > 1.2 * chain
-    strategy = parse_arms(["4x2x1"])["4x2x1"]
-    assert effective_widths(strategy) == pytest.approx((2.0, math.sqrt(2), 1.0))
+    chain = model.expected_tokens("8_1_9")
+    assert model.expected_tokens("8_4_32") == pytest.approx(chain, rel=0.02)
+    for _ in range(20):
+        model.learn("8_4_32", [0, 0, 0, 0, 16 * 8], 16)
+    assert model.expected_tokens("8_4_32") == pytest.approx(4.0, abs=0.1)
+    assert model.expected_tokens("8_1_9") == chain
 
 
 def test_a_sudden_change_overrules_what_was_counted():
