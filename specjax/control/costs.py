@@ -17,6 +17,7 @@ from specjax.config.strategy import Strategy
 DEFAULT_BUCKETS = tuple(2**i for i in range(11))
 
 _FOLLOW = 0.2  # weight of a chunk in the moving average
+_COMPARE = 0.15  # least weight of a first chunk after another strategy's
 _OUTLIER = 0.35  # error of the log seconds above which a slow chunk is an outlier
 _SLACK, _LEAST_SLACK = 0.3, 0.05  # share by which a cost may be too high: at first, at least
 _LEAST_SHARE = 0.1  # smallest share of a chunk's seconds that its rounds are taken to need
@@ -24,6 +25,11 @@ _LEAST_SHARE = 0.1  # smallest share of a chunk's seconds that its rounds are ta
 
 class CostTable:
     """Seconds per round of each strategy and compiled batch size.
+
+    What changes while a machine runs (contexts grow, other processes use it) changes all strategies
+    by much the same factor. Therefore a chunk of the strategy that was measured last moves the
+    costs of all at its batch size. The first chunk that is measured after another strategy's
+    compares the two, and moves the cost of its own strategy alone.
 
     A chunk takes `beside` seconds however few rounds it has, and the rest of its seconds in
     proportion to its rounds. A cost that was neither calibrated nor observed is guessed from the
@@ -58,10 +64,13 @@ class CostTable:
                 f"got {beside}"
             )
         self._beside = beside
-        # By bucket and strategy: log seconds, number of chunks, whether the last was an outlier.
+        # By bucket and strategy: log seconds, numbers of chunks and of comparisons, and whether the
+        # last chunk was an outlier.
         self._logs: list[dict[str, float]] = [{} for _ in beside]
         self._chunks: list[dict[str, int]] = [{} for _ in beside]
+        self._compared: list[dict[str, int]] = [{} for _ in beside]
         self._outliers: list[dict[str, bool]] = [{} for _ in beside]
+        self._last: list[str | None] = [None] * len(beside)  # the strategy measured last
         for name, row in (seconds or {}).items():
             if len(row) != len(self.buckets):
                 raise ValueError(
@@ -109,8 +118,9 @@ class CostTable:
         return self._chunks[self.index(batch_size)].get(name, 0)
 
     def slack(self, name: str, batch_size: int) -> float:
-        """Returns by what share the true cost may be below the table's."""
-        return max(_SLACK / math.sqrt(1 + self.chunks(name, batch_size)), _LEAST_SLACK)
+        """Returns by what share the true cost, relative to others, may be below the table's."""
+        compared = self._compared[self.index(batch_size)].get(name, 0)
+        return max(_SLACK / math.sqrt(1 + compared), _LEAST_SLACK)
 
     def seconds(self, name: str, batch_size: int, rounds: float = math.inf) -> float:
         """Returns seconds per round of a chunk of so many rounds, with its share of `beside`."""
@@ -130,14 +140,22 @@ class CostTable:
         if not rounds or seconds is None or not math.isfinite(seconds) or seconds <= 0:
             return
         at = self.index(batch_size)
-        logs = self._logs[at]
+        logs, last, compared = self._logs[at], self._last[at], self._compared[at]
+        self._last[at] = name
         found = math.log(of_rounds(seconds, self._beside[at] / rounds))
         self._chunks[at][name] = self._chunks[at].get(name, 0) + 1
         error = found - logs.setdefault(name, found)
         is_second = self._outliers[at].get(name, False)
         self._outliers[at][name] = error > _OUTLIER
-        if error <= _OUTLIER or is_second:
-            logs[name] += _FOLLOW * min(error, _OUTLIER)
+        if error > _OUTLIER and not is_second:
+            return
+        error = min(error, _OUTLIER)
+        if last in (None, name):
+            for other in logs:
+                logs[other] += _FOLLOW * error
+        else:
+            compared[name] = compared.get(name, 0) + 1
+            logs[name] += max(1 / (1 + compared[name]), _COMPARE) * error
 
     def _log(self, name: str, at: int) -> float:
         """Returns the log seconds, known or guessed."""
@@ -158,18 +176,20 @@ class CostTable:
         return {
             "buckets": list(self.buckets),
             "beside": list(self._beside),
+            "last": list(self._last),
             **{key: [dict(row) for row in getattr(self, "_" + key)] for key in _ROWS},
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> CostTable:
         table = cls(state["buckets"], beside=state["beside"])
+        table._last = list(state["last"])
         for key in _ROWS:
             setattr(table, "_" + key, [dict(row) for row in state[key]])
         return table
 
 
-_ROWS = ("logs", "chunks", "outliers")
+_ROWS = ("logs", "chunks", "compared", "outliers")
 
 
 def of_rounds(seconds: float, beside: float) -> float:

@@ -1,4 +1,4 @@
-"""Seconds per round: calibrated, followed, guessed."""
+"""Seconds per round: calibrated, followed, compared, guessed."""
 
 import json
 import math
@@ -14,13 +14,23 @@ def seen(table: CostTable, name: str, seconds: float, times: int = 1) -> None:
         table.observe(name, 1, seconds, 16)
 
 
-def test_a_chunk_moves_the_cost_of_its_strategy_and_the_doubt_of_it_shrinks():
+def test_a_chunk_of_what_ran_before_moves_all_strategies_alike():
     table = CostTable([1], {"off": [1.0], "4_1_5": [2.0]})
-    before = table.slack("4_1_5", 1)
     seen(table, "4_1_5", 4.0, times=60)
     assert table.seconds("4_1_5", 1) == pytest.approx(4.0, rel=0.05)
-    assert table.seconds("off", 1) == pytest.approx(1.0)
-    assert 0 < table.slack("4_1_5", 1) < before == table.slack("off", 1)
+    assert table.seconds("off", 1) == pytest.approx(table.seconds("4_1_5", 1) / 2)
+
+
+def test_the_first_chunk_after_another_strategy_moves_its_own_cost_alone():
+    table = CostTable([1], {"off": [1.0], "4_1_5": [2.0]})
+    seen(table, "4_1_5", 2.0)
+    doubt = table.slack("off", 1)
+    for _ in range(12):
+        seen(table, "off", 1.25)
+        seen(table, "4_1_5", 2.0)
+    assert table.seconds("off", 1) == pytest.approx(1.25, rel=0.03)
+    assert table.seconds("4_1_5", 1) == pytest.approx(2.0, rel=0.01)
+    assert 0 < table.slack("off", 1) < doubt, "it was compared often"
 
 
 def test_one_outlier_moves_nothing_and_a_lasting_change_is_followed():
