@@ -559,7 +559,8 @@ class Proposal(NamedTuple):
 
 
 class Draft(Protocol):
-    """A draft source: it proposes tokens. A wrong proposal costs time and changes no token.
+    """A draft source: it proposes tokens. A wrong proposal costs time. It changes no
+    token in `coupled` and `greedy` mode, and no distribution in the other modes.
 
     Implementations are frozen dataclasses, static in compiled programs; parameters and memory are
     passed to them. A class that inherits from this one must write `begin` and `step`; the other
