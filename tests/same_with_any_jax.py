@@ -16,7 +16,7 @@ LEFT_OUT = {
         control/test_bandit control/test_belief control/test_controllers control/test_ema
         control/test_goodput control/test_goodput_costs control/test_goodput_noise
         control/test_goodput_tries
-        engine/test_spelling golden/test_compare_commits models/test_families
+        engine/test_spelling models/test_families
         serve/test_access_log serve/test_page_words
         test_invariants test_readme test_registry test_tokenizer
         train/test_config train/test_data train/test_equivalence train/test_rewards
