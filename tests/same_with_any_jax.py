@@ -13,14 +13,13 @@ LEFT_OUT = {
         bench/test_bench_control bench/test_bench_record bench/test_bench_replay
         bench/test_bench_results
         bench/test_bench_serve bench/test_gpu_check bench/test_gpu_queue
-        control/test_bandit control/test_belief control/test_controllers control/test_ema
-        control/test_goodput control/test_goodput_costs control/test_goodput_noise
-        control/test_goodput_tries
+        control/test_bandit control/test_controllers control/test_ema control/test_costs
+        control/test_goodput
         engine/test_spelling models/test_families
         serve/test_access_log serve/test_page_words
         test_invariants test_readme test_registry test_tokenizer
         train/test_config train/test_data train/test_equivalence train/test_rewards
-        train/test_rules train/test_slime train/test_tasks
+        train/test_rules train/test_tasks
     """,
     "benches run the library's own programs, and their figures are made with one version": """
         bench/test_bench_costs bench/test_bench_rollout bench/test_bench_round
