@@ -151,7 +151,10 @@ def test_replicas_score_prompts_in_turns_and_alike(spread: Server, monkeypatch):
             engine.runner, "score", lambda *a, at=at, score=score: ran.append(at) or score(*a)
         )
     body = {"model": "tiny", "prompt": PROMPTS[0], "echo": True, "logprobs": 2, "max_tokens": 1}
-    told = [spread.client().completions.create(**body, temperature=0) for _ in range(4)]
-    scores = [answer.choices[0].logprobs for answer in told]
-    assert all(one == scores[0] for one in scores) and None not in scores[0].token_logprobs[1:]
+    answers = [spread.client().completions.create(**body, temperature=0) for _ in range(4)]
+    scores = [answer.choices[0].logprobs for answer in answers]
+    # XLA compiles for each CPU device on its own, and the last bits can differ.
+    near = pytest.approx(scores[0].token_logprobs[1:], abs=1e-5)
+    assert all(one.token_logprobs[1:] == near for one in scores)
+    assert all(one.tokens == scores[0].tokens for one in scores)
     assert sorted(ran) == [0, 0, 1, 1]
