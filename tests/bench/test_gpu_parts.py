@@ -228,7 +228,7 @@ def test_a_token_that_one_graph_changes_fails_its_part(tmp_path):
 
 
 def test_a_graph_that_does_not_run_leaves_the_other_arms_their_numbers(tmp_path, monkeypatch):
-    monkeypatch.setattr(launches.hlo, "round_kernels", lambda text: Counter(fusion=7))
+    monkeypatch.setattr(launches.counts, "round_kernels", lambda text: Counter(fusion=7))
     good, bad = [[1], [2]], RuntimeError("no such graph")
     chunk = Runs(default=good, min_graph_size=good, **{"while": bad})
     chunk.load(0)
@@ -248,7 +248,7 @@ def test_a_graph_that_does_not_run_leaves_the_other_arms_their_numbers(tmp_path,
 
 
 def test_the_best_of_the_arms_is_one_that_is_safe(tmp_path, monkeypatch):
-    monkeypatch.setattr(launches.hlo, "round_kernels", lambda text: Counter(fusion=7))
+    monkeypatch.setattr(launches.counts, "round_kernels", lambda text: Counter(fusion=7))
     times = {"default": [3.0] * 3, "min_graph_size": [2.0] * 3, "while": [1.0] * 3}
     monkeypatch.setattr(launches, "milliseconds_per_round", lambda *_: times)
     chunk = Runs(**dict.fromkeys(times, [[1], [2]]))

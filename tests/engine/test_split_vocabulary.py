@@ -14,12 +14,12 @@ from tiny import apt, tiny_config, tiny_model
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.decode import shards
 from specjax.decode.chunk import Until
+from specjax.decode.noise import NoiseRing
 from specjax.decode.options import Features
 from specjax.decode.state import RowMap
 from specjax.engine.compare import first_differences
 from specjax.engine.request import make_jobs
 from specjax.models.families.dense import change_dense
-from specjax.parallel import sharding
 from specjax.parallel.sharding import MeshConfig, make_mesh
 from specjax.verify.identity import random_requests
 
@@ -110,7 +110,7 @@ def test_without_either_half_of_it_rows_are_gathered(monkeypatch, broken):
         spec, features = None, Features(top_logprobs=True)
         monkeypatch.setattr(shards, "ways", lambda vocab: 1)
     else:
-        monkeypatch.setattr(sharding, "_is_noise", lambda path: False)
+        monkeypatch.setattr(NoiseRing, "AXES", {})  # as if noise had no dimension to split
     assert gathered(chunk_text(llm_on(1, 4, spec), features))
 
 

@@ -472,7 +472,7 @@ def agree_with(monkeypatch, environment, *settings, **config) -> None:
         theirs = processes._must_agree(cfg), processes._should_agree(os.environ)
         for name, value in before.items():
             jax.config.update(name, value)
-    alone = types.SimpleNamespace(unseen=list)
+    alone = types.SimpleNamespace(missing=list)
     with monkeypatch.context() as patch:
         patch.setattr(distributed, "gather", lambda mine, place: [mine, theirs])
         processes._agree(cfg, Path("out"), alone)
