@@ -24,12 +24,12 @@ int main(int, char** arguments) {
   const auto latest = std::chrono::steady_clock::now() + std::chrono::minutes(1);
   const auto waits = [&] { return !helped && std::chrono::steady_clock::now() < latest; };
   for (int call = 0; call < calls || (calls && waits()); ++call) {
-    specjax::Team team(pool, specjax::worth_waking);
+    specjax::ThreadGroup group(pool, specjax::worth_waking);
     for (int left = random() % 40; left > 0; --left, ++stages) {
       const int64_t count = 1 + random() % (left % 3 ? 20 : from.size());
       const int64_t multiplications = int64_t{1} << (12 + random() % 12);
       for (int64_t i = 0; i < count; ++i) from[i] = stages + i;
-      team.run(count, multiplications, [&](int64_t first, int64_t last) {
+      group.run(count, multiplications, [&](int64_t first, int64_t last) {
         if (std::this_thread::get_id() != caller) helped = true;
         for (int64_t i = first; i < last; ++i) to[i] = 2 * from[i] + 1, from[i] = -1;
       });
