@@ -516,7 +516,8 @@ def test_settings_of_a_template_that_there_is_not_are_refused(plain, changes, me
 
 @pytest.mark.parametrize("name", ["chat_template", "add_generation_prompt", "tokenize"])
 def test_a_setting_of_transformers_is_no_argument_of_the_template(chatty, name):
-    with pytest.raises(ValueError, match=f"data.chat_template_kwargs: {name} is an argument of transformers"):
+    message = f"data.chat_template_kwargs: {name} is an argument of transformers"
+    with pytest.raises(ValueError, match=message):
         Prompts(chatty, DataConfig(chat_template_kwargs={"think": "no", name: "{{ 1 }}"}))
 
 
