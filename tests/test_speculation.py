@@ -453,7 +453,7 @@ FASTRL_REFUSED = [
     ({"draft_model": "d"}, {}, "drafts, and spec_model_path=some/head"),
     ({"control.bandit": '{"thresholds": [1, 2]}'}, {}, "are FastRL's mab_bs_threshold"),
     ({"control.bandit": '{"eps": 1}'}, {}, "unknown setting 'eps' of bandit"),
-    ({"control.bandit": '{"epsilon": 0.2}'}, {"tune_algorithm": None}, "section asks for no bandit"),
+    ({"control.bandit": '{"epsilon": 0.2}'}, {"tune_algorithm": None}, "asks for no bandit"),
     ({}, {"mode": 1}, "speculative.eagle has unknown keys mode"),
     ({}, {"mab_configs": []}, "mab_configs lists no strategy"),
 ]
