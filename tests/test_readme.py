@@ -10,6 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import specjax
+from serve.cli.main import main
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -42,6 +43,19 @@ def test_commands_name_modules_and_targets_that_exist(page):
     assert set(re.findall(r"^make ([a-z-]+)", PAGES[page], re.M)) <= targets
     for module in set(re.findall(r"python -m ([\w.]+)", PAGES[page])):
         assert importlib.util.find_spec(module), module
+
+
+@pytest.mark.parametrize("command", ["generate", "verify", "convert"])
+def test_flags_of_specjax_exist(command, capsys):
+    flags = {
+        flag
+        for text in PAGES.values()
+        for line in re.findall(rf"^specjax {command} ([^#\n]*)", text, re.M)
+        for flag in re.findall(r"(?<!\S)--[a-z-]+", line)
+    }
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert flags <= set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
 
 
 def test_the_commands_of_the_first_minutes_are_there():
