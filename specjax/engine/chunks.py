@@ -236,8 +236,8 @@ def until(rounds: int, running: int, waiting: int, others_wait: bool, smaller: i
       rounds: the most rounds that it runs.
       running: number of rows that run when it begins.
       waiting: number of sequences that take over rows within it.
-      others_wait: whether further sequences wait. If none does, the `waiting` ones shall not wait
-        for more than one chunk.
+      others_wait: whether further sequences wait. If `waiting` is 0, the chunk ends early for them,
+        so that they wait for one chunk at most.
       smaller: the next smaller batch size, or 0.
     """
     refill = max(1, running // REFILL_SHARE)

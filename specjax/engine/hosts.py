@@ -317,15 +317,15 @@ class Hosts(BaseEngine):
         """
         cfg, self._sets = self.runner.cfg, self._sets + 1
         placed = self._copied("policy", params, cfg.tie_embeddings, cfg.run.compute_dtype)
-        heads, brought = [None] * len(placed), self.copies.received
+        heads, moved = [None] * len(placed), self.copies.received
         if head is not None:
             heads = self._copied("draft", head, False)
-            brought += self.copies.received
+            moved += self.copies.received
         # The engine for evaluation runs on the first replica of the process only, so `engines` may
         # be fewer than `placed`.
         for engine, here, draft in zip(self.engines, placed, heads, strict=False):
             engine.set_params(here, draft, running)
-            engine.runner.moved += brought
+            engine.runner.moved += moved
 
     def release(self, weights: bool = True) -> None:
         self.own.release(weights)
