@@ -107,6 +107,7 @@ class Commit(NamedTuple):
     run: int = 1
 
 
+@jax.named_scope("commit")
 def commit(
     cfg: ModelConfig,
     memory: Memory,
@@ -233,6 +234,7 @@ def after_of(x: Float[Array, "B T D"]) -> Int[Array, " B"]:
     return (x[:, 0] > 0).sum(axis=-1)
 
 
+@jax.named_scope("commit")
 def commit_rows(
     cache: KVCache,
     rows: KVCache,

@@ -105,13 +105,15 @@ def _grow_static(
     tokens = jnp.full((batch, tree.rows), -1, jnp.int32).at[:, :1].set(_root_tokens(state))
     logprobs = jnp.zeros(tokens.shape) if plan.telemetry else None
     total = len(tree.expanded_rows) - 1  # the root is run by `begin`
-    proposal, work = plan.source.begin(model, draft_params, state, tree.steps, total)
+    with jax.named_scope("draft"):
+        proposal, work = plan.source.begin(model, draft_params, state, tree.steps, total)
     offset, q = 0, None
     for step, expansion in enumerate(tree.expansions):
         paths = _paths(tree.shape, tokens, expansion.rows, step)
         if step:
             level = _static_level(tree, step, offset, tokens, paths)
-            proposal, work = plan.source.step(model, draft_params, work, level)
+            with jax.named_scope("draft"):
+                proposal, work = plan.source.step(model, draft_params, work, level)
         count = expansion.max_children
         found = candidates(plan, state, context, proposal, paths, expansion.rows, count)
         first, _ = expansion.children
@@ -200,7 +202,8 @@ def _grow_dynamic(
         paths=jnp.full((batch, size, tree.steps), -1, jnp.int32),
         logprobs=jnp.zeros((batch, size)),
     )
-    proposal, work = plan.source.begin(model, draft_params, state, tree.steps, total)
+    with jax.named_scope("draft"):
+        proposal, work = plan.source.begin(model, draft_params, state, tree.steps, total)
     frontier = jnp.full((batch, 1), -1, jnp.int32)  # candidates to expand: first the root
     score, paths = jnp.zeros((batch, 1)), jnp.full((batch, 1, tree.steps), -1, jnp.int32)
     seen = jnp.zeros((batch, 1, total), bool)  # the rows expanded so far that each of these sees
@@ -224,7 +227,8 @@ def _grow_dynamic(
                 visible=pack_words(seen[..., : first + topk]),
                 path=paths[..., :step],
             )
-            proposal, work = plan.source.step(model, draft_params, work, level)
+            with jax.named_scope("draft"):
+                proposal, work = plan.source.step(model, draft_params, work, level)
         found = candidates(plan, state, context, proposal, paths[..., :step], frontier, topk)
         if part is not None:
             inside = (np.arange(topk) < part.topk) & (step < part.steps)

@@ -66,6 +66,7 @@ def _fold(key_data: UInt32[Array, " 2"], *data) -> Array:
     return key
 
 
+@jax.named_scope("noise")
 def target_noise(
     keys: UInt32[Array, "B 2"], positions: Int[Array, "B positions"], vocab: int
 ) -> Float[Array, "B positions V"]:
@@ -104,6 +105,7 @@ def empty_ring(batch: int, positions: int, vocab: int) -> NoiseRing:
     return NoiseRing(rows, *jnp.zeros((2, batch), jnp.int32))
 
 
+@jax.named_scope("noise")
 def refill(
     ring: NoiseRing,
     keys: UInt32[Array, "B 2"],
@@ -146,6 +148,7 @@ def refill(
     return NoiseRing(rows, until, ring.drawn + missing)
 
 
+@jax.named_scope("noise")
 def ring_at(
     ring: NoiseRing, positions: Int[Array, "B R"], ids: Int[Array, "*R C"] | None = None
 ) -> Float[Array, "B R V"]:
@@ -162,6 +165,7 @@ def ring_at(
     return ring.rows.at[slot, place[..., None], ids].get(mode="clip")
 
 
+@jax.named_scope("noise")
 def next_noise(
     keys: UInt32[Array, "B 2"], root: Int[Array, " B"], wanted: Bool[Array, " B"], vocab: int
 ) -> Float[Array, "B 1 V"]:
@@ -176,6 +180,7 @@ def next_noise(
     return refill(empty_ring(batch, 1, vocab), keys, root, wanted, 1).rows
 
 
+@jax.named_scope("noise")
 def round_noise(
     keys: UInt32[Array, "B 2"],
     domain: int,
@@ -200,6 +205,7 @@ def round_noise(
     return shards.pin(noise)
 
 
+@jax.named_scope("noise")
 def round_coins(
     keys: UInt32[Array, "B 2"], root: Int[Array, " B"], nodes: Int[Array, " R"]
 ) -> Float[Array, "B R"]:

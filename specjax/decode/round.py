@@ -11,6 +11,7 @@ Dimensions: B slots, T tree rows, A = steps + 1 tokens that a round can emit at 
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
@@ -183,7 +184,8 @@ def commit(
     to = Commit(state.length - 1, state.table, after=count)
     target = commit_memory(plan.cfg, state.memory, found.scratch, path, count, to)
     hidden = along_path(plan, found.tapped, accepted)
-    own = plan.source.commit(state.draft, draft.work, hidden, count)
+    with jax.named_scope("commit"):
+        own = plan.source.commit(state.draft, draft.work, hidden, count)
     return append(state, accepted.tokens, count, finish)._replace(memory=target, draft=own)
 
 

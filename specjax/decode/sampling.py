@@ -254,6 +254,7 @@ class Columns(NamedTuple):
 # --- logits to scores -----------------------------------------------------------------------------
 
 
+@jax.named_scope("sampling")
 def sanitise(logits: Float[Array, "... V"]) -> Float[Array, "... V"]:
     """Makes NaN and +inf in draft logits harmless: a broken draft may only cost time.
 
@@ -270,6 +271,7 @@ def sanitise(logits: Float[Array, "... V"]) -> Float[Array, "... V"]:
     return number - jnp.where((jnp.abs(best) > 100) & ~jnp.isneginf(best), best, 0.0)
 
 
+@jax.named_scope("sampling")
 def transform(
     logits: Float[Array, "B R V"],
     options: Options,
@@ -591,6 +593,7 @@ def tempered(logits: Float[Array, "B ... V"], temperature: Float[Array, " B"]) -
     return _rounded(logits * (1 / jnp.where(t > 0, t, 1.0)))
 
 
+@jax.named_scope("sampling")
 def perturb(
     scores: Float[Array, "B ... V"], temperature: Float[Array, " B"], noise: Array
 ) -> Float[Array, "B ... V"]:
@@ -598,6 +601,7 @@ def perturb(
     return scores + jnp.where(_broadcast(temperature, scores.ndim) > 0, noise, 0.0)
 
 
+@jax.named_scope("sampling")
 def probabilities(scores: Float[Array, "B ... V"], temperature: Float[Array, " B"]) -> Array:
     """Computes the distribution that is sampled: a softmax; one-hot on the argmax at T = 0."""
     t = _broadcast(temperature, scores.ndim)
@@ -617,6 +621,7 @@ class Normaliser(NamedTuple):
     valid: Bool[Array, "B R"]
 
 
+@jax.named_scope("sampling")
 def normaliser(logits: Float[Array, "B R V"], temperature: Float[Array, " B"]) -> Normaliser:
     """Computes the log-sum-exp that log-probabilities need; it also tells invalid rows.
 

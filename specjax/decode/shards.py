@@ -39,6 +39,7 @@ def pin(x: Array) -> Array:
     return jax.lax.with_sharding_constraint(x, jax.P(*anyhow, AXIS))
 
 
+@jax.named_scope("sampling")
 def argmax(x: Float[Array, "*R V"]) -> Int[Array, "*R"]:
     """Computes `jnp.argmax` over the vocabulary: ties go to the lowest id; the first NaN wins."""
     number = ways(x.shape[-1])
@@ -105,6 +106,7 @@ def _column(x: Array) -> Array:
     return x[..., None]
 
 
+@jax.named_scope("sampling")
 def top_k(
     x: Float[Array, "*R V"], count: int, plain: Callable = jax.lax.top_k
 ) -> tuple[Float[Array, "*R C"], Int[Array, "*R C"]]:

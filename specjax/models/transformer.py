@@ -167,6 +167,7 @@ class Transformer(nnx.Module):
             )
         return tap
 
+    @jax.named_scope("layers")
     def _by_kernel(self, x, where: Where, memory, scratch, wanted: Sequence[int]):
         """Does what `run_layers` does, by one operation, or by one between every two taps."""
         found, rows, first = [], [], 0
@@ -190,6 +191,7 @@ class Transformer(nnx.Module):
         return x, tuple(rows), found[: len(wanted)]
 
 
+@jax.named_scope("layers")
 def run_layers(
     layers,
     cfg: ModelConfig,
@@ -405,6 +407,7 @@ def embed_tokens(embed: Matrix, tokens: Int[Array, "..."], cfg: ModelConfig) -> 
     return rows(embed, safe).astype(jnp.dtype(cfg.run.compute_dtype))
 
 
+@jax.named_scope("lm_head")
 def lm_logits(normed: Float[Array, "... D"], head: Matrix) -> Float[Array, "... V"]:
     """Computes float32 logits of normed states, by a head [D V]."""
     return dot(normed, head, jnp.float32)

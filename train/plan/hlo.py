@@ -198,13 +198,13 @@ class Module:
 
     def _add_loop(self, total: Cost, op: Op) -> None:
         body = self._cost(op.attribute("body").lstrip("%"))
-        trips = self._trips(op)
+        trips = self.trips(op)
         total.add(body, 1 if trips is None else trips)
         most = self.turn or Cost()  # products of one row may be compiled to other operations
         if trips is None and (body.flops, body.bytes) >= (most.flops, most.bytes):
             self.turn = body
 
-    def _trips(self, op: Op) -> int | None:
+    def trips(self, op: Op) -> int | None:
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', op.text):
             return int(known[1])
         ops = self.computations[op.attribute("condition").lstrip("%")]
