@@ -294,7 +294,9 @@ def settle_length(cfg: RLConfig, model: ModelConfig) -> str | None:
 
 def as_computed(cfg: RLConfig, model: ModelConfig) -> ModelConfig:
     """A checkpoint's model config with the dtype of the run (see `DtypeSection.settle`)."""
-    return model.running(compute_dtype=cfg.dtype.compute, remat=cfg.remat)
+    return model.running(
+        compute_dtype=cfg.dtype.compute, remat=cfg.remat, remat_policy=cfg.remat_policy
+    )
 
 
 def as_rolled_out(cfg: RLConfig, model: ModelConfig) -> ModelConfig:

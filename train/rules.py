@@ -83,6 +83,13 @@ _MESH = (
         "[mesh.cp] splits no row; raise mesh.cp, or leave it out",
     ),
 )
+_REMAT = (
+    Needs(
+        ("remat_policy",),
+        lambda v: v["remat"],
+        "[remat] recomputes nothing; set remat=true, or leave it out",
+    ),
+)
 
 
 def _decay(section: str) -> Needs:
@@ -253,6 +260,7 @@ RL_RULES = (
     _decay("optim"),
     _decay("draft.optim"),
     *_MESH,
+    *_REMAT,
     Needs(
         (
             "distributed.coordinator", "distributed.process_id", "distributed.num_processes",
@@ -321,4 +329,5 @@ SFT_RULES = (
     _decay("optim"),
     _decay("draft.optim"),
     *_MESH,
+    *_REMAT,
 )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from specjax.config import ModelConfig, RunConfig
 from specjax.config.dtype import AUTO, about_dtype, resolve_dtype
+from specjax.config.model import REMAT_POLICIES
 from specjax.config.sampling import SEED_RANGE, is_seed
 from specjax.kernels.names import ATTENTION, ATTENTION_DOC
 from specjax.models.families.dense import dense_config
@@ -341,6 +342,11 @@ class SFTConfig:
     draft: DraftConfig = option(DraftConfig(loss="soft_ce", unroll_steps=4), "the head's training")
     mesh: MeshConfig = option(MeshConfig, "devices per axis")
     remat: bool = option(False, "recompute activations in the backward pass")
+    remat_policy: str = option(
+        "save_attention",
+        "what is kept of a recomputed layer: the output and log-sum-exp of attention, or nothing",
+        choices=REMAT_POLICIES,
+    )
     attention: str = option("auto", ATTENTION_DOC, choices=ATTENTION, own=True)
     checkpoint: CheckpointSection = option(CheckpointSection, "checkpoints")
     log: LogSection = option(LogSection, "further sinks")
@@ -422,6 +428,11 @@ class RLConfig:
     dtype: DtypeSection = option(DtypeSection, "dtypes")
     mesh: MeshConfig = option(MeshConfig, "devices per axis")
     remat: bool = option(False, "recompute activations in the backward pass")
+    remat_policy: str = option(
+        "save_attention",
+        "what is kept of a recomputed layer: the output and log-sum-exp of attention, or nothing",
+        choices=REMAT_POLICIES,
+    )
     attention: str = option("auto", ATTENTION_DOC, choices=ATTENTION, own=True)
     checkpoint: RLCheckpointSection = option(RLCheckpointSection, "checkpoints")
     log: LogSection = option(LogSection, "further sinks")

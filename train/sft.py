@@ -135,7 +135,10 @@ def start_model(
     if cfg.init:
         tokenizer = load_tokenizer(cfg.init)
         model, params, head = hf.load_checkpoint(cfg.init, cfg.dtype.params, mesh)
-        model = with_end(model.running(compute_dtype=cfg.dtype.compute, remat=cfg.remat), tokenizer)
+        model = model.running(
+            compute_dtype=cfg.dtype.compute, remat=cfg.remat, remat_policy=cfg.remat_policy
+        )
+        model = with_end(model, tokenizer)
         if head is None:
             model = model.replace(**cfg.model.head_switches())
             head = init_head_params(model, cfg.seed + 1)
@@ -143,7 +146,7 @@ def start_model(
     tokenizer = load_tokenizer(tokenizer_dir(cfg)) if keep_tokenizer else train_tokenizer(cfg)
     vocab = -(-len(tokenizer) // 16) * 16  # divides by any small tensor-parallel degree
     model = cfg.model.build(vocab, tokenizer.eos_token_id, tokenizer.pad_token_id, cfg.dtype)
-    model = model.running(remat=cfg.remat)
+    model = model.running(remat=cfg.remat, remat_policy=cfg.remat_policy)
     return model, init_params(model, cfg.seed), init_head_params(model, cfg.seed + 1), tokenizer
 
 

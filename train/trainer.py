@@ -473,7 +473,8 @@ class Trainer:
     def fingerprint(self) -> dict:
         """The settings that change the result of training; a resumed run must have the same."""
         ignored = ("out", "steps", "log", "checkpoint", "eval", "max_failed_rewards")
-        settings = fingerprint(self.cfg, (*ignored, "mesh", "distributed", "attention", "remat"))
+        ignored += ("mesh", "distributed", "attention", "remat", "remat_policy")
+        settings = fingerprint(self.cfg, ignored)
         settings["model"] = portable(settings["model"])
         for name in self.cfg.rollout.may_change:
             settings["rollout"].pop(name)

@@ -8,6 +8,10 @@ from typing import Any
 from specjax.config.checks import choice
 from specjax.spelling import checks_keywords
 
+REMAT_POLICIES = ("save_attention", "full")
+# The name, see `jax.ad_checkpoint.checkpoint_name`, of what `save_attention` keeps.
+ATTENTION_RESIDUALS = "attention"
+
 
 @checks_keywords
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +41,10 @@ class RunConfig:
       compute_dtype: dtype of arithmetic; softmax, norms and logits are float32.
       scan_layers: `lax.scan` over stacked layers (short compile) or an unrolled loop (fast on CPU).
       remat: recompute each layer in the backward pass instead of keeping its activations.
+      remat_policy: what is kept of a layer that is recomputed, one of `REMAT_POLICIES`. `full`:
+        only its inputs; `save_attention`: the output of attention and its log-sum-exp, too, so that
+        the attention kernel runs forward once (B * S * N * (H + 2) * 2 bytes in bfloat16). It does
+        so with splash attention, and where rows are split over devices.
       attention: name of the attention kernel, see `specjax.kernels.dispatch`. Engines and trainers
         set it for their devices.
       products: number format in which decoding multiplies by weights, see
@@ -47,8 +55,12 @@ class RunConfig:
     compute_dtype: str = "float32"
     scan_layers: bool = False
     remat: bool = False
+    remat_policy: str = "save_attention"
     attention: str = "reference"
     products: str = "xla"
+
+    def __post_init__(self):
+        choice("remat_policy", self.remat_policy, REMAT_POLICIES)
 
     @property
     def decode_layout(self) -> str:

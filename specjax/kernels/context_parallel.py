@@ -19,8 +19,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from specjax.config.model import ATTENTION_RESIDUALS
 from specjax.kernels.reference import NEG_INF, Running, own_in_window
 from specjax.parallel.context import AXIS, Context
 from specjax.parallel.sharding import spec_for
@@ -100,7 +102,8 @@ def _attend_fwd(context, window, q, k, v, segment_ids):
     q, segment_ids = jax.lax.optimization_barrier((q, segment_ids))
     program = functools.partial(program, context, window)
     run = _over(context, program, heads, (heads[0], jax.P(*heads[0][:3])))
-    out, lse = run(q, k, v, segment_ids)
+    found = run(q, k, v, segment_ids)
+    out, lse = (checkpoint_name(x, ATTENTION_RESIDUALS) for x in found)
     return (out, lse), (q, k, v, segment_ids, out, lse)
 
 

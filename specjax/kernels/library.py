@@ -16,6 +16,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from specjax.config import ModelConfig
+from specjax.config.model import ATTENTION_RESIDUALS
 from specjax.interfaces import Device, Table
 from specjax.kernels import commit
 from specjax.kernels.backend import Kernels, head_sizes
@@ -202,6 +203,7 @@ def splash_attention(
             block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block,
             block_q_dq=block, block_kv_dq=block,
         ),
+        residual_checkpoint_name=ATTENTION_RESIDUALS,
         interpret=interpret,
     )  # fmt: skip
     keys, values = _with_own(k, v, own)

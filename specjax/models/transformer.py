@@ -23,7 +23,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from specjax.config import ModelConfig
-from specjax.config.model import Layer
+from specjax.config.model import ATTENTION_RESIDUALS, Layer
 from specjax.config.stacks import part_of, segments, stacks, tree_of
 from specjax.interfaces import Forward, Memory, Params, Scratch, Where
 from specjax.kernels import dispatch
@@ -313,7 +313,7 @@ def _run_unrolled(blocks, cfg, x, where: Where, memory, scratch, wanted, keep, g
         x, new, record = nnx.merge(graph, state).run(x, where, memory, scratch, given)
         return x, new if keep else None, record
 
-    run = jax.checkpoint(_run_block, static_argnums=0) if cfg.run.remat else _run_block
+    run = _recomputed(cfg, _run_block, static_argnums=0)
     if isinstance(x, jax.core.Tracer):  # layers that are alike are traced and lowered once
         run = jax.jit(run, static_argnums=0)
     rows, found, records = [], [], {}
@@ -368,12 +368,21 @@ def _run_scanned(blocks, cfg, x, where: Where, memory, scratch, wanted, keep, re
             records.append(record)
         return (x, found), (rows if keep else [], records)
 
-    if cfg.run.remat:
-        body = jax.checkpoint(body)
+    body = _recomputed(cfg, body)
     start = x, [jnp.zeros_like(x) for _ in inside]
     inputs = jnp.arange(repeats), states, None if by_table else pages, scratch, given
     (x, found), (rows, records) = jax.lax.scan(body, start, inputs)
     return x, rows, [*first, *found], records
+
+
+def _recomputed(cfg: ModelConfig, layer, static_argnums=()):
+    """Wraps a function that runs a layer as `remat` and `remat_policy` of `RunConfig` say."""
+    if not cfg.run.remat:
+        return layer
+    policy = None
+    if cfg.run.remat_policy == "save_attention":
+        policy = jax.checkpoint_policies.save_only_these_names(ATTENTION_RESIDUALS)
+    return jax.checkpoint(layer, policy=policy, static_argnums=static_argnums)
 
 
 def layers_by_kernel(

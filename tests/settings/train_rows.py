@@ -702,6 +702,7 @@ RL = {
         "all_gather", lambda cfg: built(cfg).policy.context.attention, {"mesh.cp": 2}
     ),
     "remat": Row(True, lambda cfg: trained_by(cfg, "remat")),
+    "remat_policy": Row("full", lambda cfg: trained_by(cfg, "remat_policy"), {"remat": True}),
     "attention": (
         Row("tpu", lambda cfg: trained_by(cfg, "attention")),
         Reaches("reference", rl_engine, EngineConfig, "attention"),
@@ -837,6 +838,7 @@ SFT = {
         "all_gather", lambda cfg: sft_programs(cfg).context.attention, {"mesh.cp": 2}
     ),
     "remat": Row(True, started, NEW),
+    "remat_policy": Row("full", started, NEW | {"remat": True}),
     "attention": Row("tpu", lambda cfg: getattr(sft_programs(cfg), "cfg", sft_programs(cfg))),
     "checkpoint.every": ReadBy(2, sft),
     "checkpoint.keep_last": ReadBy(3, sft),
