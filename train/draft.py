@@ -31,6 +31,7 @@ from specjax.parallel import sharding
 from specjax.parallel.context import Context
 from specjax.parallel.context import shift as shift_rows
 from specjax.schema import option
+from specjax.weights.matrix import precision_of
 from train.optim import OptimConfig
 from train.policy import abstract_opt_state, init_opt_state, with_attention
 
@@ -410,7 +411,7 @@ class DraftTrainer:
         self.source, self.context = source, context
         self.axes = merge_axes([param_axes(cfg), source.axes()])
         self.optimizer = draft.optimizer()
-        program = sharding.traced_on(mesh, self._update_program)
+        program = precision_of(cfg)(sharding.traced_on(mesh, self._update_program))
         self._update = jax.jit(program, donate_argnums=(0, 1), out_shardings=self._shardings())
 
     @property

@@ -28,6 +28,7 @@ from specjax.models.transformer import Params, Taps, Transformer, graphdef, init
 from specjax.parallel import sharding
 from specjax.parallel.context import Context
 from specjax.spelling import SettingError, spelled
+from specjax.weights.matrix import precision_of
 from train.logprobs import Transforms, processed_logprobs, token_logprobs
 from train.loss import Batch, LossFn
 from train.rollout_schema import SPELL
@@ -124,17 +125,18 @@ class PolicyTrainer:
         self.loss, self.optimizer, self.mesh = loss, optimizer, mesh
         self.temperature, self.transforms, self.context = temperature, transforms, context
         params, opt_state, rows, whole = self._shardings()
+        exact = precision_of(cfg)
         self._accumulate = jax.jit(
-            self._accumulate_program, donate_argnums=1, out_shardings=(params, rows, whole)
+            exact(self._accumulate_program), donate_argnums=1, out_shardings=(params, rows, whole)
         )
         self._apply = jax.jit(
             self._apply_program, donate_argnums=(0, 1), out_shardings=(params, opt_state, whole)
         )
         self._score = jax.jit(
-            lambda params, batch: self._token_logprobs(params, batch)[0], out_shardings=rows
+            exact(lambda params, batch: self._token_logprobs(params, batch)[0]), out_shardings=rows
         )
         self._states = jax.jit(
-            lambda params, batch: self._forward(params, batch)[2], out_shardings=rows
+            exact(lambda params, batch: self._forward(params, batch)[2]), out_shardings=rows
         )
         self._zeros = jax.jit(self._zeros_program, out_shardings=params)
 

@@ -33,6 +33,7 @@ from specjax.interfaces import Room, Where
 from specjax.memory import Commit, commit, empty
 from specjax.models.transformer import graphdef
 from specjax.parallel import sharding
+from specjax.weights.matrix import precision_of
 
 # A difference of logits beyond this share of the largest logit is not rounding.
 ROUNDING_LIMIT = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
@@ -210,7 +211,7 @@ def _logits_by_program(runner, context: np.ndarray) -> np.ndarray:
     rows = runner.tree.rows if runner.tree else 2
     tokens = np.broadcast_to(_padded(runner, context), (runner.batch, _width(runner, context)))
     inputs = runner.params, tokens, np.int32(len(context))
-    with sharding.ambient(runner.mesh):
+    with sharding.ambient(runner.mesh), precision_of(runner.cfg):
         return np.stack(
             [
                 np.asarray(_full(runner.cfg, *inputs)),

@@ -20,8 +20,10 @@ from typing import Any
 
 import jax
 
+from specjax.config import ModelConfig
 from specjax.decode.options import Features
 from specjax.parallel import sharding
+from specjax.weights.matrix import precision_of
 
 log = logging.getLogger(__name__)
 
@@ -160,6 +162,7 @@ class Executables:
 
     Args:
       mesh: mesh that programs run on; None: the default device.
+      cfg: config of the target, whose dtype decides the precision of products.
 
     Attributes:
       by_key: the executables.
@@ -170,8 +173,8 @@ class Executables:
       threads: number of programs that are compiled at once.
     """
 
-    def __init__(self, mesh: jax.sharding.Mesh | None):
-        self._mesh = mesh
+    def __init__(self, mesh: jax.sharding.Mesh | None, cfg: ModelConfig):
+        self._mesh, self._cfg = mesh, cfg
         self.by_key: dict[tuple, jax.stages.Compiled] = {}
         self.compilations = 0
         self.before_build: Callable[[], None] = lambda: None
@@ -186,7 +189,7 @@ class Executables:
             return self.by_key[key]
         self.before_build()
         # Kernels and operations on parts of the vocabulary read the ambient mesh.
-        program = sharding.traced_on(self._mesh, program)
+        program = precision_of(self._cfg)(sharding.traced_on(self._mesh, program))
 
         def lower() -> jax.stages.Lowered:
             out = None

@@ -176,7 +176,7 @@ class Runner:
         self.kept: Prompts | None = None
         self.mark: jax.Array | None = None
         self.checksums: dict[str, Checksum] = {}
-        self.executables = Executables(mesh)
+        self.executables = Executables(mesh, cfg)
         self.moved = 0
         self.agreement = agreement_of(mesh)
         source = self.longest.source

@@ -43,6 +43,7 @@ from specjax.interfaces import Draft, Level, Memory, Room, Scratch, Where
 from specjax.kernels import dispatch
 from specjax.memory import Commit, commit, empty
 from specjax.models.transformer import Params, graphdef, to_decode_layout
+from specjax.weights.matrix import precision_of
 
 SHORTEST_PREFILL = 16  # the smallest of the powers of two that contexts are padded to
 
@@ -239,9 +240,10 @@ class SourceSpeculator:
         """
         self._follow(context)
         self._proposals += 1  # no two proposals share random numbers
-        self._proposed = _propose(
-            self._setup, *self._params, self._sequence, self._temperature, self._words
-        )
+        with precision_of(self._setup.cfg):
+            self._proposed = _propose(
+                self._setup, *self._params, self._sequence, self._temperature, self._words
+            )
         count = min(max(n, 0), int(self._proposed.count))
         tokens, q = np.asarray(self._proposed.tokens), np.asarray(self._proposed.q)
         return DraftProposal(tokens[:count], q[:count])
@@ -262,7 +264,9 @@ class SourceSpeculator:
         padded = np.zeros((1, setup.steps), np.int32)
         padded[0, : len(tokens)] = tokens
         self._verified_tokens = tokens
-        self._verified = _verify(setup, self._params[0], self._sequence, self._temperature, padded)
+        given = self._params[0], self._sequence, self._temperature, padded
+        with precision_of(setup.cfg):
+            self._verified = _verify(setup, *given)
         return VerifyResult(np.asarray(self._verified.p)[: len(tokens) + 1])
 
     def commit(self, context: Sequence[int], tokens: Sequence[int]) -> None:
@@ -328,9 +332,10 @@ class SourceSpeculator:
         padded = np.zeros((1, min(width, setup.max_len)), np.int32)
         padded[0, : len(context)] = context
         length = np.array([len(context)], np.int32)
-        self._sequence = _prefill(
-            setup, *self._params, padded, length, self._temperature, self._words
-        )
+        with precision_of(setup.cfg):
+            self._sequence = _prefill(
+                setup, *self._params, padded, length, self._temperature, self._words
+            )
         self._context = context
 
 

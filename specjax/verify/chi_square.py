@@ -27,6 +27,7 @@ from specjax.engine.request import make_jobs, require_valid
 from specjax.engine.runner import Runner
 from specjax.models.transformer import graphdef
 from specjax.verify.verdict import FAILED, PASSED, Check, Drafts, InputError
+from specjax.weights.matrix import precision_of
 
 ALPHA = 1e-6  # the p-value below which a check fails
 WIDTH, LENGTH = 4, 3  # number of allowed tokens, and of positions
@@ -225,6 +226,7 @@ def full_forward(runner: Runner, contexts: Sequence[Sequence[int]]) -> np.ndarra
     static = graphdef(runner.cfg, runner.cfg.run.decode_layout)
 
     @jax.jit
+    @precision_of(runner.cfg)
     def run(params, tokens, lengths):
         model = nnx.merge(static, params)
         x = model.prefill(tokens, lengths).x

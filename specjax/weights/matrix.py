@@ -7,13 +7,16 @@ matrices. Models call the functions here for every format.
     products   format of matrices in decoding
     xla        arrays, multiplied in XLA
     panels     `specjax.weights.panels`
+
+Programs of models are traced inside `precision_of`, so that products of float32 are exact.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -50,6 +53,23 @@ def is_array(matrix: Any) -> bool:
 
 
 # --- products -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def precision_of(cfg: ModelConfig) -> Iterator[None]:
+    """A context in which a program of a model is traced; also a decorator of the program.
+
+    A model of float32 multiplies in float32. By default XLA rounds the factors on TPUs to bfloat16
+    and on GPUs to TF32, which moves logits by a hundredth, so that tokens would depend on the
+    number of rows. In other dtypes, and where jax's own setting `jax_default_matmul_precision`
+    asks for a precision, nothing changes. The context also holds for what is differentiated in it.
+    """
+    wanted = "highest" if cfg.run.compute_dtype == "float32" else None
+    if wanted is None or jax.config.jax_default_matmul_precision is not None:
+        yield
+    else:
+        with jax.default_matmul_precision(wanted):
+            yield
 
 
 def dot(x: Float[Array, "... I"], matrix: Matrix, dtype: Any = None) -> Float[Array, "... O"]:

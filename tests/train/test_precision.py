@@ -1,0 +1,112 @@
+"""float32 is float32 on devices that multiply in less by default: read in what jax lowers.
+
+On CPU nothing depends on it. Every product of a float32 model, in whatever program, must ask for
+the highest precision; a new one that does not fails here.
+"""
+
+import collections
+import re
+from pathlib import Path
+
+import jax
+import pytest
+import tiny_run
+
+from specjax import LLM, SamplingParams, SpecConfig
+from specjax.checkpoint.weights import load_model
+from specjax.command_line import parse_config
+from specjax.drafts.mtp import MTPSource
+from specjax.engine.compare import first_difference
+from specjax.engine.request import make_jobs
+from specjax.engine.settings import EngineConfig
+from specjax.engine.speculate import SourceSpeculator, speculate
+from specjax.verify.chi_square import full_forward
+from train.plan.programs import Shapes
+from train.schema import RLConfig
+
+PRODUCT = re.compile(r"stablehlo\.(?:dot_general|convolution|dot)\W.*")
+TYPES = re.compile(r"tensor<(?:\d+x)*([a-z]+\d+)>")
+# What a run of train.rl has beside the defaults: every kind of program and of attention.
+RUNS = {
+    "one device": {},
+    "split over devices": {"mesh.fsdp": 2, "mesh.tp": 2},
+    "rows split over devices": {"mesh.cp": 2},
+    "invariant": {"rollout.invariant": True},
+    "trees, scores of other weights": {
+        "rollout.strategy": "2_2_4", "algo.kl_loss_coef": 0.1, "algo.updates_per_rollout": 2,
+    },
+}  # fmt: skip
+PROGRAMS = {"accumulate", "draft", "prefill", "chunk"}
+
+
+def products(text: str) -> collections.Counter[tuple[str, str]]:
+    """Counts products of lowered programs by the factors' dtypes and by their precision."""
+    found: collections.Counter[tuple[str, str]] = collections.Counter()
+    for product in PRODUCT.findall(text):
+        left, right, *_ = TYPES.findall(product)
+        precision = re.search(r"precision = \[(\w+), (\w+)\]", product)
+        asked = set(precision.groups()) if precision else {"DEFAULT"}
+        found["/".join(sorted({left, right})), "/".join(sorted(asked))] += 1
+    return found
+
+
+def lowered(policy: Path, out: Path, **changes) -> dict[str, collections.Counter]:
+    """The products of each program of a run of train.rl, by the program's name."""
+    asked = {"attention": "reference", "rollout.products": "xla", "steps": 1, **changes}
+    cfg, _ = parse_config(RLConfig, tiny_run.arguments(policy, out, **asked))
+    shapes = Shapes(cfg, jax.devices()[: cfg.mesh.size])
+    moves = "reshard", "convert", "place", "apply"
+    every = [program for program in shapes.programs() if program.key[0] not in moves]
+    assert {program.key[0] for program in every} >= PROGRAMS
+    return {program.name: products(program.lower().as_text()) for program in every}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_product_of_a_float32_run_is_exact(name, tiny_policy, tmp_path):
+    for program, found in lowered(tiny_policy, tmp_path, **RUNS[name]).items():
+        assert set(found) == {("f32", "HIGHEST")}, f"{program}: {dict(found)}"
+
+
+def test_products_of_a_bfloat16_run_are_as_they_were(tiny_policy, tmp_path):
+    changes = {"dtype.compute": "bfloat16"}
+    for program, found in lowered(tiny_policy, tmp_path, **changes).items():
+        assert {precision for _, precision in found} == {"DEFAULT"}, f"{program}: {dict(found)}"
+        assert ("bf16", "DEFAULT") in found, f"{program}: {dict(found)}"
+
+
+def test_the_users_own_setting_of_jax_is_kept(tiny_policy, tmp_path):
+    with jax.default_matmul_precision("bfloat16"):
+        found = lowered(tiny_policy, tmp_path)
+    for program, counts in found.items():
+        assert set(counts) == {("f32", "DEFAULT")}, f"{program}: {dict(counts)}"
+
+
+@pytest.fixture
+def dumped(tmp_path):
+    """A function that returns the products of all programs that were lowered so far."""
+    jax.clear_caches()
+    folder = tmp_path / "lowered"
+    before = jax.config.read("jax_dump_ir_to")
+    jax.config.update("jax_dump_ir_to", str(folder))
+    yield lambda: {file.name: products(file.read_text()) for file in folder.glob("*.mlir")}
+    jax.config.update("jax_dump_ir_to", before)
+
+
+def test_programs_beside_the_engine_are_exact_too(thin_policy, dumped):
+    """Those that explain differences, check distributions, and decode without an engine."""
+    by_xla = EngineConfig(products="xla", attention="reference")
+    llm = LLM(str(thin_policy), SpecConfig("1_1_2"), max_batch=1, max_len=32, engine=by_xla)
+    runner = llm.engine.runner
+    params, prompt = SamplingParams(temperature=0.0, max_tokens=3), [3, 4, 5]
+    [job] = make_jobs(prompt, params, ())
+    first_difference(runner, job, [9, 5, 1], [9, 6, 2])
+    full_forward(runner, [prompt])
+    whole = load_model(thin_policy)
+    cfg, weights, head = whole.cfg, whole.policy, whole.head
+    model = SourceSpeculator(cfg, weights, MTPSource(cfg), head, steps=1, max_len=16)
+    speculate(model, model, prompt, 1, seed=0, max_tokens=2)
+    found = {name: counts for name, counts in dumped().items() if counts}
+    for program in ("full", "by_rows", "run", "prefill", "propose", "verify"):
+        assert any(f"jit_{program}" in name or f"jit__{program}" in name for name in found), program
+    for name, counts in found.items():
+        assert set(counts) == {("f32", "HIGHEST")}, f"{name}: {dict(counts)}"
