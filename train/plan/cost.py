@@ -18,6 +18,7 @@ from specjax.config import Layer, ModelConfig
 from specjax.drafts.model import ModelSource
 from specjax.drafts.mtp import head_layer
 from specjax.parallel.collectives import received
+from train.plan.copies import Copy, copies
 from train.plan.hlo import Cost, Module
 from train.plan.programs import Program, Shapes, caches, device_bytes
 
@@ -42,6 +43,9 @@ class Figures:
         written over inputs, temporaries.
       temporaries: bytes of temporaries, included in `extra`.
       cost: cost of one run; for a chunk, of one round.
+      outside: the compiler's estimate of a chunk's cycles outside of its rounds; loops over batches
+        count once.
+      copies: copies of large arrays, of a chunk in a round and outside of rounds.
       brought: bytes of weights that a device receives, if the program moves weights.
       kept: bytes of these weights that a device then holds.
       excess: names of weights of which a device receives more than its shard; None: unknown.
@@ -58,6 +62,8 @@ class Figures:
     extra: float = 0.0
     temporaries: float = 0.0
     cost: Cost = dataclasses.field(default_factory=Cost)
+    outside: float = 0.0
+    copies: list[Copy] = dataclasses.field(default_factory=list)
     brought: float = 0.0
     kept: float = 0.0
     excess: list[str] | None = None
@@ -83,6 +89,11 @@ class Figures:
             "bytes": self.cost.bytes,
             "received_bytes": self.cost.received,
             "kernels": self.cost.kernels,
+            "collectives": self.cost.calls,
+            "cycles": self.cost.cycles,
+            "cycles_counted_once": sorted(self.cost.once),
+            "cycles_outside": self.outside,
+            "copies": [dataclasses.asdict(copy) for copy in self.copies],
             "brought_bytes": self.brought,
             "kept_bytes": self.kept,
             "excess": self.excess,
@@ -99,7 +110,17 @@ class Figures:
             given=saved["given_bytes"],
             extra=saved["extra_bytes"],
             temporaries=saved["temporary_bytes"],
-            cost=Cost(saved["flops"], saved["bytes"], saved["received_bytes"], saved["kernels"]),
+            cost=Cost(
+                flops=saved["flops"],
+                bytes=saved["bytes"],
+                received=saved["received_bytes"],
+                kernels=saved["kernels"],
+                calls=saved["collectives"],
+                cycles=saved["cycles"],
+                once=frozenset(saved["cycles_counted_once"]),
+            ),
+            outside=saved["cycles_outside"],
+            copies=[Copy(**copy) for copy in saved["copies"]],
             brought=saved["brought_bytes"],
             kept=saved["kept_bytes"],
             excess=saved["excess"],
@@ -142,9 +163,10 @@ def compiled(program: Program) -> Figures:
         found.kept = float(sum(program.moves.shards.values()))
         found.excess = program.moves.excess(collectives)
     module = Module(text, _pages(program))
-    found.cost = module.cost
+    found.cost, found.copies = module.cost, copies(module)
     if program.key[0] == "chunk" and module.turn is not None:
         found.cost = module.turn
+        found.outside = sum(module.cost.cycles.values()) - sum(module.turn.cycles.values())
     return found
 
 

@@ -3,7 +3,7 @@
 `Compiled.cost_analysis()` counts the body of a loop once, and a scan over layers is a loop. Here a
 loop's body is counted once per iteration where the number of iterations is known
 (`known_trip_count`, or a counter that is compared with a constant). For a loop whose end depends on
-data, such as that over rounds, one iteration is counted; the costliest of these is also returned
+data, such as that over rounds, one iteration is counted. The cost of one round is also returned
 separately.
 
 The counts are operations of matrix products, bytes to and from memory (operands and results of
@@ -17,11 +17,12 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from specjax.parallel.collectives import group_size
+from train.plan.cycles import estimated, part_of
 
 _WIDTHS = {"pred": 1, "s4": 0.5, "u4": 0.5, "c64": 8, "c128": 16, "bf16": 2, "token": 0}
 _SHAPE = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([\d,]*)\](\{[^}]*\})?")
@@ -96,6 +97,11 @@ class Op:
             yield from (name.strip().lstrip("%") for name in found[1].split(","))
 
     @property
+    def body(self) -> str:
+        """The computation that a loop repeats."""
+        return self.attribute("body").lstrip("%")
+
+    @property
     def is_kernel(self) -> bool:
         return any(f'custom_call_target="{target}"' in self.text for target in _KERNELS)
 
@@ -112,6 +118,10 @@ class Cost:
       bytes: bytes to and from HBM.
       received: bytes received, by kind of collective.
       kernels: number of calls of Pallas kernels, whose operations are not counted.
+      calls: number of collectives by kind, those of one device left out.
+      cycles: the compiler's estimate of cycles by part, see `train.plan.cycles`.
+      once: parts that have cycles in a loop whose end depends on data, of which one iteration is
+        counted.
       chains: kind and bytes, by name, of collectives that TPUs spread over several fusions. Each
         of these fusions contains the whole collective, which must be counted once.
     """
@@ -120,10 +130,15 @@ class Cost:
     bytes: float = 0.0
     received: dict[str, float] = dataclasses.field(default_factory=dict)
     kernels: float = 0.0
+    calls: dict[str, float] = dataclasses.field(default_factory=dict)
+    cycles: dict[str, float] = dataclasses.field(default_factory=dict)
+    once: frozenset[str] = frozenset()
     chains: dict[tuple, tuple[str, float]] = dataclasses.field(default_factory=dict)
 
     def receive(self, kind: str, count: float) -> None:
-        self.received[kind] = self.received.get(kind, 0.0) + count
+        """Counts a collective that brings this many bytes."""
+        _increase(self.received, kind, count)
+        _increase(self.calls, kind, 1)
 
     def close_chains(self) -> None:
         """Counts the chains once all of their fusions were seen."""
@@ -136,12 +151,23 @@ class Cost:
         self.bytes += times * other.bytes
         self.kernels += times * other.kernels
         self.chains |= other.chains
-        for kind, count in other.received.items():
-            self.receive(kind, times * count)
+        self.once |= other.once
+        for name in ("received", "calls", "cycles"):
+            for key, count in getattr(other, name).items():
+                _increase(getattr(self, name), key, times * count)
 
     @property
     def network(self) -> float:
         return sum(self.received.values())
+
+    @property
+    def size(self) -> tuple[float, ...]:
+        """What decides which of two computations costs more."""
+        return self.flops, self.bytes, self.network, sum(self.cycles.values())
+
+
+def _increase(counts: dict[str, float], key: str, count: float) -> None:
+    counts[key] = counts.get(key, 0.0) + count
 
 
 class Module:
@@ -156,7 +182,6 @@ class Module:
     def __init__(self, text: str, pages: frozenset[tuple[int, ...]] = frozenset()):
         self.computations: dict[str, dict[str, Op]] = {}
         self.entry, self.pages = "", pages
-        self.turn: Cost | None = None  # cost of the costliest loop of unknown length, if any
         for line in text.splitlines():
             if header := _HEADER.match(line):
                 here = self.computations.setdefault(header[2], {})
@@ -169,40 +194,87 @@ class Module:
     @functools.cached_property
     def cost(self) -> Cost:
         """Returns the cost of the whole program."""
-        return self._cost(self.entry)
+        return self.cost_of(self.entry)
+
+    @functools.cached_property
+    def turn(self) -> Cost | None:
+        """Returns the cost of one iteration of `round`; None: there is no such loop."""
+        return None if self.round is None else self.cost_of(self.round)
+
+    @functools.cached_property
+    def round(self) -> str | None:
+        """Returns the name of the body of the loop over rounds; None: no loop has an unknown end.
+
+        It is the innermost loop of unknown length that computes logits: the loop over batches
+        contains it, and loops inside of it, such as one that draws noise, compute none. Where no
+        loop computes logits it is the costliest.
+        """
+        loops = list(self.open_loops(self.entry))
+        heads = [body for body in loops if "lm_head" in self._parts(body)]
+        outer = [body for body in heads if any(x in heads for x in self.open_loops(body))]
+        found = [body for body in heads if body not in outer] or loops
+        # The outer of two loops that cost the same.
+        return max(reversed(found), key=lambda body: self.cost_of(body).size, default=None)
+
+    def open_loops(self, name: str) -> Iterator[str]:
+        """Yields the bodies of loops of unknown length in a computation, inner ones first."""
+        for op in self.computations[name].values():
+            if op.opcode == "while":
+                yield from self.open_loops(op.body)
+                if self.trips(op) is None:
+                    yield op.body
+            elif op.opcode in ("call", "conditional"):
+                for called in op.called():
+                    yield from self.open_loops(called)
 
     @functools.cache  # noqa: B019 (a module lives as long as its plan)
-    def _cost(self, name: str, fused: bool = False) -> Cost:
+    def _parts(self, name: str) -> frozenset[str]:
+        """Returns the parts that operations of a computation, and of those it calls, belong to."""
+        ops = self.computations[name].values()
+        found = {part_of(op.text) for op in ops}
+        for op in ops:
+            for called in (op.body,) if op.opcode == "while" else op.called():
+                found |= self._parts(called)
+        return frozenset(found)
+
+    @functools.cache  # noqa: B019
+    def cost_of(self, name: str, fused: bool = False) -> Cost:
+        """Returns the cost of one run of a computation.
+
+        Args:
+          fused: whether it belongs to a fusion, which accounts for its bytes and cycles.
+        """
         total, ops = Cost(), self.computations[name]
         for op in ops.values():
             if op.opcode == "while":
                 self._add_loop(total, op)
             elif op.opcode == "conditional":
-                branches = [self._cost(called, fused) for called in op.called()]
-                total.add(max(branches, key=lambda c: (c.flops, c.bytes, c.network)))
+                branches = [self.cost_of(called, fused) for called in op.called()]
+                total.add(max(branches, key=lambda cost: cost.size))
             elif op.opcode in ("fusion", "call", "async-start"):
                 inside = op.opcode == "fusion" or fused
                 for called in op.called():
-                    total.add(self._cost(called, inside))
+                    total.add(self.cost_of(called, inside))
             total.flops += self._flops(op, ops)
             self._add_collective(total, op, ops)
             if op.is_kernel:
                 total.kernels += 1
             if not fused:
                 total.bytes += self._bytes(op, ops)
+                if found := estimated(op.text):
+                    _increase(total.cycles, part_of(op.text), found)
         if not fused:
             total.close_chains()
         elif name.startswith("all-reduce-scatter"):  # the TPU's form: reduce all, keep a part
+            total.calls.pop("all-reduce", None)
             total.receive("reduce-scatter", total.received.pop("all-reduce", 0.0) / 2)
         return total
 
     def _add_loop(self, total: Cost, op: Op) -> None:
-        body = self._cost(op.attribute("body").lstrip("%"))
-        trips = self.trips(op)
+        body, trips = self.cost_of(op.body), self.trips(op)
         total.add(body, 1 if trips is None else trips)
-        most = self.turn or Cost()  # products of one row may be compiled to other operations
-        if trips is None and (body.flops, body.bytes) >= (most.flops, most.bytes):
-            self.turn = body
+        if trips is None:
+            total.once |= {part for part, count in body.cycles.items() if count}
 
     def trips(self, op: Op) -> int | None:
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', op.text):
@@ -249,14 +321,15 @@ class Module:
             return self._fusion_bytes(op, given)
         if code in ("dynamic-slice", "slice", "gather"):
             return out + sum(s.bytes for s in op.shapes) * given[0].in_hbm
-        if code == "dynamic-update-slice":
-            return 2.0 * given[1].traffic
+        if code in ("dynamic-update-slice", "dynamic-update-slice-start"):
+            # The update is read and written; prefetched, it is read on the chip.
+            return given[1].traffic + given[1].bytes * given[0].in_hbm
         if code == "scatter":
             return 2.0 * given[-1].traffic
-        if code == "copy-start":
-            return sum(s.traffic for s in op.shapes[:1]) + sum(s.traffic for s in given[:1])
+        if code == "copy-start":  # (copy, operand, context)
+            return op.shapes[0].traffic + given[0].traffic
         if code in ("slice-start", "dynamic-slice-start"):  # ((operands), piece, context)
-            piece = op.shapes[-2]
+            piece = op.shapes[len(op.operands)]
             return piece.traffic + piece.bytes * given[0].in_hbm
         if code == "custom-call":
             if not op.is_kernel:
@@ -286,25 +359,36 @@ class Module:
             )
         return total
 
-    def _read(self, parameter: Op, ops: dict[str, Op]) -> float:
-        """Counts the bytes of a fused computation's parameter that are read."""
+    def _read(
+        self, value: Op, ops: dict[str, Op], returned: Callable[[], float] | None = None
+    ) -> float:
+        """Counts the bytes of a value of a fused computation that are read.
+
+        Args:
+          value: a parameter, or a view of one.
+          ops: the computation.
+          returned: counts what is read of the computation's result; None: all of it.
+        """
         total = 0.0
+        if value.root:
+            total += value.shapes[0].bytes if returned is None else returned()
         for user in ops.values():
-            if parameter.name not in user.operands:
+            if value.name not in user.operands:
                 continue
-            at = user.operands.index(parameter.name)
+            at = user.operands.index(value.name)
             if user.opcode in ("dynamic-slice", "slice", "gather") and at == 0:
                 total += user.shapes[0].bytes
             elif user.opcode == "dynamic-update-slice" and at == 0:
                 total += ops[user.operands[1]].shapes[0].bytes
             elif user.opcode in ("bitcast", "reshape"):
-                total += self._read(user, ops)
+                total += self._read(user, ops, returned)
             elif user.opcode == "fusion":
                 inside = self.computations[next(user.called())]
-                given = (o for o in inside.values() if f"parameter({at})" in o.text)
-                total += self._read(next(given), inside)
+                given = next(o for o in inside.values() if f"parameter({at})" in o.text)
+                further = functools.partial(self._read, user, ops, returned)
+                total += self._read(given, inside, further)
             else:
-                return parameter.shapes[0].bytes
+                return value.shapes[0].bytes
         return total
 
     # --- collectives -----------------------------------------------------------------------------

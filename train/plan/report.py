@@ -10,11 +10,13 @@ import hashlib
 import importlib.metadata
 import json
 import platform
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from specjax.engine.pages import pages_for
+from train.plan.copies import ENTRY, ROUND, Copy
 from train.plan.cost import Figures, model_text, roofline, split, with_prefix
+from train.plan.cycles import PARTS, REST
 from train.plan.hlo import COLLECTIVES
 from train.plan.programs import (
     CACHE,
@@ -339,6 +341,12 @@ def _programs(plan: Plan) -> Iterator[str]:
         "collectives (MB) of one run, of chunks of one round with empty prefixes; times at the "
         "chip's peaks"
     )
+    if any(program.cost.cycles for program in plan.programs):
+        yield (
+            "cycles: the compiler's own estimates, in which kernels, collectives and waits count "
+            "0; they compare programs and are no times; + marks a part with a loop of unknown "
+            "length, counted once"
+        )
     yield "".join(
         f"{name:<{width}}" if i == 0 else f"{name:>{width}}"
         for i, (name, width) in enumerate(_COLUMNS)
@@ -348,8 +356,7 @@ def _programs(plan: Plan) -> Iterator[str]:
         if program.failed:
             yield f"    REFUSED by the compiler: {program.failed}"
             continue
-        if program.cost.kernels:
-            yield f"    calls {program.cost.kernels:.0f} Pallas kernels"
+        yield from _details(program)
         if program.excess is not None:
             yield _brings(program)
     if plan.left_out:
@@ -378,6 +385,45 @@ def _row(plan: Plan, program: Figures) -> str:
     return f"{program.name:<{widths[0]}}" + "".join(
         f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)
     )
+
+
+def _details(program: Figures) -> Iterator[str]:
+    """Yields lines with what a program does, beside its row."""
+    cost = program.cost
+    if cost.cycles:
+        total, parts = sum(cost.cycles.values()), cycles_text(cost.cycles, cost.once)
+        outside = f"; outside of rounds {millions(program.outside)}" if program.is_chunk else ""
+        yield f"    cycles {millions(total)}: {parts}{outside}"
+    for place in (ROUND, ENTRY):
+        found = [copy for copy in program.copies if copy.place == place]
+        if found:
+            yield f"    copies {_WHERE[place] if program.is_chunk else ''}{_copies_text(found)}"
+    if cost.calls:
+        calls = ", ".join(f"{count:.0f} {kind}" for kind, count in cost.calls.items())
+        yield f"    collectives: {calls}"
+    if cost.kernels:
+        yield f"    calls {cost.kernels:.0f} Pallas kernels"
+
+
+_WHERE = {ROUND: "in a round: ", ENTRY: "at entry and end: "}
+_NAMED = 4  # copies that are named in the table; the file of --json has all
+
+
+def millions(count: float) -> str:
+    return f"{count / 1e6:.3g}M"
+
+
+def cycles_text(cycles: Mapping[str, float], once: Collection[str]) -> str:
+    """Returns cycles by part in words; a plus marks parts with a loop that is counted once."""
+    shown = (part for part in (*PARTS, REST) if cycles.get(part))
+    return ", ".join(f"{p} {millions(cycles[p])}{'+' * (p in once)}" for p in shown)
+
+
+def _copies_text(found: list[Copy]) -> str:
+    named = (f"{copy.count} x {copy.shape} of {copy.what} ({copy.kind})" for copy in found[:_NAMED])
+    more = f", {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    total = gb(sum(copy.total for copy in found))
+    return f"{sum(copy.count for copy in found)}, {total}: {', '.join(named)}{more}"
 
 
 def _brings(program: Figures) -> str:
