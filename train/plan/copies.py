@@ -12,13 +12,13 @@ import re
 from collections.abc import Iterator
 
 from train.plan.cycles import name_of, part_of
-from train.plan.hlo import Module, Op
+from train.plan.hlo import CACHE, Module, Op
 
 LARGE = 2**20  # bytes from which a copy is named
 ROUND, ENTRY = "round", "entry"  # in each round, or outside of rounds: at a chunk's begin and end
 # The kind of what is copied, by the path of the argument. What is computed is `other`.
 _KINDS = (
-    ("cache", re.compile(r"\.pages\b")),
+    ("cache", CACHE),
     ("weights", re.compile(r"^(params|head|vocabulary|draft_params|policy)\b")),
     ("state", re.compile(r"^(state|kept)\b")),
 )

@@ -162,22 +162,12 @@ def compiled(program: Program) -> Figures:
         found.brought = float(sum(c.received for c in collectives))
         found.kept = float(sum(program.moves.shards.values()))
         found.excess = program.moves.excess(collectives)
-    module = Module(text, _pages(program))
+    module = Module(text)
     found.cost, found.copies = module.cost, copies(module)
     if program.key[0] == "chunk" and module.turn is not None:
         found.cost = module.turn
         found.outside = sum(module.cost.cycles.values()) - sum(module.turn.cycles.values())
     return found
-
-
-def _pages(program: Program) -> frozenset[tuple[int, ...]]:
-    """Returns the shapes that a program's cache may have: its own, or layers and pages joined."""
-    found = set()
-    for leaf in jax.tree.leaves(program.given.get("cache")):
-        if leaf.sharding is not None:
-            dims = leaf.sharding.shard_shape(leaf.shape)
-            found |= {dims, (math.prod(dims[:-3]), *dims[-3:])}
-    return frozenset(found)
 
 
 def _reason(error: Exception) -> str:

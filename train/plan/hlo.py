@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from specjax.parallel.collectives import group_size
-from train.plan.cycles import estimated, part_of
+from train.plan.cycles import estimated, name_of, part_of
 
 _WIDTHS = {"pred": 1, "s4": 0.5, "u4": 0.5, "c64": 8, "c128": 16, "bf16": 2, "token": 0}
 _SHAPE = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([\d,]*)\](\{[^}]*\})?")
@@ -31,6 +31,7 @@ _NAME = re.compile(r"%([\w.\-]+)")
 COLLECTIVES = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute",
 )  # fmt: skip
+CACHE = re.compile(r"\.pages\b")  # in the path of an argument that is a cache
 _KERNELS = ("tpu_custom_call", "mosaic_gpu_v2", "__gpu$xla.gpu.triton")
 # Operations that move no data, or whose contents are counted separately.
 _FREE = {
@@ -175,13 +176,15 @@ class Module:
 
     Args:
       text: text of `Compiled.as_text()`.
-      pages: shapes of arrays that kernels read only in part; their bytes are not counted for a
-        kernel.
+
+    Attributes:
+      computations: instructions by name, of each computation by name.
+      entry: name of the computation that the program begins with.
     """
 
-    def __init__(self, text: str, pages: frozenset[tuple[int, ...]] = frozenset()):
+    def __init__(self, text: str):
         self.computations: dict[str, dict[str, Op]] = {}
-        self.entry, self.pages = "", pages
+        self.entry = ""
         for line in text.splitlines():
             if header := _HEADER.match(line):
                 here = self.computations.setdefault(header[2], {})
@@ -195,6 +198,19 @@ class Module:
     def cost(self) -> Cost:
         """Returns the cost of the whole program."""
         return self.cost_of(self.entry)
+
+    @functools.cached_property
+    def pages(self) -> frozenset[tuple[int, ...]]:
+        """Returns the shapes that a cache may have: an argument's, or layers and pages joined.
+
+        Kernels read caches only in part, so that their bytes are not counted for a kernel.
+        """
+        found = set()
+        for op in self.computations[self.entry].values():
+            if op.opcode == "parameter" and CACHE.search(name_of(op.text)):
+                dims = op.shapes[0].dims
+                found |= {dims, (math.prod(dims[:-3]), *dims[-3:])}
+        return frozenset(found)
 
     @functools.cached_property
     def turn(self) -> Cost | None:

@@ -1,0 +1,1 @@
+"""What the TPU compiler says of rounds of decoding, without a TPU: `python -m bench.tpu`."""
