@@ -93,7 +93,10 @@ def scaled(value: Mapping[str, Any], layers: int) -> dict[str, float]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, dict]:
-    """Compiles every program and returns its figures by name, each before a slash."""
+    """Compiles every program and returns its figures, with the program's name before a slash.
+
+    They are written after each program, because a compilation may take minutes.
+    """
     jax.config.update("jax_platforms", "cpu")
     mesh = mesh_over(tpu_devices(args.topology))
     model = change_dense(MODEL, num_layers=args.layers).running(scan_layers=args.scan)
@@ -113,6 +116,8 @@ def measure(args: argparse.Namespace) -> dict[str, dict]:
         found["temporaries"] = figure(temporaries, "bytes")
         print(line(name, found, args.layers), f"; compiled in {seconds:.0f} s", sep="", flush=True)
         result |= {f"{name}/{key}": entry for key, entry in found.items()}
+        if args.out is not None:
+            write_result(args.out.stem, vars(args), result, args.out)
     return result
 
 
@@ -137,7 +142,7 @@ def _flag(text: str) -> str:
     return text
 
 
-def main(argv: Sequence[str] | None = None) -> Path | None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(
         prog="python -m bench.tpu rounds",
         description=__doc__,
@@ -153,9 +158,7 @@ def main(argv: Sequence[str] | None = None) -> Path | None:
     add("--out", type=Path, metavar="FILE", help="also write the figures there")
     args = parser.parse_args(argv)
     with user_errors("tpu rounds"):
-        found = measure(args)
-        if args.out is not None:
-            write_result(args.out.stem, vars(args), found, args.out)
+        measure(args)
 
 
 def read(argv: Sequence[str] | None = None) -> None:

@@ -1,7 +1,7 @@
 """`python -m bench.tpu table FILE ...`: Markdown tables of result files of `bench.tpu rounds`.
 
-With two files the first is what was before and the second what is after: every cell has both, and
-a column their ratio. With `--into docs/tpu.md` the table replaces the one between the marks of this
+With two files the first is what was before and the second what is after: every program has a row of
+each. With `--into docs/tpu.md` the table replaces the one between the marks of this
 name there.
 """
 
@@ -19,6 +19,7 @@ from specjax.command_line import ArgumentParser
 from train.plan.cycles import PARTS, REST
 
 MARKS = "<!-- table {} of bench.tpu -->", "<!-- end of table {} -->"
+VERSIONS = "before", "after"
 ROOM = ("outside rounds", "temporaries", "copied in a round", "copied outside", "collectives")
 
 
@@ -70,18 +71,23 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
         raise ValueError("expected files with a program in common, got none")
     rows: list[list[str]] = []
     for name in names:
-        cells = [cells_of(found[name], n) for found, n in zip(values, layers, strict=True)]
-        row = {"chunk": f"`{name.replace(':', '` x ')}"}
-        row |= {key: " -> ".join(cell[key] for cell in cells) for key in cells[0]}
-        if len(values) == 2:
-            before, after = (
-                sum(scaled(found[name], n).values())
-                for found, n in zip(values, layers, strict=True)
-            )
-            row["after / before"] = f"{after / before:.2f}"
-        rows = rows or [list(row), ["---"] * len(row)]
-        rows.append(list(row.values()))
+        totals = []
+        for found, count, version in zip(values, layers, VERSIONS, strict=False):
+            cells = cells_of(found[name], count)
+            row = {"chunk": _title(name)}
+            if len(values) == 2:
+                totals.append(sum(scaled(found[name], count).values()))
+                row["version"] = version
+                cells["round"] += f" ({totals[1] / totals[0]:.2f}x)" if totals[1:] else ""
+            row |= cells
+            rows = rows or [list(row), ["---"] * len(row)]
+            rows.append(list(row.values()))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _title(name: str) -> str:
+    strategy, _, bucket = name.rpartition(":")
+    return f"`{strategy}` x {bucket}"
 
 
 def put(text: str, name: str, content: str) -> str:
