@@ -29,7 +29,7 @@ from specjax.config import Strategy
 from specjax.decode.options import Features
 from specjax.models.families.dense import change_dense
 from train.plan.copies import ENTRY, ROUND, copies
-from train.plan.cycles import PARTS, REST
+from train.plan.cycles import PARTS, REST, part_of
 from train.plan.hlo import Module
 from train.plan.report import cycles_text, millions
 
@@ -50,6 +50,8 @@ def figures_of(text: str) -> dict[str, dict]:
     outside = sum(module.cost.cycles.values()) - sum(cost.cycles.values())
     found = {f"cycles/{p}": figure(cost.cycles.get(p, 0), "cycles") for p in (*PARTS, REST)}
     found["counted_once"] = figure(sorted(cost.once), "parts with a loop of unknown length")
+    loops = [f"{part_of(op.text)} x {module.trips(op) or '?'}" for op in module.loops(module.round)]
+    found["loops"] = figure(sorted(loops), "loops in a round, by part and how often they run")
     found["cycles_outside"] = figure(outside, "cycles at a chunk's begin and end")
     found["bytes"] = figure(cost.bytes, "bytes to and from HBM, without pages that kernels read")
     found |= {f"calls/{kind}": figure(n, "of a round") for kind, n in cost.calls.items()}
@@ -152,7 +154,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("programs", nargs="+", type=program, metavar="STRATEGY:BUCKET")
     add("--topology", default="v5e:2x2", help="four chips, such as v5e:2x2 or v5p:2x2x1")
     add("--layers", type=int, default=MODEL.num_layers, help="layers that are compiled")
-    add("--scan", action="store_true", help="scan over the layers: rollout.scan_layers=true")
+    scan = argparse.BooleanOptionalAction
+    add("--scan", action=scan, default=MODEL.run.scan_layers, help="rollout.scan_layers")
     add("--features", nargs="*", default=[], type=_flag, help="sampling options: top_p, top_k, ..")
     add("--text", type=Path, metavar="DIR", help="also keep the compiled programs' texts there")
     add("--out", type=Path, metavar="FILE", help="also write the figures there")

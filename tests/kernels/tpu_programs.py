@@ -15,25 +15,23 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import topologies
 
-from specjax.config import ModelConfig, RunConfig, SpecConfig, Strategy
+from bench.tpu.programs import MODEL as WIDE
+from bench.tpu.programs import chunk, mesh_over, runner_of, tpu_devices, wide_runner
+from bench.tpu.rounds import figures_of
+from specjax.config import RunConfig
 from specjax.decode import admit
-from specjax.decode.chunk import Until
-from specjax.decode.options import Features
-from specjax.decode.state import RowMap
 from specjax.drafts.mtp import init_head_params, weight_axes
 from specjax.engine.inputs import piece_of
-from specjax.engine.runner import PAGE_SIZE, Runner
 from specjax.kernels import dispatch
-from specjax.models.families.dense import change_dense, dense_config
-from specjax.models.transformer import init_params, to_decode_layout
+from specjax.models.families.dense import dense_config
+from specjax.models.transformer import init_params
 from specjax.parallel import sharding
-from specjax.parallel.sharding import MESH_AXES
 from train.draft import DraftConfig, DraftTrainer, frozen_policy_parts
 from train.loss import count_denominators, sft_loss
 from train.optim import OptimConfig
-from train.plan.hlo import Module, Op
+from train.plan.cycles import name_of
+from train.plan.hlo import Module
 from train.policy import PolicyTrainer
 
 # As Qwen3-8B, but for layers and vocabulary; in bfloat16, with heads of 128.
@@ -51,15 +49,12 @@ MODEL = dense_config(
 )
 STRATEGY = "4_1_5"
 STRATEGIES = ("off", STRATEGY)
-# Chunks whose batch is the smallest and the largest, with Qwen3's vocabulary, and with pages of a
-# layer that are more than any weight: a copy of them cannot be taken for one of something else.
 SPLIT = functools.partial(sharding.param_shardings, axes=weight_axes(MODEL))
-WIDE = change_dense(MODEL, vocab_size=151_936, num_layers=8)
-WIDE_BATCH, WIDE_PAGES = 64, 1600
+# Chunks with the widths of Qwen3-8B: plain, of a chain and of a tree, by `strategy:bucket`.
 WIDE_CHUNKS = {
-    f"{strategy} x {bucket}, 152k": (strategy, bucket)
-    for strategy in ("off", STRATEGY)
-    for bucket in (1, WIDE_BATCH)
+    f"{strategy}:{bucket}": (strategy, bucket)
+    for strategy in ("off", STRATEGY, "8_4_32")
+    for bucket in (1, 8, 64)
 }
 
 
@@ -102,77 +97,41 @@ def kernel(mesh, rows: int, batch: int = 8, size: int = 128, stretches: int = 8)
     return jax.jit(sharding.traced_on(mesh, attend)).lower(sinks, *arrays)
 
 
-def runner_of(mesh, model: ModelConfig = MODEL, batch: int = 8, **more) -> Runner:
-    """The device side of an engine that holds shapes.
-
-    Args:
-      more: arguments of `Runner`.
-    """
-    strategies = [*map(Strategy.parse, STRATEGIES)]
-    runner = Runner(
-        model, SpecConfig(STRATEGY), batch, max_len=1024, mesh=mesh, strategies=strategies, **more
-    )
-    runner.executables.build = lambda key, lower, donate: lower()
-    params = jax.eval_shape(
-        functools.partial(to_decode_layout, cfg=model), jax.eval_shape(lambda: init_params(model))
-    )
-    head = jax.eval_shape(lambda: init_head_params(model))
-    runner.params = on_mesh(mesh, params, SPLIT)
-    runner.head = on_mesh(mesh, head, SPLIT)
-    runner.state, runner.kept = on_mesh(
-        mesh, jax.eval_shape(runner._empty), sharding.state_shardings
-    )
-    return runner
-
-
-def chunk(mesh, strategy: str = STRATEGY, bucket: int = 8, runner: Runner | None = None):
-    """A whole rollout chunk, by the code that the engine runs it with."""
-    runner = runner or runner_of(mesh)
-    features = Features(sampled=True)
-    table = np.zeros((bucket, runner.table_width), np.int32)
-    rows = RowMap(np.arange(bucket, dtype=np.int32), np.ones(bucket, bool), table)
-    row_map, until = runner.alone(rows), Until.of(4)
-    inputs = runner.params, runner.head, runner.state, row_map, until
-    program = functools.partial(runner._chunk_program, strategy, features, bucket)
-    key = ("chunk", strategy, bucket, features)
-    return runner.executables.get(key, program, inputs, (2,))
-
-
-def wide_runner(mesh) -> Runner:
-    page = Runner(WIDE, SpecConfig(STRATEGY), WIDE_BATCH, 1024, mesh=mesh).page_bytes
-    return runner_of(mesh, WIDE, WIDE_BATCH, cache_bytes=WIDE_PAGES * page)
-
-
-def wide_chunk(mesh, strategy: str, bucket: int):
-    return chunk(mesh, strategy, bucket, wide_runner(mesh))
-
-
-def copies_of_pages(text: str, size: int) -> list[str]:
-    """Of a compiled program with a loop, what copies or transposes that many numbers, or more,
-    inside of it."""
-    module = Module(text)
-
-    def copies(op: Op) -> bool:
-        if op.opcode == "fusion":
-            fused = module.computations[next(op.called())]
-            return copies(next(o for o in fused.values() if o.root))
-        return op.opcode in ("copy", "copy-start", "transpose")
-
-    return [
-        f"{op.opcode} {op.name}"
-        for name, ops in module.computations.items()
-        for op in ops.values()
-        if name != module.entry and copies(op) and max(s.size for s in op.shapes) >= size
-    ]
-
-
 # An argmax whose maximum is not read: its comparisons may be in bfloat16 as well.
 ROUNDED = re.compile(r"= \(bf16\[[^=]*, s32\[[^=]*\) reduce\(")
 
 
+def small_runner(mesh):
+    return runner_of(mesh, MODEL, 8, STRATEGIES)
+
+
+def small_chunk(mesh):
+    """A whole rollout chunk, by the code that the engine runs it with."""
+    return chunk(small_runner(mesh), STRATEGY, 8)
+
+
+def wide_chunk(mesh, name: str):
+    strategy, bucket = WIDE_CHUNKS[name]
+    return chunk(wide_runner(mesh, strategy), strategy, bucket)
+
+
+def of_a_round(text: str) -> dict:
+    """What a chunk of `WIDE_CHUNKS` does in a round, beside its figures in a result file."""
+    module = Module(text)
+    given = module.computations[module.entry].values()
+    names = {name_of(op.text): op.shapes[0].dims for op in given if op.opcode == "parameter"}
+    whole = re.findall(rf"\b\w+\[(?:\d+,)*{WIDE.vocab_size}\b[^ ]*", text)
+    return {
+        "figures": {key: entry["value"] for key, entry in figures_of(text).items()},
+        "rounded": ROUNDED.findall(text),
+        "whole_vocabulary": sorted(set(whole)),
+        "projections": [dims for name, dims in names.items() if name.endswith("['proj']")],
+    }
+
+
 def prefill(mesh):
     """Reads pieces of prompts, by the code that the engine runs it with."""
-    runner = runner_of(mesh)
+    runner = small_runner(mesh)
     piece = piece_of([], 4, 512, runner)
 
     def program(params, head, state, kept, piece):
@@ -218,11 +177,10 @@ PROGRAMS = {
     "tree of 64": lambda mesh: kernel(mesh, rows=64),
     "piece": lambda mesh: kernel(mesh, rows=512),
     "prefill": prefill,
-    "chunk": chunk,
+    "chunk": small_chunk,
     "policy update": lambda mesh: training(mesh, head=False),
     "draft update": lambda mesh: training(mesh, head=True),
-    **{name: functools.partial(wide_chunk, strategy=s, bucket=b)
-       for name, (s, b) in WIDE_CHUNKS.items()},
+    **{name: functools.partial(wide_chunk, name=name) for name in WIDE_CHUNKS},
 }  # fmt: skip
 
 
@@ -231,13 +189,8 @@ PROGRAMS = {
 UNPRINTED = ("policy update", "draft update")
 
 
-def mesh_over(devices) -> jax.sharding.Mesh:
-    """All devices on the axis `tp`."""
-    return jax.sharding.Mesh(np.array(devices).reshape(1, 1, 1, -1), MESH_AXES)
-
-
 def main(topology: str, *wanted: str) -> None:
-    devices = topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
+    devices = tpu_devices(topology)
     for name in wanted:
         lowered = PROGRAMS[name](mesh_over(devices))
         compiled = lowered.compile()
@@ -252,10 +205,7 @@ def main(topology: str, *wanted: str) -> None:
             "temporaries": compiled.memory_analysis().temp_size_in_bytes,
         }
         if name in WIDE_CHUNKS:
-            mixer = WIDE.layers[0].mixer
-            pages = WIDE_PAGES * mixer.num_kv_heads // len(devices) * PAGE_SIZE * mixer.head_dim
-            found["copies_of_pages"] = copies_of_pages(text, pages)
-            found["rounded"] = ROUNDED.findall(text)
+            found |= of_a_round(text)
         print(json.dumps(found), flush=True)
 
 

@@ -234,14 +234,17 @@ class Module:
 
     def open_loops(self, name: str) -> Iterator[str]:
         """Yields the bodies of loops of unknown length in a computation, inner ones first."""
+        return (op.body for op in self.loops(name) if self.trips(op) is None)
+
+    def loops(self, name: str) -> Iterator[Op]:
+        """Yields the loops in a computation, inner ones first."""
         for op in self.computations[name].values():
             if op.opcode == "while":
-                yield from self.open_loops(op.body)
-                if self.trips(op) is None:
-                    yield op.body
+                yield from self.loops(op.body)
+                yield op
             elif op.opcode in ("call", "conditional"):
                 for called in op.called():
-                    yield from self.open_loops(called)
+                    yield from self.loops(called)
 
     @functools.cache  # noqa: B019 (a module lives as long as its plan)
     def _parts(self, name: str) -> frozenset[str]:
