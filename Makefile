@@ -3,6 +3,7 @@
 #   make plan ARGS="--config configs/pods/mimo_7b_v5e_8x8.yaml --topology v5e:8x8"
 #   make test PYTHON=/path/to/python3.12 VENV=.venv312
 #   make test PYTHON=/path/to/python3.12 JAX=0.11.2    another jax than the one in constraints.txt
+#   make tpu-check ARGS='-k "v5e and off:8"'            one chunk of those that it compiles
 VENV ?= .venv
 PYTHON ?=
 CONFIG ?= configs/sums.yaml
@@ -30,7 +31,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 test test-full: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0
 
 .DEFAULT_GOAL := help
-.PHONY: help install rl serve plan test test-full features results lint gpu-check gpu-wheels clean
+.PHONY: help install rl serve plan test test-full features results lint tpu-check gpu-check gpu-wheels clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1@\2/' | column -t -s @ 2>/dev/null \
@@ -64,6 +65,10 @@ results: $(STAMP) ## write docs/results.md and README's table anew, from bench/r
 
 lint: $(STAMP) ## ruff alone
 	$(BIN)/ruff check .
+
+tpu-check: $(STAMP) $(PLAN_STAMP) ## compile for TPUs without one: rounds copy nothing and cost what they should
+	SPECJAX_TPU_PYTHON=$(abspath $(PLAN_VENV))/bin/python \
+	  $(BIN)/python -m pytest -q -m slow -rs tests/kernels/test_tpu_compiler.py $(ARGS)
 
 gpu-check: $(STAMP) ## compile for GPUs without one; downloads 4 GB into the user's cache, once
 	$(BIN)/python -m bench.gpu.check $(ARGS)
