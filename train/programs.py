@@ -113,9 +113,7 @@ def build_engines(
     control = roll.control_config() if speculate else None
 
     def build(spec, batch: int, on: Mesh, **more) -> Engine:
-        # Fused weights, as unrolled layers have them, cannot be split.
-        scan = roll.scan_layers or (on is not None and on.size > 1)
-        decoder = model.running(scan_layers=scan, remat=False)
+        decoder = model.running(scan_layers=roll.scan_layers, remat=False)
         return Engine(decoder, spec, batch, mesh=on, **settings, **more)
 
     engines = [build(spec, roll.max_batch, on, source=source, control=control) for on in meshes]

@@ -157,7 +157,9 @@ class RolloutSection(SamplingSection, SpeculationSettings):
         choices=ENGINE_DTYPES,
     )
     scan_layers: bool = option(
-        False, "scan over layers while decoding: short compile, slower on CPU"
+        False,
+        "scan over the layers while decoding, on one device or a mesh: compiles faster, decodes "
+        "slower",
     )
 
     def __post_init__(self):

@@ -39,7 +39,10 @@ class RunConfig:
       param_dtype: dtype in which the parameters are stored; after a checkpoint was read, the dtype
         of its files.
       compute_dtype: dtype of arithmetic; softmax, norms and logits are float32.
-      scan_layers: `lax.scan` over stacked layers (short compile) or an unrolled loop (fast on CPU).
+      scan_layers: `lax.scan` over stacked layers, which compiles faster, or an unrolled loop, which
+        decodes faster: a scan copies weights and pages of each layer out of the stacks.
+      fused: whether unrolled layers have the projections that share an input side by side in one
+        matrix. Engines set it where one device decodes; a mesh could not split such a matrix.
       remat: recompute each layer in the backward pass instead of keeping its activations.
       remat_policy: what is kept of a layer that is recomputed, one of `REMAT_POLICIES`. `full`:
         only its inputs; `save_attention`: the output of attention and its log-sum-exp, too, so that
@@ -54,6 +57,7 @@ class RunConfig:
     param_dtype: str = "float32"
     compute_dtype: str = "float32"
     scan_layers: bool = False
+    fused: bool = True
     remat: bool = False
     remat_policy: str = "save_attention"
     attention: str = "reference"

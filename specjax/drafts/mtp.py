@@ -97,15 +97,20 @@ def weight_axes(cfg: ModelConfig) -> dict[str, tuple]:
     return merge_axes([param_axes(cfg), axes_of(module_rows(cfg)), axes_of(layer)])
 
 
+def _fuses(cfg: ModelConfig) -> bool:
+    """Returns whether a head's layers are fused: for a number format, and unless they are split."""
+    return cfg.run.fused and cfg.run.products != PLAIN
+
+
 class MTPModule(nnx.Module):
     """One module: norms of both inputs, their projection to D, a decoder layer, a final norm."""
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
-        """Makes the module; its layer is fused where decoding has a format, see `to_format`."""
+        """Makes the module; its layer is fused where `_fuses` says so, see `to_format`."""
         self.cfg = cfg
         for name, row in module_rows(cfg).items():
             setattr(self, name, draw(row, rngs, cfg.run.param_dtype))
-        self.layer = Block(head_layer(cfg), cfg, rngs, fused=cfg.run.products != PLAIN)
+        self.layer = Block(head_layer(cfg), cfg, rngs, fused=_fuses(cfg))
 
     def inputs(self, hidden: Float[Array, "B T D"], embedded: Float[Array, "B T D"]) -> Array:
         """Computes the layer's input; `mtp_concat` says which operand is the first half."""
@@ -213,14 +218,16 @@ def init_head_params(cfg: ModelConfig, seed: int = 0) -> Params:
 
 
 def to_format(params: Params, cfg: ModelConfig) -> Params:
-    """Fuses a head's layers and converts its matrices to the format that decoding multiplies by."""
-    rows = layer_rows(head_layer(cfg), cfg.hidden_size)
-    blocks = {
-        index: {**module, "layer": fuse(module["layer"], rows)}
-        for index, module in params["blocks"].items()
-    }
-    module = {**module_rows(cfg), "layer": fused_rows(rows)}
-    of = {"blocks": {index: module for index in blocks}}
+    """Fuses a head's layers, where they are not split, and converts its matrices to the format that
+    decoding multiplies by."""
+    rows, blocks = layer_rows(head_layer(cfg), cfg.hidden_size), params["blocks"]
+    if _fuses(cfg):
+        blocks = {
+            index: {**module, "layer": fuse(module["layer"], rows)}
+            for index, module in blocks.items()
+        }
+        rows = fused_rows(rows)
+    of = {"blocks": {index: {**module_rows(cfg), "layer": rows} for index in blocks}}
     return pack(cast({**params, "blocks": blocks}, cfg.run.compute_dtype), of, cfg)
 
 

@@ -32,10 +32,11 @@ from specjax.engine.replicas import POLL, Replicas
 from specjax.engine.request import Job, SampleOutput, Totals
 from specjax.engine.sequence import Finished, Sequence
 from specjax.interfaces import Axes, Params
+from specjax.models.transformer import split_layout
 from specjax.parallel import sharding
 from specjax.parallel.collectives import received
 from specjax.parallel.distributed import gather
-from specjax.parallel.reshard import Reshard, Unrelated, cast
+from specjax.parallel.reshard import Reshard, Unrelated
 
 log = logging.getLogger(__name__)
 
@@ -134,13 +135,16 @@ class Copies:
         self.received = 0
         self._programs: dict[Any, tuple[Callable, int]] = {}
 
-    def __call__(self, tree: Params, axes: Axes, dtype: str | None = None) -> list[Params]:
+    def __call__(
+        self, tree: Params, axes: Axes, convert: Callable[[Params], Params] | None = None
+    ) -> list[Params]:
         """Copies weights to each replica of this process; all processes must call it.
 
         Args:
           tree: weights on any devices of the job.
           axes: logical axes of the weights, see `specjax.parallel.sharding`.
-          dtype: dtype of the copies; None: that of the weights.
+          convert: jitted function to apply to the weights before they are copied, see `Reshard`;
+            None: the copies are as the weights.
 
         Returns:
           the copies, one for each of `own`.
@@ -150,53 +154,70 @@ class Copies:
         if not leaves:
             return [tree for _ in self.own]
         if self.through_hosts:
-            return self._fetched(tree, axes, dtype)
-        key = structure, dtype, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
+            return self._fetched(tree, axes, convert)
+        key = structure, convert, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
         if key not in self._programs:
-            self._programs[key] = self._program(tree, axes, dtype)
+            self._programs[key] = self._program(tree, axes, convert)
         program, self.received = self._programs[key]
         everywhere = program(tree)
         return [jax.tree.map(lambda a, p=place: _part(a, p), everywhere) for place in self.own]
 
-    def _fetched(self, tree: Params, axes: Axes, dtype: str | None) -> list[Params]:
-        """Copies weight by weight, because a host may not have room for all of them."""
-        flat, structure = jax.tree_util.tree_flatten_with_path(tree)
+    def _fetched(self, tree: Params, axes: Axes, convert) -> list[Params]:
+        """Copies weight by weight, because a host may not have room for all of them.
+
+        Args:
+          convert: as in `__call__`; it must take a tree in which all weights but one are left out.
+        """
+        flatten = jax.tree_util.tree_flatten_with_path
+        made, structure = flatten(tree if convert is None else jax.eval_shape(convert, tree))
+        shapes = jax.tree.unflatten(structure, [shape for _, shape in made])
         targets = [
-            jax.tree.leaves(sharding.param_shardings(place, tree, axes)) for place in self.own
+            dict(flatten(sharding.param_shardings(place, shapes, axes))[0]) for place in self.own
         ]
-        placed: list[list[jax.Array]] = [[] for _ in self.own]
-        convert = cast(dtype) if dtype else None
-        for i, (_, leaf) in enumerate(flat):
-            whole = sharding.fetch(convert(leaf) if convert else leaf)
-            for here, where in zip(placed, targets, strict=True):
-                here.append(sharding.put(whole, where[i]))
+        placed: list[dict[Any, jax.Array]] = [{} for _ in self.own]
+        for path, leaf in flatten(tree)[0]:
+            pieces = [(path, leaf)] if convert is None else flatten(convert(_alone(path, leaf)))[0]
+            for name, piece in pieces:
+                whole = sharding.fetch(piece)
+                for here, where in zip(placed, targets, strict=True):
+                    here[name] = sharding.put(whole, where[name])
         for where in targets[:1]:
             self.received = sum(
-                math.prod(target.shard_shape(leaf.shape)) * np.dtype(dtype or leaf.dtype).itemsize
-                for target, (_, leaf) in zip(where, flat, strict=True)
+                math.prod(where[name].shard_shape(x.shape)) * np.dtype(x.dtype).itemsize
+                for name, x in made
             )
-        return [jax.tree.unflatten(structure, here) for here in placed]
+        return [jax.tree.unflatten(structure, [here[name] for name, _ in made]) for here in placed]
 
-    def _program(self, tree: Params, axes: Axes, dtype: str | None) -> tuple[Callable, int]:
+    def _program(self, tree: Params, axes: Axes, convert) -> tuple[Callable, int]:
         """The program that copies weights, and the bytes that a device receives by it.
 
         It copies, since training overwrites its weights. It moves no byte more than it must if the
         `tp` of the replicas is a multiple of training's.
         """
         try:
-            program = Reshard(tree, self.mesh, axes, dtype and cast(dtype))
+            program = Reshard(tree, self.mesh, axes, convert)
             return program, program.bytes_per_device
         except Unrelated as error:
             log.warning(
                 "weights reach the replicas by a program that XLA lays out, which may hold whole "
                 "weights for a moment; rollout.tp a multiple of mesh.tp avoids it (%s)", error
             )  # fmt: skip
+            convert = convert or (lambda tree: tree)
             copied = jax.jit(
-                lambda t: jax.tree.map(lambda a: jnp.array(a, dtype or a.dtype, copy=True), t),
-                out_shardings=sharding.param_shardings(self.mesh, tree, axes),
+                lambda tree: jax.tree.map(lambda a: jnp.array(a, copy=True), convert(tree)),
+                out_shardings=sharding.param_shardings(
+                    self.mesh, jax.eval_shape(convert, tree), axes
+                ),
             )
             compiled = copied.lower(tree).compile()
             return compiled, sum(c.received for c in received(compiled.as_text()))
+
+
+def _alone(path, leaf):
+    """A tree of nested dicts with one weight, at its path."""
+    for entry in reversed(path):
+        leaf = {entry.key: leaf}
+    return leaf
 
 
 def _part(array: jax.Array, place: jax.sharding.Mesh) -> jax.Array:
@@ -316,7 +337,9 @@ class Hosts(BaseEngine):
           RuntimeError: the checksum of the weights changed on the way.
         """
         cfg, self._sets = self.runner.cfg, self._sets + 1
-        placed = self._copied("policy", params, cfg.tie_embeddings, cfg.run.compute_dtype)
+        # It is the same in processes whose engine is not that of a replica.
+        convert = split_layout(cfg, self.copies.mesh.shape["tp"])
+        placed = self._copied("policy", params, cfg.tie_embeddings, convert)
         heads, moved = [None] * len(placed), self.copies.received
         if head is not None:
             heads = self._copied("draft", head, False)
@@ -330,8 +353,8 @@ class Hosts(BaseEngine):
     def release(self, weights: bool = True) -> None:
         self.own.release(weights)
 
-    def _copied(self, name: str, tree: Params, tied: bool, cast: str | None = None):
-        placed = self.copies(tree, self.runner.axes, cast)
+    def _copied(self, name: str, tree: Params, tied: bool, convert: Callable | None = None):
+        placed = self.copies(tree, self.runner.axes, convert)
         if jax.tree.leaves(tree):
             dtype = self.runner.cfg.run.compute_dtype
             repeated = self.runner.repeated

@@ -38,7 +38,7 @@ from specjax.engine.request import (
     require_valid,
 )
 from specjax.engine.settings import EngineConfig
-from specjax.engine.sources import load_source, settle_draft
+from specjax.engine.sources import laid_out, load_source, settle_draft
 from specjax.engine.start_up import StartUp
 from specjax.hub import find_model
 from specjax.models.families import add_family
@@ -76,7 +76,8 @@ class LLM:
       mesh: mesh to shard over; see `specjax.parallel.sharding.make_mesh`.
       tokenizer: tokenizer in place of the one in the directory; without one, prompts are token ids.
       scan_layers: whether to scan over the layers instead of unrolling them, which compiles faster
-        and decodes slower on CPU. None: as the config says, which for a directory is unrolled.
+        and decodes slower, on one device or a mesh. None: as the config says, which for a directory
+        is unrolled.
       max_stop_tokens: the most stop tokens of a request, the model's own included.
       engine: settings of chunks, cache pages and the order of requests.
       control: how strategies are chosen while running: a ControlConfig, a map of its settings, or
@@ -155,12 +156,19 @@ class LLM:
                 f"exact mode: acceptance {self.spec.acceptance}, whose tokens are those of plain "
                 "decoding; every sample is decoded again without speculation, and compared"
             )
-        # Fused weights, as unrolled layers have them, cannot be split over a mesh.
-        scan = cfg.run.scan_layers if scan_layers is None else scan_layers
-        cfg = cfg.running(scan_layers=scan or mesh is not None)
-        source = None
+        if scan_layers is not None:
+            cfg = cfg.running(scan_layers=scan_layers)
+        meshes, several = [mesh], replicas > 1 or tp > 1
+        if several:
+            if mesh is not None:
+                raise ValueError(
+                    "got a mesh and replicas or tp; replicas make meshes of their own: give one of "
+                    "the two"
+                )
+            meshes = sharding.replica_meshes(replicas, tp)
+        cfg, source = laid_out(cfg, meshes[0]), None
         if self.spec is not None:
-            cfg, source, head = load_source(cfg, self.spec, head, tokenizer, mesh)
+            cfg, source, head = load_source(cfg, self.spec, head, tokenizer, meshes[0])
         # A user who has no head may have forgotten to name a draft, and is warned. Programs with
         # a spelling of their own show the log, or print the line themselves.
         is_warning = self.drafting.by_default and spell is python
@@ -172,18 +180,8 @@ class LLM:
         self.max_len = min(max_len or 2048, cfg.max_position)
         self.params, self.head = params, head
         self._engine_config = engine
-        if replicas > 1 or tp > 1:
-            if mesh is not None:
-                raise ValueError(
-                    "got a mesh and replicas or tp; replicas make meshes of their own: give one of "
-                    "the two"
-                )
-            meshes = sharding.replica_meshes(replicas, tp)
-            self.cfg = cfg.running(scan_layers=True)
-            engines = [self._engine(spec, source, control, place) for place in meshes]
-            self.engine = Replicas(engines)
-        else:
-            self.engine = self._engine(spec, source, control, mesh)
+        engines = [self._engine(spec, source, control, place) for place in meshes]
+        self.engine = Replicas(engines) if several else engines[0]
         for line in self.engine.engines[0].start_lines():
             log.info("%s", line)
         self.engine.set_params(params, head if self.spec else None)

@@ -19,8 +19,8 @@ from specjax.engine.engine import Engine
 from specjax.engine.request import SampleOutput
 from specjax.engine.runner import EXTRA_SLOTS
 from specjax.engine.sequence import Finished, Sequence
-from specjax.models.transformer import Params
-from specjax.parallel.reshard import Mover, cast
+from specjax.models.transformer import Params, split_layout
+from specjax.parallel.reshard import Mover
 from specjax.parallel.sharding import joined_mesh
 
 POLL = 1e-3  # seconds between two polls of replicas that have no new result
@@ -92,7 +92,8 @@ class Replicas(BaseEngine):
         received = 0
         if self._spread is not None:
             dtype, tied = self.runner.cfg.run.compute_dtype, self.runner.cfg.tie_embeddings
-            sent, params = params, self._spread(params, cast(dtype))
+            convert = split_layout(self.runner.cfg, self._spread.target.shape["tp"])
+            sent, params = params, self._spread(params, convert)
             received = self._spread.received
             require_same("policy", sent, params, dtype, tied, self.runner.repeated)
             if head is not None:

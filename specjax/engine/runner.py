@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import jax
@@ -40,7 +40,7 @@ from specjax.engine.compiling import Executables
 from specjax.engine.pages import NULL_PAGE, pages_for
 from specjax.engine.plans import make_plans, own_name, programs_of
 from specjax.engine.settings import stretched
-from specjax.engine.sources import page_multiple, with_kernel
+from specjax.engine.sources import laid_out, page_multiple, with_kernel
 from specjax.engine.vocabulary import draft_ids
 from specjax.interfaces import Draft, FinishedSample, Memory, Room
 from specjax.kernels import dispatch
@@ -64,7 +64,8 @@ class Runner:
     """The device side of one engine: parameters, state, executables.
 
     Args:
-      cfg: model config; `run.scan_layers` decides the parameter and cache layout of decoding.
+      cfg: model config; `run.scan_layers` decides the parameter and cache layout of decoding, in
+        which the mesh decides about `run.fused`, see `laid_out`.
       spec: how to speculate; None: plain decoding.
       batch: number of sequences that have a row at once.
       max_len: the most prompt and generated tokens of a sequence.
@@ -129,7 +130,8 @@ class Runner:
         drafts = spec is not None and not spec.is_off
         invariant = drafts and spec.invariant
         settle = functools.partial(dispatch.settle, mesh=mesh, asked=attention, invariant=invariant)
-        cfg, source = settle(cfg, whose="attention"), with_kernel(source, settle)
+        cfg = settle(laid_out(cfg, mesh), whose="attention")
+        source = with_kernel(source, settle)
         cfg = matrix.settle(cfg, mesh, products)
         # A kernel that is named for the policy may refuse the draft, whose layers and dtype can
         # differ. So the draft's own is chosen automatically.
@@ -185,7 +187,6 @@ class Runner:
         self.repeated = frozenset().union(*map(repeated_names, models))
         self.axes = merge_axes([param_axes(self.cfg), {} if source is None else source.axes()])
         self._mover = None if mesh is None else Mover(mesh, self.axes)
-        self._layout = None
 
     # --- sizes -----------------------------------------------------------------------------------
 
@@ -248,24 +249,19 @@ class Runner:
     # --- weights and state -----------------------------------------------------------------------
 
     def set_params(self, params: Params, head: Params | None) -> None:
-        """Takes stacked policy parameters into the decode layout and sharding.
+        """Takes policy parameters into the decode layout and sharding.
 
         Args:
-          params: parameters of the policy, stacked.
+          params: parameters of the policy, stacked or as `models.transformer.split_layout` returns
+            them.
           head: parameters of the draft source, in its own decode layout.
 
         Raises:
           ValueError: there is no head and the source needs one.
           RuntimeError: the checksum of the parameters changed on the way.
         """
-        if self._layout is None:
-            # Weights that stay stacked are moved by one program; unrolled ones, by shards.
-            self._layout = self.convert
-            if self.mesh is not None:
-                scan = self.cfg.run.scan_layers
-                self._layout = lambda params: self._move(params, self.convert, scan)
         self.moved = 0
-        arrived = self._layout(params)
+        arrived = self.convert(params) if self.mesh is None else self._move(params, self.convert)
         exact = matrix.FORMATS.find(self.cfg.run.products).exact
         self._check("policy", params, arrived, self.cfg.tie_embeddings, exact)
         if self.longest.source is not None:
@@ -355,11 +351,11 @@ class Runner:
             return lambda head: head
         return jax.jit(source.pack)
 
-    def _move(self, params: Params, *convert) -> Params:
+    def _move(self, params: Params, convert: Callable | None = None) -> Params:
         """Moves parameters to the mesh, see `Mover`."""
         if self.mesh is None:
             return params
-        params = self._mover(params, *convert)
+        params = self._mover(params, convert)
         self.moved += self._mover.received
         return params
 

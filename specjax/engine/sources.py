@@ -294,9 +294,12 @@ def model_source(
     cfg: ModelConfig, target_cfg: ModelConfig, mesh: jax.sharding.Mesh | None
 ) -> ModelSource:
     """The draft source that runs a model of this config."""
-    # Fused weights, as unrolled layers have them, cannot be split over a mesh.
-    cfg = cfg.running(scan_layers=cfg.run.scan_layers or mesh is not None)
-    return ModelSource(cfg, target_cfg.vocab_size)
+    return ModelSource(laid_out(cfg, mesh), target_cfg.vocab_size)
+
+
+def laid_out(cfg: ModelConfig, mesh: jax.sharding.Mesh | None) -> ModelConfig:
+    """The config with the layout of decoding weights on a mesh: fused weights cannot be split."""
+    return cfg.running(fused=mesh is None or mesh.size == 1)
 
 
 def find_head(name: str) -> Path:

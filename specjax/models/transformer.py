@@ -5,15 +5,17 @@ values out) and `decode` (tree rows against a read-only memory, new keys and val
 never written inside the layer loop: new rows leave as scratch and `specjax.memory` commits them.
 
 Parameters come in two layouts. `stacked` keeps one array per weight for all layers, for training,
-sharding and checkpoints. `unrolled` keeps one array per weight and layer, with the projections that
-share an input fused, for small decode models: slicing a stacked weight inside a decode loop would
-copy it every step. Matrices may be in a format of their own, see `specjax.weights.matrix`.
+checkpoints and scanned decoding. `unrolled` keeps one array per weight and layer, for decoding:
+slicing a stacked weight inside a decode loop would copy it every step. There `RunConfig.fused` says
+whether the projections that share an input are fused, and the head untied, for one device; a mesh
+splits the projections one by one. Matrices may be in a format of their own, see
+`specjax.weights.matrix`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -53,10 +55,11 @@ class Transformer(nnx.Module):
         if layout == "stacked":
             self.layers = stacked_blocks(cfg, rngs)
         else:
-            self.layers = nnx.List([Block(layer, cfg, rngs, fused=True) for layer in cfg.layers])
+            fused = cfg.run.fused
+            self.layers = nnx.List([Block(layer, cfg, rngs, fused=fused) for layer in cfg.layers])
         self.norm = array("norm")
-        # The unrolled layout unties: decoding would transpose the embedding at every draft step.
-        self.tied = cfg.tie_embeddings and layout == "stacked"
+        # The fused layout unties: a CPU would transpose the embedding at every draft step.
+        self.tied = cfg.tie_embeddings and (layout == "stacked" or not cfg.run.fused)
         if not self.tied:
             self.lm_head = array("lm_head")
 
@@ -452,10 +455,31 @@ def graphdef(cfg: ModelConfig, layout: str = "stacked"):
 
 
 def to_decode_layout(params: Params, cfg: ModelConfig) -> Params:
-    """Converts stacked parameters to the dtype and layout that decoding with `cfg` takes."""
+    """Converts parameters to the dtype and layout that decoding with `cfg` takes.
+
+    Args:
+      params: parameters, stacked or as `split_layout` returns them.
+    """
+    return to_format(_laid_out(params, cfg), cfg)
+
+
+def _laid_out(params: Params, cfg: ModelConfig) -> Params:
     params = cast(params, cfg.run.compute_dtype)
-    params = params if cfg.run.scan_layers else unroll_layers(params, cfg)
-    return to_format(params, cfg)
+    unrolled = 0 in params.get("layers", ())
+    return params if cfg.run.scan_layers or unrolled else unroll_layers(params, cfg)
+
+
+@functools.cache
+def split_layout(cfg: ModelConfig, ways: int) -> Callable[[Params], Params]:
+    """Returns the part of `to_decode_layout` that is done before weights reach the devices which
+    decode with them; it takes weights that are split over any devices.
+
+    Args:
+      ways: number of devices that decoding splits the weights over; with one, weights are fused
+        where they arrive.
+    """
+    cfg = cfg.running(fused=False, scan_layers=cfg.run.scan_layers or ways == 1)
+    return jax.jit(functools.partial(_laid_out, cfg=cfg))
 
 
 def to_format(params: Params, cfg: ModelConfig) -> Params:
@@ -465,17 +489,29 @@ def to_format(params: Params, cfg: ModelConfig) -> Params:
     if cfg.run.scan_layers:
         of["layers"] = tree_of(cfg.layers, lambda stack: layer_rows(stack.layer, width))
     else:
-        fused = [fused_rows(layer_rows(layer, width)) for layer in cfg.layers]
-        of["layers"] = dict(enumerate(fused))
+        each = (layer_rows(layer, width) for layer in cfg.layers)
+        each = map(fused_rows, each) if cfg.run.fused else each
+        of["layers"] = dict(enumerate(each))
     return pack(params, of, cfg)
 
 
 def unroll_layers(params: Params, cfg: ModelConfig) -> Params:
-    """Converts stacked parameters to the `unrolled` layout: projections fused, the head untied."""
+    """Converts stacked parameters to the `unrolled` layout; if `fused`, the head is untied.
+
+    If not `fused`, parameters may be left out.
+    """
+    if "layers" not in params:
+        return params
     layers = {}
     for stack in stacks(cfg.layers):
-        fused = fuse(part_of(params["layers"], stack), layer_rows(stack.layer, cfg.hidden_size))
+        if stack.key is not None and stack.key not in params["layers"]:
+            continue
+        part = part_of(params["layers"], stack)
+        if cfg.run.fused:
+            part = fuse(part, layer_rows(stack.layer, cfg.hidden_size))
         for row, number in enumerate(stack.numbers):
-            layers[number] = jax.tree.map(lambda a, row=row: a[row], fused)
-    head = params["embed"].T if cfg.tie_embeddings else params["lm_head"]
-    return {**params, "layers": dict(sorted(layers.items())), "lm_head": head}
+            layers[number] = jax.tree.map(lambda a, row=row: a[row], part)
+    params = {**params, "layers": dict(sorted(layers.items()))}
+    if cfg.tie_embeddings and cfg.run.fused:
+        params["lm_head"] = params["embed"].T
+    return params

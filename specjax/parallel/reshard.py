@@ -45,14 +45,16 @@ class Reshard:
       tree: arrays, or shapes with shardings, split over a mesh of the same devices as `target`.
       target: mesh from `sharding.rollout_mesh`.
       axes: logical axes of the weights, see `specjax.parallel.sharding`.
-      convert: elementwise function applied to the weights before they move, for instance a cast.
+      convert: function applied to the weights before they move: a cast, or one that lays them out
+        in another way, such as layer by layer. It must need no communication.
 
     Attributes:
       shards: bytes of each weight that a device keeps, by name.
       made: shapes of the results.
 
     Raises:
-      Unrelated: `target` is not a rollout mesh of the tree's mesh.
+      Unrelated: `target` is not a rollout mesh of the tree's mesh, or `convert` changes the layout
+        of weights that are not split as `axes` say.
     """
 
     def __init__(
@@ -66,10 +68,9 @@ class Reshard:
         convert = convert or (lambda tree: tree)
         moved = jax.eval_shape(convert, tree)
         self._targets = sharding.param_shardings(target, moved, axes)
-        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, tree)
         routes = jax.tree.map(
-            lambda leaf, old, new: common.route(len(leaf.shape), old, new.spec),
-            moved, specs, self._targets,
+            lambda leaf, old, new: common.route(len(leaf.shape), old.spec, new.spec),
+            moved, _split_before(tree, moved, axes), self._targets,
         )  # fmt: skip
 
         def one(path, x, route):
@@ -148,20 +149,17 @@ class Mover:
         self.target, self.axes, self.received = target, axes, 0
         self._programs: dict[tuple, Reshard | None] = {}
 
-    def __call__(
-        self, tree: Params, convert: Callable | None = None, elementwise: bool = True
-    ) -> Params:
+    def __call__(self, tree: Params, convert: Callable | None = None) -> Params:
         """Moves weights to the target, by one program if their mesh has the same devices.
 
         Args:
-          convert: jitted function to apply to the weights, before or after they move.
-          elementwise: whether `convert` keeps the tree's structure and shapes.
+          convert: jitted function to apply to the weights before they move, see `Reshard`.
         """
         self.received, tree = 0, jax.tree.map(jnp.asarray, tree)
         if self.holds(tree):
             shardings = sharding.param_shardings(self.target, tree, self.axes)
             return self._copied(jax.tree.map(_named, tree, shardings), convert)
-        program = self.program(tree, convert) if elementwise else None
+        program = self.program(tree, convert)
         if program is None:
             return self._copied(tree, convert)
         self.received = program.bytes_per_device
@@ -216,6 +214,27 @@ def mesh_of(tree: Params) -> jax.sharding.Mesh:
     if len(found) != 1 or None in found:
         raise Unrelated("expected weights on one mesh, got " + ", ".join(map(str, found)))
     return found.pop()
+
+
+def _split_before(tree: Params, moved: Params, axes: Axes):
+    """Returns the shardings that converted weights have before they move.
+
+    Args:
+      tree: the weights as they are.
+      moved: shapes of the converted ones.
+      axes: logical axes of the weights.
+
+    Raises:
+      Unrelated: the conversion changes the layout, and the weights are not split as `axes` say.
+    """
+    if jax.tree.structure(tree) == jax.tree.structure(moved):
+        return jax.tree.map(lambda leaf: leaf.sharding, tree)
+    mesh = mesh_of(tree)
+    expected = sharding.param_shardings(mesh, tree, axes)
+    for leaf, rule in zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True):
+        if not leaf.sharding.is_equivalent_to(rule, len(leaf.shape)):
+            raise Unrelated(f"expected a weight split as {rule.spec}, got {leaf.sharding.spec}")
+    return sharding.param_shardings(mesh, moved, axes)
 
 
 @functools.cache

@@ -34,10 +34,12 @@ class Panels:
     def refuses(cls, device: Device, cfg: ModelConfig) -> str | None:
         """Returns why panels cannot be used, or None, see `Weight.refuses`.
 
-        Panels need one CPU, a C++ compiler, float32 and unrolled layers.
+        Panels need one CPU, a C++ compiler, float32 and unrolled, fused layers.
         """
         if cfg.run.scan_layers:
             return Unsuited("panels need unrolled layers, and these are scanned")
+        if not cfg.run.fused:
+            return Unsuited("panels need fused projections, and a mesh splits these one by one")
         return dispatch.refuses("product", dispatch.offering("product"), device, cfg)
 
     @classmethod

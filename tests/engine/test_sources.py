@@ -59,13 +59,13 @@ def test_a_directory_becomes_a_source_whose_vocabulary_was_checked(tmp_path):
 
 
 def test_a_draft_model_is_split_over_the_targets_mesh(tmp_path):
-    """And stacked, because fused weights cannot be split."""
+    """Layer by layer, and not fused, because fused weights cannot be split."""
     cfg, params, _ = tiny_model(tiny_config(SMALL))
     hf.save_checkpoint(tmp_path / "draft", cfg, params)
     mesh = sharding.make_mesh(sharding.MeshConfig(tp=2))
     source, layout = load_draft_model(tmp_path / "draft", DRAFT, mesh=mesh)
-    assert source.cfg.run.scan_layers
-    q = layout["layers"]["q"]
+    assert not source.cfg.run.scan_layers
+    q = layout["layers"][0]["q"]
     assert q.sharding.mesh == mesh and q.addressable_shards[0].data.shape[-1] * 2 == q.shape[-1]
 
 

@@ -126,7 +126,7 @@ def test_hosts_get_their_weights_by_the_same_program_where_tp_is_the_same():
     params = init_params(TINY, 0)
     placed = jax.device_put(params, split(mesh, params))
     copies = Copies(sharding.replica_meshes(2, 4))
-    for here, place in zip(copies(placed, AXES, "bfloat16"), copies.own, strict=True):
+    for here, place in zip(copies(placed, AXES, cast("bfloat16")), copies.own, strict=True):
         assert jax.tree.map(lambda x: x.sharding, here) == split(place, params)
         for new, old in zip(jax.tree.leaves(here), jax.tree.leaves(params), strict=True):
             np.testing.assert_array_equal(new, old.astype("bfloat16"))

@@ -26,9 +26,15 @@ from specjax.engine.engine import Engine
 from specjax.engine.sources import model_source, source_of
 from specjax.hub import find_model
 from specjax.interfaces import Denominators, Draft
-from specjax.models.transformer import Params, init_params, record_shape, to_decode_layout
+from specjax.models.transformer import (
+    Params,
+    init_params,
+    record_shape,
+    split_layout,
+    to_decode_layout,
+)
 from specjax.parallel import sharding
-from specjax.parallel.reshard import Mover, Reshard, cast
+from specjax.parallel.reshard import Mover, Reshard
 from specjax.shipped import find_shipped
 from train.draft import FIELDS, frozen_policy_parts
 from train.heads import head_shapes
@@ -270,9 +276,11 @@ class Shapes:
         apart = self.target is None or self.mesh is None  # one device trains: weights are copied
         mover = None if apart else Mover(self.target, runner.axes)
         moves = None
-        if mover and runner.cfg.run.scan_layers and not mover.holds(self.params):
+        if mover and not mover.holds(self.params):
             alone = len(self.places) == 1
-            convert = runner.convert if alone else cast(runner.cfg.run.compute_dtype)
+            convert = runner.convert
+            if not alone:
+                convert = split_layout(runner.cfg, self.target.shape["tp"])
             moves = mover.program(self.params, convert)
         if moves is not None:
             yield _resharding("policy", self.params, moves)
