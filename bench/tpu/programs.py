@@ -31,7 +31,7 @@ MODEL = dense_config(
     head_dim=128,
     mtp_num_layers=1,
     tie_embeddings=False,
-    run=RunConfig(scan_layers=True, param_dtype="bfloat16", compute_dtype="bfloat16"),
+    run=RunConfig(param_dtype="bfloat16", compute_dtype="bfloat16"),
 )
 LAYERS = 36  # of Qwen3-8B
 # More pages than any weight has numbers per layer: a copy of them is not taken for one of a weight.

@@ -45,7 +45,7 @@ MODEL = dense_config(
     head_dim=128,
     mtp_num_layers=1,
     tie_embeddings=False,
-    run=RunConfig(fused=False, param_dtype="bfloat16", compute_dtype="bfloat16"),
+    run=RunConfig(param_dtype="bfloat16", compute_dtype="bfloat16"),
 )
 STRATEGY = "4_1_5"
 STRATEGIES = ("off", STRATEGY)
