@@ -16,6 +16,7 @@ from specjax.decode.options import Features
 from specjax.decode.state import RowMap
 from specjax.drafts.mtp import init_head_params
 from specjax.engine.runner import Runner
+from specjax.engine.sources import laid_out
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
 from specjax.parallel.sharding import MESH_AXES
@@ -83,6 +84,7 @@ def runner_of(
       pages: number of pages of the cache; None: enough for all slots.
     """
     *_, own = strategies
+    model = laid_out(model, mesh)
     make = functools.partial(
         Runner,
         model,

@@ -23,7 +23,7 @@ import jax
 
 from bench.command import user_errors
 from bench.record import figure, write_result
-from bench.tpu.programs import LAYERS, MODEL, chunk, mesh_over, tpu_devices, wide_runner
+from bench.tpu.programs import BATCH, LAYERS, MODEL, chunk, mesh_over, tpu_devices, wide_runner
 from specjax.command_line import ArgumentParser
 from specjax.config import Strategy
 from specjax.decode.options import Features
@@ -126,14 +126,15 @@ def measure(args: argparse.Namespace) -> dict[str, dict]:
 def program(text: str) -> str:
     """Checks a name of a program; it is the argument's type for argparse."""
     strategy, colon, bucket = text.rpartition(":")
+    if not colon or not bucket.isdecimal() or not 1 <= int(bucket) <= BATCH:
+        raise argparse.ArgumentTypeError(
+            f"expected a strategy, a colon and a batch of 1 to {BATCH}, such as 4_1_5:8, got "
+            f"{text!r}"
+        )
     try:
         Strategy.parse(strategy)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    if not colon or not bucket.isdecimal() or not 1 <= int(bucket) <= 64:
-        raise argparse.ArgumentTypeError(
-            f"expected a strategy, a colon and a batch of 1 to 64, such as 4_1_5:8, got {text!r}"
-        )
     return text
 
 
@@ -154,8 +155,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("programs", nargs="+", type=program, metavar="STRATEGY:BUCKET")
     add("--topology", default="v5e:2x2", help="four chips, such as v5e:2x2 or v5p:2x2x1")
     add("--layers", type=int, default=MODEL.num_layers, help="layers that are compiled")
-    scan = argparse.BooleanOptionalAction
-    add("--scan", action=scan, default=MODEL.run.scan_layers, help="rollout.scan_layers")
+    add("--scan", action="store_true", help="scan over the layers: rollout.scan_layers=true")
     add("--features", nargs="*", default=[], type=_flag, help="sampling options: top_p, top_k, ..")
     add("--text", type=Path, metavar="DIR", help="also keep the compiled programs' texts there")
     add("--out", type=Path, metavar="FILE", help="also write the figures there")

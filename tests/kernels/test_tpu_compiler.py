@@ -1,7 +1,7 @@
 """The TPU compiler itself takes the kernel, and the programs that train.rl runs on a chip.
 
 Slow, and skipped without libtpu: the programs of one topology take its compiler ten minutes of two
-cores, and it lives in an environment of its own, which `make tpu-check` sets up before it runs this.
+cores, and it lives in an environment of its own, which `make tpu-check` sets up.
 """
 
 import functools
@@ -29,7 +29,7 @@ RESULTS = other_python.ROOT / "bench" / "results" / "tpu"
 SLACK, CYCLES, BYTES = 1.08, 20_000, 2**22
 needs_libtpu = pytest.mark.skipif(
     not PYTHON.exists(),
-    reason="no environment with libtpu: `make tpu-check` makes one, or SPECJAX_TPU_PYTHON names one",
+    reason="no environment with libtpu: make it by `make tpu-check`, or set SPECJAX_TPU_PYTHON",
 )
 
 
