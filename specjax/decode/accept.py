@@ -30,7 +30,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.decode import sampling, shards
-from specjax.decode.noise import RESIDUAL, ring_at, round_coins, round_noise
+from specjax.decode.noise import RESIDUAL, noise_at, round_coins, round_noise
 from specjax.decode.tree import Tree, TreeShape
 from specjax.indexing import take_along
 
@@ -68,7 +68,7 @@ def accept(
         if plan.draws_noise:
             # A row at depth d decides position root + d + 1, with the noise of that position: the
             # draft was ranked with the same noise, and plain decoding would use it too.
-            noise = ring_at(state.noise, root[:, None] + 1 + shape.depth)
+            noise = noise_at(state.noise, keys, root, shape.depth)
             scores = sampling.perturb(scores, temperature, noise)
         return accept_coupled(tokens, shape, shards.argmax(scores).astype(jnp.int32))
     p = sampling.probabilities(scores, temperature)

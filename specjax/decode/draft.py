@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from specjax.decode import sampling, shards
-from specjax.decode.noise import DRAFT, ring_at, round_noise
+from specjax.decode.noise import DRAFT, noise_at, round_noise
 from specjax.decode.sampling import Columns, Context, Rows
 from specjax.decode.state import DecodeState, Plan, take_positions
 from specjax.decode.tree import (
@@ -346,7 +346,7 @@ def candidates(
     if plan.draws_noise:
         # The very noise that will decide the position: the draft guesses the sample, and not
         # merely the distribution. A row at depth d decides position root + d + 1.
-        noise = ring_at(state.noise, root[:, None] + depth + 1, columns.ids)
+        noise = noise_at(state.noise, state.keys, root, np.full(1, depth), columns.ids)
         perturbed = sampling.perturb(log_q, options.temperature, noise)
     elif plan.needs_q and plan.features.sampled:
         # q must be what the tokens were drawn from: noise of its own, not the target's.

@@ -12,11 +12,18 @@ they choose the same token from the same logits (accept.py).
 
 All noise is Gumbel noise: the argmax of log-weights plus Gumbel noise is a draw from them.
 
+Where the noise of a position is drawn, and how often, is no matter of its bits, and differs by
+platform. CPUs and GPUs keep it in the ring, so that they draw a position once. A TPU writes rows to
+places that it computes one after the other, which takes longer than to draw them: there the noise
+of all positions that a round may decide is drawn for all slots at the round's start
+(`NoiseRing.ahead`), and the ring stays empty.
+
 Dimensions: B slots, R rows of a tree, C columns, V vocabulary, `ring` positions of a `NoiseRing`.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Sequence
@@ -71,13 +78,9 @@ def target_noise(
     keys: UInt32[Array, "B 2"], positions: Int[Array, "B positions"], vocab: int
 ) -> Float[Array, "B positions V"]:
     """Generates the Gumbel noise that decides the tokens at absolute `positions`."""
-
-    def one(key, position):
-        # Nothing but request and position is folded in: so tokens do not depend on the tree.
-        # The default `mode` caps at 15.94 and is biased below probabilities of about 1e-7.
-        return jax.random.gumbel(_fold(key, TARGET, position), (vocab,), jnp.float32, mode="high")
-
-    return shards.pin(jax.vmap(jax.vmap(one, (None, 0)), (0, 0))(keys, positions))
+    # Nothing but request and position is folded in: so tokens do not depend on the tree.
+    words = _folded(_columns(keys), TARGET, positions)
+    return shards.pin(_gumbel(words, positions.shape, vocab))
 
 
 class NoiseRing(NamedTuple):
@@ -90,11 +93,14 @@ class NoiseRing(NamedTuple):
       rows: noise of each position.
       until: position of each slot below which noise has been generated.
       drawn: number of rows generated since the ring was made; tests and benches count them.
+      ahead: on a TPU, while a round runs: the noise [B V] of the positions root + 1, root + 2, ...
+        that the round may decide, which is used in place of `rows`. None between rounds.
     """
 
     rows: Float[Array, "B ring V"]
     until: Int[Array, " B"]
     drawn: Int[Array, " B"]
+    ahead: tuple[Float[Array, "B V"], ...] | None = None
 
     AXES = {"rows": ("batch", None, "vocab")}  # a device holds those of its part of the vocabulary
 
@@ -166,18 +172,127 @@ def ring_at(
 
 
 @jax.named_scope("noise")
+def prepare(
+    ring: NoiseRing,
+    keys: UInt32[Array, "B 2"],
+    root: Int[Array, " B"],
+    wanted: Bool[Array, " B"],
+    count: int,
+) -> NoiseRing:
+    """Makes the noise of positions root + 1 .. root + count ready for `noise_at` of one round.
+
+    Args:
+      root: position of each slot's root.
+      wanted: whether each slot needs noise: it runs, at a temperature above 0.
+      count: number of positions, at most the size of the ring.
+
+    Returns:
+      the ring, with `ahead` until `after_round`.
+    """
+
+    def refilled(ring, keys, root, wanted):
+        # Of the shape that the other branch returns; without a reader it is not in the program.
+        unread = jnp.zeros((ring.rows.shape[0], ring.rows.shape[2]), jnp.float32)
+        return refill(ring, keys, root, wanted, count)._replace(ahead=(unread,) * count)
+
+    def drawn(ring, keys, root, _):
+        return ring._replace(drawn=ring.drawn + count, ahead=draw_ahead(keys, root, count, vocab))
+
+    vocab = ring.rows.shape[2]
+    return jax.lax.platform_dependent(ring, keys, root, wanted, tpu=drawn, default=refilled)
+
+
+def draw_ahead(
+    keys: UInt32[Array, "B 2"], root: Int[Array, " B"], count: int, vocab: int
+) -> tuple[Float[Array, "B V"], ...]:
+    """Draws `NoiseRing.ahead`, for all slots: the noise of root + 1 .. root + count.
+
+    A position is an array of its own, in which slots lie side by side in a TPU's vectors. A block
+    of 64 rows of 37,984 numbers takes 150 thousand cycles, which the cipher's additions and shifts
+    need at least. Rows drawn for missing positions alone would have to be moved to their slots: a
+    gather of 320 such rows took as long as drawing 150 of them.
+    """
+    return tuple(target_noise(keys, root[:, None] + 1 + i, vocab)[:, 0] for i in range(count))
+
+
+def after_round(ring: NoiseRing) -> NoiseRing:
+    """Returns the ring of the state between rounds."""
+    return ring._replace(ahead=None)
+
+
+@jax.named_scope("noise")
+def noise_at(
+    ring: NoiseRing,
+    keys: UInt32[Array, "B 2"],
+    root: Int[Array, " B"],
+    depth: np.ndarray | Int[Array, "*B R"],
+    ids: Int[Array, "*R C"] | None = None,
+) -> Float[Array, "B R V"]:
+    """Returns the noise that decides the positions root + 1 + depth, which `prepare` made ready.
+
+    Args:
+      depth: [R] or [B R] depths of rows. Where they are known to the program (numpy), nothing is
+        selected.
+      ids: as those of `ring_at`.
+    """
+
+    def from_ring(ring, keys, root, depth, ids):
+        place = jnp.broadcast_to(root[:, None] + 1 + depth, (len(root), depth.shape[-1]))
+        return ring_at(ring, place, ids)
+
+    def from_ahead(ring, keys, root, depth, ids):
+        static = known if known is not None else depth
+        return ahead_at(ring.ahead, keys, root, static, ids)
+
+    if ring.ahead is None:
+        return from_ring(ring, keys, root, depth, ids)
+    known = depth if isinstance(depth, np.ndarray) else None
+    arguments = ring, keys, root, jnp.asarray(depth), ids
+    return jax.lax.platform_dependent(*arguments, tpu=from_ahead, default=from_ring)
+
+
+def ahead_at(
+    ahead: tuple[Float[Array, "B V"], ...],
+    keys: UInt32[Array, "B 2"],
+    root: Int[Array, " B"],
+    depth: np.ndarray | Int[Array, "*B R"],
+    ids: Int[Array, "*R C"] | None = None,
+) -> Float[Array, "B R V"]:
+    """Returns the noise of positions root + 1 + depth, of `NoiseRing.ahead`, see `noise_at`."""
+    if ids is not None:  # to draw some columns costs less than to gather them
+        positions = jnp.broadcast_to(root[:, None] + 1 + depth, (len(root), depth.shape[-1]))
+        words = _folded(_columns(keys), TARGET, positions)
+        vocab = ahead[0].shape[-1]
+        return _gumbel(words, positions.shape, vocab, jnp.clip(ids, 0, vocab - 1))
+    if isinstance(depth, np.ndarray) and depth.ndim == 1:
+        return shards.pin(jnp.stack([ahead[d] for d in depth], axis=1))
+    depth = jnp.broadcast_to(depth, (len(root), depth.shape[-1]))[..., None]
+    found = ahead[0][:, None]
+    for i, row in enumerate(ahead[1:], start=1):
+        found = jnp.where(depth == i, row[:, None], found)
+    return shards.pin(jnp.broadcast_to(found, (*depth.shape[:2], found.shape[-1])))
+
+
+@jax.named_scope("noise")
 def next_noise(
     keys: UInt32[Array, "B 2"], root: Int[Array, " B"], wanted: Bool[Array, " B"], vocab: int
 ) -> Float[Array, "B 1 V"]:
     """Generates Gumbel noise for the position after each root, in plain decoding.
 
     With a large vocabulary noise is drawn for the wanted slots alone, a block of rows at a time;
-    with a small one for all slots at once, which is cheaper than selecting them.
+    with a small one, and on a TPU, for all slots at once, which is cheaper than selecting them.
     """
     batch = root.shape[0]
-    if batch * vocab <= BLOCK_NUMBERS:
+
+    def of_all(keys, root, _):
         return target_noise(keys, root[:, None] + 1, vocab)
-    return refill(empty_ring(batch, 1, vocab), keys, root, wanted, 1).rows
+
+    def of_wanted(keys, root, wanted):
+        return refill(empty_ring(batch, 1, vocab), keys, root, wanted, 1).rows
+
+    if batch * vocab <= BLOCK_NUMBERS:
+        return of_all(keys, root, wanted)
+    return jax.lax.platform_dependent(keys, root, wanted, tpu=of_all, default=of_wanted)
 
 
 @jax.named_scope("noise")
@@ -195,14 +310,9 @@ def round_noise(
       root: position of each slot's root.
       nodes: numbers of the nodes in the tree.
     """
-
-    def one(key, position, node):
-        # A draw that decided something may not be met again in a later round: root is folded in.
-        key = _fold(key, domain, position, node)
-        return jax.random.gumbel(key, (vocab,), jnp.float32, mode="high")
-
-    noise = jax.vmap(jax.vmap(one, (None, None, 0)), (0, 0, None))(keys, root, jnp.asarray(nodes))
-    return shards.pin(noise)
+    # A draw that decided something may not be met again in a later round: root is folded in.
+    words = _folded(_columns(keys), domain, root[:, None], jnp.asarray(nodes))
+    return shards.pin(_gumbel(words, (len(root), len(nodes)), vocab))
 
 
 @jax.named_scope("noise")
@@ -231,8 +341,10 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = np.uint32(0x1BD11BDA)
 
 
-def threefry2x32(key: UInt32[Array, " 2"], x0: Array, x1: Array) -> tuple[Array, Array]:
-    """Applies the cipher's 20 rounds to counters `x0`, `x1`, uint32 of one shape."""
+def threefry2x32(
+    key: UInt32[Array, " 2"] | tuple[Array, Array], x0: Array, x1: Array
+) -> tuple[Array, Array]:
+    """Applies the cipher's 20 rounds to counters `x0`, `x1`; words and counters broadcast."""
     words = key[0], key[1], key[0] ^ key[1] ^ _PARITY
     x0, x1 = x0 + words[0], x1 + words[1]
     for group in range(5):
@@ -276,6 +388,50 @@ _IMPL = define_prng_impl(
     name="threefry2x32_unrolled",
     tag="fryu",
 )
+
+
+def _columns(keys: UInt32[Array, "B 2"]) -> tuple[Array, Array]:
+    return keys[:, :1], keys[:, 1:]
+
+
+def _folded(words: tuple[Array, Array], *data: int | Array) -> tuple[Array, Array]:
+    """Folds numbers into the two words of keys, as `jax.random.fold_in` does, elementwise."""
+    for value in data:
+        words = threefry2x32(words, jnp.uint32(0), jnp.asarray(value).astype(jnp.uint32))
+    return words
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
+def _gumbel(
+    words: tuple[Array, Array],
+    shape: tuple[int, ...],
+    vocab: int,
+    ids: Int[Array, "*R C"] | None = None,
+) -> Float[Array, "*R V"]:
+    """Computes `jax.random.gumbel(key, (vocab,), mode="high")` of keys of a shape, or some of it.
+
+    Each number takes two uniform ones, those of counters id and vocab + id. They are computed side
+    by side, not as one array of both: so it is one operation, with nothing in memory but the
+    result. (The default mode caps at 15.94 and is biased below probabilities of about 1e-7.)
+
+    Args:
+      words: the two words of the keys; they broadcast to the shape.
+      ids: ids of the numbers, as those of `ring_at`; None: all of them.
+    """
+    if ids is None:  # no reshape: a split axis stays split
+        ids = jax.lax.broadcasted_iota(jnp.uint32, (*shape, vocab), len(shape))
+    words, ids = tuple(word[..., None] for word in words), ids.astype(jnp.uint32)
+
+    def uniform(counter):
+        bits = jnp.bitwise_xor(*threefry2x32(words, jnp.uint32(0), counter))
+        exponent_of_one = np.float32(1).view(np.uint32)
+        number = jax.lax.bitcast_convert_type((bits >> 9) | exponent_of_one, jnp.float32)
+        return number - 1
+
+    high, low = uniform(ids), uniform(ids + np.uint32(vocab))
+    info = jnp.finfo(jnp.float32)
+    x = jnp.where(high >= 0.5, high, high + 2**-info.nmant * low + info.tiny)
+    return -jnp.log(-jnp.log1p(-x))
 
 
 def key_of(data: UInt32[Array, "*B 2"]) -> Array:

@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.config.sampling import MAX_TOP_LOGPROBS
 from specjax.decode import sampling, shards
-from specjax.decode.noise import ring_at
+from specjax.decode.noise import noise_at
 from specjax.decode.options import Features
 from specjax.decode.state import RUNNING, Plan, put_positions
 from specjax.indexing import put, take
@@ -401,7 +401,8 @@ def _penalty_changed(plan: Plan, step: Round, end: _End) -> Bool[Array, " B"]:
 
     def choice(scores):
         if plan.draws_noise:
-            noise = ring_at(step.state.noise, (step.state.length + end.index)[:, None])[:, 0]
+            state, index = step.state, end.index[:, None]
+            noise = noise_at(state.noise, state.keys, state.length - 1, index)[:, 0]
             scores = sampling.perturb(scores, step.state.options.temperature, noise)
         return shards.argmax(scores)
 

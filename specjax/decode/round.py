@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from specjax.decode import sampling, shards
 from specjax.decode.accept import Acceptance, accept
 from specjax.decode.draft import DraftedTree, draft_tree
-from specjax.decode.noise import next_noise, refill
+from specjax.decode.noise import after_round, next_noise, prepare
 from specjax.decode.report import Round
 from specjax.decode.sampling import Rows, add_tokens, context_of, root_rows
 from specjax.decode.state import (
@@ -54,7 +54,7 @@ def spec_round(
     """
     if plan.draws_noise:
         wanted = (state.finish == RUNNING) & (state.options.temperature > 0)
-        noise = refill(state.noise, state.keys, state.length - 1, wanted, plan.steps + 1)
+        noise = prepare(state.noise, state.keys, state.length - 1, wanted, plan.steps + 1)
         state = state._replace(noise=noise)
     context = context_of(state.tokens, state.length, plan.features, state.counts)
     draft = draft_tree(model, draft_params, plan, state, context, part)
@@ -78,7 +78,10 @@ def spec_round(
         rows=Rows(np.arange(plan.steps + 1), along_path(plan, draft.paths, accepted)),
         records=None if found.records is None else along_path(plan, found.records, accepted),
     )
-    return commit(plan, state, draft, found, accepted, count, finish), summary
+    state = commit(plan, state, draft, found, accepted, count, finish)
+    if plan.draws_noise:
+        state = state._replace(noise=after_round(state.noise))
+    return state, summary
 
 
 def verify(

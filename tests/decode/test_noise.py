@@ -182,6 +182,24 @@ def test_the_next_noise_of_a_large_vocabulary_is_drawn_for_those_who_want_it_onl
     np.testing.assert_array_equal(some, jnp.where(wanted[:, None, None], everyone, 0.0))
 
 
+@settings(max_examples=10)
+@given(st.integers(0, 2**31), st.integers(1, 5), st.integers(1, 9), st.booleans())
+def test_what_a_tpu_draws_ahead_is_what_others_keep_in_the_ring(seed, count, rows, chain):
+    """At depths that the program knows (a chain) and at others, of all tokens and of some."""
+    rng = np.random.default_rng(seed)
+    keys = jnp.asarray(rng.integers(0, 2**32, (3, 2), dtype=np.uint32))
+    root, wanted = jnp.asarray(rng.integers(0, 99, 3)), jnp.ones(3, bool)
+    ring = noise.prepare(noise.empty_ring(3, 5, VOCAB), keys, root, wanted, count)
+    depth = rng.integers(0, count, rows if chain else (3, rows))
+    ids = (None, np.sort(rng.integers(0, VOCAB, 4)), rng.integers(0, VOCAB, (3, rows, 4)))
+    ahead = noise.draw_ahead(keys, root, count, VOCAB)
+    for some in ids:
+        here = noise.noise_at(ring, keys, root, depth, some)
+        there = noise.ahead_at(ahead, keys, root, depth, some)
+        np.testing.assert_array_equal(here, there)
+    assert noise.after_round(ring).ahead is None and (ring.drawn == count).all()
+
+
 # --- the generator --------------------------------------------------------------------------------
 
 WORDS = st.integers(0, 2**32 - 1)

@@ -22,7 +22,15 @@ from transform_cases import (
 
 from specjax.decode import accept, sampling, shards
 from specjax.decode.draft import top_candidates
-from specjax.decode.noise import DRAFT, empty_ring, refill, ring_at, round_noise
+from specjax.decode.noise import (
+    DRAFT,
+    ahead_at,
+    draw_ahead,
+    empty_ring,
+    refill,
+    ring_at,
+    round_noise,
+)
 from specjax.parallel.sharding import MeshConfig, make_mesh
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
@@ -187,7 +195,10 @@ def test_a_shard_generates_its_own_slice_of_the_noise_and_no_more(tp):
         wanted, root = jnp.ones(2, bool), jnp.array([4, 9])
         ring = refill(ring, keys, root, wanted, 3)
         private = round_noise(keys, DRAFT, root, np.arange(2), vocab)
-        return ring_at(ring, root[:, None] + 1 + np.arange(3)), private
+        ahead, depth = draw_ahead(keys, root, 3, vocab), np.arange(3)
+        of_tree = ahead_at(ahead, keys, root, jnp.array([[0, 2], [1, 1]]))
+        kept = ring_at(ring, root[:, None] + 1 + depth)
+        return kept, private, ahead_at(ahead, keys, root, depth), of_tree
 
     whole = jax.jit(noise)(keys)
     with jax.set_mesh(mesh(tp)):
