@@ -384,7 +384,7 @@ BACKEND = Kernels(
     operations={
         "tree_attention": tree_attention,
         "causal_attention": _causal_attention,
-        "commit": commit.by_slices,
+        "commit": commit.write,
         "product": product,
     },
     line="XLA reference",
