@@ -26,7 +26,9 @@ import numpy as np
 
 T = TypeVar("T")
 RESULTS = Path(__file__).resolve().parent / "results"
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
+PACKAGES = (
+    "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "numpy", "transformers",
+)  # fmt: skip
 
 
 def machine() -> dict[str, Any]:

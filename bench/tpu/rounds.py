@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any
 import jax
 
 from bench.command import user_errors
-from bench.record import figure, write_result
+from bench.record import figure, versions, write_result
 from bench.tpu.programs import BATCH, LAYERS, MODEL, chunk, mesh_over, tpu_devices, wide_runner
 from specjax.command_line import ArgumentParser
 from specjax.config import Strategy
@@ -32,6 +33,8 @@ from train.plan.copies import ENTRY, ROUND, copies
 from train.plan.cycles import PARTS, REST, part_of
 from train.plan.hlo import Module
 from train.plan.report import cycles_text, millions
+
+SETTINGS = ("topology", "layers", "scan", "features")  # equal for all figures of a file
 
 
 def figures_of(text: str) -> dict[str, dict]:
@@ -98,12 +101,15 @@ def measure(args: argparse.Namespace) -> dict[str, dict]:
     """Compiles every program and returns its figures, with the program's name before a slash.
 
     They are written after each program, because a compilation may take minutes.
+
+    Raises:
+      ValueError: the file has figures of other settings or versions.
     """
     jax.config.update("jax_platforms", "cpu")
+    result = {} if args.out is None else _figures_in(args.out, vars(args))
     mesh = mesh_over(tpu_devices(args.topology))
     model = change_dense(MODEL, num_layers=args.layers).running(scan_layers=args.scan)
     features = Features(sampled=True, **dict.fromkeys(args.features, True))
-    result = {}
     for name in args.programs:
         strategy, _, bucket = name.rpartition(":")
         lowered = chunk(wide_runner(mesh, strategy, model), strategy, int(bucket), features)
@@ -121,6 +127,25 @@ def measure(args: argparse.Namespace) -> dict[str, dict]:
         if args.out is not None:
             write_result(args.out.stem, vars(args), result, args.out)
     return result
+
+
+def _figures_in(path: Path, settings: Mapping[str, Any]) -> dict[str, dict]:
+    """Returns the figures that a file has of other programs, measured with the same settings.
+
+    Raises:
+      ValueError: they were measured with other settings or versions.
+    """
+    if not path.exists():
+        return {}
+    known = json.loads(path.read_text(encoding="utf-8"))
+    before = {key: known["settings"].get(key) for key in SETTINGS} | known["versions"]
+    now = {key: settings[key] for key in SETTINGS} | versions()
+    if other := sorted(key for key in before.keys() | now if before.get(key) != now.get(key)):
+        raise ValueError(
+            f"--out: {path} has figures with other {', '.join(other)}; expected the same, so that "
+            "figures of more programs can be added. Name another file, or delete it"
+        )
+    return known["figures"]
 
 
 def program(text: str) -> str:
@@ -158,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--scan", action="store_true", help="scan over the layers: rollout.scan_layers=true")
     add("--features", nargs="*", default=[], type=_flag, help="sampling options: top_p, top_k, ..")
     add("--text", type=Path, metavar="DIR", help="also keep the compiled programs' texts there")
-    add("--out", type=Path, metavar="FILE", help="also write the figures there")
+    add("--out", type=Path, metavar="FILE", help="also write, or add, the figures there")
     args = parser.parse_args(argv)
     with user_errors("tpu rounds"):
         measure(args)

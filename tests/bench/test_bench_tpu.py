@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from chunk_text import CHUNK
 
-from bench import tpu
+from bench import record, tpu
 from bench.record import figure, result_of
 from bench.tpu import __main__ as command
+from bench.tpu import rounds
 from bench.tpu.programs import LAYERS, MODEL
 from bench.tpu.rounds import figures_of, line, scaled
 from bench.tpu.table import MARKS, programs_of, put, table
@@ -85,6 +86,16 @@ def test_the_command_reads_texts_that_were_kept(tmp_path, capsys):
     file.write_text(CHUNK)
     command.main(["read", str(file), "--layers", "2"])
     assert capsys.readouterr().out.startswith("off_x_8: round 0.0367M at 36 layers")
+
+
+def test_figures_are_added_to_a_file_of_the_same_settings_only(figures, tmp_path):
+    settings = {"topology": "v5e:2x2", "layers": 2, "scan": False, "features": []}
+    file = tmp_path / "v5e.json"
+    assert rounds._figures_in(file, settings) == {}
+    record.write_result("v5e", settings, {f"off:8/{key}": x for key, x in figures.items()}, file)
+    assert rounds._figures_in(file, settings).keys() == {f"off:8/{key}" for key in figures}
+    with pytest.raises(ValueError, match="has figures with other layers, scan; expected the same"):
+        rounds._figures_in(file, settings | {"layers": 4, "scan": True})
 
 
 @pytest.mark.parametrize(
