@@ -130,6 +130,34 @@ ENTRY %main (a: bf16[1], i: s32[], u: bf16[1,64,128]) -> bf16[1] {{
     assert Module(text).cost.bytes == count
 
 
+def test_of_an_array_that_a_fusion_updates_in_place_only_the_update_is_counted():
+    """As rows are written to the cache."""
+    text = """HloModule scattered
+
+%add (l: bf16[], m: bf16[]) -> bf16[] {
+  %l = bf16[] parameter(0)
+  ROOT %m = bf16[] parameter(1)
+}
+
+%written (kv: bf16[1600,2,128,128], at: s32[8,2], rows: bf16[8,2,128]) -> bf16[1600,2,128,128] {
+  %kv = bf16[1600,2,128,128]{3,2,1,0} parameter(0)
+  %at = s32[8,2]{1,0} parameter(1)
+  %rows = bf16[8,2,128]{2,1,0} parameter(2)
+  ROOT %s = bf16[1600,2,128,128]{3,2,1,0} scatter(%kv, %at, %rows), to_apply=%add
+}
+
+ENTRY %main (kv: bf16[1600,2,128,128], at: s32[8,2], rows: bf16[8,2,128]) -> bf16[1600,2,128,128] {
+  %kv = bf16[1600,2,128,128]{3,2,1,0} parameter(0)
+  %at = s32[8,2]{1,0} parameter(1)
+  %rows = bf16[8,2,128]{2,1,0} parameter(2)
+  ROOT %f = bf16[1600,2,128,128]{3,2,1,0} fusion(%kv, %at, %rows), kind=kCustom, calls=%written
+}
+"""
+    update = 2 * 8 * 2 * 128
+    # It is read, and its place in the array read and written.
+    assert Module(text).cost.bytes == 3 * update + 4 * 8 * 2
+
+
 def test_an_asynchronous_call_counts_what_it_calls():
     text = """HloModule wrapped
 

@@ -27,7 +27,7 @@ OTHER = "other"
 _VIEWS = {
     "bitcast", "reshape", "copy", "copy-start", "copy-done", "transpose", "slice", "dynamic-slice",
     "slice-start", "slice-done", "dynamic-slice-start", "dynamic-slice-done",
-    "dynamic-update-slice", "convert", "opt-barrier",
+    "dynamic-update-slice", "scatter", "convert", "opt-barrier",
 }  # fmt: skip
 
 

@@ -39,6 +39,8 @@ _FREE = {
     "replica-id", "iota", "opt-barrier", "while", "conditional", "call", "domain", "async-start",
     "async-update",
 }  # fmt: skip
+# Operations that update their first operand in place, and which operand is the update.
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -372,10 +374,10 @@ class Module:
         for part, shape in zip(parts, op.shapes, strict=False):
             while part.opcode == "bitcast":
                 part = ops[part.operands[0]]
-            update = part.opcode == "dynamic-update-slice"
-            total += (ops[part.operands[1]].shapes[0].bytes if update else shape.bytes) * (
-                shape.in_hbm
-            )
+            written = shape.bytes
+            if part.opcode in _UPDATES:
+                written = ops[part.operands[_UPDATES[part.opcode]]].shapes[0].bytes
+            total += written * shape.in_hbm
         return total
 
     def _read(
@@ -397,8 +399,8 @@ class Module:
             at = user.operands.index(value.name)
             if user.opcode in ("dynamic-slice", "slice", "gather") and at == 0:
                 total += user.shapes[0].bytes
-            elif user.opcode == "dynamic-update-slice" and at == 0:
-                total += ops[user.operands[1]].shapes[0].bytes
+            elif user.opcode in _UPDATES and at == 0:
+                total += ops[user.operands[_UPDATES[user.opcode]]].shapes[0].bytes
             elif user.opcode in ("bitcast", "reshape"):
                 total += self._read(user, ops, returned)
             elif user.opcode == "fusion":
