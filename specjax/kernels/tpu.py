@@ -1,12 +1,16 @@
 """Tree attention for TPUs, in Pallas: a paged prefix without a mask, a tree with an ancestor mask.
 
-Programs run one after the other, one per slot; a slot with more rows than fit (a piece of a prompt)
-is cut into tiles, with a program each. A program's queries, the tree rows of all heads that share a
-key/value head, are the rows of one matrix. They attend to the tree's own keys first, under the
-ancestor bits, and then to the prefix, block by block. Blocks are copied asynchronously into two
-buffers: while one is computed the next is copied, which after a program's last block is the first
-one of the next program that has any. Page tables and lengths are scalars in SMEM; only the part of
-a prefix that its queries see is read from HBM.
+A program computes one slot, or one tile of a slot with more rows than fit (a piece of a prompt).
+Its queries, the rows of all heads that share a key/value head, are the rows of one matrix. They
+attend to the tree's own keys first, under the ancestor bits, and then to the prefix, block by
+block. Blocks are copied asynchronously into two buffers: while one is computed the next is copied,
+which after a program's last block is the first one of the next program that has any. So the
+programs of a core run in order, and each core has programs of its own.
+
+A block is as many bytes as a copy needs to run at the memory's speed. It is computed in parts, as
+many positions as registers and VMEM hold scores of: full parts without a mask, and what is left of
+the prefix as one part with a mask. Page tables and lengths are scalars in SMEM, from which a
+program knows what to copy; only the part of a prefix that its queries see is read from HBM.
 """
 
 from __future__ import annotations
@@ -24,14 +28,7 @@ from specjax.config import ModelConfig
 from specjax.interfaces import Device, Table
 from specjax.kernels import library
 from specjax.kernels.backend import Kernels, head_sizes
-from specjax.kernels.reference import (
-    NEG_INF,
-    Running,
-    pack_heads,
-    sink_of_rows,
-    tree_depth,
-    within_window,
-)
+from specjax.kernels.reference import NEG_INF, Running
 
 Interpret = bool | pltpu.InterpretParams
 LANES = 128  # lanes of a register
@@ -48,29 +45,27 @@ class Tuning:
         longer than the overhead of a loop step, about a microsecond.
       tile_rows: largest number of query rows of one key/value head in a program.
       vmem_bytes: bytes of the chip's VMEM that the kernel may use.
-      most_positions: largest number of positions in a block, whose pieces are unrolled.
+      part_positions: largest number of positions whose scores are computed at once.
+      cores: number of cores of a chip that share the programs. Where the chip has fewer, or XLA
+        uses fewer, one core runs the programs of all, with the same results.
     """
 
     block_bytes: int
     tile_rows: int
     vmem_bytes: int
-    most_positions: int = 1024
-
-    def positions(self, kv_heads: int, head: int, itemsize: int) -> int:
-        """Returns the number of positions of a prefix that are copied at once."""
-        each = 2 * kv_heads * head * itemsize
-        return max(min(self.block_bytes // each, self.most_positions), SUBLANES)
+    part_positions: int = 512
+    cores: int = 1
 
 
 # Copying a block takes 2.6 us at v5e's 819 GB/s and v6e's 1640 GB/s, 1.5 us at v5p's 2765 GB/s.
 # VMEM is 128 MiB on v5e and v6e, 64 MiB on a core of v5p; the compiler reserves some of it.
 TUNING = {
     "v5e": Tuning(2 * MIB, 256, 64 * MIB),
-    "v5p": Tuning(4 * MIB, 256, 40 * MIB),
+    "v5p": Tuning(4 * MIB, 256, 40 * MIB, cores=2),
     "v6e": Tuning(4 * MIB, 256, 64 * MIB),
 }
-# Small, so that in tests few rows and positions are many tiles and blocks.
-INTERPRETED = Tuning(2 * MIB, 32, 64 * MIB, most_positions=32)
+# Small, so that in tests few rows and positions are many tiles, blocks and parts.
+INTERPRETED = Tuning(2**16, 32, 64 * MIB, part_positions=32, cores=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,80 +74,122 @@ class Blocks:
 
     Attributes:
       piece: positions of one copy, all in one page.
-      pieces: pieces per block.
       per_page: pieces per page.
+      per_part: pieces that are computed at once.
+      parts: parts per block.
     """
 
     piece: int
-    pieces: int
     per_page: int
+    per_part: int
+    parts: int
+
+    @property
+    def part(self) -> int:
+        """The number of positions of a part."""
+        return self.piece * self.per_part
 
     @property
     def positions(self) -> int:
-        return self.piece * self.pieces
+        """The number of positions of a block."""
+        return self.part * self.parts
 
     @classmethod
-    def of(cls, page_size: int, longest: int, positions: int) -> Blocks:
-        """Returns blocks of about `positions` positions, at most as many as the longest prefix has.
+    def of(cls, page_size: int, longest: int, part: int, block: int) -> Blocks:
+        """Returns blocks of about `block` positions in parts of about `part`.
+
+        Args:
+          page_size: positions of a page.
+          longest: the largest number of positions that a program reads; no block is longer, but
+            for what its last part is.
 
         Raises:
           ValueError: a page cannot be cut into pieces that registers hold.
         """
-        wanted = min(positions, longest)
+        wanted = max(min(part, block, longest), SUBLANES)
         fits = (n for n in range(SUBLANES, page_size + 1, SUBLANES) if page_size % n == 0)
-        piece = max((n for n in fits if n <= max(wanted, SUBLANES)), default=None)
+        piece = max((n for n in fits if n <= wanted), default=None)
         if piece is None:
             raise ValueError(
                 f"pages must have a multiple of {SUBLANES} positions on a TPU, got {page_size}; "
                 "set page_size to 64 or 128"
             )
-        return cls(piece, max(wanted // piece, 1), page_size // piece)
+        part = wanted // piece * piece
+        parts = max(min(block // part, -(-longest // part)), 1)
+        return cls(piece, page_size // piece, part // piece, parts)
 
 
-def vmem_bytes(
-    rows: int, keys: int, kv_heads: int, head: int, itemsize: int, positions: int
-) -> int:
-    """Returns the bytes of VMEM that one program holds.
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What decides how the work is cut.
 
-    Inputs and outputs are held twice, because the next program's are copied while this one runs. A
-    number per row takes all lanes of a register.
-
-    Args:
-      rows: query rows per key/value head.
+    Attributes:
+      group: query heads per key/value head.
       keys: tree keys.
-      positions: positions of a block.
+      itemsize: bytes of a number.
+      page_size: positions of a page.
+      longest: positions of the longest prefix.
+      window: see `tree_attention`.
     """
-    lanes, width = 4 * LANES, max(head, LANES)
-    inputs = kv_heads * (2 * rows + 2 * keys) * width * itemsize  # queries, output, tree
-    per_row = kv_heads * rows * (2 * lanes) + rows * lanes  # log-sum-exp, sinks, words
-    scratch = kv_heads * rows * (2 * lanes + 4 * width)
-    buffers = 2 * 2 * kv_heads * positions * width * itemsize
-    scores = 4 * 4 * rows * max(positions, keys)  # scores, weights, their mask, and a copy
-    return 2 * (inputs + per_row) + scratch + buffers + scores
+
+    group: int
+    keys: int
+    kv_heads: int
+    head: int
+    itemsize: int
+    page_size: int
+    longest: int
+    window: int | None = None
+
+    def blocks(self, tuning: Tuning) -> Blocks:
+        """Returns how a prefix is cut; a block has about `tuning.block_bytes` bytes."""
+        each = 2 * self.kv_heads * self.head * self.itemsize
+        longest = self.longest if self.window is None else min(self.longest, self.window)
+        part = min(tuning.part_positions, -(-longest // SUBLANES) * SUBLANES)
+        # A window begins anywhere in a part.
+        longest = longest if self.window is None else longest + part
+        return Blocks.of(self.page_size, longest, part, tuning.block_bytes // each)
+
+    def vmem_bytes(self, tile: int, blocks: Blocks) -> int:
+        """Returns the bytes of VMEM that one program of `tile` tree rows holds.
+
+        Inputs and outputs are held twice, because the next program's are copied while this one
+        runs. A number per row takes all lanes of a register.
+        """
+        rows, keys = _up(tile * self.group, SUBLANES), _up(self.keys, SUBLANES)
+        lanes, width = 4 * LANES, max(self.head, LANES)
+        inputs = self.kv_heads * (2 * rows + 2 * keys) * width * self.itemsize  # q, out, k, v
+        per_row = self.kv_heads * rows * lanes + _up(tile, SUBLANES) * lanes  # log-sum-exp, words
+        scratch = self.kv_heads * rows * (2 * lanes + 4 * width)
+        buffers = 2 * 2 * self.kv_heads * blocks.positions * width * self.itemsize
+        scores = 4 * 4 * rows * max(blocks.part, keys)  # scores, weights, their mask, and a copy
+        return 2 * (inputs + per_row) + scratch + buffers + scores
+
+    def tile(self, tuning: Tuning, rows: int) -> int:
+        """Returns the number of tree rows of one program, so that what it holds fits into VMEM.
+
+        It is `rows`, or a multiple of the rows of a register.
+
+        Raises:
+          ValueError: not even the rows of one register fit.
+        """
+        blocks, most = self.blocks(tuning), max(tuning.tile_rows // self.group, 1)
+        tile = rows if rows <= most else max(most // SUBLANES, 1) * SUBLANES
+        while (needed := self.vmem_bytes(min(tile, rows), blocks)) > tuning.vmem_bytes:
+            if tile <= SUBLANES:
+                raise ValueError(
+                    f"tree attention with {self.kv_heads} key/value heads of {self.head}, "
+                    f"{self.keys} tree keys and blocks of {blocks.positions} positions needs "
+                    f"{needed} bytes of VMEM for {min(tile, rows)} rows, and may use "
+                    f"{tuning.vmem_bytes}; split the heads over more devices (tp)"
+                )
+            tile = _up(-(-tile // 2), SUBLANES)
+        return min(tile, rows)
 
 
-def tile_size(
-    tuning: Tuning, rows: int, group: int, keys: int, kv_heads: int, head: int, itemsize: int
-) -> int:
-    """Returns the number of tree rows of one program, so that its buffers fit into VMEM.
-
-    Raises:
-      ValueError: not even the rows of one register fit.
-    """
-    positions = tuning.positions(kv_heads, head, itemsize)
-    tile = min(rows, max(tuning.tile_rows // group, 1))
-    while True:
-        packed = -(-tile * group // SUBLANES) * SUBLANES
-        needed = vmem_bytes(packed, keys, kv_heads, head, itemsize, positions)
-        if needed <= tuning.vmem_bytes:
-            return tile
-        if tile == 1:
-            raise ValueError(
-                f"tree attention with {kv_heads} key/value heads of {head}, {keys} tree keys and "
-                f"blocks of {positions} positions needs {needed} bytes of VMEM for one row, and "
-                f"may use {tuning.vmem_bytes}; split the heads over more devices (tp)"
-            )
-        tile = -(-tile // 2)
+def _up(number: int, multiple: int) -> int:
+    """Rounds up to a multiple."""
+    return -(-number // multiple) * multiple
 
 
 @functools.partial(
@@ -176,6 +213,8 @@ def tree_attention(
 ):
     """Computes `specjax.kernels.reference.tree_attention` by one kernel; float32 accumulation.
 
+    The kernel takes its arguments as they are: XLA computes nothing beside it, in no layer.
+
     Args:
       tuning: how the work is cut, see `TUNING`.
       interpret: for tests on CPU: True, or settings of Pallas' simulator of copies and semaphores,
@@ -186,115 +225,84 @@ def tree_attention(
     """
     b, n, t, h = q.shape
     kv_heads, size = k_pages.shape[1:3]
-    itemsize = k_pages.dtype.itemsize
+    group = n // kv_heads
     if table is None:
         table = jnp.arange(b, dtype=jnp.int32)[:, None]
-    blocks = Blocks.of(size, size * table.shape[1], tuning.positions(kv_heads, h, itemsize))
-    words = jnp.broadcast_to(visible_bits, (b, *visible_bits.shape[-2:]))
-    depth = tree_depth(words)
-    if window is not None:
-        words = within_window(words, window)
-    words = jax.lax.bitcast_convert_type(jnp.asarray(words, jnp.uint32), jnp.int32)
-    words = jnp.concatenate([words, depth[..., None]], axis=-1)
-    keys = -(-k_tree.shape[2] // SUBLANES) * SUBLANES
-    tile = tile_size(tuning, t, n // kv_heads, keys, kv_heads, h, itemsize)
+    sizes = Sizes(
+        group, k_tree.shape[2], kv_heads, h, k_pages.dtype.itemsize, size, size * table.shape[1],
+        window,
+    )  # fmt: skip
+    tile = sizes.tile(tuning, t)
     tiles = -(-t // tile)
-    rows = _pad(pack_heads(_tiled(q, tile), kv_heads), SUBLANES)
-    words = _pad(jnp.tile(_tiled(words[:, None], tile)[:, 0], (1, n // kv_heads, 1)), SUBLANES)
-    inputs = [rows, words, _pad(k_tree, SUBLANES), _pad(v_tree, SUBLANES)]
+    # One tile: the rows of a group are one matrix already. Else each head's tiles are cut out.
+    rows = q.reshape(b, kv_heads, *((group, t) if tiles > 1 else (1, group * t)), h)
+    words = jax.lax.bitcast_convert_type(jnp.asarray(visible_bits, jnp.uint32), jnp.int32)
+    words = words.reshape(-1, *words.shape[-2:])
+    scalars = [prefix_len.astype(jnp.int32), table.astype(jnp.int32)]
     if sinks is not None:
-        per_row = _pad(sink_of_rows(sinks, kv_heads, tile), SUBLANES)
-        inputs.append(jnp.broadcast_to(per_row, (*rows.shape[1:3], LANES)))
-    lens = jnp.repeat(prefix_len.astype(jnp.int32), tiles)
-    scalars = (lens, table.astype(jnp.int32), _schedule(lens, blocks, window))
-    kernel = Kernel(blocks, tiles, window, sinks is not None, with_lse)
-    found = _call(kernel, scalars, inputs, (k_pages, v_pages), tuning.vmem_bytes, interpret)
-    used = n // kv_heads * tile
-    out = _untiled(found[0][:, :, :used].reshape(b * tiles, n, tile, h), b, t)
-    if not with_lse:
-        return out
-    lse = found[1][:, :, :used, :1].reshape(b * tiles, n, tile, 1)
-    return out, _untiled(lse, b, t)[..., 0]
+        scalars.append(sinks.astype(jnp.float32))
+    kernel = Kernel(sizes.blocks(tuning), group, tile, tiles, window, sinks is not None, with_lse)
+    inputs, pages = (rows, words, k_tree, v_tree), (k_pages, v_pages)
+    found = _call(kernel, scalars, inputs, pages, tuning, interpret)
+    out = found[0].reshape(b, n, t, h)
+    return (out, found[1][..., 0].reshape(b, n, t)) if with_lse else out
 
 
-def _pad(x: Array, multiple: int) -> Array:
-    """Pads the second to last axis with zeros to a multiple."""
-    missing = -x.shape[-2] % multiple
-    return x if not missing else jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)])
+def _call(kernel: Kernel, scalars, inputs, pages, tuning: Tuning, interpret) -> list[Array]:
+    """Runs the kernel; returns the output, shaped as the rows, and maybe the log-sum-exp."""
+    rows, words, *tree = inputs
+    b, kv_heads, matrices, _, h = rows.shape
+    programs = b * kernel.tiles
+    # Every core has as many programs; one of them alone has nothing to share.
+    cores = tuning.cores if programs % tuning.cores == 0 else 1
+    count = matrices * (kernel.tile if matrices > 1 else kernel.group * kernel.tile)
 
+    def slot_and_tile(core, step):
+        program = core * (programs // cores) + step
+        return jax.lax.div(program, kernel.tiles), jax.lax.rem(program, kernel.tiles)
 
-def _tiled(x: Float[Array, "B N T H"], tile: int) -> Float[Array, "I N tile H"]:
-    """Cuts tree rows into tiles, each as a slot of its own; the last one is padded with zeros."""
-    x = _pad(x, tile)
-    b, n, t, h = x.shape
-    return jnp.moveaxis(x.reshape(b, n, t // tile, tile, h), 2, 1).reshape(-1, n, tile, h)
+    def of_tile(x):
+        def index(core, step, *_):
+            slot, tile = slot_and_tile(core, step)
+            return slot, 0, 0, tile, 0
 
+        height = x.shape[3] if kernel.tiles == 1 else kernel.tile
+        return pl.BlockSpec((1, *x.shape[1:3], height, x.shape[4]), index)
 
-def _untiled(x: Float[Array, "I N tile H"], b: int, t: int) -> Float[Array, "B N T H"]:
-    _, n, tile, h = x.shape
-    return jnp.moveaxis(x.reshape(b, -1, n, tile, h), 1, 2).reshape(b, n, -1, h)[:, :, :t]
+    def of_words(core, step, *_):
+        slot, tile = slot_and_tile(core, step)
+        return (slot if words.shape[0] > 1 else 0), tile, 0
 
+    def of_slot(x):
+        return pl.BlockSpec((1, *x.shape[1:]), lambda *at: (slot_and_tile(*at[:2])[0], 0, 0, 0))
 
-def _schedule(lens: Int[Array, " I"], blocks: Blocks, window: int | None) -> Array:
-    """Returns the schedule of all programs, int32 [4, I + 1].
-
-    The rows are: a program's first block, its number of blocks, the buffer of its first block, and
-    the next program that has a block (I: none). Column 0 of the last row is the first such program.
-    """
-    count_all = lens.shape[0]
-    first = jnp.zeros_like(lens)
-    if window is not None:  # positions outside the root's window are in no row's
-        first = jnp.maximum(lens - window + 1, 0) // blocks.positions
-    count = jnp.maximum(-(-lens // blocks.positions) - first, 0)
-    before = jnp.cumsum(count) - count
-    programs = jnp.where(count > 0, jnp.arange(count_all), count_all)
-    later = jax.lax.cummin(programs, reverse=True)
-    nothing = jnp.zeros(1, jnp.int32)
-    columns = [(first, nothing), (count, nothing), (before % 2, nothing)]
-    rows = [jnp.concatenate(c) for c in columns]
-    rows.append(jnp.concatenate([later, jnp.full(1, count_all)]))
-    return jnp.stack(rows).astype(jnp.int32)
-
-
-def _call(kernel: Kernel, scalars, inputs, pages, vmem: int, interpret: Interpret) -> list[Array]:
-    """Runs the kernel; returns the output [I K M H] and maybe the log-sum-exp [I K M LANES]."""
-    rows, tiles = inputs[0], kernel.tiles
-    programs, kv_heads, m, h = rows.shape
-
-    def per_program(x):
-        return pl.BlockSpec((1, *x.shape[1:]), lambda i, *_: (i,) + (0,) * (x.ndim - 1))
-
-    def per_slot(x):
-        return pl.BlockSpec(
-            (1, *x.shape[1:]), lambda i, *_: (jax.lax.div(i, tiles),) + (0,) * (x.ndim - 1)
-        )
-
-    in_specs = [per_program(x) for x in inputs[:2]] + [per_slot(x) for x in inputs[2:4]]
-    in_specs += [pl.BlockSpec(x.shape, lambda i, *_: (0, 0, 0)) for x in inputs[4:]]
+    in_specs = [of_tile(rows), pl.BlockSpec((1, kernel.tile, words.shape[2]), of_words)]
+    in_specs += [of_slot(x) for x in tree]
     out_shape = [jax.ShapeDtypeStruct(rows.shape, rows.dtype)]
     if kernel.with_lse:
-        out_shape.append(jax.ShapeDtypeStruct((programs, kv_heads, m, LANES), jnp.float32))
+        out_shape.append(jax.ShapeDtypeStruct((*rows.shape[:4], LANES), jnp.float32))
     buffer = pltpu.VMEM((2, kv_heads, kernel.blocks.positions, h), pages[0].dtype)
     return pl.pallas_call(
         kernel,
         out_shape=out_shape,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=(programs,),
+            grid=(cores, programs // cores),
             in_specs=[*in_specs, *[pl.BlockSpec(memory_space=pl.ANY)] * 2],
-            out_specs=[per_program(x) for x in out_shape],
+            out_specs=[of_tile(x) for x in out_shape],
             scratch_shapes=[
                 buffer,
                 buffer,
                 pltpu.SemaphoreType.DMA((2, 2)),
-                pltpu.VMEM((kv_heads, m, LANES), jnp.float32),
-                pltpu.VMEM((kv_heads, m, LANES), jnp.float32),
-                pltpu.VMEM((kv_heads, m, h), jnp.float32),
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.VMEM((kv_heads, count, LANES), jnp.float32),
+                pltpu.VMEM((kv_heads, count, LANES), jnp.float32),
+                pltpu.VMEM((kv_heads, count, h), jnp.float32),
             ],
         ),
-        # In order, because each program starts the copy of the next one's first block.
+        # A core's programs in order, because each starts the copy of the next one's first block.
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=tuning.vmem_bytes
         ),
         interpret=interpret,
         name="tree_attention",
@@ -309,86 +317,175 @@ class Kernel:
     """The kernel's body; `pallas_call` calls it with refs.
 
     Integers are divided by `jax.lax`, because they are never negative and `//` also handles signs.
+
+    Attributes:
+      group: query heads per key/value head.
+      tile: tree rows of a program.
+      tiles: programs of a slot.
     """
 
     blocks: Blocks
+    group: int
+    tile: int
     tiles: int
     window: int | None
     has_sinks: bool
     with_lse: bool
 
-    def __call__(self, lens, table, plan, q, words, k_tree, v_tree, *refs):
+    def __call__(self, lens, table, *refs):
         """Runs one program.
 
-        `refs` are [sinks], pages of keys and of values, outputs, then scratch.
+        `refs` are [sinks], queries, words, keys and values of the tree, pages of keys and of
+        values, outputs, then scratch.
         """
         refs = list(refs)
         sinks = refs.pop(0) if self.has_sinks else None
-        pages, out = refs[:2], refs[2]
-        lse = refs[3] if self.with_lse else None
-        k_buffer, v_buffer, arrived, peak, total, acc = refs[3 + self.with_lse :]
-        copies = Copies(self.blocks, self.tiles, lens, table, pages, (k_buffer, v_buffer), arrived)
+        q, words, k_tree, v_tree, *pages = refs[:6]
+        out, lse = refs[6], refs[7] if self.with_lse else None
+        k_buffer, v_buffer, arrived, turn, peak, total, acc = refs[7 + self.with_lse :]
+        copies = Copies(self.blocks, table, pages, (k_buffer, v_buffer), arrived)
         softmax = Softmax(peak, total, acc)
-        me, programs, kv_heads = pl.program_id(0), pl.num_programs(0), q.shape[1]
-        first, count, parity = plan[0, me], plan[1, me], plan[2, me]
+        kv_heads, step, steps = q.shape[1], pl.program_id(1), pl.num_programs(1)
+        end = (pl.program_id(0) + 1) * steps  # of the programs of this core
+        me = end - steps + step
+        slot = jax.lax.div(me, self.tiles)
+        length = lens[slot]
+        start = self._start(length)
 
-        @pl.when((me == plan[3, 0]) & (count > 0))
+        def send(program, start, buffer):
+            """Starts copying a block, of a program of this core."""
+            slot = jax.lax.div(program, self.tiles)
+            copies.start(slot, start, lens[slot], buffer)
+
+        def send_first(after, buffer):
+            """Starts copying the first block of the next program that has any."""
+            program, length = self._next(lens, after, end)
+            pl.when(length > 0)(lambda: send(program, self._start(length), buffer))
+
+        @pl.when(step == 0)
         def _():
-            copies.start(me, first, parity)
+            turn[0] = 0
+            send_first(me, 0)
 
         softmax.clear()
-        seen = _bits(words[0], k_tree.shape[2])
+        seen, depth = self._tree_mask(words[0], k_tree.shape[2])
+        queries = [q[0, head].reshape(-1, q.shape[-1]) for head in range(kv_heads)]
         for head in range(kv_heads):
-            scores = jnp.where(seen, _scores(q[0, head], k_tree[0, head]), NEG_INF)
+            scores = jnp.where(seen, _scores(queries[head], k_tree[0, head]), NEG_INF)
             softmax.add(head, scores, v_tree[0, head])
 
-        def one_block(i, _):
-            block, buffer = first + i, (parity + i) & 1
-            self._send_next(copies, plan, (me, programs), block, i + 1 == count, 1 - buffer)
-            copies.wait(me, block, buffer)
-            known = self._known(block, lens[me], words)
-            row = self._positions(block, (self.blocks.positions, 1), 0)
-            for head in range(kv_heads):
-                scores = jnp.where(known, _scores(q[0, head], k_buffer[buffer, head]), NEG_INF)
-                # The buffer's old content may hold NaN, and zero times NaN is NaN.
-                values = jnp.where(row < lens[me], v_buffer[buffer, head], 0)
-                softmax.add(head, scores, values)
-            return 0
+        def add_part(buffer, part, first, partly: bool):
+            """Adds one part of a block; `first` is its first position.
 
-        jax.lax.fori_loop(0, count, one_block, 0)
+            Args:
+              partly: whether the prefix ends in it, so that the rest of the buffer is not known.
+            """
+            place = pl.ds(pl.multiple_of(part * self.blocks.part, SUBLANES), self.blocks.part)
+            known = self._known(first, length, depth, partly)
+            for head in range(kv_heads):
+                scores = _scores(queries[head], k_buffer[buffer, head, place])
+                scores = scores if known is None else jnp.where(known, scores, NEG_INF)
+                values = v_buffer[buffer, head, place]
+                if partly:  # the buffer's old content may hold NaN, and zero times NaN is NaN
+                    row = first + jax.lax.broadcasted_iota(jnp.int32, (self.blocks.part, 1), 0)
+                    values = jnp.where(row < length, values, 0)
+                softmax.add(head, scores, values)
+
+        def one_block(block, buffer):
+            first = start + block * self.blocks.positions
+            following = first + self.blocks.positions
+            is_last = following >= length
+            pl.when(is_last)(lambda: send_first(me + 1, 1 - buffer))
+            pl.when(jnp.logical_not(is_last))(lambda: send(me, following, 1 - buffer))
+            copies.wait(slot, first, length, buffer)
+            here = jnp.minimum(length - first, self.blocks.positions)
+            full = jax.lax.div(here, self.blocks.part)
+
+            @pl.loop(0, full)
+            def _(part):
+                add_part(buffer, part, first + part * self.blocks.part, partly=False)
+
+            @pl.when(full * self.blocks.part < here)
+            def _():
+                add_part(buffer, full, first + full * self.blocks.part, partly=True)
+
+            return 1 - buffer
+
+        blocks = jax.lax.div(length - start + self.blocks.positions - 1, self.blocks.positions)
+        turn[0] = jax.lax.fori_loop(0, blocks, one_block, turn[0])
         for head in range(kv_heads):
             done = softmax.of(head)
             if self.has_sinks:
-                done = done.add_sink(sinks[head][:, :1])
-            out[0, head] = (done.out / done.total).astype(out.dtype)
+                done = done.add_sink(self._sink(sinks, head, done.peak.shape))
+            out[0, head] = (done.out / done.total).astype(out.dtype).reshape(out.shape[2:])
             if self.with_lse:
-                lse[0, head] = jnp.broadcast_to(done.lse, lse.shape[2:])
+                lse[0, head] = jnp.broadcast_to(done.lse, acc.shape[1:2] + lse.shape[-1:]).reshape(
+                    lse.shape[2:]
+                )
 
-    def _send_next(self, copies: Copies, plan, program, block, is_last, buffer) -> None:
-        """Starts copying the next block: this program's, or after its last one the next one's."""
-        me, programs = program
-        follower = plan[3, me + 1]
+    def _start(self, length):
+        """Returns the first position that a program reads; it begins a part."""
+        if self.window is None:
+            return 0 * length
+        first = jnp.maximum(length - self.window + 1, 0)  # seen by the root
+        return jax.lax.div(first, self.blocks.part) * self.blocks.part
 
-        @pl.when(jnp.logical_not(is_last))
-        def _():
-            copies.start(me, block + 1, buffer)
+    def _next(self, lens, program, end):
+        """Returns the first program from `program` on that has a prefix, and its length.
 
-        @pl.when(is_last & (follower < programs))
-        def _():
-            copies.start(follower, plan[0, jnp.minimum(follower, programs - 1)], buffer)
+        The length is 0 where there is none before `end`.
+        """
 
-    def _positions(self, block, shape: tuple[int, int], axis: int) -> Array:
-        """Returns the absolute positions of a block's keys, along one axis."""
-        return block * self.blocks.positions + jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+        def length_of(program):
+            slot = jax.lax.div(jnp.minimum(program, end - 1), self.tiles)
+            return jnp.where(program < end, lens[slot], 0)
 
-    def _known(self, block, length, words) -> Array:
-        """Returns the mask of a block's keys: [1 S], or [M S] with a window."""
-        at = self._positions(block, (1, self.blocks.positions), 1)
-        known = at < length
+        return jax.lax.while_loop(
+            lambda found: (found[1] == 0) & (found[0] < end),
+            lambda found: (found[0] + 1, length_of(found[0] + 1)),
+            (program, length_of(program)),
+        )
+
+    def _tree_mask(self, words, keys: int) -> tuple[Array, Array | None]:
+        """Returns which tree keys each row sees [M keys], and the rows' depths [M 1].
+
+        Args:
+          words: ancestor words [tile W].
+        """
+        column = jax.lax.broadcasted_iota(jnp.int32, (words.shape[0], keys), 1)
+        bit, word = column & 31, column >> 5
+        found, depth = jnp.zeros(column.shape, jnp.int32), None
+        for w in range(words.shape[1]):
+            found = jnp.where(word == w, words[:, w : w + 1], found)
+        found = jax.lax.shift_right_logical(found, bit)
+        seen = found & 1
         if self.window is not None:
-            depth = words[0][:, words.shape[2] - 1 :]
-            known = known & (at > length + depth - self.window)
-        return known
+            # Ancestors are numbered along their path: an ancestor's distance is the number of
+            # set bits from its own on, less one.
+            nearer, depth = jax.lax.population_count(found), -1
+            for w in range(words.shape[1]):
+                count = jax.lax.population_count(words[:, w : w + 1])
+                nearer = nearer + jnp.where(word < w, count, 0)
+                depth = depth + count
+            seen = jnp.where(nearer <= self.window, seen, 0)
+            depth = jnp.concatenate([depth] * self.group)
+        return jnp.concatenate([seen] * self.group) != 0, depth
+
+    def _known(self, first, length, depth, partly: bool) -> Array | None:
+        """Returns the mask of a part's keys, [1 S] or with a window [M S]; None: all are seen."""
+        if not partly and self.window is None:
+            return None
+        at = first + jax.lax.broadcasted_iota(jnp.int32, (1, self.blocks.part), 1)
+        known = at < length
+        return known if self.window is None else known & (at > length + depth - self.window)
+
+    def _sink(self, sinks, head: int, shape: tuple[int, int]) -> Array:
+        """Returns the sink of each row [M 1] of a key/value head."""
+        row = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+        column = jnp.full(shape, sinks[head * self.group], jnp.float32)
+        for i in range(1, self.group):
+            column = jnp.where(row >= i * self.tile, sinks[head * self.group + i], column)
+        return column
 
 
 @dataclasses.dataclass(frozen=True)
@@ -396,40 +493,55 @@ class Copies:
     """Asynchronous copies of blocks of a prefix from pages into two buffers."""
 
     blocks: Blocks
-    tiles: int
-    lens: jax.Ref
     table: jax.Ref
     pages: tuple[jax.Ref, jax.Ref]
     buffers: tuple[jax.Ref, jax.Ref]
     arrived: jax.Ref
 
-    def start(self, program, block, buffer) -> None:
-        for here, copy in self._pieces(program, block, buffer):
-            pl.when(here)(copy.start)
+    def start(self, slot, first, length, buffer) -> None:
+        """Starts copying a block, whose first position is `first`, up to the slot's length."""
 
-    def wait(self, program, block, buffer) -> None:
-        for here, copy in self._pieces(program, block, buffer):
-            pl.when(here)(copy.wait)
+        @pl.loop(0, self._pieces(first, length))
+        def _(i):
+            for copy in self._copies(slot, first, i, buffer):
+                copy.start()
 
-    def _pieces(self, program, block, buffer):
-        """Yields (condition, copy) for each piece of a block; the condition: it has positions."""
-        length, slot = self.lens[program], jax.lax.div(program, self.tiles)
-        for i in range(self.blocks.pieces):
-            piece = block * self.blocks.pieces + i
-            here = piece * self.blocks.piece < length
-            page = self.table[slot, jnp.where(here, jax.lax.div(piece, self.blocks.per_page), 0)]
-            start = jax.lax.rem(piece, self.blocks.per_page) * self.blocks.piece
-            start = pl.multiple_of(start, self.blocks.piece)
-            place = pl.ds(i * self.blocks.piece, self.blocks.piece)
-            for which, (pages, into) in enumerate(zip(self.pages, self.buffers, strict=True)):
-                yield (
-                    here,
-                    pltpu.make_async_copy(
-                        pages.at[page, :, pl.ds(start, self.blocks.piece)],
-                        into.at[buffer, :, place],
-                        self.arrived.at[buffer, which],
-                    ),
-                )
+    def wait(self, slot, first, length, buffer) -> None:
+        """Waits until a block has arrived."""
+        pieces, full = self._pieces(first, length), self.blocks.per_part * self.blocks.parts
+
+        @pl.when(pieces == full)
+        def _():  # a semaphore counts bytes: one wait does for all pieces
+            for which, into in enumerate(self.buffers):
+                whole = into.at[buffer]
+                pltpu.make_async_copy(whole, whole, self.arrived.at[buffer, which]).wait()
+
+        @pl.when(pieces < full)
+        def _():
+            @pl.loop(0, pieces)
+            def _(i):
+                for copy in self._copies(slot, first, i, buffer):
+                    copy.wait()
+
+    def _pieces(self, first, length):
+        """Returns the number of pieces of a block that have positions."""
+        pieces = jax.lax.div(length - first + self.blocks.piece - 1, self.blocks.piece)
+        return jnp.minimum(pieces, self.blocks.per_part * self.blocks.parts)
+
+    def _copies(self, slot, first, i, buffer):
+        """Yields the copies of piece `i` of a block, of keys and of values."""
+        piece = jax.lax.div(first, self.blocks.piece) + i
+        page = self.table[slot, jax.lax.div(piece, self.blocks.per_page)]
+        inside = jax.lax.rem(piece, self.blocks.per_page) * self.blocks.piece
+        inside = pl.ds(pl.multiple_of(inside, self.blocks.piece), self.blocks.piece)
+        place = pl.multiple_of(i * self.blocks.piece, self.blocks.piece)
+        place = pl.ds(place, self.blocks.piece)
+        for which, (pages, into) in enumerate(zip(self.pages, self.buffers, strict=True)):
+            yield pltpu.make_async_copy(
+                pages.at[page, :, inside],
+                into.at[buffer, :, place],
+                self.arrived.at[buffer, which],
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -457,6 +569,8 @@ class Softmax:
 
 def _dot(a, b, contract=((1,), (0,))):
     """Multiplies in float32; float32 inputs are not rounded to bfloat16 first."""
+    if b.shape[0] == 1 and contract == ((1,), (0,)):
+        return a.astype(jnp.float32) * b.astype(jnp.float32)
     exact = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jax.lax.dot_general(
         a, b, (contract, ((), ())), precision=exact, preferred_element_type=jnp.float32
@@ -464,16 +578,11 @@ def _dot(a, b, contract=((1,), (0,))):
 
 
 def _scores(q, keys):
-    return _dot(q, keys, ((1,), (1,))) * q.shape[-1] ** -0.5
-
-
-def _bits(words, keys: int):
-    """Unpacks ancestor words [M W + 1], whose last column is the depth, to booleans [M keys]."""
-    column = jax.lax.broadcasted_iota(jnp.int32, (words.shape[0], keys), 1)
-    word = jnp.zeros(column.shape, jnp.int32)
-    for w in range(words.shape[1] - 1):
-        word = jnp.where(column >> 5 == w, words[:, w : w + 1], word)
-    return (jax.lax.shift_right_logical(word, column & 31) & 1) != 0
+    if keys.shape[0] == 1:  # plain decoding's own key; Mosaic has no product with one column
+        found = (q.astype(jnp.float32) * keys.astype(jnp.float32)).sum(-1, keepdims=True)
+    else:
+        found = _dot(q, keys, ((1,), (1,)))
+    return found * q.shape[-1] ** -0.5
 
 
 # --- backends -------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The TPU kernel against the reference, in interpret mode: its copies and semaphores included."""
 
+import dataclasses
 import functools
 
 import jax
@@ -53,13 +54,12 @@ def expected(q, k, v, k_pages, v_pages, *rest, window, sinks):
     )
 
 
-attend = functools.partial(
-    tpu.tree_attention, tuning=tpu.INTERPRETED, interpret=pltpu.InterpretParams()
-)
+SIMULATED = pltpu.InterpretParams()
+attend = functools.partial(tpu.tree_attention, tuning=tpu.INTERPRETED, interpret=SIMULATED)
 
 
-def check(case, dtype, window=None, sinks=None):
-    out, lse = attend(*case, window=window, sinks=sinks, with_lse=True)
+def check(case, dtype, window=None, sinks=None, **more):
+    out, lse = attend(*case, window=window, sinks=sinks, with_lse=True, **more)
     wanted, wanted_lse = expected(*case, window=window, sinks=sinks)
     assert out.dtype == dtype and lse.dtype == jnp.float32
     close = TOLERANCE[dtype]
@@ -90,10 +90,12 @@ def compare(seed, batch, kv_heads, group, rows, before, size, stretches, window,
     check(case, dtype, window, sinks)
 
 
-@pytest.mark.parametrize("window, sinks, dtype", [(None, False, "float32"), (20, True, "bfloat16")])
-def test_it_equals_the_reference(window, sinks, dtype):
-    """Two tiles of rows over earlier rows of the tree, and two pages."""
-    compare(5, 2, 2, 3, 12, 7, 48, 2, window, sinks, dtype)
+@pytest.mark.parametrize("rows, window, sinks, dtype", [
+    (40, None, False, "float32"), (12, 20, True, "bfloat16"), (1, 20, True, "float32"),
+])  # fmt: skip
+def test_it_equals_the_reference(rows, window, sinks, dtype):
+    """Three tiles of rows, of which the last is not full; a tree; plain decoding. Two pages."""
+    compare(5, 2, 2, 3, rows, 0 if rows == 1 else 7, 48, 2, window, sinks, dtype)
 
 
 @pytest.mark.slow
@@ -107,10 +109,31 @@ def test_it_equals_the_reference_on_many_shapes(**case):
     compare(**case)
 
 
-@pytest.mark.parametrize("prefix", [(0, 0, 0), (0, 64, 0), (32, 33, 31), (0, 1, 64)])
-def test_slots_without_a_prefix_and_full_pages(prefix):
+def test_prefixes_that_end_at_edges_of_parts_blocks_and_pages():
     """Copies for the next slot are sent over those that have nothing to copy."""
-    check(random_case(0, 3, 1, 2, 3, 32, 2, "float32", prefix), "float32")
+    sizes = tpu.Sizes(2, 3, 1, HEAD, 4, 32, 96)
+    blocks = sizes.blocks(tpu.INTERPRETED)
+    assert (blocks.piece, blocks.part, blocks.positions) == (32, 32, 64)
+    for prefix in ((0, 0, 0), (0, 64, 0), (32, 33, 31), (0, 1, 96), (63, 65, 95), (96, 96, 96)):
+        check(random_case(0, 3, 1, 2, 3, 32, 3, "float32", prefix), "float32")
+
+
+@pytest.mark.parametrize("rows, before", [(3, 0), (33, 31)])
+def test_two_cores_share_the_programs_and_do_not_race(rows, before, capfd):
+    """Each core has slots, or tiles of slots, of its own, and buffers for them."""
+    case = random_case(1, 2, 1, 2, rows, 32, 3, "float32", (96, 33), before)
+    cores = set()
+
+    def record(token, _, core):
+        cores.add(int(core))
+        return token
+
+    two = dataclasses.replace(
+        SIMULATED, num_cores_or_threads=2, detect_races=True, grid_point_recorder=record
+    )
+    check(case, "float32", interpret=two)
+    assert cores == {0, 1}
+    assert "race" not in capfd.readouterr().out.lower()
 
 
 def test_a_contiguous_cache_is_one_page_each():
@@ -127,18 +150,25 @@ def test_pages_that_cannot_be_cut_into_registers_are_refused():
 
 
 @pytest.mark.parametrize("generation", sorted(tpu.TUNING))
-@pytest.mark.parametrize("kv_heads", [1, 2, 8])
-@pytest.mark.parametrize("rows", [1, 16, 64, 512])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("rows", [1, 5, 16, 64, 512])
 def test_what_a_program_holds_fits_in_vmem(generation, kv_heads, rows):
     """Qwen3-8B has 8 key/value heads with 4 query heads each, of which tp leaves some."""
     tuning = tpu.TUNING[generation]
-    tile = tpu.tile_size(tuning, rows, 4, max(rows, 16), kv_heads, HEAD, 2)
+    sizes = tpu.Sizes(4, max(rows, 16), kv_heads, HEAD, 2, 128, 8192)
+    tile, blocks = sizes.tile(tuning, rows), sizes.blocks(tuning)
     assert tile == min(rows, 64), "a verified tree is one program, a piece of a prompt a few"
-    positions = tuning.positions(kv_heads, HEAD, 2)
-    needed = tpu.vmem_bytes(tile * 4, max(rows, 16), kv_heads, HEAD, 2, positions)
-    assert needed <= tuning.vmem_bytes
+    assert sizes.vmem_bytes(tile, blocks) <= tuning.vmem_bytes
+    assert 2 * blocks.positions * kv_heads * HEAD * 2 == tuning.block_bytes
+
+
+def test_a_window_cuts_blocks_that_are_no_longer_than_it_needs():
+    sizes = tpu.Sizes(4, 5, 2, HEAD, 2, 128, 8192, window=128)
+    blocks = sizes.blocks(tpu.TUNING["v5e"])
+    assert (blocks.piece, blocks.part, blocks.positions) == (128, 128, 256)
 
 
 def test_heads_that_do_not_fit_in_vmem_are_refused():
+    sizes = tpu.Sizes(1, 512, 64, 256, 4, 128, 8192)
     with pytest.raises(ValueError, match=r"64 key/value heads of 256.*\(tp\)"):
-        tpu.tile_size(tpu.TUNING["v5p"], 1, 1, 512, 64, 256, 4)
+        sizes.tile(tpu.TUNING["v5p"], 1)
