@@ -1,6 +1,7 @@
 """Matrices in any number format multiply alike, and only matrices are put into one."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -263,3 +264,25 @@ def test_projections_of_mixed_formats_are_fused_by_their_outputs():
 def test_a_format_that_is_not_there_is_an_error(name):
     with pytest.raises(ValueError, match="products must be one of|cannot load format of weights"):
         matrix.settle(CFG, None, name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("result", [None, jnp.float32])
+def test_one_row_is_multiplied_as_eight_on_tpus_alone(dtype, result):
+    """Whole numbers, whose sums are exact in any order."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.integers(-2, 3, (1, 1, 48)), dtype)
+    w = jnp.asarray(rng.integers(-2, 3, (48, 24)), dtype)
+    product = jax.jit(lambda x, w: matrix.dot(x, w, result))
+
+    def rows(x, platform: str) -> str:
+        text = product.trace(x, w).lower(lowering_platforms=(platform,)).as_text()
+        [line] = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+        return line.rpartition("-> tensor<")[2].split("x24x")[0]
+
+    assert (rows(x, "tpu"), rows(x, "cpu"), rows(x, "cuda")) == ("8", "1x1", "1x1")
+    assert rows(jnp.tile(x, (2, 1, 1)), "tpu") == "2x1"
+    given = jax.jit(functools.partial(matrix._padded, dtype=result))(x, w)
+    np.testing.assert_array_equal(given, product(x, w))
+    np.testing.assert_array_equal(given, np.asarray(x) @ np.asarray(w))
+    assert given.dtype == product(x, w).dtype == (result or dtype)
