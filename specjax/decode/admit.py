@@ -164,11 +164,10 @@ def prefill(
 def place(plan: Plan, state: DecodeState, kept: Prompts, new: Admission) -> DecodeState:
     """Starts sequences in slots; the last token of each becomes its root."""
     zeros = jnp.zeros_like(new.lengths)
-    draft, noise = None, None
+    draft, noise = None, state.noise
     pages = copy_pages(state.memory.pages, new.source, new.target)
-    if state.noise is not None:  # the ring holds the noise of the slot's last request
-        ring = jax.tree.map(lambda x: take(x, new.slots), state.noise)
-        noise = ring._replace(until=zeros)
+    if noise is not None:  # the ring holds the noise of the slot's last request
+        noise = noise._replace(until=put(noise.until, new.slots, zeros))
     draft_pages = None
     if plan.source is not None:
         draft_pages = state.draft.pages
@@ -190,9 +189,10 @@ def place(plan: Plan, state: DecodeState, kept: Prompts, new: Admission) -> Deco
         options=new.options,
         memory=Memory(None, slots),
         draft=draft,
-        noise=noise,
+        noise=None,
     )
-    own = jax.tree.map(lambda x, y: put(x, new.slots, y), per_slot(state), fresh)
+    before = per_slot(state)._replace(noise=None)
+    own = jax.tree.map(lambda x, y: put(x, new.slots, y), before, fresh)._replace(noise=noise)
     copied = state._replace(
         memory=state.memory._replace(pages=pages),
         draft=state.draft and state.draft._replace(pages=draft_pages),

@@ -36,7 +36,7 @@ from jax.extend.random import define_prng_impl
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from specjax.decode import shards
-from specjax.indexing import divide, take, take_along
+from specjax.indexing import divide, put, take, take_along
 
 TARGET, DRAFT, ACCEPT, RESIDUAL = 0, 1, 2, 3  # domains: no two uses share a key
 # Rows are drawn a block at a time. A small vocabulary takes all that a round can need at once.
@@ -109,6 +109,26 @@ def empty_ring(batch: int, positions: int, vocab: int) -> NoiseRing:
     """Makes a ring without noise."""
     rows = jnp.zeros((batch, positions, vocab), jnp.float32)
     return NoiseRing(rows, *jnp.zeros((2, batch), jnp.int32))
+
+
+def take_rings(ring: NoiseRing, index: Int[Array, " some"]) -> NoiseRing:
+    """Takes the rings of some slots; on a TPU, where they hold no noise, they are empty."""
+
+    def empty(rows, index):
+        return jnp.zeros((len(index), *rows.shape[1:]), rows.dtype)
+
+    rows = jax.lax.platform_dependent(ring.rows, index, tpu=empty, default=take)
+    return NoiseRing(rows, take(ring.until, index), take(ring.drawn, index))
+
+
+def put_rings(ring: NoiseRing, index: Int[Array, " some"], new: NoiseRing) -> NoiseRing:
+    """Writes back rings that `take_rings` took."""
+
+    def as_before(rows, index, new):
+        return rows
+
+    rows = jax.lax.platform_dependent(ring.rows, index, new.rows, tpu=as_before, default=put)
+    return NoiseRing(rows, put(ring.until, index, new.until), put(ring.drawn, index, new.drawn))
 
 
 @jax.named_scope("noise")

@@ -526,20 +526,54 @@ def largest_threshold(
 
 def _by_digits(scores, weights, need, enough, too_far) -> UInt32[Array, "*R"]:
     """Finds the threshold's order in [enough, too_far), hexadecimal digit by digit from the top."""
+    weights = jnp.broadcast_to(weights, scores.shape)
+    arguments = scores, weights, need, enough, too_far
+    return jax.lax.platform_dependent(*arguments, tpu=digits_side_by_side, default=digits_in_a_row)
+
+
+def digits_in_a_row(scores, weights, need, enough, too_far) -> UInt32[Array, "*R"]:
+    """Computes `_by_digits` with the sums of a digit's candidates along one more axis."""
     digits = jnp.arange(1, 1 << _DIGIT, dtype=jnp.uint32)
-    weights = jnp.broadcast_to(weights, scores.shape)[..., None, :]
+
+    def sums(candidate):
+        above = scores[..., None, :] >= _number(candidate)[..., None]
+        return jnp.where(above, weights[..., None, :], 0.0).sum(axis=-1)
 
     def find(place, found):
         shift = (32 - _DIGIT - _DIGIT * place).astype(jnp.uint32)
         candidate = found[..., None] + (digits << shift)
-        above = scores[..., None, :] >= _number(candidate)[..., None]
-        sums = jnp.where(above, weights, 0.0).sum(axis=-1)
-        reached = (candidate < too_far[..., None]) & (sums >= need[..., None])
+        reached = (candidate < too_far[..., None]) & (sums(candidate) >= need[..., None])
         reached |= candidate <= enough[..., None]
         return found + (reached.sum(axis=-1, dtype=jnp.uint32) << shift)
 
     found = jax.lax.fori_loop(0, 32 // _DIGIT, find, jnp.zeros(need.shape, jnp.uint32))
     return jnp.maximum(found, enough)
+
+
+def digits_side_by_side(scores, weights, need, enough, too_far) -> UInt32[Array, "*R"]:
+    """Computes `_by_digits` with a sum of its own for each candidate of a digit.
+
+    The TPU compiler makes one operation of these that reads scores and weights once, and the slots
+    lie side by side in its vectors. Along one more axis the same sums took 3.5 times as long.
+    """
+    rank3 = scores.ndim == 3  # [B R V]: R would be padded to 8
+    if rank3:
+        scores, weights = scores.swapaxes(0, 1), weights.swapaxes(0, 1)
+        need, enough, too_far = (x.swapaxes(0, 1) for x in (need, enough, too_far))
+
+    def reached(candidate):
+        total = jnp.where(scores >= _number(candidate)[..., None], weights, 0.0).sum(axis=-1)
+        return ((candidate < too_far) & (total >= need)) | (candidate <= enough)
+
+    def find(place, found):
+        shift = (32 - _DIGIT - _DIGIT * place).astype(jnp.uint32)
+        digits = [jnp.uint32(digit) << shift for digit in range(1, 1 << _DIGIT)]
+        below = sum(reached(found + digit).astype(jnp.uint32) for digit in digits)
+        return found + (below << shift)
+
+    found = jax.lax.fori_loop(0, 32 // _DIGIT, find, jnp.zeros(need.shape, jnp.uint32))
+    found = jnp.maximum(found, enough)
+    return found.swapaxes(0, 1) if rank3 else found
 
 
 def top_k_threshold(scores: Float[Array, "B R V"], top_k: Int[Array, " B"]) -> Float[Array, "B R"]:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Int, UInt32
 
 from specjax import interfaces, memory
 from specjax.config import ModelConfig, Strategy
-from specjax.decode.noise import NoiseRing, empty_ring
+from specjax.decode.noise import NoiseRing, empty_ring, put_rings, take_rings
 from specjax.decode.options import Features, Options, neutral
 from specjax.decode.sampling import Counts
 from specjax.decode.tree import DynamicTree, Tree
@@ -220,9 +220,11 @@ def take_over(
 
 def take_slots(state: DecodeState, entries: RowMap) -> DecodeState:
     """Takes some slots as a batch, with all pages; slots that are not active do not run."""
-    batch = jax.tree.map(lambda x: take(x, entries.slots), per_slot(state))
+    rest = per_slot(state)._replace(noise=None)
+    batch = jax.tree.map(lambda x: take(x, entries.slots), rest)
+    noise = state.noise and take_rings(state.noise, entries.slots)
     finish = jnp.where(entries.active, batch.finish, jnp.maximum(batch.finish, STOPPED))
-    return with_pages(batch._replace(finish=finish, table=entries.table), state)
+    return with_pages(batch._replace(finish=finish, noise=noise, table=entries.table), state)
 
 
 def put_slots(state: DecodeState, batch: DecodeState, slots: Int[Array, " rows"]) -> DecodeState:
@@ -234,12 +236,10 @@ def put_slots(state: DecodeState, batch: DecodeState, slots: Int[Array, " rows"]
     def write(x, new):
         return put(x, slots, new.astype(x.dtype))
 
-    changed = ("tokens", "length", "finish", "noise")
-    fields = {
-        name: jax.tree.map(write, getattr(state, name), new)
-        for name in changed
-        if (new := getattr(batch, name)) is not None
-    }
+    changed = ("tokens", "length", "finish")
+    fields = {name: write(getattr(state, name), getattr(batch, name)) for name in changed}
+    if batch.noise is not None:
+        fields["noise"] = put_rings(state.noise, slots, batch.noise)
     kept = memory.put_slots(state.memory.slots, slots, batch.memory.slots)
     fields["memory"] = Memory(batch.memory.pages, kept)
     if batch.draft is not None:

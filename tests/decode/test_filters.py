@@ -26,6 +26,10 @@ def min_p(scores, p):
     return sampling.drop_below(scores, sampling.min_p_threshold(scores, p))
 
 
+DIGITS_IN_A_ROW = jax.jit(sampling.digits_in_a_row)
+DIGITS_SIDE_BY_SIDE = jax.jit(sampling.digits_side_by_side)
+
+
 def compare(ours, scores, rule, values):
     for b, value in enumerate(values):
         for r in range(scores.shape[1]):
@@ -116,6 +120,23 @@ def test_a_row_without_any_possible_token_comes_back_as_it_was():
         min_p(scores, np.array([0.5], np.float32)),
     ):
         np.testing.assert_array_equal(ours, scores)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, (4, 50)])
+@pytest.mark.parametrize("seed", range(8))
+def test_the_digits_of_a_threshold_are_the_same_in_either_form(seed, shape):
+    """Sums in a row, as on CPUs and GPUs, and side by side, as on TPUs."""
+    generator = np.random.default_rng(seed)
+    scores = random_scores(generator, shape)
+    weights = generator.integers(0, 9, shape).astype(np.float32)  # sums are exact
+    need = generator.integers(0, 300, shape[:-1]).astype(np.float32)
+    lowest = sampling._order(jnp.full(need.shape, -jnp.inf))
+    too_far = sampling._order(jnp.asarray(scores.max(-1))) + 1
+    arguments = scores, weights, need, lowest, too_far
+    in_a_row = DIGITS_IN_A_ROW(*arguments)
+    np.testing.assert_array_equal(DIGITS_SIDE_BY_SIDE(*arguments), in_a_row)
+    threshold = sampling._number(in_a_row)
+    np.testing.assert_array_equal(threshold, sampling.largest_threshold(scores, weights, need))
 
 
 @pytest.mark.parametrize("spread", [0.01, 3.0])
