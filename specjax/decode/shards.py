@@ -56,7 +56,8 @@ def whole_argmax(x: Float[Array, "*R V"]) -> Int[Array, "*R"]:
 
     On CPU XLA's own argmax is not vectorised, nor is what is fused with it, such as noise: that
     takes several times as long as finding the maximum and then its place. The TPU compiler keeps
-    the unused maximum of `jnp.argmax` in bfloat16, and may compare rounded numbers.
+    the unused maximum of `jnp.argmax` in bfloat16, and may compare rounded numbers: there integers
+    of the same order are compared, in one pass.
     """
 
     def two(x):
@@ -65,7 +66,24 @@ def whole_argmax(x: Float[Array, "*R V"]) -> Int[Array, "*R"]:
     def one(x):
         return jnp.argmax(x, axis=-1).astype(jnp.int32)
 
-    return jax.lax.platform_dependent(x, cpu=two, tpu=two, default=one)
+    return jax.lax.platform_dependent(x, cpu=two, tpu=argmax_of_keys, default=one)
+
+
+def argmax_of_keys(x: Float[Array, "*R V"]) -> Int[Array, "*R"]:
+    """Computes `whole_argmax` of float32 by comparing integers of the same order."""
+
+    def better(a, b):
+        (key, index), (other, other_index) = a, b
+        first = (key > other) | ((key == other) & (index < other_index))
+        return jnp.where(first, key, other), jnp.where(first, index, other_index)
+
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    keys = jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+    keys = jnp.where(x == 0, 0, keys)  # -0.0 and 0.0 are equal
+    keys = jnp.where(jnp.isnan(x), jnp.iinfo(jnp.int32).max, keys)
+    ids = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    least = jnp.int32(jnp.iinfo(jnp.int32).min), jnp.int32(jnp.iinfo(jnp.int32).max)
+    return jax.lax.reduce((keys, ids), least, better, (x.ndim - 1,))[1]
 
 
 def whole_best(x: Float[Array, "*R V"]) -> tuple[Float[Array, "*R"], Int[Array, "*R"]]:

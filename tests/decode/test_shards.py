@@ -141,13 +141,24 @@ def test_one_pass_over_a_row_finds_what_two_passes_find(drawn):
         values, ids = jax.jit(form)(scores)
         np.testing.assert_array_equal(ids, expected)
         np.testing.assert_array_equal(values, best)
+    np.testing.assert_array_equal(jax.jit(shards.argmax_of_keys)(scores), expected)
+
+
+def test_integers_are_compared_as_the_numbers_that_they_stand_for():
+    tie = np.float32([-1.0, -0.0, 0.0, -np.inf])
+    tiny, huge = np.finfo(np.float32).tiny, np.finfo(np.float32).max
+    order = np.float32([-np.inf, -huge, -1.0, -tiny, 0.0, tiny, 1.0, huge, np.inf, np.nan])
+    assert shards.argmax_of_keys(tie) == 1 and shards.argmax_of_keys(tie[::-1]) == 1
+    for end in range(1, len(order) + 1):
+        assert shards.argmax_of_keys(order[:end]) == end - 1
+        assert shards.argmax_of_keys(order[:end][::-1]) == 0
 
 
 def reductions_for_tpus(function, *arrays) -> tuple[list[str], str]:
-    """Results, by name, of the reductions of pairs in a program as it is lowered for TPUs; and the
-    program's text with the lines that make these left out."""
+    """Results, by name, of the reductions of pairs with a float in a program as it is lowered for
+    TPUs; and the program's text with the lines that make these left out."""
     text = jax.jit(function).trace(*arrays).lower(lowering_platforms=("tpu",)).as_text()
-    made = re.compile(r"(%\d+):2 = stablehlo\.reduce\(")
+    made = re.compile(r"(%\d+):2 = stablehlo\.reduce\(.*xf32>")
     rest = "\n".join(line for line in text.splitlines() if not made.search(line))
     return made.findall(text), rest
 
