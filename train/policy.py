@@ -72,7 +72,7 @@ def with_attention(
 ) -> ModelConfig:
     """The config with the attention kernel of training, see `specjax.kernels.dispatch.settle`.
 
-    If rows are split over devices (`context`), it warns that no kernel will run.
+    If rows are split over devices (`context`), it warns where no kernel will run.
 
     Raises:
       ConfigError: the requested kernel cannot be used.
@@ -81,10 +81,11 @@ def with_attention(
         cfg = dispatch.settle(cfg, mesh, attention, whose=whose, decoding=False)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if context is not None and cfg.run.attention != "reference":
+    name = cfg.run.attention
+    if context is not None and name != "reference" and not dispatch.has("context_attention", name):
         log.warning(
             "%s: rows are split over %d devices (mesh.cp), which attend in XLA (%s), without %s",
-            whose, context.ways, context.attention, cfg.run.attention,
+            whose, context.ways, context.attention, name,
         )  # fmt: skip
     return cfg
 

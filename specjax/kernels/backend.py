@@ -12,8 +12,10 @@ from specjax.kernels.names import GROUPS, OWN, check_attention
 from specjax.registry import BACKENDS
 
 REFERENCE = "reference"
-# Operations that a backend may have; the functions of `specjax.kernels.dispatch` have these names.
-OPERATIONS = ("tree_attention", "causal_attention", "commit", "product", "layers")
+# Operations that a backend may have, see `specjax.kernels.dispatch`.
+OPERATIONS = (
+    "tree_attention", "causal_attention", "context_attention", "commit", "product", "layers",
+)  # fmt: skip
 
 
 class Declined(Exception):

@@ -10,11 +10,15 @@ Both have gradients written by hand, as in `reference.py`: the backward pass rec
 their log-sum-exp. In the ring the gradients of keys and values are sent along with them, and are
 back on their own device after one turn of the ring. The log-sum-exp is an output with a gradient of
 its own, so that more keys can be added to the softmax later.
+
+What a device does with a block of keys is a `Step`: `XLA`, which writes the scores of two chunks
+to memory, or the kernels of `flash.py`. Blocks travel while a step computes.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -28,20 +32,7 @@ from specjax.parallel.context import AXIS, Context
 from specjax.parallel.sharding import spec_for
 
 
-def causal_attention(
-    q: Float[Array, "B N S H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    segment_ids: Int[Array, "B S"],
-    context: Context,
-    *,
-    window: int | None = None,
-) -> Float[Array, "B N S H"]:
-    """Computes `reference.causal_attention` of rows in the order of `context`."""
-    return _with_lse(q, k, v, segment_ids, context, window)[0].astype(q.dtype)
-
-
-def causal_attention_with_own(
+def attention(
     q: Float[Array, "B N S H"],
     k: Float[Array, "B K S H"],
     v: Float[Array, "B K S H"],
@@ -50,18 +41,26 @@ def causal_attention_with_own(
     context: Context,
     *,
     window: int | None = None,
+    step: Step | None = None,
 ) -> Float[Array, "B N S H"]:
     """Computes `reference.causal_attention_with_own` of rows in the order of `context`.
 
     A position's own rows are on its query's device, so they need no communication.
+
+    Args:
+      own: keys and values of later steps; empty: causal attention alone.
+      step: what a device does with a block of keys; None: in XLA.
     """
+    step = step or XLA
+    if not own:
+        return _with_lse(q, k, v, segment_ids, context, window, step, q.dtype)[0].astype(q.dtype)
     b, n, s, h = q.shape
     kv_heads = k.shape[1]
     own, base_window = own_in_window(own, window)
     if base_window == 0:  # no base row is visible, and a softmax over none would be NaN
         found = jnp.zeros(q.shape), jnp.full(q.shape[:-1], NEG_INF)
     else:
-        found = _with_lse(q, k, v, segment_ids, context, base_window)
+        found = _with_lse(q, k, v, segment_ids, context, base_window, step, jnp.float32)
     base, lse = (x.reshape(b, kv_heads, n // kv_heads, s, *x.shape[3:]) for x in found)
     grouped = q.reshape(base.shape).astype(jnp.float32) * h**-0.5
     keys = jnp.stack([key for key, _ in own], axis=-2).astype(jnp.float32)
@@ -74,48 +73,64 @@ def causal_attention_with_own(
     return (out / total[..., None]).reshape(b, n, s, h).astype(q.dtype)
 
 
-def _with_lse(q, k, v, segment_ids, context: Context, window: int | None):
-    """Returns float32 attention [B N S H] and its log-sum-exp [B N S]."""
+def _with_lse(q, k, v, segment_ids, context: Context, window: int | None, step: Step, dtype):
+    """Returns attention [B N S H], of a dtype if the step has that, and its log-sum-exp [B N S]."""
     # The queries of a key/value head stay together: where heads are split into more parts than
     # there are key/value heads, these are repeated as often as that takes.
     tp, n, kv_heads = context.mesh.shape.get("tp", 1), q.shape[1], k.shape[1]
     if n % tp == 0 and kv_heads % tp:
         repeats = next(r for r in range(2, n + 1) if kv_heads * r % tp == 0 == n % (kv_heads * r))
         k, v = jnp.repeat(k, repeats, axis=1), jnp.repeat(v, repeats, axis=1)
-    scaled = q.astype(jnp.float32) * q.shape[-1] ** -0.5
-    return _attend(context, window, scaled, k, v, segment_ids)
+    scaled = step.queries(q.astype(jnp.float32) * q.shape[-1] ** -0.5, q.dtype)
+    dtype = jnp.float32 if scaled.dtype == jnp.float32 else dtype
+    return _attend(_Split(context, window, step, dtype), scaled, k, v, segment_ids)
 
 
 # --- one row over many devices ----------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(context: Context, window: int | None, q, k, v, segment_ids):
-    return _attend_fwd(context, window, q, k, v, segment_ids)[0]
+class _Split(NamedTuple):
+    """What is static in attention over many devices.
+
+    Attributes:
+      dtype: dtype of the result; its log-sum-exp is float32.
+    """
+
+    context: Context
+    window: int | None
+    step: Step
+    dtype: jnp.dtype
 
 
-def _attend_fwd(context, window, q, k, v, segment_ids):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(split: _Split, q, k, v, segment_ids):
+    return _attend_fwd(split, q, k, v, segment_ids)[0]
+
+
+def _attend_fwd(split: _Split, q, k, v, segment_ids):
+    context = split.context
     program = {"ring": _ring, "all_gather": _gathered}[context.attention]
     heads = _specs(context, q, k, v, segment_ids)
     # The segments are made to depend on the queries. Otherwise a scan over layers would compute
     # what depends on segments alone, the masks of all pairs of tokens, beforehand and keep it.
     q, segment_ids = jax.lax.optimization_barrier((q, segment_ids))
-    program = functools.partial(program, context, window)
+    program = functools.partial(program, split)
     run = _over(context, program, heads, (heads[0], jax.P(*heads[0][:3])))
     found = run(q, k, v, segment_ids)
     out, lse = (checkpoint_name(x, ATTENTION_RESIDUALS) for x in found)
     return (out, lse), (q, k, v, segment_ids, out, lse)
 
 
-def _attend_bwd(context, window, residuals, gradients):
+def _attend_bwd(split: _Split, residuals, gradients):
     q, k, v, segment_ids, out, lse = residuals
     d_out, d_lse = gradients
+    context = split.context
     # The term of a softmax's gradient that all keys share. The log-sum-exp depends on every score.
-    delta = (out * d_out).sum(-1) - d_lse
+    delta = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1) - d_lse
     program = {"ring": _ring_bwd, "all_gather": _gathered_bwd}[context.attention]
     heads = _specs(context, q, k, v, segment_ids)
     per_query = jax.P(*heads[0][:3])
-    program = functools.partial(program, context, window)
+    program = functools.partial(program, split)
     run = _over(context, program, (*heads, per_query, heads[0], per_query), heads[:3])
     return *run(q, k, v, segment_ids, lse, d_out, delta), None
 
@@ -176,6 +191,42 @@ def _pieces(context: Context, segments, device) -> list[Piece]:
     ]
 
 
+def _together(pieces: list[Piece]) -> Piece:
+    """Joins the chunks of a device; their positions are then no longer consecutive."""
+    segments = jnp.concatenate([piece.segments for piece in pieces], axis=1)
+    return Piece(segments, jnp.concatenate([piece.places for piece in pieces]))
+
+
+# --- what a device does with a block of keys ------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """How queries of a device attend to a block of keys and values of the same or another device.
+
+    The state, whatever it is, holds what the queries attended to in earlier steps.
+
+    Attributes:
+      queries: (float32 queries, dtype of the model) -> queries in the dtype that the step takes.
+      rows: (array per query [B N s ..], number K of key/value heads) -> the array as the rest
+        takes it.
+      empty: rows -> the state before any step.
+      add: (state, rows, k, v, `Piece` of the queries, of the keys, window) -> state.
+      done: state -> float32 attention [B N s H] and its log-sum-exp [B N s].
+      gradients: ((d_q, d_k, d_v), rows, k, v, pieces, window, lse, d_out, delta) -> the gradients
+        with those of these keys added; d_q, lse, d_out and delta are rows. d_out has the dtype of
+        the result, all others are float32.
+      whole: whether a step takes all chunks of a device at once, and skips what no query sees.
+    """
+
+    queries: Callable
+    rows: Callable
+    empty: Callable
+    add: Callable
+    done: Callable
+    gradients: Callable
+    whole: bool
+
+
 def _group(x, kv_heads: int):
     """Reshapes [B N s ..] to [B K G s ..]."""
     return x.reshape(x.shape[0], kv_heads, x.shape[1] // kv_heads, *x.shape[2:])
@@ -192,17 +243,17 @@ def _empty(rows) -> Running:
     return Running(jnp.full(one, NEG_INF), jnp.zeros(one), jnp.zeros(rows.shape))
 
 
-def _add(running: Running, q, k, v, mask) -> Running:
+def _add(running: Running, q, k, v, queries: Piece, keys: Piece, window) -> Running:
     """Adds one block of keys to the running softmax of queries."""
-    v = v.astype(jnp.float32)
+    v, mask = v.astype(jnp.float32), queries.sees(keys, window)
     return running.add(
         _scores(q, k, mask), lambda weights: jnp.einsum("bkgsu,bkuh->bkgsh", weights, v)
     )
 
 
-def _add_gradients(running, q, k, v, mask, lse, d_out, delta):
+def _add_gradients(state, q, k, v, queries: Piece, keys: Piece, window, lse, d_out, delta):
     """Adds the gradients of one block of queries and one of keys to (d_q, d_k, d_v)."""
-    d_q, d_k, d_v = running
+    (d_q, d_k, d_v), mask = state, queries.sees(keys, window)
     weights = jnp.where(mask, jnp.exp(_scores(q, k, mask) - lse[..., None]), 0.0)
     d_weights = jnp.einsum("bkgsh,bkuh->bkgsu", d_out, v.astype(jnp.float32))
     d_scores = weights * (d_weights - delta[..., None])
@@ -217,6 +268,9 @@ def _done(running: Running):
     return out, running.lse.reshape(b, kv_heads * group, s)
 
 
+XLA = Step(lambda q, dtype: q, _group, _empty, _add, _done, _add_gradients, whole=False)
+
+
 # --- the ring -------------------------------------------------------------------------------------
 
 
@@ -226,30 +280,44 @@ def _pass_on(context: Context, tree):
     return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, around), tree)
 
 
-def _halves(context: Context, x, axis: int) -> list:
-    return jnp.split(x, context.chunks, axis=axis)
+def _parts(split: _Split, segments, device) -> list[Piece]:
+    """Returns the tokens of a device, as a step takes them: all together, or each chunk alone."""
+    pieces = _pieces(split.context, segments, device)
+    return [_together(pieces)] if split.step.whole else pieces
 
 
-def _ring(context: Context, window, q, k, v, segments):
+def _cut(parts: list, x, axis: int) -> list:
+    return jnp.split(x, len(parts), axis=axis)
+
+
+def _where_seen(split: _Split, queries: Piece, keys: Piece, add, state):
+    """Runs add(state), unless the step does not skip what no query sees and there is nothing."""
+    if split.step.whole:
+        return add(state)
+    seen = queries.sees_any(keys, split.window)
+    return jax.lax.cond(seen, add, lambda state: state, state)
+
+
+def _ring(split: _Split, q, k, v, segments):
+    context, step, window = split.context, split.step, split.window
     here = jax.lax.axis_index(AXIS)
-    rows = _group(q, k.shape[1])
-    queries = _halves(context, rows, 3)
-    own = _pieces(context, segments, here)
-    empty = [_empty(x) for x in queries]
+    own = _parts(split, segments, here)
+    rows = step.rows(q, k.shape[1])
+    queries = _cut(own, rows, -2)
+    empty = [step.empty(x) for x in queries]
 
     def attend(hop, travelling, running):
         k, v, segments = travelling
-        pieces = _pieces(context, segments, (here - hop) % context.ways)
-        blocks = list(zip(pieces, _halves(context, k, 2), _halves(context, v, 2), strict=True))
+        pieces = _parts(split, segments, (here - hop) % context.ways)
+        blocks = list(zip(pieces, _cut(pieces, k, 2), _cut(pieces, v, 2), strict=True))
         out = []
         for piece, rows, state in zip(own, queries, running, strict=True):
             for keys, k, v in blocks:
 
                 def add(state, piece=piece, rows=rows, keys=keys, k=k, v=v):
-                    return _add(state, rows, k, v, piece.sees(keys, window))
+                    return step.add(state, rows, k, v, piece, keys, window)
 
-                seen = piece.sees_any(keys, window)
-                state = jax.lax.cond(seen, add, lambda state: state, state)
+                state = _where_seen(split, piece, keys, add, state)
             out.append(state)
         return out
 
@@ -261,71 +329,87 @@ def _ring(context: Context, window, q, k, v, segments):
     hops = jnp.arange(context.ways - 1)
     (travelling, running), _ = jax.lax.scan(hop, ((k, v, segments), empty), hops)
     running = attend(context.ways - 1, travelling, running)
-    return _done(jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=3), *running))
+    if len(running) > 1:
+        running = [jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=3), *running)]
+    out, lse = step.done(running[0])
+    return out.astype(split.dtype), lse
 
 
-def _ring_bwd(context: Context, window, q, k, v, segments, lse, d_out, delta):
+def _ring_bwd(split: _Split, q, k, v, segments, lse, d_out, delta):
+    context, step, window = split.context, split.step, split.window
     here, kv_heads = jax.lax.axis_index(AXIS), k.shape[1]
-    per_query = [_halves(context, _group(x, kv_heads), 3) for x in (q, lse, d_out, delta)]
-    own = _pieces(context, segments, here)
+    own = _parts(split, segments, here)
+    rows, lse, d_out, delta = (step.rows(x, kv_heads) for x in (q, lse, d_out, delta))
+    per_query = [
+        _cut(own, x, axis) for x, axis in ((rows, -2), (lse, -1), (d_out, -2), (delta, -1))
+    ]
 
-    def attend(hop, travelling, d_queries):
-        k, v, segments, d_keys, d_values = travelling
-        pieces = _pieces(context, segments, (here - hop) % context.ways)
-        d_keys, d_values = _halves(context, d_keys, 2), _halves(context, d_values, 2)
-        blocks = list(zip(pieces, _halves(context, k, 2), _halves(context, v, 2), strict=True))
+    def attend(hop, travelling, gradients, d_queries):
+        k, v, segments = travelling
+        pieces = _parts(split, segments, (here - hop) % context.ways)
+        d_keys, d_values = (_cut(pieces, x, 2) for x in gradients)
+        blocks = list(zip(pieces, _cut(pieces, k, 2), _cut(pieces, v, 2), strict=True))
         d_queries = list(d_queries)
         for i, (piece, *given) in enumerate(zip(own, *per_query, strict=True)):
             for j, (keys, k_block, v_block) in enumerate(blocks):
 
                 def add(state, piece=piece, given=given, keys=keys, k=k_block, v=v_block):
-                    rows, lse, d_out, delta = given
-                    mask = piece.sees(keys, window)
-                    return _add_gradients(state, rows, k, v, mask, lse, d_out, delta)
+                    rows, *more = given
+                    return step.gradients(state, rows, k, v, piece, keys, window, *more)
 
                 state = d_queries[i], d_keys[j], d_values[j]
-                d_queries[i], d_keys[j], d_values[j] = jax.lax.cond(
-                    piece.sees_any(keys, window), add, lambda state: state, state
-                )
-        d_keys, d_values = (jnp.concatenate(x, axis=2) for x in (d_keys, d_values))
-        return (k, v, segments, d_keys, d_values), d_queries
+                d_queries[i], d_keys[j], d_values[j] = _where_seen(split, piece, keys, add, state)
+        return tuple(jnp.concatenate(x, axis=2) for x in (d_keys, d_values)), d_queries
 
     def hop(carry, index):
-        travelling, d_queries = attend(index, *carry)
-        return (_pass_on(context, travelling), d_queries), None
+        # The next keys, and the gradients of these, travel while the kernel computes.
+        travelling, gradients, d_queries = carry
+        following, gradients = _pass_on(context, (travelling, gradients))
+        return (following, *attend(index, travelling, gradients, d_queries)), None
 
-    zeros = (jnp.zeros(k.shape), jnp.zeros(v.shape))
-    carry = (k, v, segments, *zeros), [jnp.zeros(x.shape) for x in per_query[0]]
-    carry, _ = jax.lax.scan(hop, carry, jnp.arange(context.ways - 1))
-    travelling, d_queries = attend(context.ways - 1, *carry)
-    d_k, d_v = _pass_on(context, travelling[3:])
-    d_q = jnp.concatenate(d_queries, axis=3).reshape(q.shape)
-    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype)
+    zeros = jnp.zeros(k.shape), jnp.zeros(v.shape)
+    carry = (k, v, segments), zeros, [jnp.zeros(x.shape) for x in per_query[0]]
+    (travelling, gradients, d_queries), _ = jax.lax.scan(hop, carry, jnp.arange(context.ways - 1))
+    gradients = _pass_on(context, gradients)
+    gradients, d_queries = attend(context.ways - 1, travelling, gradients, d_queries)
+    d_k, d_v = _pass_on(context, gradients)
+    d_q = jnp.concatenate(d_queries, axis=-2).reshape(q.shape)
+    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
 
 
 # --- whole rows on every device -------------------------------------------------------------------
 
 
-def _mask(context: Context, window, segments):
-    """Returns the mask of this device's queries over whole rows, in the order of the devices."""
-    whole = jax.lax.all_gather(segments, AXIS, axis=1, tiled=True)
-    places = jnp.asarray(context.places(whole.shape[1]))
+def _whole_rows(split: _Split, segments, *arrays):
+    """Returns the tokens of this device, those of whole rows, and arrays [B K s H] of whole rows.
+
+    They are in the order of the devices.
+    """
+    segments_of_all = jax.lax.all_gather(segments, AXIS, axis=1, tiled=True)
+    places = jnp.asarray(split.context.places(segments_of_all.shape[1]))
     size = segments.shape[1]
     own = jax.lax.dynamic_slice_in_dim(places, jax.lax.axis_index(AXIS) * size, size)
-    return Piece(segments, own).sees(Piece(whole, places), window)
+    whole = (jax.lax.all_gather(x, AXIS, axis=2, tiled=True) for x in arrays)
+    return Piece(segments, own), Piece(segments_of_all, places), *whole
 
 
-def _gathered(context: Context, window, q, k, v, segments):
-    rows = _group(q, k.shape[1])
-    k, v = (jax.lax.all_gather(x, AXIS, axis=2, tiled=True) for x in (k, v))
-    return _done(_add(_empty(rows), rows, k, v, _mask(context, window, segments)))
+def _gathered(split: _Split, q, k, v, segments):
+    step = split.step
+    rows = step.rows(q, k.shape[1])
+    queries, keys, k, v = _whole_rows(split, segments, k, v)
+    state = step.add(step.empty(rows), rows, k, v, queries, keys, split.window)
+    out, lse = step.done(state)
+    return out.astype(split.dtype), lse
 
 
-def _gathered_bwd(context: Context, window, q, k, v, segments, lse, d_out, delta):
-    rows, lse, d_out, delta = (_group(x, k.shape[1]) for x in (q, lse, d_out, delta))
-    whole_k, whole_v = (jax.lax.all_gather(x, AXIS, axis=2, tiled=True) for x in (k, v))
-    empty = jnp.zeros(rows.shape), jnp.zeros(whole_k.shape), jnp.zeros(whole_v.shape)
-    mask = _mask(context, window, segments)
-    d_q, d_k, d_v = _add_gradients(empty, rows, whole_k, whole_v, mask, lse, d_out, delta)
-    d_k, d_v = (jax.lax.psum_scatter(x, AXIS, scatter_dimension=2, tiled=True) for x in (d_k, d_v))
-    return d_q.reshape(q.shape), d_k.astype(k.dtype), d_v.astype(v.dtype)
+def _gathered_bwd(split: _Split, q, k, v, segments, lse, d_out, delta):
+    step, dtypes = split.step, (k.dtype, v.dtype)
+    rows, *given = (step.rows(x, k.shape[1]) for x in (q, lse, d_out, delta))
+    queries, keys, k, v = _whole_rows(split, segments, k, v)
+    empty = jnp.zeros(rows.shape), jnp.zeros(k.shape), jnp.zeros(v.shape)
+    d_q, *more = step.gradients(empty, rows, k, v, queries, keys, split.window, *given)
+    d_k, d_v = (
+        jax.lax.psum_scatter(x, AXIS, scatter_dimension=2, tiled=True).astype(dtype)
+        for x, dtype in zip(more, dtypes, strict=True)
+    )
+    return d_q.reshape(q.shape).astype(q.dtype), d_k, d_v

@@ -7,6 +7,7 @@ when an engine or a trainer is built and its devices are known. A name is a row 
 
     tree_attention      rows of a tree, or of a piece of a prompt, over a paged prefix
     causal_attention    packed rows, in training; with rows of later steps beside them, too
+    context_attention   the same of rows that are split over devices, see `context_parallel`
     commit              new keys and values written to their pages
     product             rows times a weight that is stored in panels
     layers              whole decoder layers, of `Attention` and `Dense` and nothing derived from
@@ -31,7 +32,6 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from specjax.config import ModelConfig
 from specjax.interfaces import Backend, Device, Table
-from specjax.kernels import context_parallel
 from specjax.kernels.backend import Declined, Unsuited, choose
 from specjax.kernels.reference import PANEL_WIDTH, tree_attention_by_position
 from specjax.parallel import sharding
@@ -45,6 +45,7 @@ __all__ = [
     "commit",
     "device_of",
     "environment",
+    "has",
     "layers",
     "offering",
     "page_multiple",
@@ -120,6 +121,11 @@ def _others_than(known: Collection[str], cfg: ModelConfig) -> list[str]:
     """Returns a model's classes of mixers and mlps, as `module:attribute`, that are not `known`."""
     kinds = {type(part) for layer in cfg.layers for part in (layer.mixer, layer.mlp)}
     return sorted({f"{kind.__module__}:{kind.__qualname__}" for kind in kinds} - set(known))
+
+
+def has(operation: str, name: str) -> bool:
+    """Returns whether a backend of that name or path has an operation of its own."""
+    return operation in BACKENDS.find(name).operations
 
 
 def offering(operation: str) -> str:
@@ -319,12 +325,12 @@ def causal_attention(
     """Computes `specjax.kernels.reference.causal_attention` by a kernel.
 
     Args:
-      context: how rows are split over devices; split rows attend in XLA, whatever the kernel.
+      context: how rows are split over devices.
       kernel: a name of the table, or a path.
     """
-    if context is not None:
-        return context_parallel.causal_attention(q, k, v, segment_ids, context, window=window)
-    return _causal(q, k, v, [], segment_ids, window, kernel)
+    return causal_attention_with_own(
+        q, k, v, [], segment_ids, context, window=window, kernel=kernel
+    )
 
 
 def causal_attention_with_own(
@@ -339,11 +345,13 @@ def causal_attention_with_own(
     kernel: str = "reference",
 ) -> Float[Array, "B N S H"]:
     """Computes `specjax.kernels.reference.causal_attention_with_own` by a kernel."""
-    if context is not None:
-        return context_parallel.causal_attention_with_own(
-            q, k, v, own, segment_ids, context, window=window
-        )
-    return _causal(q, k, v, own, segment_ids, window, kernel)
+    if context is None:
+        return _causal(q, k, v, own, segment_ids, window, kernel)
+
+    def attend(_: Backend, function: Callable):
+        return function(q, k, v, own, segment_ids, context, window=window)
+
+    return _serve("context_attention", kernel, attend)
 
 
 def _causal(q, k, v, own, segment_ids, window: int | None, kernel: str):

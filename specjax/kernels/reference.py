@@ -380,10 +380,17 @@ def _causal_attention(q, k, v, own, segment_ids, *, window=None):
     return causal_attention_with_own(q, k, v, own, segment_ids, window=window)
 
 
+def _context_attention(*args, **named):
+    from specjax.kernels import context_parallel  # which imports this module
+
+    return context_parallel.attention(*args, **named)
+
+
 BACKEND = Kernels(
     operations={
         "tree_attention": tree_attention,
         "causal_attention": _causal_attention,
+        "context_attention": _context_attention,
         "commit": commit.write,
         "product": product,
     },

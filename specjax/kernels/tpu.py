@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from specjax.config import ModelConfig
 from specjax.interfaces import Device, Table
-from specjax.kernels import library
+from specjax.kernels import context_parallel, flash, library
 from specjax.kernels.backend import Kernels, head_sizes
 from specjax.kernels.reference import NEG_INF, Running
 
@@ -596,10 +596,17 @@ def _refuses(operation: str, device: Device | None, cfg: ModelConfig) -> str | N
     return None
 
 
+CONTEXT_ATTENTION = functools.partial(context_parallel.attention, step=flash.step(flash.Tiles()))
+
+
 def _of(generation: str, *kinds: str) -> Kernels:
     attend = functools.partial(tree_attention, tuning=TUNING[generation])
     return Kernels(
-        operations={"tree_attention": attend, "causal_attention": library.splash_attention},
+        operations={
+            "tree_attention": attend,
+            "causal_attention": library.splash_attention,
+            "context_attention": CONTEXT_ATTENTION,
+        },
         refuses=_refuses,
         line=f"Pallas tree attention for {generation}, splash attention in training",
         kinds=kinds,
@@ -619,6 +626,9 @@ INTERPRET = Kernels(
     operations={
         "tree_attention": functools.partial(tree_attention, tuning=INTERPRETED, interpret=True),
         "causal_attention": functools.partial(library.splash_attention, interpret=True),
+        "context_attention": functools.partial(
+            context_parallel.attention, step=flash.step(flash.Tiles(8, 16, interpret=True))
+        ),
     },
     refuses=_refuses_to_interpret,
     line="the TPU kernel in interpret mode: slow, for tests",

@@ -1,0 +1,124 @@
+"""Attention to one block of keys at a time, and a ring of such steps, by the TPU's kernels."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.kernels import dispatch, flash, reference
+from specjax.parallel import sharding
+from specjax.parallel.context import context_of
+from specjax.parallel.sharding import MeshConfig, make_mesh
+
+HEADS, KV_HEADS, SIZE = 4, 2, 16
+TILES = flash.Tiles(unit=8, largest=16, interpret=True)
+
+
+def packed(rows: int, length: int):
+    """Queries, keys, values, and segments of several lengths, with padding at the end of a row."""
+    rng = np.random.default_rng(0)
+    arrays = [
+        rng.normal(size=(rows, heads, length, SIZE)).astype(np.float32)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+    segments = np.ones((rows, length), np.int32)
+    segments[0, : length - 9] = np.repeat([1, 2, 3], [20, 8, length - 37])
+    segments[0, length - 9 :] = 0
+    return arrays, segments
+
+
+def whole(arrays, segments, window):
+    """Results and gradients of the reference, for a loss that tells all entries apart."""
+
+    def loss(arrays):
+        out = reference.causal_attention(*arrays, jnp.asarray(segments), window=window)
+        return (jnp.sin(3 * out) * jnp.arange(SIZE)).sum(), out
+
+    (_, out), gradients = jax.value_and_grad(loss, has_aux=True)(arrays)
+    return out, gradients
+
+
+@pytest.mark.parametrize("window", [None, 9, 30])
+def test_keys_of_several_blocks_add_up_to_attention_and_its_gradients(window):
+    (q, k, v), segments = packed(2, 61)  # no multiple of any tile
+    expected, (d_q, d_k, d_v) = whole([q, k, v], segments, window)
+    blocks = [slice(24, 61), slice(0, 24)]  # of other lengths, and not in order
+    places, scaled = np.arange(61), q * SIZE**-0.5
+    state = jnp.zeros(q.shape), jnp.full(q.shape[:-1], reference.NEG_INF)
+    for at in blocks:
+        keys = segments[:, at], places[at]
+        state = flash.add_keys(
+            state, scaled, k[:, :, at], v[:, :, at], (segments, places), keys, window, TILES
+        )
+    out, lse = state
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+    d_out = 3 * jnp.cos(3 * out) * jnp.arange(SIZE)
+    found_q, found = jnp.zeros(q.shape), {}
+    for at in blocks:
+        keys, ones = (segments[:, at], places[at]), jnp.ones(k[:, :, at].shape)
+        found_q, *more = flash.add_gradients(
+            (found_q, ones, 2 * ones), scaled, k[:, :, at], v[:, :, at], (segments, places), keys,
+            window, lse, d_out, (out * d_out).sum(-1), TILES,
+        )  # fmt: skip
+        found[at.start] = more
+    np.testing.assert_allclose(found_q * SIZE**-0.5, d_q, atol=1e-4)
+    for i, wanted in enumerate((d_k, d_v)):  # what was there before is added to
+        both = np.concatenate([found[at][i] - (i + 1) for at in (0, 24)], axis=2)
+        np.testing.assert_allclose(both, wanted, atol=2e-4)
+
+
+def test_pairs_of_tiles_are_hidden_partial_or_whole():
+    segments = np.repeat([1, 2], [24, 8]).astype(np.int32)[None]
+    queries = keys = flash.Tokens.of(segments, np.arange(32), 8, flash.QUERY_PADDING)
+    kinds = flash._kinds(queries, keys, None)
+    assert kinds[0].tolist() == [[1, 0, 0, 0], [2, 1, 0, 0], [2, 2, 1, 0], [0, 0, 0, 1]]
+    assert flash._fetched(kinds)[0].tolist() == [[0] * 4, [0, 1, 1, 1], [0, 1, 2, 2], [3] * 4]
+    # A window of 9 reaches back into the tile before, and never over all of it.
+    assert flash._kinds(queries, keys, 9)[0].tolist()[2] == [0, 1, 1, 0]
+    assert flash._kinds(queries, keys, 16)[0].tolist()[2] == [1, 2, 1, 0]
+    padded = flash.Tokens.of(segments[:, :12], np.arange(12), 8, flash.KEY_PADDING)
+    assert flash._kinds(queries, padded, None)[0].tolist()[2] == [2, 1]
+
+
+def test_tiles_fit_the_length_of_a_row():
+    tiles = flash.Tiles()
+    assert tiles.size(3200) == 640 and tiles.size(25600) == 640 and tiles.size(128) == 128
+    assert tiles.size(1152) == 384 and tiles.size(100) == 128
+    assert all(tiles.size(n) % 128 == 0 for n in range(1, 5000, 37))
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+@pytest.mark.parametrize(
+    ("attention", "order", "axes", "window"),
+    [
+        ("ring", "zigzag", {"cp": 4, "fsdp": 2}, None),
+        ("ring", "contiguous", {"cp": 2, "tp": 4}, 30),  # more parts than key/value heads
+        ("all_gather", "zigzag", {"cp": 2, "tp": 2, "data": 2}, None),
+    ],
+)
+def test_attention_over_devices_by_the_kernels_equals_the_reference(attention, order, axes, window):
+    config = MeshConfig(cp_order=order, cp_attention=attention, **axes)
+    context = context_of(config, make_mesh(config))
+    arrays, segments = packed(2, 64)
+    expected, wanted = whole(arrays, segments, window)
+    places, back = context.places(64), np.argsort(context.places(64))
+    put = jax.device_put(context.permute(segments), sharding.rows_sharding(context.mesh))
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def run(arrays, segments, kernel):
+        def loss(arrays):
+            out = dispatch.causal_attention(
+                *arrays, segments, context, window=window, kernel=kernel
+            )
+            return (jnp.sin(3 * out) * jnp.arange(SIZE)).sum(), out
+
+        return jax.value_and_grad(loss, has_aux=True)(arrays)
+
+    there = [x[:, :, places] for x in arrays]
+    assert "pallas_call" in str(run.trace(there, put, "tpu:interpret").jaxpr)
+    (_, out), gradients = run(there, put, "tpu:interpret")
+    np.testing.assert_allclose(np.asarray(out)[:, :, back], expected, atol=1e-5)
+    for ours, theirs in zip(gradients, wanted, strict=True):
+        np.testing.assert_allclose(np.asarray(ours)[:, :, back], theirs, rtol=1e-5, atol=2e-4)
