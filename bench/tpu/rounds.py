@@ -6,8 +6,9 @@ chunk compiles in seconds; cycles of layers are scaled to 36 in what is printed 
 in the result file.
 
 XLA's estimates of cycles (`train.plan.cycles`) are added up by part of a round. Kernels,
-collectives and waits for copies have none: figures compare two versions of a program, and are no
-times. A plus marks a part that has a loop whose length data decide, of which one iteration counts.
+collectives, waits for copies and most gathers and scatters have none: figures compare two versions
+of a program, and are no times. A plus marks a part that has a loop whose length data decide, of
+which one iteration counts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 import jax
 
 from bench.command import user_errors
-from bench.record import figure, versions, write_result
+from bench.record import figure, versions, write_json, write_result
 from bench.tpu.programs import BATCH, LAYERS, MODEL, chunk, mesh_over, tpu_devices, wide_runner
 from specjax.command_line import ArgumentParser
 from specjax.config import Strategy
@@ -32,7 +33,7 @@ from specjax.models.families.dense import change_dense
 from train.plan.copies import ENTRY, ROUND, copies
 from train.plan.cycles import PARTS, REST, part_of
 from train.plan.hlo import Module
-from train.plan.report import cycles_text, millions
+from train.plan.report import cycles_text, millions, unknown_text
 
 SETTINGS = ("topology", "layers", "scan", "features")  # equal for all figures of a file
 
@@ -56,6 +57,7 @@ def figures_of(text: str) -> dict[str, dict]:
     loops = [f"{part_of(op.text)} x {module.trips(op) or '?'}" for op in module.loops(module.round)]
     found["loops"] = figure(sorted(loops), "loops in a round, by part and how often they run")
     found["cycles_outside"] = figure(outside, "cycles at a chunk's begin and end")
+    found |= {f"unknown/{kind}": figure(n, "without cycles") for kind, n in cost.unknown.items()}
     found["bytes"] = figure(cost.bytes, "bytes to and from HBM, without pages that kernels read")
     found |= {f"calls/{kind}": figure(n, "of a round") for kind, n in cost.calls.items()}
     for place in (ROUND, ENTRY):
@@ -71,10 +73,12 @@ def line(name: str, found: Mapping[str, Mapping[str, Any]], layers: int) -> str:
     value = {key: entry["value"] for key, entry in found.items()}
     cycles = scaled(value, layers)
     calls = [f"{n:.0f} {key[6:]}" for key, n in value.items() if key.startswith("calls/")]
+    unknown = {key[8:]: n for key, n in value.items() if key.startswith("unknown/")}
     words = [
         f"{name}: round {millions(sum(cycles.values()))} at {LAYERS} layers: "
         + cycles_text(cycles, value["counted_once"]),
         f"outside {millions(value['cycles_outside'])}",
+        f"no estimate of {unknown_text(unknown) or 'nothing'}",
         f"{value['bytes'] / 1e6:.0f} MB",
         ", ".join(calls),
     ]
@@ -122,6 +126,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict]:
         found = figures_of(text)
         temporaries = compiled.memory_analysis().temp_size_in_bytes
         found["temporaries"] = figure(temporaries, "bytes")
+        found["sources"] = figure(versions().get("specjax"), "commit that was measured")
         print(line(name, found, args.layers), f"; compiled in {seconds:.0f} s", sep="", flush=True)
         result |= {f"{name}/{key}": entry for key, entry in found.items()}
         if args.out is not None:
@@ -140,6 +145,8 @@ def _figures_in(path: Path, settings: Mapping[str, Any]) -> dict[str, dict]:
     known = json.loads(path.read_text(encoding="utf-8"))
     before = {key: known["settings"].get(key) for key in SETTINGS} | known["versions"]
     now = {key: settings[key] for key in SETTINGS} | versions()
+    for commits in (before, now):  # each program has its own
+        commits.pop("specjax", None)
     if other := sorted(key for key in before.keys() | now if before.get(key) != now.get(key)):
         raise ValueError(
             f"--out: {path} has figures with other {', '.join(other)}; expected the same, so that "
@@ -190,11 +197,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def read(argv: Sequence[str] | None = None) -> None:
-    """Prints the lines of `rounds` for texts that were kept."""
+    """Prints the lines of `rounds` for texts that were kept, and compiles nothing."""
     parser = ArgumentParser(prog="python -m bench.tpu read", description=read.__doc__)
-    parser.add_argument("texts", nargs="+", type=Path, metavar="FILE")
-    parser.add_argument("--layers", type=int, default=MODEL.num_layers, help="layers of the text")
+    add = parser.add_argument
+    add("texts", nargs="+", type=Path, metavar="FILE", help="texts of `rounds --text`")
+    add("--layers", type=int, default=MODEL.num_layers, help="layers of the text")
+    add("--out", type=Path, metavar="FILE", help="replace figures in this file of `rounds`, too")
     args = parser.parse_args(argv)
     with user_errors("tpu read"):
+        known = None if args.out is None else json.loads(args.out.read_text(encoding="utf-8"))
         for path in args.texts:
-            print(line(path.stem, figures_of(path.read_text(encoding="utf-8")), args.layers))
+            name, found = path.stem.replace("_x_", ":"), figures_of(path.read_text("utf-8"))
+            print(line(name, found, args.layers))
+            if known is not None:
+                known["figures"] |= {f"{name}/{key}": entry for key, entry in found.items()}
+                write_json(known, args.out)

@@ -17,10 +17,18 @@ from bench.command import user_errors
 from bench.tpu.rounds import scaled
 from specjax.command_line import ArgumentParser
 from train.plan.cycles import PARTS, REST
+from train.plan.report import unknown_text
 
 MARKS = "<!-- table {} of bench.tpu -->", "<!-- end of table {} -->"
 VERSIONS = "before", "after"
-ROOM = ("outside rounds", "temporaries", "copied in a round", "copied outside", "collectives")
+ROOM = (
+    "outside rounds",
+    "temporaries",
+    "copied in a round",
+    "copied outside",
+    "collectives",
+    "no estimate of",
+)
 
 
 def programs_of(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -48,6 +56,7 @@ def cells_of(value: Mapping[str, Any], layers: int) -> dict[str, str]:
         _millions(value["cycles_outside"]),
         *(f"{value[key] / 1e6:.0f} MB" for key in ("temporaries", "copied/round", "copied/entry")),
         f"{calls:.0f}",
+        unknown_text({key[8:]: n for key, n in value.items() if key.startswith("unknown/")}),
     )
     return cells | dict(zip(ROOM, rest, strict=True))
 

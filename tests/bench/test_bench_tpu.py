@@ -81,11 +81,17 @@ def test_a_table_replaces_the_one_between_its_marks(figures, tmp_path, capsys):
         put("a page", "rounds", "x")
 
 
-def test_the_command_reads_texts_that_were_kept(tmp_path, capsys):
-    file = tmp_path / "off_x_8.txt"
+def test_texts_that_were_kept_are_read_again(figures, tmp_path, capsys):
+    file, out = tmp_path / "4_1_5_x_8.txt", tmp_path / "v5e.json"
     file.write_text(CHUNK)
-    command.main(["read", str(file), "--layers", "2"])
-    assert capsys.readouterr().out.startswith("off_x_8: round 0.0367M at 36 layers")
+    old = result(figures, 2, **{"cycles/layers": 1})
+    out.write_text(json.dumps(old))
+    command.main(["read", str(file), "--layers", "2", "--out", str(out)])
+    assert capsys.readouterr().out.startswith("4_1_5:8: round 0.0367M at 36 layers")
+    again = json.loads(out.read_text())
+    assert again["figures"]["4_1_5:8/cycles/layers"]["value"] == 2000
+    assert again["figures"]["4_1_5:8/temporaries"]["value"] == 5e6
+    assert again["date"] == old["date"] and again["command"] == old["command"]
 
 
 def test_figures_are_added_to_a_file_of_the_same_settings_only(figures, tmp_path):

@@ -156,6 +156,8 @@ ENTRY %main (kv: bf16[1600,2,128,128], at: s32[8,2], rows: bf16[8,2,128]) -> bf1
     update = 2 * 8 * 2 * 128
     # It is read, and its place in the array read and written.
     assert Module(text).cost.bytes == 3 * update + 4 * 8 * 2
+    # The compiler estimates nothing of it.
+    assert Module(text).cost.unknown == {"scatter": 1} and not Module(text).cost.cycles
 
 
 def test_an_asynchronous_call_counts_what_it_calls():

@@ -1,8 +1,9 @@
 """Cycles of a TPU program by the compiler's own model, and the part of a round they belong to.
 
 XLA's TPU compiler writes an estimate of cycles (`estimated_cycles`) to every fusion and to every
-operation that it did not fuse. Pallas kernels, collectives and waits for asynchronous copies have
-none and count as 0. Hence sums of estimates compare one program with another, and are no times.
+operation that it did not fuse. Pallas kernels, collectives, waits for asynchronous copies, and most
+gathers, scatters and sorts have none and count as 0. Hence sums of estimates compare one program
+with another, and are no times.
 """
 
 from __future__ import annotations

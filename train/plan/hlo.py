@@ -39,6 +39,7 @@ _FREE = {
     "replica-id", "iota", "opt-barrier", "while", "conditional", "call", "domain", "async-start",
     "async-update",
 }  # fmt: skip
+_MOVES = {"gather", "scatter", "sort"}  # TPU's compiler estimates no cycles of most of these
 # Operations that update their first operand in place, and which operand is the update.
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 
@@ -123,6 +124,8 @@ class Cost:
       kernels: number of calls of Pallas kernels, whose operations are not counted.
       calls: number of collectives by kind, those of one device left out.
       cycles: the compiler's estimate of cycles by part, see `train.plan.cycles`.
+      unknown: number of gathers, scatters and sorts without an estimate, by kind; their cycles are
+        not in `cycles`.
       once: parts that have cycles in a loop whose end depends on data, of which one iteration is
         counted.
       chains: kind and bytes, by name, of collectives that TPUs spread over several fusions. Each
@@ -135,6 +138,7 @@ class Cost:
     kernels: float = 0.0
     calls: dict[str, float] = dataclasses.field(default_factory=dict)
     cycles: dict[str, float] = dataclasses.field(default_factory=dict)
+    unknown: dict[str, float] = dataclasses.field(default_factory=dict)
     once: frozenset[str] = frozenset()
     chains: dict[tuple, tuple[str, float]] = dataclasses.field(default_factory=dict)
 
@@ -155,7 +159,7 @@ class Cost:
         self.kernels += times * other.kernels
         self.chains |= other.chains
         self.once |= other.once
-        for name in ("received", "calls", "cycles"):
+        for name in ("received", "calls", "cycles", "unknown"):
             for key, count in getattr(other, name).items():
                 _increase(getattr(self, name), key, times * count)
 
@@ -284,12 +288,24 @@ class Module:
                 total.bytes += self._bytes(op, ops)
                 if found := estimated(op.text):
                     _increase(total.cycles, part_of(op.text), found)
+                elif (kind := self._kind(op)) in _MOVES:
+                    _increase(total.unknown, kind, 1)
         if not fused:
             total.close_chains()
         elif name.startswith("all-reduce-scatter"):  # the TPU's form: reduce all, keep a part
             total.calls.pop("all-reduce", None)
             total.receive("reduce-scatter", total.received.pop("all-reduce", 0.0) / 2)
         return total
+
+    def _kind(self, op: Op) -> str:
+        """Returns an operation's code; of a fusion that of its last operation."""
+        if op.opcode != "fusion":
+            return op.opcode
+        ops = self.computations[next(op.called())]
+        root = next(o for o in ops.values() if o.root)
+        while root.opcode in ("bitcast", "reshape", "transpose"):
+            root = ops[root.operands[0]]
+        return root.opcode
 
     def _add_loop(self, total: Cost, op: Op) -> None:
         body, trips = self.cost_of(op.body), self.trips(op)

@@ -394,6 +394,8 @@ def _details(program: Figures) -> Iterator[str]:
         total, parts = sum(cost.cycles.values()), cycles_text(cost.cycles, cost.once)
         outside = f"; outside of rounds {millions(program.outside)}" if program.is_chunk else ""
         yield f"    cycles {millions(total)}: {parts}{outside}"
+        if cost.unknown:
+            yield f"    without an estimate: {unknown_text(cost.unknown)}"
     for place in (ROUND, ENTRY):
         found = [copy for copy in program.copies if copy.place == place]
         if found:
@@ -417,6 +419,11 @@ def cycles_text(cycles: Mapping[str, float], once: Collection[str]) -> str:
     """Returns cycles by part in words; a plus marks parts with a loop that is counted once."""
     shown = (part for part in (*PARTS, REST) if cycles.get(part))
     return ", ".join(f"{p} {millions(cycles[p])}{'+' * (p in once)}" for p in shown)
+
+
+def unknown_text(counts: Mapping[str, float]) -> str:
+    """Returns in words the operations that have no estimate; "" if there are none."""
+    return ", ".join(f"{count:.0f} {kind}s" for kind, count in sorted(counts.items()))
 
 
 def _copies_text(found: list[Copy]) -> str:
