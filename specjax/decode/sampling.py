@@ -29,7 +29,7 @@ from specjax.decode import shards
 from specjax.decode.options import BAD_WORD_LENGTH, Features, Options
 
 _SIGN = np.uint32(1 << 31)
-_DIGIT = 4  # bits of a threshold that one pass over a split vocabulary finds
+_DIGIT = 4  # bits of a threshold that one pass over the scores finds
 
 
 # --- what has been generated so far ---------------------------------------------------------------
@@ -483,9 +483,10 @@ def _completing(
 # No threshold needs a sorted vocabulary. Float32 numbers map monotonically to unsigned integers, so
 # 32 halvings of their range find the score at which a count or a mass is reached, whatever k and p
 # are; a halving is a pass over the scores. (On two CPU cores at [5, 151936], 32 passes took 3 ms
-# for top-k and 4 ms for top-p; `jnp.sort` took 150 ms.) Over a split vocabulary (`shards`) a pass
-# ends in an all-reduce of its sums: there it is 8 passes that divide the range by 16. Ties with the
-# last token kept are kept, so the result does not depend on the order of tokens.
+# for top-k and 4 ms for top-p; `jnp.sort` took 150 ms.) Where a pass waits for more than its
+# arithmetic, for an all-reduce over a split vocabulary (`shards`) or for the memory of a TPU,
+# it is 8 passes that divide the range by 16. Ties with the last token kept are kept, so the result
+# does not depend on the order of tokens.
 
 
 def _order(x: Float[Array, "*R"]) -> UInt32[Array, "*R"]:
@@ -510,8 +511,19 @@ def largest_threshold(
     lowest = _order(jnp.float32(-jnp.inf))
     enough = jnp.full(need.shape, lowest)
     too_far = jnp.maximum(_order(scores.max(axis=-1)), lowest) + 1
-    if shards.ways(scores.shape[-1]) > 1:
-        return _number(_by_digits(scores, weights, need, enough, too_far))
+    split = shards.ways(scores.shape[-1]) > 1
+    arguments = scores, jnp.broadcast_to(weights, scores.shape), need, enough, too_far
+    found = jax.lax.platform_dependent(
+        *arguments, tpu=digits_side_by_side, default=digits_in_a_row if split else by_halving
+    )
+    return _number(found)
+
+
+# Each finds the threshold's order in [enough, too_far).
+
+
+def by_halving(scores, weights, need, enough, too_far) -> UInt32[Array, "*R"]:
+    """Halves the range 32 times."""
 
     def halve(_, bounds):
         enough, too_far = bounds
@@ -521,18 +533,11 @@ def largest_threshold(
         return jnp.where(reached, middle, enough), jnp.where(reached, too_far, middle)
 
     enough, _ = jax.lax.fori_loop(0, 32, halve, (enough, too_far))
-    return _number(enough)
-
-
-def _by_digits(scores, weights, need, enough, too_far) -> UInt32[Array, "*R"]:
-    """Finds the threshold's order in [enough, too_far), hexadecimal digit by digit from the top."""
-    weights = jnp.broadcast_to(weights, scores.shape)
-    arguments = scores, weights, need, enough, too_far
-    return jax.lax.platform_dependent(*arguments, tpu=digits_side_by_side, default=digits_in_a_row)
+    return enough
 
 
 def digits_in_a_row(scores, weights, need, enough, too_far) -> UInt32[Array, "*R"]:
-    """Computes `_by_digits` with the sums of a digit's candidates along one more axis."""
+    """Finds one hexadecimal digit after the other; its sums lie along one more axis."""
     digits = jnp.arange(1, 1 << _DIGIT, dtype=jnp.uint32)
 
     def sums(candidate):
@@ -551,7 +556,7 @@ def digits_in_a_row(scores, weights, need, enough, too_far) -> UInt32[Array, "*R
 
 
 def digits_side_by_side(scores, weights, need, enough, too_far) -> UInt32[Array, "*R"]:
-    """Computes `_by_digits` with a sum of its own for each candidate of a digit.
+    """Finds one hexadecimal digit after the other, with a sum of its own for each candidate.
 
     The TPU compiler makes one operation of these that reads scores and weights once, and the slots
     lie side by side in its vectors. Along one more axis the same sums took 3.5 times as long.
