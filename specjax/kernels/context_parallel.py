@@ -298,6 +298,16 @@ def _where_seen(split: _Split, queries: Piece, keys: Piece, add, state):
     return jax.lax.cond(seen, add, lambda state: state, state)
 
 
+def _hops(split: _Split, hop, carry):
+    """Runs all hops but the last, which passes nothing on.
+
+    Hops of a kernel are unrolled: in a loop the TPU compiler sends blocks before or after the
+    kernel runs, and not meanwhile.
+    """
+    hops = jnp.arange(split.context.ways - 1)
+    return jax.lax.scan(hop, carry, hops, unroll=split.step.whole)[0]
+
+
 def _ring(split: _Split, q, k, v, segments):
     context, step, window = split.context, split.step, split.window
     here = jax.lax.axis_index(AXIS)
@@ -326,8 +336,7 @@ def _ring(split: _Split, q, k, v, segments):
         following = _pass_on(context, travelling)  # overlaps with the computation below
         return (following, attend(index, travelling, running)), None
 
-    hops = jnp.arange(context.ways - 1)
-    (travelling, running), _ = jax.lax.scan(hop, ((k, v, segments), empty), hops)
+    travelling, running = _hops(split, hop, ((k, v, segments), empty))
     running = attend(context.ways - 1, travelling, running)
     if len(running) > 1:
         running = [jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=3), *running)]
@@ -369,7 +378,7 @@ def _ring_bwd(split: _Split, q, k, v, segments, lse, d_out, delta):
 
     zeros = jnp.zeros(k.shape), jnp.zeros(v.shape)
     carry = (k, v, segments), zeros, [jnp.zeros(x.shape) for x in per_query[0]]
-    (travelling, gradients, d_queries), _ = jax.lax.scan(hop, carry, jnp.arange(context.ways - 1))
+    travelling, gradients, d_queries = _hops(split, hop, carry)
     gradients = _pass_on(context, gradients)
     gradients, d_queries = attend(context.ways - 1, travelling, gradients, d_queries)
     d_k, d_v = _pass_on(context, gradients)
