@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -160,7 +161,8 @@ class Attention:
         """Computes queries, keys and values of normed states, head-major, normed and rotated."""
 
         def product(weight: str, bias: str) -> Array:
-            out = dot(x, w[weight])
+            with jax.named_scope(weight):
+                out = dot(x, w[weight])
             return out + w[bias].astype(x.dtype) if bias in w else out
 
         def heads(x: Array, norm: str | None = None) -> Array:
@@ -185,4 +187,5 @@ class Attention:
         """Projects back to the model's width."""
         b, n, t, h = attended.shape
         merged = attended.transpose(0, 2, 1, 3).reshape(b, t, n * h)
-        return dot(merged, w["o"])
+        with jax.named_scope("o"):
+            return dot(merged, w["o"])

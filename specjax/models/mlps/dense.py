@@ -54,7 +54,8 @@ class Dense:
         """Runs the network over rows, without the residual; it records nothing."""
 
         def product(x: Array, name: str) -> Array:
-            return dot(x, w[name])
+            with jax.named_scope(name):  # by which `train.plan.windows` tells products apart
+                return dot(x, w[name])
 
         if "gate_up" in w:
             gate, up = jnp.split(product(x, "gate_up"), 2, axis=-1)
