@@ -21,6 +21,7 @@ from specjax.parallel.collectives import received
 from train.plan.copies import Copy, copies
 from train.plan.hlo import Cost, Module
 from train.plan.programs import Program, Shapes, caches, device_bytes
+from train.plan.windows import Windows, products
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class Figures:
       outside: the compiler's estimate of a chunk's cycles outside of its rounds; loops over batches
         count once.
       copies: copies of large arrays, of a chunk in a round and outside of rounds.
+      windows: of a chunk the windows in which products are summed, see `train.plan.windows`.
       brought: bytes of weights that a device receives, if the program moves weights.
       kept: bytes of these weights that a device then holds.
       excess: names of weights of which a device receives more than its shard; None: unknown.
@@ -64,6 +66,7 @@ class Figures:
     cost: Cost = dataclasses.field(default_factory=Cost)
     outside: float = 0.0
     copies: list[Copy] = dataclasses.field(default_factory=list)
+    windows: Windows = dataclasses.field(default_factory=dict)
     brought: float = 0.0
     kept: float = 0.0
     excess: list[str] | None = None
@@ -95,6 +98,7 @@ class Figures:
             "without_estimate": self.cost.unknown,
             "cycles_outside": self.outside,
             "copies": [dataclasses.asdict(copy) for copy in self.copies],
+            "windows": self.windows,
             "brought_bytes": self.brought,
             "kept_bytes": self.kept,
             "excess": self.excess,
@@ -123,6 +127,7 @@ class Figures:
             ),
             outside=saved["cycles_outside"],
             copies=[Copy(**copy) for copy in saved["copies"]],
+            windows=saved["windows"],
             brought=saved["brought_bytes"],
             kept=saved["kept_bytes"],
             excess=saved["excess"],
@@ -168,6 +173,7 @@ def compiled(program: Program) -> Figures:
     found.cost, found.copies = module.cost, copies(module)
     if program.key[0] == "chunk" and module.turn is not None:
         found.cost = module.turn
+        found.windows = products(module)
         found.outside = sum(module.cost.cycles.values()) - sum(module.turn.cycles.values())
     return found
 

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from specjax.engine.pages import pages_for
+from train.plan import windows
 from train.plan.copies import ENTRY, ROUND, Copy
 from train.plan.cost import Figures, model_text, roofline, split, with_prefix
 from train.plan.cycles import PARTS, REST
@@ -361,6 +362,8 @@ def _programs(plan: Plan) -> Iterator[str]:
             yield _brings(program)
     if plan.left_out:
         yield f"{plan.left_out} programs were left out by --only"
+    chunks = {p.name.removeprefix("chunk "): p.windows for p in plan.programs if p.is_chunk}
+    yield from windows.lines(chunks, plan.shapes.engine.runner.cfg.run.compute_dtype)
 
 
 def _row(plan: Plan, program: Figures) -> str:
