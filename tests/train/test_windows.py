@@ -93,6 +93,17 @@ def test_one_window_is_the_whole_dimension_and_a_wrong_size_is_not_made_up():
     }  # fmt: skip
 
 
+def test_a_fusion_of_two_products_has_the_windows_of_the_last():
+    inner, _ = fusion("layers/up", 1, *OFF_8_GATE)
+    outer, call = fusion("layers/down", 2, *OFF_8_GATE)
+    outer = outer.replace(
+        "  ROOT", "  %u = bf16[8] fusion(%p0), kind=kOutput, calls=%fused.1\n  ROOT"
+    )
+    entry = "ENTRY %main (x: bf16[8]) -> bf16[8] {"
+    text = "\n".join(["HloModule two", inner, outer, entry, call, "}"])
+    assert windows.products(Module(text)) == {"up": {windows.INSIDE: 1}, "down": {"8x512": 1}}
+
+
 def test_a_product_that_became_a_sum_is_named_as_one():
     scope = 'metadata={op_name="jit(within)/while/body/lm_head/dot_general"}'
     text = f"""

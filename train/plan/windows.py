@@ -18,6 +18,7 @@ from train.plan.hlo import Module, Op
 
 TARGET = ("layers", "lm_head")  # parts that compute the target's logits
 SUM = "a sum of one row"  # a product that the compiler does not compute in the matrix unit
+INSIDE = "inside another"  # a product whose result is a factor of another one in one fusion
 # Components of an operation's name that jax adds to those of `jax.named_scope`.
 _ADDED = re.compile(r"dot_general|while|body|cond|branch_\d+_fun|closed_call|checkpoint|\W*|.*\(.*")
 
@@ -27,15 +28,16 @@ Windows = dict[str, dict[str, int]]  # by product: how often it is computed with
 def products(module: Module) -> Windows:
     """Returns the windows of the target's products in a round, by the products' names.
 
-    Windows are written `2x2048`, two of 2048 terms each; of an unknown size `2x?`. The name of a
-    product is that of its innermost scope, such as `q` or `lm_head`; without one it is the shape
-    of the matrix. A layer's product counts once for each layer.
+    Windows are written `2x2048`, two of 2048 terms each; of an unknown size `2x?`; where there are
+    none, `SUM` or `INSIDE`. The name of a product is that of its innermost scope, such as `q` or
+    `lm_head`; without one it is the shape of the matrix. A layer's product counts once for each
+    layer.
     """
     found: Windows = {}
     for product, ops, outer, times in _products(module, module.round or module.entry, 1):
         scopes = re.split(r"/", name_of(product.text))
         ours = part_of(product.text) in TARGET and "draft" not in scopes
-        if not ours or "window_config" not in outer.text:
+        if not ours or outer and "window_config" not in outer.text:
             continue
         name, windows = _described(product, ops, outer)
         own = [scope for scope in scopes if not _ADDED.fullmatch(scope)]
@@ -45,21 +47,23 @@ def products(module: Module) -> Windows:
     return found
 
 
-def _products(module: Module, computation: str, times: int) -> Iterator[tuple[Op, dict, Op, int]]:
+def _products(module: Module, computation: str, times: int) -> Iterator[tuple]:
     """Yields the products of a computation and of those it calls.
 
     Yields:
-      the product, the operations of its computation, the operation that has its windows, and how
-      often it is computed.
+      the product, the operations of its computation, the operation that has its windows (None: the
+      windows are those of another product), and how often it is computed.
     """
     ops = module.computations[computation]
     for op in ops.values():
         if op.opcode == "while":
             yield from _products(module, op.body, times * (module.trips(op) or 1))
         elif op.opcode == "fusion":
-            for called in op.called():
-                for product, inside, _, count in _products(module, called, times):
-                    yield product, inside, op, count
+            inside = [found for called in op.called() for found in _products(module, called, times)]
+            for product, beside, *_ in inside[:-1]:
+                yield product, beside, None, times
+            for product, beside, *_ in inside[-1:]:
+                yield product, beside, op, times
         elif op.opcode in ("call", "conditional", "async-start"):
             for called in op.called():
                 yield from _products(module, called, times)
@@ -71,14 +75,14 @@ def _is_sum(op: Op) -> bool:
     return op.opcode == "reduce" and name_of(op.text).endswith("/dot_general")
 
 
-def _described(product: Op, ops: Mapping[str, Op], outer: Op) -> tuple[str, str]:
+def _described(product: Op, ops: Mapping[str, Op], outer: Op | None) -> tuple[str, str]:
     """Returns the shape of a product's matrix, and its windows."""
     if product.opcode == "reduce":
         return "x".join(map(str, ops[product.operands[0]].shapes[0].dims)), SUM
     matrix = ops[product.operands[1]]
     labels = product.attribute("dim_labels").split("_")[1].split("->")[0]
     shape = "x".join(str(size) for size in matrix.shapes[0].dims if size > 1)
-    return shape, _windows(outer, matrix, labels.index("i"))
+    return shape, INSIDE if outer is None else _windows(outer, matrix, labels.index("i"))
 
 
 def _windows(op: Op, matrix: Op, contracted: int) -> str:
