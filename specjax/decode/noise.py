@@ -198,6 +198,7 @@ def prepare(
     root: Int[Array, " B"],
     wanted: Bool[Array, " B"],
     count: int,
+    chain: bool,
 ) -> NoiseRing:
     """Makes the noise of positions root + 1 .. root + count ready for `noise_at` of one round.
 
@@ -205,6 +206,7 @@ def prepare(
       root: position of each slot's root.
       wanted: whether each slot needs noise: it runs, at a temperature above 0.
       count: number of positions, at most the size of the ring.
+      chain: see `draw_ahead`.
 
     Returns:
       the ring, with `ahead` until `after_round`.
@@ -216,14 +218,15 @@ def prepare(
         return refill(ring, keys, root, wanted, count)._replace(ahead=(unread,) * count)
 
     def drawn(ring, keys, root, _):
-        return ring._replace(drawn=ring.drawn + count, ahead=draw_ahead(keys, root, count, vocab))
+        ahead = draw_ahead(keys, root, count, vocab, chain)
+        return ring._replace(drawn=ring.drawn + count, ahead=ahead)
 
     vocab = ring.rows.shape[2]
     return jax.lax.platform_dependent(ring, keys, root, wanted, tpu=drawn, default=refilled)
 
 
 def draw_ahead(
-    keys: UInt32[Array, "B 2"], root: Int[Array, " B"], count: int, vocab: int
+    keys: UInt32[Array, "B 2"], root: Int[Array, " B"], count: int, vocab: int, chain: bool
 ) -> tuple[Float[Array, "B V"], ...]:
     """Draws `NoiseRing.ahead`, for all slots: the noise of root + 1 .. root + count.
 
@@ -231,8 +234,21 @@ def draw_ahead(
     of 64 rows of 37,984 numbers takes 150 thousand cycles, which the cipher's additions and shifts
     need at least. Rows drawn for missing positions alone would have to be moved to their slots: a
     gather of 320 such rows took as long as drawing 150 of them.
+
+    Args:
+      chain: whether the tree is a chain. The rows of a chain are stacked as they are drawn. In
+        other trees the compiler would draw several positions in one operation, whose ciphers do
+        not fit into registers together, and which took 5 times as long: there each draw waits for
+        the last one.
     """
-    return tuple(target_noise(keys, root[:, None] + 1 + i, vocab)[:, 0] for i in range(count))
+    words = _folded(_columns(keys), TARGET, root[:, None] + 1 + jnp.arange(count))
+    rows = []
+    for i in range(count):
+        of_position = tuple(word[:, i] for word in words)
+        if rows and not chain:
+            of_position, rows[-1] = jax.lax.optimization_barrier((of_position, rows[-1]))
+        rows.append(shards.pin(_gumbel(of_position, root.shape, vocab)))
+    return tuple(rows)
 
 
 def after_round(ring: NoiseRing) -> NoiseRing:
@@ -251,8 +267,8 @@ def noise_at(
     """Returns the noise that decides the positions root + 1 + depth, which `prepare` made ready.
 
     Args:
-      depth: [R] or [B R] depths of rows. Where they are known to the program (numpy), nothing is
-        selected.
+      depth: [R] or [B R] depths of rows. Where they are known to the program (numpy), and all
+        different, nothing is selected.
       ids: as those of `ring_at`.
     """
 
@@ -284,7 +300,7 @@ def ahead_at(
         words = _folded(_columns(keys), TARGET, positions)
         vocab = ahead[0].shape[-1]
         return _gumbel(words, positions.shape, vocab, jnp.clip(ids, 0, vocab - 1))
-    if isinstance(depth, np.ndarray) and depth.ndim == 1:
+    if isinstance(depth, np.ndarray) and len(set(depth.flat)) == depth.size:
         return shards.pin(jnp.stack([ahead[d] for d in depth], axis=1))
     depth = jnp.broadcast_to(depth, (len(root), depth.shape[-1]))[..., None]
     found = ahead[0][:, None]

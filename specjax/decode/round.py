@@ -54,7 +54,8 @@ def spec_round(
     """
     if plan.draws_noise:
         wanted = (state.finish == RUNNING) & (state.options.temperature > 0)
-        noise = prepare(state.noise, state.keys, state.length - 1, wanted, plan.steps + 1)
+        count, chain = plan.steps + 1, plan.tree.is_chain
+        noise = prepare(state.noise, state.keys, state.length - 1, wanted, count, chain)
         state = state._replace(noise=noise)
     context = context_of(state.tokens, state.length, plan.features, state.counts)
     draft = draft_tree(model, draft_params, plan, state, context, part)

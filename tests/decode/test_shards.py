@@ -206,10 +206,11 @@ def test_a_shard_generates_its_own_slice_of_the_noise_and_no_more(tp):
         wanted, root = jnp.ones(2, bool), jnp.array([4, 9])
         ring = refill(ring, keys, root, wanted, 3)
         private = round_noise(keys, DRAFT, root, np.arange(2), vocab)
-        ahead, depth = draw_ahead(keys, root, 3, vocab), np.arange(3)
-        of_tree = ahead_at(ahead, keys, root, jnp.array([[0, 2], [1, 1]]))
+        chain, tree = (draw_ahead(keys, root, 3, vocab, chain) for chain in (True, False))
+        of_tree = ahead_at(tree, keys, root, jnp.array([[0, 2], [1, 1]]))
+        depth = np.arange(3)
         kept = ring_at(ring, root[:, None] + 1 + depth)
-        return kept, private, ahead_at(ahead, keys, root, depth), of_tree
+        return kept, private, ahead_at(chain, keys, root, depth), of_tree
 
     whole = jax.jit(noise)(keys)
     with jax.set_mesh(mesh(tp)):
