@@ -122,13 +122,13 @@ def _shift_chunks(x, by: int, context: Context):
         pieces = [chunk[:, by:], received] if by > 0 else [received, chunk[:, :by]]
         return jnp.concatenate(pieces, axis=1)
 
-    def local(x):
+    def local(x, device):
         if context.chunks == 1:
             return joined(x, jax.lax.ppermute(ends(x), AXIS, down if by > 0 else up))
         low, high = jnp.split(x, 2, axis=1)
         to_low = jax.lax.ppermute(ends(low), AXIS, down if by > 0 else up)
         to_high = jax.lax.ppermute(ends(high), AXIS, up if by > 0 else down)
-        in_the_middle = jax.lax.axis_index(AXIS) == last
+        in_the_middle = device == last
         if by > 0:
             to_low = jnp.where(in_the_middle, ends(high), to_low)
         else:
@@ -136,9 +136,12 @@ def _shift_chunks(x, by: int, context: Context):
         return jnp.concatenate([joined(low, to_low), joined(high, to_high)], axis=1)
 
     spec = jax.P(None, AXIS)  # other axes keep their sharding
-    return jax.shard_map(
-        local, mesh=context.mesh, in_specs=spec, out_specs=spec, axis_names={AXIS}
-    )(x)
+    split = jax.shard_map(
+        local, mesh=context.mesh, in_specs=(spec, jax.P(AXIS)), out_specs=spec, axis_names={AXIS}
+    )
+    # The number of the device is an input: XLA does not partition every program that asks for it
+    # where other axes of the mesh are not manual.
+    return split(x, jnp.arange(context.ways))
 
 
 def pin_rows(x: Shaped[Array, "R S *rest"], context: Context | None) -> Array:
