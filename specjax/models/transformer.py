@@ -32,8 +32,10 @@ from specjax.kernels import dispatch
 from specjax.memory import KVCache, append_rows
 from specjax.models.layers import Block, draw, rms_norm
 from specjax.models.rows import fuse, fused_rows, layer_rows, top_rows
+from specjax.parallel import sharding
 from specjax.parallel.context import Context, pin_rows
-from specjax.weights.matrix import Matrix, cast, dot, pack, rows, transposed
+from specjax.parallel.stored import Stored
+from specjax.weights.matrix import Matrix, cast, dot, is_array, pack, rows, transposed
 from specjax.weights.panels import raw
 
 # Hidden states that a draft asks for: a number of layers that have run (0: the embeddings), or
@@ -414,9 +416,68 @@ def layers_by_kernel(
 
 
 def embed_tokens(embed: Matrix, tokens: Int[Array, "..."], cfg: ModelConfig) -> Array:
-    """Looks up embeddings in the compute dtype; ids are clamped, for `take` else fills NaN."""
-    safe = jnp.clip(tokens, 0, cfg.vocab_size - 1)
-    return rows(embed, safe).astype(jnp.dtype(cfg.run.compute_dtype))
+    """Looks up embeddings in the compute dtype; ids are clamped, for `take` else fills NaN.
+
+    Where the ambient mesh splits the embedding over the devices that split packed rows, as in
+    training, the embeddings change devices, and not the matrix.
+    """
+    safe, dtype = jnp.clip(tokens, 0, cfg.vocab_size - 1), jnp.dtype(cfg.run.compute_dtype)
+    mesh = jax.sharding.get_abstract_mesh()
+    if is_array(embed) and not mesh.empty and sharding.is_gathered(mesh, _TABLE, embed.shape):
+        return _embed_split(Stored(mesh, _TABLE, embed.shape, embed.dtype), dtype, embed, safe)
+    return rows(embed, safe).astype(dtype)
+
+
+_TABLE = ("vocab", "embed")  # logical axes of the embedding
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _embed_split(table: Stored, dtype, embed, tokens):
+    """Looks up tokens [R S] in an embedding that devices hold columns of.
+
+    Each device looks up its columns for the tokens of all devices that hold others, and sends each
+    of them its tokens' part: one token's embedding per token in place of the whole matrix.
+    """
+    columns = table.split("embed")
+
+    def local(embed, tokens):
+        own = tokens.reshape(-1) - table.first("vocab")
+        own = jax.lax.all_gather(own, columns, tiled=True)
+        here = (own >= 0) & (own < len(embed))
+        x = jnp.take(embed, jnp.where(here, own, 0), axis=0).astype(dtype)
+        x = jnp.where(here[:, None], x, 0)
+        x = jax.lax.all_to_all(x, columns, split_axis=0, concat_axis=1, tiled=True)
+        return jax.lax.psum(x.reshape(*tokens.shape, -1), table.split("vocab"))
+
+    of_rows = sharding.rows_sharding(table.mesh).spec
+    return table.on_devices(local, (table.spec, of_rows), of_rows)(embed, tokens)
+
+
+def _embed_split_bwd(table: Stored, dtype, tokens, d_x):
+    """Adds up the gradient of each row of the embedding, in the embedding's own dtype."""
+    del dtype
+    columns = table.split("embed")
+    rest = tuple(axis for axis in sharding.row_axes(table.mesh) if axis not in columns)
+
+    def local(tokens, d_x):
+        count = table.size("vocab")
+        own = tokens.reshape(-1) - table.first("vocab")
+        own = jnp.where(own < 0, count, own)  # negative ids would count from the end
+        own = jax.lax.all_gather(own, columns, tiled=True)
+        d_x = d_x.reshape(-1, d_x.shape[-1])
+        d_x = jax.lax.all_to_all(d_x, columns, split_axis=1, concat_axis=0, tiled=True)
+        d_embed = jnp.zeros((count, d_x.shape[-1]), table.dtype)
+        d_embed = d_embed.at[own].add(d_x.astype(table.dtype), mode="drop")
+        return jax.lax.psum(d_embed, rest)
+
+    of_rows = sharding.rows_sharding(table.mesh).spec
+    return table.on_devices(local, (of_rows, of_rows), table.spec)(tokens, d_x), None
+
+
+_embed_split.defvjp(
+    lambda table, dtype, embed, tokens: (_embed_split(table, dtype, embed, tokens), tokens),
+    _embed_split_bwd,
+)
 
 
 @jax.named_scope("lm_head")

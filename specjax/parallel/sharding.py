@@ -236,22 +236,37 @@ def pin_gathered(mesh: jax.sharding.Mesh | None, params, axes: Axes):
         return params
 
     def one(path, leaf):
-        own = _leaf_axes(path, leaf.shape, axes)
-        gathered = tuple(None if name == "embed" else name for name in own)
-        where = jax.NamedSharding(mesh, spec_for(mesh, gathered, leaf.shape))
-        return jax.lax.with_sharding_constraint(leaf, where)
+        spec = gathered_spec(mesh, _leaf_axes(path, leaf.shape, axes), leaf.shape)
+        return jax.lax.with_sharding_constraint(leaf, jax.NamedSharding(mesh, spec))
 
     return jax.tree_util.tree_map_with_path(one, params)
 
 
+def gathered_spec(mesh: jax.sharding.Mesh, axes: tuple, shape: tuple[int, ...]) -> jax.P:
+    """Returns the spec of a weight that is split over `tp` alone."""
+    return spec_for(mesh, tuple(None if name == "embed" else name for name in axes), shape)
+
+
+def is_gathered(mesh: jax.sharding.Mesh, axes: tuple, shape: tuple[int, ...]) -> bool:
+    """Returns whether the devices that split the rows split a weight, so that it is gathered."""
+    return gathered_spec(mesh, axes, shape) != spec_for(mesh, axes, shape)
+
+
+def row_axes(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
+    """Returns the mesh axes that split packed rows and their tokens."""
+    return tuple(a for a in (*PHYSICAL["batch"], *PHYSICAL["sequence"]) if a in mesh.shape)
+
+
 def spec_for(mesh: jax.sharding.Mesh, axes: tuple, shape: tuple[int, ...]) -> jax.P:
     """Returns the physical spec of an array from its logical axes; indivisible ones stay whole."""
-    entries = []
-    for name, size in zip(axes, shape, strict=True):
-        physical = tuple(a for a in PHYSICAL[name] if a in mesh.shape)
-        ways = math.prod(mesh.shape[a] for a in physical)
-        entries.append(physical if physical and size % ways == 0 else None)
-    return jax.P(*entries)
+    split = (split_over(mesh, name, size) for name, size in zip(axes, shape, strict=True))
+    return jax.P(*(physical or None for physical in split))
+
+
+def split_over(mesh: jax.sharding.Mesh, name: str | None, size: int) -> tuple[str, ...]:
+    """Returns the mesh axes that split a dimension of a logical axis; none if it stays whole."""
+    physical = tuple(a for a in PHYSICAL[name] if a in mesh.shape)
+    return physical if size % math.prod(mesh.shape[a] for a in physical) == 0 else ()
 
 
 def _leaf_axes(path, shape: tuple[int, ...], axes: Axes) -> tuple:
