@@ -26,12 +26,13 @@ from specjax.engine.sources import source_of
 from specjax.interfaces import Draft
 from specjax.models.layers import rms_norm
 from specjax.models.rows import merge_axes, param_axes
-from specjax.models.transformer import Params, Taps, embed_tokens, lm_logits
+from specjax.models.transformer import Params, Taps, embed_tokens
 from specjax.parallel import sharding
 from specjax.parallel.context import Context
 from specjax.parallel.context import shift as shift_rows
 from specjax.schema import option
 from specjax.weights.matrix import precision_of
+from train.logits import Cut, Head
 from train.optim import OptimConfig
 from train.policy import abstract_opt_state, init_opt_state, with_attention
 
@@ -156,24 +157,100 @@ def draft_step_loss(
     Raises:
       ValueError: unknown name, or `soft_ce` without target logits.
     """
+    labels, mask, target_logits = jax.lax.stop_gradient((labels, mask, target_logits))
+    loss, aux = _token_loss(name, draft_logits, labels, target_logits, temperature)
+    aux = {key: _masked_sum(value, mask) for key, value in aux.items()}
+    return _masked_sum(loss, mask), mask.sum(), jax.lax.stop_gradient(aux)
+
+
+def _token_loss(name: str, draft_logits, labels, target_logits, temperature) -> tuple[Array, dict]:
+    """The loss and aux of `draft_step_loss` at each token."""
     if name not in DRAFT_LOSSES:
         raise ValueError(f"unknown draft loss {name!r}; choose one of {', '.join(DRAFT_LOSSES)}")
     temperature = jnp.asarray(temperature, jnp.float32)
     temperature = jnp.where(temperature > 0, temperature, 1.0)
-    labels, mask, target_logits = jax.lax.stop_gradient((labels, mask, target_logits))
     q_logits = draft_logits.astype(jnp.float32) / temperature
     p_logits = None if target_logits is None else target_logits.astype(jnp.float32) / temperature
-
-    def masked_sum(values):
-        # `where` first: rows outside the loss may hold anything.
-        return jnp.sum(jnp.where(mask > 0, values, 0.0) * mask)
-
-    loss = masked_sum(DRAFT_LOSSES[name](q_logits, labels, p_logits))
-    aux = {"top1_matches": masked_sum(jnp.argmax(q_logits, axis=-1) == labels)}
+    loss = DRAFT_LOSSES[name](q_logits, labels, p_logits)
+    aux = {"top1_matches": jnp.argmax(q_logits, axis=-1) == labels}
     if p_logits is not None:
-        overlap = jnp.minimum(jax.nn.softmax(p_logits), jax.nn.softmax(q_logits)).sum(axis=-1)
-        aux["overlap"] = masked_sum(overlap)
-    return loss, mask.sum(), jax.lax.stop_gradient(aux)
+        both = jnp.minimum(jax.nn.softmax(p_logits), jax.nn.softmax(q_logits))
+        aux["overlap"] = both.sum(axis=-1)
+    return loss, aux
+
+
+def _masked_sum(values: Array, mask: Array) -> Array:
+    # `where` first: rows outside the loss may hold anything.
+    return jnp.sum(jnp.where(mask > 0, values, 0.0) * mask)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _step_losses_in_blocks(
+    cut: Cut,
+    name: str,
+    temperature: float,
+    context: Context | None,
+    outputs: tuple[Float[Array, "R S D"], ...],
+    normed: Float[Array, "R S D"],
+    matrix: Array,
+    targets: tuple[DraftTargets, ...],
+) -> tuple[tuple[Array, ...], tuple[dict[str, Array], ...]]:
+    """`draft_step_loss` of each recursive step from states, in blocks of tokens.
+
+    Args:
+      outputs: states of the head after its final norm, for each step; alone they have a gradient.
+      normed: states of the policy after the final norm.
+      matrix: the matrix of the language-model head, as it is stored.
+      targets: labels and masks of each step.
+
+    Returns:
+      (sums of the losses, aux), one per step.
+    """
+    given = outputs, normed, matrix, targets
+    return _step_losses_fwd(cut, name, temperature, context, *given)[0]
+
+
+def _step_losses_fwd(cut, name, temperature, context, outputs, normed, matrix, targets):
+    # The gradient of a sum over tokens needs nothing that a later block computes: it is taken here,
+    # from the logits that the loss is taken from.
+    head, steps = cut.head, len(outputs)
+    matrix = head.matrix.gathered(matrix, normed.dtype)
+    # Step k compares with the policy's distribution k + 1 tokens later.
+    following, *further = (shift_rows(normed, k + 1, context) for k in range(steps))
+    policy = cut.windows(following, further)
+    rows = [(target.labels, target.mask) for target in targets]
+
+    def block(_, now):
+        outputs, policy, rows = now
+        p_logits, found = head.logits(policy, matrix), []
+        for k, (out, (labels, mask)) in enumerate(zip(outputs, rows, strict=True)):
+            p = p_logits[:, k : k + cut.size]
+
+            def loss(out, p=p, labels=labels):
+                return _token_loss(name, head.logits(out, matrix), labels, p, temperature)
+
+            value, pull, aux = jax.vjp(loss, out, has_aux=True)
+            found.append((value, aux, *pull(mask)))
+        return None, found
+
+    blocks = jax.tree.map(cut.cut, (outputs, rows))
+    _, found = jax.lax.scan(block, None, (blocks[0], policy, blocks[1]))
+    losses, aux, gradients = [], [], []
+    for (value, more, d_out), target in zip(jax.tree.map(cut.joined, found), targets, strict=True):
+        losses.append(_masked_sum(value, target.mask))
+        aux.append({key: _masked_sum(values, target.mask) for key, values in more.items()})
+        gradients.append(d_out)
+    return (tuple(losses), tuple(aux)), tuple(gradients)
+
+
+def _step_losses_bwd(cut, name, temperature, context, gradients, cotangents):
+    del cut, name, temperature, context
+    losses, _ = cotangents
+    scaled = (g * d.astype(g.dtype) for g, d in zip(gradients, losses, strict=True))
+    return tuple(scaled), None, None, None
+
+
+_step_losses_in_blocks.defvjp(_step_losses_fwd, _step_losses_bwd)
 
 
 MODES = ("auto", "none", "frozen", "online")
@@ -328,6 +405,8 @@ def head_loss(
     states: Float[Array, "R S N"],
     context: Context | None = None,
     source: Draft | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    chunk: int | None = None,
 ) -> tuple[Array, dict[str, Array]]:
     """Mean loss of the head over one packed micro-batch, averaged over its recursive steps.
 
@@ -342,6 +421,8 @@ def head_loss(
         gradient.
       context: split of rows over devices, if any; batch and states are in its order.
       source: draft source that is trained; None for the model's own head.
+      mesh: mesh that the arrays are split over.
+      chunk: tokens whose logits a device holds at once, see `train.logits`.
 
     Returns:
       (loss, sums). sums has `mtp_loss_sum`, `mtp_top1`, `mtp_overlap` and `mtp_tokens`, each [K],
@@ -351,7 +432,9 @@ def head_loss(
     source = source or head_of(cfg)
     tokens, segments = batch["tokens"], batch["segment_ids"]
     normed = rms_norm(states[..., : cfg.hidden_size], policy["norm"], cfg.rms_norm_eps)
-    weight = policy["embed"].T if cfg.tie_embeddings else policy["lm_head"]
+    name = "embed" if cfg.tie_embeddings else "lm_head"
+    matrix, axes = policy[name], param_axes(cfg)[name]
+    head = Head.of(mesh, axes, matrix, tokens.shape, chunk)
     hidden = _tapped(source, states, normed)
     targets = [
         draft_targets(tokens, batch["loss_mask"], segments, k, context)
@@ -359,17 +442,28 @@ def head_loss(
     ]
     embedded = [embed_tokens(policy["embed"], t.inputs, cfg) for t in targets]
     outputs = source.unroll(head_params, hidden, embedded, batch["positions"], segments, context)
-    policy_logits = lm_logits(normed, weight)
+    if head.is_whole:
+        weight = head.matrix.gathered(matrix, normed.dtype)
+        policy_logits = head.logits(normed, weight)
+        steps = [
+            draft_step_loss(
+                draft.loss,
+                head.logits(out, weight),
+                target.labels,
+                target.mask,
+                draft_target_logits(policy_logits, segments, k, context),
+                temperature,
+            )
+            for k, (out, target) in enumerate(zip(outputs, targets, strict=True))
+        ]
+    else:
+        cut = Cut.of(head, tokens.shape, context)
+        given = tuple(outputs), normed, matrix, tuple(targets)
+        found = _step_losses_in_blocks(cut, draft.loss, temperature, context, *given)
+        counts = (target.mask.sum() for target in targets)
+        steps = [(loss, n, aux) for loss, aux, n in zip(*found, counts, strict=True)]
     total, weights, sums = 0.0, 0.0, []
-    for k, (out, target) in enumerate(zip(outputs, targets, strict=True)):
-        loss_sum, count, aux = draft_step_loss(
-            draft.loss,
-            lm_logits(out, weight),
-            target.labels,
-            target.mask,
-            draft_target_logits(policy_logits, segments, k, context),
-            temperature,
-        )
+    for k, (loss_sum, count, aux) in enumerate(steps):
         step_weight = draft.step_decay**k
         total += step_weight * loss_sum / jnp.maximum(count, 1.0)
         weights += step_weight
@@ -390,6 +484,7 @@ class DraftTrainer:
       context: split of rows over devices, if any.
       attention: name of the attention kernel.
       source: draft source that is trained, see `Draft.unroll`; None for the model's own head.
+      chunk: tokens whose logits a device holds at once, see `train.logits`.
     """
 
     def __init__(
@@ -401,6 +496,7 @@ class DraftTrainer:
         context: Context | None = None,
         attention: str = "auto",
         source: Draft | None = None,
+        chunk: int | None = None,
     ):
         source = source or head_of(cfg)
         if source.network is not None:
@@ -408,7 +504,7 @@ class DraftTrainer:
             network = with_attention(source.network, mesh, attention, whose, context)
             source = source.with_network(network)
         self.cfg, self.draft, self.mesh, self.temperature = cfg, draft, mesh, temperature
-        self.source, self.context = source, context
+        self.source, self.context, self.chunk = source, context, chunk
         self.axes = merge_axes([param_axes(cfg), source.axes()])
         self.optimizer = draft.optimizer()
         program = precision_of(cfg)(sharding.traced_on(mesh, self._update_program))
@@ -467,11 +563,12 @@ class DraftTrainer:
         return self._update(head, opt_state, policy, batch, states)
 
     def _update_program(self, head, opt_state, policy, batch, states):
-        policy = sharding.pin_gathered(self.mesh, policy, self.axes)
+        norm = sharding.pin_gathered(self.mesh, {"norm": policy["norm"]}, self.axes)
+        policy = {**policy, **norm}
 
         def loss(head):
             head = sharding.pin_gathered(self.mesh, head, self.axes)
-            given = head, policy, batch, states, self.context, self.source
+            given = head, policy, batch, states, self.context, self.source, self.mesh, self.chunk
             return head_loss(self.cfg, self.draft, self.temperature, *given)
 
         (_, sums), gradients = jax.value_and_grad(loss, has_aux=True)(head)

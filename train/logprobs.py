@@ -25,6 +25,7 @@ from specjax.decode.sampling import Counts, Rows
 from specjax.engine.options import features_of, option_rows
 from specjax.engine.request import make_jobs
 from specjax.parallel.context import Context, shift
+from train.logits import Cut, Head, next_token_scores, over_tokens
 
 LOGPROBS = ("temperature", "processed")
 
@@ -54,10 +55,38 @@ def token_logprobs(
       (logprobs, entropy in nats), float32, both 0 at segment starts and padding. The entropy
       carries no gradient.
     """
-    temperature = jnp.asarray(temperature, jnp.float32)
-    temperature = jnp.where(temperature > 0, temperature, 1.0)
-    logprobs, entropy = _score_next(logits, shift(tokens, 1, context), temperature)
+    following = shift(tokens, 1, context)
+    logprobs, entropy = _score_next(logits, following, _above_zero(temperature))
     return own_tokens(logprobs, entropy, segment_ids, context)
+
+
+def state_logprobs(
+    head: Head,
+    normed: Float[Array, "R S D"],
+    matrix: Array,
+    tokens: Int[Array, "R S"],
+    segment_ids: Int[Array, "R S"],
+    temperature: float | Float[Array, ""] = 1.0,
+    context: Context | None = None,
+) -> tuple[Float[Array, "R S"], Float[Array, "R S"]]:
+    """`token_logprobs` from states after the final norm, without the logits of all tokens at once.
+
+    Args:
+      head: the language-model head.
+      normed: states after the final norm.
+      matrix: the head's matrix, as it is stored.
+    """
+    if head.is_whole:
+        logits = head.logits(normed, head.matrix.gathered(matrix, normed.dtype))
+        return token_logprobs(logits, tokens, segment_ids, temperature, context)
+    temperature = _above_zero(temperature)
+    found = next_token_scores(head, normed, matrix, shift(tokens, 1, context), temperature)
+    return own_tokens(*found, segment_ids, context)
+
+
+def _above_zero(temperature: float | Float[Array, ""]) -> Float[Array, ""]:
+    temperature = jnp.asarray(temperature, jnp.float32)
+    return jnp.where(temperature > 0, temperature, 1.0)
 
 
 def own_tokens(
@@ -206,17 +235,61 @@ def processed_logprobs(
       (logprobs, entropy in nats), float32, both 0 except at generated tokens. The entropy carries
       no gradient.
     """
+    start, rows = _processed_rows(batch, transforms, logits.shape[-1], context)
+    _, found = _score_block(transforms, start, logits, rows)
+    return _of_generated(*found, batch, context)
+
+
+def processed_state_logprobs(
+    head: Head,
+    normed: Float[Array, "R S D"],
+    matrix: Array,
+    batch: Mapping[str, Array],
+    transforms: Transforms,
+    context: Context | None = None,
+) -> tuple[Float[Array, "R S"], Float[Array, "R S"]]:
+    """`processed_logprobs` from states after the final norm, without all logits at once.
+
+    Args:
+      head: the language-model head.
+      normed: states after the final norm.
+      matrix: the head's matrix, as it is stored.
+    """
+    if head.is_whole:
+        logits = head.logits(normed, head.matrix.gathered(matrix, normed.dtype))
+        return processed_logprobs(logits, batch, transforms, context)
+    cut = Cut.of(head, batch["tokens"].shape, context)
+    vocab = head.matrix.shape[head.axis]
+    start, rows = _processed_rows(batch, transforms, vocab, context)
+    score = functools.partial(_score_block, transforms)
+    found = over_tokens(cut, score, start, normed, matrix, rows)
+    return _of_generated(*found, batch, context)
+
+
+def _processed_rows(batch, transforms: Transforms, vocab: int, context: Context | None) -> tuple:
+    """The counts before the first token, and what `_score_block` reads of each token."""
     tokens, segments = batch["tokens"], batch["segment_ids"]
     generated = batch["loss_mask"] > 0
-    following = shift(tokens, 1, context)
     length = jnp.maximum(batch["positions"] + 1 - _prompt_lengths(generated, segments), 0)
-    if transforms.features.penalties:
-        score = functools.partial(_score_in_order, transforms)
-        begins = shift(segments, -1, context) != segments
-        logprobs, entropy = score(logits, following, length, tokens, generated, begins)
-    else:
-        logprobs, entropy = _score(transforms, logits, following, length)
-    return own_tokens(logprobs, entropy, segments, context, generated)
+    rows = shift(tokens, 1, context), length
+    if not transforms.features.penalties:
+        return None, rows
+    shape = len(tokens), vocab
+    nothing = Counts(jnp.zeros(shape, bool), jnp.zeros(shape, jnp.int32))
+    begins = shift(segments, -1, context) != segments
+    return nothing, (*rows, tokens, generated, begins)
+
+
+def _score_block(transforms: Transforms, counts: Counts | None, logits, rows) -> tuple:
+    """Scores consecutive tokens: (counts after them, (logprobs, entropies))."""
+    if counts is None:
+        return None, _score(transforms, logits, *rows)
+    return _score_in_order(transforms, counts, logits, *rows)
+
+
+def _of_generated(logprobs, entropy, batch, context: Context | None) -> tuple:
+    generated = batch["loss_mask"] > 0
+    return own_tokens(logprobs, entropy, batch["segment_ids"], context, generated)
 
 
 def _prompt_lengths(generated: Bool[Array, "R S"], segments: Int[Array, "R S"]) -> Array:
@@ -233,7 +306,9 @@ def _score(transforms: Transforms, logits, following, length):
     return logprobs_and_entropy(transforms.scores(logits, following, length), following)
 
 
-def _score_in_order(transforms: Transforms, logits, following, length, tokens, generated, begins):
+def _score_in_order(
+    transforms: Transforms, counts, logits, following, length, tokens, generated, begins
+):
     """`_score`, position by position in blocks.
 
     The backward pass keeps the counts at the beginning of each block, and recomputes the rest.
@@ -253,8 +328,7 @@ def _score_in_order(transforms: Transforms, logits, following, length, tokens, g
         return jnp.moveaxis(x, 1, 0).reshape(positions // size, size, *x.shape[:1], *x.shape[2:])
 
     size = math.gcd(positions, BLOCK)
-    nothing = Counts(jnp.zeros((rows, vocab), bool), jnp.zeros((rows, vocab), jnp.int32))
     each = jax.tree.map(of_blocks, (logits, following, length, tokens, generated, begins))
     block = jax.checkpoint(lambda counts, now: jax.lax.scan(one, counts, now))
-    _, found = jax.lax.scan(block, nothing, each)
-    return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(positions, rows), 0, 1), found)
+    counts, found = jax.lax.scan(block, counts, each)
+    return counts, jax.tree.map(lambda x: jnp.moveaxis(x.reshape(positions, rows), 0, 1), found)

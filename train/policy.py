@@ -29,7 +29,8 @@ from specjax.parallel import sharding
 from specjax.parallel.context import Context
 from specjax.spelling import SettingError, spelled
 from specjax.weights.matrix import precision_of
-from train.logprobs import Transforms, processed_logprobs, token_logprobs
+from train.logits import Head
+from train.logprobs import Transforms, processed_state_logprobs, state_logprobs
 from train.loss import Batch, LossFn
 from train.rollout_schema import SPELL
 
@@ -106,6 +107,7 @@ class PolicyTrainer:
         `train.logprobs`.
       taps: inner states that a draft is trained on, see `specjax.models.transformer.Taps`; they are
         concatenated to the states before the final norm, in the last axis.
+      chunk: tokens whose logits a device holds at once, see `train.logits`.
     """
 
     def __init__(
@@ -119,8 +121,9 @@ class PolicyTrainer:
         attention: str = "auto",
         transforms: Transforms | None = None,
         taps: Taps = (),
+        chunk: int | None = None,
     ):
-        self.taps = taps
+        self.taps, self.chunk = taps, chunk
         cfg = with_attention(cfg, mesh, attention, "training attention", context)
         self.cfg, self.axes = cfg.running(scan_layers=True), param_axes(cfg)
         self.loss, self.optimizer, self.mesh = loss, optimizer, mesh
@@ -233,9 +236,9 @@ class PolicyTrainer:
     # --- programs ----------------------------------------------------------------------------
 
     def _forward(self, params: Params, batch: Batch):
-        layers = {"layers": params["layers"]}  # gathered one by one, as they run
-        rest = {name: value for name, value in params.items() if name not in layers}
-        params = layers | sharding.pin_gathered(self.mesh, rest, self.axes)
+        # Layers are gathered one by one, as they run; embedding and head where they are used.
+        norm = sharding.pin_gathered(self.mesh, {"norm": params["norm"]}, self.axes)
+        params = {**params, **norm}
         model: Transformer = nnx.merge(graphdef(self.cfg), params)
         with sharding.ambient(self.mesh):
             found = model.hidden(
@@ -250,11 +253,17 @@ class PolicyTrainer:
 
     def _token_logprobs(self, params: Params, batch: Batch):
         model, x, states = self._forward(params, batch)
-        logits = model.logits(x)
+        name = "embed" if self.cfg.tie_embeddings else "lm_head"
+        shape, matrix, axes = batch["tokens"].shape, params[name], self.axes[name]
+        head, normed = Head.of(self.mesh, axes, matrix, shape, self.chunk), model.final_norm(x)
         if self.transforms is not None:
-            return *processed_logprobs(logits, batch, self.transforms, self.context), states
-        logprobs, entropy = token_logprobs(
-            logits, batch["tokens"], batch["segment_ids"], self.temperature, self.context
+            found = processed_state_logprobs(
+                head, normed, matrix, batch, self.transforms, self.context
+            )
+            return *found, states
+        tokens, segments = batch["tokens"], batch["segment_ids"]
+        logprobs, entropy = state_logprobs(
+            head, normed, matrix, tokens, segments, self.temperature, self.context
         )
         return logprobs, entropy, states
 

@@ -334,11 +334,18 @@ def build_programs(
         attention=kernel,
         transforms=transforms(cfg, model),
         taps=inner_taps(trained) if trains else (),
+        chunk=cfg.logprob_chunk_size,
     )
     draft, replica_drafts = None, []
     if trains:
         train_head = functools.partial(
-            DraftTrainer, model, cfg.draft, roll.temperature, attention=kernel, source=trained
+            DraftTrainer,
+            model,
+            cfg.draft,
+            roll.temperature,
+            attention=kernel,
+            source=trained,
+            chunk=cfg.logprob_chunk_size,
         )
         draft = train_head(mesh, context)
         if trains_in_replicas(cfg, mesh):

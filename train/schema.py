@@ -300,6 +300,12 @@ class LogSection:
     wandb: bool = option(False, "also log to Weights & Biases")
 
 
+CHUNK_DOC = (
+    "tokens per device whose logits exist at once (or as many logits, of all tokens and a part of "
+    "the vocabulary); null: as many as take 128 MB in float32, or 512"
+)
+
+
 @dataclass
 class SFTConfig:
     """`python -m train.sft`: trains policy and head on demonstrations."""
@@ -347,6 +353,7 @@ class SFTConfig:
         "what is kept of a recomputed layer: the output and log-sum-exp of attention, or nothing",
         choices=REMAT_POLICIES,
     )
+    logprob_chunk_size: int | None = option(None, CHUNK_DOC, least=1)
     attention: str = option("auto", ATTENTION_DOC, choices=ATTENTION, own=True)
     checkpoint: CheckpointSection = option(CheckpointSection, "checkpoints")
     log: LogSection = option(LogSection, "further sinks")
@@ -433,6 +440,7 @@ class RLConfig:
         "what is kept of a recomputed layer: the output and log-sum-exp of attention, or nothing",
         choices=REMAT_POLICIES,
     )
+    logprob_chunk_size: int | None = option(None, CHUNK_DOC, least=1)
     attention: str = option("auto", ATTENTION_DOC, choices=ATTENTION, own=True)
     checkpoint: RLCheckpointSection = option(RLCheckpointSection, "checkpoints")
     log: LogSection = option(LogSection, "further sinks")

@@ -224,6 +224,7 @@ class Run:
             self.mesh,
             context=context_of(cfg.mesh, self.mesh),
             attention=cfg.attention,
+            chunk=cfg.logprob_chunk_size,
         )
         self.opt_state = self.policy.init_opt_state(params)
         self.step, self.stage = 0, "policy"
@@ -244,7 +245,8 @@ class Run:
     def fingerprint(self) -> dict:
         """The settings that change the result of training; a resumed run must have the same."""
         ignored = ("out", "steps", "draft_steps", "log_every", "export_dtype")
-        settings = fingerprint(self.cfg, (*ignored, "log", "checkpoint", "mesh", "attention"))
+        ignored += "log", "checkpoint", "mesh", "attention", "logprob_chunk_size"
+        settings = fingerprint(self.cfg, ignored)
         return settings | {"init": settings["init"] and portable(settings["init"])}
 
     def save(self, checkpoints: Checkpointer, block: bool = False) -> None:
@@ -332,6 +334,7 @@ class Run:
             mesh=self.mesh,
             context=self.policy.context,
             attention=cfg.attention,
+            chunk=cfg.logprob_chunk_size,
         )
         opt_state = trainer.init_opt_state(self.head)
         while self.step < cfg.steps + cfg.draft_steps:

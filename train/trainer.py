@@ -473,7 +473,8 @@ class Trainer:
     def fingerprint(self) -> dict:
         """The settings that change the result of training; a resumed run must have the same."""
         ignored = ("out", "steps", "log", "checkpoint", "eval", "max_failed_rewards")
-        ignored += ("mesh", "distributed", "attention", "remat", "remat_policy")
+        ignored += "mesh", "distributed", "attention", "remat", "remat_policy"
+        ignored += ("logprob_chunk_size",)
         settings = fingerprint(self.cfg, ignored)
         settings["model"] = portable(settings["model"])
         for name in self.cfg.rollout.may_change:

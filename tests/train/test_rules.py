@@ -98,7 +98,8 @@ SERVE = [
 RUN_KEYS = """
     family out revision seed steps data.task data.path data.seed data.prompt_template
     data.chat packing.row_length packing.rows dtype.params dtype.compute mesh.data mesh.fsdp
-    mesh.tp mesh.cp remat attention checkpoint.every checkpoint.keep_last log.tensorboard log.wandb
+    mesh.tp mesh.cp remat logprob_chunk_size attention checkpoint.every checkpoint.keep_last
+    log.tensorboard log.wandb
 """
 ALWAYS_READ = {
     RLConfig: f"""{RUN_KEYS}
