@@ -395,7 +395,9 @@ def _gain(plan: Plan, temperature: Array, perturbed: Array, best: Array) -> Arra
     """
     tau = plan.tau if plan.mode == "coupled" else 1.0
     tau = jnp.where(temperature > 0, tau, 1.0)[:, None, None]
-    total = jax.nn.logsumexp(perturbed / tau, axis=-1, keepdims=True)
+    largest = best[..., :1] / tau  # known already: no pass over the vocabulary to find it
+    largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
+    total = jnp.log(jnp.exp(perturbed / tau - largest).sum(axis=-1, keepdims=True)) + largest
     return jnp.where(jnp.isfinite(best), jnp.minimum(best / tau - total, 0.0), -jnp.inf)
 
 

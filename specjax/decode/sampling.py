@@ -264,9 +264,8 @@ def sanitise(logits: Float[Array, "... V"]) -> Float[Array, "... V"]:
     logits, whose sign the repetition penalty looks at.
     """
     logits = shards.pin(logits)
-    number = jnp.where(
-        jnp.isneginf(logits), -jnp.inf, jnp.nan_to_num(logits, nan=-1e30, posinf=1e30)
-    )
+    number = jnp.where(logits == jnp.inf, 1e30, logits)
+    number = jnp.where(jnp.isnan(logits), -1e30, number)
     best = number.max(axis=-1, keepdims=True)
     return number - jnp.where((jnp.abs(best) > 100) & ~jnp.isneginf(best), best, 0.0)
 
