@@ -24,7 +24,7 @@ from typing import Any
 import jax
 
 from bench.command import user_errors
-from bench.record import figure, versions, write_json, write_result
+from bench.record import figure, result_of, versions, write_json, write_result
 from bench.tpu.programs import BATCH, LAYERS, MODEL, chunk, mesh_over, tpu_devices, wide_runner
 from specjax.command_line import ArgumentParser
 from specjax.config import Strategy
@@ -38,14 +38,17 @@ from train.plan.report import cycles_text, millions, unknown_text
 SETTINGS = ("topology", "layers", "scan", "features")  # equal for all figures of a file
 
 
-def figures_of(text: str) -> dict[str, dict]:
+def figures_of(text: str, whole: bool = False) -> dict[str, dict]:
     """Returns the figures of a chunk's text, as result files have them.
+
+    Args:
+      whole: whether to return those of the whole program, as of one that has no rounds.
 
     Raises:
       ValueError: the text has no loop over rounds, or no estimates.
     """
     module = Module(text)
-    cost = module.turn
+    cost = module.cost if whole else module.turn
     if cost is None or not cost.cycles:
         raise ValueError(
             "expected the text of a chunk that a TPU compiler made, with a loop over rounds and "
@@ -54,11 +57,15 @@ def figures_of(text: str) -> dict[str, dict]:
     outside = sum(module.cost.cycles.values()) - sum(cost.cycles.values())
     found = {f"cycles/{p}": figure(cost.cycles.get(p, 0), "cycles") for p in (*PARTS, REST)}
     found["counted_once"] = figure(sorted(cost.once), "parts with a loop of unknown length")
-    loops = [f"{part_of(op.text)} x {module.trips(op) or '?'}" for op in module.loops(module.round)]
+    within = module.entry if whole else module.round
+    loops = [f"{part_of(op.text)} x {module.trips(op) or '?'}" for op in module.loops(within)]
     found["loops"] = figure(sorted(loops), "loops in a round, by part and how often they run")
     found["cycles_outside"] = figure(outside, "cycles at a chunk's begin and end")
     found |= {f"unknown/{kind}": figure(n, "without cycles") for kind, n in cost.unknown.items()}
     found["bytes"] = figure(cost.bytes, "bytes to and from HBM, without pages that kernels read")
+    found["received"] = figure(cost.network, "bytes that collectives bring")
+    found["kernels"] = figure(cost.kernels, "calls of Pallas kernels")
+    found["flops"] = figure(cost.flops, "operations of products outside of kernels")
     found |= {f"calls/{kind}": figure(n, "of a round") for kind, n in cost.calls.items()}
     for place in (ROUND, ENTRY):
         here = [copy for copy in copies(module) if copy.place == place]
@@ -75,7 +82,7 @@ def line(name: str, found: Mapping[str, Mapping[str, Any]], layers: int) -> str:
     calls = [f"{n:.0f} {key[6:]}" for key, n in value.items() if key.startswith("calls/")]
     unknown = {key[8:]: n for key, n in value.items() if key.startswith("unknown/")}
     words = [
-        f"{name}: round {millions(sum(cycles.values()))} at {LAYERS} layers: "
+        f"{name}: {millions(sum(cycles.values()))} at {LAYERS} layers: "
         + cycles_text(cycles, value["counted_once"]),
         f"outside {millions(value['cycles_outside'])}",
         f"no estimate of {unknown_text(unknown) or 'nothing'}",
@@ -202,13 +209,20 @@ def read(argv: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("texts", nargs="+", type=Path, metavar="FILE", help="texts of `rounds --text`")
     add("--layers", type=int, default=MODEL.num_layers, help="layers of the text")
+    add("--whole", action="store_true", help="of all layers: whole programs, such as an update")
     add("--out", type=Path, metavar="FILE", help="replace figures in this file of `rounds`, too")
     args = parser.parse_args(argv)
+    layers = LAYERS if args.whole else args.layers
     with user_errors("tpu read"):
-        known = None if args.out is None else json.loads(args.out.read_text(encoding="utf-8"))
+        known = None
+        if args.out is not None and args.out.exists():
+            known = json.loads(args.out.read_text(encoding="utf-8"))
+        elif args.out is not None:
+            known = result_of(args.out.stem, vars(args) | {"layers": layers}, {})
         for path in args.texts:
-            name, found = path.stem.replace("_x_", ":"), figures_of(path.read_text("utf-8"))
-            print(line(name, found, args.layers))
+            found = figures_of(path.read_text(encoding="utf-8"), args.whole)
+            name = path.stem.replace("_x_", ":")
+            print(line(name, found, layers))
             if known is not None:
                 known["figures"] |= {f"{name}/{key}": entry for key, entry in found.items()}
                 write_json(known, args.out)

@@ -22,13 +22,9 @@ from train.plan.report import unknown_text
 MARKS = "<!-- table {} of bench.tpu -->", "<!-- end of table {} -->"
 VERSIONS = "before", "after"
 ROOM = (
-    "outside rounds",
-    "temporaries",
-    "copied in a round",
-    "copied outside",
-    "collectives",
+    "outside rounds", "temporaries", "HBM", "copied", "copied outside rounds", "collectives",
     "no estimate of",
-)
+)  # fmt: skip
 
 
 def programs_of(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -54,11 +50,20 @@ def cells_of(value: Mapping[str, Any], layers: int) -> dict[str, str]:
     calls = sum(count for key, count in value.items() if key.startswith("calls/"))
     rest = (
         _millions(value["cycles_outside"]),
-        *(f"{value[key] / 1e6:.0f} MB" for key in ("temporaries", "copied/round", "copied/entry")),
+        *(
+            _bytes(value.get(key))
+            for key in ("temporaries", "bytes", "copied/round", "copied/entry")
+        ),
         f"{calls:.0f}",
         unknown_text({key[8:]: n for key, n in value.items() if key.startswith("unknown/")}),
     )
     return cells | dict(zip(ROOM, rest, strict=True))
+
+
+def _bytes(count: float | None) -> str:
+    if count is None:
+        return ""
+    return f"{count / 1e6:.0f} MB" if count < 1e10 else f"{count / 1e9:.0f} GB"
 
 
 def _millions(count: float) -> str:
@@ -95,8 +100,8 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _title(name: str) -> str:
-    strategy, _, bucket = name.rpartition(":")
-    return f"`{strategy}` x {bucket}"
+    strategy, colon, bucket = name.rpartition(":")
+    return f"`{strategy}` x {bucket}" if colon else name.replace("_", " ")
 
 
 def put(text: str, name: str, content: str) -> str:

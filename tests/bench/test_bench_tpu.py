@@ -87,11 +87,16 @@ def test_texts_that_were_kept_are_read_again(figures, tmp_path, capsys):
     old = result(figures, 2, **{"cycles/layers": 1})
     out.write_text(json.dumps(old))
     command.main(["read", str(file), "--layers", "2", "--out", str(out)])
-    assert capsys.readouterr().out.startswith("4_1_5:8: round 0.0367M at 36 layers")
+    assert capsys.readouterr().out.startswith("4_1_5:8: 0.0367M at 36 layers")
     again = json.loads(out.read_text())
     assert again["figures"]["4_1_5:8/cycles/layers"]["value"] == 2000
     assert again["figures"]["4_1_5:8/temporaries"]["value"] == 5e6
     assert again["date"] == old["date"] and again["command"] == old["command"]
+    new = tmp_path / "whole.json"
+    command.main(["read", str(file), "--whole", "--out", str(new)])
+    whole = programs_of(json.loads(new.read_text()))["4_1_5:8"]
+    assert whole["cycles/rest"] == 5 + 300 + 60 and whole["cycles_outside"] == 0
+    assert "| `4_1_5` x 8 | 0.00+ | 0.00+ |" in table([json.loads(new.read_text())])
 
 
 def test_figures_are_added_to_a_file_of_the_same_settings_only(figures, tmp_path):

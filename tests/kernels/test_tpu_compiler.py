@@ -97,7 +97,7 @@ def every_wide_chunk(test):
 def test_a_round_costs_no_more_than_was_measured(wide, topology, name):
     before = measured(topology, name)
     if not before:
-        pytest.skip(f"no figures of {name} for {topology} are committed; bench.tpu rounds makes them")
+        pytest.skip(f"no figures of {name} for {topology}; python -m bench.tpu rounds makes them")
     found = wide(topology, name)
     figures = found["figures"]
     parts = [key for key in before if key.startswith("cycles")]
