@@ -153,7 +153,9 @@ def step(tiles: Tiles) -> Step:
 
 def _dot(a, b, contract=((1,), (0,))):
     """Multiplies in float32; float32 inputs are not rounded to bfloat16 first."""
-    exact = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    # Mosaic takes no precision but the default for bfloat16, whatever jax is set to.
+    precision = jax.lax.Precision
+    exact = precision.HIGHEST if a.dtype == jnp.float32 else precision.DEFAULT
     return jax.lax.dot_general(
         a, b, (contract, ((), ())), precision=exact, preferred_element_type=jnp.float32
     )

@@ -9,21 +9,32 @@ import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny_run
 
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint.weights import load_model
 from specjax.command_line import parse_config
+from specjax.decode.tree import chain_bits
 from specjax.drafts.mtp import MTPSource
 from specjax.engine.compare import first_difference
 from specjax.engine.request import make_jobs
 from specjax.engine.settings import EngineConfig
 from specjax.engine.speculate import SourceSpeculator, speculate
+from specjax.kernels import library
+from specjax.models.families.dense import dense_config
+from specjax.registry import BACKENDS
 from specjax.verify.chi_square import full_forward
+from specjax.weights.matrix import precision_of
 from train.plan.programs import Shapes
 from train.schema import RLConfig
 
+CFG = dense_config(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=4, num_kv_heads=2,
+    head_dim=16,
+)  # fmt: skip
 PRODUCT = re.compile(r"stablehlo\.(?:dot_general|convolution|dot)\W.*")
 TYPES = re.compile(r"tensor<(?:\d+x)*([a-z]+\d+)>")
 # What a run of train.rl has beside the defaults: every kind of program and of attention.
@@ -79,6 +90,59 @@ def test_the_users_own_setting_of_jax_is_kept(tiny_policy, tmp_path):
         found = lowered(tiny_policy, tmp_path)
     for program, counts in found.items():
         assert set(counts) == {("f32", "DEFAULT")}, f"{program}: {dict(counts)}"
+
+
+def precisions(jaxpr) -> set[tuple[str, str]]:
+    """The dtypes and precisions of all products of a jaxpr, of those inside of kernels too."""
+    found = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            dtypes = {str(var.aval.dtype) for var in eqn.invars}
+            asked = eqn.params["precision"] or (jax.lax.Precision.DEFAULT,) * 2
+            found.add(("/".join(sorted(dtypes)), "/".join({str(each) for each in asked})))
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(inner):
+                found |= precisions(getattr(inner, "jaxpr", inner))
+    return found
+
+
+def _is_jaxpr(x) -> bool:
+    return hasattr(x, "eqns") or hasattr(x, "jaxpr")
+
+
+def tree_attention_of(dtype: str):
+    q, tree, pages = (
+        jnp.zeros(s, dtype) for s in ((1, 4, 5, 128), (1, 2, 5, 128), (9, 2, 16, 128))
+    )
+    given = np.array([20], np.int32), chain_bits(5), np.array([[1, 2, 3, 4]], np.int32)
+    attend = BACKENDS.find("tpu:v5e").operations["tree_attention"]
+    return jax.make_jaxpr(attend)(q, tree, tree, pages, pages, *given)
+
+
+def splash_of(dtype: str):
+    """With its gradient, which is traced after the attention itself."""
+    q, k = jnp.zeros((1, 4, 128, 128), dtype), jnp.zeros((1, 2, 128, 128), dtype)
+    ids = jnp.ones((1, 128), jnp.int32)
+
+    def loss(q, k, v):
+        return library.splash_attention(q, k, v, [], ids).astype(jnp.float32).sum()
+
+    return jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(q, k, k)
+
+
+@pytest.mark.parametrize("attention", [tree_attention_of, splash_of])
+def test_kernels_for_tpus_are_exact_in_float32_alone(attention):
+    with precision_of(CFG):
+        assert precisions(attention("float32").jaxpr) == {("float32", "HIGHEST")}
+    assert precisions(attention("bfloat16").jaxpr) <= {
+        ("bfloat16", "DEFAULT"), ("float32", "DEFAULT"), ("bfloat16/float32", "DEFAULT"),
+    }  # fmt: skip
+
+
+def test_the_tree_kernel_of_bfloat16_compiles_whatever_jax_is_set_to():
+    """Mosaic refuses another precision than the default for bfloat16."""
+    with jax.default_matmul_precision("highest"):
+        assert ("bfloat16", "HIGHEST") not in precisions(tree_attention_of("bfloat16").jaxpr)
 
 
 @pytest.fixture
