@@ -31,7 +31,7 @@ from train.logprobs import Transforms
 from train.loss import rl_loss
 from train.policy import PolicyTrainer
 from train.rollout_schema import SPELL, RolloutSection
-from train.schema import RLConfig
+from train.schema import RLConfig, as_run
 
 Mesh = jax.sharding.Mesh | None  # None is one device, the first
 
@@ -113,7 +113,7 @@ def build_engines(
     control = roll.control_config() if speculate else None
 
     def build(spec, batch: int, on: Mesh, **more) -> Engine:
-        decoder = model.running(scan_layers=roll.scan_layers, remat=False)
+        decoder = model.running(scan_layers=roll.scan_layers, remat=False, sequence_parallel=False)
         return Engine(decoder, spec, batch, mesh=on, **settings, **more)
 
     engines = [build(spec, roll.max_batch, on, source=source, control=control) for on in meshes]
@@ -291,10 +291,8 @@ def settle_length(cfg: RLConfig, model: ModelConfig) -> str | None:
 
 
 def as_computed(cfg: RLConfig, model: ModelConfig) -> ModelConfig:
-    """A checkpoint's model config with the dtype of the run (see `DtypeSection.settle`)."""
-    return model.running(
-        compute_dtype=cfg.dtype.compute, remat=cfg.remat, remat_policy=cfg.remat_policy
-    )
+    """A checkpoint's model config as the run computes (see `DtypeSection.settle` for the dtype)."""
+    return model.running(**as_run(cfg))
 
 
 def as_rolled_out(cfg: RLConfig, model: ModelConfig) -> ModelConfig:

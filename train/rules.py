@@ -82,6 +82,11 @@ _MESH = (
         lambda v: v["mesh.cp"] > 1,
         "[mesh.cp] splits no row; raise mesh.cp, or leave it out",
     ),
+    Needs(
+        ("mesh.sequence_parallel",),
+        lambda v: v["mesh.tp"] > 1,
+        "[mesh.tp] splits no product; raise mesh.tp, or leave it out",
+    ),
 )
 _REMAT = (
     Needs(

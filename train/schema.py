@@ -550,3 +550,13 @@ def _check_spot(cfg: RLConfig) -> None:
             "draft.spot.buffer_tokens: expected room for a micro-batch of packing.rows * "
             f"packing.row_length = {positions} positions, got {spot.buffer_tokens}"
         )
+
+
+def as_run(cfg: RLConfig | SFTConfig) -> dict:
+    """Returns the fields of `RunConfig` with which a run trains; its dtypes must be settled."""
+    return {
+        "compute_dtype": cfg.dtype.compute,
+        "remat": cfg.remat,
+        "remat_policy": cfg.remat_policy,
+        "sequence_parallel": cfg.mesh.sequence_parallel,
+    }

@@ -39,7 +39,7 @@ from train.log import MetricsLogger
 from train.loss import count_denominators, sft_loss
 from train.packing import pack_demonstrations
 from train.policy import PolicyTrainer, own_family
-from train.schema import SFTConfig
+from train.schema import SFTConfig, as_run
 
 if TYPE_CHECKING:  # slow to import
     from transformers import PreTrainedTokenizerBase
@@ -135,10 +135,7 @@ def start_model(
     if cfg.init:
         tokenizer = load_tokenizer(cfg.init)
         model, params, head = hf.load_checkpoint(cfg.init, cfg.dtype.params, mesh)
-        model = model.running(
-            compute_dtype=cfg.dtype.compute, remat=cfg.remat, remat_policy=cfg.remat_policy
-        )
-        model = with_end(model, tokenizer)
+        model = with_end(model.running(**as_run(cfg)), tokenizer)
         if head is None:
             model = model.replace(**cfg.model.head_switches())
             head = init_head_params(model, cfg.seed + 1)
@@ -146,7 +143,7 @@ def start_model(
     tokenizer = load_tokenizer(tokenizer_dir(cfg)) if keep_tokenizer else train_tokenizer(cfg)
     vocab = -(-len(tokenizer) // 16) * 16  # divides by any small tensor-parallel degree
     model = cfg.model.build(vocab, tokenizer.eos_token_id, tokenizer.pad_token_id, cfg.dtype)
-    model = model.running(remat=cfg.remat, remat_policy=cfg.remat_policy)
+    model = model.running(**as_run(cfg))
     return model, init_params(model, cfg.seed), init_head_params(model, cfg.seed + 1), tokenizer
 
 

@@ -48,6 +48,9 @@ class RunConfig:
         only its inputs; `save_attention`: the output of attention and its log-sum-exp, too, so that
         the attention kernel runs forward once (B * S * N * (H + 2) * 2 bytes in bfloat16). It does
         so with splash attention, and where rows are split over devices.
+      sequence_parallel: in training under a mesh with an axis `tp`, split the tokens of states over
+        it between the products of layers: norms and what `remat` keeps are then a share of each
+        device, and a product's sum over `tp` scatters its result.
       attention: name of the attention kernel, see `specjax.kernels.dispatch`. Engines and trainers
         set it for their devices.
       products: number format in which decoding multiplies by weights, see
@@ -60,6 +63,7 @@ class RunConfig:
     fused: bool = True
     remat: bool = False
     remat_policy: str = "save_attention"
+    sequence_parallel: bool = False
     attention: str = "reference"
     products: str = "xla"
 

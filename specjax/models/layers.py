@@ -13,6 +13,7 @@ from specjax.config import ModelConfig
 from specjax.config.model import Layer
 from specjax.interfaces import Memory, Param, Scratch, Where
 from specjax.models.rows import fused_rows, layer_rows
+from specjax.parallel.context import split_over_tp, whole_over_tp
 from specjax.weights.matrix import Matrix
 
 
@@ -102,8 +103,11 @@ class Block(nnx.Module):
     def _around(self, x, where, given, mix) -> tuple[Array, Scratch, Array | None]:
         """Runs the mixer with norms and residuals, and the feed-forward."""
         w, eps = self.arrays(), self.cfg.rms_norm_eps
-        mixed, scratch = mix(w, rms_norm(x, w["input_norm"], eps))
-        x = x + mixed
-        normed = rms_norm(x, w["post_norm"], eps)
+        whole = split = lambda x: x
+        if self.cfg.run.sequence_parallel and where.form == "train":
+            whole, split = whole_over_tp, split_over_tp
+        mixed, scratch = mix(w, whole(rms_norm(x, w["input_norm"], eps)))
+        x = x + split(mixed)
+        normed = whole(rms_norm(x, w["post_norm"], eps))
         out, record = self.layer.mlp.run(w, normed, where, given)
-        return x + out, scratch, record
+        return x + split(out), scratch, record

@@ -33,7 +33,7 @@ from specjax.memory import KVCache, append_rows
 from specjax.models.layers import Block, draw, rms_norm
 from specjax.models.rows import fuse, fused_rows, layer_rows, top_rows
 from specjax.parallel import sharding
-from specjax.parallel.context import Context, pin_rows
+from specjax.parallel.context import Context, pin_rows, split_over_tp, whole_over_tp
 from specjax.parallel.stored import Stored
 from specjax.weights.matrix import Matrix, cast, dot, is_array, pack, rows, transposed
 from specjax.weights.panels import raw
@@ -85,6 +85,9 @@ class Transformer(nnx.Module):
         """
         where = Where("train", positions, segments=segment_ids, context=context)
         found = self._forward(tokens, where, taps=taps, keep=False, given=given)
+        if self.cfg.run.sequence_parallel:
+            x, *taps = map(whole_over_tp, (found.x, *found.taps))
+            found = found._replace(x=x, taps=tuple(taps))
         pinned = (pin_rows(x, context) for x in found.taps)
         return found._replace(x=pin_rows(found.x, context), taps=tuple(pinned))
 
@@ -143,6 +146,8 @@ class Transformer(nnx.Module):
         given=None,
     ) -> Forward:
         cfg, x, records = self.cfg, self.embed_tokens(tokens), None
+        if cfg.run.sequence_parallel and where.form == "train":
+            x = split_over_tp(x)
         wanted = sorted({self._boundary(tap) for tap in taps})
         if where.form == "tree" and dispatch.runs_layers(cfg):
             x, scratch, found = self._by_kernel(x, where, memory, scratch, wanted)

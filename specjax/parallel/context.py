@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped
 
-from specjax.parallel.sharding import MeshConfig, rows_sharding
+from specjax.parallel.sharding import MeshConfig, rows_sharding, spec_for
 
 AXIS = "cp"
 
@@ -149,3 +149,34 @@ def pin_rows(x: Shaped[Array, "R S *rest"], context: Context | None) -> Array:
     if context is None:
         return x
     return jax.lax.with_sharding_constraint(x, rows_sharding(context.mesh))
+
+
+# --- sequence parallelism -------------------------------------------------------------------------
+
+
+@jax.custom_vjp
+def split_over_tp(x: Shaped[Array, "R S D"]) -> Array:
+    """Splits the tokens of states over `tp` on the ambient mesh, of results of a layer's products.
+
+    Sums over `tp` then become reduce-scatters. Gradients are gathered, for they enter products that
+    are split otherwise (Korthikanti et al. 2022, arXiv 2205.05198, g and its conjugate).
+    """
+    return _pin(x, "rows")
+
+
+@jax.custom_vjp
+def whole_over_tp(x: Shaped[Array, "R S D"]) -> Array:
+    """Gathers the tokens of states over `tp`, for a layer's products; the inverse of the other."""
+    return _pin(x, "sequence")
+
+
+split_over_tp.defvjp(lambda x: (_pin(x, "rows"), None), lambda _, d: (_pin(d, "sequence"),))
+whole_over_tp.defvjp(lambda x: (_pin(x, "sequence"), None), lambda _, d: (_pin(d, "rows"),))
+
+
+def _pin(x, axis: str):
+    """Constrains the tokens of states [R S D] to the axes of one row of `sharding.PHYSICAL`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, spec_for(mesh, ("batch", axis, None), x.shape))

@@ -27,6 +27,7 @@ MESH_AXES = ("data", "fsdp", "cp", "tp")
 PHYSICAL = {
     "batch": ("data", "fsdp"),
     "sequence": ("cp",),  # tokens of packed rows in training; rollouts have no such axis
+    "rows": ("cp", "tp"),  # the same, of states between layers under `mesh.sequence_parallel`
     "vocab": ("tp",),
     # `cp` also splits weights, so devices that share a long row hold no copies of them.
     "embed": ("fsdp", "cp"),
@@ -53,6 +54,8 @@ class MeshConfig:
         2 * cp, which balances causal attention) or `contiguous` (chunk i of cp).
       cp_attention: `ring` (keys and values are sent around the devices, and masked blocks are
         skipped) or `all_gather` (every device holds the keys and values of whole rows).
+      sequence_parallel: whether the tokens of states between the products of layers are split over
+        `tp` in training, too.
     """
 
     data: int = 1
@@ -61,6 +64,7 @@ class MeshConfig:
     cp: int = 1
     cp_order: str = "zigzag"
     cp_attention: str = "ring"
+    sequence_parallel: bool = False
 
     def __post_init__(self):
         for name in MESH_AXES:

@@ -200,13 +200,14 @@ def train_once(batch, config: MeshConfig):
     """Losses, states and gradients of policy and head; a step of size one is the gradient."""
     mesh = make_mesh(config)
     context = context_of(config, mesh)
+    model = MODEL.running(sequence_parallel=config.sequence_parallel)
     params, head = init_params(MODEL, 0), init_head_params(MODEL, 1)
     if mesh is not None:
         params = jax.device_put(params, sharding.param_shardings(mesh, params, weight_axes(MODEL)))
         head = jax.device_put(head, sharding.param_shardings(mesh, head, weight_axes(MODEL)))
     loss = rl_loss(algo(loss_aggregation="sequence"), on_policy=True)
-    policy = PolicyTrainer(MODEL, loss, optax.sgd(1.0), mesh, context=context)
-    draft = DraftTrainer(MODEL, DRAFT, 0.7, mesh, context)
+    policy = PolicyTrainer(model, loss, optax.sgd(1.0), mesh, context=context)
+    draft = DraftTrainer(model, DRAFT, 0.7, mesh, context)
     before, here = jax.device_get((params, head)), policy.place(batch)
     params, _, states, sums = policy.update(
         params, policy.init_opt_state(params), [here], count_denominators([batch])
@@ -240,6 +241,11 @@ def layouts():
             config = MeshConfig(**axes, cp_order=order, cp_attention=attention)
             marks = () if sizes in usual else pytest.mark.slow
             yield pytest.param(config, marks=marks, id=f"{sizes}-{attention}-{order}")
+
+    for sizes in ((1, 2, 2, 2), (2, 1, 4, 1)):
+        axes = dict(zip(("data", "fsdp", "tp", "cp"), sizes, strict=True))
+        config = MeshConfig(**axes, sequence_parallel=True)
+        yield pytest.param(config, id=f"{sizes}-sequence_parallel")
 
 
 def relative(ours, theirs) -> float:

@@ -701,6 +701,9 @@ RL = {
     "mesh.cp_attention": Row(
         "all_gather", lambda cfg: built(cfg).policy.context.attention, {"mesh.cp": 2}
     ),
+    "mesh.sequence_parallel": Row(
+        True, lambda cfg: trained_by(cfg, "sequence_parallel"), {"mesh.tp": 2}
+    ),
     "remat": Row(True, lambda cfg: trained_by(cfg, "remat")),
     "remat_policy": Row("full", lambda cfg: trained_by(cfg, "remat_policy"), {"remat": True}),
     "attention": (
@@ -837,6 +840,7 @@ SFT = {
     "mesh.cp_attention": Row(
         "all_gather", lambda cfg: sft_programs(cfg).context.attention, {"mesh.cp": 2}
     ),
+    "mesh.sequence_parallel": Row(True, started, NEW | {"mesh.tp": 2}),
     "remat": Row(True, started, NEW),
     "remat_policy": Row("full", started, NEW | {"remat": True}),
     "attention": Row("tpu", lambda cfg: getattr(sft_programs(cfg), "cfg", sft_programs(cfg))),

@@ -62,6 +62,7 @@ RL = [
     (["optim.final_lr_ratio=0.5"], "set optim.decay_steps"),
     (["draft.optim.final_lr_ratio=0.5"], "set draft.optim.decay_steps"),
     (["mesh.cp_order=contiguous"], "mesh.cp=1 splits no row"),
+    (["mesh.sequence_parallel=true"], "mesh.tp=1 splits no product"),
     (["remat_policy=full"], "remat=false recomputes nothing"),
     (["distributed.mode=off", "distributed.process_id=1"], "distributed.mode=off is one process"),
 ]  # fmt: skip
