@@ -45,7 +45,10 @@ class Tuning:
         longer than the overhead of a loop step, about a microsecond.
       tile_rows: largest number of query rows of one key/value head in a program.
       vmem_bytes: bytes of the chip's VMEM that the kernel may use.
-      part_positions: largest number of positions whose scores are computed at once.
+      part_positions: largest number of positions whose scores are computed at once. A part takes
+        hundreds of cycles whatever its size, by which long ones are better; but also a part that
+        the prefix does not fill is computed whole.
+      part_bytes: bytes of the scores of all heads that are computed at once.
       cores: number of cores of a chip that share the programs. Where the chip has fewer, or XLA
         uses fewer, one core runs the programs of all, with the same results.
     """
@@ -53,7 +56,8 @@ class Tuning:
     block_bytes: int
     tile_rows: int
     vmem_bytes: int
-    part_positions: int = 512
+    part_positions: int = 2048
+    part_bytes: int = 4 * MIB
     cores: int = 1
 
 
@@ -141,14 +145,18 @@ class Sizes:
     longest: int
     window: int | None = None
 
-    def blocks(self, tuning: Tuning) -> Blocks:
-        """Returns how a prefix is cut; a block has about `tuning.block_bytes` bytes."""
+    def blocks(self, tuning: Tuning, tile: int) -> Blocks:
+        """Returns how a prefix is cut for programs of `tile` tree rows."""
         each = 2 * self.kv_heads * self.head * self.itemsize
         longest = self.longest if self.window is None else min(self.longest, self.window)
-        part = min(tuning.part_positions, -(-longest // SUBLANES) * SUBLANES)
+        part = tuning.part_bytes // (4 * self.kv_heads * self._rows(tile))
+        part = min(part, tuning.part_positions, _up(longest, SUBLANES))
         # A window begins anywhere in a part.
         longest = longest if self.window is None else longest + part
         return Blocks.of(self.page_size, longest, part, tuning.block_bytes // each)
+
+    def _rows(self, tile: int) -> int:
+        return _up(tile * self.group, SUBLANES)
 
     def vmem_bytes(self, tile: int, blocks: Blocks) -> int:
         """Returns the bytes of VMEM that one program of `tile` tree rows holds.
@@ -156,35 +164,41 @@ class Sizes:
         Inputs and outputs are held twice, because the next program's are copied while this one
         runs. A number per row takes all lanes of a register.
         """
-        rows, keys = _up(tile * self.group, SUBLANES), _up(self.keys, SUBLANES)
+        rows, keys = self._rows(tile), _up(self.keys, SUBLANES)
         lanes, width = 4 * LANES, max(self.head, LANES)
         inputs = self.kv_heads * (2 * rows + 2 * keys) * width * self.itemsize  # q, out, k, v
         per_row = self.kv_heads * rows * lanes + _up(tile, SUBLANES) * lanes  # log-sum-exp, words
         scratch = self.kv_heads * rows * (2 * lanes + 4 * width)
         buffers = 2 * 2 * self.kv_heads * blocks.positions * width * self.itemsize
-        scores = 4 * 4 * rows * max(blocks.part, keys)  # scores, weights, their mask, and a copy
+        # Scores, weights, their mask, and a copy.
+        scores = 4 * 4 * self.kv_heads * rows * max(blocks.part, keys)
         return 2 * (inputs + per_row) + scratch + buffers + scores
 
-    def tile(self, tuning: Tuning, rows: int) -> int:
-        """Returns the number of tree rows of one program, so that what it holds fits into VMEM.
+    def cut(self, tuning: Tuning, rows: int) -> tuple[int, Blocks]:
+        """Returns the number of tree rows of one program, and how a prefix is cut for it.
 
-        It is `rows`, or a multiple of the rows of a register.
+        Both are such that what a program holds fits into VMEM. The rows are all `rows`, or a
+        multiple of the rows of a register.
 
         Raises:
           ValueError: not even the rows of one register fit.
         """
-        blocks, most = self.blocks(tuning), max(tuning.tile_rows // self.group, 1)
+        most = max(tuning.tile_rows // self.group, 1)
         tile = rows if rows <= most else max(most // SUBLANES, 1) * SUBLANES
-        while (needed := self.vmem_bytes(min(tile, rows), blocks)) > tuning.vmem_bytes:
+        while True:
+            tile = min(tile, rows)
+            blocks = self.blocks(tuning, tile)
+            needed = self.vmem_bytes(tile, blocks)
+            if needed <= tuning.vmem_bytes:
+                return tile, blocks
             if tile <= SUBLANES:
                 raise ValueError(
                     f"tree attention with {self.kv_heads} key/value heads of {self.head}, "
                     f"{self.keys} tree keys and blocks of {blocks.positions} positions needs "
-                    f"{needed} bytes of VMEM for {min(tile, rows)} rows, and may use "
-                    f"{tuning.vmem_bytes}; split the heads over more devices (tp)"
+                    f"{needed} bytes of VMEM for {tile} rows, and may use {tuning.vmem_bytes}; "
+                    "split the heads over more devices (tp)"
                 )
             tile = _up(-(-tile // 2), SUBLANES)
-        return min(tile, rows)
 
 
 def _up(number: int, multiple: int) -> int:
@@ -232,7 +246,7 @@ def tree_attention(
         group, k_tree.shape[2], kv_heads, h, k_pages.dtype.itemsize, size, size * table.shape[1],
         window,
     )  # fmt: skip
-    tile = sizes.tile(tuning, t)
+    tile, blocks = sizes.cut(tuning, t)
     tiles = -(-t // tile)
     # One tile: the rows of a group are one matrix already. Else each head's tiles are cut out.
     rows = q.reshape(b, kv_heads, *((group, t) if tiles > 1 else (1, group * t)), h)
@@ -241,7 +255,7 @@ def tree_attention(
     scalars = [prefix_len.astype(jnp.int32), table.astype(jnp.int32)]
     if sinks is not None:
         scalars.append(sinks.astype(jnp.float32))
-    kernel = Kernel(sizes.blocks(tuning), group, tile, tiles, window, sinks is not None, with_lse)
+    kernel = Kernel(blocks, group, tile, tiles, window, sinks is not None, with_lse)
     inputs, pages = (rows, words, k_tree, v_tree), (k_pages, v_pages)
     found = _call(kernel, scalars, inputs, pages, tuning, interpret)
     out = found[0].reshape(b, n, t, h)
@@ -302,7 +316,9 @@ def _call(kernel: Kernel, scalars, inputs, pages, tuning: Tuning, interpret) -> 
         ),
         # A core's programs in order, because each starts the copy of the next one's first block.
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=tuning.vmem_bytes
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=tuning.vmem_bytes,
+            disable_bounds_checks=True,  # they take longer than all else that starts a copy
         ),
         interpret=interpret,
         name="tree_attention",
@@ -370,9 +386,9 @@ class Kernel:
         softmax.clear()
         seen, depth = self._tree_mask(words[0], k_tree.shape[2])
         queries = [q[0, head].reshape(-1, q.shape[-1]) for head in range(kv_heads)]
-        for head in range(kv_heads):
-            scores = jnp.where(seen, _scores(queries[head], k_tree[0, head]), NEG_INF)
-            softmax.add(head, scores, v_tree[0, head])
+        scores = [_scores(q, k_tree[0, head]) for head, q in enumerate(queries)]
+        scores = [jnp.where(seen, x, NEG_INF) for x in scores]
+        softmax.add(scores, [v_tree[0, head] for head in range(kv_heads)])
 
         def add_part(buffer, part, first, partly: bool):
             """Adds one part of a block; `first` is its first position.
@@ -382,14 +398,14 @@ class Kernel:
             """
             place = pl.ds(pl.multiple_of(part * self.blocks.part, SUBLANES), self.blocks.part)
             known = self._known(first, length, depth, partly)
-            for head in range(kv_heads):
-                scores = _scores(queries[head], k_buffer[buffer, head, place])
-                scores = scores if known is None else jnp.where(known, scores, NEG_INF)
-                values = v_buffer[buffer, head, place]
-                if partly:  # the buffer's old content may hold NaN, and zero times NaN is NaN
-                    row = first + jax.lax.broadcasted_iota(jnp.int32, (self.blocks.part, 1), 0)
-                    values = jnp.where(row < length, values, 0)
-                softmax.add(head, scores, values)
+            scores = [_scores(q, k_buffer[buffer, i, place]) for i, q in enumerate(queries)]
+            if known is not None:
+                scores = [jnp.where(known, x, NEG_INF) for x in scores]
+            values = [v_buffer[buffer, i, place] for i in range(kv_heads)]
+            if partly:  # the buffer's old content may hold NaN, and zero times NaN is NaN
+                row = first + jax.lax.broadcasted_iota(jnp.int32, (self.blocks.part, 1), 0)
+                values = [jnp.where(row < length, v, 0) for v in values]
+            softmax.add(scores, values)
 
         def one_block(block, buffer):
             first = start + block * self.blocks.positions
@@ -560,11 +576,18 @@ class Softmax:
     def of(self, head: int) -> Running:
         return Running(self.peak[head][:, :1], self.total[head][:, :1], self.acc[head])
 
-    def add(self, head: int, scores: Float[Array, "M S"], values: Float[Array, "S H"]) -> None:
-        new = self.of(head).add(scores, lambda w: _dot(w.astype(values.dtype), values))
-        self.peak[head] = jnp.broadcast_to(new.peak, self.peak.shape[1:])
-        self.total[head] = jnp.broadcast_to(new.total, self.total.shape[1:])
-        self.acc[head] = new.out
+    def add(self, scores: list[Float[Array, "M S"]], values: list[Float[Array, "S H"]]) -> None:
+        """Adds S more keys of all heads, head beside head: one's products hide another's waits."""
+        for_all = enumerate(zip(scores, values, strict=True))
+        new = [self.of(head).add(x, functools.partial(_weigh, v)) for head, (x, v) in for_all]
+        for head, found in enumerate(new):
+            self.peak[head] = jnp.broadcast_to(found.peak, self.peak.shape[1:])
+            self.total[head] = jnp.broadcast_to(found.total, self.total.shape[1:])
+            self.acc[head] = found.out
+
+
+def _weigh(values, weights):
+    return _dot(weights.astype(values.dtype), values)
 
 
 def _dot(a, b, contract=((1,), (0,))):

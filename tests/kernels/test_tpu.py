@@ -112,7 +112,7 @@ def test_it_equals_the_reference_on_many_shapes(**case):
 def test_prefixes_that_end_at_edges_of_parts_blocks_and_pages():
     """Copies for the next slot are sent over those that have nothing to copy."""
     sizes = tpu.Sizes(2, 3, 1, HEAD, 4, 32, 96)
-    blocks = sizes.blocks(tpu.INTERPRETED)
+    _, blocks = sizes.cut(tpu.INTERPRETED, 3)
     assert (blocks.piece, blocks.part, blocks.positions) == (32, 32, 64)
     for prefix in ((0, 0, 0), (0, 64, 0), (32, 33, 31), (0, 1, 96), (63, 65, 95), (96, 96, 96)):
         check(random_case(0, 3, 1, 2, 3, 32, 3, "float32", prefix), "float32")
@@ -156,7 +156,7 @@ def test_what_a_program_holds_fits_in_vmem(generation, kv_heads, rows):
     """Qwen3-8B has 8 key/value heads with 4 query heads each, of which tp leaves some."""
     tuning = tpu.TUNING[generation]
     sizes = tpu.Sizes(4, max(rows, 16), kv_heads, HEAD, 2, 128, 8192)
-    tile, blocks = sizes.tile(tuning, rows), sizes.blocks(tuning)
+    tile, blocks = sizes.cut(tuning, rows)
     assert tile == min(rows, 64), "a verified tree is one program, a piece of a prompt a few"
     assert sizes.vmem_bytes(tile, blocks) <= tuning.vmem_bytes
     assert 2 * blocks.positions * kv_heads * HEAD * 2 == tuning.block_bytes
@@ -164,11 +164,11 @@ def test_what_a_program_holds_fits_in_vmem(generation, kv_heads, rows):
 
 def test_a_window_cuts_blocks_that_are_no_longer_than_it_needs():
     sizes = tpu.Sizes(4, 5, 2, HEAD, 2, 128, 8192, window=128)
-    blocks = sizes.blocks(tpu.TUNING["v5e"])
+    _, blocks = sizes.cut(tpu.TUNING["v5e"], 5)
     assert (blocks.piece, blocks.part, blocks.positions) == (128, 128, 256)
 
 
 def test_heads_that_do_not_fit_in_vmem_are_refused():
     sizes = tpu.Sizes(1, 512, 64, 256, 4, 128, 8192)
     with pytest.raises(ValueError, match=r"64 key/value heads of 256.*\(tp\)"):
-        sizes.tile(tpu.TUNING["v5p"], 1)
+        sizes.cut(tpu.TUNING["v5p"], 1)
