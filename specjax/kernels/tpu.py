@@ -624,16 +624,21 @@ def _refuses(operation: str, device: Device | None, cfg: ModelConfig) -> str | N
 CONTEXT_ATTENTION = functools.partial(context_parallel.attention, step=flash.step(flash.Tiles()))
 
 
-def _of(generation: str, *kinds: str) -> Kernels:
-    attend = functools.partial(tree_attention, tuning=TUNING[generation])
+def kernels(tuning: Tuning, chips: str, *kinds: str) -> Kernels:
+    """Makes the backend of a generation of TPUs, or one with a tuning of your own.
+
+    Args:
+      chips: name of the generation, for the line that is logged at start.
+      kinds: device kinds, as jax names them, for which `auto` chooses it.
+    """
     return Kernels(
         operations={
-            "tree_attention": attend,
+            "tree_attention": functools.partial(tree_attention, tuning=tuning),
             "causal_attention": library.splash_attention,
             "context_attention": CONTEXT_ATTENTION,
         },
         refuses=_refuses,
-        line=f"Pallas tree attention for {generation}, splash attention in training",
+        line=f"Pallas tree attention for {chips}, splash attention in training",
         kinds=kinds,
     )
 
@@ -644,9 +649,9 @@ def _refuses_to_interpret(operation: str, device: Device | None, cfg: ModelConfi
     return None
 
 
-V5E = _of("v5e", "TPU v5 lite", "TPU v5e")
-V5P = _of("v5p", "TPU v5", "TPU v5p")
-V6E = _of("v6e", "TPU v6 lite", "TPU v6e")
+V5E = kernels(TUNING["v5e"], "v5e", "TPU v5 lite", "TPU v5e")
+V5P = kernels(TUNING["v5p"], "v5p", "TPU v5", "TPU v5p")
+V6E = kernels(TUNING["v6e"], "v6e", "TPU v6 lite", "TPU v6e")
 INTERPRET = Kernels(
     operations={
         "tree_attention": functools.partial(tree_attention, tuning=INTERPRETED, interpret=True),
