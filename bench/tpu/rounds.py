@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -210,6 +211,8 @@ def read(argv: Sequence[str] | None = None) -> None:
     add("texts", nargs="+", type=Path, metavar="FILE", help="texts of `rounds --text`")
     add("--layers", type=int, default=MODEL.num_layers, help="layers of the text")
     add("--whole", action="store_true", help="of all layers: whole programs, such as an update")
+    more = "bytes of each text's temporaries, which a text does not say"
+    add("--temporaries", type=float, nargs="*", default=[], metavar="BYTES", help=more)
     add("--out", type=Path, metavar="FILE", help="replace figures in this file of `rounds`, too")
     args = parser.parse_args(argv)
     layers = LAYERS if args.whole else args.layers
@@ -219,8 +222,10 @@ def read(argv: Sequence[str] | None = None) -> None:
             known = json.loads(args.out.read_text(encoding="utf-8"))
         elif args.out is not None:
             known = result_of(args.out.stem, vars(args) | {"layers": layers}, {})
-        for path in args.texts:
+        for path, size in itertools.zip_longest(args.texts, args.temporaries[: len(args.texts)]):
             found = figures_of(path.read_text(encoding="utf-8"), args.whole)
+            if size is not None:
+                found["temporaries"] = figure(size, "bytes")
             name = path.stem.replace("_x_", ":")
             print(line(name, found, layers))
             if known is not None:

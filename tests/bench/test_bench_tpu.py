@@ -93,9 +93,10 @@ def test_texts_that_were_kept_are_read_again(figures, tmp_path, capsys):
     assert again["figures"]["4_1_5:8/temporaries"]["value"] == 5e6
     assert again["date"] == old["date"] and again["command"] == old["command"]
     new = tmp_path / "whole.json"
-    command.main(["read", str(file), "--whole", "--out", str(new)])
+    command.main(["read", str(file), "--whole", "--temporaries", "7e6", "--out", str(new)])
     whole = programs_of(json.loads(new.read_text()))["4_1_5:8"]
     assert whole["cycles/rest"] == 5 + 300 + 60 and whole["cycles_outside"] == 0
+    assert whole["temporaries"] == 7e6
     assert "| `4_1_5` x 8 | 0.00+ | 0.00+ |" in table([json.loads(new.read_text())])
 
 
