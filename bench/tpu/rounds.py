@@ -138,7 +138,8 @@ def measure(args: argparse.Namespace) -> dict[str, dict]:
         print(line(name, found, args.layers), f"; compiled in {seconds:.0f} s", sep="", flush=True)
         result |= {f"{name}/{key}": entry for key, entry in found.items()}
         if args.out is not None:
-            write_result(args.out.stem, vars(args), result, args.out)
+            settings = {key: getattr(args, key) for key in SETTINGS}
+            write_result(args.out.stem, settings, result, args.out)
     return result
 
 
@@ -221,7 +222,7 @@ def read(argv: Sequence[str] | None = None) -> None:
         if args.out is not None and args.out.exists():
             known = json.loads(args.out.read_text(encoding="utf-8"))
         elif args.out is not None:
-            known = result_of(args.out.stem, vars(args) | {"layers": layers}, {})
+            known = result_of(args.out.stem, {"layers": layers}, {})
         for path, size in itertools.zip_longest(args.texts, args.temporaries[: len(args.texts)]):
             found = figures_of(path.read_text(encoding="utf-8"), args.whole)
             if size is not None:
