@@ -97,6 +97,14 @@ class Head:
         blocks = math.ceil(self.vocab / (most - most % unit))
         return unit * math.ceil(self.vocab / blocks / unit)
 
+    @property
+    def most_logits(self) -> int:
+        """The most numbers of logits and their gradients that a device holds in a policy update.
+
+        Of logits in blocks of the vocabulary the gradient is not held.
+        """
+        return self.tokens * (2 * self.vocab if self.is_whole else self.block_ids)
+
     def logits(self, normed: Float[Array, "... D"], matrix: Array) -> Float[Array, "... V"]:
         """Computes float32 logits of normed states by the gathered matrix, or by some columns."""
         return lm_logits(normed, matrix.T if self.axis == 0 else matrix)

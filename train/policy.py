@@ -233,6 +233,15 @@ class PolicyTrainer:
         shape = rows, length, self.cfg.hidden_size * (1 + len(self.taps))
         return jax.ShapeDtypeStruct(shape, np.dtype(self.cfg.run.compute_dtype))
 
+    def head(self, params: Params, batch: Batch) -> Head:
+        """The language-model head of a micro-batch: how many logits exist at a time."""
+        matrix, shape = params[self._matrix], batch["tokens"].shape
+        return Head.of(self.mesh, self.axes[self._matrix], matrix, shape, self.chunk)
+
+    @property
+    def _matrix(self) -> str:
+        return "embed" if self.cfg.tie_embeddings else "lm_head"
+
     # --- programs ----------------------------------------------------------------------------
 
     def _forward(self, params: Params, batch: Batch):
@@ -253,9 +262,8 @@ class PolicyTrainer:
 
     def _token_logprobs(self, params: Params, batch: Batch):
         model, x, states = self._forward(params, batch)
-        name = "embed" if self.cfg.tie_embeddings else "lm_head"
-        shape, matrix, axes = batch["tokens"].shape, params[name], self.axes[name]
-        head, normed = Head.of(self.mesh, axes, matrix, shape, self.chunk), model.final_norm(x)
+        head, normed = self.head(params, batch), model.final_norm(x)
+        matrix = params[self._matrix]
         if self.transforms is not None:
             found = processed_state_logprobs(
                 head, normed, matrix, batch, self.transforms, self.context

@@ -278,12 +278,11 @@ def counted(program: Program, shapes: Shapes) -> Figures:
 def least_temporaries(shapes: Shapes) -> float:
     """Returns the least temporaries of a micro-batch of the policy, in bytes.
 
-    These are the logits, their gradient, and the inputs of every layer.
+    These are the logits that exist at once, and the inputs of every layer.
     """
-    model, batch = shapes.model, shapes.batch()
-    tokens = device_bytes(batch["tokens"]) / batch["tokens"].dtype.itemsize
-    logits = 2 * 4 * model.vocab_size / shapes.cfg.mesh.tp
-    return tokens * (logits + _width(model) * model.num_layers * model.hidden_size)
+    model, trainer = shapes.model, shapes.built.policy
+    head = trainer.head(shapes.params, shapes.batch())
+    return 4 * head.most_logits + head.tokens * _width(model) * model.num_layers * model.hidden_size
 
 
 def _count(program: Program, given: Mapping[str, float], shapes: Shapes) -> Cost:
