@@ -15,10 +15,13 @@ import other_python
 import pytest
 import tpu_programs
 
+from train.plan.windows import SUM
+
 PLAN = other_python.ROOT / ".venv-plan" / "bin" / "python"
 PYTHON = Path(os.environ.get("SPECJAX_TPU_PYTHON", PLAN))
 TRAINING = ("policy update", "draft update")
 ROLLOUT = ("kernel", "tree of 64", "piece", "prefill", "chunk")
+PRODUCTS = ("chunk", "chunk in float32", "chunk of one")
 
 
 WIDE = tuple(tpu_programs.WIDE_CHUNKS)
@@ -41,7 +44,7 @@ def compiled(topology: str, *names: str) -> dict[str, dict]:
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
-@pytest.mark.parametrize("name", [*ROLLOUT[-2:], *TRAINING, WIDE[0]])
+@pytest.mark.parametrize("name", [*ROLLOUT[-2:], *PRODUCTS[1:], *TRAINING, WIDE[0]])
 def test_the_programs_that_it_is_given_can_be_lowered(name):
     """Here for the CPU, so that the slow test below does not fall behind the code unseen."""
     mesh = tpu_programs.mesh_over(jax.devices()[:4])
@@ -62,6 +65,18 @@ def test_the_tpu_compiler_takes_the_kernel_and_the_programs_around_it(topology, 
         assert found[name]["tree_attention"] > 0, f"{name} runs without the kernel"
     for name in TRAINING:
         assert found[name]["splash"] > 0, f"{name} runs without splash attention"
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_products_are_what_their_dtype_says_and_never_sums_of_one_row():
+    found = compiled("v5e:2x2", *PRODUCTS)
+    assert found["chunk in float32"]["precisions"] == ["highest"]
+    assert found["chunk"]["precisions"] == found["chunk of one"]["precisions"] == ["default"]
+    for name in PRODUCTS:
+        windows = found[name]["windows"]
+        assert set(windows) == {*"qkvo", "gate", "up", "down", "lm_head"}, name
+        assert not [product for product, found in windows.items() if SUM in found], name
 
 
 def measured(topology: str, name: str) -> dict[str, float]:

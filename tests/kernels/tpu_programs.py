@@ -32,6 +32,7 @@ from train.loss import count_denominators, sft_loss
 from train.optim import OptimConfig
 from train.plan.cycles import name_of
 from train.plan.hlo import Module
+from train.plan.windows import products
 from train.policy import PolicyTrainer
 
 # As Qwen3-8B, but for layers and vocabulary; in bfloat16, with heads of 128.
@@ -115,6 +116,25 @@ def wide_chunk(mesh, name: str):
     return chunk(wide_runner(mesh, strategy), strategy, bucket)
 
 
+def exact_chunk(mesh):
+    """A chunk of plain decoding in float32."""
+    model = MODEL.running(param_dtype="float32", compute_dtype="float32")
+    return chunk(runner_of(mesh, model, 8, STRATEGIES), "off", 8)
+
+
+def one_chunk(mesh):
+    """A chunk of plain decoding of one sequence."""
+    return chunk(small_runner(mesh), "off", 1)
+
+
+def of_products(text: str) -> dict:
+    """Of the target's products in a round their windows, and of all products the precisions."""
+    found = re.findall(r" convolution\(.*", text)
+    asked = [re.search(r"operand_precision=\{(\w+),(\w+)\}", product) for product in found]
+    precisions = {name for each in asked for name in (each.groups() if each else ("default",))}
+    return {"windows": products(Module(text)), "precisions": sorted(precisions)}
+
+
 def of_a_round(text: str) -> dict:
     """What a chunk of `WIDE_CHUNKS` does in a round, beside its figures in a result file."""
     module = Module(text)
@@ -178,6 +198,8 @@ PROGRAMS = {
     "piece": lambda mesh: kernel(mesh, rows=512),
     "prefill": prefill,
     "chunk": small_chunk,
+    "chunk in float32": exact_chunk,
+    "chunk of one": one_chunk,
     "policy update": lambda mesh: training(mesh, head=False),
     "draft update": lambda mesh: training(mesh, head=True),
     **{name: functools.partial(wide_chunk, name=name) for name in WIDE_CHUNKS},
@@ -204,6 +226,8 @@ def main(topology: str, *wanted: str) -> None:
             "splash": sum("splash" in line for line in calls),
             "temporaries": compiled.memory_analysis().temp_size_in_bytes,
         }
+        if name.startswith("chunk"):
+            found |= of_products(text)
         if name in WIDE_CHUNKS:
             found |= of_a_round(text)
         print(json.dumps(found), flush=True)
