@@ -369,7 +369,7 @@ class _Cut:
             ),
             cost_estimate=cost,
             interpret=self.tiles.interpret,
-            name=kernel.__name__.strip("_"),
+            name="flash" + kernel.__name__.removesuffix("_kernel"),
         )(kinds.reshape(-1), _fetched(kinds).reshape(-1), *arrays)
 
 

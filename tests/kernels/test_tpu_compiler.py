@@ -79,6 +79,14 @@ def test_products_are_what_their_dtype_says_and_never_sums_of_one_row():
         assert not [product for product, found in windows.items() if SUM in found], name
 
 
+@pytest.mark.slow
+@needs_libtpu
+def test_the_tpu_compiler_sends_blocks_around_the_ring_while_kernels_run():
+    found = compiled("v5e:2x2", "ring")["ring"]
+    assert found["flash"] == 3 * 4  # forward, queries and keys of every hop
+    assert found["sent meanwhile"] > 0 and found["sent alone"] == 0
+
+
 def measured(topology: str, name: str) -> dict[str, float]:
     """The figures of a chunk in the committed result files."""
     file = RESULTS / f"{topology.partition(':')[0]}.json"

@@ -27,6 +27,8 @@ from specjax.kernels import dispatch
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
 from specjax.parallel import sharding
+from specjax.parallel.context import context_of
+from specjax.parallel.sharding import MeshConfig, make_mesh
 from train.draft import DraftConfig, DraftTrainer, frozen_policy_parts
 from train.loss import count_denominators, sft_loss
 from train.optim import OptimConfig
@@ -192,10 +194,29 @@ def training(mesh, head: bool):
 
 
 # Name -> the program for a mesh, lowered.
+def ring(mesh) -> jax.stages.Lowered:
+    """Attention of rows that are split over four devices, and its gradients."""
+    config = MeshConfig(cp=4)
+    context = context_of(config, make_mesh(config, list(mesh.devices.flat)))
+
+    def shape(*dims, dtype=jnp.bfloat16):
+        spec = jax.P(None, None, "cp", None) if len(dims) == 4 else jax.P(None, "cp")
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=jax.NamedSharding(context.mesh, spec))
+
+    def loss(q, k, v, segments):
+        out = dispatch.causal_attention(q, k, v, segments, context, kernel="tpu:v5e")
+        return out.astype(jnp.float32).sum()
+
+    keys = shape(1, 2, 4096, 128)
+    arrays = shape(1, 4, 4096, 128), keys, keys, shape(1, 4096, dtype=jnp.int32)
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*arrays)
+
+
 PROGRAMS = {
     "kernel": lambda mesh: kernel(mesh, rows=5),
     "tree of 64": lambda mesh: kernel(mesh, rows=64),
     "piece": lambda mesh: kernel(mesh, rows=512),
+    "ring": ring,
     "prefill": prefill,
     "chunk": small_chunk,
     "chunk in float32": exact_chunk,
@@ -224,6 +245,9 @@ def main(topology: str, *wanted: str) -> None:
             "device": devices[0].device_kind,
             "tree_attention": sum("tree_attention" in line for line in calls),
             "splash": sum("splash" in line for line in calls),
+            "flash": sum("flash" in line for line in calls),
+            "sent meanwhile": text.count(" collective-permute-start("),
+            "sent alone": text.count(" collective-permute("),
             "temporaries": compiled.memory_analysis().temp_size_in_bytes,
         }
         if name.startswith("chunk"):
