@@ -241,11 +241,14 @@ def draw_ahead(
         not fit into registers together, and which took 5 times as long: there each draw waits for
         the last one.
     """
+    if chain:  # each [B 1 V]: arrays [B V] are drawn twice, to be drafted with and to be stacked
+        positions = [root[:, None] + 1 + i for i in range(count)]
+        return tuple(target_noise(keys, position, vocab)[:, 0] for position in positions)
     words = _folded(_columns(keys), TARGET, root[:, None] + 1 + jnp.arange(count))
     rows = []
     for i in range(count):
         of_position = tuple(word[:, i] for word in words)
-        if rows and not chain:
+        if rows:
             of_position, rows[-1] = jax.lax.optimization_barrier((of_position, rows[-1]))
         rows.append(shards.pin(_gumbel(of_position, root.shape, vocab)))
     return tuple(rows)
