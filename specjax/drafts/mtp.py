@@ -50,6 +50,7 @@ from specjax.models.layers import Block, draw, rms_norm
 from specjax.models.rows import axes_of, fuse, fused_rows, layer_rows, merge_axes, param_axes
 from specjax.models.transformer import Params, angles_of, layers_by_kernel, lm_logits
 from specjax.parallel.context import Context
+from specjax.parallel.sharding import whole_rows
 from specjax.weights.matrix import PLAIN, cast, dot, pack
 
 WINDOW = 128  # target states that a slot remembers while plain decoding runs
@@ -85,7 +86,7 @@ def module_rows(cfg: ModelConfig) -> dict[str, Param]:
     """Returns the rows of a module's arrays outside its layer."""
     d = cfg.hidden_size
     scale = Param((d,), (None,), init=None)
-    proj = Param((2 * d, d), (None, "embed"), matrix=True)
+    proj = Param((2 * d, d), ("embed", "mlp"), matrix=True)
     return {"embed_norm": scale, "hidden_norm": scale, "proj": proj, "norm": scale}
 
 
@@ -118,7 +119,8 @@ class MTPModule(nnx.Module):
         e = rms_norm(embedded, self.embed_norm[...], eps)
         h = rms_norm(hidden.astype(embedded.dtype), self.hidden_norm[...], eps)
         halves = [e, h] if self.cfg.mtp_concat == "embedding_first" else [h, e]
-        return dot(jnp.concatenate(halves, -1), self.proj.get_value())
+        # Devices of `tp` compute columns, which are then gathered: sums are those of one device.
+        return whole_rows(dot(jnp.concatenate(halves, -1), self.proj.get_value()))
 
     def at(self, where: Where) -> Where:
         """Returns `where` with the kernel and the layer's own angles."""

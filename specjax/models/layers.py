@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
 from specjax.config import ModelConfig
@@ -14,7 +15,8 @@ from specjax.config.model import Layer
 from specjax.interfaces import Memory, Param, Scratch, Where
 from specjax.models.rows import fused_rows, layer_rows
 from specjax.parallel.context import split_over_tp, whole_over_tp
-from specjax.weights.matrix import Matrix
+from specjax.parallel.sharding import shard_shape
+from specjax.weights.matrix import Matrix, is_array
 
 
 def rms_norm(x: Float[Array, "... D"], scale: Float[Array, "... D"], eps: float) -> Array:
@@ -38,6 +40,35 @@ def draw(row: Param, rngs: nnx.Rngs, dtype: str, lead: tuple[int, ...] = (), dep
     std = row.init / (2 * max(depth, 1)) ** 0.5 if row.residual else row.init
     values = std * jax.random.normal(rngs.params(), shape, jnp.float32)
     return nnx.Param(values.astype(jnp.dtype(dtype)))
+
+
+def as_stored(
+    normed: Float[Array, "... D"], head: Matrix, axes: tuple[str, str]
+) -> tuple[Array, Matrix]:
+    """Keeps TPU programs from reading a language-model head in another layout than arrays have.
+
+    By default an array there has the layout that pads it least to lines of 128 numbers. A loop may
+    prefer another, and then the program begins with a copy of the head.
+
+    Args:
+      normed: states that the head is multiplied by.
+      head: the head, or the embedding that it is tied to.
+      axes: the logical axes of `head`.
+
+    Returns:
+      the states, and the head.
+    """
+    if not is_array(head):
+        return normed, head
+    first, second = shard_shape(axes, head.shape)
+    layout = Layout((1, 0) if second % 128 and not first % 128 else (0, 1))
+
+    def pinned(normed, head):
+        # Without the barrier the constraint would be moved out of the loop, to no effect.
+        normed, head = jax.lax.optimization_barrier((normed, head))
+        return normed, with_layout_constraint(head, layout)
+
+    return jax.lax.platform_dependent(normed, head, tpu=pinned, default=lambda *both: both)
 
 
 class Block(nnx.Module):

@@ -30,7 +30,7 @@ from specjax.config.stacks import part_of, segments, stacks, tree_of
 from specjax.interfaces import Forward, Memory, Params, Scratch, Where
 from specjax.kernels import dispatch
 from specjax.memory import KVCache, append_rows
-from specjax.models.layers import Block, draw, rms_norm
+from specjax.models.layers import Block, as_stored, draw, rms_norm
 from specjax.models.rows import fuse, fused_rows, layer_rows, top_rows
 from specjax.parallel import sharding
 from specjax.parallel.context import Context, pin_rows, split_over_tp, whole_over_tp
@@ -128,7 +128,11 @@ class Transformer(nnx.Module):
 
     def logits(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Computes float32 logits of states before the final norm."""
-        return lm_logits(self.final_norm(x), self.head_weight())
+        normed, name = self.final_norm(x), "embed" if self.tied else "lm_head"
+        head = getattr(self, name).get_value()
+        if isinstance(self.layers, nnx.List):  # training has no loop over rounds
+            normed, head = as_stored(normed, head, top_rows(self.cfg)[name].axes)
+        return lm_logits(normed, transposed(head) if self.tied else head)
 
     def head_weight(self) -> Matrix:
         return transposed(self.embed.get_value()) if self.tied else self.lm_head.get_value()

@@ -230,6 +230,14 @@ def traced_on(mesh: jax.sharding.Mesh | None, program: Callable) -> Callable:
     return within
 
 
+def whole_rows(x: jax.Array) -> jax.Array:
+    """Constrains rows [.. D], in a program traced on a mesh, to have all of D on every device."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    anyhow = (jax.P.UNCONSTRAINED,) * (x.ndim - 1)
+    return jax.lax.with_sharding_constraint(x, jax.P(*anyhow, None))
+
+
 def pin_gathered(mesh: jax.sharding.Mesh | None, params, axes: Axes):
     """Constrains weights inside a jitted function to be split over `tp` alone where they are used.
 
@@ -271,6 +279,14 @@ def split_over(mesh: jax.sharding.Mesh, name: str | None, size: int) -> tuple[st
     """Returns the mesh axes that split a dimension of a logical axis; none if it stays whole."""
     physical = tuple(a for a in PHYSICAL[name] if a in mesh.shape)
     return physical if size % math.prod(mesh.shape[a] for a in physical) == 0 else ()
+
+
+def shard_shape(axes: tuple, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape of a device's shard, in a program traced on a mesh, of an array."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return shape
+    return jax.NamedSharding(mesh, spec_for(mesh, axes, shape)).shard_shape(shape)
 
 
 def _leaf_axes(path, shape: tuple[int, ...], axes: Axes) -> tuple:

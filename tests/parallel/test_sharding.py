@@ -70,7 +70,7 @@ def test_parameters_and_moments_are_split_by_the_table(tiny_policy, mesh):
     assert layers["q"].shape == (2, 16, 32) and shard(layers["q"]) == (2, 8, 16)
     assert shard(layers["o"]) == (2, 16, 8) and shard(layers["down"]) == (2, 16, 8)
     assert shard(layers["input_norm"]) == layers["input_norm"].shape
-    assert shard(head["blocks"][0]["proj"]) == (32, 8)
+    assert shard(head["blocks"][0]["proj"]) == (16, 8)
     optimizer = OptimConfig().build()
     trainer = PolicyTrainer(model, rl_loss(algo()), optimizer, mesh)
     moments = [x for x in jax.tree.leaves(trainer.init_opt_state(params)) if x.ndim == 3]
@@ -126,7 +126,7 @@ def test_losses_and_gradient_norms_equal_those_of_one_device(tiny_policy, mesh, 
         results.append(numbers)
         if place is not None:
             assert shard(params["layers"]["q"]) == (2, 8, 16), "the update lost the sharding"
-            assert shard(head["blocks"][0]["proj"]) == (32, 8)
+            assert shard(head["blocks"][0]["proj"]) == (16, 8)
             assert shard(placed[0]["tokens"]) == (1, 32)
     for one, eight in zip(*results, strict=True):
         np.testing.assert_allclose(eight, one, rtol=1e-4, atol=1e-4)
@@ -179,6 +179,8 @@ def test_sharded_decoding_emits_the_same_tokens(thin_policy, mesh, strategy):
         if place is not None:
             runner = llm.engine.runner
             assert shard(runner.params["layers"][0]["q"]) == (8, 16)
+            if strategy != "off":
+                assert shard(runner.head["blocks"][0]["proj"]) == (16, 8)
             caches = jax.tree.leaves((runner.state.memory.pages, runner.state.draft))
             caches = [x for x in caches if x.ndim >= 4]
             assert len(caches) == (2 if strategy == "off" else 4)  # the head's, too

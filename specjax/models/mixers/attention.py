@@ -113,7 +113,8 @@ class Attention:
         scratch: Scratch | None,
     ) -> tuple[Float[Array, "B T D"], Scratch]:
         """See `specjax.interfaces.Mixer.run`."""
-        q, k, v = self.project(w, x, *where.rotated_by(self.rotation))
+        decoding = where.form != "train"
+        q, k, v = self.project(w, x, *where.rotated_by(self.rotation), decoding)
         if where.form == "train":
             attended = dispatch.causal_attention(
                 q, k, v, where.segments, where.context, window=self.window, kernel=where.kernel
@@ -156,13 +157,22 @@ class Attention:
         return rope_tables(self.rope, self.head_dim, positions)
 
     def project(
-        self, w: Params, x: Float[Array, "B T D"], cos: Float[Array, "B T H"], sin
+        self,
+        w: Params,
+        x: Float[Array, "B T D"],
+        cos: Float[Array, "B T H"],
+        sin: Float[Array, "B T H"],
+        decoding: bool = False,
     ) -> tuple[Float[Array, "B N T H"], Float[Array, "B K T H"], Float[Array, "B K T H"]]:
         """Computes queries, keys and values of normed states, head-major, normed and rotated."""
 
         def product(weight: str, bias: str) -> Array:
             with jax.named_scope(weight):
                 out = dot(x, w[weight])
+            if decoding:  # else the product writes heads, for which TPU programs transpose weights
+                out = jax.lax.platform_dependent(
+                    out, tpu=jax.lax.optimization_barrier, default=lambda out: out
+                )
             return out + w[bias].astype(x.dtype) if bias in w else out
 
         def heads(x: Array, norm: str | None = None) -> Array:
