@@ -30,6 +30,7 @@ from specjax.config import ModelConfig
 from specjax.interfaces import Device, Param, Params, Weight
 from specjax.kernels import dispatch
 from specjax.kernels.backend import Unsuited
+from specjax.parallel import sharding
 from specjax.registry import FORMATS, check_setting
 
 Matrix = Array | Weight
@@ -84,7 +85,7 @@ def dot(x: Float[Array, "... I"], matrix: Matrix, dtype: Any = None) -> Float[Ar
     if not is_array(matrix):
         return matrix.dot(x).astype(x.dtype if dtype is None else dtype)
     matrix = matrix.astype(x.dtype)
-    if math.prod(x.shape[:-1]) == 1:
+    if _rows_of_a_device(x) == 1:
         one_row = functools.partial(_padded, dtype=dtype)
         plain = functools.partial(_product, dtype=dtype)
         return jax.lax.platform_dependent(x, matrix, tpu=one_row, default=plain)
@@ -97,14 +98,23 @@ def _product(x, matrix, dtype):
     return jnp.matmul(x, matrix, preferred_element_type=dtype)
 
 
+def _rows_of_a_device(x: Float[Array, "... I"]) -> int:
+    """Returns the number of rows on a device, if the first axis is the batch."""
+    mesh, rows = jax.sharding.get_abstract_mesh(), math.prod(x.shape[:-1])
+    ways = sharding.split_over(mesh, "batch", x.shape[0]) if x.ndim > 1 else ()
+    return rows // math.prod(mesh.shape[axis] for axis in ways)
+
+
 def _padded(x: Float[Array, "... I"], matrix: Float[Array, "I O"], dtype: Any):
-    """Computes the product of one row as that of `SUBLANES` rows, of which the others are zero.
+    """Computes the product of one row a device as that of `SUBLANES` rows, the others being zero.
 
     The TPU compiler makes a sum of a product of one row: it does not use the matrix unit, takes
     about twice as long, and rounds every summand to the dtype of the result.
     """
-    several = jnp.pad(x.reshape(1, -1), [(0, SUBLANES - 1), (0, 0)])
-    return _product(several, matrix, dtype)[:1].reshape(*x.shape[:-1], -1)
+    several = jnp.pad(x.reshape(-1, 1, x.shape[-1]), [(0, 0), (0, SUBLANES - 1), (0, 0)])
+    if len(several) == 1:  # with an axis of one the compiler chooses slower windows
+        several = several[0]
+    return _product(several, matrix, dtype)[..., 0, :].reshape(*x.shape[:-1], -1)
 
 
 @jax.custom_vjp

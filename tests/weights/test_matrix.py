@@ -280,9 +280,14 @@ def test_one_row_is_multiplied_as_eight_on_tpus_alone(dtype, result):
         [line] = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
         return line.rpartition("-> tensor<")[2].split("x24x")[0]
 
+    four = jnp.tile(x, (4, 1, 1))
     assert (rows(x, "tpu"), rows(x, "cpu"), rows(x, "cuda")) == ("8", "1x1", "1x1")
-    assert rows(jnp.tile(x, (2, 1, 1)), "tpu") == "2x1"
-    given = jax.jit(functools.partial(matrix._padded, dtype=result))(x, w)
-    np.testing.assert_array_equal(given, product(x, w))
-    np.testing.assert_array_equal(given, np.asarray(x) @ np.asarray(w))
-    assert given.dtype == product(x, w).dtype == (result or dtype)
+    assert rows(four, "tpu") == "4x1"
+    mesh = sharding.make_mesh(sharding.MeshConfig(fsdp=4))
+    with sharding.ambient(mesh):  # one row a device
+        assert (rows(four, "tpu"), rows(jnp.tile(four, (2, 1, 1)), "tpu")) == ("4x8", "8x1")
+    padded = jax.jit(functools.partial(matrix._padded, dtype=result))
+    for given in (x, four, x[0]):
+        np.testing.assert_array_equal(padded(given, w), product(given, w))
+        np.testing.assert_array_equal(padded(given, w), np.asarray(given) @ np.asarray(w))
+    assert padded(x, w).dtype == product(x, w).dtype == (result or dtype)
