@@ -11,9 +11,10 @@ from specjax.config import RunConfig
 from specjax.engine.engine import Engine
 from specjax.engine.hosts import Copies, Hosts
 from specjax.engine.replicas import Replicas
+from specjax.engine.runner import Runner
 from specjax.models.families.dense import dense_config
 from specjax.models.rows import param_axes
-from specjax.models.transformer import init_params
+from specjax.models.transformer import init_params, split_layout
 from specjax.parallel import sharding
 from specjax.parallel.collectives import received
 from specjax.parallel.reshard import UNNAMED, Mover, Reshard, Unrelated, bytes_missing, cast
@@ -179,6 +180,36 @@ def test_replicas_get_their_weights_by_one_program_and_hold_them_where_they_arri
         assert jax.tree.map(lambda x: x.sharding, runner.params) == expected
         for new, old in zip(jax.tree.leaves(runner.params), jax.tree.leaves(params), strict=True):
             np.testing.assert_array_equal(new, old.astype("bfloat16"))
+
+
+def test_one_program_moves_weights_and_lays_them_out_layer_by_layer():
+    mesh = make_mesh(MeshConfig(fsdp=4, tp=2))
+    params = init_params(TINY, 0)
+    placed = jax.device_put(params, split(mesh, params))
+    mover = Mover(rollout_mesh(mesh, 4), AXES)
+    cfg = TINY.running(scan_layers=False, compute_dtype="bfloat16")
+    moved = mover(placed, split_layout(cfg, 4))
+    [program] = mover.programs
+    assert not program.excess(program.collectives)
+    assert {c.name for c in program.collectives} <= set(program.shards), "some have no name"
+    assert sorted(moved["layers"]) == [0, 1]
+    for number, layer in moved["layers"].items():
+        assert layer["q"].sharding.shard_shape((32, 32)) == (32, 8)
+        for name, array in layer.items():
+            expected = params["layers"][name][number].astype("bfloat16")
+            np.testing.assert_array_equal(array, expected)
+    np.testing.assert_array_equal(moved["lm_head"], params["lm_head"].astype("bfloat16"))
+    other = jax.device_put(params, sharding.replicated(mesh))
+    assert mover.program(other, split_layout(cfg, 4)) is None  # split in another way: by shards
+
+
+def test_a_mesh_decodes_with_layers_that_are_neither_stacked_nor_fused():
+    cfg = TINY.running(scan_layers=False)
+    for tp, fused in ((1, True), (2, False)):
+        [mesh] = sharding.replica_meshes(1, tp)
+        run = Runner(cfg, None, 1, 32, mesh=mesh).cfg.run
+        assert not run.scan_layers and run.fused == fused
+    assert Runner(cfg, None, 1, 32).cfg.run.fused
 
 
 def test_two_models_of_one_structure_have_a_program_each():
