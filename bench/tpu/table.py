@@ -23,7 +23,7 @@ MARKS = "<!-- table {} of bench.tpu -->", "<!-- end of table {} -->"
 VERSIONS = "before", "after"
 ROOM = (
     "outside rounds", "temporaries", "HBM", "copied", "copied outside rounds", "collectives",
-    "no estimate of",
+    "kernels", "no estimate of",
 )  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def cells_of(value: Mapping[str, Any], layers: int) -> dict[str, str]:
     """
     cycles = scaled(value, layers)
     once = value["counted_once"]
-    cells = {"round": _millions(sum(cycles.values())) + "+" * bool(once)}
+    cells = {"cycles": _millions(sum(cycles.values())) + "+" * bool(once)}
     cells |= {part: _millions(cycles[part]) + "+" * (part in once) for part in (*PARTS, REST)}
     calls = sum(count for key, count in value.items() if key.startswith("calls/"))
     rest = (
@@ -54,7 +54,8 @@ def cells_of(value: Mapping[str, Any], layers: int) -> dict[str, str]:
             _bytes(value.get(key))
             for key in ("temporaries", "bytes", "copied/round", "copied/entry")
         ),
-        f"{calls:.0f}",
+        f"{calls:.0f}, {_bytes(value['received'])}",
+        f"{value['kernels']:.0f}",
         unknown_text({key[8:]: n for key, n in value.items() if key.startswith("unknown/")}),
     )
     return cells | dict(zip(ROOM, rest, strict=True))
@@ -88,11 +89,11 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
         totals = []
         for found, count, version in zip(values, layers, VERSIONS, strict=False):
             cells = cells_of(found[name], count)
-            row = {"chunk": _title(name)}
+            row = {"program": _title(name)}
             if len(values) == 2:
                 totals.append(sum(scaled(found[name], count).values()))
                 row["version"] = version
-                cells["round"] += f" ({totals[1] / totals[0]:.2f}x)" if totals[1:] else ""
+                cells["cycles"] += f" ({totals[1] / totals[0]:.2f}x)" if totals[1:] else ""
             row |= cells
             rows = rows or [list(row), ["---"] * len(row)]
             rows.append(list(row.values()))
