@@ -432,7 +432,8 @@ def embed_tokens(embed: Matrix, tokens: Int[Array, "..."], cfg: ModelConfig) -> 
     """
     safe, dtype = jnp.clip(tokens, 0, cfg.vocab_size - 1), jnp.dtype(cfg.run.compute_dtype)
     mesh = jax.sharding.get_abstract_mesh()
-    if is_array(embed) and not mesh.empty and sharding.is_gathered(mesh, _TABLE, embed.shape):
+    splits = not mesh.empty and sharding.divides_rows(mesh, safe.shape)
+    if is_array(embed) and splits and sharding.is_gathered(mesh, _TABLE, embed.shape):
         return _embed_split(Stored(mesh, _TABLE, embed.shape, embed.dtype), dtype, embed, safe)
     return rows(embed, safe).astype(dtype)
 

@@ -269,6 +269,15 @@ def row_axes(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
     return tuple(a for a in (*PHYSICAL["batch"], *PHYSICAL["sequence"]) if a in mesh.shape)
 
 
+def divides_rows(mesh: jax.sharding.Mesh, shape: tuple[int, ...]) -> bool:
+    """Returns whether rows [R S ...] of a shape are split evenly by `rows_sharding`."""
+
+    def ways(name: str) -> int:
+        return math.prod(mesh.shape.get(axis, 1) for axis in PHYSICAL[name])
+
+    return len(shape) > 1 and not (shape[0] % ways("batch") or shape[1] % ways("sequence"))
+
+
 def spec_for(mesh: jax.sharding.Mesh, axes: tuple, shape: tuple[int, ...]) -> jax.P:
     """Returns the physical spec of an array from its logical axes; indivisible ones stay whole."""
     split = (split_over(mesh, name, size) for name, size in zip(axes, shape, strict=True))
