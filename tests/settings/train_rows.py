@@ -706,6 +706,7 @@ RL = {
     ),
     "remat": Row(True, lambda cfg: trained_by(cfg, "remat")),
     "remat_policy": Row("full", lambda cfg: trained_by(cfg, "remat_policy"), {"remat": True}),
+    "logprob_chunk_size": Row(64, lambda cfg: built(cfg).policy.chunk),
     "attention": (
         Row("tpu", lambda cfg: trained_by(cfg, "attention")),
         Reaches("reference", rl_engine, EngineConfig, "attention"),
@@ -843,6 +844,7 @@ SFT = {
     "mesh.sequence_parallel": Row(True, started, NEW | {"mesh.tp": 2}),
     "remat": Row(True, started, NEW),
     "remat_policy": Row("full", started, NEW | {"remat": True}),
+    "logprob_chunk_size": Row(64, lambda cfg: sft_programs(cfg).chunk),
     "attention": Row("tpu", lambda cfg: getattr(sft_programs(cfg), "cfg", sft_programs(cfg))),
     "checkpoint.every": ReadBy(2, sft),
     "checkpoint.keep_last": ReadBy(3, sft),
