@@ -246,7 +246,10 @@ def _step_losses_fwd(cut, name, temperature, context, outputs, normed, matrix, t
 def _step_losses_bwd(cut, name, temperature, context, gradients, cotangents):
     del cut, name, temperature, context
     losses, _ = cotangents
-    scaled = (g * d.astype(g.dtype) for g, d in zip(gradients, losses, strict=True))
+    # In bfloat16 the factor's own rounding would scale the whole gradient of a step.
+    scaled = (
+        (g.astype(jnp.float32) * d).astype(g.dtype) for g, d in zip(gradients, losses, strict=True)
+    )
     return tuple(scaled), None, None, None
 
 

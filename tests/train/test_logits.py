@@ -1,6 +1,7 @@
 """Logits in blocks have the values and gradients of all logits at once, also split over devices."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from train.policy import PolicyTrainer
 from train.registry import OBJECTIVES
 
 ROWS, LENGTH, VOCAB, WIDTH = 4, 32, 40, 16
+UNEVEN = np.float32(1.2539)  # a weight that bfloat16 does not have: it has 1.25 and 1.2578
 needs_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 MESHES = {
     "none": {},
@@ -210,6 +212,91 @@ def test_losses_of_the_head_over_several_steps_in_blocks_of_tokens(axes, loss, c
     blocks = run(given[0], weights(mesh, policy), given[1], mesh, context, chunk)
     for a, b in zip(*map(jax.tree.leaves, (whole, blocks)), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def assert_equal_but_for_rounding(found, wanted):
+    """Asserts that arrays differ by roundings to bfloat16, and by no common factor."""
+    found, wanted = np.asarray(found, "f8"), np.asarray(wanted, "f8")
+    np.testing.assert_allclose(found, wanted, rtol=2**-6, atol=2**-10 * np.abs(wanted).max())
+    factor = np.sum(found * wanted) / np.sum(wanted * wanted)
+    np.testing.assert_allclose(factor, 1, atol=1e-3)
+
+
+def lost_in_bfloat16(number):
+    """The share of a number that rounding it to bfloat16 changes."""
+    return np.abs(np.asarray(jnp.asarray(number, "bfloat16"), "f8") / number - 1)
+
+
+@pytest.mark.parametrize("scores", ["temperature", "processed"])
+def test_gradients_of_scores_of_bfloat16_states_are_the_same_in_blocks(scores):
+    normed, matrix = arrays()
+    batch = packed()
+    transforms = Transforms.of(SamplingParams(**CASES["filters"], max_tokens=9), (3, 4), VOCAB)
+
+    def gradients(chunk):
+        head = Head.of(None, AXES["lm_head"], matrix, (ROWS, LENGTH), chunk)
+
+        def loss(normed, matrix):
+            if scores == "processed":
+                found, *_ = processed_state_logprobs(head, normed, matrix, batch, transforms)
+            else:
+                found, _ = state_logprobs(
+                    head, normed, matrix, batch["tokens"], batch["segment_ids"], 0.7
+                )
+            return UNEVEN * jnp.sum(found * batch["loss_mask"])
+
+        d_normed, d_matrix = jax.jit(jax.grad(loss, (0, 1)))(jnp.bfloat16(normed), matrix)
+        assert (d_normed.dtype, d_matrix.dtype) == (jnp.bfloat16, jnp.float32)
+        return d_normed, d_matrix
+
+    for blocks, whole in zip(gradients(5), gradients(None), strict=True):
+        assert_equal_but_for_rounding(blocks, whole)
+
+
+def gradients_of_outputs(settings, batch, chunk, weight):
+    """The gradients of a weighted loss for the states that a head returns, in bfloat16; sums."""
+    cfg, rng = config(tied=False), np.random.default_rng(3)
+    source = SimpleNamespace(
+        needs=SimpleNamespace(taps=("post_norm",)), unroll=lambda outputs, *_: outputs
+    )
+    states, *outputs = (
+        jnp.bfloat16(rng.normal(size=(ROWS, LENGTH, WIDTH)))
+        for _ in range(1 + settings.unroll_steps)
+    )
+    policy = frozen_policy_parts(init_params(cfg, 0))
+    policy["lm_head"] = 20 * policy["lm_head"]
+
+    def loss(outputs):
+        value, sums = head_loss(
+            cfg, settings, 0.9, outputs, policy, batch, states, source=source, chunk=chunk
+        )
+        return weight * value, sums
+
+    return jax.jit(jax.grad(loss, has_aux=True))(outputs)
+
+
+@pytest.mark.parametrize("loss", ["ce", "soft_ce"])
+def test_gradients_of_the_head_s_bfloat16_states_are_the_same_in_blocks(loss):
+    settings = DraftConfig(loss=loss, unroll_steps=3, step_decay=0.8)
+    _, sums = gradients_of_outputs(settings, packed(), 5, 1.0)
+    factors = 0.8 ** np.arange(3) / (1 + 0.8 + 0.64) / np.asarray(sums["mtp_tokens"])
+    weight = UNEVEN / factors[0]
+    assert lost_in_bfloat16(weight * factors[0]) > 3e-3
+    blocks, _ = gradients_of_outputs(settings, packed(), 5, weight)
+    whole, _ = gradients_of_outputs(settings, packed(), None, weight)
+    for found, wanted in zip(blocks, whole, strict=True):
+        assert found.dtype == jnp.bfloat16
+        assert_equal_but_for_rounding(found, wanted)
+
+
+def test_a_weight_of_the_head_s_loss_is_not_rounded_to_bfloat16():
+    inside = np.broadcast_to(np.arange(LENGTH) < 18, (ROWS, LENGTH)).astype("i4")
+    batch = packed() | {"segment_ids": inside, "loss_mask": inside.astype("f4")}
+    [one], sums = gradients_of_outputs(DraftConfig(), batch, 5, 1.0)
+    assert sums["mtp_tokens"].tolist() == [64]  # by which a gradient is divided exactly
+    [weighted], _ = gradients_of_outputs(DraftConfig(), batch, 5, UNEVEN)
+    np.testing.assert_array_equal(weighted, (one.astype("f4") * UNEVEN).astype("bfloat16"))
+    assert np.any(np.asarray(weighted != one))
 
 
 @pytest.mark.parametrize("axes", LAYOUTS[1:4])
