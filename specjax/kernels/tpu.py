@@ -365,18 +365,20 @@ class Kernel:
         end = (pl.program_id(0) + 1) * steps  # of the programs of this core
         me = end - steps + step
         slot = jax.lax.div(me, self.tiles)
-        length = lens[slot]
-        start = self._start(length)
+        start, length = self._prefix(lens, me)
 
-        def send(program, start, buffer):
-            """Starts copying a block, of a program of this core."""
-            slot = jax.lax.div(program, self.tiles)
-            copies.start(slot, start, lens[slot], buffer)
+        def send(first, buffer):
+            """Starts copying this program's block that begins at position `first`."""
+            copies.start(slot, first, length, buffer)
 
         def send_first(after, buffer):
             """Starts copying the first block of the next program that has any."""
-            program, length = self._next(lens, after, end)
-            pl.when(length > 0)(lambda: send(program, self._start(length), buffer))
+            program, count = self._next(lens, after, end)
+
+            @pl.when(count > 0)
+            def _():
+                start, length = self._prefix(lens, program)
+                copies.start(jax.lax.div(program, self.tiles), start, length, buffer)
 
         @pl.when(step == 0)
         def _():
@@ -412,7 +414,7 @@ class Kernel:
             following = first + self.blocks.positions
             is_last = following >= length
             pl.when(is_last)(lambda: send_first(me + 1, 1 - buffer))
-            pl.when(jnp.logical_not(is_last))(lambda: send(me, following, 1 - buffer))
+            pl.when(jnp.logical_not(is_last))(lambda: send(following, 1 - buffer))
             copies.wait(slot, first, length, buffer)
             here = jnp.minimum(length - first, self.blocks.positions)
             full = jax.lax.div(here, self.blocks.part)
@@ -439,6 +441,15 @@ class Kernel:
                     lse.shape[2:]
                 )
 
+    def _prefix(self, lens, program):
+        """Returns the first position that a program reads, and the length of its slot's prefix.
+
+        The program has no block where they are equal: of an empty prefix, which a negative length
+        is too, or of a window whose first position would begin the part behind the prefix.
+        """
+        length = jnp.maximum(lens[jax.lax.div(program, self.tiles)], 0)
+        return self._start(length), length
+
     def _start(self, length):
         """Returns the first position that a program reads; it begins a part."""
         if self.window is None:
@@ -447,19 +458,19 @@ class Kernel:
         return jax.lax.div(first, self.blocks.part) * self.blocks.part
 
     def _next(self, lens, program, end):
-        """Returns the first program from `program` on that has a prefix, and its length.
+        """Returns the first program from `program` on that has a block, and its positions.
 
-        The length is 0 where there is none before `end`.
+        The number of positions is 0 where no program before `end` has a block.
         """
 
-        def length_of(program):
-            slot = jax.lax.div(jnp.minimum(program, end - 1), self.tiles)
-            return jnp.where(program < end, lens[slot], 0)
+        def positions(program):
+            start, length = self._prefix(lens, jnp.minimum(program, end - 1))
+            return jnp.where(program < end, length - start, 0)
 
         return jax.lax.while_loop(
             lambda found: (found[1] == 0) & (found[0] < end),
-            lambda found: (found[0] + 1, length_of(found[0] + 1)),
-            (program, length_of(program)),
+            lambda found: (found[0] + 1, positions(found[0] + 1)),
+            (program, positions(program)),
         )
 
     def _tree_mask(self, words, keys: int) -> tuple[Array, Array | None]:

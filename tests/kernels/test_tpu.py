@@ -118,6 +118,20 @@ def test_prefixes_that_end_at_edges_of_parts_blocks_and_pages():
         check(random_case(0, 3, 1, 2, 3, 32, 3, "float32", prefix), "float32")
 
 
+TWO_CORES = dataclasses.replace(SIMULATED, num_cores_or_threads=2)
+
+
+@pytest.mark.parametrize("prefix, window", [
+    ((20, -1, 50, 33), None), ((-5, 40, -1, 7), None), ((20, 64, 50, 33), 1), ((32, 7, 32, 40), 1),
+])  # fmt: skip
+def test_copies_are_sent_over_slots_of_which_no_block_is_read(prefix, window):
+    """Negative lengths are empty prefixes. The root is a window of 1, and where a prefix ends with
+    a part the window begins behind it."""
+    case = random_case(0, 4, 1, 2, 3, 32, 3, "float32", np.array(prefix))
+    check(case, "float32", window)
+    check(case, "float32", window, interpret=TWO_CORES)
+
+
 @pytest.mark.parametrize("rows, before", [(3, 0), (33, 31)])
 def test_two_cores_share_the_programs_and_do_not_race(rows, before, capfd):
     """Each core has slots, or tiles of slots, of its own, and buffers for them."""
@@ -128,9 +142,7 @@ def test_two_cores_share_the_programs_and_do_not_race(rows, before, capfd):
         cores.add(int(core))
         return token
 
-    two = dataclasses.replace(
-        SIMULATED, num_cores_or_threads=2, detect_races=True, grid_point_recorder=record
-    )
+    two = dataclasses.replace(TWO_CORES, detect_races=True, grid_point_recorder=record)
     check(case, "float32", interpret=two)
     assert cores == {0, 1}
     assert "race" not in capfd.readouterr().out.lower()
