@@ -518,9 +518,14 @@ def _rows_divide(packing: PackingSection, mesh: MeshConfig) -> None:
             f"packing.rows must be a multiple of mesh.data * mesh.fsdp = {ways}, got {packing.rows}"
         )
     if packing.row_length % mesh.row_multiple:
+        why = []
+        if mesh.cp > 1:
+            why.append(f"mesh.cp={mesh.cp} cuts rows into chunks in {mesh.cp_order} order")
+        if mesh.sequence_parallel:
+            why.append(f"mesh.sequence_parallel splits tokens over mesh.tp={mesh.tp}")
         raise ValueError(
-            f"packing.row_length must be a multiple of {mesh.row_multiple}, for mesh.cp={mesh.cp} "
-            f"cuts rows into chunks in {mesh.cp_order} order, got {packing.row_length}"
+            f"packing.row_length must be a multiple of {mesh.row_multiple}, for "
+            f"{' and '.join(why)}, got {packing.row_length}"
         )
 
 

@@ -15,13 +15,14 @@ row (`shift`), in which only the ends of chunks change devices.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped
 
-from specjax.parallel.sharding import MeshConfig, rows_sharding, spec_for
+from specjax.parallel.sharding import PHYSICAL, MeshConfig, rows_sharding, spec_for
 
 AXIS = "cp"
 
@@ -175,8 +176,19 @@ whole_over_tp.defvjp(lambda x: (_pin(x, "sequence"), None), lambda _, d: (_pin(d
 
 
 def _pin(x, axis: str):
-    """Constrains the tokens of states [R S D] to the axes of one row of `sharding.PHYSICAL`."""
+    """Constrains the tokens of states [R S D] to the axes of one row of `sharding.PHYSICAL`.
+
+    Raises:
+      ValueError: the tokens do not divide over the devices; whole rows would be on all of them.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
+    ways = math.prod(mesh.shape.get(name, 1) for name in PHYSICAL[axis])
+    if x.shape[1] % ways:
+        raise ValueError(
+            f"rows of {x.shape[1]} tokens do not divide over {ways} devices of "
+            f"{' and '.join(PHYSICAL[axis])}; make packing.row_length a multiple of {ways}, or set "
+            "mesh.sequence_parallel=false"
+        )
     return jax.lax.with_sharding_constraint(x, spec_for(mesh, ("batch", axis, None), x.shape))

@@ -83,7 +83,8 @@ class MeshConfig:
     @property
     def row_multiple(self) -> int:
         """The number that must divide the length of a packed row."""
-        return self.cp * (2 if self.cp > 1 and self.cp_order == "zigzag" else 1)
+        chunks = 2 if self.cp > 1 and self.cp_order == "zigzag" else 1
+        return self.cp * math.lcm(chunks, self.tp if self.sequence_parallel else 1)
 
 
 Devices = Sequence[jax.Device] | None  # None: the devices of this process's platform

@@ -16,7 +16,7 @@ from specjax.kernels import dispatch
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
 from specjax.parallel import sharding
-from specjax.parallel.context import Context, context_of, shift
+from specjax.parallel.context import Context, context_of, shift, split_over_tp
 from specjax.parallel.sharding import MeshConfig, make_mesh
 from train.algo import algo
 from train.draft import DraftConfig, DraftTrainer
@@ -272,3 +272,32 @@ def test_rows_that_do_not_divide_into_chunks_are_refused():
     assert parse_config(RLConfig, ["mesh.cp=4", "packing.row_length=256"])[0].mesh.row_multiple == 8
     with pytest.raises(ValueError, match="cp_order: expected one of zigzag, contiguous"):
         MeshConfig(cp=2, cp_order="striped")
+
+
+@pytest.mark.parametrize("axes, multiple", [
+    (dict(cp=2, tp=4), 8), (dict(cp=2, tp=3), 12), (dict(tp=4), 4),
+    (dict(cp=2, tp=2, cp_order="contiguous"), 4), (dict(cp=2, tp=4, sequence_parallel=False), 4),
+])  # fmt: skip
+def test_sequence_parallel_rows_also_divide_over_tp(axes, multiple):
+    assert MeshConfig(**{"sequence_parallel": True} | axes).row_multiple == multiple
+
+
+def test_sequence_parallel_refuses_rows_that_do_not_divide_over_tp(capsys):
+    """Else every device would hold the states of whole rows, between all layers."""
+    from specjax.command_line import parse_config
+    from train.schema import RLConfig
+
+    asked = ["mesh.cp=2", "mesh.tp=4", "mesh.sequence_parallel=true"]
+    with pytest.raises(SystemExit):
+        parse_config(RLConfig, [*asked, "packing.row_length=260"])
+    said = " ".join(capsys.readouterr().err.split())
+    assert (
+        "must be a multiple of 8, for mesh.cp=2 cuts rows into chunks in zigzag order and" in said
+    )
+    assert "mesh.sequence_parallel splits tokens over mesh.tp=4, got 260" in said
+    padded = parse_config(RLConfig, ["mesh.tp=3", "mesh.sequence_parallel=true"])[0]
+    assert padded.packing.row_length == 384
+    with sharding.ambient(make_mesh(MeshConfig(tp=4))):
+        jax.eval_shape(split_over_tp, jnp.zeros((1, 16, 8)))
+        with pytest.raises(ValueError, match="18 tokens do not divide over 4 devices of cp and tp"):
+            jax.eval_shape(split_over_tp, jnp.zeros((1, 18, 8)))
