@@ -937,10 +937,11 @@ class Backend(Protocol):
 
     Attributes:
       operations: functions, by the names of operations in `specjax.kernels.dispatch`:
-        `tree_attention`, `causal_attention`, `commit`, `product`, `layers`. Each has the arguments
-        and results of the function of that name, without the kernel's name; `causal_attention` and
-        `context_attention` those of `causal_attention_with_own`, without and with the context. A
-        function that cannot serve a call raises `specjax.kernels.backend.Declined` with the reason.
+        `tree_attention`, `causal_attention`, `context_attention`, `commit`, `product`, `layers`.
+        Each has the arguments and results of the function of that name, without the kernel's name;
+        `causal_attention` and `context_attention` those of `causal_attention_with_own`, without and
+        with the context. A function that cannot serve a call raises
+        `specjax.kernels.backend.Declined` with the reason.
       rest: name of the backend that serves the operations that this one lacks or declines.
       line: text that is logged at start where the backend is chosen.
       kinds: device kinds, as jax names them, for which the backend is chosen among several of a

@@ -193,7 +193,6 @@ def training(mesh, head: bool):
     return trainer._update.lower(head_params, opt_state, policy, batch, states)
 
 
-# Name -> the program for a mesh, lowered.
 def ring(mesh) -> jax.stages.Lowered:
     """Attention of rows that are split over four devices, and its gradients."""
     config = MeshConfig(cp=4)
@@ -212,6 +211,7 @@ def ring(mesh) -> jax.stages.Lowered:
     return jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*arrays)
 
 
+# Name -> the program for a mesh, lowered.
 PROGRAMS = {
     "kernel": lambda mesh: kernel(mesh, rows=5),
     "tree of 64": lambda mesh: kernel(mesh, rows=64),

@@ -54,7 +54,7 @@ class Dense:
         """Runs the network over rows, without the residual; it records nothing."""
 
         def product(x: Array, name: str) -> Array:
-            with jax.named_scope(name):  # by which `train.plan.windows` tells products apart
+            with jax.named_scope(name):  # by which plans tell products apart
                 return dot(x, w[name])
 
         if "gate_up" in w:
