@@ -261,8 +261,12 @@ def gathered_spec(mesh: jax.sharding.Mesh, axes: tuple, shape: tuple[int, ...]) 
 
 
 def is_gathered(mesh: jax.sharding.Mesh, axes: tuple, shape: tuple[int, ...]) -> bool:
-    """Returns whether the devices that split the rows split a weight, so that it is gathered."""
-    return gathered_spec(mesh, axes, shape) != spec_for(mesh, axes, shape)
+    """Returns whether several of the devices that split rows split a weight: it is gathered."""
+
+    def part(spec: jax.P) -> tuple[int, ...]:
+        return jax.NamedSharding(mesh, spec).shard_shape(shape)
+
+    return part(gathered_spec(mesh, axes, shape)) != part(spec_for(mesh, axes, shape))
 
 
 def row_axes(mesh: jax.sharding.Mesh) -> tuple[str, ...]:

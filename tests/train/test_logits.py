@@ -393,6 +393,21 @@ def test_embeddings_of_a_matrix_that_is_split_have_its_bits_and_its_gradient(axe
     np.testing.assert_allclose(d_embed, d_split, rtol=1e-5, atol=1e-5)
 
 
+@needs_devices
+@pytest.mark.parametrize("axes, exchanged", [
+    (dict(tp=4), False), (dict(data=2, tp=2), False),
+    (dict(fsdp=2, tp=2), True), (dict(cp=2), True),
+])  # fmt: skip
+def test_embeddings_change_devices_where_several_hold_columns(axes, exchanged):
+    """A mesh of an engine has `tp` alone: there nothing is sent but the sum over the vocabulary."""
+    mesh, cfg = make_mesh(MeshConfig(**axes)), config(tied=False)
+    tokens, embed = jnp.zeros((4, 8), jnp.int32), jnp.zeros((VOCAB, WIDTH))
+    program = jax.jit(sharding.traced_on(mesh, lambda *given: embed_tokens(*given, cfg)))
+    text = program.lower(*weights(mesh, {"embed": embed}).values(), tokens).as_text()
+    assert sharding.is_gathered(mesh, ("vocab", "embed"), embed.shape) == exchanged
+    assert ("all_to_all" in text) == ("all_gather" in text) == exchanged
+
+
 @pytest.mark.parametrize(
     "tokens,vocab,split", [(4096, 512, 1), (3200, 151936, 4), (25600, 151936, 4)]
 )
