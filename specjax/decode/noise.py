@@ -16,7 +16,8 @@ Where the noise of a position is drawn, and how often, is no matter of its bits,
 platform. CPUs and GPUs keep it in the ring, so that they draw a position once. A TPU writes rows to
 places that it computes one after the other, which takes longer than to draw them: there the noise
 of all positions that a round may decide is drawn for all slots at the round's start
-(`NoiseRing.ahead`), and the ring stays empty.
+(`NoiseRing.ahead`). The ring is allocated there as well, and is not used: the state of a chunk has
+the same shapes on all platforms.
 
 Dimensions: B slots, R rows of a tree, C columns, V vocabulary, `ring` positions of a `NoiseRing`.
 """
@@ -90,7 +91,7 @@ class NoiseRing(NamedTuple):
     that it is generated once although several rounds may need it.
 
     Attributes:
-      rows: noise of each position.
+      rows: noise of each position; zeros on a TPU.
       until: position of each slot below which noise has been generated.
       drawn: number of rows generated since the ring was made; tests and benches count them.
       ahead: on a TPU, while a round runs: the noise [B V] of the positions root + 1, root + 2, ...
@@ -112,7 +113,7 @@ def empty_ring(batch: int, positions: int, vocab: int) -> NoiseRing:
 
 
 def take_rings(ring: NoiseRing, index: Int[Array, " some"]) -> NoiseRing:
-    """Takes the rings of some slots; on a TPU, where they hold no noise, they are empty."""
+    """Takes the rings of some slots; on a TPU, where they hold no noise, zeros."""
 
     def empty(rows, index):
         return jnp.zeros((len(index), *rows.shape[1:]), rows.dtype)
