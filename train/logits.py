@@ -12,8 +12,9 @@ whose logits are few is one block, and is computed as if there were no blocks.
     Cut                 cuts arrays into blocks of tokens.
 
 Blocks are cut from what a device holds: no states, logits or labels change devices for them. The
-matrix is cast and gathered once. Its gradient is a sum over the device's own tokens in float32, and
-is added up over devices once.
+matrix is cast and gathered once, and its gradient is added up over devices once. A device sums its
+own tokens in float32. `over_tokens` adds up these sums in float32, too; `next_token_scores` writes
+them to the place of the cast matrix, and they are added up in the dtype of the states.
 """
 
 from __future__ import annotations
