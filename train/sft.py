@@ -242,7 +242,8 @@ class Run:
     def fingerprint(self) -> dict:
         """The settings that change the result of training; a resumed run must have the same."""
         ignored = ("out", "steps", "draft_steps", "log_every", "export_dtype")
-        ignored += "log", "checkpoint", "mesh", "attention", "logprob_chunk_size"
+        ignored += "log", "checkpoint", "mesh", "attention", "remat", "remat_policy"
+        ignored += ("logprob_chunk_size",)
         settings = fingerprint(self.cfg, ignored)
         return settings | {"init": settings["init"] and portable(settings["init"])}
 

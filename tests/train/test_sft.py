@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import tiny_run
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.store import Checkpointer
-from specjax.command_line import ConfigError
+from specjax.command_line import ConfigError, parse_config
 from specjax.drafts.mtp import init_head_params
 from specjax.models.families.dense import change_dense
 from specjax.models.transformer import init_params
@@ -239,6 +240,16 @@ def test_a_run_is_not_resumed_as_another(run, changes, expected):
     with pytest.raises(SystemExit, match=expected):
         sft.main([*arguments(run, **changes), "--resume"])
     assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_how_a_run_is_computed_may_change_when_it_is_resumed():
+    def settings(*given) -> dict:
+        cfg, _ = parse_config(SFTConfig, ["data.path=d.jsonl", *given])
+        return sft.Run.fingerprint(SimpleNamespace(cfg=cfg))
+
+    changed = ("remat=true", "remat_policy=full", "mesh.data=2", "logprob_chunk_size=64")
+    assert settings(*changed) == settings()
+    assert settings("optim.lr=0.5") != settings()
 
 
 def test_fewer_steps_than_the_checkpoint_has_are_refused(run):
