@@ -22,6 +22,7 @@ from specjax.config import ModelConfig
 from specjax.interfaces import Where
 from specjax.models.layers import rms_norm
 from specjax.models.transformer import Params, Transformer, graphdef, to_decode_layout
+from specjax.weights.matrix import precision_of
 
 
 def attend(q, k_cache, v_cache, mask):
@@ -145,9 +146,11 @@ class JaxSampler:
         cfg = cfg.running(scan_layers=False)
         self.batch, self.width = batch, width
         self.params = jax.jit(to_decode_layout, static_argnums=1)(params, cfg)
-        self.program = functools.partial(
+        program = functools.partial(
             sample_batch, cfg=cfg, room=room, stop_ids=tuple(stop_ids), temperature=temperature
         )
+        # Else a float32 model would be multiplied in TF32 on GPUs, and the engine's exactly.
+        self.program = precision_of(cfg)(program)
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], limits: Sequence[int], seed: int

@@ -145,6 +145,17 @@ def test_the_jax_sampler_generates_the_greedy_tokens_of_llm_whatever_the_batch(s
     assert sampler(prompts, limits, seed=0) == wanted
 
 
+@pytest.mark.parametrize(("dtype", "exact"), [("float32", True), ("bfloat16", False)])
+def test_the_jax_sampler_multiplies_as_exactly_as_the_engine(sums, dtype, exact):
+    cfg, params, _ = sums[0]
+    sampler = JaxSampler(cfg.running(compute_dtype=dtype), params, 2, 4, 3, (0,))
+    given = np.zeros((2, 4), np.int32), np.zeros(2, np.int32), np.ones(2, np.int32)
+    text = jax.jit(sampler.program).lower(sampler.params, *given, jax.random.key(0)).as_text()
+    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert products
+    assert all(("precision = [HIGHEST, HIGHEST]" in line) == exact for line in products)
+
+
 @pytest.mark.torch
 def test_transformers_drafts_with_the_head_that_lies_with_the_policy(sums, tmp_path):
     prompts = sums[1][:1]
