@@ -1,1 +1,1 @@
-"""What the TPU compiler says of rounds of decoding, without a TPU: `python -m bench.tpu`."""
+"""Costs of rounds of decoding as the TPU compiler estimates them: `python -m bench.tpu`."""

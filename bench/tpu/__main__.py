@@ -1,4 +1,4 @@
-"""`python -m bench.tpu WHAT`: what the TPU compiler says of a round, without a TPU.
+"""`python -m bench.tpu WHAT`: the cost of a round, as the TPU compiler estimates it.
 
     rounds    compile chunks of Qwen3-8B's widths; cycles by part, temporaries, copies, collectives
     read      the same of texts that `rounds --text` has kept

@@ -220,8 +220,7 @@ def init_head_params(cfg: ModelConfig, seed: int = 0) -> Params:
 
 
 def to_format(params: Params, cfg: ModelConfig) -> Params:
-    """Fuses a head's layers, where they are not split, and converts its matrices to the format that
-    decoding multiplies by."""
+    """Fuses layers of a head, unless they are split; converts matrices to `cfg.run.products`."""
     rows, blocks = layer_rows(head_layer(cfg), cfg.hidden_size), params["blocks"]
     if _fuses(cfg):
         blocks = {

@@ -542,8 +542,9 @@ def _laid_out(params: Params, cfg: ModelConfig) -> Params:
 
 @functools.cache
 def split_layout(cfg: ModelConfig, ways: int) -> Callable[[Params], Params]:
-    """Returns the part of `to_decode_layout` that is done before weights reach the devices which
-    decode with them; it takes weights that are split over any devices.
+    """Returns the part of `to_decode_layout` that is done before weights change devices.
+
+    It takes weights that are split over any devices.
 
     Args:
       ways: number of devices that decoding splits the weights over; with one, weights are fused
@@ -554,8 +555,7 @@ def split_layout(cfg: ModelConfig, ways: int) -> Callable[[Params], Params]:
 
 
 def to_format(params: Params, cfg: ModelConfig) -> Params:
-    """Converts the matrices of parameters in the decode layout to the format that decoding
-    multiplies by, see `specjax.weights.matrix`."""
+    """Converts matrices in decode layout to `cfg.run.products`, see `specjax.weights.matrix`."""
     of, width = top_rows(cfg), cfg.hidden_size
     if cfg.run.scan_layers:
         of["layers"] = tree_of(cfg.layers, lambda stack: layer_rows(stack.layer, width))

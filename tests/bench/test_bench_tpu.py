@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from chunk_text import CHUNK
 
-from bench import record, tpu
+from bench import record
 from bench.record import figure, result_of
 from bench.tpu import __main__ as command
 from bench.tpu import rounds
@@ -143,4 +143,3 @@ def test_the_model_has_the_widths_of_qwen3_8b():
         shape["num_attention_heads"], shape["num_key_value_heads"], shape["head_dim"],
     )  # fmt: skip
     assert shape["num_hidden_layers"] == LAYERS
-    assert tpu.__doc__.startswith("What the TPU compiler says")
