@@ -214,6 +214,7 @@ def read(argv: Sequence[str] | None = None) -> None:
     add("--whole", action="store_true", help="of all layers: whole programs, such as an update")
     more = "bytes of each text's temporaries, which a text does not say"
     add("--temporaries", type=float, nargs="*", default=[], metavar="BYTES", help=more)
+    add("--sources", metavar="COMMIT", help="commit that the texts were compiled from")
     add("--out", type=Path, metavar="FILE", help="replace figures in this file of `rounds`, too")
     args = parser.parse_args(argv)
     layers = LAYERS if args.whole else args.layers
@@ -227,6 +228,8 @@ def read(argv: Sequence[str] | None = None) -> None:
             found = figures_of(path.read_text(encoding="utf-8"), args.whole)
             if size is not None:
                 found["temporaries"] = figure(size, "bytes")
+            if args.sources is not None:
+                found["sources"] = figure(args.sources, "commit that was measured")
             name = path.stem.replace("_x_", ":")
             print(line(name, found, layers))
             if known is not None:
