@@ -86,14 +86,14 @@ def test_weights_that_do_not_arrive_as_they_were_sent_stop_everything(monkeypatc
     assert not set(before.items()) & set(engine.runner.checksums.items())
     engine.set_params(*weights())
     assert engine.runner.checksums == before
-    layout = engine.runner._layout
+    layout = engine.runner.convert
 
     def lossy(params):
         arrived = layout(params)
         return dict(arrived, embed=arrived["embed"].at[3, 3].add(1e-3))
 
     live, version = engine.runner.params, engine.version
-    monkeypatch.setattr(engine.runner, "_layout", lossy)
+    monkeypatch.setattr(engine.runner, "convert", lossy)
     with pytest.raises(RuntimeError, match="policy's weights have checksum .* do not trust"):
         engine.set_params(*weights())
     assert engine.runner.params is live and engine.version == version, "the old ones go on"
