@@ -34,11 +34,11 @@ class AtRandom(Controller):
         pass
 
 
-def engine_of(spec="3_1_4", batch=4, control=None, stretch=1, **config) -> Engine:
+def engine_of(spec="3_1_4", batch=4, control=None, stretch=1, cfg=CFG, **config) -> Engine:
     """Samples are short here, and so are chunks, unless a test wants to `stretch` those of few."""
-    spec = None if spec is None else SpecConfig(spec)
+    spec = SpecConfig(spec) if isinstance(spec, str) else spec
     how = EngineConfig(stretch=stretch, **config)
-    engine = Engine(CFG, spec, batch, MAX_LEN, config=how, control=control)
+    engine = Engine(cfg, spec, batch, MAX_LEN, config=how, control=control)
     engine.set_params(*weights() if spec else weights()[:1])
     return engine
 

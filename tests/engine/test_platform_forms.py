@@ -1,30 +1,99 @@
 """What a TPU computes in another way than a CPU: run on the CPU, it gives the same tokens."""
 
+import contextlib
+import functools
+
 import jax
 import numpy as np
 import pytest
 from engines import engine_of, jobs_of, plain
+from shared import CFG
 
-from specjax import SamplingParams
-
-
-def of_tpus(*arguments, default=None, **platforms):
-    """`jax.lax.platform_dependent`, as on a TPU."""
-    return platforms.get("tpu", default)(*arguments)
+from specjax import SamplingParams, SpecConfig
+from specjax.decode import noise
+from specjax.engine.engine import Engine
 
 
-@pytest.mark.parametrize("spec", [None, "3_1_4", "3_2_6"])
-def test_the_forms_of_a_tpu_give_the_tokens_of_a_cpu(monkeypatch, spec):
-    """Noise, argmaxes and commits of plain decoding, of a chain and of a dynamic tree; over pages
-    that rows cross; greedy and sampled sequences in one batch."""
-    rng = np.random.default_rng(3)
-    jobs = []
+@contextlib.contextmanager
+def forms_of_a_tpu():
+    """Yields the names of the functions of TPUs that programs are traced with from here on.
+
+    A name is missing where a trace that was made before is used again.
+    """
+    names = set()
+
+    def of_tpus(*arguments, default=None, **platforms):
+        form = platforms.get("tpu", default)
+        names.add(getattr(form, "func", form).__name__)
+        return form(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.lax, "platform_dependent", of_tpus)
+        patch.setattr(noise, "BLOCK_NUMBERS", 1)  # as with a large vocabulary
+        yield names
+
+
+def jobs(**options):
+    """A greedy sequence and three sampled ones."""
+    rng, found = np.random.default_rng(3), []
     for temperature in (0.0, 0.7, 1.0, 1.0):
         how = SamplingParams(
-            temperature=temperature, max_tokens=24, seed=7, ignore_eos=True, top_p=0.9, top_k=40
+            temperature=temperature, max_tokens=24, seed=7, ignore_eos=True, **options
         )
-        jobs += jobs_of(rng.integers(0, 60, 11).tolist(), how, request=len(jobs))
-    wanted, _ = plain().generate(jobs)
-    monkeypatch.setattr(jax.lax, "platform_dependent", of_tpus)
-    found, _ = engine_of(spec, batch=4, page_size=16).generate(jobs)
-    assert [sample.token_ids for sample in found] == [sample.token_ids for sample in wanted]
+        found += jobs_of(rng.integers(0, 60, 11).tolist(), how, request=len(found))
+    return found
+
+
+def tokens_of(engine: Engine, jobs) -> list[list[int]]:
+    return [sample.token_ids for sample in engine.generate(jobs)[0]]
+
+
+# TPUs multiply by arrays; `auto` would give a CPU's weights a form of their own.
+made = functools.partial(engine_of, page_size=16, products="xla")
+filtered = functools.partial(jobs, top_p=0.9, top_k=40)
+EVERYWHERE = {"optimization_barrier", "scattered", "argmax_of_keys"}  # layers, commits, choices
+RING = {"drawn", "from_ahead", "empty", "as_before"}
+
+
+@pytest.mark.parametrize("spec, alone, scan, expected", [
+    (None, True, False, {"_padded", "pinned", "of_all"}),
+    ("3_1_4", True, False, {"_padded", "pinned"} | RING),
+    ("3_2_6", False, False, {"pinned"} | RING),
+    ("2x2", False, True, RING),
+])  # fmt: skip
+def test_the_forms_of_a_tpu_give_the_tokens_of_a_cpu(spec, alone, scan, expected):
+    """Of plain decoding, a chain, a dynamic tree and a static one; over pages that rows cross; by
+    one row for one of four slots as well; in layers that are unrolled or scanned."""
+    wanted = tokens_of(plain(), filtered())
+    engine = made(spec, cfg=CFG.running(scan_layers=scan))
+    with forms_of_a_tpu() as forms:
+        if alone:
+            assert tokens_of(engine, filtered()[3:]) == wanted[3:]
+        assert tokens_of(engine, filtered()) == wanted
+    programs = {key[2] for key in engine.runner.executables.by_key if key[0] == "chunk"}
+    assert programs == ({1, 4} if alone else {4})
+    assert forms >= EVERYWHERE | expected
+
+
+@pytest.mark.parametrize("spec, options", [
+    (SpecConfig("2_1_3", draft_vocab=16, telemetry=True), {"repetition_penalty": 1.8}),
+    (SpecConfig("2x1", acceptance="recursive"), {}),
+    pytest.param(SpecConfig("1_1_2", acceptance="block"), {}, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_they_draft_and_accept_what_a_cpu_does(spec, options):
+    """From a part of the vocabulary and under penalties, whose effect is recorded; by rules that
+    give other tokens than plain decoding does."""
+
+    def run():
+        engine = made(spec, batch=2)
+        engine.buckets[:] = [2]
+        tokens, facts = tokens_of(engine, jobs(**options)[1:3]), []
+        if engine.telemetry:
+            facts = [(r.offset, r.draft_token, r.penalty_changed) for r in engine.telemetry.records]
+        return tokens, facts
+
+    wanted = run()
+    with forms_of_a_tpu() as forms:
+        assert run() == wanted
+    assert forms >= EVERYWHERE
+    assert not spec.telemetry_on or {changed for *_, changed in wanted[1]} == {False, True}
