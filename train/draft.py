@@ -32,7 +32,7 @@ from specjax.parallel.context import Context
 from specjax.parallel.context import shift as shift_rows
 from specjax.schema import option
 from specjax.weights.matrix import precision_of
-from train.logits import Cut, Head
+from train.logits import Cut, Head, head_name
 from train.optim import OptimConfig
 from train.policy import abstract_opt_state, init_opt_state, with_attention
 
@@ -435,7 +435,7 @@ def head_loss(
     source = source or head_of(cfg)
     tokens, segments = batch["tokens"], batch["segment_ids"]
     normed = rms_norm(states[..., : cfg.hidden_size], policy["norm"], cfg.rms_norm_eps)
-    name = "embed" if cfg.tie_embeddings else "lm_head"
+    name = head_name(cfg)
     matrix, axes = policy[name], param_axes(cfg)[name]
     head = Head.of(mesh, axes, matrix, tokens.shape, chunk)
     hidden = _tapped(source, states, normed)

@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from specjax.config import ModelConfig
 from specjax.models.transformer import lm_logits
 from specjax.parallel import sharding
 from specjax.parallel.context import Context
@@ -38,6 +39,11 @@ from specjax.parallel.stored import Stored
 # product would wait for its operands.
 LOGITS, LEAST = 2**25, 512
 _LANES = 128  # blocks of the vocabulary are multiples of it, where they are that large
+
+
+def head_name(cfg: ModelConfig) -> str:
+    """Returns the name of the parameter that is the language-model head's matrix in training."""
+    return "embed" if cfg.tie_embeddings else "lm_head"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +115,10 @@ class Head:
     def logits(self, normed: Float[Array, "... D"], matrix: Array) -> Float[Array, "... V"]:
         """Computes float32 logits of normed states by the gathered matrix, or by some columns."""
         return lm_logits(normed, matrix.T if self.axis == 0 else matrix)
+
+    def all_logits(self, normed: Float[Array, "... D"], matrix: Array) -> Float[Array, "... V"]:
+        """Computes the logits of all tokens at once, by the matrix as it is stored."""
+        return self.logits(normed, self.matrix.gathered(matrix, normed.dtype))
 
 
 # --- blocks of the vocabulary ---------------------------------------------------------------------

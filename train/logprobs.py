@@ -77,7 +77,7 @@ def state_logprobs(
       matrix: the head's matrix, as it is stored.
     """
     if head.is_whole:
-        logits = head.logits(normed, head.matrix.gathered(matrix, normed.dtype))
+        logits = head.all_logits(normed, matrix)
         return token_logprobs(logits, tokens, segment_ids, temperature, context)
     temperature = _above_zero(temperature)
     found = next_token_scores(head, normed, matrix, shift(tokens, 1, context), temperature)
@@ -256,7 +256,7 @@ def processed_state_logprobs(
       matrix: the head's matrix, as it is stored.
     """
     if head.is_whole:
-        logits = head.logits(normed, head.matrix.gathered(matrix, normed.dtype))
+        logits = head.all_logits(normed, matrix)
         return processed_logprobs(logits, batch, transforms, context)
     cut = Cut.of(head, batch["tokens"].shape, context)
     vocab = head.matrix.shape[head.axis]

@@ -29,7 +29,7 @@ from specjax.parallel import sharding
 from specjax.parallel.context import Context
 from specjax.spelling import SettingError, spelled
 from specjax.weights.matrix import precision_of
-from train.logits import Head
+from train.logits import Head, head_name
 from train.logprobs import Transforms, processed_state_logprobs, state_logprobs
 from train.loss import Batch, LossFn
 from train.rollout_schema import SPELL
@@ -235,12 +235,8 @@ class PolicyTrainer:
 
     def head(self, params: Params, batch: Batch) -> Head:
         """The language-model head of a micro-batch: how many logits exist at a time."""
-        matrix, shape = params[self._matrix], batch["tokens"].shape
-        return Head.of(self.mesh, self.axes[self._matrix], matrix, shape, self.chunk)
-
-    @property
-    def _matrix(self) -> str:
-        return "embed" if self.cfg.tie_embeddings else "lm_head"
+        name, shape = head_name(self.cfg), batch["tokens"].shape
+        return Head.of(self.mesh, self.axes[name], params[name], shape, self.chunk)
 
     # --- programs ----------------------------------------------------------------------------
 
@@ -263,7 +259,7 @@ class PolicyTrainer:
     def _token_logprobs(self, params: Params, batch: Batch):
         model, x, states = self._forward(params, batch)
         head, normed = self.head(params, batch), model.final_norm(x)
-        matrix = params[self._matrix]
+        matrix = params[head_name(self.cfg)]
         if self.transforms is not None:
             found = processed_state_logprobs(
                 head, normed, matrix, batch, self.transforms, self.context

@@ -12,7 +12,7 @@ they choose the same token from the same logits (accept.py).
 
 All noise is Gumbel noise: the argmax of log-weights plus Gumbel noise is a draw from them.
 
-Where the noise of a position is drawn, and how often, is no matter of its bits, and differs by
+Where and how often the noise of a position is drawn does not change its bits, and differs by
 platform. CPUs and GPUs keep it in the ring, so that they draw a position once. A TPU writes rows to
 places that it computes one after the other, which takes longer than to draw them: there the noise
 of all positions that a round may decide is drawn for all slots at the round's start

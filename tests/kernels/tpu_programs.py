@@ -19,12 +19,11 @@ import numpy as np
 from bench.tpu.programs import MODEL as WIDE
 from bench.tpu.programs import chunk, mesh_over, runner_of, tpu_devices, wide_runner
 from bench.tpu.rounds import figures_of
-from specjax.config import RunConfig
 from specjax.decode import admit
 from specjax.drafts.mtp import init_head_params, weight_axes
 from specjax.engine.inputs import piece_of
 from specjax.kernels import dispatch
-from specjax.models.families.dense import dense_config
+from specjax.models.families.dense import change_dense
 from specjax.models.transformer import init_params
 from specjax.parallel import sharding
 from specjax.parallel.context import context_of
@@ -38,18 +37,7 @@ from train.plan.windows import products
 from train.policy import PolicyTrainer
 
 # As Qwen3-8B, but for layers and vocabulary; in bfloat16, with heads of 128.
-MODEL = dense_config(
-    vocab_size=1024,
-    hidden_size=512,
-    intermediate_size=1024,
-    num_layers=2,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    mtp_num_layers=1,
-    tie_embeddings=False,
-    run=RunConfig(param_dtype="bfloat16", compute_dtype="bfloat16"),
-)
+MODEL = change_dense(WIDE, vocab_size=1024, hidden_size=512, intermediate_size=1024, num_layers=2)
 STRATEGY = "4_1_5"
 STRATEGIES = ("off", STRATEGY)
 SPLIT = functools.partial(sharding.param_shardings, axes=weight_axes(MODEL))
