@@ -17,6 +17,8 @@ An operation that a backend does not have is run by the backend that it names as
 is a call that it declines, which is logged once. The reference has all operations but `layers`;
 where `runs_layers` is False a model runs its layers one by one.
 
+A `soft_cap` is handed to a backend's attention only where a model has one.
+
 Under a mesh (`sharding.ambient`) every device attends to its own heads and rows of the batch.
 """
 
@@ -192,6 +194,7 @@ def tree_attention(
     window: int | None = None,
     sinks: Float[Array, " N"] | None = None,
     with_lse: bool = False,
+    soft_cap: float | None = None,
     kernel: str = "reference",
 ) -> Float[Array, "B N T H"] | tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
     """Computes `specjax.kernels.reference.tree_attention` by a kernel.
@@ -199,7 +202,7 @@ def tree_attention(
     Args:
       kernel: a name of the table, or a path.
     """
-    options = {"window": window, "with_lse": with_lse}
+    options = {"window": window, "with_lse": with_lse, **_soft_cap(soft_cap)}
     batch, heads = ("batch", "heads", None, None), (None, "heads", None, None)
     bits = jnp.asarray(visible_bits)
     named = {
@@ -320,6 +323,7 @@ def causal_attention(
     context: Context | None = None,
     *,
     window: int | None = None,
+    soft_cap: float | None = None,
     kernel: str = "reference",
 ) -> Float[Array, "B N S H"]:
     """Computes `specjax.kernels.reference.causal_attention` by a kernel.
@@ -329,7 +333,7 @@ def causal_attention(
       kernel: a name of the table, or a path.
     """
     return causal_attention_with_own(
-        q, k, v, [], segment_ids, context, window=window, kernel=kernel
+        q, k, v, [], segment_ids, context, window=window, soft_cap=soft_cap, kernel=kernel
     )
 
 
@@ -342,29 +346,36 @@ def causal_attention_with_own(
     context: Context | None = None,
     *,
     window: int | None = None,
+    soft_cap: float | None = None,
     kernel: str = "reference",
 ) -> Float[Array, "B N S H"]:
     """Computes `specjax.kernels.reference.causal_attention_with_own` by a kernel."""
+    options = {"window": window, **_soft_cap(soft_cap)}
     if context is None:
-        return _causal(q, k, v, own, segment_ids, window, kernel)
+        return _causal(q, k, v, own, segment_ids, options, kernel)
 
     def attend(_: Backend, function: Callable):
-        return function(q, k, v, own, segment_ids, context, window=window)
+        return function(q, k, v, own, segment_ids, context, **options)
 
     return _serve("context_attention", kernel, attend)
 
 
-def _causal(q, k, v, own, segment_ids, window: int | None, kernel: str):
+def _causal(q, k, v, own, segment_ids, options: Mapping, kernel: str):
     batch = ("batch", "heads", None, None)
     named = {name: (x, batch) for name, x in (("q", q), ("k", k), ("v", v))}
     named["own"] = (own, batch)
     named["segment_ids"] = (segment_ids, ("batch", None))
 
     def attend(backend: Backend, function: Callable):
-        function = functools.partial(function, window=window)
+        function = functools.partial(function, **options)
         return _on_each_device(backend, function, named, batch, q.shape[0], k.shape[1])
 
     return _serve("causal_attention", kernel, attend)
+
+
+def _soft_cap(soft_cap: float | None) -> dict[str, float]:
+    """Returns the keyword for a backend, which need not know of soft-caps where there is none."""
+    return {} if soft_cap is None else {"soft_cap": soft_cap}
 
 
 def _on_each_device(

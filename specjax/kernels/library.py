@@ -19,7 +19,7 @@ from specjax.config import ModelConfig
 from specjax.config.model import ATTENTION_RESIDUALS
 from specjax.interfaces import Device, Table
 from specjax.kernels import commit
-from specjax.kernels.backend import Kernels, head_sizes
+from specjax.kernels.backend import Declined, Kernels, head_sizes
 from specjax.kernels.reference import (
     causal_segment_mask,
     contiguous,
@@ -101,12 +101,18 @@ def causal_attention(
     segment_ids: Int[Array, "B S"],
     *,
     window: int | None = None,
+    soft_cap: float | None = None,
     implementation: str = "cudnn",
 ) -> Float[Array, "B N S H"]:
     """Computes `reference.causal_attention_with_own`; without own rows, causal attention.
 
     The mask of a packed row takes S^2 booleans, because jax's public interface takes no segments.
+
+    Raises:
+      Declined: the call has a soft-cap.
     """
+    if soft_cap is not None:
+        raise Declined("jax.nn.dot_product_attention has no soft-cap")
     s = q.shape[2]
     own, window = own_in_window(own, window)
     q, k, v, own, segment_ids = _padded(2, q, k, v, own, segment_ids)  # cuDNN refuses odd lengths
@@ -179,13 +185,19 @@ def splash_attention(
     segment_ids: Int[Array, "B S"],
     *,
     window: int | None = None,
+    soft_cap: float | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B N S H"]:
     """Computes `reference.causal_attention_with_own` by splash attention; `own` may be empty.
 
     Args:
       interpret: whether to interpret the kernel on CPU, for tests.
+
+    Raises:
+      Declined: the call has a soft-cap.
     """
+    if soft_cap is not None:
+        raise Declined("it supports no soft-cap")
     _, n, s, h = q.shape
     own, window = own_in_window(own, window)
     q, k, v, own, segment_ids = _padded(SPLASH_BLOCKS[-1], q, k, v, own, segment_ids)

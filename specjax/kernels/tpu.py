@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from specjax.config import ModelConfig
 from specjax.interfaces import Device, Table
 from specjax.kernels import context_parallel, flash, library
-from specjax.kernels.backend import Kernels, head_sizes
+from specjax.kernels.backend import Declined, Kernels, head_sizes
 from specjax.kernels.reference import NEG_INF, Running
 
 Interpret = bool | pltpu.InterpretParams
@@ -207,7 +207,7 @@ def _up(number: int, multiple: int) -> int:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("window", "with_lse", "tuning", "interpret"), inline=True
+    jax.jit, static_argnames=("window", "with_lse", "soft_cap", "tuning", "interpret"), inline=True
 )
 def tree_attention(
     q: Float[Array, "B N T H"],
@@ -222,6 +222,7 @@ def tree_attention(
     window: int | None = None,
     sinks: Float[Array, " N"] | None = None,
     with_lse: bool = False,
+    soft_cap: float | None = None,
     tuning: Tuning,
     interpret: Interpret = False,
 ):
@@ -235,8 +236,11 @@ def tree_attention(
         which deadlocks on several devices at once.
 
     Raises:
+      Declined: the call has a soft-cap.
       ValueError: a page cannot be cut into pieces, or a program's buffers do not fit into VMEM.
     """
+    if soft_cap is not None:
+        raise Declined("it supports no soft-cap")
     b, n, t, h = q.shape
     kv_heads, size = k_pages.shape[1:3]
     group = n // kv_heads

@@ -181,9 +181,9 @@ def wanted_of_rows(arrays, segments, window, steps):
     return jnp.stack(outs)
 
 
-def attend_to_rows(arrays, segments, window, steps, context=None, kernel="reference"):
+def attend_to_rows(arrays, segments, window, steps, context=None, kernel="reference", options=()):
     q, k, v, *own = arrays
-    options = {"window": window, "kernel": kernel}
+    options = {"window": window, "kernel": kernel, **dict(options)}
     if not steps:
         return dispatch.causal_attention(q, k, v, segments, context, **options)
     pairs = list(zip(own[0 : 2 * steps : 2], own[1 : 2 * steps : 2], strict=True))

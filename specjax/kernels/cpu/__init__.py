@@ -40,15 +40,18 @@ def tree_attention(
     window: int | None = None,
     sinks: Float[Array, " N"] | None = None,
     with_lse: bool = False,
+    soft_cap: float | None = None,
 ) -> Float[Array, "B N T H"]:
     """Computes `specjax.kernels.reference.tree_attention` in float32, for H a multiple of 16.
 
     Raises:
-      Declined: the call has a window or sinks, or asks for log-sum-exps.
+      Declined: the call has a window, sinks or a soft-cap, or asks for log-sum-exps.
       TypeError: an array is not float32.
     """
     if window is not None or sinks is not None or with_lse:
         raise Declined("it supports no windows, sinks or log-sum-exps")
+    if soft_cap is not None:
+        raise Declined("it supports no soft-cap")
     floats = q, k_tree, v_tree, k_pages, v_pages
     if any(x.dtype != jnp.float32 for x in floats):
         raise TypeError(f"expected float32 throughout, got {[str(x.dtype) for x in floats]}")
@@ -189,6 +192,8 @@ def _refuses_layers(cfg: ModelConfig) -> str | None:
         )
     if mixer.window is not None:
         return Unsuited(f"it supports all positions only, got a window of {mixer.window}")
+    if mixer.soft_cap is not None:
+        return Unsuited(f"it supports scores as they are only, got a soft-cap of {mixer.soft_cap}")
     widths = {"hidden_size": cfg.hidden_size, "intermediate_size": mlp.intermediate_size}
     for name, width in widths.items():
         if width % PANEL_WIDTH:

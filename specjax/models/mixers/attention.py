@@ -36,6 +36,8 @@ class Attention:
       qk_norm: whether queries and keys have an RMSNorm per head before RoPE (Qwen3).
       norm_eps: epsilon of these norms.
       window: number of positions that a query sees, its own included; None: all up to its own.
+      soft_cap: bound of the scaled scores, which become soft_cap * tanh(score / soft_cap) before
+        the softmax; None: no bound. No family of `specjax.models.families` has one.
     """
 
     kind: ClassVar[str] = "attention"
@@ -48,6 +50,7 @@ class Attention:
     qk_norm: bool = False
     norm_eps: float = 1e-6
     window: int | None = None
+    soft_cap: float | None = None
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -59,6 +62,8 @@ class Attention:
             raise ValueError(f"head_dim must be even for RoPE, got {self.head_dim}")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window must be at least 1 or None, got {self.window}")
+        if self.soft_cap is not None and not self.soft_cap > 0:
+            raise ValueError(f"soft_cap must be above 0 or None, got {self.soft_cap}")
 
     def params(self, width: int) -> dict[str, Param]:
         """Returns the rows of its arrays, in the order of random initialisation."""
@@ -115,9 +120,10 @@ class Attention:
         """See `specjax.interfaces.Mixer.run`."""
         decoding = where.form != "train"
         q, k, v = self.project(w, x, *where.rotated_by(self.rotation), decoding)
+        sees = {"window": self.window, "soft_cap": self.soft_cap}
         if where.form == "train":
             attended = dispatch.causal_attention(
-                q, k, v, where.segments, where.context, window=self.window, kernel=where.kernel
+                q, k, v, where.segments, where.context, **sees, kernel=where.kernel
             )
             return self.output(w, attended), Scratch(KVCache(k, v), None)
         k, v = kept = with_marked_keys(k, v)
@@ -126,12 +132,10 @@ class Attention:
         arrays = q, k, v, *memory.pages, where.prefix
         if where.form == "by_position":
             path = where.path_rows, where.depth
-            attended = dispatch.tree_attention_by_position(
-                *arrays, *path, where.table, window=self.window
-            )
+            attended = dispatch.tree_attention_by_position(*arrays, *path, where.table, **sees)
         else:
             attended = dispatch.tree_attention(
-                *arrays, where.visible, where.table, window=self.window, kernel=where.kernel
+                *arrays, where.visible, where.table, **sees, kernel=where.kernel
             )
         return self.output(w, attended), Scratch(KVCache(*kept), None)
 
@@ -143,7 +147,7 @@ class Attention:
         base, *own = [rows.pages for rows in earlier]
         attended = dispatch.causal_attention_with_own(
             q, *base, [*map(tuple, own), (k, v)], where.segments, where.context,
-            window=self.window, kernel=where.kernel,
+            window=self.window, soft_cap=self.soft_cap, kernel=where.kernel,
         )  # fmt: skip
         return self.output(w, attended), Scratch(KVCache(k, v), None)
 
