@@ -1,7 +1,8 @@
 """float32 is float32 on devices that multiply in less by default: read in what jax lowers.
 
 On CPU nothing depends on it. Every product of a float32 model, in whatever program, must ask for
-the highest precision; a new one that does not fails here.
+the highest precision; a new one that does not fails here. Operations may have a form for each
+platform, so programs are lowered for GPUs as well, with the attention that runs float32 there.
 """
 
 import collections
@@ -61,6 +62,41 @@ def products(text: str) -> collections.Counter[tuple[str, str]]:
     return found
 
 
+class ForCuda:
+    """A jitted function whose `lower` lowers for NVIDIA GPUs while `done` counts the programs."""
+
+    done: int | None = None
+
+    def __init__(self, jitted):
+        self.jitted = jitted
+
+    def __call__(self, *args, **kwargs):
+        return self.jitted(*args, **kwargs)
+
+    def lower(self, *args, **kwargs):
+        if ForCuda.done is None:  # one that a cache has kept of an earlier test
+            return self.jitted.lower(*args, **kwargs)
+        ForCuda.done += 1
+        return self.jitted.trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
+
+    def __getattr__(self, name):
+        return getattr(self.jitted, name)
+
+
+@pytest.fixture
+def for_cuda(monkeypatch):
+    """Lowers programs that are jitted within the test for GPUs."""
+    jit = jax.jit
+
+    def wrapped(function=None, **named):
+        if function is None:
+            return lambda function: wrapped(function, **named)
+        return ForCuda(jit(function, **named))
+
+    monkeypatch.setattr(jax, "jit", wrapped)
+    monkeypatch.setattr(ForCuda, "done", 0)
+
+
 def lowered(policy: Path, out: Path, **changes) -> dict[str, collections.Counter]:
     """The products of each program of a run of train.rl, by the program's name."""
     asked = {"attention": "reference", "rollout.products": "xla", "steps": 1, **changes}
@@ -75,6 +111,16 @@ def lowered(policy: Path, out: Path, **changes) -> dict[str, collections.Counter
 @pytest.mark.parametrize("name", RUNS)
 def test_every_product_of_a_float32_run_is_exact(name, tiny_policy, tmp_path):
     for program, found in lowered(tiny_policy, tmp_path, **RUNS[name]).items():
+        assert set(found) == {("f32", "HIGHEST")}, f"{program}: {dict(found)}"
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_product_of_a_float32_run_is_exact_on_gpus(name, tiny_policy, tmp_path, for_cuda):
+    """XLA multiplies by TF32 there unless the highest precision is asked for."""
+    changes = {"attention": "library:xla", **RUNS[name]}
+    programs = lowered(tiny_policy, tmp_path, **changes)
+    assert ForCuda.done == len(programs)
+    for program, found in programs.items():
         assert set(found) == {("f32", "HIGHEST")}, f"{program}: {dict(found)}"
 
 
