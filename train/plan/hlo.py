@@ -33,6 +33,7 @@ COLLECTIVES = (
 )  # fmt: skip
 CACHE = re.compile(r"\.pages\b")  # in the path of an argument that is a cache
 _KERNELS = ("tpu_custom_call", "mosaic_gpu_v2", "__gpu$xla.gpu.triton")
+_LIBRARIES = re.compile(r'custom_call_target="__cu(dnn|blas)')
 # Operations that move no data, or whose contents are counted separately.
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
@@ -106,8 +107,18 @@ class Op:
         return self.attribute("body").lstrip("%")
 
     @property
+    def launches(self) -> bool:
+        """Whether a GPU runs something for it: it neither only names nor only routes values."""
+        return self.opcode not in _FREE and not self.opcode.endswith("-done")
+
+    @property
     def is_kernel(self) -> bool:
         return any(f'custom_call_target="{target}"' in self.text for target in _KERNELS)
+
+    @property
+    def is_library(self) -> bool:
+        """Whether it calls cuDNN or cuBLAS."""
+        return _LIBRARIES.search(self.text) is not None
 
     def numbers(self, name: str) -> list[int]:
         return [int(x) for x in re.findall(r"\d+", self.attribute(name) or "")]
@@ -285,7 +296,7 @@ class Module:
             if op.is_kernel:
                 total.kernels += 1
             if not fused:
-                total.bytes += self._bytes(op, ops)
+                total.bytes += self.traffic(op, ops)
                 if found := estimated(op.text):
                     _increase(total.cycles, part_of(op.text), found)
                 elif (kind := self._kind(op)) in _MOVES:
@@ -348,7 +359,8 @@ class Module:
 
     # --- bytes -----------------------------------------------------------------------------------
 
-    def _bytes(self, op: Op, ops: dict[str, Op]) -> float:
+    def traffic(self, op: Op, ops: dict[str, Op]) -> float:
+        """Returns the bytes that an operation of the computation `ops` reads and writes."""
         code = op.opcode
         if code in _FREE or code.endswith("-done") or code.startswith(COLLECTIVES):
             return 0.0
@@ -369,7 +381,7 @@ class Module:
             piece = op.shapes[len(op.operands)]
             return piece.traffic + piece.bytes * given[0].in_hbm
         if code == "custom-call":
-            if not op.is_kernel:
+            if not (op.is_kernel or op.is_library):
                 return 0.0  # the compiler's own data: buffers, indices
             given = [s for s in given if s.dims not in self.pages]
             out = sum(s.traffic for s in op.shapes if s.dims not in self.pages)
