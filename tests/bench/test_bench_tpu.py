@@ -7,12 +7,13 @@ import pytest
 from chunk_text import CHUNK
 
 from bench import record
+from bench.markdown import marks, programs_of, put
 from bench.record import figure, result_of
 from bench.tpu import __main__ as command
 from bench.tpu import rounds
 from bench.tpu.programs import LAYERS, MODEL
 from bench.tpu.rounds import figures_of, line, scaled
-from bench.tpu.table import MARKS, programs_of, put, table
+from bench.tpu.table import TOOL, table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -71,14 +72,14 @@ def test_a_table_has_a_row_before_and_one_after(figures):
 
 def test_a_table_replaces_the_one_between_its_marks(figures, tmp_path, capsys):
     page, file = tmp_path / "page.md", tmp_path / "v5e.json"
-    begin, end = (mark.format("rounds") for mark in MARKS)
+    begin, end = marks("rounds", TOOL)
     page.write_text(f"a\n{begin}\nold\n{end}\nb\n")
     file.write_text(json.dumps(result(figures, 2)))
     command.main(["table", str(file), "--into", str(page)])
     command.main(["table", str(file)])
     assert page.read_text() == f"a\n{begin}\n{capsys.readouterr().out}{end}\nb\n"
     with pytest.raises(ValueError, match="expected .* in the page"):
-        put("a page", "rounds", "x")
+        put("a page", "rounds", "x", TOOL)
 
 
 def test_texts_that_were_kept_are_read_again(figures, tmp_path, capsys):
@@ -115,7 +116,7 @@ def test_the_tables_in_the_docs_are_made_of_the_files_that_are_committed(name):
     page = (ROOT / "docs/tpu.md").read_text(encoding="utf-8")
     files = [ROOT / f"bench/results/tpu/{file}.json" for file in (f"base_{name}", name)]
     made = table([json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()])
-    assert put(page, name, made) == page
+    assert put(page, name, made, TOOL) == page
 
 
 @pytest.mark.parametrize(

@@ -237,9 +237,9 @@ def measure(args: argparse.Namespace) -> dict[str, dict]:
     """
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     jax.config.update("jax_platforms", "cpu")
+    place = described(args.card)
     jax.config.update("jax_enable_compilation_cache", False)  # it cannot read such programs
     result = {} if args.out is None else figures_in(args.out, vars(args))
-    place = described(args.card)
     for name in args.programs:
         if args.missing and f"{name.text}/sources" in result:
             continue
