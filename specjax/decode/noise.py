@@ -13,11 +13,12 @@ they choose the same token from the same logits (accept.py).
 All noise is Gumbel noise: the argmax of log-weights plus Gumbel noise is a draw from them.
 
 Where and how often the noise of a position is drawn does not change its bits, and differs by
-platform. CPUs and GPUs keep it in the ring, so that they draw a position once. A TPU writes rows to
-places that it computes one after the other, which takes longer than to draw them: there the noise
-of all positions that a round may decide is drawn for all slots at the round's start
-(`NoiseRing.ahead`). The ring is allocated there as well, and is not used: the state of a chunk has
-the same shapes on all platforms.
+platform. CPUs keep it in the ring, so that they draw a position once. TPUs and GPUs draw the noise
+of all positions that a round may decide for all slots at the round's start (`NoiseRing.ahead`). A
+TPU writes rows to places that it computes one after the other, which takes longer than to draw
+them. On a GPU the loop that draws missing rows waits for the host at every turn, which takes as
+long as to draw ten rows of 151,936 numbers. The ring is allocated there as well, and is not used:
+the state of a chunk has the same shapes on all platforms.
 
 Dimensions: B slots, R rows of a tree, C columns, V vocabulary, `ring` positions of a `NoiseRing`.
 """
@@ -91,11 +92,12 @@ class NoiseRing(NamedTuple):
     that it is generated once although several rounds may need it.
 
     Attributes:
-      rows: noise of each position; zeros on a TPU.
+      rows: noise of each position; zeros on a TPU or GPU.
       until: position of each slot below which noise has been generated.
       drawn: number of rows generated since the ring was made; tests and benches count them.
-      ahead: on a TPU, while a round runs: the noise [B V] of the positions root + 1, root + 2, ...
-        that the round may decide, which is used in place of `rows`. None between rounds.
+      ahead: on a TPU or GPU, while a round runs: the noise [B V] of the positions root + 1,
+        root + 2, ... that the round may decide, which is used in place of `rows`. None between
+        rounds.
     """
 
     rows: Float[Array, "B ring V"]
@@ -113,12 +115,12 @@ def empty_ring(batch: int, positions: int, vocab: int) -> NoiseRing:
 
 
 def take_rings(ring: NoiseRing, index: Int[Array, " some"]) -> NoiseRing:
-    """Takes the rings of some slots; on a TPU, where they hold no noise, zeros."""
+    """Takes the rings of some slots; on a TPU or GPU, where they hold no noise, zeros."""
 
     def empty(rows, index):
         return jnp.zeros((len(index), *rows.shape[1:]), rows.dtype)
 
-    rows = jax.lax.platform_dependent(ring.rows, index, tpu=empty, default=take)
+    rows = jax.lax.platform_dependent(ring.rows, index, tpu=empty, cuda=empty, default=take)
     return NoiseRing(rows, take(ring.until, index), take(ring.drawn, index))
 
 
@@ -128,7 +130,9 @@ def put_rings(ring: NoiseRing, index: Int[Array, " some"], new: NoiseRing) -> No
     def as_before(rows, index, new):
         return rows
 
-    rows = jax.lax.platform_dependent(ring.rows, index, new.rows, tpu=as_before, default=put)
+    rows = jax.lax.platform_dependent(
+        ring.rows, index, new.rows, tpu=as_before, cuda=as_before, default=put
+    )
     return NoiseRing(rows, put(ring.until, index, new.until), put(ring.drawn, index, new.drawn))
 
 
@@ -218,18 +222,24 @@ def prepare(
         unread = jnp.zeros((ring.rows.shape[0], ring.rows.shape[2]), jnp.float32)
         return refill(ring, keys, root, wanted, count)._replace(ahead=(unread,) * count)
 
-    def drawn(ring, keys, root, _):
+    def one_by_one(ring, keys, root, _):
         ahead = draw_ahead(keys, root, count, vocab, chain)
         return ring._replace(drawn=ring.drawn + count, ahead=ahead)
 
+    def at_once(ring, keys, root, _):
+        ahead = draw_at_once(keys, root, count, vocab)
+        return ring._replace(drawn=ring.drawn + count, ahead=ahead)
+
     vocab = ring.rows.shape[2]
-    return jax.lax.platform_dependent(ring, keys, root, wanted, tpu=drawn, default=refilled)
+    return jax.lax.platform_dependent(
+        ring, keys, root, wanted, tpu=one_by_one, cuda=at_once, default=refilled
+    )
 
 
 def draw_ahead(
     keys: UInt32[Array, "B 2"], root: Int[Array, " B"], count: int, vocab: int, chain: bool
 ) -> tuple[Float[Array, "B V"], ...]:
-    """Draws `NoiseRing.ahead`, for all slots: the noise of root + 1 .. root + count.
+    """Draws `NoiseRing.ahead` on a TPU, for all slots: the noise of root + 1 .. root + count.
 
     A position is an array of its own, in which slots lie side by side in a TPU's vectors. A block
     of 64 rows of 37,984 numbers takes 150 thousand cycles, which the cipher's additions and shifts
@@ -253,6 +263,20 @@ def draw_ahead(
             of_position, rows[-1] = jax.lax.optimization_barrier((of_position, rows[-1]))
         rows.append(shards.pin(_gumbel(of_position, root.shape, vocab)))
     return tuple(rows)
+
+
+def draw_at_once(
+    keys: UInt32[Array, "B 2"], root: Int[Array, " B"], count: int, vocab: int
+) -> tuple[Float[Array, "B V"], ...]:
+    """Draws what `draw_ahead` draws on a GPU, by one operation whose result lies in memory.
+
+    A number takes about 160 integer operations, of which an H100 does 1.5e13 per second: a row of
+    151,936 numbers is drawn in about 2 microseconds.
+    """
+    drawn = target_noise(keys, root[:, None] + 1 + jnp.arange(count), vocab)
+    # Without a barrier the compiler draws it again for each of its readers.
+    drawn = jax.lax.optimization_barrier(drawn)
+    return tuple(drawn[:, i] for i in range(count))
 
 
 def after_round(ring: NoiseRing) -> NoiseRing:
@@ -284,11 +308,16 @@ def noise_at(
         static = known if known is not None else depth
         return ahead_at(ring.ahead, keys, root, static, ids)
 
+    def gathered(ring, keys, root, depth, ids):
+        if ids is not None or (known is not None and len(set(known.flat)) == known.size):
+            return from_ahead(ring, keys, root, depth, ids)
+        return gather_ahead(ring.ahead, depth)
+
     if ring.ahead is None:
         return from_ring(ring, keys, root, depth, ids)
     known = depth if isinstance(depth, np.ndarray) else None
     arguments = ring, keys, root, jnp.asarray(depth), ids
-    return jax.lax.platform_dependent(*arguments, tpu=from_ahead, default=from_ring)
+    return jax.lax.platform_dependent(*arguments, tpu=from_ahead, cuda=gathered, default=from_ring)
 
 
 def ahead_at(
@@ -313,6 +342,18 @@ def ahead_at(
     return shards.pin(jnp.broadcast_to(found, (*depth.shape[:2], found.shape[-1])))
 
 
+def gather_ahead(
+    ahead: tuple[Float[Array, "B V"], ...], depth: Int[Array, "*B R"]
+) -> Float[Array, "B R V"]:
+    """Returns what `ahead_at` returns at depths that repeat, by a gather.
+
+    A GPU's gather reads each number once, where a chain of selections reads all positions.
+    """
+    rows = jnp.stack(ahead, axis=1)
+    depth = jnp.broadcast_to(depth, (len(rows), depth.shape[-1]))
+    return shards.pin(take_along(rows, depth[..., None], axis=1))
+
+
 @jax.named_scope("noise")
 def next_noise(
     keys: UInt32[Array, "B 2"], root: Int[Array, " B"], wanted: Bool[Array, " B"], vocab: int
@@ -320,7 +361,8 @@ def next_noise(
     """Generates Gumbel noise for the position after each root, in plain decoding.
 
     With a large vocabulary noise is drawn for the wanted slots alone, a block of rows at a time;
-    with a small one, and on a TPU, for all slots at once, which is cheaper than selecting them.
+    with a small one, and on a TPU or GPU, for all slots at once, which is cheaper than selecting
+    them.
     """
     batch = root.shape[0]
 
@@ -332,7 +374,9 @@ def next_noise(
 
     if batch * vocab <= BLOCK_NUMBERS:
         return of_all(keys, root, wanted)
-    return jax.lax.platform_dependent(keys, root, wanted, tpu=of_all, default=of_wanted)
+    return jax.lax.platform_dependent(
+        keys, root, wanted, tpu=of_all, cuda=of_all, default=of_wanted
+    )
 
 
 @jax.named_scope("noise")

@@ -513,7 +513,10 @@ def largest_threshold(
     split = shards.ways(scores.shape[-1]) > 1
     arguments = scores, jnp.broadcast_to(weights, scores.shape), need, enough, too_far
     found = jax.lax.platform_dependent(
-        *arguments, tpu=digits_side_by_side, default=digits_in_a_row if split else by_halving
+        *arguments,
+        tpu=digits_side_by_side,
+        cuda=digits_unrolled if split else digits_by_one_reduction,
+        default=digits_in_a_row if split else by_halving,
     )
     return _number(found)
 
@@ -535,7 +538,9 @@ def by_halving(scores, weights, need, enough, too_far) -> UInt32[Array, "*R"]:
     return enough
 
 
-def digits_in_a_row(scores, weights, need, enough, too_far) -> UInt32[Array, "*R"]:
+def digits_in_a_row(
+    scores, weights, need, enough, too_far, unroll: bool = False
+) -> UInt32[Array, "*R"]:
     """Finds one hexadecimal digit after the other; its sums lie along one more axis."""
     digits = jnp.arange(1, 1 << _DIGIT, dtype=jnp.uint32)
 
@@ -550,7 +555,40 @@ def digits_in_a_row(scores, weights, need, enough, too_far) -> UInt32[Array, "*R
         reached |= candidate <= enough[..., None]
         return found + (reached.sum(axis=-1, dtype=jnp.uint32) << shift)
 
-    found = jax.lax.fori_loop(0, 32 // _DIGIT, find, jnp.zeros(need.shape, jnp.uint32))
+    start = jnp.zeros(need.shape, jnp.uint32)
+    found = jax.lax.fori_loop(0, 32 // _DIGIT, find, start, unroll=unroll)
+    return jnp.maximum(found, enough)
+
+
+def digits_unrolled(*arguments) -> UInt32[Array, "*R"]:
+    """Computes `digits_in_a_row` without a loop: a GPU's loops wait for the host."""
+    return digits_in_a_row(*arguments, unroll=True)
+
+
+def digits_by_one_reduction(scores, weights, need, enough, too_far) -> UInt32[Array, "*R"]:
+    """Finds one hexadecimal digit after the other; a digit's 15 sums are one reduction.
+
+    So a GPU reads scores and weights once per digit, by two kernels, and there is no loop, which
+    would wait for the host.
+    """
+    count = (1 << _DIGIT) - 1
+
+    def add(a, b):
+        return tuple(x + y for x, y in zip(a, b, strict=True))
+
+    found = jnp.zeros(need.shape, jnp.uint32)
+    for shift in range(32 - _DIGIT, -1, -_DIGIT):
+        candidates = [found + np.uint32(digit << shift) for digit in range(1, count + 1)]
+        # Behind a barrier the reductions of all digits are the same kernels, compiled once.
+        least = jax.lax.optimization_barrier([_number(x)[..., None] for x in candidates])
+        parts = tuple(jnp.where(scores >= x, weights, 0.0) for x in least)
+        sums = jax.lax.reduce(parts, (np.float32(0),) * count, add, (scores.ndim - 1,))
+        reached = [
+            ((candidate < too_far) & (total >= need)) | (candidate <= enough)
+            for candidate, total in zip(candidates, sums, strict=True)
+        ]
+        below = sum(x.astype(jnp.uint32) for x in reached)
+        found = found + (below << np.uint32(shift))
     return jnp.maximum(found, enough)
 
 

@@ -27,8 +27,15 @@ def min_p(scores, p):
 
 
 DIGITS_IN_A_ROW = jax.jit(sampling.digits_in_a_row)
-BY_HALVING = jax.jit(sampling.by_halving)
-DIGITS_SIDE_BY_SIDE = jax.jit(sampling.digits_side_by_side)
+OTHERS = [
+    jax.jit(form)
+    for form in (
+        sampling.digits_side_by_side,
+        sampling.digits_unrolled,
+        sampling.digits_by_one_reduction,
+        sampling.by_halving,
+    )
+]
 
 
 def compare(ours, scores, rule, values):
@@ -126,7 +133,8 @@ def test_a_row_without_any_possible_token_comes_back_as_it_was():
 @pytest.mark.parametrize("shape", [SHAPE, (4, 50)])
 @pytest.mark.parametrize("seed", range(8))
 def test_the_digits_of_a_threshold_are_the_same_in_either_form(seed, shape):
-    """Sums in a row, as of a split vocabulary, side by side, as on TPUs, or by halving."""
+    """Sums in a row, as of a split vocabulary, side by side, as on TPUs, by one reduction, as on
+    GPUs, or by halving."""
     generator = np.random.default_rng(seed)
     scores = random_scores(generator, shape)
     weights = generator.integers(0, 9, shape).astype(np.float32)  # sums are exact
@@ -135,8 +143,8 @@ def test_the_digits_of_a_threshold_are_the_same_in_either_form(seed, shape):
     too_far = sampling._order(jnp.asarray(scores.max(-1))) + 1
     arguments = scores, weights, need, lowest, too_far
     in_a_row = DIGITS_IN_A_ROW(*arguments)
-    np.testing.assert_array_equal(DIGITS_SIDE_BY_SIDE(*arguments), in_a_row)
-    np.testing.assert_array_equal(BY_HALVING(*arguments), in_a_row)
+    for form in OTHERS:
+        np.testing.assert_array_equal(form(*arguments), in_a_row)
     threshold = sampling.largest_threshold(scores, weights, need)
     np.testing.assert_array_equal(threshold, sampling._number(in_a_row))
 

@@ -184,7 +184,7 @@ def test_the_next_noise_of_a_large_vocabulary_is_drawn_for_those_who_want_it_onl
 
 @settings(max_examples=10)
 @given(st.integers(0, 2**31), st.integers(1, 5), st.integers(1, 9), st.booleans())
-def test_what_a_tpu_draws_ahead_is_what_others_keep_in_the_ring(seed, count, rows, static):
+def test_what_a_tpu_or_gpu_draws_ahead_is_what_a_cpu_keeps_in_the_ring(seed, count, rows, static):
     """At depths that the program knows and at others, of all tokens and of some."""
     rng = np.random.default_rng(seed)
     keys = jnp.asarray(rng.integers(0, 2**32, (3, 2), dtype=np.uint32))
@@ -199,6 +199,10 @@ def test_what_a_tpu_draws_ahead_is_what_others_keep_in_the_ring(seed, count, row
         here = noise.noise_at(ring, keys, root, depth, some)
         there = noise.ahead_at(ahead, keys, root, depth, some)
         np.testing.assert_array_equal(here, there)
+    at_once = noise.draw_at_once(keys, root, count, VOCAB)
+    np.testing.assert_array_equal(at_once, ahead)
+    here = noise.noise_at(ring, keys, root, depth)
+    np.testing.assert_array_equal(noise.gather_ahead(at_once, jnp.asarray(depth)), here)
     assert noise.after_round(ring).ahead is None and (ring.drawn == count).all()
 
 

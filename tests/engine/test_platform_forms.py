@@ -1,4 +1,4 @@
-"""What a TPU computes in another way than a CPU: run on the CPU, it gives the same tokens."""
+"""What a TPU or GPU computes in another way than a CPU gives the same tokens, run on a CPU."""
 
 import contextlib
 import functools
@@ -15,20 +15,20 @@ from specjax.engine.engine import Engine
 
 
 @contextlib.contextmanager
-def forms_of_a_tpu():
-    """Yields the names of the functions of TPUs that programs are traced with from here on.
+def forms_of(platform: str):
+    """Yields the names of a platform's functions that programs are traced with from here on.
 
     A name is missing where a trace that was made before is used again.
     """
     names = set()
 
-    def of_tpus(*arguments, default=None, **platforms):
-        form = platforms.get("tpu", default)
+    def of_platform(*arguments, default=None, **platforms):
+        form = platforms.get(platform, default)
         names.add(getattr(form, "func", form).__name__)
         return form(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax.lax, "platform_dependent", of_tpus)
+        patch.setattr(jax.lax, "platform_dependent", of_platform)
         patch.setattr(noise, "BLOCK_NUMBERS", 1)  # as with a large vocabulary
         yield names
 
@@ -51,8 +51,10 @@ def tokens_of(engine: Engine, jobs) -> list[list[int]]:
 # TPUs multiply by arrays; `auto` would give a CPU's weights a form of their own.
 made = functools.partial(engine_of, page_size=16, products="xla")
 filtered = functools.partial(jobs, top_p=0.9, top_k=40)
-EVERYWHERE = {"optimization_barrier", "scattered", "argmax_of_keys"}  # layers, commits, choices
-RING = {"drawn", "from_ahead", "empty", "as_before"}
+# Of a TPU: layers, commits, choices and thresholds, and what takes the place of the ring.
+EVERYWHERE = {"optimization_barrier", "scattered", "argmax_of_keys"}
+THRESHOLDS = {"digits_side_by_side"}
+RING = {"one_by_one", "from_ahead", "empty", "as_before"}
 
 
 @pytest.mark.parametrize("spec, alone, scan, expected", [
@@ -66,13 +68,27 @@ def test_the_forms_of_a_tpu_give_the_tokens_of_a_cpu(spec, alone, scan, expected
     one row for one of four slots as well; in layers that are unrolled or scanned."""
     wanted = tokens_of(plain(), filtered())
     engine = made(spec, cfg=CFG.running(scan_layers=scan))
-    with forms_of_a_tpu() as forms:
+    with forms_of("tpu") as forms:
         if alone:
             assert tokens_of(engine, filtered()[3:]) == wanted[3:]
         assert tokens_of(engine, filtered()) == wanted
     programs = {key[2] for key in engine.runner.executables.by_key if key[0] == "chunk"}
     assert programs == ({1, 4} if alone else {4})
-    assert forms >= EVERYWHERE | expected
+    assert forms >= EVERYWHERE | THRESHOLDS | expected
+
+
+@pytest.mark.parametrize("spec, expected", [
+    (None, {"of_all"}),
+    ("3_1_4", {"at_once", "gathered", "empty", "as_before"}),
+    ("3_2_6", {"at_once", "gathered", "empty", "as_before"}),
+])  # fmt: skip
+def test_the_forms_of_a_gpu_give_the_tokens_of_a_cpu(spec, expected):
+    """Of plain decoding, a chain and a dynamic tree."""
+    wanted = tokens_of(plain(), filtered())
+    engine = made(spec)
+    with forms_of("cuda") as forms:
+        assert tokens_of(engine, filtered()) == wanted
+    assert forms >= {"digits_by_one_reduction"} | expected
 
 
 @pytest.mark.parametrize("spec, options", [
@@ -93,7 +109,7 @@ def test_they_draft_and_accept_what_a_cpu_does(spec, options):
         return tokens, facts
 
     wanted = run()
-    with forms_of_a_tpu() as forms:
+    with forms_of("tpu") as forms:
         assert run() == wanted
     assert forms >= EVERYWHERE
     assert not spec.telemetry_on or {changed for *_, changed in wanted[1]} == {False, True}
