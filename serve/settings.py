@@ -79,6 +79,7 @@ class EngineSection:
         own=True,
     )
     attention: str = option("auto", ATTENTION_DOC, choices=ATTENTION, own=True)
+    enforce_eager: bool = option(False, "run GPUs without CUDA graphs")
     max_stop_tokens: int = option(8, "most stop tokens of a request, the model's own included")
     warm_up: str = option(
         "all",
@@ -97,6 +98,7 @@ class EngineSection:
             prefill_chunk=self.prefill_chunk,
             products=self.products,
             attention=self.attention,
+            enforce_eager=self.enforce_eager,
         )
 
 

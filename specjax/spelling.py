@@ -29,7 +29,7 @@ _CALLS = {
     ),
     "EngineConfig": (
         "page_size", "cache_bytes", "chunk_tokens", "stretch", "prefill_chunk", "order", "products",
-        "attention",
+        "attention", "enforce_eager",
     ),
     "ControlConfig": ("controller", "strategies", "initial", "bs_threshold"),
     "SamplingParams": ("max_tokens", "temperature", "stop_token_ids"),

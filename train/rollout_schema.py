@@ -91,6 +91,7 @@ def transforms(values: Mapping[str, Any]) -> list[str]:
 PLACEMENT = ("replicas", "tp", "max_batch", "scan_layers")
 ENGINE_SETTINGS = (
     "page_size", "cache_bytes", "chunk_tokens", "stretch", "prefill_chunk", "order", "products",
+    "enforce_eager",
 )  # fmt: skip
 
 
@@ -150,6 +151,7 @@ class RolloutSection(SamplingSection, SpeculationSettings):
         choices=ASKED,
         own=True,
     )
+    enforce_eager: bool = option(False, "run GPUs without CUDA graphs")
     dtype: str = option(
         AUTO,
         "dtype of weights and arithmetic in rollouts and evaluation, cast when new weights come; "

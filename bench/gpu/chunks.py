@@ -36,11 +36,6 @@ from specjax.shipped import find_shipped
 
 OFF = "off"
 DEFAULT = MappingProxyType({"": {}})  # one arm: the compiler's default options
-# Compiler options that make one CUDA graph of a whole chunk, the loop over rounds included.
-GRAPH = {
-    "xla_gpu_enable_command_buffer": ("FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,WHILE,CONDITIONAL"),
-    "xla_gpu_graph_min_graph_size": 1,
-}
 
 
 def _bfloat16(**sizes) -> ModelConfig:

@@ -22,6 +22,8 @@ import jax
 
 from specjax.config import ModelConfig
 from specjax.decode.options import Features
+from specjax.engine.graphs import Graphs
+from specjax.interfaces import Device
 from specjax.parallel import sharding
 from specjax.weights.matrix import precision_of
 
@@ -163,9 +165,13 @@ class Executables:
     Args:
       mesh: mesh that programs run on; None: the default device.
       cfg: config of the target, whose dtype decides the precision of products.
+      graphs: whether chunks are CUDA graphs; None: they are not.
 
     Attributes:
       by_key: the executables.
+      graphs: whether chunks are CUDA graphs.
+      twins: programs by key that were also compiled without graphs, the first one of each program
+        and features, until `forget_twins`.
       compilations: number of programs that were compiled so far.
       before_build: function called before a program is compiled, which takes seconds.
       build: function that makes the executable of a program from its key, a function that lowers
@@ -173,12 +179,18 @@ class Executables:
       threads: number of programs that are compiled at once.
     """
 
-    def __init__(self, mesh: jax.sharding.Mesh | None, cfg: ModelConfig):
+    def __init__(
+        self, mesh: jax.sharding.Mesh | None, cfg: ModelConfig, graphs: Graphs | None = None
+    ):
         self._mesh, self._cfg = mesh, cfg
         self.by_key: dict[tuple, jax.stages.Compiled] = {}
+        self.graphs = graphs or Graphs(Device("", ""), ())
+        self.twins: dict[tuple, jax.stages.Compiled] = {}
+        self._are_graphs: set[tuple] = set()
+        self._lock = threading.Lock()
         self.compilations = 0
         self.before_build: Callable[[], None] = lambda: None
-        self.build: Callable = lambda key, lower, donate: lower().compile()
+        self.build: Callable = self._build
         self.threads = threads_for(mesh)
         self._pool: CompilePool | None = None
         self._is_ahead = False
@@ -208,9 +220,53 @@ class Executables:
         elif self._is_ahead:  # the caller of `ahead` reports the progress
             self._keep(key, self.build(key, lower, donate))
         else:
-            with announce_if_slow(_described(key)):
+            with announce_if_slow(described(key)):
                 self._keep(key, self.build(key, lower, donate))
         return self.by_key[key]
+
+    def _build(self, key: tuple, lower: Callable[[], jax.stages.Lowered], donate: tuple[int, ...]):
+        """Compiles a program; may run on any thread.
+
+        Both forms of a program are compiled one after the other on one thread: XLA keeps the
+        algorithms that it tuned for the first, so that the second one has the same.
+        """
+        lowered, options = lower(), self.graphs.options(key)
+        if not self.graphs.wanted or key[0] != "chunk":
+            return lowered.compile(dict(options) or None)
+        try:
+            built = lowered.compile(dict(options))
+        except jax.errors.JaxRuntimeError as error:
+            self.graphs.stop(f"{described(key)} does not compile to one: {first_line(error)}")
+            return lowered.compile(dict(self.graphs.plain_options) or None)
+        with self._lock:
+            self._are_graphs.add(key)
+            whose = {(twin[1], twin[3]) for twin in self.twins}
+            is_first = not self.graphs.is_checked and (key[1], key[3]) not in whose
+            if is_first:
+                self.twins[key] = NotCompiled(donate)  # no other thread compiles one as well
+        if is_first:
+            self.twins[key] = lowered.compile(dict(self.graphs.plain_options) or None)
+            self.compilations += 1
+        return built
+
+    def forget_twins(self) -> bool:
+        """Ends the check of graphs, see `graph_check`.
+
+        Where graphs were turned off it drops all programs that are graphs, but keeps their twins.
+
+        Returns:
+          whether programs were dropped, which must be compiled again.
+        """
+        self.graphs.is_checked = True
+        dropped = set() if self.graphs.wanted else self._are_graphs & self.by_key.keys()
+        for key in dropped:
+            del self.by_key[key]
+            if key in self.twins:
+                self.by_key[key] = self.twins[key]
+        self.twins = {}
+        if dropped:
+            self._are_graphs = set()
+        return bool(dropped)
 
     def _keep(self, key: tuple, built: Callable) -> None:
         self.by_key[key] = built
@@ -285,7 +341,7 @@ def threads_for(mesh: jax.sharding.Mesh | None) -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
-def _described(key: tuple) -> str:
+def described(key: tuple) -> str:
     """The description of a program for a message."""
     kind, *sizes = key
     if kind == "chunk":
@@ -298,3 +354,9 @@ def _described(key: tuple) -> str:
     rows, positions = sizes[0]
     does = "reads" if kind == "prefill" else "scores"
     return f"what {does} {positions} positions of {rows} prompts"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, cut, or its type if it has none."""
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

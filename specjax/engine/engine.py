@@ -30,7 +30,7 @@ from specjax.decode.chunk import Result
 from specjax.decode.options import Features
 from specjax.decode.state import RUNNING
 from specjax.engine.base import BaseEngine
-from specjax.engine.chunks import Chunk, InFlight, NextChunk
+from specjax.engine.chunks import Chunk, InFlight, NextChunk, choose_program
 from specjax.engine.inputs import admission_of, piece_of, place_size, row_map_of
 from specjax.engine.options import Limits
 from specjax.engine.pages import PagePool
@@ -44,11 +44,18 @@ from specjax.engine.sequence import (
     Watcher,
     rejections_until,
 )
-from specjax.engine.settings import EngineConfig, piece_widths, powers, strategies_of
-from specjax.engine.start_up import Programs
+from specjax.engine.settings import (
+    EngineConfig,
+    bucket_base,
+    piece_widths,
+    powers,
+    strategies_of,
+)
+from specjax.engine.start_up import Programs, compile_ahead
 from specjax.engine.unfinished import Unfinished, all_of
 from specjax.engine.vocabulary import TokenCounts
 from specjax.interfaces import Draft, FinishedSample
+from specjax.kernels.dispatch import device_of
 from specjax.models.transformer import Params
 from specjax.telemetry import Collector, SlotInfo, active_transforms
 
@@ -128,11 +135,13 @@ class Engine(BaseEngine):
             attention=self.config.attention,
             products=self.config.products,
             stretch=self.config.stretch,
+            enforce_eager=self.config.enforce_eager,
         )
         self.limits = Limits(cfg, max_len, stop_width, spec.acceptance if spec else None)
         self.batch, self.max_len = batch, max_len
         self.piece_widths = widths
-        self.buckets = [batch] if self.runner.plan.invariant else powers(batch, 2)
+        base = bucket_base(device_of(mesh).platform)
+        self.buckets = [batch] if self.runner.plan.invariant else powers(batch, base)
         self.unfinished = Unfinished(self.runner, self.limits)
         self.controller = self._controller()
         self.telemetry = Collector() if spec and spec.telemetry_on else None
@@ -228,7 +237,9 @@ class Engine(BaseEngine):
                 using += f", off for more than {self.control.bs_threshold} samples at once"
         enabled = any(plan.tree is not None for plan in plans.values())
         kernel = f"attention kernel: {self.runner.cfg.run.attention}"
-        return [f"Speculative decoding enabled: {enabled}", using, kernel]
+        graphs = self.runner.executables.graphs.line
+        lines = [f"Speculative decoding enabled: {enabled}", using, kernel]
+        return lines if graphs is None else [*lines, graphs]
 
     # --- weights ---------------------------------------------------------------------------------
 
@@ -370,6 +381,9 @@ class Engine(BaseEngine):
             )
         if not self.is_warm:  # compile for the samples that were added, before they run
             self.warm_up([all_of(self.unfinished.asked or [Features()]).widened()])
+        graphs = runner.executables.graphs
+        if graphs.wanted and not graphs.is_checked and self.unfinished:
+            self._check_graphs()
         if runner.state is None:
             runner.reset()
         if self.counts is not None and self.counts.is_due:
@@ -394,6 +408,18 @@ class Engine(BaseEngine):
         events, self._events = self._events, []
         self._in_flight.pause()
         return events
+
+    def _check_graphs(self) -> None:
+        """Compiles the program of the first chunk, and checks CUDA graphs by it.
+
+        It is called before the first chunk of an engine that was not warmed up, while nothing is in
+        the caches.
+        """
+        runner, first = self.runner, list(self.unfinished)[: self.slots]
+        [strategy] = runner.plans
+        features, bucket = choose_program(runner, self.buckets, self.unfinished, strategy, first)
+        compile_ahead([Programs(runner, {}, {bucket: [strategy]})], [features])
+        runner.reset()
 
     @property
     def _rows_are_taken_over(self) -> bool:

@@ -37,6 +37,7 @@ from specjax.decode.state import DecodeState, RowMap, StateSizes, empty_state
 from specjax.engine.agreement import agreement_of
 from specjax.engine.checksum import Checksum, require_same
 from specjax.engine.compiling import Executables
+from specjax.engine.graphs import Graphs
 from specjax.engine.pages import NULL_PAGE, pages_for
 from specjax.engine.plans import make_plans, own_name, programs_of
 from specjax.engine.settings import stretched
@@ -80,6 +81,7 @@ class Runner:
       stride: pieces of prompts start at multiples of this position.
       attention: name of the attention kernel, see `specjax.kernels.dispatch.settle`.
       products: name of the kernel that multiplies by weights, see `specjax.weights.matrix.settle`.
+      enforce_eager: whether GPUs run without CUDA graphs.
 
     Attributes:
       cfg: the model's config, with the kernels that run.
@@ -125,6 +127,7 @@ class Runner:
         attention: str = "auto",
         products: str = "auto",
         stretch: int = 1,
+        enforce_eager: bool = False,
     ):
         record_shape(cfg)  # raises if the report has no room for the model's records
         drafts = spec is not None and not spec.is_off
@@ -178,12 +181,14 @@ class Runner:
         self.kept: Prompts | None = None
         self.mark: jax.Array | None = None
         self.checksums: dict[str, Checksum] = {}
-        self.executables = Executables(mesh, cfg)
         self.moved = 0
         self.agreement = agreement_of(mesh)
         source = self.longest.source
         network = None if source is None else source.network
         models = [cfg for cfg in (self.cfg, network) if cfg is not None]
+        kernels = [model.run.attention for model in models]
+        graphs = Graphs(dispatch.device_of(mesh), kernels, enforce_eager)
+        self.executables = Executables(mesh, cfg, graphs)
         self.repeated = frozenset().union(*map(repeated_names, models))
         self.axes = merge_axes([param_axes(self.cfg), {} if source is None else source.axes()])
         self._mover = None if mesh is None else Mover(mesh, self.axes)

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Several
 
 from specjax.config import SpecConfig, Strategy
 from specjax.control import ControlConfig
+from specjax.engine.graphs import GPUS
 from specjax.engine.prompts import padded_widths
 from specjax.kernels.names import check_attention
 from specjax.spelling import SettingError, checks_keywords
@@ -48,6 +49,8 @@ class EngineConfig:
         as `module:attribute`; `auto` is the platform's own, see `specjax.kernels.dispatch`.
       products: name of the kernel that multiplies by weights; `auto` is specjax's own on CPU and
         XLA elsewhere; or your own as `module:attribute`, see `specjax.weights.matrix`.
+      enforce_eager: whether GPUs run without CUDA graphs. By default each chunk is one, where a
+        comparison at the start finds the same results as without, see `specjax.engine.graphs`.
       follow_ups: whether the caller answers a finished sample with another one at once, as the next
         turn of a conversation. Chunks then end early when slots become free, as they do while
         requests wait.
@@ -65,6 +68,7 @@ class EngineConfig:
     named_strategies: bool = True
     attention: str = "auto"
     products: str = "auto"
+    enforce_eager: bool = False
 
     def __post_init__(self):
         if self.order not in ("fifo", "longest_first"):
@@ -96,6 +100,16 @@ def powers(batch: int, base: int) -> list[int]:
     while sizes[-1] < batch:
         sizes.append(min(sizes[-1] * base, batch))
     return sizes
+
+
+def bucket_base(platform: str) -> int:
+    """The factor between compiled batch sizes on a platform, as jax names it.
+
+    There are half as many on GPUs, whose compiler takes up to a minute for each program. A round
+    of more rows reads the same weights there, which takes most of its time up to some 300 rows of
+    all trees together.
+    """
+    return 4 if platform in GPUS else 2
 
 
 def strategies_of(spec: SpecConfig | None, control: ControlConfig | None) -> list[Strategy] | None:

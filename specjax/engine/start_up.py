@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Several
 
 import jax
@@ -17,13 +17,16 @@ from specjax.control.costs import CostTable, of_rounds
 from specjax.decode.chunk import Result, Until
 from specjax.decode.options import Features
 from specjax.decode.state import RowMap
-from specjax.engine.compiling import CompilePool, CompileProgress, OnProgram
+from specjax.engine.compiling import CompilePool, CompileProgress, OnProgram, first_line
+from specjax.engine.graph_check import check_graphs
 from specjax.engine.inputs import admission_of, piece_of, place_size, place_sizes
 from specjax.engine.pages import pages_for
 from specjax.engine.request import make_jobs
 from specjax.engine.runner import Packed, Runner
 from specjax.engine.scheduler import Start
 from specjax.engine.sequence import Sequence
+
+OnReady = Callable[[int], None]  # called with the number of programs that became ready
 
 CONTEXT = 256  # the most tokens of a sequence while costs are measured
 # Measurements of a chunk without rounds, per strategy. If this were too large a time, rounds would
@@ -84,12 +87,12 @@ class Programs:
 
     @property
     def chunks(self) -> list[tuple[str, int]]:
-        """A strategy and a bucket for each program that runs chunks."""
+        """A strategy and a bucket for each program that runs chunks, the smallest buckets first."""
         programs = {name: run.program for name, run in self.runner.strategies.items()}
         found = {
             (programs[strategy], bucket): (strategy, bucket)
-            for strategy in self.runner.plans
             for bucket, strategies in self.strategies.items()
+            for strategy in self.runner.plans
             if strategy in strategies
         }
         return list(found.values())
@@ -150,25 +153,15 @@ def compile_ahead(
     for runner in runners:
         runner.reset()
     side_by_side = [each for each in engines if each.runner.executables.threads > 1]
-    if side_by_side:
-        threads = min(each.runner.executables.threads for each in side_by_side)
-        with contextlib.ExitStack() as stack, CompilePool(threads, ready) as pool:
-            for programs in side_by_side:
-                stack.enter_context(programs.runner.executables.ahead(pool))
-                submitted = pool.submitted
-                for _ in programs.start(features):
-                    if pool.submitted == submitted:  # it was compiled before
-                        ready(1)
-                    submitted = pool.submitted
-                    pool.collect()
-            pool.finish()
+    _compile(side_by_side, features, ready)
     for programs in engines:
-        with programs.runner.executables.ahead(None):
-            for result in programs.start(features):
-                jax.block_until_ready(result)
-                if programs not in side_by_side:
-                    ready(1)
-        jax.block_until_ready(programs.runner.state)
+        done_here = ready if programs not in side_by_side else None
+        _run_each_once(programs, features, done_here)
+        if programs.runner.executables.forget_twins():
+            _compile([each for each in side_by_side if each is programs], features)
+            _run_each_once(programs, features)
+    if done < total:  # programs that were compiled again are not counted again
+        ready(total - done)
     memory = [runner.executables.memory() for runner in runners]
     return StartUp(
         programs=sum(runner.compilations for runner in runners) - built,
@@ -178,6 +171,57 @@ def compile_ahead(
         temporary_bytes=sum(sizes["temporaries"] for sizes in memory),
         cache_bytes=sum(runner.pages * runner.page_bytes for runner in runners),
     )
+
+
+def _compile(
+    engines: Several[Programs], features: Several[Features], ready: OnReady | None = None
+) -> None:
+    """Compiles the programs of engines side by side that are not compiled yet.
+
+    Args:
+      ready: function called with the number of programs that became ready.
+    """
+    if not engines:
+        return
+    ready = ready or (lambda count: None)
+    threads = min(each.runner.executables.threads for each in engines)
+    with contextlib.ExitStack() as stack, CompilePool(threads, ready) as pool:
+        for programs in engines:
+            stack.enter_context(programs.runner.executables.ahead(pool))
+            submitted = pool.submitted
+            for _ in programs.start(features):
+                if pool.submitted == submitted:  # it was compiled before
+                    ready(1)
+                submitted = pool.submitted
+                pool.collect()
+        pool.finish()
+
+
+def _run_each_once(
+    programs: Programs, features: Several[Features], ready: OnReady | None = None
+) -> None:
+    """Runs every program once; compiles those that are not compiled yet.
+
+    If a program fails while chunks are CUDA graphs, these are turned off, and the programs that
+    were not run yet are left.
+    """
+    runner, executables = programs.runner, programs.runner.executables
+    try:
+        with executables.ahead(None):
+            for result in programs.start(features):
+                jax.block_until_ready(result)
+                if ready is not None:
+                    ready(1)
+        jax.block_until_ready(runner.state)
+    except jax.errors.JaxRuntimeError as error:
+        if not executables.graphs.wanted:
+            raise
+        executables.graphs.stop(f"a program fails at the start: {first_line(error)}")
+        runner.reset()
+        return
+    if executables.twins:
+        check_graphs(runner)
+        runner.reset()
 
 
 def calibrate(programs: Programs, features: Features) -> tuple[CostTable, float]:

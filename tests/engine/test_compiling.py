@@ -13,8 +13,8 @@ from specjax.engine import compiling
 from specjax.engine.compiling import (
     CompilePool,
     CompileProgress,
-    _described,
     announce_if_slow,
+    described,
     no_messages,
 )
 
@@ -117,6 +117,6 @@ def test_programs_begin_in_order_and_none_begins_after_a_failure():
 def test_programs_have_short_names_in_messages():
     program = common_strategy([Strategy.parse(name) for name in ("3x2x1", "1x1x1x1")]).name
     assert program.startswith("paths:")
-    assert _described(("chunk", program, 8, None)) == "a static tree of 17 rows for a batch of 8"
+    assert described(("chunk", program, 8, None)) == "a static tree of 17 rows for a batch of 8"
     for name in ("off", "3x2x1", "4_1_5"):
-        assert _described(("chunk", name, 8, None)) == f"strategy {name} for a batch of 8"
+        assert described(("chunk", name, 8, None)) == f"strategy {name} for a batch of 8"

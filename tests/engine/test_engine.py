@@ -21,7 +21,7 @@ from specjax.engine.inputs import row_map_of
 from specjax.engine.pages import NULL_PAGE
 from specjax.engine.replicas import Replicas
 from specjax.engine.sequence import Progress
-from specjax.engine.settings import EngineConfig
+from specjax.engine.settings import EngineConfig, bucket_base, powers
 from specjax.engine.unfinished import Unfinished
 
 
@@ -188,6 +188,30 @@ def test_a_chunk_ends_when_others_are_to_come_or_a_smaller_batch_is_enough(
     alive, waiting, waits, leave_at, ended
 ):
     assert until(9, alive, waiting, waits, 4) == (9, leave_at, ended)
+
+
+def test_gpus_have_half_as_many_batch_sizes():
+    assert powers(64, bucket_base("cpu")) == [1, 2, 4, 8, 16, 32, 64]
+    assert powers(64, bucket_base("gpu")) == [1, 4, 16, 64]
+    assert powers(100, bucket_base("cuda")) == [1, 4, 16, 64, 100]
+
+
+def test_a_batch_between_two_sizes_runs_in_the_larger_one_until_the_smaller_is_enough(chunks):
+    engine = engine_of(batch=16, page_size=16, prefill_chunk=16)
+    engine.buckets[:] = powers(16, 4)
+    engine.warm_up()
+    seen = chunks(engine)
+    lengths = [4, 4, 12, 24, 36, *[60] * 3]
+    jobs = [
+        job
+        for i, count in enumerate(lengths)
+        for job in jobs_of([i + 1, 2], dataclasses.replace(ONE, max_tokens=count), i)
+    ]
+    samples, _ = engine.generate(jobs)
+    assert [s.token_ids for s in samples] == tokens_of(jobs)
+    batches = [detail[1:] for kind, detail in seen if kind == "chunk"]
+    assert {bucket for bucket, _ in batches} >= {16, 4}
+    assert all(bucket == next(b for b in (1, 4, 16) if b >= running) for bucket, running in batches)
 
 
 def test_a_row_map_has_rows_then_those_that_wait_and_pages_only_of_those_that_run():

@@ -355,6 +355,7 @@ FEATURES: dict[str, list[Feature]] = {
         engine("`attention`", "attention", "reference", rl=["attention=reference"]),
         engine("`dtype`", "dtype", "bfloat16"),
         engine("`cache_bytes`", "cache_bytes", 10_000_000),
+        engine("`enforce_eager`", "enforce_eager", True),
         engine("longest first (`order`)", "order", "longest_first"),
     ],
     "Weights": [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from unittest import mock
 
 import jax
 import numpy as np
@@ -23,6 +24,7 @@ from specjax.engine.plans import make_plans
 from specjax.engine.request import make_jobs
 from specjax.engine.sources import load_source
 from specjax.engine.vocabulary import draft_ids
+from specjax.interfaces import Device
 from specjax.kernels import dispatch
 from specjax.models.transformer import init_params
 from specjax.weights import matrix
@@ -229,6 +231,13 @@ def other_kernel() -> str:
     return "reference" if dispatch.settle(CFG, None).run.attention != "reference" else "tpu"
 
 
+def graphs_of_a_gpu(config: EngineConfig):
+    """What an engine of a GPU says of CUDA graphs."""
+    gpu = Device("gpu", "NVIDIA H100 80GB HBM3")
+    with mock.patch.object(dispatch, "device_of", lambda mesh: gpu):
+        return engine_of(None, config).start_lines()
+
+
 ENGINE = {
     "chunk_tokens": Row(8, rounds),
     "stretch": Row(1, rounds),
@@ -240,6 +249,7 @@ ENGINE = {
     "named_strategies": Row(False, reached),
     "attention": Row(other_kernel, kernel),
     "products": Row(other_products, products),
+    "enforce_eager": Row(True, graphs_of_a_gpu),
 }
 
 # --- ControlConfig: what a controller chooses -----------------------------------------------------

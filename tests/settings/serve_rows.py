@@ -152,6 +152,7 @@ SERVE = {
             "prefill_chunk": 32,
             "products": "xla",
             "attention": other_kernel,
+            "enforce_eager": True,
         }.items()
     },
     "engine.max_stop_tokens": Row(9, loaded(lambda llm: llm.engine.limits)),

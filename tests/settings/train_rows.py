@@ -632,6 +632,7 @@ RL = {
             "stretch": 1,
             "prefill_chunk": 32,
             "products": "xla",
+            "enforce_eager": True,
         }.items()
     },
     "rollout.dtype": (

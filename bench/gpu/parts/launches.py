@@ -10,16 +10,17 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from bench.gpu.chunks import GRAPH, OFF, Chunk, Size, milliseconds_per_round
+from bench.gpu.chunks import OFF, Chunk, Size, milliseconds_per_round
 from bench.gpu.job import Job
 from bench.gpu.program import Built, Place, Program, build
 from bench.record import figure, median_interval, paired_ratio_interval
 from bench.round import counts
+from specjax.engine.graphs import ONE_GRAPH
 
 ARMS = {
     "default": {},
     "min_graph_size": {"xla_gpu_graph_min_graph_size": 1},
-    "while": GRAPH,
+    "while": dict(ONE_GRAPH),
 }
 SAFE = ("default", "min_graph_size")  # the part `one_graph` checks whether `while` is safe
 

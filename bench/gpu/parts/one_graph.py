@@ -12,14 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bench.gpu.chunks import GRAPH, OFF, Chunk, Size
+from bench.gpu.chunks import OFF, Chunk, Size
 from bench.gpu.job import Job
 from bench.gpu.program import Place, Program, build
 from bench.record import figure
 from specjax.decode.options import Features
+from specjax.engine.graphs import ONE_GRAPH
 
 UNTUNED = {"xla_gpu_autotune_level": 0}
-ARMS = {"default": UNTUNED, "while": {**GRAPH, **UNTUNED}}
+ARMS = {"default": UNTUNED, "while": {**ONE_GRAPH, **UNTUNED}}
 TOP_P = {"temperature": 1.0, "top_p": 0.9}
 
 
