@@ -110,9 +110,9 @@ ALWAYS_READ = {
         rollout.page_size rollout.cache_bytes rollout.chunk_tokens rollout.stretch
         rollout.prefill_chunk rollout.products rollout.dtype rollout.scan_layers
         rollout.enforce_eager rollout.invariant rollout.min_tokens rollout.repetition_penalty
-        rollout.presence_penalty rollout.frequency_penalty rollout.logit_bias rollout.stop algo.objective
-        algo.loss_aggregation algo.kl_loss_coef algo.tis algo.normalize_std algo.updates_per_rollout
-        algo.dynamic_sampling optim.lr optim.warmup_steps optim.decay_steps optim.weight_decay
+        rollout.presence_penalty rollout.frequency_penalty rollout.logit_bias rollout.stop
+        algo.objective algo.loss_aggregation algo.kl_loss_coef algo.tis algo.normalize_std
+        algo.updates_per_rollout algo.dynamic_sampling optim.lr optim.warmup_steps optim.decay_steps optim.weight_decay
         optim.b1 optim.b2 optim.clip_norm eval.problems checkpoint.export distributed.mode
     """,
     SFTConfig: f"""{RUN_KEYS}

@@ -33,12 +33,13 @@ from unittest import mock
 import jax
 
 from bench.command import user_errors
-from bench.gpu.chunks import DEFAULT, GRAPH, Chunk, Size, shape_of, whole_model
+from bench.gpu.chunks import DEFAULT, Chunk, Size, shape_of, whole_model
 from bench.gpu.program import CARDS, Ahead
 from bench.record import figure, versions, write_json, write_result
 from specjax.command_line import ArgumentParser
 from specjax.config import Strategy
 from specjax.decode.options import Features
+from specjax.engine.graphs import ONE_GRAPH
 from specjax.kernels import dispatch
 from train.plan.copies import ENTRY, ROUND, copies
 from train.plan.cycles import PARTS, REST
@@ -206,7 +207,7 @@ def compiled_of(place: Ahead, name: Name, size: Size, folder: Path) -> tuple[str
     Returns:
       the program's text, the sequence of its thunks, and figures that neither has.
     """
-    arms = {"": GRAPH} if name.graph else DEFAULT
+    arms = {"": ONE_GRAPH} if name.graph else DEFAULT
     [program] = Chunk(place, size).programs("chunk", arms)
     began = time.perf_counter()
     with layers_traced() as traced:
