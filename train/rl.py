@@ -29,8 +29,10 @@ from pathlib import Path
 
 import numpy as np
 
+from specjax import determinism
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.store import Checkpointer
+from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
 from specjax.engine.compiling import CompileProgress
 from specjax.engine.request import InvalidLogitsError
@@ -113,8 +115,13 @@ def run(cfg: RLConfig, resume: bool = False, resume_step: int | None = None) -> 
 
     Every process of a job calls it; the first process writes logs, plot and export.
     """
-    distributed.start(cfg.distributed, max(cfg.mesh.size, cfg.rollout_devices))
     out = Path(cfg.out)
+    if cfg.deterministic:  # before the first call that starts jax's backends
+        try:
+            determinism.set_up(out if resume else _fresh(out))
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+    distributed.start(cfg.distributed, max(cfg.mesh.size, cfg.rollout_devices))
     if not resume:
         out = distributed.of_first(lambda: _fresh(out), "run directory")
     resume = resume and can_resume(out, resume_step, _say)
@@ -144,6 +151,10 @@ def _train(
         if line := generation_config_line(cfg, trainer.model):
             _say(line)
         _say(trainer.dtype_line)
+        if cfg.deterministic:
+            _say(determinism.line())
+        elif resume and (warning := determinism.without()):
+            _say(f"WARNING: {warning}")
         _say(f"rollouts: {trainer.warm_up()}")
         dtype = trainer.engine.runner.cfg.run.compute_dtype
         for warning in (precision_warning(cfg, dtype), slots_warning(cfg)):

@@ -442,6 +442,11 @@ class RLConfig:
     )
     logprob_chunk_size: int | None = option(None, CHUNK_DOC, least=1)
     attention: str = option("auto", ATTENTION_DOC, choices=ATTENTION, own=True)
+    deterministic: bool = option(
+        False,
+        "on a GPU, run the same algorithms in every process, and none that adds by atomics: a run "
+        "and its repetitions, --resume included, then have the same bits",
+    )
     checkpoint: RLCheckpointSection = option(RLCheckpointSection, "checkpoints")
     log: LogSection = option(LogSection, "further sinks")
     distributed: DistributedConfig = option(DistributedConfig, "the processes of the job")

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import determinism
 from specjax.checkpoint.store import Checkpointer
 from specjax.checkpoint.weights import describe, load_model, read_config, tokenizer_dir
 from specjax.command_line import ConfigError, fingerprint, require_same_settings
@@ -499,6 +500,7 @@ class Trainer:
             "more_controllers": controllers[1:],
             "replay": None if self.spot is None else self.spot.buffer.state(),
             "settings": self.fingerprint(),
+            "determinism": determinism.record(),
             **describe(self.model, self.tokenizer_dir, self.head is not None),
         }
         checkpoints.save(self.done_steps, self.trees(), meta)
@@ -519,6 +521,10 @@ class Trainer:
         _, meta = checkpoints.restore(step, {})
         # Settings that the checkpoint does not have yet count as their defaults.
         require_same_settings(meta.get("settings", {}), self.fingerprint(), RLConfig)
+        if other := determinism.difference(meta.get("determinism")):
+            raise ConfigError(
+                f"deterministic=true, and this process would not go on with the same bits: {other}"
+            )
         found = self.trees()
         found.pop("replay", None)
         abstract = jax.tree.map(

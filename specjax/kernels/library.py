@@ -15,6 +15,7 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from specjax import determinism
 from specjax.config import ModelConfig
 from specjax.config.model import ATTENTION_RESIDUALS
 from specjax.interfaces import Device, Table
@@ -230,6 +231,8 @@ def _cudnn_refuses(operation: str, device: Device | None, cfg: ModelConfig) -> s
     """Returns why cuDNN's attention cannot be used, or None, see `Backend.refuses`."""
     if device is not None and device.platform not in ("gpu", "cuda"):
         return f"cuDNN attends on GPUs, and the device is {device.platform!r}"
+    if operation == "causal_attention" and determinism.is_set_up():
+        return "its backward pass may add by atomics, and deterministic=true asks for equal bits"
     sizes = head_sizes(cfg)
     halves = cfg.run.compute_dtype in ("bfloat16", "float16")
     if not halves or any(size % 8 or size > 128 for size in sizes):

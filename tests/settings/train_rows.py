@@ -712,6 +712,7 @@ RL = {
         Row("tpu", lambda cfg: trained_by(cfg, "attention")),
         Reaches("reference", rl_engine, EngineConfig, "attention"),
     ),
+    "deterministic": ReadBy(True, rl),
     "checkpoint.every": ReadBy(2, rl),
     "checkpoint.keep_last": ReadBy(3, rl),
     "checkpoint.export": ReadBy(False, rl),

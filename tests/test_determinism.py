@@ -1,0 +1,169 @@
+"""`deterministic=true` sets XLA's flags in time, and a run is resumed with the same algorithms.
+
+Nothing here compiles for a GPU: the flags, the refusals and the records are those of any process.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny_run
+
+from specjax import determinism
+from specjax.checkpoint.store import Checkpointer
+from specjax.config import ModelConfig
+from specjax.interfaces import Device
+from specjax.kernels import library
+from specjax.models.families.dense import dense_config
+from train import rl
+
+ROOT = Path(__file__).resolve().parent.parent
+HALF: ModelConfig = dense_config(
+    vocab_size=64, hidden_size=128, intermediate_size=128, num_layers=1, num_heads=2,
+    num_kv_heads=1, head_dim=64,
+).running(compute_dtype="bfloat16")  # fmt: skip
+# Prints the flags at the end of a run.
+SHOWS_FLAGS = """
+import os, sys
+from train import rl
+sys.argv[0] = "train.rl"
+rl.main()
+print("flags:", os.environ["XLA_FLAGS"])
+"""
+
+
+@pytest.fixture
+def undone(monkeypatch):
+    """A process in which nobody has asked yet; what a test sets is taken back."""
+    monkeypatch.setattr(determinism, "_cache", None)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    settings = determinism._XLA_CACHES, "jax_compilation_cache_dir"
+    before = {name: getattr(jax.config, name) for name in settings}
+    jax.config.update("jax_compilation_cache_dir", None)
+    monkeypatch.kept = before["jax_compilation_cache_dir"]
+    yield monkeypatch
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture
+def in_time(undone):
+    """A process whose backends do not run yet."""
+    undone.setattr(determinism, "backends_run", lambda: False)
+    return undone
+
+
+def run(code: str, *arguments: str) -> subprocess.CompletedProcess:
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "JAX_PLATFORMS": "cpu"}
+    env.pop("JAX_COMPILATION_CACHE_DIR", None)
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], env=env, capture_output=True, text=True, cwd=ROOT
+    )
+
+
+def test_a_run_sets_flags_before_backends_start_and_says_that_cpus_need_none(thin_policy, tmp_path):
+    out = tmp_path / "run"
+    given = tiny_run.arguments(thin_policy, out, steps=1, deterministic=True)
+    done = run(SHOWS_FLAGS, *given)
+    assert done.returncode == 0, done.stderr[-2000:]
+    flags = re.search("^flags: (.*)$", done.stdout, re.MULTILINE)[1].split()
+    [cache] = [flag for flag in flags if flag.startswith(determinism.CACHE)]
+    assert f"{determinism.NO_ATOMICS}=true" in flags
+    assert Path(cache.partition("=")[2]).parent == out / "autotune"
+    assert done.stdout.count("deterministic=true changes nothing on CPU") == 1
+    with Checkpointer(out / "checkpoints", 1) as checkpoints:
+        _, meta = checkpoints.restore(None, {})
+    assert f"{determinism.NO_ATOMICS}=true" in meta["determinism"]["flags"]
+
+
+def test_backends_are_seen_to_run():
+    done = run(
+        "import jax; from specjax import determinism as d; before = d.backends_run()\n"
+        "count = jax.config.jax_num_cpu_devices; jax.devices()\n"
+        "print(before, d.backends_run(), count, jax.config.jax_num_cpu_devices)"
+    )
+    before, after, *counts = done.stdout.split()
+    assert (before, after) == ("False", "True") and len(set(counts)) == 1
+
+
+def test_on_a_gpu_it_is_refused_once_backends_run(undone, tmp_path):
+    jnp.zeros(())
+    undone.setattr(determinism, "platform", lambda: "gpu")
+    flag = f"{determinism.NO_ATOMICS}=true"
+    with pytest.raises(ValueError, match=f"too late: .* XLA_FLAGS='.*{flag}"):
+        determinism.set_up(tmp_path)
+    assert not determinism.is_set_up() and "gpu" not in os.environ["XLA_FLAGS"]
+    undone.setattr(determinism, "platform", lambda: "cpu")
+    determinism.set_up(tmp_path)
+    assert not determinism.is_set_up() and "gpu" not in os.environ["XLA_FLAGS"]
+
+
+def test_flags_of_the_user_stay(in_time, tmp_path):
+    mine = f"{determinism.CACHE}={tmp_path / 'mine'} {determinism.NO_AUTOTUNING}=true"
+    in_time.setenv("XLA_FLAGS", mine)
+    determinism.set_up(tmp_path / "run")
+    assert os.environ["XLA_FLAGS"] == mine and (tmp_path / "mine").is_dir()
+    assert determinism.record()["flags"] == [f"{determinism.NO_AUTOTUNING}=true"]
+
+
+def test_flags_that_contradict_are_refused(in_time, tmp_path):
+    in_time.setenv("XLA_FLAGS", f"{determinism.NO_ATOMICS}=false")
+    with pytest.raises(ValueError, match="nondeterministic_ops=false; remove it"):
+        determinism.set_up(tmp_path)
+
+
+def test_the_cache_lies_beside_compiled_programs_where_these_are_kept(in_time, tmp_path):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "compiled"))
+    determinism.set_up(tmp_path / "run")
+    jax.config.update("jax_compilation_cache_dir", None)
+    assert f"{determinism.CACHE}={tmp_path / 'compiled' / 'autotune'}" in os.environ["XLA_FLAGS"]
+    # Else jax would name another directory for every program.
+    assert getattr(jax.config, determinism._XLA_CACHES) == "none"
+
+
+def test_a_process_with_other_algorithms_is_found(in_time, tmp_path):
+    determinism.set_up(tmp_path)
+    [folder] = (tmp_path / "autotune").iterdir()
+    (folder / "one").write_text("first")
+    saved = json.loads(json.dumps(determinism.record()))
+    (folder / "two").write_text("later")
+    assert determinism.difference(saved) is None
+    (folder / "one").write_text("another")
+    assert "1 files 1 are missing or changed" in determinism.difference(saved)
+    (folder / "one").unlink()
+    assert "1 files 1 are missing or changed" in determinism.difference(saved)
+    assert "device was 'H100'" in determinism.difference({**saved, "device": "H100"})
+    assert "XLA's flags was ''" in determinism.difference({**saved, "flags": []})
+
+
+def test_a_run_is_not_resumed_with_other_algorithms(in_time, thin_policy, tmp_path):
+    out = tmp_path / "run"
+    determinism.set_up(out)  # as the run does; after that, compiled programs may be kept elsewhere
+    jax.config.update("jax_compilation_cache_dir", in_time.kept)
+
+    def train(steps, *flags):
+        given = dict(steps=steps, deterministic=True, checkpoint__export=False)
+        rl.main([*tiny_run.arguments(thin_policy, out, **given), *flags])
+
+    train(1)
+    [folder] = (out / "autotune").iterdir()
+    (folder / "one").write_text("first")
+    train(2, "--resume")
+    (folder / "one").unlink()
+    with pytest.raises(SystemExit, match="would not go on with the same bits: of the autotune"):
+        train(3, "--resume")
+
+
+def test_cudnn_is_no_training_attention_then(in_time, tmp_path):
+    device = Device("gpu", "NVIDIA H100 80GB HBM3", 1)
+    refuses = library.CUDNN.refuses
+    assert refuses("causal_attention", device, HALF) is None
+    determinism.set_up(tmp_path)
+    assert "its backward pass may add by atomics" in refuses("causal_attention", device, HALF)
+    assert refuses("tree_attention", device, HALF) is None
