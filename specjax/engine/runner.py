@@ -55,6 +55,9 @@ from specjax.weights import matrix
 
 PAGE_SIZE = 128
 EXTRA_SLOTS = 8  # slots beyond those of a batch, for sequences that wait for a row
+# Positions for which the default pool has pages for each sequence that waits for a row: its prompt
+# and what two chunks emit. Longer ones take pages that rows do not need yet, or wait for pages.
+WAITING_TOKENS = 2048
 FEW = 4  # prompts that a small program reads, and sequences that it starts
 
 log = logging.getLogger(__name__)
@@ -156,8 +159,7 @@ class Runner:
         self.table_width = full + pages_for(self.longest.steps + 1, self.page_size)
         self.extra_slots = EXTRA_SLOTS
         self.slots, self.prompts = batch + self.extra_slots + 1, max(batch, FEW) + 1
-        # Pages for all slots, for a prompt that is read and a copy of its last page, and page 0.
-        self.pages = 2 + max(full * self.slots, self.pages_of(max_len) - 1)
+        self.pages = self._pages_by_default(full)
         if cache_bytes is not None:
             self.pages = (cache_bytes - self.slot_bytes) // max(self.page_bytes, 1)
             if self.pages < 2:
@@ -214,6 +216,16 @@ class Runner:
         """The most pages that a sample takes, with copies of shared pages that it rewrites."""
         copied = 1 + pages_for(self.rewritten, self.page_size)
         return pages_for(positions, self.page_size) + copied
+
+    def _pages_by_default(self, full: int) -> int:
+        """The number of pages for rows of `full` pages each, and for sequences that wait.
+
+        There is one more for a copy of a prompt's last page, and page 0. One sample of full length
+        always fits.
+        """
+        waiting = min(full, pages_for(WAITING_TOKENS, self.page_size))
+        slots = full * self.batch + waiting * (self.slots - self.batch)
+        return 2 + max(slots, self.pages_of(self.max_len) - 1)
 
     @property
     def rewritten(self) -> int:

@@ -41,7 +41,8 @@ class EngineConfig:
       page_size: positions per cache page, rounded up to what the attention kernel can read (a
         multiple of 16, and of 64 for GPUs); 0 gives each sequence one page of full length.
       cache_bytes: largest size of the pages of all caches, in bytes; None takes what all slots at
-        full length need, and eight more samples of full length that wait for a row.
+        full length need, and for each of nine more samples, which wait for a row, up to 2,048
+        positions.
       prefill_chunk: number of prompt tokens that are read at a time, best a multiple of the page
         size: pieces are written by the largest number of rows that divides both.
       order: `fifo`, or `longest_first`: prompts whose earlier samples were longest start first.

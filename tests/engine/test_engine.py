@@ -13,16 +13,19 @@ from engines import ONE, VOCAB, engine_of, jobs_of, plain, random_jobs, tokens_o
 from shared import compilations_of, weights
 from tiny import tiny_config
 
-from specjax import SpecConfig
+from specjax import RunConfig, SpecConfig
 from specjax.decode.chunk import NEVER
+from specjax.engine import runner as module
 from specjax.engine.chunks import choose_program, until
 from specjax.engine.engine import Engine
 from specjax.engine.inputs import row_map_of
 from specjax.engine.pages import NULL_PAGE
 from specjax.engine.replicas import Replicas
+from specjax.engine.runner import Runner
 from specjax.engine.sequence import Progress
 from specjax.engine.settings import EngineConfig, bucket_base, powers
 from specjax.engine.unfinished import Unfinished
+from specjax.models.families.dense import dense_config
 
 
 @pytest.fixture
@@ -212,6 +215,37 @@ def test_a_batch_between_two_sizes_runs_in_the_larger_one_until_the_smaller_is_e
     batches = [detail[1:] for kind, detail in seen if kind == "chunk"]
     assert {bucket for bucket, _ in batches} >= {16, 4}
     assert all(bucket == next(b for b in (1, 4, 16) if b >= running) for bucket, running in batches)
+
+
+def test_samples_that_wait_have_a_bounded_share_of_the_pages(monkeypatch):
+    whole = engine_of(batch=2, page_size=16, prefill_chunk=16).runner
+    assert whole.pages == 2 + 6 * (2 + 9), "positions up to the share are there for all slots"
+    monkeypatch.setattr(module, "WAITING_TOKENS", 16)
+    engine = engine_of(batch=2, page_size=16, prefill_chunk=16, chunk_tokens=8)
+    assert engine.runner.pages == 2 + 6 * 2 + 9
+    lengths = [80, 76, 80, 78, 3, 80, 70, 1, 80, 80, 20, 76]
+    jobs = [
+        job
+        for i, count in enumerate(lengths)
+        for job in jobs_of(
+            [i + 1] * (1 + 7 * (i % 3 == 2)), dataclasses.replace(ONE, max_tokens=count), i
+        )
+    ]
+    samples, _ = engine.generate(jobs)
+    assert engine.preemptions, "pages ran out"
+    assert [s.token_ids for s in samples] == tokens_of(jobs)
+    assert engine.scheduler.pool.used == 0
+
+
+def test_an_8b_model_with_one_row_of_16k_tokens_keeps_no_slots_of_full_length():
+    cfg = dense_config(
+        num_layers=36, num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096,
+        intermediate_size=12288, vocab_size=1024, max_position=40_960, mtp_num_layers=1,
+        run=RunConfig(param_dtype="bfloat16", compute_dtype="bfloat16"),
+    )  # fmt: skip
+    runner = Runner(cfg, SpecConfig("4_1_5"), batch=1, max_len=16_600)
+    assert runner.pages * runner.page_bytes < 5.5e9
+    assert 10 * 16_600 / 128 * runner.page_bytes > 24.5e9, "ten slots of full length"
 
 
 def test_a_row_map_has_rows_then_those_that_wait_and_pages_only_of_those_that_run():

@@ -186,3 +186,31 @@ def test_a_preempted_sequence_goes_first_and_is_read_with_what_it_has_generated(
     device.add([4, 5], 8)
     device.scheduler.preempt(first)
     assert next(iter(device.scheduler._queue)) == (1, 2, 3, *first.tokens)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_rows_of_full_length_and_a_share_for_those_that_wait_are_enough(seed):
+    """As `Runner` makes the pool by default, with shares down to one page."""
+    rng = np.random.default_rng(seed)
+    longest, ahead = int(rng.integers(12, 49)), int(rng.integers(2, 33))
+    batch, extra, rewritten = int(rng.integers(1, 4)), 9, int(rng.integers(0, 3))
+    full = pages_for(longest, PAGE)
+    share = min(full, int(rng.integers(1, 4)))
+    least = full + 1 + pages_for(rewritten, PAGE)
+    device = Device(
+        batch + extra - 1, 2 + max(full * batch + share * extra, least - 1), ahead, rewritten
+    )
+    added = []
+    for _ in range(30):
+        size = int(rng.integers(1, longest - 1))
+        prompt = rng.integers(0, 3, size).tolist()
+        added += device.add(
+            prompt, int(rng.integers(1, longest - size + 1)), int(rng.integers(1, 4))
+        )
+    for _ in range(5000):
+        device.turn(rng)
+        if len(device.finished) == len(added):
+            break
+    assert len(device.finished) == len(added), "stuck"
+    assert device.pool.used == 0 and not device.scheduler.has_waiting
