@@ -11,7 +11,7 @@ costs beside its rounds is spread over --rounds of them. `draft` is one drafted 
 a four-token chain, the extension of the head's cache included; `verify` is a round less its drafted
 tokens, so acceptance and commit are in it. Times do not depend on weights, unless experts are
 mixed, whose routing decides what is read: with --random a directory needs no more than a
-config.json.
+config.json. With --longer all is measured at a second context, too.
 
 `model` is no measurement: a step costs what its bytes take at the chip's bandwidth or its
 operations at its peak, whichever is more. Weights are read once per step, keys and values once per
@@ -123,7 +123,7 @@ class FullBatch:
 
     Args:
       batches, rows: that will be measured; 1 row is plain decoding.
-      context: tokens of every slot when a chunk begins. rounds: of a chunk.
+      context: most tokens of every slot when a chunk begins. rounds: of a chunk.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class FullBatch:
         rounds: int,
         attention: str = "auto",
     ):
-        self.batches, self.context, self.rounds = tuple(batches), context, rounds
+        self.batches, self.rounds = tuple(batches), rounds
         self.rows = tuple(dict.fromkeys((1, *rows)))
         self.drafts = chain(DRAFT_CHAIN + 1)
         names = [chain(rows) for rows in self.rows] + [self.drafts]
@@ -214,11 +214,11 @@ class FullBatch:
     def _draft(self, batch: int) -> None:
         jax.block_until_ready(self._drafts[batch](*self._inputs(batch)))
 
-    def seconds(self, batch: int, repeats: int) -> StepCosts:
-        """Medians, everything in turns."""
+    def seconds(self, batch: int, repeats: int, context: int) -> StepCosts:
+        """Medians, everything in turns, with `context` tokens in every slot."""
 
         def prepare() -> None:
-            fill(self.runner, self.context)
+            fill(self.runner, context)
 
         runs = {f"rows {r}": functools.partial(self._chunk, chain(r), batch) for r in self.rows}
         runs["draft"] = functools.partial(self._draft, batch)
@@ -231,10 +231,17 @@ class FullBatch:
 
 def measure(args: argparse.Namespace) -> dict:
     """The table of this machine."""
-    sizes = args.batches, args.rows, args.context, args.rounds
+    sizes = args.batches, args.rows, args.longer or args.context, args.rounds
     bench = FullBatch(model_of(args), *sizes, args.attention)
     bench.compile(lambda done, total: print(f"compiled {done} of {total}", end="\r", flush=True))
-    found = [_told(batch, bench.seconds(batch, args.repeats)) for batch in args.batches]
+
+    def costs(context: int) -> dict:
+        found = [_told(b, bench.seconds(b, args.repeats, context)) for b in args.batches]
+        verify = {str(rows): [each.verify[rows] for each in found] for rows in args.rows}
+        parts = {"plain": [each.plain for each in found], "draft": [each.draft for each in found]}
+        return {**parts, "verify": verify}
+
+    longer = {"longer": {"context": args.longer, **costs(args.longer)}} if args.longer else {}
     device = jax.devices()[0].device_kind
     weights = "random weights, " if args.random else ""
     return {
@@ -246,9 +253,8 @@ def measure(args: argparse.Namespace) -> dict:
         "model": str(args.model),
         "context": args.context,
         "batches": list(args.batches),
-        "plain": [costs.plain for costs in found],
-        "draft": [costs.draft for costs in found],
-        "verify": {str(rows): [costs.verify[rows] for costs in found] for rows in args.rows},
+        **costs(args.context),
+        **longer,
         "machine": machine(),
         "versions": versions(),
     }
@@ -272,21 +278,42 @@ def modelled(name: str, args: argparse.Namespace) -> dict:
     chip, cfg = CHIPS[name], QWEN3_8B
     lm_head = cfg.vocab_size * cfg.hidden_size
     head = lm_head + 2 * cfg.hidden_size**2
-    largest = cache_values(cfg.layers, max(args.batches) * args.context)
-    needed = BYTES * (layer_weights(cfg.layers, cfg.hidden_size) + 2 * lm_head + largest)
-    if needed > chip.memory:
+
+    def needed(batch: int, context: int) -> float:
+        weights = layer_weights(cfg.layers, cfg.hidden_size) + 2 * lm_head
+        return BYTES * (weights + cache_values(cfg.layers, batch * context))
+
+    largest = needed(max(args.batches), args.context)
+    if largest > chip.memory:
         raise ValueError(
             f"weights and {max(args.batches)} caches of {args.context} tokens are "
-            f"{needed / 1e9:.0f} GB, but {chip.title} has {chip.memory / 1e9:.0f} GB; lower "
+            f"{largest / 1e9:.0f} GB, but {chip.title} has {chip.memory / 1e9:.0f} GB; lower "
             "--batches or --context"
         )
 
-    def verify(batch: int, rows: int) -> float:
-        return roofline(chip, cfg.layers, cfg.hidden_size, lm_head, batch, rows, args.context)
+    def costs(context: int) -> dict:
+        """Seconds of each part by batch; None where the caches do not fit."""
 
-    def draft(batch: int) -> float:
-        return roofline(chip, cfg.layers[:1], cfg.hidden_size, head, batch, 1, args.context)
+        def row(layers, extra: int, rows: int) -> list[float | None]:
+            width = cfg.hidden_size
+            return [
+                roofline(chip, layers, width, extra, batch, rows, context)
+                if needed(batch, context) <= chip.memory
+                else None
+                for batch in args.batches
+            ]
 
+        return {
+            "plain": row(cfg.layers, lm_head, 1),
+            "draft": row(cfg.layers[:1], head, 1),
+            "verify": {str(rows): row(cfg.layers, lm_head, rows) for rows in args.rows},
+        }
+
+    if needed(min(args.batches), args.longer) > chip.memory:
+        raise ValueError(
+            f"weights and {min(args.batches)} caches of {args.longer} tokens do not fit "
+            f"{chip.title}; lower --longer"
+        )
     return {
         "name": f"{name}_8b",
         "source": f"modelled: roofline of {chip.title} ({chip.bandwidth / 1e12:.2f} TB/s, "
@@ -295,9 +322,8 @@ def modelled(name: str, args: argparse.Namespace) -> dict:
         "model": "Qwen3-8B shapes, bfloat16",
         "context": args.context,
         "batches": list(args.batches),
-        "plain": [verify(b, 1) for b in args.batches],
-        "draft": [draft(b) for b in args.batches],
-        "verify": {str(r): [verify(b, r) for b in args.batches] for r in args.rows},
+        **costs(args.context),
+        "longer": {"context": args.longer, **costs(args.longer)},
     }
 
 
@@ -319,6 +345,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     one.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     one.add_argument("--rows", type=int, nargs="+", default=[2, 3, 5, 8], help="rows per sample")
     one.add_argument("--context", type=int, default=96, help="tokens in the cache at the start")
+    one.add_argument("--longer", type=int, help="tokens of a second context; default: none")
     one.add_argument("--rounds", type=int, default=16, help="rounds per chunk")
     one.add_argument("--repeats", type=int, default=5)
     one.add_argument("--name", help="of the table; default: the file's")
@@ -330,10 +357,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     other.add_argument("--rows", type=int, nargs="+", default=[2, 3, 4, 5, 6, 8, 12, 16])
     other.add_argument("--context", type=int, default=1024, help="tokens in each sample's cache")
+    other.add_argument("--longer", type=int, default=16384, help="tokens of a second context")
     other.add_argument("--out", default=str(HERE), help="directory")
     args = parser.parse_args(argv)
     if any(rows < 2 for rows in args.rows):
         parser.error("--rows are of speculative rounds, 2 or more; one row is the plain step")
+    if args.longer is not None and args.longer <= args.context:
+        parser.error(f"--longer must be above --context {args.context}, got {args.longer}")
     return args
 
 

@@ -11,11 +11,13 @@ costs what the table says for the samples still running, and the batch shrinks t
 
 A round costs the same however many tokens it emits, so the order of a sample's rounds does not
 matter, and histograms lose nothing. Left out, for both sides alike: prefill, sampling, the host,
-and that later steps read a longer cache than the table's.
+and that later steps read a longer cache than the table's (`bench.control replay` counts that).
 
 A cost table is JSON: `name`, `source` ("measured: .." or "modelled: .."), `context` (tokens in the
-cache), `batches` [N], and in seconds `plain` [N], `draft` [N] (one drafted token) and `verify`,
-a map from rows per sample to [N]. Between entries costs are interpolated linearly.
+cache of each sample), `batches` [N], and in seconds `plain` [N], `draft` [N] (one drafted token)
+and `verify`, a map from rows per sample to [N]. `longer` may hold the same at a longer `context`,
+with null for batches that do not fit the memory. Between entries costs are interpolated linearly,
+and so they are over the tokens in the caches of all samples together.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ import argparse
 import dataclasses
 import heapq
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,22 +36,58 @@ from bench.command import user_errors
 from bench.record import write_result
 from specjax.command_line import ArgumentParser
 
+_LEAST_SHARE = 0.1  # smallest share of a cost that is left at a short context
+
+
+class Parts(NamedTuple):
+    """A figure of each part of a round: plain [N], draft [N], verify by rows [N]."""
+
+    plain: np.ndarray
+    draft: np.ndarray
+    verify: dict[int, np.ndarray]
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any]) -> Parts:
+        """Reads seconds, null as NaN."""
+        verify = {int(rows): np.array(row, float) for rows, row in raw["verify"].items()}
+        return cls(np.array(raw["plain"], float), np.array(raw["draft"], float), verify)
+
+    @property
+    def lengths(self) -> set[int]:
+        return {len(x) for x in (self.plain, self.draft, *self.verify.values())}
+
+    def rises(self, longer: Parts, batches: np.ndarray, more: int) -> Parts:
+        """Seconds per token of context, between these costs and those at `more` tokens per sample.
+
+        They are carried over from the nearest batches where a cost is NaN.
+        """
+
+        def rise(short: np.ndarray, far: np.ndarray) -> np.ndarray:
+            known = np.isfinite(far)
+            per_token = np.maximum(far - short, 0.0)[known] / (more * batches[known])
+            return np.interp(batches, batches[known], per_token)
+
+        verify = {rows: rise(short, longer.verify[rows]) for rows, short in self.verify.items()}
+        return Parts(rise(self.plain, longer.plain), rise(self.draft, longer.draft), verify)
+
 
 @dataclasses.dataclass(frozen=True)
 class PartCosts:
-    """Seconds of the parts of a round, by running samples and rows per sample.
+    """Seconds of the parts of a round, by running samples, rows per sample and context.
 
     Attributes:
-      batches: [N] increasing. plain, draft: [N]. verify: rows -> [N].
+      batches: [N] increasing. seconds: at `context` tokens per sample; None: the file does not say.
       source: starts with "measured" or "modelled" and says how.
+      rises: seconds per token in the caches of all samples together; None: costs at other contexts
+        are not known, and taken to be the same.
     """
 
     name: str
     source: str
     batches: np.ndarray
-    plain: np.ndarray
-    draft: np.ndarray
-    verify: dict[int, np.ndarray]
+    seconds: Parts
+    context: int | None = None
+    rises: Parts | None = None
 
     @classmethod
     def load(cls, path: str | Path) -> PartCosts:
@@ -60,31 +99,39 @@ class PartCosts:
         text = Path(path).read_text(encoding="utf-8")
         try:
             raw = json.loads(text)
-            table = cls(
-                raw["name"],
-                raw["source"],
-                np.array(raw["batches"], float),
-                np.array(raw["plain"], float),
-                np.array(raw["draft"], float),
-                {int(rows): np.array(row, float) for rows, row in raw["verify"].items()},
-            )
+            batches, seconds = np.array(raw["batches"], float), Parts.read(raw)
+            table = cls(raw["name"], raw["source"], batches, seconds, raw.get("context"))
+            longer = raw.get("longer") and Parts.read(raw["longer"])
+            more = longer and raw["longer"]["context"] - raw["context"]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path}: not a cost table ({type(error).__name__}: {error}); expected name, "
                 "source, batches, plain, draft and verify, as the files in bench/costs have them"
             ) from error
-        lengths = {len(x) for x in (table.plain, table.draft, *table.verify.values())}
+        lengths = seconds.lengths | (longer.lengths if longer else set())
         if lengths != {len(table.batches)} or np.any(np.diff(table.batches) <= 0):
             raise ValueError(
                 f"{path}: expected increasing batches and as many costs in every list, got "
                 f"{len(table.batches)} batches and lists of {sorted(lengths)}"
             )
-        if not table.verify or not raw["source"].startswith(("measured", "modelled")):
+        if not seconds.verify or not raw["source"].startswith(("measured", "modelled")):
             raise ValueError(
                 f"{path}: expected a cost of at least one number of rows, and a source that starts "
                 f"with 'measured' or 'modelled'; got {raw['source']!r}"
             )
-        return table
+        if longer is None:
+            return table
+        if more <= 0 or set(longer.verify) != set(seconds.verify):
+            raise ValueError(
+                f"{path}: expected in `longer` a context above {raw['context']} and verify costs "
+                f"of {sorted(seconds.verify)} rows, got {raw['longer']['context']} and "
+                f"{sorted(longer.verify)}"
+            )
+        if not all(
+            np.isfinite(x).any() for x in (longer.plain, longer.draft, *longer.verify.values())
+        ):
+            raise ValueError(f"{path}: every list of `longer` needs a cost that is not null")
+        return dataclasses.replace(table, rises=seconds.rises(longer, table.batches, more))
 
     @property
     def kind(self) -> str:
@@ -94,22 +141,42 @@ class PartCosts:
     def largest_batch(self) -> int:
         return int(self.batches[-1])
 
-    def plain_step(self, running: int) -> float:
-        """Seconds of one plain decoding step of `running` samples."""
-        return self._at(self.plain, running)
+    def plain_step(self, running: int, context: float | None = None) -> float:
+        """Seconds of one plain decoding step of `running` samples.
 
-    def spec_round(self, running: int, steps: int) -> float:
-        """Seconds of one speculative round: a chain of `steps` drafts, then steps + 1 rows."""
-        listed = sorted({1, *self.verify})
+        Args:
+          context: tokens in their caches together; None: `self.context` each.
+        """
+        return self._sum(lambda parts: self._at(parts.plain, running), running, context)
+
+    def spec_round(self, running: int, steps: int, context: float | None = None) -> float:
+        """Seconds of one speculative round: a chain of `steps` drafts, then steps + 1 rows.
+
+        Args:
+          context: as in `plain_step`.
+        """
+        listed = sorted({1, *self.seconds.verify})
         if not listed[0] <= steps + 1 <= listed[-1]:
             raise ValueError(
                 f"cost table {self.name!r} has verify costs up to {listed[-1]} rows, but the "
                 f"recorded strategy verifies {steps + 1}; measure them "
                 "with bench.control costs measure --rows"
             )
-        costs = [self._at(self.verify.get(rows, self.plain), running) for rows in listed]
-        verify = float(np.interp(steps + 1, listed, costs))
-        return verify + steps * self._at(self.draft, running)
+
+        def round_of(parts: Parts) -> float:
+            costs = [self._at(parts.verify.get(rows, parts.plain), running) for rows in listed]
+            verify = float(np.interp(steps + 1, listed, costs))
+            return verify + steps * self._at(parts.draft, running)
+
+        return self._sum(round_of, running, context)
+
+    def _sum(self, of: Callable[[Parts], float], running: int, context: float | None) -> float:
+        """A cost at the table's context, and its rise to another one."""
+        seconds = of(self.seconds)
+        if context is None or self.rises is None:
+            return seconds
+        rise = of(self.rises) * (context - running * self.context)
+        return max(seconds + rise, _LEAST_SHARE * seconds)
 
     def _at(self, costs: np.ndarray, running: int) -> float:
         return float(np.interp(running, self.batches, costs))

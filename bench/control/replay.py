@@ -12,9 +12,9 @@ each round takes:
 
 How many drafts a round accepts is drawn depth by depth from what the trace recorded of the same
 strategy in the same sample (`rates`); the figures compare the drawn accept lengths with those that
-were recorded. Left out, for all alike: prompts, sampling, the host, and that long contexts cost
-more than the table's. With --stretch every sample is that much longer, as responses on such chips
-are.
+were recorded. Rounds cost more as samples grow where the table says by how much (`longer`). Left
+out, for all alike: reading prompts, sampling, and the host. With --stretch every sample is that
+much longer, as responses on such chips are, and with --prompt_tokens it begins with as many.
 
 `measured` or `roofline` in a figure's unit is where its costs come from, see `bench.control costs`.
 """
@@ -102,12 +102,15 @@ class Replay:
     Args:
       slots: that run at once; at most the table's largest batch.
       stretch: factor on all lengths.
+      prompt: tokens in the cache of each sample when it begins.
 
     Attributes:
       costs: seconds per round by strategy and bucket, as a calibration would measure them.
     """
 
-    def __init__(self, trace: Trace, table: PartCosts, slots: int, stretch: float = 1.0):
+    def __init__(
+        self, trace: Trace, table: PartCosts, slots: int, stretch: float = 1.0, prompt: int = 0
+    ):
         self.strategies = list(trace.settings["strategies"])
         self.steps = {name: draft_steps(name) for name in self.strategies}
         self.chunk_tokens = int(trace.settings["chunk_tokens"])
@@ -125,16 +128,29 @@ class Replay:
             if steps
         }
         self.buckets = powers(slots, 2)
+        self.prompt, self._contexts = prompt, None
+        if table.rises is not None:  # the costs at any two contexts give a line
+            self._contexts = table.context, 2 * table.context
         self.costs = CostTable(
             self.buckets,
-            {
-                name: [
-                    table.spec_round(b, steps) if steps else table.plain_step(b)
-                    for b in self.buckets
-                ]
-                for name, steps in self.steps.items()
-            },
+            self._seconds(table, 0),
+            contexts=self._contexts,
+            long=self._contexts and self._seconds(table, 1),
         )
+
+    def _seconds(self, table: PartCosts, which: int) -> dict[str, list[float]]:
+        """Seconds per round by strategy and bucket, at the shorter or the longer context."""
+
+        def seconds(steps: int, batch: int) -> float:
+            context = self._contexts and batch * self._contexts[which]
+            if steps:
+                return table.spec_round(batch, steps, context)
+            return table.plain_step(batch, context)
+
+        return {
+            name: [seconds(steps, batch) for batch in self.buckets]
+            for name, steps in self.steps.items()
+        }
 
     def rounds(self, strategy: str, rows: int) -> int:
         """Of one chunk at most, as the engine has it."""
@@ -189,7 +205,8 @@ class Replay:
           what the controller will see of it, and whether it ended early while others still ran.
         """
         rows = slots[: self.slots]
-        strategy = controller.select(len(rows))
+        lengths = self.prompt + np.array(self.lengths) - left  # tokens in the caches
+        strategy = controller.select(len(rows), float(lengths[rows].sum()))
         steps = self.steps.get(strategy, 0)
         most = self.rounds(strategy, len(rows))
         most = min(most, controller.rounds_hint or most)
@@ -200,7 +217,7 @@ class Replay:
             ends = Until.of(most)
         here, report, before = np.array(slots), [], result.tokens
         began, has_row = left[here] > 0, np.arange(len(here)) < len(rows)
-        few = max(1, bucket // TAKE_OVER_SHARE)
+        few, seconds, contexts = max(1, bucket // TAKE_OVER_SHARE), 0.0, []
         has_row = _take_over(left[here] > 0, has_row, 1)
         while len(report) < most:
             has_row = _take_over(left[here] > 0, has_row, few)
@@ -214,11 +231,12 @@ class Replay:
                 lucky = rng.random((len(here), steps)) < self.rates[strategy][here]
                 accepted = np.cumprod(lucky, axis=1).sum(axis=1)
             emitted = np.where(runs, np.minimum(accepted + 1, left[here]), 0)
+            contexts.append(float((self.prompt + np.array(self.lengths) - left)[here[runs]].sum()))
+            seconds += self.costs.seconds(strategy, len(rows), context=contexts[-1])
             left[here] -= emitted
             result.tokens += int(emitted.sum())
             result.slot_rounds += int(runs.sum())
             report.append(np.where(runs, accepted, -1))
-        seconds = len(report) * self.costs.seconds(strategy, len(rows))
         result.seconds += seconds
         result.choices[strategy] = result.choices.get(strategy, 0.0) + seconds
         rounds = np.array(report, int).reshape(len(report), len(here))
@@ -230,6 +248,7 @@ class Replay:
             seconds,
             tokens=result.tokens - before,
             ended=int((began & (left[here] == 0)).sum()),
+            context=float(np.mean(contexts)) if contexts else None,
         )
         return seen, early
 
@@ -271,11 +290,17 @@ class Predicted:
 
 
 def predict(
-    trace: Trace, table: PartCosts, slots: int | None, stretch: float, repeats: int, seed: int
+    trace: Trace,
+    table: PartCosts,
+    slots: int | None,
+    stretch: float,
+    repeats: int,
+    seed: int,
+    prompt: int = 0,
 ) -> Predicted:
     """Replays every arm `repeats` times, each time with other luck."""
     most = min(len(trace.lengths), table.largest_batch)
-    replay = Replay(trace, table, slots or most, stretch)
+    replay = Replay(trace, table, slots or most, stretch, prompt)
     arms = (PLAIN, *replay.strategies, GOODPUT)
     if OFF not in replay.steps:
         raise ValueError("the trace has no strategy 'off', which plain decoding's costs are under")
@@ -349,12 +374,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--costs", nargs="+", help="cost tables, or directories of them; default: bench/costs")
     add("--slots", type=int, help="samples at once; default: all, up to the table's largest batch")
     add("--stretch", type=float, default=1.0, help="factor on the lengths of all samples")
+    add("--prompt_tokens", type=int, default=0, help="tokens of every prompt in the caches")
     add("--repeats", type=int, default=7, help="replays with different luck")
     add("--seed", type=int, default=0)
     add("--out", help="default: bench/results/replay_<model>.json")
     args = parser.parse_args(argv)
-    if args.stretch <= 0 or args.repeats < 1:
-        parser.error("expected --stretch above 0 and --repeats of at least 1")
+    if args.stretch <= 0 or args.repeats < 1 or args.prompt_tokens < 0:
+        parser.error(
+            "expected --stretch above 0, --repeats of at least 1 and --prompt_tokens of at least 0"
+        )
     return args
 
 
@@ -377,7 +405,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         trace = Trace.read(args.trace)
         for table in tables_of(args.costs):
             slots = args.slots and min(args.slots, table.largest_batch)
-            found = predict(trace, table, slots, args.stretch, args.repeats, args.seed)
+            found = predict(
+                trace, table, slots, args.stretch, args.repeats, args.seed, args.prompt_tokens
+            )
             figures |= figures_of(found)
             print(report(found), flush=True)
     name = f"replay_{Path(trace.settings['model']).name}"

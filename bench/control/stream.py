@@ -106,12 +106,12 @@ class Recorder:
         self.rounds_hint: int | None = None
         self._idle_chunks: deque[bool] = deque()
 
-    def select(self, batch_size: int) -> str:
+    def select(self, batch_size: int, context: float | None = None) -> str:
         self._idle_chunks.append(self.idle)
         if self.idle:
             self.rounds_hint = 1
             return OFF
-        name = self.inner.select(batch_size)
+        name = self.inner.select(batch_size, context)
         self.rounds_hint = self.inner.rounds_hint
         return name
 

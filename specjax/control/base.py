@@ -66,6 +66,8 @@ class Observation:
       opted_out: number of slots whose samples asked for no drafts. Their entries of `accepted` are
         -1 in chunks that draft.
       ended: number of samples that ended in the chunk, by a stop or a limit.
+      context: number of tokens in the caches of the running slots together, on average over the
+        rounds; None where it is not known.
     """
 
     batch_size: int
@@ -77,6 +79,7 @@ class Observation:
     catch_up: int = 0
     opted_out: int = 0
     ended: int = 0
+    context: float | None = None
 
     def __post_init__(self):
         accepted = np.asarray(self.accepted)
@@ -147,6 +150,8 @@ class Controller(abc.ABC):
       current: name that `select` returned last; None before the first call.
       rounds_hint: number of rounds after which the chunk just selected may end; None for the
         length that the engine gives a chunk.
+      context: number of tokens in the caches of the running slots together when `select` was
+        called last; None where the caller does not say.
     """
 
     kind: str = ""
@@ -156,6 +161,7 @@ class Controller(abc.ABC):
         self.arms = tuple(self.strategies)
         self.current: str | None = None
         self.rounds_hint: int | None = None
+        self.context: float | None = None
         self._accept_length: float | None = None
         self._tokens_per_sec: float | None = None
         self._chunks = 0
@@ -171,10 +177,16 @@ class Controller(abc.ABC):
     def learn(self, seen: Observation) -> None:
         """Takes in a finished chunk, of a strategy of its own, in which at least one slot ran."""
 
-    def select(self, batch_size: int) -> str:
-        """Returns what `choose` chose, and logs a change at most every `LOG_EVERY` chunks."""
+    def select(self, batch_size: int, context: float | None = None) -> str:
+        """Returns what `choose` chose, and logs a change at most every `LOG_EVERY` chunks.
+
+        Args:
+          batch_size: number of running slots.
+          context: see the class.
+        """
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        self.context = context
         name = self.choose(int(batch_size))
         if name not in self.strategies:
             raise AssertionError(f"{self.kind} chose {name!r}, which is none of {self.arms}")

@@ -1,6 +1,6 @@
 """The default kind of controller: it takes the strategy with the most expected tokens per second.
 
-    score(strategy, batch) = expected tokens per slot and round / seconds per round
+    score(strategy, batch, context) = expected tokens per slot and round / seconds per round
 
 Seconds come from a `CostTable`, tokens from `Acceptance`. What the running strategy cannot show
 (deeper drafts, the costs of other strategies and, under plain decoding, any draft) is learned from
@@ -232,8 +232,8 @@ class Goodput(Controller):
 
     Args:
       strategies: the strategies to choose from.
-      costs: seconds per round, calibrated for every strategy and bucket; without it they are
-        guessed until observed.
+      costs: seconds per round, calibrated for every strategy, bucket and context; without it they
+        are guessed until observed.
       config: settings of the controller.
 
     Attributes:
@@ -261,6 +261,7 @@ class Goodput(Controller):
         self._best: dict[int, str] = {}  # the strategy in use, by bucket
         self._drafting = 1.0  # share of slots that are drafted for
         self._emitted, self._ended = 0.0, 0.0  # tokens and ends of samples, discounted
+        self._length: float | None = None  # tokens in the cache of a slot, the mean of the latest
         self._chunk_tokens = 32.0  # most tokens that a slot can emit in a full chunk
         self._last = ""  # the strategy of the latest chunk
         self._probe: Probe | None = None
@@ -273,24 +274,46 @@ class Goodput(Controller):
 
     # --- scores ----------------------------------------------------------------------------------
 
-    def scores(self, batch_size: int, errors: float = 0.0) -> dict[str, float]:
+    def scores(
+        self, batch_size: int, errors: float = 0.0, context: float | None = None
+    ) -> dict[str, float]:
         """Returns expected tokens per slot and second, by strategy.
 
         Args:
           batch_size: number of running slots.
           errors: number of standard errors that are added to the acceptance of each depth.
+          context: number of tokens in the caches of these slots together; None: as many per slot as
+            there were last.
         """
         return {
             arm: self._per_slot(self.acceptance.expected_tokens(arm, self._goes_on, errors))
-            / self.round_seconds(arm, batch_size)
+            / self.round_seconds(arm, batch_size, context)
             for arm in self.arms
         }
 
-    def round_seconds(self, arm: str, batch_size: int) -> float:
-        """Returns seconds per round of a full chunk, with a share of what every chunk takes."""
+    def round_seconds(self, arm: str, batch_size: int, context: float | None = None) -> float:
+        """Returns seconds per round of a full chunk, with a share of what every chunk takes.
+
+        Args:
+          arm: the strategy.
+          batch_size: number of running slots.
+          context: as in `scores`.
+        """
         draft = self.strategies.get(arm)
         rounds = self._chunk_tokens / (1 + (draft.steps if draft else 0))
-        return self.costs.seconds(arm, batch_size, rounds)
+        return self._seconds(arm, batch_size, rounds, context)
+
+    def _seconds(
+        self,
+        arm: str,
+        batch_size: int,
+        rounds: float = math.inf,
+        context: float | None = None,
+    ) -> float:
+        """`CostTable.seconds`, where `context` None is as many tokens per slot as there were."""
+        if context is None and self._length is not None:
+            context = batch_size * self._length
+        return self.costs.seconds(arm, batch_size, rounds, context)
 
     @property
     def _goes_on(self) -> float:
@@ -318,6 +341,8 @@ class Goodput(Controller):
     # --- choosing --------------------------------------------------------------------------------
 
     def choose(self, batch_size: int) -> str:
+        if self.context is not None:
+            self._length = self.context / batch_size
         scores, at = self.scores(batch_size), self.costs.index(batch_size)
         best = max(self.arms, key=scores.__getitem__)
         current = self._best.get(at)
@@ -353,11 +378,11 @@ class Goodput(Controller):
         else:
             self._probed.clear()
         rounds = max(_MIN_PROBE_ROUNDS, -(-self.config.probe_slot_rounds // batch_size))
-        starts = sum(self._starts.values()) * self.costs.seconds(OFF, batch_size)
+        starts = sum(self._starts.values()) * self._seconds(OFF, batch_size)
         starts += 2 * self.costs.beside(batch_size)
         for name in candidates:
             worse = max(1 - scores[name] / scores[current], 0.0)
-            loss = (1 + rounds) * self.costs.seconds(name, batch_size) * worse + starts
+            loss = (1 + rounds) * self._seconds(name, batch_size) * worse + starts
             self._credit = min(self._credit, 4 * loss)  # at most four probes in a row
             # Probes of new weights do not wait: they are paid for afterwards.
             if self._credit >= (-loss if unknown and name != OFF else loss):
@@ -414,7 +439,7 @@ class Goodput(Controller):
         late = self._start_seconds(seen) if known and (starts or reads) else 0.0
         # The first chunk after another strategy's does not say what its rounds took.
         if known and not reads and not (starts and rounds < _SHORT):
-            self.costs.observe(name, batch, per_round, rounds)
+            self.costs.observe(name, batch, per_round, rounds, seen.context)
         self.acceptance.learn(name, seen.histogram, rounds)
         if drafts:
             self._judge(seen)
@@ -426,14 +451,15 @@ class Goodput(Controller):
 
     def _judge(self, seen: Observation) -> None:
         """Counts the drafts of new weights until there are enough, or `off` is clearly best."""
-        scores = self.scores(seen.batch_size, errors=1.0)
+        scores = self.scores(seen.batch_size, 1.0, seen.context)
         is_clear = OFF in scores and max(scores, key=scores.__getitem__) == OFF
         self._pairs_to_judge = 0 if is_clear else max(self._pairs_to_judge - seen.slot_rounds, 0)
 
     def _start_seconds(self, seen: Observation) -> float:
         """Returns seconds of a first chunk beyond those of its rounds, and averages them."""
-        plain = self.costs.seconds(OFF, seen.batch_size)
-        usual = seen.rounds * self.costs.seconds(seen.strategy, seen.batch_size, seen.rounds)
+        batch, context = seen.batch_size, seen.context
+        plain = self._seconds(OFF, batch, context=context)
+        usual = seen.rounds * self._seconds(seen.strategy, batch, seen.rounds, context)
         late = min(max(seen.seconds - usual, 0.0), _LONGEST_START * plain)
         of = "plain" if seen.strategy == OFF else "drafting"
         self._starts[of] += 0.3 * min(late / plain - self._starts[of], _START_STEP)
@@ -441,7 +467,8 @@ class Goodput(Controller):
 
     def _account(self, seen: Observation, late: float) -> None:
         """Adds what the chunk lost against full chunks of the strategy that scores best."""
-        scores, seconds = self.scores(seen.batch_size), float(seen.seconds)
+        scores = self.scores(seen.batch_size, context=seen.context)
+        seconds = float(seen.seconds)
         worse = max(0.0, 1 - scores[seen.strategy] / max(scores.values()))
         late = min(late, seconds)
         lost = (seconds - late) * worse + late
@@ -475,7 +502,7 @@ class Goodput(Controller):
 
     def load_state(self, state: dict[str, Any]) -> None:
         super().load_state(state)
-        if "probed" not in state:
+        if "_length" not in state:
             log.warning(
                 "the state of the goodput controller was saved by an earlier version, which kept "
                 "other figures: it is not used, and this one starts from its calibration"
@@ -492,5 +519,5 @@ class Goodput(Controller):
 
 _NUMBERS = (
     "regret_seconds", "seconds", "probes", "_drafting", "_emitted", "_ended", "_chunk_tokens",
-    "_last", "_credit", "_pairs_to_judge", "_rounds", "_probed_at",
+    "_last", "_credit", "_pairs_to_judge", "_rounds", "_probed_at", "_length",
 )  # fmt: skip

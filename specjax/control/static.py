@@ -52,7 +52,7 @@ class Gate(Controller):
         if self._closed:
             self.rounds_hint = None
             return OFF
-        name = self.inner.select(batch_size)
+        name = self.inner.select(batch_size, self.context)
         self.rounds_hint = self.inner.rounds_hint
         return name
 

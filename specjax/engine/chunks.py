@@ -177,7 +177,8 @@ class NextChunk:
         """
         if OFF in self._runner.plans and not any(s.job.params.speculative for s in free):
             return OFF, None
-        return controller.select(len(free)), controller.rounds_hint
+        context = sum(sequence.length for sequence in free)
+        return controller.select(len(free), context), controller.rounds_hint
 
 
 def choose_program(

@@ -601,7 +601,7 @@ class Engine(BaseEngine):
         rejections = None if self.telemetry is None else result.report.rejections
         infos: list[SlotInfo | None] = [None] * len(result.length)
         ends = np.full(len(infos), self.runner.max_len)
-        ended = catch_up = 0
+        ended = catch_up = context = 0
         for index, sequence in enumerate(chunk.row_map):
             if sequence is None or sequence.slot is None:
                 continue
@@ -614,6 +614,8 @@ class Engine(BaseEngine):
                 self._in_flight.cut_short = True
             if sequence.length > known:  # else it had no row, or its logits were invalid
                 catch_up = max(catch_up, sequence.unread)
+                ran = sum(count > 0 for count in lists.counts[index])
+                context += ran * (known + sequence.length) / 2
                 sequence.unread = 0 if reads else sequence.unread + sequence.length - known
                 if self.watcher is not None:
                     self.watcher.news(sequence, sequence.news())
@@ -624,13 +626,26 @@ class Engine(BaseEngine):
         self.latest = chunk.strategy, chunk.bucket
         if self.watcher is not None:
             self.watcher.chunk(*self.latest, int(result.rounds))
-        self._observe(chunk, result, seconds, ended, catch_up)
+        self._observe(chunk, result, seconds, ended, catch_up, context)
         if rejections is not None:
             self.telemetry.add(rejections_until(rejections, ends), infos)
 
     def _observe(
-        self, chunk: Chunk, result: Result, seconds: float, ended: int, catch_up: int
+        self,
+        chunk: Chunk,
+        result: Result,
+        seconds: float,
+        ended: int,
+        catch_up: int,
+        context: float,
     ) -> None:
+        """Tells the controller of a chunk.
+
+        Args:
+          ended: number of samples that ended.
+          catch_up: as in `Observation`.
+          context: tokens in the caches of all slots, summed over the rounds in which they ran.
+        """
         rounds, sequences = int(result.rounds), chunk.sequences
         opted_out = [s for s in sequences if not s.job.params.speculative]
         accepted = result.report.accepted[:rounds]
@@ -647,6 +662,7 @@ class Engine(BaseEngine):
             catch_up=catch_up,
             opted_out=len(opted_out),
             ended=ended,
+            context=context / rounds if rounds else None,
         )
         observe = self.controller.observe
         self.runner.agreement.ask(seconds, lambda agreed: observe(seen(seconds=agreed)))

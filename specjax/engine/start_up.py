@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +15,7 @@ import numpy as np
 
 from specjax.config import SamplingParams
 from specjax.control.costs import CostTable, of_rounds
+from specjax.decode.admit import Admission
 from specjax.decode.chunk import Result, Until
 from specjax.decode.options import Features
 from specjax.decode.state import RowMap
@@ -28,7 +30,13 @@ from specjax.engine.sequence import Sequence
 
 OnReady = Callable[[int], None]  # called with the number of programs that became ready
 
-CONTEXT = 256  # the most tokens of a sequence while costs are measured
+CONTEXT = 256  # the most tokens of a sequence while programs are run and most costs are measured
+LONG_CONTEXT = 16384  # the most tokens of a sequence while the growth of costs is measured
+# The long context is at least so many times the short one, or costs would hardly differ.
+LEAST_GROWTH = 2
+# The growth of costs is measured as long as that took less than this share of the seconds that were
+# measured before.
+LONG_SHARE = 0.5
 # Measurements of a chunk without rounds, per strategy. If this were too large a time, rounds would
 # seem cheap.
 REPEATS_BESIDE = 2
@@ -233,44 +241,102 @@ def calibrate(programs: Programs, features: Features) -> tuple[CostTable, float]
     milliseconds after a pause; the least time counts. Measuring is short: the controller corrects
     errors by what it observes later.
 
+    How costs grow with the context is measured in the same way, with sequences that are said to be
+    long: a kernel reads their pages, whatever these hold. It is measured for the largest and the
+    smallest bucket of each strategy, between which seconds per token of context hardly differ, and
+    for no more than `LONG_SHARE` of the seconds of the rest. Engines whose sequences are short do
+    without.
+
     Returns:
       the table, and the seconds that measuring took.
     """
     runner, started = programs.runner, time.perf_counter()
+    short, long = _context(runner), _long_context(runner)
     samples: dict[tuple[str, int], list[float]] = {}
+    longer: dict[tuple[str, int], list[float]] = {}
     beside: dict[int, float] = {}
+    spent = 0.0  # measured seconds
 
-    def measured(strategy: str, rounds: int, times: int = 1) -> Iterator[tuple[float, int]]:
+    @functools.cache
+    def admission(bucket: int, length: int) -> Admission:
+        starts = _starts(runner, bucket, length)
+        return admission_of(starts, place_size(runner.batch, bucket), runner)
+
+    def measured(
+        name: str, bucket: int, length: int, rounds: int, times: int = 1
+    ) -> Iterator[tuple[float, int]]:
         """The seconds and the number of rounds of each of `times` chunks."""
-        starts = _starts(runner, bucket, _context(runner))
-        runner.place(admission_of(starts, place_size(runner.batch, bucket), runner))
+        nonlocal spent
+        runner.place(admission(bucket, length))
         jax.block_until_ready(runner.state)
         for _ in range(times):
             begin = time.perf_counter()
-            result = _start_chunk(runner, strategy, features, bucket, rounds)
+            result = _start_chunk(runner, name, features, bucket, rounds, length)
             count = int(result.open().rounds)
-            yield runner.agreement.agree(time.perf_counter() - begin), count
+            seconds = runner.agreement.agree(time.perf_counter() - begin)
+            spent += seconds
+            yield seconds, count
+
+    def first_round(name: str, bucket: int, length: int) -> tuple[float, list[float]]:
+        """The seconds of the first round, and a list with it if it is a measurement."""
+        seconds, _ = next(measured(name, bucket, length, 1))
+        first = of_rounds(seconds, beside[bucket])
+        return first, [first] if first >= SLOW_SECONDS else []
+
+    def further(name: str, bucket: int, length: int, first: float) -> list[float]:
+        """The seconds per round of further measurements."""
+        rounds = enough_rounds(first, _most_rounds(runner, name, bucket, length))
+        found = measured(name, bucket, length, rounds, further_measurements(first))
+        # Without a round, its sequences have no room for further tokens.
+        return [of_rounds(seconds, beside[bucket]) / count for seconds, count in found if count]
 
     for bucket, names in programs.strategies.items():
         beside[bucket] = statistics.median(
-            min(next(measured(name, 0))[0] for _ in range(REPEATS_BESIDE)) for name in names
+            min(next(measured(name, bucket, short, 0))[0] for _ in range(REPEATS_BESIDE))
+            for name in names
         )
         firsts = {}
         for name in names:
-            seconds, _ = next(measured(name, 1))
-            firsts[name] = first = of_rounds(seconds, beside[bucket])
-            samples[name, bucket] = [first] if first >= SLOW_SECONDS else []
+            firsts[name], samples[name, bucket] = first_round(name, bucket, short)
         for name, first in firsts.items():
-            rounds = enough_rounds(first, _most_rounds(runner, name, bucket))
-            for seconds, count in measured(name, rounds, further_measurements(first)):
-                if count:  # else its sequences have no room for further tokens
-                    samples[name, bucket].append(of_rounds(seconds, beside[bucket]) / count)
-    return CostTable.from_samples(samples, beside), time.perf_counter() - started
+            samples[name, bucket] += further(name, bucket, short, first)
+    if long is None:
+        return CostTable.from_samples(samples, beside), time.perf_counter() - started
+    limit = (1 + LONG_SHARE) * spent
+    for name, bucket in _to_lengthen(programs):
+        if spent >= limit:  # the clock of all hosts, so that they agree
+            break
+        first, found = first_round(name, bucket, long)
+        found += further(name, bucket, long, first)
+        if found and samples[name, bucket]:
+            longer[name, bucket] = found
+    table = CostTable.from_samples(samples, beside, (short, long), longer)
+    return table, time.perf_counter() - started
 
 
 def _context(runner: Runner) -> int:
     """The number of tokens of a sequence while programs are run and measured."""
     return min(CONTEXT, runner.max_len // 2)
+
+
+def _long_context(runner: Runner) -> int | None:
+    """The number of tokens of a sequence while the growth of costs is measured; None: it is not."""
+    length = min(LONG_CONTEXT, 3 * runner.max_len // 4)  # which leaves room for some rounds
+    return length if length >= LEAST_GROWTH * _context(runner) else None
+
+
+def _to_lengthen(programs: Programs) -> list[tuple[str, int]]:
+    """The strategies and buckets with which the growth of costs is measured, in this order.
+
+    The largest bucket, where the context counts most, comes first.
+    """
+    found: list[tuple[str, int]] = []
+    for pick in (max, min):
+        for name in programs.runner.plans:
+            buckets = [bucket for bucket, names in programs.strategies.items() if name in names]
+            if buckets and (name, pick(buckets)) not in found:
+                found.append((name, pick(buckets)))
+    return found
 
 
 def further_measurements(seconds: float) -> int:
@@ -288,9 +354,9 @@ def enough_rounds(seconds: float, most: int) -> int:
     return min(max(round(SAMPLE_SECONDS / seconds), 1), most)
 
 
-def _most_rounds(runner: Runner, strategy: str, bucket: int) -> int:
+def _most_rounds(runner: Runner, strategy: str, bucket: int, length: int) -> int:
     """The most rounds of a chunk such that a sequence has room for `IN_A_ROW` chunks."""
-    room = (runner.max_len - _context(runner)) // (runner.plans[strategy].steps + 1)
+    room = (runner.max_len - length) // (runner.plans[strategy].steps + 1)
     return max(min(runner.rounds(strategy, bucket), room // IN_A_ROW), 1)
 
 
@@ -307,10 +373,16 @@ def _starts(runner: Runner, count: int, length: int) -> list[Start]:
     return starts
 
 
-def _start_chunk(runner: Runner, strategy, features, bucket, rounds: int) -> Packed[Result]:
-    """Enqueues a chunk of the first slots, each with pages of its own if there are enough."""
+def _start_chunk(
+    runner: Runner, strategy, features, bucket, rounds: int, length: int | None = None
+) -> Packed[Result]:
+    """Enqueues a chunk of the first slots, each with pages of its own if there are enough.
+
+    Args:
+      length: number of tokens of each sequence; None: `_context`.
+    """
     emitted = IN_A_ROW * runner.most_tokens(bucket)
-    needed = min(_context(runner) + emitted, runner.max_len)
+    needed = min((_context(runner) if length is None else length) + emitted, runner.max_len)
     each = pages_for(needed, runner.page_size)
     table = np.zeros((bucket, runner.table_width), np.int32)
     table[:, :each] = (1 + np.arange(bucket * each) % (runner.pages - 1)).reshape(bucket, each)

@@ -52,7 +52,7 @@ def test_the_shipped_tables_load_and_the_modelled_ones_are_what_costs_writes(tmp
     costs.main(["model", "--out", str(tmp_path)])
     for path in predict.default_tables():
         table = predict.PartCosts.load(path)
-        assert (table.plain > 0).all()
+        assert (table.seconds.plain > 0).all()
         if table.kind == "modelled":
             assert (tmp_path / path.name).read_text() == path.read_text()
 
@@ -60,9 +60,11 @@ def test_the_shipped_tables_load_and_the_modelled_ones_are_what_costs_writes(tmp
 def test_measured_costs_are_a_table_that_predict_takes(thin_policy, tmp_path, monkeypatch):
     monkeypatch.setattr(costs, "DRAFT_CHAIN", 2)
     out = tmp_path / "here.json"
-    argv = "measure --batches 1 2 --rows 2 3 --context 8 --rounds 2 --repeats 1 --random".split()
+    argv = "measure --batches 1 2 --rows 2 3 --context 8 --longer 24 --rounds 2 --repeats 1".split()
+    argv.append("--random")
     costs.main([*argv, "--model", str(thin_policy), "--out", str(out)])
     table = predict.PartCosts.load(out)
     assert table.kind == "measured" and table.name == "here"
-    assert (table.plain > 0).all() and (table.draft > 0).all()
+    assert table.context == 8 and (table.rises.plain >= 0).all()
+    assert (table.seconds.plain > 0).all() and (table.seconds.draft > 0).all()
     assert predict.predict(table, "online", [ROLLOUT]).ratio > 0

@@ -105,6 +105,60 @@ def test_a_stretched_rollout_takes_that_much_longer(table):
     assert run.run(run.controller("plain")).seconds == pytest.approx(24.0)
 
 
+@pytest.fixture
+def growing(table, tmp_path):
+    """The table, with a plain step that costs 1.0 more at 20 tokens per sample than at 10."""
+    content = json.loads(table.read_text()) | {"context": 10}
+    content["longer"] = {"context": 20, "plain": [2.0, None], "draft": [0.1, 0.2]}
+    content["longer"]["verify"] = {"3": [1.2, None]}
+    path = tmp_path / "growing.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_a_step_costs_more_as_the_samples_grow(growing):
+    """Of two samples together: 0.1 for each token in their caches beyond 20, or below."""
+    costs = predict.PartCosts.load(growing)
+    assert costs.plain_step(1) == 1.0 and costs.plain_step(1, 25) == pytest.approx(2.5)
+    assert costs.plain_step(2, 25) == pytest.approx(2.0), "as for one sample, where not measured"
+    assert costs.spec_round(1, 2, 25) == costs.spec_round(1, 2) == pytest.approx(1.4)
+    trace = trace_of([6, 2], ALL_ACCEPTED)
+    run = replay.Replay(trace, costs, 2, prompt=10)
+    steps = [1.5 + 0.1 * k for k in (0, 2)] + [1.0 + 0.1 * k for k in (2, 3, 4, 5)]
+    assert run.run(run.controller("plain")).seconds == pytest.approx(sum(steps))
+    assert run.run(run.controller(DEEP)).seconds == pytest.approx(2.4 + 1.4)
+
+
+def test_the_real_controller_follows_the_context_of_a_replay(growing):
+    """Plain steps are cheaper than drafting for short samples, and dearer for long ones."""
+    trace = trace_of([6] * 30, [[0, 0, 3, 0]] * 30, chunk_tokens=3)
+    costs = predict.PartCosts.load(growing)
+    share = {}
+    for prompt in (0, 40):
+        run = replay.Replay(trace, costs, 1, prompt=prompt)
+        done = run.run(run.controller("goodput"))
+        share[prompt] = done.choices.get(DEEP, 0.0) / done.seconds
+    assert share[40] > 0.9 > share[0]
+
+
+@pytest.mark.parametrize(
+    ("longer", "said"),
+    [
+        ({"context": 10}, "a context above 10"),
+        ({"verify": {"5": [1.2, 2.0]}}, r"verify costs of \[3\] rows"),
+        ({"plain": [1.0]}, r"lists of \[1, 2\]"),
+        ({"draft": [None, None]}, "needs a cost that is not null"),
+        ({"plain": "fast"}, "not a cost table"),
+    ],
+)
+def test_a_longer_context_that_does_not_fit_the_table_is_refused(growing, longer, said):
+    content = json.loads(growing.read_text())
+    content["longer"] |= longer
+    growing.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=said):
+        predict.PartCosts.load(growing)
+
+
 def test_trees_too_many_slots_and_files_that_are_no_trace_are_refused(table, tmp_path):
     costs = predict.PartCosts.load(table)
     with pytest.raises(ValueError, match="chains only"):

@@ -22,12 +22,20 @@ def cost_table(name: str, arms=ARMS, times: Mapping[str, float] | None = None) -
     parts = PartCosts.load(_COSTS / f"{name}.json")
     batches = parts.batches.astype(int).tolist()
 
-    def seconds(arm: str, batch: int) -> float:
-        steps = Strategy.parse(arm).steps
-        plain = parts.plain_step(batch)
-        return times.get(arm, 1.0) * (parts.spec_round(batch, steps) if steps else plain)
+    def rows(context: int | None) -> dict[str, list[float]]:
+        def seconds(arm: str, batch: int) -> float:
+            steps, whole = Strategy.parse(arm).steps, context and batch * context
+            cost = (
+                parts.spec_round(batch, steps, whole) if steps else parts.plain_step(batch, whole)
+            )
+            return times.get(arm, 1.0) * cost
 
-    return CostTable(batches, {arm: [seconds(arm, b) for b in batches] for arm in arms})
+        return {arm: [seconds(arm, b) for b in batches] for arm in arms}
+
+    if parts.rises is None:
+        return CostTable(batches, rows(None))
+    contexts = parts.context, 2 * parts.context
+    return CostTable(batches, rows(contexts[0]), None, contexts, rows(contexts[1]))
 
 
 @dataclasses.dataclass
@@ -64,10 +72,13 @@ class World:
         how many rounds have run; None: 1.
       catch_up: what a draft takes to read 128 tokens of plain decoding, in plain rounds.
       cold: what a strategy takes longer in the first chunk after another one, likewise.
+      length: tokens in the cache of each slot, to which every chunk adds what it emits; None: costs
+        do not depend on them, and nobody is told.
     """
 
     def __init__(self, costs: CostTable, rates=GOOD, noise=0.03, outliers=0.01, wide=1.6, seed=0,
-                 slower=None, catch_up=0.0, cold=0.0):  # fmt: skip
+                 slower=None, catch_up=0.0, cold=0.0, length=None):  # fmt: skip
+        self.length = length
         self.cold, self.last = cold, None
         self.slower, self.at, self.catch_up, self.behind = slower, 0, catch_up, 0
         self.costs, self.rates, self.noise, self.outliers = costs, rates, noise, outliers
@@ -87,8 +98,11 @@ class World:
     def tokens(self, name: str) -> float:
         return 1 + float(np.cumprod(self.depth_rates(name)).sum())
 
+    def context(self, batch: int) -> float | None:
+        return None if self.length is None else batch * self.length
+
     def seconds(self, name: str, batch: int) -> float:
-        seconds = self.costs.seconds(name, batch)
+        seconds = self.costs.seconds(name, batch, context=self.context(batch))
         return seconds * self.slower(name, self.at) if self.slower else seconds
 
     def begin_seconds(self, name: str, batch: int) -> float:
@@ -113,7 +127,10 @@ class World:
         if self.random.random() < self.outliers:
             seconds *= 10
         self.at += rounds
-        return Observation(batch, name, accepted, float(seconds), catch_up=behind)
+        context = self.context(batch)
+        if self.length is not None:
+            self.length += rounds * self.tokens(name)
+        return Observation(batch, name, accepted, float(seconds), catch_up=behind, context=context)
 
 
 def drive(
@@ -131,7 +148,7 @@ def drive(
         if swap_every and at >= told:
             controller.weights_changed()
             told += swap_every
-        name = controller.select(batch)
+        name = controller.select(batch, world.context(batch))
         most = chunk if chunk_tokens is None else max(1, chunk_tokens // (1 + world.steps(name)))
         count = min(most, controller.rounds_hint or most)
         run.at.append(at)

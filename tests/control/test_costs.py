@@ -1,5 +1,6 @@
 """Seconds per round: calibrated, followed, compared, guessed."""
 
+import itertools
 import json
 import math
 
@@ -68,10 +69,96 @@ def test_missing_costs_are_guessed_from_what_is_known():
     assert table.seconds("4_1_5", 1) == pytest.approx(7.0), "measured once is better than a guess"
 
 
+# Of one slot: a plain round doubles from 100 to 1100 tokens, a round of 4_1_5 grows by a tenth.
+GROWING = CostTable([1, 4], {"off": [1.0, 2.0], "4_1_5": [2.0, 4.0]}, contexts=(100, 1100),
+                    long={"off": [2.0, 4.0], "4_1_5": [2.2, None]})  # fmt: skip
+
+
+def growing() -> CostTable:
+    return CostTable.from_state(GROWING.state())
+
+
+def test_a_cost_is_linear_in_the_tokens_of_all_slots_together():
+    assert GROWING.seconds("off", 1, context=100) == pytest.approx(1.0)
+    assert GROWING.seconds("off", 1, context=1100) == pytest.approx(2.0)
+    assert GROWING.seconds("off", 1, context=2100) == pytest.approx(3.0)
+    assert GROWING.seconds("off", 1) == pytest.approx(1.0), "the short context, if none is named"
+    assert GROWING.seconds("off", 4, context=4400) == pytest.approx(4.0)
+    assert GROWING.seconds("off", 3, context=4400) == pytest.approx(4.0), "of three long ones, too"
+    assert GROWING.seconds("off", 4, context=0) == pytest.approx(2.0 - 400 * 2.0 / 4000)
+
+
+def test_a_growth_that_was_not_measured_is_that_of_other_sizes_and_then_of_others():
+    per_token = 0.2 / 1000  # seconds, as for one slot
+    assert GROWING.seconds("4_1_5", 4, context=4400) == pytest.approx(4.0 + 4000 * per_token)
+    table = CostTable([1], {"off": [1.0], "2_1_3": [1.0], "4_1_5": [3.0]}, contexts=(100, 1100),
+                      long={"off": [2.0], "2_1_3": [1.5]})  # fmt: skip
+    assert table.seconds("4_1_5", 1, context=1100) == pytest.approx(3.75), "the median of both"
+    flat = CostTable([1], {"off": [1.0]}, contexts=(100, 1100))
+    assert flat.seconds("off", 1, context=9999) == 1.0, "nobody's was measured"
+
+
+def test_a_growing_context_is_no_change_of_the_machine():
+    """Or costs would be too high once samples are short again, and the growth would count twice."""
+    table = growing()
+    for length in range(100, 1100, 10):
+        table.observe("off", 1, GROWING.seconds("off", 1, context=length), 16, length)
+    for name, context in itertools.product(("off", "4_1_5"), (100, 1100)):
+        expected = GROWING.seconds(name, 1, context=context)
+        assert table.seconds(name, 1, context=context) == pytest.approx(expected)
+
+
+def test_a_slower_machine_is_slower_at_all_contexts():
+    table = growing()
+    for _ in range(60):
+        table.observe("4_1_5", 1, 2 * 2.2, 16, 1100)
+    for name, context in itertools.product(("off", "4_1_5"), (100, 1100)):
+        expected = 2 * GROWING.seconds(name, 1, context=context)
+        assert table.seconds(name, 1, context=context) == pytest.approx(expected, rel=0.02)
+
+
+def test_a_comparison_corrects_the_cost_at_the_context_that_it_was_made_at():
+    """`off` grows half as much as was measured; the other one shows how fast the machine is."""
+    table = growing()
+    for _ in range(40):
+        table.observe("4_1_5", 1, 2.2, 16, 1100)
+        table.observe("off", 1, 1.5, 16, 1100)
+    assert table.seconds("off", 1, context=1100) == pytest.approx(1.5, rel=0.02)
+    assert table.seconds("off", 1, context=100) == pytest.approx(1.0, rel=0.02)
+    for _ in range(40):
+        table.observe("4_1_5", 1, 2.0, 16, 100)
+        table.observe("off", 1, 1.2, 16, 100)
+    assert table.seconds("off", 1, context=100) == pytest.approx(1.2, rel=0.02)
+    assert table.seconds("off", 1, context=1100) == pytest.approx(1.5, rel=0.03)
+    assert table.seconds("4_1_5", 1, context=600) == pytest.approx(2.1, rel=0.02)
+
+
+def test_beyond_the_long_context_a_comparison_corrects_the_growth():
+    table = growing()
+    for _ in range(60):
+        table.observe("4_1_5", 1, GROWING.seconds("4_1_5", 1, context=5100), 16, 5100)
+        table.observe("off", 1, 4.0, 16, 5100)
+    assert table.seconds("off", 1, context=5100) == pytest.approx(4.0, rel=0.02)
+    assert table.seconds("off", 1, context=100) == pytest.approx(1.0, rel=0.02)
+
+
+def test_costs_never_fall_with_the_context():
+    table = CostTable([1], {"off": [1.0]}, contexts=(100, 1100), long={"off": [0.9]})
+    assert table.seconds("off", 1, context=1100) == 1.0, "a measurement that was luckier"
+    table = growing()
+    for _ in range(60):
+        table.observe("4_1_5", 1, 2.0, 16, 100)
+        table.observe("off", 1, 5.0, 16, 100)
+    assert table.seconds("off", 1, context=1100) >= table.seconds("off", 1, context=100)
+
+
 def test_of_several_measurements_the_least_counts():
     table = CostTable.from_samples({("off", 1): [3.0, 2.0, 4.0], ("off", 2): [4.0]})
     assert table.seconds("off", 1) == pytest.approx(2.0)
     assert table.seconds("off", 2) == pytest.approx(4.0)
+    at = {("off", 1): [9.0, 6.0]}
+    table = CostTable.from_samples({("off", 1): [3.0], ("off", 2): [4.0]}, None, (10, 20), at)
+    assert table.seconds("off", 1, context=20) == pytest.approx(6.0)
 
 
 @pytest.mark.parametrize(
@@ -93,13 +180,32 @@ def test_tables_that_make_no_sense_are_refused(buckets, seconds, beside):
         CostTable(buckets, seconds, beside)
 
 
+@pytest.mark.parametrize(
+    ("contexts", "long", "said"),
+    [
+        (None, {"off": [1.0]}, "does not say at which"),
+        ((0, 10), {}, "the fewer first"),
+        ((10, 10), {}, "the fewer first"),
+        ((10,), {}, "the fewer first"),
+        ((10, 20), {"off": [1.0, 2.0]}, "2 costs for 1 buckets"),
+        ((10, 20), {"off": [-1.0]}, "more than 0 s"),
+        ((10, 20), {"4_1_5": [1.0]}, "none at 10; give both"),
+    ],
+)
+def test_contexts_that_make_no_sense_are_refused(contexts, long, said):
+    with pytest.raises(ValueError, match=said):
+        CostTable([1], {"off": [1.0]}, None, contexts, long)
+
+
 def test_a_state_is_json_and_goes_on_the_same():
-    table = cost_table("cpu")
+    table = cost_table("h200_8b")
+    assert table.contexts is not None
     before = table.state()
     controller = Goodput(ARMS, table)
-    drive(controller, World(cost_table("cpu")), 2, 200)
+    drive(controller, World(cost_table("h200_8b"), length=500.0), 2, 200)
     assert table.state() == before, "a controller does not change the table it was given"
     again = CostTable.from_state(json.loads(json.dumps(controller.costs.state())))
     for one in (again, controller.costs):
         seen(one, "off", 0.01)
+        one.observe("4_1_5", 1, 0.02, 16, 900)
     assert again.state() == controller.costs.state()

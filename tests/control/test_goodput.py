@@ -1,13 +1,14 @@
 """Goodput control on a simulated machine: near the best strategy, and never far below `off`."""
 
 import dataclasses
+import itertools
 import json
 import logging
 import math
 
 import numpy as np
 import pytest
-from control_sim import ARMS, BAD, GOOD, World, cost_table, drive
+from control_sim import ARMS, BAD, GOOD, Run, World, cost_table, drive
 
 from specjax.control import (
     ControlConfig,
@@ -134,6 +135,59 @@ def test_a_change_of_some_costs_alone_is_found_by_probes(only):
         run = drive(Goodput(ARMS, cost_table("cpu")), world, batch, 6000)
         shares.append(run.rate(4000) / world.oracle(ARMS, batch))
     assert np.mean(shares) >= 0.95, shares
+
+
+def share(runs: list[Run], strategy: str) -> float:
+    """The share of the seconds that a strategy ran."""
+    took = [pair for run in runs for pair in zip(run.names, run.seconds, strict=True)]
+    return sum(s for name, s in took if name == strategy) / sum(s for _, s in took)
+
+
+# Drafts of which half are accepted lose at short contexts, where rows count, and win at long ones,
+# where a round takes what its caches take.
+BY_CONTEXT = CostTable([1, 8], {"off": [1e-3] * 2, "4_1_5": [2.6e-3] * 2}, contexts=(256, 4096),
+                       long={"off": [4e-3] * 2, "4_1_5": [4.8e-3] * 2})  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", [1, 6])
+def test_the_strategy_changes_as_samples_grow_and_back_as_they_are_short_again(batch):
+    """A rollout after the other, each of which begins with short samples."""
+    costs, rates = CostTable.from_state(BY_CONTEXT.state()), (0.5,) * 7
+    world = World(costs, rates, seed=batch, length=256.0)
+    controller = Goodput(("off", "4_1_5"), costs)
+    for rollout in range(3):
+        world.length, runs = 256.0, []
+        while world.length < 4096:
+            runs.append((world.length, drive(controller, world, batch, 64)))
+        early = [run for length, run in runs if length < 600]
+        late = [run for length, run in runs if length > 3000]
+        assert share(early, "off") > (0.7 if rollout else 0.5) and share(late, "4_1_5") > 0.9
+        least = sum(sum(run.least) for _, run in runs)
+        assert least > 0.95 * sum(sum(run.seconds) for _, run in runs)
+    now = controller.costs
+    for name, length in itertools.product(("off", "4_1_5"), (256, 4096)):
+        expected = BY_CONTEXT.seconds(name, batch, context=batch * length)
+        assert now.seconds(name, batch, context=batch * length) == pytest.approx(expected, rel=0.1)
+
+
+def test_costs_that_leave_the_context_out_stay_with_what_was_best_for_short_samples():
+    """The counter-test: probes are all that such a table has to find out with."""
+    flat = CostTable([1], {"off": [1e-3], "4_1_5": [2e-3]})
+    world = World(BY_CONTEXT, (0.5,) * 7, length=3000.0)
+    settings = GoodputConfig(probe_fraction=0.0)
+    known = Goodput(("off", "4_1_5"), BY_CONTEXT, settings)
+    found = drive(Goodput(("off", "4_1_5"), flat, settings), world, 1, 400)
+    assert set(found.names[10:]) == {"off"}, "after it has seen which drafts are accepted"
+    world.length = 3000.0
+    assert set(drive(known, world, 1, 400).names) == {"4_1_5"}
+
+
+def test_gains_are_those_of_the_lengths_that_samples_have():
+    controller = Goodput(("off", "4_1_5"), BY_CONTEXT)
+    controller.observe(Observation.of_rounds(1, "4_1_5", [[2]] * 64, seconds=0.0))
+    short = controller.gains(1)["4_1_5"]
+    controller.select(6, context=6 * 4096)
+    assert controller.gains(1)["4_1_5"] == pytest.approx(short * (4 / 4.8) / (1 / 2.6), rel=0.01)
 
 
 class Unsteady(World):

@@ -20,6 +20,7 @@ from specjax.control import (
     BanditConfig,
     ControlConfig,
     EmaConfig,
+    Goodput,
     GoodputConfig,
     Observation,
     make_controller,
@@ -163,6 +164,43 @@ def test_what_gives_most_tokens_per_second_is_chosen(controller, best, monkeypat
     engine.generate([jobs_of([i, 2], LONG, i)[0] for i in range(32)])
     late = ran[len(ran) // 2 :]
     assert len(late) > 10 and late.count(best) > 0.7 * len(late), ran
+
+
+def test_the_strategy_changes_while_samples_grow(monkeypatch):
+    """On a clock of our own, on which rounds of plain decoding take longer the longer samples are,
+    and those that draft take the same at all lengths."""
+    engine, given, chosen, seen = adaptive(), adaptive().controller, [], []
+    flat, steep = [6e-3] * 2, {"off": [6e-3] * 2, "3_1_4": [6e-3] * 2}
+    costs = CostTable([1, 2], {"off": [1e-3] * 2, "3_1_4": flat}, None, (8, 80), steep)
+    exact = InFlight.wait_for
+
+    def wait_for(self, chunk):
+        context = sum(sequence.length for sequence in chunk.sequences)
+        result, _ = exact(self, chunk)
+        seconds = costs.seconds(chunk.strategy, len(chunk.sequences), context=context)
+        return result, int(result.rounds) * seconds
+
+    class Recorded(Goodput):
+        def choose(self, batch_size):
+            name = super().choose(batch_size)
+            if self.rounds_hint is None:  # else it is a probe
+                chosen.append((self.context / batch_size, name))
+            return name
+
+        def learn(self, one):
+            seen.append(one)
+            super().learn(one)
+
+    monkeypatch.setattr(InFlight, "wait_for", wait_for)
+    engine.controller = Recorded(("off", "3_1_4"), costs, GoodputConfig(probe_fraction=0))
+    engine.generate([jobs_of([i, 2], LONG, i)[0] for i in range(8)])
+    engine.controller = given
+    short = [name for length, name in chosen if length < 10]
+    long = [name for length, name in chosen if length > 60]
+    assert set(short) == {"off"} and set(long) == {"3_1_4"}, str(chosen)
+    assert max(one.context for one in seen) > 120, "of two samples together"
+    for one in seen:
+        assert 2 <= one.context <= 96 * one.batch_size
 
 
 def test_those_that_opt_out_run_plain_decoding_where_nobody_else_runs(monkeypatch):
@@ -410,7 +448,7 @@ def test_calibration_measures_a_round_and_not_the_first_run_of_its_program(monke
     per_round = {"off": 1e-3, "1_1_2": 2e-3, "3_1_4": 4e-3}
     overhead, now, ran = 5e-4, [0.0], set()
 
-    def chunk(runner, strategy, features, bucket, rounds):
+    def chunk(runner, strategy, features, bucket, rounds, length):
         rounds = min(rounds, 6)  # as where sequences come to their limit
         first = 20 if (strategy, bucket) not in ran else 1
         if rounds == 0 and (strategy, bucket, "empty") not in ran:
@@ -434,6 +472,57 @@ def test_calibration_measures_a_round_and_not_the_first_run_of_its_program(monke
     costs, _ = start_up.calibrate(some, Features())
     known = {(s, b) for s, b in itertools.product(ARMS, (1, 2)) if costs.known(s, b)}
     assert known == {("off", 1), ("1_1_2", 1), ("3_1_4", 1), ("off", 2)}
+
+
+def test_calibration_measures_a_second_context_where_sequences_may_be_long(monkeypatch):
+    """By a clock of our own, on which a round takes longer the more tokens all slots have."""
+    per_round = {"off": (1e-3, 1e-5), "1_1_2": (2e-3, 2e-5), "3_1_4": (4e-3, 0.0)}
+    now, ran = [0.0], []
+
+    def chunk(runner, strategy, features, bucket, rounds, length):
+        base, each = per_round[strategy]
+        seconds = rounds * (base + each * bucket * length)
+        now[0] += seconds
+        ran.append((strategy, bucket, length, seconds))
+        return types.SimpleNamespace(open=lambda: types.SimpleNamespace(rounds=rounds))
+
+    engine = adaptive()
+    programs = engine.programs()
+    start_up.compile_ahead([programs], [Features()])
+    monkeypatch.setattr(start_up, "_start_chunk", chunk)
+    monkeypatch.setattr(start_up, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    costs, _ = start_up.calibrate(programs, Features())
+    assert costs.contexts is None and {length for *_, length, _ in ran} == {48}, "96 at most"
+    monkeypatch.setattr(start_up, "CONTEXT", 16)
+    monkeypatch.setattr(start_up, "LONG_SHARE", 10.0)
+    ran.clear()
+    costs, _ = start_up.calibrate(programs, Features())
+    assert costs.contexts == (16, 72) and {length for *_, length, _ in ran} == {16, 72}
+    for strategy, bucket in itertools.product(ARMS, (1, 2)):
+        base, each = per_round[strategy]
+        for context in (bucket * 16, bucket * 50, bucket * 72):
+            found = costs.seconds(strategy, bucket, context=context)
+            assert found == pytest.approx(base + each * context, rel=1e-6)
+    limit = {}
+    for share in (0.0, 0.3):
+        monkeypatch.setattr(start_up, "LONG_SHARE", share)
+        ran.clear()
+        start_up.calibrate(programs, Features())
+        before = sum(seconds for *_, length, seconds in ran if length == 16)
+        longer = [seconds for *_, length, seconds in ran if length == 72]
+        limit[share] = sum(longer) / before
+    assert limit[0.0] == 0 < limit[0.3] < 0.6, "it ends with the strategy that passes the limit"
+
+
+def test_a_second_context_is_measured_by_the_programs_themselves(monkeypatch):
+    engine = adaptive()
+    monkeypatch.setattr(start_up, "CONTEXT", 16)
+    monkeypatch.setattr(start_up, "LONG_SHARE", 100.0)
+    built = engine.runner.compilations
+    costs, _ = start_up.calibrate(engine.programs(), Features())
+    engine.runner.reset()
+    assert engine.runner.compilations == built
+    assert all(costs.seconds(s, b, context=72 * b) > 0 for s in ARMS for b in (1, 2))
 
 
 @pytest.mark.slow  # other shapes of what is above
