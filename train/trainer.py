@@ -32,6 +32,7 @@ from train import data
 from train.collect import Rollouts, evaluate, score_new_tokens, to_samples
 from train.draft import DraftTrainer, draft_metrics
 from train.exact import ExactMode
+from train.flops import UpdateSpeed, training_devices
 from train.groups import Group
 from train.heads import HeadCheckpoints, starting_head
 from train.inputs import read_inputs
@@ -160,6 +161,8 @@ class Trainer:
         cfg = self.cfg
         built = build_programs(cfg, self.model, self.source, self.mesh, self.replica_meshes)
         self.policy, self.draft = built.policy, built.draft
+        self._speed = UpdateSpeed(self.model, training_devices(self.mesh))
+        self.notes += self._speed.notes
         self.engines = built.engines if self.replica_meshes else []  # this process's replicas
         self._any_engine = built.engines[0]  # for settings; it may never run
         self.opt_state = self.policy.init_opt_state(self.params)
@@ -391,7 +394,8 @@ class Trainer:
         ]
         denominators = [count_denominators(batches) for batches in updates]
         updates = [[self._scored(batch) for batch in batches] for batches in updates]
-        all_batches, all_states, total = [], [], {}
+        jax.block_until_ready(updates)
+        all_batches, all_states, total, started = [], [], {}, time.perf_counter()
         for batches, counts in zip(updates, denominators, strict=True):
             keep = self._states_to_keep(len(all_states))
             self.params, self.opt_state, states, sums = self.policy.update(
@@ -402,6 +406,9 @@ class Trainer:
             norm = float(sums.pop("grad_norm"))
             total = {k: total.get(k, 0.0) + v for k, v in sums.items()}
             metrics["train/grad_norm"] = max(norm, metrics.get("train/grad_norm", 0.0))
+        jax.block_until_ready(self.params)
+        lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
+        metrics |= self._speed.metrics(lengths, time.perf_counter() - started)
         final = finalize_metrics({k: float(v) for k, v in total.items()})
         for name in ("loss", "policy_loss", "kl_loss"):
             final[name] /= len(updates)

@@ -79,7 +79,7 @@ def kill_after(process: subprocess.Popen, out: Path, step: int, seconds: float) 
 
 def learned(run: Path) -> list[dict]:
     """The records of a run without what the clock decides."""
-    clock = ("wall_time", "time/", "tokens_per")
+    clock = ("wall_time", "time/", "tokens_per", "perf/")
     return [
         {name: value for name, value in record.items() if not any(c in name for c in clock)}
         for record in read_metrics(run)

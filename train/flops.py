@@ -1,0 +1,121 @@
+"""Floating-point operations of the policy's update, and the share of a chip's peak that it reaches.
+
+They are the operations that the mathematics needs (the usual convention of MFU: PaLM,
+arXiv:2204.02311, appendix B, and verl's `perf/mfu/actor`), whatever the programs do:
+
+    forward    2 for each matrix weight and token, those of the language-model head included; and
+               4 x heads x head size for each pair of a query and a key that it sees, by the actual
+               lengths of the samples and by windows
+    backward   twice the forward
+
+Tokens are those of prompts and responses, without the padding of rows. Not counted: activations
+that are computed again in the backward pass (`remat`), logits that are computed again, norms,
+rotations and softmax, the lookup of embeddings, and the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+
+from specjax.chips import Chip, attention_operations, chip_of, layer_weights
+from specjax.config import ModelConfig
+
+_BACKWARD = 2  # operations of the backward pass, relative to the forward pass
+
+
+class UpdateFlops:
+    """Counts the operations of updates.
+
+    Args:
+      cfg: config of the policy.
+
+    Attributes:
+      refusal: why the operations of this model are not known; None if they are.
+    """
+
+    def __init__(self, cfg: ModelConfig):
+        self._cfg, self.refusal = cfg, None
+        others = {layer.mlp.kind for layer in cfg.layers} - {"dense"}
+        others |= {layer.mixer.kind for layer in cfg.layers} - {"attention"}
+        if others:
+            self.refusal = (
+                f"the operations of layers with {', '.join(sorted(others))} are not known"
+            )
+            return
+        self._weights = layer_weights(cfg.layers, cfg.hidden_size)
+        self._weights += cfg.vocab_size * cfg.hidden_size
+
+    def forward(self, lengths: Sequence[int]) -> int:
+        """Operations of a forward pass over samples of these lengths, prompts included."""
+        attention = sum(
+            attention_operations(
+                [layer], sum(visible_pairs(n, layer.mixer.window) for n in lengths)
+            )
+            for layer in self._cfg.layers
+        )
+        return 2 * self._weights * sum(lengths) + attention
+
+    def update(self, lengths: Sequence[int]) -> int:
+        """Operations of an update, forward and backward."""
+        return (1 + _BACKWARD) * self.forward(lengths)
+
+
+def visible_pairs(length: int, window: int | None = None) -> int:
+    """Number of pairs of a position and one that it sees, itself included.
+
+    Args:
+      length: number of tokens of a sample.
+      window: number of positions that one sees, its own included; None: all up to its own.
+    """
+    full = length if window is None else min(window, length)
+    return full * (full + 1) // 2 + (length - full) * full
+
+
+def training_devices(mesh: jax.sharding.Mesh | None) -> list[jax.Device]:
+    """The devices of a mesh; None is the first device alone."""
+    return [jax.devices()[0]] if mesh is None else list(mesh.devices.flat)
+
+
+class UpdateSpeed:
+    """Turns the duration of updates into metrics.
+
+    Args:
+      cfg: config of the policy.
+      devices: the devices that train.
+
+    Attributes:
+      chip: the kind of the devices; None: its peak is not known.
+      notes: lines to print at start, about metrics that are left out.
+    """
+
+    def __init__(self, cfg: ModelConfig, devices: Sequence[jax.Device]):
+        self._flops, self._count = UpdateFlops(cfg), len(devices)
+        kind = devices[0].device_kind
+        self.chip: Chip | None = chip_of(kind)
+        self.notes: list[str] = []
+        if self._flops.refusal is not None:
+            self.notes.append(f"no perf/tflops/actor and perf/mfu/actor: {self._flops.refusal}")
+        elif self.chip is None:
+            self.notes.append(
+                f"no perf/mfu/actor: the peak of {kind!r} is not known (specjax/chips.py); "
+                "perf/tflops/actor is reported"
+            )
+
+    def metrics(self, lengths: Sequence[int], seconds: float) -> dict[str, float]:
+        """The metrics of updates.
+
+        Args:
+          lengths: tokens of each sample, prompt and response.
+          seconds: duration of the updates.
+
+        Returns:
+          `perf/tflops/actor`, TFLOP/s of each device, and `perf/mfu/actor`, its share of the dense
+          bfloat16 peak of the data sheet; without those that are not known.
+        """
+        if self._flops.refusal is not None:
+            return {}
+        rate = self._flops.update(lengths) / max(seconds, 1e-9) / self._count
+        found = {"perf/tflops/actor": rate / 1e12}
+        return found if self.chip is None else {**found, "perf/mfu/actor": rate / self.chip.peak}
