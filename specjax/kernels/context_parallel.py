@@ -61,14 +61,31 @@ def attention(
     step = step or in_xla(soft_cap)
     if not own:
         return _with_lse(q, k, v, segment_ids, context, window, step, q.dtype)[0].astype(q.dtype)
-    b, n, s, h = q.shape
-    kv_heads = k.shape[1]
     own, base_window = own_in_window(own, window)
     if base_window == 0:  # no base row is visible, and a softmax over none would be NaN
         found = jnp.zeros(q.shape), jnp.full(q.shape[:-1], NEG_INF)
     else:
         found = _with_lse(q, k, v, segment_ids, context, base_window, step, jnp.float32)
-    base, lse = (x.reshape(b, kv_heads, n // kv_heads, s, *x.shape[3:]) for x in found)
+    return add_own(q, *found, own, soft_cap)
+
+
+def add_own(
+    q: Float[Array, "B N S H"],
+    base: Float[Array, "B N S H"],
+    lse: Float[Array, "B N S"],
+    own: list[tuple[Array, Array]],
+    soft_cap: float | None = None,
+) -> Float[Array, "B N S H"]:
+    """Adds a position's own rows of later steps to the softmax over base rows.
+
+    Args:
+      base, lse: attention to base rows and its log-sum-exp, float32.
+      own: keys and values of each later step, [B K S H].
+      soft_cap: see `specjax.kernels.reference.capped`.
+    """
+    b, n, s, h = q.shape
+    kv_heads = own[0][0].shape[1]
+    base, lse = (x.reshape(b, kv_heads, n // kv_heads, s, *x.shape[3:]) for x in (base, lse))
     grouped = q.reshape(base.shape).astype(jnp.float32) * h**-0.5
     keys = jnp.stack([key for key, _ in own], axis=-2).astype(jnp.float32)
     values = jnp.stack([value for _, value in own], axis=-2).astype(jnp.float32)

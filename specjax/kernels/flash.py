@@ -109,7 +109,7 @@ class Tokens:
         return reduce(segments, -1), reduce(self.places.reshape(self.count, self.size), -1)
 
 
-def _kinds(queries: Tokens, keys: Tokens, window: int | None) -> Int[Array, "B i j"]:
+def kinds_of_pairs(queries: Tokens, keys: Tokens, window: int | None) -> Int[Array, "B i j"]:
     """Returns `HIDDEN`, `PARTIAL` or `WHOLE` of every pair of tiles."""
     q_low, q_first = (x[..., :, None] for x in queries.of_tiles(jnp.min))
     q_high, q_last = (x[..., :, None] for x in queries.of_tiles(jnp.max))
@@ -184,7 +184,7 @@ def _down(ref):
 
 
 def _step(at, grid) -> Array:
-    """Returns the number of a pair of tiles in `_kinds` and `_fetched`, from the grid's indices."""
+    """Returns the number of a pair of tiles in `kinds_of_pairs`, from the grid's indices."""
     return (at[0] * grid[2] + at[2]) * grid[-1] + at[-1]
 
 
@@ -341,7 +341,7 @@ class _Cut:
           over: inputs that results are written over.
           products: matrix products per pair of tiles.
         """
-        kinds = _kinds(self.q, self.k, self.window)
+        kinds = kinds_of_pairs(self.q, self.k, self.window)
         kinds = kinds.swapaxes(1, 2) if self.by_keys else kinds
         parallel, grid = 3, self.grid
         pairs = self.batch * self.heads * self.q.length * self.k.length // 2  # about half are seen

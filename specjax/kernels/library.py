@@ -116,7 +116,7 @@ def causal_attention(
         raise Declined("jax.nn.dot_product_attention has no soft-cap")
     s = q.shape[2]
     own, window = own_in_window(own, window)
-    q, k, v, own, segment_ids = _padded(2, q, k, v, own, segment_ids)  # cuDNN refuses odd lengths
+    q, k, v, own, segment_ids = padded(2, q, k, v, own, segment_ids)  # cuDNN refuses odd lengths
     causal = causal_segment_mask(segment_ids, window)
     same = jnp.broadcast_to(jnp.eye(causal.shape[-1], dtype=bool), causal.shape)
     mask = jnp.concatenate([causal] + [same] * len(own), axis=-1)
@@ -132,7 +132,7 @@ def _dot_product(q, k, v, mask: Bool[Array, "B T S"], implementation: str, with_
     return jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), found)
 
 
-def _padded(multiple: int, q, k, v, own, segment_ids):
+def padded(multiple: int, q, k, v, own, segment_ids):
     """Pads all arrays at the end to a multiple of positions; no position sees the padding."""
     missing = -q.shape[2] % multiple
     pad = functools.partial(jnp.pad, pad_width=[(0, 0), (0, 0), (0, missing), (0, 0)])
@@ -201,7 +201,7 @@ def splash_attention(
         raise Declined("it supports no soft-cap")
     _, n, s, h = q.shape
     own, window = own_in_window(own, window)
-    q, k, v, own, segment_ids = _padded(SPLASH_BLOCKS[-1], q, k, v, own, segment_ids)
+    q, k, v, own, segment_ids = padded(SPLASH_BLOCKS[-1], q, k, v, own, segment_ids)
     length = q.shape[2]
     if own:
         mask = _CausalWithOwn(length, len(own), window)
