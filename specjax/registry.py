@@ -164,6 +164,8 @@ BACKENDS = Registry(
         "reference": "specjax.kernels.reference:BACKEND",
         "cpu": "specjax.kernels.cpu:BACKEND",
         "gpu": "specjax.kernels.gpu:BACKEND",
+        "gpu:flash": "specjax.kernels.flash_gpu:BACKEND",
+        "gpu:flash-interpret": "specjax.kernels.flash_gpu:INTERPRET",  # on CPU, for tests
         "tpu:v5e": "specjax.kernels.tpu:V5E",
         "tpu:v5p": "specjax.kernels.tpu:V5P",
         "tpu:v6e": "specjax.kernels.tpu:V6E",

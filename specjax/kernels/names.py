@@ -16,8 +16,8 @@ GROUPS = {
 OWN = {
     "cpu": ("cpu",),
     "tpu": ("tpu",),
-    "gpu": ("gpu", "library"),
-    "cuda": ("gpu", "library"),
+    "gpu": ("gpu", "gpu:flash", "library"),
+    "cuda": ("gpu", "gpu:flash", "library"),
     "rocm": ("gpu", "library"),
 }
 ATTENTION = ("auto", *sorted((*BACKENDS.names, *GROUPS)))

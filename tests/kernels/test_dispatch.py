@@ -87,10 +87,11 @@ def test_a_kernel_that_cannot_be_used_is_refused(device, cfg, asked, message):
         choose(*device, cfg, asked)
 
 
-def test_training_on_a_gpu_is_by_cudnn_without_a_warning():
+def test_training_on_a_gpu_is_by_flash_attention_without_a_warning():
     for device in (H100, ("gpu", "NVIDIA A100-SXM4-80GB")):
-        choice = choose(*device, HALF, decoding=False)
-        assert (choice.name, choice.warn) == ("library:cudnn", False)
+        for cfg in (HALF, WIDE):
+            choice = choose(*device, cfg, decoding=False)
+            assert (choice.name, choice.warn) == ("gpu:flash", False)
 
 
 def test_invariant_mode_says_that_rounds_do_without_the_kernel():
@@ -244,7 +245,7 @@ def test_a_rollout_runs_the_kernel_that_is_asked_for_and_gives_the_same_tokens(c
 
 
 @pytest.mark.parametrize("platform, kind, says", [
-    ("gpu", "NVIDIA H100", "cuDNN supports no float32 heads of 128"),
+    ("rocm", "MI300", "cuDNN attends on GPUs, and the device is 'rocm'"),
     ("neuron", "trn1", "no kernel for platform 'neuron'"),
 ])  # fmt: skip
 def test_engines_and_trainers_start_with_a_warning_where_a_kernel_is_missing(

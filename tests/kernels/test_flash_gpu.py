@@ -1,0 +1,217 @@
+"""The GPU's attention of packed rows: values, gradients, and the tiles that it reads."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tiny import tiny_config
+
+from specjax.config.model import ATTENTION_RESIDUALS
+from specjax.kernels import dispatch, flash_gpu, reference
+from specjax.kernels.backend import choose
+from specjax.kernels.flash import Tokens, kinds_of_pairs
+from specjax.kernels.flash_gpu import Tile, Tiles
+from specjax.models.families.dense import change_dense
+
+# Tiles of several sizes, so that a tile of queries has a part of a tile of keys, and the reverse.
+SMALL = Tiles(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(16, 32, 4, 1))
+WIDE = change_dense(tiny_config(), head_dim=128)
+H100 = ("gpu", "NVIDIA H100 80GB HBM3")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Sizes and settings of a call; each is compiled once."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    length: int = 70  # no multiple of any tile
+    size: int = 16
+    steps: int = 0
+    window: int | None = None
+    soft_cap: float | None = None
+    dtype: str = "float32"
+
+    def arrays(self, seed: int = 0):
+        rng = np.random.default_rng(seed)
+
+        def normal(heads):
+            shape = 2, heads, self.length, self.size
+            return jnp.asarray(rng.normal(size=shape), self.dtype)
+
+        q, k, v = (normal(heads) for heads in (self.heads, self.kv_heads, self.kv_heads))
+        return q, k, v, [(normal(self.kv_heads), normal(self.kv_heads)) for _ in range(self.steps)]
+
+
+@functools.cache
+def with_gradients(case: Case, by_kernel: bool):
+    """The function from arrays and segments to the result and all gradients, compiled."""
+    options = {"window": case.window, "soft_cap": case.soft_cap}
+
+    def attend(q, k, v, own, ids):
+        if by_kernel:
+            attend = flash_gpu.causal_attention
+            return attend(q, k, v, own, ids, **options, tiles=SMALL, interpret=True)
+        if not own:
+            return reference.causal_attention(q, k, v, ids, **options)
+        return reference.causal_attention_with_own(q, k, v, own, ids, **options)
+
+    def loss(arrays, ids):
+        out = attend(*arrays, ids).astype(jnp.float32)
+        return (jnp.sin(3 * out) * jnp.arange(case.size)).sum(), out
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
+def segments_of(lengths, length: int) -> np.ndarray:
+    """A row of segments of the given lengths, as many as fit, and padding."""
+    ids = np.repeat(np.arange(1, len(lengths) + 1), lengths)[:length]
+    return np.pad(ids, (0, length - len(ids))).astype(np.int32)
+
+
+CASES = [
+    Case(),
+    Case(heads=3, kv_heads=1, size=24, steps=2, soft_cap=2.0),
+    Case(heads=4, kv_heads=4, window=9),
+    Case(heads=5, kv_heads=1, window=30, steps=1, soft_cap=5.0),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+@given(
+    lengths=st.tuples(*[st.lists(st.integers(1, 60), min_size=1, max_size=8)] * 2),
+    seed=st.integers(0, 2**16),
+)
+@example(lengths=([16, 16, 38], [70]), seed=0)
+@example(lengths=([1] * 70, [33]), seed=1)
+@settings(max_examples=6, deadline=None)
+def test_values_and_gradients_of_packed_rows_are_those_of_the_reference(case, lengths, seed):
+    ids = jnp.asarray(np.stack([segments_of(row, case.length) for row in lengths]))
+    arrays = case.arrays(seed)
+    found, wanted = (with_gradients(case, by_kernel)(arrays, ids) for by_kernel in (True, False))
+    np.testing.assert_allclose(found[0][1], wanted[0][1], atol=5e-6)
+    for ours, theirs in zip(jax.tree.leaves(found[1]), jax.tree.leaves(wanted[1]), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=3e-4, rtol=1e-4)
+
+
+def test_segments_in_any_order_and_own_rows_alone_are_those_of_the_reference():
+    for case in (Case(), Case(heads=4, kv_heads=1, steps=2, window=2)):  # no base row in the window
+        ids = jnp.asarray(np.random.default_rng(1).integers(0, 3, (2, case.length)), jnp.int32)
+        found, wanted = (with_gradients(case, kernel)(case.arrays(), ids) for kernel in (1, 0))
+        for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=3e-4, rtol=1e-4)
+
+
+def test_bfloat16_rows_are_close_and_keep_their_dtype():
+    case = Case(dtype="bfloat16", steps=0)
+    ids = jnp.asarray(np.stack([segments_of([20, 30], 70), segments_of([70], 70)]))
+    arrays = case.arrays()
+    (_, found), gradients = with_gradients(case, True)(arrays, ids)
+    (_, wanted), expected = with_gradients(Case(), False)(jax.tree.map(jnp.float32, arrays), ids)
+    np.testing.assert_allclose(found, wanted, atol=3e-2)
+    for ours, theirs in zip(gradients[:3], expected[:3], strict=True):
+        assert ours.dtype == "bfloat16"
+        scale = np.abs(theirs).max()
+        np.testing.assert_allclose(np.float32(ours) / scale, theirs / scale, atol=2e-2)
+
+
+# --- what is read ---------------------------------------------------------------------------------
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=8),
+    sizes=st.sampled_from([(16, 16), (32, 16), (16, 32)]),
+    window=st.sampled_from([None, 1, 9, 40]),
+    by_keys=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_ranges_of_a_tile_are_exactly_the_tiles_that_it_sees(lengths, sizes, window, by_keys):
+    ids = segments_of(lengths, 128)
+    mask = np.asarray(reference.causal_segment_mask(jnp.asarray(ids[None]), window))[0]
+    ids[ids == 0] = flash_gpu._PADDING
+    q, k = (Tokens(ids[None], np.arange(128), size) for size in sizes)
+    kinds = kinds_of_pairs(q, k, window)
+    if by_keys:
+        mask, sizes, kinds = mask.T, sizes[::-1], kinds.swapaxes(1, 2)
+    tiles = mask.reshape(128 // sizes[0], sizes[0], 128 // sizes[1], sizes[1])
+    some, all_ = tiles.any(axis=(1, 3)), tiles.all(axis=(1, 3))
+    for i, (first, begin, end, last) in enumerate(np.asarray(flash_gpu.ranges_of(kinds))[0]):
+        seen = np.flatnonzero(some[i])
+        assert (first, last) == (seen[0], seen[-1] + 1)
+        assert first <= begin <= end <= last
+        assert all_[i, begin:end].all() and end - begin == all_[i].sum()
+
+
+def test_tiles_of_other_segments_and_later_ones_are_not_read():
+    case = Case(length=96)
+    q, k, v, _ = case.arrays()
+    ids = jnp.asarray(np.stack([segments_of([32, 64], 96)] * 2))
+    here = (jnp.arange(96) >= 32)[:, None]
+    nan = [jnp.where(here, x, jnp.nan) for x in (q, k, v)]
+    arrays = [jnp.where(here, x, 0) for x in (q, k, v)]
+    (_, found), gradients = with_gradients(case, True)((*nan, []), ids)
+    (_, wanted), expected = with_gradients(case, True)((*arrays, []), ids)
+    assert np.isnan(found[:, :, :32]).all(), "the segment that has them reads them"
+    for ours, theirs in [(found, wanted), *zip(gradients[:3], expected[:3], strict=True)]:
+        np.testing.assert_array_equal(ours[:, :, 32:], theirs[:, :, 32:])
+
+
+def test_attention_runs_forward_once_where_layers_are_recomputed():
+    case = Case()
+    q, k, v, _ = case.arrays()
+    ids = jnp.ones((2, case.length), jnp.int32)
+
+    def layer(q):
+        return jnp.sin(flash_gpu.causal_attention(q, k, v, [], ids, tiles=SMALL, interpret=True))
+
+    def kernels(policy) -> list[int]:
+        recomputed = jax.checkpoint(layer, policy=policy)
+        jaxpr = jax.make_jaxpr(jax.grad(lambda q: recomputed(q).sum()))(q)
+        [text] = [str(jaxpr.jaxpr)]
+        names = "forward", "queries", "keys"
+        return [text.count(f"name=flash_gpu_{name}\n") for name in names]
+
+    keep = jax.checkpoint_policies.save_only_these_names(ATTENTION_RESIDUALS)
+    counts = kernels(keep), kernels(None)
+    assert counts[0][0] == 1 and counts[1][0] == 2, counts
+    assert counts[0][1:] == counts[1][1:] == [1, 1]
+
+
+# --- the backend ----------------------------------------------------------------------------------
+
+
+def test_every_head_size_and_dtype_has_tiles():
+    for itemsize in (2, 4):
+        for head in (64, 96, 128, 256):
+            tiles = flash_gpu.TILES[itemsize, flash_gpu._rounded(head)]
+            assert all(n >= 16 and n & (n - 1) == 0 for tile in tiles for n in tile[:2])
+
+
+@pytest.mark.parametrize("head, dtype", [(64, "bfloat16"), (96, "float32"), (256, "bfloat16")])
+def test_training_on_a_gpu_is_by_flash_attention(head, dtype):
+    cfg = change_dense(WIDE, head_dim=head).running(compute_dtype=dtype)
+    choice = choose(*H100, cfg, decoding=False)
+    assert (choice.name, choice.warn) == ("gpu:flash", False)
+
+
+def test_what_flash_attention_does_not_support_is_left_to_the_library():
+    wide = change_dense(WIDE, head_dim=288).running(compute_dtype="bfloat16")
+    choice = choose(*H100, wide, decoding=False)
+    assert choice.name == "library:xla" and "heads of up to 256, got" in choice.line
+    half = WIDE.running(compute_dtype="bfloat16")
+    for kind, why in (("Tesla V100-SXM2-16GB", "Ampere"), ("NVIDIA A10", "shared memory")):
+        choice = choose("gpu", kind, half, decoding=False)
+        assert choice.name == "library:cudnn" and why in choice.line
+
+
+def test_it_is_called_by_dispatch():
+    case = Case(size=32, soft_cap=3.0)
+    q, k, v, _ = case.arrays()
+    ids = jnp.asarray(np.stack([segments_of([20, 30], 70)] * 2))
+    attend = functools.partial(dispatch.causal_attention, q, k, v, ids, soft_cap=3.0)
+    np.testing.assert_allclose(attend(kernel="gpu:flash-interpret"), attend(), atol=5e-6)
