@@ -1,53 +1,98 @@
-"""Compiles an engine's programs for an H200 that is not there; prints JSON lines.
+"""Compiles an engine's programs for GPUs that are not there; prints JSON lines.
 
     JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 \
-      python tests/kernels/gpu_programs.py auto off:1
+      python tests/kernels/gpu_programs.py "plain" "chain, one graph"
 
 Needs jax's CUDA plugin and the libraries it comes with, `jax-cuda13-plugin[with-cuda]`, and no GPU.
 `test_gpu_compiler.py` runs it, in the environment of `make gpu-check`. Without a device nothing is
-tuned, so that times mean nothing; memory, and what is copied, are what they are on one.
+tuned, so that times mean nothing; memory, and what is launched and copied, are what they are on
+one.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import re
 import sys
+from typing import NamedTuple
 from unittest import mock
 
 import jax
 import numpy as np
 from jax.experimental import topologies
-from tpu_programs import MODEL, STRATEGY
+from tpu_programs import MODEL
 
+from bench.gpu.ahead.rounds import compiled_with_thunks, figures_of, layers_traced
 from bench.gpu.program import CARDS
-from specjax.config import SpecConfig, Strategy
+from bench.tpu.programs import chunk, mesh_over, runner_of
+from specjax.config import ModelConfig, SpecConfig, Strategy
 from specjax.decode.admit import prefill
 from specjax.decode.chunk import Until
 from specjax.decode.options import Features
 from specjax.decode.state import RowMap
 from specjax.drafts.mtp import init_head_params
+from specjax.engine.graphs import ONE_GRAPH
 from specjax.engine.inputs import piece_of
 from specjax.engine.runner import Runner
 from specjax.models.transformer import init_params
 from specjax.parallel import sharding
+from specjax.weights.matrix import precision_of
 
-SLOTS, ROOM = 64, 2048
+CARD, SLOTS, ROOM = "h100", 64, 2048
+CHAIN = "2_1_3"
+FLOAT32 = MODEL.running(param_dtype="float32", compute_dtype="float32")
+
+
+class Wanted(NamedTuple):
+    """A program.
+
+    Attributes:
+      what: a strategy, or `prefill`.
+      sizes: number of rows of a chunk; number and width of the pieces of a prefill.
+      model: config of the model.
+      attention: attention kernel, as in `EngineConfig`.
+      features: sampling options of a chunk.
+      graph: whether it is compiled to one CUDA graph.
+      devices: number of devices that the model is split over.
+    """
+
+    what: str
+    sizes: tuple[int, ...]
+    model: ModelConfig = MODEL
+    attention: str = "auto"
+    features: Features = Features()
+    graph: bool = False
+    devices: int = 1
+
+
+PROGRAMS = {
+    "plain": Wanted("off", (8,)),
+    "plain, one graph": Wanted("off", (8,), graph=True),
+    "plain, one sequence": Wanted("off", (1,), attention="library"),
+    "plain, float32": Wanted("off", (8,), FLOAT32),
+    "plain, four devices": Wanted("off", (8,), devices=4),
+    "chain": Wanted(CHAIN, (8,)),
+    "chain, one graph": Wanted(CHAIN, (8,), features=Features(top_p=True), graph=True),
+    "chain by cuDNN": Wanted(CHAIN, (16,), attention="library"),
+    "prefill": Wanted("prefill", (4, 128)),
+    "prefill by cuDNN": Wanted("prefill", (4, 128), attention="library"),
+}
 
 
 class Named:
     """A device as `jax.devices()` would give it."""
 
-    platform, device_kind = "gpu", CARDS["h200"].kind
+    platform, device_kind = "gpu", CARDS[CARD].kind
 
 
-def runner_of(device, attention: str) -> Runner:
+def engine_of(device, wanted: Wanted) -> Runner:
     """An engine's device side that holds shapes on a device."""
-    cfg = MODEL.replace(max_position=ROOM).running(scan_layers=False)
-    strategies = (Strategy.OFF, Strategy.parse(STRATEGY))
+    cfg = wanted.model.replace(max_position=ROOM).running(scan_layers=False)
+    strategies = (Strategy.OFF, Strategy.parse(CHAIN))
     with mock.patch("jax.devices", lambda *_: [Named()]):
         runner = Runner(
-            cfg, SpecConfig(STRATEGY), SLOTS, ROOM, strategies=strategies, attention=attention
+            cfg, SpecConfig(CHAIN), SLOTS, ROOM, strategies=strategies, attention=wanted.attention
         )
     runner.hold_shapes(
         jax.eval_shape(lambda: init_params(cfg)), jax.eval_shape(lambda: init_head_params(cfg))
@@ -62,11 +107,10 @@ def on_device(device, tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
 
 
-def lowered(runner: Runner, device, name: str) -> jax.stages.Lowered:
-    """A chunk, by strategy and bucket, or `prefill` of pieces, by how many and their width."""
-    kind, *sizes = name.split(":")
-    if kind == "prefill":
-        piece = on_device(device, piece_of([], int(sizes[0]), int(sizes[1]), runner))
+def traced(runner: Runner, device, wanted: Wanted) -> jax.stages.Traced:
+    """A program of an engine on one device, as the engine traces it."""
+    if wanted.what == "prefill":
+        piece = on_device(device, piece_of([], *wanted.sizes, runner))
 
         def program(params, head, state, kept, piece):
             model = runner.model(params)
@@ -74,31 +118,63 @@ def lowered(runner: Runner, device, name: str) -> jax.stages.Lowered:
 
         inputs, donated = (runner.params, runner.head, runner.state, runner.kept, piece), (2, 3)
     else:
-        bucket = int(sizes[0])
+        [bucket] = wanted.sizes
         table = np.zeros((bucket, runner.table_width), np.int32)
         rows = RowMap(np.arange(bucket, dtype=np.int32), np.ones(bucket, bool), table)
         host = on_device(device, (runner.alone(rows), Until.of(4)))
-        program = functools.partial(runner._chunk_program, kind, Features(), bucket)
+        program = functools.partial(runner._chunk_program, wanted.what, wanted.features, bucket)
         inputs, donated = (runner.params, runner.head, runner.state, *host), (2,)
-    return jax.jit(sharding.traced_on(None, program), donate_argnums=donated).lower(*inputs)
+    program = precision_of(runner.cfg)(sharding.traced_on(None, program))
+    return jax.jit(program, donate_argnums=donated).trace(*inputs)
 
 
-def main(attention: str, *wanted: str) -> None:
-    where = {"platform": "cuda", "topology": "1x1x1", "target_config": CARDS["h200"].config}
-    [device] = topologies.get_topology_desc("h200", **where).devices
-    runner = runner_of(device, attention)
-    cache = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(runner.state.memory.pages))
-    for name in wanted:
-        compiled = lowered(runner, device, name).compile()
+def lowered(devices, wanted: Wanted) -> tuple[Runner, jax.stages.Lowered]:
+    """A program, lowered for devices that need not be there."""
+    if wanted.devices > 1:
+        runner = runner_of(mesh_over(devices), wanted.model, SLOTS, (Strategy.OFF, CHAIN))
+        return runner, chunk(runner, wanted.what, *wanted.sizes)
+    runner = engine_of(devices[0], wanted)
+    return runner, traced(runner, devices[0], wanted).lower()
+
+
+def less_than_float32(text: str) -> list[str]:
+    """Lines of products of a compiled program that may be rounded to TF32."""
+    found = []
+    for line in text.splitlines():
+        product = re.search(r" dot\(| convolution\(", line) and "= f32[" in line
+        called = "__cublas$" in line and ("gemm" in line or "matmul" in line) and "f32[" in line
+        exact = "{highest,highest}" in line or '["HIGHEST","HIGHEST"]' in line
+        if (product or called) and not exact or "tf32" in line.lower():
+            found.append(line.strip()[:200])
+    return found
+
+
+@functools.cache
+def described(count: int):
+    """So many devices of one host."""
+    where = {"topology": f"1x1x{count}", "target_config": CARDS[CARD].config}
+    return topologies.get_topology_desc(CARD, "cuda", **where).devices
+
+
+def main(*names: str) -> None:
+    for name in names:
+        wanted = PROGRAMS[name]
+        with layers_traced() as layers:
+            runner, program = lowered(described(wanted.devices), wanted)
+        compiled, text, sequence = compiled_with_thunks(program, ONE_GRAPH if wanted.graph else {})
         memory = compiled.memory_analysis()
+        pages = jax.tree.leaves(runner.state.memory.pages)
+        figures = figures_of(text, sequence, whole=wanted.what == "prefill")
         found = {
             "program": name,
-            "device": device.device_kind,
+            "device": described(wanted.devices)[0].device_kind,
             "attention": runner.cfg.run.attention,
-            "cache": cache,
+            "cache": sum(x.size * x.dtype.itemsize for x in pages),
             "temporaries": memory.temp_size_in_bytes,
             "in_place": memory.alias_size_in_bytes,
-            "mosaic": compiled.as_text().count("mosaic_gpu"),
+            "traced": len(layers),
+            "less_than_float32": less_than_float32(text) if wanted.model is FLOAT32 else [],
+            "figures": {key: entry["value"] for key, entry in figures.items()},
         }
         print(json.dumps(found), flush=True)
 

@@ -1,36 +1,75 @@
-"""XLA's compiler for GPUs writes to caches where they lie, and takes the kernel within a chunk.
+"""What XLA's compiler for GPUs makes of an engine's programs: one graph, no copy of a page.
 
-Slow, and skipped without it: it lives in jax's CUDA plugin, needs no GPU, and two minutes of two
-cores. `SPECJAX_GPU_PYTHON` names a Python that has `jax-cuda13-plugin[with-cuda]` and what specjax
-needs; `make gpu-check` makes one, and runs this.
+Those that compile are slow, and skipped without the compiler: it lives in jax's CUDA plugin, needs
+no GPU, and a few minutes of two cores. `SPECJAX_GPU_PYTHON` names a Python that has
+`jax-cuda13-plugin[with-cuda]` and what specjax needs; `make gpu-check` makes one, and runs this.
+The others read programs that are lowered for GPUs and not compiled.
 """
 
 import os
 
-import gpu_programs
 import jax
 import other_python
 import pytest
+from gpu_programs import PROGRAMS, engine_of, traced
+
+from bench.gpu.ahead.rounds import layers_traced
+from train.plan.cycles import PARTS
 
 PYTHON = os.environ.get("SPECJAX_GPU_PYTHON")
+compiles = [
+    pytest.mark.slow,
+    pytest.mark.skipif(PYTHON is None, reason="SPECJAX_GPU_PYTHON names no Python with the plugin"),
+]
+# Kernels of a round by part, at most: a few more than there are, since compilers differ a little.
+MOST = {
+    "plain": {"layers": 30, "noise": 3, "sampling": 8, "commit": 4},
+    "chain, one graph": {"layers": 34, "draft": 60, "noise": 8, "commit": 8},
+}
 
 
-def compiled(attention: str, *programs: str) -> dict[str, dict]:
+def compiled(*names: str) -> dict[str, dict]:
     """What `gpu_programs.py` says of each program."""
     wanted = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
-    return other_python.programs(PYTHON, "gpu_programs.py", attention, *programs, **wanted)
+    return other_python.programs(PYTHON, "gpu_programs.py", *names, **wanted)
 
 
-@pytest.mark.parametrize("program", ["off:1", "prefill:1:16"])
-def test_gpus_write_to_caches_by_scatters(program):
-    """A slice at a time would be an operation per sequence, layer and array; and pages that are
-    written so by chunks of one sequence are all turned around, as the next test would find."""
+@pytest.fixture(scope="module")
+def programs() -> dict[str, dict]:
+    """All programs, compiled by one process: what they have in common is compiled once."""
+    found = compiled(*PROGRAMS)
+    assert set(found) == set(PROGRAMS)
+    return found
+
+
+def for_cuda(wanted) -> str:
+    """A program's text as it is lowered for GPUs, on a CPU."""
     device = jax.devices()[0]
+    program = traced(engine_of(device, wanted), device, wanted)
+    return program.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def gathers_of_pages(text: str, wanted) -> list[str]:
+    pages = engine_of(jax.devices()[0], wanted).state.memory.pages[0].k.shape
+    page = "x".join(map(str, pages[1:]))
+    return [
+        line for line in text.splitlines() if "stablehlo.gather" in line and f"x{page}x" in line
+    ]
+
+
+# --- lowered -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["plain, one sequence", "prefill by cuDNN"])
+def test_gpus_write_to_caches_by_scatters(name):
+    """A slice at a time would be an operation per sequence, layer and array; and pages that are
+    written so by chunks of one sequence are all turned around, as `copies` would find."""
 
     def writes(attention: str) -> list[str]:
-        runner = gpu_programs.runner_of(device, attention)
-        text = gpu_programs.lowered(runner, device, program).as_text()
+        wanted = PROGRAMS[name]._replace(attention=attention)
+        runner = engine_of(jax.devices()[0], wanted)
         page = "x".join(map(str, runner.state.memory.pages[0].k.shape)) + "xbf16"
+        text = traced(runner, jax.devices()[0], wanted).lower().as_text()
         return [
             line for line in text.splitlines() if "dynamic_update_slice" in line and page in line
         ]
@@ -38,16 +77,66 @@ def test_gpus_write_to_caches_by_scatters(program):
     assert not writes("library:xla") and writes("reference")
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(PYTHON is None, reason="SPECJAX_GPU_PYTHON names no Python with jax's plugin")
-def test_the_gpu_compiler_copies_no_cache_and_takes_the_kernel():
-    names = ("off:1", "off:8", "4_1_5:1", "4_1_5:16", "prefill:4:128")
-    found = compiled("library", *names)
-    assert set(found) == set(names)
-    for name, program in found.items():
-        assert program["attention"] == "library:cudnn"
-        assert program["in_place"] > program["cache"], name
-        assert program["temporaries"] < program["cache"] / 4, f"{name} copies the cache"
-    own = compiled("auto", "4_1_5:16")["4_1_5:16"]
-    assert own["attention"] == "gpu"
-    assert own["mosaic"] > 0 and own["temporaries"] < found["4_1_5:16"]["temporaries"]
+@pytest.mark.parametrize("name", ["plain", "chain"])
+def test_chunks_gather_no_page(name):
+    wanted = PROGRAMS[name]
+    assert not gathers_of_pages(for_cuda(wanted), wanted)
+    gathering = wanted._replace(attention="library:xla")
+    assert gathers_of_pages(for_cuda(gathering), gathering)
+
+
+def test_layers_that_are_alike_are_traced_once():
+    """Each draft step has a layer of its own, whose row differs."""
+    device = jax.devices()[0]
+    for name, most in (("plain", 1), ("chain", 1 + 4)):
+        wanted = PROGRAMS[name]
+        runner = engine_of(device, wanted)
+        assert runner.cfg.num_layers > 1
+        with layers_traced() as layers:
+            traced(runner, device, wanted)
+        assert 0 < len(layers) <= most, name
+
+
+# --- compiled ------------------------------------------------------------------------------------
+
+
+class TestCompiled:
+    pytestmark = compiles
+
+    def test_attention_is_the_kernel_that_reads_pages_in_place(self, programs):
+        for name in ("plain", "plain, one graph", "plain, four devices", "chain, one graph"):
+            figures = programs[name]["figures"]
+            assert programs[name]["attention"] == "gpu", name
+            assert figures["own_kernels"] > 0 and not figures["gathers"], name
+        by_library = programs["chain by cuDNN"]["figures"]
+        assert by_library["gathers"] > 0 and by_library["library"] > 0  # so that they are found
+
+    def test_no_cache_and_no_weight_is_copied(self, programs):
+        for name, program in programs.items():
+            figures = program["figures"]
+            assert not figures["copied_inputs/round"], name
+            if "devices" not in name:
+                assert program["in_place"] > program["cache"], name
+            assert program["temporaries"] < program["cache"] / 4, f"{name} copies the cache"
+
+    def test_a_chunk_is_one_command_buffer_in_which_the_host_reads_nothing(self, programs):
+        for name in (name for name, wanted in PROGRAMS.items() if wanted.graph):
+            figures = programs[name]["figures"]
+            assert (figures["buffers"], figures["decisions"], figures["outside"]) == (1, 0, 0), name
+        assert programs["plain"]["figures"]["decisions"] > 0  # so that they are found
+
+    def test_a_round_has_no_loop(self, programs):
+        """Noise is drawn at once, thresholds are found by digits, layers are unrolled."""
+        for name, program in programs.items():
+            if PROGRAMS[name].what != "prefill":
+                assert not program["figures"]["loops"], name
+
+    @pytest.mark.parametrize("name", MOST)
+    def test_a_round_launches_no_more_kernels_than_it_did(self, name, programs):
+        figures = programs[name]["figures"]
+        kernels = {part: figures[f"kernels/{part}"] for part in PARTS}
+        over = {part: kernels[part] for part, most in MOST[name].items() if kernels[part] > most}
+        assert not over, f"at most {MOST[name]}"
+
+    def test_products_of_a_float32_model_are_float32(self, programs):
+        assert programs["plain, float32"]["less_than_float32"] == []

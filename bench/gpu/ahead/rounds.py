@@ -103,20 +103,22 @@ def name_of(text: str) -> Name:
     return Name(shape, strategy, int(batch), tuple(options))
 
 
-def figures_of(text: str, sequence: str) -> dict[str, dict]:
+def figures_of(text: str, sequence: str, whole: bool = False) -> dict[str, dict]:
     """Returns the figures of a chunk of so many layers as were compiled.
 
     Args:
       text: text of the compiled program.
       sequence: the sequence of its thunks.
+      whole: whether to return those of the whole program, as of one that has no rounds.
 
     Raises:
       ValueError: the text has no loop over rounds.
     """
     module = Module(text)
-    if module.round is None:
+    within = module.entry if whole else module.round
+    if within is None:
         raise ValueError("expected the text of a chunk, with a loop over rounds")
-    one, found = launches(module, module.round), {}
+    one, found = launches(module, within), {}
     found |= {f"kernels/{part}": figure(one.kernels[part], "launches") for part in EVERY}
     found |= {f"bytes/{part}": figure(one.bytes[part], "bytes") for part in EVERY}
     found["own_kernels"] = figure(one.own, "calls of Pallas kernels")
@@ -198,11 +200,19 @@ def layers_traced() -> Iterator[list]:
         yield traced
 
 
-def compiled_of(place: Ahead, name: Name, size: Size, folder: Path) -> tuple[str, str, dict]:
-    """Compiles a chunk.
+def compiled_with_thunks(
+    lowered: jax.stages.Lowered, options: Mapping[str, Any]
+) -> tuple[jax.stages.Compiled, str, str]:
+    """Compiles a program for a GPU; returns it, its text, and the sequence of its thunks."""
+    with tempfile.TemporaryDirectory() as folder:
+        told = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        compiled = lowered.compile({**options, **told})
+        [sequence] = Path(folder).glob(THUNKS)
+        return compiled, compiled.as_text(), sequence.read_text(encoding="utf-8")
 
-    Args:
-      folder: directory for what the compiler writes.
+
+def compiled_of(place: Ahead, name: Name, size: Size) -> tuple[str, str, dict]:
+    """Compiles a chunk.
 
     Returns:
       the program's text, the sequence of its thunks, and figures that neither has.
@@ -213,19 +223,16 @@ def compiled_of(place: Ahead, name: Name, size: Size, folder: Path) -> tuple[str
     with layers_traced() as traced:
         lowered = program.lower()
     lowering, began = time.perf_counter() - began, time.perf_counter()
-    told = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
-    compiled = lowered.compile({**program.options, **told})
+    compiled, text, sequence = compiled_with_thunks(lowered, program.options)
     compiling = time.perf_counter() - began
-    [sequence] = folder.glob(THUNKS)
-    memory = compiled.memory_analysis()
     found = {
-        "temporaries": figure(memory.temp_size_in_bytes, "bytes"),
+        "temporaries": figure(compiled.memory_analysis().temp_size_in_bytes, "bytes"),
         "traced": figure(len(traced), "layers that were traced, those of the draft included"),
         "lowering": figure(lowering, "s, on a machine with other work"),
         "compiling": figure(compiling, "s, on a machine with other work"),
         "sources": figure(versions().get("specjax"), "commit that was compiled"),
     }
-    return compiled.as_text(), sequence.read_text(encoding="utf-8"), found
+    return text, sequence, found
 
 
 def measure(args: argparse.Namespace) -> dict[str, dict]:
@@ -255,8 +262,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict]:
                 attention=name.attention,
                 features=name.features,
             )
-            with tempfile.TemporaryDirectory() as folder:
-                text, sequence, found = compiled_of(place, name, size, Path(folder))
+            text, sequence, found = compiled_of(place, name, size)
             if args.text is not None:
                 _keep(args.text, name, count, text, sequence)
             pair.append(figures_of(text, sequence) | found)
