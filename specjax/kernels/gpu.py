@@ -1,11 +1,15 @@
-"""Tree attention for Hopper GPUs, in Pallas Mosaic GPU.
+"""Tree attention for Hopper GPUs: a Pallas Mosaic GPU kernel, and one in Triton that merges.
 
-Flash-decoding (Dao et al. 2023): the blocks of a slot's prefix are split over several programs,
-whose results are merged by their log-sum-exp. The tree rows of all heads that share a key/value
-head are packed into the 64 rows of a WGMMA tile; one or two warpgroups compute a tile each and
-share the keys, which another warpgroup copies from the pages, block by block, a few blocks ahead.
-The first split of a slot also attends to the tree's own keys, under the ancestor words; the other
-splits mask them, which costs one block each and saves a branch.
+Flash-decoding (Dao et al. 2023). The keys that a slot attends to, those of its tree first and then
+its prefix, are cut into chunks, whose number depends on the slot's own length. A chunk of one tile
+of query rows is an item. There are as many programs as multiprocessors; each takes consecutive
+items from a list that balances blocks of keys, and one warpgroup of it copies the blocks of item
+after item, a few blocks ahead, so that copies do not stop between items. The rows of all heads that
+share a key/value head are packed into the 64 rows of a WGMMA tile; one or two warpgroups compute a
+tile each and share the keys. A second kernel merges the chunks of a slot by their log-sum-exp.
+
+How many chunks a slot has depends on its length and on the shapes of the call only, so that its
+result does not depend, to the last bit, on the lengths of other slots.
 
 Values in a page after the end of a prefix must be finite, as for the reference; see
 `specjax.memory.with_marked_keys`.
@@ -21,31 +25,25 @@ import math
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.experimental.pallas.triton as pltriton
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from specjax.config import ModelConfig
 from specjax.interfaces import Device, Table
-from specjax.kernels import library
 from specjax.kernels.backend import Kernels, head_sizes
-from specjax.kernels.reference import (
-    NEG_INF,
-    pack_heads,
-    sink_of_rows,
-    tree_depth,
-    with_sink,
-    within_window,
-)
+from specjax.kernels.reference import NEG_INF, pack_heads, tree_depth, within_window
 
 ROWS = 64  # rows of a WGMMA tile
-KEYS = 64  # largest number of tree keys
-WORDS = KEYS // 32
 LOG2E = math.log2(math.e)
 # `plgpu.load` of jax 0.10 requires an index beside the reference; later versions refuse one.
 _IDX = inspect.signature(plgpu.load).parameters.get("idx")
 _NO_INDEX = ((),) if _IDX is not None and _IDX.default is _IDX.empty else ()
 MULTIPROCESSORS = 132  # multiprocessors of an H100 or H200
 SHARED_BYTES = 227 * 1024  # shared memory that one program may use
+EPILOGUE = 1  # cost of an item besides its blocks, in blocks
+MERGED = 8192  # numbers that a program of the merging kernel holds at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,19 +51,26 @@ class Tuning:
     """How the work is divided for one head size.
 
     Attributes:
-      block: positions that are copied at once.
+      block: positions that are copied at once, 32 or 64.
       stages: copies in flight, where their buffers fit into shared memory.
+      warpgroups: most warpgroups that compute; two hold 168 registers a thread each, one 255.
     """
 
     block: int
     stages: int
+    warpgroups: int
 
 
 HOPPER = ("H100", "H200", "H800", "H20")  # substrings of `jax.Device.device_kind`; GH200 matches
 
 # By head size. 64 positions of 128 are 32 KiB of keys and values; by Little's law 4.8 TB/s with a
 # latency of a microsecond need 36 KiB in flight per multiprocessor.
-TUNING = {64: Tuning(64, 6), 128: Tuning(64, 4)}
+TUNING = {
+    64: Tuning(64, 8, 2),
+    96: Tuning(64, 6, 2),
+    128: Tuning(64, 5, 2),
+    256: Tuning(32, 4, 1),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,34 +78,79 @@ class Shape:
     """The static sizes of a call.
 
     Attributes:
+      slots: number of slots.
+      kv_heads: number of key/value heads.
+      packed: packed query rows per key/value head.
       tiles: tiles of 64 rows per key/value head.
       warpgroups: warpgroups that compute, one tile each.
       head: size of a head.
       block, stages: see `Tuning`.
       per_page: blocks per page.
-      splits: programs that share a prefix.
-      window: see `reference.tree_attention`.
+      tree_blocks: blocks of tree keys.
+      longest: positions of the page table.
+      window, soft_cap: see `reference.tree_attention`.
+      processors: multiprocessors of the device.
     """
 
+    slots: int
+    kv_heads: int
+    packed: int
     tiles: int
     warpgroups: int
     head: int
     block: int
     stages: int
     per_page: int
-    splits: int
+    tree_blocks: int
+    longest: int
     window: int | None
+    soft_cap: float | None
+    processors: int
+
+    @property
+    def units(self) -> int:
+        """Items of a slot that has one chunk: tiles of all heads, by warpgroups that share keys."""
+        return self.kv_heads * self.tiles // self.warpgroups
+
+    @property
+    def words(self) -> int:
+        """Ancestor words that cover a block of tree keys."""
+        return self.block // 32
+
+    @property
+    def kept(self) -> int:
+        """Rows of a tile that are written, a multiple of 8."""
+        return ROWS if self.tiles > 1 else -(-self.packed // 8) * 8
+
+    @property
+    def most(self) -> int:
+        """Chunks of a slot that fills its pages."""
+        blocks = self.tree_blocks + -(-self.longest // self.block)
+        return int(chunks_of(self, np.int64(blocks), np))
+
+    @property
+    def items(self) -> int:
+        """Bound on the number of items."""
+        return self.slots * self.units * self.most
 
     @property
     def programs(self) -> int:
-        """Programs per key/value head, slot and split."""
-        return self.tiles // self.warpgroups
+        """Number of programs."""
+        return min(self.processors, self.items)
 
 
 def shape_of(
-    batch: int, kv_heads: int, rows: int, head: int, page_size: int, longest: int, window=None
+    slots: int,
+    kv_heads: int,
+    packed: int,
+    head: int,
+    page_size: int,
+    longest: int,
+    tree: int,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Shape:
-    """Returns the shape for `rows` packed rows per key/value head and prefixes up to `longest`.
+    """Returns the shape for `packed` rows per key/value head, `tree` keys, and `longest` prefixes.
 
     Raises:
       ValueError: the table has no tuning for the head size, or the page size does not fit it.
@@ -114,18 +164,18 @@ def shape_of(
         raise ValueError(
             f"pages must have a multiple of {tuning.block} positions on a GPU, got {page_size}"
         )
-    tiles = -(-rows // ROWS)
-    warpgroups = 1 if tiles == 1 else 2
+    tiles = -(-packed // ROWS)
+    warpgroups = min(tiles, tuning.warpgroups)
     tiles += tiles % warpgroups
-    work = batch * kv_heads * tiles // warpgroups
-    most = max(longest // tuning.block // 4, 1)  # a split should be worth its tree block
-    splits = min(max(-(-2 * MULTIPROCESSORS // work), 1), most)
-    each = 2 * 2 * tuning.block * head
-    fixed = 2 * 2 * KEYS * head + warpgroups * ROWS * (2 * head + 4 * head + 4) + 4096
-    stages = min(tuning.stages, (SHARED_BYTES - fixed) // each)
-    return Shape(
-        tiles, warpgroups, head, tuning.block, stages, page_size // tuning.block, splits, window
-    )
+    shape = Shape(
+        slots, kv_heads, packed, tiles, warpgroups, head, tuning.block, 1,
+        page_size // tuning.block, -(-tree // tuning.block), longest, window, soft_cap,
+        MULTIPROCESSORS,
+    )  # fmt: skip
+    # Two buffers of queries and one of results; 4 KiB for barriers, alignment and log-sum-exps.
+    fixed = warpgroups * ROWS * head * (2 * 2 + 4) + 4096
+    stages = min(tuning.stages, (SHARED_BYTES - fixed) // (2 * 2 * tuning.block * head))
+    return dataclasses.replace(shape, stages=stages)
 
 
 def tree_attention(
@@ -141,127 +191,220 @@ def tree_attention(
     window: int | None = None,
     sinks: Float[Array, " N"] | None = None,
     with_lse: bool = False,
+    soft_cap: float | None = None,
+    interpret=None,
 ):
-    """Computes `specjax.kernels.reference.tree_attention`; for over 64 tree keys, by cuDNN.
+    """Computes `specjax.kernels.reference.tree_attention`.
+
+    Args:
+      interpret: `plgpu.InterpretGPUParams` to interpret the kernels on CPU, for tests; None:
+        compile them.
 
     Raises:
       ValueError: no tuning for the head size, or a page size that is not a multiple of a block.
     """
     b, n, t, h = q.shape
     kv_heads, size = k_pages.shape[1:3]
-    if k_tree.shape[2] > KEYS:
-        return library.tree_attention(
-            q, k_tree, v_tree, k_pages, v_pages, prefix_len, visible_bits, table,
-            window=window, sinks=sinks, with_lse=with_lse,
-        )  # fmt: skip
     if table is None:
         table = jnp.arange(b, dtype=jnp.int32)[:, None]
     group = n // kv_heads
-    shape = shape_of(b, kv_heads, group * t, h, size, size * table.shape[1], window)
-    rows = _pad(pack_heads(q, kv_heads), shape.tiles * ROWS)
-    words = _words(visible_bits, b, window, group, shape.tiles * ROWS)
-    out, lse = _call(
-        shape, rows, _pad(k_tree, KEYS), _pad(v_tree, KEYS), words, prefix_len.astype(jnp.int32),
-        table.astype(jnp.int32), k_pages, v_pages,
+    shape = shape_of(
+        b, kv_heads, group * t, h, size, size * table.shape[1], k_tree.shape[2], window, soft_cap
+    )
+    words = ancestor_words(shape, visible_bits, group)
+    slots, work = work_list(shape, prefix_len.astype(jnp.int32))
+    part, lse = _call(
+        shape, interpret, _pad(pack_heads(q, kv_heads)), _pad(k_tree), _pad(v_tree), words, slots,
+        work, table.astype(jnp.int32), k_pages, v_pages,
     )  # fmt: skip
-    out, lse = merge(out, lse)
-    out, lse = out[:, :, : group * t], lse[:, :, : group * t]
-    if sinks is not None:
-        out, lse = with_sink(out, lse, sink_of_rows(sinks, kv_heads, t)[..., 0])
-    out = out.reshape(b, n, t, h).astype(q.dtype)
-    return (out, lse.reshape(b, n, t)) if with_lse else out
+    out, lse = merge(shape, part, lse, slots, sinks, t, q.dtype, interpret is not None)
+    out, lse = jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)
+    return (out, lse) if with_lse else out
 
 
-def _pad(x: Float[Array, "B K M H"], rows: int) -> Array:
-    return jnp.pad(x, [(0, 0), (0, 0), (0, rows - x.shape[2]), (0, 0)])
+def _pad(x: Float[Array, "B K M H"]) -> Array:
+    """Pads rows to a multiple of 8, if there are more than 8.
+
+    A copy of a whole tile from fewer rows is filled with zeros. So are copies from up to 8 rows.
+    """
+    rows = x.shape[2]
+    return x if rows <= 8 else jnp.pad(x, [(0, 0), (0, 0), (0, -rows % 8), (0, 0)])
 
 
-def _words(visible_bits, batch: int, window, group: int, rows: int) -> Int[Array, "3 B M"]:
-    """Returns two ancestor words and the depth of every packed row."""
-    words = jnp.broadcast_to(visible_bits, (batch, *visible_bits.shape[-2:]))
+def ancestor_words(shape: Shape, visible_bits, group: int) -> Int[Array, "W B M"]:
+    """Returns the ancestor words and, last, the depth of every packed row."""
+    words = jnp.broadcast_to(visible_bits, (shape.slots, *visible_bits.shape[-2:]))
     depth = tree_depth(words)
-    if window is not None:
-        words = within_window(words, window)
-    words = jnp.pad(words, [(0, 0), (0, 0), (0, WORDS - words.shape[-1])])
+    if shape.window is not None:
+        words = within_window(words, shape.window)
+    more = shape.tree_blocks * shape.words - words.shape[-1]
+    words = jnp.pad(words, [(0, 0), (0, 0), (0, max(more, 0))])
     words = jax.lax.bitcast_convert_type(words.astype(jnp.uint32), jnp.int32)
     words = jnp.tile(jnp.concatenate([words, depth[..., None]], axis=-1), (1, group, 1))
-    words = jnp.pad(words, [(0, 0), (0, rows - words.shape[1]), (0, 0)])
+    words = jnp.pad(words, [(0, 0), (0, shape.tiles * ROWS - words.shape[1]), (0, 0)])
     return jnp.moveaxis(words, -1, 0)
 
 
-def merge(
-    out: Float[Array, "Z B K M H"], lse: Float[Array, "Z B K M"]
-) -> tuple[Float[Array, "B K M H"], Float[Array, "B K M"]]:
-    """Merges the softmaxes of Z splits; one over no visible key has a log-sum-exp near -1e30."""
-    peak = lse.max(0)
-    weights = jnp.exp(lse - peak)
-    total = weights.sum(0)
-    return (out * weights[..., None]).sum(0) / total[..., None], peak + jnp.log(total)
+# --- the list of items ----------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnums=0)  # equal layers are traced and lowered once
-def _call(shape: Shape, rows, k_tree, v_tree, words, lens, table, k_pages, v_pages):
-    """Runs the kernel; returns the outputs of all splits [Z B K M H] and their log-sum-exp."""
-    b, kv_heads, m, h = rows.shape
-    out = jax.ShapeDtypeStruct((shape.splits, b, kv_heads, m, h), jnp.float32)
-    lse = jax.ShapeDtypeStruct((shape.splits, b, kv_heads, m), jnp.float32)
+def chunks_of(shape: Shape, blocks, xp=jnp):
+    """Returns the number of chunks that a slot with `blocks` blocks of keys is cut into.
 
-    def smem(*dims, dtype=rows.dtype):
-        columns = 128 // jnp.dtype(dtype).itemsize
-        transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
-        return plgpu.SMEM(dims, dtype, transforms=transforms)
+    A batch of equal slots has `waves` items per program, as many as make chunks of `least` blocks
+    or more; shorter slots have chunks of `least` blocks. The results of a chunk are written and
+    read once more, which costs more the more rows there are.
 
-    groups, stages = shape.warpgroups, shape.stages
-    scratch = dict(
-        q=smem(groups, ROWS, h),
-        tree=(smem(KEYS, h), smem(KEYS, h)),
-        blocks=(smem(stages, shape.block, h), smem(stages, shape.block, h)),
-        out=smem(groups, ROWS, h, dtype=jnp.float32),
-        lse=plgpu.SMEM((groups, ROWS), jnp.float32),
-        q_here=plgpu.Barrier(num_barriers=groups),
-        tree_here=plgpu.Barrier(num_barriers=2),
-        here=(plgpu.Barrier(num_barriers=stages), plgpu.Barrier(num_barriers=stages)),
-        done=(plgpu.Barrier(num_arrivals=groups, num_barriers=stages),) * 2,
-    )
+    Args:
+      xp: numpy for static sizes.
+    """
+    least = 3 if shape.kept < 32 else 7
+    lanes = shape.slots * shape.units
+    waves = max(8 if shape.kept < 32 else 4, lanes // 32)
+    waves = xp.minimum(blocks * lanes // (shape.processors * least), waves)
+    chunks = xp.where(waves > 0, waves * shape.processors // lanes, blocks // least)
+    return xp.clip(chunks, 1, blocks)
 
-    def kernel(*refs):
-        pl.run_scoped(
-            functools.partial(program, shape, *refs), **scratch, collective_axes="warpgroup"
+
+def work_list(
+    shape: Shape, lengths: Int[Array, " B"]
+) -> tuple[Int[Array, "5 B"], Int[Array, "4 P+1"]]:
+    """Returns what programs need of every slot, and the items that they begin with.
+
+    Items are in the order of slots, units and chunks. The weights of items, their blocks and
+    `EPILOGUE`, are cut into equal parts, and a program has the items that begin in its part.
+
+    Returns:
+      length of the prefix, number of blocks, of chunks, first block of the prefix, and first item
+      of every slot; slot, unit, chunk and number of the first item of every program and, last, of
+      one program more, whose item is that after the last.
+    """
+    count = (lengths + (shape.block - 1)) // shape.block
+    first = jnp.zeros_like(lengths)
+    if shape.window is not None:  # positions outside the root's window are in no row's
+        first = jnp.maximum(lengths - shape.window + 1, 0) // shape.block
+    blocks = shape.tree_blocks + count - first
+    chunks = chunks_of(shape, blocks)
+    weight = blocks // chunks + EPILOGUE
+    items = chunks * shape.units
+    total = items * weight
+    # Sums by comparison: programs have few slots, and this is one fusion.
+    before = np.tri(shape.slots, k=-1, dtype=bool)  # [b, a]: slot a is before slot b
+    first_item = jnp.where(before, items, 0).sum(1)
+    start = jnp.where(before, total, 0).sum(1)
+    part = -(-total.sum() // shape.programs)
+    begin = jnp.arange(shape.programs + 1, dtype=jnp.int32) * part
+    slot = (start + total <= begin[:, None]).sum(1).astype(jnp.int32)
+    beyond = slot == shape.slots
+    slot = jnp.where(beyond, shape.slots - 1, slot)
+    item = -(-(begin - start[slot]) // weight[slot])  # in the slot
+    item = jnp.where(beyond, items[slot], item)
+    next_slot = item == items[slot]
+    work = [
+        jnp.where(next_slot, slot + 1, slot),
+        jnp.where(next_slot, 0, item // chunks[slot]),
+        jnp.where(next_slot, 0, item % chunks[slot]),
+        first_item[slot] + item,
+    ]
+    return jnp.stack([lengths, blocks, chunks, first, first_item]), jnp.stack(work)
+
+
+# --- merging --------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5, 6, 7))
+def merge(shape: Shape, part, lse, slots, sinks, rows: int, dtype, interpret: bool):
+    """Merges the chunks of every slot, and adds sinks.
+
+    Args:
+      part, lse: results of items [items, warpgroups, kept rows, H] and their log-sum-exp.
+      slots: see `work_list`.
+
+    Returns:
+      attention [B T N H] and its log-sum-exp [B T N].
+    """
+    group = shape.packed // rows
+    heads = shape.kv_heads * group
+    count, width = pl.next_power_of_2(shape.most), pl.next_power_of_2(shape.head)
+    at_once = 1  # rows of one head, in one tile
+    while rows % (2 * at_once) == 0 and 2 * at_once * count * width <= MERGED and at_once < ROWS:
+        at_once *= 2
+
+    def program(part_ref, lse_ref, slots_ref, *rest):
+        sinks_ref, out_ref, out_lse_ref = rest if sinks is not None else (None, *rest)
+        slot, head, row = (pl.program_id(axis) for axis in range(3))
+        row = row * at_once
+        packed = head % group * rows + row
+        tile = packed // ROWS
+        unit = head // group * (shape.tiles // shape.warpgroups) + tile // shape.warpgroups
+        warpgroup, packed = tile % shape.warpgroups, packed % ROWS
+        chunks = slots_ref[2, slot]
+        item = slots_ref[4, slot] + unit * chunks
+        chunk, column = jnp.arange(count), jnp.arange(width)
+        here = packed + jnp.arange(at_once)
+        exists = chunk < chunks
+        item = item + jnp.where(exists, chunk, 0)
+        sums = pltriton.load(
+            lse_ref.at[item[:, None], warpgroup, here[None]], mask=exists[:, None], other=-jnp.inf
+        )  # fmt: skip
+        values = pltriton.load(
+            part_ref.at[item[:, None, None], warpgroup, here[None, :, None], column[None, None]],
+            mask=exists[:, None, None] & (column < shape.head)[None, None],
+            other=0.0,
         )
+        peak = sums.max(0)
+        if sinks is not None:
+            peak = jnp.maximum(peak, sinks_ref[head])
+        weights = jnp.exp(sums - peak[None])
+        total = weights.sum(0)
+        if sinks is not None:
+            total = total + jnp.exp(sinks_ref[head] - peak)
+        out = (values * weights[:, :, None]).sum(0) / total[:, None]
+        mine = row + jnp.arange(at_once)
+        pltriton.store(
+            out_ref.at[slot, mine[:, None], head, column[None]],
+            out.astype(dtype),
+            mask=jnp.broadcast_to((column < shape.head)[None], out.shape),
+        )
+        pltriton.store(out_lse_ref.at[slot, mine, head], peak + jnp.log(total))
 
-    return plgpu.kernel(
-        kernel,
-        out_type=[out, lse],
-        grid=(kv_heads * shape.programs, shape.splits, b),
-        grid_names=("work", "split", "slot"),
-        num_threads=groups + 1,
-        thread_name="warpgroup",
-        # Warpgroup semantics are named because they are the default only since jax 0.11.
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-        ),
-    )(rows, k_tree, v_tree, words, lens, table, k_pages, v_pages)
+    inputs = [part, lse, slots] + ([] if sinks is None else [sinks.astype(jnp.float32)])
+    call = pl.pallas_call(
+        program,
+        out_shape=[
+            jax.ShapeDtypeStruct((shape.slots, rows, heads, shape.head), dtype),
+            jax.ShapeDtypeStruct((shape.slots, rows, heads), jnp.float32),
+        ],
+        grid=(shape.slots, heads, rows // at_once),
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="merge_chunks",
+    )
+    with _of_hopper():
+        return call(*inputs)
+
+
+def _of_hopper():
+    """Returns a context that lowers Triton kernels for a Hopper GPU where none is present."""
+    mesh = jax.sharding.get_abstract_mesh()
+    names = inspect.signature(jax.sharding.AbstractDevice).parameters
+    facts = {"device_kind": "NVIDIA H100 80GB HBM3", "num_cores": None, "platform": "gpu"}
+    device = jax.sharding.AbstractDevice(**{name: facts[name] for name in names})
+    return jax.sharding.use_abstract_mesh(mesh.update(abstract_device=device))
 
 
 # --- arithmetic of the kernel, which a test runs on plain arrays ----------------------------------
 
 
-def share(shape: Shape, length, split):
-    """Returns the first block of a prefix that a split attends to, and the number of blocks."""
-    count = jax.lax.div(length + (shape.block - 1), shape.block)
-    first = 0
-    if shape.window is not None:  # positions outside the root's window are in no row's
-        first = jax.lax.div(jnp.maximum(length - shape.window + 1, 0), shape.block)
-    each = jax.lax.div(count - first + (shape.splits - 1), shape.splits)
-    begin = first + split * each
-    return begin, jnp.maximum(jnp.minimum(each, count - begin), 0)
+def share(blocks, chunks, chunk):
+    """Returns the first block of a chunk, and the block after its last one."""
+    return jax.lax.div(chunk * blocks, chunks), jax.lax.div((chunk + 1) * blocks, chunks)
 
 
-def tree_seen(low, high, column, split):
-    """Returns the mask of tree keys from two words per row; all False after the first split."""
-    word = jnp.where(column < 32, low, high)
-    bit = jax.lax.shift_right_logical(word, column & 31)
-    return (bit & jnp.where(split == 0, 1, 0)) != 0
+def tree_seen(words, column):
+    """Returns the mask of a block of tree keys, from one or two ancestor words per row."""
+    word = words[0] if len(words) == 1 else jnp.where(column < 32, *words)
+    return (jax.lax.shift_right_logical(word, column & 31) & 1) != 0
 
 
 def prefix_seen(shape: Shape, at, length, depth):
@@ -270,6 +413,17 @@ def prefix_seen(shape: Shape, at, length, depth):
     if shape.window is not None:
         seen = seen & (at > depth + (length - shape.window))
     return seen
+
+
+def scaled(shape: Shape, products):
+    """Returns scores in units of log 2, of the products of queries and keys."""
+    scale = shape.head**-0.5
+    if shape.soft_cap is None:
+        return products * (scale * LOG2E)
+    # tanh(x) = 1 - 2 / (exp(2 x) + 1), as the GPU's own tanh has 11 bits.
+    cap = shape.soft_cap
+    powers = jnp.exp2(products * (2 * LOG2E * scale / cap))
+    return cap * LOG2E - (2 * cap * LOG2E) / (powers + 1)
 
 
 def absorb(running, scores, seen, spread, weigh):
@@ -291,74 +445,203 @@ def absorb(running, scores, seen, spread, weigh):
 # --- the program ----------------------------------------------------------------------------------
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))  # equal layers are traced and lowered once
+def _call(shape: Shape, interpret, rows, k_tree, v_tree, words, slots, work, table, k, v):
+    """Runs the kernel; returns the results of all items [items W M H] and their log-sum-exp."""
+    h, groups, stages = shape.head, shape.warpgroups, shape.stages
+    part = jax.ShapeDtypeStruct((shape.items, groups, shape.kept, h), jnp.float32)
+    lse = jax.ShapeDtypeStruct((shape.items, groups, ROWS), jnp.float32)
+
+    def smem(*dims, dtype=rows.dtype):
+        # Columns of a swizzled tile of 16-bit numbers divide a row and a block.
+        itemsize = jnp.dtype(dtype).itemsize
+        width = 128 if itemsize == 4 or h % 64 == shape.block % 64 == 0 else 64  # bytes
+        tiling = plgpu.TilingTransform((8, width // itemsize))
+        return plgpu.SMEM(dims, dtype, transforms=(tiling, plgpu.SwizzleTransform(width)))
+
+    scratch = dict(
+        q=smem(2, groups * ROWS, h),
+        blocks=(smem(stages, shape.block, h), smem(stages, shape.block, h)),
+        out=smem(groups, ROWS, h, dtype=jnp.float32),
+        lse=plgpu.SMEM((groups, ROWS), jnp.float32),
+        q_here=plgpu.Barrier(num_barriers=2),
+        q_done=plgpu.Barrier(num_arrivals=groups, num_barriers=2),
+        here=(plgpu.Barrier(num_barriers=stages), plgpu.Barrier(num_barriers=stages)),
+        done=(plgpu.Barrier(num_arrivals=groups, num_barriers=stages),) * 2,
+    )
+
+    def kernel(*refs):
+        pl.run_scoped(
+            functools.partial(program, shape, interpret is not None, *refs),
+            **scratch,
+            collective_axes="warpgroup",
+        )
+
+    return plgpu.kernel(
+        kernel,
+        out_type=[part, lse],
+        grid=(shape.programs,),
+        grid_names=("program",),
+        num_threads=groups + 1,
+        thread_name="warpgroup",
+        # Warpgroup semantics are named because they are the default only since jax 0.11.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+        ),
+        **({} if interpret is None else {"interpret": interpret}),
+    )(rows, k_tree, v_tree, words, slots, work, table, k, v)
+
+
+# How warpgroups share memory. Every buffer has a pair of barriers: `here`, which a copy completes,
+# and `done`, at which every warpgroup that reads the buffer arrives once it has read it. The
+# copying warpgroup waits for `done` before it copies to a buffer again, and a computing one waits
+# for `here` before it reads. Both count blocks (for stages) and items (for queries) from the
+# program's first, in the same order, so that the n-th wait at a barrier is for its n-th completion
+# on both sides; neither gets more than one completion ahead, as the other one's wait comes before.
+# The products that read a buffer are complete before `done`: their result was read, which waits for
+# them. Results leave through a buffer of each warpgroup's own, which is written again only after
+# the copy out of it has read it.
+
+
 def program(
-    shape, rows, k_tree, v_tree, words, lens, table, k_pages, v_pages, out_ref, lse_ref, **scratch
-):
-    """Computes one split of one slot, for one or two tiles of a key/value head."""
-    warpgroup, work = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("work")
-    split, slot = jax.lax.axis_index("split"), jax.lax.axis_index("slot")
-    head = jax.lax.div(work, shape.programs)
-    tile = jax.lax.rem(work, shape.programs) * shape.warpgroups + warpgroup
-    here = pl.ds(tile * ROWS, ROWS)
-    length = lens[slot]
-    begin, steps = share(shape, length, split)
+    shape, interpreted, rows, k_tree, v_tree, words, slots, work, table, k_pages, v_pages,
+    part_ref, lse_ref, **scratch,
+):  # fmt: skip
+    """Computes one program's items."""
+    warpgroup = jax.lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == shape.warpgroups)
     def _():
-        trees = k_tree.at[slot, head], v_tree.at[slot, head]
-        pages = [(table, slot, head, ref) for ref in (k_pages, v_pages)]
-        _copy(shape, trees, pages, begin, steps, scratch)
+        sources = tuple(zip((k_tree, v_tree), (k_pages, v_pages), strict=True))
+        copy = functools.partial(_copy, shape, rows, sources, table, scratch)
+        _wait_for_readers(shape, scratch, *_each_item(shape, slots, work, copy))
 
     @pl.when(warpgroup < shape.warpgroups)
     def _():
-        q, out, lse = (scratch[name].at[warpgroup] for name in ("q", "out", "lse"))
-        arrived = scratch["q_here"].at[warpgroup]
-        plgpu.copy_gmem_to_smem(rows.at[slot, head, here], q, arrived)
-        of_rows = [words.at[i, slot, here] for i in range(WORDS + 1)]
-        plgpu.barrier_wait(arrived)
-        _attend(shape, q, of_rows, length, split, begin, steps, scratch, out, lse)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out, out_ref.at[split, slot, head, here])
-        plgpu.copy_smem_to_gmem(lse, lse_ref.at[split, slot, head, here])
+        mine = {name: scratch[name].at[warpgroup] for name in ("out", "lse")}
+        attend = functools.partial(
+            _attend, shape, interpreted, words, warpgroup, scratch | mine, part_ref, lse_ref
+        )
+        _each_item(shape, slots, work, attend)
         plgpu.wait_smem_to_gmem(0)
 
 
-def _copy(shape: Shape, trees, pages, begin, steps, scratch) -> None:
-    """Runs the copying warpgroup: the tree, then each block once a stage is free."""
-    for which in range(2):
-        plgpu.copy_gmem_to_smem(
-            trees[which], scratch["tree"][which], scratch["tree_here"].at[which]
-        )
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """A chunk of a slot's keys, and the tiles of rows that attend to it.
 
-    def load(step, stage, which):
-        table, slot, head, ref = pages[which]
-        page = table[slot, jax.lax.div(begin + step, shape.per_page)]
-        start = jax.lax.rem(begin + step, shape.per_page) * shape.block
-        plgpu.copy_gmem_to_smem(
-            ref.at[page, head, pl.ds(start, shape.block)],
-            scratch["blocks"][which].at[stage],
-            scratch["here"][which].at[stage],
-        )
+    Attributes:
+      slot: number of the slot.
+      head: number of the key/value head.
+      row: first packed row of the tiles.
+      number: number of the item, of all.
+      length: length of the slot's prefix.
+      first: first block of the prefix that any row sees.
+      begin, end: blocks of the chunk; the tree's blocks come first, the prefix's after them.
+    """
+
+    slot: Array
+    head: Array
+    row: Array
+    number: Array
+    length: Array
+    first: Array
+    begin: Array
+    end: Array
+
+
+def _each_item(shape: Shape, slots, work, run):
+    """Calls `run` with each item of the program, the item's turn, and the number of blocks before.
+
+    Copying and computing warpgroups both do, so that they number blocks alike. Returns the numbers
+    of items and of blocks.
+    """
+    here = jax.lax.axis_index("program")
+    slot, unit, chunk, number = (work[i, here] for i in range(4))
+    per_head = shape.tiles // shape.warpgroups
+
+    def one_item(turn, at):
+        slot, unit, chunk, step = at
+        length, blocks, chunks, first = (slots[i, slot] for i in range(4))
+        begin, end = share(blocks, chunks, chunk)
+        head = jax.lax.div(unit, per_head)
+        row = jax.lax.rem(unit, per_head) * (shape.warpgroups * ROWS)
+        run(Item(slot, head, row, number + turn, length, first, begin, end), turn, step)
+        chunk = chunk + 1
+        unit = jnp.where(chunk == chunks, unit + 1, unit)
+        chunk = jnp.where(chunk == chunks, 0, chunk)
+        slot = jnp.where(unit == shape.units, slot + 1, slot)
+        unit = jnp.where(unit == shape.units, 0, unit)
+        return slot, unit, chunk, step + (end - begin)
+
+    count = work[3, here + 1] - number
+    *_, steps = jax.lax.fori_loop(0, count, one_item, (slot, unit, chunk, jnp.int32(0)))
+    return count, steps
+
+
+def _copy(shape: Shape, rows, sources, table, scratch, item: Item, turn, step) -> None:
+    """Runs the copying warpgroup for one item: queries, and each block once a stage is free."""
+    buffer = jax.lax.rem(turn, 2)
+
+    @pl.when(turn >= 2)
+    def _():
+        plgpu.barrier_wait(scratch["q_done"].at[buffer])
+
+    plgpu.copy_gmem_to_smem(
+        rows.at[item.slot, item.head, pl.ds(item.row, shape.warpgroups * ROWS)],
+        scratch["q"].at[buffer],
+        scratch["q_here"].at[buffer],
+    )
+
+    @pl.loop(item.begin, item.end)
+    def _(block):
+        number = step + (block - item.begin)
+        stage = jax.lax.rem(number, shape.stages)
+        position = jnp.maximum(item.first + (block - shape.tree_blocks), 0)  # in blocks
+        page = table[item.slot, jax.lax.div(position, shape.per_page)]
+        start = jax.lax.rem(position, shape.per_page) * shape.block
+        for which, (tree, pages) in enumerate(sources):
+            to = scratch["blocks"][which].at[stage], scratch["here"][which].at[stage]
+
+            @pl.when(number >= shape.stages)
+            def _(which=which):
+                plgpu.barrier_wait(scratch["done"][which].at[stage])
+
+            @pl.when(block < shape.tree_blocks)
+            def _(tree=tree, to=to):
+                here = pl.ds(block * shape.block, shape.block)  # zeros after the last key
+                plgpu.copy_gmem_to_smem(tree.at[item.slot, item.head, here], *to)
+
+            @pl.when(block >= shape.tree_blocks)
+            def _(pages=pages, to=to):
+                here = pl.ds(start, shape.block)
+                plgpu.copy_gmem_to_smem(pages.at[page, item.head, here], *to)
+
+
+def _wait_for_readers(shape: Shape, scratch, items, steps) -> None:
+    """Waits until what was copied last to each buffer has been read: no barrier is left behind."""
+    for buffer in range(2):
+
+        @pl.when(items > buffer)
+        def _(buffer=buffer):
+            plgpu.barrier_wait(scratch["q_done"].at[buffer])
 
     for stage in range(shape.stages):
 
-        @pl.when(stage < steps)
+        @pl.when(steps > stage)
         def _(stage=stage):
             for which in range(2):
-                load(stage, stage, which)
-
-    @pl.loop(0, jnp.maximum(steps - shape.stages, 0))
-    def _(step):
-        stage = jax.lax.rem(step, shape.stages)
-        for which in range(2):
-            plgpu.barrier_wait(scratch["done"][which].at[stage])
-            load(step + shape.stages, stage, which)
+                plgpu.barrier_wait(scratch["done"][which].at[stage])
 
 
-def _attend(shape, q, of_rows, length, split, begin, steps, scratch, out, lse) -> None:
-    """Runs a computing warpgroup: its tile attends to the tree and to the split's blocks."""
+def _attend(
+    shape, interpreted, words, warpgroup, scratch, part_ref, lse_ref, item: Item, turn, step
+) -> None:
+    """Runs a computing warpgroup for one item: its tile attends to the chunk's blocks."""
     layout, per_row = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
-    scale = shape.head**-0.5 * LOG2E
+    buffer = jax.lax.rem(turn, 2)
+    q = scratch["q"].at[buffer, pl.ds(warpgroup * ROWS, ROWS)]
+    here = pl.ds(item.row + warpgroup * ROWS, ROWS)
 
     def spread(x, dims):
         return jax.lax.broadcast_in_dim(x, dims, [0])
@@ -366,53 +649,67 @@ def _attend(shape, q, of_rows, length, split, begin, steps, scratch, out, lse) -
     def full(value, dims, layout):
         return plgpu.layout_cast(jnp.full(dims, value, jnp.float32), layout)
 
-    def columns(count):
-        return plgpu.broadcasted_iota(jnp.int32, (ROWS, count), 1, layout=layout)
+    def columns():
+        return plgpu.broadcasted_iota(jnp.int32, (ROWS, shape.block), 1, layout=layout)
 
-    def of_row(ref):
-        return spread(plgpu.load(ref, *_NO_INDEX, layout=per_row, optimized=False), (ROWS, KEYS))
+    def of_row(index):
+        ref = words.at[index, item.slot, here]
+        x = plgpu.load(ref, *_NO_INDEX, layout=per_row, optimized=False)
+        return spread(x, (ROWS, shape.block))
 
-    def add(running, keys, values, seen, when_scored=lambda: None):
+    def add(block, running, seen):
+        stage = jax.lax.rem(step + (block - item.begin), shape.stages)
+        for which in range(2):
+            plgpu.barrier_wait(scratch["here"][which].at[stage])
+        keys, values = (blocks.at[stage] for blocks in scratch["blocks"])
+
         def product(ref):
             plgpu.wgmma(ref, q, keys.T)
             return ref[...]
 
-        scores = pl.run_scoped(product, plgpu.ACC((ROWS, keys.shape[0]), jnp.float32)) * scale
-        when_scored()
+        scores = scaled(shape, pl.run_scoped(product, plgpu.ACC((ROWS, shape.block), jnp.float32)))
+        plgpu.barrier_arrive(scratch["done"][0].at[stage])
 
         def weigh(acc, weights):
             weights = weights.astype(jnp.bfloat16)
+            if interpreted:  # the interpreter's products take no operand from registers
+                read = values[...]
+                plgpu.commit_smem()  # this read, unlike a product's, is not one of the copies' kind
+                return acc + jnp.dot(weights, read, preferred_element_type=jnp.float32)
             return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, values))(plgpu.ACC.init(acc))
 
-        return absorb(running, scores, seen, spread, weigh)
+        running = absorb(running, scores, seen, spread, weigh)
+        plgpu.barrier_arrive(scratch["done"][1].at[stage])
+        return running
+
+    def tree_block(block, running):
+        mine = [of_row(block * shape.words + i) for i in range(shape.words)]
+        return add(block, running, tree_seen(mine, columns()))
+
+    depth = None if shape.window is None else of_row(words.shape[0] - 1)
+
+    def prefix_block(block, running):
+        at = columns() + (item.first + (block - shape.tree_blocks)) * shape.block
+        return add(block, running, prefix_seen(shape, at, item.length, depth))
 
     running = (
         full(NEG_INF, (ROWS,), per_row),
         full(0, (ROWS,), per_row),
         full(0, (ROWS, shape.head), layout),
     )
-    for which in range(2):
-        plgpu.barrier_wait(scratch["tree_here"].at[which])
-    seen = tree_seen(of_row(of_rows[0]), of_row(of_rows[1]), columns(KEYS), split)
-    running = add(running, *scratch["tree"], seen)
-    depth = None if shape.window is None else of_row(of_rows[WORDS])
+    plgpu.barrier_wait(scratch["q_here"].at[buffer])
+    middle = jnp.clip(shape.tree_blocks, item.begin, item.end)
+    running = jax.lax.fori_loop(item.begin, middle, tree_block, running)
+    peak, total, acc = jax.lax.fori_loop(middle, item.end, prefix_block, running)
+    plgpu.barrier_arrive(scratch["q_done"].at[buffer])
 
-    def one_block(step, running):
-        stage = jax.lax.rem(step, shape.stages)
-        for which in range(2):
-            plgpu.barrier_wait(scratch["here"][which].at[stage])
-        at = columns(shape.block) + (begin + step) * shape.block
-        keys, values = (blocks.at[stage] for blocks in scratch["blocks"])
-        running = add(
-            running, keys, values, prefix_seen(shape, at, length, depth),
-            lambda: plgpu.barrier_arrive(scratch["done"][0].at[stage]),
-        )  # fmt: skip
-        plgpu.barrier_arrive(scratch["done"][1].at[stage])
-        return running
-
-    peak, total, acc = jax.lax.fori_loop(0, steps, one_block, running)
+    out, lse = scratch["out"], scratch["lse"]
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the results of the item before have left
     out[...] = acc / spread(total, acc.shape)
     lse[...] = peak * (1 / LOG2E) + jnp.log(total)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(out.at[pl.ds(0, shape.kept)], part_ref.at[item.number, warpgroup])
+    plgpu.copy_smem_to_gmem(lse, lse_ref.at[item.number, warpgroup])
 
 
 # --- the backend ----------------------------------------------------------------------------------
@@ -436,6 +733,6 @@ BACKEND = Kernels(
     operations={"tree_attention": tree_attention},
     refuses=_refuses,
     rest="library:cudnn",
-    line="Pallas Mosaic GPU tree attention; prompts and training by cuDNN",
+    line="Pallas Mosaic GPU tree attention; training by cuDNN",
     page_multiple=max(tuning.block for tuning in TUNING.values()),  # no block crosses pages
 )

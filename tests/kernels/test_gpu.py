@@ -4,18 +4,19 @@ import functools
 import types
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_dispatch import finite
-from test_tpu import HEAD, TOLERANCE, expected, random_case
+from test_tpu import HEAD, TOLERANCE, random_case
 from tiny import tiny_config
 
 from specjax import SpecConfig
 from specjax.engine.runner import Runner
-from specjax.kernels import dispatch, gpu
+from specjax.kernels import dispatch, gpu, reference
 from specjax.kernels.backend import choose
 from specjax.kernels.reference import NEG_INF
 from specjax.models.families.dense import change_dense
@@ -23,104 +24,133 @@ from specjax.models.families.dense import change_dense
 ON_GPU = jax.default_backend() == "gpu"
 
 
-def emulated(shape, rows, k_tree, v_tree, words, lens, table, k_pages, v_pages):
+def emulated(shape, interpret, rows, k_tree, v_tree, words, slots, work, table, k_pages, v_pages):
     """`gpu._call` with arrays in place of copies and of the tensor cores' products."""
-    scale = shape.head**-0.5 * gpu.LOG2E
+
+    def padded(x, size):
+        return jnp.pad(x, [(0, 0), (0, 0), (0, max(size - x.shape[2], 0)), (0, 0)])
+
+    rows = padded(rows, shape.tiles * gpu.ROWS)
+    trees = [padded(x, shape.tree_blocks * shape.block) for x in (k_tree, v_tree)]
+    per_head = shape.tiles // shape.warpgroups
 
     def spread(x, dims):
         return jax.lax.broadcast_in_dim(x, dims, [0])
 
-    def program(split, slot, head, tile):
+    def item(number, warpgroup):
+        slot = jnp.clip((slots[4] <= number).sum() - 1, 0)
+        length, blocks, chunks, first, first_item = slots[:, slot]
+        unit, chunk = jnp.divmod(number - first_item, chunks)
+        unit = jnp.clip(unit, 0, shape.units - 1)  # numbers after the last are computed, not read
+        head, row = unit // per_head, unit % per_head * shape.warpgroups * gpu.ROWS
+        here = row + warpgroup * gpu.ROWS
+
         def mine(x):
-            return jax.lax.dynamic_slice_in_dim(x, tile * gpu.ROWS, gpu.ROWS)
+            return jax.lax.dynamic_slice_in_dim(x, here, gpu.ROWS)
 
-        q = mine(rows[slot, head])
-        low, high, depth = (mine(words[i, slot])[:, None] for i in range(gpu.WORDS + 1))
-        begin, steps = gpu.share(shape, lens[slot], split)
+        q, depth = mine(rows[slot, head]), mine(words[-1, slot])[:, None]
 
-        def add(running, keys, values, seen):
+        def one_block(block, running):
+            at = first + block - shape.tree_blocks
+            page = table[slot, jnp.clip(at, 0) // shape.per_page]
+            start = jnp.clip(at, 0) % shape.per_page * shape.block
+            size = 1, 1, shape.block, shape.head
+            in_tree = block < shape.tree_blocks
+            keys, values = (
+                jnp.where(
+                    in_tree,
+                    jax.lax.dynamic_slice(tree, (slot, head, block * shape.block, 0), size),
+                    jax.lax.dynamic_slice(pages, (page, head, start, 0), size),
+                )[0, 0]
+                for tree, pages in zip(trees, (k_pages, v_pages), strict=True)
+            )
+            column = jnp.arange(shape.block)[None]
+            of_block = block * shape.words + jnp.arange(shape.words)
+            seen = jnp.where(
+                in_tree,
+                gpu.tree_seen([mine(words[i, slot])[:, None] for i in of_block], column),
+                gpu.prefix_seen(shape, at * shape.block + column, length, depth),
+            )
+
             def dot(a, b):
                 return jnp.dot(a, b, precision="highest", preferred_element_type=jnp.float32)
 
             def weigh(acc, weights):
                 return acc + dot(weights.astype(values.dtype), values)
 
-            return gpu.absorb(running, dot(q, keys.T) * scale, seen, spread, weigh)
-
-        def one_block(step, running):
-            page = table[slot, (begin + step) // shape.per_page]
-            start = (begin + step) % shape.per_page * shape.block
-            keys, values = (
-                jax.lax.dynamic_slice(x, (page, head, start, 0), (1, 1, shape.block, shape.head))
-                for x in (k_pages, v_pages)
-            )
-            at = (begin + step) * shape.block + jnp.arange(shape.block)[None]
-            seen = gpu.prefix_seen(shape, at, lens[slot], depth)
-            return add(running, keys[0, 0], values[0, 0], seen)
+            scores = gpu.scaled(shape, dot(q, keys.T))
+            return gpu.absorb(running, scores, seen, spread, weigh)
 
         none = jnp.zeros(gpu.ROWS)
         running = none + NEG_INF, none, jnp.zeros((gpu.ROWS, shape.head))
-        seen = gpu.tree_seen(low, high, jnp.arange(gpu.KEYS)[None], split)
-        running = add(running, k_tree[slot, head], v_tree[slot, head], seen)
-        peak, total, acc = jax.lax.fori_loop(0, steps, one_block, running)
-        return acc / total[:, None], peak / gpu.LOG2E + jnp.log(total)
+        begin, end = gpu.share(blocks, chunks, chunk)
+        peak, total, acc = jax.lax.fori_loop(begin, end, one_block, running)
+        return (acc / total[:, None])[: shape.kept], peak / gpu.LOG2E + jnp.log(total)
 
-    batch, kv_heads = rows.shape[:2]
-    every = program
-    for axis in (3, 2, 1, 0):
-        every = jax.vmap(every, [0 if i == axis else None for i in range(4)])
-    out, lse = every(*map(jnp.arange, (shape.splits, batch, kv_heads, shape.tiles)))
-    lse = lse.reshape(shape.splits, batch, kv_heads, -1)
-    return out.reshape(*lse.shape, shape.head), lse
+    every = jax.vmap(jax.vmap(item, (None, 0)), (0, None))
+    return every(jnp.arange(shape.items), jnp.arange(shape.warpgroups))
 
 
 CASES = dict(
     seed=st.integers(0, 2**16),
     batch=st.integers(1, 3),
     kv_heads=st.integers(1, 2),
-    group=st.integers(1, 4),
-    rows=st.integers(1, 64),
-    before=st.integers(0, 63),
+    group=st.integers(1, 16),
+    rows=st.integers(1, 64) | st.integers(65, 140),
+    before=st.integers(0, 100),
     size=st.sampled_from([64, 128]),
     stretches=st.sampled_from([1, 6]),
+    head=st.sampled_from(sorted(gpu.TUNING)),
     window=st.none() | st.integers(1, 300),
+    soft_cap=st.none() | st.sampled_from([0.5, 30.0]),
     sinks=st.booleans(),
     dtype=st.sampled_from(sorted(TOLERANCE)),
+    processors=st.sampled_from([1, 5, 132]),
 )
 
 
-def compare_emulated(**case):
+def compare_emulated(processors, **case):
     """The whole call, but for what only the GPU does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu, "_call", emulated)
-        compare(**case)
+        patch.setattr(gpu, "MULTIPROCESSORS", processors)
+        compare(**case, interpret=True)
 
 
-def compare(seed, batch, kv_heads, group, rows, before, size, stretches, window, sinks, dtype):
-    sizes, before = (batch, kv_heads, group, rows, size, stretches), min(before, 64 - rows)
-    case = finite(random_case(seed, *sizes, dtype, before=before))
+def compare(
+    seed, batch, kv_heads, group, rows, before, size, stretches, head, window, soft_cap, sinks,
+    dtype, prefix=None, interpret=None,
+):  # fmt: skip
+    sizes = batch, kv_heads, group, rows, size, stretches
+    case = finite(random_case(seed, *sizes, dtype, prefix, before, head))
     rng = np.random.default_rng(seed + 1)
     sinks = jnp.asarray(rng.normal(size=kv_heads * group), jnp.float32) if sinks else None
-    attend = functools.partial(gpu.tree_attention, window=window, sinks=sinks, with_lse=True)
-    out, lse = jax.jit(attend)(*case)
-    wanted, wanted_lse = expected(*case, window=window, sinks=sinks)
+    options = dict(window=window, soft_cap=soft_cap, with_lse=True)
+    attend = functools.partial(gpu.tree_attention, **options, interpret=interpret)
+    out, lse = (attend if ON_GPU or interpret not in (None, True) else jax.jit(attend))(
+        *case, sinks=sinks
+    )
+    wanted, wanted_lse = jax.jit(functools.partial(reference.tree_attention, **options))(
+        *case, sinks=sinks
+    )
     close = TOLERANCE[dtype]
     np.testing.assert_allclose(np.float32(out), np.float32(wanted), atol=close, rtol=close)
     np.testing.assert_allclose(lse, wanted_lse, atol=2e-5, rtol=2e-5)
 
 
-# Several tiles and splits, of which the window leaves some nothing.
+# Several tiles and chunks; the window leaves nothing of some of them.
 SPLIT = dict(
-    seed=0, batch=2, kv_heads=1, group=4, rows=33, before=5, size=128, stretches=6, window=200,
-    sinks=True, dtype="float32",
+    seed=0, batch=2, kv_heads=1, group=4, rows=33, before=5, size=128, stretches=6, head=128,
+    window=200, soft_cap=None, sinks=True, dtype="float32", processors=5,
 )  # fmt: skip
 
 
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(**CASES)
 @example(**SPLIT)
-@example(**{**SPLIT, "window": None, "dtype": "bfloat16"})
-def test_its_shares_masks_softmax_and_merge_equal_the_reference(**case):
+@example(**{**SPLIT, "window": None, "head": 96, "soft_cap": 2.0, "dtype": "bfloat16"})
+@example(**{**SPLIT, "rows": 70, "group": 1, "head": 256, "before": 0, "processors": 132})
+def test_its_items_masks_softmax_and_merge_equal_the_reference(**case):
     compare_emulated(**case)
 
 
@@ -133,9 +163,122 @@ def test_they_do_on_many_shapes(**case):
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a Hopper GPU: the kernel is compiled for it")
 @settings(max_examples=60)
-@given(**{**CASES, "dtype": st.just("bfloat16")})
-def test_it_equals_the_reference_on_a_gpu(**case):
+@given(**{**CASES, "dtype": st.just("bfloat16"), "processors": st.just(None)})
+def test_it_equals_the_reference_on_a_gpu(processors, **case):
     compare(**case)
+
+
+# --- the kernel itself, in jax's interpreter ------------------------------------------------------
+
+SIMULATED = dict(
+    seed=1, batch=2, kv_heads=1, group=4, rows=5, before=3, size=64, stretches=5, head=64,
+    window=None, soft_cap=None, sinks=False, dtype="bfloat16", prefix=(320, 65), processors=3,
+)  # fmt: skip
+
+
+@pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"), reason="this jax has no interpreter of GPU kernels"
+)
+@pytest.mark.parametrize("changed", [
+    dict(batch=3, prefix=(0, 320, 65), processors=2),
+    pytest.param(dict(rows=33, before=40, window=100, sinks=True), marks=pytest.mark.slow),
+    pytest.param(dict(rows=130, group=2, soft_cap=5.0, head=128), marks=pytest.mark.slow),
+    pytest.param(dict(rows=1, kv_heads=2, group=3, head=96), marks=pytest.mark.slow),
+    pytest.param(dict(rows=4, group=8, head=256, window=70), marks=pytest.mark.slow),
+    pytest.param(dict(rows=4, group=16, size=128, prefix=(7, 200)), marks=pytest.mark.slow),
+], ids=str)  # fmt: skip
+def test_the_kernel_equals_the_reference_without_races_in_the_interpreter(
+    changed, monkeypatch, capfd
+):
+    """Memory that nothing was written to holds NaN; a barrier that nobody waits for is an error."""
+    case = SIMULATED | changed
+    monkeypatch.setattr(gpu, "MULTIPROCESSORS", case.pop("processors"))
+    compare(**case, interpret=plgpu.InterpretGPUParams(detect_races=True))
+    assert "RACE" not in "".join(capfd.readouterr())
+
+
+# --- the list of items ----------------------------------------------------------------------------
+
+LISTS = dict(
+    lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=12),
+    kv_heads=st.sampled_from([1, 3, 8]),
+    packed=st.sampled_from([1, 4, 64, 80, 500]),
+    tree=st.integers(1, 200),
+    window=st.none() | st.integers(1, 1000),
+)
+
+
+@functools.cache
+def listing(shape):
+    return jax.jit(functools.partial(gpu.work_list, shape))
+
+
+def list_of(lengths, kv_heads, packed, tree, window):
+    shape = gpu.shape_of(len(lengths), kv_heads, packed, HEAD, 64, 3008, tree, window)
+    return shape, *map(np.asarray, listing(shape)(jnp.asarray(lengths, jnp.int32)))
+
+
+@settings(max_examples=15)
+@given(**LISTS)
+@example(lengths=[0], kv_heads=1, packed=1, tree=1, window=None)
+@example(lengths=[3000] * 12, kv_heads=8, packed=500, tree=200, window=None)
+def test_every_chunk_of_every_slot_is_in_one_programs_list(**case):
+    shape, slots, work = list_of(**case)
+    lengths, blocks, chunks, first, first_item = slots
+    expected = [
+        (slot, unit, chunk)
+        for slot in range(shape.slots)
+        for unit in range(shape.units)
+        for chunk in range(chunks[slot])
+    ]
+    assert len(expected) <= shape.items and work[3, 0] == 0 and work[3, -1] == len(expected)
+    assert (np.diff(work[3]) >= 0).all()
+    for program in range(shape.programs):
+        if work[3, program] < work[3, program + 1]:
+            assert tuple(work[:3, program]) == expected[work[3, program]]
+    assert [expected.index((slot, 0, 0)) for slot in range(shape.slots)] == list(first_item)
+    # Every block once: the tree's, and those of the prefix that any row sees.
+    least = np.maximum(lengths - case["window"] + 1, 0) if case["window"] else 0 * lengths
+    assert (first == least // shape.block).all()
+    assert (blocks == shape.tree_blocks + -(-lengths // shape.block) - first).all()
+    for slot in range(shape.slots):
+        every = np.arange(chunks[slot], dtype=np.int32)
+        begin, end = map(np.asarray, gpu.share(blocks[slot], chunks[slot], every))
+        assert begin[0] == 0 and end[-1] == blocks[slot] and (begin[1:] == end[:-1]).all()
+        assert (begin < end).all() and np.ptp(end - begin) <= 1
+    # No program has more than its part and one item.
+    weight = np.concatenate([
+        np.full(chunks[slot] * shape.units, blocks[slot] // chunks[slot] + gpu.EPILOGUE)
+        for slot in range(shape.slots)
+    ])  # fmt: skip
+    loads = [weight[a:b].sum() for a, b in zip(work[3], work[3, 1:], strict=False)]
+    assert max(loads) <= -(-weight.sum() // shape.programs) + weight.max()
+
+
+@settings(max_examples=8)
+@given(**LISTS, others=st.integers(0, 3000))
+def test_a_slots_chunks_do_not_depend_on_other_slots(others, **case):
+    lengths = case.pop("lengths")
+    _, slots, _ = list_of(lengths, **case)
+    _, changed, _ = list_of([lengths[0]] + [others] * (len(lengths) - 1), **case)
+    np.testing.assert_array_equal(slots[:4, 0], changed[:4, 0])
+
+
+@pytest.mark.parametrize("batch, packed, chunks, busy", [
+    (1, 4, 33, 0.9), (1, 64, 16, 0.85), (8, 4, 16, 0.95), (8, 64, 8, 0.95), (64, 4, 4, 0.95),
+])  # fmt: skip
+def test_equal_slots_keep_all_multiprocessors_busy(batch, packed, chunks, busy):
+    """8 key/value heads and prefixes of 8192: the mean of the programs' blocks over the highest."""
+    shape = gpu.shape_of(batch, 8, packed, HEAD, 128, 8192, 16)
+    slots, work = map(np.asarray, gpu.work_list(shape, jnp.full(batch, 8192, jnp.int32)))
+    assert (slots[2] == chunks).all()
+    sizes = np.tile(np.diff([i * slots[1, 0] // chunks for i in range(chunks + 1)]), batch * 8)
+    loads = [sizes[a:b].sum() for a, b in zip(work[3], work[3, 1:], strict=False)]
+    assert len(loads) <= gpu.MULTIPROCESSORS
+    assert sum(loads) / gpu.MULTIPROCESSORS / max(loads) >= busy
+
+
+# --- lowering, and the choice of the kernel -------------------------------------------------------
 
 
 def lowered(rows, group, head, size, window, batch=2, kv_heads=2, stretches=8) -> str:
@@ -153,7 +296,7 @@ def lowered(rows, group, head, size, window, batch=2, kv_heads=2, stretches=8) -
         shape(batch, stretches, dtype=jnp.int32),
     ]
     attend = functools.partial(dispatch.tree_attention, kernel="gpu", window=window, with_lse=True)
-    return jax.export.export(jax.jit(attend), platforms=["cuda"])(*arrays).mlir_module()
+    return jax.jit(attend).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize("head", sorted(gpu.TUNING))
@@ -171,16 +314,9 @@ def test_it_lowers_for_cuda_at_many_trees(rows, group, head):
     assert "mosaic_gpu" in lowered(rows, group, head, 64, None, batch=8, kv_heads=8)
 
 
-def test_a_few_slots_are_split_over_the_whole_gpu_and_many_are_not():
-    long = 32 * 1024
-    assert gpu.shape_of(1, 8, 64, HEAD, 128, long).splits == 33
-    assert gpu.shape_of(64, 8, 64, HEAD, 128, long).splits == 1
-    assert gpu.shape_of(1, 8, 64, HEAD, 128, 256).splits == 1
-
-
 def test_what_it_cannot_do_is_refused():
     with pytest.raises(ValueError, match="multiple of 64 positions on a GPU, got 48"):
-        gpu.shape_of(1, 1, 1, HEAD, 48, 96)
+        gpu.shape_of(1, 1, 1, HEAD, 48, 96, 1)
     half = change_dense(tiny_config(), head_dim=128).running(compute_dtype="bfloat16")
     chosen = choose("gpu", "NVIDIA H200", half, "gpu")
     assert chosen.name == "gpu" and not chosen.warn
@@ -188,7 +324,7 @@ def test_what_it_cannot_do_is_refused():
         choose("cpu", "cpu", half, "gpu")
     with pytest.raises(ValueError, match="for Hopper .* the device is 'NVIDIA A100-SXM4-80GB'"):
         choose("gpu", "NVIDIA A100-SXM4-80GB", half, "gpu")
-    with pytest.raises(ValueError, match="bfloat16 heads of 64 or 128, got float32 heads of 128"):
+    with pytest.raises(ValueError, match="got float32 heads of 128"):
         choose("gpu", "NVIDIA H200", half.running(compute_dtype="float32"), "gpu")
 
 
@@ -202,5 +338,5 @@ def test_pages_are_rounded_up_to_what_it_reads(asked, max_len, size, monkeypatch
     runner = Runner(cfg, SpecConfig("2_1_3"), 2, max_len, page_size=asked)
     monkeypatch.undo()
     assert runner.cfg.run.attention == "gpu" and runner.page_size == size
-    wide = gpu.shape_of(2, cfg.layers[0].mixer.num_kv_heads, 3, HEAD, runner.page_size, max_len)
+    wide = gpu.shape_of(2, cfg.layers[0].mixer.num_kv_heads, 3, HEAD, runner.page_size, max_len, 3)
     assert wide.per_page * wide.block == size
