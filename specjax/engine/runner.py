@@ -44,7 +44,7 @@ from specjax.engine.settings import stretched
 from specjax.engine.sources import laid_out, page_multiple, with_kernel
 from specjax.engine.vocabulary import draft_ids
 from specjax.interfaces import Draft, FinishedSample, Memory, Room
-from specjax.kernels import dispatch
+from specjax.kernels import check, dispatch
 from specjax.memory import cost, empty
 from specjax.models.rows import merge_axes, param_axes, repeated_names
 from specjax.models.transformer import Params, graphdef, record_shape, to_decode_layout
@@ -82,7 +82,7 @@ class Runner:
       page_size: positions per page; None: 128; 0: each sequence has one page of full length.
       cache_bytes: largest size of the pages of all caches in bytes, see `EngineConfig`.
       stride: pieces of prompts start at multiples of this position.
-      attention: name of the attention kernel, see `specjax.kernels.dispatch.settle`.
+      attention: name of the attention kernel, see `specjax.kernels.check.settle`.
       products: name of the kernel that multiplies by weights, see `specjax.weights.matrix.settle`.
       enforce_eager: whether GPUs run without CUDA graphs.
 
@@ -135,7 +135,15 @@ class Runner:
         record_shape(cfg)  # raises if the report has no room for the model's records
         drafts = spec is not None and not spec.is_off
         invariant = drafts and spec.invariant
-        settle = functools.partial(dispatch.settle, mesh=mesh, asked=attention, invariant=invariant)
+        named = strategies or ((spec.resolve(),) if drafts else ())
+        settle = functools.partial(
+            check.settle,
+            mesh=mesh,
+            asked=attention,
+            invariant=invariant,
+            rows=max((strategy.rows for strategy in named if not strategy.is_off), default=1),
+            page_size=min(PAGE_SIZE if page_size is None else page_size or max_len, max_len),
+        )
         cfg = settle(laid_out(cfg, mesh), whose="attention")
         source = with_kernel(source, settle)
         cfg = matrix.settle(cfg, mesh, products)

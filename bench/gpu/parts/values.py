@@ -17,10 +17,10 @@ from bench.gpu.parts.attention import kernels_on
 from bench.gpu.program import Built, Place, Program, build
 from bench.record import figure
 from specjax.decode.tree import ancestors, pack_bits
-from specjax.kernels import dispatch, reference
+from specjax.kernels import check, dispatch, reference
 
 SAFE = ("reference", "library:xla", "library:cudnn")
-TOLERANCE = 2e-2  # absolute and relative, in bfloat16
+TOLERANCE = check.TOLERANCE["bfloat16"]  # absolute and relative
 NOT_FINITE = 1e30  # stands for an infinite difference, which JSON cannot represent
 
 
