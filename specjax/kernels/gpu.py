@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from specjax.config import ModelConfig
 from specjax.interfaces import Device, Table
-from specjax.kernels.backend import Kernels, head_sizes
+from specjax.kernels.backend import Kernels, Unsuited, head_sizes
 from specjax.kernels.reference import NEG_INF, pack_heads, tree_depth, within_window
 
 ROWS = 64  # rows of a WGMMA tile
@@ -719,10 +719,11 @@ def _refuses(operation: str, device: Device | None, cfg: ModelConfig) -> str | N
     if device is not None and device.platform not in ("gpu", "cuda"):
         return f"it is compiled for GPUs, and the device is {device.platform!r}"
     if device is not None and not any(name in device.kind for name in HOPPER):
-        return f"it is written for Hopper ({', '.join(HOPPER)}), and the device is {device.kind!r}"
+        others = f"({', '.join(HOPPER)}), and the device is {device.kind!r}"
+        return Unsuited(f"it is written for Hopper {others}")
     sizes, dtype = head_sizes(cfg), cfg.run.compute_dtype
     if not TUNING.keys() >= set(sizes) or dtype != "bfloat16":
-        return (
+        return Unsuited(
             f"it supports bfloat16 heads of {' or '.join(map(str, TUNING))}, got {dtype} heads of "
             f"{', '.join(map(str, sizes))}"
         )
@@ -732,7 +733,7 @@ def _refuses(operation: str, device: Device | None, cfg: ModelConfig) -> str | N
 BACKEND = Kernels(
     operations={"tree_attention": tree_attention},
     refuses=_refuses,
-    rest="library:cudnn",
+    rest="triton",
     line="Pallas Mosaic GPU tree attention; training by cuDNN",
     page_multiple=max(tuning.block for tuning in TUNING.values()),  # no block crosses pages
 )

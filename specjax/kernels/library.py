@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from specjax.config import ModelConfig
 from specjax.config.model import ATTENTION_RESIDUALS
 from specjax.interfaces import Device, Table
 from specjax.kernels import commit
-from specjax.kernels.backend import Declined, Kernels, head_sizes
+from specjax.kernels.backend import Declined, Kernels, Reads, head_sizes
 from specjax.kernels.reference import (
     causal_segment_mask,
     contiguous,
@@ -114,6 +115,8 @@ def causal_attention(
     """
     if soft_cap is not None:
         raise Declined("jax.nn.dot_product_attention has no soft-cap")
+    if implementation == "cudnn" and not _cudnn_takes(q.dtype, [q.shape[3]]):
+        raise Declined(f"cuDNN supports no {q.dtype} heads of {q.shape[3]}")
     s = q.shape[2]
     own, window = own_in_window(own, window)
     q, k, v, own, segment_ids = padded(2, q, k, v, own, segment_ids)  # cuDNN refuses odd lengths
@@ -234,10 +237,14 @@ def _cudnn_refuses(operation: str, device: Device | None, cfg: ModelConfig) -> s
     if operation == "causal_attention" and determinism.is_set_up():
         return "its backward pass may add by atomics, and deterministic=true asks for equal bits"
     sizes = head_sizes(cfg)
-    halves = cfg.run.compute_dtype in ("bfloat16", "float16")
-    if not halves or any(size % 8 or size > 128 for size in sizes):
+    if not _cudnn_takes(cfg.run.compute_dtype, sizes):
         return f"cuDNN supports no {cfg.run.compute_dtype} heads of {', '.join(map(str, sizes))}"
     return None
+
+
+def _cudnn_takes(dtype, sizes: Iterable[int]) -> bool:
+    halves = dtype in ("bfloat16", "float16")
+    return halves and all(size % 8 == 0 and size <= 128 for size in sizes)
 
 
 def _operations(implementation: str) -> dict:
@@ -251,6 +258,12 @@ def _operations(implementation: str) -> dict:
 CUDNN = Kernels(
     operations=_operations("cudnn"),
     refuses=_cudnn_refuses,
+    rest="library:xla",
+    reads=Reads.gathered,
     line="jax.nn.dot_product_attention by cuDNN",
 )
-XLA = Kernels(operations=_operations("xla"), line="jax.nn.dot_product_attention in XLA")
+XLA = Kernels(
+    operations=_operations("xla"),
+    line="jax.nn.dot_product_attention in XLA",
+    reads=Reads.gathered,
+)

@@ -12,12 +12,13 @@ GROUPS = {
     "library": ("library:cudnn", "library:xla"),
 }
 # Backends that `auto` tries on a platform, as jax names it: the first that has the operation and
-# refuses neither device nor model, otherwise the reference.
+# refuses neither device nor model, or where bytes are counted the one that reads least
+# (`Kernels.reads`); otherwise the reference.
 OWN = {
     "cpu": ("cpu",),
     "tpu": ("tpu",),
-    "gpu": ("gpu", "gpu:flash", "library"),
-    "cuda": ("gpu", "gpu:flash", "library"),
+    "gpu": ("gpu", "triton", "gpu:flash", "library"),
+    "cuda": ("gpu", "triton", "gpu:flash", "library"),
     "rocm": ("gpu", "library"),
 }
 ATTENTION = ("auto", *sorted((*BACKENDS.names, *GROUPS)))

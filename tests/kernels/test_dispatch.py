@@ -31,7 +31,7 @@ from train.schema import RLConfig
 
 WIDE = change_dense(tiny_config(), head_dim=128)
 HALF = WIDE.running(compute_dtype="bfloat16")
-NARROW = change_dense(HALF, head_dim=64)
+NARROW, HUGE = change_dense(HALF, head_dim=64), change_dense(WIDE, head_dim=512)
 V5E, H100 = ("tpu", "TPU v5 lite"), ("gpu", "NVIDIA H100")
 
 
@@ -50,9 +50,10 @@ V5E, H100 = ("tpu", "TPU v5 lite"), ("gpu", "NVIDIA H100")
         (V5E, HALF, "reference", "reference", False, "as asked for"),
         (H100, HALF, "auto", "gpu", False, "Pallas Mosaic GPU tree attention"),
         (("gpu", "NVIDIA H200"), NARROW, "auto", "gpu", False, "training by cuDNN"),
-        (("gpu", "NVIDIA A100-SXM4-80GB"), HALF, "auto", "library:cudnn", True, "for Hopper"),
+        (("gpu", "NVIDIA A100-SXM4-80GB"), HALF, "auto", "triton", False, "for Hopper"),
         (H100, HALF, "library", "library:cudnn", False, "by cuDNN"),
-        (H100, WIDE, "auto", "library:xla", True, "cuDNN supports no float32 heads of 128"),
+        (H100, WIDE, "auto", "triton", False, "got float32 heads of 128"),
+        (H100, HUGE, "auto", "library:xla", True, "cuDNN supports no float32 heads of 512"),
         (("cpu", "cpu"), tiny_config(), "auto", "reference", False, "multiple of 16, got 8"),
         (("cpu", "cpu"), HALF, "auto", "reference", False, "reference; not cpu: it computes in"),
         (("cpu", "cpu"), WIDE, "library", "library:xla", False, "dot_product_attention"),
@@ -246,14 +247,15 @@ def test_a_rollout_runs_the_kernel_that_is_asked_for_and_gives_the_same_tokens(c
 
 @pytest.mark.parametrize("platform, kind, says", [
     ("rocm", "MI300", "cuDNN attends on GPUs, and the device is 'rocm'"),
+    ("gpu", "NVIDIA H100", "cuDNN supports no float32 heads of 512"),
     ("neuron", "trn1", "no kernel for platform 'neuron'"),
 ])  # fmt: skip
 def test_engines_and_trainers_start_with_a_warning_where_a_kernel_is_missing(
     platform, kind, says, monkeypatch, caplog
 ):
     monkeypatch.setattr(dispatch, "choose", lambda _, __, *rest: choose(platform, kind, *rest))
-    LLM(tiny_model(WIDE), None, max_batch=1, max_len=64)
-    PolicyTrainer(WIDE, sft_loss, OptimConfig().build())
+    LLM(tiny_model(HUGE), None, max_batch=1, max_len=64)
+    PolicyTrainer(HUGE, sft_loss, OptimConfig().build())
     warned = [r for r in caplog.records if r.levelno == logging.WARNING and says in r.getMessage()]
     whose = {record.getMessage().partition(":")[0] for record in warned}
     assert whose == {"attention", "training attention"}

@@ -18,7 +18,7 @@ from specjax.parallel.sharding import MeshConfig, make_mesh
 
 HEAD = 128  # that splash attention takes, and every kernel
 WINDOWS = [1, 3, 30, 1000]
-KERNELS = ["reference", "library:xla", "tpu:interpret"]  # the CPU's has no windows
+KERNELS = ["reference", "library:xla", "tpu:interpret", "triton:interpret"]  # not the CPU's
 
 
 def softmax_over(q, keys, values, sees, sinks=None, xp=np):
