@@ -160,7 +160,10 @@ class Ahead(Place):
     @contextlib.contextmanager
     def seen(self) -> Iterator[None]:
         device = mock.Mock(platform=self.platform, device_kind=self.kind)
-        with mock.patch("jax.devices", lambda *_: [device]):
+        # Pallas Triton asks the mesh in use, of no axes here, which GPU it lowers for.
+        described = jax.sharding.AbstractDevice(self.kind, None, self.platform)
+        mesh = jax.sharding.AbstractMesh((), (), abstract_device=described)
+        with mock.patch("jax.devices", lambda *_: [device]), jax.sharding.use_abstract_mesh(mesh):
             yield
 
 
