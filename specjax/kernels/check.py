@@ -52,6 +52,9 @@ def settle(
         return cfg
     asked, name = cfg.run.attention, cfg.run.attention
     while name != REFERENCE:
+        if not dispatch.has("tree_attention", name):
+            name = BACKENDS.find(name).rest
+            continue
         reason = _refused(name, mesh, cfg) if name != asked else None
         reason = reason or why_wrong(cfg, name, rows, page_size, device, _ways(mesh))
         if reason is None:

@@ -734,6 +734,6 @@ BACKEND = Kernels(
     operations={"tree_attention": tree_attention},
     refuses=_refuses,
     rest="triton",
-    line="Pallas Mosaic GPU tree attention; training by cuDNN",
+    line="Pallas Mosaic GPU tree attention",
     page_multiple=max(tuning.block for tuning in TUNING.values()),  # no block crosses pages
 )

@@ -49,7 +49,7 @@ V5E, H100 = ("tpu", "TPU v5 lite"), ("gpu", "NVIDIA H100")
         (V5E, tiny_config(), "auto", "reference", True, "reference; not tpu:v5e: head_dim must"),
         (V5E, HALF, "reference", "reference", False, "as asked for"),
         (H100, HALF, "auto", "gpu", False, "Pallas Mosaic GPU tree attention"),
-        (("gpu", "NVIDIA H200"), NARROW, "auto", "gpu", False, "training by cuDNN"),
+        (("gpu", "NVIDIA H200"), NARROW, "auto", "gpu", False, "Mosaic GPU tree attention"),
         (("gpu", "NVIDIA A100-SXM4-80GB"), HALF, "auto", "triton", False, "for Hopper"),
         (H100, HALF, "library", "library:cudnn", False, "by cuDNN"),
         (H100, WIDE, "auto", "triton", False, "got float32 heads of 128"),
