@@ -30,7 +30,7 @@ from specjax.drafts.mtp import init_head_params
 from specjax.engine.compiling import NotCompiled
 from specjax.engine.runner import Runner
 from specjax.interfaces import Where
-from specjax.models.families.dense import dense_config
+from specjax.models.families.dense import change_dense, dense_config
 from specjax.models.transformer import init_params
 from specjax.shipped import find_shipped
 
@@ -44,7 +44,7 @@ def _bfloat16(**sizes) -> ModelConfig:
 
 @functools.cache
 def shape_of(name: str) -> ModelConfig:
-    """Returns the config of a model's shape: `8B` and `1.7B` are Qwen3's, `135M` is SmolLM2's."""
+    """Returns a model's shape: `8B`, `1.7B` and `0.6B` are Qwen3's, `135M` is SmolLM2's."""
     if name == "8B":
         cfg = read_config(find_shipped("assets/shapes/Qwen3-8B"))
         return cfg.running(param_dtype="bfloat16", compute_dtype="bfloat16")
@@ -60,6 +60,9 @@ def shape_of(name: str) -> ModelConfig:
             rope_theta=1e6,
             max_position=40_960,
         )
+    if name == "0.6B":
+        cfg = shape_of("1.7B")
+        return change_dense(cfg, hidden_size=1024, intermediate_size=3072)
     if name == "135M":
         return _bfloat16(
             vocab_size=49_152,
