@@ -185,7 +185,7 @@ def test_figures_are_added_to_a_file_of_the_same_settings_only(tmp_path):
         (["rounds", "7B:off:8"], "expected a shape (135M, 1.7B, 8B)"),
         (["rounds", "8B:of:8"], "of"),
         (["rounds", "8B:off:8:top_q"], "expected options among graph, sampled"),
-        (["round"], "expected one of rounds, read, table"),
+        (["round"], "expected one of rounds, read, updates, table"),
     ],
 )
 def test_mistakes_are_told_in_one_line(arguments, said, capsys):
