@@ -152,6 +152,14 @@ class RolloutSection(SamplingSection, SpeculationSettings):
         own=True,
     )
     enforce_eager: bool = option(False, "run GPUs without CUDA graphs")
+    draft_vocab_every: int = option(
+        1,
+        "steps after which the draft_vocab tokens are chosen anew, by what rollouts emitted; "
+        "earlier if they cover fewer tokens than at first; 0: those of the start stay",
+    )
+    draft_vocab_decay: float = option(
+        0.8, "weight in that choice that tokens of earlier steps keep from step to step"
+    )
     dtype: str = option(
         AUTO,
         "dtype of weights and arithmetic in rollouts and evaluation, cast when new weights come; "
@@ -166,7 +174,12 @@ class RolloutSection(SamplingSection, SpeculationSettings):
 
     def __post_init__(self):
         at_least("rollout", self, prompts=1, n=2, max_prompt_tokens=1, max_batch=1)
-        at_least("rollout", self, max_staleness=1, replicas=1, tp=1)
+        at_least("rollout", self, max_staleness=1, replicas=1, tp=1, draft_vocab_every=0)
+        if not 0 <= self.draft_vocab_decay <= 1:
+            raise ValueError(
+                "rollout.draft_vocab_decay: expected a number between 0 and 1, got "
+                f"{self.draft_vocab_decay}"
+            )
         if not 1 <= self.over_sample < math.inf:
             raise ValueError(
                 f"rollout.over_sample: expected a finite number of at least 1, got "

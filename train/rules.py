@@ -157,6 +157,29 @@ RL_RULES = (
         "[eval.problems] evaluates nothing; raise eval.problems, or leave it out",
     ),
     Needs(
+        ("rollout.draft_vocab_every",),
+        lambda v: v["rollout.draft_vocab"] is not None and v["rollout.token_map"] is None,
+        "the draft proposes all tokens, or those of [rollout.token_map]; set rollout.draft_vocab "
+        "alone, or leave it out",
+    ),
+    Needs(
+        ("rollout.draft_vocab_every",),
+        lambda v: v["rollout.acceptance"] in ("coupled", "greedy"),
+        "[rollout.acceptance] needs the tokens that it began with; use rollout.acceptance=coupled, "
+        "or leave it out",
+    ),
+    Needs(
+        ("rollout.draft_vocab_decay",),
+        lambda v: (
+            v["rollout.draft_vocab"] is not None
+            and v["rollout.token_map"] is None
+            and v["rollout.draft_vocab_every"] > 0
+            and v["rollout.acceptance"] in ("coupled", "greedy")
+        ),
+        "the tokens that the draft proposes are not chosen by what rollouts emit; set "
+        "rollout.draft_vocab, or leave it out",
+    ),
+    Needs(
         ("rollout.max_staleness",),
         lambda v: v["rollout.partial"],
         "[rollout.partial] carries nothing from step to step; set rollout.partial=true, or leave "

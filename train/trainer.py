@@ -65,6 +65,7 @@ from train.programs import (
 from train.schema import RLConfig
 from train.scoring import RewardsFailedError
 from train.spot import HeadDevices, ReplayBuffer, SpotTraining, describe_spot
+from train.vocabulary import DraftVocabulary
 
 
 class _Snapshot(NamedTuple):
@@ -169,6 +170,7 @@ class Trainer:
         self.reference = jax.tree.map(jnp.copy, self.params) if cfg.algo.kl_loss_coef else None
         self.draft_opt = self.draft.init_opt_state(self.head) if self.draft else None
         self.engine = join_engines(built.engines, self.copies, self.rollouts.score_sample)
+        self._build_vocabulary()
         self.exact, self._plain_engines = None, built.plain_engines if self.replica_meshes else []
         if cfg.rollout.exact_mode and drafts(cfg):
             plain = built.plain_engines and join_engines(built.plain_engines, self.copies)
@@ -178,6 +180,24 @@ class Trainer:
             self.eval_engine = join_engines([self.eval_engine], self.copies)
         self._build_spot(built.replica_drafts)
         self.sync_weights()
+
+    def _build_vocabulary(self) -> None:
+        """Makes the choice of ids to draft from, if not all are."""
+        runner, roll, self.vocabulary = self._any_engine.runner, self.cfg.rollout, None
+        if runner.ids is None:
+            return
+        size = self.model.vocab_size
+        always = [*self.model.eos_token_ids, *getattr(self.tokenizer, "all_special_ids", ())]
+        always = [token for token in dict.fromkeys(always) if token < size]
+        spec = self._any_engine.spec
+        every = roll.draft_vocab_every if spec.token_map is None and spec.by_token else 0
+        self.vocabulary = DraftVocabulary(size, runner.ids, always, every, roll.draft_vocab_decay)
+        self._give_vocabulary()
+
+    def _give_vocabulary(self) -> None:
+        """Has all engines draft from the ids that were chosen, from the next weights on."""
+        if self.vocabulary is not None and self._any_engine.spec.by_token:
+            self.engine.set_draft_ids(self.vocabulary.ids)
 
     def _build_spot(self, replica_drafts: Sequence[DraftTrainer]) -> None:
         """Makes the trace of replicas, and spot training of the head, if they are used."""
@@ -293,7 +313,11 @@ class Trainer:
             started = time.perf_counter()
             self._update_draft(batches, states, metrics)
             metrics["time/draft"] = time.perf_counter() - started
-        # 4. Both sets of weights to the engines.
+        # 4. The ids to draft from, and both sets of weights, to the engines.
+        if self.vocabulary is not None:
+            samples = (r.token_ids for group in self.last_rollout for r in group.responses)
+            metrics |= self.vocabulary.end_step(samples)
+            self._give_vocabulary()
         started = time.perf_counter()
         self.sync_weights()
         jax.block_until_ready([engine.runner.params for engine in self.engines])
@@ -506,6 +530,7 @@ class Trainer:
             "controller": controllers[0],
             "more_controllers": controllers[1:],
             "replay": None if self.spot is None else self.spot.buffer.state(),
+            "draft_vocab": None if self.vocabulary is None else self.vocabulary.state(),
             "settings": self.fingerprint(),
             "determinism": determinism.record(),
             **describe(self.model, self.tokenizer_dir, self.head is not None),
@@ -549,6 +574,9 @@ class Trainer:
             self.spot.buffer.load(replay, trees.get("replay", {}))
         self.done_steps = meta["step"]
         self.rollouts.load_state(meta["rollouts"])
+        if self.vocabulary is not None and meta.get("draft_vocab"):
+            self.vocabulary.load_state(meta["draft_vocab"])
+            self._give_vocabulary()
         self.engine.release()  # frees the initial weights
         self.sync_weights()
         states = [meta["controller"], *meta["more_controllers"]]

@@ -125,6 +125,38 @@ class BaseEngine(abc.ABC):
         """
 
     @abc.abstractmethod
+    def set_draft_ids(self, ids: Several[int] | None = None) -> None:
+        """Changes the token ids that are drafted from; compiles nothing, and changes no token.
+
+        Args:
+          ids: as many different ids as there are now, on all replicas and hosts the same. The
+            engine then no longer chooses any itself. None: those that were emitted most so far.
+
+        Raises:
+          ValueError: the whole vocabulary is drafted from, the acceptance mode needs fixed ids, or
+            `ids` are too many, too few, or no token ids; or there are none, and those in use were
+            given, and are not chosen by what is emitted.
+        """
+
+    def _check_draft_ids(self, ids: Several[int] | None) -> None:
+        """Raises ValueError if the ids to draft from cannot be changed."""
+        if self.runner.ids is None:
+            raise ValueError(
+                "the draft proposes tokens of the whole vocabulary; give SpecConfig(draft_vocab=N) "
+                "at the start to have it propose N of them"
+            )
+        if not self.spec.by_token:
+            raise ValueError(
+                f"acceptance {self.spec.acceptance!r} is exact only with the ids to draft from "
+                "that it began with; use acceptance 'coupled'"
+            )
+        if ids is None and any(engine.counts is None for engine in self.engines):
+            raise ValueError(
+                "the ids to draft from were given (token_map, or an earlier call), and are not "
+                "chosen by what is emitted; give ids"
+            )
+
+    @abc.abstractmethod
     def release(self, weights: bool = True) -> None:
         """Frees the device memory of weights and caches until the next `set_params`.
 

@@ -53,7 +53,7 @@ from specjax.engine.settings import (
 )
 from specjax.engine.start_up import Programs, compile_ahead
 from specjax.engine.unfinished import Unfinished, all_of
-from specjax.engine.vocabulary import TokenCounts
+from specjax.engine.vocabulary import TokenCounts, checked_ids
 from specjax.interfaces import Draft, FinishedSample
 from specjax.kernels.dispatch import device_of
 from specjax.models.transformer import Params
@@ -91,8 +91,8 @@ class Engine(BaseEngine):
       telemetry: the collector of rejected drafts; None unless `spec` turns it on.
       watcher: object that is called with the results of each chunk; None: there is none.
       lengths: lengths of earlier samples, by prompt.
-      counts: how often each token was emitted, to choose the ids to draft from; None where they are
-        fixed.
+      counts: how often each token was emitted, to choose the ids to draft from, shared by replicas;
+        None where they are fixed.
       others_wait: whether samples outside this engine wait for slots that become free.
       latest: strategy and bucket of the last chunk whose result was read; None before the first.
       replica: index of this engine among the replicas.
@@ -149,7 +149,8 @@ class Engine(BaseEngine):
         self.lengths = LengthHistory()
         self.counts: TokenCounts | None = None
         if self.runner.ids is not None and spec.token_map is None and spec.by_token:
-            self.counts = TokenCounts(cfg.vocab_size, self.runner.ids)
+            ends = [token for token in cfg.eos_token_ids if token < cfg.vocab_size]
+            self.counts = TokenCounts(cfg.vocab_size, self.runner.ids, ends)
         self.latest: tuple[str, int] | None = None
         self.preemptions = self.stale_positions = 0
         self._to_feed: list[FinishedSample] = []
@@ -299,6 +300,15 @@ class Engine(BaseEngine):
         self.runner.set_head(head)
         self._weights_changed()
 
+    def set_draft_ids(self, ids: Several[int] | None = None) -> None:
+        self._check_draft_ids(ids)
+        if ids is None:
+            ids = self.counts.choose()
+        else:
+            self.counts = None
+            ids = checked_ids(ids, len(self.runner.ids), self.runner.cfg.vocab_size)
+        self.runner.set_ids(ids)
+
     def release(self, weights: bool = True) -> None:
         if self.outstanding:
             raise RuntimeError(
@@ -386,8 +396,11 @@ class Engine(BaseEngine):
             self._check_graphs()
         if runner.state is None:
             runner.reset()
-        if self.counts is not None and self.counts.is_due:
-            runner.set_ids(self.counts.most_frequent())
+        if self.counts is not None:
+            if self.counts.is_due:
+                self.counts.choose()
+            if self.counts.ids is not runner.ids:  # another replica may have chosen
+                runner.set_ids(self.counts.ids)
         if self._to_feed:
             runner.feed(self._to_feed)
             self._to_feed = []

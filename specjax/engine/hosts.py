@@ -350,6 +350,16 @@ class Hosts(BaseEngine):
             engine.set_params(here, draft, running)
             engine.runner.moved += moved
 
+    def set_draft_ids(self, ids: Several[int] | None = None) -> None:
+        """See `BaseEngine.set_draft_ids`; without ids, each process would choose its own."""
+        if ids is None:
+            raise ValueError(
+                "each process has counted its own samples; give the ids to draft from, the same on "
+                "all processes"
+            )
+        self._check_draft_ids(ids)
+        self.own.set_draft_ids(ids)
+
     def release(self, weights: bool = True) -> None:
         self.own.release(weights)
 

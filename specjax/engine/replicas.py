@@ -50,6 +50,7 @@ class Replicas(BaseEngine):
         for replica, engine in enumerate(self.engines):
             engine.replica = replica
             engine.telemetry, engine.lengths = first.telemetry, first.lengths
+            engine.counts = first.counts
         self._slots = sum(engine.batch for engine in self.engines)
         # Features of all samples. `invariant` mode chooses the program by them, on all replicas.
         self._seen = Features()
@@ -109,6 +110,16 @@ class Replicas(BaseEngine):
         for engine in self.engines:
             engine.set_head(head)
             engine.runner.moved += received
+
+    def set_draft_ids(self, ids: Several[int] | None = None) -> None:
+        self._check_draft_ids(ids)
+        if ids is None:
+            self.engines[0].set_draft_ids()
+            for engine in self.engines[1:]:
+                engine.runner.set_ids(engine.counts.ids)
+            return
+        for engine in self.engines:
+            engine.set_draft_ids(ids)
 
     def _spread_head(self, head: Params) -> tuple[Params, int]:
         """The head on the devices of all replicas, and the bytes that a device received for it.

@@ -1,5 +1,7 @@
 """The part of the vocabulary that is drafted from: ids of a file, or those emitted most often.
 
+The reference is FR-Spec (arXiv:2502.14856), and SGLang's `speculative_token_map`.
+
 In `coupled` mode the choice changes no token. In `block` and `recursive` mode it stays fixed: if
 the tokens of a request decided what is drafted when the request is replayed, p/q acceptance would
 be biased.
@@ -7,8 +9,9 @@ be biased.
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -85,17 +88,33 @@ class TokenCounts:
 
     Args:
       vocab: size of the vocabulary.
-      first: ids that are drafted from at the start, which precede others with equal counts.
+      first: ids that are drafted from at the start, ascending, which precede others with equal
+        counts.
+      always: ids that are always among those chosen, as many as there is room for, the first ones
+        first: the tokens that end a sequence.
+
+    Attributes:
+      ids: ids that were chosen last, ascending: as many as `first`.
     """
 
-    def __init__(self, vocab: int, first: np.ndarray):
-        self._counts, self._size = np.zeros(vocab, np.int64), len(first)
+    def __init__(self, vocab: int, first: np.ndarray, always: Sequence[int] = ()):
+        self.ids = np.asarray(first, np.int32)
+        self._counts = np.zeros(vocab)
+        self._rank = np.full(vocab, len(always))
+        self._rank[list(always)] = np.arange(len(always))
         self._later = np.ones(vocab, bool)
         self._later[first] = False
         self._total, self._due = 0, FIRST_COUNT
 
-    def add(self, tokens: Sequence[int]) -> None:
-        np.add.at(self._counts, np.asarray(tokens, np.int64), 1)
+    def add(self, tokens: Sequence[int], kept: float = 1.0) -> None:
+        """Counts tokens.
+
+        Args:
+          kept: weight that earlier counts keep.
+        """
+        if kept != 1.0:
+            self._counts *= kept
+        np.add.at(self._counts, np.asarray(tokens, np.int64), 1.0)
         self._total += len(tokens)
 
     @property
@@ -103,8 +122,62 @@ class TokenCounts:
         """Whether twice as many tokens were counted as when the ids were last chosen."""
         return self._total >= self._due
 
-    def most_frequent(self) -> np.ndarray:
-        """The ids to draft from, ascending: as many as at the start, emitted most often."""
-        self._due = 2 * self._total
-        order = np.lexsort((np.arange(len(self._counts)), self._later, -self._counts))
-        return np.sort(order[: self._size]).astype(np.int32)
+    def choose(self) -> np.ndarray:
+        """Sets `ids` to those that were emitted most often, and returns them."""
+        self._due = 2 * max(self._total, FIRST_COUNT // 2)
+        order = np.lexsort((np.arange(len(self._counts)), self._later, -self._counts, self._rank))
+        self.ids = np.sort(order[: len(self.ids)]).astype(np.int32)
+        return self.ids
+
+    def coverage(self) -> float | None:
+        """The share of the counted tokens that `ids` have; None if nothing was counted."""
+        total = float(self._counts.sum())
+        return float(self._counts[self.ids].sum()) / total if total else None
+
+    def state(self) -> dict[str, str]:
+        """The ids and the counts, for JSON."""
+        some = np.flatnonzero(self._counts).astype(np.int32)
+        arrays = {"ids": self.ids, "counted": some, "counts": self._counts[some]}
+        return {name: base64.b64encode(array.tobytes()).decode() for name, array in arrays.items()}
+
+    def load_state(self, state: Mapping[str, str]) -> None:
+        """Restores what `state` returned.
+
+        Raises:
+          ValueError: it is of a vocabulary or a number of ids of another size.
+        """
+        found = {name: base64.b64decode(state[name]) for name in ("ids", "counted", "counts")}
+        ids, counted = (np.frombuffer(found[name], np.int32) for name in ("ids", "counted"))
+        if len(ids) != len(self.ids) or max(ids.max(), counted.max(initial=0)) >= len(self._later):
+            raise ValueError(
+                f"expected {len(self.ids)} ids to draft from, below {len(self._later)}, got "
+                f"{len(ids)} up to {ids.max()}; restore with the draft_vocab and the model that "
+                "they were saved with"
+            )
+        self.ids = ids.copy()
+        self._counts[:] = 0
+        self._counts[counted] = np.frombuffer(found["counts"], np.float64)
+
+
+def checked_ids(ids: Sequence[int], size: int, vocab: int) -> np.ndarray:
+    """The ids to draft from, ascending.
+
+    Args:
+      ids: different token ids, in any order.
+      size: number of ids that programs were compiled for.
+      vocab: size of the vocabulary.
+
+    Raises:
+      ValueError: there are more or fewer, or one is repeated or no token id.
+    """
+    found = np.asarray(ids)
+    whole = found.ndim == 1 and np.issubdtype(found.dtype, np.integer)
+    if not whole or len(found) != size or len(np.unique(found)) != size:
+        got = f"{len(np.unique(found))} different ones" if whole else f"{found.dtype} values"
+        raise ValueError(
+            f"expected {size} different token ids, as many as draft_vocab, because the programs "
+            f"are compiled for that number; got {got}"
+        )
+    if found.min() < 0 or found.max() >= vocab:
+        raise ValueError(f"expected token ids below {vocab}, got {found.min()} to {found.max()}")
+    return np.sort(found).astype(np.int32)

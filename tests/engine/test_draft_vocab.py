@@ -59,11 +59,11 @@ def test_a_file_with_anything_else_is_refused(tmp_path, listed, said):
 
 def test_what_was_emitted_most_comes_first_and_then_what_there_was():
     counts = TokenCounts(10, np.array([0, 1, 2, 7]))
-    assert not counts.is_due and counts.most_frequent().tolist() == [0, 1, 2, 7]
+    assert not counts.is_due and counts.choose().tolist() == [0, 1, 2, 7]
     counts.add([5, 5, 9, 9, 9, 1])
-    assert counts.most_frequent().tolist() == [0, 1, 5, 9]
+    assert counts.choose().tolist() == [0, 1, 5, 9]
     counts.add([8] * 5 + [5])
-    assert counts.most_frequent().tolist() == [1, 5, 8, 9]
+    assert counts.choose().tolist() == [1, 5, 8, 9]
 
 
 def test_they_are_asked_for_when_twice_as_many_were_counted(monkeypatch):
@@ -74,7 +74,7 @@ def test_they_are_asked_for_when_twice_as_many_were_counted(monkeypatch):
         counts.add([1])
         due.append(counts.is_due)
         if counts.is_due:
-            counts.most_frequent()
+            counts.choose()
     assert [i + 1 for i, now in enumerate(due) if now] == [4, 8]
 
 
@@ -95,6 +95,63 @@ def test_what_is_drafted_follows_what_is_emitted_and_nothing_is_compiled(monkeyp
     assert llm.engine.runner.compilations == before
     assert set(np.unique(expected)) <= set(llm.engine.runner.ids.tolist())
     assert lengths[0] < 1.2 < lengths[1]
+
+
+def test_ids_that_are_given_stay_and_change_neither_tokens_nor_programs(monkeypatch):
+    monkeypatch.setattr(vocabulary, "FIRST_COUNT", 20)
+    spec = SpecConfig("4x2x1", draft_vocab=16)
+    llm = LLM((CFG, *weights()), spec, max_batch=BATCH, max_len=MAX_LEN)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    expected = [o.samples[0].token_ids for o in shared_llm("plain").generate(PROMPTS, params)]
+    llm.generate(PROMPTS, params)
+    before, chosen = llm.engine.runner.compilations, llm.engine.runner.ids.tolist()
+    llm.update_draft_vocab()
+    emitted = np.bincount(np.concatenate(expected), minlength=64)
+    now = llm.engine.runner.ids.tolist()
+    assert now != list(range(16)) and 7 in now, "the end token, although it is ignored"
+    assert min(emitted[[i for i in now if i != 7]]) >= max(np.delete(emitted, now))
+    assert len(chosen) == len(now) == 16
+    llm.update_draft_vocab(range(63, 47, -1))
+    for _ in range(2):
+        assert [o.samples[0].token_ids for o in llm.generate(PROMPTS, params)] == expected
+        assert llm.engine.runner.ids.tolist() == list(range(48, 64))
+    assert llm.engine.runner.compilations == before
+    drafted = np.asarray(llm.engine.runner.vocabulary["ids"])
+    assert drafted.tolist() == list(range(48, 64))
+    with pytest.raises(ValueError, match="were given .*; give ids"):
+        llm.update_draft_vocab()
+    for wrong, said in (
+        (range(15), "expected 16 different token ids.*15 different"),
+        ([1] * 16, "got 1 different"),
+        (np.arange(16.0), "got float64 values"),
+        (range(60, 76), "below 64, got 60 to 75"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            llm.update_draft_vocab(wrong)
+    assert llm.engine.runner.ids.tolist() == list(range(48, 64))
+
+
+def test_ids_cannot_be_changed_where_all_are_drafted_from_or_the_rule_needs_them():
+    with pytest.raises(ValueError, match=r"of the whole vocabulary; give SpecConfig\(draft_vocab"):
+        shared_llm("speculative").update_draft_vocab(range(16))
+    block = SpecConfig("1_1_2", acceptance="block", draft_vocab=16)
+    with pytest.raises(ValueError, match="acceptance 'block' is exact only with"):
+        LLM((CFG, *weights()), block, 1, MAX_LEN).update_draft_vocab(range(16))
+
+
+def test_replicas_draft_from_the_same_ids(monkeypatch):
+    monkeypatch.setattr(vocabulary, "FIRST_COUNT", 20)
+    spec = SpecConfig("1_1_2", draft_vocab=16)
+    llm = LLM((CFG, *weights()), spec, 1, MAX_LEN, replicas=2)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    expected = [o.samples[0].token_ids for o in shared_llm("plain").generate(PROMPTS, params)]
+    for _ in range(2):
+        assert [o.samples[0].token_ids for o in llm.generate(PROMPTS, params)] == expected
+    llm.update_draft_vocab()
+    one, other = (engine.runner.ids.tolist() for engine in llm.engine.engines)
+    assert one == other != list(range(16))
+    llm.update_draft_vocab(range(16, 32))
+    assert {tuple(e.runner.ids.tolist()) for e in llm.engine.engines} == {tuple(range(16, 32))}
 
 
 def test_rules_that_divide_by_q_keep_the_tokens_that_they_began_with():

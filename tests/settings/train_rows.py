@@ -148,6 +148,14 @@ def collected(cfg: RLConfig):
     return bound.arguments["partial"], [g.step for g in bound.arguments["carried"]]
 
 
+def drafted_from(cfg: RLConfig):
+    """The ids to draft from after two steps, of which the first emitted more of other tokens."""
+    vocabulary = trainer(cfg).vocabulary
+    for tokens in ([*range(100, 116)] * 3, [*range(200, 216)] * 2):
+        vocabulary.end_step([tokens])
+    return vocabulary.ids.tolist()
+
+
 TINY = {
     "rollout.prompts": 2,
     "rollout.n": 2,
@@ -595,6 +603,8 @@ RL = {
         Row(True, loss, {"rollout.over_sample": 1.5, "algo.updates_per_rollout": 2}),
     ),
     "rollout.max_staleness": Row(5, collected, PARTIAL),
+    "rollout.draft_vocab_every": Row(0, drafted_from, {"rollout.draft_vocab": 16}),
+    "rollout.draft_vocab_decay": Row(0.0, drafted_from, {"rollout.draft_vocab": 16}),
     **{
         f"rollout.{name}": Reaches(value, asked, SamplingParams, name)
         for name, value in {
