@@ -86,7 +86,7 @@ class Shape:
       head: size of a head.
       block, stages: see `Tuning`.
       per_page: blocks per page.
-      tree_blocks: blocks of tree keys.
+      tree: number of tree keys.
       longest: positions of the page table.
       window, soft_cap: see `reference.tree_attention`.
       processors: multiprocessors of the device.
@@ -101,7 +101,7 @@ class Shape:
     block: int
     stages: int
     per_page: int
-    tree_blocks: int
+    tree: int
     longest: int
     window: int | None
     soft_cap: float | None
@@ -116,6 +116,17 @@ class Shape:
     def words(self) -> int:
         """Ancestor words that cover a block of tree keys."""
         return self.block // 32
+
+    @property
+    def tree_blocks(self) -> int:
+        """Blocks of tree keys."""
+        return -(-self.tree // self.block)
+
+    @property
+    def tree_rows(self) -> tuple[int, int]:
+        """First of the tree's keys and of its values in the array of rows, which queries begin."""
+        keys = -(-self.packed // 8) * 8
+        return keys, keys + -(-self.tree // 8) * 8
 
     @property
     def kept(self) -> int:
@@ -169,7 +180,7 @@ def shape_of(
     tiles += tiles % warpgroups
     shape = Shape(
         slots, kv_heads, packed, tiles, warpgroups, head, tuning.block, 1,
-        page_size // tuning.block, -(-tree // tuning.block), longest, window, soft_cap,
+        page_size // tuning.block, tree, longest, window, soft_cap,
         MULTIPROCESSORS,
     )  # fmt: skip
     # Two buffers of queries and one of results; 4 KiB for barriers, alignment and log-sum-exps.
@@ -213,22 +224,16 @@ def tree_attention(
     )
     words = ancestor_words(shape, visible_bits, group)
     slots, work = work_list(shape, prefix_len.astype(jnp.int32))
+    # One array, which the compiler makes in one kernel. Rows begin at multiples of 8.
+    rows = [pack_heads(q, kv_heads), k_tree, v_tree]
+    rows = [jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % 8), (0, 0)]) for x in rows]
+    rows = jnp.concatenate(rows, axis=2)
     part, lse = _call(
-        shape, interpret, _pad(pack_heads(q, kv_heads)), _pad(k_tree), _pad(v_tree), words, slots,
-        work, table.astype(jnp.int32), k_pages, v_pages,
-    )  # fmt: skip
+        shape, interpret, rows, words, slots, work, table.astype(jnp.int32), k_pages, v_pages
+    )
     out, lse = merge(shape, part, lse, slots, sinks, t, q.dtype, interpret is not None)
     out, lse = jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)
     return (out, lse) if with_lse else out
-
-
-def _pad(x: Float[Array, "B K M H"]) -> Array:
-    """Pads rows to a multiple of 8, if there are more than 8.
-
-    A copy of a whole tile from fewer rows is filled with zeros. So are copies from up to 8 rows.
-    """
-    rows = x.shape[2]
-    return x if rows <= 8 else jnp.pad(x, [(0, 0), (0, 0), (0, -rows % 8), (0, 0)])
 
 
 def ancestor_words(shape: Shape, visible_bits, group: int) -> Int[Array, "W B M"]:
@@ -446,7 +451,7 @@ def absorb(running, scores, seen, spread, weigh):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # equal layers are traced and lowered once
-def _call(shape: Shape, interpret, rows, k_tree, v_tree, words, slots, work, table, k, v):
+def _call(shape: Shape, interpret, rows, words, slots, work, table, k, v):
     """Runs the kernel; returns the results of all items [items W M H] and their log-sum-exp."""
     h, groups, stages = shape.head, shape.warpgroups, shape.stages
     part = jax.ShapeDtypeStruct((shape.items, groups, shape.kept, h), jnp.float32)
@@ -489,7 +494,7 @@ def _call(shape: Shape, interpret, rows, k_tree, v_tree, words, slots, work, tab
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
         **({} if interpret is None else {"interpret": interpret}),
-    )(rows, k_tree, v_tree, words, slots, work, table, k, v)
+    )(rows, words, slots, work, table, k, v)
 
 
 # How warpgroups share memory. Every buffer has a pair of barriers: `here`, which a copy completes,
@@ -504,16 +509,15 @@ def _call(shape: Shape, interpret, rows, k_tree, v_tree, words, slots, work, tab
 
 
 def program(
-    shape, interpreted, rows, k_tree, v_tree, words, slots, work, table, k_pages, v_pages,
-    part_ref, lse_ref, **scratch,
+    shape, interpreted, rows, words, slots, work, table, k_pages, v_pages, part_ref, lse_ref,
+    **scratch,
 ):  # fmt: skip
     """Computes one program's items."""
     warpgroup = jax.lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == shape.warpgroups)
     def _():
-        sources = tuple(zip((k_tree, v_tree), (k_pages, v_pages), strict=True))
-        copy = functools.partial(_copy, shape, rows, sources, table, scratch)
+        copy = functools.partial(_copy, shape, rows, (k_pages, v_pages), table, scratch)
         _wait_for_readers(shape, scratch, *_each_item(shape, slots, work, copy))
 
     @pl.when(warpgroup < shape.warpgroups)
@@ -579,7 +583,7 @@ def _each_item(shape: Shape, slots, work, run):
     return count, steps
 
 
-def _copy(shape: Shape, rows, sources, table, scratch, item: Item, turn, step) -> None:
+def _copy(shape: Shape, rows, pages, table, scratch, item: Item, turn, step) -> None:
     """Runs the copying warpgroup for one item: queries, and each block once a stage is free."""
     buffer = jax.lax.rem(turn, 2)
 
@@ -600,7 +604,7 @@ def _copy(shape: Shape, rows, sources, table, scratch, item: Item, turn, step) -
         position = jnp.maximum(item.first + (block - shape.tree_blocks), 0)  # in blocks
         page = table[item.slot, jax.lax.div(position, shape.per_page)]
         start = jax.lax.rem(position, shape.per_page) * shape.block
-        for which, (tree, pages) in enumerate(sources):
+        for which in range(2):
             to = scratch["blocks"][which].at[stage], scratch["here"][which].at[stage]
 
             @pl.when(number >= shape.stages)
@@ -608,14 +612,15 @@ def _copy(shape: Shape, rows, sources, table, scratch, item: Item, turn, step) -
                 plgpu.barrier_wait(scratch["done"][which].at[stage])
 
             @pl.when(block < shape.tree_blocks)
-            def _(tree=tree, to=to):
-                here = pl.ds(block * shape.block, shape.block)  # zeros after the last key
-                plgpu.copy_gmem_to_smem(tree.at[item.slot, item.head, here], *to)
+            def _(which=which, to=to):
+                # After the last key come values, and after the last value zeros.
+                here = pl.ds(shape.tree_rows[which] + block * shape.block, shape.block)
+                plgpu.copy_gmem_to_smem(rows.at[item.slot, item.head, here], *to)
 
             @pl.when(block >= shape.tree_blocks)
-            def _(pages=pages, to=to):
+            def _(which=which, to=to):
                 here = pl.ds(start, shape.block)
-                plgpu.copy_gmem_to_smem(pages.at[page, item.head, here], *to)
+                plgpu.copy_gmem_to_smem(pages[which].at[page, item.head, here], *to)
 
 
 def _wait_for_readers(shape: Shape, scratch, items, steps) -> None:

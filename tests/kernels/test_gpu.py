@@ -24,14 +24,10 @@ from specjax.models.families.dense import change_dense
 ON_GPU = jax.default_backend() == "gpu"
 
 
-def emulated(shape, interpret, rows, k_tree, v_tree, words, slots, work, table, k_pages, v_pages):
+def emulated(shape, interpret, rows, words, slots, work, table, k_pages, v_pages):
     """`gpu._call` with arrays in place of copies and of the tensor cores' products."""
-
-    def padded(x, size):
-        return jnp.pad(x, [(0, 0), (0, 0), (0, max(size - x.shape[2], 0)), (0, 0)])
-
-    rows = padded(rows, shape.tiles * gpu.ROWS)
-    trees = [padded(x, shape.tree_blocks * shape.block) for x in (k_tree, v_tree)]
+    size = shape.tiles * gpu.ROWS + (2 * shape.tree_blocks + 1) * shape.block
+    rows = jnp.pad(rows, [(0, 0), (0, 0), (0, size), (0, 0)])  # a copy from beyond gives zeros
     per_head = shape.tiles // shape.warpgroups
 
     def spread(x, dims):
@@ -59,10 +55,10 @@ def emulated(shape, interpret, rows, k_tree, v_tree, words, slots, work, table, 
             keys, values = (
                 jnp.where(
                     in_tree,
-                    jax.lax.dynamic_slice(tree, (slot, head, block * shape.block, 0), size),
+                    jax.lax.dynamic_slice(rows, (slot, head, tree + block * shape.block, 0), size),
                     jax.lax.dynamic_slice(pages, (page, head, start, 0), size),
                 )[0, 0]
-                for tree, pages in zip(trees, (k_pages, v_pages), strict=True)
+                for tree, pages in zip(shape.tree_rows, (k_pages, v_pages), strict=True)
             )
             column = jnp.arange(shape.block)[None]
             of_block = block * shape.words + jnp.arange(shape.words)
