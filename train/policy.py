@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
 from specjax.interfaces import Axes, Denominators
-from specjax.kernels import dispatch
+from specjax.kernels import check, dispatch
 from specjax.models.families import add_family
 from specjax.models.rows import param_axes
 from specjax.models.transformer import Params, Taps, Transformer, graphdef, init_params
@@ -71,7 +71,7 @@ def abstract_opt_state(optimizer: optax.GradientTransformation, params: Params):
 def with_attention(
     cfg: ModelConfig, mesh, attention: str, whose: str, context: Context | None = None
 ) -> ModelConfig:
-    """The config with the attention kernel of training, see `specjax.kernels.dispatch.settle`.
+    """The config with the attention kernel of training, see `specjax.kernels.check`.
 
     If rows are split over devices (`context`), it warns where no kernel will run.
 
@@ -79,7 +79,7 @@ def with_attention(
       ConfigError: the requested kernel cannot be used.
     """
     try:
-        cfg = dispatch.settle(cfg, mesh, attention, whose=whose, decoding=False)
+        cfg = check.settle_training(cfg, mesh, attention, whose)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     name = cfg.run.attention

@@ -1,8 +1,9 @@
 """Compares a GPU's attention kernel with the reference on the device itself, before it is used.
 
 A kernel that compiles may still be wrong on a device that it was not tried on. So an engine on a
-GPU chooses its kernel by `settle` here: it computes a few small calls of the model's own shapes,
-and where a result differs, or a call fails, the kernel's `rest` takes its place, with a warning.
+GPU chooses its kernel by `settle` here, and a trainer by `settle_training`: they compute a few
+small calls of the model's own shapes, and where a result differs, or a call fails, the kernel's
+`rest` takes its place, with a warning. Of training, gradients are compared, too.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from specjax.config import ModelConfig
 from specjax.kernels import dispatch, reference
@@ -47,16 +49,45 @@ def settle(
       page_size: positions per page, before it is rounded up for the kernel.
     """
     cfg = dispatch.settle(cfg, mesh, asked, invariant, whose)
+
+    def wrong(name: str, device: jax.Device) -> str | None:
+        return why_wrong(cfg, name, rows, page_size, device, _ways(mesh))
+
+    return _right(cfg, mesh, "tree_attention", wrong, whose)
+
+
+def settle_training(
+    cfg: ModelConfig, mesh: jax.sharding.Mesh | None, asked: str = "auto", whose: str = "attention"
+) -> ModelConfig:
+    """Does what `dispatch.settle` does for training, and checks the kernel as `settle` does."""
+    cfg = dispatch.settle(cfg, mesh, asked, whose=whose, decoding=False)
+
+    def wrong(name: str, device: jax.Device) -> str | None:
+        return why_wrong_in_training(cfg, name, device, _ways(mesh))
+
+    return _right(cfg, mesh, "causal_attention", wrong, whose)
+
+
+def _right(
+    cfg: ModelConfig,
+    mesh: jax.sharding.Mesh | None,
+    operation: str,
+    wrong: Callable[[str, jax.Device], str | None],
+    whose: str,
+) -> ModelConfig:
+    """Returns the config with the first kernel, from the chosen one on, that is not wrong."""
     device = _present(mesh)
     if device is None or device.platform not in PLATFORMS:
         return cfg
     asked, name = cfg.run.attention, cfg.run.attention
     while name != REFERENCE:
-        if not dispatch.has("tree_attention", name):
+        if not dispatch.has(operation, name):
             name = BACKENDS.find(name).rest
             continue
-        reason = _refused(name, mesh, cfg) if name != asked else None
-        reason = reason or why_wrong(cfg, name, rows, page_size, device, _ways(mesh))
+        reason = None
+        if name != asked:
+            reason = dispatch.refuses(operation, name, dispatch.device_of(mesh), cfg)
+        reason = reason or wrong(name, device)
         if reason is None:
             break
         name, last = BACKENDS.find(name).rest, name
@@ -65,10 +96,6 @@ def settle(
             whose, last, name, reason,
         )  # fmt: skip
     return cfg.running(attention=name)
-
-
-def _refused(name: str, mesh: jax.sharding.Mesh | None, cfg: ModelConfig) -> str | None:
-    return dispatch.refuses("tree_attention", name, dispatch.device_of(mesh), cfg)
 
 
 def _present(mesh: jax.sharding.Mesh | None) -> jax.Device | None:
@@ -159,13 +186,25 @@ def _why_wrong(
             exact = [x.astype(jnp.float32) if x.dtype == given[0].dtype else x for x in given]
             with precise():
                 want = reference.tree_attention(*exact, **sees)
-            share = jnp.abs(got - want) / (tolerance * (1 + jnp.abs(want)))
-            worst.append(jnp.where(jnp.isfinite(got), share, jnp.inf).max())
+            worst.append(_share(got, want, tolerance))
         return jnp.stack(worst)
 
+    return _told(both, [_arrays(c, page_size, dtype) for c in calls], calls, dtype, device)
+
+
+def _share(got: Array, want: Array, tolerance: float) -> Array:
+    """The largest difference as a share of what is allowed; inf: a result is not finite."""
+    share = jnp.abs(got - want) / (tolerance * (1 + jnp.abs(want)))
+    return jnp.where(jnp.isfinite(got), share, jnp.inf).max()
+
+
+def _told(
+    both: Callable, arrays: Sequence, calls: Sequence, dtype: str, device: jax.Device | None
+) -> str | None:
+    """Says what is wrong by the shares of `both(arrays)`, one per call; None: nothing."""
     try:
         with jax.default_device(device):
-            shares = np.asarray(jax.jit(both)([_arrays(c, page_size, dtype) for c in calls]))
+            shares = np.asarray(jax.jit(both)(arrays))
     except Exception as error:  # noqa: BLE001 (whatever it is, another kernel can run)
         line = str(error).strip().partition("\n")[0][:200]
         return f"it fails here: {type(error).__name__}: {line}"
@@ -212,3 +251,74 @@ def _words(visible: np.ndarray) -> np.ndarray:
     room = [(0, 0)] * (visible.ndim - 1) + [(0, -columns % 32)]
     bits = np.pad(visible, room).reshape(*visible.shape[:-1], -1, 32)
     return (bits << np.arange(32, dtype=np.uint32)).sum(-1, dtype=np.uint32)
+
+
+# --- training -------------------------------------------------------------------------------------
+
+LENGTH = 448  # tokens of a packed row: several tiles, and no multiple of one
+SEGMENTS = (130, 1, 190, 64)  # lengths of the samples of a row; the rest is padding
+
+
+class _Packed(NamedTuple):
+    """One call of `causal_attention`; the attributes are those of `_Call`."""
+
+    heads: int
+    kv_heads: int
+    size: int
+    window: int | None
+    soft_cap: float | None
+
+    def __str__(self) -> str:
+        return f"a packed row of {LENGTH} tokens, {self.heads} heads of {self.size}"
+
+
+def why_wrong_in_training(
+    cfg: ModelConfig, name: str, device: jax.Device | None = None, ways: int = 1
+) -> str | None:
+    """Does what `why_wrong` does, for a packed row and its gradients."""
+    calls = []
+    for mixer in cfg.mixers("attention"):
+        split = ways if mixer.num_kv_heads % ways == 0 else 1
+        sizes = mixer.num_heads // split, mixer.num_kv_heads // split, mixer.head_dim
+        calls.append(_Packed(*sizes, mixer.window, mixer.soft_cap))
+    return _why_wrong_in_training(name, tuple(dict.fromkeys(calls)), cfg.run.compute_dtype, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _why_wrong_in_training(
+    name: str, calls: tuple[_Packed, ...], dtype: str, device: jax.Device | None
+) -> str | None:
+    ids = np.repeat(np.arange(1, len(SEGMENTS) + 1), SEGMENTS)
+    ids = np.pad(ids, (0, LENGTH - len(ids)))[None].astype(np.int32)
+
+    def both(arrays):
+        worst = []
+        for call, (given, d_out) in zip(calls, arrays, strict=True):
+
+            def results(q, k, v, kernel, call=call, d_out=d_out):
+                attend = functools.partial(
+                    dispatch.causal_attention, window=call.window, soft_cap=call.soft_cap
+                )
+                out, pull = jax.vjp(lambda *x: attend(*x, ids, kernel=kernel), q, k, v)
+                return [x.astype(jnp.float32) for x in (out, *pull(d_out.astype(out.dtype)))]
+
+            precise = functools.partial(jax.default_matmul_precision, "highest")
+            with precise() if dtype == "float32" else contextlib.nullcontext():
+                got = results(*given, name)
+            with precise():
+                want = results(*(x.astype(jnp.float32) for x in given), REFERENCE)
+            shares = [_share(*pair, TOLERANCE[dtype]) for pair in zip(got, want, strict=True)]
+            worst.append(jnp.stack(shares).max())
+        return jnp.stack(worst)
+
+    rng = np.random.default_rng(0)
+
+    def normal(heads: int, size: int):
+        shape = 1, heads, LENGTH, size
+        return rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype))
+
+    arrays = []
+    for call in calls:
+        given = [normal(n, call.size) for n in (call.heads, call.kv_heads, call.kv_heads)]
+        arrays.append((given, normal(call.heads, call.size)))
+    return _told(both, arrays, calls, dtype, device)
