@@ -34,6 +34,7 @@ from specjax.config import ModelConfig
 from specjax.interfaces import Device, Table
 from specjax.kernels.backend import Kernels, Unsuited, head_sizes
 from specjax.kernels.reference import NEG_INF, pack_heads, tree_depth, within_window
+from specjax.kernels.triton import as_on_a_gpu
 
 ROWS = 64  # rows of a WGMMA tile
 LOG2E = math.log2(math.e)
@@ -385,17 +386,8 @@ def merge(shape: Shape, part, lse, slots, sinks, rows: int, dtype, interpret: bo
         interpret=interpret,
         name="merge_chunks",
     )
-    with _of_hopper():
+    with as_on_a_gpu():
         return call(*inputs)
-
-
-def _of_hopper():
-    """Returns a context that lowers Triton kernels for a Hopper GPU where none is present."""
-    mesh = jax.sharding.get_abstract_mesh()
-    names = inspect.signature(jax.sharding.AbstractDevice).parameters
-    facts = {"device_kind": "NVIDIA H100 80GB HBM3", "num_cores": None, "platform": "gpu"}
-    device = jax.sharding.AbstractDevice(**{name: facts[name] for name in names})
-    return jax.sharding.use_abstract_mesh(mesh.update(abstract_device=device))
 
 
 # --- arithmetic of the kernel, which a test runs on plain arrays ----------------------------------

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 
 import jax
@@ -251,6 +252,22 @@ def chunks_of(shape: Shape, length):
     return first, jnp.maximum(_div(end + (shape.per_chunk - 1), shape.per_chunk) - first, 1)
 
 
+# --- lowering -------------------------------------------------------------------------------------
+
+
+def as_on_a_gpu():
+    """Returns a context that lowers Triton kernels wherever the program is traced.
+
+    jax from 0.11 on asks which GPU a kernel is lowered for, and fails where none is present or the
+    name is not one that it knows. What it lowers depends on that in casts to float8 alone.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    names = inspect.signature(jax.sharding.AbstractDevice).parameters
+    facts = {"device_kind": "NVIDIA A100", "num_cores": None, "platform": "gpu"}
+    device = jax.sharding.AbstractDevice(**{name: facts[name] for name in names})
+    return jax.sharding.use_abstract_mesh(mesh.update(abstract_device=device))
+
+
 # --- attention to a chunk -------------------------------------------------------------------------
 
 
@@ -268,7 +285,7 @@ def _attend(shape: Shape, dtype, arrays, sinks: list, tuning: Tuning, interpret:
     big = shape.tile * shape.width > 64 * 128
     # A product of float32 takes shared memory of its own.
     stages = 1 if shape.width * arrays[-1].dtype.itemsize > 512 else tuning.stages
-    return pl.pallas_call(
+    call = pl.pallas_call(
         functools.partial(_attend_kernel, shape, words_of, len(depth)),
         out_shape=[
             jax.ShapeDtypeStruct((count, shape.head), dtype),
@@ -278,7 +295,9 @@ def _attend(shape: Shape, dtype, arrays, sinks: list, tuning: Tuning, interpret:
         compiler_params=plgpu.CompilerParams(num_warps=8 if big else 4, num_stages=stages),
         interpret=interpret,
         name="tree_attention",
-    )(lens, table.reshape(-1), words.reshape(-1), *depth, *flat, *sinks)
+    )
+    with as_on_a_gpu():
+        return call(lens, table.reshape(-1), words.reshape(-1), *depth, *flat, *sinks)
 
 
 def _attend_kernel(shape: Shape, words_of: tuple[int, int], depths_of: int, *refs):
@@ -415,7 +434,7 @@ MERGED = 16  # chunks whose results are loaded at once
 def _merge(shape: Shape, dtype, lens, out, lse, sinks: list, interpret: bool):
     """Merges the results of each slot's chunks and sinks [N]: (out [B K M H], lse [B K M])."""
     count = shape.batch * shape.kv_heads * shape.rows
-    return pl.pallas_call(
+    call = pl.pallas_call(
         functools.partial(_merge_kernel, shape),
         out_shape=[
             jax.ShapeDtypeStruct((count, shape.head), dtype),
@@ -425,7 +444,9 @@ def _merge(shape: Shape, dtype, lens, out, lse, sinks: list, interpret: bool):
         compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="merge_chunks",
-    )(lens, out, lse, *sinks)
+    )
+    with as_on_a_gpu():
+        return call(lens, out, lse, *sinks)
 
 
 def _merge_kernel(shape: Shape, lens, parts, parts_lse, *refs):
