@@ -571,25 +571,26 @@ def digits_by_one_reduction(scores, weights, need, enough, too_far) -> UInt32[Ar
     So a GPU reads scores and weights once per digit, by two kernels, and there is no loop, which
     would wait for the host.
     """
-    count = (1 << _DIGIT) - 1
+    digits = np.arange(1, 1 << _DIGIT, dtype=np.uint32)
 
     def add(a, b):
         return tuple(x + y for x, y in zip(a, b, strict=True))
 
     found = jnp.zeros(need.shape, jnp.uint32)
     for shift in range(32 - _DIGIT, -1, -_DIGIT):
-        candidates = [found + np.uint32(digit << shift) for digit in range(1, count + 1)]
+        candidates = found[..., None] + (digits << np.uint32(shift))
+        # Orders below that of -inf stand for NaN, which no score reaches.
+        least = _number(jnp.maximum(candidates, enough[..., None]))
         # Behind a barrier the reductions of all digits are the same kernels, compiled once.
-        least = jax.lax.optimization_barrier([_number(x)[..., None] for x in candidates])
-        parts = tuple(jnp.where(scores >= x, weights, 0.0) for x in least)
-        sums = jax.lax.reduce(parts, (np.float32(0),) * count, add, (scores.ndim - 1,))
-        reached = [
-            ((candidate < too_far) & (total >= need)) | (candidate <= enough)
-            for candidate, total in zip(candidates, sums, strict=True)
+        least = jax.lax.optimization_barrier(least)
+        parts = [
+            jnp.where(scores >= least[..., i : i + 1], weights, 0.0) for i in range(len(digits))
         ]
-        below = sum(x.astype(jnp.uint32) for x in reached)
+        zeros = (np.float32(0),) * len(digits)
+        sums = jax.lax.reduce(tuple(parts), zeros, add, (scores.ndim - 1,))
+        below = sum((total >= need).astype(jnp.uint32) for total in sums)
         found = found + (below << np.uint32(shift))
-    return jnp.maximum(found, enough)
+    return jnp.clip(found, enough, too_far - 1)
 
 
 def digits_side_by_side(scores, weights, need, enough, too_far) -> UInt32[Array, "*R"]:
