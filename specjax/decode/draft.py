@@ -335,7 +335,7 @@ def candidates(
         columns = Columns(proposal.ids, plan.cfg.vocab_size)
         columns, logits = columns.widened(logits, count)
         logits = columns.masked(logits)
-    logits = sampling.sanitise(logits)
+    logits = sampling.sanitise(logits, plan.needs_q)
     # The very transforms that the target's logits will pass through, along each branch.
     if plan.aligned:
         rows = Rows(np.full(paths.shape[1], depth), paths)

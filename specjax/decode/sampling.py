@@ -255,17 +255,32 @@ class Columns(NamedTuple):
 
 
 @jax.named_scope("sampling")
-def sanitise(logits: Float[Array, "... V"]) -> Float[Array, "... V"]:
+def sanitise(logits: Float[Array, "... V"], needs_q: bool = True) -> Float[Array, "... V"]:
     """Makes NaN and +inf in draft logits harmless: a broken draft may only cost time.
 
     NaN would sort first in `top_k`. -inf stays what it is, no draft. Where the best logit is larger
     than 100 the row is shifted so that it becomes 0: added to 1e30 the noise would be rounded away,
     and the token drawn would not follow the q that `block` divides by. Other rows keep their
     logits, whose sign the repetition penalty looks at.
+
+    Args:
+      needs_q: whether the rule divides by q. Where it does not, a GPU does not look for rows to
+        shift, which takes three kernels per draft step: a shift changes no token that is emitted.
     """
     logits = shards.pin(logits)
+    if needs_q:
+        return _shifted(_finite(logits))
+    return jax.lax.platform_dependent(
+        logits, cuda=_finite, default=lambda logits: _shifted(_finite(logits))
+    )
+
+
+def _finite(logits: Float[Array, "... V"]) -> Float[Array, "... V"]:
     number = jnp.where(logits == jnp.inf, 1e30, logits)
-    number = jnp.where(jnp.isnan(logits), -1e30, number)
+    return jnp.where(jnp.isnan(logits), -1e30, number)
+
+
+def _shifted(number: Float[Array, "... V"]) -> Float[Array, "... V"]:
     best = number.max(axis=-1, keepdims=True)
     return number - jnp.where((jnp.abs(best) > 100) & ~jnp.isneginf(best), best, 0.0)
 
@@ -313,19 +328,49 @@ def transform(
     sampled = options.temperature > 0
     if features.top_k:
         k = jnp.where(sampled, options.top_k, 0)
-        scores = _if_any(k > 0, lambda s: drop_below(s, top_k_threshold(s, k)), scores)
+        scores = _drop_if_any(k > 0, lambda s: top_k_threshold(s, k), scores)
     if features.top_p:
         p = jnp.where(sampled, options.top_p, 1.0)
-        scores = _if_any(p < 1, lambda s: drop_below(s, top_p_threshold(s, p)), scores)
+        scores = _drop_if_any(p < 1, lambda s: top_p_threshold(s, p), scores)
     if features.min_p:
         least = jnp.where(sampled, options.min_p, 0.0)
-        scores = _if_any(least > 0, lambda s: drop_below(s, min_p_threshold(s, least)), scores)
+        scores = _drop_if_any(least > 0, lambda s: min_p_threshold(s, least), scores)
     return scores
 
 
 def _if_any(asked: Bool[Array, "..."], apply: Callable, scores: Float[Array, "B R V"]) -> Array:
     """Applies a step if any slot asks for it: a program may hold more than its batch needs."""
     return jax.lax.cond(asked.any(), apply, lambda scores: scores, scores)
+
+
+def _drop_if_any(
+    asked: Bool[Array, "..."], threshold: Callable, scores: Float[Array, "B R V"]
+) -> Array:
+    """Drops scores below a threshold, which is computed if any slot asks for it.
+
+    A GPU's conditional returns the threshold alone: scores that it returned would be copied where
+    no slot asks, and written to memory between two thresholds.
+    """
+
+    def with_scores(scores):
+        return _if_any(asked, lambda s: drop_below(s, threshold(s)), scores)
+
+    return jax.lax.platform_dependent(
+        scores,
+        cuda=functools.partial(drop_by_threshold_alone, asked=asked, threshold=threshold),
+        default=with_scores,
+    )
+
+
+def drop_by_threshold_alone(
+    scores: Float[Array, "B R V"], asked: Bool[Array, "..."], threshold: Callable
+) -> Array:
+    """Does what `_drop_if_any` does, in a GPU's way."""
+
+    def keep_all(scores):
+        return jnp.full(scores.shape[:-1], -jnp.inf)
+
+    return drop_below(scores, jax.lax.cond(asked.any(), threshold, keep_all, scores))
 
 
 # --- penalties and bias ---------------------------------------------------------------------------
@@ -703,8 +748,18 @@ def normaliser(logits: Float[Array, "B R V"], temperature: Float[Array, " B"]) -
     """Computes the log-sum-exp that log-probabilities need; it also tells invalid rows.
 
     NaN, and a row of -inf alone, make it not finite. +inf does not, for scaling rounds it to the
-    largest float: so the greatest raw logit is looked at as well.
+    largest float: so the greatest raw logit is looked at as well. A GPU reads the logits once,
+    other platforms twice.
     """
+    return jax.lax.platform_dependent(
+        logits, temperature, cuda=normaliser_in_one_pass, default=normaliser_in_two_passes
+    )
+
+
+def normaliser_in_two_passes(
+    logits: Float[Array, "B R V"], temperature: Float[Array, " B"]
+) -> Normaliser:
+    """Computes `normaliser`: first the greatest logit, then the sum."""
     # A maximum need not pass NaN on; the sum does.
     largest = jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
     peak = tempered(largest, temperature)
@@ -712,6 +767,30 @@ def normaliser(logits: Float[Array, "B R V"], temperature: Float[Array, " B"]) -
     total = jnp.exp(tempered(logits, temperature) - peak).sum(axis=-1)
     log_sum = jnp.log(total) + peak[..., 0]
     return Normaliser(log_sum, jnp.isfinite(log_sum) & (largest[..., 0] < jnp.inf))
+
+
+def normaliser_in_one_pass(
+    logits: Float[Array, "B R V"], temperature: Float[Array, " B"]
+) -> Normaliser:
+    """Computes `normaliser` by one reduction of pairs: a maximum, and the sum relative to it.
+
+    It has no gradient. The sums are those of two passes but for their rounding.
+    """
+
+    def join(a, b):
+        (peak, total), (other, rest) = a, b
+        largest = jnp.maximum(peak, other)
+        # Equal numbers, -inf among them, have no difference to take the exponential of.
+        total = jnp.where(peak == largest, total, total * jnp.exp(peak - largest))
+        rest = jnp.where(other == largest, rest, rest * jnp.exp(other - largest))
+        return largest, total + rest
+
+    scaled = jnp.where(logits == jnp.inf, jnp.nan, tempered(logits, temperature))
+    start = jnp.float32(-jnp.inf), jnp.float32(0)
+    pairs = scaled, jnp.where(jnp.isnan(scaled), jnp.nan, 1.0)
+    peak, total = jax.lax.reduce(pairs, start, join, (logits.ndim - 1,))
+    log_sum = jnp.log(total) + peak
+    return Normaliser(log_sum, jnp.isfinite(log_sum))
 
 
 def chosen_logprobs(

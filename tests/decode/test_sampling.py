@@ -251,6 +251,51 @@ def test_sanitised_drafts_hold_no_nan_and_keep_their_order():
     assert impossible(clean[2]) == set(range(5))
 
 
+def test_a_draft_whose_q_nobody_divides_by_is_not_shifted_on_gpus():
+    logits = jnp.array([[jnp.nan, 1.0, jnp.inf, -jnp.inf, 2.0], [120.0, 0.0, 7.0, 1.0, 2.0]])
+    clean = np.asarray(sampling._finite(logits))
+    assert (
+        np.argmax(clean[0]) == 2 and impossible(clean[0]) == {3} and np.isfinite(clean[0, :3]).all()
+    )
+    np.testing.assert_array_equal(clean[1], logits[1])
+    np.testing.assert_array_equal(sampling._shifted(jnp.asarray(clean)), sampling.sanitise(logits))
+    np.testing.assert_array_equal(sampling.sanitise(logits, False), sampling.sanitise(logits))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_one_pass_over_logits_finds_the_normaliser_that_two_find(seed):
+    """As GPUs and others do; of large numbers, and of rows that are no distribution."""
+    rng = np.random.default_rng(seed)
+    logits = (rng.normal(0, 4, (4, 6, VOCAB)) * 10.0 ** rng.integers(-2, 5, (4, 6, 1))).astype("f4")
+    logits[rng.random(logits.shape) < 0.2] = -np.inf
+    logits[0, 0], logits[1, 1] = -np.inf, np.float32(3e38)
+    logits[2, 2, 3], logits[3, 3, 4], logits[3, 4, 5] = np.nan, np.inf, -np.nan
+    temperature = np.array([0.0, 0.5, 1.0, 3.0], np.float32)
+    one = jax.jit(sampling.normaliser_in_one_pass)(logits, temperature)
+    two = jax.jit(sampling.normaliser_in_two_passes)(logits, temperature)
+    np.testing.assert_array_equal(one.valid, two.valid)
+    invalid = [(0, 0), (2, 2), (3, 3), (3, 4)]
+    assert not any(one.valid[row] for row in invalid) and one.valid.sum() == 4 * 6 - len(invalid)
+    valid = np.asarray(one.valid)
+    np.testing.assert_allclose(
+        np.asarray(one.log_sum)[valid], np.asarray(two.log_sum)[valid], rtol=2e-6, atol=2e-6
+    )
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_threshold_that_leaves_its_conditional_alone_drops_the_same(asked):
+    scores = np.random.default_rng(0).normal(0, 3, (2, 3, VOCAB)).astype(np.float32)
+    scores[0, 0, 3], scores[1, 2] = np.nan, -np.inf
+    p = jnp.array([0.7, 1.0]) if asked else jnp.ones(2)
+
+    def threshold(scores):
+        return sampling.top_p_threshold(scores, p)
+
+    alone = sampling.drop_by_threshold_alone(jnp.asarray(scores), p < 1, threshold)
+    np.testing.assert_array_equal(alone, sampling._drop_if_any(p < 1, threshold, scores))
+    assert (np.isneginf(alone) & ~np.isneginf(scores)).any() == asked
+
+
 def test_sane_draft_logits_are_not_touched_for_penalties_look_at_their_sign():
     logits = np.random.default_rng(0).normal(0, 5, (2, VOCAB)).astype(np.float32)
     np.testing.assert_array_equal(sampling.sanitise(logits), logits)
