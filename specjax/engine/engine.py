@@ -116,7 +116,8 @@ class Engine(BaseEngine):
         control: ControlConfig | None = None,
     ):
         self.config = config or EngineConfig()
-        widths = piece_widths(self.config, max_len, prompt_widths)
+        platform = device_of(mesh).platform
+        widths = piece_widths(self.config, max_len, prompt_widths, platform)
         asked, spec = spec, None if spec is None or spec.is_off else spec
         self.spec, self.control = spec, control
         self.runner = Runner(
@@ -140,7 +141,7 @@ class Engine(BaseEngine):
         self.limits = Limits(cfg, max_len, stop_width, spec.acceptance if spec else None)
         self.batch, self.max_len = batch, max_len
         self.piece_widths = widths
-        base = bucket_base(device_of(mesh).platform)
+        base = bucket_base(platform)
         self.buckets = [batch] if self.runner.plan.invariant else powers(batch, base)
         self.unfinished = Unfinished(self.runner, self.limits)
         self.controller = self._controller()

@@ -148,14 +148,17 @@ def require_speculation(spec: SpecConfig | None) -> None:
         )
 
 
-def piece_widths(config: EngineConfig, max_len: int, asked: Several[int] | None) -> list[int]:
+def piece_widths(
+    config: EngineConfig, max_len: int, asked: Several[int] | None, platform: str = "cpu"
+) -> list[int]:
     """The lengths that pieces of prompts are padded to, ascending, all multiples of 16.
 
     The last one is the longest piece, and all pieces of a prompt start at multiples of it.
 
     Args:
-      asked: lengths that the caller wants; None: powers of two.
+      asked: lengths that the caller wants; None: powers of two, on GPUs every other one.
     """
     longest = min(config.prefill_chunk // 16 * 16, -(-max_len // 16) * 16)
-    widths = padded_widths(longest) if asked is None else [-(-w // 16) * 16 for w in asked]
+    by_default = padded_widths(longest)[1::2] if platform in GPUS else padded_widths(longest)
+    widths = by_default if asked is None else [-(-w // 16) * 16 for w in asked]
     return sorted({w for w in widths if w < longest} | {longest})

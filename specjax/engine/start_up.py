@@ -95,12 +95,16 @@ class Programs:
 
     @property
     def chunks(self) -> list[tuple[str, int]]:
-        """A strategy and a bucket for each program that runs chunks, the smallest buckets first."""
+        """A strategy and a bucket for each program that runs chunks.
+
+        The smallest buckets come first, and of a bucket the strategies with the most steps.
+        """
+        longest_first = sorted(self.runner.plans, key=lambda name: -self.runner.plans[name].steps)
         programs = {name: run.program for name, run in self.runner.strategies.items()}
         found = {
             (programs[strategy], bucket): (strategy, bucket)
             for bucket, strategies in self.strategies.items()
-            for strategy in self.runner.plans
+            for strategy in longest_first
             if strategy in strategies
         }
         return list(found.values())
@@ -111,15 +115,14 @@ class Programs:
         return reads + len(place_sizes(self.runner.batch)) + len(self.chunks) * len(features)
 
     def start(self, features: Several[Features]) -> Iterator[Result | None]:
-        """Enqueues every program: prefill by width, place by size, chunks by strategy and bucket.
+        """Enqueues every program: place by size, chunks by strategy and bucket, prefill by width.
+
+        Those that take longest to compile come early, so that the last ones are soon ready.
 
         Yields:
           the result of each program for the host; None: it has none.
         """
         runner = self.runner
-        for width, sizes in self.rows.items():
-            for rows in sizes:
-                yield runner.prefill(piece_of([], rows, width, runner))
         for count in place_sizes(runner.batch):
             yield runner.place(admission_of(_starts(runner, 1, 1), count, runner))
         # The smallest set comes first, for it would not be compiled after one that covers it.
@@ -128,6 +131,9 @@ class Programs:
             for wanted in features:
                 runner.place(admission_of(_starts(runner, 1, _context(runner)), 1, runner))
                 yield _start_chunk(runner, strategy, wanted, bucket, rounds=1)
+        for width, sizes in self.rows.items():
+            for rows in sizes:
+                yield runner.prefill(piece_of([], rows, width, runner))
 
 
 def compile_ahead(

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 PLATFORMS = ("gpu", "cuda", "rocm")  # whose kernels are checked
 # Largest difference from the float32 reference by dtype, absolute and relative to the value.
 TOLERANCE = {"bfloat16": 2e-2, "float16": 5e-3, "float32": 1e-4}
+# The reference is computed once: choosing its algorithms by measuring them takes longer.
+UNTUNED = {"xla_gpu_autotune_level": 0}
 SLOTS, PAGES = 4, 3  # of each call; pages are those of a slot
 
 
@@ -204,7 +206,7 @@ def _told(
     """Says what is wrong by the shares of `both(arrays)`, one per call; None: nothing."""
     try:
         with jax.default_device(device):
-            shares = np.asarray(jax.jit(both)(arrays))
+            shares = np.asarray(jax.jit(both, compiler_options=UNTUNED)(arrays))
     except Exception as error:  # noqa: BLE001 (whatever it is, another kernel can run)
         line = str(error).strip().partition("\n")[0][:200]
         return f"it fails here: {type(error).__name__}: {line}"

@@ -23,7 +23,7 @@ from specjax.engine.pages import NULL_PAGE
 from specjax.engine.replicas import Replicas
 from specjax.engine.runner import Runner
 from specjax.engine.sequence import Progress
-from specjax.engine.settings import EngineConfig, bucket_base, powers
+from specjax.engine.settings import EngineConfig, bucket_base, piece_widths, powers
 from specjax.engine.unfinished import Unfinished
 from specjax.models.families.dense import dense_config
 
@@ -193,10 +193,15 @@ def test_a_chunk_ends_when_others_are_to_come_or_a_smaller_batch_is_enough(
     assert until(9, alive, waiting, waits, 4) == (9, leave_at, ended)
 
 
-def test_gpus_have_half_as_many_batch_sizes():
+def test_gpus_have_half_as_many_batch_sizes_and_lengths_of_prompts():
     assert powers(64, bucket_base("cpu")) == [1, 2, 4, 8, 16, 32, 64]
     assert powers(64, bucket_base("gpu")) == [1, 4, 16, 64]
     assert powers(100, bucket_base("cuda")) == [1, 4, 16, 64, 100]
+    how = EngineConfig(prefill_chunk=512)
+    assert piece_widths(how, 4096, None) == [16, 32, 64, 128, 256, 512]
+    assert piece_widths(how, 4096, None, "gpu") == [32, 128, 512]
+    assert piece_widths(how, 4096, [60], "gpu") == [64, 512]
+    assert piece_widths(how, 40, None, "gpu") == [32, 48]
 
 
 def test_a_batch_between_two_sizes_runs_in_the_larger_one_until_the_smaller_is_enough(chunks):
