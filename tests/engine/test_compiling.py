@@ -5,10 +5,17 @@ import threading
 import time
 import types
 
+import jax
+import numpy as np
 import pytest
+from tiny import tiny_config
 
-from specjax.config import Strategy
+from specjax.config import SpecConfig, Strategy
+from specjax.decode.chunk import Until
+from specjax.decode.options import Features
+from specjax.decode.state import RowMap
 from specjax.decode.tree import common_strategy
+from specjax.drafts.mtp import init_head_params
 from specjax.engine import compiling
 from specjax.engine.compiling import (
     CompilePool,
@@ -17,6 +24,9 @@ from specjax.engine.compiling import (
     described,
     no_messages,
 )
+from specjax.engine.runner import Runner
+from specjax.models.layers import Block
+from specjax.models.transformer import init_params
 
 
 @pytest.fixture
@@ -120,3 +130,30 @@ def test_programs_have_short_names_in_messages():
     assert described(("chunk", program, 8, None)) == "a static tree of 17 rows for a batch of 8"
     for name in ("off", "3x2x1", "4_1_5"):
         assert described(("chunk", name, 8, None)) == f"strategy {name} for a batch of 8"
+
+
+def traced_layers(layers: int, monkeypatch) -> int:
+    """How often a layer's code runs while a chunk of a model with so many layers is traced."""
+    cfg = tiny_config(64)
+    cfg = cfg.replace(layers=cfg.layers[:1] * layers)
+    runner = Runner(cfg, SpecConfig("2_1_3"), 2, 64, attention="reference", products="xla")
+    runner.hold_shapes(
+        jax.eval_shape(lambda: init_params(cfg)), jax.eval_shape(lambda: init_head_params(cfg))
+    )
+    counted, run = [], Block.run
+
+    def build(key, lower, donate):
+        with monkeypatch.context() as patch:
+            patch.setattr(Block, "run", lambda *given: counted.append(given[0]) or run(*given))
+            lower()
+        return compiling.NotCompiled(donate)
+
+    runner.executables.build = build
+    table = np.zeros((2, runner.table_width), np.int32)
+    rows = RowMap(np.arange(2, dtype=np.int32), np.ones(2, bool), table)
+    runner.chunk("2_1_3", Features(), runner.alone(rows), Until.of(2))
+    return len(counted)
+
+
+def test_layers_that_are_alike_are_traced_once_however_many_there_are(monkeypatch):
+    assert traced_layers(2, monkeypatch) == traced_layers(7, monkeypatch) <= 8
