@@ -45,6 +45,7 @@ MULTIPROCESSORS = 132  # multiprocessors of an H100 or H200
 SHARED_BYTES = 227 * 1024  # shared memory that one program may use
 EPILOGUE = 1  # cost of an item besides its blocks, in blocks
 MERGED = 8192  # numbers that a program of the merging kernel holds at once
+LISTED = 32  # programs whose items one program of the listing kernel finds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +225,7 @@ def tree_attention(
         b, kv_heads, group * t, h, size, size * table.shape[1], k_tree.shape[2], window, soft_cap
     )
     words = ancestor_words(shape, visible_bits, group)
-    slots, work = work_list(shape, prefix_len.astype(jnp.int32))
+    slots, work = work_list(shape, prefix_len.astype(jnp.int32), interpret is not None)
     # One array, which the compiler makes in one kernel. Rows begin at multiples of 8.
     rows = [pack_heads(q, kv_heads), k_tree, v_tree]
     rows = [jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % 8), (0, 0)]) for x in rows]
@@ -272,19 +273,51 @@ def chunks_of(shape: Shape, blocks, xp=jnp):
     return xp.clip(chunks, 1, blocks)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 2))
 def work_list(
-    shape: Shape, lengths: Int[Array, " B"]
+    shape: Shape, lengths: Int[Array, " B"], interpret: bool = False
 ) -> tuple[Int[Array, "5 B"], Int[Array, "4 P+1"]]:
     """Returns what programs need of every slot, and the items that they begin with.
 
     Items are in the order of slots, units and chunks. The weights of items, their blocks and
-    `EPILOGUE`, are cut into equal parts, and a program has the items that begin in its part.
+    `EPILOGUE`, are cut into equal parts, and a program has the items that begin in its part. One
+    small kernel makes both lists, for all layers with the same window.
 
     Returns:
       length of the prefix, number of blocks, of chunks, first block of the prefix, and first item
       of every slot; slot, unit, chunk and number of the first item of every program and, last, of
       one program more, whose item is that after the last.
     """
+    size = max(16, pl.next_power_of_2(shape.slots))
+
+    def program(lengths_ref, slots_ref, work_ref):
+        slot = jnp.arange(size)
+        exists = slot < shape.slots
+        lengths = pltriton.load(lengths_ref.at[slot], mask=exists, other=0)
+        number = pl.program_id(0) * LISTED + jnp.arange(LISTED)
+        slots, work = _lists(shape, lengths, slot, exists, number)
+        for i, row in enumerate(slots):
+            pltriton.store(slots_ref.at[i, slot], row, mask=exists & (pl.program_id(0) == 0))
+        for i, row in enumerate(work):
+            pltriton.store(work_ref.at[i, number], row, mask=number <= shape.programs)
+
+    call = pl.pallas_call(
+        program,
+        out_shape=[
+            jax.ShapeDtypeStruct((5, shape.slots), jnp.int32),
+            jax.ShapeDtypeStruct((4, shape.programs + 1), jnp.int32),
+        ],
+        grid=(pl.cdiv(shape.programs + 1, LISTED),),
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="list_chunks",
+    )
+    with as_on_a_gpu():
+        return call(lengths)
+
+
+def _lists(shape: Shape, lengths, slot, exists, number):
+    """Computes the rows of both lists, the second for the programs of some numbers."""
     count = (lengths + (shape.block - 1)) // shape.block
     first = jnp.zeros_like(lengths)
     if shape.window is not None:  # positions outside the root's window are in no row's
@@ -292,27 +325,30 @@ def work_list(
     blocks = shape.tree_blocks + count - first
     chunks = chunks_of(shape, blocks)
     weight = blocks // chunks + EPILOGUE
-    items = chunks * shape.units
+    items = jnp.where(exists, chunks * shape.units, 0)
     total = items * weight
-    # Sums by comparison: programs have few slots, and this is one fusion.
-    before = np.tri(shape.slots, k=-1, dtype=bool)  # [b, a]: slot a is before slot b
-    first_item = jnp.where(before, items, 0).sum(1)
-    start = jnp.where(before, total, 0).sum(1)
-    part = -(-total.sum() // shape.programs)
-    begin = jnp.arange(shape.programs + 1, dtype=jnp.int32) * part
-    slot = (start + total <= begin[:, None]).sum(1).astype(jnp.int32)
-    beyond = slot == shape.slots
-    slot = jnp.where(beyond, shape.slots - 1, slot)
-    item = -(-(begin - start[slot]) // weight[slot])  # in the slot
-    item = jnp.where(beyond, items[slot], item)
-    next_slot = item == items[slot]
-    work = [
-        jnp.where(next_slot, slot + 1, slot),
-        jnp.where(next_slot, 0, item // chunks[slot]),
-        jnp.where(next_slot, 0, item % chunks[slot]),
-        first_item[slot] + item,
-    ]
-    return jnp.stack([lengths, blocks, chunks, first, first_item]), jnp.stack(work)
+    before = slot[None] < slot[:, None]  # [b, a]: slot a is before slot b
+    first_item = jnp.where(before, items[None], 0).sum(1)
+    start = jnp.where(before, total[None], 0).sum(1)
+    part = (total.sum() + (shape.programs - 1)) // shape.programs
+    begin = number * part
+    mine = ((start + total)[None] <= begin[:, None]) & exists[None]
+    mine = jnp.minimum(mine.sum(1, dtype=jnp.int32), shape.slots - 1)
+    here = mine[:, None] == slot[None]
+
+    def of_mine(x):
+        return jnp.where(here, x[None], 0).sum(1)
+
+    item = (begin - of_mine(start) + of_mine(weight) - 1) // of_mine(weight)  # in the slot
+    item = jnp.minimum(item, of_mine(items))
+    next_slot = item == of_mine(items)
+    work = (
+        jnp.where(next_slot, mine + 1, mine),
+        jnp.where(next_slot, 0, item // of_mine(chunks)),
+        jnp.where(next_slot, 0, item % of_mine(chunks)),
+        of_mine(first_item) + item,
+    )
+    return (lengths, blocks, chunks, first, first_item), work
 
 
 # --- merging --------------------------------------------------------------------------------------

@@ -204,14 +204,9 @@ LISTS = dict(
 )
 
 
-@functools.cache
-def listing(shape):
-    return jax.jit(functools.partial(gpu.work_list, shape))
-
-
 def list_of(lengths, kv_heads, packed, tree, window):
     shape = gpu.shape_of(len(lengths), kv_heads, packed, HEAD, 64, 3008, tree, window)
-    return shape, *map(np.asarray, listing(shape)(jnp.asarray(lengths, jnp.int32)))
+    return shape, *map(np.asarray, gpu.work_list(shape, jnp.asarray(lengths, jnp.int32), True))
 
 
 @settings(max_examples=15)
@@ -266,7 +261,7 @@ def test_a_slots_chunks_do_not_depend_on_other_slots(others, **case):
 def test_equal_slots_keep_all_multiprocessors_busy(batch, packed, chunks, busy):
     """8 key/value heads and prefixes of 8192: the mean of the programs' blocks over the highest."""
     shape = gpu.shape_of(batch, 8, packed, HEAD, 128, 8192, 16)
-    slots, work = map(np.asarray, gpu.work_list(shape, jnp.full(batch, 8192, jnp.int32)))
+    slots, work = map(np.asarray, gpu.work_list(shape, jnp.full(batch, 8192, jnp.int32), True))
     assert (slots[2] == chunks).all()
     sizes = np.tile(np.diff([i * slots[1, 0] // chunks for i in range(chunks + 1)]), batch * 8)
     loads = [sizes[a:b].sum() for a, b in zip(work[3], work[3, 1:], strict=False)]
