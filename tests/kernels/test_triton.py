@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+import os
 import re
 import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import other_python
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -24,6 +26,7 @@ from specjax.models.families.dense import change_dense
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
 ON_GPU = jax.default_backend() == "gpu"
+PYTHON = os.environ.get("SPECJAX_GPU_PYTHON")
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -267,6 +270,29 @@ def test_it_lowers_for_cuda_as_a_kernel_and_a_merge_and_gathers_nothing(
     text = lowered(rows, keys, group, head, dtype, **more)
     assert len(re.findall(r"custom_call @__gpu\$xla\.gpu\.triton", text)) == kernels
     assert "stablehlo.gather" not in text and "dynamic_slice" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(PYTHON is None, reason="SPECJAX_GPU_PYTHON names no Python with the plugin")
+def test_it_compiles_for_gpus_from_ampere_on_as_two_kernels_and_nothing_beside():
+    """Its buffers fit into the shared memory of each; results of chunks are all it keeps."""
+    sizes = {
+        f"{card}:{dtype}:{head}:{rows}": (dtype, head, rows)
+        for card, dtype, head, rows in [
+            ("h100", "float32", 128, 5), ("a100", "bfloat16", 128, 1), ("a100", "float32", 64, 16),
+            ("l40", "float32", 256, 1), ("l40", "bfloat16", 256, 64), ("l40", "float16", 96, 512),
+            ("b200", "bfloat16", 128, 16),
+        ]
+    }  # fmt: skip
+    wanted = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    found = other_python.programs(PYTHON, "triton_programs.py", *sizes, **wanted)
+    for name, (dtype, head, rows) in sizes.items():
+        shape = shape_of(8, 8, 4 * rows, head, dtype, 64, 64)
+        program = found[name]
+        assert program["kernels"] == (1 if shape.chunks == 1 else 2), name
+        assert program["beside"] == 0, name
+        results = 8 * 8 * shape.chunks * shape.rows * (head + 1) * 4 if shape.chunks > 1 else 0
+        assert program["temporaries"] <= results + 4096, name
 
 
 def test_float32_is_multiplied_as_float32():
