@@ -19,6 +19,8 @@ from unittest import mock
 import jax
 from jax.experimental import topologies
 
+from specjax.kernels import commit_kernel
+
 # --- cards ----------------------------------------------------------------------------------------
 
 # XLA's compiler takes a device as a GpuTargetConfigProto; the numbers are NVIDIA's.
@@ -163,7 +165,11 @@ class Ahead(Place):
         # Pallas Triton asks the mesh in use, of no axes here, which GPU it lowers for.
         described = jax.sharding.AbstractDevice(self.kind, None, self.platform)
         mesh = jax.sharding.AbstractMesh((), (), abstract_device=described)
-        with mock.patch("jax.devices", lambda *_: [device]), jax.sharding.use_abstract_mesh(mesh):
+        with (
+            mock.patch("jax.devices", lambda *_: [device]),
+            jax.sharding.use_abstract_mesh(mesh),
+            commit_kernel.taken_as_right(),
+        ):
             yield
 
 

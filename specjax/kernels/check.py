@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array
 
 from specjax.config import ModelConfig
-from specjax.kernels import dispatch, reference
+from specjax.kernels import commit_kernel, dispatch, reference
 from specjax.kernels.backend import REFERENCE
 from specjax.registry import BACKENDS
 
@@ -51,6 +51,9 @@ def settle(
       page_size: positions per page, before it is rounded up for the kernel.
     """
     cfg = dispatch.settle(cfg, mesh, asked, invariant, whose)
+    device = _present(mesh)
+    if device is not None and device.platform in PLATFORMS:
+        commit_kernel.check(device)
 
     def wrong(name: str, device: jax.Device) -> str | None:
         return why_wrong(cfg, name, rows, page_size, device, _ways(mesh))

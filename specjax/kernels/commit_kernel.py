@@ -3,23 +3,91 @@
 It writes what `specjax.kernels.commit.by_scatter` writes by a scatter per array. A GPU takes longer
 to start these, 72 for a model of 36 layers, than to write their rows. The kernel takes the arrays
 of all layers at once, each of which is an argument and a result in the same memory.
+
+A kernel that compiles may be wrong on a device that it was not tried on. So programs use it only
+after `check` has compared it with scatters on a device of this process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.triton as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
 
 from specjax.interfaces import Table
 from specjax.kernels.commit import by_scatter
 
+log = logging.getLogger(__name__)
+
 MOST_ARRAYS = 128  # of one call: a CUDA kernel takes 4 KiB of parameters, 3 pointers per array
+
+
+class _Use:
+    """Whether programs that are traced from now on use the kernel."""
+
+    on = False
+
+
+@functools.cache  # one comparison and at most one warning per process
+def check(device: jax.Device) -> None:
+    """Lets programs use the kernel if it writes what scatters write on a device, else warns."""
+    if (why := why_wrong(device)) is None:
+        _Use.on = True
+    else:
+        log.warning(
+            "new keys and values are written by scatters, and not by one kernel: %s; report this, "
+            "with the versions of jax and of the driver",
+            why,
+        )
+
+
+@contextlib.contextmanager
+def taken_as_right() -> Iterator[None]:
+    """Within, programs use the kernel unchecked: for those that are compiled and not run."""
+    before, _Use.on = _Use.on, True
+    try:
+        yield
+    finally:
+        _Use.on = before
+
+
+@functools.lru_cache(maxsize=8)
+def why_wrong(device: jax.Device, interpret: bool = False) -> str | None:
+    """Returns how the kernel fails on a device, or that it is wrong; None: it is right.
+
+    Heads and sizes that are no powers of two, rows that cross pages, a sequence without pages.
+    """
+    rng, size, pages = np.random.default_rng(0), 16, 4
+    table = 1 + rng.permutation(3 * pages).reshape(3, pages).astype(np.int32)
+    table[1] = 0
+    start = np.array([0, size, pages * size - 9], np.int32)
+
+    def both(arrays, rows):
+        by_one = _written(arrays, rows, start, jnp.asarray(table), interpret)
+        return by_one, by_scatter(arrays, rows, jnp.asarray(start), jnp.asarray(table))
+
+    def drawn(*shape):
+        return [rng.normal(size=shape).astype(jnp.bfloat16) for _ in range(6)]
+
+    for heads, width in ((8, 128), (3, 96)):
+        arrays, rows = drawn(1 + 3 * pages, heads, size, width), drawn(3, heads, 9, width)
+        try:
+            with jax.default_device(device):
+                got, want = jax.device_get(jax.jit(both)(arrays, rows))
+        except Exception as error:  # noqa: BLE001 (whatever it is, scatters can run)
+            line = str(error).strip().partition("\n")[0][:200]
+            return f"it fails here: {type(error).__name__}: {line}"
+        if any(a.tobytes() != b.tobytes() for a, b in zip(got, want, strict=True)):
+            return f"it is wrong here, for {heads} heads of {width}"
+    return None
 
 
 def by_kernel(
@@ -34,14 +102,15 @@ def by_kernel(
     """Writes all rows of all sequences, whatever `run` is; arguments as those of `by_scatter`.
 
     Arrays of stacked layers, which are few, and arrays on a mesh, which the compiler splits, are
-    written by `by_scatter`.
+    written by `by_scatter`; and so are all before the kernel was checked.
 
     Args:
       interpret: whether the kernel is interpreted, which needs no GPU.
     """
     arrays, rows = list(arrays), list(rows)
     mesh = jax.sharding.get_abstract_mesh()
-    if arrays[0].ndim > 4 or not (mesh.empty or mesh.size == 1):
+    together = mesh.empty or mesh.size == 1
+    if arrays[0].ndim > 4 or not together or not (_Use.on or interpret):
         return by_scatter(arrays, rows, start, table, run=run)
     written = []
     for i in range(0, len(arrays), MOST_ARRAYS):

@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from specjax.config import ModelConfig
 from specjax.interfaces import Device, Table
-from specjax.kernels import commit
+from specjax.kernels import commit_kernel
 from specjax.kernels.backend import Kernels, head_sizes
 from specjax.kernels.flash_gpu import OLDER
 from specjax.kernels.reference import (
@@ -515,7 +515,7 @@ def _refuses_to_interpret(operation: str, device: Device | None, cfg: ModelConfi
 
 
 BACKEND = Kernels(
-    operations={"tree_attention": tree_attention, "commit": commit.by_scatter},
+    operations={"tree_attention": tree_attention, "commit": commit_kernel.by_kernel},
     refuses=_refuses,
     rest="gpu:flash",
     line="Pallas Triton tree attention",

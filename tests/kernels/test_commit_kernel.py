@@ -1,5 +1,6 @@
 """One kernel writes to all layers' pages what one scatter per array writes."""
 
+import functools
 import re
 
 import jax
@@ -70,9 +71,39 @@ def test_more_arrays_than_one_call_takes_are_written_by_several(monkeypatch):
 def test_stacked_layers_and_arrays_on_a_mesh_are_left_to_scatters():
     before, rows, start, table = a_case(2, 20, 2, 16, 8, 3, 2, "float32", width=4)
     stacked = [x[None] for x in before], [x[None] for x in rows], start, table
-    same(by_kernel(*stacked), by_scatter(*stacked))
-    with jax.set_mesh(jax.make_mesh((2,), ("tp",))):
-        same(by_kernel(before, rows, start, table), by_scatter(before, rows, start, table))
+    with commit_kernel.taken_as_right():
+        same(by_kernel(*stacked), by_scatter(*stacked))
+        with jax.set_mesh(jax.make_mesh((2,), ("tp",))):
+            same(by_kernel(before, rows, start, table), by_scatter(before, rows, start, table))
+
+
+def test_scatters_write_until_the_kernel_was_compared_with_them(monkeypatch, caplog):
+    case = a_case(3, 20, 2, 16, 8, 3, 2, "float32", width=4)
+
+    def kernels():
+        return str(jax.make_jaxpr(lambda *case: by_kernel(*case))(*case)).count("pallas_call[")
+
+    monkeypatch.setattr(commit_kernel._Use, "on", False)
+    assert kernels() == 0
+    here, true = jax.devices()[0], commit_kernel._written
+    check = commit_kernel.check.__wrapped__
+    assert commit_kernel.why_wrong(here, interpret=True) is None
+
+    def wrong(arrays, *rest):
+        first, *others = true(arrays, *rest)
+        return first.at[2, 0, 0].add(1), *others
+
+    interpreted = functools.partial(commit_kernel.why_wrong.__wrapped__, interpret=True)
+    monkeypatch.setattr(commit_kernel, "why_wrong", interpreted)
+    monkeypatch.setattr(commit_kernel, "_written", wrong)
+    check(here)
+    assert kernels() == 0 and "it is wrong here, for 8 heads of 128" in caplog.text
+    monkeypatch.setattr(commit_kernel, "_written", lambda *_: 1 / 0)
+    check(here)
+    assert kernels() == 0 and "it fails here: ZeroDivisionError" in caplog.text
+    monkeypatch.setattr(commit_kernel, "_written", true)
+    check(here)
+    assert kernels() == 1
 
 
 @pytest.mark.parametrize("layers", [2, 36])
@@ -83,7 +114,8 @@ def test_it_lowers_for_cuda_as_one_kernel_whose_results_are_its_arguments(layers
     pages, rows = [shape(33, 8, 64, 128)] * 2 * layers, [shape(4, 8, 5, 128)] * 2 * layers
     inputs = pages, rows, shape(4, kind=jnp.int32), shape(4, 8, kind=jnp.int32)
     device = jax.sharding.AbstractDevice("NVIDIA H100", None, "gpu")
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh), commit_kernel.taken_as_right():
         text = jax.jit(by_kernel).trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
     assert len(re.findall(r'@"?(?:__gpu\$xla\.gpu\.triton|triton_kernel_call)"?', text)) == 1
     assert text.count("output_operand_alias<") == 2 * layers, "pages are copied"
