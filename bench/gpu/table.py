@@ -68,6 +68,7 @@ def _rows() -> tuple[Part, ...]:
         *(row(f"round/{size}", "true speed-ups", "rounds", batch=size) for size in (1, 8, 32, 128)),
         row("round_parts", "parts of a round and of a draft step", "round_parts"),
         row("transformers", "comparison with a peer", "transformers", 180, SHARED),
+        row("start", "an engine's start, and its own checks", "start"),
         row("train.rl", "end to end", "rl", 150, SHARED),
         row("protocol", "four workloads at full size", "protocol", 480),
     )
@@ -192,6 +193,8 @@ def _targets() -> tuple[Target, ...]:
         most(
             "round 4_1_5 / plain step, batch 8", "round/8", "round_over_plain", _both(1.55), times
         ),
+        most("start of an 8B engine, 3 strategies", "start", "start/seconds", _both(90), "s"),
+        least("chunks are CUDA graphs", "start", "start/graphs", _both(1), "of 1"),
         most("a round beside its parts", "round_parts", "us_beside_parts", _both(50), "us"),
     )
 

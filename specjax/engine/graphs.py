@@ -47,7 +47,7 @@ class Graphs:
     Attributes:
       wanted: whether chunks are compiled with `ONE_GRAPH`.
       is_checked: whether the results of such programs were compared with those of plain ones.
-      line: line for the log at the start; None: the platform has no graphs.
+      line: line for the log that says whether chunks are graphs; None: the platform has none.
     """
 
     def __init__(self, device: Device, kernels: Several[str], enforce_eager: bool = False):
@@ -83,7 +83,7 @@ class Graphs:
         """
         with self._lock:
             if self.wanted:
-                self.wanted = False
+                self.wanted, self.line = False, f"CUDA graphs are off: {reason}"
                 log.warning(
                     "CUDA graphs are off, and chunks are somewhat slower: %s; report this, with "
                     "the versions of jax and of the driver",
