@@ -30,6 +30,7 @@ from serve.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    DraftVocabularyRequest,
     TokenizeRequest,
     WeightsRequest,
 )
@@ -276,6 +277,10 @@ def _add_admin(app: FastAPI, admin: Admin) -> None:
     @app.post("/update_weights")
     async def update_weights(body: WeightsRequest):
         return await run(admin.update(body))
+
+    @app.post("/update_draft_vocab")
+    async def update_draft_vocab(body: DraftVocabularyRequest):
+        return await run(admin.draft_vocab(body.token_ids))
 
     @app.post("/sleep")
     async def sleep():

@@ -162,8 +162,8 @@ class ServeConfig:
     )
     admin_key: str | None = option(
         None,
-        "key for /update_weights, /sleep and /wake, better set as SPECJAX_ADMIN_KEY; null: these "
-        "requests are refused",
+        "key for /update_weights, /update_draft_vocab, /sleep and /wake, better set as "
+        "SPECJAX_ADMIN_KEY; null: these requests are refused",
     )
     allowed_origins: list[str] = option(
         ["*"], "origins of web pages whose scripts may read responses (CORS); *: all; []: none"
