@@ -42,7 +42,12 @@ from specjax.drafts.mtp import WINDOW
 from specjax.engine.chunks import until
 from specjax.engine.runner import EXTRA_SLOTS
 from specjax.engine.settings import powers, stretched
-from specjax.engine.start_up import calibration_rounds
+from specjax.engine.start_up import (
+    LONG_SHARE,
+    calibration_contexts,
+    calibration_rounds,
+    lengthened,
+)
 
 _OWN_ROUNDS = 8.0  # rounds of a sample's own evidence that count as much as all samples'
 
@@ -162,10 +167,21 @@ class Replay:
     @property
     def calibration_seconds(self) -> float:
         """What the engine's calibration takes on this chip, where samples have room for it."""
-        total = 0.0
-        for name, bucket in itertools.product(self.strategies, self.buckets):
-            seconds = self.costs.seconds(name, bucket)
-            total += calibration_rounds(seconds, self.rounds(name, bucket)) * seconds
+        short, long = calibration_contexts(self.prompt + max(self.lengths))
+
+        def measuring(name: str, bucket: int, length: int) -> float:
+            seconds = self.costs.seconds(name, bucket, context=bucket * length)
+            return calibration_rounds(seconds, self.rounds(name, bucket)) * seconds
+
+        every = itertools.product(self.strategies, self.buckets)
+        total = sum(measuring(name, bucket, short) for name, bucket in every)
+        if self._contexts is None or long is None:
+            return total
+        limit = (1 + LONG_SHARE) * total
+        of_bucket = dict.fromkeys(self.buckets, self.strategies)
+        for name, bucket in lengthened(self.strategies, of_bucket):
+            if total < limit:
+                total += measuring(name, bucket, long)
         return total
 
     def controller(self, arm: str) -> Controller:

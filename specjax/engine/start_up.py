@@ -257,7 +257,7 @@ def calibrate(programs: Programs, features: Features) -> tuple[CostTable, float]
       the table, and the seconds that measuring took.
     """
     runner, started = programs.runner, time.perf_counter()
-    short, long = _context(runner), _long_context(runner)
+    short, long = calibration_contexts(runner.max_len)
     samples: dict[tuple[str, int], list[float]] = {}
     longer: dict[tuple[str, int], list[float]] = {}
     beside: dict[int, float] = {}
@@ -309,7 +309,7 @@ def calibrate(programs: Programs, features: Features) -> tuple[CostTable, float]
     if long is None:
         return CostTable.from_samples(samples, beside), time.perf_counter() - started
     limit = (1 + LONG_SHARE) * spent
-    for name, bucket in _to_lengthen(programs):
+    for name, bucket in lengthened(programs.runner.plans, programs.strategies):
         if spent >= limit:  # the clock of all hosts, so that they agree
             break
         first, found = first_round(name, bucket, long)
@@ -322,24 +322,38 @@ def calibrate(programs: Programs, features: Features) -> tuple[CostTable, float]
 
 def _context(runner: Runner) -> int:
     """The number of tokens of a sequence while programs are run and measured."""
-    return min(CONTEXT, runner.max_len // 2)
+    return calibration_contexts(runner.max_len)[0]
 
 
-def _long_context(runner: Runner) -> int | None:
-    """The number of tokens of a sequence while the growth of costs is measured; None: it is not."""
-    length = min(LONG_CONTEXT, 3 * runner.max_len // 4)  # which leaves room for some rounds
-    return length if length >= LEAST_GROWTH * _context(runner) else None
+def calibration_contexts(max_len: int) -> tuple[int, int | None]:
+    """The numbers of tokens of a sequence at which costs, and their growth, are measured.
+
+    Args:
+      max_len: the most tokens of a sequence.
+
+    Returns:
+      (short, long); long is None where the growth is not measured.
+    """
+    short = min(CONTEXT, max_len // 2)
+    long = min(LONG_CONTEXT, 3 * max_len // 4)  # which leaves room for some rounds
+    return short, long if long >= LEAST_GROWTH * short else None
 
 
-def _to_lengthen(programs: Programs) -> list[tuple[str, int]]:
+def lengthened(
+    names: Several[str], strategies: Mapping[int, Several[str]]
+) -> list[tuple[str, int]]:
     """The strategies and buckets with which the growth of costs is measured, in this order.
 
     The largest bucket, where the context counts most, comes first.
+
+    Args:
+      names: all strategies.
+      strategies: those of each bucket.
     """
     found: list[tuple[str, int]] = []
     for pick in (max, min):
-        for name in programs.runner.plans:
-            buckets = [bucket for bucket, names in programs.strategies.items() if name in names]
+        for name in names:
+            buckets = [bucket for bucket, of_bucket in strategies.items() if name in of_bucket]
             if buckets and (name, pick(buckets)) not in found:
                 found.append((name, pick(buckets)))
     return found

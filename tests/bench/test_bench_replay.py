@@ -141,6 +141,22 @@ def test_the_real_controller_follows_the_context_of_a_replay(growing):
     assert share[40] > 0.9 > share[0]
 
 
+def test_calibrating_a_long_context_takes_at_most_half_as_long_again(tmp_path):
+    chip = next(p for p in predict.default_tables() if p.stem == "h200_8b")
+    content = json.loads(chip.read_text())
+    del content["longer"]
+    flat = tmp_path / "flat.json"
+    flat.write_text(json.dumps(content))
+    lengths, took = [600] * 64, {}
+    for path, prompt in ((chip, 0), (chip, 12000), (flat, 12000)):
+        trace = trace_of(lengths, [[0, 0, 0, 200]] * 64, chunk_tokens=32)
+        run = replay.Replay(trace, predict.PartCosts.load(path), 64, prompt=prompt)
+        took[path.stem, prompt] = run.calibration_seconds
+    short = took["h200_8b", 0]  # samples of 600 tokens have no long context
+    assert short < took["h200_8b", 12000] < 1.8 * short
+    assert took["flat", 12000] == pytest.approx(short, rel=0.2)
+
+
 @pytest.mark.parametrize(
     ("longer", "said"),
     [
