@@ -5,6 +5,7 @@ installed into an environment in the user's cache directory, named by a hash of 
 that all clones share it. In that environment it runs:
 
     tests/kernels/test_gpu_compiler.py    chunks copy no cache, kernels compile within them
+    a test of tests/kernels/test_triton.py    a kernel compiles for GPUs other than Hopper's
     python -m bench.gpu --dry             every program of the queue compiles and fits each card
 
 This file imports only the standard library, because the environment may not exist yet.
@@ -31,6 +32,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PINS, CONSTRAINTS = ROOT / "bench" / "gpu-constraints.txt", ROOT / "constraints.txt"
 PLUGIN = "jax-cuda13-plugin[with-cuda]"
 TESTS = ("pytest", "hypothesis")
+COMPILED = (
+    "tests/kernels/test_gpu_compiler.py",
+    "tests/kernels/test_triton.py::test_it_compiles_for_gpus_from_ampere_on",
+)
 MINUTES = 20.0  # time limit of the checks
 INSTALL_MINUTES = 15.0  # time limit of the installation, which downloads gigabytes
 IS_312 = "import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 12))"
@@ -187,10 +192,10 @@ def settings(python: Path) -> dict[str, str]:
 def check(python: Path, minutes: float, dry: Sequence[str]) -> list[str]:
     """Runs both checks; returns failures, and lines `not done: ...` for lack of time."""
     end, env, found = time.monotonic() + 60 * minutes, settings(python), []
-    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/test_gpu_compiler.py"]
+    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *COMPILED]
     status = run([str(python), *tests], end - time.monotonic(), env)
     if status:
-        found.append(_problem("tests/kernels/test_gpu_compiler.py", status))
+        found.append(_problem(" and ".join(COMPILED), status))
     left = (end - time.monotonic()) / 60
     if left < 1:
         return [*found, "not done: python -m bench.gpu --dry: no time was left"]

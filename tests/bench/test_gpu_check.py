@@ -111,7 +111,7 @@ def test_a_pythons_shim_that_does_not_work_is_passed_over(tmp_path, monkeypatch)
     "tests, dry, lines, failed",
     [
         (0, 0, [], 0),
-        (1, 0, ["tests/kernels/test_gpu_compiler.py failed with exit status 1"], 1),
+        (1, 0, [f"{' and '.join(check.COMPILED)} failed with exit status 1"], 1),
         (0, check.UNFINISHED, ["not done: python -m bench.gpu --dry: the programs named"], 75),
         ("timed out", 0, ["not done: tests/kernels"], 75),
         ("timed out", 1, ["not done: tests/kernels", "python -m bench.gpu --dry failed"], 1),

@@ -274,8 +274,8 @@ def test_it_lowers_for_cuda_as_a_kernel_and_a_merge_and_gathers_nothing(
 
 @pytest.mark.slow
 @pytest.mark.skipif(PYTHON is None, reason="SPECJAX_GPU_PYTHON names no Python with the plugin")
-def test_it_compiles_for_gpus_from_ampere_on_as_two_kernels_and_nothing_beside():
-    """Its buffers fit into the shared memory of each; results of chunks are all it keeps."""
+def test_it_compiles_for_gpus_from_ampere_on():
+    """As two kernels, and nothing beside them, whose buffers fit into the shared memory of each."""
     sizes = {
         f"{card}:{dtype}:{head}:{rows}": (dtype, head, rows)
         for card, dtype, head, rows in [
