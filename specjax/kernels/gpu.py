@@ -179,6 +179,8 @@ def shape_of(
         )
     tiles = -(-packed // ROWS)
     warpgroups = min(tiles, tuning.warpgroups)
+    if head == 128 and window is not None and soft_cap is not None:
+        warpgroups = 1  # 168 registers are not enough for both
     tiles += tiles % warpgroups
     shape = Shape(
         slots, kv_heads, packed, tiles, warpgroups, head, tuning.block, 1,
@@ -258,19 +260,20 @@ def ancestor_words(shape: Shape, visible_bits, group: int) -> Int[Array, "W B M"
 def chunks_of(shape: Shape, blocks, xp=jnp):
     """Returns the number of chunks that a slot with `blocks` blocks of keys is cut into.
 
-    A batch of equal slots has `waves` items per program, as many as make chunks of `least` blocks
-    or more; shorter slots have chunks of `least` blocks. The results of a chunk are written and
-    read once more, which costs more the more rows there are.
+    In a batch of equal slots every program has `waves` items, as many as leave chunks of `least`
+    blocks; if fewer than one, as many as occupy all programs with chunks of two. Small items
+    balance slots of different lengths. Their results are written and read once more, which costs
+    more the more rows there are.
 
     Args:
       xp: numpy for static sizes.
     """
     least = 3 if shape.kept < 32 else 7
     lanes = shape.slots * shape.units
-    waves = max(8 if shape.kept < 32 else 4, lanes // 32)
-    waves = xp.minimum(blocks * lanes // (shape.processors * least), waves)
-    chunks = xp.where(waves > 0, waves * shape.processors // lanes, blocks // least)
-    return xp.clip(chunks, 1, blocks)
+    most = 2 if shape.tiles > 1 else max(8 if shape.kept < 32 else 6, lanes // 32)
+    waves = xp.minimum(blocks * lanes // (shape.processors * least), most)
+    few = xp.minimum(blocks // 2, shape.processors // lanes)
+    return xp.clip(xp.where(waves > 0, waves * shape.processors // lanes, few), 1, blocks)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
