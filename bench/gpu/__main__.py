@@ -13,6 +13,8 @@ interrupted, the next one keeps what was measured and runs the interrupted part 
     python -m bench.gpu --small                run every part on a CPU: sizes are tiny, numbers mean
                                                nothing, and go to runs/gpu-small
     python -m bench.gpu --minutes 14           measure, on a GPU machine
+    python -m bench.gpu --parts own_model --model DIR --rows FILE --minutes 14
+                                               train a head for a real model, and the model by RL
     python -m bench.gpu --pack FILE            put all results into one file, to bring them back
     python -m bench.gpu --merge FILE           add the records of such files, see docs/gpu.md
     python -m bench.gpu --plot                 a picture per card, bench/results/gpu/<card>.png
@@ -25,12 +27,14 @@ there were not minutes enough for all of them).
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from bench.command import bench_parser, user_errors
 from bench.gpu import dry, queue, records, show
+from bench.gpu.parts import own_model
 from bench.gpu.program import CARDS
 from bench.gpu.table import PARTS, named
 from bench.record import RESULTS
@@ -45,6 +49,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--minutes", type=float, help=f"for the call; default: {MINUTES:g}, with --dry no limit")
     add("--parts", nargs="+", metavar="PART", default=[], help="not all of them")
     add("--again", nargs="+", metavar="PART", default=[], help="these although they were run")
+    what = "of a Hugging Face model, for the parts own_model/..; so is --rows, a file for data.path"
+    add("--model", metavar="DIR", help=what)
+    add("--rows", metavar="FILE", help="rows with prompts and answers, see --model")
     add("--small", action="store_true", help="tiny sizes, on a CPU")
     add("--cards", nargs="+", default=list(CARDS), choices=CARDS, help="that --dry compiles for")
     does = parser.add_mutually_exclusive_group()
@@ -66,6 +73,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> int:
     """Does what was asked for, and returns the exit status."""
+    for name, value in ((own_model.MODEL, args.model), (own_model.ROWS, args.rows)):
+        if value is not None:
+            os.environ[name] = str(Path(value).absolute())  # the parts are other processes
     again = [part.name for part in named(args.again)]
     parts = named([*args.parts, *again]) if args.parts or again else list(PARTS)
     if args.status:

@@ -97,6 +97,7 @@ class Size(NamedTuple):
       options: sampling options of all slots, by the names of `Options`.
       features: features of the chunk's program.
       chunks: number of consecutive chunks that the cache has room for.
+      draft_vocab: number of tokens that are drafted from; None: the whole vocabulary.
     """
 
     shape: str
@@ -109,6 +110,7 @@ class Size(NamedTuple):
     options: Mapping[str, float] = MappingProxyType({"temperature": 1.0})
     features: Features = Features()
     chunks: int = 1
+    draft_vocab: int | None = None
 
 
 class Chunk:
@@ -128,7 +130,8 @@ class Chunk:
         cfg = shape_of(size.shape)
         layers = cfg.layers if size.layers is None else (cfg.layers[:1] * size.layers)
         self.size = size
-        spec = None if size.strategy == OFF else SpecConfig(size.strategy)
+        plain = size.strategy == OFF
+        spec = None if plain else SpecConfig(size.strategy, draft_vocab=size.draft_vocab)
         self.emits = 1 if spec is None else spec.resolve().steps + 1  # tokens per round, at most
         longest = size.context + size.chunks * size.rounds * self.emits + self.emits + 1
         cfg = cfg.replace(
@@ -149,6 +152,8 @@ class Chunk:
         self.runner.hold_shapes(jax.eval_shape(lambda: init_params(cfg)), head)
         held = self.runner.params, self.runner.head, self.runner.state
         self.shapes = place.shapes(held)
+        if self.runner.vocabulary is not None:
+            self.runner.vocabulary = place.shapes(self.runner.vocabulary)
         self.compiled: Mapping[str, jax.stages.Compiled] = {}
         self._kept = None
         self._at, self._place, self._seed = size.context, place, 0
@@ -253,7 +258,7 @@ class Chunk:
           ValueError: samples ended before the last round.
         """
         runner = self.runner
-        inputs = runner.params, runner.head, runner.state, *self._inputs()
+        inputs = runner.params, runner.draft, runner.state, *self._inputs()
         runner.state, packed = self.compiled[name](*inputs)
         found = packed.open()
         if int(found.rounds) != self.size.rounds:

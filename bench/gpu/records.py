@@ -22,7 +22,7 @@ RUNNING = "running"
 # Outcomes of parts that measured all their figures, or those that time and memory allowed.
 MEASURED = ("done", "done in part")
 # Outcomes of parts that this machine cannot run; they do not count as failures.
-EXCUSED = ("not on this device", "not installed")
+EXCUSED = ("not on this device", "not installed", "not given")
 ATTEMPTS = 2  # runs of a part that is interrupted; afterwards it is skipped
 PACKED = "packed results of bench.gpu"
 

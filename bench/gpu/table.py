@@ -52,6 +52,8 @@ def _rows() -> tuple[Part, ...]:
         row("launches/4_1_5", "one graph per chunk", "launches", strategy="4_1_5"),
         row("values", "whether kernels are right", "values"),
         row("values/own", "whether the Pallas kernel is right", "values", 120, kernels=("gpu",)),
+        row("values/triton", "whether Triton's kernel is right", "values", 180, kernels=("triton",)),
+        row("values/training", "whether kernels of training are right", "causal_values"),
         *(
             row(f"attention/{size}", "default kernel", "attention", batch=size)
             for size in (8, 1, 64, "mixed")
@@ -66,10 +68,28 @@ def _rows() -> tuple[Part, ...]:
             for size in (1, 8, 32)
         ),
         *(row(f"round/{size}", "true speed-ups", "rounds", batch=size) for size in (1, 8, 32, 128)),
+        *(
+            row(f"round_32k/{size}", "draft vocabulary", "rounds", batch=size, draft_vocab=32_768)
+            for size in (1, 8)
+        ),
         row("round_parts", "parts of a round and of a draft step", "round_parts"),
+        row("round_parts_32k", "draft vocabulary", "round_parts", draft_vocab=32_768),
+        row("top_p/8", "how thresholds are found", "top_p", batch=8),
+        row("identity", "whether bfloat16 is lossless in invariant mode", "identity"),
+        row("long_tail", "the controller", "long_tail"),
+        row("train_step/1.7B", "MFU of training", "train_step"),
         row("transformers", "comparison with a peer", "transformers", 180, SHARED),
         row("start", "an engine's start, and its own checks", "start"),
         row("train.rl", "end to end", "rl", 150, SHARED),
+        row("own_model/head", "a head for a real model", "own_model", 330, SHARED, what="head"),
+        row(
+            "own_model/rl",
+            "a real model, off, static, goodput",
+            "own_model",
+            480,
+            SHARED,
+            what="rl",
+        ),
         row("protocol", "four workloads at full size", "protocol", 480),
     )
 
@@ -187,6 +207,23 @@ def _targets() -> tuple[Target, ...]:
             _both(0.48),
             times,
         ),
+        most(
+            "4 draft steps / verification, 32k",
+            "round_parts_32k",
+            "draft_over_verify",
+            _both(0.22),
+            times,
+        ),
+        most(
+            "round 4_1_5 / plain step, 32k",
+            "round_32k/*",
+            "round_over_plain",
+            _both(1.30),
+            times,
+        ),
+        most("bfloat16 in invariant mode", "identity", "differ/invariant/*", _both(0), graph),
+        most("top-p by digits / by halvings", "top_p/*", "digits_over_halvings/*", _both(1), times),
+        least("goodput against plain decoding", "long_tail", "off_over/goodput", _both(1), times),
         most(
             "round 4_1_5 / plain step, batch 1", "round/1", "round_over_plain", _both(1.55), times
         ),

@@ -10,7 +10,8 @@ A program's name is a shape, a strategy, a batch, and options, separated by colo
     8B:off:8                   plain decoding of 8 sequences, as XLA compiles it by itself
     8B:4_1_5:8:top_p:graph     a chain of four drafted tokens, with top-p, as one CUDA graph
 
-The options are names of sampling options (`top_p`, `top_k`, ..), `graph`, and `attention=KERNEL`.
+The options are names of sampling options (`top_p`, `top_k`, ..), `graph`, `attention=KERNEL`, and
+`draft_vocab=COUNT`.
 Nothing is timed but tracing and compiling, which depend on the machine and its other work; the
 number of layers that are traced depends on neither.
 """
@@ -51,6 +52,7 @@ LAYERS, CONTEXT = (3, 2), 4096
 SETTINGS = ("card", "layers", "context")  # equal for all figures of a file
 EVERY = (*PARTS, REST)
 THUNKS = "*thunk_sequence_after_thunk_passes.txt"
+SETTING = re.compile(r"attention=[\w:]+|draft_vocab=[1-9]\d*")
 # Figures that grow with the number of layers.
 LINEAR = re.compile(r"(kernels|bytes|copied)/|(own_kernels|library|gathers|gathered|traced)$")
 
@@ -71,10 +73,18 @@ class Name(NamedTuple):
     def graph(self) -> bool:
         return "graph" in self.options
 
+    def _setting(self, name: str) -> str | None:
+        found = dict(option.split("=", 1) for option in self.options if "=" in option)
+        return found.get(name)
+
     @property
     def attention(self) -> str:
-        found = [option[10:] for option in self.options if option.startswith("attention=")]
-        return found[0] if found else "auto"
+        return self._setting("attention") or "auto"
+
+    @property
+    def draft_vocab(self) -> int | None:
+        count = self._setting("draft_vocab")
+        return None if count is None else int(count)
 
     @property
     def features(self) -> Features:
@@ -96,9 +106,10 @@ def name_of(text: str) -> Name:
         raise argparse.ArgumentTypeError(str(error)) from error
     known = ["graph", *(field.name for field in dataclasses.fields(Features))]
     for option in options:
-        if option not in known and not option.startswith("attention="):
+        if option not in known and not SETTING.fullmatch(option):
             raise argparse.ArgumentTypeError(
-                f"expected options among {', '.join(known)} and attention=KERNEL, got {option!r}"
+                f"expected options among {', '.join(known)}, attention=KERNEL and "
+                f"draft_vocab=COUNT, got {option!r}"
             )
     return Name(shape, strategy, int(batch), tuple(options))
 
@@ -261,6 +272,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict]:
                 name.strategy,
                 attention=name.attention,
                 features=name.features,
+                draft_vocab=name.draft_vocab,
             )
             text, sequence, found = compiled_of(place, name, size)
             if args.text is not None:

@@ -27,7 +27,8 @@ from specjax.kernels import dispatch
 from specjax.kernels.backend import choose
 from specjax.models.families.dense import dense_config
 
-KERNELS = ("library:cudnn", "gpu")  # pages gathered for cuDNN, and the Pallas kernel
+# Pages gathered for cuDNN, and the Pallas kernels that read pages where they lie.
+KERNELS = ("library:cudnn", "gpu", "triton")
 MIXED = "mixed"  # in place of a batch: slots of different lengths
 
 

@@ -98,14 +98,19 @@ def model_of(sizes: Sizes, seed: int) -> tuple[ModelConfig, Params, Params]:
 # --- one round ---------------------------------------------------------------------------------
 
 
-def measure(job: Job) -> None:
-    """Measures the parts of a round, passes over more rows, whole rounds, and counts kernels."""
+def measure(job: Job, draft_vocab: int | None = None) -> None:
+    """Measures the parts of a round, passes over more rows, whole rounds, and counts kernels.
+
+    Args:
+      draft_vocab: number of tokens that are drafted from; None: the whole vocabulary.
+    """
     sizes = sizes_of(job)
-    job.tell(sizes=sizes._asdict())
+    job.tell(sizes=sizes._asdict(), draft_vocab=draft_vocab)
+    drafted = min(draft_vocab, 16) if draft_vocab and job.small else draft_vocab
     cfg, policy, head = model_of(sizes, job.seed)
     room = 8 * SpecConfig(sizes.strategy).resolve().rows
     cfg = cfg.replace(max_position=max(cfg.max_position, sizes.context + room))
-    spec = SpecConfig(sizes.strategy)
+    spec = SpecConfig(sizes.strategy, draft_vocab=drafted)
     runner = Runner(cfg, spec, sizes.batch, sizes.context + room)
     runner.set_params(policy, head)
     del policy  # the runner has its own, in another layout

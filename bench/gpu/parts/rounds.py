@@ -42,14 +42,16 @@ class Sizes(NamedTuple):
 SMALL = Sizes("tiny", (2, 1), "2_1_3", 32, 3, 3)
 
 
-def _chunks(place: Place, sizes: Sizes, batch: int) -> dict[str, Chunk]:
+def _chunks(
+    place: Place, sizes: Sizes, batch: int, draft_vocab: int | None = None
+) -> dict[str, Chunk]:
     """Makes chunks `<layers>/<arm>` of plain decoding, and of the strategy at each probability."""
     found = {}
     for layers in sizes.layers:
         size = Size(sizes.shape, batch, sizes.context, layers, rounds=sizes.rounds)
         found[f"{layers}/{OFF}"] = Chunk(place, size)
         for probability in sizes.acceptance:
-            spec = size._replace(strategy=sizes.strategy)
+            spec = size._replace(strategy=sizes.strategy, draft_vocab=draft_vocab)
             found[f"{layers}/{probability}"] = Chunk(place, spec, Scripted(probability))
     return found
 
@@ -65,19 +67,26 @@ def _programs(chunks: dict[str, Chunk]) -> list[Program]:
     ]
 
 
-def programs(place: Place, small: bool, batch: int) -> list[Program]:
-    return _programs(_chunks(place, SMALL if small else Sizes(), batch))
+def _drafted(small: bool, draft_vocab: int | None) -> int | None:
+    return min(draft_vocab, 32) if draft_vocab and small else draft_vocab
 
 
-def measure(job: Job, batch: int) -> None:
+def programs(
+    place: Place, small: bool, batch: int, draft_vocab: int | None = None
+) -> list[Program]:
+    sizes = SMALL if small else Sizes()
+    return _programs(_chunks(place, sizes, batch, _drafted(small, draft_vocab)))
+
+
+def measure(job: Job, batch: int, draft_vocab: int | None = None) -> None:
     """Measures `ms/..` of a round, `round_over_plain`, `speedup/<acceptance>`, `accept_length/..`.
 
     The speed-up is computed from the measured time of a round and the expected accept length at the
     probability; the one in these few slots and rounds may differ, `script_length/..`.
     """
     sizes = SMALL if job.small else Sizes()
-    job.tell(sizes=sizes._asdict(), batch=batch)
-    chunks = _chunks(Place(), sizes, batch)
+    job.tell(sizes=sizes._asdict(), batch=batch, draft_vocab=draft_vocab)
+    chunks = _chunks(Place(), sizes, batch, _drafted(job.small, draft_vocab))
     built = build(_programs(chunks))
     for layers in sizes.layers:
         first = None

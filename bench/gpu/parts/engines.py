@@ -1,0 +1,54 @@
+"""Engines of models with random weights, for parts that measure whole calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+from bench.gpu.chunks import shape_of
+from bench.round.batch import random_weights
+from specjax import LLM, ModelConfig, SpecConfig
+from specjax.drafts.mtp import init_head_params
+from specjax.models.transformer import Params, init_params
+
+Model = tuple[ModelConfig, Params, Params]
+
+
+def model_of(shape: str, layers: int | None, max_len: int, seed: int) -> Model:
+    """Makes a config, random policy parameters and a random head of one module.
+
+    Args:
+      shape: name of a model's shape, see `bench.gpu.chunks.shape_of`.
+      layers: number of layers; None: all of the model's.
+    """
+    cfg = shape_of(shape)
+    cfg = cfg.replace(
+        layers=cfg.layers if layers is None else cfg.layers[:1] * layers,
+        mtp_num_layers=1,
+        max_position=max(cfg.max_position, max_len),
+    )
+    policy = random_weights(functools.partial(init_params, cfg), seed)
+    return cfg, policy, random_weights(functools.partial(init_head_params, cfg), seed + 1)
+
+
+def engine_of(
+    model: Model, spec: SpecConfig | None, batch: int, max_len: int, rule=None, **more
+) -> LLM:
+    """Makes an engine.
+
+    Args:
+      rule: acceptance rule that replaces the strategies' own, see `Plan.rule`.
+      more: further arguments of `LLM`.
+    """
+    llm = LLM(model, spec, batch, max_len, **more)
+    if rule is not None:
+        runner = llm.engine.runner
+        runner.strategies = {name: _by(rule, run) for name, run in runner.strategies.items()}
+    return llm
+
+
+def _by(rule: Callable, run):
+    if run.plan.tree is None:  # plain decoding accepts nothing
+        return run
+    return run._replace(plan=dataclasses.replace(run.plan, rule=rule))
