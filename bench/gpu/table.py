@@ -52,7 +52,9 @@ def _rows() -> tuple[Part, ...]:
         row("launches/4_1_5", "one graph per chunk", "launches", strategy="4_1_5"),
         row("values", "whether kernels are right", "values"),
         row("values/own", "whether the Pallas kernel is right", "values", 120, kernels=("gpu",)),
-        row("values/triton", "whether Triton's kernel is right", "values", 180, kernels=("triton",)),
+        row(
+            "values/triton", "whether Triton's kernel is right", "values", 180, kernels=("triton",)
+        ),
         row("values/training", "whether kernels of training are right", "causal_values"),
         *(
             row(f"attention/{size}", "default kernel", "attention", batch=size)

@@ -32,14 +32,14 @@ KERNELS = ("library:cudnn", "gpu", "triton")
 MIXED = "mixed"  # in place of a batch: slots of different lengths
 
 
-def model_of(head: int) -> ModelConfig:
+def model_of(head: int, dtype: str = "bfloat16") -> ModelConfig:
     """Returns a model with the sizes that the choice of a kernel depends on."""
     sizes = {"vocab_size": 8, "hidden_size": head, "intermediate_size": head, "num_layers": 1}
     heads = {"num_heads": 1, "num_kv_heads": 1, "head_dim": head}
-    return dense_config(**sizes, **heads, run=RunConfig(compute_dtype="bfloat16"))
+    return dense_config(**sizes, **heads, run=RunConfig(compute_dtype=dtype))
 
 
-def kernels_on(place: Place, asked: Sequence[str], head: int) -> list[str]:
+def kernels_on(place: Place, asked: Sequence[str], head: int, dtype: str = "bfloat16") -> list[str]:
     """Returns the kernels that a device supports.
 
     Raises:
@@ -48,7 +48,7 @@ def kernels_on(place: Place, asked: Sequence[str], head: int) -> list[str]:
     found, reasons = [], []
     for name in asked:
         try:
-            found.append(choose(place.platform, place.kind, model_of(head), name).name)
+            found.append(choose(place.platform, place.kind, model_of(head, dtype), name).name)
         except ValueError as error:
             reasons.append(str(error))
     if not found:

@@ -1,4 +1,4 @@
-"""Compares attention kernels in bfloat16 on the device with the float32 reference on the host.
+"""Compares attention kernels on the device with the float32 reference on the host.
 
 Pages are in random order, and values past the end of a prefix are as large as those before.
 """
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.gpu.job import Job
+from bench.gpu.job import Absent, Job
 from bench.gpu.parts.attention import kernels_on
 from bench.gpu.program import Built, Place, Program, build
 from bench.record import figure
@@ -20,7 +20,7 @@ from specjax.decode.tree import ancestors, pack_bits
 from specjax.kernels import check, dispatch, reference
 
 SAFE = ("reference", "library:xla", "library:cudnn")
-TOLERANCE = check.TOLERANCE["bfloat16"]  # absolute and relative
+TOLERANCE = check.TOLERANCE["bfloat16"]  # absolute and relative, of most cases
 NOT_FINITE = 1e30  # stands for an infinite difference, which JSON cannot represent
 
 
@@ -37,6 +37,8 @@ class Case(NamedTuple):
     window: int | None = None
     sinks: bool = False
     lse: bool = False
+    soft_cap: float | None = None
+    dtype: str = "bfloat16"
 
 
 CASES = {
@@ -54,17 +56,23 @@ CASES = {
     "window": Case(window=200),
     "sinks_and_lse": Case(sinks=True, lse=True),
     "window_sinks_and_lse": Case(rows=64, window=90, sinks=True, lse=True),
+    "tree_of_100": Case(rows=100),
+    "heads_of_96": Case(head=96),
+    "heads_of_256": Case(head=256),
+    "soft_cap": Case(soft_cap=20.0),
+    "float32": Case(dtype="float32"),
+    "float32_heads_of_64": Case(head=64, dtype="float32", lse=True),
 }
 _TINY = Case(batch=2, kv_heads=2, group=2, rows=8, head=16, page=16, pages=3)
 SMALL_CASES = {"tree_of_8": _TINY, "sinks": _TINY._replace(window=20, sinks=True, lse=True)}
 
 
 def arrays_of(case: Case, seed: int) -> tuple[tuple, np.ndarray | None]:
-    """Returns the arguments of `tree_attention` up to the table, in bfloat16, and sinks."""
+    """Returns the arguments of `tree_attention` up to the table, and sinks."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
-        return rng.standard_normal(shape, np.float32).astype(jnp.bfloat16)
+        return rng.standard_normal(shape, np.float32).astype(jnp.dtype(case.dtype))
 
     batch, rows, heads = case.batch, case.rows, case.kv_heads * case.group
     parents = [[0, *(rng.integers(0, r) for r in range(1, rows))] for _ in range(batch)]
@@ -86,7 +94,8 @@ def wanted(case: Case, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Computes attention in float32 and its log-sum-exp, by the reference on the host."""
     arrays, sinks = arrays_of(case, seed)
     arrays = [x.astype(np.float32) if x.dtype == jnp.bfloat16 else x for x in arrays]
-    attend = functools.partial(reference.tree_attention, window=case.window, with_lse=True)
+    options = {"window": case.window, "soft_cap": case.soft_cap, "with_lse": True}
+    attend = functools.partial(reference.tree_attention, **options)
     with jax.default_device(jax.devices("cpu")[0]):
         out, lse = jax.jit(attend)(*arrays, sinks=sinks)
     return np.asarray(out), np.asarray(lse)
@@ -94,7 +103,8 @@ def wanted(case: Case, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _program(place: Place, case: Case, kernel: str, name: str) -> Program:
     arrays, sinks = arrays_of(case, 0)
-    options = {"window": case.window, "with_lse": case.lse, "kernel": kernel}
+    options = {"window": case.window, "soft_cap": case.soft_cap, "with_lse": case.lse}
+    options["kernel"] = kernel
     attend = jax.jit(functools.partial(dispatch.tree_attention, **options))
     inputs = place.shapes(arrays)
     sinks = None if sinks is None else place.shapes(sinks)
@@ -102,12 +112,18 @@ def _program(place: Place, case: Case, kernel: str, name: str) -> Program:
 
 
 def programs(place: Place, small: bool, kernels: tuple[str, ...] = SAFE) -> list[Program]:
-    cases = SMALL_CASES if small else CASES
-    return [
-        _program(place, case, kernel, f"values/{kernel}/{name}")
-        for kernel in kernels_on(place, kernels, next(iter(cases.values())).head)
-        for name, case in cases.items()
-    ]
+    cases, found = SMALL_CASES if small else CASES, []
+    missing: list[Absent] = []
+    for name, case in cases.items():
+        try:
+            served = kernels_on(place, kernels, case.head, case.dtype)
+        except Absent as absent:
+            missing.append(absent)
+            continue
+        found += [_program(place, case, kernel, f"values/{kernel}/{name}") for kernel in served]
+    if not found:
+        raise missing[0]
+    return found
 
 
 def error_of(case: Case, compiled, seed: int, expected: tuple) -> float:
@@ -121,7 +137,7 @@ def error_of(case: Case, compiled, seed: int, expected: tuple) -> float:
         if not np.isfinite(got).all():
             print(f"{np.count_nonzero(~np.isfinite(got))} values are not finite", flush=True)
             return NOT_FINITE
-        allowed = TOLERANCE * (1 + np.abs(want))
+        allowed = check.TOLERANCE[case.dtype] * (1 + np.abs(want))
         worst = max(worst, float((np.abs(got - want) / allowed).max()))
     return worst
 
@@ -143,5 +159,6 @@ def _figures(job: Job, cases: dict[str, Case], built: Built, name: str, expected
     if worst > 1:
         what = f"{worst:.1f} times the difference that is allowed"
         job.refute(f"{name}: " + ("values are not finite" if worst == NOT_FINITE else what))
-    unit = f"largest difference, of the {TOLERANCE} + {TOLERANCE} |value| that are allowed"
+    allowed = check.TOLERANCE[cases[case].dtype]
+    unit = f"largest difference, of the {allowed} + {allowed} |value| that are allowed"
     return {name: figure(worst, unit)}
