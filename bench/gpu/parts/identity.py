@@ -67,7 +67,7 @@ def _figures(job: Job, sizes: Sizes, model: Model, arm: str, batch: int) -> dict
         began = time.perf_counter()
         outputs = llm.generate(prompts, params)
         seconds[speculative] = time.perf_counter() - began
-        tokens[speculative] = [list(output.outputs[0].token_ids) for output in outputs]
+        tokens[speculative] = [list(output.samples[0].token_ids) for output in outputs]
     differ = sum(a != b for a, b in zip(tokens[True], tokens[False], strict=True))
     at = f"{arm}/batch_{batch}"
     if differ and arm == "invariant":
