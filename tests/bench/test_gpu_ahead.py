@@ -22,7 +22,7 @@ from bench.gpu.ahead.rounds import (
 from bench.gpu.ahead.table import TOOL, table
 from bench.gpu.chunks import Chunk, Size
 from bench.gpu.program import Place
-from bench.markdown import marks, programs_of
+from bench.markdown import marks, programs_of, put
 from bench.record import figure, result_of
 from train.plan.hlo import Module
 from train.plan.launches import launches, thunks
@@ -129,6 +129,7 @@ def test_a_name_says_shape_strategy_batch_and_options():
     assert (name.shape, name.strategy, name.batch) == ("1.7B", "4_1_5", 8)
     assert name.graph and name.features.top_p and name.attention == "library"
     assert name.text == "1.7B:4_1_5:8:top_p:graph:attention=library"
+    assert name_of("8B:4_1_5:8:draft_vocab=32768").draft_vocab == 32768 and not name.draft_vocab
     assert name_of("135M:off:1").attention == "auto" and not name_of("135M:off:1").graph
 
 
@@ -178,6 +179,13 @@ def test_figures_are_added_to_a_file_of_the_same_settings_only(tmp_path):
         figures_in(file, settings | {"card": "h200"})
 
 
+def test_the_table_in_the_docs_is_made_of_the_files_that_are_committed():
+    page = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+    files = [ROOT / f"bench/results/gpu/ahead/{name}.json" for name in ("before_h100", "h100")]
+    made = table([json.loads(file.read_text(encoding="utf-8")) for file in files])
+    assert put(page, "rounds", made, TOOL) == page
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -185,6 +193,7 @@ def test_figures_are_added_to_a_file_of_the_same_settings_only(tmp_path):
         (["rounds", "7B:off:8"], "expected a shape (135M, 1.7B, 8B)"),
         (["rounds", "8B:of:8"], "of"),
         (["rounds", "8B:off:8:top_q"], "expected options among graph, sampled"),
+        (["rounds", "8B:4_1_5:8:draft_vocab=0"], "draft_vocab=COUNT"),
         (["round"], "expected one of rounds, read, updates, table"),
     ],
 )

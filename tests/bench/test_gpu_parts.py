@@ -149,7 +149,7 @@ def test_rows_are_programs_or_say_why_not_and_no_two_of_a_part_have_one_name():
         try:
             found = module.programs(Place(), True, **part.settings)
         except Absent:
-            assert part.name == "values/own"  # nothing of it is for CPUs
+            assert part.name in ("values/own", "values/triton")  # nothing of them is for CPUs
             continue
         assert found and len({p.name for p in found}) == len(found)
 

@@ -23,8 +23,10 @@ import numpy as np
 from jax.experimental import topologies
 from tpu_programs import MODEL
 
+from bench.gpu.ahead import updates
 from bench.gpu.ahead.rounds import compiled_with_thunks, figures_of, layers_traced
-from bench.gpu.program import CARDS
+from bench.gpu.chunks import shape_of
+from bench.gpu.program import CARDS, Ahead
 from bench.tpu.programs import chunk, mesh_over, runner_of
 from specjax.config import ModelConfig, SpecConfig, Strategy
 from specjax.decode.admit import prefill
@@ -35,6 +37,7 @@ from specjax.drafts.mtp import init_head_params
 from specjax.engine.graphs import ONE_GRAPH
 from specjax.engine.inputs import piece_of
 from specjax.engine.runner import Runner
+from specjax.models.families.dense import change_dense
 from specjax.models.transformer import init_params
 from specjax.parallel import sharding
 from specjax.weights.matrix import precision_of
@@ -42,6 +45,12 @@ from specjax.weights.matrix import precision_of
 CARD, SLOTS, ROOM = "h100", 64, 2048
 CHAIN = "2_1_3"
 FLOAT32 = MODEL.running(param_dtype="float32", compute_dtype="float32")
+WIDE_HEADS = change_dense(MODEL, head_dim=256, num_heads=8, num_kv_heads=4)
+# Without operations that add by atomics; no product by Triton, whose defaults need a device then.
+DETERMINISTIC = {
+    "xla_gpu_exclude_nondeterministic_ops": True,
+    "xla_gpu_enable_triton_gemm": False,
+}
 
 
 class Wanted(NamedTuple):
@@ -71,6 +80,7 @@ PROGRAMS = {
     "plain, one graph": Wanted("off", (8,), graph=True),
     "plain, one sequence": Wanted("off", (1,), attention="library"),
     "plain, float32": Wanted("off", (8,), FLOAT32),
+    "plain, heads of 256": Wanted("off", (8,), WIDE_HEADS),
     "plain, four devices": Wanted("off", (8,), devices=4),
     "chain": Wanted(CHAIN, (8,)),
     "chain, one graph": Wanted(CHAIN, (8,), features=Features(top_p=True), graph=True),
@@ -78,6 +88,9 @@ PROGRAMS = {
     "prefill": Wanted("prefill", (4, 128)),
     "prefill by cuDNN": Wanted("prefill", (4, 128), attention="library"),
 }
+
+# Updates of the policy, by `bench.gpu.ahead.updates`; a length that is no width of the model.
+UPDATES = {"update": "135M:1x1088:chunk=256", "update, float32": "135M:1x1088:chunk=256,float32"}
 
 
 class Named:
@@ -133,8 +146,9 @@ def lowered(devices, wanted: Wanted) -> tuple[Runner, jax.stages.Lowered]:
     if wanted.devices > 1:
         runner = runner_of(mesh_over(devices), wanted.model, SLOTS, (Strategy.OFF, CHAIN))
         return runner, chunk(runner, wanted.what, *wanted.sizes)
-    runner = engine_of(devices[0], wanted)
-    return runner, traced(runner, devices[0], wanted).lower()
+    with Ahead(CARD).seen():
+        runner = engine_of(devices[0], wanted)
+        return runner, traced(runner, devices[0], wanted).lower()
 
 
 def less_than_float32(text: str) -> list[str]:
@@ -156,27 +170,50 @@ def described(count: int):
     return topologies.get_topology_desc(CARD, "cuda", **where).devices
 
 
+def of_engine(name: str) -> dict:
+    """What became of a program of an engine."""
+    wanted = PROGRAMS[name]
+    with layers_traced() as layers:
+        runner, program = lowered(described(wanted.devices), wanted)
+    compiled, text, sequence = compiled_with_thunks(program, ONE_GRAPH if wanted.graph else {})
+    memory = compiled.memory_analysis()
+    pages = jax.tree.leaves(runner.state.memory.pages)
+    figures = figures_of(text, sequence, whole=wanted.what == "prefill")
+    return {
+        "device": described(wanted.devices)[0].device_kind,
+        "attention": runner.cfg.run.attention,
+        "cache": sum(x.size * x.dtype.itemsize for x in pages),
+        "temporaries": memory.temp_size_in_bytes,
+        "in_place": memory.alias_size_in_bytes,
+        "traced": len(layers),
+        "less_than_float32": less_than_float32(text) if wanted.model is FLOAT32 else [],
+        "figures": {key: entry["value"] for key, entry in figures.items()},
+    }
+
+
+def of_update(name: str) -> dict:
+    """What became of an update of the policy."""
+    update, place = updates.name_of(UPDATES[name]), Ahead(CARD)
+    with place.seen():
+        traced = updates.traced_of(place, update, layers=2)
+        program = traced.lower()
+    compiled = program.compile(DETERMINISTIC)
+    text, work = compiled.as_text(), updates.work_of(traced.jaxpr.jaxpr)
+    vocabulary = shape_of(update.shape).vocab_size
+    figures = updates.figures_of(update, vocabulary, compiled, work)
+    scatters = [line for line in text.splitlines() if re.search(r"= (f|bf)\d+\[.* scatter\(", line)]
+    return {
+        "figures": {key: entry["value"] for key, entry in figures.items()},
+        "atomics": [line.strip()[:200] for line in scatters if "unique_indices=true" not in line],
+        "cudnn": text.count("__cudnn$fmha"),
+        "less_than_float32": less_than_float32(text) if "float32" in update.options else [],
+    }
+
+
 def main(*names: str) -> None:
     for name in names:
-        wanted = PROGRAMS[name]
-        with layers_traced() as layers:
-            runner, program = lowered(described(wanted.devices), wanted)
-        compiled, text, sequence = compiled_with_thunks(program, ONE_GRAPH if wanted.graph else {})
-        memory = compiled.memory_analysis()
-        pages = jax.tree.leaves(runner.state.memory.pages)
-        figures = figures_of(text, sequence, whole=wanted.what == "prefill")
-        found = {
-            "program": name,
-            "device": described(wanted.devices)[0].device_kind,
-            "attention": runner.cfg.run.attention,
-            "cache": sum(x.size * x.dtype.itemsize for x in pages),
-            "temporaries": memory.temp_size_in_bytes,
-            "in_place": memory.alias_size_in_bytes,
-            "traced": len(layers),
-            "less_than_float32": less_than_float32(text) if wanted.model is FLOAT32 else [],
-            "figures": {key: entry["value"] for key, entry in figures.items()},
-        }
-        print(json.dumps(found), flush=True)
+        found = of_update(name) if name in UPDATES else of_engine(name)
+        print(json.dumps({"program": name, **found}), flush=True)
 
 
 if __name__ == "__main__":

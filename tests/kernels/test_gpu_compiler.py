@@ -11,7 +11,7 @@ import os
 import jax
 import other_python
 import pytest
-from gpu_programs import PROGRAMS, engine_of, traced
+from gpu_programs import PROGRAMS, UPDATES, engine_of, traced
 
 from bench.gpu.ahead.rounds import layers_traced
 from train.plan.cycles import PARTS
@@ -40,6 +40,11 @@ def programs() -> dict[str, dict]:
     found = compiled(*PROGRAMS)
     assert set(found) == set(PROGRAMS)
     return found
+
+
+@pytest.fixture(scope="module")
+def updates() -> dict[str, dict]:
+    return compiled(*UPDATES)
 
 
 def for_cuda(wanted) -> str:
@@ -104,10 +109,12 @@ class TestCompiled:
     pytestmark = compiles
 
     def test_attention_is_the_kernel_that_reads_pages_in_place(self, programs):
-        for name in ("plain", "plain, one graph", "plain, four devices", "chain, one graph"):
-            figures = programs[name]["figures"]
-            assert programs[name]["attention"] == "gpu", name
-            assert figures["own_kernels"] > 0 and not figures["gathers"], name
+        for name, program in programs.items():
+            if PROGRAMS[name].attention != "library":
+                figures, float32 = program["figures"], "float32" in name
+                assert program["attention"] == ("triton" if float32 else "gpu"), name
+                assert figures["own_kernels"] > 0 and not figures["library"], name
+                assert not figures["gathers"], name
         by_library = programs["chain by cuDNN"]["figures"]
         assert by_library["gathers"] > 0 and by_library["library"] > 0  # so that they are found
 
@@ -140,3 +147,12 @@ class TestCompiled:
 
     def test_products_of_a_float32_model_are_float32(self, programs):
         assert programs["plain, float32"]["less_than_float32"] == []
+
+    @pytest.mark.parametrize("name", UPDATES)
+    def test_an_update_attends_by_flash_attention_and_has_no_array_of_pairs(self, name, updates):
+        """Neither a mask nor logits of all tokens; gradients are not added by atomics."""
+        update = updates[name]
+        assert not update["figures"]["pairs"] and not update["figures"]["logits"]
+        kernels = {"flash_gpu_forward", "flash_gpu_queries", "flash_gpu_keys"}
+        assert kernels <= set(update["figures"]["kernels"]) and not update["cudnn"]
+        assert not update["atomics"] and not update["less_than_float32"]

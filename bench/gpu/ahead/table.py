@@ -41,8 +41,6 @@ def cells_of(value: Mapping[str, Any]) -> dict[str, str]:
         "Pallas": f"{value['own_kernels']:.0f}",
         "libraries": f"{value['library']:.0f}",
         "layers traced": f"{value['traced']:.0f}",
-        "lowered": f"{value['lowering']:.1f} s",
-        "compiled": f"{value['compiling']:.0f} s",
     }
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from bench.gpu.job import Job
 from bench.gpu.parts.engines import Model, engine_of, model_of
 from bench.record import figure
-from specjax import SamplingParams, SpecConfig
+from specjax import ControlConfig, SamplingParams, SpecConfig
 
 NOT_AHEAD = "it runs engines, whose chunks other parts compile"
 
@@ -51,7 +51,9 @@ def measure(job: Job, batches: tuple[int, ...] = (1, 8)) -> None:
 
 def _figures(job: Job, sizes: Sizes, model: Model, arm: str, batch: int) -> dict:
     spec = SpecConfig(sizes.strategy, invariant=arm == "invariant")
-    llm = engine_of(model, spec, batch, sizes.prompt + sizes.output)
+    control = ControlConfig("static", strategies=("off", sizes.strategy), initial=sizes.strategy)
+    llm = engine_of(model, spec, batch, sizes.prompt + sizes.output, control=control)
+    llm.warm_up([SamplingParams(temperature=1.0, max_tokens=1)])
     rng = np.random.default_rng(job.seed)
     prompts = rng.integers(2, model[0].vocab_size, (batch, sizes.prompt)).tolist()
     tokens, seconds = {}, {}
@@ -63,7 +65,6 @@ def _figures(job: Job, sizes: Sizes, model: Model, arm: str, batch: int) -> dict
             seed=job.seed,
             speculative=speculative,
         )
-        llm.generate(prompts, params)  # compiles
         began = time.perf_counter()
         outputs = llm.generate(prompts, params)
         seconds[speculative] = time.perf_counter() - began
