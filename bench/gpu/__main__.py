@@ -13,7 +13,7 @@ interrupted, the next one keeps what was measured and runs the interrupted part 
     python -m bench.gpu --small                run every part on a CPU: sizes are tiny, numbers mean
                                                nothing, and go to runs/gpu-small
     python -m bench.gpu --minutes 14           measure, on a GPU machine
-    python -m bench.gpu --parts own_model --model DIR --rows FILE --minutes 14
+    python -m bench.gpu --again own_model --model DIR --rows FILE
                                                train a head for a real model, and the model by RL
     python -m bench.gpu --pack FILE            put all results into one file, to bring them back
     python -m bench.gpu --merge FILE           add the records of such files, see docs/gpu.md

@@ -476,7 +476,10 @@ def test_the_small_command_measures_every_part(tmp_path):
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = show.by_card(tmp_path)["cpu"]
-    excused = {"values/own": "not on this device"}
+    excused = dict.fromkeys(("values/own", "values/triton"), "not on this device")
+    excused |= dict.fromkeys(("own_model/head", "own_model/rl"), "not given")
+    # Some times are too short for the clock, and a CPU has no peak.
+    may_lack = ("protocol", "transformers", "round_parts", "round_parts_32k", "train_step/1.7B")
     for p in PARTS:
         record = found[p.name]
         words = ("done", excused.get(p.name), "not installed" if p.name == "transformers" else None)
@@ -484,7 +487,7 @@ def test_the_small_command_measures_every_part(tmp_path):
         json.dumps(record, allow_nan=False)
         for name, entry in record["figures"].items():
             if entry["value"] is None:
-                assert p.name in ("protocol", "transformers", "round_parts"), (p.name, name)
+                assert p.name in may_lack, (p.name, name)
     check_small({name: record["figures"] for name, record in found.items()})
 
 
