@@ -34,7 +34,7 @@ from pathlib import Path
 
 from bench.command import bench_parser, user_errors
 from bench.gpu import dry, queue, records, show
-from bench.gpu.parts import own_model
+from bench.gpu.job import MODEL, ROWS
 from bench.gpu.program import CARDS
 from bench.gpu.table import PARTS, named
 from bench.record import RESULTS
@@ -73,7 +73,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> int:
     """Does what was asked for, and returns the exit status."""
-    for name, value in ((own_model.MODEL, args.model), (own_model.ROWS, args.rows)):
+    for name, value in ((MODEL, args.model), (ROWS, args.rows)):
         if value is not None:
             os.environ[name] = str(Path(value).absolute())  # the parts are other processes
     again = [part.name for part in named(args.again)]

@@ -13,6 +13,8 @@ from bench.record import figure, now, result_of, write_json
 SOFT = 0.85  # share of a part's time after which it starts no further item
 LONGER = 1.2  # an item starts if this many times the seconds of the longest one so far are left
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+# Environment variables with a user's model and rows, from --model and --rows.
+MODEL, ROWS = "SPECJAX_GPU_MODEL", "SPECJAX_GPU_ROWS"
 
 
 class Absent(Exception):

@@ -205,7 +205,8 @@ def test_a_part_that_was_short_of_time_runs_again_in_every_call_and_behind_the_o
 
 
 def test_no_part_takes_more_than_its_share_of_a_call():
-    assert all(part.seconds <= 180 for part in PARTS if part.name != "protocol")
+    longer = {part.name for part in PARTS if part.seconds > 180}
+    assert longer == {"protocol", "own_model/head", "own_model/rl"}
     assert max(part.seconds for part in PARTS) <= 480
     assert len({part.name for part in PARTS}) == len(PARTS)
 

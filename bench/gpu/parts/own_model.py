@@ -15,12 +15,11 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.gpu.job import Absent, Job
+from bench.gpu.job import MODEL, ROWS, Absent, Job
 from bench.gpu.parts.rl import end, logged, rl_figures
 from bench.record import figure
 
 NOT_AHEAD = "it trains a model of the user's, in processes of its own"
-MODEL, ROWS = "SPECJAX_GPU_MODEL", "SPECJAX_GPU_ROWS"  # set by --model and --rows
 NOT_GIVEN = "not given"
 GRACE = 30.0  # seconds of a part that are not given to what it runs
 ARMS = {
