@@ -18,6 +18,7 @@ float32 is multiplied as float32, not as TF32.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -259,9 +260,12 @@ def as_on_a_gpu():
     """Returns a context that lowers Triton kernels wherever the program is traced.
 
     jax from 0.11 on asks which GPU a kernel is lowered for, and fails where none is present or the
-    name is not one that it knows. What it lowers depends on that in casts to float8 alone.
+    name is not one that it knows. What it lowers depends on that in casts to float8 alone. Under a
+    mesh its devices are the answer.
     """
     mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty:
+        return contextlib.nullcontext()
     names = inspect.signature(jax.sharding.AbstractDevice).parameters
     facts = {"device_kind": "NVIDIA A100", "num_cores": None, "platform": "gpu"}
     device = jax.sharding.AbstractDevice(**{name: facts[name] for name in names})

@@ -23,6 +23,8 @@ from specjax.engine.settings import EngineConfig
 from specjax.kernels import dispatch, reference, triton
 from specjax.kernels.backend import Reads, bytes_read, choose, typical
 from specjax.models.families.dense import change_dense
+from specjax.parallel import sharding
+from specjax.parallel.sharding import MeshConfig, make_mesh
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
 ON_GPU = jax.default_backend() == "gpu"
@@ -148,6 +150,20 @@ def test_a_slots_bits_depend_neither_on_other_slots_nor_on_the_tables_width():
         )
         for found, same in zip(alone, together, strict=True):
             np.testing.assert_array_equal(found[0], same[slot])
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+def test_every_device_attends_to_its_own_heads_and_slots():
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tp=2))
+    case = clean(random_case(1, 4, 2, 2, 5, 48, 3, "float32", head=16))
+    wanted, wanted_lse = expected(*case)
+    attend = functools.partial(dispatch.tree_attention, with_lse=True)
+    there = jax.device_put(case, jax.NamedSharding(mesh, jax.P()))
+    attend = sharding.traced_on(mesh, functools.partial(attend, kernel="triton:interpret"))
+    found, lse = jax.jit(attend)(*there)
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    np.testing.assert_allclose(lse, wanted_lse, atol=1e-5)
+    assert {shard.data.shape for shard in found.addressable_shards} == {(1, 2, 5, 16)}
 
 
 def generated(kernel, spec) -> list[list[int]]:
