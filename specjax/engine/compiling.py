@@ -186,8 +186,7 @@ class Executables:
         self.by_key: dict[tuple, jax.stages.Compiled] = {}
         self.graphs = graphs or Graphs(Device("", ""), ())
         self.twins: dict[tuple, jax.stages.Compiled] = {}
-        self._are_graphs: set[tuple] = set()
-        self._lock = threading.Lock()
+        self._graph_keys: set[tuple] = set()
         self.compilations = 0
         self.before_build: Callable[[], None] = lambda: None
         self.build: Callable = self._build
@@ -238,16 +237,17 @@ class Executables:
         except jax.errors.JaxRuntimeError as error:
             self.graphs.stop(f"{described(key)} does not compile to one: {first_line(error)}")
             return lowered.compile(dict(self.graphs.plain_options) or None)
-        with self._lock:
-            self._are_graphs.add(key)
-            whose = {(twin[1], twin[3]) for twin in self.twins}
-            is_first = not self.graphs.is_checked and (key[1], key[3]) not in whose
-            if is_first:
-                self.twins[key] = NotCompiled(donate)  # no other thread compiles one as well
-        if is_first:
+        self._graph_keys.add(key)
+        _, program, _, features = key
+        if self.graphs.claim((program, features)):
             self.twins[key] = lowered.compile(dict(self.graphs.plain_options) or None)
             self.compilations += 1
         return built
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether any compiled program is one CUDA graph."""
+        return bool(self._graph_keys & self.by_key.keys())
 
     def forget_twins(self) -> bool:
         """Ends the check of graphs, see `graph_check`.
@@ -258,14 +258,13 @@ class Executables:
           whether programs were dropped, which must be compiled again.
         """
         self.graphs.is_checked = True
-        dropped = set() if self.graphs.wanted else self._are_graphs & self.by_key.keys()
+        dropped = set() if self.graphs.wanted else self._graph_keys & self.by_key.keys()
         for key in dropped:
             del self.by_key[key]
             if key in self.twins:
                 self.by_key[key] = self.twins[key]
         self.twins = {}
-        if dropped:
-            self._are_graphs = set()
+        self._graph_keys -= dropped
         return bool(dropped)
 
     def _keep(self, key: tuple, built: Callable) -> None:

@@ -54,18 +54,15 @@ def check_graphs(runner: Runner) -> None:
             return
 
 
-class _Failed(Exception):
-    """A program that is a graph failed."""
-
-
-def _run(runner: Runner, key: tuple, graph: bool = False) -> list[Result] | _Failed:
+def _run(runner: Runner, key: tuple, graph: bool = False) -> list[Result] | str:
     """Runs several chunks by the executable of `key`, from a new state.
 
     Args:
-      graph: whether an error of the program is returned; else it is raised.
+      graph: whether an error of the program is returned, as text; else it is raised.
     """
     _, program, bucket, features = key
-    strategy = next(name for name, run in runner.strategies.items() if run.program == program)
+    served = [name for name, run in runner.strategies.items() if run.program == program]
+    strategy = max(served, key=lambda name: runner.plans[name].steps)
     runner.reset()
     sequences, each = _sequences(runner, strategy, bucket, features)
     for sequence in sequences:
@@ -86,7 +83,7 @@ def _run(runner: Runner, key: tuple, graph: bool = False) -> list[Result] | _Fai
         if not graph:
             raise
         runner.state = runner.kept = None
-        return _Failed(f"fails: {first_line(error)}")
+        return f"fails: {first_line(error)}"
     return results
 
 
@@ -117,10 +114,10 @@ def _sequences(
     return found, each
 
 
-def _difference(wanted: list[Result], got: list[Result] | _Failed) -> str | None:
+def _difference(wanted: list[Result], got: list[Result] | str) -> str | None:
     """What differs between the chunks of a plain program and of one graph; None: nothing."""
-    if isinstance(got, _Failed):
-        return str(got)
+    if isinstance(got, str):
+        return got
     for number, (plain, graph) in enumerate(zip(wanted, got, strict=True), 1):
         for name, a, b in zip(Result._fields, plain, graph, strict=True):
             for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as Several
 from types import MappingProxyType
 
@@ -37,7 +37,7 @@ GPUS = ("gpu", "cuda", "rocm")  # platforms, as jax names them
 
 
 class Graphs:
-    """Whether the chunks of an engine are one CUDA graph each.
+    """Whether the chunks of an engine, or of all replicas, are one CUDA graph each.
 
     Args:
       device: devices of the engine.
@@ -52,6 +52,7 @@ class Graphs:
 
     def __init__(self, device: Device, kernels: Several[str], enforce_eager: bool = False):
         self._plain, self._lock = AS_IT_IS, threading.Lock()
+        self._claimed: set = set()
         self.is_checked, self.line = False, None
         if device.platform not in GPUS:
             self.wanted = False
@@ -75,6 +76,16 @@ class Graphs:
     def plain_options(self) -> Options:
         """The compiler options of a program that is not one graph."""
         return self._plain
+
+    def claim(self, what: Hashable) -> bool:
+        """Whether this is the first call for `what`, and the check is not over.
+
+        It may be called by several threads. Replicas share a `Graphs`, and check once for all.
+        """
+        with self._lock:
+            is_first = not self.is_checked and what not in self._claimed
+            self._claimed.add(what)
+            return is_first
 
     def stop(self, reason: str) -> None:
         """Turns graphs off, for programs that are compiled from now on, and logs the reason once.

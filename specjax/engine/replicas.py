@@ -51,6 +51,7 @@ class Replicas(BaseEngine):
             engine.replica = replica
             engine.telemetry, engine.lengths = first.telemetry, first.lengths
             engine.counts = first.counts
+            engine.runner.executables.graphs = first.runner.executables.graphs
         self._slots = sum(engine.batch for engine in self.engines)
         # Features of all samples. `invariant` mode chooses the program by them, on all replicas.
         self._seen = Features()

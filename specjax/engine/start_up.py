@@ -169,11 +169,12 @@ def compile_ahead(
     side_by_side = [each for each in engines if each.runner.executables.threads > 1]
     _compile(side_by_side, features, ready)
     for programs in engines:
-        done_here = ready if programs not in side_by_side else None
-        _run_each_once(programs, features, done_here)
-        if programs.runner.executables.forget_twins():
-            _compile([each for each in side_by_side if each is programs], features)
-            _run_each_once(programs, features)
+        _run_each_once(programs, features, None if programs in side_by_side else ready)
+    # Where a graph is wrong, all engines compile their chunks again.
+    again = [each for each in engines if each.runner.executables.forget_twins()]
+    _compile([each for each in again if each in side_by_side], features)
+    for programs in again:
+        _run_each_once(programs, features)
     if done < total:  # programs that were compiled again are not counted again
         ready(total - done)
     memory = [runner.executables.memory() for runner in runners]
@@ -228,7 +229,7 @@ def _run_each_once(
                     ready(1)
         jax.block_until_ready(runner.state)
     except jax.errors.JaxRuntimeError as error:
-        if not executables.graphs.wanted:
+        if not executables.has_graphs:
             raise
         executables.graphs.stop(f"a program fails at the start: {first_line(error)}")
         runner.reset()

@@ -104,10 +104,13 @@ def _right(
 
 
 def _present(mesh: jax.sharding.Mesh | None) -> jax.Device | None:
-    """The first device of a mesh that this process has; None: programs are only compiled for it."""
+    """This process's first device of a mesh's kind, so that replicas check once for all.
+
+    None: the process has no device of the mesh, and programs are only compiled for it.
+    """
     wanted, local = dispatch.device_of(mesh), jax.local_devices()
-    if mesh is not None:
-        local = [a for a in mesh.devices.flat if any(a is b for b in local)]
+    if mesh is not None and not any(a is b for a in mesh.devices.flat for b in local):
+        return None
     same = (d for d in local if (d.platform, d.device_kind) == (wanted.platform, wanted.kind))
     return next(same, None)
 

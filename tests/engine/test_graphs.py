@@ -12,6 +12,7 @@ from shared import compilations_of
 from specjax.control import ControlConfig
 from specjax.engine import graph_check, graphs
 from specjax.engine.graphs import NO_GRAPH, ONE_GRAPH, Graphs
+from specjax.engine.replicas import Replicas
 from specjax.interfaces import Device
 
 H100 = Device("gpu", "NVIDIA H100 80GB HBM3")
@@ -111,6 +112,25 @@ def test_the_check_runs_all_loops_of_a_chunk(monkeypatch):
     assert ended[0] < ended[-1], "some sequences end later than others"
     first = plain[0].length[: 1 + graph_check.WAITING]
     assert (first[:2] > 1).all(), "a sequence that waited has taken the row over"
+
+
+@pytest.mark.parametrize("kind", [None, "Wrong"])
+def test_replicas_check_once_for_all(kind, caplog):
+    wrap = kind and others_are(globals()[kind], 1)
+    engines, seen = zip(*(made(wrap=wrap) for _ in range(2)), strict=True)
+    replicas = Replicas(engines)
+    took = replicas.warm_up()
+    chunks = [[o for key, o in options.items() if key[0] == "chunk"] for options in seen]
+    both, one = [dict(ONE_GRAPH), {}], [dict(ONE_GRAPH)]
+    if kind is None:
+        assert sorted(map(len, sum(chunks, []))) == [1, 1, 1, 2] and both in sum(chunks, [])
+    else:
+        assert all(options in (both, one) for options in sum(chunks, []))
+        assert len([r for r in caplog.records if "CUDA graphs" in r.message]) == 1
+        assert not any(e.runner.executables.has_graphs for e in engines)
+    assert took.programs == sum(len(o) for options in seen for o in options.values())
+    for engine in engines:
+        check_tokens(engine, compiled=0)
 
 
 class Wrong:
