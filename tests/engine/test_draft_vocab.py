@@ -4,6 +4,7 @@ That no token depends on it is part of `test_identity` and `test_chi_square_sour
 """
 
 import json
+import types
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from shared import BATCH, CFG, MAX_LEN, PROMPTS, shared_llm, weights
 
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.engine import vocabulary
+from specjax.engine.engine import Engine
+from specjax.engine.hosts import Hosts, ProcessGroup
 from specjax.engine.sources import source_of
 from specjax.engine.vocabulary import TokenCounts, draft_ids, read_token_map
 from specjax.models.transformer import to_decode_layout
@@ -152,6 +155,16 @@ def test_replicas_draft_from_the_same_ids(monkeypatch):
     assert one == other != list(range(16))
     llm.update_draft_vocab(range(16, 32))
     assert {tuple(e.runner.ids.tolist()) for e in llm.engine.engines} == {tuple(range(16, 32))}
+
+
+def test_processes_are_given_the_ids_and_never_choose_their_own():
+    own = Engine(CFG, SpecConfig("1_1_2", draft_vocab=16), 1, MAX_LEN)
+    group = ProcessGroup(0, 2, reports=True)
+    hosts = Hosts(own, types.SimpleNamespace(group=group, own=[None]))
+    hosts.set_draft_ids([*range(20, 36)])
+    assert own.runner.ids.tolist() == [*range(20, 36)] and own.counts is None
+    with pytest.raises(ValueError, match="the same on all processes"):
+        hosts.set_draft_ids()
 
 
 def test_rules_that_divide_by_q_keep_the_tokens_that_they_began_with():
