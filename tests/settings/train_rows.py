@@ -40,6 +40,7 @@ from specjax.tokenizer import load_tokenizer, with_tokenizer_end
 from train import collect, data, processes, rl, sft
 from train.collect import evaluate
 from train.draft import DraftConfig, DraftTrainer
+from train.flops import UpdateSpeed
 from train.groups import Group, GroupStatus, Response, select
 from train.inputs import Prompts, read_inputs
 from train.objectives.shared import GroupRelative
@@ -221,6 +222,7 @@ def updates(cfg: RLConfig):
     run = Trainer.__new__(Trainer)
     run.cfg, run.policy, run.params, run.opt_state = cfg, Handed(), None, None
     run.reference, run.draft = None, cfg.draft.mode == "online" or None
+    run._speed = UpdateSpeed(policy(), jax.devices())
     groups = []
     for prompt, rewards in (([1, 2], [0.0, 1.0]), ([3], [0.0, 3.0])):
         responses = [
