@@ -64,6 +64,7 @@ class Wanted(NamedTuple):
       features: sampling options of a chunk.
       graph: whether it is compiled to one CUDA graph.
       devices: number of devices that the model is split over.
+      draft_vocab: number of tokens that are drafted from; None: the whole vocabulary.
     """
 
     what: str
@@ -73,6 +74,7 @@ class Wanted(NamedTuple):
     features: Features = Features()
     graph: bool = False
     devices: int = 1
+    draft_vocab: int | None = None
 
 
 PROGRAMS = {
@@ -105,7 +107,12 @@ def engine_of(device, wanted: Wanted) -> Runner:
     strategies = (Strategy.OFF, Strategy.parse(CHAIN))
     with mock.patch("jax.devices", lambda *_: [Named()]):
         runner = Runner(
-            cfg, SpecConfig(CHAIN), SLOTS, ROOM, strategies=strategies, attention=wanted.attention
+            cfg,
+            SpecConfig(CHAIN, draft_vocab=wanted.draft_vocab),
+            SLOTS,
+            ROOM,
+            strategies=strategies,
+            attention=wanted.attention,
         )
     runner.hold_shapes(
         jax.eval_shape(lambda: init_params(cfg)), jax.eval_shape(lambda: init_head_params(cfg))
@@ -136,7 +143,7 @@ def traced(runner: Runner, device, wanted: Wanted) -> jax.stages.Traced:
         rows = RowMap(np.arange(bucket, dtype=np.int32), np.ones(bucket, bool), table)
         host = on_device(device, (runner.alone(rows), Until.of(4)))
         program = functools.partial(runner._chunk_program, wanted.what, wanted.features, bucket)
-        inputs, donated = (runner.params, runner.head, runner.state, *host), (2,)
+        inputs, donated = (runner.params, runner.draft, runner.state, *host), (2,)
     program = precision_of(runner.cfg)(sharding.traced_on(None, program))
     return jax.jit(program, donate_argnums=donated).trace(*inputs)
 
