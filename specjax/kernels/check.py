@@ -31,7 +31,7 @@ PLATFORMS = ("gpu", "cuda", "rocm")  # whose kernels are checked
 TOLERANCE = {"bfloat16": 2e-2, "float16": 5e-3, "float32": 1e-4}
 # The reference is computed once: choosing its algorithms by measuring them takes longer.
 UNTUNED = {"xla_gpu_autotune_level": 0}
-SLOTS, PAGES = 4, 3  # of each call; pages are those of a slot
+SLOTS, PAGES = 4, 64  # of each call; a table has all pages in every row, so that programs loop
 
 
 def settle(
@@ -236,11 +236,11 @@ def _arrays(call: _Call, page_size: int, dtype: str) -> tuple[np.ndarray, ...]:
 
     q = normal(SLOTS, call.heads, call.rows, call.size)
     tree = [normal(SLOTS, call.kv_heads, call.tree, call.size) for _ in range(2)]
-    pages = [normal(1 + SLOTS * PAGES, call.kv_heads, page_size, call.size) for _ in range(2)]
+    pages = [normal(1 + PAGES, call.kv_heads, page_size, call.size) for _ in range(2)]
     most = PAGES * page_size
-    # All pages full, none, one page and a bit, nearly two.
-    prefix = np.array([most, 0, page_size + 1, 2 * page_size - 1], np.int32)
-    table = 1 + rng.permutation(SLOTS * PAGES).reshape(SLOTS, PAGES).astype(np.int32)
+    # All pages full, none, one page and a bit, more than half of them.
+    prefix = np.array([most, 0, page_size + 1, most * 5 // 8 - 1], np.int32)
+    table = np.stack([1 + rng.permutation(PAGES) for _ in range(SLOTS)]).astype(np.int32)
     visible = np.stack([_random_tree(rng, call.tree)[-call.rows :] for _ in range(SLOTS)])
     return q, *tree, *pages, prefix, _words(visible), table
 
