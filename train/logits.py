@@ -201,9 +201,9 @@ def _scores_bwd(head: Head, residuals, cotangents):
             d_rows, table = found
             scores, part, columns = _block(rows, table, temperature, first, width)
             d = weight * ((columns == label) - jnp.exp(scores - log_z))
-            d_part = _dot(d, rows, 0, 0).astype(table.dtype)
+            d_part = _gradient(d, rows, ((0,), (0,))).astype(table.dtype)
             table = jax.lax.dynamic_update_slice_in_dim(table, d_part, first, 0)
-            return d_rows + _dot(d, part, 1, 0), table
+            return d_rows + _gradient(d, part, ((1,), (0,))), table
 
         # The gradient takes the place of the matrix, each part of which one block reads.
         start = jnp.zeros(rows.shape, jnp.float32), matrix.T if head.axis else matrix
@@ -261,10 +261,26 @@ def _finite(peak: Array) -> Array:
     return jnp.where(jnp.isfinite(peak), peak, 0.0)
 
 
-def _dot(left: Array, right: Array, over_left: int, over_right: int) -> Array:
-    """Multiplies matrices of any float types over one dimension of each, in float32."""
-    dims = ((over_left,), (over_right,)), ((), ())
+def _gradient(left: Array, right: Array, over: tuple, batch: tuple = ((), ())) -> Array:
+    """Multiplies a float32 gradient of logits, and a matrix of any float type, in float32.
+
+    On GPUs both are rounded to the narrower type of the two first, as TPUs round the gradient to
+    bfloat16 by themselves. A GPU multiplies float32 by bfloat16 as float32 by float32: in TF32 at
+    half the rate, of twice the bytes.
+    """
+    dims = over, batch
+    return jax.lax.platform_dependent(
+        left, right, cuda=functools.partial(_rounded, dims), default=functools.partial(_dot, dims)
+    )
+
+
+def _dot(dims: tuple, left: Array, right: Array) -> Array:
     return jax.lax.dot_general(left, right, dims, preferred_element_type=jnp.float32)
+
+
+def _rounded(dims: tuple, left: Array, right: Array) -> Array:
+    dtype = min(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
+    return _dot(dims, left.astype(dtype), right.astype(dtype))
 
 
 # --- blocks of tokens -----------------------------------------------------------------------------
@@ -423,12 +439,11 @@ def _over_tokens_bwd(cut: Cut, function: Callable, residuals, d_found):
         logits = head.logits(normed, matrix)
         _, pull = jax.vjp(lambda logits: function(carry, logits, rows)[1], logits)
         [d] = pull(d_found)
-        d_normed = _dot(d, matrix, 2, head.axis).astype(normed.dtype)
+        d_normed = _gradient(d, matrix, ((2,), (head.axis,))).astype(normed.dtype)
         # Each device adds up its own tokens: the first axis is the device's.
         own = [x.reshape(cut.ways, -1, x.shape[-1]) for x in (normed, d)]
         own = own if head.axis else own[::-1]
-        dims = (((1,), (1,)), ((0,), (0,)))
-        part = jax.lax.dot_general(*own, dims, preferred_element_type=jnp.float32)
+        part = _gradient(*own, ((1,), (1,)), ((0,), (0,)))
         return d_matrix + part, d_normed
 
     blocks = jax.tree.map(cut.cut, (normed, rows))

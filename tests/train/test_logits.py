@@ -1,6 +1,7 @@
 """Logits in blocks have the values and gradients of all logits at once, also split over devices."""
 
 import functools
+import re
 from types import SimpleNamespace
 
 import jax
@@ -15,6 +16,7 @@ from specjax.models.transformer import embed_tokens, init_params
 from specjax.parallel import sharding
 from specjax.parallel.context import context_of
 from specjax.parallel.sharding import MeshConfig, make_mesh
+from train import logits
 from train.algo import algo
 from train.draft import DraftConfig, frozen_policy_parts, head_loss, head_of
 from train.logits import LOGITS, Cut, Head
@@ -214,10 +216,14 @@ def test_losses_of_the_head_over_several_steps_in_blocks_of_tokens(axes, loss, c
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
-def assert_equal_but_for_rounding(found, wanted):
-    """Asserts that arrays differ by roundings to bfloat16, and by no common factor."""
+def assert_equal_but_for_rounding(found, wanted, summed=2**-10):
+    """Asserts that arrays differ by roundings to bfloat16, and by no common factor.
+
+    Args:
+      summed: largest difference relative to the largest number: of sums of rounded numbers.
+    """
     found, wanted = np.asarray(found, "f8"), np.asarray(wanted, "f8")
-    np.testing.assert_allclose(found, wanted, rtol=2**-6, atol=2**-10 * np.abs(wanted).max())
+    np.testing.assert_allclose(found, wanted, rtol=2**-6, atol=summed * np.abs(wanted).max())
     factor = np.sum(found * wanted) / np.sum(wanted * wanted)
     np.testing.assert_allclose(factor, 1, atol=1e-3)
 
@@ -227,30 +233,54 @@ def lost_in_bfloat16(number):
     return np.abs(np.asarray(jnp.asarray(number, "bfloat16"), "f8") / number - 1)
 
 
-@pytest.mark.parametrize("scores", ["temperature", "processed"])
-def test_gradients_of_scores_of_bfloat16_states_are_the_same_in_blocks(scores):
+def gradients_of_scores(scores, chunk):
+    """The program of the gradients of bfloat16 states and of the matrix, and its inputs."""
     normed, matrix = arrays()
     batch = packed()
     transforms = Transforms.of(SamplingParams(**CASES["filters"], max_tokens=9), (3, 4), VOCAB)
+    head = Head.of(None, AXES["lm_head"], matrix, (ROWS, LENGTH), chunk)
 
-    def gradients(chunk):
-        head = Head.of(None, AXES["lm_head"], matrix, (ROWS, LENGTH), chunk)
+    def loss(normed, matrix):
+        if scores == "processed":
+            found, *_ = processed_state_logprobs(head, normed, matrix, batch, transforms)
+        else:
+            found, _ = state_logprobs(
+                head, normed, matrix, batch["tokens"], batch["segment_ids"], 0.7
+            )
+        return UNEVEN * jnp.sum(found * batch["loss_mask"])
 
-        def loss(normed, matrix):
-            if scores == "processed":
-                found, *_ = processed_state_logprobs(head, normed, matrix, batch, transforms)
-            else:
-                found, _ = state_logprobs(
-                    head, normed, matrix, batch["tokens"], batch["segment_ids"], 0.7
-                )
-            return UNEVEN * jnp.sum(found * batch["loss_mask"])
+    return jax.jit(jax.grad(loss, (0, 1))), (jnp.bfloat16(normed), matrix)
 
-        d_normed, d_matrix = jax.jit(jax.grad(loss, (0, 1)))(jnp.bfloat16(normed), matrix)
-        assert (d_normed.dtype, d_matrix.dtype) == (jnp.bfloat16, jnp.float32)
-        return d_normed, d_matrix
 
-    for blocks, whole in zip(gradients(5), gradients(None), strict=True):
-        assert_equal_but_for_rounding(blocks, whole)
+@pytest.mark.parametrize("scores", ["temperature", "processed"])
+@pytest.mark.parametrize("form", ["everywhere", "of GPUs"])
+def test_gradients_of_scores_of_bfloat16_states_are_the_same_in_blocks(scores, form, monkeypatch):
+    program, given = gradients_of_scores(scores, None)
+    whole = program(*given)
+    if form == "of GPUs":
+        rounded = logits._rounded
+        monkeypatch.setattr(
+            logits, "_gradient", lambda a, b, *dims: rounded((*dims, ((), ()))[:2], a, b)
+        )
+    program, given = gradients_of_scores(scores, 5)
+    d_normed, d_matrix = blocks = program(*given)
+    assert (d_normed.dtype, d_matrix.dtype) == (jnp.bfloat16, jnp.float32)
+    for found, wanted in zip(blocks, whole, strict=True):
+        assert_equal_but_for_rounding(found, wanted, 2**-7 if form == "of GPUs" else 2**-10)
+
+
+@pytest.mark.parametrize("scores", ["temperature", "processed"])
+def test_gpus_multiply_gradients_of_logits_in_bfloat16(scores):
+    program, given = gradients_of_scores(scores, 5)
+
+    def products(platform):
+        text = program.trace(*given).lower(lowering_platforms=(platform,)).as_text()
+        lines = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+        types = [re.findall(r"tensor<[\dx]*x(\w+)>", line.split(" : ")[-1]) for line in lines]
+        return {tuple(found) for found in types}
+
+    assert products("cuda") == {("bf16", "bf16", "f32")}
+    assert {"f32"} in [set(found) for found in products("cpu")]
 
 
 def gradients_of_outputs(settings, batch, chunk, weight):
