@@ -15,6 +15,7 @@ and has no grouped heads, windows or log-sum-exp with a gradient.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -36,12 +37,11 @@ from specjax.kernels.context_parallel import add_own
 from specjax.kernels.flash import HIDDEN, WHOLE, Tokens, kinds_of_pairs
 from specjax.kernels.library import padded
 from specjax.kernels.reference import NEG_INF, own_in_window
+from specjax.kernels.triton import DTYPES, LARGEST_HEAD, OLDER, as_on_a_gpu
 
 LOG2E = math.log2(math.e)
-LARGEST_HEAD = 256
 # Devices of which a program gets less than the 164 KiB of shared memory that tiles are made for.
 SMALL, SMALL_HEAD = re.compile(r"\b(A10G?|A16|A2|A40|L4|L40S?|RTX|GeForce)\b", re.IGNORECASE), 64
-OLDER = re.compile(r"\b(K80|M\d0|P\d+|V100\w*|T4|GTX|RTX 20\d\d|TITAN)\b", re.IGNORECASE)
 _PADDING = jnp.iinfo(jnp.int32).max  # in place of segment 0: ids ascend along a row
 
 
@@ -275,7 +275,7 @@ class _Cut:
         """
         batch, length = self.segments.shape
         heads = self.kv_heads if self.by_keys else self.heads
-        return pl.pallas_call(
+        call = pl.pallas_call(
             functools.partial(kernel, self.arithmetic()),
             grid=(heads, length // self.size, batch),  # heads that share keys run side by side
             in_specs=[self.spec(name) for name, _ in given],
@@ -286,7 +286,9 @@ class _Cut:
             ),
             interpret=self.call.interpret,
             name="flash_gpu" + kernel.__name__.removesuffix("_kernel"),
-        )(*(x for _, x in given))
+        )
+        with contextlib.nullcontext() if self.call.interpret else as_on_a_gpu():
+            return call(*(x for _, x in given))
 
     def arithmetic(self) -> _Arithmetic:
         call, group = self.call, self.group
@@ -451,9 +453,9 @@ def _refuses(operation: str, device: Device | None, cfg: ModelConfig) -> str | N
             f"its tiles of heads of {max(sizes)} do not fit into the shared memory of "
             f"{device.kind!r}, which holds heads of up to {SMALL_HEAD}"
         )
-    if max(sizes, default=0) > LARGEST_HEAD or dtype not in ("bfloat16", "float16", "float32"):
+    if max(sizes, default=0) > LARGEST_HEAD or dtype not in DTYPES:
         return (
-            f"it supports float32, bfloat16 and float16 heads of up to {LARGEST_HEAD}, got {dtype} "
+            f"it supports {', '.join(DTYPES)} heads of up to {LARGEST_HEAD}, got {dtype} "
             f"heads of {', '.join(map(str, sizes))}"
         )
     return None

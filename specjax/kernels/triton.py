@@ -23,6 +23,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import re
 
 import jax
 import jax.experimental.pallas as pl
@@ -34,7 +35,6 @@ from specjax.config import ModelConfig
 from specjax.interfaces import Device, Table
 from specjax.kernels import commit_kernel
 from specjax.kernels.backend import Kernels, head_sizes
-from specjax.kernels.flash_gpu import OLDER
 from specjax.kernels.reference import (
     NEG_INF,
     capped,
@@ -47,6 +47,7 @@ LEAST = 16  # rows, columns and terms of the smallest product that tensor cores 
 TREE_BLOCK = 32  # tree keys that are loaded at once: those of one ancestor word
 LARGEST_HEAD = 256
 DTYPES = ("float32", "bfloat16", "float16")
+OLDER = re.compile(r"\b(K80|M\d0|P\d+|V100\w*|T4|GTX|RTX 20\d\d|TITAN)\b", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -192,6 +192,24 @@ def test_every_head_size_and_dtype_has_tiles():
             assert all(n >= 16 and n & (n - 1) == 0 for tile in tiles for n in tile[:2])
 
 
+@pytest.mark.parametrize("head, dtype, steps", [
+    (64, "bfloat16", 0), (96, "float32", 1), (256, "float16", 0),
+])  # fmt: skip
+def test_it_is_lowered_for_gpus_without_sums_by_atomics(head, dtype, steps):
+    case = Case(heads=6, kv_heads=2, length=330, size=head, steps=steps, dtype=dtype, soft_cap=9.0)
+    ids = jnp.ones((2, case.length), jnp.int32)
+
+    def loss(arrays):
+        return flash_gpu.causal_attention(*arrays, ids, soft_cap=9.0, window=99).sum()
+
+    traced = jax.jit(jax.grad(loss)).trace(case.arrays())
+    assert "atomic" not in str(traced.jaxpr)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__gpu$xla.gpu.triton") == 3
+    for scores in ("330x330", "352x352", "384x384"):
+        assert scores not in text, "no array has an entry for each pair of tokens"
+
+
 @pytest.mark.parametrize("head, dtype", [(64, "bfloat16"), (96, "float32"), (256, "bfloat16")])
 def test_training_on_a_gpu_is_by_flash_attention(head, dtype):
     cfg = change_dense(WIDE, head_dim=head).running(compute_dtype=dtype)
