@@ -32,7 +32,7 @@ from specjax.parallel.context import Context
 from specjax.parallel.context import shift as shift_rows
 from specjax.schema import option
 from specjax.weights.matrix import precision_of
-from train.logits import Cut, Head, head_name
+from train.logits import Cut, Head, head_name, settled_chunk
 from train.optim import OptimConfig
 from train.policy import abstract_opt_state, init_opt_state, with_attention
 
@@ -507,7 +507,8 @@ class DraftTrainer:
             network = with_attention(source.network, mesh, attention, whose, context)
             source = source.with_network(network)
         self.cfg, self.draft, self.mesh, self.temperature = cfg, draft, mesh, temperature
-        self.source, self.context, self.chunk = source, context, chunk
+        self.source, self.context = source, context
+        self.chunk = settled_chunk(chunk, mesh, cfg.vocab_size)
         self.axes = merge_axes([param_axes(cfg), source.axes()])
         self.optimizer = draft.optimizer()
         program = precision_of(cfg)(sharding.traced_on(mesh, self._update_program))

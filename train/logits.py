@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from specjax.config import ModelConfig
+from specjax.kernels import dispatch
 from specjax.models.transformer import lm_logits
 from specjax.parallel import sharding
 from specjax.parallel.context import Context
@@ -38,12 +39,27 @@ from specjax.parallel.stored import Stored
 # Logits of a block by default, and the least ids, or tokens, that a block has: with fewer a matrix
 # product would wait for its operands.
 LOGITS, LEAST = 2**25, 512
+# Of a GPU: each block of tokens reads and writes all of the matrix's gradient, and each block of ids
+# all of the states' gradient. With four times the logits, an update has the same temporaries.
+GPU_LOGITS = 2**27
 _LANES = 128  # blocks of the vocabulary are multiples of it, where they are that large
 
 
 def head_name(cfg: ModelConfig) -> str:
     """Returns the name of the parameter that is the language-model head's matrix in training."""
     return "embed" if cfg.tie_embeddings else "lm_head"
+
+
+def settled_chunk(chunk: int | None, mesh, vocab: int) -> int | None:
+    """Returns the setting `logprob_chunk_size`, or in place of None what suits the devices.
+
+    Args:
+      mesh: mesh whose devices decide; None: the default device.
+      vocab: number of ids.
+    """
+    if chunk is None and dispatch.device_of(mesh).platform in ("gpu", "cuda", "rocm"):
+        return max(LEAST, GPU_LOGITS // vocab)
+    return chunk
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,7 @@ from specjax.parallel import sharding
 from specjax.parallel.context import Context
 from specjax.spelling import SettingError, spelled
 from specjax.weights.matrix import precision_of
-from train.logits import Head, head_name
+from train.logits import Head, head_name, settled_chunk
 from train.logprobs import Transforms, processed_state_logprobs, state_logprobs
 from train.loss import Batch, LossFn
 from train.rollout_schema import SPELL
@@ -123,7 +123,7 @@ class PolicyTrainer:
         taps: Taps = (),
         chunk: int | None = None,
     ):
-        self.taps, self.chunk = taps, chunk
+        self.taps, self.chunk = taps, settled_chunk(chunk, mesh, cfg.vocab_size)
         cfg = with_attention(cfg, mesh, attention, "training attention", context)
         self.cfg, self.axes = cfg.running(scan_layers=True), param_axes(cfg)
         self.loss, self.optimizer, self.mesh = loss, optimizer, mesh

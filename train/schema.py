@@ -302,7 +302,7 @@ class LogSection:
 
 CHUNK_DOC = (
     "tokens per device whose logits exist at once (or as many logits, of all tokens and a part of "
-    "the vocabulary); null: as many as take 128 MB in float32, or 512"
+    "the vocabulary); null: as many as take 128 MB in float32 (512 MB on GPUs), or 512"
 )
 
 

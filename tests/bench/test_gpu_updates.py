@@ -50,6 +50,12 @@ def test_operations_are_those_of_products_in_loops_too():
     work = updates.work_of(jax.make_jaxpr(program)(jnp.zeros((4, 4))).jaxpr)
     assert work.operations == 3 * 2 * 4**3 + 2 * 4 * 4 * 2
 
+    def either(x):
+        return jax.lax.cond(x[0, 0] > 0, lambda x: x @ x, lambda x: x @ x @ x, x)
+
+    work = updates.work_of(jax.make_jaxpr(either)(jnp.zeros((4, 4))).jaxpr)
+    assert work.operations == 2 * 2 * 4**3, "of branches the larger one"
+
 
 def test_masks_and_logits_of_all_tokens_are_found_where_they_are():
     def found(*options):

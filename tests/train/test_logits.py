@@ -448,3 +448,12 @@ def test_blocks_by_default_are_bounded(tokens, vocab, split):
     assert head.is_whole == (vocab == 512)
     assert head.block_ids * tokens <= max(LOGITS, 512 * tokens)
     assert head.is_whole or head.block_ids % 128 == 0
+
+
+@pytest.mark.parametrize("platform, chunk, settled", [
+    ("gpu", None, 883), ("gpu", 64, 64), ("cpu", None, None), ("tpu", None, None),
+])  # fmt: skip
+def test_gpus_hold_more_logits_by_default(platform, chunk, settled, monkeypatch):
+    device = SimpleNamespace(platform=platform, device_kind="any")
+    monkeypatch.setattr(jax, "devices", lambda *_: [device])
+    assert logits.settled_chunk(chunk, None, 151_936) == settled

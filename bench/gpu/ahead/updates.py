@@ -138,8 +138,10 @@ def work_of(jaxpr) -> Work:
             kernels[eqn.params["name"]] += 1
         else:
             times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-            for inner in _jaxprs_of(eqn.params):
-                found = work_of(inner)
+            inner = [work_of(jaxpr) for jaxpr in _jaxprs_of(eqn.params)]
+            if eqn.primitive.name == "cond":  # one branch runs, such as that of the platform
+                inner = [max(inner, key=lambda work: (work.operations, work.kernels.total()))]
+            for found in inner:
                 operations += times * found.operations
                 kernels.update({key: times * n for key, n in found.kernels.items()})
     return Work(operations, kernels)
