@@ -39,7 +39,7 @@ from specjax.parallel.stored import Stored
 # Logits of a block by default, and the least ids, or tokens, that a block has: with fewer a matrix
 # product would wait for its operands.
 LOGITS, LEAST = 2**25, 512
-# Of a GPU: each block of tokens reads and writes all of the matrix's gradient, and each block of ids
+# Of a GPU: each block of tokens reads and writes all of the matrix's gradient, each block of ids
 # all of the states' gradient. With four times the logits, an update has the same temporaries.
 GPU_LOGITS = 2**27
 _LANES = 128  # blocks of the vocabulary are multiples of it, where they are that large
