@@ -84,18 +84,23 @@ def _right(
     device = _present(mesh)
     if device is None or device.platform not in PLATFORMS:
         return cfg
-    asked, name = cfg.run.attention, cfg.run.attention
-    while name != REFERENCE:
-        if not dispatch.has(operation, name):
+
+    def offering(name: str) -> str:
+        """The first from a backend on, by `rest`, that has the operation."""
+        while not dispatch.has(operation, name):
             name = BACKENDS.find(name).rest
-            continue
+        return name
+
+    asked = cfg.run.attention
+    name = offering(asked)
+    while name != REFERENCE:
         reason = None
         if name != asked:
             reason = dispatch.refuses(operation, name, dispatch.device_of(mesh), cfg)
         reason = reason or wrong(name, device)
         if reason is None:
             break
-        name, last = BACKENDS.find(name).rest, name
+        name, last = offering(BACKENDS.find(name).rest), name
         log.warning(
             "%s: not by %s, but by %s: %s; report this, with the versions of jax and of the driver",
             whose, last, name, reason,

@@ -60,6 +60,8 @@ SECOND = dataclasses.replace(
     _kernels(_right, rest=f"{HERE}:THIRD"), refuses=lambda operation, device, cfg: "too old"
 )
 THIRD = _kernels(_right)
+WITH_TRAINING = _kernels(_fails, rest=f"{HERE}:TRAINING")
+TRAINING = Kernels({}, line="a kernel of a test, for training", rest=f"{HERE}:THIRD")
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +109,13 @@ def test_a_rest_that_the_device_refuses_is_passed_over(caplog):
     assert settled("FIRST") == name_of("THIRD")
     lines = [r.message for r in caplog.records if r.levelname == "WARNING"]
     assert len(lines) == 2 and "too old" in lines[1]
+
+
+def test_a_rest_that_does_not_attend_is_passed_over_without_a_line(caplog):
+    assert settled("WITH_TRAINING") == name_of("THIRD")
+    [record] = [r for r in caplog.records if r.levelname == "WARNING"]
+    wanted = f"not by {name_of('WITH_TRAINING')}, but by {name_of('THIRD')}: it fails"
+    assert wanted in record.message
 
 
 def test_windows_soft_caps_and_split_heads_are_those_of_the_model():
