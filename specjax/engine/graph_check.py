@@ -63,6 +63,17 @@ def _run(runner: Runner, key: tuple, graph: bool = False) -> list[Result] | str:
     _, program, bucket, features = key
     served = [name for name, run in runner.strategies.items() if run.program == program]
     strategy = max(served, key=lambda name: runner.plans[name].steps)
+    try:
+        return run_chunks(runner, strategy, bucket, features)
+    except jax.errors.JaxRuntimeError as error:
+        if not graph:
+            raise
+        runner.state = runner.kept = None
+        return f"fails: {first_line(error)}"
+
+
+def run_chunks(runner: Runner, strategy: str, bucket: int, features: Features) -> list[Result]:
+    """Runs several chunks of a strategy from a new state."""
     runner.reset()
     sequences, each = _sequences(runner, strategy, bucket, features)
     for sequence in sequences:
@@ -75,16 +86,7 @@ def _run(runner: Runner, key: tuple, graph: bool = False) -> list[Result] | str:
     table[:count, :each] = 1 + np.arange(count * each).reshape(count, each)
     row_map = RowMap(slots, np.arange(len(slots)) < count, table)
     until = Until.of(_rounds(runner, strategy, bucket))
-    results = []
-    try:
-        for _ in range(CHUNKS):
-            results.append(runner.chunk(strategy, features, row_map, until).open())
-    except jax.errors.JaxRuntimeError as error:
-        if not graph:
-            raise
-        runner.state = runner.kept = None
-        return f"fails: {first_line(error)}"
-    return results
+    return [runner.chunk(strategy, features, row_map, until).open() for _ in range(CHUNKS)]
 
 
 def _rounds(runner: Runner, strategy: str, bucket: int) -> int:

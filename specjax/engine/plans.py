@@ -11,7 +11,9 @@ from specjax.control import OFF
 from specjax.decode.state import Plan
 from specjax.decode.tree import TreePart, build_tree, common_strategy, tree_part
 from specjax.engine.sources import source_of
-from specjax.interfaces import Draft
+from specjax.interfaces import Device, Draft
+from specjax.models.mixers.attention import Attention
+from specjax.models.mlps.dense import Dense
 from specjax.spelling import SettingError
 
 
@@ -116,6 +118,34 @@ def programs_of(plans: Mapping[str, Plan], most_rows: int) -> dict[str, Strategy
         name: StrategyProgram(common.name, shared, tree_part(tree, plan.strategy))
         for name, plan in plans.items()
     }
+
+
+BLOCK = 64  # rows of a tile of the matrix units of GPUs
+BLOCKS_ON = ("gpu", "cuda")
+# With more rows than this a product takes longer than reading its weights.
+MOST_ROWS = 256
+
+
+def row_block(device: Device, batch: int, strategies: Mapping[str, StrategyProgram]) -> int | None:
+    """The number of rows that an engine in `invariant` mode multiplies at once, see `RunConfig`.
+
+    With it plain decoding has a program of its own, whose products have the shapes that those of
+    the common tree have. On one GPU that is faster: a product of few rows takes as long as reading
+    its weights, and a plain round attends once where a tree does for each of its rows. On CPU a
+    product takes as long as it has rows, and a block would be slower than the tree.
+
+    Returns:
+      multiples of `BLOCK`; None: all strategies run one program.
+    """
+    if OFF not in strategies or len(strategies) == 1:
+        return None
+    if device.platform not in BLOCKS_ON or device.count > 1:
+        return None
+    shared = strategies[OFF].plan
+    kinds = {type(part) for layer in shared.cfg.layers for part in (layer.mixer, layer.mlp)}
+    if kinds - {Attention, Dense}:
+        return None  # of others nothing says that they take blocks
+    return min(-(-batch * shared.tree.rows // BLOCK) * BLOCK, MOST_ROWS)
 
 
 def own_name(spec: SpecConfig | None, plans: Mapping[str, Plan]) -> str:

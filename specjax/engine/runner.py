@@ -21,6 +21,7 @@ import numpy as np
 from flax import nnx
 
 from specjax.config import ModelConfig, SpecConfig, Strategy
+from specjax.control import OFF
 from specjax.decode.admit import (
     Admission,
     Piece,
@@ -39,7 +40,7 @@ from specjax.engine.checksum import Checksum, require_same
 from specjax.engine.compiling import Executables
 from specjax.engine.graphs import Graphs
 from specjax.engine.pages import NULL_PAGE, pages_for
-from specjax.engine.plans import make_plans, own_name, programs_of
+from specjax.engine.plans import StrategyProgram, make_plans, own_name, programs_of, row_block
 from specjax.engine.settings import stretched
 from specjax.engine.sources import laid_out, page_multiple, with_kernel
 from specjax.engine.vocabulary import draft_ids
@@ -93,6 +94,9 @@ class Runner:
       strategies: the program that chunks of each strategy run, by name of the strategy.
       programs: the plans that chunks are compiled for, by name of the program: those of the
         strategies, or in `invariant` mode one for all.
+      own_plain: a program for `off` alone where all strategies share another, see
+        `specjax.engine.plain_check`; None: there is none.
+      exact_plain: the features for which it runs.
       longest: the plan with the most steps.
       slots: number of slots of the state. The last one is always empty and fills up buckets.
       extra_slots: number of slots beyond `batch`, for sequences that wait for a row.
@@ -155,9 +159,17 @@ class Runner:
         self.cfg, self.stride = cfg, stride
         self.chunk_tokens, self.stretch = chunk_tokens, stretch
         self.batch, self.max_len, self.stop_width, self.mesh = batch, max_len, stop_width, mesh
+        most_rows = spec.spec_verify_tokens if drafts else 1
         self.plans = make_plans(cfg, spec, source, strategies)
+        self.strategies = programs_of(self.plans, most_rows)
+        self.own_plain, self.exact_plain = None, set()
+        size = row_block(dispatch.device_of(mesh), batch, self.strategies) if invariant else None
+        if size is not None:
+            self.cfg = cfg = cfg.running(row_block=size)
+            self.plans = make_plans(cfg, spec, source, strategies)
+            self.strategies = programs_of(self.plans, most_rows)
+            self.own_plain = StrategyProgram(OFF, self.plans[OFF])
         self.plan = self.plans[own_name(spec, self.plans)]
-        self.strategies = programs_of(self.plans, spec.spec_verify_tokens if drafts else 1)
         self.programs = {run.program: run.plan for run in self.strategies.values()}
         self.longest = max(self.programs.values(), key=lambda plan: plan.steps)
         self.page_size = min(PAGE_SIZE if page_size is None else page_size or max_len, max_len)
@@ -508,7 +520,8 @@ class Runner:
             twice, except the empty one. A slot that shall not run has only `NULL_PAGE` as pages.
           until: when the chunk ends.
         """
-        bucket, chosen = len(row_map.slots) - self.extra_slots, self.strategies[strategy]
+        bucket = len(row_map.slots) - self.extra_slots
+        chosen = self._program(strategy, features)
         features = self.executables.covering(chosen.program, bucket, features)
         inputs = (self.params, self.draft, self.state, row_map, until)
         if chosen.part is not None:
@@ -519,10 +532,16 @@ class Runner:
         self.mark = None
         return result
 
+    def _program(self, strategy: str, features: Features) -> StrategyProgram:
+        """The program that chunks of a strategy run, for features."""
+        if strategy == OFF and features in self.exact_plain:
+            return self.own_plain
+        return self.strategies[strategy]
+
     def _chunk_program(
         self, strategy, features, bucket, params, head, state, row_map, until, part=None
     ):
-        plan = dataclasses.replace(self.strategies[strategy].plan, features=features)
+        plan = dataclasses.replace(self._program(strategy, features).plan, features=features)
         model, capacity = self.model(params), self.rounds(strategy, bucket)
         pin = functools.partial(sharding.pin_slots, self.mesh)
         state, result = run_chunk(

@@ -23,6 +23,7 @@ from specjax.engine.compiling import CompilePool, CompileProgress, OnProgram, fi
 from specjax.engine.graph_check import check_graphs
 from specjax.engine.inputs import admission_of, piece_of, place_size, place_sizes
 from specjax.engine.pages import pages_for
+from specjax.engine.plain_check import check_plain
 from specjax.engine.request import make_jobs
 from specjax.engine.runner import Packed, Runner
 from specjax.engine.scheduler import Start
@@ -175,6 +176,8 @@ def compile_ahead(
     _compile([each for each in again if each in side_by_side], features)
     for programs in again:
         _run_each_once(programs, features)
+    for runner in runners:
+        check_plain(runner, features)
     if done < total:  # programs that were compiled again are not counted again
         ready(total - done)
     memory = [runner.executables.memory() for runner in runners]

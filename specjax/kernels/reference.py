@@ -249,18 +249,29 @@ def tree_attention_by_position(
         ancestors = path_rows[:, row][:, None, :, None]
         k = insert(k_cache, jnp.take_along_axis(k_tree, ancestors, 2), prefix_len)
         v = insert(v_cache, jnp.take_along_axis(v_tree, ancestors, 2), prefix_len)
-        rows = q[:, :, row].reshape(b, kv_heads, n // kv_heads, h).astype(jnp.float32) * h**-0.5
-        scores = capped(jnp.einsum("bkmh,bksh->bkms", rows, k.astype(jnp.float32)), soft_cap)
         here = (prefix_len + depth[:, row])[:, None]
         known = jnp.arange(k.shape[2])[None] <= here
         if window is not None:
             known = known & (jnp.arange(k.shape[2])[None] > here - window)
+        # Between the barriers is the same computation whatever the number of rows.
+        asked = q[:, :, row].reshape(b, kv_heads, n // kv_heads, h)
+        asked, k, v, known = _apart_on_gpus(asked, k, v, known)
+        rows = asked.astype(jnp.float32) * h**-0.5
+        scores = capped(jnp.einsum("bkmh,bksh->bkms", rows, k.astype(jnp.float32)), soft_cap)
         scores = jnp.where(known[:, None, None], scores, NEG_INF)
         weights = jnp.exp(scores - scores.max(-1, keepdims=True))
         out = jnp.einsum("bkms,bksh->bkmh", weights, v.astype(jnp.float32))
-        return (out / weights.sum(-1, keepdims=True)).reshape(b, n, h)
+        [out] = _apart_on_gpus(out / weights.sum(-1, keepdims=True))
+        return out.reshape(b, n, h)
 
     return jnp.moveaxis(jax.lax.map(one_row, jnp.arange(t)), 0, 2).astype(q.dtype)
+
+
+def _apart_on_gpus(*arrays: Array) -> tuple[Array, ...]:
+    """Keeps GPU programs from fusing what computes arrays with what reads them."""
+    return jax.lax.platform_dependent(
+        *arrays, cuda=lambda *x: jax.lax.optimization_barrier(x), default=lambda *x: x
+    )
 
 
 def causal_attention(

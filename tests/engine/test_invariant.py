@@ -10,13 +10,15 @@ from scripted import Flips
 from tiny import apt, tiny_config, tiny_model
 
 from specjax import LLM, RunConfig, SamplingParams, SpecConfig
+from specjax.config import Strategy
 from specjax.control import ControlConfig
 from specjax.decode.options import Features
-from specjax.engine import runner
+from specjax.engine import graph_check, plain_check, plans, runner
 from specjax.engine.plans import StrategyProgram
 from specjax.engine.request import make_jobs
 from specjax.engine.sequence import Progress
 from specjax.engine.settings import EngineConfig
+from specjax.interfaces import Device
 from specjax.models.families.dense import change_dense
 from specjax.verify.identity import random_requests
 
@@ -229,3 +231,85 @@ def test_not_a_bit_of_plain_decoding_depends_on_who_runs_beside_whom_in_invarian
     together = told_by(llm, range(8))
     assert together == told_by(llm, range(8)[::-1])
     assert together == {i: told_by(llm, [i])[i] for i in range(8)}
+
+
+# --- plain decoding by a program of its own --------------------------------------------------
+
+
+def blocks_on_cpu(monkeypatch) -> None:
+    """Gives CPUs what GPUs have; there a block of rows takes as long as it has rows."""
+    monkeypatch.setattr(plans, "BLOCKS_ON", ("cpu",))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "arms", "layers"),
+    [("bfloat16", ("off", "2x2"), 1)]
+    + [
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [
+            ("float32", ("off", "2x2"), 2),
+            ("bfloat16", ("off", "3_2_6"), 2),
+            ("bfloat16", ("off", "3_1_4", "7_1_8"), 2),
+        ]
+    ],
+)
+def test_plain_decoding_has_a_program_of_its_own_and_the_same_bits(
+    dtype, arms, layers, monkeypatch
+):
+    blocks_on_cpu(monkeypatch)
+    llm = make_llm(dtype, arms[-1], layers, arms, invariant=True)
+    found, accepted = [], []
+    for names in ([arms[0]], [arms[-1]], arms):
+        llm.engine.controller = Flips(arms, names)
+        found.append(told_by(llm, range(8)))
+        accepted.append(llm.totals.accepted)
+    assert accepted[0] == 0 < accepted[2] < accepted[1]
+    assert found[0] == found[1] == found[2]
+    own = ("chunk", "off", 4)
+    chunks = [key for key in llm.engine.runner.executables.by_key if key[0] == "chunk"]
+    assert len(chunks) == 2 and own in [key[:3] for key in chunks]
+
+
+def test_it_has_none_where_a_bit_differs(monkeypatch, caplog):
+    blocks_on_cpu(monkeypatch)
+    results = []
+
+    def spoilt(runner, *args):
+        results.append(graph_check.run_chunks(runner, *args))
+        last = results[-1][-1]
+        if len(results) == 2:  # the last bit of a number that was computed last
+            emitted = last.report.counts.sum(0)
+            logprobs = last.report.logprobs.copy()
+            row = int(np.argmax(emitted))
+            logprobs[row, emitted[row] - 1] = np.nextafter(logprobs[row, emitted[row] - 1], 0)
+            last = last._replace(report=last.report._replace(logprobs=logprobs))
+        return [*results[-1][:-1], last]
+
+    monkeypatch.setattr(plain_check, "run_chunks", spoilt)
+    with caplog.at_level("INFO"):
+        llm = make_llm("float32", "2x2", 1, ("off", "2x2"), invariant=True)
+        llm.engine.warm_up([Features.all()])
+    assert len(results) == 2 and not llm.engine.runner.exact_plain
+    assert "runs the program of the tree, for 1 of" in caplog.text
+    assert {key[1] for key in llm.engine.runner.executables.by_key if key[0] == "chunk"} == {"2x2"}
+
+
+@pytest.mark.parametrize(
+    ("platform", "count", "batch", "strategies", "size"),
+    [
+        ("gpu", 1, 8, ("off", "4_1_5"), 64),
+        ("gpu", 1, 32, ("off", "4_1_5", "2_1_3"), 192),
+        ("gpu", 1, 64, ("off", "4_4_16"), 256),
+        ("gpu", 1, 8, ("2_1_3", "4_1_5"), None),
+        ("gpu", 1, 8, ("off",), None),
+        ("gpu", 2, 8, ("off", "4_1_5"), None),
+        ("cpu", 1, 8, ("off", "4_1_5"), None),
+        ("tpu", 1, 8, ("off", "4_1_5"), None),
+    ],
+)
+def test_one_gpu_multiplies_blocks_of_all_rows(platform, count, batch, strategies, size):
+    cfg = model("float32", 1)[0]
+    strategies = [*map(Strategy.parse, strategies)]
+    made = plans.make_plans(cfg, SpecConfig("4_1_5", invariant=True), None, strategies)
+    programs = plans.programs_of(made, 64)
+    assert plans.row_block(Device(platform, "any", count), batch, programs) == size
