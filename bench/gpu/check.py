@@ -4,7 +4,7 @@ The compiler comes with jax's CUDA plugin, about 4 GB of libraries for Python 3.
 installed into an environment in the user's cache directory, named by a hash of the requirements, so
 that all clones share it. In that environment it runs:
 
-    tests/kernels/test_gpu_compiler.py    chunks copy no cache, kernels compile within them
+    tests/kernels/test_gpu_compiler.py    what chunks and updates launch, copy and gather
     a test of tests/kernels/test_triton.py    a kernel compiles for GPUs other than Hopper's
     python -m bench.gpu --dry             every program of the queue compiles and fits each card
 
