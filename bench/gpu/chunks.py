@@ -161,11 +161,24 @@ class Chunk:
     # --- compiling -------------------------------------------------------------------------------
 
     def programs(
-        self, name: str, arms: Mapping[str, Mapping] = DEFAULT, beside: int = 0
+        self,
+        name: str,
+        arms: Mapping[str, Mapping] = DEFAULT,
+        beside: int = 0,
+        as_engine: bool = True,
     ) -> list[Program]:
-        """Returns a program for each arm's compiler options; they are traced once."""
+        """Returns a program for each arm's compiler options; they are traced once.
+
+        Args:
+          as_engine: whether an arm's options are added to those that the engine compiles a chunk
+            with, such as `ONE_GRAPH`; False: they are all.
+        """
         lower = traced_once(self._lower)
-        return [Program(f"{name}{arm}", lower, options, beside) for arm, options in arms.items()]
+        engine = self.runner.executables.graphs.options(("chunk",)) if as_engine else {}
+        return [
+            Program(f"{name}{arm}", lower, {**engine, **options}, beside)
+            for arm, options in arms.items()
+        ]
 
     def _lower(self) -> jax.stages.Lowered:
         """Lowers the chunk's program as the engine does."""

@@ -229,7 +229,7 @@ def compiled_of(place: Ahead, name: Name, size: Size) -> tuple[str, str, dict]:
       the program's text, the sequence of its thunks, and figures that neither has.
     """
     arms = {"": ONE_GRAPH} if name.graph else DEFAULT
-    [program] = Chunk(place, size).programs("chunk", arms)
+    [program] = Chunk(place, size).programs("chunk", arms, as_engine=False)
     began = time.perf_counter()
     with layers_traced() as traced:
         lowered = program.lower()

@@ -49,7 +49,11 @@ def _chunks(place: Place, small: bool, strategy: str) -> dict[int, Chunk]:
 
 
 def _programs(chunks: dict[int, Chunk]) -> list[Program]:
-    return [p for batch, chunk in chunks.items() for p in chunk.programs(f"{batch}/", ARMS)]
+    return [
+        p
+        for batch, chunk in chunks.items()
+        for p in chunk.programs(f"{batch}/", ARMS, as_engine=False)
+    ]
 
 
 def programs(place: Place, small: bool, strategy: str) -> list[Program]:

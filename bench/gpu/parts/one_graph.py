@@ -64,7 +64,7 @@ def _chunks(place: Place, small: bool) -> dict[str, Chunk]:
 
 def _programs(chunks: dict[str, Chunk]) -> Iterator[Program]:
     for name, chunk in chunks.items():
-        yield from chunk.programs(f"{name}/", ARMS)
+        yield from chunk.programs(f"{name}/", ARMS, as_engine=False)
 
 
 def programs(place: Place, small: bool) -> list[Program]:
