@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,12 @@ from bench import gpu
 from bench.gpu.ahead import __main__ as command
 from bench.gpu.ahead.rounds import (
     LINEAR,
+    PAGE,
     SETTINGS,
+    SOURCES,
     figures_in,
     figures_of,
+    is_current,
     layers_traced,
     line,
     name_of,
@@ -184,6 +188,42 @@ def test_the_table_in_the_docs_is_made_of_the_files_that_are_committed():
     files = [ROOT / f"bench/results/gpu/ahead/{name}.json" for name in ("before_h100", "h100")]
     made = table([json.loads(file.read_text(encoding="utf-8")) for file in files])
     assert put(page, "rounds", made, TOOL) == page
+
+
+def test_every_program_in_the_committed_files_names_the_commit_that_was_compiled():
+    for name in ("before_h100", "h100"):
+        text = (ROOT / f"bench/results/gpu/ahead/{name}.json").read_text(encoding="utf-8")
+        programs = programs_of(json.loads(text))
+        assert programs.keys() <= set(PAGE)
+        assert all(values["sources"] for values in programs.values())
+    assert all(name_of(text).text == text for text in PAGE)
+    assert all((ROOT / path).exists() for path in SOURCES)
+
+
+def test_figures_are_stale_when_sources_have_changed_since_or_history_lacks_the_commit(tmp_path):
+    def git(*arguments) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        command = ["git", "-C", str(tmp_path), *who, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    def commit(path: str, text: str) -> dict:
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        git("add", ".")
+        git("commit", "-qm", text)
+        return figure(git("rev-parse", "--short=12", "HEAD"), "commit")
+
+    git("init", "-q")
+    first = commit("specjax/a.py", "one")
+    assert is_current(first, tmp_path) and not is_current(None, tmp_path)
+    commit("docs/a.md", "a page")
+    assert is_current(first, tmp_path), "pages decide nothing"
+    assert not is_current(first | {"value": first["value"] + "-dirty"}, tmp_path)
+    second = commit("train/plan/a.py", "two")
+    assert is_current(second, tmp_path) and not is_current(first, tmp_path)
+    git("checkout", "-q", "HEAD~1")
+    assert not is_current(second, tmp_path), "it is not in the history of what is checked out"
 
 
 @pytest.mark.parametrize(

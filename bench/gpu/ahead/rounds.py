@@ -11,7 +11,9 @@ A program's name is a shape, a strategy, a batch, and options, separated by colo
     8B:4_1_5:8:top_p:graph     a chain of four drafted tokens, with top-p, as one CUDA graph
 
 The options are names of sampling options (`top_p`, `top_k`, ..), `graph`, `attention=KERNEL`, and
-`draft_vocab=COUNT`.
+`draft_vocab=COUNT`. Without a name the programs are those of the table in docs/gpu.md.
+A program's figure `sources` is the commit that was compiled. `--stale` compiles the programs of
+which `--out` has no figures, or those of other sources.
 Nothing is timed but tracing and compiling, which depend on the machine and its other work; the
 number of layers that are traced depends on neither.
 """
@@ -24,6 +26,7 @@ import dataclasses
 import json
 import os
 import re
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,11 +50,29 @@ from train.plan.cycles import PARTS, REST
 from train.plan.hlo import Module
 from train.plan.launches import launches, thunks
 
+ROOT = Path(__file__).resolve().parents[3]
 SHAPES = ("135M", "1.7B", "8B")
 LAYERS, CONTEXT = (3, 2), 4096
 SETTINGS = ("card", "layers", "context")  # equal for all figures of a file
 EVERY = (*PARTS, REST)
 THUNKS = "*thunk_sequence_after_thunk_passes.txt"
+# Programs of the table in docs/gpu.md.
+PAGE = (
+    "8B:off:8",
+    "8B:4_1_5:8",
+    "1.7B:off:8",
+    "1.7B:4_1_5:8",
+    "135M:off:8",
+    "135M:4_1_5:8",
+    "8B:off:8:top_p",
+    "8B:4_1_5:8:top_p",
+    "135M:4_1_5:8:top_p",
+    "8B:off:8:graph",
+    "8B:off:8:attention=library",
+    "8B:off:1",
+)
+# Folders whose files decide a program's figures.
+SOURCES = "specjax", "bench/gpu", "bench/round/batch.py", "train/plan"
 SETTING = re.compile(r"attention=[\w:]+|draft_vocab=[1-9]\d*")
 # Figures that grow with the number of layers.
 LINEAR = re.compile(r"(kernels|bytes|copied)/|(own_kernels|library|gathers|gathered|traced)$")
@@ -260,7 +281,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict]:
     jax.config.update("jax_enable_compilation_cache", False)  # it cannot read such programs
     result = {} if args.out is None else figures_in(args.out, vars(args))
     for name in args.programs:
-        if args.missing and f"{name.text}/sources" in result:
+        if args.stale and is_current(result.get(f"{name.text}/sources")):
             continue
         pair = []
         for count in args.layers:
@@ -281,11 +302,34 @@ def measure(args: argparse.Namespace) -> dict[str, dict]:
             jax.clear_caches()
         found = whole(*pair, args.layers, shape_of(name.shape).num_layers)
         print(line(name.text, found), flush=True)
+        result = {k: entry for k, entry in result.items() if k.partition("/")[0] != name.text}
         result |= {f"{name.text}/{key}": entry for key, entry in found.items()}
         if args.out is not None:
             settings = {key: getattr(args, key) for key in SETTINGS}
             write_result(args.out.stem, settings, result, args.out)
     return result
+
+
+def is_current(sources: Mapping[str, Any] | None, root: Path = ROOT) -> bool:
+    """Whether figures of a program are those of this checkout.
+
+    Args:
+      sources: the program's figure `sources`; None: there is none.
+      root: the checkout.
+
+    Returns:
+      whether the figure's commit is in this checkout's history, or this one, and none of `SOURCES`
+      has changed since.
+    """
+    commit = None if sources is None else sources["value"]
+    if commit is None or commit.endswith("-dirty"):
+        return False
+    git = "git", "-C", str(root)
+    commands = (
+        (*git, "merge-base", "--is-ancestor", commit, "HEAD"),
+        (*git, "diff", "--quiet", commit, "--", *SOURCES),
+    )
+    return all(subprocess.run(one, stderr=subprocess.DEVNULL).returncode == 0 for one in commands)
 
 
 def _keep(folder: Path, name: Name, layers: int, text: str, sequence: str) -> None:
@@ -339,14 +383,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("programs", nargs="+", type=name_of, metavar="SHAPE:STRATEGY:BATCH[:OPTION]")
+    page = [name_of(text) for text in PAGE]
+    more = "default: those of docs/gpu.md"
+    metavar = "SHAPE:STRATEGY:BATCH[:OPTION]"
+    add("programs", nargs="*", type=name_of, default=page, metavar=metavar, help=more)
     add("--card", default="h100", choices=CARDS, help="that is compiled for")
     more = "numbers of layers that are compiled, the larger one first"
     add("--layers", type=int, nargs=2, default=list(LAYERS), help=more)
     add("--context", type=int, default=CONTEXT, help="tokens that a slot has room for")
     add("--text", type=Path, metavar="DIR", help="also keep the compiled programs' texts there")
     add("--out", type=Path, metavar="FILE", help="also write, or add, the figures there")
-    add("--missing", action="store_true", help="only programs that --out does not have")
+    more = "only programs that --out does not have, or has of other sources"
+    add("--stale", action="store_true", help=more)
     args = parser.parse_args(argv)
     with user_errors("gpu.ahead rounds"):
         measure(args)
