@@ -117,7 +117,7 @@ class Engine(BaseEngine):
     ):
         self.config = config or EngineConfig()
         platform = device_of(mesh).platform
-        widths = piece_widths(self.config, max_len, prompt_widths, platform)
+        self._prompt_widths = prompt_widths
         asked, spec = spec, None if spec is None or spec.is_off else spec
         self.spec, self.control = spec, control
         self.runner = Runner(
@@ -132,7 +132,7 @@ class Engine(BaseEngine):
             strategies_of(spec, control),
             self.config.page_size,
             self.config.cache_bytes,
-            stride=widths[-1],
+            stride=piece_widths(self.config, max_len, prompt_widths, platform)[-1],
             attention=self.config.attention,
             products=self.config.products,
             stretch=self.config.stretch,
@@ -140,9 +140,7 @@ class Engine(BaseEngine):
         )
         self.limits = Limits(cfg, max_len, stop_width, spec.acceptance if spec else None)
         self.batch, self.max_len = batch, max_len
-        self.piece_widths = widths
-        base = bucket_base(platform)
-        self.buckets = [batch] if self.runner.plan.invariant else powers(batch, base)
+        self.size_for(platform)
         self.unfinished = Unfinished(self.runner, self.limits)
         self.controller = self._controller()
         self.telemetry = Collector() if spec and spec.telemetry_on else None
@@ -167,6 +165,17 @@ class Engine(BaseEngine):
         of a deleted engine until the garbage collector runs.
         """
         return (self,)
+
+    def size_for(self, platform: str) -> None:
+        """Sets `buckets` and `piece_widths` to those of engines on a platform.
+
+        They are those of the engine's own devices; a plan sets them for devices that others stand
+        for. Programs that are compiled for other sizes are not used.
+        """
+        widths = piece_widths(self.config, self.max_len, self._prompt_widths, platform)
+        self.piece_widths = widths
+        base = bucket_base(platform)
+        self.buckets = [self.batch] if self.runner.plan.invariant else powers(self.batch, base)
 
     def _controller(self) -> Controller:
         if self.control is None:

@@ -148,6 +148,8 @@ class Shapes:
         for engine, head in ((self.engine, self.head), *((engine, None) for engine in plain)):
             if engine is not None:
                 engine.runner.hold_shapes(self.params, head)
+                if platform is not None:  # `devices` may stand for others
+                    engine.size_for(platform)
         self.opt = self._like_params(self.built.policy.init_opt_state, self.params)
         self.draft_opt = None
         if self.built.draft is not None:
