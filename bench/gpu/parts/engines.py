@@ -15,19 +15,24 @@ from specjax.models.transformer import Params, init_params
 Model = tuple[ModelConfig, Params, Params]
 
 
-def model_of(shape: str, layers: int | None, max_len: int, seed: int) -> Model:
-    """Makes a config, random policy parameters and a random head of one module.
+def config_of(shape: str, layers: int | None, max_len: int) -> ModelConfig:
+    """Makes a config.
 
     Args:
       shape: name of a model's shape, see `bench.gpu.chunks.shape_of`.
       layers: number of layers; None: all of the model's.
     """
     cfg = shape_of(shape)
-    cfg = cfg.replace(
+    return cfg.replace(
         layers=cfg.layers if layers is None else cfg.layers[:1] * layers,
         mtp_num_layers=1,
         max_position=max(cfg.max_position, max_len),
     )
+
+
+def model_of(shape: str, layers: int | None, max_len: int, seed: int) -> Model:
+    """Makes the config of `config_of`, random policy parameters and a random head of one module."""
+    cfg = config_of(shape, layers, max_len)
     policy = random_weights(functools.partial(init_params, cfg), seed)
     return cfg, policy, random_weights(functools.partial(init_head_params, cfg), seed + 1)
 

@@ -10,35 +10,17 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import statistics
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
-
-import jax
-import numpy as np
 
 from bench.gpu.job import Absent, Job
+from bench.gpu.parts import peers
+from bench.gpu.parts.peers import FULL, SMALL, OwnCalls, Shape
 from bench.gpu.parts.round_parts import plain_model, sizes_of
-from bench.record import alternate, figure, paired_ratio_interval
-from bench.throughput import workloads
-from bench.throughput.workloads import GREEDY, Point, Workload
-from specjax import LLM
+from bench.record import alternate
 from specjax.shipped import find_shipped
 
 NOT_AHEAD = "it runs the peer's programs, and those of an engine, which other parts compile"
-
-
-class Shape(NamedTuple):
-    """Numbers of tokens in prompt and output, batch sizes, and number of turns."""
-
-    prompt: int
-    output: int
-    batches: tuple[int, ...]
-    repeats: int
-
-
-FULL, SMALL = Shape(2048, 128, (1, 8), 5), Shape(32, 8, (2,), 2)
 
 
 def import_torch(small: bool):
@@ -136,43 +118,13 @@ def measure(job: Job) -> None:
 
 def _figures(job: Job, shape: Shape, batch: int, peer: StaticCachePeer, model) -> dict:
     cfg, weights, _ = model
-    work = Workload(shape.prompt, shape.output, shape.batches, GREEDY)
-    point = Point("beside", shape.prompt, shape.output, batch, work)
-    longest = shape.prompt + shape.output
-    cfg = cfg.replace(max_position=max(cfg.max_position, longest))
-    llm = LLM((cfg, weights, None), None, batch, longest)
-    rng = np.random.default_rng(job.seed)
-    prompts = rng.integers(2, cfg.vocab_size, (batch, shape.prompt)).tolist()
-    calls = workloads.Calls(llm, point, prompts, job.seed)
-    jobs = {
-        "torch": lambda: peer.run(prompts, shape.output),
-        "whole": lambda: calls.run(shape.output),
-        "first": lambda: calls.run(1),
-    }
+    prompts = peers.prompts_of(shape, batch, cfg.vocab_size, job.seed)
+    ours = OwnCalls(cfg, weights, shape, prompts, job.seed)
+    jobs = {"torch": lambda: peer.run(prompts, shape.output), **ours.jobs()}
     for run in (*jobs.values(), jobs["torch"]):
         run()  # compiles; transformers records its graphs in the second call
     peer.decoding.clear()
     seconds = alternate(jobs, shape.repeats)
     tokens = batch * (shape.output - 1)
-    costs = {
-        "torch": [s / tokens for s in peer.decoding],
-        "specjax": calls.costs(seconds["whole"], seconds["first"]),
-    }
-    at, result = f"/batch_{batch}", {}
-    for name, values in costs.items():
-        # With a tiny model on a CPU the times may be too short for the clock.
-        rates = [1 / cost for cost in values] if min(values) > 0 else None
-        unit = f"tok/s, decoding behind {shape.prompt} tokens"
-        result[f"{name}_tokens_per_sec{at}"] = (
-            figure(statistics.median(rates), unit, [min(rates), max(rates)])
-            if rates
-            else figure(None, "left out: too short for the clock")
-        )
-    if min(costs["specjax"]) > 0:
-        ratio, *ends = paired_ratio_interval(costs["torch"], costs["specjax"])
-        result[f"specjax_over_torch{at}"] = figure(ratio, "times as fast, median", ends)
-    else:
-        result[f"specjax_over_torch{at}"] = figure(None, "left out: too short for the clock")
-    values = [f"{name} {entry['value']}" for name, entry in result.items()]
-    print(f"{jax.default_backend()}: {', '.join(values)}", flush=True)
-    return result
+    theirs = [s / tokens for s in peer.decoding]
+    return peers.figures("torch", theirs, ours.costs(seconds), shape, batch)
