@@ -31,6 +31,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from specjax.config import ModelConfig
 from specjax.kernels import dispatch
+from specjax.kernels.names import GPUS
 from specjax.models.transformer import lm_logits
 from specjax.parallel import sharding
 from specjax.parallel.context import Context
@@ -57,7 +58,7 @@ def settled_chunk(chunk: int | None, mesh, vocab: int) -> int | None:
       mesh: mesh whose devices decide; None: the default device.
       vocab: number of ids.
     """
-    if chunk is None and dispatch.device_of(mesh).platform in ("gpu", "cuda", "rocm"):
+    if chunk is None and dispatch.device_of(mesh).platform in GPUS:
         return max(LEAST, GPU_LOGITS // vocab)
     return chunk
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence as Several
 from types import MappingProxyType
 
 from specjax.interfaces import Device
+from specjax.kernels.names import GPUS
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,6 @@ ONE_GRAPH: Options = MappingProxyType(
 # Compiler options under which nothing is put into a graph.
 NO_GRAPH: Options = MappingProxyType({"xla_gpu_enable_command_buffer": ""})
 AS_IT_IS: Options = MappingProxyType({})
-GPUS = ("gpu", "cuda", "rocm")  # platforms, as jax names them
 
 
 class Graphs:

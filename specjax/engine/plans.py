@@ -12,6 +12,7 @@ from specjax.decode.state import Plan
 from specjax.decode.tree import TreePart, build_tree, common_strategy, tree_part
 from specjax.engine.sources import source_of
 from specjax.interfaces import Device, Draft
+from specjax.kernels.names import NVIDIA
 from specjax.models.mixers.attention import Attention
 from specjax.models.mlps.dense import Dense
 from specjax.spelling import SettingError
@@ -121,7 +122,6 @@ def programs_of(plans: Mapping[str, Plan], most_rows: int) -> dict[str, Strategy
 
 
 BLOCK = 64  # rows of a tile of the matrix units of GPUs
-BLOCKS_ON = ("gpu", "cuda")
 # With more rows than this a product takes longer than reading its weights.
 MOST_ROWS = 256
 
@@ -139,7 +139,7 @@ def row_block(device: Device, batch: int, strategies: Mapping[str, StrategyProgr
     """
     if OFF not in strategies or len(strategies) == 1:
         return None
-    if device.platform not in BLOCKS_ON or device.count > 1:
+    if device.platform not in NVIDIA or device.count > 1:
         return None
     shared = strategies[OFF].plan
     kinds = {type(part) for layer in shared.cfg.layers for part in (layer.mixer, layer.mlp)}

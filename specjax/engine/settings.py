@@ -7,9 +7,8 @@ from collections.abc import Sequence as Several
 
 from specjax.config import SpecConfig, Strategy
 from specjax.control import ControlConfig
-from specjax.engine.graphs import GPUS
 from specjax.engine.prompts import padded_widths
-from specjax.kernels.names import check_attention
+from specjax.kernels.names import GPUS, check_attention
 from specjax.spelling import SettingError, checks_keywords
 from specjax.weights.matrix import check_products
 
@@ -162,3 +161,18 @@ def piece_widths(
     by_default = padded_widths(longest)[1::2] if platform in GPUS else padded_widths(longest)
     widths = by_default if asked is None else [-(-w // 16) * 16 for w in asked]
     return sorted({w for w in widths if w < longest} | {longest})
+
+
+def end_of_pieces(max_len: int, widths: Several[int]) -> int:
+    """The position at which the padded pieces of the longest prompt end; 0: there are none.
+
+    A prompt's last token is not read. No shorter prompt's pieces end later, because a shorter last
+    piece is not padded to more.
+
+    Args:
+      widths: see `piece_widths`.
+    """
+    if not widths or max_len < 2:
+        return 0
+    start = (max_len - 2) // widths[-1] * widths[-1]
+    return start + next(w for w in widths if w >= max_len - 1 - start)

@@ -22,11 +22,11 @@ from jaxtyping import Array
 from specjax.config import ModelConfig
 from specjax.kernels import commit_kernel, dispatch, reference
 from specjax.kernels.backend import REFERENCE
+from specjax.kernels.names import GPUS
 from specjax.registry import BACKENDS
 
 log = logging.getLogger(__name__)
 
-PLATFORMS = ("gpu", "cuda", "rocm")  # whose kernels are checked
 # Largest difference from the float32 reference by dtype, absolute and relative to the value.
 TOLERANCE = {"bfloat16": 2e-2, "float16": 5e-3, "float32": 1e-4}
 # The reference is computed once: choosing its algorithms by measuring them takes longer.
@@ -52,7 +52,7 @@ def settle(
     """
     cfg = dispatch.settle(cfg, mesh, asked, invariant, whose)
     device = _present(mesh)
-    if device is not None and device.platform in PLATFORMS:
+    if device is not None and device.platform in GPUS:
         commit_kernel.check(device)
 
     def wrong(name: str, device: jax.Device) -> str | None:
@@ -82,7 +82,7 @@ def _right(
 ) -> ModelConfig:
     """Returns the config with the first kernel, from the chosen one on, that is not wrong."""
     device = _present(mesh)
-    if device is None or device.platform not in PLATFORMS:
+    if device is None or device.platform not in GPUS:
         return cfg
 
     def offering(name: str) -> str:

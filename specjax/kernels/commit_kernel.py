@@ -24,6 +24,7 @@ from jaxtyping import Array, Int
 
 from specjax.interfaces import Table
 from specjax.kernels.commit import by_scatter
+from specjax.kernels.triton_lowering import as_on_a_gpu, power
 
 log = logging.getLogger(__name__)
 
@@ -121,35 +122,49 @@ def by_kernel(
 
 def _written(arrays, rows, start, table: Table, interpret: bool) -> list[Array]:
     number, (batch, _, count, _) = len(arrays), rows[0].shape
-    places = [start.astype(jnp.int32)]
+    places, pages = [start.astype(jnp.int32)], None
     if table is not None:
-        places.append(table.astype(jnp.int32))
-    return pl.pallas_call(
-        functools.partial(_kernel, number, len(places)),
+        places.append(table.astype(jnp.int32).reshape(-1))
+        pages = table.shape[1]
+    call = pl.pallas_call(
+        functools.partial(_kernel, number, pages),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays],
         grid=(number, batch, count),
         input_output_aliases={len(places) + number + i: i for i in range(number)},
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="commit",
-    )(*places, *rows, *arrays)
+    )
+    with as_on_a_gpu():
+        return call(*places, *rows, *arrays)
 
 
-def _kernel(number: int, places: int, *refs) -> None:
-    """Runs a program: one row of one sequence, of all heads of one array."""
-    (start, *table), refs = refs[:places], refs[places:]
+def _kernel(number: int, pages: int | None, *refs) -> None:
+    """Runs a program: one row of one sequence, of all heads of one array.
+
+    A row that lies past the pages of its sequence, or before them, is not written.
+
+    Args:
+      pages: pages of a sequence in the table; None: there is no table.
+    """
+    start, *refs = refs
+    if pages is not None:
+        table, *refs = refs
     rows, written = refs[:number], refs[2 * number :]
     array, sequence, row = (pl.program_id(axis) for axis in range(3))
     _, kv_heads, size, width = written[0].shape
-    page, offset, owned = sequence, start[sequence] + row, True
-    if table:
-        [table] = table
-        stretch = jax.lax.div(offset, jnp.int32(size))
-        page, offset = table[sequence, stretch], jax.lax.rem(offset, jnp.int32(size))
-        owned = page != 0  # page 0 belongs to no sequence
+    position, most = start[sequence] + row, size * (1 if pages is None else pages)
+    owned = (position >= 0) & (position < most)
+    # A GPU reads where it is told, and past its table a sequence would find the next one's pages.
+    position = jnp.clip(position, 0, most - 1)
+    page, offset = sequence, position
+    if pages is not None:
+        page = table[sequence * pages + jax.lax.div(position, jnp.int32(size))]
+        offset = jax.lax.rem(position, jnp.int32(size))
+        owned = owned & (page != 0)  # page 0 belongs to no sequence
     # Blocks of Triton have powers of two as sizes.
-    head = jax.lax.broadcasted_iota(jnp.int32, (_power(kv_heads), 1), 0)
-    column = jax.lax.broadcasted_iota(jnp.int32, (1, _power(width)), 1)
+    head = jax.lax.broadcasted_iota(jnp.int32, (power(kv_heads), 1), 0)
+    column = jax.lax.broadcasted_iota(jnp.int32, (1, power(width)), 1)
     inside = (head < kv_heads) & (column < width)
 
     def write(new, old) -> None:
@@ -171,8 +186,3 @@ def _choose(index: Array, calls: Sequence[Callable[[], None]]) -> None:
         lambda: _choose(index, calls[:half]),
         lambda: _choose(index - half, calls[half:]),
     )
-
-
-def _power(number: int) -> int:
-    """Returns the smallest power of two that is no less."""
-    return 1 << (number - 1).bit_length()

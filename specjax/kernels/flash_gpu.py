@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import re
 from typing import NamedTuple
 
@@ -37,9 +36,9 @@ from specjax.kernels.context_parallel import add_own
 from specjax.kernels.flash import HIDDEN, WHOLE, Tokens, kinds_of_pairs
 from specjax.kernels.library import padded
 from specjax.kernels.reference import NEG_INF, own_in_window
-from specjax.kernels.triton import DTYPES, LARGEST_HEAD, OLDER, as_on_a_gpu
+from specjax.kernels.triton import DTYPES, LARGEST_HEAD
+from specjax.kernels.triton_lowering import LOG2E, as_on_a_gpu, no_ampere
 
-LOG2E = math.log2(math.e)
 # Devices of which a program gets less than the 164 KiB of shared memory that tiles are made for.
 SMALL, SMALL_HEAD = re.compile(r"\b(A10G?|A16|A2|A40|L4|L40S?|RTX|GeForce)\b", re.IGNORECASE), 64
 _PADDING = jnp.iinfo(jnp.int32).max  # in place of segment 0: ids ascend along a row
@@ -327,8 +326,8 @@ class _Arithmetic:
         """Computes scores in units of log 2, and the slope of the soft cap; NEG_INF if unseen."""
         scores, slope = _rows(left, right) * self.width**-0.5, None
         if self.soft_cap is not None:
-            bent = jnp.tanh(scores / self.soft_cap)
-            scores, slope = self.soft_cap * bent, 1 - bent * bent
+            share = jnp.tanh(scores / self.soft_cap)
+            scores, slope = self.soft_cap * share, 1 - share * share
         scores = scores * LOG2E
         return (scores if seen is None else jnp.where(seen, scores, NEG_INF)), slope
 
@@ -444,10 +443,8 @@ def _keys_kernel(on: _Arithmetic, bounds, q, k, v, q_ids, k_ids, d_out, lse, del
 
 def _refuses(operation: str, device: Device | None, cfg: ModelConfig) -> str | None:
     """Returns why these kernels cannot be used, or None, see `Backend.refuses`."""
-    if device is not None and device.platform not in ("gpu", "cuda"):
-        return f"it is compiled for GPUs by Triton, and the device is {device.platform!r}"
-    if device is not None and OLDER.search(device.kind):
-        return f"Triton compiles for Ampere and later GPUs, and the device is {device.kind!r}"
+    if reason := no_ampere(device):
+        return reason
     sizes, dtype = head_sizes(cfg), cfg.run.compute_dtype
     if device is not None and SMALL.search(device.kind) and max(sizes, default=0) > SMALL_HEAD:
         return (

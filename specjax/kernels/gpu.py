@@ -20,7 +20,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import math
 
 import jax
 import jax.experimental.pallas as pl
@@ -33,11 +32,11 @@ from jaxtyping import Array, Float, Int, UInt32
 from specjax.config import ModelConfig
 from specjax.interfaces import Device, Table
 from specjax.kernels.backend import Kernels, Unsuited, head_sizes
+from specjax.kernels.names import NVIDIA
 from specjax.kernels.reference import NEG_INF, pack_heads, tree_depth, within_window
-from specjax.kernels.triton import as_on_a_gpu
+from specjax.kernels.triton_lowering import LOG2E, as_on_a_gpu
 
 ROWS = 64  # rows of a WGMMA tile
-LOG2E = math.log2(math.e)
 # `plgpu.load` of jax 0.10 requires an index beside the reference; later versions refuse one.
 _IDX = inspect.signature(plgpu.load).parameters.get("idx")
 _NO_INDEX = ((),) if _IDX is not None and _IDX.default is _IDX.empty else ()
@@ -321,6 +320,7 @@ def work_list(
 
 def _lists(shape: Shape, lengths, slot, exists, number):
     """Computes the rows of both lists, the second for the programs of some numbers."""
+    lengths = jnp.clip(lengths, 0, shape.longest)  # past the table is the next slot's
     count = (lengths + (shape.block - 1)) // shape.block
     first = jnp.zeros_like(lengths)
     if shape.window is not None:  # positions outside the root's window are in no row's
@@ -752,7 +752,7 @@ def _attend(
 
 
 def _refuses(operation: str, device: Device | None, cfg: ModelConfig) -> str | None:
-    if device is not None and device.platform not in ("gpu", "cuda"):
+    if device is not None and device.platform not in NVIDIA:
         return f"it is compiled for GPUs, and the device is {device.platform!r}"
     if device is not None and not any(name in device.kind for name in HOPPER):
         others = f"({', '.join(HOPPER)}), and the device is {device.kind!r}"

@@ -22,6 +22,7 @@ from specjax.config.model import ATTENTION_RESIDUALS
 from specjax.interfaces import Device, Table
 from specjax.kernels import commit
 from specjax.kernels.backend import Declined, Kernels, Reads, head_sizes
+from specjax.kernels.names import NVIDIA
 from specjax.kernels.reference import (
     causal_segment_mask,
     contiguous,
@@ -232,7 +233,7 @@ def splash_attention(
 
 def _cudnn_refuses(operation: str, device: Device | None, cfg: ModelConfig) -> str | None:
     """Returns why cuDNN's attention cannot be used, or None, see `Backend.refuses`."""
-    if device is not None and device.platform not in ("gpu", "cuda"):
+    if device is not None and device.platform not in NVIDIA:
         return f"cuDNN attends on GPUs, and the device is {device.platform!r}"
     if operation == "causal_attention" and determinism.is_set_up():
         return "its backward pass may add by atomics, and deterministic=true asks for equal bits"

@@ -6,6 +6,9 @@ import argparse
 
 from specjax.registry import BACKENDS, check_setting
 
+# Platforms of GPUs, as jax names them, and those of them that NVIDIA's GPUs have.
+GPUS = ("gpu", "cuda", "rocm")
+NVIDIA = ("gpu", "cuda")
 # Names of groups; each stands for its first member that supports the device.
 GROUPS = {
     "tpu": ("tpu:v5e", "tpu:v5p", "tpu:v6e"),

@@ -18,12 +18,8 @@ float32 is multiplied as float32, not as TF32.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import inspect
-import math
-import re
 
 import jax
 import jax.experimental.pallas as pl
@@ -35,19 +31,13 @@ from specjax.config import ModelConfig
 from specjax.interfaces import Device, Table
 from specjax.kernels import commit_kernel
 from specjax.kernels.backend import Kernels, head_sizes
-from specjax.kernels.reference import (
-    NEG_INF,
-    capped,
-    tree_depth,
-    within_window,
-)
+from specjax.kernels.reference import NEG_INF, capped, tree_depth, within_window
+from specjax.kernels.triton_lowering import LOG2E, as_on_a_gpu, no_ampere, power
 
-LOG2E = math.log2(math.e)
 LEAST = 16  # rows, columns and terms of the smallest product that tensor cores have
 TREE_BLOCK = 32  # tree keys that are loaded at once: those of one ancestor word
 LARGEST_HEAD = 256
 DTYPES = ("float32", "bfloat16", "float16")
-OLDER = re.compile(r"\b(K80|M\d0|P\d+|V100\w*|T4|GTX|RTX 20\d\d|TITAN)\b", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +70,7 @@ class Tuning:
         """Returns the positions of a chunk for packed rows of a head; None: no prefix is split."""
         if rows >= self.unsplit_rows:
             return None
-        return max(self.least_chunk, self.chunk_per_row * _power(rows))
+        return max(self.least_chunk, self.chunk_per_row * power(rows))
 
 
 TUNING = Tuning()
@@ -138,7 +128,7 @@ class Shape:
     @property
     def width(self) -> int:
         """The columns that a head takes in a program."""
-        return _power(max(self.head, LEAST))
+        return power(max(self.head, LEAST))
 
     @property
     def per_page(self) -> int:
@@ -153,8 +143,8 @@ class Shape:
         b, n, t, head = q.shape
         kv_heads, page = k_pages.shape[1:3]
         rows, itemsize = n // kv_heads * t, k_pages.dtype.itemsize
-        most = max(tuning.block_bytes // (_power(max(head, LEAST)) * itemsize), LEAST)
-        tile = min(_power(max(rows, LEAST)), tuning.tile_rows, most)
+        most = max(tuning.block_bytes // (power(max(head, LEAST)) * itemsize), LEAST)
+        tile = min(power(max(rows, LEAST)), tuning.tile_rows, most)
         # A block lies in one page. Where pages have an odd size, a page's last block is not full.
         block = max(min(most, page & -page, 128), LEAST)
         per_page = -(-page // block)
@@ -169,11 +159,6 @@ class Shape:
             b, kv_heads, rows, t, k_tree.shape[2], head, page, pages, tile, block, per_chunk,
             chunks, programs, window, soft_cap,
         )  # fmt: skip
-
-
-def _power(number: int) -> int:
-    """Returns the smallest power of two that is no less."""
-    return 1 << (number - 1).bit_length()
 
 
 @functools.partial(  # equal layers are traced and lowered once
@@ -237,7 +222,8 @@ def _div(number, by: int):
 
 def blocks_of(shape: Shape, length):
     """Returns the first block of a prefix that any row sees, and the one after the last."""
-    length = jnp.maximum(length, 0)
+    # No further than the table: a GPU would find the next slot's pages there.
+    length = jnp.clip(length, 0, shape.pages * shape.page)
     whole, rest = _div(length, shape.page), jax.lax.rem(length, jnp.int32(shape.page))
     end = whole * shape.per_page + _div(rest + shape.block - 1, shape.block)
     if shape.window is None:
@@ -252,25 +238,6 @@ def chunks_of(shape: Shape, length):
     begin, end = blocks_of(shape, length)
     first = _div(begin, shape.per_chunk)
     return first, jnp.maximum(_div(end + (shape.per_chunk - 1), shape.per_chunk) - first, 1)
-
-
-# --- lowering -------------------------------------------------------------------------------------
-
-
-def as_on_a_gpu():
-    """Returns a context that lowers Triton kernels wherever the program is traced.
-
-    jax from 0.11 on asks which GPU a kernel is lowered for, and fails where none is present or the
-    name is not one that it knows. What it lowers depends on that in casts to float8 alone. Under a
-    mesh its devices are the answer.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty:
-        return contextlib.nullcontext()
-    names = inspect.signature(jax.sharding.AbstractDevice).parameters
-    facts = {"device_kind": "NVIDIA A100", "num_cores": None, "platform": "gpu"}
-    device = jax.sharding.AbstractDevice(**{name: facts[name] for name in names})
-    return jax.sharding.use_abstract_mesh(mesh.update(abstract_device=device))
 
 
 # --- attention to a chunk -------------------------------------------------------------------------
@@ -315,7 +282,7 @@ def _attend_kernel(shape: Shape, words_of: tuple[int, int], depths_of: int, *ref
     lens, table, words, *refs = refs
     depth, refs = refs[:depths_of], refs[depths_of:]
     q, k_tree, v_tree, k_pages, v_pages, *sinks, out, lse = refs
-    slots = jax.lax.broadcasted_iota(jnp.int32, (_power(max(shape.batch, LEAST)),), 0)
+    slots = jax.lax.broadcasted_iota(jnp.int32, (power(max(shape.batch, LEAST)),), 0)
     lengths = plgpu.load(lens.at[slots], mask=slots < shape.batch, other=0)
     counts = jnp.where(slots < shape.batch, chunks_of(shape, lengths)[1], 0)
     ends = jnp.cumsum(counts)
@@ -496,11 +463,7 @@ def _merge_kernel(shape: Shape, lens, parts, parts_lse, *refs):
 
 
 def _refuses(operation: str, device: Device | None, cfg: ModelConfig) -> str | None:
-    if device is not None and device.platform not in ("gpu", "cuda"):
-        return f"it is compiled for NVIDIA GPUs, and the device is {device.platform!r}"
-    if device is not None and OLDER.search(device.kind):
-        return f"it is written for GPUs from Ampere on, and the device is {device.kind!r}"
-    return _refuses_model(cfg)
+    return no_ampere(device) or _refuses_model(cfg)
 
 
 def _refuses_model(cfg: ModelConfig) -> str | None:

@@ -238,7 +238,7 @@ def test_not_a_bit_of_plain_decoding_depends_on_who_runs_beside_whom_in_invarian
 
 def blocks_on_cpu(monkeypatch) -> None:
     """Gives CPUs what GPUs have; there a block of rows takes as long as it has rows."""
-    monkeypatch.setattr(plans, "BLOCKS_ON", ("cpu",))
+    monkeypatch.setattr(plans, "NVIDIA", ("cpu",))
 
 
 @pytest.mark.parametrize(

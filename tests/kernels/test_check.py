@@ -67,7 +67,7 @@ TRAINING = Kernels({}, line="a kernel of a test, for training", rest=f"{HERE}:TH
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     """CPUs are checked as GPUs are, and nothing is remembered."""
-    monkeypatch.setattr(check, "PLATFORMS", ("cpu",))
+    monkeypatch.setattr(check, "GPUS", ("cpu",))
     monkeypatch.setattr(check.commit_kernel, "check", lambda device: None)
     check._why_wrong.cache_clear()
     CALLS.clear()
@@ -150,7 +150,7 @@ def test_devices_that_are_only_compiled_for_are_not_checked(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(jax, "devices", lambda *_: [described])
         assert settled("FAILS") == name_of("FAILS")
-    monkeypatch.setattr(check, "PLATFORMS", ("gpu",))
+    monkeypatch.setattr(check, "GPUS", ("gpu",))
     assert settled("FAILS") == name_of("FAILS")
 
 

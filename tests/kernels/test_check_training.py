@@ -41,7 +41,7 @@ RIGHT, WRONG_GRADIENT, ONE_SEGMENT = map(_kernels, (_right, _wrong_gradient, _on
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     """CPUs are checked as GPUs are, and nothing is remembered."""
-    monkeypatch.setattr(check, "PLATFORMS", ("cpu",))
+    monkeypatch.setattr(check, "GPUS", ("cpu",))
     check._why_wrong_in_training.cache_clear()
 
 

@@ -62,6 +62,32 @@ def test_a_sequence_without_pages_writes_nothing():
         assert 0 not in changed and set(changed) <= set(np.delete(table, 1, 0).flat)
 
 
+@pytest.mark.parametrize("past", [0, 5])
+def test_rows_past_a_table_or_before_it_are_not_written(past):
+    """A GPU does not stop at the end of a row of the table: the next sequence's pages come there.
+
+    The kernel gets the table flat, so that interpretation reads them, too.
+    """
+    before, rows, _, table = a_case(0, 40, 2, 16, 8, 6, 4, "float32", width=3)
+    end = 3 * 8
+    start = jnp.array([end - 2, end + past, 4, -4], jnp.int32)
+    got = by_kernel(before, rows, start, table, interpret=True)
+    for old, new, row in zip(before, got, rows, strict=True):
+        want, row = np.array(old), np.array(row)
+        want[table[0, 2], :, 6:] = row[0, :, :2]
+        want[table[2, 0], :, 4:] = row[2, :, :4]
+        want[table[2, 1], :, :2] = row[2, :, 4:]
+        want[table[3, 0], :, :2] = row[3, :, 4:]
+        np.testing.assert_array_equal(new, want)
+    before, rows, *_ = a_case(0, 4, 2, 16, 8, 6, 4, "float32")
+    start = jnp.array([0, 4, 8, -3], jnp.int32)
+    got = by_kernel(before, rows, start, interpret=True)
+    for old, new, row in zip(before, got, rows, strict=True):
+        want, row = np.array(old), np.array(row)
+        want[0, :, :6], want[1, :, 4:], want[3, :, :3] = row[0], row[1, :, :4], row[3, :, 3:]
+        np.testing.assert_array_equal(new, want)
+
+
 def test_more_arrays_than_one_call_takes_are_written_by_several(monkeypatch):
     case = a_case(1, 20, 2, 16, 8, 3, 2, "float32", width=4)
     monkeypatch.setattr(commit_kernel, "MOST_ARRAYS", 2)

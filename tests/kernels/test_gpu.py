@@ -212,6 +212,14 @@ def list_of(lengths, kv_heads, packed, tree, window):
     return shape, *map(np.asarray, gpu.work_list(shape, jnp.asarray(lengths, jnp.int32), True))
 
 
+def test_no_chunk_lies_past_a_slots_pages_or_before_them():
+    sizes = dict(kv_heads=1, packed=4, tree=5, window=None)
+    for found, wanted in zip(
+        list_of([5000, 100, -200], **sizes), list_of([3008, 100, 0], **sizes), strict=True
+    ):
+        np.testing.assert_array_equal(found, wanted)
+
+
 @settings(max_examples=15)
 @given(**LISTS)
 @example(lengths=[0], kv_heads=1, packed=1, tree=1, window=None)

@@ -130,6 +130,13 @@ def test_slots_without_a_table_have_their_own_pages():
     np.testing.assert_array_equal(out, interpreted(*case)[0])
 
 
+def test_prefixes_do_not_go_on_past_a_slots_pages():
+    """The kernel gets the table flat, where the next slot's pages follow those of a slot."""
+    case = clean(random_case(3, 2, 1, 2, 2, 32, 2, "float32", head=16))
+    long, full = ([*case[:5], jnp.array([n, -n + 64], jnp.int32), *case[6:]] for n in (100, 64))
+    np.testing.assert_array_equal(interpreted(*long)[0], interpreted(*full)[0])
+
+
 def test_all_slots_may_have_one_tree():
     case = list(random_case(3, 3, 1, 2, 5, 32, 2, "float32", head=16))
     case[6] = case[6][0]
@@ -345,8 +352,12 @@ def test_it_attends_where_the_kernel_for_hopper_does_not(device, head, dtype, na
 
 @pytest.mark.parametrize("device, head, dtype, message", [
     (("cpu", "cpu"), 128, "float32", "compiled for NVIDIA GPUs, and the device is 'cpu'"),
-    (("rocm", "MI300"), 128, "float32", "compiled for NVIDIA GPUs, and the device is 'rocm'"),
+    (("rocm", "MI300"), 128, "float32", "compiled for NVIDIA GPUs, and the device is 'MI300'"),
+    (("gpu", "AMD Instinct MI300X"), 128, "float32", "compiled for NVIDIA GPUs"),
     (("gpu", "Tesla T4"), 128, "float32", "from Ampere on, and the device is 'Tesla T4'"),
+    (("gpu", "Quadro RTX 6000"), 128, "float32", "from Ampere on"),
+    (("gpu", "NVIDIA T1000"), 128, "float32", "from Ampere on"),
+    (("gpu", "NVIDIA T4G"), 128, "float32", "from Ampere on"),
     (HOPPER, 512, "float32", "heads of up to 256, got float32 heads of 512"),
 ])  # fmt: skip
 def test_what_it_cannot_do_is_refused(device, head, dtype, message):
