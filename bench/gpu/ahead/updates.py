@@ -33,7 +33,7 @@ from bench.command import user_errors
 from bench.gpu.ahead.rounds import described, figures_in
 from bench.gpu.chunks import shape_of
 from bench.gpu.program import CARDS, Ahead
-from bench.record import figure, write_result
+from bench.record import figure, versions, write_result
 from specjax.command_line import ArgumentParser
 from specjax.config.model import REMAT_POLICIES
 from specjax.interfaces import Denominators
@@ -238,6 +238,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict]:
         work = work_of(traced.jaxpr.jaxpr)
         found = figures_of(name, shape_of(name.shape).vocab_size, compiled, work)
         found["compiling"] = figure(time.perf_counter() - began, "s, on a machine with other work")
+        found["sources"] = figure(versions().get("specjax"), "commit that was compiled")
         print(line(text, found), flush=True)
         if args.text is not None:
             args.text.mkdir(parents=True, exist_ok=True)
