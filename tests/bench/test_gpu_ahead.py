@@ -216,14 +216,14 @@ def test_figures_are_stale_when_sources_have_changed_since_or_history_lacks_the_
 
     git("init", "-q")
     first = commit("specjax/a.py", "one")
-    assert is_current(first, tmp_path) and not is_current(None, tmp_path)
+    assert is_current(first, root=tmp_path) and not is_current(None, root=tmp_path)
     commit("docs/a.md", "a page")
-    assert is_current(first, tmp_path), "pages decide nothing"
-    assert not is_current(first | {"value": first["value"] + "-dirty"}, tmp_path)
+    assert is_current(first, root=tmp_path), "pages decide nothing"
+    assert not is_current(first | {"value": first["value"] + "-dirty"}, root=tmp_path)
     second = commit("train/plan/a.py", "two")
-    assert is_current(second, tmp_path) and not is_current(first, tmp_path)
+    assert is_current(second, root=tmp_path) and not is_current(first, root=tmp_path)
     git("checkout", "-q", "HEAD~1")
-    assert not is_current(second, tmp_path), "it is not in the history of what is checked out"
+    assert not is_current(second, root=tmp_path), "it is not in the history of what is checked out"
 
 
 @pytest.mark.parametrize(

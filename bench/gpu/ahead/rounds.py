@@ -71,8 +71,15 @@ PAGE = (
     "8B:off:8:attention=library",
     "8B:off:1",
 )
-# Folders whose files decide a program's figures.
-SOURCES = "specjax", "bench/gpu", "bench/round/batch.py", "train/plan"
+# Files, and folders of files, that decide a program's figures.
+SOURCES = (
+    "specjax",
+    "bench/gpu/ahead/rounds.py",
+    "bench/gpu/chunks.py",
+    "bench/gpu/program.py",
+    "bench/round/batch.py",
+    "train/plan",
+)
 SETTING = re.compile(r"attention=[\w:]+|draft_vocab=[1-9]\d*")
 # Figures that grow with the number of layers.
 LINEAR = re.compile(r"(kernels|bytes|copied)/|(own_kernels|library|gathers|gathered|traced)$")
@@ -310,15 +317,18 @@ def measure(args: argparse.Namespace) -> dict[str, dict]:
     return result
 
 
-def is_current(sources: Mapping[str, Any] | None, root: Path = ROOT) -> bool:
+def is_current(
+    sources: Mapping[str, Any] | None, paths: Sequence[str] = SOURCES, root: Path = ROOT
+) -> bool:
     """Whether figures of a program are those of this checkout.
 
     Args:
       sources: the program's figure `sources`; None: there is none.
+      paths: files and folders that decide the figures.
       root: the checkout.
 
     Returns:
-      whether the figure's commit is in this checkout's history, or this one, and none of `SOURCES`
+      whether the figure's commit is in this checkout's history, or this one, and none of `paths`
       has changed since.
     """
     commit = None if sources is None else sources["value"]
@@ -327,7 +337,7 @@ def is_current(sources: Mapping[str, Any] | None, root: Path = ROOT) -> bool:
     git = "git", "-C", str(root)
     commands = (
         (*git, "merge-base", "--is-ancestor", commit, "HEAD"),
-        (*git, "diff", "--quiet", commit, "--", *SOURCES),
+        (*git, "diff", "--quiet", commit, "--", *paths),
     )
     return all(subprocess.run(one, stderr=subprocess.DEVNULL).returncode == 0 for one in commands)
 

@@ -12,7 +12,9 @@ A program's name is a shape, the rows of a micro-batch and their length, and opt
     8B:1x8320:remat=save_attention    they are, but not attention
     1.7B:4x4224:remat=full,chunk=512  and logits of 512 tokens at a time (`logprob_chunk_size`)
 
-Further options are `float32` (arithmetic, else bfloat16) and `attention=KERNEL`.
+Further options are `float32` (arithmetic, else bfloat16) and `attention=KERNEL`. Without a name
+the programs are those of the table in docs/training.md. A program's figure `sources` is the commit
+that was compiled; `--stale` is that of `rounds`.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import jax
 import numpy as np
 
 from bench.command import user_errors
-from bench.gpu.ahead.rounds import described, figures_in
+from bench.gpu.ahead.rounds import described, figures_in, is_current
 from bench.gpu.chunks import shape_of
 from bench.gpu.program import CARDS, Ahead
 from bench.record import figure, versions, write_result
@@ -46,7 +48,18 @@ from train.plan.hlo import Module, Op, Shape
 from train.policy import PolicyTrainer
 
 SHAPES = ("135M", "0.6B", "1.7B", "8B")
-LAYERS, LARGEST = 4, 5
+LAYERS, LARGEST = 2, 5
+REMAT = ("", ":remat=save_attention", ":remat=full")
+# Programs of the table in docs/training.md.
+PAGE = tuple(f"{shape}:1x8320{remat}" for shape in ("1.7B", "8B") for remat in REMAT)
+# Files, and folders of files, that decide a program's figures.
+SOURCES = (
+    "specjax",
+    "train",
+    "bench/gpu/ahead/updates.py",
+    "bench/gpu/chunks.py",
+    "bench/gpu/program.py",
+)
 SETTINGS = ("card", "layers", "context")
 
 
@@ -230,6 +243,8 @@ def measure(args: argparse.Namespace) -> dict[str, dict]:
     result = {} if args.out is None else figures_in(args.out, settings)
     for name in args.programs:
         text = name.text
+        if args.stale and is_current(result.get(f"{text}/sources"), SOURCES):
+            continue
         with place.seen():
             traced = traced_of(place, name, args.layers)
             lowered = traced.lower()
@@ -244,6 +259,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict]:
             args.text.mkdir(parents=True, exist_ok=True)
             path = args.text / f"{re.sub(r'[:,=]', '_', text)}.txt"
             path.write_text(compiled.as_text(), encoding="utf-8")
+        result = {k: entry for k, entry in result.items() if k.partition("/")[0] != text}
         result |= {f"{text}/{key}": entry for key, entry in found.items()}
         if args.out is not None:
             write_result(args.out.stem, settings, result, args.out)
@@ -257,11 +273,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("programs", nargs="+", type=name_of, metavar="SHAPE:ROWSxLENGTH[:OPTIONS]")
+    page = [name_of(text) for text in PAGE]
+    more = "default: those of docs/training.md"
+    metavar = "SHAPE:ROWSxLENGTH[:OPTIONS]"
+    add("programs", nargs="*", type=name_of, default=page, metavar=metavar, help=more)
     add("--card", default="h100", choices=CARDS, help="that is compiled for")
     add("--layers", type=int, default=LAYERS, help="number of layers that are compiled")
     add("--text", type=Path, metavar="DIR", help="also keep the compiled programs' texts there")
     add("--out", type=Path, metavar="FILE", help="also write, or add, the figures there")
+    more = "only programs that --out does not have, or has of other sources"
+    add("--stale", action="store_true", help=more)
     args = parser.parse_args(argv)
     with user_errors("gpu.ahead updates"):
         measure(args)
