@@ -132,7 +132,7 @@ class Engine(BaseEngine):
             strategies_of(spec, control),
             self.config.page_size,
             self.config.cache_bytes,
-            stride=piece_widths(self.config, max_len, prompt_widths, platform)[-1],
+            widths=piece_widths(self.config, max_len, prompt_widths, platform),
             attention=self.config.attention,
             products=self.config.products,
             stretch=self.config.stretch,

@@ -17,8 +17,18 @@ from specjax.engine.settings import powers
 
 
 def piece_of(prompts: Several[Prompt], rows: int, width: int, runner: Runner) -> Piece:
-    """The next `width` positions of each prompt; spare rows write to the null page only."""
-    tail = runner.tail
+    """The next `width` positions of each prompt; spare rows write to the null page only.
+
+    Raises:
+      ValueError: the piece goes on past the table of its prompt.
+    """
+    tail, most = runner.tail, runner.table_width * runner.page_size
+    for prompt in prompts:
+        if prompt.read + width > most:
+            raise ValueError(
+                f"a piece of {width} positions that begins at {prompt.read} ends within the table "
+                f"of its prompt, which has {most}; make the table wider (`end_of_pieces`)"
+            )
     piece = Piece(
         tokens=np.zeros((rows, width + tail), np.int32),
         start=np.zeros(rows, np.int32),

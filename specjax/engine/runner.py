@@ -41,7 +41,7 @@ from specjax.engine.compiling import Executables
 from specjax.engine.graphs import Graphs
 from specjax.engine.pages import NULL_PAGE, pages_for
 from specjax.engine.plans import StrategyProgram, make_plans, own_name, programs_of, row_block
-from specjax.engine.settings import stretched
+from specjax.engine.settings import end_of_pieces, stretched
 from specjax.engine.sources import laid_out, page_multiple, with_kernel
 from specjax.engine.vocabulary import draft_ids
 from specjax.interfaces import Draft, FinishedSample, Memory, Room
@@ -82,7 +82,8 @@ class Runner:
       strategies: strategies that chunks can run; None: `spec`'s alone.
       page_size: positions per page; None: 128; 0: each sequence has one page of full length.
       cache_bytes: largest size of the pages of all caches in bytes, see `EngineConfig`.
-      stride: pieces of prompts start at multiples of this position.
+      widths: lengths that pieces of prompts are padded to, ascending; all start at multiples of the
+        last one. Empty: at any position, and none is longer than the rest of the table.
       attention: name of the attention kernel, see `specjax.kernels.check.settle`.
       products: name of the kernel that multiplies by weights, see `specjax.weights.matrix.settle`.
       enforce_eager: whether GPUs run without CUDA graphs.
@@ -114,7 +115,9 @@ class Runner:
       agreement: how the hosts of the mesh take the same decisions.
       moved: the most bytes that a device received for the weights when they were last set.
       table_width: number of entries of a slot in the page table: the most pages that it can hold,
-        and then entries that are always `NULL_PAGE`, for the part of a round's path past the end.
+        and then entries that are always `NULL_PAGE`, for the part of a round's path past the end,
+        and for the padding of a prompt's last piece.
+      stride: number of positions of which every piece's start is a multiple.
     """
 
     def __init__(
@@ -130,7 +133,7 @@ class Runner:
         strategies: Sequence[Strategy] | None = None,
         page_size: int | None = None,
         cache_bytes: int | None = None,
-        stride: int = 1,
+        widths: Sequence[int] = (),
         attention: str = "auto",
         products: str = "auto",
         stretch: int = 1,
@@ -156,7 +159,7 @@ class Runner:
         asked = matrix.PLAIN if products == matrix.PLAIN else matrix.AUTO
         settle_products = functools.partial(matrix.settle, mesh=mesh, asked=asked)
         source = with_kernel(source, settle_products, "products")
-        self.cfg, self.stride = cfg, stride
+        self.cfg, self.stride = cfg, widths[-1] if widths else 1
         self.chunk_tokens, self.stretch = chunk_tokens, stretch
         self.batch, self.max_len, self.stop_width, self.mesh = batch, max_len, stop_width, mesh
         most_rows = spec.spec_verify_tokens if drafts else 1
@@ -176,7 +179,10 @@ class Runner:
         multiple = page_multiple(cfg, source)
         self.page_size = -(-self.page_size // multiple) * multiple
         full = pages_for(max_len, self.page_size)
-        self.table_width = full + pages_for(self.longest.steps + 1, self.page_size)
+        # What lies past a sequence's pages is never visible, but it is written, to the null page.
+        past = pages_for(self.longest.steps + 1, self.page_size)
+        read = pages_for(end_of_pieces(max_len, widths), self.page_size)
+        self.table_width = max(full + past, read)
         self.extra_slots = EXTRA_SLOTS
         self.slots, self.prompts = batch + self.extra_slots + 1, max(batch, FEW) + 1
         self.pages = self._pages_by_default(full)

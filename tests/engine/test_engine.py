@@ -18,12 +18,18 @@ from specjax.decode.chunk import NEVER
 from specjax.engine import runner as module
 from specjax.engine.chunks import choose_program, until
 from specjax.engine.engine import Engine
-from specjax.engine.inputs import row_map_of
-from specjax.engine.pages import NULL_PAGE
+from specjax.engine.inputs import piece_of, row_map_of
+from specjax.engine.pages import NULL_PAGE, pages_for
 from specjax.engine.replicas import Replicas
 from specjax.engine.runner import Runner
 from specjax.engine.sequence import Progress
-from specjax.engine.settings import EngineConfig, bucket_base, piece_widths, powers
+from specjax.engine.settings import (
+    EngineConfig,
+    bucket_base,
+    end_of_pieces,
+    piece_widths,
+    powers,
+)
 from specjax.engine.unfinished import Unfinished
 from specjax.models.families.dense import dense_config
 
@@ -202,6 +208,30 @@ def test_gpus_have_half_as_many_batch_sizes_and_lengths_of_prompts():
     assert piece_widths(how, 4096, None, "gpu") == [32, 128, 512]
     assert piece_widths(how, 4096, [60], "gpu") == [64, 512]
     assert piece_widths(how, 40, None, "gpu") == [32, 48]
+
+
+@pytest.mark.parametrize("platform, size", [("gpu", 128), ("gpu", 64), ("cpu", 128), ("cpu", 16)])
+def test_tables_hold_the_padding_of_every_piece(platform, size):
+    """Of GPUs, a prompt of 650 tokens is read as 512 and then 512 positions, not 256."""
+    for max_len in (*range(32, 1100), *range(1100, 5000, 37)):
+        widths = piece_widths(EngineConfig(), max_len, None, platform)
+        stride, wanted = widths[-1], 0
+        for to_read in {max_len - 1, max_len - 2, max(max_len - stride, 1), max_len // 2}:
+            read = (to_read - 1) // stride * stride
+            wanted = max(wanted, read + next(w for w in widths if w >= to_read - read))
+        table = max(pages_for(max_len, size) + 1, pages_for(end_of_pieces(max_len, widths), size))
+        assert wanted <= table * size
+        if (platform, size) == ("cpu", 128):
+            assert table == pages_for(max_len, size) + 1, "programs for CPU changed"
+
+
+def test_a_piece_that_goes_on_past_its_table_is_refused():
+    runner = SimpleNamespace(tail=0, table_width=7, page_size=128, prompts=3)
+    prompt = SimpleNamespace(tokens=[1] * 650, read=512, row=0, pages=[1, 2, 3, 4, 5, 6])
+    with pytest.raises(ValueError, match="a piece of 512 positions that begins at 512"):
+        piece_of([prompt], 1, 512, runner)
+    runner.table_width = 8
+    assert piece_of([prompt], 1, 512, runner).table.tolist() == [[1, 2, 3, 4, 5, 6, 0, 0]]
 
 
 def test_a_batch_between_two_sizes_runs_in_the_larger_one_until_the_smaller_is_enough(chunks):
