@@ -52,7 +52,7 @@ def spoilt(logits):
 def spoilt_model():
     patch = pytest.MonkeyPatch()
     sound = Transformer.logits
-    patch.setattr(Transformer, "logits", lambda self, x: spoilt(sound(self, x)))
+    patch.setattr(Transformer, "logits", lambda self, *given: spoilt(sound(self, *given)))
     yield
     patch.undo()
 
