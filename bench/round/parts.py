@@ -1,7 +1,9 @@
 """The parts of a round: each function that `spec_round` calls, compiled as a program of its own.
 
 A part's time is that of many calls, less that of an empty program with as many arguments and
-results: a round in a chunk is not called from the host. Caches are donated, as in a chunk.
+results: a round in a chunk is not called from the host. Caches are donated, and the compiler's
+options are a chunk's: on a GPU each program is one CUDA graph where chunks are. Noise is drawn as
+in a chunk of the platform: on CPUs what is missing, on TPUs and GPUs all that the round may decide.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from bench.round.batch import fill, full_row_map
 from specjax.decode import sampling
 from specjax.decode.accept import accept
 from specjax.decode.draft import DraftedTree, draft_tree
-from specjax.decode.noise import refill
+from specjax.decode.noise import after_round, prepare
 from specjax.decode.options import Features
 from specjax.decode.round import along_path, commit, spec_round, truncate, until_invalid, verify
 from specjax.decode.sampling import Rows, context_of, count_tokens
@@ -41,16 +43,17 @@ class Buffers(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """A decoding state without its buffers."""
+    """A decoding state without its buffers; `ahead` is that of its `NoiseRing` within the round."""
 
     state: DecodeState
+    ahead: tuple | None = None
 
     def whole(self, buffers: Buffers) -> DecodeState:
         state = self.state
         return state._replace(
             memory=state.memory._replace(pages=buffers.pages),
             draft=state.draft._replace(pages=buffers.draft_cache),
-            noise=state.noise._replace(rows=buffers.noise),
+            noise=state.noise._replace(rows=buffers.noise, ahead=self.ahead),
         )
 
 
@@ -83,6 +86,8 @@ class Parts:
         go_on: Callable[[], bool] = lambda: True,
     ):
         self.runner = runner
+        self.draws_ahead = jax.default_backend() != "cpu"
+        self.compiler_options = dict(runner.executables.graphs.options(("chunk",)))
         self.plan: Plan = dataclasses.replace(runner.plan, features=features)
         self.buffers, state = split(_filled(runner, options, context, emitted))
         self.programs: dict[str, Callable[[], None]] = {}
@@ -101,7 +106,9 @@ class Parts:
     def _build(self, taken: Taken) -> Iterator[None]:
         """Compiles every part on the results of the parts before it; yields after each."""
         params, head = self.runner.params, self.runner.head
-        self._add("noise", self._noise, taken)
+        between = taken
+        _, ahead = self._add("noise", self._noise, taken)
+        taken = taken._replace(ahead=ahead)
         yield
         draft = self._add("draft", self._draft, params, head, taken)
         yield
@@ -113,7 +120,7 @@ class Parts:
         yield
         self._add("commit", self._commit, taken, draft, verified, accepted)
         yield
-        self._add("round", self._round, params, head, taken)
+        self._add("round", self._round, params, head, between)
 
     def _add(self, name: str, function, *inputs) -> Any:
         """Compiles `function(buffers, *inputs) -> (buffers, result)` and returns a result of it."""
@@ -128,7 +135,7 @@ class Parts:
 
     def _compile(self, name: str, function, *inputs) -> None:
         jitted = jax.jit(function, donate_argnums=0, keep_unused=True)
-        compiled = jitted.lower(self.buffers, *inputs).compile()
+        compiled = jitted.lower(self.buffers, *inputs).compile(self.compiler_options)
 
         def run() -> Any:
             self.buffers, result = compiled(self.buffers, *inputs)
@@ -147,8 +154,11 @@ class Parts:
         state = taken.whole(buffers)
         wanted = (state.finish == RUNNING) & (state.options.temperature > 0)
         count = self.plan.steps + 1
-        ring = refill(state.noise, state.keys, state.length - 1, wanted, count)
-        return buffers._replace(noise=ring.rows), ring.until
+        chain = self.plan.tree.is_chain
+        ring = prepare(state.noise, state.keys, state.length - 1, wanted, count, chain)
+        # On a CPU nothing reads `ahead`: as a result its zeros would be computed.
+        result = ring.until, ring.ahead if self.draws_ahead else None
+        return buffers._replace(noise=ring.rows), result
 
     def _draft(self, buffers: Buffers, params, head, taken: Taken):
         model, state = self.runner.model(params), taken.whole(buffers)
@@ -174,7 +184,8 @@ class Parts:
         logits = along_path(self.plan, logits, accepted)
         accepted, invalid = until_invalid(state, logits, accepted)
         count, finish = truncate(state, accepted, invalid)
-        return split(commit(self.plan, state, draft, found, accepted, count, finish))
+        state = commit(self.plan, state, draft, found, accepted, count, finish)
+        return split(state._replace(noise=after_round(state.noise)))
 
     def _round(self, buffers: Buffers, params, head, taken: Taken):
         model, state = self.runner.model(params), taken.whole(buffers)

@@ -159,13 +159,19 @@ def test_a_full_batch_runs_every_slot_in_pages_of_its_own_and_can_be_filled_agai
     np.testing.assert_array_equal(*found)
 
 
-def test_the_parts_in_order_do_what_a_round_does():
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_the_parts_in_order_do_what_a_round_does(backend, monkeypatch):
+    """With `gpu` noise is handed from part to part, though a CPU computes all of them."""
+    monkeypatch.setattr("jax.default_backend", lambda: backend)
     # The sizes of the run below, whose programs these are.
     cfg = SMALL.replace(max_position=76)
     runner = Runner(cfg, SpecConfig("2x1"), 2, cfg.max_position)
     runner.set_params(init_params(cfg, 0), init_head_params(cfg, 1))
     wanted = command.FEATURES["temperature"]
     made = parts.Parts(runner, *wanted, context=12, emitted=2)
+    assert made.draws_ahead == (backend == "gpu")
+    _, ahead = made.programs["noise"]()
+    assert (ahead is None) == (backend == "cpu")
     by_parts, whole = made.programs["commit"](), made.programs["round"]()
     assert (by_parts.length > 12).all()
     for name in ("tokens", "length", "finish"):

@@ -1,7 +1,8 @@
 """The time of a pass of the policy by number of rows: the cost curve of strategies.
 
 Models of 12 and of 4 layers are measured in turns, see `rounds.py`. Several passes are started
-before the host waits, which hides the time to start a program, as within a chunk.
+before the host waits, which hides the time to start a program, as within a chunk. A pass has the
+compiler options of the engine's chunks: on a GPU it is one CUDA graph.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def _programs(place: Place, sizes: Sizes, chunks: dict[int, Chunk]) -> list[Prog
             inputs = params, state, place.shapes(full_row_map(chunk.runner))
             lower = functools.partial(jax.jit(policy_pass(chunk.runner, rows)).lower, *inputs)
             name = f"{layers}/{rows}"
-            found.append(Program(name, functools.cache(lower), {}, every - chunk.held))
+            options = chunk.runner.executables.graphs.options(("chunk",))
+            found.append(Program(name, functools.cache(lower), options, every - chunk.held))
     return found
 
 
