@@ -29,6 +29,7 @@ from bench.gpu.chunks import shape_of
 from bench.gpu.program import CARDS, Ahead
 from bench.tpu.programs import chunk, mesh_over, runner_of
 from specjax.config import ModelConfig, SpecConfig, Strategy
+from specjax.control import OFF
 from specjax.decode.admit import prefill
 from specjax.decode.chunk import Until
 from specjax.decode.options import Features
@@ -36,6 +37,7 @@ from specjax.decode.state import RowMap
 from specjax.drafts.mtp import init_head_params
 from specjax.engine.graphs import ONE_GRAPH
 from specjax.engine.inputs import piece_of
+from specjax.engine.plans import StrategyProgram
 from specjax.engine.runner import Runner
 from specjax.models.families.dense import change_dense
 from specjax.models.transformer import init_params
@@ -45,7 +47,10 @@ from specjax.weights.matrix import precision_of
 CARD, SLOTS, ROOM = "h100", 64, 2048
 CHAIN = "2_1_3"
 FLOAT32 = MODEL.running(param_dtype="float32", compute_dtype="float32")
+ONE_LAYER = MODEL.replace(layers=MODEL.layers[:1])
 WIDE_HEADS = change_dense(MODEL, head_dim=256, num_heads=8, num_kv_heads=4)
+# Operations of which compilers have several forms, beside a product and a sum in one operation.
+ROUNDING = {"dot", "exponential", "rsqrt", "divide", "reduce"}
 # Without operations that add by atomics; no product by Triton, whose defaults need a device then.
 DETERMINISTIC = {
     "xla_gpu_exclude_nondeterministic_ops": True,
@@ -65,6 +70,7 @@ class Wanted(NamedTuple):
       graph: whether it is compiled to one CUDA graph.
       devices: number of devices that the model is split over.
       draft_vocab: number of tokens that are drafted from; None: the whole vocabulary.
+      invariant: whether the engine is in `invariant` mode; plain decoding has its own program.
     """
 
     what: str
@@ -75,6 +81,7 @@ class Wanted(NamedTuple):
     graph: bool = False
     devices: int = 1
     draft_vocab: int | None = None
+    invariant: bool = False
 
 
 PROGRAMS = {
@@ -94,6 +101,9 @@ PROGRAMS = {
 # Updates of the policy, by `bench.gpu.ahead.updates`; a length that is no width of the model.
 UPDATES = {"update": "135M:1x1088:chunk=256", "update, float32": "135M:1x1088:chunk=256,float32"}
 
+# The programs of plain decoding and of a tree in an engine in `invariant` mode.
+INVARIANT = "invariant"
+
 
 class Named:
     """A device as `jax.devices()` would give it."""
@@ -108,12 +118,15 @@ def engine_of(device, wanted: Wanted) -> Runner:
     with mock.patch("jax.devices", lambda *_: [Named()]):
         runner = Runner(
             cfg,
-            SpecConfig(CHAIN, draft_vocab=wanted.draft_vocab),
-            SLOTS,
+            SpecConfig(CHAIN, draft_vocab=wanted.draft_vocab, invariant=wanted.invariant),
+            wanted.sizes[0] if wanted.invariant else SLOTS,  # all of a batch run in that mode
             ROOM,
             strategies=strategies,
             attention=wanted.attention,
         )
+    if wanted.invariant:  # as if `check_plain` had found equal bits
+        runner.own_plain = StrategyProgram(OFF, runner.plans[OFF])
+        runner.exact_plain.add(wanted.features)
     runner.hold_shapes(
         jax.eval_shape(lambda: init_params(cfg)), jax.eval_shape(lambda: init_head_params(cfg))
     )
@@ -141,7 +154,8 @@ def traced(runner: Runner, device, wanted: Wanted) -> jax.stages.Traced:
         [bucket] = wanted.sizes
         table = np.zeros((bucket, runner.table_width), np.int32)
         rows = RowMap(np.arange(bucket, dtype=np.int32), np.ones(bucket, bool), table)
-        host = on_device(device, (runner.alone(rows), Until.of(4)))
+        part = runner._program(wanted.what, wanted.features).part
+        host = on_device(device, (runner.alone(rows), Until.of(4), part))
         program = functools.partial(runner._chunk_program, wanted.what, wanted.features, bucket)
         inputs, donated = (runner.params, runner.draft, runner.state, *host), (2,)
     program = precision_of(runner.cfg)(sharding.traced_on(None, program))
@@ -167,6 +181,54 @@ def less_than_float32(text: str) -> list[str]:
         exact = "{highest,highest}" in line or '["HIGHEST","HIGHEST"]' in line
         if (product or called) and not exact or "tf32" in line.lower():
             found.append(line.strip()[:200])
+    return found
+
+
+def computations_of(text: str) -> dict[str, str]:
+    """The bodies of a compiled program's computations, by name."""
+    found = re.finditer(r"^(?:ENTRY )?%([\w.\-]+) \(.*?\{\n(.*?)^\}", text, re.M | re.S)
+    return {match[1]: match[2] for match in found}
+
+
+def canonical(text: str, computations: dict[str, str]) -> str:
+    """HLO text in which values have numbers, and names of computations are what they compute."""
+    names: dict[str, str] = {}
+
+    def name(match: re.Match) -> str:
+        body = computations.get(match[1])
+        if body is not None:
+            return "{" + canonical(body, computations) + "}"
+        return names.setdefault(match[1], f"%{len(names)}")
+
+    return re.sub(r"%([\w.\-]+)", name, re.sub(r", metadata=\{[^}]*\}", "", text))
+
+
+def rounds(text: str) -> bool:
+    """Whether what a computation's text computes can round in more than one way."""
+    operations = set(re.findall(r"= (?:f|bf)\d+\[\S* ([\w\-]+)\(", text))
+    return bool(operations & ROUNDING) or {"multiply", "add"} <= operations
+
+
+def arithmetic_of(text: str) -> dict[str, str]:
+    """The kernels of a chunk's layers and language-model head that round, as canonical text.
+
+    Returns:
+      the line of one of those that are alike, by their text.
+    """
+    computations, found = computations_of(text), {}
+    for line in "".join(computations.values()).splitlines():
+        scope = re.search(r'op_name="([^"]*)"', line)
+        scopes = set(scope[1].split("/")) if scope else set()
+        if not scopes & {"layers", "lm_head"} or "draft" in scopes:
+            continue
+        if called := re.search(r" fusion\(.*calls=%([\w.\-]+)", line):
+            how = re.search(r"kind=\w+", line)[0]
+            tiles = re.search(r'"fusion_backend_config":\{.*?\}\}', line)
+            kernel = canonical(computations[called[1]], computations)
+            if rounds(kernel):
+                found[how + (tiles[0] if tiles else "") + kernel] = line.strip()[:200]
+        elif " custom-call(" in line and re.search(r"= \(?(f|bf)\d+\[", line):
+            found[canonical(line.strip(), computations)] = line.strip()[:200]
     return found
 
 
@@ -198,6 +260,29 @@ def of_engine(name: str) -> dict:
     }
 
 
+def of_invariant() -> dict:
+    """What plain decoding's own program computes in other ways than the tree's.
+
+    The tree's rows lie in blocks in each case.
+    """
+
+    def chunk(what: str) -> tuple[Runner, dict[str, str]]:
+        wanted = Wanted(what, (8,), ONE_LAYER, invariant=True)
+        runner, program = lowered(described(1), wanted)
+        return runner, arithmetic_of(program.compile().as_text())
+
+    runner, tree = chunk(CHAIN)
+    _, plain = chunk(OFF)
+    with mock.patch("specjax.engine.runner.row_block", lambda *_: None):
+        _, without = chunk(OFF)
+    return {
+        "row_block": runner.cfg.run.row_block,
+        "alike": len(plain.keys() & tree.keys()),
+        "others": [plain[kernel] for kernel in plain.keys() - tree.keys()],
+        "others_without_blocks": [without[kernel] for kernel in without.keys() - tree.keys()],
+    }
+
+
 def of_update(name: str) -> dict:
     """What became of an update of the policy."""
     update, place = updates.name_of(UPDATES[name]), Ahead(CARD)
@@ -219,7 +304,10 @@ def of_update(name: str) -> dict:
 
 def main(*names: str) -> None:
     for name in names:
-        found = of_update(name) if name in UPDATES else of_engine(name)
+        if name == INVARIANT:
+            found = of_invariant()
+        else:
+            found = of_update(name) if name in UPDATES else of_engine(name)
         print(json.dumps({"program": name, **found}), flush=True)
 
 

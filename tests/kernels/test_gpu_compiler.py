@@ -13,7 +13,7 @@ from unittest import mock
 import jax
 import other_python
 import pytest
-from gpu_programs import PROGRAMS, ROOM, SLOTS, UPDATES, Named, engine_of, traced
+from gpu_programs import INVARIANT, PROGRAMS, ROOM, SLOTS, UPDATES, Named, engine_of, traced
 
 from bench.gpu.ahead.rounds import layers_traced
 from bench.gpu.chunks import shape_of
@@ -55,6 +55,11 @@ def programs() -> dict[str, dict]:
 @pytest.fixture(scope="module")
 def updates() -> dict[str, dict]:
     return compiled(*UPDATES)
+
+
+@pytest.fixture(scope="module")
+def invariant() -> dict:
+    return compiled(INVARIANT)[INVARIANT]
 
 
 def for_cuda(wanted) -> str:
@@ -194,3 +199,10 @@ class TestCompiled:
         kernels = {"flash_gpu_forward", "flash_gpu_queries", "flash_gpu_keys"}
         assert kernels <= set(update["figures"]["kernels"]) and not update["cudnn"]
         assert not update["atomics"] and not update["less_than_float32"]
+
+    def test_plain_decoding_of_invariant_mode_rounds_as_the_tree_does(self, invariant):
+        """All its kernels that round are the tree's to the letter: rows lie in blocks of one size,
+        and attention computes each row alone."""
+        assert invariant["row_block"] == 64 and invariant["alike"] > 10
+        assert not invariant["others"]
+        assert invariant["others_without_blocks"]  # so that they are found
