@@ -45,10 +45,11 @@ def row(name: str, plan: Mapping) -> list[str]:
         f"{plan['replicas']} x {plan['largest_batch']}",
     ]
     if chunks:
-        chunk = chunks[-1]
+        chunk = max(chunks, key=_size)
         speeds = chunk["tokens_per_second"]
         cells.append(f"{1e3 * chunk['round_seconds']:.1f} ms ({chunk['name']})")
-        cells += [_cycles(chunk), _copied(chunk, ROUND), _copied(chunk, ENTRY)]
+        copied = [_copied(chunk, place) if plan["compiler"] else "" for place in (ROUND, ENTRY)]
+        cells += [_cycles(chunk), *copied]
         cells += [f"{speeds[a]:,.0f}" if a in speeds else "" for a in ("1", "2", "3")]
     else:
         cells += [""] * 7
@@ -57,6 +58,11 @@ def row(name: str, plan: Mapping) -> list[str]:
     known = moves and moves["excess"] is not None
     cells.append(f"{_gb(moves['brought_bytes'])} of {_gb(moves['kept_bytes'])}" if known else "")
     return cells
+
+
+def _size(chunk: Mapping) -> tuple:
+    """Returns what sorts chunks by their batch, and then by their strategy's number of steps."""
+    return int(chunk["name"].rpartition(" ")[2]), len(chunk["tokens_per_second"])
 
 
 def _gb(size: float) -> str:
