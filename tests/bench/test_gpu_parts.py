@@ -23,8 +23,10 @@ from bench.gpu.job import Absent, Job
 from bench.gpu.parts import (
     attention,
     ceilings,
+    identity,
     launches,
     one_graph,
+    peers,
     plain,
     rl,
     round_parts,
@@ -310,6 +312,39 @@ def test_a_kernel_with_wrong_values_fails_its_part(tmp_path, monkeypatch):
         assert figures["values/reference/tree_of_8"]["value"] <= 1
         assert figures["values/library:xla/tree_of_8"]["value"] > 1
         assert word_of("kernels equal", {"values": record}) == table.MISSED
+
+
+@pytest.mark.parametrize("arm, refuted", [("invariant", 1), ("default", 0)])
+def test_invariant_mode_is_refuted_by_a_bit_of_a_log_probability(tmp_path, arm, refuted):
+    plain, drafted = (
+        [SimpleNamespace(token_ids=[1, 2], logprobs=[-0.5, last])] for last in (-0.25, -0.26)
+    )
+    engine = SimpleNamespace(
+        sizes=identity.SMALL, run=lambda strategy, _: plain if strategy == "off" else drafted
+    )
+    job = job_of(tmp_path)
+    found = identity._differing(job, engine, f"{arm}/batch_1")
+    assert found[f"differ/{arm}/batch_1"]["value"] == 0
+    assert found[f"logprobs_differ/{arm}/batch_1"]["value"] == 1
+    assert len(job.failures) == refuted
+
+
+def test_a_program_that_all_strategies_share_is_timed_and_then_out_of_use():
+    seen, own = [], {"features"}
+    engine = SimpleNamespace(
+        runner=SimpleNamespace(exact_plain=own), run=lambda *_: seen.append(set(own))
+    )
+    identity.Engine.shared(engine, 8)
+    assert seen == [set()] and own == {"features"}
+
+
+def test_rates_of_peers_are_compared_turn_by_turn_unless_the_clock_is_too_coarse():
+    found = peers.figures("jax", [0.02, 0.04], [0.01, 0.01], peers.FULL, 8)
+    assert found["jax_tokens_per_sec/batch_8"]["value"] == pytest.approx(37.5)
+    assert found["specjax_over_jax/batch_8"]["interval"] == pytest.approx([2, 4])
+    found = peers.figures("jax", [0.0, 0.04], [0.01, 0.01], peers.FULL, 8)
+    assert found["specjax_over_jax/batch_8"]["value"] is None
+    assert found["specjax_tokens_per_sec/batch_8"]["value"] == 100
 
 
 def test_torch_that_is_not_there_is_no_failure(tmp_path, monkeypatch):
