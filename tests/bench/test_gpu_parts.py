@@ -191,6 +191,28 @@ def test_attention_reads_more_than_a_cache_holds_and_for_longer_than_starting_it
         assert cell.calls(sizes) * cell.bytes(sizes) / FASTEST > 5e-3, cell.name
 
 
+def test_attention_compares_every_kernel_with_the_last_and_compiles_equal_lengths_at_once(
+    tmp_path, monkeypatch
+):
+    small, counts = attention.SMALL._replace(lengths=((32, 64), (16, 32))), []
+    monkeypatch.setattr(attention, "SMALL", small)
+
+    def build(programs):
+        counts.append(len(programs))
+        return attention_build(programs)
+
+    attention_build = attention.build
+    monkeypatch.setattr(attention, "build", build)
+    monkeypatch.setattr(attention, "copy_rate", lambda job: 1e9)
+    assert job_of(tmp_path).run(lambda job: attention.measure(job, 1))
+    assert counts == [4, 4], "two numbers of rows and two kernels at a time"
+    found = record_of(tmp_path)["figures"]
+    cells = "8/32/64", "1/32/64", "8/16/32", "1/16/32"
+    assert {f"over/reference/{cell}" for cell in cells} == {k for k in found if "over" in k}
+    assert all(found[f"share/best/{cell}"]["value"] > 0 for cell in cells)
+    assert attention.Sizes().kernels[-1] == "library:cudnn", "Pallas kernels first"
+
+
 class Runs:
     """Chunks that run by nothing: tokens by arm, or an error."""
 

@@ -3,6 +3,9 @@
 The bytes of a call are keys and values of the prefix and the tree, queries and results, whatever
 the length of the page table. Calls are repeated inside one program, like layers in a model; each
 reads other pages than the one before, so that they do not come from the chip's cache.
+
+Shapes with the same lengths are compiled together, before the first of them is measured, so that a
+part with too little time has measured whole shapes, by all kernels, the most important first.
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ from specjax.kernels import dispatch
 from specjax.kernels.backend import choose
 from specjax.models.families.dense import dense_config
 
-# Pages gathered for cuDNN, and the Pallas kernels that read pages where they lie.
-KERNELS = ("library:cudnn", "gpu", "triton")
+# The Pallas kernels that read pages where they lie, and, last, cuDNN, for which pages are gathered.
+KERNELS = ("gpu", "triton", "library:cudnn")
 MIXED = "mixed"  # in place of a batch: slots of different lengths
 
 
@@ -177,9 +180,13 @@ def _attend(kernel: str, cell: Cell, calls: int, q, k_tree, v_tree, k, v, tables
 
 
 def programs(place: Place, small: bool, batch: int | str) -> list[Program]:
-    sizes, found = SMALL if small else Sizes(), []
-    kernels = kernels_on(place, sizes.kernels, sizes.head)
-    for cell in cells(sizes, batch):
+    sizes = SMALL if small else Sizes()
+    return _programs(place, sizes, cells(sizes, batch))
+
+
+def _programs(place: Place, sizes: Sizes, several: Sequence[Cell]) -> list[Program]:
+    kernels, found = kernels_on(place, sizes.kernels, sizes.head), []
+    for cell in several:
         inputs = place.shapes(_shapes(sizes, cell))
         for kernel in kernels:
             attend = functools.partial(_attend, kernel, cell, cell.calls(sizes))
@@ -206,11 +213,20 @@ def _inputs(sizes: Sizes, cell: Cell, seed: int) -> tuple[jax.Array, ...]:
 
 
 def measure(job: Job, batch: int | str) -> None:
-    """Measures `us` a call and `share` of the copy, `../<kernel>/<rows>/<prefix>/<table>`."""
-    sizes = SMALL if job.small else Sizes()
+    """Measures `us` a call and `share` of the copy, `../<kernel>/<rows>/<prefix>/<table>`.
+
+    `over/<kernel>/..` are its seconds over those of the last one of `Sizes.kernels`.
+    """
+    sizes, place = SMALL if job.small else Sizes(), Place()
     job.tell(sizes=sizes._asdict(), batch=batch)
-    built = build(programs(Place(), job.small, batch))
+    kernels_on(place, sizes.kernels, sizes.head)  # raises Absent where there is none
     copy = copy_rate(job)
+
+    @functools.cache
+    def built(prefixes: tuple[int, ...], table: int) -> Built:
+        alike = [c for c in cells(sizes, batch) if (c.prefixes, c.table) == (prefixes, table)]
+        return build(_programs(place, sizes, alike))
+
     job.each(
         (
             f"share/best/{cell.name}",
@@ -220,7 +236,10 @@ def measure(job: Job, batch: int | str) -> None:
     )
 
 
-def _figures(job: Job, sizes: Sizes, cell: Cell, built: Built, copy: float) -> dict:
+def _figures(
+    job: Job, sizes: Sizes, cell: Cell, built_for: Callable[..., Built], copy: float
+) -> dict:
+    built = built_for(cell.prefixes, cell.table)
     inputs, result, runs, errors = _inputs(sizes, cell, job.seed), {}, {}, {}
 
     def run(compiled) -> None:
@@ -250,11 +269,11 @@ def _figures(job: Job, sizes: Sizes, cell: Cell, built: Built, copy: float) -> d
     best = max(found, key=lambda kernel: result[f"share/{kernel}/{cell.name}"]["value"])
     unit = f"of a copy's bytes/s; {best}"
     result[f"share/best/{cell.name}"] = result[f"share/{best}/{cell.name}"] | {"unit": unit}
-    if len(found) == 2:
-        first, second = found
-        ratio, *ends = paired_ratio_interval(found[second], found[first])
-        unit = f"times the seconds of {first}"
-        result[f"over/{second}/{cell.name}"] = figure(ratio, unit, ends)
+    last = sizes.kernels[-1]
+    for kernel in found.keys() - {last} if last in found else ():
+        ratio, *ends = paired_ratio_interval(found[kernel], found[last])
+        unit = f"times the seconds of {last}"
+        result[f"over/{kernel}/{cell.name}"] = figure(ratio, unit, ends)
     return result
 
 
