@@ -150,6 +150,7 @@ class Runner:
             invariant=invariant,
             rows=max((strategy.rows for strategy in named if not strategy.is_off), default=1),
             page_size=min(PAGE_SIZE if page_size is None else page_size or max_len, max_len),
+            width=max(widths, default=1),
         )
         cfg = settle(laid_out(cfg, mesh), whose="attention")
         source = with_kernel(source, settle)

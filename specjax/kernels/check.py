@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -23,15 +24,20 @@ from specjax.config import ModelConfig
 from specjax.kernels import commit_kernel, dispatch, reference
 from specjax.kernels.backend import REFERENCE
 from specjax.kernels.names import GPUS
+from specjax.kernels.triton_lowering import OutOfMemory, is_out_of_memory
+from specjax.parallel import sharding
 from specjax.registry import BACKENDS
 
 log = logging.getLogger(__name__)
 
-# Largest difference from the float32 reference by dtype, absolute and relative to the value.
+# Largest difference from the float32 reference by dtype, as a share of a row's size and a value's.
 TOLERANCE = {"bfloat16": 2e-2, "float16": 5e-3, "float32": 1e-4}
 # The reference is computed once: choosing its algorithms by measuring them takes longer.
 UNTUNED = {"xla_gpu_autotune_level": 0}
-SLOTS, PAGES = 4, 64  # of each call; a table has all pages in every row, so that programs loop
+SLOTS, POSITIONS = 4, 8192  # of each call; positions of the longest prefix
+PIECE_SLOTS, PIECE_PAGES = 2, 3  # of a piece of a prompt; pages of its longest prefix
+MOST_PAGE = 1024  # positions of the pages for which the kernel that writes them is checked
+SCORE = 12  # of keys that decide; others have scores of about 1
 
 
 def settle(
@@ -43,20 +49,25 @@ def settle(
     *,
     rows: int,
     page_size: int,
+    width: int = 1,
 ) -> ModelConfig:
     """Does what `dispatch.settle` does, and checks the kernel if its devices are GPUs of this host.
+
+    All processes of the mesh must call it, and get the same kernel.
 
     Args:
       rows: the most rows of a tree.
       page_size: positions per page, before it is rounded up for the kernel.
+      width: the most positions of a piece of a prompt.
     """
     cfg = dispatch.settle(cfg, mesh, asked, invariant, whose)
     device = _present(mesh)
     if device is not None and device.platform in GPUS:
-        commit_kernel.check(device)
+        for sizes in _written(cfg, rows, page_size, width):
+            commit_kernel.check(device, sizes)
 
     def wrong(name: str, device: jax.Device) -> str | None:
-        return why_wrong(cfg, name, rows, page_size, device, _ways(mesh))
+        return why_wrong(cfg, name, rows, page_size, device, _ways(mesh), width)
 
     return _right(cfg, mesh, "tree_attention", wrong, whose)
 
@@ -98,8 +109,10 @@ def _right(
         if name != asked:
             reason = dispatch.refuses(operation, name, dispatch.device_of(mesh), cfg)
         reason = reason or wrong(name, device)
-        if reason is None:
+        # Processes that share a program must run the same one.
+        if not sharding.any_host(mesh, reason is not None):
             break
+        reason = reason or "it is wrong on a device of another process"
         name, last = offering(BACKENDS.find(name).rest), name
         log.warning(
             "%s: not by %s, but by %s: %s; report this, with the versions of jax and of the driver",
@@ -124,6 +137,20 @@ def _ways(mesh: jax.sharding.Mesh | None) -> int:
     return 1 if mesh is None else dict(mesh.shape).get("tp", 1)
 
 
+def _written(
+    cfg: ModelConfig, rows: int, page_size: int, width: int
+) -> Iterator[commit_kernel.Sizes]:
+    """Yields what the programs of a model on one device write, see `commit_kernel.check`."""
+    mixers = [layer.mixer for layer in cfg.layers if layer.mixer.kind == "attention"]
+    multiple = dispatch.page_multiple(cfg.run.attention)
+    page = min(-(-page_size // multiple) * multiple, MOST_PAGE)
+    counts = Counter((mixer.num_kv_heads, mixer.head_dim) for mixer in mixers)
+    for (kv_heads, head), layers in counts.items():
+        yield commit_kernel.Sizes(
+            2 * layers, kv_heads, page, head, cfg.run.compute_dtype, tuple(sorted({rows, width}))
+        )
+
+
 class _Call(NamedTuple):
     """One call of `tree_attention`.
 
@@ -132,6 +159,7 @@ class _Call(NamedTuple):
       tree: number of rows of the tree.
       heads, kv_heads, size: numbers of heads on one device, and their size.
       window, soft_cap: as the layer has them.
+      piece: whether it is a piece of a prompt, each of whose rows sees all rows before it.
     """
 
     rows: int
@@ -141,21 +169,28 @@ class _Call(NamedTuple):
     size: int
     window: int | None
     soft_cap: float | None
+    piece: bool = False
 
     def __str__(self) -> str:
-        parts = [f"{self.rows} of {self.tree} rows", f"{self.heads} heads of {self.size}"]
+        rows = f"a piece of {self.rows}" if self.piece else f"{self.rows} of {self.tree}"
+        parts = [f"{rows} rows", f"{self.heads} heads of {self.size}"]
         parts += [f"window {self.window}"] if self.window is not None else []
         parts += [f"soft-cap {self.soft_cap}"] if self.soft_cap is not None else []
         return ", ".join(parts)
 
 
-def _calls(cfg: ModelConfig, rows: int, ways: int) -> Iterator[_Call]:
-    """Plain decoding, a whole tree, and one row that sees earlier ones, as a draft step has it."""
+def _calls(cfg: ModelConfig, rows: int, ways: int, width: int) -> Iterator[_Call]:
+    """Yields plain decoding, a whole tree, one row that sees earlier ones, a piece of a prompt.
+
+    A draft step has one row that sees earlier ones.
+    """
     for mixer in cfg.mixers("attention"):
         split = ways if mixer.num_kv_heads % ways == 0 else 1  # else each device computes all heads
         sizes = mixer.num_heads // split, mixer.num_kv_heads // split, mixer.head_dim
         for some, tree in sorted({(1, 1), (rows, rows), (1, rows)}):
             yield _Call(some, tree, *sizes, mixer.window, mixer.soft_cap)
+        if width > 1:
+            yield _Call(width, width, *sizes, mixer.window, mixer.soft_cap, piece=True)
 
 
 def why_wrong(
@@ -165,6 +200,7 @@ def why_wrong(
     page_size: int,
     device: jax.Device | None = None,
     ways: int = 1,
+    width: int = 1,
 ) -> str | None:
     """Returns how a kernel's results differ from the reference, or how it fails; None: it is right.
 
@@ -176,11 +212,21 @@ def why_wrong(
       page_size: positions per page, before it is rounded up for the kernel.
       device: device to compute on; None: the default device.
       ways: number of devices that heads are split over.
+      width: the most positions of a piece of a prompt.
     """
     multiple = dispatch.page_multiple(name)
     size = -(-page_size // multiple) * multiple
-    calls = tuple(dict.fromkeys(_calls(cfg, rows, ways)))
-    return _why_wrong(name, calls, size, cfg.run.compute_dtype, device)
+    calls = tuple(dict.fromkeys(_calls(cfg, rows, ways, width)))
+    return _unless_full(_why_wrong, name, calls, size, cfg.run.compute_dtype, device)
+
+
+def _unless_full(wrong: Callable, name: str, *args) -> str | None:
+    """Calls `wrong(name, *args)`; a device without memory says nothing about the kernel."""
+    try:
+        return wrong(name, *args)
+    except OutOfMemory as error:  # not remembered: the next engine may have more
+        log.warning("%s is used, but was not compared with the reference: %s", name, error)
+        return None
 
 
 @functools.lru_cache(maxsize=64)
@@ -206,9 +252,14 @@ def _why_wrong(
 
 
 def _share(got: Array, want: Array, tolerance: float) -> Array:
-    """The largest difference as a share of what is allowed; inf: a result is not finite."""
-    share = jnp.abs(got - want) / (tolerance * (1 + jnp.abs(want)))
-    return jnp.where(jnp.isfinite(got), share, jnp.inf).max()
+    """The largest difference as a share of what is allowed; inf: a result is not finite.
+
+    What is allowed follows the size of a row's results, which are small where many keys share the
+    weight. Rows that see a marked key are NaN, and must be.
+    """
+    size = jnp.sqrt((want * want).mean(-1, keepdims=True)) + jnp.abs(want)
+    share = jnp.where(jnp.isfinite(got), jnp.abs(got - want) / (tolerance * size), jnp.inf)
+    return jnp.where(jnp.isnan(want), jnp.where(jnp.isnan(got), 0, jnp.inf), share).max()
 
 
 def _told(
@@ -219,6 +270,8 @@ def _told(
         with jax.default_device(device):
             shares = np.asarray(jax.jit(both, compiler_options=UNTUNED)(arrays))
     except Exception as error:  # noqa: BLE001 (whatever it is, another kernel can run)
+        if is_out_of_memory(error):
+            raise OutOfMemory(str(error).strip().partition("\n")[0][:200]) from error
         line = str(error).strip().partition("\n")[0][:200]
         return f"it fails here: {type(error).__name__}: {line}"
     worst = int(shares.argmax())
@@ -233,21 +286,71 @@ def _told(
 
 
 def _arrays(call: _Call, page_size: int, dtype: str) -> tuple[np.ndarray, ...]:
-    """Random arguments: pages in random order, and values after a prefix as large as before it."""
-    rng = np.random.default_rng(0)
+    """Arguments in which a mistake about one position changes a result.
+
+    All queries point to a direction of their key/value head. So do a few keys, which thus share the
+    weight: one of every 64 positions, those at the ends of a prefix, of the window and of a chunk,
+    and, to be left out, those behind a prefix and of page 0, which is in the table there. A key
+    behind a prefix is marked, and one of the tree that one row sees at most.
+    """
+    rng, kind = np.random.default_rng(0), jnp.dtype(dtype)
+    slots, pages = (PIECE_SLOTS, PIECE_PAGES) if call.piece else (SLOTS, POSITIONS // page_size)
+    most = min(max(pages, 1) * page_size, POSITIONS)
+    # All pages full, none; and of trees one page and a bit, more than half of them.
+    prefix = np.array([most, 0, min(page_size + 1, most // 2), most * 5 // 8 - 1], np.int32)
+    prefix = prefix[:slots]
+    held = -(-prefix // page_size)
+    table = np.zeros((slots, held.max() + 1), np.int32)
+    table[np.arange(held.max() + 1) < held[:, None]] = 1 + rng.permutation(held.sum())
+    ways = rng.choice(np.float32([-1, 1]), (call.kv_heads, call.size))
+    strong = ways * (SCORE / call.size**0.5)
 
     def normal(*shape):
-        return rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype))
+        return rng.standard_normal(shape, np.float32)
 
-    q = normal(SLOTS, call.heads, call.rows, call.size)
-    tree = [normal(SLOTS, call.kv_heads, call.tree, call.size) for _ in range(2)]
-    pages = [normal(1 + PAGES, call.kv_heads, page_size, call.size) for _ in range(2)]
-    most = PAGES * page_size
-    # All pages full, none, one page and a bit, more than half of them.
-    prefix = np.array([most, 0, page_size + 1, most * 5 // 8 - 1], np.int32)
-    table = np.stack([1 + rng.permutation(PAGES) for _ in range(SLOTS)]).astype(np.int32)
-    visible = np.stack([_random_tree(rng, call.tree)[-call.rows :] for _ in range(SLOTS)])
-    return q, *tree, *pages, prefix, _words(visible), table
+    def tiled(*shape):  # large ones repeat numbers, after an odd number of them
+        return np.resize(normal(min(int(np.prod(shape)), 2**20 + 7)).astype(kind), shape)
+
+    q = np.repeat(ways, call.heads // call.kv_heads, 0)[:, None]
+    q = (q + 0.5 * normal(slots, call.heads, call.rows, call.size)).astype(kind)
+    k_tree, v_tree = (normal(slots, call.kv_heads, call.tree, call.size) for _ in range(2))
+    decides = rng.random(call.tree) < 64 / call.tree
+    k_tree[:, :, decides] = strong[:, None] + 0.3 * k_tree[:, :, decides]
+    k_pages, v_pages = (
+        tiled(1 + held.sum(), call.kv_heads, page_size, call.size) for _ in range(2)
+    )
+    k_pages[0] = strong[:, None]
+    for slot, length in enumerate(prefix):
+        if not length:
+            continue
+        at = np.concatenate([_deciding(rng, length, call.window), [length, length + 1]])
+        at = at[at < held[slot] * page_size]
+        found = strong + 0.3 * normal(len(at), call.kv_heads, call.size)
+        k_pages[table[slot, at // page_size], :, at % page_size] = found
+        if length + 1 in at:
+            page, offset = table[slot, (length + 1) // page_size], (length + 1) % page_size
+            k_pages[page, :, offset], v_pages[page, :, offset] = np.nan, 0
+    one = np.tri(call.tree, dtype=bool) if call.piece else None
+    visible = [one if call.piece else _random_tree(rng, call.tree) for _ in range(slots)]
+    visible = np.stack(visible)[:, -call.rows :]
+    seen_by = visible[0].sum(0)
+    if seen_by.min() < min(call.rows, 2):  # else all rows see all keys
+        k_tree[0, :, seen_by.argmin()], v_tree[0, :, seen_by.argmin()] = np.nan, 0
+    tree = k_tree.astype(kind), v_tree.astype(kind)
+    return q, *tree, k_pages, v_pages, prefix, _words(visible), table
+
+
+def _deciding(rng: np.random.Generator, length: int, window: int | None) -> np.ndarray:
+    """Positions of a prefix whose keys decide, each once."""
+    starts = np.arange(0, length, 64)
+    at = [
+        starts + rng.integers(64, size=len(starts)),
+        [0, 1, 255, 256, 257, length - 2, length - 1],
+    ]
+    if window is not None:
+        at.append(length - window + np.arange(-2, 9))  # what rows of the first depths see last
+    at = np.unique(np.concatenate(at))
+    return at[(at >= 0) & (at < length)]
 
 
 def _random_tree(rng: np.random.Generator, rows: int) -> np.ndarray:
@@ -294,13 +397,19 @@ def why_wrong_in_training(
         split = ways if mixer.num_kv_heads % ways == 0 else 1
         sizes = mixer.num_heads // split, mixer.num_kv_heads // split, mixer.head_dim
         calls.append(_Packed(*sizes, mixer.window, mixer.soft_cap))
-    return _why_wrong_in_training(name, tuple(dict.fromkeys(calls)), cfg.run.compute_dtype, device)
+    calls, dtype = tuple(dict.fromkeys(calls)), cfg.run.compute_dtype
+    return _unless_full(_why_wrong_in_training, name, calls, dtype, device)
 
 
 @functools.lru_cache(maxsize=64)
 def _why_wrong_in_training(
     name: str, calls: tuple[_Packed, ...], dtype: str, device: jax.Device | None
 ) -> str | None:
+    def differ(got: Array, want: Array) -> Array:
+        """Does what `_share` does; gradients of short samples are sums that cancel out."""
+        share = jnp.abs(got - want) / (TOLERANCE[dtype] * (1 + jnp.abs(want)))
+        return jnp.where(jnp.isfinite(got), share, jnp.inf).max()
+
     ids = np.repeat(np.arange(1, len(SEGMENTS) + 1), SEGMENTS)
     ids = np.pad(ids, (0, LENGTH - len(ids)))[None].astype(np.int32)
 
@@ -320,8 +429,7 @@ def _why_wrong_in_training(
                 got = results(*given, name)
             with precise():
                 want = results(*(x.astype(jnp.float32) for x in given), REFERENCE)
-            shares = [_share(*pair, TOLERANCE[dtype]) for pair in zip(got, want, strict=True)]
-            worst.append(jnp.stack(shares).max())
+            worst.append(jnp.stack([differ(*pair) for pair in zip(got, want, strict=True)]).max())
         return jnp.stack(worst)
 
     rng = np.random.default_rng(0)

@@ -5,7 +5,7 @@ to start these, 72 for a model of 36 layers, than to write their rows. The kerne
 of all layers at once, each of which is an argument and a result in the same memory.
 
 A kernel that compiles may be wrong on a device that it was not tried on. So programs use it only
-after `check` has compared it with scatters on a device of this process.
+after `check` has compared what it writes on a device of this process.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -24,30 +25,67 @@ from jaxtyping import Array, Int
 
 from specjax.interfaces import Table
 from specjax.kernels.commit import by_scatter
-from specjax.kernels.triton_lowering import as_on_a_gpu, power
+from specjax.kernels.triton_lowering import (
+    OutOfMemory,
+    as_on_a_gpu,
+    is_out_of_memory,
+    power,
+)
 
 log = logging.getLogger(__name__)
 
 MOST_ARRAYS = 128  # of one call: a CUDA kernel takes 4 KiB of parameters, 3 pointers per array
+CHECKED_BYTES = 2**30  # largest size of the pages for which the kernel is checked
 
 
 class _Use:
-    """Whether programs that are traced from now on use the kernel."""
+    """Whether programs traced from now on use the kernel, and whether it was wrong once."""
 
-    on = False
+    on = wrong = False
 
 
-@functools.cache  # one comparison and at most one warning per process
-def check(device: jax.Device) -> None:
-    """Lets programs use the kernel if it writes what scatters write on a device, else warns."""
-    if (why := why_wrong(device)) is None:
-        _Use.on = True
-    else:
+class Sizes(NamedTuple):
+    """What a model's programs write at once.
+
+    Attributes:
+      number: number of arrays: keys and values of all layers whose arrays are alike.
+      kv_heads, page, head: sizes of an array's pages [P kv_heads page head].
+      dtype: dtype of the pages.
+      rows: numbers of rows of a sequence that programs write.
+    """
+
+    number: int
+    kv_heads: int
+    page: int
+    head: int
+    dtype: str
+    rows: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.number} {self.dtype} arrays of {self.kv_heads} heads of {self.head}, pages of "
+            f"{self.page}"
+        )
+
+
+def check(device: jax.Device, sizes: Sizes) -> None:
+    """Lets programs use the kernel if it writes on a device what it should, else warns.
+
+    Once it was wrong for a model, no program uses it.
+    """
+    try:
+        why = why_wrong(device, sizes)
+    except OutOfMemory as error:
+        log.warning("the kernel that writes new keys and values was not checked: %s", error)
+        why = None
+    if why is not None and not _Use.wrong:
         log.warning(
             "new keys and values are written by scatters, and not by one kernel: %s; report this, "
             "with the versions of jax and of the driver",
             why,
         )
+    _Use.wrong = _Use.wrong or why is not None
+    _Use.on = not _Use.wrong
 
 
 @contextlib.contextmanager
@@ -60,34 +98,46 @@ def taken_as_right() -> Iterator[None]:
         _Use.on = before
 
 
-@functools.lru_cache(maxsize=8)
-def why_wrong(device: jax.Device, interpret: bool = False) -> str | None:
+@functools.lru_cache(maxsize=32)
+def why_wrong(device: jax.Device, sizes: Sizes, interpret: bool = False) -> str | None:
     """Returns how the kernel fails on a device, or that it is wrong; None: it is right.
 
-    Heads and sizes that are no powers of two, rows that cross pages, a sequence without pages.
+    Rows cross pages, run past the table of a sequence where that of the next one begins, and belong
+    to a sequence without pages. What they should be is computed on the host.
+
+    Raises:
+      OutOfMemory: the device has no room for the comparison.
     """
-    rng, size, pages = np.random.default_rng(0), 16, 4
-    table = 1 + rng.permutation(3 * pages).reshape(3, pages).astype(np.int32)
-    table[1] = 0
-    start = np.array([0, size, pages * size - 9], np.int32)
-
-    def both(arrays, rows):
-        by_one = _written(arrays, rows, start, jnp.asarray(table), interpret)
-        return by_one, by_scatter(arrays, rows, jnp.asarray(start), jnp.asarray(table))
-
-    def drawn(*shape):
-        return [rng.normal(size=shape).astype(jnp.bfloat16) for _ in range(6)]
-
-    for heads, width in ((8, 128), (3, 96)):
-        arrays, rows = drawn(1 + 3 * pages, heads, size, width), drawn(3, heads, 9, width)
+    rng, size, shape = np.random.default_rng(0), sizes.page, (sizes.kv_heads, sizes.head)
+    for count in sizes.rows:
+        pages = -(-count // size) + 1
+        table = np.zeros((4, pages), np.int32)
+        table[:3] = 1 + rng.permutation(3 * pages).reshape(3, pages)
+        # The third one does not write to its first page, so that the second one's rows would stay.
+        start = np.array([size - 1, pages * size - (count + 1) // 2, size, 0], np.int32)
+        drawn = rng.standard_normal((1 + 3 * pages, shape[0], size, shape[1]), np.float32)
+        new = rng.standard_normal((4, shape[0], count, shape[1]), np.float32)
+        drawn, new = drawn.astype(jnp.dtype(sizes.dtype)), new.astype(jnp.dtype(sizes.dtype))
+        number = min(sizes.number, MOST_ARRAYS, max(CHECKED_BYTES // drawn.nbytes, 2))
+        arrays = [np.roll(drawn, i) for i in range(number)]
+        rows = [np.roll(new, i) for i in range(number)]
         try:
             with jax.default_device(device):
-                got, want = jax.device_get(jax.jit(both)(arrays, rows))
+                write = jax.jit(functools.partial(_written, interpret=interpret))
+                got = jax.device_get(write(arrays, rows, jnp.asarray(start), jnp.asarray(table)))
         except Exception as error:  # noqa: BLE001 (whatever it is, scatters can run)
+            if is_out_of_memory(error):
+                raise OutOfMemory(str(error).strip().partition("\n")[0][:200]) from error
             line = str(error).strip().partition("\n")[0][:200]
             return f"it fails here: {type(error).__name__}: {line}"
-        if any(a.tobytes() != b.tobytes() for a, b in zip(got, want, strict=True)):
-            return f"it is wrong here, for {heads} heads of {width}"
+        # The last sequence has no pages.
+        at = start[:3, None] + np.arange(count)
+        sequence, row = np.nonzero(at < pages * size)
+        page = table[sequence, at[sequence, row] // size]
+        for array, written, found in zip(arrays, rows, got, strict=True):
+            array[page, :, at[sequence, row] % size] = written[sequence, :, row]
+            if array.tobytes() != found.tobytes():
+                return f"it is wrong here, for {count} rows of {sizes}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""What kernels in Pallas Triton have in common: how they are lowered, and where they run."""
+"""What kernels for GPUs have in common: how they are lowered, where they run, how they fail."""
 
 from __future__ import annotations
 
@@ -51,3 +51,17 @@ def no_ampere(device: Device | None) -> str | None:
 def power(number: int) -> int:
     """Returns the smallest power of two that is no less."""
     return 1 << (number - 1).bit_length()
+
+
+class OutOfMemory(Exception):
+    """Raised where a kernel could not be tried, because the device has no memory left."""
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Returns whether a device has no memory left.
+
+    A kernel that needs more shared memory than a multiprocessor has fails with the same status.
+    """
+    line = str(error).lower()
+    wanted = "out of memory", "out_of_memory", "trying to allocate"
+    return any(words in line for words in wanted) and "shared memory" not in line

@@ -534,6 +534,25 @@ def _spread(leaf, is_source: bool) -> np.ndarray:
     return out.view(dtype).reshape(leaf.shape)
 
 
+def any_host(
+    mesh: jax.sharding.Mesh | None,
+    mine: bool,
+    host_of: Callable[[jax.Device], int] = lambda device: device.process_index,
+) -> bool:
+    """Returns whether any process of a mesh says so; all processes of the mesh must call it.
+
+    Args:
+      host_of: function that returns the index of a device's process.
+    """
+    if mesh is None or len({host_of(device) for device in mesh.devices.flat}) == 1:
+        return mine
+    split = jax.NamedSharding(mesh, jax.P(mesh.axis_names))
+    said = np.full(1, mine)
+    all_said = jax.make_array_from_callback((mesh.size,), split, lambda _: said)
+    any_said = jax.jit(lambda said: said.any(), out_shardings=replicated(mesh))
+    return bool(any_said(all_said))
+
+
 GATHER_BYTES = 256 << 20  # largest piece of an array that is gathered at once
 
 

@@ -12,8 +12,9 @@ from specjax.config import RunConfig
 from specjax.decode.tree import pack_bits
 from specjax.kernels import check, dispatch, reference
 from specjax.kernels.backend import Kernels
-from specjax.models.families.dense import dense_config
+from specjax.models.families.dense import change_dense, dense_config
 from specjax.models.mixers.attention import Attention
+from specjax.parallel import sharding
 from specjax.registry import BACKENDS
 
 CFG = dense_config(
@@ -68,7 +69,7 @@ TRAINING = Kernels({}, line="a kernel of a test, for training", rest=f"{HERE}:TH
 def fresh(monkeypatch):
     """CPUs are checked as GPUs are, and nothing is remembered."""
     monkeypatch.setattr(check, "GPUS", ("cpu",))
-    monkeypatch.setattr(check.commit_kernel, "check", lambda device: None)
+    monkeypatch.setattr(check.commit_kernel, "check", lambda device, sizes: None)
     check._why_wrong.cache_clear()
     CALLS.clear()
 
@@ -103,6 +104,124 @@ def test_a_kernel_that_is_wrong_is_replaced_by_its_rest_with_one_line(kernel, li
     assert settled(kernel) == "reference"
     [record] = [r for r in caplog.records if r.levelname == "WARNING"]
     assert f"attention: not by {name_of(kernel)}, but by reference: {line}" in record.message
+
+
+def shifted(by: int):
+    return lambda given: {"window": given["window"] + by}
+
+
+def _read_another_page(given):
+    """One stretch of 64 positions is read from another page, in every slot that has it."""
+    table = given["table"]
+    return {"table": table.at[:, 5].set(table[:, 6])}
+
+
+def _without_the_last(count: int):
+    def change(given):
+        prefix = given["prefix_len"]
+        return {"prefix_len": jnp.where(prefix > 1000, prefix - count, prefix)}
+
+    return change
+
+
+def _past_the_end(count: int):
+    return lambda given: {"prefix_len": given["prefix_len"] + count * (given["prefix_len"] > 0)}
+
+
+MISTAKES = {
+    "another page": (_read_another_page, None),
+    "last 64 of long ones": (_without_the_last(64), None),
+    "last one of long ones": (_without_the_last(1), None),
+    "one behind the end": (_past_the_end(1), None),
+    "window + 16": (shifted(16), 1024),
+    "window + 1": (shifted(1), 1024),
+    "window - 1": (shifted(-1), 1024),
+}
+
+
+@pytest.mark.parametrize("mistake", [None, *MISTAKES])
+def test_a_mistake_about_few_positions_of_many_is_found(mistake, monkeypatch):
+    """Heads have their size in models, bfloat16, and slots up to 8,192 positions."""
+    change, window = MISTAKES.get(mistake, (lambda given: {}, 1024))
+
+    def attend(**given):
+        given["table"] = jnp.asarray(given["table"])
+        return reference.tree_attention(**given | change(given))
+
+    kernel = _kernels(attend)
+    monkeypatch.setitem(globals(), "MISTAKEN", kernel)
+    cfg = change_dense(CFG, head_dim=128, num_heads=2, num_kv_heads=1, window=window)
+    found = check.why_wrong(cfg, name_of("MISTAKEN"), 1, 64)
+    assert (found is None) == (mistake is None), found
+
+
+def _last_rows_of_many(**given):
+    out = _right(**given)
+    return out.at[:, :, 64:].multiply(1.1) if out.shape[2] > 64 else out
+
+
+def _nan_spreads(**given):
+    """Multiplies weights of zero with a key that nobody sees."""
+    out = _right(**given)
+    return out + 0 * given["k_pages"].sum().astype(out.dtype)
+
+
+def _nan_is_lost(**given):
+    return jnp.nan_to_num(_right(**given))
+
+
+LAST_ROWS, SPREADS, LOST = map(_kernels, (_last_rows_of_many, _nan_spreads, _nan_is_lost))
+
+
+def test_pieces_of_prompts_are_checked():
+    assert check.why_wrong(CFG, name_of("RIGHT"), 5, 16, width=96) is None
+    assert CALLS[-1][0] == (check.PIECE_SLOTS, 4, 96, 16)
+    assert check.why_wrong(CFG, name_of("LAST_ROWS"), 5, 16) is None
+    found = check.why_wrong(CFG, name_of("LAST_ROWS"), 5, 16, width=96)
+    assert "a piece of 96 rows" in found
+
+
+def test_a_marked_key_changes_the_rows_that_see_it_and_no_others():
+    for kernel in ("SPREADS", "LOST"):
+        found = check.why_wrong(CFG, name_of(kernel), 5, 16)
+        assert "its results are not finite here" in found
+
+
+def test_one_page_per_sequence_takes_no_more_positions_than_many():
+    [call] = set(check._calls(CFG, 1, 1, 1))
+    _, _, _, k_pages, _, prefix, _, table = check._arrays(call, 4096, "bfloat16")
+    assert prefix.max() == check.POSITIONS and table.shape == (check.SLOTS, 3)
+    _, _, _, k_pages, _, prefix, _, table = check._arrays(call, 16384, "bfloat16")
+    assert prefix.max() == check.POSITIONS and k_pages.shape[0] == 4 and (table[:, 1:] == 0).all()
+
+
+def test_a_device_without_memory_says_nothing_about_a_kernel(caplog):
+    messages = ["RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes", None]
+
+    def attend(**given):
+        if messages[0]:
+            raise RuntimeError(messages[0])
+        return _right(**given)
+
+    kernel = globals()["FULL"] = _kernels(attend)
+    assert BACKENDS.find(name_of("FULL")) is kernel
+    assert settled("FULL") == name_of("FULL")
+    assert "was not compared with the reference: RESOURCE_EXHAUSTED" in caplog.text
+    messages[0] = "RESOURCE_EXHAUSTED: Shared memory size limit exceeded"
+    assert settled("FULL") == "reference", "the verdict was remembered"
+
+
+def test_processes_of_a_mesh_use_a_kernel_only_if_all_of_them_do(monkeypatch, caplog):
+    monkeypatch.setattr(check.sharding, "any_host", lambda mesh, mine: True)
+    assert settled("RIGHT") == "reference"
+    assert "it is wrong on a device of another process" in caplog.text
+
+
+@pytest.mark.parametrize("mine", [True, False])
+def test_what_one_process_says_all_hear(mine):
+    mesh = sharding.make_mesh(sharding.MeshConfig(tp=2))
+    assert sharding.any_host(None, mine) == sharding.any_host(mesh, mine) == mine
+    assert sharding.any_host(mesh, mine, host_of=lambda device: device.id) == mine
 
 
 def test_a_rest_that_the_device_refuses_is_passed_over(caplog):

@@ -111,24 +111,37 @@ def test_scatters_write_until_the_kernel_was_compared_with_them(monkeypatch, cap
 
     monkeypatch.setattr(commit_kernel._Use, "on", False)
     assert kernels() == 0
+    monkeypatch.setattr(commit_kernel._Use, "wrong", False)
     here, true = jax.devices()[0], commit_kernel._written
-    check = commit_kernel.check.__wrapped__
-    assert commit_kernel.why_wrong(here, interpret=True) is None
+    sizes = commit_kernel.Sizes(4, 3, 16, 24, "bfloat16", (1, 9, 40))
+    assert commit_kernel.why_wrong(here, sizes, interpret=True) is None
 
-    def wrong(arrays, *rest):
-        first, *others = true(arrays, *rest)
+    def wrong(arrays, *rest, **named):
+        first, *others = true(arrays, *rest, **named)
         return first.at[2, 0, 0].add(1), *others
+
+    def past_the_table(arrays, rows, start, table, *rest, **named):
+        table = jnp.pad(table, ((0, 0), (0, 1))).at[:-1, -1].set(table[1:, 0])
+        return true(arrays, rows, start, table, *rest, **named)
 
     interpreted = functools.partial(commit_kernel.why_wrong.__wrapped__, interpret=True)
     monkeypatch.setattr(commit_kernel, "why_wrong", interpreted)
-    monkeypatch.setattr(commit_kernel, "_written", wrong)
-    check(here)
-    assert kernels() == 0 and "it is wrong here, for 8 heads of 128" in caplog.text
-    monkeypatch.setattr(commit_kernel, "_written", lambda *_: 1 / 0)
-    check(here)
+    check = functools.partial(commit_kernel.check, here, sizes)
+    for written in (wrong, past_the_table):
+        monkeypatch.setattr(commit_kernel, "_written", written)
+        monkeypatch.setattr(commit_kernel._Use, "wrong", False)
+        check()
+        assert kernels() == 0 and " rows of 4 bfloat16 arrays of 3 heads of 24" in caplog.text
+        caplog.clear()
+    monkeypatch.setattr(commit_kernel, "_written", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(commit_kernel._Use, "wrong", False)
+    check()
     assert kernels() == 0 and "it fails here: ZeroDivisionError" in caplog.text
     monkeypatch.setattr(commit_kernel, "_written", true)
-    check(here)
+    check()
+    assert kernels() == 0, "it was wrong for another model"
+    monkeypatch.setattr(commit_kernel._Use, "wrong", False)
+    check()
     assert kernels() == 1
 
 
