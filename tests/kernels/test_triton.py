@@ -5,6 +5,7 @@ import functools
 import os
 import re
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from test_tpu import random_case
 from tiny import prompts_of, tiny_config, tiny_model
 
+from bench.gpu.chunks import shape_of as model_shape
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.drafts.model import ModelSource
 from specjax.engine.runner import Runner
@@ -376,6 +378,14 @@ def test_bytes_that_backends_read_follow_the_prefix_or_the_table():
     assert "reference" not in found
     # A prompt's piece is not split.
     assert bytes_read(["triton"], sizes._replace(rows=128))["triton"] == 8 * 2048 * 4096
+
+
+def test_the_bytes_of_an_8b_model_in_float32_are_those_of_the_page():
+    cfg = model_shape("8B").running(compute_dtype="float32")
+    found = bytes_read(["triton", "library:xla"], typical(cfg))
+    said = [f"{count / 2**20:.0f} MiB" for count in found.values()]
+    page = (Path(__file__).parents[2] / "docs/kernels.md").read_text(encoding="utf-8")
+    assert f"{said[0]} per layer by Triton and {said[1]} by XLA" in " ".join(page.split())
 
 
 def test_results_of_chunks_are_as_many_as_the_kernel_writes():
