@@ -2,14 +2,19 @@
 
 import argparse
 import functools
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from bench.gpu.ahead import updates
+from bench.gpu.ahead.table import TOOL, updates_table
 from bench.gpu.program import Place
+from bench.markdown import programs_of, put
 
+ROOT = Path(__file__).resolve().parents[2]
 LAYERS, LENGTH, VOCAB = 2, 48, 128  # 48 is no width of the model
 
 
@@ -41,6 +46,21 @@ def test_attention_runs_forward_once_per_layer_unless_it_is_recomputed(remat, fo
         "flash_gpu_keys": LAYERS,
         "flash_gpu_queries": LAYERS,
     }
+
+
+def test_the_table_in_the_docs_is_made_of_the_file_that_is_committed():
+    file = ROOT / "bench/results/gpu/ahead/updates_h100.json"
+    result = json.loads(file.read_text(encoding="utf-8"))
+    page = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+    assert put(page, "updates", updates_table([result]), TOOL) == page
+    programs = programs_of(result)
+    assert programs.keys() <= set(updates.PAGE)
+    for name, values in programs.items():
+        assert values["sources"] and not values["pairs"] and not values["logits"], name
+    assert all(updates.name_of(text).text == text for text in updates.PAGE)
+    assert all((ROOT / path).exists() for path in updates.SOURCES)
+    with pytest.raises(ValueError, match="expected one file of updates, got 2"):
+        updates_table([result, result])
 
 
 def test_operations_are_those_of_products_in_loops_too():

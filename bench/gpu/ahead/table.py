@@ -2,6 +2,7 @@
 
 With two files the first is what was before and the second what is after: every program has a row of
 each. With `--into docs/gpu.md` the table replaces the one between the marks of this name there.
+`--name updates` makes the table of a file of `updates`, for docs/training.md.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from bench import markdown
 from bench.command import user_errors
+from bench.gpu.ahead import updates
 from bench.gpu.ahead.rounds import EVERY, name_of
 from bench.markdown import size_text
 from specjax.command_line import ArgumentParser
@@ -59,10 +61,39 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
+def updates_table(results: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a table with one row per program of a result file of `updates`.
+
+    Raises:
+      ValueError: there are several files.
+    """
+    if len(results) != 1:
+        raise ValueError(f"expected one file of updates, got {len(results)}")
+    [result] = results
+    rows = [("program", "`remat_policy`", "temporaries", "matrix products", "forward kernels")]
+    rows.append(("---",) * len(rows[0]))
+    for text, value in markdown.programs_of(result).items():
+        name = updates.name_of(text)
+        policy = name.options.get("remat")
+        rows.append(
+            (
+                f"{name.shape}, {name.rows} x {name.length:,}",
+                "`remat=false`" if policy is None else f"`{policy}`",
+                f"{value['temporaries'] / 1e9:.2f} GB",
+                f"{value['operations'] / 1e12:.2f} T",
+                f"{value['kernels']['flash_gpu_forward'] / result['settings']['layers']:g}",
+            )
+        )
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
 def _title(text: str) -> str:
     name = name_of(text)
     options = "".join(f", {option.replace('_', '-')}" for option in name.options)
     return f"{name.shape} `{name.strategy}` x {name.batch}{options}"
+
+
+TABLES = {"rounds": table, "updates": updates_table}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -73,7 +104,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="before, and after")
     parser.add_argument("--into", type=Path, metavar="FILE", help="Markdown with the marks of NAME")
-    parser.add_argument("--name", default="rounds", help="of the marks around the table")
+    more = "kind of the files, and name of the marks around the table"
+    parser.add_argument("--name", default="rounds", choices=TABLES, help=more)
     args = parser.parse_args(argv)
     with user_errors("gpu.ahead table"):
-        markdown.write(table(markdown.read(args.files)), args.into, args.name, TOOL)
+        made = TABLES[args.name](markdown.read(args.files))
+        markdown.write(made, args.into, args.name, TOOL)
