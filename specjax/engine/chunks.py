@@ -13,12 +13,14 @@ import functools
 import itertools
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 
 import jax
 
 from specjax.control import OFF, Controller
 from specjax.decode.chunk import Result, Until
 from specjax.decode.options import Features
+from specjax.engine.plans import StrategyProgram
 from specjax.engine.runner import Packed, Runner
 from specjax.engine.sequence import Sequence
 from specjax.engine.unfinished import Unfinished, all_of
@@ -33,6 +35,7 @@ class Chunk:
 
     Attributes:
       strategy: name of the strategy of all its rounds.
+      run: the program that it runs.
       features: features that its program serves.
       bucket: number of rows.
       sequences: the sequences in the first rows.
@@ -55,6 +58,7 @@ class Chunk:
     """
 
     strategy: str
+    run: StrategyProgram
     features: Features
     bucket: int
     sequences: list[Sequence]
@@ -131,26 +135,27 @@ class NextChunk:
         # The earliest sequences have the rows, so that none that took one over loses it again.
         sequences, waiting = sequences[:slots], sequences[slots:]
         length = None if short else max(rows, len(sequences))
-        strategy, sequences, rounds, is_probe = self._turn(sequences, controller, length)
+        most = functools.partial(runner.rounds, rows=length, features=unfinished.seen.widened())
+        strategy, sequences, rounds, is_probe = self._turn(sequences, controller, most)
         features, bucket = choose_program(runner, buckets, unfinished, strategy, sequences)
-        rounds = min(rounds, runner.rounds(strategy, bucket))
+        run = runner.program_of(strategy, features)
+        rounds = min(rounds, runner.rounds(strategy, bucket, features))
         waiting = waiting_for_rows(waiting, sequences, features)
         ends = Until.of(rounds)
         if not is_probe:  # a probe has all its rounds, whichever samples end meanwhile
             smaller = (b for b in runner.buckets(strategy, features) if b < bucket)
             ends = until(rounds, len(sequences), len(waiting), others_wait, max(smaller, default=0))
         max_tokens = rounds * (runner.plans[strategy].steps + 1)
-        return Chunk(strategy, features, bucket, sequences, waiting, ends, rounds, max_tokens)
+        return Chunk(strategy, run, features, bucket, sequences, waiting, ends, rounds, max_tokens)
 
     def _turn(
-        self, sequences: list[Sequence], controller: Controller, rows: int | None
+        self, sequences: list[Sequence], controller: Controller, most: Callable[[str], int]
     ) -> tuple[str, list[Sequence], int, bool]:
         """The strategy whose turn it is, its sequences, the most rounds, and whether it is a probe.
 
         Args:
-          rows: batch size that decides the number of rounds, see `Runner.rounds`.
+          most: the most rounds of a chunk of a strategy.
         """
-        most = functools.partial(self._runner.rounds, rows=rows)
         groups: dict[str | None, list[Sequence]] = {}
         for sequence in sequences:
             groups.setdefault(sequence.job.params.strategy, []).append(sequence)

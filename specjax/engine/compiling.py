@@ -153,6 +153,19 @@ class NotCompiled:
         return (*(inputs[i] for i in self._donate), None)
 
 
+class DoesNotCompile:
+    """Stands for a program that failed to compile; a call raises the error, and donates nothing."""
+
+    def __init__(self, error: jax.errors.JaxRuntimeError):
+        self._error = error
+
+    def __call__(self, *inputs):
+        raise self._error
+
+    def memory_analysis(self) -> None:
+        return None
+
+
 class Executables:
     """Executables by key, each compiled when it is first asked for.
 
@@ -170,8 +183,9 @@ class Executables:
     Attributes:
       by_key: the executables.
       graphs: whether chunks are CUDA graphs.
-      twins: programs by key that were also compiled without graphs, the first one of each program
-        and features, until `forget_twins`.
+      is_checked: whether the graphs of this engine were run, see `end_check`.
+      plain_forms: programs by key that were also compiled without graphs, the first one of each
+        program and features, until `end_check`.
       compilations: number of programs that were compiled so far.
       before_build: function called before a program is compiled, which takes seconds.
       build: function that makes the executable of a program from its key, a function that lowers
@@ -185,8 +199,10 @@ class Executables:
         self._mesh, self._cfg = mesh, cfg
         self.by_key: dict[tuple, jax.stages.Compiled] = {}
         self.graphs = graphs or Graphs(Device("", ""), ())
-        self.twins: dict[tuple, jax.stages.Compiled] = {}
+        self.is_checked, self._is_checking = False, False
+        self.plain_forms: dict[tuple, jax.stages.Compiled] = {}
         self._graph_keys: set[tuple] = set()
+        self._may_fail: set[tuple] = set()
         self.compilations = 0
         self.before_build: Callable[[], None] = lambda: None
         self.build: Callable = self._build
@@ -194,10 +210,28 @@ class Executables:
         self._pool: CompilePool | None = None
         self._is_ahead = False
 
-    def get(self, key: tuple, program: Callable, inputs: tuple, donate: tuple[int, ...]):
-        """The executable of a program; the program returns its donated inputs first, in order."""
+    def get(
+        self,
+        key: tuple,
+        program: Callable,
+        inputs: tuple,
+        donate: tuple[int, ...],
+        may_fail: bool = False,
+    ):
+        """The executable of a program; the program returns its donated inputs first, in order.
+
+        Args:
+          key: key of the program.
+          program: the function.
+          inputs: its inputs.
+          donate: indices of inputs that are donated.
+          may_fail: whether the caller compares the program with another one before it is used, and
+            does without it if it fails. It becomes `DoesNotCompile` if it does not compile.
+        """
         if key in self.by_key:
             return self.by_key[key]
+        if may_fail:
+            self._may_fail.add(key)
         self.before_build()
         # Kernels and operations on parts of the vocabulary read the ambient mesh.
         program = precision_of(self._cfg)(sharding.traced_on(self._mesh, program))
@@ -213,15 +247,24 @@ class Executables:
             lowered = lower()
             self.by_key[key] = NotCompiled(donate)
             self._pool.submit(
-                lambda: self.build(key, lambda: lowered, donate),
+                lambda: self._attempt(key, lambda: lowered, donate),
                 lambda built: self._keep(key, built),
             )
         elif self._is_ahead:  # the caller of `ahead` reports the progress
-            self._keep(key, self.build(key, lower, donate))
+            self._keep(key, self._attempt(key, lower, donate))
         else:
             with announce_if_slow(described(key)):
-                self._keep(key, self.build(key, lower, donate))
+                self._keep(key, self._attempt(key, lower, donate))
         return self.by_key[key]
+
+    def _attempt(self, key: tuple, lower: Callable[[], jax.stages.Lowered], donate: tuple):
+        """Makes the executable of a program, or `DoesNotCompile` if it may fail and does."""
+        try:
+            return self.build(key, lower, donate)
+        except jax.errors.JaxRuntimeError as error:
+            if key not in self._may_fail:
+                raise
+            return DoesNotCompile(error)
 
     def _build(self, key: tuple, lower: Callable[[], jax.stages.Lowered], donate: tuple[int, ...]):
         """Compiles a program; may run on any thread.
@@ -229,41 +272,51 @@ class Executables:
         Both forms of a program are compiled one after the other on one thread: XLA keeps the
         algorithms that it tuned for the first, so that the second one has the same.
         """
-        lowered, options = lower(), self.graphs.options(key)
-        if not self.graphs.wanted or key[0] != "chunk":
-            return lowered.compile(dict(options) or None)
+        lowered, plain = lower(), dict(self.graphs.plain_options) or None
+        is_compared = self._is_checking or key in self._may_fail
+        if not (self.graphs.wanted and key[0] == "chunk" and is_compared):
+            return lowered.compile(plain)
         try:
-            built = lowered.compile(dict(options))
+            built = lowered.compile(dict(self.graphs.options(key)))
         except jax.errors.JaxRuntimeError as error:
             self.graphs.stop(f"{described(key)} does not compile to one: {first_line(error)}")
-            return lowered.compile(dict(self.graphs.plain_options) or None)
+            return lowered.compile(plain)
         self._graph_keys.add(key)
         _, program, _, features = key
-        if self.graphs.claim((program, features)):
-            self.twins[key] = lowered.compile(dict(self.graphs.plain_options) or None)
+        if key not in self._may_fail and self.graphs.is_first((program, features)):
+            self.plain_forms[key] = lowered.compile(plain)
             self.compilations += 1
         return built
+
+    def is_graph(self, key: tuple) -> bool:
+        """Whether a compiled program is one CUDA graph."""
+        return key in self._graph_keys and key in self.by_key
 
     @property
     def has_graphs(self) -> bool:
         """Whether any compiled program is one CUDA graph."""
-        return bool(self._graph_keys & self.by_key.keys())
+        return any(map(self.is_graph, self._graph_keys))
 
-    def forget_twins(self) -> bool:
-        """Ends the check of graphs, see `graph_check`.
+    def begin_check(self) -> None:
+        """Lets chunks become CUDA graphs until `end_check`: the caller runs and compares them."""
+        self._is_checking = True
 
-        Where graphs were turned off it drops all programs that are graphs, but keeps their twins.
+    def end_check(self) -> bool:
+        """Ends the check of graphs, see `graph_check`; programs of later calls are no graphs.
+
+        Where graphs were turned off it drops all programs that are graphs, but keeps the plain
+        forms that were compiled.
 
         Returns:
           whether programs were dropped, which must be compiled again.
         """
-        self.graphs.is_checked = True
+        self.is_checked, self._is_checking = True, False
         dropped = set() if self.graphs.wanted else self._graph_keys & self.by_key.keys()
         for key in dropped:
             del self.by_key[key]
-            if key in self.twins:
-                self.by_key[key] = self.twins[key]
-        self.twins = {}
+            if key in self.plain_forms:
+                self.by_key[key] = self.plain_forms[key]
+        self.plain_forms = {}
         self._graph_keys -= dropped
         return bool(dropped)
 

@@ -401,8 +401,8 @@ class Engine(BaseEngine):
             )
         if not self.is_warm:  # compile for the samples that were added, before they run
             self.warm_up([all_of(self.unfinished.asked or [Features()]).widened()])
-        graphs = runner.executables.graphs
-        if graphs.wanted and not graphs.is_checked and self.unfinished:
+        executables = runner.executables
+        if executables.graphs.wanted and not executables.is_checked and self.unfinished:
             self._check_graphs()
         if runner.state is None:
             runner.reset()
@@ -599,7 +599,7 @@ class Engine(BaseEngine):
         )
         chunk.begun_after, chunk.start_mark = time.perf_counter(), runner.mark
         chunk.version = self.version
-        chunk.result = runner.chunk(chunk.strategy, chunk.features, row_map, chunk.ends)
+        chunk.result = runner.chunk(chunk.strategy, chunk.features, row_map, chunk.ends, chunk.run)
         chunk.result.send()
         chunk.announced = runner.agreement.announced
         self._in_flight.add(chunk)
@@ -620,7 +620,7 @@ class Engine(BaseEngine):
         self._in_flight.cut_short = False
         tree = self.runner.plans[chunk.strategy].tree
         # In a program that can draft, the draft reads the emitted tokens even in plain rounds.
-        reads = self.runner.strategies[chunk.strategy].plan.tree is not None
+        reads = chunk.run.plan.tree is not None
         rejections = None if self.telemetry is None else result.report.rejections
         infos: list[SlotInfo | None] = [None] * len(result.length)
         ends = np.full(len(infos), self.runner.max_len)

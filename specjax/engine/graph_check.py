@@ -1,18 +1,24 @@
 """Compares chunks that are one CUDA graph with the same chunks as plain programs, at the start.
 
-It runs the programs that were compiled in both ways (`Executables.twins`): of every strategy and
-set of features the first, which is that of the smallest bucket. Programs of other buckets consist
-of the same operations at other sizes and get the same options; they are run once, so that one that
-fails is noticed, but their results are compared with nothing.
+It runs the programs that were compiled in both ways (`Executables.plain_forms`): of every strategy
+and set of features the first, which is that of the smallest bucket. Programs of other buckets
+consist of the same operations at other sizes and get the same options; they are run once, so that
+one that fails is noticed, but their results are compared with nothing.
 
 Both programs run several chunks in a row from the same new state. The first chunk records a graph,
 later ones update and launch it. Within them some sequences end, and waiting ones take their rows
-over, so that all loops of a chunk run. Everything that the host reads is compared, to the bit.
+over, so that all loops of a chunk run. Requests set an option of each feature, so that its branch
+is taken. Everything that the host reads is compared, to the bit.
+
+The comparison supposes that a plain program gives equal bits whenever it runs. Where results
+differ, that is tried: the plain program runs again. Graphs are turned off in either case, since
+nothing has shown that they are right. The line in the log says which case it is.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,6 +30,7 @@ from specjax.decode.state import RowMap
 from specjax.engine.compiling import described, first_line
 from specjax.engine.inputs import admission_of
 from specjax.engine.pages import pages_for
+from specjax.engine.plans import StrategyProgram
 from specjax.engine.request import make_jobs
 from specjax.engine.runner import Runner
 from specjax.engine.scheduler import Start
@@ -37,16 +44,21 @@ WAITING = 2  # sequences beyond the bucket, which take over rows
 def check_graphs(runner: Runner) -> None:
     """Turns graphs off where they give other results, or fail; overwrites the state.
 
-    Afterwards `Executables.forget_twins` must be called.
+    Afterwards `Executables.end_check` must be called.
     """
     executables = runner.executables
-    for key, plain in executables.twins.items():
+    for key, plain in executables.plain_forms.items():
         graph = executables.by_key[key]
         try:
             executables.by_key[key] = plain
             wanted = _run(runner, key)
             executables.by_key[key] = graph
-            reason = _difference(wanted, _run(runner, key, graph=True))
+            got = _run(runner, key, graph=True)
+            reason = _difference(wanted, got)
+            if reason is not None and not isinstance(got, str):
+                executables.by_key[key] = plain
+                if _difference(wanted, _run(runner, key)) is not None:
+                    reason += "; two runs without graphs differ as well, so that this shows nothing"
         finally:
             executables.by_key[key] = graph
         if reason is not None:
@@ -72,8 +84,18 @@ def _run(runner: Runner, key: tuple, graph: bool = False) -> list[Result] | str:
         return f"fails: {first_line(error)}"
 
 
-def run_chunks(runner: Runner, strategy: str, bucket: int, features: Features) -> list[Result]:
-    """Runs several chunks of a strategy from a new state."""
+def run_chunks(
+    runner: Runner,
+    strategy: str,
+    bucket: int,
+    features: Features,
+    run: StrategyProgram | None = None,
+) -> list[Result]:
+    """Runs several chunks of a strategy from a new state.
+
+    Args:
+      run: as in `Runner.chunk`.
+    """
     runner.reset()
     sequences, each = _sequences(runner, strategy, bucket, features)
     for sequence in sequences:
@@ -86,11 +108,12 @@ def run_chunks(runner: Runner, strategy: str, bucket: int, features: Features) -
     table[:count, :each] = 1 + np.arange(count * each).reshape(count, each)
     row_map = RowMap(slots, np.arange(len(slots)) < count, table)
     until = Until.of(_rounds(runner, strategy, bucket))
-    return [runner.chunk(strategy, features, row_map, until).open() for _ in range(CHUNKS)]
+    chunks = range(CHUNKS)
+    return [runner.chunk(strategy, features, row_map, until, run).open() for _ in chunks]
 
 
 def _rounds(runner: Runner, strategy: str, bucket: int) -> int:
-    return min(ROUNDS, runner.rounds(strategy, bucket))
+    return min(ROUNDS, runner.rounds(strategy, bucket), runner.own_rounds(bucket))
 
 
 def _sequences(
@@ -103,9 +126,7 @@ def _sequences(
     each = min(pages_for(most, size), pages // count)
     # The first one ends in the first chunk, and a waiting one takes its row over.
     first, longest = 1 + max(1, rounds // 2), min(most, each * size)
-    # Filters that the program has do something.
-    asked = {"top_p": 0.9, "top_k": 20, "min_p": 0.01}
-    options = {name: value for name, value in asked.items() if getattr(features, name)}
+    options = _options(runner, features, longest // 2)
     params = SamplingParams(temperature=1.0, max_tokens=None, n=count, ignore_eos=True, **options)
     found = []
     for slot, job in enumerate(make_jobs([0], params, ())):
@@ -114,6 +135,28 @@ def _sequences(
         sequence.slot = slot
         found.append(sequence)
     return found, each
+
+
+def _options(runner: Runner, features: Features, least: int) -> dict[str, Any]:
+    """Options of a request for each feature that a program has, so that all its branches are taken.
+
+    Args:
+      least: tokens before which a stop token is masked.
+    """
+    vocab = runner.cfg.vocab_size
+    asked = {
+        "top_k": {"top_k": 20},
+        "top_p": {"top_p": 0.9},
+        "min_p": {"min_p": 0.01},
+        "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.1},
+        "bias": {"logit_bias": {0: 1.0}},
+        "allowed": {"allowed_token_ids": tuple(range(vocab // 2 + 1))},
+        "bad_words": {"bad_words": ((0,), (1, 2))},
+        "min_tokens": {"min_tokens": least, "stop_token_ids": (1,)},
+    }
+    if not runner.stop_width:
+        del asked["min_tokens"]
+    return {k: v for name in features.names for k, v in asked.get(name, {}).items()}
 
 
 def _difference(wanted: list[Result], got: list[Result] | str) -> str | None:

@@ -2,10 +2,14 @@
 
 By itself XLA puts short sequences of kernels into CUDA graphs, which it calls command buffers, and
 the host reads the predicate of every loop. With `ONE_GRAPH` a chunk is one graph, its loops
-included. Such programs are checked when an engine starts: the first program of each strategy is
-compiled in both ways, and both run the same chunks from the same state (`graph_check.py`). Where a
-bit of the results differs, or a graph cannot be compiled or run, the engine runs chunks as XLA
-compiles them by itself, and says so in one line.
+included. Programs become graphs only while an engine starts, where they are checked: all that
+`warm_up` compiles, or the program of the first chunk of an engine that was not warmed up. Each runs
+once, for one round. Of every strategy and set of features the program of the smallest bucket is
+compiled in both ways, and both run the same chunks from the same state, options of all features
+included (`graph_check.py`). Programs of other buckets are compared with nothing. Where a bit of the
+results differs, or a graph cannot be compiled or run, the engine runs chunks as XLA compiles them
+by itself, and says so in one line. So it runs programs that are compiled later, for a request that
+no program serves.
 """
 
 from __future__ import annotations
@@ -45,15 +49,14 @@ class Graphs:
       enforce_eager: whether the user wants no graphs.
 
     Attributes:
-      wanted: whether chunks are compiled with `ONE_GRAPH`.
-      is_checked: whether the results of such programs were compared with those of plain ones.
+      wanted: whether chunks that are compiled at the start are compiled with `ONE_GRAPH`.
       line: line for the log that says whether chunks are graphs; None: the platform has none.
     """
 
     def __init__(self, device: Device, kernels: Several[str], enforce_eager: bool = False):
         self._plain, self._lock = AS_IT_IS, threading.Lock()
-        self._claimed: set = set()
-        self.is_checked, self.line = False, None
+        self._seen: set = set()
+        self.line: str | None = None
         if device.platform not in GPUS:
             self.wanted = False
             return
@@ -69,7 +72,7 @@ class Graphs:
         self.line = f"CUDA graphs: {found}" if self.wanted else f"CUDA graphs are off: {why}"
 
     def options(self, key: tuple) -> Options:
-        """The compiler options of a program, by its key, see `Executables`."""
+        """The compiler options of a program at the start, by its key, see `Executables`."""
         return ONE_GRAPH if self.wanted and key[0] == "chunk" else self._plain
 
     @property
@@ -77,14 +80,14 @@ class Graphs:
         """The compiler options of a program that is not one graph."""
         return self._plain
 
-    def claim(self, what: Hashable) -> bool:
-        """Whether this is the first call for `what`, and the check is not over.
+    def is_first(self, what: Hashable) -> bool:
+        """Whether this is the first call for `what`.
 
         It may be called by several threads. Replicas share a `Graphs`, and check once for all.
         """
         with self._lock:
-            is_first = not self.is_checked and what not in self._claimed
-            self._claimed.add(what)
+            is_first = what not in self._seen
+            self._seen.add(what)
             return is_first
 
     def stop(self, reason: str) -> None:

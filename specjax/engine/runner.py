@@ -34,7 +34,7 @@ from specjax.decode.admit import (
 )
 from specjax.decode.chunk import Result, Until, run_chunk
 from specjax.decode.options import Features
-from specjax.decode.state import DecodeState, RowMap, StateSizes, empty_state
+from specjax.decode.state import DecodeState, Plan, RowMap, StateSizes, empty_state
 from specjax.engine.agreement import agreement_of
 from specjax.engine.checksum import Checksum, require_same
 from specjax.engine.compiling import Executables
@@ -97,7 +97,7 @@ class Runner:
         strategies, or in `invariant` mode one for all.
       own_plain: a program for `off` alone where all strategies share another, see
         `specjax.engine.plain_check`; None: there is none.
-      exact_plain: the features for which it runs.
+      exact_plain: features of the shared programs whose bits it has.
       longest: the plan with the most steps.
       slots: number of slots of the state. The last one is always empty and fills up buckets.
       extra_slots: number of slots beyond `batch`, for sequences that wait for a row.
@@ -105,6 +105,7 @@ class Runner:
       pages: number of pages, the null page included.
       mark: an output of the program that was enqueued last, which is ready when the program is
         done; None if that was a chunk.
+      latest: key of the program that was enqueued last, see `Executables`; None: there is none.
       ids: the token ids that are drafted from, ascending; None: all.
       vocabulary: parameters that draft `ids`, see `Draft.columns`; None: there are none.
       store: what the draft source keeps of samples that have ended, on the host; None: nothing.
@@ -209,6 +210,7 @@ class Runner:
         self.state: DecodeState | None = None
         self.kept: Prompts | None = None
         self.mark: jax.Array | None = None
+        self.latest: tuple | None = None
         self.checksums: dict[str, Checksum] = {}
         self.moved = 0
         self.agreement = agreement_of(mesh)
@@ -275,16 +277,37 @@ class Runner:
         """Number of programs that were compiled so far."""
         return self.executables.compilations
 
-    def rounds(self, strategy: str, rows: int | None = None) -> int:
-        """The most rounds of a chunk of `rows` rows; None: of a large batch."""
-        plan = self.strategies[strategy].plan
+    def rounds(
+        self, strategy: str, rows: int | None = None, features: Features | None = None
+    ) -> int:
+        """The most rounds of a chunk.
+
+        Args:
+          strategy: name of the strategy.
+          rows: number of rows; None: those of a large batch.
+          features: features that decide which program runs, see `program_of`; None: the program
+            that the strategy shares with others.
+        """
+        shared = self.strategies[strategy]
+        run = shared if features is None else self.program_of(strategy, features)
+        return self._rounds(run.plan, rows)
+
+    def own_rounds(self, rows: int) -> float:
+        """The most rounds of a chunk by `own_plain`; infinite if there is none."""
+        return math.inf if self.own_plain is None else self._rounds(self.own_plain.plan, rows)
+
+    def _rounds(self, plan: Plan, rows: int | None) -> int:
+        """The most rounds of a chunk by a program of this plan."""
         window = plan.source.needs.window if plan.tree is None and plan.source else 0
         tokens = stretched(self.chunk_tokens, self.stretch, rows or self.stretch, window)
         return max(1, tokens // (plan.steps + 1))
 
     def most_tokens(self, rows: int) -> int:
         """The most tokens that one row can emit in a chunk of `rows` rows."""
-        return max(self.rounds(s, rows) * (plan.steps + 1) for s, plan in self.plans.items())
+        found = [self.rounds(s, rows) * (plan.steps + 1) for s, plan in self.plans.items()]
+        if self.exact_plain:
+            found.append(self.own_rounds(rows))
+        return max(found)
 
     def buckets(self, strategy: str, features: Features) -> list[int]:
         """The buckets, ascending, of compiled programs that serve this strategy and features."""
@@ -516,6 +539,7 @@ class Runner:
         features: Features,
         row_map: RowMap,
         until: Until,
+        run: StrategyProgram | None = None,
     ) -> Packed[Result]:
         """Enqueues a chunk; its result is on the device and may not be computed yet.
 
@@ -526,30 +550,40 @@ class Runner:
           row_map: the slot of each row, and of `extra_slots` more (see `alone`). No slot is there
             twice, except the empty one. A slot that shall not run has only `NULL_PAGE` as pages.
           until: when the chunk ends.
+          run: the program of the strategy that runs; None: the one that `program_of` chooses.
         """
         bucket = len(row_map.slots) - self.extra_slots
-        chosen = self._program(strategy, features)
-        features = self.executables.covering(chosen.program, bucket, features)
+        run = run or self.program_of(strategy, features)
+        # `own_plain` runs with the features of the shared program that it stands for.
+        shared = self.strategies[strategy].program
+        features = self.executables.covering(shared, bucket, features)
         inputs = (self.params, self.draft, self.state, row_map, until)
-        if chosen.part is not None:
-            inputs = (*inputs, chosen.part)
-        program = functools.partial(self._chunk_program, strategy, features, bucket)
-        key = ("chunk", chosen.program, bucket, features)
-        self.state, result = self._run(key, program, inputs, (2,), inputs[3:])
+        if run.part is not None:
+            inputs = (*inputs, run.part)
+        program = functools.partial(self._chunk_program, run.plan, features, bucket)
+        key = ("chunk", run.program, bucket, features)
+        may_fail = run is self.own_plain
+        self.state, result = self._run(key, program, inputs, (2,), inputs[3:], may_fail)
         self.mark = None
         return result
 
-    def _program(self, strategy: str, features: Features) -> StrategyProgram:
-        """The program that chunks of a strategy run, for features."""
-        if strategy == OFF and features in self.exact_plain:
-            return self.own_plain
-        return self.strategies[strategy]
+    def program_of(self, strategy: str, features: Features) -> StrategyProgram:
+        """The program that chunks of a strategy run, for features.
+
+        It is `own_plain` where that has the bits of the shared program which would run.
+        """
+        shared = self.strategies[strategy]
+        if strategy == OFF and self.exact_plain:
+            served = self.executables.covering(shared.program, self.batch, features)
+            if served in self.exact_plain:
+                return self.own_plain
+        return shared
 
     def _chunk_program(
-        self, strategy, features, bucket, params, head, state, row_map, until, part=None
+        self, plan, features, bucket, params, head, state, row_map, until, part=None
     ):
-        plan = dataclasses.replace(self._program(strategy, features).plan, features=features)
-        model, capacity = self.model(params), self.rounds(strategy, bucket)
+        model, capacity = self.model(params), self._rounds(plan, bucket)
+        plan = dataclasses.replace(plan, features=features)
         pin = functools.partial(sharding.pin_slots, self.mesh)
         state, result = run_chunk(
             model, head, plan, state, row_map, bucket, capacity, until, pin, part
@@ -580,16 +614,21 @@ class Runner:
         """The target as a module; for use inside a jitted function."""
         return nnx.merge(graphdef(self.cfg, self.cfg.run.decode_layout), params)
 
-    def _run(self, key: tuple, program, inputs: tuple, donate: tuple[int, ...], same):
+    def _run(
+        self, key: tuple, program, inputs: tuple, donate: tuple[int, ...], same, may_fail=False
+    ):
         """Enqueues a program, see `Executables`.
 
         Args:
           key: key of the program.
           donate: indices of its donated inputs.
           same: the inputs that must be equal on all hosts.
+          may_fail: as in `Executables.get`.
         """
+        self.latest = key
         self.agreement.announce(key, same)
-        outputs = self.executables.get(key, program, inputs, donate)(*inputs)
+        executable = self.executables.get(key, program, inputs, donate, may_fail)
+        outputs = executable(*inputs)
         self.agreement.finished(outputs)
         return outputs
 

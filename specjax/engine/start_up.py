@@ -14,16 +14,24 @@ import jax
 import numpy as np
 
 from specjax.config import SamplingParams
+from specjax.control import OFF
 from specjax.control.costs import CostTable, of_rounds
 from specjax.decode.admit import Admission
 from specjax.decode.chunk import Result, Until
 from specjax.decode.options import Features
 from specjax.decode.state import RowMap
-from specjax.engine.compiling import CompilePool, CompileProgress, OnProgram, first_line
+from specjax.engine.compiling import (
+    CompilePool,
+    CompileProgress,
+    OnProgram,
+    described,
+    first_line,
+)
 from specjax.engine.graph_check import check_graphs
 from specjax.engine.inputs import admission_of, piece_of, place_size, place_sizes
 from specjax.engine.pages import pages_for
-from specjax.engine.plain_check import check_plain
+from specjax.engine.plain_check import check_plain, served_by
+from specjax.engine.plans import StrategyProgram
 from specjax.engine.request import make_jobs
 from specjax.engine.runner import Packed, Runner
 from specjax.engine.scheduler import Start
@@ -102,18 +110,18 @@ class Programs:
         """
         longest_first = sorted(self.runner.plans, key=lambda name: -self.runner.plans[name].steps)
         programs = {name: run.program for name, run in self.runner.strategies.items()}
-        found = {
-            (programs[strategy], bucket): (strategy, bucket)
-            for bucket, strategies in self.strategies.items()
-            for strategy in longest_first
-            if strategy in strategies
-        }
+        found: dict[tuple[str, int], tuple[str, int]] = {}
+        for bucket, strategies in self.strategies.items():
+            for strategy in longest_first:
+                if strategy in strategies:
+                    found.setdefault((programs[strategy], bucket), (strategy, bucket))
         return list(found.values())
 
     def count(self, features: Several[Features]) -> int:
-        """The number of programs that `start` enqueues."""
+        """The number of programs that `start` and `start_plain` enqueue."""
         reads = sum(map(len, self.rows.values()))
-        return reads + len(place_sizes(self.runner.batch)) + len(self.chunks) * len(features)
+        chunks = len(self.chunks) + (self.runner.own_plain is not None)
+        return reads + len(place_sizes(self.runner.batch)) + chunks * len(features)
 
     def start(self, features: Several[Features]) -> Iterator[Result | None]:
         """Enqueues every program: place by size, chunks by strategy and bucket, prefill by width.
@@ -135,6 +143,20 @@ class Programs:
         for width, sizes in self.rows.items():
             for rows in sizes:
                 yield runner.prefill(piece_of([], rows, width, runner))
+
+    def start_plain(self, features: Several[Features]) -> Iterator[None]:
+        """Enqueues `Runner.own_plain` where it is not compiled; `check_plain` runs and compares it.
+
+        It is called after `start`.
+        """
+        runner, own = self.runner, self.runner.own_plain
+        if own is None:
+            return
+        for wanted in features:
+            served = served_by(runner, wanted)
+            if ("chunk", own.program, runner.batch, served) not in runner.executables.by_key:
+                _start_chunk(runner, OFF, served, runner.batch, rounds=1, run=own)
+                yield
 
 
 def compile_ahead(
@@ -167,12 +189,13 @@ def compile_ahead(
     ready(0)
     for runner in runners:
         runner.reset()
+        runner.executables.begin_check()
     side_by_side = [each for each in engines if each.runner.executables.threads > 1]
     _compile(side_by_side, features, ready)
     for programs in engines:
         _run_each_once(programs, features, None if programs in side_by_side else ready)
     # Where a graph is wrong, all engines compile their chunks again.
-    again = [each for each in engines if each.runner.executables.forget_twins()]
+    again = [each for each in engines if each.runner.executables.end_check()]
     _compile([each for each in again if each in side_by_side], features)
     for programs in again:
         _run_each_once(programs, features)
@@ -212,6 +235,8 @@ def _compile(
                     ready(1)
                 submitted = pool.submitted
                 pool.collect()
+            for _ in programs.start_plain(features):
+                pool.collect()
         pool.finish()
 
 
@@ -220,24 +245,25 @@ def _run_each_once(
 ) -> None:
     """Runs every program once; compiles those that are not compiled yet.
 
-    If a program fails while chunks are CUDA graphs, these are turned off, and the programs that
-    were not run yet are left.
+    If a program that is a CUDA graph fails, graphs are turned off, and the programs that were not
+    run yet are left.
     """
     runner, executables = programs.runner, programs.runner.executables
     try:
         with executables.ahead(None):
             for result in programs.start(features):
-                jax.block_until_ready(result)
+                # Errors show here, while `latest` is the program that failed.
+                jax.block_until_ready((result, runner.state, runner.kept))
                 if ready is not None:
                     ready(1)
-        jax.block_until_ready(runner.state)
     except jax.errors.JaxRuntimeError as error:
-        if not executables.has_graphs:
+        failed = runner.latest
+        if not executables.is_graph(failed):
             raise
-        executables.graphs.stop(f"a program fails at the start: {first_line(error)}")
+        executables.graphs.stop(f"{described(failed)} fails at the start: {first_line(error)}")
         runner.reset()
         return
-    if executables.twins:
+    if executables.plain_forms:
         check_graphs(runner)
         runner.reset()
 
@@ -295,7 +321,7 @@ def calibrate(programs: Programs, features: Features) -> tuple[CostTable, float]
 
     def further(name: str, bucket: int, length: int, first: float) -> list[float]:
         """The seconds per round of further measurements."""
-        rounds = enough_rounds(first, _most_rounds(runner, name, bucket, length))
+        rounds = enough_rounds(first, _most_rounds(runner, name, bucket, length, features))
         found = measured(name, bucket, length, rounds, further_measurements(first))
         # Without a round, its sequences have no room for further tokens.
         return [of_rounds(seconds, beside[bucket]) / count for seconds, count in found if count]
@@ -378,10 +404,12 @@ def enough_rounds(seconds: float, most: int) -> int:
     return min(max(round(SAMPLE_SECONDS / seconds), 1), most)
 
 
-def _most_rounds(runner: Runner, strategy: str, bucket: int, length: int) -> int:
+def _most_rounds(
+    runner: Runner, strategy: str, bucket: int, length: int, features: Features
+) -> int:
     """The most rounds of a chunk such that a sequence has room for `IN_A_ROW` chunks."""
     room = (runner.max_len - length) // (runner.plans[strategy].steps + 1)
-    return max(min(runner.rounds(strategy, bucket), room // IN_A_ROW), 1)
+    return max(min(runner.rounds(strategy, bucket, features), room // IN_A_ROW), 1)
 
 
 def _starts(runner: Runner, count: int, length: int) -> list[Start]:
@@ -398,12 +426,19 @@ def _starts(runner: Runner, count: int, length: int) -> list[Start]:
 
 
 def _start_chunk(
-    runner: Runner, strategy, features, bucket, rounds: int, length: int | None = None
+    runner: Runner,
+    strategy,
+    features,
+    bucket,
+    rounds: int,
+    length: int | None = None,
+    run: StrategyProgram | None = None,
 ) -> Packed[Result]:
     """Enqueues a chunk of the first slots, each with pages of its own if there are enough.
 
     Args:
       length: number of tokens of each sequence; None: `_context`.
+      run: as in `Runner.chunk`.
     """
     emitted = IN_A_ROW * runner.most_tokens(bucket)
     needed = min((_context(runner) if length is None else length) + emitted, runner.max_len)
@@ -411,4 +446,4 @@ def _start_chunk(
     table = np.zeros((bucket, runner.table_width), np.int32)
     table[:, :each] = (1 + np.arange(bucket * each) % (runner.pages - 1)).reshape(bucket, each)
     rows = RowMap(np.arange(bucket, dtype=np.int32), np.ones(bucket, bool), table)
-    return runner.chunk(strategy, features, runner.alone(rows), Until.of(rounds))
+    return runner.chunk(strategy, features, runner.alone(rows), Until.of(rounds), run)

@@ -571,7 +571,7 @@ class Results:
 
 
 def enqueued(result, after, mark=None) -> Chunk:
-    nothing = ("off", Features(), 1, [], [], None, 1, 1)
+    nothing = ("off", None, Features(), 1, [], [], None, 1, 1)
     return Chunk(*nothing, result=result, begun_after=after, start_mark=mark)
 
 

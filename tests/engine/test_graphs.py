@@ -3,6 +3,8 @@
 The programs run on CPUs here, whose compiler takes the options and ignores them.
 """
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -10,8 +12,10 @@ from engines import ONE, engine_of, jobs_of, tokens_of
 from shared import compilations_of
 
 from specjax.control import ControlConfig
+from specjax.decode.options import Features
 from specjax.engine import graph_check, graphs
 from specjax.engine.graphs import NO_GRAPH, ONE_GRAPH, Graphs
+from specjax.engine.options import features_of
 from specjax.engine.replicas import Replicas
 from specjax.interfaces import Device
 
@@ -90,7 +94,7 @@ def test_every_chunk_is_a_graph_and_one_of_each_strategy_is_compiled_plainly_as_
     assert all(options == [{}] for key, options in seen.items() if key[0] != "chunk")
     assert took.programs == sum(map(len, seen.values()))
     executables = engine.runner.executables
-    assert executables.graphs.wanted and executables.graphs.is_checked and not executables.twins
+    assert executables.graphs.wanted and executables.is_checked and not executables.plain_forms
     assert "CUDA graphs" not in caplog.text
     check_tokens(engine, compiled=0)
 
@@ -167,8 +171,8 @@ def others_are(kind, bucket):
     ("kind", "bucket", "line"),
     [
         (Wrong, 1, "strategy 2_1_3 for a batch of 1 gives other results than without graphs: 1 of"),
-        (Faulty, 1, "fails at the start: JaxRuntimeError: INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS;"),
-        (Faulty, 2, "fails at the start: JaxRuntimeError: INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS;"),
+        (Faulty, 1, "2_1_3 for a batch of 1 fails at the start: JaxRuntimeError: INTERNAL: CUDA_"),
+        (Faulty, 2, "2_1_3 for a batch of 2 fails at the start: JaxRuntimeError: INTERNAL: CUDA_"),
     ],
 )
 def test_a_graph_that_is_wrong_or_fails_is_replaced_with_one_line(kind, bucket, line, caplog):
@@ -212,8 +216,7 @@ def test_an_engine_that_was_not_warmed_up_checks_the_program_that_it_runs(caplog
     check_tokens(engine)
     chunks = {key[1:3]: options for key, options in seen.items() if key[0] == "chunk"}
     assert chunks[("2_1_3", 2)] == [dict(ONE_GRAPH), {}]
-    assert all(options == [dict(ONE_GRAPH)] for key, options in chunks.items() if key[1] != 2)
-    assert engine.runner.executables.graphs.is_checked
+    assert engine.runner.executables.is_checked
     wrong, _ = made(wrap=others_are(Wrong, 2))
     check_tokens(wrong)
     [record] = [r for r in caplog.records if "CUDA graphs" in r.message]
@@ -237,3 +240,63 @@ def test_a_difference_is_found_wherever_it_is(monkeypatch):
         changed = jax.tree.map(lambda x, a=leaf, b=other: b if x is a else x, plain[1])
         found = compare(plain, [plain[0], changed, plain[2]])
         assert f"1 of {leaf.size} values of {name!r} in chunk 2 of 3" in found
+
+
+def test_programs_that_are_compiled_after_the_check_are_no_graphs():
+    engine, seen = made()
+    engine.warm_up()
+    before = set(seen)
+    [job] = jobs_of([1, 2], dataclasses.replace(ONE, top_k=3), 0)
+    engine.generate([job])
+    later = {key: options for key, options in seen.items() if key not in before}
+    assert {key[0] for key in later} == {"chunk"} and later
+    assert all(options == [{}] for options in later.values())
+    assert not any(map(engine.runner.executables.is_graph, later))
+
+
+def test_a_program_that_is_no_graph_fails_with_its_own_error(caplog):
+    """Graphs are not blamed for it, and nothing is compiled again."""
+    engine, seen = made()
+    build = engine.runner.executables.build
+
+    def failing(key, lower, donate):
+        built = build(key, lower, donate)
+        return Faulty(built) if key[0] == "prefill" else built
+
+    engine.runner.executables.build = failing
+    with pytest.raises(jax.errors.JaxRuntimeError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
+        engine.warm_up()
+    assert "CUDA graphs" not in caplog.text
+    assert sum(map(len, seen.values())) == len(seen) + 1, "one chunk has a plain form as well"
+
+
+def test_a_plain_program_that_is_not_reproducible_is_named(caplog):
+    """Its graph is turned off, too: a comparison with it shows nothing."""
+    engine, _ = made()
+    build = engine.runner.executables.build
+
+    def restless(key, lower, donate):
+        built = build(key, lower, donate)
+        plain = engine.runner.executables.plain_forms
+        if key in plain:
+            plain[key] = Wrong(plain[key])
+        return built
+
+    engine.runner.executables.build = restless
+    engine.warm_up()
+    [record] = [r for r in caplog.records if "CUDA graphs" in r.message]
+    assert "two runs without graphs differ as well" in record.message
+    assert not engine.runner.executables.has_graphs
+
+
+def test_the_check_asks_for_an_option_of_each_feature():
+    engine, _ = made()
+    wanted = Features.all()
+    [first, *_], _ = graph_check._sequences(engine.runner, "2_1_3", 1, wanted)
+    asked = features_of(first.job, engine.runner.cfg.vocab_size)
+    outputs = {"transformed_logprobs", "top_logprobs"}  # these have no branches
+    assert set(asked.names) == set(wanted.names) - outputs
+    [plain, *_], _ = graph_check._sequences(engine.runner, "2_1_3", 1, Features())
+    assert features_of(plain.job, engine.runner.cfg.vocab_size) == Features()
+    engine.warm_up([wanted])
+    assert engine.runner.executables.has_graphs

@@ -4,6 +4,7 @@ strategy a controller chooses, on whichever replica, and however often it is int
 import dataclasses
 import functools
 
+import jax
 import numpy as np
 import pytest
 from scripted import Flips
@@ -270,18 +271,19 @@ def test_plain_decoding_has_a_program_of_its_own_and_the_same_bits(
     assert len(chunks) == 2 and own in [key[:3] for key in chunks]
 
 
-def test_it_has_none_where_a_bit_differs(monkeypatch, caplog):
+@pytest.mark.parametrize(("number", "where"), [(2, "2x2"), (3, "plain")])
+def test_it_has_none_where_a_bit_differs(number, where, monkeypatch, caplog):
+    """Nor where its bits are those of a plain round of the tree, but not those of a drafted one."""
     blocks_on_cpu(monkeypatch)
     results = []
 
     def spoilt(runner, *args):
         results.append(graph_check.run_chunks(runner, *args))
         last = results[-1][-1]
-        if len(results) == 2:  # the last bit of a number that was computed last
-            emitted = last.report.counts.sum(0)
+        if len(results) == number:  # the last bit of a number
             logprobs = last.report.logprobs.copy()
-            row = int(np.argmax(emitted))
-            logprobs[row, emitted[row] - 1] = np.nextafter(logprobs[row, emitted[row] - 1], 0)
+            row = int(np.argmax(last.report.counts.sum(0)))
+            logprobs[row, 0] = np.nextafter(logprobs[row, 0], 0)
             last = last._replace(report=last.report._replace(logprobs=logprobs))
         return [*results[-1][:-1], last]
 
@@ -289,9 +291,72 @@ def test_it_has_none_where_a_bit_differs(monkeypatch, caplog):
     with caplog.at_level("INFO"):
         llm = make_llm("float32", "2x2", 1, ("off", "2x2"), invariant=True)
         llm.engine.warm_up([Features.all()])
-    assert len(results) == 2 and not llm.engine.runner.exact_plain
+    assert len(results) == 3 and not llm.engine.runner.exact_plain
     assert "runs the program of the tree, for 1 of" in caplog.text
+    assert f"log-probabilities have other bits than the tree's ({where})" in caplog.text
     assert {key[1] for key in llm.engine.runner.executables.by_key if key[0] == "chunk"} == {"2x2"}
+
+
+class Fails:
+    """A program that takes its inputs and fails."""
+
+    def __init__(self, compiled):
+        self.compiled = compiled
+
+    def __call__(self, *inputs):
+        self.compiled(*inputs)
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory")
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_where_it_fails_plain_decoding_runs_the_program_of_the_tree(compiles, monkeypatch, caplog):
+    blocks_on_cpu(monkeypatch)
+    llm = make_llm("float32", "2x2", 1, ("off", "2x2"), invariant=True)
+    executables = llm.engine.runner.executables
+    build, told = executables.build, []
+
+    def failing(key, lower, donate):
+        if key[:2] != ("chunk", "off"):
+            return build(key, lower, donate)
+        if not compiles:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory")
+        return Fails(build(key, lower, donate))
+
+    executables.build = failing
+    with caplog.at_level("INFO"):
+        llm.engine.warm_up([Features()], on_program=lambda *count: told.append(count))
+    [line] = [r.message for r in caplog.records if "invariant: plain" in r.message]
+    assert "for its own fails: JaxRuntimeError: RESOURCE_EXHAUSTED" in line
+    assert told[-1][0] == told[-1][1] == max(told)[0]
+    assert {key[1] for key in executables.by_key if key[0] == "chunk"} == {"2x2"}
+    [output] = llm.generate([[1, 2]], SamplingParams(max_tokens=6, speculative=False))
+    assert output.samples[0].token_ids
+
+
+def test_its_chunks_are_long_serve_fewer_features_and_leave_tokens_to_the_draft(monkeypatch):
+    blocks_on_cpu(monkeypatch)
+    arms = ("off", "2x2")
+    small = {"chunk_tokens": 6, "stretch": 1}
+    llm = make_llm("float32", "2x2", 1, arms, small, invariant=True)
+    engine, seen = llm.engine, []
+    runner = engine.runner
+    engine.warm_up([Features.all()])
+    observe = engine._observe
+
+    def watched(chunk, result, seconds, ended, catch_up, context):
+        seen.append((chunk.strategy, chunk.run.program, chunk.rounds, catch_up))
+        observe(chunk, result, seconds, ended, catch_up, context)
+
+    engine._observe = watched
+    engine.controller = Flips(arms, arms)
+    built = runner.compilations
+    llm.generate([[1, 2], [3]], SamplingParams(max_tokens=40, ignore_eos=True))
+    assert runner.compilations == built, "programs for all features serve requests with few"
+    off, drafting = ([s for s in seen if s[0] == arm] for arm in arms)
+    assert runner.rounds("off", 4) == 2 and runner.rounds("off", 4, Features()) == 6
+    assert {(program, rounds) for _, program, rounds, _ in off} == {("off", 6)}
+    assert {program for _, program, _, _ in drafting} == {"2x2"}
+    assert any(catch_up == 6 for *_, catch_up in drafting), "the draft read what plain chunks left"
 
 
 @pytest.mark.parametrize(
