@@ -280,14 +280,15 @@ def calibrate(programs: Programs, features: Features) -> tuple[CostTable, float]
     How costs grow with the context is measured in the same way, with sequences that are said to be
     long: a kernel reads their pages, whatever these hold. It is measured for the largest and the
     smallest bucket of each strategy, between which seconds per token of context hardly differ, and
-    for no more than `LONG_SHARE` of the seconds of the rest. Engines whose sequences are short do
-    without.
+    until that has taken `LONG_SHARE` of the seconds of the rest. Engines whose sequences are short,
+    or have few pages, do without.
 
     Returns:
       the table, and the seconds that measuring took.
     """
     runner, started = programs.runner, time.perf_counter()
-    short, long = calibration_contexts(runner.max_len)
+    room = _room(runner, max(programs.strategies))
+    short, long = calibration_contexts(runner.max_len, room)
     samples: dict[tuple[str, int], list[float]] = {}
     longer: dict[tuple[str, int], list[float]] = {}
     beside: dict[int, float] = {}
@@ -355,18 +356,27 @@ def _context(runner: Runner) -> int:
     return calibration_contexts(runner.max_len)[0]
 
 
-def calibration_contexts(max_len: int) -> tuple[int, int | None]:
+def calibration_contexts(max_len: int, room: int | None = None) -> tuple[int, int | None]:
     """The numbers of tokens of a sequence at which costs, and their growth, are measured.
 
     Args:
       max_len: the most tokens of a sequence.
+      room: tokens for which each row of the largest batch has pages of its own, since rows that
+        share pages would be faster; None: all.
 
     Returns:
       (short, long); long is None where the growth is not measured.
     """
     short = min(CONTEXT, max_len // 2)
     long = min(LONG_CONTEXT, 3 * max_len // 4)  # which leaves room for some rounds
+    long = long if room is None else min(long, room)
     return short, long if long >= LEAST_GROWTH * short else None
+
+
+def _room(runner: Runner, bucket: int) -> int:
+    """The most tokens of a sequence such that each row of a chunk has pages of its own."""
+    own = (runner.pages - 1) // bucket * runner.page_size
+    return own if own >= runner.max_len else own - IN_A_ROW * runner.most_tokens(bucket)
 
 
 def lengthened(

@@ -575,6 +575,18 @@ def enqueued(result, after, mark=None) -> Chunk:
     return Chunk(*nothing, result=result, begun_after=after, start_mark=mark)
 
 
+def test_the_long_context_is_one_for_which_each_row_has_pages_of_its_own():
+    def contexts(pages):
+        runner = types.SimpleNamespace(
+            pages=pages, page_size=128, max_len=2048, most_tokens=lambda rows: 32
+        )
+        return start_up.calibration_contexts(2048, start_up._room(runner, 8))
+
+    assert contexts(1 + 8 * 16) == (256, 1536), "each has pages for a sequence of full length"
+    assert contexts(1 + 8 * 8) == (256, 8 * 128 - 3 * 32)
+    assert contexts(1 + 8 * 4) == (256, None), "not twice the short one"
+
+
 @pytest.mark.parametrize(("seen_at", "seconds"), [(2.0, 10.0), (7.0, math.nan), (None, math.nan)])
 def test_the_time_of_a_chunk_after_prompts_is_known_if_its_beginning_was_seen(
     monkeypatch, seen_at, seconds
