@@ -296,6 +296,8 @@ def _dot(dims: tuple, left: Array, right: Array) -> Array:
 
 
 def _rounded(dims: tuple, left: Array, right: Array) -> Array:
+    # The narrower type is bfloat16, which has float32's range. No training computes in float16
+    # (`train.schema`), to which small gradients would be rounded as zeros.
     dtype = min(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
     return _dot(dims, left.astype(dtype), right.astype(dtype))
 

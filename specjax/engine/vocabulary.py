@@ -135,7 +135,11 @@ class TokenCounts:
         return float(self._counts[self.ids].sum()) / total if total else None
 
     def state(self) -> dict[str, str]:
-        """The ids and the counts, for JSON."""
+        """The ids and the counts, for JSON.
+
+        When a choice is due is not among them: only engines ask that, which keep no state, and
+        whoever restores one (`train.vocabulary`) chooses by steps.
+        """
         some = np.flatnonzero(self._counts).astype(np.int32)
         arrays = {"ids": self.ids, "counted": some, "counts": self._counts[some]}
         return {name: base64.b64encode(array.tobytes()).decode() for name, array in arrays.items()}
