@@ -7,8 +7,13 @@ the fastest, so that two processes may take different ones.
 
 `set_up` sets XLA's flags against both. XLA then adds duplicates in sorted order, leaves algorithms
 out that add by atomics, and keeps what it has chosen in a directory, the *autotune cache*. A later
-process that has the directory chooses the same. On CPUs and TPUs nothing is to be done: their
-compilers measure nothing.
+process that has the directory chooses the same. All processes of a job must share it, as they share
+the run's directory. On CPUs and TPUs nothing is to be done: their compilers measure nothing.
+
+A resumed run must also take the same kernels. specjax chooses them by the device, and passes over
+one whose values are wrong there, so that `record` has their names. Two choices are not among them,
+since neither changes a bit: CUDA graphs launch the same kernels, and the kernel that writes keys
+and values only moves them.
 
 Flags are read when jax starts its backends, once per process.
 """
@@ -28,6 +33,7 @@ NO_ATOMICS = "--xla_gpu_exclude_nondeterministic_ops"
 NO_AUTOTUNING = "--xla_gpu_deterministic_ops"  # implies the flag above
 CACHE = "--xla_gpu_per_fusion_autotune_cache_dir"
 FOLDER = "autotune"
+GPUS = ("gpu", "cuda", "rocm")  # platforms, as JAX_PLATFORMS names them
 # Where jax has a compilation cache, it sets `CACHE` for every program, unless this says otherwise.
 _XLA_CACHES = "jax_persistent_cache_enable_xla_caches"
 
@@ -36,6 +42,9 @@ _cache: Path | None = None  # the autotune cache of this process, after `set_up`
 
 def set_up(directory: Path) -> None:
     """Makes the GPU programs of this process deterministic; a later call changes nothing.
+
+    Nor does any call change anything where jax was told to use platforms without GPUs
+    (JAX_PLATFORMS), or found none.
 
     Flags that the user has set in XLA_FLAGS stay: another autotune cache, or the flag
     `--xla_gpu_deterministic_ops=true`, with which XLA measures nothing and takes its default
@@ -50,7 +59,7 @@ def set_up(directory: Path) -> None:
       ValueError: it is too late, or the user's XLA_FLAGS contradict the setting.
     """
     global _cache
-    if _cache is not None:
+    if _cache is not None or not may_have_gpus():
         return
     flags = dict(word.partition("=")[::2] for word in os.environ.get("XLA_FLAGS", "").split())
     for name in (NO_ATOMICS, NO_AUTOTUNING):
@@ -77,6 +86,12 @@ def set_up(directory: Path) -> None:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {missing}".strip()
     jax.config.update(_XLA_CACHES, "none")
     _cache = cache
+
+
+def may_have_gpus() -> bool:
+    """Whether jax may find GPUs: it was not told to use other platforms alone."""
+    named = (jax.config.jax_platforms or "").split(",")
+    return named == [""] or any(name in GPUS for name in named)
 
 
 def is_set_up() -> bool:
@@ -121,19 +136,24 @@ def without() -> str | None:
     )
 
 
-def record() -> dict[str, Any] | None:
-    """What a later process must have to give the same bits, as JSON; None without `set_up`.
+def record(kernels: Mapping[str, str]) -> dict[str, Any] | None:
+    """What a later process must have to give the same bits, as JSON.
 
-    Its entries are the flags, the device's kind, the version of jaxlib, and a digest of each file
-    of the autotune cache by its name.
+    Its entries are the flags, the device's kind, the version of jaxlib, the kernels, and a digest
+    of each file of the autotune cache by its name. It is None without `set_up`, and where the
+    devices are no GPUs.
+
+    Args:
+      kernels: names of the kernels that run, by what they do.
     """
-    if _cache is None:
+    if _cache is None or platform() != "gpu":
         return None
     flags = os.environ.get("XLA_FLAGS", "").split()
     return {
         "flags": sorted(flag for flag in flags if "_gpu_" in flag and not flag.startswith(CACHE)),
         "device": jax.devices()[0].device_kind,
         "jaxlib": jaxlib.__version__,
+        "kernels": dict(kernels),
         "autotune": _files(),
     }
 
@@ -146,21 +166,25 @@ def _files() -> dict[str, str]:
     }
 
 
-def difference(saved: Mapping[str, Any] | None) -> str | None:
+def difference(saved: Mapping[str, Any] | None, kernels: Mapping[str, str]) -> str | None:
     """Why this process may give other bits than the one that made a record; None if it may not.
 
     The autotune cache may have grown.
 
     Args:
       saved: what `record` returned there.
+      kernels: as in `record`.
     """
-    now = record()
+    now = record(kernels)
     if saved is None or now is None:
         return None
     for name in ("flags", "device", "jaxlib"):
         if saved[name] != now[name]:
             what = "XLA's flags" if name == "flags" else f"the {name}"
             return f"{what} was {_text(saved[name])} and is {_text(now[name])}"
+    for name, before in saved["kernels"].items():
+        if before != (after := now["kernels"].get(name)):
+            return f"{name} was by {before!r} and is by {after!r}"
     before, after = saved["autotune"], now["autotune"]
     changed = [name for name, digest in before.items() if after.get(name) != digest]
     if changed:

@@ -42,6 +42,7 @@ print("flags:", os.environ["XLA_FLAGS"])
 def undone(monkeypatch):
     """A process in which nobody has asked yet; what a test sets is taken back."""
     monkeypatch.setattr(determinism, "_cache", None)
+    monkeypatch.setattr(determinism, "may_have_gpus", lambda: True)
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
     settings = determinism._XLA_CACHES, "jax_compilation_cache_dir"
     before = {name: getattr(jax.config, name) for name in settings}
@@ -54,32 +55,40 @@ def undone(monkeypatch):
 
 @pytest.fixture
 def in_time(undone):
-    """A process whose backends do not run yet."""
+    """A process whose backends do not run yet, and will find GPUs."""
     undone.setattr(determinism, "backends_run", lambda: False)
+    undone.setattr(determinism, "platform", lambda: "gpu")
     return undone
 
 
-def run(code: str, *arguments: str) -> subprocess.CompletedProcess:
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "JAX_PLATFORMS": "cpu"}
+def run(code: str, *arguments: str, platforms: str = "cpu") -> subprocess.CompletedProcess:
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "JAX_PLATFORMS": platforms}
     env.pop("JAX_COMPILATION_CACHE_DIR", None)
     return subprocess.run(
         [sys.executable, "-c", code, *arguments], env=env, capture_output=True, text=True, cwd=ROOT
     )
 
 
-def test_a_run_sets_flags_before_backends_start_and_says_that_cpus_need_none(thin_policy, tmp_path):
+@pytest.mark.parametrize("told", [False, True])
+def test_a_run_sets_flags_before_backends_start_and_says_that_cpus_need_none(
+    told, thin_policy, tmp_path
+):
+    """It sets none where jax was told to use CPUs; else it finds out too late that it need not."""
     out = tmp_path / "run"
     given = tiny_run.arguments(thin_policy, out, steps=1, deterministic=True)
-    done = run(SHOWS_FLAGS, *given)
+    done = run(SHOWS_FLAGS, *given, platforms="cpu" if told else "")
     assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("deterministic=true changes nothing on CPU") == 1
     flags = re.search("^flags: (.*)$", done.stdout, re.MULTILINE)[1].split()
+    with Checkpointer(out / "checkpoints", 1) as checkpoints:
+        _, meta = checkpoints.restore(None, {})
+    assert meta["determinism"] is None
+    if told:
+        assert not any("_gpu_" in flag for flag in flags) and not (out / "autotune").exists()
+        return
     [cache] = [flag for flag in flags if flag.startswith(determinism.CACHE)]
     assert f"{determinism.NO_ATOMICS}=true" in flags
     assert Path(cache.partition("=")[2]).parent == out / "autotune"
-    assert done.stdout.count("deterministic=true changes nothing on CPU") == 1
-    with Checkpointer(out / "checkpoints", 1) as checkpoints:
-        _, meta = checkpoints.restore(None, {})
-    assert f"{determinism.NO_ATOMICS}=true" in meta["determinism"]["flags"]
 
 
 def test_backends_are_seen_to_run():
@@ -109,7 +118,7 @@ def test_flags_of_the_user_stay(in_time, tmp_path):
     in_time.setenv("XLA_FLAGS", mine)
     determinism.set_up(tmp_path / "run")
     assert os.environ["XLA_FLAGS"] == mine and (tmp_path / "mine").is_dir()
-    assert determinism.record()["flags"] == [f"{determinism.NO_AUTOTUNING}=true"]
+    assert determinism.record({})["flags"] == [f"{determinism.NO_AUTOTUNING}=true"]
 
 
 def test_flags_that_contradict_are_refused(in_time, tmp_path):
@@ -131,15 +140,20 @@ def test_a_process_with_other_algorithms_is_found(in_time, tmp_path):
     determinism.set_up(tmp_path)
     [folder] = (tmp_path / "autotune").iterdir()
     (folder / "one").write_text("first")
-    saved = json.loads(json.dumps(determinism.record()))
+    kernels = {"attention of training": "gpu"}
+    saved = json.loads(json.dumps(determinism.record(kernels)))
     (folder / "two").write_text("later")
-    assert determinism.difference(saved) is None
+    assert determinism.difference(saved, kernels) is None
     (folder / "one").write_text("another")
-    assert "1 files 1 are missing or changed" in determinism.difference(saved)
+    assert "1 files 1 are missing or changed" in determinism.difference(saved, kernels)
     (folder / "one").unlink()
-    assert "1 files 1 are missing or changed" in determinism.difference(saved)
-    assert "device was 'H100'" in determinism.difference({**saved, "device": "H100"})
-    assert "XLA's flags was ''" in determinism.difference({**saved, "flags": []})
+    assert "1 files 1 are missing or changed" in determinism.difference(saved, kernels)
+    assert "device was 'H100'" in determinism.difference({**saved, "device": "H100"}, kernels)
+    assert "XLA's flags was ''" in determinism.difference({**saved, "flags": []}, kernels)
+    other = determinism.difference(saved, {"attention of training": "reference"})
+    assert other == "attention of training was by 'gpu' and is by 'reference'"
+    in_time.setattr(determinism, "platform", lambda: "cpu")
+    assert determinism.record(kernels) is None and determinism.difference(saved, kernels) is None
 
 
 def test_a_run_is_not_resumed_with_other_algorithms(in_time, thin_policy, tmp_path):

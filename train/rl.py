@@ -116,7 +116,9 @@ def run(cfg: RLConfig, resume: bool = False, resume_step: int | None = None) -> 
     Every process of a job calls it; the first process writes logs, plot and export.
     """
     out = Path(cfg.out)
-    if cfg.deterministic:  # before the first call that starts jax's backends
+    # Before the first call that starts jax's backends, and so before processes can agree on a
+    # directory. Each finds the same one, because they share `out`, which `processes` checks.
+    if cfg.deterministic:
         try:
             determinism.set_up(out if resume else _fresh(out))
         except ValueError as error:

@@ -532,7 +532,7 @@ class Trainer:
             "replay": None if self.spot is None else self.spot.buffer.state(),
             "draft_vocab": None if self.vocabulary is None else self.vocabulary.state(),
             "settings": self.fingerprint(),
-            "determinism": determinism.record(),
+            "determinism": determinism.record(self._kernels),
             **describe(self.model, self.tokenizer_dir, self.head is not None),
         }
         checkpoints.save(self.done_steps, self.trees(), meta)
@@ -542,6 +542,20 @@ class Trainer:
             checkpoints.wait()
             if heads is not None:
                 heads.wait()
+
+    @property
+    def _kernels(self) -> dict[str, str]:
+        """The names of the kernels that may change bits, by what they do."""
+        runner = self._any_engine.runner
+        source = runner.longest.source
+        network = None if source is None else source.network
+        models = {"training": self.policy.cfg, "rollouts": runner.cfg, "drafts": network}
+        return {
+            f"{name} of {who}": getattr(model.run, name)
+            for who, model in models.items()
+            if model is not None
+            for name in ("attention", "products")
+        }
 
     def restore(self, checkpoints: Checkpointer, step: int | None) -> None:
         """Restores a checkpoint; later steps are those of a run that was never stopped.
@@ -553,10 +567,14 @@ class Trainer:
         _, meta = checkpoints.restore(step, {})
         # Settings that the checkpoint does not have yet count as their defaults.
         require_same_settings(meta.get("settings", {}), self.fingerprint(), RLConfig)
-        if other := determinism.difference(meta.get("determinism")):
-            raise ConfigError(
-                f"deterministic=true, and this process would not go on with the same bits: {other}"
-            )
+        other = determinism.difference(meta.get("determinism"), self._kernels)
+        # All processes raise, or none: the others would wait.
+        for process, reason in enumerate(distributed.gather(other, "determinism")):
+            if reason is not None:
+                raise ConfigError(
+                    f"deterministic=true, and process {process} would not go on with the same "
+                    f"bits: {reason}"
+                )
         found = self.trees()
         found.pop("replay", None)
         abstract = jax.tree.map(
