@@ -279,13 +279,13 @@ def test_it_has_none_where_a_bit_differs(number, where, monkeypatch, caplog):
 
     def spoilt(runner, *args):
         results.append(graph_check.run_chunks(runner, *args))
-        last = results[-1][-1]
+        first, *later = results[-1]
         if len(results) == number:  # the last bit of a number
-            logprobs = last.report.logprobs.copy()
-            row = int(np.argmax(last.report.counts.sum(0)))
+            logprobs = first.report.logprobs.copy()
+            row = int(np.argmax(first.report.counts.sum(0)))
             logprobs[row, 0] = np.nextafter(logprobs[row, 0], 0)
-            last = last._replace(report=last.report._replace(logprobs=logprobs))
-        return [*results[-1][:-1], last]
+            first = first._replace(report=first.report._replace(logprobs=logprobs))
+        return [first, *later]
 
     monkeypatch.setattr(plain_check, "run_chunks", spoilt)
     with caplog.at_level("INFO"):
