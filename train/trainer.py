@@ -567,7 +567,9 @@ class Trainer:
         _, meta = checkpoints.restore(step, {})
         # Settings that the checkpoint does not have yet count as their defaults.
         require_same_settings(meta.get("settings", {}), self.fingerprint(), RLConfig)
-        other = determinism.difference(meta.get("determinism"), self._kernels)
+        # The first process made the record; others may have no device of its engine.
+        kernels = distributed.of_first(lambda: self._kernels, "kernels")
+        other = determinism.difference(meta.get("determinism"), kernels)
         # All processes raise, or none: the others would wait.
         for process, reason in enumerate(distributed.gather(other, "determinism")):
             if reason is not None:
