@@ -74,8 +74,8 @@ def test_the_table_has_every_program_and_all_its_parts(whole):
     names = [p["name"] for p in figures["programs"]]
     assert names == [
         "policy, a micro-batch", "policy, optimizer", "draft, a micro-batch",
-        "resharding, policy", "resharding, draft", "prefill 1 x 17", "place 1", "place 4",
-        "chunk 1_1_2 x 1",
+        "resharding, policy", "resharding, draft", "place 1", "place 4", "chunk 1_1_2 x 1",
+        "prefill 1 x 17",
     ]  # fmt: skip
     for part in (
         "policy parameters", "policy optimizer", "draft optimizer", "cache", "temporaries, at most",
@@ -281,8 +281,8 @@ def test_a_plan_goes_on_where_its_file_ends_and_tries_again_what_failed(
     errors.clear()
     assert plan.main([*arguments, "--only", "prefill|place", "--resume"]) == 0
     after = json.loads(file.read_text())
-    assert asked[2:] == ["prefill 1 x 17", "place 1"]
-    assert [p["name"] for p in after["programs"]] == ["prefill 1 x 17", "place 1", "place 4"]
+    assert asked[2:] == ["place 1", "prefill 1 x 17"]
+    assert [p["name"] for p in after["programs"]] == ["place 1", "place 4", "prefill 1 x 17"]
     assert named(after, "place 4") == named(before, "place 4")
     assert after["fits"] and after["left_out"] == 6
     other = [*arguments, "--resume", "rollout.max_batch=2"]

@@ -114,7 +114,7 @@ ALWAYS_READ = {
         algo.objective algo.loss_aggregation algo.kl_loss_coef algo.tis algo.normalize_std
         algo.updates_per_rollout algo.dynamic_sampling optim.lr optim.warmup_steps
         optim.decay_steps optim.weight_decay optim.b1 optim.b2 optim.clip_norm
-        eval.problems checkpoint.export distributed.mode
+        eval.problems checkpoint.export deterministic distributed.mode
     """,
     SFTConfig: f"""{RUN_KEYS}
         init log_every export_dtype model.mtp_num_layers model.mtp_concat model.mtp_target_hidden
