@@ -124,6 +124,7 @@ def chunk(
     table = np.zeros((bucket, runner.table_width), np.int32)
     rows = RowMap(np.arange(bucket, dtype=np.int32), np.ones(bucket, bool), table)
     inputs = runner.params, runner.head, runner.state, runner.alone(rows), Until.of(4)
-    program = functools.partial(runner._chunk_program, strategy, features, bucket)
+    plan = runner.program_of(strategy, features).plan
+    program = functools.partial(runner._chunk_program, plan, features, bucket)
     key = ("chunk", strategy, bucket, features)
     return runner.executables.get(key, program, inputs, (2,))

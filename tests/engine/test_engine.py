@@ -42,10 +42,10 @@ def chunks(monkeypatch):
         seen, runner = [], engine.runner
         chunk, prefill, read = runner.chunk, runner.prefill, engine._postprocess
 
-        def enqueue(strategy, features, row_map, until):
+        def enqueue(strategy, features, row_map, until, run):
             rows = row_map.active[: len(row_map.slots) - runner.extra_slots]
             seen.append(("chunk", (strategy, len(rows), int(rows.sum()))))
-            return chunk(strategy, features, row_map, until)
+            return chunk(strategy, features, row_map, until, run)
 
         def reads(piece):
             seen.append(("prefill", piece.tokens.shape))

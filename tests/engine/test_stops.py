@@ -275,9 +275,9 @@ def test_the_slot_of_a_cut_sample_is_free_after_two_chunks(monkeypatch):
         params = [dataclasses.replace(LONG, stop=(string,)), LONG, LONG]
         run = llm.engine.runner.chunk
 
-        def chunk(strategy, features, row_map, until):
+        def chunk(strategy, features, row_map, until, program):
             seen.append(int(row_map.active.sum()))
-            return run(strategy, features, row_map, until)
+            return run(strategy, features, row_map, until, program)
 
         monkeypatch.setattr(llm.engine.runner, "chunk", chunk)
         cut = llm.generate(PROMPTS[:3], params)[0].samples[0]

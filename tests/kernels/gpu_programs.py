@@ -154,9 +154,9 @@ def traced(runner: Runner, device, wanted: Wanted) -> jax.stages.Traced:
         [bucket] = wanted.sizes
         table = np.zeros((bucket, runner.table_width), np.int32)
         rows = RowMap(np.arange(bucket, dtype=np.int32), np.ones(bucket, bool), table)
-        part = runner._program(wanted.what, wanted.features).part
-        host = on_device(device, (runner.alone(rows), Until.of(4), part))
-        program = functools.partial(runner._chunk_program, wanted.what, wanted.features, bucket)
+        run = runner.program_of(wanted.what, wanted.features)
+        host = on_device(device, (runner.alone(rows), Until.of(4), run.part))
+        program = functools.partial(runner._chunk_program, run.plan, wanted.features, bucket)
         inputs, donated = (runner.params, runner.draft, runner.state, *host), (2,)
     program = precision_of(runner.cfg)(sharding.traced_on(None, program))
     return jax.jit(program, donate_argnums=donated).trace(*inputs)

@@ -130,7 +130,8 @@ def chunk_of(engine: Engine, features: Features) -> str:
     )
     table = np.zeros((2, runner.table_width), np.int32)
     rows = runner.alone(RowMap(np.arange(2, dtype=np.int32), np.ones(2, bool), table))
-    program = functools.partial(runner._chunk_program, next(iter(runner.plans)), features, 2)
+    plan = runner.program_of(next(iter(runner.plans)), features).plan
+    program = functools.partial(runner._chunk_program, plan, features, 2)
     inputs = runner.params, runner.draft, runner.state, rows, Until.of(4)
     return re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(program)(*inputs)))
 
