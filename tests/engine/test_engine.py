@@ -532,9 +532,9 @@ def test_replicas_of_which_all_slots_run_know_that_others_wait():
     engine, seen = engine_of(None, batch=2), []
     replicas, enqueue = Replicas([engine]), engine.runner.chunk
 
-    def chunk(strategy, features, row_map, until):
+    def chunk(strategy, features, row_map, until, run):
         seen.append(int(until.leave_at))
-        return enqueue(strategy, features, row_map, until)
+        return enqueue(strategy, features, row_map, until, run)
 
     engine.runner.chunk = chunk
     for job in jobs_of([1, 2], dataclasses.replace(ONE, n=3)):
