@@ -116,6 +116,31 @@ def write_result(
     return write_json(result_of(name, settings, figures), path)
 
 
+def figures_in(path: Path, settings: Mapping[str, Any]) -> dict[str, dict]:
+    """Returns the figures that a file has of other programs, measured with the same settings.
+
+    Args:
+      path: result file, which need not be there.
+      settings: settings that are equal for all figures of the file.
+
+    Raises:
+      ValueError: they were measured with other settings or versions.
+    """
+    if not path.exists():
+        return {}
+    known = json.loads(path.read_text(encoding="utf-8"))
+    before = {key: known["settings"].get(key) for key in settings} | known["versions"]
+    now = dict(settings) | versions()
+    for commits in (before, now):  # each program has its own
+        commits.pop("specjax", None)
+    if other := sorted(key for key in before.keys() | now if before.get(key) != now.get(key)):
+        raise ValueError(
+            f"--out: {path} has figures with other {', '.join(other)}; expected the same, so that "
+            "figures of more programs can be added. Name another file, or delete it"
+        )
+    return known["figures"]
+
+
 def result_of(
     name: str, settings: Mapping[str, Any], figures: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from typing import Any
 import jax
 
 from bench.command import user_errors
-from bench.record import figure, result_of, versions, write_json, write_result
+from bench.record import figure, figures_in, result_of, versions, write_json, write_result
 from bench.tpu.programs import BATCH, LAYERS, MODEL, chunk, mesh_over, tpu_devices, wide_runner
 from specjax.command_line import ArgumentParser
 from specjax.config import Strategy
@@ -118,7 +118,8 @@ def measure(args: argparse.Namespace) -> dict[str, dict]:
       ValueError: the file has figures of other settings or versions.
     """
     jax.config.update("jax_platforms", "cpu")
-    result = {} if args.out is None else _figures_in(args.out, vars(args))
+    settings = {key: getattr(args, key) for key in SETTINGS}
+    result = {} if args.out is None else figures_in(args.out, settings)
     mesh = mesh_over(tpu_devices(args.topology))
     model = change_dense(MODEL, num_layers=args.layers).running(scan_layers=args.scan)
     features = Features(sampled=True, **dict.fromkeys(args.features, True))
@@ -138,30 +139,8 @@ def measure(args: argparse.Namespace) -> dict[str, dict]:
         print(line(name, found, args.layers), f"; compiled in {seconds:.0f} s", sep="", flush=True)
         result |= {f"{name}/{key}": entry for key, entry in found.items()}
         if args.out is not None:
-            settings = {key: getattr(args, key) for key in SETTINGS}
             write_result(args.out.stem, settings, result, args.out)
     return result
-
-
-def _figures_in(path: Path, settings: Mapping[str, Any]) -> dict[str, dict]:
-    """Returns the figures that a file has of other programs, measured with the same settings.
-
-    Raises:
-      ValueError: they were measured with other settings or versions.
-    """
-    if not path.exists():
-        return {}
-    known = json.loads(path.read_text(encoding="utf-8"))
-    before = {key: known["settings"].get(key) for key in SETTINGS} | known["versions"]
-    now = {key: settings[key] for key in SETTINGS} | versions()
-    for commits in (before, now):  # each program has its own
-        commits.pop("specjax", None)
-    if other := sorted(key for key in before.keys() | now if before.get(key) != now.get(key)):
-        raise ValueError(
-            f"--out: {path} has figures with other {', '.join(other)}; expected the same, so that "
-            "figures of more programs can be added. Name another file, or delete it"
-        )
-    return known["figures"]
 
 
 def program(text: str) -> str:

@@ -8,9 +8,8 @@ from chunk_text import CHUNK
 
 from bench import record
 from bench.markdown import marks, programs_of, put
-from bench.record import figure, result_of
+from bench.record import figure, figures_in, result_of
 from bench.tpu import __main__ as command
-from bench.tpu import rounds
 from bench.tpu.programs import LAYERS, MODEL
 from bench.tpu.rounds import figures_of, line, scaled
 from bench.tpu.table import TOOL, table
@@ -104,11 +103,11 @@ def test_texts_that_were_kept_are_read_again(figures, tmp_path, capsys):
 def test_figures_are_added_to_a_file_of_the_same_settings_only(figures, tmp_path):
     settings = {"topology": "v5e:2x2", "layers": 2, "scan": False, "features": []}
     file = tmp_path / "v5e.json"
-    assert rounds._figures_in(file, settings) == {}
+    assert figures_in(file, settings) == {}
     record.write_result("v5e", settings, {f"off:8/{key}": x for key, x in figures.items()}, file)
-    assert rounds._figures_in(file, settings).keys() == {f"off:8/{key}" for key in figures}
+    assert figures_in(file, settings).keys() == {f"off:8/{key}" for key in figures}
     with pytest.raises(ValueError, match="has figures with other layers, scan; expected the same"):
-        rounds._figures_in(file, settings | {"layers": 4, "scan": True})
+        figures_in(file, settings | {"layers": 4, "scan": True})
 
 
 @pytest.mark.parametrize("name", ["v5e", "v5e_36", "v5p", "training"])

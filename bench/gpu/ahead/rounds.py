@@ -39,7 +39,7 @@ import jax
 from bench.command import user_errors
 from bench.gpu.chunks import DEFAULT, Chunk, Size, shape_of, whole_model
 from bench.gpu.program import CARDS, Ahead
-from bench.record import figure, versions, write_json, write_result
+from bench.record import figure, figures_in, versions, write_json, write_result
 from specjax.command_line import ArgumentParser
 from specjax.config import Strategy
 from specjax.decode.options import Features
@@ -286,7 +286,8 @@ def measure(args: argparse.Namespace) -> dict[str, dict]:
     jax.config.update("jax_platforms", "cpu")
     place = described(args.card)
     jax.config.update("jax_enable_compilation_cache", False)  # it cannot read such programs
-    result = {} if args.out is None else figures_in(args.out, vars(args))
+    settings = {key: getattr(args, key) for key in SETTINGS}
+    result = {} if args.out is None else figures_in(args.out, settings)
     for name in args.programs:
         if args.stale and is_current(result.get(f"{name.text}/sources")):
             continue
@@ -312,7 +313,6 @@ def measure(args: argparse.Namespace) -> dict[str, dict]:
         result = {k: entry for k, entry in result.items() if k.partition("/")[0] != name.text}
         result |= {f"{name.text}/{key}": entry for key, entry in found.items()}
         if args.out is not None:
-            settings = {key: getattr(args, key) for key in SETTINGS}
             write_result(args.out.stem, settings, result, args.out)
     return result
 
@@ -363,27 +363,6 @@ def described(card: str) -> Ahead:
             "(`make gpu-check ARGS=--python` makes an environment with it and prints its Python); "
             f"got {type(error).__name__}: {error}"
         ) from None
-
-
-def figures_in(path: Path, settings: Mapping[str, Any]) -> dict[str, dict]:
-    """Returns the figures that a file has of other programs, compiled with the same settings.
-
-    Raises:
-      ValueError: they were compiled with other settings or versions.
-    """
-    if not path.exists():
-        return {}
-    known = json.loads(path.read_text(encoding="utf-8"))
-    before = {key: known["settings"].get(key) for key in SETTINGS} | known["versions"]
-    now = {key: settings[key] for key in SETTINGS} | versions()
-    for commits in (before, now):  # each program has its own
-        commits.pop("specjax", None)
-    if other := sorted(key for key in before.keys() | now if before.get(key) != now.get(key)):
-        raise ValueError(
-            f"--out: {path} has figures with other {', '.join(other)}; expected the same, so that "
-            "figures of more programs can be added. Name another file, or delete it"
-        )
-    return known["figures"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

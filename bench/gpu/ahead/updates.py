@@ -32,10 +32,10 @@ import jax
 import numpy as np
 
 from bench.command import user_errors
-from bench.gpu.ahead.rounds import described, figures_in, is_current
+from bench.gpu.ahead.rounds import described, is_current
 from bench.gpu.chunks import shape_of
 from bench.gpu.program import CARDS, Ahead
-from bench.record import figure, versions, write_result
+from bench.record import figure, figures_in, versions, write_result
 from specjax.command_line import ArgumentParser
 from specjax.config.model import REMAT_POLICIES
 from specjax.interfaces import Denominators
@@ -60,7 +60,6 @@ SOURCES = (
     "bench/gpu/chunks.py",
     "bench/gpu/program.py",
 )
-SETTINGS = ("card", "layers", "context")
 
 
 class Name(NamedTuple):
