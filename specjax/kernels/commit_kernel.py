@@ -38,7 +38,7 @@ MOST_ARRAYS = 128  # of one call: a CUDA kernel takes 4 KiB of parameters, 3 poi
 CHECKED_BYTES = 2**30  # largest size of the pages for which the kernel is checked
 
 
-class _Use:
+class _Choice:
     """Whether programs traced from now on use the kernel, and whether it was wrong once."""
 
     on = wrong = False
@@ -78,24 +78,24 @@ def check(device: jax.Device, sizes: Sizes) -> None:
     except OutOfMemory as error:
         log.warning("the kernel that writes new keys and values was not checked: %s", error)
         why = None
-    if why is not None and not _Use.wrong:
+    if why is not None and not _Choice.wrong:
         log.warning(
             "new keys and values are written by scatters, and not by one kernel: %s; report this, "
             "with the versions of jax and of the driver",
             why,
         )
-    _Use.wrong = _Use.wrong or why is not None
-    _Use.on = not _Use.wrong
+    _Choice.wrong = _Choice.wrong or why is not None
+    _Choice.on = not _Choice.wrong
 
 
 @contextlib.contextmanager
-def taken_as_right() -> Iterator[None]:
+def unchecked() -> Iterator[None]:
     """Within, programs use the kernel unchecked: for those that are compiled and not run."""
-    before, _Use.on = _Use.on, True
+    before, _Choice.on = _Choice.on, True
     try:
         yield
     finally:
-        _Use.on = before
+        _Choice.on = before
 
 
 @functools.lru_cache(maxsize=32)
@@ -161,7 +161,7 @@ def by_kernel(
     arrays, rows = list(arrays), list(rows)
     mesh = jax.sharding.get_abstract_mesh()
     together = mesh.empty or mesh.size == 1
-    if arrays[0].ndim > 4 or not together or not (_Use.on or interpret):
+    if arrays[0].ndim > 4 or not together or not (_Choice.on or interpret):
         return by_scatter(arrays, rows, start, table, run=run)
     written = []
     for i in range(0, len(arrays), MOST_ARRAYS):

@@ -97,7 +97,7 @@ def test_more_arrays_than_one_call_takes_are_written_by_several(monkeypatch):
 def test_stacked_layers_and_arrays_on_a_mesh_are_left_to_scatters():
     before, rows, start, table = a_case(2, 20, 2, 16, 8, 3, 2, "float32", width=4)
     stacked = [x[None] for x in before], [x[None] for x in rows], start, table
-    with commit_kernel.taken_as_right():
+    with commit_kernel.unchecked():
         same(by_kernel(*stacked), by_scatter(*stacked))
         with jax.set_mesh(jax.make_mesh((2,), ("tp",))):
             same(by_kernel(before, rows, start, table), by_scatter(before, rows, start, table))
@@ -109,9 +109,9 @@ def test_scatters_write_until_the_kernel_was_compared_with_them(monkeypatch, cap
     def kernels():
         return str(jax.make_jaxpr(lambda *case: by_kernel(*case))(*case)).count("pallas_call[")
 
-    monkeypatch.setattr(commit_kernel._Use, "on", False)
+    monkeypatch.setattr(commit_kernel._Choice, "on", False)
     assert kernels() == 0
-    monkeypatch.setattr(commit_kernel._Use, "wrong", False)
+    monkeypatch.setattr(commit_kernel._Choice, "wrong", False)
     here, true = jax.devices()[0], commit_kernel._written
     sizes = commit_kernel.Sizes(4, 3, 16, 24, "bfloat16", (1, 9, 40))
     assert commit_kernel.why_wrong(here, sizes, interpret=True) is None
@@ -129,18 +129,18 @@ def test_scatters_write_until_the_kernel_was_compared_with_them(monkeypatch, cap
     check = functools.partial(commit_kernel.check, here, sizes)
     for written in (wrong, past_the_table):
         monkeypatch.setattr(commit_kernel, "_written", written)
-        monkeypatch.setattr(commit_kernel._Use, "wrong", False)
+        monkeypatch.setattr(commit_kernel._Choice, "wrong", False)
         check()
         assert kernels() == 0 and " rows of 4 bfloat16 arrays of 3 heads of 24" in caplog.text
         caplog.clear()
     monkeypatch.setattr(commit_kernel, "_written", lambda *_, **__: 1 / 0)
-    monkeypatch.setattr(commit_kernel._Use, "wrong", False)
+    monkeypatch.setattr(commit_kernel._Choice, "wrong", False)
     check()
     assert kernels() == 0 and "it fails here: ZeroDivisionError" in caplog.text
     monkeypatch.setattr(commit_kernel, "_written", true)
     check()
     assert kernels() == 0, "it was wrong for another model"
-    monkeypatch.setattr(commit_kernel._Use, "wrong", False)
+    monkeypatch.setattr(commit_kernel._Choice, "wrong", False)
     check()
     assert kernels() == 1
 
@@ -154,7 +154,7 @@ def test_it_lowers_for_cuda_as_one_kernel_whose_results_are_its_arguments(layers
     inputs = pages, rows, shape(4, kind=jnp.int32), shape(4, 8, kind=jnp.int32)
     device = jax.sharding.AbstractDevice("NVIDIA H100", None, "gpu")
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh), commit_kernel.taken_as_right():
+    with jax.sharding.use_abstract_mesh(mesh), commit_kernel.unchecked():
         text = jax.jit(by_kernel).trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
     assert len(re.findall(r'@"?(?:__gpu\$xla\.gpu\.triton|triton_kernel_call)"?', text)) == 1
     assert text.count("output_operand_alias<") == 2 * layers, "pages are copied"

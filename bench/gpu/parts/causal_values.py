@@ -71,7 +71,7 @@ def arrays_of(case: Case, seed: int) -> tuple[np.ndarray, ...]:
 def _program(case: Case, attend):
     def run(q, k, v, segments, cotangent):
         out, back = jax.vjp(lambda q, k, v: attend(q, k, v, segments), q, k, v)
-        real = (segments > 0)[:, None, :, None]  # what padding attends to is nobody's
+        real = (segments > 0)[:, None, :, None]  # what padding attends to is not compared
         return jnp.where(real, out, 0), *back(jnp.where(real, cotangent, 0))
 
     return jax.jit(run)
