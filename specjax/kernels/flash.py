@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax.kernels.context_parallel import Step
 from specjax.kernels.reference import NEG_INF
+from specjax.kernels.tiles import by_rows, dot
 
 LANES = 128  # lanes of a register
 HIDDEN, PARTIAL, WHOLE = 0, 1, 2  # no query of a tile sees a key, some may, all see all
@@ -151,21 +152,6 @@ def step(tiles: Tiles) -> Step:
 # --- the kernels ----------------------------------------------------------------------------------
 
 
-def _dot(a, b, contract=((1,), (0,))):
-    """Multiplies in float32; float32 inputs are not rounded to bfloat16 first."""
-    # Mosaic takes no precision but the default for bfloat16, whatever jax is set to.
-    precision = jax.lax.Precision
-    exact = precision.HIGHEST if a.dtype == jnp.float32 else precision.DEFAULT
-    return jax.lax.dot_general(
-        a, b, (contract, ((), ())), precision=exact, preferred_element_type=jnp.float32
-    )
-
-
-def _rows(a, b):
-    """Multiplies rows by rows: a @ b^T."""
-    return _dot(a, b, ((1,), (1,)))
-
-
 def _mask(queries, keys, window: int | None):
     """Returns which query sees which key, from segments and positions that broadcast."""
     (q_segments, q_places), (k_segments, k_places) = queries, keys
@@ -207,14 +193,14 @@ def _forward_kernel(
         acc[...] = out_in[0, 0]
 
     def step(masked: bool):
-        scores = _rows(q[0, 0], k[0, 0])
+        scores = by_rows(q[0, 0], k[0, 0])
         if masked:
             scores = jnp.where(_mask(_down(q_ids), _across(k_ids), window), scores, NEG_INF)
         before = peak[:, :1]
         now = jnp.maximum(before, scores.max(axis=-1, keepdims=True))
         weights, shrunk = jnp.exp(scores - now), jnp.exp(before - now)
         total[...] = total[...] * shrunk + weights.sum(axis=-1, keepdims=True)
-        acc[...] = acc[...] * shrunk + _dot(weights.astype(v.dtype), v[0, 0])
+        acc[...] = acc[...] * shrunk + dot(weights.astype(v.dtype), v[0, 0])
         peak[...] = jnp.broadcast_to(now, peak.shape)
 
     _by_kind(kinds[_step(at, grid)], step)
@@ -235,13 +221,13 @@ def _queries_kernel(
         acc[...] = d_q_in[0, 0]
 
     def step(masked: bool):
-        scores = _rows(q[0, 0], k[0, 0])
+        scores = by_rows(q[0, 0], k[0, 0])
         if masked:
             scores = jnp.where(_mask(_down(q_ids), _across(k_ids), window), scores, NEG_INF)
         lse, delta = _down(stats.at[0])
-        d_weights = _rows(d_out[0, 0], v[0, 0])
+        d_weights = by_rows(d_out[0, 0], v[0, 0])
         d_scores = jnp.exp(scores - lse) * (d_weights - delta)
-        acc[...] += _dot(d_scores.astype(k.dtype), k[0, 0])
+        acc[...] += dot(d_scores.astype(k.dtype), k[0, 0])
 
     _by_kind(kinds[_step(at, grid)], step)
 
@@ -259,14 +245,14 @@ def _keys_kernel(kinds, _, q, k, v, q_ids, k_ids, d_out, stats, d_k, d_v, *, win
         d_v[...] = jnp.zeros_like(d_v)
 
     def step(masked: bool):
-        scores = _rows(k[0, 0], q[0, 0])  # a row per key
+        scores = by_rows(k[0, 0], q[0, 0])  # a row per key
         if masked:
             scores = jnp.where(_mask(_across(q_ids), _down(k_ids), window), scores, NEG_INF)
         lse, delta = _across(stats.at[0])
         weights = jnp.exp(scores - lse)
-        d_v[0, 0] += _dot(weights.astype(q.dtype), d_out[0, 0])
-        d_scores = weights * (_rows(v[0, 0], d_out[0, 0]) - delta)
-        d_k[0, 0] += _dot(d_scores.astype(q.dtype), q[0, 0])
+        d_v[0, 0] += dot(weights.astype(q.dtype), d_out[0, 0])
+        d_scores = weights * (by_rows(v[0, 0], d_out[0, 0]) - delta)
+        d_k[0, 0] += dot(d_scores.astype(q.dtype), q[0, 0])
 
     _by_kind(kinds[_step(at, grid)], step)
 

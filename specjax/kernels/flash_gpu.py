@@ -36,6 +36,7 @@ from specjax.kernels.context_parallel import add_own
 from specjax.kernels.flash import HIDDEN, WHOLE, Tokens, kinds_of_pairs
 from specjax.kernels.library import padded
 from specjax.kernels.reference import NEG_INF, own_in_window
+from specjax.kernels.tiles import by_rows, dot
 from specjax.kernels.triton import DTYPES, LARGEST_HEAD
 from specjax.kernels.triton_lowering import LOG2E, as_on_a_gpu, no_ampere
 
@@ -324,7 +325,7 @@ class _Arithmetic:
 
     def scores(self, left, right, seen=None):
         """Computes scores in units of log 2, and the slope of the soft cap; NEG_INF if unseen."""
-        scores, slope = _rows(left, right) * self.width**-0.5, None
+        scores, slope = by_rows(left, right) * self.width**-0.5, None
         if self.soft_cap is not None:
             share = jnp.tanh(scores / self.soft_cap)
             scores, slope = self.soft_cap * share, 1 - share * share
@@ -335,20 +336,6 @@ class _Arithmetic:
         """Returns which query sees which key, from positions and segments that broadcast."""
         seen = (q_ids == k_ids) & (q_places >= k_places)
         return seen if self.window is None else seen & (q_places - k_places < self.window)
-
-
-def _dot(a, b, contract=((1,), (0,))):
-    """Multiplies tiles with float32 sums; float32 tiles are multiplied in float32, not in TF32."""
-    precision = jax.lax.Precision
-    exact = precision.HIGHEST if a.dtype == jnp.float32 else precision.DEFAULT
-    return jax.lax.dot_general(
-        a, b, (contract, ((), ())), precision=exact, preferred_element_type=jnp.float32
-    )
-
-
-def _rows(a, b):
-    """Multiplies rows by rows: a @ b^T."""
-    return _dot(a, b, ((1,), (1,)))
 
 
 def _over_range(bounds, step, carry):
@@ -375,7 +362,7 @@ def _forward_kernel(on: _Arithmetic, bounds, q, k, v, q_ids, k_ids, out, lse):
         higher = jnp.maximum(peak, scores.max(axis=1))
         shrink, weights = jnp.exp2(peak - higher), jnp.exp2(scores - higher[:, None])
         total = total * shrink + weights.sum(axis=1)
-        acc = acc * shrink[:, None] + _dot(weights.astype(values.dtype), values)
+        acc = acc * shrink[:, None] + dot(weights.astype(values.dtype), values)
         return higher, total, acc
 
     start = (
@@ -402,9 +389,9 @@ def _queries_kernel(on: _Arithmetic, bounds, q, k, v, q_ids, k_ids, d_out, lse, 
             seen = on.seen(places[:, None], ids[:, None], others[None], k_ids[here][None])
         scores, slope = on.scores(rows, keys, seen)
         weights = jnp.exp2(scores - peak[:, None])
-        d_scores = weights * (_rows(d_rows, values) - shift[:, None])
+        d_scores = weights * (by_rows(d_rows, values) - shift[:, None])
         d_scores = d_scores if slope is None else d_scores * slope
-        return acc + _dot(d_scores.astype(keys.dtype), keys)
+        return acc + dot(d_scores.astype(keys.dtype), keys)
 
     acc = _over_range(bounds, step, jnp.zeros(q.shape, jnp.float32))
     on.store(d_q, acc * on.width**-0.5)
@@ -424,10 +411,10 @@ def _keys_kernel(on: _Arithmetic, bounds, q, k, v, q_ids, k_ids, d_out, lse, del
             seen = on.seen(others[None], q_ids[here][None], places[:, None], ids[:, None])
         scores, slope = on.scores(keys, rows, seen)  # a row per key
         weights = jnp.exp2(scores - (lse[head, here] * LOG2E)[None])
-        acc_v += _dot(weights.astype(d_rows.dtype), d_rows)
-        d_scores = weights * (_rows(values, d_rows) - delta[head, here][None])
+        acc_v += dot(weights.astype(d_rows.dtype), d_rows)
+        d_scores = weights * (by_rows(values, d_rows) - delta[head, here][None])
         d_scores = d_scores if slope is None else d_scores * slope
-        return acc_k + _dot(d_scores.astype(rows.dtype), rows), acc_v
+        return acc_k + dot(d_scores.astype(rows.dtype), rows), acc_v
 
     def one_head(head, carry):
         return _over_range(bounds, functools.partial(step, head), carry)

@@ -29,6 +29,7 @@ from specjax.interfaces import Device, Table
 from specjax.kernels import context_parallel, flash, library
 from specjax.kernels.backend import Declined, Kernels, head_sizes
 from specjax.kernels.reference import NEG_INF, Running
+from specjax.kernels.tiles import by_rows, dot
 
 Interpret = bool | pltpu.InterpretParams
 LANES = 128  # lanes of a register
@@ -602,26 +603,17 @@ class Softmax:
 
 
 def _weigh(values, weights):
-    return _dot(weights.astype(values.dtype), values)
-
-
-def _dot(a, b, contract=((1,), (0,))):
-    """Multiplies in float32; float32 inputs are not rounded to bfloat16 first."""
-    if b.shape[0] == 1 and contract == ((1,), (0,)):
-        return a.astype(jnp.float32) * b.astype(jnp.float32)
-    # Mosaic takes no precision but the default for bfloat16, whatever jax is set to.
-    precision = jax.lax.Precision
-    exact = precision.HIGHEST if a.dtype == jnp.float32 else precision.DEFAULT
-    return jax.lax.dot_general(
-        a, b, (contract, ((), ())), precision=exact, preferred_element_type=jnp.float32
-    )
+    weights = weights.astype(values.dtype)
+    if values.shape[0] == 1:  # Mosaic has no product with one row
+        return weights.astype(jnp.float32) * values.astype(jnp.float32)
+    return dot(weights, values)
 
 
 def _scores(q, keys):
     if keys.shape[0] == 1:  # plain decoding's own key; Mosaic has no product with one column
         found = (q.astype(jnp.float32) * keys.astype(jnp.float32)).sum(-1, keepdims=True)
     else:
-        found = _dot(q, keys, ((1,), (1,)))
+        found = by_rows(q, keys)
     return found * q.shape[-1] ** -0.5
 
 

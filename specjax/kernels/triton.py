@@ -32,6 +32,7 @@ from specjax.interfaces import Device, Table
 from specjax.kernels import commit_kernel
 from specjax.kernels.backend import Kernels, head_sizes
 from specjax.kernels.reference import NEG_INF, capped, tree_depth, within_window
+from specjax.kernels.tiles import dot
 from specjax.kernels.triton_lowering import LOG2E, as_on_a_gpu, no_ampere, power
 
 LEAST = 16  # rows, columns and terms of the smallest product that tensor cores have
@@ -316,12 +317,12 @@ def _attend_kernel(shape: Shape, words_of: tuple[int, int], depths_of: int, *ref
 
         def add(running, keys, values, seen):
             peak, sum_, acc = running
-            scores = capped(_dot(queries, keys.T) * scale, shape.soft_cap) * LOG2E
+            scores = capped(dot(queries, keys.T) * scale, shape.soft_cap) * LOG2E
             scores = jnp.where(seen, scores, NEG_INF)
             higher = jnp.maximum(peak, scores.max(axis=1))
             shrink = jnp.exp2(peak - higher)
             weights = jnp.exp2(scores - higher[:, None])
-            acc = acc * shrink[:, None] + _dot(weights.astype(values.dtype), values)
+            acc = acc * shrink[:, None] + dot(weights.astype(values.dtype), values)
             return higher, sum_ * shrink + weights.sum(axis=1), acc
 
         word_row = jnp.where(words_of[0] > 1, slot, 0) * shape.tree + of_tree
@@ -390,12 +391,6 @@ def _attend_kernel(shape: Shape, words_of: tuple[int, int], depths_of: int, *ref
 
     entries = _div(total - me + (shape.programs - 1), shape.programs)
     jax.lax.fori_loop(0, entries, entry, None)
-
-
-def _dot(a, b):
-    """Multiplies, and adds up in float32; float32 is not rounded to TF32 first."""
-    exact = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    return jnp.dot(a, b, precision=exact, preferred_element_type=jnp.float32)
 
 
 # --- the merge of chunks --------------------------------------------------------------------------
