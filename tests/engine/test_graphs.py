@@ -99,16 +99,24 @@ def test_every_chunk_is_a_graph_and_one_of_each_strategy_is_compiled_plainly_as_
     check_tokens(engine, compiled=0)
 
 
-def test_the_check_runs_all_loops_of_a_chunk(monkeypatch):
-    """Sequences end in different chunks, others take their rows over, and something is read."""
+@pytest.fixture
+def compared(monkeypatch):
+    """The chunks that the check of an engine compares: of the plain program, and of the graph."""
     engine, _ = made()
-    found = []
+    pairs = []
     compare = graph_check._difference
-    monkeypatch.setattr(
-        graph_check, "_difference", lambda a, b: found.append((a, b)) or compare(a, b)
-    )
-    engine.warm_up()
-    [(plain, graph)] = found
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            graph_check, "_difference", lambda a, b: pairs.append((a, b)) or compare(a, b)
+        )
+        engine.warm_up()
+    [pair] = pairs
+    return pair
+
+
+def test_the_check_runs_all_loops_of_a_chunk(compared):
+    """Sequences end in different chunks, others take their rows over, and something is read."""
+    plain, graph = compared
     assert len(plain) == len(graph) == graph_check.CHUNKS
     rounds = [int(result.rounds) for result in plain]
     assert all(rounds), "every chunk has rounds"
@@ -223,15 +231,8 @@ def test_an_engine_that_was_not_warmed_up_checks_the_program_that_it_runs(caplog
     assert "strategy 2_1_3 for a batch of 2 gives other results" in record.message
 
 
-def test_a_difference_is_found_wherever_it_is(monkeypatch):
-    engine, _ = made()
-    pairs = []
-    compare = graph_check._difference
-    monkeypatch.setattr(
-        graph_check, "_difference", lambda a, b: pairs.append((a, b)) or compare(a, b)
-    )
-    engine.warm_up()
-    [(plain, _)] = pairs
+def test_a_difference_is_found_wherever_it_is(compared):
+    (plain, _), compare = compared, graph_check._difference
     assert compare(plain, plain) is None
     for name in ("tokens", "length", "finish", "rounds", "report"):
         leaf = jax.tree.leaves(getattr(plain[1], name))[0]

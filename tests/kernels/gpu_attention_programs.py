@@ -19,6 +19,7 @@ from contextlib import contextmanager
 
 os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
 
+import attention_call
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
@@ -26,7 +27,7 @@ from jax.experimental import topologies
 from bench.gpu.program import CARDS
 from specjax.kernels import gpu
 
-BATCH, KV_HEADS, PAGE, PAGES = 8, 2, 64, 16
+SIZES = attention_call.Sizes(slots=8, kv_heads=2, page=64, pages=16)
 OPTIONS = {"window": 300, "soft_cap": 30.0}
 
 
@@ -50,24 +51,11 @@ def told():
 def lowered(device, name: str) -> jax.stages.Lowered:
     sizes, _, options = name.partition(":")
     rows, group, head = map(int, sizes.split("x"))
-    where = jax.sharding.SingleDeviceSharding(device)
-
-    def shape(*dims, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=where)
-
-    arrays = [
-        shape(BATCH, KV_HEADS * group, rows, head),
-        *[shape(BATCH, KV_HEADS, rows, head)] * 2,
-        *[shape(1 + BATCH * PAGES, KV_HEADS, PAGE, head)] * 2,
-        shape(BATCH, dtype=jnp.int32),
-        shape(BATCH, rows, -(-rows // 32), dtype=jnp.uint32),
-        shape(BATCH, PAGES, dtype=jnp.int32),
-    ]
+    arrays, sinks = attention_call.shapes(device, SIZES, rows, group, head, jnp.bfloat16)
     named = {key: OPTIONS[key] for key in options.split(",") if key in OPTIONS}
     attend = functools.partial(gpu.tree_attention, **named)
     if "sinks" not in options:
         return jax.jit(attend).lower(*arrays)
-    sinks = shape(KV_HEADS * group, dtype=jnp.float32)
     return jax.jit(lambda sinks, *arrays: attend(*arrays, sinks=sinks)).lower(sinks, *arrays)
 
 

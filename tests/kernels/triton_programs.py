@@ -14,8 +14,8 @@ import json
 import re
 import sys
 
+import attention_call
 import jax
-import jax.numpy as jnp
 from jax.experimental import topologies
 
 from bench.gpu.program import CARDS
@@ -29,7 +29,7 @@ OTHERS = {
     "b200": ("NVIDIA B200", "10.0", 148, 232448, 233472),
 }
 # 8B's heads, half of a table of 4,096 positions in pages of 64.
-SLOTS, KV_HEADS, GROUP, PAGE, PAGES = 8, 8, 4, 64, 64
+SIZES, GROUP = attention_call.Sizes(slots=8, kv_heads=8, page=64, pages=64), 4
 
 
 def config_of(card: str) -> str:
@@ -58,20 +58,7 @@ def compiled(card: str, dtype: str, head: int, rows: int, **options) -> jax.stag
     """Compiles one call with everything that a layer may ask for."""
     described = {"topology": "1x1x1", "target_config": config_of(card)}
     [device] = topologies.get_topology_desc(card, "cuda", **described).devices
-    here = jax.sharding.SingleDeviceSharding(device)
-
-    def shape(*dims, dtype=dtype):
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=here)
-
-    arrays = [
-        shape(SLOTS, KV_HEADS * GROUP, rows, head),
-        *[shape(SLOTS, KV_HEADS, rows, head)] * 2,
-        *[shape(1 + SLOTS * PAGES, KV_HEADS, PAGE, head)] * 2,
-        shape(SLOTS, dtype=jnp.int32),
-        shape(SLOTS, rows, -(-rows // 32), dtype=jnp.uint32),
-        shape(SLOTS, PAGES, dtype=jnp.int32),
-    ]
-    sinks = shape(KV_HEADS * GROUP, dtype=jnp.float32)
+    arrays, sinks = attention_call.shapes(device, SIZES, rows, GROUP, head, dtype)
     attend = functools.partial(triton.tree_attention, with_lse=True, **options)
     return jax.jit(attend).lower(*arrays, sinks=sinks).compile()
 
