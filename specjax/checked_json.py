@@ -27,14 +27,6 @@ class UnsupportedModelError(ValueError):
     """The checkpoint's model family, or a feature that it uses, is not implemented."""
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of the deepest cause: Orbax wraps the error that matters several times."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__
-
-
 def pointer_problem(file: Path) -> str:
     """The message about a file that is a Git LFS pointer; empty if it is not one."""
     try:

@@ -15,7 +15,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from specjax.checked_json import CheckpointError, first_line
+from specjax.checked_json import CheckpointError
+from specjax.error_text import first_line
 from specjax.shipped import find_shipped
 from specjax.weights.safetensors import (
     HEAD_FILE,

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specjax.checked_json import CheckpointError, Keys, first_line, pointer_problem, read_json
+from specjax.checked_json import CheckpointError, Keys, pointer_problem, read_json
 from specjax.config import ModelConfig
+from specjax.error_text import first_line
 
 # Read by transformers when it is imported.
 _NO_NOTICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"

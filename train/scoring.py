@@ -15,6 +15,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from specjax.error_text import shortened
 from train.answers.extract import each_gold
 from train.rewards import AnswerReward, get_reward
 from train.tasks.layout import Problem, shown
@@ -191,7 +192,7 @@ def _line_of(error: BaseException, reward: Callable[..., Any]) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
+    return shortened(" ".join(str(error).split()))
 
 
 # --- gold answers --------------------------------------------------------------------------------
@@ -259,7 +260,7 @@ def zero_reward_example(scorer: Scorer, completion: str, problem: Problem, was_c
       problem: problem that it answers.
       was_cut: whether it reached rollout.max_tokens.
     """
-    text = completion if len(completion) <= 600 else f"{completion[:300]} [...] {completion[-300:]}"
+    text = shortened(completion, 600)
     cut = " (cut off at rollout.max_tokens)" if was_cut else ""
     lines = [f"a completion{cut}: {text!r}"]
     if scorer.built_in is not None:

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import safetensors
 
-from specjax.checked_json import CheckpointError, first_line
+from specjax.checked_json import CheckpointError
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.huggingface import copy_tokenizer, dtype_name, replacing
 from specjax.checkpoint.store import Checkpointer, save_draft
@@ -45,6 +45,7 @@ from specjax.checkpoint.weights import (
 )
 from specjax.config import ModelConfig
 from specjax.config.dtype import DTYPES
+from specjax.error_text import first_line
 from specjax.hub import find_model
 from specjax.tokenizer import check_files
 from specjax.weights import AUTO, load_tokenizer, recognised

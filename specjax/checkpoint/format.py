@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.checked_json import CheckpointError, first_line
+from specjax.checked_json import CheckpointError
+from specjax.error_text import first_line
 
 PyTree = Any
 

@@ -28,7 +28,7 @@ from typing import Any
 import jax
 import orbax.checkpoint.experimental.v1 as ocp
 
-from specjax.checked_json import CheckpointError, first_line
+from specjax.checked_json import CheckpointError
 from specjax.checkpoint.format import (
     PyTree,
     manifest_problem,
@@ -38,6 +38,7 @@ from specjax.checkpoint.format import (
     unpack,
     write_manifest,
 )
+from specjax.error_text import first_line
 from specjax.parallel import distributed, sharding
 
 _RECORD = "specjax"  # key of our JSON string in Orbax's custom metadata

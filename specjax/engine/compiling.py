@@ -23,6 +23,7 @@ import jax
 from specjax.config import ModelConfig
 from specjax.decode.options import Features
 from specjax.engine.graphs import Graphs
+from specjax.error_text import first_line
 from specjax.interfaces import Device
 from specjax.parallel import sharding
 from specjax.weights.matrix import precision_of
@@ -406,9 +407,3 @@ def described(key: tuple) -> str:
     rows, positions = sizes[0]
     does = "reads" if kind == "prefill" else "scores"
     return f"what {does} {positions} positions of {rows} prompts"
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, cut, or its type if it has none."""
-    text = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

@@ -27,7 +27,7 @@ from specjax.config import SamplingParams
 from specjax.decode.chunk import Result, Until
 from specjax.decode.options import Features
 from specjax.decode.state import RowMap
-from specjax.engine.compiling import described, first_line
+from specjax.engine.compiling import described
 from specjax.engine.inputs import admission_of
 from specjax.engine.pages import pages_for
 from specjax.engine.plans import StrategyProgram
@@ -35,6 +35,7 @@ from specjax.engine.request import make_jobs
 from specjax.engine.runner import Runner
 from specjax.engine.scheduler import Start
 from specjax.engine.sequence import Sequence
+from specjax.error_text import first_line
 
 CHUNKS = 3  # chunks in a row
 ROUNDS = 24  # the most rounds of each

@@ -25,9 +25,9 @@ import numpy as np
 from specjax.control import OFF
 from specjax.decode.chunk import Result
 from specjax.decode.options import Features
-from specjax.engine.compiling import first_line
 from specjax.engine.graph_check import run_chunks
 from specjax.engine.runner import Runner
+from specjax.error_text import first_line
 
 log = logging.getLogger(__name__)
 

@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Array
 
 from specjax.config import ModelConfig
+from specjax.error_text import first_line
 from specjax.kernels import commit_kernel, dispatch, reference
 from specjax.kernels.backend import REFERENCE
 from specjax.kernels.names import GPUS
@@ -271,9 +272,8 @@ def _told(
             shares = np.asarray(jax.jit(both, compiler_options=UNTUNED)(arrays))
     except Exception as error:  # noqa: BLE001 (whatever it is, another kernel can run)
         if is_out_of_memory(error):
-            raise OutOfMemory(str(error).strip().partition("\n")[0][:200]) from error
-        line = str(error).strip().partition("\n")[0][:200]
-        return f"it fails here: {type(error).__name__}: {line}"
+            raise OutOfMemory(first_line(error)) from error
+        return f"it fails here: {first_line(error)}"
     worst = int(shares.argmax())
     if shares[worst] <= 1:
         return None

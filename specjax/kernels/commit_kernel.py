@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from specjax.error_text import first_line
 from specjax.interfaces import Table
 from specjax.kernels.commit import by_scatter
 from specjax.kernels.triton_lowering import (
@@ -127,9 +128,8 @@ def why_wrong(device: jax.Device, sizes: Sizes, interpret: bool = False) -> str 
                 got = jax.device_get(write(arrays, rows, jnp.asarray(start), jnp.asarray(table)))
         except Exception as error:  # noqa: BLE001 (whatever it is, scatters can run)
             if is_out_of_memory(error):
-                raise OutOfMemory(str(error).strip().partition("\n")[0][:200]) from error
-            line = str(error).strip().partition("\n")[0][:200]
-            return f"it fails here: {type(error).__name__}: {line}"
+                raise OutOfMemory(first_line(error)) from error
+            return f"it fails here: {first_line(error)}"
         # The last sequence has no pages.
         at = start[:3, None] + np.arange(count)
         sequence, row = np.nonzero(at < pages * size)

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specjax.checked_json import CheckpointError, Keys, UnsupportedModelError, first_line, shown
+from specjax.checked_json import CheckpointError, Keys, UnsupportedModelError, shown
+from specjax.error_text import first_line
 from specjax.tokenizer import transformers_class
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6  # `tokenizer.ggml.token_type`

@@ -17,6 +17,7 @@ from specjax.chips import Chip
 from specjax.config import Layer, ModelConfig
 from specjax.drafts.model import ModelSource
 from specjax.drafts.mtp import head_layer
+from specjax.error_text import shortened
 from specjax.parallel.collectives import received
 from train.plan.copies import Copy, copies
 from train.plan.hlo import Cost, Module
@@ -182,7 +183,7 @@ def _reason(error: Exception) -> str:
     """Returns one line of a compiler's message."""
     line = next(filter(None, map(str.strip, str(error).splitlines())), "")
     kind = "" if isinstance(error, jax.errors.JaxRuntimeError) else f"{type(error).__name__}: "
-    return (kind + line)[:300].removesuffix(": ")
+    return shortened(kind + line).removesuffix(": ")
 
 
 def _bytes_wanted(text: str) -> tuple[float | None, float]:
