@@ -577,13 +577,20 @@ class Draft(Protocol):
     `model` is the target as a module, and `state` the batch's decode state, of which a draft may
     read tokens, length, finish, keys, options and table; its own memory is `state.draft`.
 
+    A draft whose weights lie in files of their own declares what it reads: `recognises` and `read`
+    look at the config and at the tensors' names and shapes, `rows` names the tensor of each array,
+    and `loaded` completes the arrays. `specjax.checkpoint.draft_files` reads and writes such files.
+
     Attributes:
       needs: what the draft asks of the target and of the engine.
       network: the `ModelConfig` of the network that drafts; None: there is no network.
+      fixed: names at the top of the parameters' tree of what training leaves as it is, such as
+        token ids.
     """
 
     needs: DraftNeeds = DraftNeeds()
     network: Any = None
+    fixed: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, target: Any, spec: Any) -> Draft:
@@ -598,13 +605,97 @@ class Draft(Protocol):
         """
         return cls()
 
-    def load(self, spec: Any) -> Params:
-        """Loads the draft's parameters, in the layout in which it drafts.
+    @classmethod
+    def recognises(cls, raw: Mapping[str, Any], tensors: Mapping[str, Any]) -> bool:
+        """Says whether files hold weights of this draft.
 
         Args:
-          spec: the `SpecConfig` that names this draft; `draft_model` may say where they lie.
+          raw: content of config.json; empty where there is none.
+          tensors: the tensors of the files by name, see `Reader.tensors`.
+        """
+        return False
+
+    @classmethod
+    def read(
+        cls, file: Any, raw: Mapping[str, Any], tensors: Mapping[str, Any], target: Any
+    ) -> Draft:
+        """Makes the draft that files describe; reads no tensor but small ones, such as token ids.
+
+        Args:
+          file: path of config.json, for messages.
+          raw: content of config.json.
+          tensors: the tensors of the files by name.
+          target: the target's `ModelConfig`.
+
+        Raises:
+          specjax.checked_json.CheckpointError: the files are damaged, or are of a draft for another
+            target.
+          specjax.checked_json.UnsupportedModelError: they ask for what cannot be computed.
+        """
+        raise NotImplementedError(
+            f"{cls.__name__} is not read from files: it has no method `read`; use it by its name"
+        )
+
+    def rows(self) -> Mapping[Any, Any]:
+        """Returns a tree of `Param`, one per array, in the structure of the draft's parameters.
+
+        `Param.stored` has the whole name of each tensor.
         """
         return {}
+
+    def loaded(self, params: Params) -> Params:
+        """Completes parameters that were read as `rows` says, such as offsets of token ids."""
+        return params
+
+    def saved(self, layout: str, dtype: str) -> tuple[dict[str, Any], Draft]:
+        """Returns the content of config.json to write, and the draft whose `rows` name the tensors.
+
+        Args:
+          layout: name of the layout of the files, one of several that the draft may have.
+          dtype: dtype of the weights in the files.
+
+        Raises:
+          ValueError: there is no such layout.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} is not written to files: it has no method `saved`; keep the "
+            "checkpoints of the run"
+        )
+
+    def stored(self, params: Params) -> Params:
+        """The inverse of `loaded`, for writing."""
+        return params
+
+    def described(self) -> str:
+        """Returns a line for the user about what was read from files; may be empty."""
+        return ""
+
+    def suspects(self) -> str:
+        """Names the settings to suspect if hardly a proposal is accepted; may be empty."""
+        return ""
+
+    def refuses(self, strategy: Any) -> str | None:
+        """Returns why it cannot draft for a `Strategy`; None: it can."""
+        return None
+
+    def load(self, reader: Reader | None) -> Params:
+        """Loads the draft's parameters, in the layout in which it drafts.
+
+        Called for a class of a user, `module:attribute` or `module:attribute:PATH`.
+
+        Args:
+          reader: the `Reader` of PATH; None: no path is given.
+        """
+        return {}
+
+    def head(self, params: Params) -> tuple[Float[Array, "D C"], Int[Array, " C"] | None] | None:
+        """Returns the draft's own language-model head, for training.
+
+        Returns:
+          the matrix, and the target's token id of each column (None: all, in order). None: the
+          draft uses the target's head.
+        """
+        return None
 
     def init(self, seed: int) -> Params:
         """Makes random parameters, in the layout in which the draft is trained.
@@ -618,28 +709,29 @@ class Draft(Protocol):
     def unroll(
         self,
         params: Params,
+        policy: Params,
         states: Float[Array, "R S taps_width"],
-        embedded: Sequence[Float[Array, "R S D"]],
+        tokens: Sequence[Int[Array, "R S"]],
         positions: Int[Array, "R S"],
         segments: Int[Array, "R S"],
         context: Any = None,
     ) -> list[Float[Array, "R S D"]]:
-        """Runs the draft over packed rows in training, as many steps as `embedded` has.
+        """Runs the draft over packed rows in training, as many steps as `tokens` has.
 
         Only `params` is differentiated. Optional: without it a draft is not trained.
 
         Args:
           params: parameters as `init` makes them.
+          policy: the target's `embed`, `norm` and `lm_head` (none if it is tied).
           states: hidden states of the target, those of `needs.taps` side by side.
-          embedded: for each step s the target's embedding of the token 1 + s positions behind each
-            row.
+          tokens: for each step s the token 1 + s positions behind each row.
           positions: position of each token in its segment.
           segments: 1, 2, ... along a row, one number per segment; 0 is padding.
           context: how rows are split over devices; None: they are not.
 
         Returns:
-          for each step s, states for the target's language-model head, of which row t predicts the
-          token 2 + s positions behind it.
+          for each step s, states for the language-model head (see `head`), of which row t predicts
+          the token 2 + s positions behind it.
         """
         raise NotImplementedError(
             f"{type(self).__name__} cannot be trained: it has no method `unroll`; leave it as it is"

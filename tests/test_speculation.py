@@ -27,7 +27,7 @@ from specjax.schema import keys_of
 from specjax.speculation import KEYS, ControlSection, SpeculationSettings, settings_of
 from specjax.verify.__main__ import _parser as verify_parser
 from train import rl, sft
-from train.heads import HeadCheckpoints
+from train.head_files import HeadCheckpoints
 from train.programs import drafts, settle_drafting
 from train.schema import RLConfig, SFTConfig
 

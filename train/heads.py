@@ -1,124 +1,607 @@
-"""Loads the draft head that a run starts from, and saves checkpoints of the head alone.
+"""Online training of the draft head, in a program of its own, on states of the policy.
 
-A head-only checkpoint holds neither embedding nor language-model head, which belong to the policy.
-It is small, can be written often, and can be used with the same policy elsewhere.
+The policy update returns the states of its tokens; the head is trained on them and on the
+rollout's tokens. Only the head's parameters are differentiated: embedding, final norm and
+language-model head enter as constants, and the gradient of the policy is zero by construction.
+
+The draft source defines the head: `needs.taps` names the states, and `unroll` is the forward.
 """
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int, Shaped
 
-from specjax.checkpoint.store import PendingSave, save_draft
-from specjax.checkpoint.weights import HEAD_SWITCHES, describe
-from specjax.command_line import ConfigError
-from specjax.config import ModelConfig
-from specjax.drafts.mtp import init_head_params, weight_axes
-from specjax.engine.sources import head_config, load_head
-from specjax.models.transformer import Params
-from specjax.parallel import distributed, sharding
-from specjax.spelling import SettingError, spelled
-from train.rollout_schema import SPELL
+from specjax.config import ModelConfig, SpecConfig
+from specjax.engine.sources import source_of
+from specjax.interfaces import Draft
+from specjax.models.layers import rms_norm
+from specjax.models.rows import merge_axes, param_axes
+from specjax.models.transformer import Params, Taps
+from specjax.parallel import sharding
+from specjax.parallel.context import Context
+from specjax.parallel.context import shift as shift_rows
+from specjax.schema import option
+from specjax.weights.matrix import precision_of
+from train.logits import Cut, Head, head_name, settled_chunk
+from train.optim import OptimConfig
+from train.policy import abstract_opt_state, init_opt_state, with_attention
 
 
-def starting_head(
-    source: str, model: ModelConfig, head: Params | None, seed: int, mesh: jax.sharding.Mesh | None
-) -> tuple[ModelConfig, Params]:
-    """The head that a run starts from, and the model config with the switches of that head.
+class DraftTargets(NamedTuple):
+    """Inputs, labels and mask of one recursive step, [R S]; 0 where a shift leaves the segment.
+
+    Row t of an MTP head takes (h_t, e(x_{t+1})) and predicts x_{t+2}; its recursive step k takes
+    its own state of step k - 1 with e(x_{t+1+k}) and predicts x_{t+2+k}. On a packed row every
+    shift stops at the end of its segment. In a segment a b c d e with loss mask 1 0 1 1 0:
+
+        inputs of step 0   b c d e -        mask rolled once    0 1 1 0 -
+        labels of step 0   c d e - -        mask rolled twice   1 1 0 - -
+                                            mask of the loss    0 1 0 - -      (their product)
+
+    Both rolled masks must be 1: a token that the policy did not generate can neither be predicted
+    nor stand between the state and the prediction.
+    """
+
+    inputs: Int[Array, "R S"]
+    labels: Int[Array, "R S"]
+    mask: Float[Array, "R S"]
+
+
+def roll_left(
+    x: Shaped[Array, "R S *rest"],
+    segment_ids: Int[Array, "R S"],
+    shift: int,
+    context: Context | None = None,
+) -> Shaped[Array, "R S *rest"]:
+    """Shifts values left within segments: x[t + shift] where that is in the segment of t, else 0.
 
     Args:
-      source: `checkpoint` (the head in the policy's checkpoint), `random` (drawn from `seed`), or a
-        path or id that `specjax.engine.sources.load_head` reads.
-      model: config of the policy.
-      head: head in the policy's checkpoint; None without one.
-      seed: seed of a random head.
-      mesh: mesh of training; None for one device.
+      x: values per token, with any further axes (target logits [R S V], for instance).
+      segment_ids: numbers of contiguous segments; 0 is padding, whose result is 0.
+      shift: number of positions, static, >= 0.
+      context: split of rows over devices, if any.
+    """
+    if shift < 0:
+        raise ValueError(f"roll_left shifts left by {shift}: expected shift >= 0")
+    there = shift_rows(segment_ids, shift, context)
+    inside = (there == segment_ids) & (segment_ids > 0)
+    values = shift_rows(x, shift, context)
+    return jnp.where(inside.reshape(inside.shape + (1,) * (x.ndim - 2)), values, 0)
+
+
+def draft_targets(
+    tokens: Int[Array, "R S"],
+    loss_mask: Float[Array, "R S"],
+    segment_ids: Int[Array, "R S"],
+    step: int,
+    context: Context | None = None,
+) -> DraftTargets:
+    """Inputs, labels and mask of recursive step `step` (0-based).
+
+    The mask is the product of the loss mask rolled by 1 .. step + 2: every token between the state
+    and the label, and the label, was generated by the policy.
+    """
+    mask = roll_left(loss_mask, segment_ids, 1, context)
+    for shift in range(2, step + 3):
+        mask = mask * roll_left(loss_mask, segment_ids, shift, context)
+    inputs = roll_left(tokens, segment_ids, step + 1, context)
+    labels = roll_left(tokens, segment_ids, step + 2, context)
+    return DraftTargets(*jax.lax.stop_gradient((inputs, labels, mask)))
+
+
+def draft_target_logits(
+    policy_logits: Float[Array, "R S V"],
+    segment_ids: Int[Array, "R S"],
+    step: int,
+    context: Context | None = None,
+) -> Float[Array, "R S V"]:
+    """The policy's logits at the labels of step `step`, without gradient."""
+    return roll_left(jax.lax.stop_gradient(policy_logits), segment_ids, step + 1, context)
+
+
+def _ce(q_logits, labels, p_logits):
+    del p_logits
+    return optax.softmax_cross_entropy_with_integer_labels(q_logits, labels)
+
+
+def _soft_ce(q_logits, labels, p_logits):
+    del labels
+    if p_logits is None:
+        raise ValueError("draft loss 'soft_ce' needs target_logits, the policy's own; got None")
+    return optax.softmax_cross_entropy(q_logits, jax.nn.softmax(p_logits))
+
+
+# name -> loss per token of (draft logits, labels, target logits or None), tempered, float32.
+DRAFT_LOSSES: dict[str, Callable[..., Array]] = {"ce": _ce, "soft_ce": _soft_ce}
+
+
+def draft_step_loss(
+    name: str,
+    draft_logits: Float[Array, "R S V"],
+    labels: Int[Array, "R S"],
+    mask: Float[Array, "R S"],
+    target_logits: Float[Array, "R S V"] | None = None,
+    temperature: float | Float[Array, ""] = 1.0,
+) -> tuple[Float[Array, ""], Float[Array, ""], dict[str, Float[Array, ""]]]:
+    """Loss of one recursive step as sums, which add up exactly over micro-batches.
+
+    The target is the policy's distribution at the temperature, without penalties, masks and
+    filters, which decoding applies to the draft's logits as well.
+
+    Args:
+      name: `ce`, cross entropy of the token that the policy sampled, or `soft_ce`, cross entropy
+        with the policy's whole distribution.
+      draft_logits: logits of the head, untempered.
+      labels: labels from `draft_targets`.
+      mask: mask from `draft_targets`.
+      target_logits: logits of the policy at the labels, from `draft_target_logits`.
+      temperature: temperature of the rollout; 0 (greedy) counts as 1.
+
+    Returns:
+      (sum of the loss in nats, number of tokens in it, aux). aux holds sums without gradient:
+      `top1_matches` (whether the head's most likely token is the label) and, given target logits,
+      `overlap` (sum over V of min(p, q) = 1 - TV(p, q)). The mean overlap is the acceptance rate of
+      chain rejection and the ceiling of any coupling's; Gumbel coupling reaches at least
+      overlap / (2 - overlap) (Daliri et al. 2024).
 
     Raises:
-      ConfigError: the policy's checkpoint has no head, or the path does not exist.
-      CheckpointError: the head at the path is damaged or does not fit the policy.
+      ValueError: unknown name, or `soft_ce` without target logits.
     """
-    if source == "checkpoint":
-        if head is None:
-            raise ConfigError(
-                "the policy's checkpoint has no draft head, and rollout.source=head drafts with "
-                "it; set rollout.head=random to start from a random one, rollout.head=PATH for one "
-                "of its own, or leave out rollout.source: then n-grams draft"
+    labels, mask, target_logits = jax.lax.stop_gradient((labels, mask, target_logits))
+    loss, aux = _token_loss(name, draft_logits, labels, target_logits, temperature)
+    aux = {key: _masked_sum(value, mask) for key, value in aux.items()}
+    return _masked_sum(loss, mask), mask.sum(), jax.lax.stop_gradient(aux)
+
+
+def _token_loss(name: str, draft_logits, labels, target_logits, temperature) -> tuple[Array, dict]:
+    """The loss and aux of `draft_step_loss` at each token."""
+    if name not in DRAFT_LOSSES:
+        raise ValueError(f"unknown draft loss {name!r}; choose one of {', '.join(DRAFT_LOSSES)}")
+    temperature = jnp.asarray(temperature, jnp.float32)
+    temperature = jnp.where(temperature > 0, temperature, 1.0)
+    q_logits = draft_logits.astype(jnp.float32) / temperature
+    p_logits = None if target_logits is None else target_logits.astype(jnp.float32) / temperature
+    loss = DRAFT_LOSSES[name](q_logits, labels, p_logits)
+    aux = {"top1_matches": jnp.argmax(q_logits, axis=-1) == labels}
+    if p_logits is not None:
+        both = jnp.minimum(jax.nn.softmax(p_logits), jax.nn.softmax(q_logits))
+        aux["overlap"] = both.sum(axis=-1)
+    return loss, aux
+
+
+def _masked_sum(values: Array, mask: Array) -> Array:
+    # `where` first: rows outside the loss may hold anything.
+    return jnp.sum(jnp.where(mask > 0, values, 0.0) * mask)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _step_losses_in_blocks(
+    cut: Cut,
+    name: str,
+    temperature: float,
+    context: Context | None,
+    outputs: tuple[Float[Array, "R S D"], ...],
+    normed: Float[Array, "R S D"],
+    matrix: Array,
+    targets: tuple[DraftTargets, ...],
+) -> tuple[tuple[Array, ...], tuple[dict[str, Array], ...]]:
+    """`draft_step_loss` of each recursive step from states, in blocks of tokens.
+
+    Args:
+      outputs: states of the head after its final norm, for each step; alone they have a gradient.
+      normed: states of the policy after the final norm.
+      matrix: the matrix of the language-model head, as it is stored.
+      targets: labels and masks of each step.
+
+    Returns:
+      (sums of the losses, aux), one per step.
+    """
+    given = outputs, normed, matrix, targets
+    return _step_losses_fwd(cut, name, temperature, context, *given)[0]
+
+
+def _step_losses_fwd(cut, name, temperature, context, outputs, normed, matrix, targets):
+    # The gradient of a sum over tokens needs nothing that a later block computes: it is taken here,
+    # from the logits that the loss is taken from.
+    head, steps = cut.head, len(outputs)
+    matrix = head.matrix.gathered(matrix, normed.dtype)
+    # Step k compares with the policy's distribution k + 1 tokens later.
+    following, *further = (shift_rows(normed, k + 1, context) for k in range(steps))
+    policy = cut.windows(following, further)
+    rows = [(target.labels, target.mask) for target in targets]
+
+    def block(_, now):
+        outputs, policy, rows = now
+        p_logits, found = head.logits(policy, matrix), []
+        for k, (out, (labels, mask)) in enumerate(zip(outputs, rows, strict=True)):
+            p = p_logits[:, k : k + cut.size]
+
+            def loss(out, p=p, labels=labels):
+                return _token_loss(name, head.logits(out, matrix), labels, p, temperature)
+
+            value, pull, aux = jax.vjp(loss, out, has_aux=True)
+            found.append((value, aux, *pull(mask)))
+        return None, found
+
+    blocks = jax.tree.map(cut.cut, (outputs, rows))
+    _, found = jax.lax.scan(block, None, (blocks[0], policy, blocks[1]))
+    losses, aux, gradients = [], [], []
+    for (value, more, d_out), target in zip(jax.tree.map(cut.joined, found), targets, strict=True):
+        losses.append(_masked_sum(value, target.mask))
+        aux.append({key: _masked_sum(values, target.mask) for key, values in more.items()})
+        gradients.append(d_out)
+    return (tuple(losses), tuple(aux)), tuple(gradients)
+
+
+def _step_losses_bwd(cut, name, temperature, context, gradients, cotangents):
+    del cut, name, temperature, context
+    losses, _ = cotangents
+    # In bfloat16 the factor's own rounding would scale the whole gradient of a step.
+    scaled = (
+        (g.astype(jnp.float32) * d).astype(g.dtype) for g, d in zip(gradients, losses, strict=True)
+    )
+    return tuple(scaled), None, None, None
+
+
+_step_losses_in_blocks.defvjp(_step_losses_fwd, _step_losses_bwd)
+
+
+MODES = ("auto", "none", "frozen", "online")
+FIELDS = ("tokens", "positions", "segment_ids", "loss_mask")  # read from a micro-batch
+
+
+@dataclass
+class SpotConfig:
+    """Training of the head while replicas are idle, see `train.spot`."""
+
+    enabled: bool = option(
+        False,
+        "the head learns one step later, from a replay buffer, so that replicas which have nothing "
+        "left to do can train it while the others finish (needs rollout.replicas > 1)",
+    )
+    gaps: bool = option(
+        True, "false: the same updates, all after the rollout (one replica will do); to compare"
+    )
+    updates: int = option(
+        0,
+        "of the head per step, over all steps in the buffer, the latest first; 0: draft.epochs "
+        "passes over the step before",
+    )
+    buffer_tokens: int | None = option(
+        None,
+        "positions of packed rows kept with the policy's states, padding included; null: 65536, or "
+        "what draft.max_microbatches micro-batches (0: one) have if that is more",
+    )
+
+    def __post_init__(self):
+        if self.updates < 0:
+            raise ValueError(f"draft.spot.updates: expected at least 0, got {self.updates}")
+
+    def settle(self, needed: int) -> None:
+        """Fills in `buffer_tokens` if it is null, with at least `needed` positions."""
+        if self.buffer_tokens is None:
+            self.buffer_tokens = max(65536, needed)
+
+
+@dataclass
+class DraftConfig:
+    """How the draft head is trained beside the policy."""
+
+    mode: str = option(
+        "auto",
+        "none: no speculation; frozen: what drafts stays as it is; online: the head is trained; "
+        "auto: online where a head drafts, else frozen",
+        choices=MODES,
+    )
+    loss: str = option(
+        "ce",
+        "ce: against the tokens; soft_ce: against the policy's distribution",
+        choices=tuple(DRAFT_LOSSES),
+    )
+    unroll_steps: int = option(1, "recursive steps trained per token")
+    step_decay: float = option(
+        1.0, "weight of each further recursive step relative to the last", least=0
+    )
+    mtp_loss_scaling_factor: float = option(
+        1.0,
+        "factor on the head's updates, as if on draft.optim.lr (on the loss alone, clip and Adam "
+        "would take it away again); 0: the head is not trained",
+        least=0,
+    )
+    epochs: int = option(1, "passes over the step's micro-batches")
+    max_microbatches: int = option(0, "micro-batches of each step used at most; 0 is all", least=0)
+    optim: OptimConfig = field(
+        default_factory=lambda: OptimConfig(lr=1e-3),
+        metadata={"doc": "the head's own optimizer", "choices": None},
+    )
+    spot: SpotConfig = option(SpotConfig, "training in the gaps of rollouts on several replicas")
+
+    def __post_init__(self):
+        if self.unroll_steps < 1 or self.epochs < 1:
+            raise ValueError(
+                "expected draft.unroll_steps and draft.epochs >= 1, got "
+                f"{self.unroll_steps} and {self.epochs}"
             )
-        return model, head
-    if source == "random":
-        model = model.replace(mtp_num_layers=max(model.mtp_num_layers, 1))
-        # jax takes 32 bits of a seed. Seeds that differ in other bits give the same head, which
-        # changes no token.
-        made = init_head_params(model, seed % (1 << 32))
-        if mesh is None:
-            return model, made
-        where = sharding.param_shardings(mesh, made, weight_axes(model))
-        return model, sharding.put(made, where)
-    try:
-        return load_head(source, model, mesh)
-    except SettingError as error:
-        raise ConfigError(spelled(error, SPELL)) from error
+        if self.mode == "online" and not self.moves:
+            raise ValueError(
+                "draft.mode=online trains the draft head, and draft.mtp_loss_scaling_factor=0 "
+                "makes each of its updates 0; raise the factor, or leave out draft.mode: the head "
+                "then stays as it is"
+            )
+
+    @property
+    def moves(self) -> bool:
+        """Whether training would change the head."""
+        return self.mtp_loss_scaling_factor > 0
+
+    def describe_mode(self) -> str:
+        """The mode as a setting, with the reason if another setting decided it."""
+        why = "" if self.moves else ", because draft.mtp_loss_scaling_factor=0 makes every update 0"
+        return f"draft.mode={self.mode}{why}"
+
+    def optimizer(self) -> optax.GradientTransformation:
+        """The head's optimizer, whose updates are scaled by `mtp_loss_scaling_factor`.
+
+        Where policy and head share an optimizer, as in Megatron, a factor on the head's loss is the
+        head's share of an update. Here the head has an optimizer of its own, whose clip and moments
+        would cancel a factor on the loss, so the factor multiplies the update.
+        """
+        rate = self.mtp_loss_scaling_factor * self.optim.lr
+        return dataclasses.replace(self.optim, lr=rate).build()
 
 
-def head_shapes(source: str, model: ModelConfig) -> tuple[ModelConfig, Params]:
-    """`starting_head` with shapes instead of arrays, which reads no weights.
+def frozen_policy_parts(params: Params) -> Params:
+    """The parameters of the policy that the head reads: embedding, final norm, lm_head."""
+    return {name: params[name] for name in ("embed", "norm", "lm_head") if name in params}
+
+
+def head_of(cfg: ModelConfig) -> Draft:
+    """The draft source of the model's own head."""
+    return source_of(cfg, SpecConfig(source="head"))
+
+
+def inner_taps(source: Draft) -> Taps:
+    """The inner states that the policy's forward must return for a source, see `PolicyTrainer`.
+
+    States before the final norm are always returned, and states after it are computed from them
+    here, with the norm that the head will draft with.
+    """
+    return tuple(tap for tap in source.needs.taps if tap not in ("pre_norm", "post_norm"))
+
+
+def _tapped(source: Draft, states: Array, normed: Array) -> Float[Array, "R S N"]:
+    """Concatenates `needs.taps`, from the states that the policy's forward returned.
 
     Raises:
-      ConfigError: as in `starting_head`.
+      ValueError: the width of the states does not fit `inner_taps`.
     """
-    if source == "checkpoint" and not model.mtp_num_layers:
-        return starting_head(source, model, None, 0, None)  # raises
-    if source not in ("checkpoint", "random"):
-        try:
-            model = head_config(source, model)
-        except SettingError as error:
-            raise ConfigError(spelled(error, SPELL)) from error
-    model = model.replace(mtp_num_layers=max(model.mtp_num_layers, 1))
-    return model, jax.eval_shape(lambda: init_head_params(model))
+    inner, width = inner_taps(source), normed.shape[-1]
+    if states.shape[-1] != width * (1 + len(inner)):
+        raise ValueError(
+            f"{type(source).__name__} is trained on the states before the final norm and taps "
+            f"{list(inner)}, {width * (1 + len(inner))} numbers a row; got {states.shape[-1]}; "
+            "make the PolicyTrainer with taps=inner_taps(source)"
+        )
+    before, *behind = jnp.split(states, 1 + len(inner), axis=-1)
+    named = {"pre_norm": before, "post_norm": normed, **dict(zip(inner, behind, strict=True))}
+    taps = [named[tap] for tap in source.needs.taps]
+    return jnp.concatenate([before[..., :0], *taps], axis=-1)
 
 
-class HeadCheckpoints:
-    """Keeps the last few heads of a run under `<directory>/<step>`, saved in the background."""
+def head_loss(
+    cfg: ModelConfig,
+    draft: DraftConfig,
+    temperature: float,
+    head_params: Params,
+    policy: Params,
+    batch: Mapping[str, Array],
+    states: Float[Array, "R S N"],
+    context: Context | None = None,
+    source: Draft | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    chunk: int | None = None,
+) -> tuple[Array, dict[str, Array]]:
+    """Mean loss of the head over one packed micro-batch, averaged over its recursive steps.
 
-    def __init__(self, directory: str | Path, model: ModelConfig, keep_last: int):
-        self.directory, self.keep_last = Path(directory), keep_last
-        self._meta = {name: getattr(model, name) for name in HEAD_SWITCHES} | describe(model, None)
-        self._pending: PendingSave | None = None
+    Args:
+      cfg: config of the policy.
+      draft: settings of the head's training.
+      temperature: temperature of the rollout.
+      head_params: parameters of the head.
+      policy: parameters from `frozen_policy_parts`, without gradient.
+      batch: packed micro-batch [R S].
+      states: states of the policy before the final norm, followed by those of `inner_taps`, without
+        gradient.
+      context: split of rows over devices, if any; batch and states are in its order.
+      source: draft source that is trained; None for the model's own head.
+      mesh: mesh that the arrays are split over.
+      chunk: tokens whose logits a device holds at once, see `train.logits`.
 
-    def save(self, step: int, head: Params) -> None:
-        """Starts a save; the arrays are copied before this returns.
+    Returns:
+      (loss, sums). sums has `mtp_loss_sum`, `mtp_top1`, `mtp_overlap` and `mtp_tokens`, each [K],
+      one entry per recursive step.
+    """
+    policy, states = jax.lax.stop_gradient((policy, states))
+    source = source or head_of(cfg)
+    tokens, segments = batch["tokens"], batch["segment_ids"]
+    normed = rms_norm(states[..., : cfg.hidden_size], policy["norm"], cfg.rms_norm_eps)
+    name = head_name(cfg)
+    matrix, axes = policy[name], param_axes(cfg)[name]
+    head = Head.of(mesh, axes, matrix, tokens.shape, chunk)
+    hidden = _tapped(source, states, normed)
+    targets = [
+        draft_targets(tokens, batch["loss_mask"], segments, k, context)
+        for k in range(draft.unroll_steps)
+    ]
+    given = policy, hidden, [t.inputs for t in targets], batch["positions"], segments, context
+    outputs = source.unroll(head_params, *given)
+    if head.is_whole:
+        weight = head.matrix.gathered(matrix, normed.dtype)
+        policy_logits = head.logits(normed, weight)
+        steps = [
+            draft_step_loss(
+                draft.loss,
+                head.logits(out, weight),
+                target.labels,
+                target.mask,
+                draft_target_logits(policy_logits, segments, k, context),
+                temperature,
+            )
+            for k, (out, target) in enumerate(zip(outputs, targets, strict=True))
+        ]
+    else:
+        cut = Cut.of(head, tokens.shape, context)
+        given = tuple(outputs), normed, matrix, tuple(targets)
+        found = _step_losses_in_blocks(cut, draft.loss, temperature, context, *given)
+        counts = (target.mask.sum() for target in targets)
+        steps = [(loss, n, aux) for loss, aux, n in zip(*found, counts, strict=True)]
+    total, weights, sums = 0.0, 0.0, []
+    for k, (loss_sum, count, aux) in enumerate(steps):
+        step_weight = draft.step_decay**k
+        total += step_weight * loss_sum / jnp.maximum(count, 1.0)
+        weights += step_weight
+        sums.append((loss_sum, aux["top1_matches"], aux["overlap"], count))
+    names = ("mtp_loss_sum", "mtp_top1", "mtp_overlap", "mtp_tokens")
+    stacked = {n: jnp.stack(v) for n, v in zip(names, zip(*sums, strict=True), strict=True)}
+    return total / weights, jax.lax.stop_gradient(stacked)
 
-        Raises:
-          CheckpointError: the save cannot start, or the save before it failed.
+
+class DraftTrainer:
+    """Holds one jitted program: an optimizer step of the head on one micro-batch.
+
+    Args:
+      cfg: config of the policy.
+      draft: settings of the head's training.
+      temperature: temperature of the rollout.
+      mesh: mesh to train on; None for one device.
+      context: split of rows over devices, if any.
+      attention: name of the attention kernel.
+      source: draft source that is trained, see `Draft.unroll`; None for the model's own head.
+      chunk: tokens whose logits a device holds at once, see `train.logits`.
+    """
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        draft: DraftConfig,
+        temperature: float = 1.0,
+        mesh: jax.sharding.Mesh | None = None,
+        context: Context | None = None,
+        attention: str = "auto",
+        source: Draft | None = None,
+        chunk: int | None = None,
+    ):
+        source = source or head_of(cfg)
+        if source.network is not None:
+            whose = "the head's training attention"
+            network = with_attention(source.network, mesh, attention, whose, context)
+            source = source.with_network(network)
+        self.cfg, self.draft, self.mesh, self.temperature = cfg, draft, mesh, temperature
+        self.source, self.context = source, context
+        self.chunk = settled_chunk(chunk, mesh, cfg.vocab_size)
+        self.axes = merge_axes([param_axes(cfg), source.axes()])
+        self.optimizer = draft.optimizer()
+        program = precision_of(cfg)(sharding.traced_on(mesh, self._update_program))
+        self._update = jax.jit(program, donate_argnums=(0, 1), out_shardings=self._shardings())
+
+    @property
+    def programs(self) -> dict[str, jax.stages.Wrapped]:
+        """The jitted function that `update` calls."""
+        return {"update": self._update}
+
+    def _shardings(self):
+        """Shardings of the head, its optimizer state, and metric sums."""
+        if self.mesh is None:
+            return None
+        head = jax.eval_shape(functools.partial(self.source.init, 0))
+        return (
+            sharding.param_shardings(self.mesh, head, self.axes),
+            sharding.param_shardings(
+                self.mesh, abstract_opt_state(self.optimizer, head), self.axes
+            ),
+            sharding.replicated(self.mesh),
+        )
+
+    def init_opt_state(self, head: Params):
+        """Optimizer state of the head, in the head's sharding."""
+        return init_opt_state(self.optimizer, head, self.mesh, self.axes)
+
+    def update(
+        self, head: Params, opt_state, policy: Params, batches: Sequence, states: Sequence[Array]
+    ):
+        """Trains for `epochs` passes over micro-batches [R S] and their policy states.
+
+        `head` and `opt_state` are donated.
+
+        Returns:
+          (head, opt_state, metric sums of all epochs). The sums have those of `head_loss` and
+          `draft_update_norm`, the summed norm of the head's changes.
         """
-        self.wait()
-        # Partial saves and directories of this or later steps are left from a run that was killed,
-        # or resumed from an earlier step.
-        self._remove(lambda name: not name.isdigit() or int(name) >= step)
-        distributed.gather(None, "head checkpoint")  # removed before any process saves
-        self._pending = save_draft(self.directory / str(step), head, {"step": step, **self._meta})
+        limit = self.draft.max_microbatches or len(states)
+        policy, total = frozen_policy_parts(policy), None
+        for _ in range(self.draft.epochs):
+            for batch, here in list(zip(batches, states, strict=True))[:limit]:
+                head, opt_state, sums = self.start_update(head, opt_state, policy, batch, here)
+                total = add_sums(total, sharding.fetch(sums))
+        return head, opt_state, total
 
-    def wait(self) -> None:
-        """Waits for the running save, raises its error if any, and removes the oldest heads."""
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        pending.wait()
-        steps = sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdigit())
-        old = {str(step) for step in steps[: -self.keep_last]}
-        self._remove(lambda name: name in old)
+    def start_update(self, head: Params, opt_state, policy: Params, batch: Mapping, states: Array):
+        """Starts an update on one micro-batch, and does not wait for it.
 
-    def _remove(self, unwanted) -> None:
-        if jax.process_index() == 0 and self.directory.is_dir():
-            for path in self.directory.iterdir():
-                if unwanted(path.name):
-                    shutil.rmtree(path, ignore_errors=True)
+        `head` and `opt_state` are donated; `policy` is the result of `frozen_policy_parts`.
 
-    def __enter__(self) -> HeadCheckpoints:
-        return self
+        Returns:
+          (head, opt_state, metric sums), all on the device.
+        """
+        batch = {name: batch[name] for name in FIELDS}
+        return self._update(head, opt_state, policy, batch, states)
 
-    def __exit__(self, *unused: object) -> None:
-        self.wait()
+    def _update_program(self, head, opt_state, policy, batch, states):
+        norm = sharding.pin_gathered(self.mesh, {"norm": policy["norm"]}, self.axes)
+        policy = {**policy, **norm}
+
+        def loss(head):
+            head = sharding.pin_gathered(self.mesh, head, self.axes)
+            given = head, policy, batch, states, self.context, self.source, self.mesh, self.chunk
+            return head_loss(self.cfg, self.draft, self.temperature, *given)
+
+        (_, sums), gradients = jax.value_and_grad(loss, has_aux=True)(head)
+        gradients, head32 = jax.tree.map(lambda a: a.astype(jnp.float32), (gradients, head))
+        updates, new_opt_state = self.optimizer.update(gradients, opt_state, head32)
+        has_tokens = sums["mtp_tokens"][0] > 0  # padding alone must not move the moments
+        updates = jax.tree.map(lambda u: jnp.where(has_tokens, u, 0.0), updates)
+        opt_state = jax.tree.map(
+            lambda new, old: jnp.where(has_tokens, new, old), new_opt_state, opt_state
+        )
+        head = optax.apply_updates(head, updates)
+        return head, opt_state, {**sums, "draft_update_norm": optax.tree.norm(updates)}
+
+
+def add_sums(total: dict | None, sums: Mapping[str, np.ndarray]) -> dict:
+    """Adds the metric sums of one more update."""
+    return dict(sums) if total is None else {key: total[key] + v for key, v in sums.items()}
+
+
+def draft_metrics(sums: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Metrics from the summed outputs of `update`."""
+    sums = {key: np.asarray(value, np.float64) for key, value in sums.items()}
+    tokens = np.maximum(sums["mtp_tokens"], 1.0)
+    metrics = {
+        "train/mtp_loss": float(sums["mtp_loss_sum"][0] / tokens[0]),
+        "train/mtp_top1": float(sums["mtp_top1"][0] / tokens[0]),
+        "train/mtp_tokens": float(sums["mtp_tokens"][0]),
+        "train/mtp_update_norm": float(sums["draft_update_norm"]),
+    }
+    for k, overlap in enumerate(sums["mtp_overlap"] / tokens):
+        metrics[f"train/mtp_overlap_depth_{k + 1}"] = float(overlap)
+    return metrics

@@ -26,7 +26,7 @@ from specjax.parallel.context import context_of
 from specjax.speculation import ControlSection
 from specjax.spelling import spelled
 from train.collect import group_params
-from train.draft import DraftTrainer, head_of, inner_taps
+from train.heads import DraftTrainer, head_of, inner_taps
 from train.logprobs import Transforms
 from train.loss import rl_loss
 from train.policy import PolicyTrainer

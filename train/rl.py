@@ -7,7 +7,7 @@ One step (`Trainer.step`):
               -> rewards (train.scoring), advantages relative to the group (train.objectives)
               -> packed micro-batches (train.packing)
               -> policy update(s) (train.policy, train.loss), which return the policy's states, too
-              -> draft update on those states (train.draft): its own program, optimizer, clip norm
+              -> draft update on those states (train.heads): its own program, optimizer, clip norm
               -> both sets of weights back to the engine
               -> metrics, checkpoint
 
@@ -48,7 +48,7 @@ from train.cli import (
     interruptible,
     run_program,
 )
-from train.heads import HeadCheckpoints
+from train.head_files import HeadCheckpoints
 from train.log import MetricsLogger, read_metrics
 from train.schema import RLConfig
 from train.scoring import RewardsFailedError

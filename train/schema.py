@@ -18,7 +18,7 @@ from specjax.parallel.sharding import MeshConfig
 from specjax.schema import Needs, at_least, option
 from specjax.spelling import Spell
 from train.algo import DEFAULT, algo_section, with_objective
-from train.draft import DraftConfig
+from train.heads import DraftConfig
 from train.optim import OptimConfig
 from train.registry import REWARDS, TASKS
 from train.rollout_schema import PENALTIES, SPELL, RolloutSection, SamplingSection

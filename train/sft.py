@@ -33,7 +33,7 @@ from specjax.tokenizer import with_tokenizer_end
 from specjax.weights import load_tokenizer
 from train import data
 from train.cli import CHECKPOINTS, Progress, can_resume, interruptible, run_program
-from train.draft import DraftTrainer, draft_metrics
+from train.heads import DraftTrainer, draft_metrics
 from train.inputs import describe_data, require_template
 from train.log import MetricsLogger
 from train.loss import count_denominators, sft_loss

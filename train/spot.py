@@ -48,7 +48,7 @@ from specjax.models.transformer import Params
 from specjax.parallel import sharding
 from specjax.parallel.context import Context
 from specjax.parallel.distributed import gather
-from train.draft import FIELDS, DraftConfig, DraftTrainer, add_sums, frozen_policy_parts
+from train.heads import FIELDS, DraftConfig, DraftTrainer, add_sums, frozen_policy_parts
 from train.log import Trace
 from train.packing import empty_batch
 from train.schema import RLConfig

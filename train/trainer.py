@@ -30,11 +30,11 @@ from specjax.tokenizer import with_tokenizer_end
 from specjax.weights import load_tokenizer
 from train import data
 from train.collect import Rollouts, evaluate, score_new_tokens, to_samples
-from train.draft import DraftTrainer, draft_metrics
 from train.exact import ExactMode
 from train.flops import UpdateSpeed, training_devices
 from train.groups import Group
-from train.heads import HeadCheckpoints, starting_head
+from train.head_files import HeadCheckpoints, starting_head
+from train.heads import DraftTrainer, draft_metrics
 from train.inputs import read_inputs
 from train.log import TRACE_FILE, Trace
 from train.loss import count_denominators, finalize_metrics

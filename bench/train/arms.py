@@ -39,8 +39,8 @@ from specjax.engine.compare import Difference, first_difference
 from specjax.engine.request import make_jobs
 from specjax.schema import option
 from train.collect import group_params, tokens_digest
-from train.draft import DraftConfig
 from train.groups import Group
+from train.heads import DraftConfig
 from train.rollout_schema import RolloutSection
 from train.schema import EvalSection, RLConfig
 from train.trainer import Trainer

@@ -37,7 +37,7 @@ from bench.command import own_settings, user_errors
 from bench.record import figure, median_interval, paired_ratio_interval, report, write_result
 from specjax.command_line import ConfigError, load_config
 from specjax.schema import option
-from train.draft import DraftConfig, SpotConfig
+from train.heads import DraftConfig, SpotConfig
 from train.rollout_schema import RolloutSection
 from train.schema import EvalSection, RLConfig
 from train.trainer import Trainer

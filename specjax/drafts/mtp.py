@@ -48,7 +48,13 @@ from specjax.kernels import dispatch
 from specjax.memory import KVCache, after_of, bytes_of, commit_rows
 from specjax.models.layers import Block, draw, rms_norm
 from specjax.models.rows import axes_of, fuse, fused_rows, layer_rows, merge_axes, param_axes
-from specjax.models.transformer import Params, angles_of, layers_by_kernel, lm_logits
+from specjax.models.transformer import (
+    Params,
+    angles_of,
+    embed_tokens,
+    layers_by_kernel,
+    lm_logits,
+)
 from specjax.parallel.context import Context
 from specjax.parallel.sharding import whole_rows
 from specjax.weights.matrix import PLAIN, cast, dot, pack
@@ -319,8 +325,11 @@ class MTPSource(Draft):
     def init(self, seed: int) -> Params:
         return init_head_params(self.cfg, seed)
 
-    def unroll(self, params, states, embedded, positions, segments, context=None) -> list[Array]:
+    def unroll(
+        self, params, policy, states, tokens, positions, segments, context=None
+    ) -> list[Array]:
         head: MTPHead = nnx.merge(head_graphdef(self.cfg), params)
+        embedded = [embed_tokens(policy["embed"], ids, self.cfg) for ids in tokens]
         return head.unroll(states, embedded, positions, segments, context)
 
     def with_network(self, cfg: ModelConfig) -> MTPSource:

@@ -33,7 +33,7 @@ from specjax.models.transformer import Params, to_decode_layout
 from specjax.parallel import sharding
 from specjax.registry import DRAFTS
 from specjax.spelling import SettingError, Spell, python
-from specjax.weights import load_tokenizer
+from specjax.weights import load_tokenizer, open_checkpoint
 
 
 def source_of(cfg: ModelConfig, spec: SpecConfig) -> Draft:
@@ -193,7 +193,8 @@ def load_source(
         return cfg, source, params
     if spec.source != "head":
         source = source_of(cfg, spec)
-        return cfg, source, source.load(spec)
+        files = spec.draft_model and open_checkpoint(find_model(spec.draft_model))
+        return cfg, source, source.load(files)
     if spec.head == "random":
         cfg = _with_a_head(cfg)
         head = init_head_params(cfg, spec.head_seed)

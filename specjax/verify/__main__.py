@@ -95,9 +95,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     add_flags(parser.add_argument_group("speculation"), _REFUSED)
     parser.add_argument("--samples", type=int, default=20_000, help="number per chi-square check")
-    parser.add_argument(
-        "--requests", type=int, default=32, help="number for the identity check"
-    )
+    parser.add_argument("--requests", type=int, default=32, help="number for the identity check")
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--prompt", help="text after which the distribution is checked")
     group.add_argument("--tokens", help="the prompt as token ids, such as 5,17,3")

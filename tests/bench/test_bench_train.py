@@ -11,7 +11,7 @@ from bench.train import __main__ as command
 from bench.train import arms, schedule, spot
 from bench.train.spot import Step
 from specjax.command_line import ConfigError
-from train.draft import frozen_policy_parts, head_loss
+from train.heads import frozen_policy_parts, head_loss
 from train.trainer import Trainer
 
 

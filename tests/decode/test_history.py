@@ -86,4 +86,3 @@ def test_last_tokens_of_a_row_end_with_its_own_path(per_slot_depth):
     for b in range(2):
         for r, path in enumerate(paths[b]):
             assert last[b, r].tolist() == [*suffix[b].tolist(), *path][-7:]
-

@@ -21,7 +21,7 @@ from specjax.models.families.dense import change_dense
 from specjax.parallel import sharding
 from specjax.parallel.sharding import MeshConfig, make_mesh
 from train import rl
-from train.draft import DraftConfig, DraftTrainer
+from train.heads import DraftConfig, DraftTrainer
 from train.loss import count_denominators, sft_loss
 from train.optim import OptimConfig
 from train.packing import Sample, pack

@@ -28,7 +28,7 @@ from specjax.models.transformer import init_params
 from specjax.parallel import sharding
 from specjax.parallel.context import context_of
 from specjax.parallel.sharding import MeshConfig, make_mesh
-from train.draft import DraftConfig, DraftTrainer, frozen_policy_parts
+from train.heads import DraftConfig, DraftTrainer, frozen_policy_parts
 from train.loss import count_denominators, sft_loss
 from train.optim import OptimConfig
 from train.plan.cycles import name_of

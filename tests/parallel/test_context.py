@@ -19,7 +19,7 @@ from specjax.parallel import sharding
 from specjax.parallel.context import Context, context_of, shift, split_over_tp
 from specjax.parallel.sharding import MeshConfig, make_mesh
 from train.algo import algo
-from train.draft import DraftConfig, DraftTrainer
+from train.heads import DraftConfig, DraftTrainer
 from train.loss import count_denominators, rl_loss
 from train.packing import Sample, pack
 from train.policy import PolicyTrainer

@@ -19,7 +19,7 @@ from specjax.parallel import sharding
 from specjax.parallel.sharding import MeshConfig, make_mesh, replicated_dims
 from train import rl
 from train.algo import algo
-from train.draft import DraftConfig, DraftTrainer
+from train.heads import DraftConfig, DraftTrainer
 from train.log import read_metrics
 from train.loss import count_denominators, rl_loss
 from train.optim import OptimConfig

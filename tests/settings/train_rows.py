@@ -39,9 +39,9 @@ from specjax.parallel.context import context_of
 from specjax.tokenizer import load_tokenizer, with_tokenizer_end
 from train import collect, data, processes, rl, sft
 from train.collect import evaluate
-from train.draft import DraftConfig, DraftTrainer
 from train.flops import UpdateSpeed
 from train.groups import Group, GroupStatus, Response, select
+from train.heads import DraftConfig, DraftTrainer
 from train.inputs import Prompts, read_inputs
 from train.objectives.shared import GroupRelative
 from train.packing import Sample, pack

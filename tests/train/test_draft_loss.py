@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train.draft import (
+from train.heads import (
     DRAFT_LOSSES,
     draft_step_loss,
     draft_target_logits,

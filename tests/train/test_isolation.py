@@ -10,7 +10,7 @@ import tiny_run
 
 from specjax.checkpoint import huggingface as hf
 from specjax.command_line import parse_config
-from train.draft import DraftConfig, DraftTrainer, frozen_policy_parts, head_loss
+from train.heads import DraftConfig, DraftTrainer, frozen_policy_parts, head_loss
 from train.loss import sft_loss
 from train.optim import OptimConfig
 from train.packing import Sample, pack

@@ -18,7 +18,7 @@ from specjax.parallel.context import context_of
 from specjax.parallel.sharding import MeshConfig, make_mesh
 from train import logits
 from train.algo import algo
-from train.draft import DraftConfig, frozen_policy_parts, head_loss, head_of
+from train.heads import DraftConfig, frozen_policy_parts, head_loss, head_of
 from train.logits import LOGITS, Cut, Head
 from train.logprobs import Transforms, processed_state_logprobs, state_logprobs
 from train.loss import count_denominators, rl_loss, sft_loss

@@ -13,8 +13,8 @@ from specjax.config import ModelConfig
 from specjax.drafts.ngram import NgramSource
 from specjax.interfaces import Draft, DraftNeeds
 from specjax.models.families.dense import dense_config
-from specjax.models.transformer import init_params
-from train.draft import DraftConfig, DraftTrainer, frozen_policy_parts, head_loss, inner_taps
+from specjax.models.transformer import embed_tokens, init_params
+from train.heads import DraftConfig, DraftTrainer, frozen_policy_parts, head_loss, inner_taps
 from train.loss import sft_loss
 from train.optim import OptimConfig
 from train.packing import Sample, pack
@@ -40,7 +40,8 @@ class TwoTaps(Draft):
         width = self.cfg.hidden_size
         return {"mix": 0.1 * jax.random.normal(jax.random.key(seed), (3 * width, width))}
 
-    def unroll(self, params, states, embedded, positions, segments, context=None):
+    def unroll(self, params, policy, states, tokens, positions, segments, context=None):
+        embedded = [embed_tokens(policy["embed"], ids, self.cfg) for ids in tokens]
         rows = [jnp.concatenate([states, e], axis=-1) for e in embedded]
         return [x @ params["mix"] for x in rows]
 
@@ -82,9 +83,9 @@ def test_it_is_given_the_taps_in_its_own_order(setting):
 
     @dataclasses.dataclass(frozen=True)
     class Noting(TwoTaps):
-        def unroll(self, params, states, *rest):
+        def unroll(self, params, policy, states, *rest):
             given.append(np.asarray(states))
-            return super().unroll(params, states, *rest)
+            return super().unroll(params, policy, states, *rest)
 
     parts = frozen_policy_parts(params)
     head_loss(

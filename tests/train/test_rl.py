@@ -17,7 +17,7 @@ from specjax.checkpoint.store import load_draft
 from specjax.command_line import parse_config
 from specjax.tokenizer import load_tokenizer, prompt_ids
 from train import rl
-from train.heads import starting_head
+from train.head_files import starting_head
 from train.log import read_metrics
 from train.loss import count_denominators, sft_loss
 from train.optim import OptimConfig

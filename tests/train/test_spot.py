@@ -15,7 +15,7 @@ from specjax.command_line import ConfigError, parse_config
 from specjax.engine import hosts
 from specjax.engine.replicas import Replicas
 from train import rl
-from train.draft import DraftConfig, SpotConfig
+from train.heads import DraftConfig, SpotConfig
 from train.log import TRACE_FILE, Trace, read_lines
 from train.schema import RLConfig
 from train.scoring import RewardsFailedError

@@ -11,8 +11,8 @@ from specjax.command_line import parse_config
 from specjax.engine.request import SampleOutput, SpecStats
 from train.algo import algo
 from train.collect import to_samples
-from train.draft import draft_targets
 from train.groups import Group, Response
+from train.heads import draft_targets
 from train.loss import count_denominators, policy_loss
 from train.packing import Sample, pack
 from train.registry import OBJECTIVES

@@ -36,8 +36,8 @@ from specjax.models.transformer import (
 from specjax.parallel import sharding
 from specjax.parallel.reshard import Mover, Reshard
 from specjax.shipped import find_shipped
-from train.draft import FIELDS, frozen_policy_parts
-from train.heads import head_shapes
+from train.head_files import head_shapes
+from train.heads import FIELDS, frozen_policy_parts
 from train.packing import empty_batch
 from train.policy import own_family
 from train.programs import (

@@ -9,7 +9,7 @@ from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.store import load_draft
 from specjax.command_line import ConfigError
 from specjax.drafts.mtp import init_head_params
-from train.heads import HeadCheckpoints, starting_head
+from train.head_files import HeadCheckpoints, starting_head
 
 
 def same(a, b) -> bool:
