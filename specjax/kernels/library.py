@@ -49,6 +49,7 @@ def tree_attention(
     table: Table = None,
     *,
     window: int | None = None,
+    soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     with_lse: bool = False,
     implementation: str = "cudnn",
@@ -60,7 +61,12 @@ def tree_attention(
 
     Args:
       implementation: `cudnn` or `xla`.
+
+    Raises:
+      Declined: the call has a soft-cap.
     """
+    if soft_cap is not None:
+        raise Declined("jax.nn.dot_product_attention has no soft-cap")
     b, _, t, _ = q.shape
     k, v = contiguous(k_pages, table), contiguous(v_pages, table)
     visible_bits, at = jnp.asarray(visible_bits), jnp.arange(k.shape[2])

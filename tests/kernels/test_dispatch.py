@@ -1,6 +1,7 @@
 """Who attends: the choice for a platform, and that what is chosen is what runs."""
 
 import functools
+import inspect
 import logging
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from specjax.kernels.backend import choose
 from specjax.models.families.dense import change_dense
 from specjax.parallel import sharding
 from specjax.parallel.sharding import MeshConfig, make_mesh
+from specjax.registry import BACKENDS
 from train import rl
 from train.heads import DraftConfig, DraftTrainer
 from train.loss import count_denominators, sft_loss
@@ -331,3 +333,13 @@ def test_a_mistake_in_the_config_ends_train_rl_with_a_message(thin_policy, tmp_p
     with pytest.raises(SystemExit) as ended:
         rl.main([f"model={thin_policy}", f"out={tmp_path / 'run'}", "attention=tpu"])
     assert "compiled for TPUs, and the device is 'cpu'" in str(ended.value)
+
+
+@pytest.mark.parametrize("name", BACKENDS.names)
+def test_each_attention_of_a_backend_takes_windows_and_soft_caps(name):
+    """A call that a kernel cannot serve is declined, and never a TypeError."""
+    operations = BACKENDS.named(name).operations
+    for operation in ("tree_attention", "causal_attention", "context_attention"):
+        if operation in operations:
+            taken = inspect.signature(operations[operation])
+            taken.bind_partial(window=3, soft_cap=2.0)
