@@ -617,7 +617,12 @@ class Draft(Protocol):
 
     @classmethod
     def read(
-        cls, file: Any, raw: Mapping[str, Any], tensors: Mapping[str, Any], target: Any
+        cls,
+        file: Any,
+        raw: Mapping[str, Any],
+        tensors: Mapping[str, Any],
+        target: Any,
+        overrides: Mapping[str, Any] | None = None,
     ) -> Draft:
         """Makes the draft that files describe; reads no tensor but small ones, such as token ids.
 
@@ -626,11 +631,14 @@ class Draft(Protocol):
           raw: content of config.json.
           tensors: the tensors of the files by name.
           target: the target's `ModelConfig`.
+          overrides: settings by hand in place of those of the files, by names that the draft
+            knows.
 
         Raises:
           specjax.checked_json.CheckpointError: the files are damaged, or are of a draft for another
             target.
           specjax.checked_json.UnsupportedModelError: they ask for what cannot be computed.
+          ValueError: a setting by hand is unknown, or has an invalid value.
         """
         raise NotImplementedError(
             f"{cls.__name__} is not read from files: it has no method `read`; use it by its name"
