@@ -9,43 +9,35 @@ Module s predicts at step s; a head with fewer modules than steps repeats its la
 training and in decoding alike, a query of step s of the last module sees that module's base rows
 up to its own position, and of the later steps only its own rows (EAGLE-3's training-time test).
 
-`MTPHead` is the network; `MTPSource` drafts with it, with a cache of its own.
+`MTPHead` is the network; `MTPSource` drafts with it, see `specjax.drafts.head`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from specjax.config import ModelConfig, SpecConfig
 from specjax.config.model import Layer
-from specjax.decode.state import RUNNING, take_positions
-from specjax.decode.tree import chain_bits, take_parents
-from specjax.drafts import ABSORBED, vocabulary
-from specjax.indexing import take_along
+from specjax.drafts import vocabulary
+from specjax.drafts.head import WINDOW, HeadSource
 from specjax.interfaces import (
     Axes,
-    Cost,
-    Draft,
     DraftNeeds,
-    Level,
     Memory,
     Mixer,
     Param,
-    Proposal,
     Room,
     Scratch,
-    Table,
     Where,
 )
 from specjax.kernels import dispatch
-from specjax.memory import KVCache, after_of, bytes_of, commit_rows
+from specjax.memory import KVCache
 from specjax.models.layers import Block, draw, rms_norm
 from specjax.models.rows import axes_of, fuse, fused_rows, layer_rows, merge_axes, param_axes
 from specjax.models.transformer import (
@@ -53,13 +45,10 @@ from specjax.models.transformer import (
     angles_of,
     embed_tokens,
     layers_by_kernel,
-    lm_logits,
 )
 from specjax.parallel.context import Context
 from specjax.parallel.sharding import whole_rows
 from specjax.weights.matrix import PLAIN, cast, dot, pack
-
-WINDOW = 128  # target states that a slot remembers while plain decoding runs
 
 
 def head_layer(cfg: ModelConfig) -> Layer:
@@ -246,63 +235,8 @@ def head_graphdef(cfg: ModelConfig):
 # --- the head as a draft --------------------------------------------------------------------------
 
 
-class HeadSlots(NamedTuple):
-    """What the head remembers of each slot.
-
-    Row j of its cache is (h_j, e(x_{j+1})); skipped positions have no row and are not counted.
-
-    Attributes:
-      hidden: target states of the rows that are not yet in the cache. The first mtp_num_layers - 1
-        are of rows that are in it: module s lags s tokens behind.
-      pending: number of valid rows after those.
-      skipped: number of positions that have no row in the cache, because plain decoding ran for
-        longer than the window.
-    """
-
-    hidden: Float[Array, "B window D"]
-    pending: Int[Array, " B"]
-    skipped: Int[Array, " B"]
-
-
-class _Work(NamedTuple):
-    """The work of a round, which each step hands to the next.
-
-    Attributes:
-      pages: pages of every module, with the accepted rows committed.
-      slot: number of the last committed row in the cache.
-      position: position of that row in the sequence.
-      table: the pages of each slot.
-      recycled: the head's states at the rows run last, used in place of the target's.
-      scratch: buffers [B K total H] with the rows expanded so far.
-      start: number of the first of these rows that the module that runs now has made (a Python
-        integer).
-    """
-
-    pages: tuple
-    slot: Int[Array, " B"]
-    position: Int[Array, " B"]
-    table: Table
-    recycled: Float[Array, "B R D"]
-    scratch: Scratch
-    start: int = 0
-
-
-class _Pass(NamedTuple):
-    """The result of all modules over some rows.
-
-    Attributes:
-      normed: [B T D] states of the first module for the language-model head.
-      recycled: [B T D] states of the first module to use as h of the next step.
-      rows: for every module, what its rows add to its pages.
-    """
-
-    normed: Array
-    recycled: Array
-    rows: tuple
-
-
 @dataclasses.dataclass(frozen=True)
-class MTPSource(Draft):
+class MTPSource(HeadSource):
     """Drafts with an `MTPHead`, whose parameters it takes."""
 
     cfg: ModelConfig
@@ -325,10 +259,27 @@ class MTPSource(Draft):
     def init(self, seed: int) -> Params:
         return init_head_params(self.cfg, seed)
 
+    @property
+    def modules(self) -> int:
+        return self.cfg.mtp_num_layers
+
+    @property
+    def taps_width(self) -> int:
+        return self.cfg.hidden_size
+
+    def bound(self, params: Params) -> MTPHead:
+        return nnx.merge(head_graphdef(self.cfg), params)
+
+    def module_pages(self, room: Room) -> KVCache:
+        return head_layer(self.cfg).mixer.empty(self.cfg.run, room).pages
+
+    def run_module(self, head, index, hidden, embedded, where, pages, scratch=None):
+        return head.decode(index, hidden, embedded, where, pages, scratch)
+
     def unroll(
         self, params, policy, states, tokens, positions, segments, context=None
     ) -> list[Array]:
-        head: MTPHead = nnx.merge(head_graphdef(self.cfg), params)
+        head = self.bound(params)
         embedded = [embed_tokens(policy["embed"], ids, self.cfg) for ids in tokens]
         return head.unroll(states, embedded, positions, segments, context)
 
@@ -340,222 +291,3 @@ class MTPSource(Draft):
 
     def columns(self, params: Params, target: Params, ids) -> Params:
         return vocabulary.columns(vocabulary.head_of(target), ids, self.cfg)
-
-    def margin(self, steps: int) -> int:
-        return max(steps, ABSORBED) + self.cfg.mtp_num_layers
-
-    def cost(self, page_size: int) -> Cost:
-        cfg = self.cfg
-        state = cfg.hidden_size * jnp.dtype(cfg.run.compute_dtype).itemsize
-        slot = (WINDOW + cfg.mtp_num_layers) * state + 8
-        page = bytes_of(mixer_memory(head_layer(cfg).mixer, cfg, page_size).pages)
-        return Cost(cfg.mtp_num_layers * page, slot)
-
-    def empty(self, room: Room, steps: int) -> Memory:
-        cfg, batch = self.cfg, room.slots
-        window = max(steps, WINDOW) + cfg.mtp_num_layers
-        slots = HeadSlots(
-            hidden=jnp.zeros((batch, window, cfg.hidden_size), jnp.dtype(cfg.run.compute_dtype)),
-            pending=jnp.ones((batch,), jnp.int32),
-            skipped=jnp.zeros((batch,), jnp.int32),
-        )
-        mixer = head_layer(cfg).mixer
-        pages = tuple(mixer.empty(cfg.run, room).pages for _ in range(cfg.mtp_num_layers))
-        return Memory(pages, slots)
-
-    def prefill(self, model, params, pages, tokens, start, hidden, table, run=1) -> tuple:
-        """See `Draft.prefill`; `begin` rewrites rows whose tokens are not known yet."""
-        count = hidden.shape[1]
-        shifted = [tokens[:, 1 + s : 1 + s + count] for s in range(self.cfg.mtp_num_layers)]
-        ran = self._run(model, params, pages, hidden, shifted, start, start, table)
-        return self._write(pages, ran.rows, start, ran.normed, table, run)
-
-    def _write(self, pages: tuple, rows: tuple, start, normed, table, run=1) -> tuple:
-        return commit_rows(
-            pages, rows, start, after_of(normed), table, run, kernel=self.cfg.run.attention
-        )
-
-    def start(self, tokens, prompt_len, states) -> HeadSlots:
-        """See `Draft.start`: the first round runs the head over one row, the state before the root;
-        the rows before it in the window are in the cache already."""
-        ones = jnp.ones_like(prompt_len)
-        return HeadSlots(states, ones, 0 * ones)
-
-    def resume(self, model, params, state, steps: int) -> Memory:
-        """Runs over pending rows until no slot has more of them than a round can emit."""
-        memory, lag = state.draft, self.cfg.mtp_num_layers - 1
-        running, width = state.finish == RUNNING, memory.slots.hidden.shape[1]
-        count = min(ABSORBED + lag, width)
-
-        def behind(memory):
-            return (running & (memory.slots.pending > steps + 1)).any()
-
-        def absorb(memory):
-            slots = memory.slots
-            run, slot, _ = self._over_window(model, params, state, memory, count)
-            pages = self._write(memory.pages, run.rows, slot, run.normed, state.table)
-            taken = jnp.where(running, jnp.clip(slots.pending - 1, 0, count - lag), 0)
-            index = jnp.minimum(taken[:, None] + jnp.arange(width), width - 1)
-            hidden = take_along(slots.hidden, index[..., None], axis=1)
-            return Memory(pages, HeadSlots(hidden, slots.pending - taken, slots.skipped))
-
-        # The rows that plain decoding dropped may include some before the first token.
-        first = state.length - 1 - memory.slots.pending - lag
-        skipped = jnp.minimum(memory.slots.skipped, jnp.maximum(first, 0))
-        memory = memory._replace(slots=memory.slots._replace(skipped=skipped))
-        memory = jax.lax.while_loop(behind, absorb, memory)
-        window = memory.slots.hidden[:, : steps + lag + 1]
-        return memory._replace(slots=memory.slots._replace(hidden=window))
-
-    def pause(self, memory: Memory, between: HeadSlots) -> Memory:
-        slots = memory.slots
-        room = between.hidden.shape[1] - slots.hidden.shape[1]
-        hidden = jnp.pad(slots.hidden, ((0, 0), (0, room), (0, 0)))
-        return memory._replace(slots=slots._replace(hidden=hidden))
-
-    def _remember(self, memory: Memory, hidden, count) -> Memory:
-        """Appends the states of the roots of plain rounds.
-
-        Where they do not fit the earliest are dropped, and the head's cache goes on without their
-        positions, which costs acceptance but changes no token. The rows that the window repeats are
-        among them: the later modules do not have theirs in the cache.
-        """
-        slots, lag = memory.slots, self.cfg.mtp_num_layers - 1
-        width, known = slots.hidden.shape[1], lag + slots.pending
-        dropped = jnp.maximum(known + count - width, 0)
-        at = dropped[:, None] + jnp.arange(width)
-        behind = width + at - known[:, None]
-        index = jnp.where(at < known[:, None], at, behind)
-        index = jnp.minimum(index, width + hidden.shape[1] - 1)
-        both = jnp.concatenate([slots.hidden, hidden.astype(slots.hidden.dtype)], axis=1)
-        return memory._replace(
-            slots=HeadSlots(
-                hidden=take_along(both, index[..., None], axis=1),
-                pending=slots.pending + count - dropped,
-                skipped=slots.skipped + dropped,
-            )
-        )
-
-    def begin(self, model, params, state, steps: int, total: int):
-        """Runs every module over the window of pending rows and commits their keys and values.
-
-        The window's last valid row is the prediction at the root.
-        """
-        memory = state.draft
-        slots, lag = memory.slots, self.cfg.mtp_num_layers - 1
-        window = slots.hidden.shape[1]
-        run, slot, missing = self._over_window(model, params, state, memory, window)
-        last = jnp.maximum(lag + slots.pending - 1 - missing, 0)[:, None, None]
-        normed, recycled = (take_along(x, last, axis=1) for x in (run.normed, run.recycled))
-        buffers = jax.tree.map(  # for one module's rows: all modules have the same layer
-            lambda x: jnp.zeros((*x.shape[:-2], total, x.shape[-1]), x.dtype), run.rows[0]
-        )
-        pages = self._write(memory.pages, run.rows, slot, run.normed, state.table)
-        end, scratch = state.length - 2, Scratch(buffers, None)
-        work = _Work(pages, end - slots.skipped, end, state.table, recycled, scratch)
-        return self._proposal(model, params, normed), work
-
-    def _over_window(self, model, params, state, memory: Memory, count: int):
-        """Runs every module over `count` rows of the window.
-
-        Returns:
-          the pass, the slot of its first row, and [B] how many rows were left out because they lie
-          before the sequence's first token.
-        """
-        slots, width = memory.slots, memory.slots.hidden.shape[1]
-        first = state.length - 1 - slots.pending - (self.cfg.mtp_num_layers - 1)
-        missing, first = jnp.maximum(-first, 0), jnp.maximum(first, 0)
-        index = jnp.minimum(missing[:, None] + jnp.arange(count), width - 1)
-        hidden = take_along(slots.hidden, index[..., None], axis=1)
-        tokens = [
-            take_positions(state.tokens, first + 1 + s, count)
-            for s in range(self.cfg.mtp_num_layers)
-        ]
-        slot = first - slots.skipped
-        run = self._run(model, params, memory.pages, hidden, tokens, first, slot, state.table)
-        return run, slot, missing
-
-    def _run(self, model, params, pages, hidden, tokens, first, slot, table) -> _Pass:
-        """Runs every module over T rows from position `first` [B] on, behind `slot` cached rows.
-
-        Args:
-          tokens: for each module the tokens [B T] that follow the rows.
-        """
-        head, count = self._head(params), hidden.shape[1]
-        positions = first[:, None] + jnp.arange(count)
-        where = Where("tree", positions, prefix=slot, visible=chain_bits(count), table=table)
-        rows, outputs = [], None
-        for s, following in enumerate(tokens):
-            shifted = where.replace(positions=positions + s)
-            normed, hidden, new = head.decode(
-                s, hidden, model.embed_tokens(following), shifted, pages[s]
-            )
-            rows.append(new.pages)
-            outputs = outputs or (normed, hidden)
-        return _Pass(*outputs, tuple(rows))
-
-    def step(self, model, params, work: _Work, level: Level):
-        """Runs module min(step, last) over one level; only the last module sees earlier levels."""
-        modules = self.cfg.mtp_num_layers
-        index = min(level.step, modules - 1)
-        start = level.offset if level.step == index else work.start
-        # Module s > 0 has no base row past slot - s: those rows need tokens not yet known.
-        prefix = work.slot + 1 if index == 0 else work.slot - (index - 1)
-        positions = jnp.broadcast_to((work.position + level.step)[:, None], level.tokens.shape)
-        where = Where(
-            "tree",
-            positions,
-            prefix=jnp.maximum(prefix, 0),
-            visible=_rows_from(level.visible, start),
-            held=level.offset,
-            table=work.table,
-        )
-        normed, recycled, scratch = self._head(params).decode(
-            index,
-            take_parents(work.recycled, level.parents),
-            model.embed_tokens(level.tokens),
-            where,
-            work.pages[index],
-            work.scratch,
-        )
-        work = work._replace(recycled=recycled, scratch=scratch, start=start)
-        return self._proposal(model, params, normed), work
-
-    def commit(self, memory: Memory, work: _Work | None, hidden, count) -> Memory:
-        if work is None:
-            return self._remember(memory, hidden, count)
-        slots, running = memory.slots, count > 0
-        window = _pending_window(slots, hidden)
-        return Memory(
-            work.pages,
-            HeadSlots(
-                hidden=jnp.where(running[:, None, None], window, slots.hidden),
-                pending=jnp.where(running, count, slots.pending),
-                skipped=slots.skipped,
-            ),
-        )
-
-    def _proposal(self, model, params, normed) -> Proposal:
-        """Multiplies by the policy's language-model head, or some of its columns."""
-        some = vocabulary.proposal(params, normed)
-        return some or Proposal(lm_logits(normed, model.head_weight()))
-
-    def _head(self, params):
-        return nnx.merge(head_graphdef(self.cfg), vocabulary.network(params))
-
-
-def _pending_window(slots: HeadSlots, hidden: Float[Array, "B A D"]) -> Array:
-    """Returns the rows that the head will run over: the last few valid ones, then the new ones."""
-    lag = slots.hidden.shape[1] - hidden.shape[1]
-    if not lag:
-        return hidden
-    old_first = slots.pending[:, None] + jnp.arange(lag)  # last `lag` valid rows of the window
-    carried = jnp.take_along_axis(slots.hidden, old_first[..., None], axis=1)
-    return jnp.concatenate([carried, hidden], axis=1)
-
-
-def _rows_from(words, start: int):
-    """Clears the bits of rows before `start`."""
-    first = np.arange(words.shape[-1]) * 32
-    keep = [sum(1 << bit for bit in range(32) if at + bit >= start) for at in first]
-    return words & np.array(keep, np.uint32)
