@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax.config import ModelConfig, SpecConfig
 from specjax.config.model import Layer
+from specjax.config.stacks import part_of, stacks
 from specjax.drafts import vocabulary
 from specjax.drafts.head import WINDOW, HeadSource
 from specjax.interfaces import (
@@ -212,6 +213,45 @@ def init_head_params(cfg: ModelConfig, seed: int = 0) -> Params:
     """Makes random head parameters as a plain nested dict, in the layout of checkpoints."""
     head = MTPHead(cfg.running(products=PLAIN), nnx.Rngs(seed))
     return nnx.to_pure_dict(nnx.state(head, nnx.Param))
+
+
+def last_layer(cfg: ModelConfig, policy: Params) -> Params:
+    """Returns the arrays of a model's last layer by their names.
+
+    Args:
+      policy: the model's parameters as they are trained, or with one entry per layer.
+    """
+    layers = policy["layers"]
+    if (cfg.num_layers - 1) in layers:
+        return dict(layers[cfg.num_layers - 1])
+    last = stacks(cfg.layers)[-1]
+    row = last.numbers.index(cfg.num_layers - 1)
+    return jax.tree.map(lambda array: array[row], dict(part_of(layers, last)))
+
+
+def new_head(target: ModelConfig, policy: Params | None = None, seed: int = 0) -> Params:
+    """Makes the parameters of a head that is to be trained.
+
+    Args:
+      target: config of the model, with `mtp_num_layers` modules.
+      policy: the model's parameters as they are trained. The layer and the final norm of each
+        module then start as copies of the model's last ones, and the layer's input as the sum of
+        both normed inputs, beside the random part of the projection. None: all are random.
+      seed: seed of the random parameters.
+    """
+    params = init_head_params(target, seed)
+    if policy is None:
+        return params
+    layer = last_layer(target, policy)
+    both = jnp.tile(jnp.eye(target.hidden_size), (2, 1))
+
+    def started(module: Params) -> Params:
+        own = {name: layer[name].astype(array.dtype) for name, array in module["layer"].items()}
+        proj, norm = module["proj"], module["norm"]
+        proj = proj + both.astype(proj.dtype)
+        return {**module, "layer": own, "proj": proj, "norm": policy["norm"].astype(norm.dtype)}
+
+    return {"blocks": {i: started(module) for i, module in params["blocks"].items()}}
 
 
 def to_format(params: Params, cfg: ModelConfig) -> Params:

@@ -1,0 +1,581 @@
+"""The EAGLE-3 draft head (Li et al. 2025, arXiv 2503.01840), also of version 3.1.
+
+Row j takes g_j = fc[target states after token j], and e = e(x_{j+1}), and predicts x_{j+2}:
+
+    u = [input_norm(e); hidden_norm(g)]          embedding first, 2 D numbers
+    a = r + attention(u)                         r is g, or hidden_norm(g) (`norm_before_residual`)
+    y = a + mlp(post_norm(a))                    then further layers, which are ordinary ones
+    logits = lm_head(norm(y))                    next g: y, or norm(y) (`norm_output`)
+
+`Eagle3Config` says what a head computes. `Eagle3Head` is the network; `Eagle3Source` drafts with
+it, see `specjax.drafts.head`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from specjax.config import ModelConfig, SpecConfig
+from specjax.config.model import Layer
+from specjax.drafts import eagle3_config, vocabulary
+from specjax.drafts.eagle3_config import Eagle3Config, prefix_of
+from specjax.drafts.head import WINDOW, HeadSource
+from specjax.drafts.mtp import last_layer
+from specjax.interfaces import (
+    Axes,
+    DraftNeeds,
+    Memory,
+    Param,
+    Params,
+    Proposal,
+    Room,
+    Scratch,
+    Stored,
+    Where,
+)
+from specjax.models.layers import draw, rms_norm
+from specjax.models.mixers.attention import Attention
+from specjax.models.mlps.dense import Dense
+from specjax.models.rows import fuse, fused_rows, layer_rows, merge_axes
+from specjax.models.transformer import angles_of, embed_tokens, lm_logits
+from specjax.parallel.context import split_over_tp, whole_over_tp
+from specjax.parallel.sharding import whole_rows
+from specjax.weights.matrix import PLAIN, cast, dot, pack
+
+_FINAL = ("post_norm",)  # the taps of a head without `fc`
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Head:
+    """The network with its parameters: pure functions of them.
+
+    Attributes:
+      cfg: what the head computes.
+      w: its parameters, by the names of `Eagle3Source.rows`.
+    """
+
+    cfg: Eagle3Config
+    w: Params
+
+    def fused(self, states: Float[Array, "B T taps_width"]) -> Float[Array, "B T D"]:
+        """Computes g of the target's states: the norm before `fc`, and `fc`."""
+        cfg, eps = self.cfg, self.cfg.network.rms_norm_eps
+        states = states.astype(jnp.dtype(cfg.network.run.compute_dtype))
+        if cfg.fc_norm == "joined":
+            states = rms_norm(states, self.w["input_norm"], eps)
+        if cfg.fc_norm == "each":
+            parts = jnp.split(states, len(cfg.taps), axis=-1)
+            normed = [rms_norm(x, self.w["fc_norm"][i], eps) for i, x in enumerate(parts)]
+            states = jnp.concatenate(normed, axis=-1)
+        # Devices of `tp` compute columns, which are then gathered: sums are those of one device.
+        return whole_rows(dot(states, self.w["fc"])) if "fc" in self.w else states
+
+    def decode(
+        self,
+        hidden: Float[Array, "B T D"],
+        embedded: Float[Array, "B T D"],
+        where: Where,
+        pages: tuple,
+        scratch: Scratch | None = None,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], Scratch]:
+        """Runs all layers over T rows, see `HeadSource.run_module`; `pages` has one per layer."""
+        where, rows = self._at(where), []
+        for number, (layer, own) in enumerate(zip(self._layers(), pages, strict=True)):
+            held = None if scratch is None else Scratch(scratch.pages[number], None)
+
+            def mix(w, x, mixer=layer.mixer, own=own, held=held):
+                return mixer.run(w, x, where, Memory(own, None), held)
+
+            hidden, new = self._around(number, hidden, embedded, where, mix)
+            rows.append(new.pages)
+        return *self._outputs(hidden), Scratch(tuple(rows), None)
+
+    def train(
+        self,
+        hidden: Float[Array, "R S D"],
+        embedded: Float[Array, "R S D"],
+        where: Where,
+        earlier: Sequence[list[Scratch]],
+    ) -> tuple[Float[Array, "R S D"], Float[Array, "R S D"]]:
+        """Runs all layers over packed rows.
+
+        Args:
+          where: positions of the form `train`.
+          earlier: for each layer the rows of the earlier steps, to which these are added; empty in
+            the first step.
+
+        Returns:
+          states for the language-model head, and states to recycle.
+        """
+        where = self._at(where)
+        for number, (layer, before) in enumerate(zip(self._layers(), earlier, strict=True)):
+
+            def mix(w, x, mixer=layer.mixer, before=before):
+                if before:
+                    return mixer.run_again(w, x, where, before)
+                return mixer.run(w, x, where, None, None)
+
+            hidden, rows = self._around(number, hidden, embedded, where, mix)
+            before.append(rows)
+        return self._outputs(hidden)
+
+    def _layers(self) -> tuple[Layer, ...]:
+        return self.cfg.network.layers
+
+    def _at(self, where: Where) -> Where:
+        """Returns `where` with the kernel and the angles of the head's own RoPE."""
+        angles = angles_of(self._layers(), where.positions)
+        return where.replace(kernel=self.cfg.network.run.attention, angles=angles)
+
+    def _around(
+        self, number: int, x, embedded, where: Where, mix: Callable
+    ) -> tuple[Array, Scratch]:
+        """Runs a layer with norms and residuals; the first one takes embeddings as well."""
+        cfg, w = self.cfg, self.w["layers"][number]
+        eps, residual = cfg.network.rms_norm_eps, x
+        whole = split = lambda x: x
+        if cfg.network.run.sequence_parallel and where.form == "train":
+            whole, split = whole_over_tp, split_over_tp
+        if number == 0:
+            normed = rms_norm(x, w["hidden_norm"], eps)
+            residual = normed if cfg.norm_before_residual else x
+            inputs = [rms_norm(embedded, w["input_norm"], eps), normed.astype(embedded.dtype)]
+            mixed, rows = mix(w, whole(jnp.concatenate(inputs, axis=-1)))
+        else:
+            mixed, rows = mix(w, whole(rms_norm(x, w["input_norm"], eps)))
+        x = residual + split(mixed)
+        normed = whole(rms_norm(x, w["post_norm"], eps))
+        out, _ = cfg.network.layers[number].mlp.run(w, normed, where)
+        return x + split(out), rows
+
+    def _outputs(self, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
+        """Returns states for the language-model head, and states to use as g of the next step."""
+        normed = rms_norm(x, self.w["norm"], self.cfg.network.rms_norm_eps)
+        return normed, (normed if self.cfg.norm_output else x)
+
+
+def first_layer_rows(layer: Layer, width: int) -> dict[str, Param]:
+    """Returns the rows of the first layer, whose queries, keys and values take 2 D numbers."""
+    rows = layer_rows(layer, width)
+    for name in "qkv":
+        rows[name] = dataclasses.replace(rows[name], shape=(2 * width, rows[name].shape[1]))
+    norm = Param((width,), (None,), Stored("hidden_norm.weight"), init=None)
+    return {"hidden_norm": norm, **rows}
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Source(HeadSource):
+    """Drafts with an `Eagle3Head`, whose parameters it takes.
+
+    Attributes:
+      cfg: what the head computes.
+      layout: layout of its files, see `specjax.drafts.eagle3_config`.
+      writes: whether `rows` has the tensor `t2d`, too, which is written and never read.
+    """
+
+    cfg: Eagle3Config
+    layout: str = "safeailab"
+    writes: bool = False
+
+    def __post_init__(self):
+        cfg, width = self.cfg, self.cfg.network.hidden_size
+        borrowed = [
+            what
+            for what, lent in (
+                ("embedding", not cfg.own_embedding),
+                ("language-model head", not cfg.own_head),
+                ("final state", cfg.taps == _FINAL),
+            )
+            if lent
+        ]
+        if borrowed and width != cfg.target_width:
+            raise ValueError(
+                f"an EAGLE-3 head that uses the target's {' and '.join(borrowed)} must have the "
+                f"target's width {cfg.target_width}, got {width}; give it its own"
+            )
+        if not cfg.own_ids and cfg.network.vocab_size != cfg.target_vocab:
+            raise ValueError(
+                f"an EAGLE-3 head with {cfg.network.vocab_size} draft tokens of {cfg.target_vocab} "
+                "must list them: set own_ids"
+            )
+
+    # --- making one ------------------------------------------------------------------------------
+
+    @classmethod
+    def of(cls, target: ModelConfig, spec: SpecConfig | None = None) -> Eagle3Source:
+        """Makes a new head for a target, which drafts all of its tokens.
+
+        Raises:
+          ValueError: none of the target's layers has attention.
+        """
+        return cls(new_config(target))
+
+    @classmethod
+    def new(
+        cls,
+        target: ModelConfig,
+        ids: Sequence[int] | None = None,
+        policy: Params | None = None,
+        seed: int = 0,
+    ) -> tuple[Eagle3Source, Params]:
+        """Makes a new head and its starting parameters.
+
+        Args:
+          target: config of the target.
+          ids: the target's token ids that it drafts, in any order; None: all.
+          policy: the target's parameters as they are trained. The head's language-model head and
+            final norm then start as copies of the target's, and its first layer starts from the
+            target's last one, where the shapes are the same; the first 2 D inputs of queries, keys
+            and values, which are new, stay random. None: all parameters are random.
+          seed: seed of the random parameters.
+
+        Raises:
+          ValueError: ids are outside of the vocabulary, or occur twice.
+        """
+        cfg = new_config(target, None if ids is None else len(ids))
+        source = cls(cfg)
+        params = source.init(seed)
+        if ids is not None:
+            params["ids"] = jnp.asarray(_checked_ids(ids, target.vocab_size), jnp.int32)
+        if policy is None:
+            return source, params
+        columns = vocabulary.head_of(policy)
+        if ids is not None:
+            columns = jnp.take(columns, params["ids"], axis=1)
+        dtype, d = params["fc"].dtype, cfg.network.hidden_size
+        params["lm_head"] = columns.astype(dtype)
+        params["norm"] = policy["norm"].astype(dtype)
+        # The last of the states is nearest to the target's own prediction: g starts as that state.
+        fc = params["fc"]
+        params["fc"] = fc.at[-d:].add(jnp.eye(d, dtype=dtype))
+        own, last = params["layers"][0], last_layer(target, policy)
+        last["hidden_norm"] = last["input_norm"]
+        for name, array in own.items():
+            copied = last.get(name)
+            if copied is None:
+                continue
+            if name in ("q", "k", "v") and 2 * len(copied) == len(array):
+                copied = jnp.concatenate([array[:d], copied.astype(dtype)])
+            if copied.shape == array.shape:
+                own[name] = copied.astype(dtype)
+        return source, params
+
+    def init(self, seed: int) -> Params:
+        """See `Draft.init`; the draft tokens are the first ones of the vocabulary."""
+        rngs, depth = nnx.Rngs(seed), self.cfg.network.num_layers
+        dtype = self.cfg.network.run.param_dtype
+
+        def walk(rows):
+            if isinstance(rows, Mapping):
+                return {name: walk(of) for name, of in rows.items()}
+            return draw(rows, rngs, dtype, depth=depth).get_value()
+
+        rows = dataclasses.replace(self, writes=False).rows()
+        tokens = rows.pop("ids", None)
+        params = walk(rows)
+        if tokens is not None:
+            params["ids"] = jnp.arange(*tokens.shape, dtype=jnp.int32)
+        return params
+
+    # --- files -----------------------------------------------------------------------------------
+
+    @classmethod
+    def recognises(cls, raw: Mapping[str, Any], tensors: Mapping[str, Any]) -> bool:
+        return eagle3_config.recognises(raw, tensors)
+
+    @classmethod
+    def read(
+        cls,
+        file: Any,
+        raw: Mapping[str, Any],
+        tensors: Mapping[str, Any],
+        target: ModelConfig,
+        overrides: Mapping[str, Any] | None = None,
+    ) -> Eagle3Source:
+        """See `Draft.read`.
+
+        Args:
+          overrides: settings in place of those of the files, see `eagle3_config.OVERRIDES`.
+        """
+        cfg = eagle3_config.read(file, raw, tensors, target, overrides)
+        return cls(cfg, eagle3_config.layout_of(tensors))
+
+    def rows(self) -> dict[str, Any]:
+        """See `Draft.rows`. `ids` is read from offsets, see `loaded`."""
+        cfg, network = self.cfg, self.cfg.network
+        d, c, states = network.hidden_size, network.vocab_size, len(cfg.taps)
+
+        def norm(name: str, width: int) -> Param:
+            return Param((width,), (None,), Stored(f"{name}.weight"), init=None)
+
+        out: dict[str, Any] = {"norm": norm("norm", d), "layers": {}}
+        if cfg.taps != _FINAL:
+            stored = Stored("fc.weight", True)
+            out["fc"] = Param((states * cfg.target_width, d), ("embed", "mlp"), stored, matrix=True)
+        if cfg.fc_norm == "joined":
+            out["input_norm"] = norm("input_norm", states * cfg.target_width)
+        if cfg.fc_norm == "each":
+            each = {i: norm(f"fc_norm.{i}", cfg.target_width) for i in range(states)}
+            out["fc_norm"] = each
+        for number, layer in enumerate(network.layers):
+            rows = layer_rows(layer, d) if number else first_layer_rows(layer, d)
+            prefix = prefix_of(self.layout, number)
+            out["layers"][number] = {
+                name: dataclasses.replace(
+                    row, stored=row.stored._replace(name=prefix + row.stored.name)
+                )
+                for name, row in rows.items()
+            }
+        if cfg.own_head:
+            stored = Stored("lm_head.weight", True)
+            out["lm_head"] = Param((d, c), ("embed", "vocab"), stored, matrix=True)
+        if cfg.own_embedding:
+            stored = Stored("embed_tokens.weight")
+            out["embed"] = Param((cfg.target_vocab, d), ("vocab", "embed"), stored, table=True)
+        if cfg.own_ids:
+            out["ids"] = Param((c,), (None,), Stored("d2t"), init=0)
+            if self.writes:
+                out["t2d"] = Param((cfg.target_vocab,), (None,), Stored("t2d"), init=0)
+        return out
+
+    def loaded(self, params: Params) -> Params:
+        """Makes ascending `ids` of the files' offsets d2t: column i is of token i + d2t[i]."""
+        if not self.cfg.own_ids:
+            return params
+        offsets = np.asarray(params["ids"], np.int64)
+        ids = np.arange(len(offsets)) + offsets
+        order = np.argsort(ids)
+        params = {**params, "ids": jnp.asarray(ids[order], jnp.int32)}
+        if self.cfg.own_head and not np.array_equal(order, np.arange(len(order))):
+            params["lm_head"] = jnp.take(params["lm_head"], order, axis=1)
+        return params
+
+    def saved(self, layout: str, dtype: str) -> tuple[dict[str, Any], Eagle3Source]:
+        """See `Draft.saved`; the layouts are `speculators` and `safeailab`."""
+        raw = eagle3_config.write(self.cfg, layout, dtype)
+        return raw, dataclasses.replace(self, layout=layout, writes=True)
+
+    def stored(self, params: Params) -> Params:
+        """Makes the offsets d2t (int64 [C]) of `ids`, and `t2d` (bool [V]): which are drafted."""
+        if not self.cfg.own_ids:
+            return params
+        ids = np.asarray(params["ids"], np.int64)
+        drafted = np.zeros(self.cfg.target_vocab, bool)
+        drafted[ids] = True
+        return {**params, "ids": ids - np.arange(len(ids)), "t2d": drafted}
+
+    # --- for the user ----------------------------------------------------------------------------
+
+    def described(self) -> str:
+        cfg, network = self.cfg, self.cfg.network
+        count = network.num_layers
+        drafted = "all" if network.vocab_size == cfg.target_vocab else f"{network.vocab_size}"
+        own = {True: "its own", False: "the target's"}
+        return (
+            f"EAGLE-3 head ({self.layout}): {self._switches()}; {count} "
+            f"layer{'' if count == 1 else 's'} of width {network.hidden_size}, drafts {drafted} of "
+            f"{cfg.target_vocab} tokens, {own[cfg.own_head]} lm_head, {own[cfg.own_embedding]} "
+            "embedding"
+        )
+
+    def suspects(self) -> str:
+        return (
+            f"this EAGLE-3 head is run with {self._switches()}; each of these gives an accept "
+            "length of 1.0 without an error where the head was trained otherwise: compare them "
+            "with the program that trained it"
+        )
+
+    def _switches(self) -> str:
+        cfg = self.cfg
+        taps = "post_norm" if cfg.taps == _FINAL else str(list(cfg.taps))
+        return (
+            f"aux_hidden_state_layer_ids {taps}, norm_before_residual "
+            f"{str(cfg.norm_before_residual).lower()}, fc_norm {cfg.fc_norm}, norm_output "
+            f"{str(cfg.norm_output).lower()}, backbone {cfg.network.model_type}"
+        )
+
+    # --- training --------------------------------------------------------------------------------
+
+    fixed = frozenset({"ids", "embed"})
+
+    def head(self, params: Params) -> tuple[Array, Array | None] | None:
+        """See `Draft.head`. Without a language-model head of its own it is None, although the draft
+        may use a part of the target's columns only: it is then trained over all tokens."""
+        return (params["lm_head"], params.get("ids")) if self.cfg.own_head else None
+
+    def unroll(
+        self, params, policy, states, tokens, positions, segments, context=None
+    ) -> list[Array]:
+        """See `Draft.unroll`. This is EAGLE-3's training-time test: row t of step k takes the
+        head's own output of step k - 1, and sees the rows of step 0 up to its own and its own rows
+        of later steps. An own embedding has no gradient."""
+        head = self.bound(params)
+        hidden, outputs = head.fused(states), []
+        earlier = [[] for _ in self.cfg.network.layers]
+        table = jax.lax.stop_gradient(
+            params["embed"] if self.cfg.own_embedding else policy["embed"]
+        )
+        for step, ids in enumerate(tokens):
+            where = Where("train", positions + step, segments=segments, context=context)
+            embedded = embed_tokens(table, ids, self._target_sized())
+            normed, hidden = head.train(hidden, embedded, where, earlier)
+            outputs.append(normed)
+        return outputs
+
+    def _target_sized(self) -> ModelConfig:
+        """Returns the network's config with the target's number of tokens."""
+        return self.cfg.network.replace(vocab_size=self.cfg.target_vocab)
+
+    # --- drafting --------------------------------------------------------------------------------
+
+    @property
+    def needs(self) -> DraftNeeds:
+        return DraftNeeds(self.cfg.taps, self.modules, WINDOW)
+
+    @property
+    def network(self) -> ModelConfig:
+        return self.cfg.network
+
+    def with_network(self, cfg: ModelConfig) -> Eagle3Source:
+        return dataclasses.replace(self, cfg=dataclasses.replace(self.cfg, network=cfg))
+
+    def axes(self) -> Axes:
+        def tables(rows):
+            for name, row in rows.items():
+                if not isinstance(row, Mapping):
+                    yield {name: row.axes}
+                elif name == "fc_norm":
+                    yield {name: (None,)}
+                else:
+                    yield from tables(row)
+
+        columns = {"lm_head": ("embed", "vocab")}  # also those of the entry `vocabulary`
+        return merge_axes([*tables(self.rows()), columns])
+
+    def pack(self, params: Params) -> Params:
+        """See `Draft.pack`; for a number format layers are fused, unless a mesh splits them."""
+        run, of = self.network.run, dataclasses.replace(self, writes=False).rows()
+        fixed = {name: params[name] for name in ("ids",) if name in params}
+        params = cast({k: v for k, v in params.items() if k not in fixed}, run.compute_dtype)
+        if run.fused and run.products != PLAIN:
+            params["layers"] = {i: fuse(w, of["layers"][i]) for i, w in params["layers"].items()}
+            of["layers"] = {i: fused_rows(rows) for i, rows in of["layers"].items()}
+        return {**pack(params, of, self.network), **fixed}
+
+    def columns(self, params: Params, target: Params, ids: Int[Array, " C"]) -> Params:
+        """See `Draft.columns`; tokens that the head does not draft stand for no token."""
+        source = params if self.cfg.own_head else target
+        head, at = vocabulary.head_of(source), ids
+        if self.cfg.own_ids:
+            own = params["ids"]
+            place = jnp.minimum(jnp.searchsorted(own, ids), len(own) - 1)
+            ids = jnp.where(own[place] == ids, ids, self.cfg.target_vocab)
+            order = jnp.argsort(ids)
+            ids, at = ids[order], (place if self.cfg.own_head else at)[order]
+        entry = vocabulary.columns(head, at, self.network)
+        return {**entry, "ids": ids}
+
+    @property
+    def taps_width(self) -> int:
+        return len(self.cfg.taps) * self.cfg.target_width
+
+    def bound(self, params: Params) -> Eagle3Head:
+        return Eagle3Head(self.cfg, params)
+
+    def fused(self, head: Eagle3Head, states):
+        return head.fused(states)
+
+    def embedded(self, model, head: Eagle3Head, tokens):
+        """Looks up the embeddings of tokens in the head's own table, or in the target's."""
+        if self.cfg.own_embedding:
+            return embed_tokens(head.w["embed"], tokens, self._target_sized())
+        return model.embed_tokens(tokens)
+
+    def module_pages(self, room: Room) -> tuple:
+        run = self.network.run
+        return tuple(layer.mixer.empty(run, room).pages for layer in self.network.layers)
+
+    def run_module(self, head: Eagle3Head, index, hidden, embedded, where, pages, scratch=None):
+        return head.decode(hidden, embedded, where, pages, scratch)
+
+    def own_proposal(self, model, params: Params, normed) -> Proposal:
+        """Multiplies by the head's columns, or takes its tokens of the target's logits."""
+        ids = params.get("ids")
+        if self.cfg.own_head:
+            return Proposal(lm_logits(normed, params["lm_head"]), ids)
+        logits = lm_logits(normed, model.head_weight())
+        return Proposal(logits if ids is None else jnp.take(logits, ids, axis=-1), ids)
+
+
+# --- a new head -----------------------------------------------------------------------------------
+
+
+def new_config(target: ModelConfig, columns: int | None = None) -> Eagle3Config:
+    """Returns the config of a new head: one layer like the target's last one with attention.
+
+    It has no window and no biases, takes the states {2, L // 2, L - 3} (as far as they are
+    different boundaries from 1 to L), and has a language-model head of its own.
+
+    Args:
+      columns: number of draft tokens, which its parameters then list; None: all.
+
+    Raises:
+      ValueError: none of the target's layers has attention.
+    """
+    count, mixers = target.num_layers, [layer.mixer for layer in target.layers]
+    found = [mixer for mixer in mixers if isinstance(mixer, Attention)]
+    if not found:
+        raise ValueError(
+            "a new EAGLE-3 head has attention like the target's, and none of the target's layers "
+            f"has any, got {', '.join(sorted({mixer.kind for mixer in mixers}))}; draft from "
+            "n-grams or with a standalone model"
+        )
+    last, dense = found[-1], [x.mlp for x in target.layers if isinstance(x.mlp, Dense)]
+    mixer = Attention(
+        last.num_heads,
+        last.num_kv_heads,
+        last.head_dim,
+        last.rope,
+        qk_norm=last.qk_norm,
+        norm_eps=target.rms_norm_eps,
+    )
+    # Where all of the target's layers have experts there is no width to take over.
+    inner = dense[-1].intermediate_size if dense else 4 * target.hidden_size
+    network = ModelConfig(
+        vocab_size=target.vocab_size if columns is None else columns,
+        hidden_size=target.hidden_size,
+        layers=(Layer(mixer, Dense(inner)),),
+        model_type="qwen3" if mixer.qk_norm else "llama",
+        rms_norm_eps=target.rms_norm_eps,
+        tie_embeddings=False,
+        max_position=target.max_position,
+        run=target.run,
+    )
+    taps = {min(max(tap, 1), count) for tap in (2, count // 2, count - 3)}
+    return Eagle3Config(
+        network=network,
+        target_width=target.hidden_size,
+        target_vocab=target.vocab_size,
+        taps=tuple(sorted(taps)),
+        own_ids=columns is not None,
+    )
+
+
+def _checked_ids(ids: Sequence[int], vocab: int) -> np.ndarray:
+    """Returns token ids in ascending order."""
+    found = np.sort(np.asarray(ids, np.int64))
+    if not found.size or found[0] < 0 or found[-1] >= vocab or (np.diff(found) == 0).any():
+        raise ValueError(
+            f"draft tokens must be different ids from 0 to {vocab - 1}, got {len(found)} ids"
+            + (f" from {found[0]} to {found[-1]}" if found.size else "")
+            + "; count the tokens of texts of this model's tokenizer"
+        )
+    return found
