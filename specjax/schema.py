@@ -51,6 +51,7 @@ def option(
     below: float | None = None,
     infinite: bool = False,
     own: bool = False,
+    kind: Any = None,
 ) -> Any:
     """Makes a documented dataclass field.
 
@@ -63,8 +64,11 @@ def option(
         below: exclusive upper bound of a number.
         infinite: whether a number may be infinite.
         own: whether a user's own path `module:attribute` is allowed beside the choices.
+        kind: the type of a field that is annotated with `Any`, because OmegaConf has no such type:
+            `str | list[str]`, with or without None.
     """
     metadata = {
+        "kind": kind,
         "doc": doc,
         "choices": None if choices is None else tuple(choices),
         "bounds": Bounds(least, below, infinite),
@@ -215,7 +219,7 @@ def _keys_below(schema_cls: type, prefix: str = "", section_default: Any = None)
     hints = typing.get_type_hints(schema_cls)
     docs = attribute_docs(schema_cls)
     for field in dataclasses.fields(schema_cls):
-        kind = hints[field.name]
+        kind = field.metadata.get("kind") or hints[field.name]
         inner = _section_of(kind)
         section = inner is not None
         default = field.default
@@ -342,7 +346,7 @@ def read(text: str, key: Key | None) -> Any:
     Raises:
       ValueProblem: the text is not YAML.
     """
-    if key is not None and _is_text(key.type):
+    if key is not None and _is_text(key.type, text):
         return _text(text, nullable=type(None) in _options(key.type))
     try:
         return yaml.load(text, Yaml)
@@ -401,6 +405,8 @@ def _checked(kind: Any, value: Any) -> Any:
             return None
         raise ValueProblem(f"expected {expected(kind)}, got null")
     plain = [option for option in options if option is not type(None)]
+    if plain == [str, list[str]]:
+        plain = [list[str] if isinstance(value, list) else str]
     if len(plain) != 1 or plain[0] is Any:
         return value
     asked, kind = kind, plain[0]
@@ -486,6 +492,8 @@ def expected(kind: Any) -> str:
     """A type in words, followed by its name, such as "a whole number (int)"."""
     options = _options(kind)
     plain = [option for option in options if option is not type(None)]
+    if plain == [str, list[str]]:
+        return "text (str), or a list such as [a, b]" + " or null" * (len(options) > len(plain))
     if len(plain) != 1:
         return f"a {type_name(kind)}"
     kind, null = plain[0], " or null" if type(None) in options else ""
@@ -513,5 +521,7 @@ def _options(kind: Any) -> tuple[Any, ...]:
     return typing.get_args(kind) if union else (kind,)
 
 
-def _is_text(kind: Any) -> bool:
-    return [option for option in _options(kind) if option is not type(None)] == [str]
+def _is_text(kind: Any, text: str) -> bool:
+    """Whether the text of a setting of this type is taken as it stands."""
+    plain = [option for option in _options(kind) if option is not type(None)]
+    return plain == [str] or (plain == [str, list[str]] and not text.lstrip().startswith("["))

@@ -1,8 +1,8 @@
 """Problems for RL and demonstrations for SFT, their order and their token ids.
 
-They are generated (`sums`, see `train.tasks.sums`), or rows of a file: JSON lines, a JSON array or
-parquet, each optionally gzipped. The columns of a row decide its task (`train.tasks`). The hash of
-a question decides its split, so the splits cannot overlap.
+They are generated (`sums`, see `train.tasks.sums`), or rows of files (`train.tasks.files`). The
+columns of a row decide its task (`train.tasks`). The hash of a question decides its split, so the
+splits cannot overlap.
 
 `python -m train.data PATH --model MODEL` prints rows as the model will see them, and their problems
 (`train.data_report`).
@@ -37,7 +37,7 @@ from train import tasks
 from train.answers.extract import each_gold
 from train.schema import SUMS, DataConfig, fill_template
 from train.tasks import sums
-from train.tasks.files import read_rows
+from train.tasks.files import find_files, read_rows
 from train.tasks.layout import (
     Demonstration,
     Example,
@@ -47,6 +47,7 @@ from train.tasks.layout import (
     check_split,
     split_of,
 )
+from train.tasks.prompt import keyed
 
 PAD_TOKEN, EOS_TOKEN = "<|pad|>", "<|eos|>"
 
@@ -114,7 +115,7 @@ def find_task(cfg: DataConfig) -> Task | None:
 
     Raises:
       ValueError: no task has the columns of the first row, or a path is missing.
-      FileNotFoundError: the file does not exist.
+      FileNotFoundError: a file does not exist.
     """
     if cfg.task == SUMS or (cfg.task == "auto" and not cfg.path):
         if cfg.heldout_path:
@@ -124,16 +125,21 @@ def find_task(cfg: DataConfig) -> Task | None:
             )
         return None
     cfg.require_path()
-    if cfg.task != "auto":
-        return tasks.find_task(cfg.task)
-    return recognise_file(cfg.path)
+    return _task_of(cfg, cfg.path)
 
 
-def recognise_file(path: str | Path) -> Task:
-    """The task of a file's rows, by the columns of the first one.
+def _task_of(cfg: DataConfig, path: str | Sequence[str]) -> Task:
+    """The task of the rows of a path, by the settings or the columns of the first row."""
+    if cfg.prompt_key or cfg.answer_key:
+        return keyed(cfg.prompt_key, cfg.answer_key)
+    return tasks.find_task(cfg.task) if cfg.task != "auto" else recognise_file(path)
+
+
+def recognise_file(path: str | Path | Sequence[str]) -> Task:
+    """The task of the rows of a file, or of several, by the columns of the first one.
 
     Raises:
-      ValueError: the file is empty, or no task knows these columns.
+      ValueError: there are no rows, or no task knows these columns.
     """
     _, row = next(read_rows(path), (None, None))
     if row is None:
@@ -143,7 +149,8 @@ def recognise_file(path: str | Path) -> Task:
         raise ValueError(
             f"{path}: cannot tell what its rows mean: the columns are "
             f"{', '.join(row) or '(none)'}, and the tasks known are {tasks.known_tasks()}; "
-            "rename the columns, or set data.task to module:attribute, a task of your own"
+            "name two of them as data.prompt_key and data.answer_key, or set data.task to "
+            "module:attribute, a task of your own"
         )
     return task
 
@@ -155,10 +162,10 @@ def default_reward(cfg: DataConfig) -> str:
 
 
 class Table(NamedTuple):
-    """The rows of a file.
+    """The rows of a file, or of several.
 
     Attributes:
-      examples: the rows, each with its place in the file for messages.
+      examples: the rows, each with its place in its file for messages.
       duplicates: number of rows whose prompt and answer an earlier row has; they are among the
         examples unless they were dropped.
     """
@@ -167,22 +174,23 @@ class Table(NamedTuple):
     duplicates: int
 
 
-def read_table(path: str | Path, task: Task, duplicates: str = "keep") -> Table:
-    """Reads all rows of a file.
+def read_table(path: str | Path | Sequence[str], task: Task, duplicates: str = "keep") -> Table:
+    """Reads all rows of a file, or of all files that paths stand for (`train.tasks.files`).
 
     Raises:
-      FileNotFoundError: the file does not exist.
-      ValueError: the file is empty, or the task cannot read a row; the message names it.
+      FileNotFoundError: a file does not exist.
+      ValueError: there are no rows, or the task cannot read one; the message names it.
     """
-    status = Path(path).stat() if Path(path).is_file() else None
-    stamp = status and (status.st_mtime_ns, status.st_size)
-    return _read_table(str(path), stamp, task, duplicates)
+    files = find_files(str(path) if isinstance(path, Path) else path)
+    stamps = [file.stat() if file.is_file() else None for file in files]
+    stamp = tuple(status and (status.st_mtime_ns, status.st_size) for status in stamps)
+    return _read_table(tuple(map(str, files)), stamp, task, duplicates)
 
 
 @functools.lru_cache(maxsize=2)  # for both splits of a file, or two files
-def _read_table(path: str, stamp: Any, task: Task, duplicates: str) -> Table:
+def _read_table(paths: tuple[str, ...], stamp: Any, task: Task, duplicates: str) -> Table:
     examples, seen, repeated = [], {}, 0
-    for place, row in read_rows(path):
+    for place, row in read_rows(paths):
         try:
             example = task.read(row)
         except RowError as error:
@@ -199,7 +207,7 @@ def _read_table(path: str, stamp: Any, task: Task, duplicates: str) -> Table:
             example = dataclasses.replace(example, prompt=known.prompt)  # stored once in memory
         examples.append((place, example))
     if not examples:
-        raise ValueError(f"{path}: the file is empty; expected one row per problem")
+        raise ValueError(f"{', '.join(paths)}: the file is empty; expected one row per problem")
     return Table(examples, repeated)
 
 
@@ -215,7 +223,7 @@ def _examples(cfg: DataConfig, task: Task, split: str) -> list[tuple[str, Exampl
     check_split(split)
     every = read_table(cfg.path, task, cfg.duplicates).examples
     if cfg.heldout_path:
-        own = task if cfg.task != "auto" else recognise_file(cfg.heldout_path)
+        own = _task_of(cfg, cfg.heldout_path)
         found = read_table(cfg.heldout_path, own, cfg.duplicates).examples
         if split == "train":
             heldout = {question_of(example.prompt) for _, example in found}
@@ -223,7 +231,7 @@ def _examples(cfg: DataConfig, task: Task, split: str) -> list[tuple[str, Exampl
             if len(found) < len(every):
                 log.warning(
                     "left out %d questions of %s that %s holds out",
-                    len(every) - len(found), cfg.path, cfg.heldout_path,
+                    len(every) - len(found), cfg.named, cfg.heldout_path,
                 )  # fmt: skip
     else:
         found = [row for row in every if split_of(question_of(row[1].prompt)) == split]
@@ -231,7 +239,7 @@ def _examples(cfg: DataConfig, task: Task, split: str) -> list[tuple[str, Exampl
         found = found[: cfg.heldout_size]
     if not found:
         raise EmptySplitError(
-            f"{cfg.path}: no question is left for the split {split!r}; add more rows, or set "
+            f"{cfg.named}: no question is left for the split {split!r}; add more rows, or set "
             "data.heldout_path"
         )
     return found
@@ -242,7 +250,7 @@ def _prompt(cfg: DataConfig, task: Task, example: Example, chat: bool) -> str | 
         if cfg.prompt_template is not None:
             raise ValueError(
                 "data.prompt_template is for prompts that are text, and those of "
-                f"{cfg.path} are conversations; leave it out"
+                f"{cfg.named} are conversations; leave it out"
             )
         return example.prompt
     template = cfg.prompt_template

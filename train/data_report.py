@@ -7,7 +7,9 @@ reward cannot give 1.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -96,6 +98,25 @@ def _gold(scorer: Scorer, problems: Sequence[Problem], count: int) -> Iterator[s
         yield f"  {row_name(row)}: {reason}"
 
 
+def _paths_and_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Splits arguments into paths, and settings: `key=value`, or `--key` and its value."""
+    paths, settings, rest = [], [], [*arguments]
+    while rest:
+        argument = rest.pop(0)
+        if argument.startswith("--"):
+            settings.append(argument.replace("--data.", "--", 1))
+            if "=" not in argument and rest:
+                settings.append(rest.pop(0))
+        elif _SETTING.match(argument) and not os.path.exists(argument):
+            settings.append(argument.removeprefix("data."))
+        else:
+            paths.append(argument)
+    return paths, settings
+
+
+_SETTING = re.compile(r"[\w.-]+=")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line of the report.
 
@@ -104,13 +125,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     parser = argparse.ArgumentParser(
         prog="python -m train.data",
-        usage="%(prog)s PATH --model MODEL [flags] [key=value ...]",
+        usage="%(prog)s PATH ... --model MODEL [flags] [key=value ...]",
         description="Shows rows of data as a model will see them, and their problems.",
-        epilog=f"Settings of the section `data` of train.rl: {describe(DataConfig)}",
+        epilog="PATH is a file of rows, a pattern, a directory, or a folder of "
+        f"datasets.save_to_disk.\nSettings of the section `data` of train.rl: {describe(DataConfig)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("path", metavar="PATH", help="file of rows")
     parser.add_argument(
         "--model",
         required=True,
@@ -125,9 +146,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--max-prompt-tokens", type=int, metavar="N", help="count prompts that are longer"
     )
-    flags, settings = parser.parse_known_args(argv)
-    settings = [f"path={flags.path}", *(setting.removeprefix("data.") for setting in settings)]
+    flags, rest = parser.parse_known_args(argv)
+    paths, settings = _paths_and_settings(rest)
     cfg, _ = parse_config(DataConfig, settings, "train.data")
+    if paths and cfg.path is not None:
+        parser.error(f"path={cfg.named} and {', '.join(paths)}: name the rows once")
+    if not paths and cfg.path is None:
+        parser.error("expected a path of rows (PATH)")
+    if paths:
+        cfg = dataclasses.replace(cfg, path=paths[0] if len(paths) == 1 else paths)
     try:
         model = find_model(flags.model, flags.revision, weights=False)
         tokenizer = load_tokenizer(tokenizer_dir(model))

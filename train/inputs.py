@@ -43,7 +43,7 @@ def require_template(cfg: RLConfig | SFTConfig, prompt: str | Sequence[Message])
         return
     if key in typed_in(cfg) or "data.chat" not in typed_in(cfg):
         raise ConfigError(
-            f"{key}={show(asked)} changes nothing: the prompts of {cfg.data.path} are text, and "
+            f"{key}={show(asked)} changes nothing: the prompts of {cfg.data.named} are text, and "
             "with data.chat=off no chat template is applied; leave out one of them"
         )
 
@@ -227,7 +227,7 @@ def describe_data(cfg: DataConfig, chat: bool, model: object, reward: str | None
         said = f"data: the embedded task {SUMS}"
     else:
         table = data.read_table(cfg.path, task, cfg.duplicates)
-        said = f"data: {cfg.path}, {len(table.examples)} rows read as {task.name}"
+        said = f"data: {cfg.named}, {len(table.examples)} rows read as {task.name}"
         said += f" ({task.columns})"
         if table.duplicates:
             done = "dropped" if cfg.duplicates == "drop" else "kept"

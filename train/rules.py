@@ -65,7 +65,7 @@ _DATA = (
         "out one of them",
     ),
     Needs(
-        ("data.duplicates",),
+        ("data.duplicates", "data.prompt_key", "data.answer_key"),
         lambda v: not _generates_sums(v),
         "the task is sums, which is generated and has no rows; set data.path=FILE, or leave it out",
     ),

@@ -114,8 +114,8 @@ class DataConfig:
     """Origin and layout of problems and demonstrations.
 
     Attributes:
-      path: training file: JSON lines, a JSON array or parquet, each perhaps gzipped.
-      heldout_path: held-out file; None holds out a sixteenth of `path`, chosen by hash.
+      prompt_key: column of the prompt, text or messages, where rows have a layout of their own.
+      answer_key: column of the gold answer; a name with dots leads into mappings.
       seed: seed of generated problems and demonstrations, and of the order of training.
       prompt_template: format string with `{question}` for prompts that are text; None takes the
         task's own, or the question alone where a chat template is applied.
@@ -142,8 +142,19 @@ class DataConfig:
         "what rows mean: auto, by their columns (and the generated `sums` without a path); sums; "
         f"{', '.join(TASKS.names)}; or module:attribute, a task of your own (docs/extend.md)",
     )
-    path: str | None = None
-    heldout_path: str | None = None
+    path: Any = option(
+        None,
+        "rows to train on: a file (JSON lines, a JSON array, parquet or Arrow, each perhaps "
+        "gzipped), a pattern, a directory, a folder of datasets.save_to_disk, or a list of these",
+        kind=str | list[str] | None,
+    )
+    heldout_path: Any = option(
+        None,
+        "rows that are held out, likewise; null: a sixteenth of data.path, chosen by hash",
+        kind=str | list[str] | None,
+    )
+    prompt_key: str | None = None
+    answer_key: str | None = None
     seed: int = 0
     prompt_template: str | None = None
     chat: str = "auto"
@@ -170,6 +181,15 @@ class DataConfig:
                 raise ValueError(
                     f"data.{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}"
                 )
+        for name in ("path", "heldout_path"):
+            paths = getattr(self, name)
+            if paths is not None and (not paths or "" in paths and isinstance(paths, list)):
+                raise ValueError(f"data.{name}: expected a path, or several in a list, got {paths}")
+        if (self.prompt_key or self.answer_key) and self.task not in ("auto", "prompt"):
+            raise ValueError(
+                "data.prompt_key and data.answer_key say which columns are the prompt and the "
+                f"answer, and so does data.task={self.task}; leave out one of them"
+            )
         if self.task == SUMS and self.path:
             raise ValueError(
                 f"data.task={SUMS} is generated and reads no file, but data.path="
@@ -190,6 +210,11 @@ class DataConfig:
             )
         if self.prompt_template is not None:
             fill_template(self.prompt_template, "")
+
+    @property
+    def named(self) -> str:
+        """The path, or the paths, for messages."""
+        return self.path if isinstance(self.path, str) else ", ".join(self.path or ())
 
     def require_path(self) -> None:
         """Raises ValueError if the task reads a file and `path` is not set."""

@@ -117,7 +117,7 @@ def _require_calculator(cfg: SFTConfig) -> None:
         return
     if task.name != "gsm8k":
         raise ConfigError(
-            f"{key}=false changes nothing: such annotations are GSM8K's, and {cfg.data.path} is "
+            f"{key}=false changes nothing: such annotations are GSM8K's, and {cfg.data.named} is "
             f"read as {task.name}; leave it out"
         )
 

@@ -308,6 +308,10 @@ def problems(cfg):
     return len(found), [found[i].prompt for i in range(5)]
 
 
+def answers(cfg):
+    return [problem.answer for problem in data.problems(cfg.data, "train")[:5]]
+
+
 def heldout(cfg):
     found = data.problems(cfg.data, "heldout")
     return len(found), [found[i].prompt for i in range(min(3, len(found)))]
@@ -360,6 +364,8 @@ DATA = {
     "data.task": Row("prompt", lambda cfg: outcome(lambda: problems(cfg)), {"data.path": DAPO}),
     "data.path": Row(GSM8K, problems),
     "data.heldout_path": Row(HELDOUT, problems, {"data.path": GSM8K}),
+    "data.prompt_key": Row("answer", problems, {"data.path": GSM8K}),
+    "data.answer_key": Row("question", answers, {"data.path": GSM8K}),
     "data.seed": Row(7, order),
     "data.prompt_template": Row("Q: {question}", problems, {"data.path": GSM8K}),
     "data.chat": Row("off", first_prompt),

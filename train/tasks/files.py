@@ -1,37 +1,128 @@
-"""Reads the rows of a file: JSON lines, a JSON array or parquet, each optionally gzipped.
+"""Reads rows of data: files, directories of files, and folders of `datasets.save_to_disk`.
 
-The first bytes decide the format, not the name.
+A file is JSON lines, a JSON array, parquet or Arrow, each optionally gzipped. Its first bytes
+decide the format, not its name.
 """
 
 from __future__ import annotations
 
+import glob
 import gzip
 import io
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from specjax.checked_json import pointer_problem
 
-FORMATS = "JSON lines, a JSON array of objects, or parquet, each perhaps gzipped"
+FORMATS = "JSON lines, a JSON array of objects, parquet or Arrow, each perhaps gzipped"
 _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
+_ARROW_FILE, _ARROW_STREAM = b"ARROW1", b"\xff\xff\xff\xff"
+# What the names of data files end in, in a directory.
+_NAME = re.compile(r"[^.].*\.(jsonl|json|parquet|arrow)(\.gz)?", re.IGNORECASE)
+_NO_ROWS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+_SPLIT = re.compile(r"(train|test|valid|validation|dev|eval)(?![a-z])", re.IGNORECASE)
 
 
-def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (place for messages, row) for every row in order; blank lines are skipped.
+def find_files(paths: str | Sequence[str]) -> list[Path]:
+    """The files of rows that a path, or several, stand for, in order.
+
+    Each path is a file, a pattern such as `data/train-*.parquet`, a directory whose files are taken
+    in the order of their names (not those of its subdirectories), or a folder of
+    `datasets.save_to_disk`. A file that does not exist is returned as it is.
 
     Raises:
-      FileNotFoundError: the file does not exist.
-      ValueError: the file has none of the formats, or a row is damaged.
+      ValueError: a directory has no files of rows, or those of several splits; a pattern matches
+        nothing; or a file is named twice.
     """
-    path = Path(path)
+    found: list[Path] = []
+    for path in [paths] if isinstance(paths, str) else paths:
+        found += _files_of(str(path))
+    twice = next((path for path in found if found.count(path) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{twice}: the file is named twice among {paths}; name it once")
+    return found
+
+
+def _files_of(text: str) -> list[Path]:
+    path = Path(text)
     if path.is_dir():
+        return _files_in(path)
+    if path.exists() or not glob.has_magic(text):
+        return [path]
+    matches = sorted(Path(match) for match in glob.glob(text))
+    if not matches:
+        raise ValueError(f"{text}: no file matches the pattern; expected rows as {FORMATS}")
+    return [file for match in matches for file in (_files_in(match) if match.is_dir() else [match])]
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """The files of rows of a directory."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = json.loads((folder / "dataset_dict.json").read_text()).get("splits", [])
         raise ValueError(
-            f"{path}: expected a file of rows ({FORMATS}), got a directory; name one of its files"
+            f"{folder}: datasets.save_to_disk wrote several splits ({', '.join(splits)}); name one "
+            f"of them, such as {folder / (splits[0] if splits else 'train')}"
         )
+    if (folder / "state.json").is_file():
+        return _saved_to_disk(folder)
+    files = sorted(
+        path
+        for path in folder.iterdir()
+        if path.is_file() and _NAME.fullmatch(path.name) and path.name not in _NO_ROWS
+    )
+    if not files:
+        inside = sorted(path.name for path in folder.iterdir() if path.is_dir())
+        hint = f"; its subdirectories are {', '.join(inside)}: name one" if inside else ""
+        raise ValueError(
+            f"{folder}: expected a directory with files of rows (.jsonl, .json, .parquet or "
+            f".arrow, each perhaps .gz), got none{hint}"
+        )
+    splits = {m[1].lower() for m in (_SPLIT.match(path.name) for path in files) if m}
+    if len(splits) > 1:
+        raise ValueError(
+            f"{folder}: its files are those of several splits ({', '.join(sorted(splits))}); name "
+            f"one, such as {folder / 'train-*'}, and another as data.heldout_path"
+        )
+    return files
+
+
+def _saved_to_disk(folder: Path) -> list[Path]:
+    """The Arrow files of a folder of `datasets.save_to_disk`, in the order of its rows."""
+    try:
+        state = json.loads((folder / "state.json").read_text())
+        files = [folder / file["filename"] for file in state["_data_files"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{folder / 'state.json'}: expected what datasets.save_to_disk writes, with "
+            f"_data_files, got something else ({type(error).__name__}: {error}); save it again"
+        ) from error
+    if state.get("_indices_data_files") or state.get("_indices_files"):
+        raise ValueError(
+            f"{folder}: it was saved with an order of rows in files of its own, as old versions of "
+            "datasets did; load it, and save it again after flatten_indices()"
+        )
+    return files
+
+
+def read_rows(paths: str | Path | Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (place for messages, row) for every row in order; blank lines are skipped.
+
+    Args:
+      paths: one path or several, see `find_files`.
+
+    Raises:
+      FileNotFoundError: a file does not exist.
+      ValueError: a file has none of the formats, or a row is damaged; and as in `find_files`.
+    """
+    for path in find_files(str(paths) if isinstance(paths, Path) else paths):
+        yield from _read_file(path)
+
+
+def _read_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if not path.is_file():
         raise FileNotFoundError(
             f"{path}: no such file; expected rows as {FORMATS} (set data.path and "
@@ -60,30 +151,47 @@ def _rows(file, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     buffered = io.BufferedReader(file)
     start = buffered.peek(64)[:64]
     if start.startswith(_PARQUET):
-        yield from _parquet(buffered, path)
+        yield from _tables(buffered, path, "parquet")
+    elif start.startswith((_ARROW_FILE, _ARROW_STREAM)):
+        yield from _tables(buffered, path, "Arrow")
     elif start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
         yield from _array(buffered, path)
     else:
         yield from _lines(buffered, path)
 
 
-def _parquet(file, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _tables(file, path: Path, kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
     import pyarrow
-    import pyarrow.parquet
 
     number = 0
     try:
         # Parquet is read from its end, so a gzipped file has to be unpacked first.
         zipped = isinstance(file.raw, gzip.GzipFile)
-        table = pyarrow.parquet.ParquetFile(io.BytesIO(file.read()) if zipped else file)
-        for batch in table.iter_batches(batch_size=1024):  # the caller may need the first rows only
+        for batch in _batches(io.BytesIO(file.read()) if zipped else file, kind):
             for row in batch.to_pylist():
                 number += 1
                 yield f"{path}: row {number}", row
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"{path}: the parquet file is damaged ({_one_line(error)}); fetch it again"
+            f"{path}: the {kind} file is damaged ({_one_line(error)}); fetch it again"
         ) from error
+
+
+def _batches(file, kind: str) -> Iterator[Any]:
+    """The record batches of a table, one at a time: the caller may need the first rows only."""
+    import pyarrow.ipc
+    import pyarrow.parquet
+
+    if kind == "parquet":
+        yield from pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1024)
+        return
+    start = file.read(len(_ARROW_FILE))
+    file.seek(0)
+    if start == _ARROW_FILE:
+        table = pyarrow.ipc.open_file(file)
+        yield from (table.get_batch(i) for i in range(table.num_record_batches))
+    else:
+        yield from pyarrow.ipc.open_stream(file)
 
 
 def _array(file, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -3,7 +3,12 @@
 The gold answer is the first of the columns `answer`, `ground_truth`, `solution` and `target` that
 the row has; a row without one needs a reward of your own. `completion` is a demonstration. Rewards
 get all columns by their names.
+
+`data.prompt_key` and `data.answer_key` name other columns (`keyed`).
 """
+
+import functools
+from collections.abc import Mapping
 
 from train.answers.extract import Gold
 from train.tasks.layout import (
@@ -23,12 +28,12 @@ from train.tasks.layout import (
 GOLD_COLUMNS = ("answer", "ground_truth", "solution", "target")
 
 
-def read_prompt(row: Row) -> str | tuple[Message, ...]:
-    """The column `prompt`: text, which is not stripped, or a conversation."""
-    if isinstance(row.get("prompt"), str):
-        text_of(row, "prompt")  # raises if it is empty or all spaces
-        return row["prompt"]
-    return up_to_answer(messages_of(row.get("prompt"), "prompt"), "prompt")
+def read_prompt(row: Row, column: str = "prompt") -> str | tuple[Message, ...]:
+    """The column of the prompt: text, which is not stripped, or a conversation."""
+    if isinstance(row.get(column), str):
+        text_of(row, column)  # raises if it is empty or all spaces
+        return row[column]
+    return up_to_answer(messages_of(row.get(column), column), column)
 
 
 def gold_of_row(row: Row) -> Gold | None:
@@ -38,7 +43,12 @@ def gold_of_row(row: Row) -> Gold | None:
 
 
 def _read(row: Row) -> Example:
-    gold = gold_of_row(row) or ""
+    prompt, gold = read_prompt(row), gold_of_row(row) or ""
+    return Example(prompt, gold, _completion(row), others(row, "prompt"))
+
+
+def _completion(row: Row) -> str | None:
+    """The demonstration in the column `completion`; None without one."""
     completion, response = row.get("completion"), None
     if isinstance(completion, str):
         response = completion
@@ -50,7 +60,7 @@ def _read(row: Row) -> Example:
                 f"{shown(completion)}"
             )
         response = turns[0]["content"]
-    return Example(read_prompt(row), gold, response, others(row, "prompt"))
+    return response
 
 
 TASK = Layout(
@@ -59,3 +69,54 @@ TASK = Layout(
     recognises=lambda columns: "prompt" in columns,
     read=_read,
 )
+
+# Columns that may hold the prompt where `data.answer_key` alone is set.
+PROMPT_COLUMNS = ("prompt", "messages", "question", "problem")
+
+
+@functools.cache
+def keyed(prompt_key: str | None, answer_key: str | None) -> Layout:
+    """The layout of rows whose prompt and gold answer are in columns of the user's choice.
+
+    Args:
+      prompt_key: column of the prompt, text or a conversation; None for the first of
+        `PROMPT_COLUMNS` that the row has.
+      answer_key: column of the gold answer, or of several; None for the first of `GOLD_COLUMNS`
+        that the row has.
+
+    A name with dots leads into mappings: `reward_model.ground_truth`.
+    """
+
+    def read(row: Row) -> Example:
+        key = prompt_key or next((name for name in PROMPT_COLUMNS if row.get(name) is not None), "")
+        key = key or PROMPT_COLUMNS[0]
+        prompt = read_prompt({key: _value_of(row, key, "data.prompt_key")}, key)
+        if answer_key is not None:
+            gold = gold_of(_value_of(row, answer_key, "data.answer_key"), answer_key)
+        else:
+            gold = gold_of_row(others(row, key)) or ""
+        return Example(prompt, gold, _completion(row), others(row, key))
+
+    return Layout(
+        name="prompt",
+        columns=f"{prompt_key or ', '.join(PROMPT_COLUMNS)}: the prompt; "
+        f"{answer_key or ', '.join(GOLD_COLUMNS)}: the answer",
+        recognises=lambda columns: True,
+        read=read,
+    )
+
+
+def _value_of(row: Row, key: str, setting: str):
+    """The value of a column, or of an entry of mappings in it.
+
+    Raises:
+      RowError: there is no such column or entry.
+    """
+    if key in row:
+        return row[key]
+    found = row
+    for part in key.split("."):
+        if not isinstance(found, Mapping) or part not in found:
+            raise RowError(f"expected a column {key!r} ({setting}), got a row without it")
+        found = found[part]
+    return found

@@ -1,0 +1,258 @@
+"""Directories, lists and patterns of files, folders of `datasets.save_to_disk`, columns by name."""
+
+import gzip
+import json
+import sys
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from specjax.command_line import parse_config
+from train import data, data_report
+from train.inputs import describe_data
+from train.schema import DataConfig, RLConfig, SFTConfig
+from train.scoring import Scorer
+
+PROBLEMS = [{"problem": f"{i}+1=", "answer": str(i + 1)} for i in range(40)]
+HELD = {"problem": "Which number is even?", "answer": "2"}
+
+
+def lines(rows) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def parquet(rows) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink)
+    return sink.getvalue().to_pybytes()
+
+
+def arrow(rows, new=pyarrow.ipc.new_stream) -> bytes:
+    """Several record batches, as `datasets` writes them."""
+    sink, table = pyarrow.BufferOutputStream(), pyarrow.Table.from_pylist(rows)
+    with new(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    return sink.getvalue().to_pybytes()
+
+
+def saved_to_disk(folder, rows, shards=2, **state):
+    """What `datasets.save_to_disk` writes; `datasets` itself is not needed to read it."""
+    folder.mkdir(parents=True)
+    names = [f"data-{i:05d}-of-{shards:05d}.arrow" for i in range(shards)]
+    size = -(-len(rows) // shards)
+    for i, name in enumerate(names):
+        (folder / name).write_bytes(arrow(rows[i * size : (i + 1) * size]))
+    (folder / "dataset_info.json").write_text(json.dumps({"features": {}}))
+    files = [{"filename": name} for name in names]
+    (folder / "state.json").write_text(json.dumps({"_data_files": files, "_split": None, **state}))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The problems in four files, among others; their order is that of the names."""
+    path = tmp_path / "rows"
+    (path / "more").mkdir(parents=True)
+    (path / "b.jsonl").write_bytes(lines(PROBLEMS[10:20]))
+    (path / "a.parquet").write_bytes(parquet(PROBLEMS[:10]))
+    (path / "c.json.gz").write_bytes(gzip.compress(json.dumps(PROBLEMS[20:30]).encode()))
+    (path / "d.arrow").write_bytes(arrow(PROBLEMS[30:], pyarrow.ipc.new_file))
+    for name in ("README.md", ".hidden.jsonl", "dataset_infos.json", "more/e.jsonl"):
+        (path / name).write_text("no rows")
+    return path
+
+
+@pytest.fixture
+def held(tmp_path):
+    path = tmp_path / "held.jsonl"
+    path.write_bytes(lines([HELD]))
+    return path
+
+
+def of_settings(program, *settings):
+    return parse_config(program, [f"data.{setting}" for setting in settings])[0].data
+
+
+def prompts_of(cfg, split="train"):
+    return [problem.prompt for problem in data.problems(cfg, split, chat=True)]
+
+
+EVERY = [row["problem"] for row in PROBLEMS]
+
+
+@pytest.mark.parametrize("program", [RLConfig, SFTConfig])
+def test_a_directory_is_all_of_its_files_in_the_order_of_their_names(program, folder, held):
+    cfg = of_settings(program, f"path={folder}", f"heldout_path={held}")
+    assert prompts_of(cfg) == EVERY and prompts_of(cfg, "heldout") == [HELD["problem"]]
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_a_list_is_read_in_its_own_order(in_file, folder, held, tmp_path):
+    names = [str(folder / "d.arrow"), str(folder / "a.parquet")]
+    argv = [f"data.path=[{', '.join(names)}]", f"data.heldout_path={held}"]
+    if in_file:
+        (tmp_path / "c.yaml").write_text(json.dumps({"data": {"path": names}}))
+        argv[0] = f"--config={tmp_path / 'c.yaml'}"
+    cfg = parse_config(RLConfig, argv)[0].data
+    assert cfg.path == names and prompts_of(cfg) == EVERY[30:] + EVERY[:10]
+    places = [problem.place for problem in data.problems(cfg, "train")]
+    assert places[0] == f"{names[0]}: row 1" and places[-1] == f"{names[1]}: row 10"
+
+
+def test_a_pattern_is_its_matches(folder, held):
+    cfg = of_settings(RLConfig, f"path={folder / '[bc].json*'}", f"heldout_path={held}")
+    assert prompts_of(cfg) == EVERY[10:30]
+    with pytest.raises(ValueError, match="no file matches the pattern"):
+        data.problems(DataConfig(path=str(folder / "x*")), "train")
+
+
+def test_a_name_with_characters_of_a_pattern_is_a_name_first(tmp_path, held):
+    path = tmp_path / "rows[1].jsonl"
+    path.write_bytes(lines(PROBLEMS))
+    assert prompts_of(DataConfig(path=str(path), heldout_path=str(held))) == EVERY
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_folder_of_save_to_disk_is_read_without_datasets(shards, tmp_path, held, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)  # importing it fails
+    folder = saved_to_disk(tmp_path / "saved", PROBLEMS, shards)
+    (folder / "cache-1234.arrow").write_bytes(arrow([HELD]))  # what `datasets` leaves beside it
+    cfg = of_settings(RLConfig, f"path={folder}", f"heldout_path={held}")
+    assert prompts_of(cfg) == EVERY
+
+
+def test_conversations_and_their_answers_come_through_arrow(tmp_path, held):
+    said = [{"role": "user", "content": "How much?"}]
+    rows = [{"prompt": said, "reward_model": {"ground_truth": ["34", "35"], "style": "rule"}}]
+    folder = saved_to_disk(tmp_path / "saved", rows, 1)
+    (problem,) = data.problems(DataConfig(path=str(folder), heldout_path=str(held)), "train")
+    assert problem.prompt == tuple(said) and problem.answer == ("34", "35")
+
+
+def test_rows_of_several_files_are_duplicates_of_each_other(folder):
+    (folder / "z.jsonl").write_bytes(lines(PROBLEMS[:4]))
+    kept = DataConfig(path=str(folder))
+    said = describe_data(kept, chat=False, model=None)
+    assert "44 rows" in said and "4 duplicates kept (data.duplicates)" in said
+    dropped = DataConfig(path=str(folder), duplicates="drop")
+    assert "40 rows" in describe_data(dropped, chat=False, model=None)
+
+
+def test_what_changed_on_disk_is_read_again(folder, held):
+    cfg = DataConfig(path=str(folder), heldout_path=str(held))
+    assert len(prompts_of(cfg)) == 40
+    (folder / "z.jsonl").write_bytes(lines([{"problem": "new", "answer": "1"}]))
+    assert prompts_of(cfg)[-1] == "new"
+
+
+def test_what_is_no_directory_of_rows_says_what_to_name(tmp_path, folder):
+    saved_to_disk(tmp_path / "both" / "train", PROBLEMS)
+    (tmp_path / "both" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    old = saved_to_disk(tmp_path / "old", PROBLEMS, _indices_data_files=[{"filename": "i.arrow"}])
+    odd = saved_to_disk(tmp_path / "odd", PROBLEMS, _data_files=None)
+    empty = tmp_path / "empty"
+    (empty / "inside").mkdir(parents=True)
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    for name in ("train-00000-of-00001.parquet", "test-00000-of-00001.parquet"):
+        (mixed / name).write_bytes(parquet(PROBLEMS))
+    twice = [str(folder / "b.jsonl"), str(folder)]
+    for path, said in (
+        (tmp_path / "both", r"several splits \(train, test\); name one .*both/train"),
+        (old, "flatten_indices"),
+        (odd, "state.json: expected what datasets.save_to_disk writes"),
+        (empty, "got none; its subdirectories are inside: name one"),
+        (mixed, r"of several splits \(test, train\); name one, such as .*train-\*"),
+        (twice, "b.jsonl: the file is named twice"),
+        ([str(folder), str(tmp_path / "no.jsonl")], "no.jsonl: no such file"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=said):
+            data.problems(DataConfig(path=path if isinstance(path, list) else str(path)), "train")
+    for path in ([], [""], ""):
+        with pytest.raises(ValueError, match="data.path: expected a path"):
+            DataConfig(path=path)
+
+
+def test_a_damaged_arrow_file_is_one_message(tmp_path):
+    path = tmp_path / "rows.arrow"
+    path.write_bytes(arrow(PROBLEMS)[:-400])
+    with pytest.raises(ValueError, match="rows.arrow: the Arrow file is damaged .*fetch it again"):
+        data.problems(DataConfig(path=str(path)), "train")
+
+
+# --- columns by name -----------------------------------------------------------------------------
+
+ROW = {
+    "instruction": "How much is 3+4?", "label": {"value": "so\n#### 7", "kind": "int"},
+    "answer": "unused", "level": 3,
+}  # fmt: skip
+
+
+def test_prompt_and_answer_are_in_the_columns_that_are_named(tmp_path, held):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(lines([ROW]))
+    held.write_bytes(lines([ROW | {"instruction": "How much is 1+6?"}]))
+    files = f"path={path}", f"heldout_path={held}"
+    for program in (RLConfig, SFTConfig):
+        cfg = of_settings(program, *files, "prompt_key=instruction", "answer_key=label.value")
+        (problem,) = data.problems(cfg, "train", chat=True)
+        assert (problem.prompt, problem.answer) == (ROW["instruction"], "7")
+        assert prompts_of(cfg, "heldout") == ["How much is 1+6?"]
+    scorer = Scorer("own:reward", lambda completion, answer, label, level: level + (answer == "7"))
+    scorer.check(problem)
+    assert scorer("", problem).value == 4, "a reward sees the answer, and the other columns"
+    with pytest.raises(ValueError, match="cannot tell what its rows mean.* data.prompt_key"):
+        data.problems(of_settings(RLConfig, *files), "train")
+
+
+def test_one_of_the_two_columns_may_be_named_alone(tmp_path, held):
+    path = tmp_path / "rows.jsonl"
+    talk = [{"role": "user", "content": "?"}]
+    row = {"question": "How much?", "talk": talk, "answer": ["1", "2"], "target": 5}
+    path.write_bytes(lines([row]))
+    held.write_bytes(lines([row | {"question": "No?", "talk": [{**talk[0], "content": "No?"}]}]))
+    files = f"path={path}", f"heldout_path={held}"
+    (problem,) = data.problems(of_settings(RLConfig, *files, "answer_key=target"), "train", True)
+    assert (problem.prompt, problem.answer) == ("How much?", "5")
+    (problem,) = data.problems(of_settings(RLConfig, *files, "prompt_key=talk"), "train", True)
+    assert (problem.prompt, problem.answer) == (tuple(talk), ("1", "2"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["prompt_key=nothing"], r"rows.jsonl:1: expected a column 'nothing' \(data.prompt_key\)"),
+        (["answer_key=label.no"], r"expected a column 'label.no' \(data.answer_key\)"),
+        (["prompt_key=level"], "column 'level': expected"),
+        (["prompt_key=instruction", "answer_key=label"], "column 'label': expected an answer"),
+    ],
+)
+def test_a_row_without_the_named_column_is_named(tmp_path, settings, said):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(lines([ROW | {"prompt": "How?"}]))
+    with pytest.raises(ValueError, match=said):
+        data.problems(of_settings(RLConfig, f"path={path}", *settings), "train")
+
+
+def test_columns_are_named_or_a_task_is(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        of_settings(RLConfig, "path=rows.jsonl", "task=gsm8k", "prompt_key=question")
+    assert "data.prompt_key and data.answer_key say which columns" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        of_settings(RLConfig, "prompt_key=question")
+    assert "data.prompt_key=question changes nothing" in capsys.readouterr().err
+
+
+# --- python -m train.data ------------------------------------------------------------------------
+
+
+def test_the_report_takes_directories_lists_and_columns(folder, tmp_path, capsys, thin_policy):
+    data_report.main([str(folder), "--model", str(thin_policy), "--rows=1"])
+    said = capsys.readouterr().out
+    assert said.startswith(f"data: {folder}, 40 rows read as math")
+    first, second = str(folder / "b.jsonl"), str(folder / "a.parquet")
+    data_report.main([first, second, "--model", str(thin_policy), "answer_key=problem"])
+    said = capsys.readouterr().out
+    assert said.startswith(f"data: {first}, {second}, 20 rows read as prompt (prompt, messages")
+    assert f"the row {first}:1: " in said and "gold answer '10+1='" in said
