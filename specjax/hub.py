@@ -2,7 +2,8 @@
 
 A local directory wins. For an id, the local Hugging Face cache is used as it is when it holds the
 revision with config, weights and tokenizer; otherwise the files that specjax reads are downloaded
-to it: config.json, generation_config.json, tokenizer and chat template, safetensors.
+to it: config.json, generation_config.json, tokenizer and chat template, safetensors, and where
+there are none, pytorch_model.bin.
 
 The usual variables are read when a model is looked for, not when this is imported: HF_HOME,
 HF_HUB_CACHE, HF_HUB_OFFLINE, HF_ENDPOINT, and HF_TOKEN for private and gated models.
@@ -18,6 +19,7 @@ from pathlib import Path
 from specjax.checked_json import CheckpointError
 from specjax.error_text import first_line
 from specjax.shipped import find_shipped
+from specjax.weights.pickled import BIN, BIN_INDEX
 from specjax.weights.safetensors import (
     HEAD_FILE,
     INDEX,
@@ -26,7 +28,8 @@ from specjax.weights.safetensors import (
     files_in_index,
 )
 
-_SMALL = ("config.json", "generation_config.json", INDEX, *TOKENIZER_FILES)
+_SMALL = ("config.json", "generation_config.json", INDEX, BIN_INDEX, *TOKENIZER_FILES)
+_FORMATS = ((WEIGHTS, INDEX), (BIN, BIN_INDEX))  # the first is preferred
 _ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
 _TRUE = ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads its variables
 
@@ -134,18 +137,24 @@ def _cached(name: str, revision: str | None) -> Path | None:
 def _is_complete(folder: Path, weights: bool, tokenizer: bool = True) -> bool:
     """Whether a folder has all files that are read."""
     needed = [folder / "config.json"]
-    if weights:
-        needed += [folder / file for file in _weight_names(folder)]
     if tokenizer:
         needed.append(folder / "tokenizer.json")
-    return all(file.exists() for file in needed)
+    return all(file.exists() for file in needed) and (not weights or _has_weights(folder))
 
 
-def _weight_names(folder: Path) -> list[str]:
-    """The weight files that a folder should have."""
-    if (folder / INDEX).exists() and not (folder / WEIGHTS).exists():
-        return files_in_index(folder / INDEX)
-    return [WEIGHTS]
+def _has_weights(folder: Path) -> bool:
+    """Whether a folder has all files of its weights, in one of the two formats."""
+    return any(
+        all((folder / file).exists() for file in _weight_names(folder, *names))
+        for names in _FORMATS
+    )
+
+
+def _weight_names(folder: Path, whole: str, index: str) -> list[str]:
+    """The weight files that a folder should have, in the format whose files have these names."""
+    if (folder / index).exists() and not (folder / whole).exists():
+        return files_in_index(folder / index)
+    return [whole]
 
 
 # --- downloads ----------------------------------------------------------------------------------
@@ -157,7 +166,11 @@ def _downloaded(name: str, revision: str | None, weights: bool, cached: Path | N
         folder = _snapshot(name, revision, _SMALL)
         if weights and (folder / "config.json").exists():
             # All of them again: the branch may have moved meanwhile.
-            folder = _snapshot(name, revision, [*_SMALL, *_weight_names(folder), HEAD_FILE])
+            files = [*_weight_names(folder, WEIGHTS, INDEX), HEAD_FILE]
+            folder = _snapshot(name, revision, [*_SMALL, *files])
+            if not _has_weights(folder):
+                files = _weight_names(folder, BIN, BIN_INDEX)
+                folder = _snapshot(name, revision, [*_SMALL, *files])
     except CheckpointError:
         raise
     except Exception as error:  # three libraries raise theirs
@@ -170,10 +183,10 @@ def _downloaded(name: str, revision: str | None, weights: bool, cached: Path | N
             f"{_label(name, revision)} has no config.json; expected a model in the layout of "
             "Hugging Face"
         )
-    if weights and not all((folder / file).exists() for file in _weight_names(folder)):
+    if weights and not _has_weights(folder):
         raise CheckpointError(
             f"{_label(name, revision)} has no {WEIGHTS} and no complete set of the files of "
-            f"{INDEX}; specjax reads safetensors only (if it has them, its download was "
+            f"{INDEX}, and no {BIN}; specjax reads these only (if it has them, its download was "
             f"interrupted: check the network, or complete {folder})"
         )
     return folder

@@ -141,6 +141,7 @@ READERS = Registry(
     "checkpoint format",
     {
         "gguf": "specjax.weights.gguf:GGUF",
+        "pickled": "specjax.weights.pickled:Pickled",
         "safetensors": "specjax.weights.safetensors:Safetensors",
     },
     "a specjax.interfaces.Reader",

@@ -238,6 +238,14 @@ def test_shards_and_a_tokenizer_are_downloaded_too(remote):
     assert not {"consolidated.safetensors", "pytorch_model.bin"} & there
 
 
+def test_files_of_torch_are_downloaded_where_there_are_no_safetensors(remote):
+    (remote / "model.safetensors").unlink()
+    path = hub.find_model("someone/tiny")
+    assert (path / "pytorch_model.bin").read_bytes() == b"and again"
+    assert not (path / "consolidated.safetensors").exists()
+    assert hub.find_model("someone/tiny") == path
+
+
 def test_what_was_interrupted_is_completed(remote, home):
     (fill_cache(home, "someone/tiny", GOLDEN) / "model.safetensors").unlink()
     assert (hub.find_model("someone/tiny") / "model.safetensors").exists()
@@ -256,6 +264,7 @@ def test_every_refusal_of_the_hub_is_one_line_that_says_what_to_do(remote):
     assert "someone/tiny has no revision 'v9'" in refused("someone/tiny", "v9")
     assert "gated/tiny is gated: ask for access" in refused("gated/tiny")
     (remote / "model.safetensors").unlink()
+    (remote / "pytorch_model.bin").unlink()
     assert "has no model.safetensors" in refused("someone/tiny")
     (remote / "config.json").unlink()
     Hub.models["someone/weights"] = remote

@@ -48,7 +48,7 @@ from specjax.config.dtype import DTYPES
 from specjax.error_text import first_line
 from specjax.hub import find_model
 from specjax.tokenizer import check_files
-from specjax.weights import AUTO, load_tokenizer, recognised
+from specjax.weights import AUTO, load_tokenizer, open_checkpoint, recognised
 from specjax.weights.safetensors import (
     CONFIG,
     HEAD_FILE,
@@ -218,6 +218,8 @@ def _read_hf(source: Path, what: str | None, like, dtype: str | None) -> Model:
 
 def _dtypes_of(source: Path) -> set[str]:
     """Returns the dtypes of the tensors in the files."""
+    if recognised(source):
+        return {tensor.dtype for tensor in open_checkpoint(source).tensors().values()}
     files = [source] if source.is_file() else sorted(source.glob("*.safetensors"))
     return {tensor.dtype for file in files for tensor in open_files([file])[0].values()}
 

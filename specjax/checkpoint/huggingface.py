@@ -57,6 +57,7 @@ from specjax.models.generation_config import sampling_of
 from specjax.models.transformer import Params
 from specjax.parallel import sharding
 from specjax.weights import AUTO, load_tokenizer, open_checkpoint
+from specjax.weights.pickled import Pickled
 from specjax.weights.safetensors import (
     CONFIG,
     GENERATION,
@@ -196,7 +197,13 @@ def _stored_dtype(path: Path) -> str | None:
         for kind in kinds:
             if kind in _STORED:
                 return _STORED[kind]
-    return None
+    if not Pickled.recognises(path):
+        return None
+    try:
+        found = sorted(Pickled(path).tensors().items())
+    except (CheckpointError, UnsupportedModelError):
+        return None  # likewise
+    return next((tensor.dtype for _, tensor in found if tensor.dtype in _STORED.values()), None)
 
 
 def config_json(cfg: ModelConfig, with_head: bool, dtype: str) -> dict[str, Any]:

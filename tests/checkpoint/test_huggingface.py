@@ -103,8 +103,8 @@ def test_missing_and_damaged_weight_files_are_clear_errors(folder):
     with pytest.raises(hf.CheckpointError, match="model.safetensors is damaged"):
         hf.load_checkpoint(path)
     (path / "model.safetensors").unlink()
-    (path / "pytorch_model.bin").touch()
-    with pytest.raises(hf.CheckpointError, match="found neither; convert pytorch_model.bin"):
+    (path / "consolidated.bin").touch()
+    with pytest.raises(hf.CheckpointError, match="found neither; convert consolidated.bin"):
         hf.load_checkpoint(path)
     index = {"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
