@@ -43,7 +43,8 @@ from specjax.schema import (
     without_effect,
 )
 from specjax.shipped import find_shipped, roots
-from specjax.spelling import python, spelled
+from specjax.spelling import flags as as_flag
+from specjax.spelling import foreign, python, spelled
 
 T = TypeVar("T")
 # Attributes of a configuration: see `typed_in` and `given_in`.
@@ -245,9 +246,13 @@ class ArgumentParser(argparse.ArgumentParser):
         return [_as_known(str(argument), known) for argument in args]
 
     def error(self, message: str) -> NoReturn:
-        unknown = re.match(r"unrecognized arguments: (--[\w.-]+)", message)
+        unknown = re.match(r"unrecognized arguments: (--[\w.-]+)(?:[ =]([^\s-]\S*))?", message)
         if unknown:
-            message += nearest_flag(unknown[1], self._option_string_actions)
+            found = foreign(underscored(unknown[1])[2:], *filter(None, [unknown[2]]))
+            if found is not None and as_flag(found[0]) in self._option_string_actions:
+                message += f"; use {as_flag(*found)}"
+            else:
+                message += nearest_flag(unknown[1], self._option_string_actions)
         super().error(message)
 
 
@@ -282,16 +287,24 @@ class _Schema(NamedTuple):
         key = self.keys.get(name)
         return None if key is None or key.section else key
 
-    def suggestion(self, name: str) -> str:
-        """The end of the message about an unknown key: a similar key, or why there is none."""
+    def suggestion(self, name: str, *value: Any) -> str:
+        """The end of the message about an unknown key: a similar key, or why there is none.
+
+        Args:
+          name: the key.
+          value: its value, if it is known.
+        """
         for absent, why in absent_keys_of(self.cls).items():
             if name == absent or name.startswith(f"{absent}."):
                 return f": {why}"
         renamed = getattr(self.cls, "renamed", {}).get(name)
         if renamed is not None:
             return f"; did you mean {renamed!r}?"
+        section, _, last = name.rpartition(".")
+        found = foreign(last, *value)
+        if found is not None and self.key_of(f"{section}.{found[0]}") is not None:
+            return f"; use {section}.{found[0]}={show(found[1])}"
         # The right key in a wrong section, or without its section.
-        last = name.rsplit(".", 1)[-1]
         same = [key for key in self.keys if key.rsplit(".", 1)[-1] == last]
         close = difflib.get_close_matches(name, same, n=1, cutoff=0.0)
         if not close:
@@ -331,7 +344,8 @@ def _split(
         name = name.removeprefix("--")
         key = schema.key_of(schema.aliases.get(name, name))
         if name not in schema.keys and name not in schema.aliases:
-            hint = nearest_flag(f"--{name}", flags.values()) or schema.suggestion(name)
+            found = [value] if equals else rest[:1]
+            hint = nearest_flag(f"--{name}", flags.values()) or schema.suggestion(name, *found)
             raise ConfigError(f"command line: unknown key {name!r}{hint}")
         if not equals:
             value = _value_after(name, key, rest)
@@ -536,7 +550,7 @@ def _apply(schema: _Schema, merged: DictConfig, raw: dict[str, Any], source: str
     layer: dict[str, Any] = {}
     for name, value in _flatten(raw, schema.sections):
         if name not in schema.keys:
-            raise ConfigError(f"{source}: unknown key {name!r}{schema.suggestion(name)}")
+            raise ConfigError(f"{source}: unknown key {name!r}{schema.suggestion(name, value)}")
         key = schema.keys[name]
         if key.section:
             if isinstance(value, dict) and value:

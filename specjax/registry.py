@@ -128,7 +128,7 @@ FAMILIES = Registry(
 DRAFTS = Registry(
     "draft source",
     {
-        "head": "specjax.drafts.mtp:MTPSource",
+        "mtp": "specjax.drafts.mtp:MTPSource",
         "model": "specjax.drafts.model:ModelSource",
         "ngram": "specjax.drafts.ngram:NgramSource",
     },

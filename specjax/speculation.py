@@ -20,12 +20,11 @@ from typing import Any, ClassVar
 import yaml
 
 from specjax.command_line import require_effect
-from specjax.config.spec import ACCEPTANCE_MODES, SpecConfig
+from specjax.config.spec import ACCEPTANCE_MODES, DRAFT_KINDS, SpecConfig
 from specjax.config.strategy import OFF_NAMES, Strategy
 from specjax.control.config import CONTROLLERS, DEFAULT_STRATEGIES, ControlConfig
 from specjax.control.fastrl import FastRLSettings, read_fastrl
 from specjax.kernels.names import ATTENTION, ATTENTION_DOC, attention_flag
-from specjax.registry import DRAFTS
 from specjax.schema import Key, Needs, ValueProblem, Yaml, check, keys_of, option, read, show
 from specjax.spelling import flags, spelled
 
@@ -62,7 +61,7 @@ class ControlSection:
         {},
         "FastRL's `speculative:` section, unchanged, in place of all the above except settings of "
         "`bandit` that it has no key for, such as the reward; its spec_verify_tokens and "
-        "spec_model_path become spec_verify_tokens and head, and enable: false decodes plainly",
+        "spec_model_path become spec_verify_tokens and draft, and enable: false decodes plainly",
     )
 
     @property
@@ -115,20 +114,14 @@ class SpeculationSettings:
         "acceptance mode; greedy: for temperature 0 only",
         choices=ACCEPTANCE_MODES,
     )
-    source: str = option(
+    draft: str = option(
         "auto",
-        f"draft source: auto, {', '.join(DRAFTS.names)}, or your own class as module:attribute; "
-        "auto: the checkpoint's head, or without one n-grams, with goodput choosing between "
-        "`strategy` and off",
+        "what drafts: auto, the checkpoint's head, or without one n-grams, with goodput choosing "
+        "between `strategy` and off; checkpoint, that head; random, a new head; ngram; the "
+        "directory or Hugging Face id of a head or a model; or your own class as "
+        "module:attribute[:PATH]",
     )
-    head: str = option(
-        "checkpoint",
-        "draft head: checkpoint (the one in the model's checkpoint), random, or a path; with "
-        "random or a path, source=auto is head",
-    )
-    draft_model: str | None = option(
-        None, "Hugging Face directory or id of a draft model; with it, source=auto is model"
-    )
+    draft_kind: str = option("mtp", "kind of a new head, with draft=random", choices=DRAFT_KINDS)
     draft_vocab: int | None = option(
         None,
         "number of tokens that the head or model may propose, those that are emitted most; null: "
@@ -140,9 +133,9 @@ class SpeculationSettings:
         "first; with draft_vocab=N the first N of them",
     )
     ngram_max: int = option(
-        4, "most last tokens that source=ngram looks up earlier in the text, to propose the next"
+        4, "most last tokens that draft=ngram looks up earlier in the text, to propose the next"
     )
-    ngram_min: int = option(1, "fewest last tokens that source=ngram looks up")
+    ngram_min: int = option(1, "fewest last tokens that draft=ngram looks up")
     ngram_siblings: bool = option(True, "look in other samples of the prompt, too")
     aligned: bool = option(
         True, "apply the model's sampling transforms (top_k, penalties, ..) to the draft as well"
@@ -172,7 +165,7 @@ class SpeculationSettings:
     control: ControlSection | None = option(
         None,
         "controller that chooses the strategy while running; null: always `strategy`, but goodput "
-        "if source=auto takes n-grams",
+        "if draft=auto takes n-grams",
     )
 
     def __post_init__(self):
@@ -180,23 +173,21 @@ class SpeculationSettings:
         if control is not None and self.control.fastrl:
             self._take_fastrl(read_fastrl(self.control.fastrl))
         spec = self.spec()
-        self.source = spec.source  # a draft model or a head implies it
         if control is not None:
             self._check_strategies(spec, control)
 
     def _take_fastrl(self, fastrl: FastRLSettings) -> None:
-        """Takes the rows and the head from FastRL's section."""
+        """Takes the rows and the draft from FastRL's section."""
         self.spec_verify_tokens = fastrl.spec_verify_tokens
         path = fastrl.spec_model_path
         if path is None:
             return
-        if self.head not in ("checkpoint", path) or self.draft_model is not None:
-            key = "head" if self.draft_model is None else "draft_model"
+        if self.draft not in ("auto", path):
             raise ValueError(
-                f"{self.section}.{key}={getattr(self, key)} drafts, and spec_model_path={path} "
-                f"of {self.section}.control.fastrl is a head that would; leave out one of them"
+                f"{self.section}.draft={self.draft} drafts, and spec_model_path={path} of "
+                f"{self.section}.control.fastrl is a head that would; leave out one of them"
             )
-        self.head = path
+        self.draft = path
 
     def _check_strategies(self, spec: SpecConfig, control: ControlConfig) -> None:
         """Refuses a controller that has no choice, or a strategy that is not exact."""
@@ -309,8 +300,8 @@ def switched_on(section: str, names: tuple[str, ...], unless: Any = None) -> Nee
 
 
 def drafts_with_head(v: Values, section: str) -> bool:
-    """Whether the head may draft; with `auto` that depends on the checkpoint."""
-    return v[f"{section}.source"] in ("auto", "head") and v[f"{section}.draft_model"] is None
+    """Whether a head may draft; with `auto` and paths that depends on files."""
+    return v[f"{section}.draft"] != "ngram"
 
 
 def speculation_rules(
@@ -331,9 +322,7 @@ def speculation_rules(
 
     def may_look_up(v: Values) -> bool:
         """Whether n-grams may draft."""
-        asked = v[f"{key}draft_model"] is not None or v[f"{key}head"] != "checkpoint"
-        source = v[f"{key}source"]
-        return source == "ngram" or (source == "auto" and not asked)
+        return v[f"{key}draft"] in ("auto", "ngram")
 
     def built(v: Values) -> ControlConfig | None:
         """The controller; None if there is none, or if its section raises an error itself."""
@@ -410,21 +399,20 @@ def speculation_rules(
             unless="off",
         ),
         Needs(
-            (f"{key}head",),
-            lambda v: drafts_with_head(v, section),
-            f"[{key}source] with [{key}draft_model] drafts without a head; set {key}source=head, "
-            "or leave it out",
+            (f"{key}draft_kind",),
+            lambda v: v[f"{key}draft"] == "random",
+            f"it is the kind of a new head, and [{key}draft] makes none; set {key}draft=random, or "
+            "leave it out",
         ),
         Needs(
             (f"{key}draft_vocab", f"{key}token_map"),
-            lambda v: v[f"{key}source"] != "ngram",
-            f"[{key}source] has no language-model head; leave it out",
+            lambda v: v[f"{key}draft"] != "ngram",
+            f"[{key}draft] has no language-model head; leave it out",
         ),
         Needs(
             (f"{key}ngram_max", f"{key}ngram_min", f"{key}ngram_siblings"),
             may_look_up,
-            f"n-grams do not draft, with [{key}source], [{key}draft_model] and [{key}head]; set "
-            f"{key}source=ngram, or leave it out",
+            f"n-grams do not draft, with [{key}draft]; set {key}draft=ngram, or leave it out",
         ),
         Needs(
             (f"{key}tau",),
@@ -609,7 +597,7 @@ def _metavar(key: Key) -> str:
         return "FILE|JSON"
     by_kind = {"list": "A,B", "dict": "JSON", "int": "N", "float": "X"}
     found = next((mark for kind, mark in by_kind.items() if kind in str(key.type)), None)
-    return found or {"head": "HEAD", "ema_file": "FILE", "draft_model": "MODEL"}.get(name, "NAME")
+    return found or {"draft": "DRAFT", "ema_file": "FILE"}.get(name, "NAME")
 
 
 def _reader(name: str, key: Key) -> Callable[[str], Any]:

@@ -1,13 +1,13 @@
 """Names of settings in messages, as the user of each program types them.
 
-A user sets a draft source as `SpecConfig(source='ngram')`, `speculation.source=ngram` or
-`--source ngram`. The text of a `SettingError` is therefore made by a function of `spell`, which
+A user sets a draft source as `SpecConfig(draft='ngram')`, `speculation.draft=ngram` or
+`--draft ngram`. The text of a `SettingError` is therefore made by a function of `spell`, which
 names a setting; the program that shows the error gives its own `spell`::
 
-    raise SettingError(lambda spell: f"the head is missing; use {spell('source', 'ngram')}")
+    raise SettingError(lambda spell: f"the head is missing; use {spell('draft', 'ngram')}")
 
     except ValueError as error:
-        print(spelled(error, dotted({"source": "speculation"})))
+        print(spelled(error, dotted({"draft": "speculation"})))
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def spelled(error: BaseException, spell: Spell) -> str:
 
 
 def python(name: str, *value: Any) -> str:
-    """Names settings as in Python: `SpecConfig(source='ngram')`; without a value the bare name."""
+    """Names settings as in Python: `SpecConfig(draft='ngram')`; without a value the bare name."""
     if not value:
         return name
     call = next((call for call, names in _CALLS.items() if name in names), "SpecConfig")
@@ -109,7 +109,36 @@ _FOREIGN_NAMES = {
     "prompt_lookup_max": "ngram_max",
     "prompt_lookup_min": "ngram_min",
     "speculative_config": "spec",
+    "source": "draft",  # three names of earlier versions
+    "head": "draft",
+    "draft_model": "draft",
+    "speculative_model": "draft",
+    "speculative_draft_model": "draft",
+    "speculative_draft_model_path": "draft",
 }
+# Values of settings of earlier versions -> values of the setting that replaces them.
+_FOREIGN_VALUES = {"source": {"head": "checkpoint", "model": "DIR"}}
+
+
+def foreign(name: str, *value: Any) -> tuple[str, Any] | None:
+    """Translates a setting of an earlier version, or of vLLM, SGLang or transformers.
+
+    Args:
+      name: name of the setting.
+      value: its value; nothing: it is not known.
+
+    Returns:
+      the name of the setting here, and its value, `PATH` if it is not known; None: there is no
+      such setting.
+    """
+    known = _FOREIGN_NAMES.get(name)
+    if known is None:
+        return None
+    [given] = value or ("PATH",)
+    text = str(given)
+    return known, _FOREIGN_VALUES.get(name, {}).get(text, given)
+
+
 # Parameters of the classes whose keywords are checked, by the class's name.
 _PARAMETERS: dict[str, list[str]] = {}
 
@@ -127,6 +156,8 @@ def checks_keywords(cls: type) -> type:
     def checked(self, *args, **keywords):
         for name in keywords:
             if name not in known:
+                if _FOREIGN_NAMES.get(name) == "draft":
+                    raise TypeError(_about_draft(cls.__name__, name, keywords[name]))
                 close = [_FOREIGN_NAMES[name]] if _FOREIGN_NAMES.get(name) in known else []
                 close = close or difflib.get_close_matches(name, known, 1, 0.7)
                 hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
@@ -139,3 +170,10 @@ def checks_keywords(cls: type) -> type:
 
     cls.__init__ = checked
     return cls
+
+
+def _about_draft(cls: str, name: str, value: Any) -> str:
+    """The message about a keyword that other versions or programs name what drafts by."""
+    setting = python(*foreign(name, value))
+    there = setting if cls == "SpecConfig" else f"{cls}(spec={setting})"
+    return f"{cls} has no parameter {name}; use {there}"

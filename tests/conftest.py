@@ -233,6 +233,15 @@ def thin_policy(tmp_path_factory) -> Path:
     return tiny_run.write_policy(tmp_path_factory.mktemp("thin") / "policy", num_layers=1)
 
 
+@pytest.fixture(scope="session")
+def thin_model(tmp_path_factory) -> Path:
+    """The thin policy without its head: as a draft it is a model, and drafts as the policy does."""
+    import tiny_run
+
+    path = tmp_path_factory.mktemp("model") / "policy"
+    return tiny_run.write_policy(path, with_head=False, num_layers=1)
+
+
 @pytest.fixture
 def folder(tmp_path):
     """Copies a golden checkpoint to where a test may spoil it."""

@@ -153,8 +153,7 @@ def test_a_flag_that_there_is_not_is_answered_with_the_nearest(argv, said, capsy
         ("or speculation.invariant=false", "or --no-invariant"),
         ("speculation.exact_mode=true changes", "--exact-mode changes"),
         ("speculation.control: strategy 'x' is", "strategy 'x' is"),
-        ("speculation.draft_model=/a/b changes", "--draft-model /a/b changes"),
-        ("with speculation.draft_model=null", "with --draft-model none"),
+        ("speculation.draft=/a/b changes", "--draft /a/b changes"),
         ("engine.max_len=null, the", "--max-len none, the"),
         ("or speculation.adaptive_width=false", "or --no-adaptive-width"),
         ("with speculation.invariant=true", "with --invariant"),
@@ -499,10 +498,14 @@ def test_telemetry_ends_with_tables_of_why_drafts_were_rejected(run, monkeypatch
         (["a", "--controller", "goodput", "--no-speculation"], "leave one of them out"),
         (["a", "--max-batch", "0"], "--max-batch: expected at least 1"),
         (["a", "--initial", "2_1_3"], "use --controller static or ema"),
-        (["a", "--no-speculation", "--source", "ngram"], "--strategy off decodes plainly"),
-        (["a", "--source", "ngram", "--head", "random"], "--head random changes nothing"),
-        (["a", "--source", "ngram", "--head", "random"], "with --draft-model none drafts"),
-        (["a", "--source", "ngram", "--draft-model", "d"], "choose one"),
+        (["a", "--no-speculation", "--draft", "ngram"], "--strategy off decodes plainly"),
+        (
+            ["a", "--source", "head"],
+            "arguments: --source head; use --draft checkpoint",
+        ),
+        (["a", "--head", "random"], "use --draft random"),
+        (["a", "--draft-model=/a/b"], "use --draft /a/b"),
+        (["a", "--draft-kind", "eagle3"], "use --draft random, or leave out --draft-kind"),
     ],
 )
 def test_mistakes_in_the_arguments_end_with_status_2_and_a_message(arguments, said, capsys):

@@ -131,7 +131,7 @@ def test_what_is_written_is_what_llm_the_server_and_training_load(thin_policy, c
     served = read_weights(run, there[0], False, None)  # POST /update_weights
     assert_same_trees(served, there[1:])
     assert_same_trees(read_weights(head, there[0], True, None)[1], there[2])
-    _, started = starting_head(str(head), there[0], None, 0, None)  # rollout.head=
+    _, started = starting_head(str(head), there[0], None, 0, None)  # rollout.draft=
     assert_same_trees(started, there[2])
     turned = there[0].replace(mtp_concat="hidden_first")
     with pytest.raises(ValueError, match="mtp_concat"):

@@ -33,7 +33,7 @@ from specjax.checkpoint.huggingface import config_json
 from specjax.checkpoint.weights import load_model
 from specjax.config import ModelConfig
 from specjax.config.model import Layer
-from specjax.engine.sources import source_of
+from specjax.engine.sources import settle_draft, source_of
 from specjax.interfaces import Param
 from specjax.kernels.backend import choose
 from specjax.models.families import add_family
@@ -99,7 +99,7 @@ def test_every_file_of_the_page_is_a_block_of_its_own_and_is_run():
 def test_draft_of_ones_own_changes_no_token_and_is_accepted(examples, thin_policy):
     parser = argparse.ArgumentParser()
     add_flags(parser)
-    flags = ["--source", "my_draft:Repeat", "--strategy", "2_1_3"]
+    flags = ["--draft", "my_draft:Repeat", "--strategy", "2_1_3"]
     spec = settings_of(parser.parse_args(flags)).spec()
     llm, plain = (LLM(thin_policy, s, max_batch=2, max_len=64) for s in (spec, None))
     assert "draft: my_draft:Repeat; always 2_1_3" in llm.drafting.described()
@@ -114,9 +114,9 @@ def test_draft_of_ones_own_changes_no_token_and_is_accepted(examples, thin_polic
 
 def test_draft_that_cannot_be_had_is_refused_by_name(examples):
     with pytest.raises(ValueError, match="cannot load draft source 'my_draft:Nothing'"):
-        source_of(None, SpecConfig(source="my_draft:Nothing"))
-    with pytest.raises(ValueError, match="choose one of auto, head, model, ngram, or give"):
-        SpecConfig(source="repeat")
+        source_of(None, SpecConfig(draft="my_draft:Nothing"))
+    with pytest.raises(ValueError, match="expected auto, checkpoint, random, ngram, the directory"):
+        settle_draft(SpecConfig(draft="repeat"), None, has_head=True)
 
 
 # --- objectives, tasks and rewards ----------------------------------------------------------------
@@ -185,7 +185,7 @@ def test_mixer_of_ones_own_generates_with_drafts_what_it_generates_without(examp
     cfg = ModelConfig(vocab_size=64, hidden_size=16, layers=layers)
     params = SamplingParams(max_tokens=24, temperature=0)
     found = []
-    for spec in (None, SpecConfig("2_1_3", source="ngram")):
+    for spec in (None, SpecConfig("2_1_3", draft="ngram")):
         llm = LLM((cfg, init_params(cfg, 1), None), spec, max_batch=1, max_len=64)
         found.append(llm.generate([[3, 5, 8, 3, 5]], params)[0].samples[0].token_ids)
     assert found[0] == found[1] and len(found[0]) == 24
@@ -252,7 +252,7 @@ def test_family_of_ones_own_is_read_written_and_refused_without_its_path(
     asked = SamplingParams(max_tokens=12, temperature=0)
     with pytest.raises(hf.UnsupportedModelError, match="model_type 'pebble' is not supported"):
         LLM(tmp_path / "pebble", max_batch=1)
-    llm = LLM(tmp_path / "pebble", SpecConfig(source="ngram"), 1, family="my_family:FAMILY")
+    llm = LLM(tmp_path / "pebble", SpecConfig(draft="ngram"), 1, family="my_family:FAMILY")
     assert llm.cfg.layers == cfg.layers
     found = llm.generate([[3, 5, 8]], asked)[0].samples[0].token_ids
     plain = LLM((cfg, params, None), None, max_batch=1, max_len=32)

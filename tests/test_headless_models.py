@@ -93,18 +93,18 @@ def test_llm_drafts_with_n_grams_and_gives_the_tokens_of_plain_decoding(model, c
     [said] = [r.message for r in caplog.records if r.message.startswith("draft:")]
     assert "n-grams, for the checkpoint has no draft head" in said
     assert "goodput chooses among off, 4_1_5" in said
-    assert "SpecConfig(strategy='off')" in said and "SpecConfig(head='random')" in said
+    assert "SpecConfig(strategy='off')" in said and "SpecConfig(draft='random')" in said
     plain = LLM(model, None, max_batch=1, max_len=64)
     assert plain.drafting.described() == "draft: none, by plain decoding"
     tokens = [x.generate("1+1=", FEW)[0].samples[0].token_ids for x in (llm, plain)]
     assert tokens[0] == tokens[1] and len(tokens[0]) == 6
 
 
-@pytest.mark.parametrize("source", ["auto", "ngram", "head", "model"])
+@pytest.mark.parametrize("source", ["auto", "ngram", "checkpoint", "random", "a head", "a model"])
 @pytest.mark.parametrize("has_head", [False, True])
-def test_verify_advises_what_it_takes(source, has_head):
-    model = {"draft_model": "DIR"} if source == "model" else {}
-    drafting = settle_draft(SpecConfig(source=source, **model), None, has_head)
+def test_verify_advises_what_it_takes(source, has_head, directories, thin_policy):
+    paths = {"a head": thin_policy, "a model": directories["llama"]}
+    drafting = settle_draft(SpecConfig(draft=paths.get(source, source)), None, has_head)
     line = drafting.described(flags, always_drafts=True)
     advised = line.partition("to change it: ")[2].replace("or ", "").split(", ")
     for advice in advised:
@@ -120,7 +120,7 @@ def test_generate_needs_the_path_alone_and_says_what_drafts(model, chat, capsys)
     captured = capsys.readouterr()
     assert captured.out.strip()
     assert "draft: n-grams, for the checkpoint has no draft head" in captured.err
-    assert "--head random, --draft-model DIR, or --strategy off" in captured.err
+    assert "--draft random, --draft DIR, or --strategy off" in captured.err
 
 
 def test_the_server_needs_the_path_alone_and_says_what_drafts(model, caplog):
@@ -133,7 +133,7 @@ def test_the_server_needs_the_path_alone_and_says_what_drafts(model, caplog):
     with caplog.at_level(logging.INFO):
         llm = load_llm(cfg)
     [said] = [r.message for r in caplog.records if r.message.startswith("draft:")]
-    assert "speculation.head=random, speculation.draft_model=DIR" in said
+    assert "speculation.draft=random, speculation.draft=DIR" in said
     assert "or speculation.strategy=off" in said and "SpecConfig" not in said
     with TestClient(create_app(cfg, llm)) as client:
         body = {"model": cfg.name, "prompt": "1+1=", "max_tokens": 4, "seed": 1}
@@ -152,7 +152,7 @@ def test_verify_needs_the_path_alone(directories, capsys):
     captured = capsys.readouterr()
     assert "draft: n-grams, for the checkpoint has no draft head; always 4_1_5" in captured.err
     # Plain decoding leaves nothing to verify, so it is not offered here.
-    assert "--source head" in captured.err and "--strategy off" not in captured.err
+    assert "--draft random" in captured.err and "--strategy off" not in captured.err
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -166,17 +166,17 @@ def test_convert_needs_the_path_alone(directories, family, tmp_path, capsys):
 
 def test_where_the_head_is_asked_for_each_program_says_what_to_type_there(directories, capsys):
     path = str(directories["llama"])
-    with pytest.raises(ValueError, match=r"no draft head.*SpecConfig\(source='ngram'\)"):
-        LLM(path, SpecConfig(source="head"), max_batch=1, max_len=64)
-    assert command(["generate", "--model", path, "1+1=", "--source=head"]) == 2
+    with pytest.raises(ValueError, match=r"no draft head.*SpecConfig\(draft='ngram'\)"):
+        LLM(path, SpecConfig(draft="checkpoint"), max_batch=1, max_len=64)
+    assert command(["generate", "--model", path, "1+1=", "--draft=checkpoint"]) == 2
     said = capsys.readouterr().err
-    assert "no draft head" in said and "--source ngram" in said and "--head random" in said
+    assert "no draft head" in said and "--draft ngram" in said and "--draft random" in said
     assert "SpecConfig" not in said and "speculation." not in said
     with pytest.raises(SystemExit) as refused:
-        serve(["--model", path, "--speculation.source", "head", "--port", "0"])
+        serve(["--model", path, "--speculation.draft", "checkpoint", "--port", "0"])
     said = str(refused.value)
-    assert "no draft head" in said and "speculation.source=ngram" in said
-    assert "speculation.draft_model=DIR" in said and "SpecConfig" not in said
+    assert "no draft head" in said and "speculation.draft=ngram" in said
+    assert "speculation.draft=DIR" in said and "SpecConfig" not in said
 
 
 @pytest.mark.parametrize(
@@ -185,8 +185,8 @@ def test_where_the_head_is_asked_for_each_program_says_what_to_type_there(direct
         (["--strategy", "9_1_3"], ["speculation.strategy=9_1_3"]),
         (["--strategy", "60_1_61"], ["speculation.strategy=60_1_61"]),
         (["--max-len", "1"], ["engine.max_len=1"]),
-        (["--draft-model", "/no/such"], ["speculation.draft_model=/no/such"]),
-        (["--source", "model"], ["speculation.source=model"]),
+        (["--draft", "/no/such"], ["speculation.draft=/no/such"]),
+        (["--draft", "model"], ["speculation.draft=model"]),
         (["--controller", "ema", "--acceptance", "block"],
          ["speculation.controller=ema", "speculation.acceptance=block",
           "speculation.invariant=true"]),
@@ -220,7 +220,7 @@ def test_train_rl_drafts_with_n_grams_and_trains_no_head(model, tmp_path, capsys
     said = capsys.readouterr().out
     assert f"the embedded task sums, through the tokenizer of {model}" in said
     assert "draft: n-grams, for the checkpoint has no draft head; the controller goodput" in said
-    assert "rollout.head=random, rollout.draft_model=DIR, or rollout.strategy=off" in said
+    assert "rollout.draft=random, rollout.draft=DIR, or rollout.strategy=off" in said
     records = [r for r in read_metrics(tmp_path / "run") if "rollout/reward" in r]
     assert len(records) == 3 and all("train/mtp_loss" not in r for r in records)
     assert all(r["train/loss"] == r["train/loss"] for r in records)

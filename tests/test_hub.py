@@ -343,7 +343,8 @@ def test_every_program_says_in_a_line_that_an_id_is_missing(home, tmp_path, caps
         LLM("owner/none")
 
 
-def test_a_draft_model_may_be_an_id(home, tiny_policy, thin_policy):
-    fill_cache(home, "owner/thin", thin_policy)
-    spec = SpecConfig(strategy="1_1_2", draft_model="owner/thin")
-    assert LLM(tiny_policy, spec, max_batch=1, max_len=32).engine.spec.source == "model"
+def test_a_draft_model_may_be_an_id(home, tiny_policy, thin_model):
+    fill_cache(home, "owner/thin", thin_model)
+    spec = SpecConfig(strategy="1_1_2", draft="owner/thin")
+    said = LLM(tiny_policy, spec, max_batch=1, max_len=32).drafting.described()
+    assert said.startswith("draft: the model owner/thin; always 1_1_2")

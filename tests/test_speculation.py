@@ -28,7 +28,7 @@ from specjax.speculation import KEYS, ControlSection, SpeculationSettings, setti
 from specjax.verify.__main__ import _parser as verify_parser
 from train import rl, sft
 from train.head_files import HeadCheckpoints
-from train.programs import drafts, settle_drafting
+from train.programs import describe_drafting, drafts, settle_drafting
 from train.schema import RLConfig, SFTConfig
 
 ENTRIES = ("train.rl", "serve", "generate", "verify")
@@ -85,17 +85,22 @@ def refused(entry: str, settings: dict[str, str], capsys) -> str:
 CHANGED = [
     ({"strategy": "6_4_16"}, SpecConfig("6_4_16"), None),
     ({"acceptance": "block"}, SpecConfig(acceptance="block"), None),
-    ({"source": "head"}, SpecConfig(source="head"), None),
-    ({"head": "random"}, SpecConfig(head="random"), None),
-    ({"draft_model": "d"}, SpecConfig(draft_model="d"), None),
+    ({"draft": "checkpoint"}, SpecConfig(draft="checkpoint"), None),
+    ({"draft": "random"}, SpecConfig(draft="random"), None),
+    (
+        {"draft": "random", "draft_kind": "eagle3"},
+        SpecConfig(draft="random", draft_kind="eagle3"),
+        None,
+    ),
+    ({"draft": "d"}, SpecConfig(draft="d"), None),
     (
         {"draft_vocab": "16", "token_map": "map.json"},
         SpecConfig(draft_vocab=16, token_map="map.json"),
         None,
     ),
     (
-        {"source": "ngram", "ngram_max": "6", "ngram_min": "2", "ngram_siblings": "false"},
-        SpecConfig(source="ngram", ngram_max=6, ngram_min=2, ngram_siblings=False),
+        {"draft": "ngram", "ngram_max": "6", "ngram_min": "2", "ngram_siblings": "false"},
+        SpecConfig(draft="ngram", ngram_max=6, ngram_min=2, ngram_siblings=False),
         None,
     ),
     ({"aligned": "false"}, SpecConfig(aligned=False), None),
@@ -211,10 +216,10 @@ REFUSED = [
         "no strategy that may be selected is one",
     ),
     ({"strategy": "6_4_16", "tau": "0.3", "acceptance": "greedy"}, "adds no noise"),
-    ({"strategy": "off", "source": "ngram"}, "changes nothing"),
+    ({"strategy": "off", "draft": "ngram"}, "changes nothing"),
     ({"strategy": "off", "control.controller": "ema"}, "leave one of them out"),
-    ({"source": "ngram", "head": "random"}, "drafts without a head"),
-    ({"source": "head", "ngram_max": "6"}, "n-grams do not draft"),
+    ({"draft_kind": "eagle3"}, "is the kind of a new head"),
+    ({"draft": "checkpoint", "ngram_max": "6"}, "n-grams do not draft"),
     ({"invariant": "true", "acceptance": "block"}, "is about equal tokens"),
     ({"control.controller": "best"}, "expected one of goodput, static, ema, bandit"),
     ({"control.strategies": "[wide]"}, "strategy 'wide' is not understood"),
@@ -235,8 +240,8 @@ REFUSED = [
     ({"control.controller": "bandit", "control.bandit": '{"eps": 1}'}, "'eps' of bandit"),
     ({"control.controller": "bandit", "control.goodput": '{"probe_fraction": 0.1}'}, "goodput"),
     ({"control.bs_threshold": "-1"}, "bs_threshold must be at least 0"),
-    ({"control.fastrl": '{"enable": false}', "head": "random"}, "says enable: false"),
-    ({"control.fastrl": '{"enable": false}', "source": "ngram"}, "says enable: false"),
+    ({"control.fastrl": '{"enable": false}', "draft": "random"}, "says enable: false"),
+    ({"control.fastrl": '{"enable": false}', "draft": "ngram"}, "says enable: false"),
     ({"control.fastrl": '{"enable": false}', "spec_verify_tokens": "9"}, "says enable: false"),
 ]  # fmt: skip
 
@@ -362,6 +367,7 @@ MEANT = [
     (RLConfig, "rollout.attention", "attention"),
     (RLConfig, "rollout.lr", "optim.lr"),
     (RLConfig, "draft.lr", "draft.optim.lr"),
+    (RLConfig, "rollout.draft_knd", "rollout.draft_kind"),
     (RLConfig, "rollout.control.controler", "rollout.control.controller"),
     (ServeConfig, "speculation.attention", "engine.attention"),
 ]
@@ -372,6 +378,36 @@ def test_a_key_that_is_not_there_names_the_one_that_is_meant(program, name, mean
     with pytest.raises(SystemExit):
         parse_config(program, [f"{name}=2", *(["model=d"] if program is ServeConfig else [])])
     assert f"unknown key {name!r}; did you mean {meant!r}?" in capsys.readouterr().err
+
+
+RENAMED = [
+    ("rollout.head=some/path", "rollout.draft=some/path"),
+    ("rollout.head=random", "rollout.draft=random"),
+    ("rollout.source=head", "rollout.draft=checkpoint"),
+    ("rollout.source=ngram", "rollout.draft=ngram"),
+    ("rollout.draft_model=d", "rollout.draft=d"),
+    ("--rollout.head=some/path", "rollout.draft=some/path"),
+    ("rollout.speculative_draft_model_path=d", "rollout.draft=d"),
+]
+
+
+@pytest.mark.parametrize(("argument", "meant"), RENAMED)
+def test_names_that_one_key_replaces_are_translated(argument, meant, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        parse_config(RLConfig, [argument])
+    assert f"; use {meant}\n" in capsys.readouterr().err
+    key, _, value = argument.removeprefix("--rollout.").removeprefix("rollout.").partition("=")
+    with pytest.raises(SystemExit):
+        parse_config(ServeConfig, ["model=d", f"speculation.{key}={value}"])
+    assert f"; use {meant.replace('rollout', 'speculation')}\n" in capsys.readouterr().err
+    (tmp_path / "c.yaml").write_text(f"rollout: {{{key}: {value}}}")
+    with pytest.raises(SystemExit):
+        parse_config(RLConfig, ["--config", str(tmp_path / "c.yaml")])
+    assert f"; use {meant}\n" in capsys.readouterr().err
+    with pytest.raises(TypeError, match=f"use SpecConfig.draft='{meant.partition('=')[2]}'"):
+        SpecConfig(**{key: value})
+    with pytest.raises(TypeError, match="use LLM.spec=SpecConfig.draft='"):
+        LLM("x", **{key: value})
 
 
 def test_what_a_name_that_is_gone_stands_for_is_there():
@@ -391,7 +427,7 @@ def test_fastrls_section_is_taken_as_it_stands(entry):
     assert (control.controller, names(control)) == ("bandit", ["8_4_32", "4_1_5", "off"])
     assert (control.bs_threshold, control.bandit.reward) == (32, "throughput")
     spec = found.spec()
-    same = SpecConfig("8_4_32", head="some/head", spec_verify_tokens=40)
+    same = SpecConfig("8_4_32", draft="some/head", spec_verify_tokens=40)
     assert dataclasses.replace(spec, telemetry=None) == same
     named = read(entry, {"control.fastrl": json.dumps({"speculative": FASTRL})})
     assert (named.spec(), named.control_config()) == (spec, control)
@@ -409,7 +445,7 @@ def test_the_bandits_other_reward_stands_beside_fastrls_section(entry):
 def test_fastrl_switched_off_is_plain_decoding_with_no_head(entry):
     found = read(entry, {"control.fastrl": json.dumps({**FASTRL, "enable": False})})
     assert found.spec().is_off and found.control_config() is None
-    assert (found.head, found.source) == ("checkpoint", "auto")  # none is asked for
+    assert found.draft == "auto"  # no head is asked for
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -441,16 +477,15 @@ def test_fastrl_switched_off_trains_no_head():
     off = json.dumps({**FASTRL, "enable": False})
     cfg = parse_config(RLConfig, [f"rollout.control.fastrl={off}"])[0]
     assert cfg.draft.mode == "none" and not drafts(cfg)
-    assert "draft: none" in settle_drafting(cfg, has_head=True)
-    assert "rollout.control.fastrl with enable: false" in settle_drafting(cfg, has_head=True)
+    said = describe_drafting(cfg, settle_drafting(cfg, has_head=True))
+    assert "draft: none" in said and "rollout.control.fastrl with enable: false" in said
 
 
 FASTRL_REFUSED = [
     ({"control.controller": "bandit"}, {}, "in place of all other keys but bandit"),
     ({"strategy": "2_1_3"}, {}, "says which strategies there are"),
     ({"spec_verify_tokens": "12"}, {}, "says which strategies there are, and how many rows"),
-    ({"head": "random"}, {}, "spec_model_path=some/head"),
-    ({"draft_model": "d"}, {}, "drafts, and spec_model_path=some/head"),
+    ({"draft": "random"}, {}, "drafts, and spec_model_path=some/head"),
     ({"control.bandit": '{"thresholds": [1, 2]}'}, {}, "are FastRL's mab_bs_threshold"),
     ({"control.bandit": '{"eps": 1}'}, {}, "unknown setting 'eps' of bandit"),
     ({"control.bandit": '{"epsilon": 0.2}'}, {"tune_algorithm": None}, "asks for no bandit"),
@@ -472,13 +507,13 @@ def test_what_contradicts_fastrls_section_is_refused(entry, settings, eagle, sai
 def test_a_flag_takes_the_file_with_fastrls_section(entry, suffix, tmp_path, capsys):
     file = tmp_path / f"fastrl.{suffix}"
     file.write_text(json.dumps({"speculative": FASTRL}))  # which is YAML, too
-    assert read(entry, {"control.fastrl": str(file)}).spec().head == "some/head"
+    assert read(entry, {"control.fastrl": str(file)}).spec().draft == "some/head"
     assert "/no/such" in refused(entry, {"control.fastrl": "/no/such"}, capsys)
 
 
 def test_python_is_given_both_configurations_of_fastrls_section():
     spec, control = from_fastrl({"speculative": FASTRL}, {"reward": "accept_length"})
-    assert spec == SpecConfig("8_4_32", head="some/head", spec_verify_tokens=40)
+    assert spec == SpecConfig("8_4_32", draft="some/head", spec_verify_tokens=40)
     assert names(control) == ["8_4_32", "4_1_5", "off"]
     assert control.bandit.reward == "accept_length"
     assert from_fastrl({"enable": False, "eagle": EAGLE}) == (None, None)
@@ -498,11 +533,11 @@ def test_python_is_given_both_configurations_of_fastrls_section():
 def loaded(entry: str, model: str, head: str):
     """The LLM of a program that drafts with the head at a path; nothing is compiled."""
     if entry == "LLM":
-        return LLM(model, SpecConfig(head=head), max_batch=1, max_len=32)
+        return LLM(model, SpecConfig(draft=head), max_batch=1, max_len=32)
     if entry == "serve":
-        argv = [f"model={model}", f"speculation.head={head}", "engine.max_batch=1"]
+        argv = [f"model={model}", f"speculation.draft={head}", "engine.max_batch=1"]
         return load_llm(parse_config(ServeConfig, argv)[0])
-    argv = ["--model", model, "--head", head]
+    argv = ["--model", model, "--draft", head]
     if entry == "verify":
         settings = settings_of(verify_parser("verify").parse_args(argv))
         return verify.load(model, settings.spec())
@@ -532,7 +567,7 @@ def heads(thin_policy, tmp_path_factory):
 def test_a_head_at_a_path_drafts(entry, layout, heads, thin_policy):
     paths, head = heads
     llm = loaded(entry, str(thin_policy), paths[layout])
-    assert llm.spec.source == "head"
+    assert llm.drafting.with_head
     for found, there in zip(jax.tree.leaves(llm.head), jax.tree.leaves(head), strict=True):
         np.testing.assert_array_equal(found, there)
     assert f"draft: the head {paths[layout]}; always 4_1_5" in llm.drafting.described()
@@ -543,8 +578,9 @@ def test_a_head_that_is_not_there_is_named(entry, thin_policy):
     with pytest.raises((ValueError, UsageError)) as ended:
         loaded(entry, str(thin_policy), "/no/such")
     said = str(ended.value)
-    name = {"serve": "speculation.head", "generate": "--head"}.get(entry, "head")
-    assert f"{name}: expected checkpoint, random or a path, got '/no/such'" in said
+    name = {"serve": "speculation.draft", "generate": "--draft"}.get(entry, "draft")
+    assert f"{name}: expected auto, checkpoint, random, ngram, the directory or" in said
+    assert "got '/no/such'" in said
 
 
 def test_a_head_of_another_policy_is_refused(heads, thin_policy, tmp_path):
@@ -563,7 +599,7 @@ def test_a_controller_that_may_only_decode_plainly_asks_for_no_head(thin_policy)
     model, policy, _ = hf.load_checkpoint(thin_policy)
     bare = model.replace(mtp_num_layers=0), policy, None
     off = ControlConfig.from_fastrl({"enable": False})
-    llm = LLM(bare, SpecConfig(source="head"), max_batch=1, max_len=32, control=off)
+    llm = LLM(bare, SpecConfig(draft="checkpoint"), max_batch=1, max_len=32, control=off)
     assert llm.spec is None and llm.head is None
     assert llm.drafting.described() == "draft: none, by plain decoding"
 

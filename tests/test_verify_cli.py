@@ -93,9 +93,9 @@ def test_a_biased_decoder_fails_both_checks(checkpoint, tmp_path, capsys, monkey
 
 @pytest.mark.slow
 def test_without_a_draft_head_a_random_one_may_draft_and_the_verdict_says_so(headless, capsys):
-    assert main(["--model", headless, *SMALL, "--acceptance", "block", "--source", "head"]) == 0
+    assert main(["--model", headless, *SMALL, "--acceptance", "block", "--draft", "random"]) == 0
     said = capsys.readouterr().out
-    assert "draft source random head" in said and "note: drafts come from a random head" in said
+    assert "source a random head" in said and "note: drafts come from a random head" in said
     assert "identity with plain decoding, greedy requests" in said
 
 
@@ -116,7 +116,7 @@ def test_where_hardly_any_draft_is_accepted_the_verdict_is_inconclusive(
     monkeypatch.setattr(ngram.NgramSource, "begin", no_drafts(ngram.NgramSource.begin))
     monkeypatch.setattr(ngram.NgramSource, "step", no_drafts(ngram.NgramSource.step))
     hf.save_checkpoint(tmp_path / "model", CFG, *weights)
-    few = ["--samples", "600", "--requests", "2", "--strategy", "1_1_2", "--source", "ngram"]
+    few = ["--samples", "600", "--requests", "2", "--strategy", "1_1_2", "--draft", "ngram"]
     file = tmp_path / "verdict.json"
     assert main(["--model", str(tmp_path / "model"), *few, "--json", str(file)]) == 3
     said = capsys.readouterr().out
@@ -135,7 +135,7 @@ def no_drafts(propose):
 
 @pytest.mark.slow
 def test_n_grams_can_draft(headless):
-    spec = SpecConfig(strategy="3_2_5", source="ngram")
+    spec = SpecConfig(strategy="3_2_5", draft="ngram")
     verdict = checker.check(headless, spec, samples=3000, requests=6)
     assert verdict and verdict.source == "ngram"
 
@@ -153,7 +153,7 @@ def test_n_grams_can_draft(headless):
         (["--tokens", " "], "got none"),
         (["--tokens", ",".join("1" * 63)], "63 tokens"),
         (["--samples", "0"], "got 0"),
-        (["--draft-model", "/no/such/draft"], "/no/such/draft"),
+        (["--draft", "/no/such/draft"], "/no/such/draft"),
     ],
 )
 def test_bad_input_is_refused_with_status_2_before_anything_runs(

@@ -43,9 +43,9 @@ def starting_head(
     if source == "checkpoint":
         if head is None:
             raise ConfigError(
-                "the policy's checkpoint has no draft head, and rollout.source=head drafts with "
-                "it; set rollout.head=random to start from a random one, rollout.head=PATH for one "
-                "of its own, or leave out rollout.source: then n-grams draft"
+                "the policy's checkpoint has no draft head, and rollout.draft=checkpoint drafts "
+                "with it; set rollout.draft=random to start from a random one, rollout.draft=PATH "
+                "for one of its own, or leave out rollout.draft: then n-grams draft"
             )
         return model, head
     if source == "random":

@@ -367,7 +367,7 @@ def frozen_policy_parts(params: Params) -> Params:
 
 def head_of(cfg: ModelConfig) -> Draft:
     """The draft source of the model's own head."""
-    return source_of(cfg, SpecConfig(source="head"))
+    return source_of(cfg, SpecConfig(draft="checkpoint"))
 
 
 def inner_taps(source: Draft) -> Taps:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import jax
 
@@ -19,7 +20,7 @@ from specjax.decode.options import Features
 from specjax.engine.engine import Engine
 from specjax.engine.options import Limits, check_job, features_of
 from specjax.engine.request import make_jobs
-from specjax.engine.sources import settle_draft
+from specjax.engine.sources import Drafting, settle_draft
 from specjax.interfaces import Draft
 from specjax.parallel import distributed, sharding
 from specjax.parallel.context import context_of
@@ -116,6 +117,7 @@ def build_engines(
         decoder = model.running(scan_layers=roll.scan_layers, remat=False, sequence_parallel=False)
         return Engine(decoder, spec, batch, mesh=on, **settings, **more)
 
+    source = source or (None if spec.is_off else head_of(model))
     engines = [build(spec, roll.max_batch, on, source=source, control=control) for on in meshes]
     plain_engines = []
     if exact and not roll.invariant:  # in that mode one program has to decode both ways
@@ -157,38 +159,39 @@ def drafts(cfg: RLConfig) -> bool:
     return cfg.draft.mode != "none" and not cfg.rollout.spec().is_off
 
 
-def drafts_with_head(cfg: RLConfig) -> bool:
-    """Whether rollouts speculate with the draft head."""
-    return drafts(cfg) and cfg.rollout.spec().source == "head"
-
-
-def settle_drafting(cfg: RLConfig, has_head: bool) -> str:
+def settle_drafting(
+    cfg: RLConfig,
+    has_head: bool,
+    target: ModelConfig | None = None,
+    find: Callable[[str], Path] | None = None,
+) -> Drafting:
     """Settles draft source, controller and training of the head, once the checkpoint is known.
 
     Args:
       cfg: settings of the run, in which `auto` values are replaced.
       has_head: whether the checkpoint holds a draft head.
-
-    Returns:
-      A line for the user.
+      target, find: see `settle_draft`.
 
     Raises:
       ConfigError: `draft.mode` requires a head that does not exist, or settings have no effect.
     """
     roll, mode = cfg.rollout, cfg.draft.mode
     if not drafts(cfg):
-        if roll.source == "auto":  # a checkpoint's settings need a value
-            roll.source = "head" if has_head else "ngram"
-        return f"draft: none, because of draft.mode={mode} and {roll.plain_by}"
+        if roll.draft == "auto":  # a checkpoint's settings need a value
+            roll.draft = "checkpoint" if has_head else "ngram"
+        return Drafting(None, None)
     asked = roll.control_config()
-    drafting = settle_draft(roll.spec(), asked, has_head)
+    try:
+        drafting = settle_draft(roll.spec(), asked, has_head, target=target, find=find)
+    except (ValueError, OSError) as error:
+        raise ConfigError(spelled(error, SPELL)) from error
     if drafting.by_default and mode != "auto":
         raise ConfigError(
             f"draft.mode={mode} is about the draft head, and the policy's checkpoint has no draft "
-            "head; set rollout.head=random to start from a random one, rollout.head=PATH for one "
+            "head; set rollout.draft=random to start from a random one, rollout.draft=PATH for one "
             "of its own, or leave out draft.mode: then n-grams draft"
         )
-    roll.source = drafting.spec.source
+    roll.draft = drafting.spec.draft
     if drafting.by_default:
         if drafting.control is not asked:
             roll.control = ControlSection(
@@ -196,13 +199,34 @@ def settle_drafting(cfg: RLConfig, has_head: bool) -> str:
             )
         if roll.acceptance != "coupled":  # else tokens would depend on the batch
             roll.ngram_siblings = False
-    with_head = roll.source == "head"
+    with_head = drafting.with_head
     if mode == "auto":
         cfg.draft.mode = "online" if with_head and cfg.draft.moves else "frozen"
+    _require_head(cfg, with_head)
     require_effect(cfg)
-    trained = "" if not with_head else f" ({cfg.draft.describe_mode()})"
-    if with_head and roll.head != "checkpoint":
-        return f"draft: the head rollout.head={roll.head}{trained}"
+    return drafting
+
+
+def _require_head(cfg: RLConfig, with_head: bool) -> None:
+    """Refuses settings about a head where something else drafts."""
+    asked = {
+        "draft.mode=online": cfg.draft.mode == "online",
+        "draft.spot.enabled=true": cfg.draft.spot.enabled,
+        "checkpoint.draft_only=true": cfg.checkpoint.draft_only,
+    }
+    wrong = [setting for setting, given in asked.items() if given]
+    if wrong and not with_head:
+        raise ConfigError(
+            f"{wrong[0]} is about a draft head, and rollout.draft={cfg.rollout.draft} is none; "
+            "leave it out, or set rollout.draft=random for a new head"
+        )
+
+
+def describe_drafting(cfg: RLConfig, drafting: Drafting) -> str:
+    """The line for the user about what `settle_drafting` settled."""
+    if drafting.spec is None:
+        return f"draft: none, because of draft.mode={cfg.draft.mode} and {cfg.rollout.plain_by}"
+    trained = f" ({cfg.draft.describe_mode()})" if drafting.with_head else ""
     return drafting.described(SPELL) + trained
 
 

@@ -189,7 +189,7 @@ class RolloutSection(SamplingSection, SpeculationSettings):
         super().__post_init__()
         self._check_acceptance()
         strategies_of(self.spec(), self.control_config())
-        if self.source == "ngram" and self.ngram_siblings and not self._same_tokens:
+        if self.draft == "ngram" and self.ngram_siblings and not self._same_tokens:
             raise ValueError(
                 f"rollout.ngram_siblings with acceptance={self.acceptance}: tokens would depend on "
                 "the samples that share a batch, and no run could be repeated; set "

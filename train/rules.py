@@ -108,8 +108,8 @@ def _decay(section: str) -> Needs:
 
 _NOT_TRAINED = (
     "no draft head is trained, with [draft.mode], [draft.mtp_loss_scaling_factor], "
-    "[rollout.strategy] and [rollout.source]; set draft.mode=online with a head that drafts "
-    "(rollout.head=random for a new one), or leave it out"
+    "[rollout.strategy] and [rollout.draft]; set draft.mode=online with a head that drafts "
+    "(rollout.draft=random for a new one), or leave it out"
 )
 _DEPTH = Needs(
     ("draft.step_decay",),
@@ -252,8 +252,7 @@ RL_RULES = (
     Needs(
         ("draft.spot.enabled",),
         _drafts_with_head,
-        "it trains the draft head, and [rollout.source] with [rollout.draft_model] drafts without "
-        "one; leave it out",
+        "it trains the draft head, and [rollout.draft] drafts without one; leave it out",
     ),
     _DEPTH,
     Needs(
@@ -270,7 +269,7 @@ RL_RULES = (
     Needs(
         ("checkpoint.draft_only",),
         lambda v: _speculates(v) and _drafts_with_head(v),
-        "no head drafts, with [draft.mode], [rollout.strategy] and [rollout.source], and none is "
+        "no head drafts, with [draft.mode], [rollout.strategy] and [rollout.draft], and none is "
         "saved; leave it out",
     ),
     # The policy's loss.

@@ -497,11 +497,10 @@ class RLConfig:
         self.packing.settle(longest, self.mesh.row_multiple)
         _rows_divide(self.packing, self.mesh)
         self._settle_draft_mode()
-        if self.rollout.source not in ("auto", "head") and self.draft.mode == "online":
+        if self.rollout.draft == "ngram" and self.draft.mode == "online":
             raise ValueError(
-                "draft.mode=online trains the draft head, and with rollout.source="
-                f"{self.rollout.source} nothing drafts with it; leave out draft.mode, or set "
-                "rollout.source=head"
+                "draft.mode=online trains the draft head, and with rollout.draft=ngram nothing "
+                "drafts with it; leave out draft.mode, or set rollout.draft=checkpoint"
             )
         if self.algo.logprobs == "processed" and self.mesh.cp > 1:
             for name in PENALTIES:
@@ -524,9 +523,10 @@ class RLConfig:
             return
         if self.rollout.spec().is_off:
             self.draft.mode = "none"
-        elif self.rollout.source != "auto":
-            trained = self.rollout.source == "head" and self.draft.moves
-            self.draft.mode = "online" if trained else "frozen"
+        elif self.rollout.draft in ("checkpoint", "random"):
+            self.draft.mode = "online" if self.draft.moves else "frozen"
+        elif self.rollout.draft == "ngram":
+            self.draft.mode = "frozen"
 
     @property
     def rollout_devices(self) -> int:

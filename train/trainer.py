@@ -54,8 +54,8 @@ from train.programs import (
     as_rolled_out,
     build_programs,
     chunk_features,
+    describe_drafting,
     drafts,
-    drafts_with_head,
     make_meshes,
     scores_to_add,
     settle_drafting,
@@ -103,10 +103,11 @@ class Trainer:
             self.dtype_line += f"; rollouts and evaluation in {cfg.rollout.dtype} (rollout.dtype)"
         model, self.params, head = found.cfg, found.policy, found.head
         model = with_tokenizer_end(model, self.tokenizer)
-        self.drafting = settle_drafting(cfg, head is not None)
-        with_head = drafts_with_head(cfg)
+        drafting = settle_drafting(cfg, head is not None, model)
+        self.drafting = describe_drafting(cfg, drafting)
+        with_head = drafting.with_head
         if with_head:
-            model, head = starting_head(cfg.rollout.head, model, head, cfg.seed, self.mesh)
+            model, head = starting_head(cfg.rollout.draft, model, head, cfg.seed, self.mesh)
         self.model = as_computed(cfg, model)
         self.head = head if with_head else None
         self.source, self.source_params = None, None
@@ -154,7 +155,7 @@ class Trainer:
             model = as_rolled_out(self.cfg, self.model)
             _, source, params = load_source(model, spec, None, self.tokenizer, self.mesh)
         except (ValueError, OSError) as error:
-            raise ConfigError(f"rollout.draft_model: {error}") from error
+            raise ConfigError(f"rollout.draft: {error}") from error
         return source, params
 
     def _build_programs(self) -> None:

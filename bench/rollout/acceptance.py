@@ -112,8 +112,9 @@ class Arm:
             "aligned": self.aligned,
         }
         if self.source in drafts:
-            return SpecConfig(draft_model=drafts[self.source], **common)
-        return SpecConfig(source=self.source, **common)
+            return SpecConfig(draft=drafts[self.source], **common)
+        draft = "checkpoint" if self.source == "head" else self.source
+        return SpecConfig(draft=draft, **common)
 
 
 def arms(sources: Sequence[str]) -> Iterator[Arm]:
@@ -238,8 +239,10 @@ def policies(args, directory: Path) -> Iterator[Policy]:
         drafts = {}
         if not args.quick:
             layers, small = max(1, cfg.num_layers // 2), directory / task
-            drafts = {f"first_{layers}_layers": str(small), "itself": str(path)}
+            whole = directory / f"{task}_without_a_head"
+            drafts = {f"first_{layers}_layers": str(small), "itself": str(whole)}
             truncated(cfg, params, layers, path, small)
+            truncated(cfg, params, cfg.num_layers, path, whole)
         yield Policy(task, (cfg, params, head), prompts, drafts)
 
 

@@ -113,7 +113,7 @@ class Comparison(NamedTuple):
 
 
 def _spec(args: argparse.Namespace, **more) -> SpecConfig:
-    return SpecConfig(args.strategy, head=args.head, **more)
+    return SpecConfig(args.strategy, draft=args.draft, **more)
 
 
 COMPARISONS = {
@@ -264,7 +264,7 @@ def parse(name: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_timing_arguments(parser, (1,))
     add = parser.add_argument
     add("--strategy", default="4_1_5", help="what a round drafts")
-    add("--head", default="checkpoint", choices=("checkpoint", "random"))
+    add("--draft", default="checkpoint", choices=("checkpoint", "random"))
     add("--prompts", type=int, help="held-out problems at least")
     add("--samples_per_slot", type=int, default=0, help="problems per slot at least")
     add("--n", type=int, default=1, help="samples of each problem")

@@ -143,7 +143,7 @@ def profile(device: Device, prompts, params) -> str:
 
 
 def build(name: str, model, args: argparse.Namespace, longest: int) -> LLM:
-    spec = None if name == "plain" else SpecConfig(args.strategy, head=args.head)
+    spec = None if name == "plain" else SpecConfig(args.strategy, draft=args.draft)
     control = None
     if name == "controlled":
         control = ControlConfig(strategies=tuple(args.strategies))
@@ -196,7 +196,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--repeats", type=int, default=9)
     add("--strategy", default="4_1_5", help="of the speculative arm")
     add("--strategies", nargs="+", default=list(DEFAULT_STRATEGIES), help="of the controlled arm")
-    add("--head", default="checkpoint", choices=("checkpoint", "random"))
+    add("--draft", default="checkpoint", choices=("checkpoint", "random"))
     return parser.parse_args(argv)
 
 

@@ -55,12 +55,16 @@ class Setup:
         notes = ", scanned" * self.scan + ", adaptive width" * self.adaptive
         return f"{name:8} batch {self.batch:2} {self.head:6} modules {self.modules}{notes}"
 
+    def _draft(self, loaded: bool) -> str:
+        if self.head == "ngram":
+            return "ngram"
+        return "random" if loaded and self.head == "random" else "checkpoint"
+
     def spec(self, loaded: bool, seed: int) -> SpecConfig:
         """Returns its `SpecConfig`; `loaded` says that the model is a checkpoint with a head."""
         return SpecConfig(
             strategy=self.strategy,
-            source="ngram" if self.head == "ngram" else "head",
-            head="random" if loaded and self.head == "random" else "checkpoint",
+            draft=self._draft(loaded),
             head_seed=seed,
             adaptive_width=self.adaptive,
         )

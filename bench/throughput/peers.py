@@ -123,7 +123,7 @@ def _specjax(acceptance: str | None, model, args: argparse.Namespace, work: Work
     longest = work.width + max(work.limits)
     spec = control = None
     if acceptance is not None:
-        spec = SpecConfig(head=args.head, acceptance=acceptance)
+        spec = SpecConfig(draft=args.draft, acceptance=acceptance)
         control = ControlConfig(strategies=tuple(args.strategies))
     llm = LLM(model, spec, work.batch, longest, control=control)
     start_up = llm.warm_up()
@@ -268,7 +268,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tail_median", type=int, default=16, help=f"median budget; the longest has {LONGEST}x")
     add("--strategies", nargs="+", default=list(DEFAULT_STRATEGIES), help="to choose from")
     add("--acceptance", nargs="+", default=list(SPECULATIVE.values()), choices=SPECULATIVE.values())
-    add("--head", default="checkpoint", choices=("checkpoint", "random"))
+    add("--draft", default="checkpoint", choices=("checkpoint", "random"))
     return parser.parse_args(argv)
 
 

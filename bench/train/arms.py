@@ -58,7 +58,7 @@ PAIRS = (
     ("frozen", "none"),
     ("online_random", "none"),
 )
-# Arm: (draft.mode, rollout.head).
+# Arm: (draft.mode, rollout.draft).
 ARMS = {
     "none": ("none", "checkpoint"),
     "frozen": ("frozen", "checkpoint"),
@@ -115,10 +115,10 @@ class ArmsConfig(RLConfig):
 
     def of_arm(self, arm: str) -> RLConfig:
         """Returns the settings of one arm's run."""
-        mode, head = ARMS[arm]
+        mode, draft = ARMS[arm]
         cfg = own_settings(RLConfig, self)
         cfg.draft = dataclasses.replace(cfg.draft, mode=mode)
-        cfg.rollout = dataclasses.replace(cfg.rollout, head=head)
+        cfg.rollout = dataclasses.replace(cfg.rollout, draft=draft)
         if arm == "online_random":
             cfg.draft = self._random_draft(cfg.draft)
         return cfg
@@ -491,7 +491,7 @@ def settings_of(cfg: ArmsConfig) -> dict:
     """Returns the configuration, and what differs between the arms."""
     settings = dataclasses.asdict(cfg)
     settings["differences"] = {
-        arm: {"draft": dataclasses.asdict(one.draft), "rollout.head": one.rollout.head}
+        arm: {"draft": dataclasses.asdict(one.draft), "rollout.draft": one.rollout.draft}
         for arm in cfg.arms
         if (one := cfg.of_arm(arm))
     }

@@ -17,7 +17,7 @@ train.rl or train.sft, the one of its checkpoints, a draft head that such a run 
 
   Hugging Face -> Orbax   DIR/checkpoints/0 and DIR/tokenizer, which LLM(DIR), `specjax generate`,
                           `specjax serve`, train.rl (model=DIR) and POST /update_weights take.
-                          A head alone: for train.rl (rollout.head=DIR) and /update_weights
+                          A head alone: for train.rl (rollout.draft=DIR) and /update_weights
   GGUF -> Hugging Face    the weights as llama.cpp computes with them: dequantised
   Orbax -> Hugging Face   config.json, safetensors, tokenizer files, for these, transformers, vLLM
 

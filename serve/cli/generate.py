@@ -250,8 +250,7 @@ def _origin(llm: LLM, args: argparse.Namespace) -> dict[str, str]:
 
 def _source(llm: LLM) -> str:
     """The name of the draft source."""
-    spec = llm.spec
-    return "nothing" if spec is None else spec.draft_model or spec.source
+    return "nothing" if llm.spec is None else llm.drafting.named()
 
 
 def _run(

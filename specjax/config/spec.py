@@ -4,16 +4,42 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from specjax.config.checks import choice
 from specjax.config.strategy import Strategy
-from specjax.registry import DRAFTS
 from specjax.spelling import SettingError, checks_keywords
 
 ACCEPTANCE_MODES = ("coupled", "block", "recursive", "greedy")
+# Values of `SpecConfig.draft` that are no path: "./ngram" is a directory of that name.
+AUTO_DRAFT, CHECKPOINT_DRAFT, RANDOM_DRAFT, NGRAM_DRAFT = "auto", "checkpoint", "random", "ngram"
+DRAFT_WORDS = (AUTO_DRAFT, CHECKPOINT_DRAFT, RANDOM_DRAFT, NGRAM_DRAFT)
+DRAFT_KINDS = ("mtp", "eagle3")  # names of `specjax.registry.DRAFTS` of which a head can be made
 NGRAM_LIMIT = 127  # match lengths are kept as int8
 TELEMETRY_VARIABLE = "SPECJAX_TELEMETRY"
+
+
+_OWN_CLASS = re.compile(r"(?P<name>[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)(?::(?P<path>.+))?")
+
+
+class OwnDraft(NamedTuple):
+    """A user's own class of drafts, `module:attribute[:PATH]`.
+
+    Attributes:
+      name: `module:attribute`.
+      path: path or id of what its `load` reads; None: nothing.
+    """
+
+    name: str
+    path: str | None
+
+    @classmethod
+    def parse(cls, text: str) -> OwnDraft | None:
+        """Returns the class that a text names; None: it is a word, a path or an id."""
+        found = _OWN_CLASS.fullmatch(text)
+        return found and cls(found["name"], found["path"])
 
 
 @checks_keywords
@@ -27,16 +53,15 @@ class SpecConfig:
       acceptance: `coupled` (any tree, token-identical to plain decoding), `block` (chains,
         identical in distribution), `recursive` (chains and static trees, identical in
         distribution) or `greedy` (any tree, for requests of temperature 0 only; token-identical).
-      source: the draft source: `head` (the MTP head), `model` (a standalone smaller model), `ngram`
-        (the tokens that followed earlier occurrences of the last ones), or `auto` (the head if the
-        checkpoint holds one, else n-grams; docs/settings.md has a table). A path `module:attribute`
-        names a class of your own, see `specjax.interfaces.Draft`.
-      head: the draft head: `checkpoint` (the one in the policy's checkpoint), `random` (drawn from
-        `head_seed`, to be trained online), or the path or Hugging Face id of one. With `random` or
-        a path, `auto` is `head`.
-      head_seed: seed of a random head.
-      draft_model: directory or Hugging Face id of the standalone model; with it, `auto` is `model`.
-        A class of your own gets the text unchanged.
+      draft: what drafts. `auto`: the head in the policy's checkpoint, else n-grams; a table is in
+        docs/settings.md. `checkpoint`: that head, and an error if there is none. `random`: a new
+        head, drawn from `head_seed`, to be trained online. `ngram`: the tokens that followed
+        earlier occurrences of the last ones. Else the directory or Hugging Face id of a head or of
+        a smaller model, which its files tell apart, or `module:attribute[:PATH]`: a class of your
+        own, see `specjax.interfaces.Draft`, and what its `load` reads. A path such as `./ngram`
+        is a directory, whatever its name.
+      draft_kind: kind of a new head, `mtp` or `eagle3`; only with `draft="random"`.
+      head_seed: seed of a new head.
       draft_vocab: number of tokens that the head or model may propose; None: the whole vocabulary.
         The draft then computes logits for these tokens alone, which is faster. They are the tokens
         that the engine has emitted most; at first, and with `block` and `recursive` always, the
@@ -67,10 +92,9 @@ class SpecConfig:
 
     strategy: Strategy | str | Sequence[Sequence[int]] = Strategy.chain(4)
     acceptance: str = "coupled"
-    source: str = "auto"
-    head: str = "checkpoint"
+    draft: str = AUTO_DRAFT
+    draft_kind: str = "mtp"
     head_seed: int = 0
-    draft_model: str | None = None
     draft_vocab: int | None = None
     token_map: str | None = None
     ngram_max: int = 4
@@ -86,40 +110,28 @@ class SpecConfig:
 
     def __post_init__(self):
         choice("acceptance", self.acceptance, ACCEPTANCE_MODES)
-        object.__setattr__(self, "head", str(self.head))
         object.__setattr__(self, "strategy", Strategy.parse(self.strategy))
-        if self.draft_model is not None:
-            object.__setattr__(self, "draft_model", str(self.draft_model))
-            if self.source not in ("auto", "model") and self.source in DRAFTS:
-                raise SettingError(
-                    lambda spell: (
-                        f"{spell('draft_model')} is given but {spell('source')} is "
-                        f"{self.source!r}; choose one"
-                    )
-                )
-            if self.source == "auto":
-                object.__setattr__(self, "source", "model")
-        DRAFTS.check(self.source, others=("auto",))
-        if self.source == "model" and self.draft_model is None:
+        object.__setattr__(self, "draft", str(self.draft))
+        choice("draft_kind", self.draft_kind, DRAFT_KINDS)
+        if self.draft_kind != "mtp" and self.draft != RANDOM_DRAFT:
             raise SettingError(
                 lambda spell: (
-                    f"{spell('source', 'model')} needs {spell('draft_model')}, the directory of a "
-                    "checkpoint"
+                    f"{spell('draft_kind', self.draft_kind)} is the kind of a new head, and "
+                    f"{spell('draft', self.draft)} makes none; use {spell('draft', RANDOM_DRAFT)}, "
+                    f"or leave out {spell('draft_kind')}"
                 )
             )
-        if self.source == "auto" and self.head != "checkpoint":
-            object.__setattr__(self, "source", "head")
         if self.draft_vocab is not None and self.draft_vocab < 1:
             raise SettingError(
                 lambda spell: f"{spell('draft_vocab')}: expected at least 1, got {self.draft_vocab}"
             )
         if self.token_map is not None:
             object.__setattr__(self, "token_map", str(self.token_map))
-        if self.source == "ngram" and (self.draft_vocab, self.token_map) != (None, None):
+        if self.draft == NGRAM_DRAFT and (self.draft_vocab, self.token_map) != (None, None):
             raise SettingError(
                 lambda spell: (
                     f"{spell('draft_vocab')} and {spell('token_map')} are about heads and models, "
-                    f"and {spell('source', 'ngram')} has no language-model head; leave them out"
+                    f"and {spell('draft', NGRAM_DRAFT)} has no language-model head; leave them out"
                 )
             )
         if not 0 < self.tau < float("inf"):
@@ -165,9 +177,15 @@ class SpecConfig:
         return self.acceptance in ("coupled", "greedy")
 
     @property
-    def head_path(self) -> str | None:
-        """The path or id of a head of its own; None: `checkpoint` or `random`."""
-        return None if self.head in ("checkpoint", "random") else self.head
+    def draft_path(self) -> str | None:
+        """The path or id of a head or a model; None: a word, or a class of the user's own."""
+        named = self.draft in DRAFT_WORDS or self.own_draft is not None
+        return None if named else self.draft
+
+    @property
+    def own_draft(self) -> OwnDraft | None:
+        """The user's own class of drafts; None: `draft` names none."""
+        return OwnDraft.parse(self.draft)
 
     @property
     def is_off(self) -> bool:

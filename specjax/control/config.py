@@ -203,7 +203,7 @@ def from_fastrl(
         return None, None
     spec = SpecConfig(
         next(strategy for strategy in settings.strategies if not strategy.is_off),
-        head=settings.spec_model_path or "checkpoint",
+        draft=settings.spec_model_path or "auto",
         spec_verify_tokens=settings.spec_verify_tokens,
     )
     return spec, control

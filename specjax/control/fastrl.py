@@ -32,7 +32,7 @@ class FastRLSettings:
       strategies: the strategies to choose from, or the one fixed strategy.
       bs_threshold: largest number of running slots for which to speculate; None for no limit.
       bandit: settings of the bandit.
-      spec_model_path: path of the draft head's checkpoint; None for the one beside the policy's.
+      spec_model_path: path of the draft head; None: `SpecConfig.draft` says what drafts.
       spec_verify_tokens: largest number of rows, as in `SpecConfig`.
     """
 
@@ -66,7 +66,7 @@ def read_fastrl(section: Mapping[str, Any], seed: int = 0) -> FastRLSettings:
     if section.get("spec_strategy", "eagle") != "eagle":
         raise ValueError(
             f"spec_strategy must be 'eagle', got {section['spec_strategy']!r}; other drafts are "
-            "chosen by SpecConfig.source"
+            "chosen by SpecConfig.draft"
         )
     most = int(eagle.get("spec_verify_tokens", FASTRL_ROWS))
     tune = eagle.get("tune_algorithm")

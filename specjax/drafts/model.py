@@ -94,7 +94,7 @@ class ModelSource(Draft):
     @classmethod
     def of(cls, target: ModelConfig, spec: SpecConfig) -> ModelSource:
         raise ValueError(
-            f"the draft model {spec.draft_model!r} has weights of its own; load it with "
+            f"the draft model {spec.draft!r} has weights of its own; load it with "
             "specjax.engine.sources.load_draft_model and give the engine its source, or use LLM"
         )
 

@@ -146,7 +146,7 @@ class LLM:
             raise SettingError(
                 lambda spell: f"{spell('max_batch')} must be at least 1, got {max_batch}"
             )
-        self.drafting = settle_draft(spec, control, head is not None)
+        self.drafting = settle_draft(spec, control, head is not None, target=cfg)
         spec, control = self.drafting.spec, self.drafting.control
         if self.drafting.strategies == (Strategy.OFF,):  # nothing drafts: no head is needed
             spec, control = spec and dataclasses.replace(spec, strategy=Strategy.OFF), None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,9 +22,16 @@ from specjax.checkpoint.weights import (
     load_weights,
 )
 from specjax.config import ModelConfig, SpecConfig, Strategy
+from specjax.config.spec import (
+    AUTO_DRAFT,
+    CHECKPOINT_DRAFT,
+    DRAFT_WORDS,
+    NGRAM_DRAFT,
+    RANDOM_DRAFT,
+)
 from specjax.control import ControlConfig
 from specjax.drafts.model import ModelSource
-from specjax.drafts.mtp import init_head_params, weight_axes
+from specjax.drafts.mtp import MTPSource, init_head_params, weight_axes
 from specjax.engine.settings import require_speculation
 from specjax.hub import ModelNotFoundError, find_model
 from specjax.interfaces import Draft
@@ -33,7 +41,8 @@ from specjax.models.transformer import Params, to_decode_layout
 from specjax.parallel import sharding
 from specjax.registry import DRAFTS
 from specjax.spelling import SettingError, Spell, python
-from specjax.weights import load_tokenizer, open_checkpoint
+from specjax.weights import load_tokenizer, open_checkpoint, recognised
+from specjax.weights.safetensors import CONFIG, HEAD_FILE
 
 
 def source_of(cfg: ModelConfig, spec: SpecConfig) -> Draft:
@@ -42,30 +51,37 @@ def source_of(cfg: ModelConfig, spec: SpecConfig) -> Draft:
     `auto` is the head if the config has one, else n-grams.
 
     Raises:
-      ValueError: `spec` names a standalone model, which must be loaded (see `load_source`), or an
-        unknown source.
+      ValueError: `spec` names a path, which must be loaded (see `load_source`), or a class of the
+        user's own that does not exist.
     """
-    name = spec.source
-    if name == "auto":
-        name = "head" if cfg.mtp_num_layers else "ngram"
-    return DRAFTS.find(name).of(cfg, spec)
-
-
-_HEADS = {"checkpoint": "the checkpoint's head", "random": "a random head"}
+    own, name = spec.own_draft, spec.draft
+    if own is not None:
+        return DRAFTS.find(own.name).of(cfg, spec)
+    if name == AUTO_DRAFT:
+        name = CHECKPOINT_DRAFT if cfg.mtp_num_layers else NGRAM_DRAFT
+    if name not in DRAFT_WORDS:
+        raise ValueError(
+            f"the draft {name!r} has weights of its own; load it with "
+            "specjax.engine.sources.load_source and give the engine its source, or use LLM"
+        )
+    kinds = {CHECKPOINT_DRAFT: "mtp", RANDOM_DRAFT: spec.draft_kind}
+    return DRAFTS.find(kinds.get(name, name)).of(cfg, spec)
 
 
 class Drafting(NamedTuple):
     """The draft source and controller that will run, as `settle_draft` decided.
 
     Attributes:
-      spec: how to speculate, with a `source` that is not `auto`; None: plain decoding.
+      spec: how to speculate, with a `draft` that is not `auto`; None: plain decoding.
       control: settings of the controller; None: always the strategy of `spec`.
       by_default: whether `auto` became n-grams because the checkpoint has no head.
+      kind: class of what drafts; None: plain decoding.
     """
 
     spec: SpecConfig | None
     control: ControlConfig | None
     by_default: bool = False
+    kind: type[Draft] | None = None
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:
@@ -74,35 +90,52 @@ class Drafting(NamedTuple):
             return self.control.arms
         return (Strategy.OFF if self.spec is None else self.spec.resolve(),)
 
+    @property
+    def with_head(self) -> bool:
+        """Whether a draft head drafts, and no model, n-grams or class of the user's own."""
+        heads = (CHECKPOINT_DRAFT, RANDOM_DRAFT)
+        if self.spec is None or self.kind is None:
+            return False
+        if self.spec.draft_path is not None:
+            return not issubclass(self.kind, ModelSource)
+        return self.spec.draft in heads
+
     def described(self, spell: Spell = python, always_drafts: bool = False) -> str:
-        """A line for the user: which source drafts, why, and which setting changes it.
+        """A line for the user: what drafts, why, and which setting changes it.
 
         Args:
           spell: function that spells settings as the user types them.
-          always_drafts: whether the program refuses plain decoding, and gives a checkpoint without
-            a head a random one for `source="head"`.
+          always_drafts: whether the program refuses plain decoding.
         """
         spec = self.spec
         if self.strategies == (Strategy.OFF,):
             return "draft: none, by plain decoding"
-        others = {name: spell("source", name) for name in ("head", "ngram") if name != spec.source}
-        if self.by_default and not always_drafts:
-            others["head"] = spell("head", "random")
-        if spec.draft_model is None:
-            others["model"] = spell("draft_model", "DIR")
-        ways = [*others.values(), *([] if always_drafts else [spell("strategy", "off")])]
+        known = RANDOM_DRAFT if self.by_default else CHECKPOINT_DRAFT
+        others = [name for name in (known, NGRAM_DRAFT) if name != spec.draft]
+        if spec.draft_path is None:
+            others.append("DIR")
+        ways = [spell("draft", name) for name in others]
+        ways += [] if always_drafts else [spell("strategy", "off")]
         change = f"to change it: {', '.join(ways[:-1])}{', or ' if ways[1:] else ''}{ways[-1]}"
         how = f"always {self.strategies[0]}"
         if len(self.strategies) > 1:
             names = ", ".join(map(str, self.strategies))
             how = f"the controller {self.control.controller} chooses among {names}"
-        what = {
-            "head": _HEADS.get(spec.head, f"the head {spec.head}"),
-            "ngram": "n-grams",
-            "model": f"the model {spec.draft_model}",
-        }.get(spec.source, spec.source)
         why = ", for the checkpoint has no draft head" if self.by_default else ""
-        return f"draft: {what}{why}; {how}; {change}"
+        return f"draft: {self.named()}{why}; {how}; {change}"
+
+    def named(self) -> str:
+        """What drafts, in words."""
+        spec = self.spec
+        if spec.draft_path is not None:
+            return f"the {'head' if self.with_head else 'model'} {spec.draft}"
+        kind = "" if spec.draft_kind == "mtp" else f" {spec.draft_kind}"
+        words = {
+            CHECKPOINT_DRAFT: "the checkpoint's head",
+            RANDOM_DRAFT: f"a random{kind} head",
+            NGRAM_DRAFT: "n-grams",
+        }
+        return words.get(spec.draft, spec.draft)
 
 
 def settle_draft(
@@ -110,33 +143,80 @@ def settle_draft(
     control: ControlConfig | Mapping[str, Any] | str | None,
     has_head: bool,
     may_stop: bool = True,
+    target: ModelConfig | None = None,
+    find: Callable[[str], Path] | None = None,
 ) -> Drafting:
-    """Decides what `SpecConfig(source="auto")` means for a checkpoint: its head, or else n-grams.
+    """Decides what `SpecConfig.draft` stands for.
 
-    N-grams that find nothing cost time. So if the user chose neither n-grams nor a controller, the
-    `goodput` controller chooses between the strategy and `off` while running. In `block` and
-    `recursive` mode it does not, because there the tokens would depend on its choices.
+    `auto` is the checkpoint's head, or else n-grams. N-grams that find nothing cost time. So if
+    the user chose neither n-grams nor a controller, the `goodput` controller chooses between the
+    strategy and `off` while running. In `block` and `recursive` mode it does not, because there
+    the tokens would depend on its choices.
 
     Args:
       spec: how to speculate; None: plain decoding.
       control: the controller, as `LLM` takes it.
       has_head: whether the checkpoint has a draft head.
       may_stop: whether a controller may choose `off`.
+      target: config of the policy, see `kind_of`.
+      find: function that returns the path of a draft that `spec` names, by default `find_draft_at`.
 
     Raises:
       ValueError: a controller is given and `spec` is plain decoding.
+      SettingError: `spec` names a path or id that does not exist.
+      CheckpointError: the files there are those of no draft.
     """
     if control is not None:
         control = ControlConfig.of(control)
         require_speculation(spec)
-    if spec is None or spec.is_off or spec.source != "auto":
-        return Drafting(spec, control)
-    if has_head:
-        return Drafting(dataclasses.replace(spec, source="head"), control)
-    free = spec.acceptance in ("coupled", "greedy") and may_stop
-    if control is None and free:
-        control = ControlConfig(strategies=(Strategy.OFF, spec.strategy))
-    return Drafting(dataclasses.replace(spec, source="ngram"), control, by_default=True)
+    settled = Drafting(spec, control)
+    if spec is None or settled.strategies == (Strategy.OFF,):
+        return settled
+    if spec.draft == AUTO_DRAFT:
+        name = CHECKPOINT_DRAFT if has_head else NGRAM_DRAFT
+        spec = dataclasses.replace(spec, draft=name)
+        free = spec.acceptance in ("coupled", "greedy") and may_stop
+        if control is None and free and not has_head:
+            control = ControlConfig(strategies=(Strategy.OFF, spec.strategy))
+        settled = Drafting(spec, control, by_default=not has_head)
+    return settled._replace(kind=_class_of(spec, target, find or find_draft_at))
+
+
+def _class_of(
+    spec: SpecConfig, target: ModelConfig | None, find: Callable[[str], Path]
+) -> type[Draft]:
+    if spec.draft_path is not None:
+        return kind_of(find(spec.draft_path), target)
+    if spec.own_draft is not None:
+        return DRAFTS.find(spec.own_draft.name)
+    kinds = {CHECKPOINT_DRAFT: "mtp", RANDOM_DRAFT: spec.draft_kind, NGRAM_DRAFT: "ngram"}
+    return DRAFTS.find(kinds[spec.draft])
+
+
+def kind_of(path: Path, target: ModelConfig | None = None) -> type[Draft]:
+    """Returns the class that drafts from files, which the files decide.
+
+    Files of a policy with an MTP head are a head, unless its width is not the target's: then they
+    are a model, which drafts without that head.
+
+    Args:
+      path: a file or directory.
+      target: config of the policy that it drafts for; None: unknown.
+
+    Raises:
+      CheckpointError, UnsupportedModelError: the files are those of no draft.
+    """
+    if layout_of(path) != HUGGING_FACE:
+        return MTPSource
+    if path.is_file():
+        return MTPSource if path.suffix == ".safetensors" else ModelSource
+    if not recognised(path):
+        return MTPSource
+    if (path / HEAD_FILE).exists() and not (path / CONFIG).exists():
+        return MTPSource
+    cfg = hf.read_config(path)
+    fits = target is None or cfg.hidden_size == target.hidden_size
+    return MTPSource if cfg.mtp_num_layers and fits else ModelSource
 
 
 def with_kernel(
@@ -186,28 +266,28 @@ def load_source(
         given path; see also `load_draft_model`.
       CheckpointError: as in `load_head`.
     """
-    if spec.source == "model":
-        source, params = load_draft_model(
-            spec.draft_model, cfg, tokenizer, cfg.run.compute_dtype, mesh
-        )
-        return cfg, source, params
-    if spec.source != "head":
+    own = spec.own_draft
+    if own is not None or spec.draft == NGRAM_DRAFT:
         source = source_of(cfg, spec)
-        files = spec.draft_model and open_checkpoint(find_model(spec.draft_model))
-        return cfg, source, source.load(files)
-    if spec.head == "random":
+        files = own and own.path and open_checkpoint(find_draft_at(own.path))
+        return cfg, source, source.load(files or None)
+    if spec.draft_path is not None:
+        if kind_of(find_draft_at(spec.draft_path), cfg) is ModelSource:
+            dtype = cfg.run.compute_dtype
+            source, params = load_draft_model(spec.draft_path, cfg, tokenizer, dtype, mesh)
+            return cfg, source, params
+        cfg, head = load_head(spec.draft_path, cfg, mesh)
+        return cfg, DRAFTS.find("mtp").of(cfg, spec), head
+    if spec.draft == RANDOM_DRAFT:
         cfg = _with_a_head(cfg)
-        head = init_head_params(cfg, spec.head_seed)
-    elif spec.head_path is not None:
-        cfg, head = load_head(spec.head_path, cfg, mesh)
-    elif head is None:
+        return cfg, source_of(cfg, spec), init_head_params(cfg, spec.head_seed)
+    if head is None:
         raise SettingError(
             lambda spell: (
-                f"the checkpoint has no draft head, and {spell('source', spec.source)} with "
-                f"{spell('head', spec.head)} asks for it; use {spell('source', 'auto')} (n-grams, "
-                f"where there is no head), {spell('source', 'ngram')}, "
-                f"{spell('draft_model', 'DIR')}, {spell('head', 'random')} to train one online, or "
-                f"{spell('strategy', 'off')}"
+                f"the checkpoint has no draft head, and {spell('draft', spec.draft)} asks for it; "
+                f"use {spell('draft', 'auto')} (n-grams, where there is no head), "
+                f"{spell('draft', 'ngram')}, {spell('draft', 'DIR')}, {spell('draft', 'random')} "
+                f"to train one online, or {spell('strategy', 'off')}"
             )
         )
     return cfg, source_of(cfg, spec), head
@@ -303,11 +383,11 @@ def laid_out(cfg: ModelConfig, mesh: jax.sharding.Mesh | None) -> ModelConfig:
     return cfg.running(fused=mesh is None or mesh.size == 1)
 
 
-def find_head(name: str) -> Path:
-    """Finds the file or directory of a head.
+def find_draft_at(name: str) -> Path:
+    """Finds the file or directory of a draft.
 
     Args:
-      name: a path, or the Hugging Face id of a checkpoint with a head.
+      name: a path, or the Hugging Face id of a head or a model.
 
     Raises:
       SettingError: there is no such file or id.
@@ -316,8 +396,15 @@ def find_head(name: str) -> Path:
     try:
         return find_model(name)
     except ModelNotFoundError:
+        hint = {"head": CHECKPOINT_DRAFT, "model": "DIR"}.get(name) or next(
+            iter(difflib.get_close_matches(name, DRAFT_WORDS, 1)), None
+        )
         raise SettingError(
-            lambda spell: f"{spell('head')}: expected checkpoint, random or a path, got {name!r}"
+            lambda spell: (
+                f"{spell('draft')}: expected {', '.join(DRAFT_WORDS)}, the directory or Hugging "
+                "Face id of a head or a model, or your own class as module:attribute[:PATH]; got "
+                f"{name!r}" + (f"; did you mean {spell('draft', hint)}?" if hint else "")
+            )
         ) from None
 
 
@@ -328,7 +415,7 @@ def load_head(
 
     Args:
       name: a file or directory of safetensors, a head that was saved alone (`save_draft`), or the
-        directory of a training run, of which the newest checkpoint is loaded; see `find_head`.
+        directory of a training run, of which the newest checkpoint is loaded; see `find_draft_at`.
       model: config of the policy, with or without a head of its own.
       mesh: mesh to place the head on.
 
@@ -342,7 +429,7 @@ def load_head(
     """
     from specjax.checkpoint.store import load_draft  # Orbax takes long to import
 
-    path = find_head(name)
+    path = find_draft_at(name)
     layout = layout_of(path)
     if layout == HUGGING_FACE:
         model = _with_a_head(model)
@@ -374,7 +461,7 @@ def load_head(
 
 def head_config(name: str, model: ModelConfig) -> ModelConfig:
     """The config that `load_head` returns, without loading weights; raises as that does."""
-    path = find_head(name)
+    path = find_draft_at(name)
     layout = layout_of(path)
     if layout == HUGGING_FACE:
         return _with_a_head(model)

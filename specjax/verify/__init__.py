@@ -19,7 +19,6 @@ from specjax import interrupts
 if interrupts.is_run_as("specjax.verify"):  # handle Ctrl-C from here on
     interrupts.begin("python -m specjax.verify")
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ import numpy as np
 from specjax.checkpoint import huggingface as hf
 from specjax.config import SpecConfig
 from specjax.config.dtype import AUTO
+from specjax.config.spec import RANDOM_DRAFT
 from specjax.control import ControlConfig
 from specjax.engine.llm import LLM
 from specjax.engine.request import InvalidLogitsError
@@ -60,7 +60,7 @@ def load(
 ) -> LLM:
     """Loads an `LLM` to check, which always speculates.
 
-    If the checkpoint has no draft head, n-grams draft, or a random head if `source` is `head`.
+    If the checkpoint has no draft head, n-grams draft.
 
     Args:
       model: a Hugging Face directory or id, or a GGUF file.
@@ -78,9 +78,7 @@ def load(
         raise InputError("strategy 'off' is plain decoding, which leaves nothing to check")
     path = find_model(model, revision)
     cfg = hf.read_config(path)
-    if spec.source == "head" and spec.head == "checkpoint" and not cfg.mtp_num_layers:
-        spec = dataclasses.replace(spec, head="random")
-    drafting = settle_draft(spec, control, cfg.mtp_num_layers > 0, may_stop=False)
+    drafting = settle_draft(spec, control, cfg.mtp_num_layers > 0, may_stop=False, target=cfg)
     control = drafting.control
     arms = [arm for arm in control.arms if not arm.is_off] if control else []
     if control is not None and not arms:
@@ -151,7 +149,7 @@ def check(
         model=name,
         strategy=", ".join(map(str, llm.drafting.strategies)),
         acceptance=llm.spec.acceptance,
-        source=_source(llm.spec),
+        source=llm.drafting.named(),
         dtype=llm.cfg.run.compute_dtype,
         checks=tuple(checks),
         notes=tuple(_notes(llm)),
@@ -180,17 +178,11 @@ def _prompt_ids(llm: LLM, prompt, seed: int) -> list[int]:
     return ids
 
 
-def _source(spec: SpecConfig) -> str:
-    if spec.source != "head":
-        return spec.source
-    return "random head" if spec.head == "random" else "head"
-
-
 def _notes(llm: LLM):
-    if llm.spec.source == "head" and llm.spec.head == "random":
+    if llm.spec.draft == RANDOM_DRAFT:
         yield (
             "drafts come from a random head: verdicts are valid, but few drafts are accepted; "
-            "train a head, or use source 'ngram', to test accepted drafts"
+            "train a head, or use draft 'ngram', to test accepted drafts"
         )
     if llm.cfg.run.compute_dtype != "float32":
         yield (

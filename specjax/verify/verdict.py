@@ -100,7 +100,7 @@ class Verdict:
             verdict = (
                 f"INCONCLUSIVE: no check failed, but {self.accepted} accepted drafts (expected "
                 f"{ENOUGH_ACCEPTED} or more) are too few to test the acceptance rule; check the "
-                "draft's weights, use more samples, or try --source ngram"
+                "draft's weights, use more samples, or try --draft ngram"
             )
         return "\n".join([*lines, f"verdict: {verdict}"])
 

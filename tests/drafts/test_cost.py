@@ -12,7 +12,7 @@ from specjax.interfaces import Room
 CFG = tiny_config(24, mtp=2, layers=3)
 SOURCES = [
     source_of(CFG, SpecConfig()),
-    source_of(CFG, SpecConfig(source="ngram")),
+    source_of(CFG, SpecConfig(draft="ngram")),
     ModelSource(CFG, 24),
     ModelSource(CFG.running(scan_layers=True, compute_dtype="bfloat16"), 24),
 ]

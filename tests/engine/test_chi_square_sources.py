@@ -69,7 +69,7 @@ def draft_model(tmp_path_factory):
 
 @pytest.mark.parametrize("acceptance", rules(fast="recursive"))
 def test_with_a_draft_model(acceptance, draft_model):
-    settings = {"draft_model": draft_model, "draft_vocab": 4}
+    settings = {"draft": draft_model, "draft_vocab": 4}
     llm = joint.spec_llm(joint.pair(*PAIR), acceptance, STRATEGIES[acceptance], **settings)
     assert (check(llm, requests())[1:] > 0).all()
 
@@ -77,7 +77,7 @@ def test_with_a_draft_model(acceptance, draft_model):
 @pytest.mark.parametrize("acceptance", rules(fast="block"))
 def test_with_ngrams(acceptance):
     """Rows with and without a draft, by what was drawn above them and by what siblings hold."""
-    settings = {"source": "ngram", "batch": 512}  # every slot is compared with every other
+    settings = {"draft": "ngram", "batch": 512}  # every slot is compared with every other
     llm = joint.spec_llm(joint.pair(*PAIR), acceptance, STRATEGIES[acceptance], **settings)
     assert (check(llm, requests(), REPETITIVE)[1:] > 0).all()
 

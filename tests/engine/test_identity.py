@@ -95,7 +95,7 @@ class Setup:
 
     def __str__(self):
         spec = self.spec
-        return f"{spec.source} {spec.resolve().name} batch {self.batch}"
+        return f"{spec.draft} {spec.resolve().name} batch {self.batch}"
 
 
 def setup_of(seed: int, draft_model=None) -> Setup:
@@ -106,7 +106,7 @@ def setup_of(seed: int, draft_model=None) -> Setup:
     source = str(rng.choice(["head", "head", "ngram", "model"]))
     spec = SpecConfig(
         strategy=strategy,
-        source="ngram" if source == "ngram" else "head",
+        draft="ngram" if source == "ngram" else "checkpoint",
         aligned=bool(rng.random() < 0.8),
         tau=float(rng.uniform(0.3, 1.2)),
         adaptive_width=dynamic and bool(rng.random() < 0.5),
@@ -114,7 +114,7 @@ def setup_of(seed: int, draft_model=None) -> Setup:
         ngram_siblings=bool(rng.random() < 0.5),
     )
     if source == "model":
-        spec = dataclasses.replace(spec, draft_model=str(draft_model), source="model")
+        spec = dataclasses.replace(spec, draft=str(draft_model))
     kind = str(rng.choice(["apt", "apt", "random"]))
     numbers = int(rng.integers(1, 17)), int(rng.integers(1, 4)), kind, bool(rng.random() < 0.2)
     size = int(rng.integers(20, VOCAB + 20))
@@ -142,7 +142,7 @@ def llm_of(setup: Setup) -> LLM:
 
 def heads_in_turn(llm: LLM, setup: Setup):
     """A callback that changes the head's weights after every chunk, in the middle of samples."""
-    if setup.spec.source != "head":
+    if setup.spec.draft != "checkpoint":
         return None
     weights = []
     for kind in ("random", "apt"):
@@ -163,11 +163,11 @@ SLOW_SEEDS = sorted(set(range(40)) - set(FAST_SEEDS))
 
 def test_the_fast_seeds_have_every_source_and_every_kind_of_shape():
     specs = [setup_of(seed).spec for seed in FAST_SEEDS]
-    assert {spec.source for spec in specs} == {"head", "ngram", "model"}
+    assert {spec.draft for spec in specs} == {"checkpoint", "ngram", "None"}
     shapes = [spec.resolve() for spec in specs]
     assert {s.is_chain + 2 * s.is_dynamic for s in shapes} == {0, 1, 2}
     assert any(spec.adaptive_width for spec in specs)
-    assert {spec.source for spec in specs if spec.draft_vocab} == {"head", "model"}
+    assert {spec.draft for spec in specs if spec.draft_vocab} == {"checkpoint", "None"}
 
 
 @pytest.mark.parametrize(
@@ -251,9 +251,9 @@ def test_no_draft_weights_whatever_they_are_change_a_token(chain_llm, broken):
 
 def test_speculation_without_a_head_is_refused_before_anything_runs():
     cfg, params, _ = model()
-    with pytest.raises(ValueError, match="no draft head.*head='random'"):
-        LLM((cfg, params, None), SpecConfig(source="head"), max_batch=2, max_len=MAX_LEN)
-    llm = LLM((cfg.replace(mtp_num_layers=0), params, None), SpecConfig(head="random"), max_len=32)
+    with pytest.raises(ValueError, match="no draft head.*draft='random'"):
+        LLM((cfg, params, None), SpecConfig(draft="checkpoint"), max_batch=2, max_len=MAX_LEN)
+    llm = LLM((cfg.replace(mtp_num_layers=0), params, None), SpecConfig(draft="random"), max_len=32)
     assert llm.cfg.mtp_num_layers == 1 and llm.head is not None
 
 

@@ -23,7 +23,7 @@ UNHEARD = 9  # nor does this one, and its embedding is NaN
 KINDS = {47: "NaN", 24: "+inf", 33: "nothing"}
 MODES = {
     "plain": None,
-    "n-gram": SpecConfig("4_1_5", source="ngram"),
+    "n-gram": SpecConfig("4_1_5", draft="ngram"),
     "coupled tree": SpecConfig("3_4_12", telemetry=True),
     "greedy": SpecConfig("4_1_5", acceptance="greedy"),
     "block": SpecConfig("3_1_4", acceptance="block"),

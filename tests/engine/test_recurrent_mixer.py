@@ -71,7 +71,7 @@ def engine_of(cfg, spec, batch, control=None, **config) -> Engine:
         cfg, spec, batch, MAX_LEN, config=EngineConfig(stretch=1, **config), control=control
     )
     params, head = weights(cfg)
-    engine.set_params(params, {} if spec and spec.source == "ngram" else head)
+    engine.set_params(params, {} if spec and spec.draft == "ngram" else head)
     return engine
 
 
@@ -156,7 +156,7 @@ def test_state_that_is_kept_wrongly_changes_tokens(broken, monkeypatch):
     cfg, jobs = config(), jobs_of(3)
     right = tokens(plain(cfg), jobs)
     broken(monkeypatch)
-    engine = engine_of(cfg, SpecConfig("2x2", source="head"), 2, page_size=PAGE)
+    engine = engine_of(cfg, SpecConfig("2x2", draft="checkpoint"), 2, page_size=PAGE)
     found = tokens(engine, jobs), tokens(engine, jobs)  # the second time in rows of other prompts
     assert found != (right, right)
 
@@ -165,7 +165,7 @@ def test_state_that_is_kept_wrongly_changes_tokens(broken, monkeypatch):
 def samples():
     """Samples of a chain drafted by n-grams, four layers that are scanned over their pattern."""
     cfg, jobs = config(repeats=2, scan_layers=True), jobs_of(3)
-    engine = engine_of(cfg, SpecConfig("3_1_4", source="ngram"), 2, page_size=PAGE)
+    engine = engine_of(cfg, SpecConfig("3_1_4", draft="ngram"), 2, page_size=PAGE)
     return cfg, jobs, engine.generate(jobs)[0]
 
 

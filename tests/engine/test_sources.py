@@ -29,9 +29,9 @@ def test_a_runner_drafts_with_what_the_settings_name():
         return Runner(tiny_config(SMALL), spec, 1, 8, products="xla").plan.source
 
     assert source() == MTPSource(tiny_config(SMALL))
-    assert source(source="ngram", ngram_max=3) == NgramSource(vocab=SMALL, longest=3)
+    assert source(draft="ngram", ngram_max=3) == NgramSource(vocab=SMALL, longest=3)
     with pytest.raises(ValueError, match="weights of its own; load it with"):
-        source(draft_model="somewhere")
+        source(draft="somewhere")
 
 
 def test_vocabularies_are_compared_by_what_ids_mean():
@@ -126,7 +126,7 @@ def directory(tmp_path_factory):
 def by_itself(directory):
     """By strategy: the target drafts for itself."""
     return functools.cache(
-        lambda strategy: warmed(llm(SpecConfig(strategy=strategy, draft_model=directory)))
+        lambda strategy: warmed(llm(SpecConfig(strategy=strategy, draft=directory)))
     )
 
 
@@ -148,7 +148,7 @@ def test_a_draft_model_that_is_the_target_is_always_accepted(by_itself, strategy
 
 
 def test_ngrams_speed_up_repetitive_text_and_change_no_token():
-    looked_up = llm(SpecConfig(strategy="2_2_5", source="ngram"))
+    looked_up = llm(SpecConfig(strategy="2_2_5", draft="ngram"))
     for temperature in (0.0, 0.9):
         outputs = looked_up.generate(prompts_of(6, VOCAB), sampling(temperature))
         assert tokens_of(outputs) == plain(temperature)
@@ -161,7 +161,7 @@ def test_siblings_raise_the_accept_length():
     request = SamplingParams(temperature=0.0, max_tokens=16, n=3)
     lengths = []
     for siblings in (False, True):
-        spec = SpecConfig(strategy="3_1_4", source="ngram", ngram_siblings=siblings)
+        spec = SpecConfig(strategy="3_1_4", draft="ngram", ngram_siblings=siblings)
         looked_up = llm(spec, batch=2)
         looked_up.generate(prompts_of(2, VOCAB, shortest=6), request)
         lengths.append(looked_up.totals.accept_length)
@@ -171,11 +171,11 @@ def test_siblings_raise_the_accept_length():
 def test_a_draft_model_of_another_vocabulary_is_refused(directory):
     target = tiny_model(tiny_config(VOCAB + 16, mtp=1))
     with pytest.raises(ValueError, match="draft model has a vocabulary of 48, the target of 64"):
-        LLM(target, SpecConfig(draft_model=directory), max_len=64)
+        LLM(target, SpecConfig(draft=directory), max_len=64)
 
 
 def test_what_has_ended_is_drafted_from_and_no_token_changes():
-    fed = llm(SpecConfig("2_1_3", source="bigrams:Bigrams"))
+    fed = llm(SpecConfig("2_1_3", draft="bigrams:Bigrams"))
     prompts, accepted = prompts_of(6, VOCAB), []
     for temperature in (0.0, 0.0, 0.9):
         assert tokens_of(fed.generate(prompts, sampling(temperature))) == plain(temperature)
@@ -192,6 +192,6 @@ def test_what_has_ended_is_drafted_from_and_no_token_changes():
 
 @pytest.mark.parametrize(("acceptance", "strategy"), [("block", "2_1_3"), ("recursive", "2x1")])
 def test_rules_that_divide_by_q_feed_nothing(acceptance, strategy):
-    spec = SpecConfig(strategy, source="bigrams:Bigrams", acceptance=acceptance)
+    spec = SpecConfig(strategy, draft="bigrams:Bigrams", acceptance=acceptance)
     runner = llm(spec).engine.runner
     assert runner.store is not None and not runner.takes_samples

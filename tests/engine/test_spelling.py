@@ -27,7 +27,7 @@ from specjax.models.rope import RopeScaling
         (LLM, "max_num_seqs", "max_batch"), (LLM, "tokeniser", "tokenizer"),
         (LLM, "speculative_config", "spec"),
         (SpecConfig, "stratgy", "strategy"), (SpecConfig, "prompt_lookup_max", "ngram_max"),
-        (SpecConfig, "draft_modl", "draft_model"), (EngineConfig, "block_size", "page_size"),
+        (SpecConfig, "draft_kin", "draft_kind"), (EngineConfig, "block_size", "page_size"),
         (EngineConfig, "chunk_token", "chunk_tokens"), (ControlConfig, "control", "controller"),
         (ControlConfig, "strategy", "strategies"), (EmaConfig, "alpha", "ema_alpha"),
         (BanditConfig, "epsilom", "epsilon"), (GoodputConfig, "hysterisis", "hysteresis"),

@@ -89,7 +89,7 @@ def test_no_device_ever_holds_a_row_of_logits_or_of_noise():
         ("3_12_16", {"adaptive_width": True}),
         ("4_1_5", {"acceptance": "block"}),
         ("4x2x1", {"acceptance": "recursive"}),
-        ("4x2x1", {"source": "ngram"}),
+        ("4x2x1", {"draft": "ngram"}),
         ("4_1_5", {"draft_vocab": 160}),
         ("4x2x1", {"draft_vocab": 160, "acceptance": "recursive"}),
     ],

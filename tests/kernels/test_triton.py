@@ -427,7 +427,7 @@ def test_a_drafts_cache_gets_the_kernel_that_its_own_heads_and_dtype_need(
     source = ModelSource(drafts, cfg.vocab_size)
     named = types.SimpleNamespace(platform="gpu", device_kind=kind)
     monkeypatch.setattr(dispatch.jax, "devices", lambda *_: [named])
-    spec = SpecConfig("2_1_3", source="model", draft_model="small")
+    spec = SpecConfig("2_1_3", draft="small")
     runner = Runner(cfg, spec, 2, 100, source=source, page_size=20)
     monkeypatch.undo()
     assert runner.cfg.run.attention == policy

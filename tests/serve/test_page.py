@@ -27,13 +27,13 @@ HEADERS = {"Authorization": f"Bearer {KEY}"}
 
 
 @pytest.fixture(scope="module")
-def server(thin_policy):
+def server(thin_policy, thin_model):
     """It can decode plainly, drafts nevertheless, and has compiled every size of the batch.
 
     The policy drafts for itself: a random head's drafts are hardly ever accepted.
     """
     cfg = config(thin_policy)
-    cfg.speculation.source, cfg.speculation.draft_model = "model", str(thin_policy)
+    cfg.speculation.draft = str(thin_model)
     cfg.speculation.control = ControlSection("bandit", ["off", "2_1_3"])
     llm = load_llm(cfg)
     llm.warm_up((SamplingParams(),))

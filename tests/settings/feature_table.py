@@ -17,6 +17,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -37,7 +38,7 @@ from specjax.checkpoint import huggingface as hf
 from specjax.command_line import parse_config
 from specjax.config import ModelConfig
 from specjax.engine.hosts import Copies
-from specjax.engine.sources import load_source
+from specjax.engine.sources import Drafting, load_source
 from specjax.tokenizer import load_tokenizer
 from train import processes
 from train.collect import Rollouts
@@ -47,7 +48,6 @@ from train.programs import (
     as_computed,
     build_programs,
     drafts,
-    drafts_with_head,
     make_meshes,
     settle_drafting,
 )
@@ -291,12 +291,12 @@ FEATURES: dict[str, list[Feature]] = {
         speculation("`exact_mode`", exact_mode=True),
     ],
     "Draft sources": [
-        speculation("the checkpoint's head", source="head"),
-        speculation("a random head", head="random"),
-        speculation("n-grams", source="ngram"),
-        speculation("`ngram_max`", source="ngram", ngram_max=3),
+        speculation("the checkpoint's head", draft="checkpoint"),
+        speculation("a random head", draft="random"),
+        speculation("n-grams", draft="ngram"),
+        speculation("`ngram_max`", draft="ngram", ngram_max=3),
         speculation("a part of the vocabulary", draft_vocab=16),
-        speculation("a smaller model", draft_model="DIR"),
+        speculation("a smaller model", draft="DIR"),
     ],
     "Controllers": [
         *(control(f"`{name}`", controller=name) for name in ("goodput", "static", "ema", "bandit")),
@@ -402,7 +402,7 @@ def ema_file() -> str:
 
 def _filled(settings: Settings) -> list[str]:
     """The settings with paths of this machine for the names `DIR` and `EMA`."""
-    paths = {"DIR": str(PLACES.policy), "EMA": ema_file()}
+    paths = {"DIR": str(headless()), "EMA": ema_file()}
     return [re.sub(r"\b(DIR|EMA)\b", lambda m: paths[m[0]], text) for text in settings]
 
 
@@ -415,6 +415,15 @@ def _model():
 
 
 @functools.cache
+def headless() -> Path:
+    """The directory of the policy's model without its head."""
+    cfg, params, _ = hf.load_checkpoint(PLACES.policy, "float32")
+    path = PLACES.scratch / "headless"
+    hf.save_checkpoint(path, cfg.replace(mtp_num_layers=0), params, None, PLACES.policy)
+    return path
+
+
+@functools.cache
 def weights_of_policy():
     _, params, head = hf.load_checkpoint(PLACES.policy, "float32")
     return params, head
@@ -423,8 +432,8 @@ def weights_of_policy():
 def make_llm(model: Any = None, **given) -> LLM:
     """An `LLM` of the policy's weights, which lie in memory already."""
     spec = given.get("spec")
-    if getattr(spec, "draft_model", None) == "DIR":
-        given["spec"] = dataclasses.replace(spec, draft_model=str(PLACES.policy))
+    if getattr(spec, "draft", None) == "DIR":
+        given["spec"] = dataclasses.replace(spec, draft=str(headless()))
     # A new tokenizer each time, for the server may give it a chat template.
     defaults = {"max_batch": 2, "max_len": MAX_LEN, "tokenizer": load_tokenizer(PLACES.policy)}
     given.pop("revision", None)
@@ -477,17 +486,17 @@ def trainer(*more: str, several: bool = False) -> Callable[[Feature], None]:
             own = [*own, "rollout.replicas=4"]
         cfg, _ = parse_config(RLConfig, [*argv, *own])
         cfg.dtype.settle("float32", "cpu")
-        settle_drafting(cfg, has_head=True)
+        drafting = settle_drafting(cfg, has_head=True)
         model = as_computed(cfg, policy())
         # No weights can lie on devices of the stand-in for two processes.
-        source = _source(cfg, model, None) if several else None
+        source = _source(cfg, model, None, drafting) if several else None
         with four_and_four() if several else contextlib.nullcontext():
             mesh, places = make_meshes(cfg)
             copies = processes.copies_for(cfg, mesh, places)
             if several:  # half of the replicas are this process's, and the others come after
                 assert copies.before == 0 and 2 * len(copies.own) == len(places), copies.own
             places = (copies.own if copies else places)[:2]
-            source = source or _source(cfg, model, mesh)
+            source = source or _source(cfg, model, mesh, drafting)
             built = build_programs(cfg, model, source, mesh, places)
             if feature.trained is not None:
                 feature.trained(cfg, built, copies)
@@ -495,9 +504,9 @@ def trainer(*more: str, several: bool = False) -> Callable[[Feature], None]:
     return entry
 
 
-def _source(cfg: RLConfig, model: ModelConfig, mesh: jax.sharding.Mesh | None):
+def _source(cfg: RLConfig, model: ModelConfig, mesh: jax.sharding.Mesh | None, drafting: Drafting):
     """What drafts in the place of the head, if anything does."""
-    if not drafts(cfg) or drafts_with_head(cfg):
+    if not drafts(cfg) or drafting.with_head:
         return None
     return load_source(model, cfg.rollout.spec(), None, tokenizer(), mesh)[1]
 

@@ -10,7 +10,7 @@ from unittest import mock
 import jax
 import numpy as np
 from pieces import Pieces
-from rows import PLACES, Row, outcome, written
+from rows import Row, outcome, written
 from shared import CFG, NOTHING, PROMPTS, shared_llm, weights
 
 from specjax import ControlConfig, EngineConfig, SamplingParams, SpecConfig
@@ -160,14 +160,13 @@ def _telemetry(spec: SpecConfig):
 
 
 CHAIN = {"strategy": "1_1_2"}
-NGRAM = {**CHAIN, "source": "ngram"}
+NGRAM = {**CHAIN, "draft": "ngram"}
 SPEC = {
     "strategy": Row("2_1_3", tree_rows),
     "acceptance": Row("block", chunk, CHAIN),
-    "source": Row("ngram", source),
-    "head": Row("random", source),
-    "head_seed": Row(1, source, {"head": "random"}),
-    "draft_model": Row(lambda: str(PLACES.policy), lambda spec: outcome(lambda: source(spec))),
+    "draft": Row("ngram", source),
+    "draft_kind": Row("eagle3", source, {"draft": "random"}),
+    "head_seed": Row(1, source, {"draft": "random"}),
     "draft_vocab": Row(16, chunk, CHAIN),
     "token_map": Row(written("map.json", "[3, 1, 4]"), lambda spec: draft_ids(CFG, spec)),
     "ngram_max": Row(3, chunk, NGRAM),

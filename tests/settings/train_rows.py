@@ -31,7 +31,7 @@ from specjax import ControlConfig, EngineConfig, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
 from specjax.config import ModelConfig
 from specjax.drafts.mtp import init_head_params
-from specjax.engine.sources import load_source
+from specjax.engine.sources import Drafting, load_source
 from specjax.interfaces import Denominators
 from specjax.models.transformer import init_params
 from specjax.parallel import distributed
@@ -49,7 +49,6 @@ from train.programs import (
     as_computed,
     build_programs,
     drafts,
-    drafts_with_head,
     make_meshes,
     settle_drafting,
 )
@@ -82,17 +81,21 @@ def templated():
 
 
 def settled(cfg: RLConfig) -> RLConfig:
-    cfg.dtype.settle("float32", "cpu")
-    settle_drafting(cfg, has_head=True)
+    _settle(cfg)
     return cfg
+
+
+def _settle(cfg: RLConfig) -> Drafting:
+    cfg.dtype.settle("float32", "cpu")
+    return settle_drafting(cfg, has_head=True)
 
 
 def built(cfg: RLConfig):
     """The programs of a run; nothing is compiled."""
-    settled(cfg)
+    drafting = _settle(cfg)
     mesh, places = make_meshes(cfg)
     model, source = as_computed(cfg, policy()), None
-    if drafts(cfg) and not drafts_with_head(cfg):
+    if drafts(cfg) and not drafting.with_head:
         _, source, _ = load_source(model, cfg.rollout.spec(), None, tokenizer(), mesh)
     return build_programs(cfg, model, source, mesh, places)
 
@@ -447,7 +450,7 @@ def sent_in_gap(cfg: RLConfig):
 SPOT = {
     "rollout.replicas": 2,
     "draft.spot.enabled": True,
-    "rollout.source": "head",
+    "rollout.draft": "checkpoint",
     "packing.row_length": 64,
     "packing.rows": 2,
     "rollout.max_tokens": 20,
@@ -538,13 +541,12 @@ def speculation_rows(section: str, arrives, controller, **other) -> dict:
       arrives, controller: give the `SpecConfig` and the `ControlConfig` that the engine is made
         with. other: rows in place of those here.
     """
-    ngram, tree = {f"{section}.source": "ngram"}, {f"{section}.strategy": "2_2_4"}
+    ngram, tree = {f"{section}.draft": "ngram"}, {f"{section}.strategy": "2_2_4"}
     values = {
         "strategy": ("2_1_3", {}),
         "acceptance": ("block", {}),
-        "source": ("ngram", {}),
-        "head": ("random", {}),
-        "draft_model": (lambda: str(PLACES.policy), {}),
+        "draft": ("ngram", {}),
+        "draft_kind": ("eagle3", {f"{section}.draft": "random"}),
         "draft_vocab": (16, {}),
         "token_map": (written("map.json", "[3, 1, 4]"), {}),
         "ngram_max": (3, ngram),
@@ -594,7 +596,7 @@ RL = {
     "out": ReadBy(lambda: str(scratch("elsewhere")), rl),
     "seed": (
         Row(1, lambda cfg: asked(cfg).seed),
-        Row(1, lambda cfg: trainer(cfg).head, {"rollout.head": "random"}),
+        Row(1, lambda cfg: trainer(cfg).head, {"rollout.draft": "random"}),
     ),
     "steps": ReadBy(2, rl),
     "reward": Row("number", scored),

@@ -380,13 +380,14 @@ def test_a_head_that_learns_in_gaps_has_rollouts_beside_it(tiny_policy, tmp_path
 
 def with_draft_model(policy: Path) -> dict:
     """The policy drafts for itself."""
-    return {"draft.mode": "frozen", "rollout.draft_model": policy}
+    return {"draft.mode": "frozen", "rollout.draft": policy}
 
 
 def test_a_draft_model_is_planned_with_its_weights_and_its_cache(tiny_policy, tmp_path):
     flags = ("--topology", "h200:8")
     plain = planned(tiny_policy, tmp_path, *flags, **{"draft.mode": "none"})
-    drafts = planned(tiny_policy, tmp_path, *flags, **with_draft_model(tiny_policy))
+    bare = tiny_run.write_policy(tmp_path / "bare", with_head=False)
+    drafts = planned(tiny_policy, tmp_path, *flags, **with_draft_model(bare))
     before, after = plain["resident_bytes"], drafts["resident_bytes"]
     assert "draft" not in before and after["draft"] == after["policy parameters"]
     assert after["cache"] == 2 * before["cache"]

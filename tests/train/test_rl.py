@@ -165,7 +165,7 @@ def refusal(capsys, argv) -> str:
         ({"rollout.n": 1}, "rollout.n: expected at least 2, got 1"),
         ({"rollout.prompts": 0}, "rollout.prompts: expected at least 1"),
         ({"rollout.max_tokens": 0}, "max_tokens must be at least 1"),
-        ({"rollout.head": "eagle"}, "rollout.head: expected checkpoint, random or a path"),
+        ({"rollout.draft": "eagle"}, "rollout.draft: expected auto, checkpoint, random, ngram, "),
         ({"packing.row_length": 31}, "must fit a row, got packing.row_length=31"),
         ({"rollout.max_tokens": 250, "packing.row_length": 262}, "the longest sequence of"),
         ({"packing.microbatches": 2}, "unknown key 'packing.microbatches'"),
@@ -204,7 +204,7 @@ def test_speculation_without_a_head_says_how_to_get_one(tmp_path, capsys, mode):
     model = tiny_run.write_policy(tmp_path / "headless", with_head=False)
     argv = tiny_run.arguments(model, tmp_path / "run", draft__mode=mode)
     message = refusal(capsys, argv)
-    assert "no draft head" in message and "rollout.head=random" in message
+    assert "no draft head" in message and "rollout.draft=random" in message
     assert not (tmp_path / "run").exists()
 
 
@@ -336,7 +336,7 @@ def modes(thin_policy, tmp_path_factory):
         "none": {"draft.mode": "none"},
         "frozen": {"draft.mode": "frozen"},
         "online": {"draft.mode": "online"},
-        "random": {"rollout.head": "random", "draft.mtp_loss_scaling_factor": 1e6},
+        "random": {"rollout.draft": "random", "draft.mtp_loss_scaling_factor": 1e6},
     }
     return {name: train(thin_policy, out, 3, **extra) for name, extra in changes.items()}
 

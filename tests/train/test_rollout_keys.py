@@ -37,7 +37,7 @@ def test_the_keys_of_a_rollout_are_those_of_spec_config():
         ({"strategy": "6_4_16", "acceptance": "recursive"}, "'coupled'"),
         ({"strategy": "4x4x4"}, "spec_verify_tokens = 48"),
         ({"tau": 0.0}, "tau must be a finite number greater than 0"),
-        ({"source": "ngram", "acceptance": "block"}, "the samples that share a batch"),
+        ({"draft": "ngram", "acceptance": "block"}, "the samples that share a batch"),
     ],
 )
 def test_a_combination_that_cannot_be_is_refused_with_the_section(settings, said):
@@ -123,11 +123,11 @@ def silent(thin_policy, tmp_path_factory):
 
 @pytest.mark.parametrize("source", ["ngram", pytest.param("model", marks=pytest.mark.slow)])
 def test_other_sources_than_the_head_draft_and_sample_the_same_tokens(
-    source, silent, thin_policy, tmp_path
+    source, silent, thin_policy, thin_model, tmp_path
 ):
-    settings = {"rollout.source": "ngram", "rollout.strategy": "3_2_6", "rollout.telemetry": "true"}
+    settings = {"rollout.draft": "ngram", "rollout.strategy": "3_2_6", "rollout.telemetry": "true"}
     if source == "model":  # the policy drafts for itself: nothing is rejected
-        settings = {"rollout.draft_model": thin_policy, "rollout.strategy": "2_1_3"}
+        settings = {"rollout.draft": thin_model, "rollout.strategy": "2_1_3"}
     drafting = cool_trainer(thin_policy, tmp_path, **settings)
     assert drafting.head is None and "draft" not in drafting.trees()
     spoken = drafting.step()
@@ -146,14 +146,17 @@ def test_other_sources_than_the_head_draft_and_sample_the_same_tokens(
     ("settings", "said"),
     [
         (
-            {"rollout.source": "ngram", "draft.mode": "online"},
+            {"rollout.draft": "ngram", "draft.mode": "online"},
             "draft.mode=online trains the draft head",
         ),
         (
-            {"rollout.draft_model": "no/such/dir", "draft.mode": "frozen"},
-            "no/such/dir does not exist",
+            {"rollout.draft": "no/such/dir", "draft.mode": "frozen"},
+            "rollout.draft: expected auto, checkpoint, random, ngram, the directory",
         ),
-        ({"rollout.source": "model", "draft.mode": "frozen"}, "needs rollout.draft_model"),
+        (
+            {"rollout.draft": "model", "draft.mode": "frozen"},
+            "did you mean rollout.draft=DIR?",
+        ),
     ],
 )
 def test_a_source_that_cannot_draft_is_refused_with_the_remedy(

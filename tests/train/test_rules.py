@@ -7,7 +7,7 @@ from serve.__main__ import main as serve
 from specjax import schema
 from specjax.command_line import ConfigError, parse_config
 from train import rl, sft
-from train.programs import settle_drafting
+from train.programs import describe_drafting, settle_drafting
 from train.schema import RLConfig, SFTConfig
 
 RL = [
@@ -22,7 +22,7 @@ RL = [
     (["data.strip_calculator=false"], "which train.sft reads and train.rl does not"),
     (["eval.problems=0", "eval.every=2"], "eval.problems=0 evaluates nothing"),
     (["rollout.max_staleness=2"], "set rollout.partial=true"),
-    (["rollout.strategy=off", "rollout.source=ngram"], "rollout.source=ngram changes nothing"),
+    (["rollout.strategy=off", "rollout.draft=ngram"], "rollout.draft=ngram changes nothing"),
     (["rollout.strategy=off", "draft.mode=online"], "there is no head to train"),
     (["rollout.strategy=off", "draft.loss=soft_ce"], "no draft head is trained"),
     (["draft.mode=none", "rollout.strategy=6_1_7"], "draft.mode=none decodes plainly"),
@@ -31,16 +31,15 @@ RL = [
     (["draft.mode=online", "draft.mtp_loss_scaling_factor=0"], "makes each of its updates 0"),
     (["draft.mode=frozen", "draft.mtp_loss_scaling_factor=0.2"], "no draft head is trained, with"),
     (["draft.mtp_loss_scaling_factor=0", "draft.epochs=2"], "mtp_loss_scaling_factor=0.0, rollout"),
-    (["rollout.head=random", "rollout.replicas=2", "draft.spot.enabled=true",
+    (["rollout.draft=random", "rollout.replicas=2", "draft.spot.enabled=true",
       "draft.mtp_loss_scaling_factor=0"], "a factor above 0"),
-    (["rollout.source=ngram", "draft.epochs=2"], "rollout.head=random for a new one"),
-    (["rollout.source=ngram", "draft.mode=online"], "nothing drafts with it"),
-    (["rollout.source=ngram", "rollout.head=random"], "drafts without a head"),
-    (["rollout.source=ngram", "checkpoint.draft_only=true"], "no head drafts"),
-    (["rollout.source=head", "rollout.ngram_max=6"], "set rollout.source=ngram"),
-    (["rollout.head=random", "rollout.ngram_min=2"], "n-grams do not draft"),
-    (["rollout.draft_model=d", "rollout.source=ngram"], "choose one"),
-    (["rollout.draft_model=d", "rollout.ngram_siblings=false"], "n-grams do not draft"),
+    (["rollout.draft=ngram", "draft.epochs=2"], "rollout.draft=random for a new one"),
+    (["rollout.draft=ngram", "draft.mode=online"], "nothing drafts with it"),
+    (["rollout.draft_kind=eagle3"], "use rollout.draft=random"),
+    (["rollout.draft=ngram", "checkpoint.draft_only=true"], "no head drafts"),
+    (["rollout.draft=checkpoint", "rollout.ngram_max=6"], "set rollout.draft=ngram"),
+    (["rollout.draft=random", "rollout.ngram_min=2"], "n-grams do not draft"),
+    (["rollout.draft=d", "rollout.ngram_siblings=false"], "n-grams do not draft"),
     (["rollout.tau=0.5"], "rollout.tau=0.5 changes nothing: it scores the paths of a dynamic"),
     (["rollout.control.ema={candidate_steps: [1, 3]}"], "rollout.control.controller=ema"),
     (["rollout.control.controller=bandit", "rollout.control.goodput={probe_fraction: 0.1}"],
@@ -87,11 +86,10 @@ SFT = [
     (["optim.final_lr_ratio=0.5"], "set optim.decay_steps"),
 ]
 SERVE = [
-    (["speculation.strategy=off", "speculation.source=ngram"], "speculation.source=ngram changes"),
-    (["speculation.strategy=off", "speculation.draft_model=d"], "decodes plainly"),
+    (["speculation.strategy=off", "speculation.draft=ngram"], "speculation.draft=ngram changes"),
+    (["speculation.strategy=off", "speculation.draft=d"], "decodes plainly"),
     (["speculation.controller=bandit", "speculation.strategies=[off, 2_1_3]",
       "speculation.strategy=6_1_7"], "list it there"),
-    (["speculation.source=ngram", "speculation.head=random"], "drafts without a head"),
 ]  # fmt: skip
 
 
@@ -211,9 +209,9 @@ def test_the_server_refuses_what_changes_nothing(argv, said, capsys):
         ["data.path=f.jsonl", "data.duplicates=drop", "data.unwinnable=drop", "reward=number"],
         ["data.path=f.jsonl", "data.chat=off", "data.chat_template_kwargs={a: 1}"],
         ["data.chat=on", "data.chat_template_kwargs={a: 1}"],
-        ["rollout.source=ngram", "rollout.ngram_max=6", "rollout.strategy=6_4_16", "rollout.tau=1"],
+        ["rollout.draft=ngram", "rollout.ngram_max=6", "rollout.strategy=6_4_16", "rollout.tau=1"],
         ["rollout.ngram_max=6"],  # the checkpoint may have no head
-        ["rollout.head=random", "draft.epochs=2", "draft.optim.lr=0.1"],
+        ["rollout.draft=random", "draft.epochs=2", "draft.optim.lr=0.1"],
         ["rollout.strategy=off", "draft.mode=frozen"],
         ["rollout.strategy=off", "draft.mode=none"],
         ["rollout.control.controller=static", "rollout.control.initial=6_4_16", "rollout.tau=0.5"],
@@ -232,12 +230,12 @@ def test_settings_that_need_each_other_go_together(argv):
 
 @pytest.mark.parametrize("file", ["sums", "gsm8k", "arms", "schedule", "spot"])
 def test_shipped_configurations_follow_the_rules_and_may_be_turned_off(file):
-    for more in ([], ["rollout.strategy=off"], ["rollout.source=ngram"], ["model=d"]):
+    for more in ([], ["rollout.strategy=off"], ["rollout.draft=ngram"], ["model=d"]):
         if file == "arms":
             continue  # its section `random` is bench.train arms's
         if file == "spot" and more and not more[0].startswith("model"):
             continue  # there is then no head to train in gaps
-        if file != "gsm8k" and file != "sums" and more == ["rollout.source=ngram"]:
+        if file != "gsm8k" and file != "sums" and more == ["rollout.draft=ngram"]:
             continue  # they say draft.mode=online
         parse_config(RLConfig, ["--config", f"configs/{file}.yaml", *more])
     for file in ("sums_sft", "gsm8k_sft"):
@@ -254,35 +252,39 @@ def arms_of(cfg) -> list[str]:
 
 def settled(*argv, has_head):
     cfg, _ = parse_config(RLConfig, argv)
-    return cfg, settle_drafting(cfg, has_head)
+    return cfg, describe_drafting(cfg, settle_drafting(cfg, has_head))
 
 
 def test_a_head_is_trained_and_n_grams_are_not():
     cfg, said = settled(has_head=True)
-    assert (cfg.rollout.source, cfg.draft.mode, cfg.rollout.control) == ("head", "online", None)
+    assert (cfg.rollout.draft, cfg.draft.mode, cfg.rollout.control) == (
+        "checkpoint",
+        "online",
+        None,
+    )
     assert said.startswith("draft: the checkpoint's head; always 4_1_5; to change it: rollout.")
     cfg, said = settled("rollout.strategy=3_1_4", has_head=False)
-    assert (cfg.rollout.source, cfg.draft.mode) == ("ngram", "frozen")
+    assert (cfg.rollout.draft, cfg.draft.mode) == ("ngram", "frozen")
     assert arms_of(cfg) == ["off", "3_1_4"]
     assert said.startswith("draft: n-grams, for the checkpoint has no draft head; the controller")
 
 
 def test_a_choice_of_the_user_is_followed():
-    cfg, said = settled("rollout.source=ngram", has_head=True)
-    assert (cfg.rollout.source, cfg.draft.mode, cfg.rollout.control) == ("ngram", "frozen", None)
-    assert said.startswith("draft: n-grams; always 4_1_5; to change it: rollout.source=head")
-    cfg, said = settled("rollout.head=random", has_head=False)
-    assert (cfg.rollout.source, cfg.draft.mode) == ("head", "online")
-    assert "rollout.head=random" in said
+    cfg, said = settled("rollout.draft=ngram", has_head=True)
+    assert (cfg.rollout.draft, cfg.draft.mode, cfg.rollout.control) == ("ngram", "frozen", None)
+    assert said.startswith("draft: n-grams; always 4_1_5; to change it: rollout.draft=checkpoint")
+    cfg, said = settled("rollout.draft=random", has_head=False)
+    assert (cfg.rollout.draft, cfg.draft.mode) == ("random", "online")
+    assert said.startswith("draft: a random head; always 4_1_5; to change it: ")
     strategies = ["rollout.control.controller=bandit", "rollout.control.strategies=[off,2_1_3]"]
     cfg, said = settled(*strategies, has_head=False)
     assert cfg.rollout.control.controller == "bandit" and "bandit chooses among off, 2_1_3" in said
 
 
-@pytest.mark.parametrize("argv", [[], ["rollout.source=head"], ["rollout.head=random"]])
+@pytest.mark.parametrize("argv", [[], ["rollout.draft=checkpoint"], ["rollout.draft=random"]])
 def test_a_head_whose_updates_are_scaled_to_nothing_stays_as_it_is_and_a_line_says_so(argv):
     cfg, said = settled("draft.mtp_loss_scaling_factor=0", *argv, has_head=True)
-    assert (cfg.rollout.source, cfg.draft.mode) == ("head", "frozen")
+    assert (cfg.rollout.draft != "ngram", cfg.draft.mode) == (True, "frozen")
     why = "because draft.mtp_loss_scaling_factor=0 makes every update 0"
     assert said.endswith(f"(draft.mode=frozen, {why})")
     demonstrations, _ = parse_config(SFTConfig, ["draft.mtp_loss_scaling_factor=0"])
@@ -294,7 +296,7 @@ def test_a_head_whose_updates_are_scaled_to_nothing_stays_as_it_is_and_a_line_sa
 @pytest.mark.parametrize("acceptance", ["block", "recursive"])
 def test_where_tokens_must_not_depend_on_the_clock_nothing_is_chosen_by_it(acceptance):
     cfg, said = settled(f"rollout.acceptance={acceptance}", has_head=False)
-    assert cfg.rollout.source == "ngram" and not cfg.rollout.by_the_clock
+    assert cfg.rollout.draft == "ngram" and not cfg.rollout.by_the_clock
     assert "always 4_1_5" in said and not cfg.rollout.ngram_siblings
 
 
@@ -310,13 +312,13 @@ def test_where_only_bits_could_depend_on_the_clock_it_is_chosen_by(invariant):
 @pytest.mark.parametrize(
     ("argv", "has_head", "said"),
     [
-        (["draft.mode=online"], False, "no draft head; set rollout.head=random"),
-        (["draft.mode=frozen"], False, "no draft head; set rollout.head=random"),
+        (["draft.mode=online"], False, "no draft head; set rollout.draft=random"),
+        (["draft.mode=frozen"], False, "no draft head; set rollout.draft=random"),
         (["draft.loss=soft_ce"], False, "draft.loss=soft_ce changes nothing: no draft head is"),
         (["draft.optim.lr=0.1"], False, "draft.optim.lr=0.1 changes nothing"),
         (["checkpoint.draft_only=true"], False, "no head drafts"),
         (["rollout.ngram_max=6"], True, "rollout.ngram_max=6 changes nothing: n-grams do not"),
-        (["rollout.ngram_siblings=false"], True, "set rollout.source=ngram"),
+        (["rollout.ngram_siblings=false"], True, "set rollout.draft=ngram"),
     ],
 )
 def test_settings_that_the_checkpoint_leaves_without_effect_are_refused(argv, has_head, said):
@@ -334,5 +336,5 @@ def test_settings_of_a_file_may_be_made_idle_by_the_checkpoint(tmp_path):
 
 def test_a_run_of_a_model_with_a_head_refuses_what_is_for_n_grams(thin_policy, tmp_path):
     argv = tiny_run.arguments(thin_policy, tmp_path / "run", rollout__ngram_max=6)
-    with pytest.raises(SystemExit, match="set rollout.source=ngram, or leave it out"):
+    with pytest.raises(SystemExit, match="set rollout.draft=ngram, or leave it out"):
         rl.main(argv)

@@ -73,8 +73,8 @@ def test_the_tokenizer_gives_the_ids_of_the_model_s_own(prompts):
     "spec",
     [
         None,
-        SpecConfig(source="ngram", strategy="4_1_5"),
-        SpecConfig(source="ngram", strategy="4_3_10"),
+        SpecConfig(draft="ngram", strategy="4_1_5"),
+        SpecConfig(draft="ngram", strategy="4_3_10"),
     ],
     ids=["plain", "chain", "tree"],
 )

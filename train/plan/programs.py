@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -48,7 +49,6 @@ from train.programs import (
     build_programs,
     chunk_features,
     drafts,
-    drafts_with_head,
     make_meshes,
     scores_to_add,
     settle_drafting,
@@ -133,15 +133,15 @@ class Shapes:
         cfg.dtype.settle(model.run.param_dtype, platform or sharding.platform_of(self.mesh))
         model = model.running(param_dtype=cfg.dtype.params)
         self.fitted = settle_length(cfg, model)
-        settle_drafting(cfg, model.mtp_num_layers > 0)
+        drafting = settle_drafting(cfg, model.mtp_num_layers > 0, model, self._find_draft)
         self.head = None
-        if drafts_with_head(cfg):
-            model, head = head_shapes(cfg.rollout.head, model)
+        if drafting.with_head:
+            model, head = head_shapes(cfg.rollout.draft, model)
             self.head = sharding.shapes(head, self.mesh, self._shardings(model))
         self.model = as_computed(cfg, model)
         self.params = self._params(self.model)
         self.source = None
-        if drafts(cfg) and not drafts_with_head(cfg):
+        if drafts(cfg) and not drafting.with_head:
             self.source, self.head = self._source()
         self.built: Programs = build_programs(cfg, self.model, self.source, self.mesh, self.places)
         plain = (*self.built.plain_engines[:1], self.built.eval_engine)
@@ -157,10 +157,18 @@ class Shapes:
 
     def _read(self, key: str, name: str, revision: str | None) -> tuple[ModelConfig, str]:
         """Returns the config of the model that a key of the run names, and its path."""
+        path = self._find(key, name, revision)
+        return read_config(path), str(path)
+
+    def _find_draft(self, name: str) -> Path:
+        return self._find("rollout.draft", name, None)
+
+    def _find(self, key: str, name: str, revision: str | None) -> Path:
+        """Returns the path of what a key of the run names, whose weights may be absent."""
         path = find_shipped(name)
-        if not path.is_dir():
+        if not path.exists():
             path = find_shipped(f"{SHAPES}/{path.name}")
-        if not path.is_dir():
+        if not path.exists():
             try:
                 path = find_model(name, revision, weights=False)
             except CheckpointError as error:
@@ -168,7 +176,7 @@ class Shapes:
                     f"{key}: no directory {name}, and no shapes of that name in {SHAPES} (a plan "
                     f"needs the model's config.json, without weights); {error}"
                 ) from error
-        return read_config(path), str(path)
+        return path
 
     def _params(self, model: ModelConfig) -> Params:
         return self._like_params(lambda: init_params(model))
@@ -186,10 +194,10 @@ class Shapes:
         """Returns the draft that replaces the head, and its weights; see `load_draft_model`."""
         spec = self.cfg.rollout.spec()
         model = as_rolled_out(self.cfg, self.model)
-        if spec.source != "model":
+        if spec.draft_path is None:
             return source_of(model, spec), None
         dtype = model.run.compute_dtype
-        cfg, _ = self._read("rollout.draft_model", spec.draft_model, None)
+        cfg = read_config(self._find_draft(spec.draft_path))
         cfg = cfg.running(param_dtype=dtype, compute_dtype=dtype)
         source = model_source(cfg, model, self.mesh)
         made = self._like_params(lambda: to_decode_layout(init_params(cfg), source.cfg))
