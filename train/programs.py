@@ -20,7 +20,7 @@ from specjax.decode.options import Features
 from specjax.engine.engine import Engine
 from specjax.engine.options import Limits, check_job, features_of
 from specjax.engine.request import make_jobs
-from specjax.engine.sources import Drafting, settle_draft
+from specjax.engine.sources import Drafting, laid_out, settle_draft
 from specjax.interfaces import Draft
 from specjax.parallel import distributed, sharding
 from specjax.parallel.context import context_of
@@ -115,9 +115,10 @@ def build_engines(
 
     def build(spec, batch: int, on: Mesh, **more) -> Engine:
         decoder = model.running(scan_layers=roll.scan_layers, remat=False, sequence_parallel=False)
+        if not spec.is_off and more.get("source") is None:
+            more["source"] = head_of(laid_out(decoder, on))
         return Engine(decoder, spec, batch, mesh=on, **settings, **more)
 
-    source = source or (None if spec.is_off else head_of(model))
     engines = [build(spec, roll.max_batch, on, source=source, control=control) for on in meshes]
     plain_engines = []
     if exact and not roll.invariant:  # in that mode one program has to decode both ways
