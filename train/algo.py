@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 DEFAULT = "grpo"
 METHODS = ("advantages", "per_token", "weights")  # of `Objective`
+KL_TYPES = ("k1", "k2", "k3")  # of `train.loss.KL`
 
 
 @dataclass
@@ -25,7 +26,10 @@ class AlgoSection:
     """The settings that all objectives share; `algo_section` adds those of one objective.
 
     Attributes:
-      kl_loss_coef: weight of the k3 estimate of KL(policy || reference); 0 needs no reference.
+      kl_loss_coef: weight of an estimate of KL(policy || reference) in the loss; 0 needs no
+        reference.
+      entropy_coeff: weight of the entropy of the policy's distributions, which is subtracted from
+        the loss; 0 computes no gradient of it.
       tis: whether the policy term is weighted by pi_old / pi_behaviour (truncated importance
         sampling).
       tis_cap: upper bound of that weight.
@@ -46,7 +50,20 @@ class AlgoSection:
         "lists them)",
     )
     kl_loss_coef: float = 0.0
+    kl_loss_type: str = option(
+        "k3",
+        "estimate of KL in the loss, with d = logprob - ref: k1, d; k2, d^2 / 2 (verl: mse); k3, "
+        "exp(-d) + d - 1 (verl: low_var_kl)",
+        choices=KL_TYPES,
+    )
+    entropy_coeff: float = 0.0
     tis: bool = False
+    tis_level: str = option(
+        "token",
+        "what has one weight of truncated importance sampling: each token, or a sample as a "
+        "sequence, by the product of its tokens' ratios",
+        choices=("token", "sequence"),
+    )
     tis_cap: float = 2.0
     logprobs: str = option(
         "temperature",
@@ -71,7 +88,19 @@ class AlgoSection:
                 "expected kl_loss_coef >= 0 and tis_cap > 0, "
                 f"got {self.kl_loss_coef} and {self.tis_cap}"
             )
+        if self.entropy_coeff < 0:
+            raise ValueError(f"expected entropy_coeff >= 0, got {self.entropy_coeff}")
         at_least("algo", self, updates_per_rollout=1)
+
+    def settle(self, max_tokens: int) -> None:
+        """Fills in `loss_scale_factor` if it is null and the objective divides by it.
+
+        Args:
+          max_tokens: largest number of tokens of a response.
+        """
+        constant = getattr(self, "loss_aggregation", None) == "constant"
+        if constant and getattr(self, "loss_scale_factor", 0) is None:
+            self.loss_scale_factor = max_tokens
 
     def build(self) -> Objective:
         """The objective with its options.

@@ -147,6 +147,7 @@ def next_token_scores(
     matrix: Float[Array, "..."],
     labels: Int[Array, "R S"],
     temperature: Float[Array, ""],
+    entropy_gradient: bool = False,
 ) -> tuple[Float[Array, "R S"], Float[Array, "R S"]]:
     """Log-probabilities of labels and entropies, at logits divided by a temperature.
 
@@ -156,19 +157,20 @@ def next_token_scores(
       matrix: the head's matrix as it is stored.
       labels: the token after each position.
       temperature: temperature, above 0.
+      entropy_gradient: whether the entropy has a gradient.
 
     Returns:
-      (logprobs, entropy), float32. The entropy has no gradient, nor has the temperature.
+      (logprobs, entropy), float32. The temperature has no gradient.
     """
-    return _next_token_scores(head, normed, matrix, labels, temperature)
+    return _next_token_scores(head, entropy_gradient, normed, matrix, labels, temperature)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _next_token_scores(head, normed, matrix, labels, temperature):
-    return _scores_fwd(head, normed, matrix, labels, temperature)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _next_token_scores(head, entropy_gradient, normed, matrix, labels, temperature):
+    return _scores_fwd(head, entropy_gradient, normed, matrix, labels, temperature)[0]
 
 
-def _scores_fwd(head: Head, normed, matrix, labels, temperature):
+def _scores_fwd(head: Head, entropy_gradient: bool, normed, matrix, labels, temperature):
     matrix, split = head.matrix.gathered(matrix, normed.dtype), head.matrix.split("vocab")
 
     @jax.named_scope("lm_head")
@@ -202,22 +204,33 @@ def _scores_fwd(head: Head, normed, matrix, labels, temperature):
     row, one = _specs(head)
     local = head.matrix.on_devices(local, (row, one, row, jax.P()), (row, row, row))
     logprobs, entropy, log_z = local(normed, matrix, labels, temperature)
-    return (logprobs, entropy), (normed, matrix, labels, temperature, log_z)
+    of_rows = (log_z, entropy) if entropy_gradient else (log_z,)
+    return (logprobs, entropy), ((normed, matrix, labels, temperature), of_rows)
 
 
-def _scores_bwd(head: Head, residuals, cotangents):
-    *given, log_z = residuals
+def _scores_bwd(head: Head, entropy_gradient: bool, residuals, cotangents):
+    given, of_rows = residuals
+    of_rows = *of_rows, *cotangents[: len(of_rows)]
     split = head.matrix.split("vocab")
 
     @jax.named_scope("lm_head")
-    def local(normed, matrix, labels, temperature, log_z, weight):
+    def local(normed, matrix, labels, temperature, *of_rows):
         rows, label = normed.reshape(-1, normed.shape[-1]), _own_columns(head, labels)
-        log_z, weight = log_z.reshape(-1, 1), weight.reshape(-1, 1) / temperature
+        of_rows = [x.reshape(-1, 1) for x in of_rows]
+        if entropy_gradient:
+            log_z, entropy, weight, of_entropy = of_rows
+        else:
+            log_z, weight = of_rows
+        weight = weight / temperature
 
         def one(width, found, first):
             d_rows, table = found
             scores, part, columns = _block(rows, table, temperature, first, width)
-            d = weight * ((columns == label) - jnp.exp(scores - log_z))
+            p = jnp.exp(scores - log_z)
+            d = weight * ((columns == label) - p)
+            if entropy_gradient:  # d entropy / d score = -p (log p + entropy)
+                surprise = jnp.where(p > 0, scores - log_z + entropy, 0.0)
+                d -= of_entropy / temperature * p * surprise
             d_part = _gradient(d, rows, ((0,), (0,))).astype(table.dtype)
             table = jax.lax.dynamic_update_slice_in_dim(table, d_part, first, 0)
             return d_rows + _gradient(d, part, ((1,), (0,))), table
@@ -232,8 +245,8 @@ def _scores_bwd(head: Head, residuals, cotangents):
 
     row, one = _specs(head)
     stored = None if head.matrix.mesh is None else head.matrix.spec
-    local = head.matrix.on_devices(local, (row, one, row, jax.P(), row, row), (row, stored))
-    d_normed, d_matrix = local(*given, log_z, cotangents[0])
+    shapes = row, one, row, jax.P(), *[row] * len(of_rows)
+    d_normed, d_matrix = head.matrix.on_devices(local, shapes, (row, stored))(*given, *of_rows)
     return d_normed, d_matrix, None, None
 
 

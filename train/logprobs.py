@@ -36,6 +36,7 @@ def token_logprobs(
     segment_ids: Int[Array, "R S"],
     temperature: float | Float[Array, ""] = 1.0,
     context: Context | None = None,
+    entropy_gradient: bool = False,
 ) -> tuple[Float[Array, "R S"], Float[Array, "R S"]]:
     """Log-probability of every token given those before it, and the entropy of its distribution.
 
@@ -50,13 +51,14 @@ def token_logprobs(
         policies. 0 (greedy) counts as 1.
       context: split of rows over devices, if any; scores stay on the devices of their logits, and
         only the ends of chunks change devices.
+      entropy_gradient: whether the entropy carries a gradient.
 
     Returns:
-      (logprobs, entropy in nats), float32, both 0 at segment starts and padding. The entropy
-      carries no gradient.
+      (logprobs, entropy in nats), float32, both 0 at segment starts and padding.
     """
     following = shift(tokens, 1, context)
-    logprobs, entropy = _score_next(logits, following, _above_zero(temperature))
+    temperature = _above_zero(temperature)
+    logprobs, entropy = _score_next(entropy_gradient, logits, following, temperature)
     return own_tokens(logprobs, entropy, segment_ids, context)
 
 
@@ -68,6 +70,7 @@ def state_logprobs(
     segment_ids: Int[Array, "R S"],
     temperature: float | Float[Array, ""] = 1.0,
     context: Context | None = None,
+    entropy_gradient: bool = False,
 ) -> tuple[Float[Array, "R S"], Float[Array, "R S"]]:
     """`token_logprobs` from states after the final norm, without the logits of all tokens at once.
 
@@ -78,9 +81,9 @@ def state_logprobs(
     """
     if head.is_whole:
         logits = head.all_logits(normed, matrix)
-        return token_logprobs(logits, tokens, segment_ids, temperature, context)
-    temperature = _above_zero(temperature)
-    found = next_token_scores(head, normed, matrix, shift(tokens, 1, context), temperature)
+        return token_logprobs(logits, tokens, segment_ids, temperature, context, entropy_gradient)
+    temperature, following = _above_zero(temperature), shift(tokens, 1, context)
+    found = next_token_scores(head, normed, matrix, following, temperature, entropy_gradient)
     return own_tokens(*found, segment_ids, context)
 
 
@@ -112,23 +115,31 @@ def own_tokens(
     def place(x):
         return shift(jnp.where(predicted, x, 0.0), -1, context)
 
-    return place(logprobs), place(jax.lax.stop_gradient(entropy))
+    return place(logprobs), place(entropy)
 
 
-@jax.checkpoint
-def _score_next(logits, next_tokens, temperature):
-    return logprobs_and_entropy(logits.astype(jnp.float32) / temperature, next_tokens)
+@functools.partial(jax.checkpoint, static_argnums=0)
+def _score_next(entropy_gradient: bool, logits, next_tokens, temperature):
+    scaled = logits.astype(jnp.float32) / temperature
+    return logprobs_and_entropy(scaled, next_tokens, entropy_gradient)
 
 
 def logprobs_and_entropy(
-    scaled: Float[Array, "*R V"], next_tokens: Int[Array, "*R"]
+    scaled: Float[Array, "*R V"], next_tokens: Int[Array, "*R"], entropy_gradient: bool = False
 ) -> tuple[Float[Array, "*R"], Float[Array, "*R"]]:
     """Log-probability of tokens and entropy, from scores that may be -inf.
 
-    The entropy has no gradient.
+    Args:
+      scaled: scores, whose softmax is the distribution.
+      next_tokens: the tokens.
+      entropy_gradient: whether the entropy has a gradient.
     """
     log_z = jax.nn.logsumexp(scaled, axis=-1)
     picked = jnp.take_along_axis(scaled, next_tokens[..., None], axis=-1)[..., 0]
+    if entropy_gradient:
+        finite = jnp.where(scaled > -jnp.inf, scaled, 0.0)  # its gradient at -inf is 0, not NaN
+        p = jnp.exp(scaled - log_z[..., None])
+        return picked - log_z, log_z - jnp.sum(p * finite, axis=-1)
     fixed, fixed_z = jax.lax.stop_gradient((scaled, log_z))
     p = jnp.exp(fixed - fixed_z[..., None])
     # A masked logit is -inf and its probability 0: their product must be 0, not NaN.
@@ -218,6 +229,7 @@ def processed_logprobs(
     batch: Mapping[str, Array],
     transforms: Transforms,
     context: Context | None = None,
+    entropy_gradient: bool = False,
 ) -> tuple[Float[Array, "R S"], Float[Array, "R S"]]:
     """Log-probability and entropy of generated tokens under the distribution they were drawn from.
 
@@ -230,13 +242,13 @@ def processed_logprobs(
         generated tokens.
       transforms: transforms of the rollout.
       context: split of rows over devices, if any.
+      entropy_gradient: whether the entropy carries a gradient.
 
     Returns:
-      (logprobs, entropy in nats), float32, both 0 except at generated tokens. The entropy carries
-      no gradient.
+      (logprobs, entropy in nats), float32, both 0 except at generated tokens.
     """
     start, rows = _processed_rows(batch, transforms, logits.shape[-1], context)
-    _, found = _score_block(transforms, start, logits, rows)
+    _, found = _score_block(transforms, entropy_gradient, start, logits, rows)
     return _of_generated(*found, batch, context)
 
 
@@ -247,6 +259,7 @@ def processed_state_logprobs(
     batch: Mapping[str, Array],
     transforms: Transforms,
     context: Context | None = None,
+    entropy_gradient: bool = False,
 ) -> tuple[Float[Array, "R S"], Float[Array, "R S"]]:
     """`processed_logprobs` from states after the final norm, without all logits at once.
 
@@ -257,11 +270,11 @@ def processed_state_logprobs(
     """
     if head.is_whole:
         logits = head.all_logits(normed, matrix)
-        return processed_logprobs(logits, batch, transforms, context)
+        return processed_logprobs(logits, batch, transforms, context, entropy_gradient)
     cut = Cut.of(head, batch["tokens"].shape, context)
     vocab = head.matrix.shape[head.axis]
     start, rows = _processed_rows(batch, transforms, vocab, context)
-    score = functools.partial(_score_block, transforms)
+    score = functools.partial(_score_block, transforms, entropy_gradient)
     found = over_tokens(cut, score, start, normed, matrix, rows)
     return _of_generated(*found, batch, context)
 
@@ -280,11 +293,13 @@ def _processed_rows(batch, transforms: Transforms, vocab: int, context: Context 
     return nothing, (*rows, tokens, generated, begins)
 
 
-def _score_block(transforms: Transforms, counts: Counts | None, logits, rows) -> tuple:
+def _score_block(
+    transforms: Transforms, entropy_gradient: bool, counts: Counts | None, logits, rows
+) -> tuple:
     """Scores consecutive tokens: (counts after them, (logprobs, entropies))."""
     if counts is None:
-        return None, _score(transforms, logits, *rows)
-    return _score_in_order(transforms, counts, logits, *rows)
+        return None, _score(transforms, entropy_gradient, logits, *rows)
+    return _score_in_order(transforms, entropy_gradient, counts, logits, *rows)
 
 
 def _of_generated(logprobs, entropy, batch, context: Context | None) -> tuple:
@@ -301,13 +316,22 @@ def _prompt_lengths(generated: Bool[Array, "R S"], segments: Int[Array, "R S"]) 
     return jax.vmap(of_own_segment)((~generated).astype(jnp.int32), segments)
 
 
-@functools.partial(jax.checkpoint, static_argnums=0)
-def _score(transforms: Transforms, logits, following, length):
-    return logprobs_and_entropy(transforms.scores(logits, following, length), following)
+@functools.partial(jax.checkpoint, static_argnums=(0, 1))
+def _score(transforms: Transforms, entropy_gradient: bool, logits, following, length):
+    scores = transforms.scores(logits, following, length)
+    return logprobs_and_entropy(scores, following, entropy_gradient)
 
 
 def _score_in_order(
-    transforms: Transforms, counts, logits, following, length, tokens, generated, begins
+    transforms: Transforms,
+    entropy_gradient: bool,
+    counts,
+    logits,
+    following,
+    length,
+    tokens,
+    generated,
+    begins,
 ):
     """`_score`, position by position in blocks.
 
@@ -322,7 +346,7 @@ def _score_in_order(
         prompt = (counts.prompt & ~begins[:, None]) | ((found > 0) & ~made)
         counts = Counts(prompt, jnp.where(begins[:, None], 0, counts.output) + found * made)
         scores = transforms.scores(logits[:, None], following[:, None], length[:, None], counts)
-        return counts, logprobs_and_entropy(scores[:, 0], following)
+        return counts, logprobs_and_entropy(scores[:, 0], following, entropy_gradient)
 
     def of_blocks(x):
         return jnp.moveaxis(x, 1, 0).reshape(positions // size, size, *x.shape[:1], *x.shape[2:])

@@ -5,15 +5,18 @@ rewards. The trainer scores the sampled tokens with the current policy (`train.l
 rollout's temperature or after all transforms of sampling) and compares them with `old_logprobs`,
 which the same program computed before the first update of the step:
 
-    loss  = sum_t weight_t * (tis_t * policy_t + kl_loss_coef * kl_t)
-    tis_t = min(exp(old_logprob_t - behaviour_logprob_t), tis_cap), or 1 when `tis` is off
-    kl_t  = exp(ref_t - logprob_t) - (ref_t - logprob_t) - 1
+    loss  = sum_t weight_t * (tis_t * policy_t + kl_loss_coef * kl_t - entropy_coeff * entropy_t)
+    tis_t = min(exp(old_logprob_t - behaviour_logprob_t), tis_cap), or 1 when `tis` is off; with
+            `tis_level=sequence` of the sum of these differences over the tokens of the sample
+    kl_t  = d,  d^2 / 2,  or  exp(-d) + d - 1            d = logprob_t - ref_t; `kl_loss_type`
 
-policy_t and weight_t are the objective's. The weights sum to one over the whole update. The numbers
-of tokens and samples in them are those of the update (`Denominators`), so that the gradients of
-micro-batches add up exactly to the gradient of the batch.
+policy_t and weight_t are the objective's. The numbers of tokens and samples in the weights are
+those of the update (`Denominators`), so that the gradients of micro-batches add up exactly to the
+gradient of the batch.
 
-kl is k3 of http://joschu.net/blog/kl-approx.html. Entropy is logged, never part of the loss.
+The kl_t are k1, k2 and k3 of http://joschu.net/blog/kl-approx.html. The gradient of k1 is that of
+the log-probability, and so zero on average over the policy's own samples; that of k2 is the
+gradient of the KL divergence itself. Entropy has a gradient only with `entropy_coeff`.
 
 With partial rollouts older weights sampled some of the tokens. The same program computed their
 `old_logprobs` under those weights, in the step that sampled them. So the ratio of every token is to
@@ -34,14 +37,14 @@ from jaxtyping import Array, Float
 
 from specjax.interfaces import Denominators, Logprobs
 from train.algo import AlgoSection
-from train.objectives.shared import bounded_exp
+from train.objectives.shared import bounded_exp, sample_sums
 
 Batch = Mapping[str, Array]
 LossFn = Callable[[Array, Array, Batch, Denominators], tuple[Array, dict]]
 
 # Sums that have the loss's weights already, and the number of tokens. All other sums are over loss
 # tokens, and are divided by their number.
-_WHOLE = ("loss", "policy_loss", "kl_loss", "tokens")
+_WHOLE = ("loss", "policy_loss", "kl_loss", "entropy_loss", "tokens")
 _COMMON = (
     *_WHOLE, "ppo_kl", "train_rollout_logprob_abs_diff", "tis", "tis_truncated_fraction", "kl",
     "entropy",
@@ -101,26 +104,33 @@ def policy_loss(
     """One micro-batch's share of the loss (see the module's docstring for the formula).
 
     Args:
-      logprobs: log-probabilities under the current policy; the only input with a gradient.
+      logprobs: log-probabilities under the current policy; they have a gradient.
       batch: packed arrays `loss_mask`, `segment_ids`, `advantages`, `old_logprobs` and
         `behaviour_logprobs`, all [R S].
       cfg: settings of the loss, static under jit.
       denominators: counts over the whole update, see `count_denominators`.
-      ref_logprobs: log-probabilities under the frozen reference; required if `cfg.kl_loss_coef` >
-        0, logged if given.
-      entropy: entropy of the distribution of each token, logged if given.
+      ref_logprobs: log-probabilities under the reference; required if `cfg.kl_loss_coef` > 0,
+        logged if given.
+      entropy: entropy of the distribution of each token, with its gradient if `cfg.entropy_coeff`
+        > 0, which requires it; logged if given.
 
     Returns:
       (loss, sums). Sums of several micro-batches are added and go to `finalize_metrics`.
 
     Raises:
-      ValueError: `kl_loss_coef` > 0 without reference log-probabilities, or an objective that
-        returns arrays of another shape or logs a reserved name.
+      ValueError: `kl_loss_coef` > 0 without reference log-probabilities, `entropy_coeff` > 0
+        without entropy, or an objective that returns arrays of another shape or logs a reserved
+        name.
     """
     if cfg.kl_loss_coef > 0 and ref_logprobs is None:
         raise ValueError(
             f"kl_loss_coef is {cfg.kl_loss_coef} but no ref_logprobs were given; score the batch "
             "with the reference policy or set kl_loss_coef=0"
+        )
+    if cfg.entropy_coeff > 0 and entropy is None:
+        raise ValueError(
+            f"entropy_coeff is {cfg.entropy_coeff} but no entropy was given; give that of each "
+            "token or set entropy_coeff=0"
         )
     mask, segments, objective = batch["loss_mask"], batch["segment_ids"], cfg.build()
     # Outside of the loss values may be infinite, of which an objective could make NaN, and 0 times
@@ -141,29 +151,48 @@ def policy_loss(
         "train_rollout_logprob_abs_diff": jnp.abs(old - behaviour),
     }
     if cfg.tis:
-        uncapped = bounded_exp(old - behaviour)
+        off = old - behaviour  # 0 outside of the loss
+        uncapped = bounded_exp(sample_sums(off, segments) if cfg.tis_level == "sequence" else off)
         tis = jnp.minimum(uncapped, cfg.tis_cap)
         policy = tis * policy
         per_token |= {"tis": tis, "tis_truncated_fraction": uncapped > cfg.tis_cap}
     policy_loss = _masked_sum(policy, weights)
     loss, kl_loss = policy_loss, jnp.zeros_like(policy_loss)
     if ref_logprobs is not None:
-        per_token["kl"] = kl = k3(logprobs, ref_logprobs)
+        per_token["kl"] = k3(logprobs, ref_logprobs)
     if cfg.kl_loss_coef > 0:
+        kl = KL[cfg.kl_loss_type](logprobs, ref_logprobs)
         kl_loss = cfg.kl_loss_coef * _masked_sum(kl, weights)
         loss = policy_loss + kl_loss
     if entropy is not None:
         per_token["entropy"] = entropy
 
     sums = {name: _masked_sum(value, mask) for name, value in per_token.items()}
-    sums |= {"loss": loss, "policy_loss": policy_loss, "kl_loss": kl_loss, "tokens": mask.sum()}
+    sums |= {"policy_loss": policy_loss, "kl_loss": kl_loss, "tokens": mask.sum()}
+    if cfg.entropy_coeff > 0:
+        sums["entropy_loss"] = entropy_loss = -cfg.entropy_coeff * _masked_sum(entropy, weights)
+        loss = loss + entropy_loss
+    sums["loss"] = loss
     return loss, jax.lax.stop_gradient(sums)
 
 
-def k3(logprobs: Float[Array, "R S"], ref_logprobs: Float[Array, "R S"]) -> Float[Array, "R S"]:
+def k1(logprobs: Float[Array, "..."], ref_logprobs: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The log-ratio: an unbiased estimate of KL(policy || reference) that may be negative."""
+    return logprobs - ref_logprobs
+
+
+def k2(logprobs: Float[Array, "..."], ref_logprobs: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Half of the squared log-ratio: a biased estimate of KL(policy || reference), >= 0."""
+    return 0.5 * (logprobs - ref_logprobs) ** 2
+
+
+def k3(logprobs: Float[Array, "..."], ref_logprobs: Float[Array, "..."]) -> Float[Array, "..."]:
     """Schulman's k3 estimate of KL(policy || reference) from the policy's own samples: >= 0."""
     log_ratio = ref_logprobs - logprobs
     return bounded_exp(log_ratio) - log_ratio - 1.0
+
+
+KL = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def finalize_metrics(sums: Mapping[str, float]) -> dict[str, float]:
@@ -175,7 +204,8 @@ def finalize_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     Returns:
       Means per loss token (`ppo_kl`, `kl`, `entropy`, `train_rollout_logprob_abs_diff`, `tis`,
       `tis_truncated_fraction`; those whose option is on; and what the objective logs, as `ratio`
-      and `clip_fraction`), `loss`, `policy_loss`, `kl_loss`, and the number of `tokens`.
+      and `clip_fraction`), `loss`, its parts `policy_loss`, `kl_loss` and `entropy_loss`, and the
+      number of `tokens`.
     """
     tokens = max(float(sums["tokens"]), 1.0)
     return {

@@ -61,7 +61,7 @@ class Sample:
       behaviour_logprobs: the engine's log-probability of each response token; None for
         demonstrations.
       old_logprobs: the trainer's log-probability of each response token; None if not known yet.
-      advantage: advantage of the whole response.
+      advantage: advantage of the whole response, or of each of its tokens.
       staleness: number of weight updates since each response token was sampled; None for 0.
       loss_mask: 1 or 0 for each response token, see above; None if all are in the loss.
       records: [response tokens, M ..], records of the rows that decided them, see `SampleOutput`;
@@ -73,7 +73,7 @@ class Sample:
     response_ids: Sequence[int]
     behaviour_logprobs: Sequence[float] | None = None
     old_logprobs: Sequence[float] | None = None
-    advantage: float = 0.0
+    advantage: float | Sequence[float] = 0.0
     staleness: Sequence[int] | None = None
     loss_mask: Sequence[int] | None = None
     records: np.ndarray | None = None
@@ -216,7 +216,7 @@ def _write(
     mask[first:end] = 1.0
     if sample.loss_mask is not None:
         mask[prompt:end] = sample.loss_mask
-    batch["advantages"][row, first:end] = sample.advantage * mask[first:end]
+    batch["advantages"][row, first:end] = np.asarray(sample.advantage) * mask[first:end]
     if sample.records is not None:
         batch["records"][row, prompt - 1 : end - 1] = sample.records
     for field in _COPIED:

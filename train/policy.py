@@ -108,6 +108,7 @@ class PolicyTrainer:
       taps: inner states that a draft is trained on, see `specjax.models.transformer.Taps`; they are
         concatenated to the states before the final norm, in the last axis.
       chunk: tokens whose logits a device holds at once, see `train.logits`.
+      entropy_gradient: whether the loss has the gradient of the entropy.
     """
 
     def __init__(
@@ -122,7 +123,9 @@ class PolicyTrainer:
         transforms: Transforms | None = None,
         taps: Taps = (),
         chunk: int | None = None,
+        entropy_gradient: bool = False,
     ):
+        self.entropy_gradient = entropy_gradient
         self.taps, self.chunk = taps, settled_chunk(chunk, mesh, cfg.vocab_size)
         cfg = with_attention(cfg, mesh, attention, "training attention", context)
         self.cfg, self.axes = cfg.running(scan_layers=True), param_axes(cfg)
@@ -262,12 +265,25 @@ class PolicyTrainer:
         matrix = params[head_name(self.cfg)]
         if self.transforms is not None:
             found = processed_state_logprobs(
-                head, normed, matrix, batch, self.transforms, self.context
+                head,
+                normed,
+                matrix,
+                batch,
+                self.transforms,
+                self.context,
+                self.entropy_gradient,
             )
             return *found, states
         tokens, segments = batch["tokens"], batch["segment_ids"]
         logprobs, entropy = state_logprobs(
-            head, normed, matrix, tokens, segments, self.temperature, self.context
+            head,
+            normed,
+            matrix,
+            tokens,
+            segments,
+            self.temperature,
+            self.context,
+            self.entropy_gradient,
         )
         return logprobs, entropy, states
 

@@ -358,6 +358,7 @@ def build_programs(
         transforms=transforms(cfg, model),
         taps=inner_taps(trained) if trains else (),
         chunk=cfg.logprob_chunk_size,
+        entropy_gradient=cfg.algo.entropy_coeff > 0,
     )
     draft, replica_drafts = None, []
     if trains:

@@ -7,6 +7,9 @@ OBJECTIVES = Registry(
     {
         "grpo": "train.objectives.grpo:GRPO",
         "gspo": "train.objectives.gspo:GSPO",
+        "cispo": "train.objectives.cispo:CISPO",
+        "rloo": "train.objectives.rloo:RLOO",
+        "reinforce_pp": "train.objectives.reinforce_pp:ReinforcePP",
     },
     "a specjax.interfaces.Objective, a frozen dataclass,",
 )

@@ -274,9 +274,14 @@ RL_RULES = (
     ),
     # The policy's loss.
     Needs(
-        ("algo.tis_cap",),
+        ("algo.tis_cap", "algo.tis_level"),
         lambda v: v["algo.tis"],
         "[algo.tis] weighs nothing; set algo.tis=true, or leave it out",
+    ),
+    Needs(
+        ("algo.kl_loss_type",),
+        lambda v: v["algo.kl_loss_coef"] > 0,
+        "[algo.kl_loss_coef] has no KL in the loss; set algo.kl_loss_coef, or leave it out",
     ),
     Needs(
         ("algo.max_num_gen_batches",),

@@ -495,6 +495,7 @@ class RLConfig:
             )
         longest = self.rollout.max_prompt_tokens + self.rollout.max_tokens
         self.packing.settle(longest, self.mesh.row_multiple)
+        self.algo.settle(self.rollout.max_tokens)
         _rows_divide(self.packing, self.mesh)
         self._settle_draft_mode()
         if self.rollout.draft == "ngram" and self.draft.mode == "online":

@@ -435,7 +435,7 @@ class Trainer:
         lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
         metrics |= self._speed.metrics(lengths, time.perf_counter() - started)
         final = finalize_metrics({k: float(v) for k, v in total.items()})
-        for name in ("loss", "policy_loss", "kl_loss"):
+        for name in {"loss", "policy_loss", "kl_loss", "entropy_loss"} & final.keys():
             final[name] /= len(updates)
         metrics |= {f"train/{name}": value for name, value in final.items()}
         metrics["train/microbatches"] = float(len(all_batches))

@@ -187,7 +187,7 @@ def loss(cfg: RLConfig):
 
     def value(logprobs):
         counts = Denominators(np.float32(6), np.float32(3))
-        return programs.policy.loss(logprobs, jnp.zeros(shape), batch, counts)[0]
+        return programs.policy.loss(logprobs, jnp.ones(shape), batch, counts)[0]
 
     return jax.value_and_grad(value)(logprobs)
 
@@ -675,7 +675,16 @@ RL = {
     "algo.clip_ratio": Row(0.1, loss, {"algo.updates_per_rollout": 2}),
     "algo.clip_ratio_high": Row(0.1, loss, {"algo.updates_per_rollout": 2}),
     "algo.loss_aggregation": Row("sequence", loss),
+    "algo.loss_scale_factor": Row(7, loss, {"algo.loss_aggregation": "constant"}),
+    "algo.normalize_over": Row("batch", updates, TINY),
+    "algo.clip_ratio_c": Row(1.1, loss, {"algo.updates_per_rollout": 2}),
     "algo.kl_loss_coef": Row(0.1, loss),
+    "algo.kl_loss_type": Row("k2", loss, {"algo.kl_loss_coef": 0.1}),
+    "algo.entropy_coeff": (
+        Row(0.1, loss),
+        Row(0.1, lambda cfg: built(cfg).policy.entropy_gradient),
+    ),
+    "algo.tis_level": Row("sequence", loss, {"algo.tis": True}),
     "algo.tis": Row(True, loss),
     "algo.tis_cap": Row(1.1, loss, {"algo.tis": True}),
     "algo.normalize_std": Row(False, updates, TINY),

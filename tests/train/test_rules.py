@@ -51,6 +51,14 @@ RL = [
     (["draft.step_decay=0.5"], "draft.unroll_steps=1 trains one step"),
     (["draft.spot.updates=3"], "set draft.spot.enabled=true"),
     (["algo.tis_cap=3"], "set algo.tis=true"),
+    (["algo.tis_level=sequence"], "set algo.tis=true"),
+    (["algo.kl_loss_type=k2"], "algo.kl_loss_coef=0.0 has no KL in the loss"),
+    (["algo.loss_scale_factor=9"], "set algo.loss_aggregation=constant"),
+    (["algo.clip_ratio_c=3"], "raise algo.updates_per_rollout"),
+    (["algo.normalize_std=false", "algo.normalize_over=batch"], "algo.normalize_over=batch ch"),
+    (["algo.objective=cispo", "algo.clip_ratio_high=3"], "raise algo.updates_per_rollout"),
+    (["algo.objective=gspo", "algo.importance_sampling_level=sequence"], "both levels the same"),
+    (["algo.objective=rloo", "algo.loss_scale_factor=9"], "set algo.loss_aggregation=constant"),
     (["algo.clip_ratio=0.1"], "raise algo.updates_per_rollout"),
     (["algo.normalize_std=false", "algo.advantage_eps=0.1"], "algo.advantage_eps=0.1 changes"),
     (["algo.dynamic_sampling=false", "algo.max_num_gen_batches=3"], "algo.dynamic_sampling=false"),
@@ -110,8 +118,8 @@ ALWAYS_READ = {
         rollout.enforce_eager rollout.invariant rollout.min_tokens rollout.repetition_penalty
         rollout.presence_penalty rollout.frequency_penalty rollout.logit_bias rollout.stop
         algo.objective algo.loss_aggregation algo.kl_loss_coef algo.tis algo.normalize_std
-        algo.updates_per_rollout algo.dynamic_sampling optim.lr optim.warmup_steps
-        optim.decay_steps optim.weight_decay optim.b1 optim.b2 optim.clip_norm
+        algo.entropy_coeff algo.updates_per_rollout algo.dynamic_sampling optim.lr
+        optim.warmup_steps optim.decay_steps optim.weight_decay optim.b1 optim.b2 optim.clip_norm
         eval.problems checkpoint.export deterministic distributed.mode
     """,
     SFTConfig: f"""{RUN_KEYS}

@@ -5,7 +5,8 @@
 
 Differences from the paper (DeepSeekMath, arXiv 2402.03300): the upper clip bound is a parameter of
 its own and token-level aggregation is the default (both DAPO, arXiv 2503.14476); dropping the
-standard deviation is Dr. GRPO's (arXiv 2503.20783).
+standard deviation, and dividing by a constant, is Dr. GRPO's (arXiv 2503.20783). `train.presets`
+has the settings of these papers.
 """
 
 from __future__ import annotations

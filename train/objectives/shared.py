@@ -13,13 +13,14 @@ from jaxtyping import Array, Float, Int
 from specjax.interfaces import Denominators
 from specjax.schema import Needs
 
-LOSS_AGGREGATIONS = ("token", "sequence")
+LOSS_AGGREGATIONS = ("token", "sequence", "constant")
+NORMALIZE_OVER = ("group", "batch")
 
 # exp() of a larger difference would overflow float32 and turn one stray token into a NaN update.
 MAX_LOG_RATIO = 20.0
 
-_CLIP_RULE = Needs(
-    ("algo.clip_ratio", "algo.clip_ratio_high"),
+CLIP_RULE = Needs(
+    ("algo.clip_ratio", "algo.clip_ratio_high", "algo.clip_ratio_c"),
     lambda v: v["algo.updates_per_rollout"] > 1 or v["rollout.partial"],
     "with [algo.updates_per_rollout] and [rollout.partial] every token is trained on by the "
     "policy that sampled it, its ratio is 1, and nothing is clipped; raise "
@@ -28,40 +29,34 @@ _CLIP_RULE = Needs(
 
 
 @dataclass(frozen=True)
-class GroupRelative:
-    """Advantages relative to the group, and a mean over tokens or over samples.
+class Aggregated:
+    """The mean over tokens that the loss is.
 
     Attributes:
-      loss_aggregation: `token` (mean over all tokens of the update) or `sequence` (mean over the
-        tokens of each sample, then over samples).
-      normalize_std: divide advantages by the group's standard deviation.
-      advantage_eps: added to that standard deviation.
+      loss_aggregation: `token` (mean over all tokens of the update; verl's token-mean, TRL's dapo),
+        `sequence` (mean over the tokens of each sample, then over samples; seq-mean-token-mean,
+        TRL's grpo) or `constant` (sum over the tokens of each sample, divided by
+        loss_scale_factor, then mean over samples; seq-mean-token-sum-norm, TRL's dr_grpo).
+      loss_scale_factor: number of tokens that the sum of a sample is divided by with
+        loss_aggregation=constant; null is rollout.max_tokens.
     """
 
     rules: ClassVar[tuple[Needs, ...]] = (
         Needs(
-            ("algo.advantage_eps",),
-            lambda v: v["algo.normalize_std"],
-            "[algo.normalize_std] divides by nothing; set algo.normalize_std=true, or leave it out",
+            ("algo.loss_scale_factor",),
+            lambda v: v["algo.loss_aggregation"] == "constant",
+            "[algo.loss_aggregation] divides by numbers of tokens that were sampled; set "
+            "algo.loss_aggregation=constant, or leave it out",
         ),
     )
 
     loss_aggregation: str = "token"
-    normalize_std: bool = True
-    advantage_eps: float = 1e-6
+    loss_scale_factor: int | None = None
 
     def __post_init__(self) -> None:
-        if self.loss_aggregation not in LOSS_AGGREGATIONS:
-            raise ValueError(
-                f"loss_aggregation must be one of {', '.join(LOSS_AGGREGATIONS)}, "
-                f"got {self.loss_aggregation!r}"
-            )
-        if self.advantage_eps < 0:
-            raise ValueError(f"expected advantage_eps >= 0, got {self.advantage_eps}")
-
-    def advantages(self, rewards: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
-        """Computes advantages by `group_advantages`."""
-        return group_advantages(rewards, self.normalize_std, self.advantage_eps)
+        one_of("loss_aggregation", self.loss_aggregation, LOSS_AGGREGATIONS)
+        if self.loss_scale_factor is not None and self.loss_scale_factor < 1:
+            raise ValueError(f"expected loss_scale_factor >= 1, got {self.loss_scale_factor}")
 
     def weights(
         self,
@@ -70,23 +65,65 @@ class GroupRelative:
         counts: Denominators,
     ) -> Float[Array, "R S"]:
         """Computes the weights of tokens by `loss_weights`."""
-        return loss_weights(loss_mask, segments, self.loss_aggregation, counts)
+        return loss_weights(
+            loss_mask, segments, self.loss_aggregation, counts, self.loss_scale_factor
+        )
 
 
 @dataclass(frozen=True)
-class Clipped(GroupRelative):
+class GroupRelative(Aggregated):
+    """Advantages relative to the group.
+
+    Attributes:
+      normalize_std: divide advantages by a standard deviation of rewards.
+      normalize_over: rewards of that standard deviation: those of the `group`, or of all groups of
+        the `batch` (TRL's scale_rewards).
+      advantage_eps: added to that standard deviation.
+    """
+
+    rules: ClassVar[tuple[Needs, ...]] = (
+        *Aggregated.rules,
+        Needs(
+            ("algo.advantage_eps", "algo.normalize_over"),
+            lambda v: v["algo.normalize_std"],
+            "[algo.normalize_std] divides by nothing; set algo.normalize_std=true, or leave it out",
+        ),
+    )
+
+    normalize_std: bool = True
+    normalize_over: str = "group"
+    advantage_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("normalize_over", self.normalize_over, NORMALIZE_OVER)
+        if self.advantage_eps < 0:
+            raise ValueError(f"expected advantage_eps >= 0, got {self.advantage_eps}")
+
+    def advantages(self, rewards: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
+        """Computes advantages by `group_advantages`."""
+        return group_advantages(
+            rewards, self.normalize_std, self.advantage_eps, self.normalize_over == "batch"
+        )
+
+
+@dataclass(frozen=True)
+class Clip(Aggregated):
     """PPO's clipped surrogate (arXiv 1707.06347) of a ratio, with a bound below and one above 1.
 
     Attributes:
       clip_ratio: distance below 1 at which the ratio is clipped.
       clip_ratio_high: distance above 1 at which the ratio is clipped; DAPO's clip-higher makes it
         larger than `clip_ratio`.
+      clip_ratio_c: dual clip (arXiv 1912.09729), upper bound of the ratio where the advantage is
+        negative, usually 3; null is no bound (TRL's delta).
     """
 
-    rules: ClassVar[tuple[Needs, ...]] = (*GroupRelative.rules, _CLIP_RULE)
+    rules: ClassVar[tuple[Needs, ...]] = (*Aggregated.rules, CLIP_RULE)
 
     clip_ratio: float = 0.2
     clip_ratio_high: float = 0.28
+    clip_ratio_c: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,6 +132,8 @@ class Clipped(GroupRelative):
                 "expected 0 <= clip_ratio < 1 and clip_ratio_high >= 0, "
                 f"got {self.clip_ratio} and {self.clip_ratio_high}"
             )
+        if self.clip_ratio_c is not None and self.clip_ratio_c <= 1:
+            raise ValueError(f"expected clip_ratio_c > 1, or null, got {self.clip_ratio_c}")
 
     def surrogate(
         self, ratio: Float[Array, "R S"], advantages: Float[Array, "R S"]
@@ -103,7 +142,26 @@ class Clipped(GroupRelative):
         clipped = jnp.clip(ratio, 1.0 - self.clip_ratio, 1.0 + self.clip_ratio_high)
         policy = -jnp.minimum(ratio * advantages, clipped * advantages)
         cut = clipped * advantages < ratio * advantages
-        return policy, {"ratio": ratio, "clip_fraction": cut}
+        logged = {"ratio": ratio, "clip_fraction": cut}
+        if self.clip_ratio_c is not None:
+            bound = -self.clip_ratio_c * advantages
+            over = (advantages < 0) & (policy > bound)
+            policy = jnp.where(over, bound, policy)
+            logged["dual_clip_fraction"] = over
+        return policy, logged
+
+
+@dataclass(frozen=True)
+class Clipped(Clip, GroupRelative):
+    """The clipped surrogate with advantages relative to the group."""
+
+    rules: ClassVar[tuple[Needs, ...]] = (*GroupRelative.rules, CLIP_RULE)
+
+
+def one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    """Raises ValueError unless the value of an option is one of those that are known."""
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
 
 
 def zero_variance_groups(rewards: Float[np.ndarray, "P G"]) -> np.ndarray:
@@ -120,7 +178,10 @@ def zero_variance_groups(rewards: Float[np.ndarray, "P G"]) -> np.ndarray:
 
 
 def group_advantages(
-    rewards: Float[np.ndarray, "P G"], normalize_std: bool = True, eps: float = 1e-6
+    rewards: Float[np.ndarray, "P G"],
+    normalize_std: bool = True,
+    eps: float = 1e-6,
+    over_batch: bool = False,
 ) -> Float[np.ndarray, "P G"]:
     """Rewards relative to their group: (r - mean) / (std + eps), or r - mean.
 
@@ -131,6 +192,7 @@ def group_advantages(
       rewards: one row per prompt, G >= 2 samples each.
       normalize_std: whether to divide by the standard deviation.
       eps: added to the standard deviation.
+      over_batch: whether the standard deviation is that of all rewards, and not of each group's.
 
     Returns:
       float32 advantages in the same order.
@@ -138,8 +200,27 @@ def group_advantages(
     Raises:
       ValueError: not a [P G] array, G < 2, or a reward that is not finite.
     """
+    rewards = comparable(rewards)
+    advantages = rewards - rewards.mean(axis=1, keepdims=True)
+    advantages[zero_variance_groups(rewards)] = 0.0
+    if normalize_std:
+        scale = rewards.std(axis=None if over_batch else 1, keepdims=True) + eps
+        advantages = np.divide(advantages, scale, out=advantages, where=scale > 0)
+    return advantages.astype(np.float32)
+
+
+def comparable(rewards: Float[np.ndarray, "P G"], least: int = 2) -> Float[np.ndarray, "P G"]:
+    """Checks rewards of groups, and returns them in float64.
+
+    Args:
+      rewards: one row per prompt.
+      least: number of samples per prompt that advantages need.
+
+    Raises:
+      ValueError: not a [P G] array, too few samples, or a reward that is not finite.
+    """
     rewards = _as_groups(rewards)
-    if rewards.shape[1] < 2:
+    if rewards.shape[1] < least:
         raise ValueError(
             "group advantages need at least 2 samples per prompt, got 1: every advantage would be "
             "zero; raise rollout.n"
@@ -148,12 +229,7 @@ def group_advantages(
         raise ValueError(
             f"rewards must be finite, got {rewards[~np.isfinite(rewards)][0]}; check the reward"
         )
-    advantages = rewards - rewards.mean(axis=1, keepdims=True)
-    advantages[zero_variance_groups(rewards)] = 0.0
-    if normalize_std:
-        scale = rewards.std(axis=1, keepdims=True) + eps
-        advantages = np.divide(advantages, scale, out=advantages, where=scale > 0)
-    return advantages.astype(np.float32)
+    return rewards
 
 
 def _as_groups(rewards) -> np.ndarray:
@@ -182,14 +258,28 @@ def loss_weights(
     segments: Int[Array, "R S"],
     aggregation: str,
     counts: Denominators,
+    scale: int | None = None,
 ) -> Float[Array, "R S"]:
-    """Weight of every token in the loss; sums to 1 over all micro-batches of the update.
+    """Weight of every token in the loss.
+
+    With `token` and `sequence` weights sum to 1 over all micro-batches of the update.
 
     Args:
       aggregation: one of LOSS_AGGREGATIONS.
+      scale: number of tokens that sums of samples are divided by; only `constant` reads it.
+
+    Raises:
+      ValueError: `constant` without `scale`.
     """
     if aggregation == "token":
         return loss_mask / counts.tokens
+    if aggregation == "constant":
+        if scale is None:
+            raise ValueError(
+                "loss_aggregation=constant divides by loss_scale_factor, which is null; set it "
+                "(train.rl sets it to rollout.max_tokens)"
+            )
+        return loss_mask / (scale * counts.samples)
     lengths = sample_sums(loss_mask, segments)
     return loss_mask / (jnp.maximum(lengths, 1.0) * counts.samples)
 
