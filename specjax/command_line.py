@@ -78,8 +78,8 @@ def parse_config(
             `renamed`: former names of keys, for suggestions.
             `absent_keys`: keys of shared sections that the program does not have, with reasons.
             `spell`: function that names settings of the library in messages (`spelling.py`).
-            `variants`: (a key, a function of the schema and the key's value that returns the schema
-            to use), for a key that decides which further keys there are.
+            `variants`: pairs of a key and a function of the schema and the key's value that returns
+            the schema to use, for keys that decide which further keys or defaults there are.
         argv: arguments without the program's name; None takes them from `sys.argv`.
         prog: name of the program in messages: a module, such as `train.rl`, or a whole command.
         description: one line for `--help`.
@@ -354,40 +354,42 @@ def _split(
 
 
 def _variant(schema_cls: type, argv: Sequence[str]) -> type:
-    """The schema that the value of one of its keys selects, see `variants` of `parse_config`."""
-    if not hasattr(schema_cls, "variants"):
-        return schema_cls
-    name, variant = schema_cls.variants
-    key = _Schema.of(schema_cls).keys[name]
-    value = _look_up(key, argv)
-    try:
-        return variant(schema_cls, key.default if value is None else str(value))
-    except ValueError as error:
-        raise ConfigError(f"{name}: {error}") from error
+    """The schema that the values of some keys select, see `variants` of `parse_config`."""
+    for name, variant in getattr(schema_cls, "variants", ()):
+        schema = _Schema.of(schema_cls)
+        value = _look_up(schema, schema.keys[name], argv)
+        try:
+            value = schema.keys[name].default if value is None else str(value)
+            schema_cls = variant(schema_cls, value)
+        except ValueError as error:
+            raise ConfigError(f"{name}: {error}") from error
+    return schema_cls
 
 
-def _look_up(key: Key, argv: Sequence[str]) -> Any:
+def _look_up(schema: _Schema, key: Key, argv: Sequence[str]) -> Any:
     """The value of a key `section.name` on the command line, or else in the file; None if not set.
 
     It is needed before the whole schema is known.
     """
     section, last = key.name.split(".")
+    names = [key.name, *(alias for alias, name in schema.aliases.items() if name == key.name)]
     found, config, rest = None, None, [*argv]
     while rest:
         argument, equals, text = rest.pop(0).partition("=")
         name = underscored(argument).removeprefix("--")
-        if name in (key.name, "config") and argument.startswith("--") and not equals and rest:
+        if name in (*names, "config") and argument.startswith("--") and not equals and rest:
             text = rest.pop(0)
         if argument.startswith("--") and name == "config":
             config = text
-        elif name == key.name:
-            found = read(text, key)
         elif name == section and text.lstrip().startswith("{"):
             with contextlib.suppress(ValueProblem):  # reported when all values are read
                 found = read(text, None).get(last, found)
+        elif name in names:
+            found = read(text, key)
     if found is None and config:
         inside = _file(_find(config)).get(section)
-        found = inside.get(last) if isinstance(inside, dict) else None
+        short = inside if section in names else None
+        found = inside.get(last) if isinstance(inside, dict) else short
     return found
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from specjax.interfaces import Objective
-from specjax.schema import at_least, attribute_docs, option
+from specjax.schema import at_least, attribute_docs, option, show
 from train.logprobs import LOGPROBS
+from train.presets import PRESETS, preset_of
 from train.registry import OBJECTIVES
 
 T = TypeVar("T")
@@ -26,8 +28,15 @@ class AlgoSection:
     """The settings that all objectives share; `algo_section` adds those of one objective.
 
     Attributes:
-      kl_loss_coef: weight of an estimate of KL(policy || reference) in the loss; 0 needs no
-        reference.
+      kl_loss_coef: weight of an estimate of KL(policy || reference) in the loss; 0 has none.
+      kl_coef: weight of an estimate of KL(policy || reference) that is subtracted from rewards, in
+        sum over the tokens of a response; 0 has none.
+      ref_update_steps: number of steps after which the reference becomes the current policy, again
+        and again; 0 keeps the policy of the start.
+      overlong_buffer_len: number of tokens before rollout.max_tokens over which a penalty of long
+        responses rises from 0; below 1 a share of rollout.max_tokens, and 0 is no penalty (DAPO).
+      overlong_penalty_factor: penalty of a response of rollout.max_tokens.
+      mask_truncated: whether samples that reached rollout.max_tokens are left out of training.
       entropy_coeff: weight of the entropy of the policy's distributions, which is subtracted from
         the loss; 0 computes no gradient of it.
       tis: whether the policy term is weighted by pi_old / pi_behaviour (truncated importance
@@ -42,7 +51,14 @@ class AlgoSection:
     """
 
     made_of: ClassVar[type | None] = None  # the objective's class
+    made_by: ClassVar[str | None] = None  # the preset whose values are the defaults
 
+    preset: str | None = option(
+        None,
+        "settings of a paper as defaults of this section (also algo=NAME); keys that are set win, "
+        "and a line at start says what it sets",
+        choices=(None, *PRESETS),
+    )
     objective: str = option(
         DEFAULT,
         f"what the policy is trained on: {', '.join(OBJECTIVES.names)}, or module:attribute, one "
@@ -56,6 +72,12 @@ class AlgoSection:
         "exp(-d) + d - 1 (verl: low_var_kl)",
         choices=KL_TYPES,
     )
+    kl_coef: float = 0.0
+    kl_penalty: str = option("k1", "estimate of KL in rewards, see kl_loss_type", choices=KL_TYPES)
+    ref_update_steps: int = 0
+    overlong_buffer_len: float = 0.0
+    overlong_penalty_factor: float = 1.0
+    mask_truncated: bool = False
     entropy_coeff: float = 0.0
     tis: bool = False
     tis_level: str = option(
@@ -82,22 +104,47 @@ class AlgoSection:
                 f"algo.objective={self.objective} has other options than this section; make it by "
                 f"train.algo.algo({self.objective!r}, ...)"
             )
+        if self.preset != self.made_by:
+            raise ValueError(
+                f"algo.preset={self.preset} has other defaults than this section; make it by "
+                f"train.algo.algo(preset={self.preset!r}, ...)"
+            )
         self.build()
         if self.kl_loss_coef < 0 or self.tis_cap <= 0:
             raise ValueError(
                 "expected kl_loss_coef >= 0 and tis_cap > 0, "
                 f"got {self.kl_loss_coef} and {self.tis_cap}"
             )
-        if self.entropy_coeff < 0:
-            raise ValueError(f"expected entropy_coeff >= 0, got {self.entropy_coeff}")
         at_least("algo", self, updates_per_rollout=1)
+        at_least(
+            "algo", self, entropy_coeff=0, kl_coef=0, ref_update_steps=0, overlong_buffer_len=0,
+            overlong_penalty_factor=0,
+        )  # fmt: skip
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a copy of the policy is kept, to which the policy stays close."""
+        return self.kl_loss_coef > 0 or self.kl_coef > 0
+
+    def overlong_tokens(self, max_tokens: int) -> int:
+        """The number of tokens over which the penalty of long responses rises."""
+        length = self.overlong_buffer_len
+        return math.ceil(length * max_tokens) if length < 1 else round(length)
 
     def settle(self, max_tokens: int) -> None:
         """Fills in `loss_scale_factor` if it is null and the objective divides by it.
 
         Args:
           max_tokens: largest number of tokens of a response.
+
+        Raises:
+          ValueError: the buffer of long responses is longer than a response can be.
         """
+        if self.overlong_tokens(max_tokens) > max_tokens:
+            raise ValueError(
+                "algo.overlong_buffer_len: expected at most rollout.max_tokens="
+                f"{max_tokens}, or a share below 1, got {self.overlong_buffer_len:g}"
+            )
         constant = getattr(self, "loss_aggregation", None) == "constant"
         if constant and getattr(self, "loss_scale_factor", 0) is None:
             self.loss_scale_factor = max_tokens
@@ -112,40 +159,99 @@ class AlgoSection:
         return self.made_of(**{name: getattr(self, name) for name in names})
 
 
-def algo(objective: str = DEFAULT, **settings: Any) -> AlgoSection:
-    """Makes the section with an objective and settings, its own and the common ones."""
-    return algo_section(objective)(**settings)
+def algo(objective: str | None = None, preset: str | None = None, **settings: Any) -> AlgoSection:
+    """Makes the section with an objective and settings, its own and the common ones.
+
+    Args:
+      objective: name of the objective; None is the preset's, or the default one.
+      preset: name of a preset, whose settings are the defaults of the others.
+      settings: values of keys.
+    """
+    objective = objective or preset_of(preset).get("objective", DEFAULT)
+    return algo_section(objective, preset)(**settings)
+
+
+def preset_line(section: AlgoSection) -> str | None:
+    """The line at start about what the preset sets, and what the user sets instead.
+
+    None without a preset.
+    """
+    if section.preset is None:
+        return None
+    values = {f"algo.{name}": value for name, value in preset_of(section.preset).items()}
+    have = {name: getattr(section, name[5:], None) for name in values}
+    left = [f"{name}={show(value)}" for name, value in values.items() if have[name] == value]
+    other = [
+        f"{name}={show(have[name])} for {show(value)}"
+        for name, value in values.items()
+        if hasattr(section, name[5:]) and have[name] != value
+    ]
+    instead = f"; you set {', '.join(other)}" if other else ""
+    return f"algo.preset={section.preset} sets {', '.join(left) or 'nothing'}{instead}"
+
+
+def algo_section(objective: str, preset: str | None = None) -> type[AlgoSection]:
+    """The section's schema with the options of an objective, and the defaults of a preset.
+
+    Raises:
+      ValueError: there is no such objective or preset, or the objective is no
+        `specjax.interfaces.Objective`.
+    """
+    return _section(objective, preset)
 
 
 @functools.cache
-def algo_section(objective: str) -> type[AlgoSection]:
-    """The section's schema with the options of an objective.
-
-    Raises:
-      ValueError: there is no such objective, or it is no `specjax.interfaces.Objective`.
-    """
-    found = OBJECTIVES.find(objective)
+def _section(objective: str, preset: str | None) -> type[AlgoSection]:
+    found, values = OBJECTIVES.find(objective), dict(preset_of(preset))
     _check(objective, found)
+    same = values.pop("objective", objective) == objective
     hints, docs = typing.get_type_hints(found), attribute_docs(found)
     own = [field for field in dataclasses.fields(found) if field.init]
-    named = dataclasses.field(
-        default=objective, metadata=AlgoSection.__dataclass_fields__["objective"].metadata
-    )
+    shared = AlgoSection.__dataclass_fields__
+    common = {"preset": preset, "objective": objective}
+    common |= {name: value for name, value in values.items() if name in shared}
+    shared_hints, shared_docs = typing.get_type_hints(AlgoSection), attribute_docs(AlgoSection)
+    own_values = values if same else {}
     made = dataclasses.make_dataclass(
         AlgoSection.__name__,
         [
-            ("objective", str, named),
-            *((field.name, hints[field.name], _like(field, docs)) for field in own),
+            *(
+                (name, shared_hints[name], _like(shared[name], shared_docs, value))
+                for name, value in common.items()
+            ),
+            *(
+                (
+                    field.name,
+                    hints[field.name],
+                    _like(field, docs, own_values.get(field.name, dataclasses.MISSING)),
+                )
+                for field in own
+            ),
         ],
         bases=(AlgoSection,),
         namespace={
             "__doc__": AlgoSection.__doc__,
             "made_of": found,
+            "made_by": preset,
             "rules": getattr(found, "rules", ()),
         },
     )
     made.__module__ = AlgoSection.__module__
     return made
+
+
+def with_preset(schema: type[T], preset: str | None) -> type[T]:
+    """A configuration's schema with the defaults of a preset in its section `algo`.
+
+    Args:
+      schema: `RLConfig`, or a class that is derived from it.
+      preset: name of the preset; None is no preset.
+
+    Raises:
+      ValueError: see `algo_section`.
+    """
+    objective = preset_of(preset).get("objective", DEFAULT)
+    return _with_section(schema, algo_section(objective, preset))
 
 
 def with_objective(schema: type[T], objective: str) -> type[T]:
@@ -158,7 +264,8 @@ def with_objective(schema: type[T], objective: str) -> type[T]:
     Raises:
       ValueError: see `algo_section`.
     """
-    return _with_section(schema, algo_section(objective))
+    preset = typing.get_type_hints(schema)["algo"].made_by
+    return _with_section(schema, algo_section(objective, preset))
 
 
 @functools.cache
@@ -197,9 +304,13 @@ def _check(name: str, found: Any) -> None:
             )
 
 
-def _like(field: dataclasses.Field, docs: Mapping[str, str]) -> Any:
-    """A field with the same default and documentation."""
+def _like(
+    field: dataclasses.Field, docs: Mapping[str, str], default: Any = dataclasses.MISSING
+) -> Any:
+    """A field with the same documentation, and the same default unless another one is given."""
     metadata = {"doc": docs.get(field.name, ""), **field.metadata}
+    if default is not dataclasses.MISSING:
+        return dataclasses.field(default=default, metadata=metadata)
     return dataclasses.field(
         default=field.default, default_factory=field.default_factory, metadata=metadata
     )

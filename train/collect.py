@@ -520,7 +520,8 @@ def to_samples(
 
     Args:
       groups: P complete groups of G samples.
-      advantages: advantages of the objective, see `specjax.interfaces.Objective`.
+      advantages: advantages of the objective, see `specjax.interfaces.Objective`; each is a number,
+        or an array of the response's tokens.
       step: step that trains on them, so that tokens of earlier steps are stale; None if no token is
         stale.
 
@@ -542,7 +543,7 @@ def to_samples(
                 response_ids=response.token_ids,
                 behaviour_logprobs=response.behaviour_logprobs,
                 loss_mask=response.loss_mask,
-                advantage=float(advantages[p, g]),
+                advantage=advantages[p, g],
                 records=response.records,
             )
             if step is not None:

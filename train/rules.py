@@ -284,6 +284,22 @@ RL_RULES = (
         "[algo.kl_loss_coef] has no KL in the loss; set algo.kl_loss_coef, or leave it out",
     ),
     Needs(
+        ("algo.kl_penalty",),
+        lambda v: v["algo.kl_coef"] > 0,
+        "[algo.kl_coef] has no KL in rewards; set algo.kl_coef, or leave it out",
+    ),
+    Needs(
+        ("algo.ref_update_steps",),
+        lambda v: v["algo.kl_loss_coef"] > 0 or v["algo.kl_coef"] > 0,
+        "[algo.kl_loss_coef] and [algo.kl_coef] need no reference; set one of them, or leave it "
+        "out",
+    ),
+    Needs(
+        ("algo.overlong_penalty_factor",),
+        lambda v: v["algo.overlong_buffer_len"] > 0,
+        "[algo.overlong_buffer_len] has no penalty; set algo.overlong_buffer_len, or leave it out",
+    ),
+    Needs(
         ("algo.max_num_gen_batches",),
         lambda v: v["algo.dynamic_sampling"],
         "[algo.dynamic_sampling] replaces no group; set algo.dynamic_sampling=true, or leave it "

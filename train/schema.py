@@ -17,7 +17,7 @@ from specjax.parallel.distributed import DistributedConfig
 from specjax.parallel.sharding import MeshConfig
 from specjax.schema import Needs, at_least, option
 from specjax.spelling import Spell
-from train.algo import DEFAULT, algo_section, with_objective
+from train.algo import DEFAULT, algo_section, with_objective, with_preset
 from train.heads import DraftConfig
 from train.optim import OptimConfig
 from train.registry import REWARDS, TASKS
@@ -429,7 +429,9 @@ class RLConfig:
         "algo.clip_ratio_low": "algo.clip_ratio",
         "algo.importance_sampling_level": "algo.objective",
     }
-    variants: ClassVar = ("algo.objective", with_objective)
+    # `algo=dapo` is short for a preset; `algo={...}` is the section.
+    aliases: ClassVar[dict[str, str]] = {"algo": "algo.preset"}
+    variants: ClassVar = (("algo.preset", with_preset), ("algo.objective", with_objective))
 
     model: str = option("assets/sums", "Hugging Face directory or id of the policy (and head)")
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face id")

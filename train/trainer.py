@@ -29,7 +29,9 @@ from specjax.parallel import distributed, sharding
 from specjax.tokenizer import with_tokenizer_end
 from specjax.weights import load_tokenizer
 from train import data
-from train.collect import Rollouts, evaluate, score_new_tokens, to_samples
+from train.advantages import training_samples
+from train.algo import preset_line
+from train.collect import Rollouts, evaluate, score_new_tokens
 from train.exact import ExactMode
 from train.flops import UpdateSpeed, training_devices
 from train.groups import Group
@@ -37,8 +39,8 @@ from train.head_files import HeadCheckpoints, starting_head
 from train.heads import DraftTrainer, draft_metrics
 from train.inputs import read_inputs
 from train.log import TRACE_FILE, Trace
-from train.loss import count_denominators, finalize_metrics
-from train.packing import empty_batch, pack
+from train.loss import KL, count_denominators, finalize_metrics
+from train.packing import Sample, empty_batch, pack
 from train.policy import own_family
 from train.processes import (
     control_metrics,
@@ -145,7 +147,8 @@ class Trainer:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         self.prompts, self.scorer = inputs.prompts, inputs.scorer
-        self.notes = warnings + ([fitted] if fitted else []) + inputs.notes
+        preset = preset_line(cfg.algo)
+        self.notes = warnings + [line for line in (fitted, preset) if line] + inputs.notes
         self.order = data.endless(inputs.problems, cfg.data.seed)
         self.heldout = inputs.heldout
 
@@ -168,7 +171,9 @@ class Trainer:
         self.engines = built.engines if self.replica_meshes else []  # this process's replicas
         self._any_engine = built.engines[0]  # for settings; it may never run
         self.opt_state = self.policy.init_opt_state(self.params)
-        self.reference = jax.tree.map(jnp.copy, self.params) if cfg.algo.kl_loss_coef else None
+        self.reference = None
+        if cfg.algo.needs_reference:
+            self.reference = jax.tree.map(jnp.copy, self.params)
         self.draft_opt = self.draft.init_opt_state(self.head) if self.draft else None
         self.engine = join_engines(built.engines, self.copies, self.rollouts.score_sample)
         self._build_vocabulary()
@@ -305,6 +310,7 @@ class Trainer:
         started = time.perf_counter()
         self._score_carried()
         batches, states = self._update_policy(groups, metrics, step) if groups else ([], [])
+        self._update_reference(step)
         jax.block_until_ready(self.params)
         metrics["time/train"] = time.perf_counter() - started
         # 3. The update of the draft head, on the states that the policy update returned.
@@ -404,8 +410,13 @@ class Trainer:
           (micro-batches to train the head on, their states).
         """
         cfg = self.cfg
-        advantages = cfg.algo.build().advantages(np.array([group.rewards for group in groups]))
-        samples = to_samples(groups, advantages, step if cfg.rollout.partial else None)
+        stale = step if cfg.rollout.partial else None
+        samples, shaped = training_samples(
+            cfg.algo, groups, cfg.rollout.max_tokens, stale, self._kl_to_reference
+        )
+        metrics |= shaped
+        if not samples:  # all were truncated, and masked
+            return [], []
         if cfg.algo.logprobs == "processed" and any(s.loss_mask is not None for s in samples):
             raise ValueError(
                 "algo.logprobs=processed scores a sample as one response, and there are some with "
@@ -441,6 +452,32 @@ class Trainer:
         metrics["train/microbatches"] = float(len(all_batches))
         return all_batches[: len(all_states)], all_states
 
+    def _kl_to_reference(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """Estimates KL(policy || reference), see `algo.kl_penalty`, at each response token."""
+        estimate, found = KL[self.cfg.algo.kl_penalty], [None] * len(samples)
+        for batch in pack(samples, self.cfg.packing.row_length, self.cfg.packing.rows):
+            placed = self.policy.place(batch)
+            kl = np.asarray(
+                estimate(
+                    *(
+                        self.policy.fetch(self.policy.logprobs(params, placed))
+                        for params in (self.params, self.reference)
+                    )
+                )
+            )
+            for i in np.unique(batch["sample_ids"][batch["sample_ids"] >= 0]).tolist():
+                own = (batch["sample_ids"] == i) & (
+                    batch["positions"] >= len(samples[i].prompt_ids)
+                )
+                found[i] = kl[own]
+        return found
+
+    def _update_reference(self, step: int) -> None:
+        """Makes the policy the reference, after each `algo.ref_update_steps` steps."""
+        every = self.cfg.algo.ref_update_steps
+        if self.reference is not None and every and step % every == 0:
+            self.reference = jax.tree.map(jnp.copy, self.params)
+
     def _states_to_keep(self, kept: int) -> int | None:
         """The number of further micro-batches whose states to keep for the head; None for all.
 
@@ -457,7 +494,7 @@ class Trainer:
         placed = self.policy.place(batch)
         for name in scores_to_add(self.cfg):
             placed[name] = self.policy.logprobs(self.params, placed)
-        if self.reference is not None:
+        if self.cfg.algo.kl_loss_coef:
             placed["ref_logprobs"] = self.policy.logprobs(self.reference, placed)
         return placed
 
@@ -510,6 +547,7 @@ class Trainer:
         ignored += ("logprob_chunk_size",)
         settings = fingerprint(self.cfg, ignored)
         settings["model"] = portable(settings["model"])
+        settings["algo"].pop("preset")  # the values that it sets are there
         for name in self.cfg.rollout.may_change:
             settings["rollout"].pop(name)
         if self.cfg.rollout.invariant and "replicas" in self.cfg.rollout.may_change:

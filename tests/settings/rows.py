@@ -103,9 +103,9 @@ def make(program: type, settings: Mapping[str, Any]) -> Any:
       ValueError: the settings do not fit together, or one of them changes nothing.
     """
     settings = {name: value() if callable(value) else value for name, value in settings.items()}
-    decides, variant = getattr(program, "variants", (None, None))
-    if decides in settings:
-        program = variant(program, settings[decides])
+    for decides, variant in getattr(program, "variants", ()):
+        if decides in settings:
+            program = variant(program, settings[decides])
     unknown = sorted(settings.keys() - leaves(program).keys())
     assert not unknown, f"{program.__name__} has no setting {', '.join(unknown)}"
     values = {name: key.default for name, key in leaves(program).items()}

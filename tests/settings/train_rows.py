@@ -171,6 +171,9 @@ TINY = {
 }
 
 
+SHAPED = {**TINY, "algo.normalize_std": False}
+
+
 def loss(cfg: RLConfig):
     """Of the policy, and its gradient, on a batch whose ratios leave the clip."""
     programs = built(cfg)
@@ -210,7 +213,10 @@ class Handed:
         return dict(batch)
 
     def logprobs(self, params, batch):
-        return np.zeros_like(batch["advantages"])
+        return np.full_like(batch["advantages"], 0.0 if params is None else -0.5)
+
+    def fetch(self, rows):
+        return rows
 
     def update(self, params, opt_state, batches, counts, keep):
         self.given.append((batches, keep))
@@ -224,17 +230,28 @@ def updates(cfg: RLConfig):
     settled(cfg)
     run = Trainer.__new__(Trainer)
     run.cfg, run.policy, run.params, run.opt_state = cfg, Handed(), None, None
-    run.reference, run.draft = None, cfg.draft.mode == "online" or None
+    run.reference, run.draft = "reference", cfg.draft.mode == "online" or None
     run._speed = UpdateSpeed(policy(), jax.devices())
     groups = []
     for prompt, rewards in (([1, 2], [0.0, 1.0]), ([3], [0.0, 3.0])):
         responses = [
-            Response([5] * n, [0.0] * n, weight_versions=[(0, 1)], finish_reason="stop")
-            for n in (8, 16)
+            Response([5] * n, [0.0] * n, weight_versions=[(0, 1)], finish_reason=reason)
+            for n, reason in ((8, "stop"), (16, "length"))
         ]
         groups.append(Group(0, 1, 1, None, prompt, responses, rewards))
     _, states = run._update_policy(groups, {}, 1)
     return run.policy.given, len(states)
+
+
+def referenced(cfg: RLConfig):
+    """The reference after two steps."""
+    run = Trainer.__new__(Trainer)
+    run.cfg, run.reference, found = cfg, {"w": jnp.zeros(1)}, []
+    for step in (1, 2):
+        run.params = {"w": jnp.full(1, float(step))}
+        run._update_reference(step)
+        found.append(run.reference)
+    return found
 
 
 def steps_of(optimizer: optax.GradientTransformation):
@@ -680,6 +697,16 @@ RL = {
     "algo.clip_ratio_c": Row(1.1, loss, {"algo.updates_per_rollout": 2}),
     "algo.kl_loss_coef": Row(0.1, loss),
     "algo.kl_loss_type": Row("k2", loss, {"algo.kl_loss_coef": 0.1}),
+    "algo.preset": Row("dr_grpo", loss),
+    "algo.kl_coef": Row(0.1, updates, SHAPED),
+    "algo.kl_penalty": Row("k2", updates, SHAPED | {"algo.kl_coef": 0.1}),
+    "algo.ref_update_steps": Row(2, referenced, {"algo.kl_coef": 0.1}),
+    "algo.overlong_buffer_len": (
+        Row(0.5, updates, SHAPED),
+        Row(10.0, updates, SHAPED),
+    ),
+    "algo.overlong_penalty_factor": Row(2.0, updates, SHAPED | {"algo.overlong_buffer_len": 0.5}),
+    "algo.mask_truncated": Row(True, updates, TINY),
     "algo.entropy_coeff": (
         Row(0.1, loss),
         Row(0.1, lambda cfg: built(cfg).policy.entropy_gradient),

@@ -53,6 +53,10 @@ RL = [
     (["algo.tis_cap=3"], "set algo.tis=true"),
     (["algo.tis_level=sequence"], "set algo.tis=true"),
     (["algo.kl_loss_type=k2"], "algo.kl_loss_coef=0.0 has no KL in the loss"),
+    (["algo.kl_penalty=k2"], "algo.kl_coef=0.0 has no KL in rewards"),
+    (["algo.ref_update_steps=2"], "algo.kl_loss_coef=0.0 and algo.kl_coef=0.0 need no reference"),
+    (["algo.overlong_penalty_factor=2"], "set algo.overlong_buffer_len"),
+    (["algo=dapo", "algo.clip_ratio=0.1"], "algo.clip_ratio=0.1 changes nothing"),
     (["algo.loss_scale_factor=9"], "set algo.loss_aggregation=constant"),
     (["algo.clip_ratio_c=3"], "raise algo.updates_per_rollout"),
     (["algo.normalize_std=false", "algo.normalize_over=batch"], "algo.normalize_over=batch ch"),
@@ -118,8 +122,9 @@ ALWAYS_READ = {
         rollout.enforce_eager rollout.invariant rollout.min_tokens rollout.repetition_penalty
         rollout.presence_penalty rollout.frequency_penalty rollout.logit_bias rollout.stop
         algo.objective algo.loss_aggregation algo.kl_loss_coef algo.tis algo.normalize_std
-        algo.entropy_coeff algo.updates_per_rollout algo.dynamic_sampling optim.lr
-        optim.warmup_steps optim.decay_steps optim.weight_decay optim.b1 optim.b2 optim.clip_norm
+        algo.preset algo.kl_coef algo.overlong_buffer_len algo.mask_truncated algo.entropy_coeff
+        algo.updates_per_rollout algo.dynamic_sampling optim.lr optim.warmup_steps
+        optim.decay_steps optim.weight_decay optim.b1 optim.b2 optim.clip_norm
         eval.problems checkpoint.export deterministic distributed.mode
     """,
     SFTConfig: f"""{RUN_KEYS}

@@ -256,7 +256,7 @@ class Shapes:
         lower = lowered("apply", self.params, self.opt, gradients)
         given = {"parameters": self.params, "optimizer": self.opt, "gradients": gradients}
         yield Program("policy, optimizer", "train", ("apply",), lower, given)
-        if scores_to_add(self.cfg) or self.cfg.rollout.partial or self.cfg.algo.kl_loss_coef:
+        if scores_to_add(self.cfg) or self.cfg.rollout.partial or self.cfg.algo.needs_reference:
             lower = lowered("score", self.params, batch)
             given = {"parameters": self.params, "batch": batch}
             yield Program("policy, scoring", "train", ("score",), lower, given)
@@ -312,7 +312,7 @@ class Shapes:
 
     def resident(self) -> dict[str, float]:
         """Returns the bytes on a device by kind; `GONE` says when a kind is released."""
-        reference = device_bytes(self.params) * bool(self.cfg.algo.kl_loss_coef)
+        reference = device_bytes(self.params) * self.cfg.algo.needs_reference
         found = {
             "policy parameters": device_bytes(self.params),
             "policy optimizer": device_bytes(self.opt),

@@ -1,0 +1,122 @@
+"""A preset is the defaults of the section `algo`: it says what it sets, and what is set wins."""
+
+import pytest
+
+from specjax.command_line import parse_config
+from train.algo import algo, preset_line
+from train.objectives.shared import Clip, GroupRelative
+from train.presets import PRESETS
+from train.schema import RLConfig
+
+
+def read(*argv) -> RLConfig:
+    return parse_config(RLConfig, argv)[0]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_sets_what_it_says(name):
+    cfg = read(f"algo={name}")
+    assert {key: getattr(cfg.algo, key) for key in PRESETS[name]} == PRESETS[name]
+    line = preset_line(cfg.algo)
+    assert line.startswith(f"algo.preset={name} sets algo.objective=") and "you set" not in line
+    assert line.count("algo.") == 1 + len(PRESETS[name])
+    cfg.algo.build()
+
+
+def test_the_presets_are_the_papers():
+    found = {name: read(f"algo={name}").algo for name in PRESETS}
+    clips = {n: (a.clip_ratio, a.clip_ratio_high) for n, a in found.items()}
+    assert clips == {
+        "grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4),
+        "cispo": (1.0, 4.0), "rloo": (0.2, 0.2), "reinforce_pp": (0.2, 0.2),
+    }  # fmt: skip
+    means = {n: a.loss_aggregation for n, a in found.items()}
+    assert means["grpo"] == means["gspo"] == "sequence" and means["dr_grpo"] == "constant"
+    assert {means[n] for n in ("dapo", "cispo", "rloo", "reinforce_pp")} == {"token"}
+    assert not found["dr_grpo"].normalize_std and found["dapo"].normalize_std
+    assert {n for n, a in found.items() if a.dynamic_sampling} == {"dapo", "cispo"}
+    assert found["dapo"].overlong_tokens(20_480) == 4_096
+    built = {n: type(a.build()) for n, a in found.items()}
+    assert built["dapo"] is built["grpo"] is built["dr_grpo"]
+    assert issubclass(built["gspo"], GroupRelative) and issubclass(built["rloo"], Clip)
+
+
+def test_dr_grpo_divides_by_the_largest_length():
+    assert read("algo=dr_grpo", "rollout.max_tokens=77").algo.loss_scale_factor == 77
+    assert read("algo=dr_grpo", "algo.loss_scale_factor=5").algo.loss_scale_factor == 5
+    assert read("rollout.max_tokens=77").algo.loss_scale_factor is None
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["algo=dapo"],
+        ["--algo", "dapo"],
+        ["--algo=dapo"],
+        ["algo.preset=dapo"],
+        ["--algo.preset", "dapo"],
+        ["algo={preset: dapo}"],
+        ["algo=gspo", "algo=dapo"],
+        ["--config", "SHORT"],
+        ["--config", "LONG"],
+        ["--config", "OTHER", "algo=dapo"],
+    ],
+)
+def test_it_is_named_wherever_settings_are(argv, tmp_path):
+    for name, text in (
+        ("SHORT", "algo: dapo"),
+        ("LONG", "algo: {preset: dapo}"),
+        ("OTHER", "algo: gspo"),
+    ):
+        (tmp_path / name).write_text(text)
+    argv = [str(tmp_path / a) if (tmp_path / a).exists() else a for a in argv]
+    assert read(*argv).algo == algo(preset="dapo")
+
+
+def test_keys_that_are_set_win_wherever_they_stand(tmp_path):
+    path = tmp_path / "own.yaml"
+    path.write_text("algo: {clip_ratio_high: 0.5, updates_per_rollout: 2}")
+    wanted = algo(preset="dapo", clip_ratio_high=0.5, updates_per_rollout=2)
+    assert read("--config", str(path), "algo=dapo").algo == wanted
+    path.write_text("algo: dapo")
+    more = ["algo.clip_ratio_high=0.5", "algo.updates_per_rollout=2"]
+    assert read("--config", str(path), *more).algo == wanted
+    line = preset_line(wanted)
+    assert line.endswith("; you set algo.clip_ratio_high=0.5 for 0.28")
+    assert "algo.overlong_buffer_len=0.2" in line and "clip_ratio_high=0.28" not in line
+    # A default of the section wins, too, where the preset has another value.
+    assert read("algo=grpo", "algo.dynamic_sampling=true").algo.dynamic_sampling
+
+
+def test_another_objective_keeps_what_is_common():
+    cfg = read("algo=dapo", "algo.objective=gspo").algo
+    assert (cfg.objective, cfg.overlong_buffer_len, cfg.dynamic_sampling) == ("gspo", 0.2, True)
+    assert (cfg.clip_ratio, cfg.loss_aggregation) == (3e-4, "sequence")
+    assert "you set algo.objective=gspo for grpo" in preset_line(cfg)
+
+
+def test_without_a_preset_there_is_no_line():
+    assert preset_line(read().algo) is None and read().algo.preset is None
+    assert read("algo.preset=null") == read()
+
+
+def test_a_mistake_is_one_message(capsys):
+    for argv, said in (
+        (["algo=dapa"], "algo.preset: unknown preset 'dapa'; choose one of grpo, dr_grpo, dapo"),
+        (["algo=dapo", "algo.preset=gspo"], "algo is another name of algo.preset"),
+        (["algo=dapo", "algo.sharpness=1"], "unknown key 'algo.sharpness'"),
+        (["algo=rloo", "algo.normalize_std=false"], "unknown key 'algo.normalize_std'"),
+        (["algo=dapo", "algo.overlong_buffer_len=2000", "rollout.max_tokens=100"], "at most"),
+    ):
+        with pytest.raises(SystemExit):
+            read(*argv)
+        assert said in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"make it by train.algo.algo\(preset='dapo'"):
+        algo(preset=None, **{}).__class__(preset="dapo")
+
+
+def test_help_has_the_defaults_of_the_preset(capsys):
+    with pytest.raises(SystemExit):
+        read("--help", "algo=dr_grpo")
+    said = capsys.readouterr().out
+    assert "algo.normalize_std=false" in said and "algo.loss_aggregation=constant" in said
