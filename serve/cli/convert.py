@@ -13,13 +13,15 @@ from specjax.registry import READERS
 
 EPILOG = """The source may be a Hugging Face directory or id, a GGUF file, the directory of a run of
 train.rl or train.sft, the one of its checkpoints, a draft head that such a run wrote
-(RUN/draft/STEP), or a head's safetensors file. The target is:
+(RUN/draft/STEP), a head's safetensors file, or the directory of an EAGLE-3 head. The target is:
 
   Hugging Face -> Orbax   DIR/checkpoints/0 and DIR/tokenizer, which LLM(DIR), `specjax generate`,
                           `specjax serve`, train.rl (model=DIR) and POST /update_weights take.
                           A head alone: for train.rl (rollout.draft=DIR) and /update_weights
   GGUF -> Hugging Face    the weights as llama.cpp computes with them: dequantised
   Orbax -> Hugging Face   config.json, safetensors, tokenizer files, for these, transformers, vLLM
+  EAGLE-3 -> EAGLE-3      config.json and safetensors in the other layout: speculators (vLLM), or
+                          safeailab (SafeAILab's EAGLE, SpecForge, SGLang); --like names the policy
 
 Weights keep every bit unless --dtype says otherwise. The target appears when it is complete, and
 not at all if the disk is full or the command is killed.
@@ -27,7 +29,8 @@ not at all if the disk is full or the command is killed.
 examples:
   specjax convert runs/sums exported               the newest step of a run
   specjax convert runs/sums exported --step 12     an earlier one
-  specjax convert assets/sums started --what head  its draft head, as Orbax"""
+  specjax convert assets/sums started --what head  its draft head, as Orbax
+  specjax convert head other --like POLICY         an EAGLE-3 head in the other layout"""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -41,7 +44,11 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("source", help="the checkpoint to read: a path, or a Hugging Face id")
     add("target", help="the directory to write; must not exist")
-    add("--to", choices=("hf", "orbax"), help="layout to write (default: the other one)")
+    add(
+        "--to",
+        choices=("hf", "orbax", "speculators", "safeailab"),
+        help="layout to write (default: the other one)",
+    )
     add(
         "--load-format",
         default="auto",

@@ -5,6 +5,9 @@
       mtp.safetensors, tokenizer files
     mtp.safetensors                    <->   the format of `save_draft`       a head alone
 
+An EAGLE-3 head, a directory of its own, is converted between its layouts `speculators` and
+`safeailab`.
+
 Weights keep every bit unless another dtype is asked for. The target is written under a hidden name
 and renamed when it is complete.
 """
@@ -25,6 +28,7 @@ import safetensors
 
 from specjax.checked_json import CheckpointError
 from specjax.checkpoint import huggingface as hf
+from specjax.checkpoint.draft_files import find_draft, load_draft_files, save_draft_files
 from specjax.checkpoint.huggingface import copy_tokenizer, dtype_name, replacing
 from specjax.checkpoint.store import Checkpointer, save_draft
 from specjax.checkpoint.weights import (
@@ -45,6 +49,7 @@ from specjax.checkpoint.weights import (
 )
 from specjax.config import ModelConfig
 from specjax.config.dtype import DTYPES
+from specjax.drafts.eagle3_config import LAYOUTS
 from specjax.error_text import first_line
 from specjax.hub import find_model
 from specjax.tokenizer import check_files
@@ -75,7 +80,7 @@ class Converted:
 
     Attributes:
       target: directory that was written.
-      layout: `hf` or `orbax`.
+      layout: `hf` or `orbax`; of an EAGLE-3 head `speculators` or `safeailab`.
       parameters: number of parameters of `policy` and `head`.
       dtype: dtype on disk.
       step: step of the run.
@@ -93,7 +98,8 @@ class Converted:
         parts = [f"{name} {count / 1e6:.2f} M" for name, count in self.parameters.items()]
         if self.tokenizer:
             parts.append("tokenizer")
-        name = {"hf": "Hugging Face", "orbax": f"Orbax, step {self.step}"}[self.layout]
+        names = {"hf": "Hugging Face", "orbax": f"Orbax, step {self.step}"}
+        name = names.get(self.layout, f"layout {self.layout}")
         return f"{self.target}: {', '.join(parts)} ({self.dtype}, {name})"
 
 
@@ -113,14 +119,16 @@ def convert(
 
     Args:
       source: a Hugging Face directory or id, a GGUF file, the directory of a run or of its
-        checkpoints, a directory of `save_draft`, or a draft head's safetensors file.
+        checkpoints, a directory of `save_draft`, a draft head's safetensors file, or the directory
+        of an EAGLE-3 head.
       target: the directory to write.
-      to: `hf` or `orbax`; None: the other one than the source's.
+      to: `hf` or `orbax`, or one of `LAYOUTS` for an EAGLE-3 head; None: the other one than the
+        source's.
       what: `policy`, `head` or `both`; None: all that the source has.
       step: step of a run; None: the newest.
       dtype: dtype on disk; None: the source's.
       like: a Hugging Face directory or id with the config and the tokenizer, for sources that have
-        none.
+        none. An EAGLE-3 head needs it: the config of its policy.
       force: whether to replace a checkpoint at `target`; anything else there is never replaced.
       revision: branch, tag or commit of a source that is a Hugging Face id.
       load_format: format of the source, see `specjax.weights.open_checkpoint`.
@@ -131,6 +139,14 @@ def convert(
     """
     target = Path(target).absolute()
     source, like = find_model(source, revision), None if like is None else find_model(like)
+    if load_format == AUTO and find_draft(source) is not None:
+        _require_free(source, target, force)
+        return _convert_draft(source, target, to, what, step, dtype and dtype_name(dtype), like)
+    if to in LAYOUTS:
+        raise CheckpointError(
+            f"{source} is no directory of an EAGLE-3 head, expected one for --to {to}; choose hf "
+            "or orbax"
+        )
     foreign = load_format != AUTO or (recognised(source) and not (source / CONFIG).exists())
     to = to or ("orbax" if layout_of(source) == HUGGING_FACE and not foreign else "hf")
     _require_free(source, target, force)
@@ -144,6 +160,46 @@ def convert(
             load_tokenizer(source, load_format=load_format).save_pretrained(files)
             model = dataclasses.replace(model, tokenizer=Path(files))
         return _write(target, to, model, 0, dtype)
+
+
+def _convert_draft(
+    source: Path,
+    target: Path,
+    to: str | None,
+    what: str | None,
+    step: int | None,
+    dtype: str | None,
+    like: Path | None,
+) -> Converted:
+    """Converts the directory of an EAGLE-3 head to another layout."""
+    if step is not None:
+        raise CheckpointError(f"{source} is no training run and has no step {step}")
+    if what in ("policy", "both"):
+        raise CheckpointError(f"{source} holds no policy, expected {what}")
+    if to not in (None, *LAYOUTS):
+        raise CheckpointError(
+            f"{source} holds a draft head in files of its own, which has the layouts "
+            f"{' and '.join(LAYOUTS)}, expected one of them, got --to {to}"
+        )
+    if like is None:
+        raise CheckpointError(
+            f"{source} holds only a draft head; expected --like DIR, the Hugging Face directory "
+            "of its policy"
+        )
+    dtype = dtype or _only(source, _dtypes_of(source) & set(DTYPES))
+    draft, params = load_draft_files(source, hf.read_config(like).running(param_dtype=dtype))
+    _require_room(target, {"head": params}, dtype)
+    layout = to or next(name for name in LAYOUTS if name != draft.layout)
+    try:
+        save_draft_files(target, draft, params, layout, dtype)
+    except ValueError as error:
+        raise CheckpointError(f"{source} cannot be written as {target}: {error}") from error
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CheckpointError(
+            f"writing {target} failed, and nothing was left there: {first_line(error)}"
+        ) from error
+    count = sum(x.size for x in jax.tree.leaves(params))
+    return Converted(target, layout, {"head": count}, dtype, 0, False)
 
 
 def _write(target: Path, to: str, model: Model, found: int, dtype: str | None) -> Converted:

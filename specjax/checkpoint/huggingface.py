@@ -18,10 +18,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,6 +87,7 @@ MTP_COUNT_KEY = "num_nextn_predict_layers"
 _STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _LARGEST_HEADER = 100_000_000  # bytes, the limit of safetensors itself
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
+_INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "bool")
 _BLOCK_ROWS = 4096  # rows that are compared at once
 log = logging.getLogger(__name__)
 
@@ -255,7 +257,7 @@ def generation_json(cfg: ModelConfig) -> dict[str, Any]:
 # --- tensors ------------------------------------------------------------------------------------
 
 
-class _Weights:
+class Weights:
     """The tensors of a checkpoint, read by slices."""
 
     def __init__(self, tensors: Mapping[str, Any]):
@@ -292,8 +294,24 @@ class _Weights:
 # --- checking -----------------------------------------------------------------------------------
 
 
-def _check(source: Path, weights: _Weights, leaves: list[Leaf], zeros: dict, extra: list[str]):
-    """Raises `CheckpointWeightError` with one line per weight that does not fit."""
+def check_weights(
+    source: Path,
+    weights: Weights,
+    leaves: list[Leaf],
+    zeros: Mapping[str, tuple[int, ...]],
+    extra: Iterable[str],
+    integers: Collection[str] = (),
+) -> None:
+    """Raises `CheckpointWeightError` with one line per weight that does not fit.
+
+    Args:
+      source: path of the checkpoint, for the message.
+      weights: tensors of the files.
+      leaves: parameters that they must hold.
+      zeros: shapes of tensors that must be zero, by name.
+      extra: names that are refused unless a parameter or `zeros` has them.
+      integers: names of tensors that may hold integers.
+    """
     expected = {name: tensor.shape for name, tensor in tensors_of(leaves).items()}
     present = set(weights.names())
     problems = [
@@ -307,7 +325,7 @@ def _check(source: Path, weights: _Weights, leaves: list[Leaf], zeros: dict, ext
         got, dtype = weights.describe(name)
         if got != shape:
             problems.append(f"wrong shape: {name}, expected {list(shape)}, got {list(got)}")
-        elif dtype not in _FLOATS:
+        elif dtype not in _FLOATS and not (name in integers and dtype in _INTEGERS):
             problems.append(f"wrong dtype: {name}, expected one of {_FLOATS}, got {dtype}")
         elif name in zeros and np.any(weights.read(name, (slice(None),))):
             problems.append(f"not supported: {name} is not zero")
@@ -322,30 +340,43 @@ def _check(source: Path, weights: _Weights, leaves: list[Leaf], zeros: dict, ext
 # --- placing ------------------------------------------------------------------------------------
 
 
-def _place(weights: _Weights, leaves: list[Leaf], dtype: str, mesh) -> Params:
-    """Builds the parameter tree, one array at a time, in its dtype and sharding."""
+def place_weights(weights: Weights, leaves: list[Leaf], dtype: str, mesh) -> Params:
+    """Builds the parameter tree, one array at a time, in its sharding.
+
+    Args:
+      weights: tensors of the files.
+      leaves: the parameters.
+      dtype: dtype of the parameters; those that the files hold as integers are int32.
+      mesh: mesh to put them on; None: the default device.
+    """
     arrays = {}
     for leaf in leaves:
+        kind = _kept(weights, leaf, jnp.dtype(dtype))
         whole = (slice(None),) * len(leaf.shape)
         if mesh is None:
-            arrays[leaf.path] = jax.device_put(_read(weights, leaf, jnp.dtype(dtype), whole))
+            arrays[leaf.path] = jax.device_put(_read(weights, leaf, kind, whole))
             continue
         pieces = {}  # devices that hold the same slice share one read
 
-        def fill(index, leaf=leaf, pieces=pieces):
+        def fill(index, leaf=leaf, kind=kind, pieces=pieces):
             key = tuple(s.indices(n) for s, n in zip(index, leaf.shape, strict=True))
             if key not in pieces:
-                pieces[key] = _read(weights, leaf, jnp.dtype(dtype), index)
+                pieces[key] = _read(weights, leaf, kind, index)
             return pieces[key]
 
         target = jax.NamedSharding(mesh, sharding.spec_for(mesh, leaf.axes, leaf.shape))
-        arrays[leaf.path] = jax.make_array_from_callback(
-            leaf.shape, target, fill, dtype=jnp.dtype(dtype)
-        )
+        arrays[leaf.path] = jax.make_array_from_callback(leaf.shape, target, fill, dtype=kind)
     return _nest(arrays)
 
 
-def _read(weights: _Weights, leaf: Leaf, dtype: np.dtype, index: tuple[slice, ...]) -> np.ndarray:
+def _kept(weights: Weights, leaf: Leaf, dtype: np.dtype) -> np.dtype:
+    """Returns the dtype in which a parameter is kept."""
+    names = {stored.name for stored in leaf.pieces.values()}
+    integers = any(weights.describe(name)[1] in _INTEGERS for name in names)
+    return np.dtype(np.int32) if integers else dtype
+
+
+def _read(weights: Weights, leaf: Leaf, dtype: np.dtype, index: tuple[slice, ...]) -> np.ndarray:
     """Reads one slice of a parameter; `index` is in the parameter's own axes."""
     index = tuple(slice(*s.indices(n)) for s, n in zip(index, leaf.shape, strict=True))
     out = np.empty([s.stop - s.start for s in index], dtype)
@@ -360,7 +391,7 @@ def _read(weights: _Weights, leaf: Leaf, dtype: np.dtype, index: tuple[slice, ..
     return out
 
 
-def _read_piece(weights: _Weights, stored: Stored, index: tuple[slice, ...]) -> np.ndarray:
+def _read_piece(weights: Weights, stored: Stored, index: tuple[slice, ...]) -> np.ndarray:
     """Reads one slice of a piece of a parameter; `index` is in the piece's own axes."""
     index, every = list(swap_last(index, stored)), [slice(None)] * len(index)
     if (part := stored.part) is not None:
@@ -385,7 +416,7 @@ def _nest(flat: dict) -> Params:
 # --- tied embeddings ----------------------------------------------------------------------------
 
 
-def _as_stored(path: Path, cfg: ModelConfig, weights: _Weights) -> ModelConfig:
+def _as_stored(path: Path, cfg: ModelConfig, weights: Weights) -> ModelConfig:
     """Returns the config with `tie_embeddings` as in the weights, by the rule of transformers.
 
     If a file holds both an embedding and a language-model head that differ, both are used although
@@ -448,16 +479,16 @@ def load_checkpoint(
         cfg = cfg.running(param_dtype=dtype, compute_dtype=dtype)
     if mtp_concat is not None:
         cfg = cfg.replace(mtp_concat=mtp_concat)
-    weights = _Weights(reader.tensors())
+    weights = Weights(reader.tensors())
     cfg = _as_stored(Path(path), cfg, weights)
     policy, head, style = policy_leaves(cfg), [], None
     if cfg.mtp_num_layers:
         style = style_of(cfg, weights.names())
         head = head_leaves(cfg, style)
     extra = [name for name in weights.names() if not is_redundant(cfg, name)]
-    _check(Path(path), weights, policy + head, zero_tensors(cfg, style), extra)
-    params = _place(weights, policy, cfg.run.param_dtype, mesh)
-    return cfg, params, (_place(weights, head, cfg.run.param_dtype, mesh) if head else None)
+    check_weights(Path(path), weights, policy + head, zero_tensors(cfg, style), extra)
+    params = place_weights(weights, policy, cfg.run.param_dtype, mesh)
+    return cfg, params, (place_weights(weights, head, cfg.run.param_dtype, mesh) if head else None)
 
 
 def load_head(path: str | Path, cfg: ModelConfig, mesh: jax.sharding.Mesh | None = None) -> Params:
@@ -474,7 +505,7 @@ def load_head(path: str | Path, cfg: ModelConfig, mesh: jax.sharding.Mesh | None
     if path.is_dir() and (path / HEAD_FILE).exists():
         file = path / HEAD_FILE
     tensors, metadata = open_files(weight_files(path) if file.is_dir() else [file])
-    weights = _Weights(tensors)
+    weights = Weights(tensors)
     style = style_of(cfg, weights.names())
     if not file.is_dir():
         _check_switches(file, cfg, metadata)
@@ -485,8 +516,8 @@ def load_head(path: str | Path, cfg: ModelConfig, mesh: jax.sharding.Mesh | None
         if not is_redundant(cfg, name) and (not file.is_dir() or is_head_name(cfg, style, name))
     ]
     zeros = {n: s for n, s in zero_tensors(cfg, style).items() if is_head_name(cfg, style, n)}
-    _check(file, weights, leaves, zeros, extra)
-    return _place(weights, leaves, cfg.run.param_dtype, mesh)
+    check_weights(file, weights, leaves, zeros, extra)
+    return place_weights(weights, leaves, cfg.run.param_dtype, mesh)
 
 
 def _check_switches(file: Path, cfg: ModelConfig, metadata: dict[str, str]) -> None:
@@ -507,11 +538,12 @@ def _check_switches(file: Path, cfg: ModelConfig, metadata: dict[str, str]) -> N
 # --- saving --------------------------------------------------------------------------------------
 
 
-class _Written(NamedTuple):
+class Written(NamedTuple):
     """A tensor to write, whose bytes are made only when its file is written."""
 
     name: str
     shape: tuple[int, ...]
+    dtype: np.dtype
     read: Callable[[], np.ndarray]
 
 
@@ -549,15 +581,15 @@ def save_checkpoint(
     if path.exists() and not ((path / "config.json").exists() or _is_empty_dir(path)):
         raise CheckpointError(f"{path} exists and is no checkpoint; choose another path")
     style = style_on_export(cfg) if head is not None else None
-    body = _named(policy_leaves(cfg), params, dtype)
+    body = named_weights(policy_leaves(cfg), params, dtype)
     own_file = family_of(cfg.model_type).head_style is None
     if head is not None and not own_file:
-        body += _named(head_leaves(cfg, style), head, dtype)
+        body += named_weights(head_leaves(cfg, style), head, dtype)
     body += _zeros(cfg, None if own_file else style, dtype)
     with replacing(path) as partial:
-        _write_json(partial / "config.json", config)
-        _write_json(partial / "generation_config.json", generation_json(cfg))
-        _write_weights(partial, body, jnp.dtype(dtype), max_shard_bytes)
+        write_json(partial / "config.json", config)
+        write_json(partial / "generation_config.json", generation_json(cfg))
+        write_weights(partial, body, max_shard_bytes)
         if head is not None and own_file:
             save_head(partial / HEAD_FILE, cfg, head, dtype)
         if tokenizer_dir is not None:
@@ -574,7 +606,7 @@ def save_head(path: str | Path, cfg: ModelConfig, head: Params, dtype: str | Non
     """
     path, style = Path(path).absolute(), style_on_export(cfg)
     dtype = dtype_name(dtype or head["blocks"][0]["proj"].dtype)
-    tensors = _named(head_leaves(cfg, style), head, dtype)
+    tensors = named_weights(head_leaves(cfg, style), head, dtype)
     tensors += [t for t in _zeros(cfg, style, dtype) if is_head_name(cfg, style, t.name)]
     switches = {**mtp_json(cfg), "concat": HEAD_STYLES[style].concat}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -585,8 +617,12 @@ def save_head(path: str | Path, cfg: ModelConfig, head: Params, dtype: str | Non
     partial.replace(path)
 
 
-def _named(leaves: list[Leaf], params: Params, dtype: str) -> list[_Written]:
-    """Checks the shapes of parameters; returns the tensors to write."""
+def named_weights(leaves: list[Leaf], params: Params, dtype: str) -> list[Written]:
+    """Checks the shapes of parameters; returns the tensors to write, integers in their own dtype.
+
+    Raises:
+      CheckpointWeightError: names the parameters that do not fit the leaves.
+    """
     problems = []
     known = {s.path: s.shape for s in leaves}
     got = {
@@ -604,10 +640,12 @@ def _named(leaves: list[Leaf], params: Params, dtype: str) -> list[_Written]:
                 f"wrong shape: {label}, expected {list(known[key])}, got {list(got[key].shape)}"
             )
     raise_problems("the parameter tree", sorted(problems))
-    return [
-        _Written(name, tensor.shape, _reader(tensor, got, jnp.dtype(dtype)))
-        for name, tensor in tensors_of(leaves).items()
-    ]
+    out = []
+    for name, tensor in tensors_of(leaves).items():
+        own = jnp.dtype(got[tensor.holds[0][0].path].dtype)
+        kind = jnp.dtype(dtype) if jnp.issubdtype(own, jnp.floating) else own
+        out.append(Written(name, tensor.shape, kind, _reader(tensor, got, kind)))
+    return out
 
 
 def _reader(tensor: Tensor, arrays: Mapping[tuple, Any], dtype: np.dtype):
@@ -627,18 +665,20 @@ def _reader(tensor: Tensor, arrays: Mapping[tuple, Any], dtype: np.dtype):
     return read
 
 
-def _zeros(cfg: ModelConfig, style: str | None, dtype: str) -> list[_Written]:
+def _zeros(cfg: ModelConfig, style: str | None, dtype: str) -> list[Written]:
     return [
-        _Written(name, shape, lambda shape=shape: np.zeros(shape, jnp.dtype(dtype)))
+        Written(
+            name, shape, jnp.dtype(dtype), lambda shape=shape: np.zeros(shape, jnp.dtype(dtype))
+        )
         for name, shape in zero_tensors(cfg, style).items()
     ]
 
 
-def _write_weights(folder: Path, tensors: list[_Written], dtype: np.dtype, limit: int) -> None:
+def write_weights(folder: Path, tensors: list[Written], limit: int = 4 << 30) -> None:
     """Writes one file, or several of at most `limit` bytes (or one tensor) and an index."""
     shards, size, total = [[]], 0, 0
     for tensor in tensors:
-        nbytes = int(np.prod(tensor.shape)) * dtype.itemsize
+        nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
         if shards[-1] and size + nbytes > limit:
             shards.append([])
             size = 0
@@ -651,7 +691,7 @@ def _write_weights(folder: Path, tensors: list[_Written], dtype: np.dtype, limit
         safetensors.numpy.save_file(data, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(data, file)
     if count > 1:
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 @contextlib.contextmanager
@@ -705,5 +745,6 @@ def copy_tokenizer(source: Path, target: Path) -> None:
         shutil.copyfile(source / name, target / name)
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Writes a JSON file with its keys in order."""
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -246,6 +246,27 @@ def policy_leaves(cfg: ModelConfig) -> list[Leaf]:
     return leaves
 
 
+def row_leaves(rows: Mapping[Any, Any], inside: tuple = ()) -> list[Leaf]:
+    """Returns every parameter of a tree of `Param` whose `stored` has the whole name of a tensor.
+
+    Args:
+      rows: the tree.
+      inside: keys of the tree that this one is in.
+
+    Raises:
+      UnsupportedModelError: a row names no tensor.
+    """
+    leaves = []
+    for name, row in rows.items():
+        path = (*inside, name)
+        if isinstance(row, Mapping):
+            leaves += row_leaves(row, path)
+        else:
+            label = "/".join(map(str, path))
+            leaves.append(Leaf(path, row, _pieces(row, row.stored, "", label)))
+    return leaves
+
+
 def head_leaves(cfg: ModelConfig, style: str) -> list[Leaf]:
     """Returns every parameter of `MTPHead` under the names of `style`, for `cfg.mtp_concat`.
 

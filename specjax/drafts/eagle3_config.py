@@ -466,9 +466,11 @@ def _taps(
             "differ in the order in which they join others; set aux_hidden_state_layer_ids by "
             "hand, in the order of fc.weight"
         )
+    fits = columns % len(found) == 0
     raise CheckpointError(
-        f"{file}: fc.weight is [{rows}, {columns}], which takes {states} states of width {width}, "
-        f"and {what} are the boundaries {list(found)}, expected {states} of them; use a head for "
+        f"{file}: fc.weight is [{rows}, {columns}], which takes {states} states of the target's "
+        f"width {width}, and {what} are the boundaries {list(found)}, expected {states} of them"
+        f"{f', or a target of width {columns // len(found)}' if fits else ''}; use a head for "
         "this target, or set aux_hidden_state_layer_ids by hand"
     )
 

@@ -145,14 +145,14 @@ def test_parameters_land_sharded_and_each_read_is_one_device_s_slice_of_one_laye
     mesh = sharding.make_mesh(sharding.MeshConfig(data=2, fsdp=2, tp=2))
     plain = hf.load_checkpoint(GOLDEN / "mimo")
     reads = {}
-    read = hf._Weights.read
+    read = hf.Weights.read
 
     def recorded(self, name, index):
         out = read(self, name, index)
         reads.setdefault(name, []).append(out.size)
         return out
 
-    monkeypatch.setattr(hf._Weights, "read", recorded)
+    monkeypatch.setattr(hf.Weights, "read", recorded)
     cfg, params, head = hf.load_checkpoint(GOLDEN / "mimo", mesh=mesh)
     assert cfg == plain[0]
     assert_same((params, head), plain[1:])

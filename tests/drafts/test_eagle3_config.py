@@ -403,7 +403,7 @@ def test_what_is_not_computed_is_refused_by_its_name(keys, change, text):
         ({"fc.weight": np.zeros((D, 3 * 12), np.float16)},
          ("wrong shape: fc.weight, expected [16, states * 16]", "width 16", "got [16, 36]")),
         ({"fc.weight": np.zeros((D, 4 * D), np.float16)},
-         ("takes 4 states of width 16", "[2, 4, 5]", "expected 4")),
+         ("takes 4 states of the target's width 16", "[2, 4, 5]", "expected 4")),
         ({"lm_head.weight": np.zeros((V - 1, D), np.float16)},
          ("wrong shape: lm_head.weight, expected [40, 16], got [39, 16]",)),
         ({"embed_tokens.weight": np.zeros((V + 8, D), np.float16)},

@@ -1,0 +1,396 @@
+"""Heads in directories of their own: found, read, written, converted, with every bit the same."""
+
+import dataclasses
+import json
+import pickle
+import shutil
+import zipfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from serve.cli.main import main
+from specjax.checked_json import CheckpointError, UnsupportedModelError
+from specjax.checkpoint import draft_files
+from specjax.checkpoint.draft_files import find_draft, load_draft_files, save_draft_files
+from specjax.checkpoint.huggingface import CheckpointWeightError, save_checkpoint
+from specjax.drafts import eagle3_config
+from specjax.drafts.eagle3 import Eagle3Source
+from specjax.interfaces import Draft, Param, Stored
+from specjax.models.families.dense import dense_config
+from specjax.models.transformer import init_params
+from specjax.parallel import sharding
+from specjax.registry import DRAFTS
+
+GOLDEN = Path(__file__).resolve().parent.parent / "golden"
+D, V, L = 16, 40, 8
+TARGET = dense_config(V, D, 24, L, 4, 2, 4)
+IDS = [3, 1, 39, 9, 17]  # in the order of the files, which need not ascend
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch):
+    """The table of drafts with EAGLE-3."""
+    monkeypatch.setitem(DRAFTS.rows, "eagle3", "specjax.drafts.eagle3:Eagle3Source")
+
+
+def head(layout, dtype=np.float16, **keys):
+    """The config and the tensors of a head with some draft tokens, as its files have them."""
+    body = {
+        "model_type": "llama", "hidden_size": D, "intermediate_size": 24, "vocab_size": V,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "head_dim": 4,
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 64,
+    }  # fmt: skip
+    top = {"draft_vocab_size": len(IDS), "torch_dtype": np.dtype(dtype).name, **keys}
+    raw = {"architectures": ["LlamaForCausalLM"], **body, **top}
+    if layout == "speculators":
+        raw = {"speculators_model_type": "eagle3", "transformer_layer_config": body, **top}
+    made, rng = eagle3_config.prefix_of(layout), np.random.default_rng(0)
+    shapes = {
+        "fc": (D, 3 * D), "norm": (D,), "lm_head": (len(IDS), D), "embed_tokens": (V, D),
+        f"{made}self_attn.q_proj": (16, 2 * D), f"{made}self_attn.k_proj": (8, 2 * D),
+        f"{made}self_attn.v_proj": (8, 2 * D), f"{made}self_attn.o_proj": (D, 16),
+        f"{made}mlp.gate_proj": (24, D), f"{made}mlp.up_proj": (24, D),
+        f"{made}mlp.down_proj": (D, 24), f"{made}input_layernorm": (D,),
+        f"{made}hidden_norm": (D,), f"{made}post_attention_layernorm": (D,),
+    }  # fmt: skip
+    tensors = {f"{n}.weight": rng.normal(size=s).astype(dtype) for n, s in shapes.items()}
+    tensors["d2t"] = np.array(IDS, np.int64) - np.arange(len(IDS))
+    tensors["t2d"] = np.isin(np.arange(V), IDS)
+    return raw, tensors
+
+
+def written(path, raw, tensors):
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(raw))
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+@pytest.fixture(params=eagle3_config.LAYOUTS)
+def files(request, tmp_path):
+    return written(tmp_path / "head", *head(request.param))
+
+
+def assert_same(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == e.dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(e))
+
+
+# --- finding ------------------------------------------------------------------------------------
+
+
+def test_a_heads_directory_is_found_and_a_models_is_not(files, tmp_path):
+    assert find_draft(files) is Eagle3Source
+    assert find_draft(str(files)) is Eagle3Source
+    assert find_draft(GOLDEN / "mimo") is None
+    for path in (tmp_path, tmp_path / "none", files / "config.json"):
+        assert find_draft(path) is None
+
+
+def test_what_is_no_head_is_not_loaded():
+    with pytest.raises(CheckpointError, match="llama holds no draft head that is known"):
+        load_draft_files(GOLDEN / "llama", TARGET)
+
+
+def test_a_class_of_the_table_is_found_by_its_own_rule(files, monkeypatch):
+    monkeypatch.setitem(DRAFTS.rows, "eagle3", f"{__name__}:Scaled")
+    monkeypatch.setattr(draft_files, "DRAFTS", DRAFTS)
+    assert find_draft(files) is Scaled
+
+
+# --- loading ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_head_is_loaded_in_the_dtype_of_its_target_and_ids_stay_integers(files, dtype):
+    tensors = load_file(files / "model.safetensors")
+    source, params = load_draft_files(files, TARGET.running(param_dtype=dtype))
+    assert source.cfg.taps == (2, 4, 5)
+    assert params["ids"].dtype == jnp.int32 and params["ids"].tolist() == sorted(IDS)
+    order, prefix = np.argsort(IDS), eagle3_config.prefix_of(source.layout)
+    for array, expected in (
+        (params["fc"], tensors["fc.weight"].T),
+        (params["lm_head"], tensors["lm_head.weight"][order].T),
+        (params["embed"], tensors["embed_tokens.weight"]),
+        (params["layers"][0]["q"], tensors[f"{prefix}self_attn.q_proj.weight"].T),
+        (params["layers"][0]["hidden_norm"], tensors[f"{prefix}hidden_norm.weight"]),
+    ):
+        assert array.dtype == jnp.dtype(dtype)
+        np.testing.assert_array_equal(np.asarray(array), expected.astype(jnp.dtype(dtype)))
+
+
+def test_both_layouts_and_files_of_torch_give_the_same_parameters(tmp_path):
+    raw, tensors = head("safeailab")
+    one = load_draft_files(written(tmp_path / "a", raw, tensors), TARGET)
+    two = load_draft_files(written(tmp_path / "b", *head("speculators")), TARGET)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "config.json").write_text(json.dumps(raw))
+    save_torch(tmp_path / "c" / "pytorch_model.bin", tensors)
+    three = load_draft_files(tmp_path / "c", TARGET)
+    assert one[0] == three[0] == dataclasses.replace(two[0], layout="safeailab")
+    assert_same(two[1], one[1])
+    assert_same(three[1], one[1])
+
+
+def save_torch(path, tensors):
+    """Writes a file of torch.save with Python's pickle, by stand-ins of torch's classes."""
+    names = {
+        "float16": "HalfStorage", "float32": "FloatStorage", "int64": "LongStorage",
+        "bool": "BoolStorage",
+    }  # fmt: skip
+
+    class Storage:
+        def __init__(self, key, array):
+            self.key, self.array = key, array
+
+    class View:
+        def __init__(self, storage):
+            self.storage = storage
+
+        def __reduce__(self):
+            array = self.storage.array
+            strides = tuple(s // array.itemsize for s in array.strides)
+            return Named("torch._utils", "_rebuild_tensor_v2"), (
+                self.storage, 0, array.shape, strides, False, {},
+            )  # fmt: skip
+
+    class Named:
+        """A function of torch, written by its name."""
+
+        def __init__(self, module, name):
+            self.text = f"c{module}\n{name}\n"
+
+        def __call__(self):
+            raise AssertionError("it is only written")
+
+    class Pickler(pickle._Pickler):
+        def persistent_id(self, value):
+            if not isinstance(value, Storage):
+                return None
+            kind = Named("torch", names[value.array.dtype.name])
+            return ("storage", kind, value.key, "cpu", value.array.size)
+
+        def save(self, value, **rest):
+            if isinstance(value, Named):
+                self.write(value.text.encode())
+                return
+            super().save(value, **rest)
+
+    storages = [Storage(str(i), np.ascontiguousarray(t)) for i, t in enumerate(tensors.values())]
+    with zipfile.ZipFile(path, "w") as archive:
+        with archive.open("head/data.pkl", "w") as stream:
+            state = {n: View(s) for n, s in zip(tensors, storages, strict=True)}
+            Pickler(stream, 2).dump(state)
+        for storage in storages:
+            archive.writestr(f"head/data/{storage.key}", storage.array.tobytes())
+
+
+def test_settings_by_hand_reach_the_head(files):
+    source, _ = load_draft_files(
+        files, TARGET, overrides={"aux_hidden_state_layer_ids": [1, 2, 8], "norm_output": True}
+    )
+    assert source.cfg.taps == (1, 2, 8) and source.cfg.norm_output
+    with pytest.raises(ValueError, match="unknown setting of the head 'taps'"):
+        load_draft_files(files, TARGET, overrides={"taps": [1]})
+
+
+def test_a_head_is_placed_by_slices_on_a_mesh(files):
+    """Each device reads its part, and the whole is what one device reads."""
+    mesh = sharding.make_mesh(sharding.MeshConfig(tp=2), jax.devices()[:2])
+    source, params = load_draft_files(files, TARGET, mesh)
+    assert_same(params, load_draft_files(files, TARGET)[1])
+    assert params["lm_head"].sharding.mesh.shape["tp"] == 2
+    shards = {shard.data.shape for shard in params["layers"][0]["q"].addressable_shards}
+    assert shards == {(2 * D, 8)}
+    wanted = sharding.param_shardings(mesh, params, source.axes())
+    assert jax.tree.all(jax.tree.map(lambda x, s: x.sharding == s, params, wanted))
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+def test_other_heads_are_refused_by_their_names_even_without_weights(tmp_path):
+    for keys, name in (({"medusa_num_heads": 3}, "Medusa"), ({"dflash_config": {}}, "DFlash")):
+        path = tmp_path / name
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(keys))
+        with pytest.raises(UnsupportedModelError, match=f"got a head of {name}"):
+            load_draft_files(path, TARGET)
+
+
+def test_missing_and_damaged_weights_are_named(files):
+    data = (files / "model.safetensors").read_bytes()
+    (files / "model.safetensors").write_bytes(data[:-50])
+    with pytest.raises(CheckpointError, match="model.safetensors is damaged"):
+        load_draft_files(files, TARGET)
+    (files / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"expected model\.safetensors or"):
+        load_draft_files(files, TARGET)
+
+
+def test_a_head_for_another_target_is_refused(files):
+    with pytest.raises(CheckpointError, match="vocab_size 40, expected 48"):
+        load_draft_files(files, dense_config(48, D, 24, L, 4, 2, 4))
+    with pytest.raises(CheckpointError, match="or a target of width 16; use a head for this"):
+        load_draft_files(files, dense_config(V, 24, 24, L, 4, 2, 4))
+    with pytest.raises(CheckpointError, match="fc.weight, expected .16, states . 20"):
+        load_draft_files(files, dense_config(V, 20, 24, L, 4, 2, 4))
+
+
+# --- writing ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", eagle3_config.LAYOUTS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_written_is_read_with_every_bit_the_same(tmp_path, layout, dtype):
+    other = next(name for name in eagle3_config.LAYOUTS if name != layout)
+    raw, tensors = head(other, ml_dtypes.bfloat16, norm_before_residual=True, fc_norm=True)
+    tensors |= {f"fc_norm.{i}.weight": np.full(D, i, ml_dtypes.bfloat16) for i in range(3)}
+    target = TARGET.running(param_dtype=dtype)
+    source, params = load_draft_files(written(tmp_path / "one", raw, tensors), target)
+    save_draft_files(tmp_path / "two", source, params, layout, dtype)
+    again, same = load_draft_files(tmp_path / "two", target)
+    assert again == dataclasses.replace(source, layout=layout)
+    assert_same(same, params)
+    saved = load_file(tmp_path / "two" / "model.safetensors")
+    assert saved["d2t"].dtype == np.int64 and saved["t2d"].dtype == np.bool_
+    np.testing.assert_array_equal(saved["t2d"], tensors["t2d"])
+    order = np.argsort(IDS)
+    np.testing.assert_array_equal(saved["d2t"] + np.arange(len(IDS)), np.sort(IDS))
+    expected = tensors["lm_head.weight"][order].astype(jnp.dtype(dtype))
+    np.testing.assert_array_equal(saved["lm_head.weight"], expected)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_new_head_is_written_and_read(tmp_path):
+    source, params = Eagle3Source.new(TARGET, ids=[5, 2, 31])
+    save_draft_files(tmp_path / "new", source, params, "safeailab", "float32")
+    again, same = load_draft_files(tmp_path / "new", TARGET)
+    assert again.cfg == source.cfg
+    assert_same(same, params)
+
+
+def test_a_directory_that_is_no_checkpoint_is_not_replaced(files, tmp_path):
+    source, params = load_draft_files(files, TARGET)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    with pytest.raises(CheckpointError, match="mine exists and is no checkpoint"):
+        save_draft_files(tmp_path / "mine", source, params, "safeailab", "float32")
+    assert (tmp_path / "mine" / "notes.txt").read_text() == "keep"
+    with pytest.raises(ValueError, match="layout must be one of"):
+        save_draft_files(tmp_path / "new", source, params, "hf", "float32")
+    del params["norm"]
+    with pytest.raises(CheckpointWeightError, match="missing: norm"):
+        save_draft_files(tmp_path / "new", source, params, "safeailab", "float32")
+    assert not (tmp_path / "new").exists()
+
+
+# --- any draft with rows ------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled(Draft):
+    """A draft with experts in tensors of their own, a transposed matrix, and integers."""
+
+    fixed = frozenset({"table"})
+
+    @classmethod
+    def recognises(cls, raw, tensors):
+        return True
+
+    @classmethod
+    def read(cls, file, raw, tensors, target, overrides=None):
+        return cls()
+
+    def rows(self):
+        parts = tuple(Stored(f"e.{i}", True) for i in range(3))
+        return {
+            "experts": Param((3, 4, 2), (None, "embed", None), parts),
+            "inner": {"scale": Param((4,), (None,), Stored("s"))},
+            "table": Param((2,), (None,), Stored("ids")),
+        }
+
+    def axes(self):
+        return {"experts": (None, "embed", None)}
+
+
+def test_any_draft_with_rows_is_read_from_whole_names(tmp_path, monkeypatch):
+    monkeypatch.setitem(DRAFTS.rows, "eagle3", f"{__name__}:Scaled")
+    tensors = {f"e.{i}": np.arange(8, dtype=np.float32).reshape(2, 4) + i for i in range(3)}
+    tensors |= {"s": np.ones(4, np.float32), "ids": np.array([7, 2**31 - 1], np.int64)}
+    path = written(tmp_path / "own", {}, tensors)
+    source, params = load_draft_files(path, TARGET)
+    assert source == Scaled()
+    np.testing.assert_array_equal(params["experts"][2], tensors["e.2"].T)
+    assert params["table"].dtype == jnp.int32 and params["table"].tolist() == [7, 2**31 - 1]
+    tensors["s"] = np.ones(4, np.int64)  # a weight that is not fixed
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(CheckpointWeightError, match="wrong dtype: s, .* got int64"):
+        load_draft_files(path, TARGET)
+    del tensors["e.1"]
+    tensors["s"] = np.ones(5, np.float32)
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(CheckpointWeightError) as caught:
+        load_draft_files(path, TARGET)
+    assert "missing: e.1, expected [2, 4]" in str(caught.value)
+    assert "wrong shape: s, expected [4], got [5]" in str(caught.value)
+
+
+# --- converting ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def policy(tmp_path):
+    path = tmp_path / "policy"
+    save_checkpoint(path, TARGET, init_params(TARGET))
+    return path
+
+
+@pytest.fixture
+def convert(capsys):
+    def run(*arguments):
+        return main(["convert", *map(str, arguments)]), *capsys.readouterr()
+
+    return run
+
+
+def test_a_head_is_converted_to_the_other_layout_and_back(files, policy, convert, tmp_path):
+    status, said, _ = convert(files, tmp_path / "other", "--like", policy)
+    assert status == 0 and "head 0.00 M (float16, layout" in said
+    source, params = load_draft_files(files, TARGET)
+    other, same = load_draft_files(tmp_path / "other", TARGET)
+    assert other.layout != source.layout
+    assert_same(same, params)
+    assert convert(tmp_path / "other", tmp_path / "back", "--like", policy)[0] == 0
+    again, _ = load_draft_files(tmp_path / "back", TARGET)
+    assert again == source
+    stored = load_file(tmp_path / "back" / "model.safetensors")
+    for name, array in load_file(files / "model.safetensors").items():
+        if name not in ("d2t", "lm_head.weight"):  # their columns ascend now
+            np.testing.assert_array_equal(stored[name], array)
+
+
+def test_a_conversion_of_a_head_that_cannot_be_is_refused(files, policy, convert, tmp_path):
+    target = tmp_path / "other"
+    for arguments, text in (
+        ((), "expected --like DIR"),
+        (("--like", policy, "--to", "orbax"), "speculators and safeailab"),
+        (("--like", policy, "--what", "policy"), "holds no policy"),
+        (("--like", policy, "--step", 3), "no step 3"),
+    ):
+        status, _, errors = convert(files, target, *arguments)
+        assert status == 1 and text in errors and not target.exists()
+    status, _, errors = convert(policy, target, "--to", "safeailab")
+    assert status == 1 and "is no directory of an EAGLE-3 head" in errors
+    shutil.copytree(files, target)
+    status, _, errors = convert(files, target, "--like", policy)
+    assert status == 1 and "--force" in errors
+    assert convert(files, target, "--like", policy, "--force")[0] == 0
