@@ -626,6 +626,9 @@ class Draft(Protocol):
     ) -> Draft:
         """Makes the draft that files describe; reads no tensor but small ones, such as token ids.
 
+        It refuses files with tensors that it does not know. `tensors` is empty where the files of
+        weights cannot be read: it then refuses what the config alone shows to be of another kind.
+
         Args:
           file: path of config.json, for messages.
           raw: content of config.json.
