@@ -595,7 +595,8 @@ def _draft_tokens(
     columns = top.integer("draft_vocab_size", None)
     listed = [n for n in ("lm_head.weight", "d2t") if n in tensors]
     if columns is None:
-        columns = tuple(tensors[listed[0]].shape)[0] if listed else size
+        rank = 2 if listed[:1] == ["lm_head.weight"] else 1
+        columns = _shape(file, tensors, listed[0], rank)[0] if listed else size
     if columns > size:
         raise CheckpointError(
             f"{file}: the head has {columns} draft tokens, expected at most the {size} of the "

@@ -471,6 +471,38 @@ def test_default_states_of_few_layers_are_refused_where_their_order_is_unknown(c
     assert given.taps == (2, 2, 1)
 
 
+def test_a_list_of_draft_tokens_without_their_number_must_be_a_list():
+    raw = plain(draft_vocab_size=None)
+    files = tensors(columns=4, ids=IDS)
+    refused(raw, files | {"lm_head.weight": np.float16(1)}, "lm_head.weight, expected 2 axes")
+    del files["lm_head.weight"]
+    refused(raw, files | {"d2t": np.int64(1)}, "wrong shape: d2t, expected 1 axes, got []")
+
+
+def test_no_config_raises_an_error_of_another_kind():
+    """Wrong values of any type, for any key, are named, or read."""
+    values = [None, True, -1, 0, 3, 2**40, 1.5, float("nan"), "", "x", [], [1], ["x"], {}, {"x": 1}]
+    raws = {"safeailab": plain(head_dim=H), "speculators": speculators()}
+    others = (
+        "architectures", "rope_theta", "rope_scaling", "rope_parameters", "eagle_config", "fc_norm",
+        "eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state", "norm_before_fc", "norm_output",
+        "quantization_config", "tie_word_embeddings", "layer_types", "speculators_model_type",
+    )  # fmt: skip
+    done = 0
+    for layout, raw in raws.items():
+        files = tensors(layout)
+        for key in (*raw, *others):
+            for value in values:
+                changed = raw | {key: value}
+                e3.recognises(changed, files)
+                try:
+                    e3.read(FILE, changed, files, TARGET)
+                except (CheckpointError, UnsupportedModelError) as error:
+                    assert FILE in str(error)
+                    done += 1
+    assert done > 100
+
+
 def test_a_config_of_speculators_needs_that_of_its_layers():
     raw = speculators()
     del raw["transformer_layer_config"]

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 
 from specjax.checked_json import CheckpointError, UnsupportedModelError
 from specjax.checkpoint import huggingface as hf
+from specjax.checkpoint.convert import convert
 from specjax.weights import open_checkpoint
 from specjax.weights.pickled import Pickled, read_tensors
 
@@ -375,6 +376,12 @@ def test_a_policy_may_be_in_several_files(pickled, tmp_path):
     (pickled / "part-2.bin").unlink()
     with pytest.raises(CheckpointError, match="lists files that are missing: part-2.bin"):
         hf.load_checkpoint(pickled)
+
+
+def test_a_policy_in_a_file_of_torch_is_converted_to_safetensors(pickled, tmp_path):
+    made = convert(pickled, tmp_path / "safe", to="hf")
+    assert made.dtype == "bfloat16" and (tmp_path / "safe" / "model.safetensors").exists()
+    assert_same(hf.load_checkpoint(tmp_path / "safe")[1], hf.load_checkpoint(GOLDEN / "llama")[1])
 
 
 def test_safetensors_are_read_where_a_directory_holds_both(pickled):
