@@ -7,6 +7,10 @@ Row j takes g_j = fc[target states after token j], and e = e(x_{j+1}), and predi
     y = a + mlp(post_norm(a))                    then further layers, which are ordinary ones
     logits = lm_head(norm(y))                    next g: y, or norm(y) (`norm_output`)
 
+A P-EAGLE head (arXiv 2602.01469) drafts all tokens at once: every row below the root's takes a
+learned state in place of the target's, `mask_hidden`, and the embedding of a mask token. So what it
+proposes below a token depends on the depth alone.
+
 `Eagle3Config` says what a head computes. `Eagle3Head` is the network; `Eagle3Source` drafts with
 it, see `specjax.drafts.head`.
 """
@@ -25,6 +29,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax.config import ModelConfig, SpecConfig
 from specjax.config.model import Layer
+from specjax.decode.tree import chain_bits
 from specjax.drafts import eagle3_config, vocabulary
 from specjax.drafts.eagle3_config import Eagle3Config, prefix_of
 from specjax.drafts.head import WINDOW, HeadSource
@@ -32,6 +37,7 @@ from specjax.drafts.mtp import last_layer
 from specjax.interfaces import (
     Axes,
     DraftNeeds,
+    Level,
     Memory,
     Param,
     Params,
@@ -77,6 +83,11 @@ class Eagle3Head:
             states = jnp.concatenate(normed, axis=-1)
         # Devices of `tp` compute columns, which are then gathered: sums are those of one device.
         return whole_rows(dot(states, self.w["fc"])) if "fc" in self.w else states
+
+    def masked(self, shape: tuple[int, ...]) -> Float[Array, "B T D"]:
+        """Returns g of rows [B T] below the root's, of a head with a mask token."""
+        g = self.fused(self.w["mask_hidden"])
+        return jnp.broadcast_to(g, (*shape, g.shape[-1]))
 
     def decode(
         self,
@@ -325,6 +336,9 @@ class Eagle3Source(HeadSource):
         if cfg.fc_norm == "each":
             each = {i: norm(f"fc_norm.{i}", cfg.target_width) for i in range(states)}
             out["fc_norm"] = each
+        if cfg.mask_token is not None:
+            shape = (1, 1, self.taps_width)
+            out["mask_hidden"] = Param(shape, (None,) * 3, Stored("mask_hidden"))
         for number, layer in enumerate(network.layers):
             rows = layer_rows(layer, d) if number else first_layer_rows(layer, d)
             prefix = prefix_of(self.layout, number)
@@ -380,7 +394,7 @@ class Eagle3Source(HeadSource):
         drafted = "all" if network.vocab_size == cfg.target_vocab else f"{network.vocab_size}"
         own = {True: "its own", False: "the target's"}
         return (
-            f"EAGLE-3 head ({self.layout}): {self._switches()}; {count} "
+            f"{self._kind()} head ({self.layout}): {self._switches()}; {count} "
             f"layer{'' if count == 1 else 's'} of width {network.hidden_size}, drafts {drafted} of "
             f"{cfg.target_vocab} tokens, {own[cfg.own_head]} lm_head, {own[cfg.own_embedding]} "
             "embedding"
@@ -388,10 +402,13 @@ class Eagle3Source(HeadSource):
 
     def suspects(self) -> str:
         return (
-            f"this EAGLE-3 head is run with {self._switches()}; each of these gives an accept "
-            "length of 1.0 without an error where the head was trained otherwise: compare them "
-            "with the program that trained it"
+            f"this {self._kind()} head is run with {self._switches()}; each of these gives an "
+            "accept length of 1.0 without an error where the head was trained otherwise: compare "
+            "them with the program that trained it"
         )
+
+    def _kind(self) -> str:
+        return "EAGLE-3" if self.cfg.mask_token is None else "P-EAGLE"
 
     def _switches(self) -> str:
         cfg = self.cfg
@@ -400,6 +417,7 @@ class Eagle3Source(HeadSource):
             f"aux_hidden_state_layer_ids {taps}, norm_before_residual "
             f"{str(cfg.norm_before_residual).lower()}, fc_norm {cfg.fc_norm}, norm_output "
             f"{str(cfg.norm_output).lower()}, backbone {cfg.network.model_type}"
+            + ("" if cfg.mask_token is None else f", mask_token_id {cfg.mask_token}")
         )
 
     # --- training --------------------------------------------------------------------------------
@@ -416,7 +434,8 @@ class Eagle3Source(HeadSource):
     ) -> list[Array]:
         """See `Draft.unroll`. This is EAGLE-3's training-time test: row t of step k takes the
         head's own output of step k - 1, and sees the rows of step 0 up to its own and its own rows
-        of later steps. An own embedding has no gradient."""
+        of later steps. Of a P-EAGLE head, rows of later steps take the masks. An own embedding has
+        no gradient."""
         head = self.bound(params)
         hidden, outputs = head.fused(states), []
         earlier = [[] for _ in self.cfg.network.layers]
@@ -424,6 +443,8 @@ class Eagle3Source(HeadSource):
             params["embed"] if self.cfg.own_embedding else policy["embed"]
         )
         for step, ids in enumerate(tokens):
+            if step and self.cfg.mask_token is not None:
+                hidden, ids = head.masked(ids.shape), jnp.full_like(ids, self.cfg.mask_token)
             where = Where("train", positions + step, segments=segments, context=context)
             embedded = embed_tokens(table, ids, self._target_sized())
             normed, hidden = head.train(hidden, embedded, where, earlier)
@@ -505,6 +526,33 @@ class Eagle3Source(HeadSource):
 
     def run_module(self, head: Eagle3Head, index, hidden, embedded, where, pages, scratch=None):
         return head.decode(hidden, embedded, where, pages, scratch)
+
+    def begin(self, model, params, state, steps: int, total: int):
+        """See `HeadSource.begin`. A P-EAGLE head also runs the rows of all further steps."""
+        proposal, work = super().begin(model, params, state, steps, total)
+        if self.cfg.mask_token is None or steps == 1:
+            return proposal, work
+        head, count = self._head(params), steps - 1
+        tokens = jnp.full((len(work.slot), count), self.cfg.mask_token, jnp.int32)
+        where = Where(
+            "tree",
+            work.position[:, None] + 1 + jnp.arange(count),
+            prefix=jnp.maximum(work.slot + 1, 0),
+            visible=chain_bits(count),
+            table=work.table,
+        )
+        hidden, embedded = head.masked(tokens.shape), self.embedded(model, head, tokens)
+        normed, _, _ = self.run_module(head, 0, hidden, embedded, where, work.pages[0])
+        return proposal, work._replace(recycled=normed)
+
+    def step(self, model, params, work, level: Level):
+        """See `HeadSource.step`. A P-EAGLE head proposes the same in all rows of a level."""
+        if self.cfg.mask_token is None:
+            return super().step(model, params, work, level)
+        found = self._proposal(model, params, work.recycled[:, level.step - 1 : level.step])
+        batch, rows = level.tokens.shape
+        scores = jnp.broadcast_to(found.scores, (batch, rows, found.scores.shape[-1]))
+        return Proposal(scores, found.ids), work
 
     def own_proposal(self, model, params: Params, normed) -> Proposal:
         """Multiplies by the head's columns, or takes its tokens of the target's logits."""

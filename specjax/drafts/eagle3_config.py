@@ -83,6 +83,8 @@ class Eagle3Config:
       own_head: whether the head has a language-model head [D C]; else it uses the target's columns
         of its draft tokens.
       own_ids: whether its files list the draft tokens; else they are all V tokens.
+      mask_token: id of the token that rows below the root's take in a P-EAGLE head (arXiv
+        2602.01469), which drafts all tokens at once; None: it drafts one after the other.
     """
 
     network: ModelConfig
@@ -95,6 +97,7 @@ class Eagle3Config:
     own_embedding: bool = False
     own_head: bool = True
     own_ids: bool = False
+    mask_token: int | None = None
 
     def __post_init__(self):
         choice("fc_norm", self.fc_norm, FC_NORMS)
@@ -133,6 +136,8 @@ def tensor_shapes(cfg: Eagle3Config, layout: str) -> dict[str, tuple[int, ...]]:
         out["lm_head.weight"] = (c, d)
     if cfg.own_embedding:
         out["embed_tokens.weight"] = (cfg.target_vocab, d)
+    if cfg.mask_token is not None:
+        out["mask_hidden"] = (1, 1, states * cfg.target_width)
     for number, layer in enumerate(cfg.network.layers):
         mixer, inner = layer.mixer, layer.mlp.intermediate_size
         inputs = 2 * d if number == 0 else d
@@ -214,14 +219,13 @@ _REFUSED = {
     "EAGLE-1 or EAGLE-2": "it predicts hidden states, from one state of the target",
     "Medusa": "its heads predict several tokens at once from the final state",
     "Hydra": "its heads predict several tokens at once from the final state",
-    "P-EAGLE": "it drafts all tokens in one pass, from a learned state `mask_hidden`",
     "DFlash": "it drafts a block of tokens in one pass",
 }
 
 
 def _refuse_kind(file: Any, raw: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
     kind = _kind(raw, tensors)
-    if kind not in (None, "EAGLE-3"):
+    if kind not in (None, "EAGLE-3", "P-EAGLE"):
         why = f" ({_REFUSED[kind]})" if kind in _REFUSED else ""
         raise UnsupportedModelError(
             f"{file}: expected an EAGLE-3 head, got a head of {kind}{why}, which is not supported; "
@@ -297,10 +301,25 @@ def read(
         own_embedding="embed_tokens.weight" in tensors,
         own_head="lm_head.weight" in tensors,
         own_ids=own_ids,
+        mask_token=_mask_token(top, target) if _kind(raw, tensors) == "P-EAGLE" else None,
     )
     _check_tensors(file, cfg, tensors)
     _check_borrowed(file, cfg, body)
     return cfg
+
+
+def _mask_token(top: Keys, target: ModelConfig) -> int:
+    """Returns the token of a P-EAGLE head's masks; older files name it `ptd_token_id`."""
+    name = "mask_token_id" if top.raw.get("mask_token_id") is not None else "ptd_token_id"
+    token = top.integer(name, None, least=0)
+    if token is None:
+        raise CheckpointError(
+            f"{top.file} lacks the key 'mask_token_id', the token that a P-EAGLE head takes where "
+            "none is known yet; fetch the file again"
+        )
+    if token >= target.vocab_size:
+        raise top.error(name, f"a token of the target, from 0 to {target.vocab_size - 1}")
+    return token
 
 
 def checked_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -771,13 +790,16 @@ def write(cfg: Eagle3Config, layout: str, dtype: str) -> dict[str, Any]:
     }
     if not final:
         top[_AUX] = list(cfg.taps)
+    if cfg.mask_token is not None:
+        top["mask_token_id"] = cfg.mask_token
     if layout == "speculators":
         proposal = {"proposal_type": "greedy", "speculative_tokens": 3}
+        kind = "eagle3" if cfg.mask_token is None else "peagle"
         return {
-            "architectures": ["Eagle3Speculator"],
-            "speculators_model_type": "eagle3",
+            "architectures": ["Eagle3Speculator" if kind == "eagle3" else "PEagleSpeculator"],
+            "speculators_model_type": kind,
             "speculators_config": {
-                "algorithm": "eagle3",
+                "algorithm": kind,
                 "default_proposal_method": "greedy",
                 "proposal_methods": [proposal],
                 "verifier": {"architectures": [], "name_or_path": None},

@@ -351,7 +351,6 @@ def with_(files, **more):
         ({"medusa_num_heads": 4}, {"0.0.linear.weight": np.zeros((D, D))}, "Medusa"),
         ({}, {"medusa_heads.0.linear.weight": np.zeros((D, D))}, "Medusa"),
         ({"hydra_num_heads": 4}, {}, "Hydra"),
-        (plain(), with_(tensors(), mask_hidden=np.zeros((1, 1, D), np.float16)), "P-EAGLE"),
         (plain(dflash_config={"mask_token_id": 3}), {}, "DFlash"),
         (
             plain(draft_vocab_size=None),
@@ -364,6 +363,16 @@ def with_(files, **more):
 def test_other_kinds_of_heads_are_refused_by_their_names(raw, files, name):
     assert e3.recognises(raw, files)
     refused(raw, files, name, "expected an EAGLE-3 head", kind=UnsupportedModelError)
+
+
+@pytest.mark.parametrize("key", ["mask_token_id", "ptd_token_id"])
+def test_a_p_eagle_head_has_a_mask_token(key):
+    files = with_(tensors(), mask_hidden=np.zeros((1, 1, 3 * D), np.float16))
+    assert read(plain(**{key: 4}), files).mask_token == 4
+    assert read(plain(**{key: 4}), tensors()).mask_token is None
+    refused(plain(), files, "lacks the key 'mask_token_id'")
+    narrow = with_(tensors(), mask_hidden=np.zeros((1, 1, D), np.float16))
+    refused(plain(**{key: 4}), narrow, f"mask_hidden, expected [1, 1, {3 * D}], got [1, 1, {D}]")
 
 
 def test_files_of_no_head_are_refused():
