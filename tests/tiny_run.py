@@ -26,6 +26,7 @@ from train.schema import RLConfig
 
 SETTINGS = {
     "reward": "tiny_run:coin",
+    "rewards.workers": 0,  # a worker would import this module, and jax with it
     "seed": 3,
     "steps": 2,
     "data.max_terms": 3,

@@ -16,10 +16,12 @@ from specjax.engine.request import InvalidLogitsError
 from specjax.interrupts import INTERRUPTED
 from specjax.parallel.distributed import DistributedError
 from train.log import METRICS_FILE
+from train.reward_workers import WorkerError
 from train.scoring import RewardsFailedError
 
 # Errors of a user's mistake, a missing package or a damaged file: printed without traceback.
 USER_ERRORS = (
+    WorkerError,
     ConfigError,
     CheckpointError,
     UnsupportedModelError,

@@ -10,6 +10,7 @@ a step.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import hashlib
@@ -51,7 +52,14 @@ from train.inputs import Prompts
 from train.objectives.shared import zero_variance_groups
 from train.packing import PackedBatch, Sample, pack
 from train.schema import RLConfig
-from train.scoring import Score, Scorer, unwinnable, zero_reward_example
+from train.scoring import (
+    SampleFacts,
+    Score,
+    Scorer,
+    Scoring,
+    unwinnable,
+    zero_reward_example,
+)
 from train.tasks.layout import Problem
 
 # A step that keeps replacing groups warns each time it has started this many batches of groups.
@@ -101,6 +109,7 @@ class Rollouts:
         self._any_reward = False
         self.short: str | None = None
         self._problems: dict[int, Problem] = {}  # the step's problems, by index of the group
+        self._scoring: dict[int, Scoring] = {}  # rewards of the step's groups, by their positions
         self._kept: tuple[Group, ...] = ()  # the last step's complete and carried groups
         # Why the problem at a position of the step was dropped or cut; None if it was not.
         self._dropped: dict[int, str | None] = {}
@@ -125,8 +134,15 @@ class Rollouts:
             lambda: self._draw(step),
             self._start_jobs,
             self._score,
+            self._begin_score,
+            self._wait_for_score,
         )
-        selection = run.run()
+        try:
+            selection = run.run()
+        finally:
+            for scoring in self._scoring.values():
+                scoring.cancel()
+            self._scoring = {}
         ended = end_step(self.rule, run.groups, selection, step, roll.partial)
         drawn = run.groups[len(carried) : selection.candidates]
         self.position = drawn[-1].next_position if drawn else start
@@ -230,9 +246,13 @@ class Rollouts:
             pairs = [(r, group.problem) for group in groups for r in group.responses]
             response, problem = next((p for p in pairs if p[0].finish_reason != "length"), pairs[0])
             self.zero = response.text, problem, response.finish_reason == "length"
+        scores = [Score(r.reward or 0.0, r.failed, r.parts) for r in responses]
+        means = self._scorer.part_means(scores)
         return {
             "reward/failed": float(failed),
             "reward/failed_share": failed / max(len(responses), 1),
+            **{f"reward/{label}": mean for label, mean in means.items()},
+            **self._scorer.metrics(),
         }
 
     def _jobs(self, request: int, group: Group) -> list[Job]:
@@ -247,17 +267,77 @@ class Rollouts:
         self._problems[index] = group.problem
         return self._jobs(index, group)
 
-    def score_sample(self, job: Job, sample: SampleOutput) -> Score:
-        """Scores a sample of this step in the process that its engine belongs to."""
-        return self._scorer(self._text(sample.token_ids), self._problems[job.request])
+    def score_sample(self, job: Job, sample: SampleOutput) -> Score | None:
+        """Scores a sample of this step in the process that its engine belongs to.
 
-    def _score(self, group: Group) -> list[float]:
-        """Sets text and reward of all responses of a complete group, and returns the rewards."""
-        for response in group.responses:
-            response.text = self._text(response.token_ids)
-            if response.reward is None:
-                response.reward, response.failed = self._scorer(response.text, group.problem)
+        Returns:
+          The score; None if a reward needs all samples of the group.
+        """
+        if self._scorer.is_batch:
+            return None
+        facts = SampleFacts(job.sample, sample.token_ids, sample.finish_reason)
+        return self._scorer(self._text(sample.token_ids), self._problems[job.request], facts)
+
+    def _begin_score(self, group: Group, place: int) -> None:
+        """Begins to score a response that has ended, while others of its group are sampled."""
+        response = group.responses[place]
+        response.text = self._text(response.token_ids)
+        if response.reward is None and not distributed.is_several():
+            self._scoring_of(group).add(place, response.text, _facts(group, place))
+
+    def _scoring_of(self, group: Group) -> Scoring:
+        if group.position not in self._scoring:
+            self._scoring[group.position] = self._scorer.begin(group.problem)
+        return self._scoring[group.position]
+
+    def _score(self, group: Group) -> list[float] | None:
+        """Sets text and reward of all responses of a complete group, and returns the rewards.
+
+        Returns:
+          The rewards; None while they are computed in workers.
+        """
+        scoring = self._scoring_of(group)
+        for place, response in enumerate(group.responses):
+            if place not in scoring:
+                response.text = self._text(response.token_ids)
+        left = [i for i, r in enumerate(group.responses) if r.reward is None and i not in scoring]
+        if distributed.is_several():
+            # Engines of all processes go on with equal rewards: those that the first one computes.
+            if left:
+                scores = distributed.of_first(lambda: self._scores_now(group, left), "rewards")
+                self._set_scores(group, scores)
+            return [response.reward for response in group.responses]
+        for place in left:
+            scoring.add(place, group.responses[place].text, _facts(group, place))
+        scoring.finish()
+        if scoring.futures():
+            return None
+        self._set_scores(group, scoring.scores())
         return [response.reward for response in group.responses]
+
+    def _scores_now(self, group: Group, places: Sequence[int]) -> dict[int, Score]:
+        scoring = self._scorer.begin(group.problem)
+        for place in places:
+            scoring.add(place, group.responses[place].text, _facts(group, place))
+        return scoring.scores()
+
+    def _set_scores(self, group: Group, scores: Mapping[int, Score]) -> None:
+        for place, score in scores.items():
+            response = group.responses[place]
+            response.reward, response.failed, response.parts = score
+
+    def _wait_for_score(self, groups: Sequence[Group]) -> None:
+        """Waits until a call of a reward for one of these groups has ended."""
+        started = time.perf_counter()
+        futures = set().union(*(self._scoring_of(group).futures() for group in groups))
+        if futures:
+            concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_COMPLETED)
+        self._scorer.waited(time.perf_counter() - started)
+
+
+def _facts(group: Group, place: int) -> SampleFacts:
+    response = group.responses[place]
+    return SampleFacts(place, response.token_ids, response.finish_reason)
 
 
 class StepRollout:
@@ -270,7 +350,12 @@ class StepRollout:
       carried: groups to continue, see `begin_step`.
       draw: function that returns the next group.
       jobs: function that returns the samples of a group, with its index, as jobs in order.
-      score: function that scores all responses of a complete group, and returns their rewards.
+      score: function that scores all responses of a complete group, and returns their rewards;
+        None while they are not known yet.
+      begin_score: function of a group and the place of its response that has ended, which may begin
+        to score it; None if nothing is to be done.
+      wait: function that waits until more is known of groups whose rewards are not known; None if
+        `score` always returns rewards.
 
     Attributes:
       groups: the candidates in order, and groups beyond them that were started.
@@ -285,10 +370,14 @@ class StepRollout:
         carried: Iterable[Group],
         draw: Callable[[], Group],
         jobs: Callable[[int, Group], Sequence[Job]],
-        score: Callable[[Group], list[float]],
+        score: Callable[[Group], list[float] | None],
+        begin_score: Callable[[Group, int], None] | None = None,
+        wait: Callable[[Sequence[Group]], None] | None = None,
     ):
         self.engine, self.rule, self.partial = engine, rule, partial
         self._draw, self._jobs, self._score = draw, jobs, score
+        self._begin_score, self._wait = begin_score, wait
+        self._unscored: list[Group] = []  # complete groups whose rewards are not known yet
         self._carried = list(carried)
         self.groups: list[Group] = []
         self._running: list[dict[Added, Response]] = []  # running samples of each group
@@ -310,6 +399,7 @@ class StepRollout:
             while not (selection := self._select()).final or self._must_go_on(selection):
                 for event in self.engine.step():
                     self._finish(event)
+                self._take_scores()
             self._stop(range(len(self.groups)))
             while self.engine.has_work:
                 self.engine.step()
@@ -340,7 +430,7 @@ class StepRollout:
         self.groups.append(group)
         self._running.append(running)
         if group.is_complete:  # carried complete, because others were selected before it
-            group.rewards = self._score(group)
+            self._complete(group)
             return
         for response, job in zip(group.responses, self._jobs(index, group), strict=True):
             if response.finish_reason is not None:
@@ -364,11 +454,28 @@ class StepRollout:
         require_valid([event.sample], lambda _: f"the rollout of problem {position} in the data")
         response = self._running[index].pop(event.sequence)
         self._record(response, event.sample, finished=True)
-        if event.verdict is not None:
-            response.reward, response.failed = event.verdict
         group = self.groups[index]
+        if event.verdict is not None:
+            response.reward, response.failed, response.parts = event.verdict
+        elif self._begin_score is not None:
+            place = next(i for i, other in enumerate(group.responses) if other is response)
+            self._begin_score(group, place)
         if group.is_complete:
-            group.rewards = self._score(group)
+            self._complete(group)
+
+    def _complete(self, group: Group) -> None:
+        """Scores a complete group, or notes that its rewards are not known yet."""
+        group.rewards = self._score(group)
+        if group.rewards is None:
+            self._unscored.append(group)
+
+    def _take_scores(self) -> None:
+        """Takes the rewards that have become known; waits for one if no sample runs."""
+        waiting, self._unscored = self._unscored, []
+        for group in waiting:
+            self._complete(group)
+        if self._unscored and not self.engine.has_work:
+            self._wait(self._unscored)
 
     def _record(self, response: Response, sample: SampleOutput, finished: bool) -> None:
         """Copies an engine's output to the response."""
@@ -499,11 +606,15 @@ def evaluate(
     samples, totals = engine.generate(jobs)
     require_valid(samples, lambda index: f"prompt {index}")
     text = ResponseText(prompts.tokenizer, cfg.rollout.sampling_params())
-    scores = [
-        scorer(text(sample.token_ids), problem)
-        for (problem, _), sample in zip(fitting, samples, strict=True)
-    ]
+    scores = scorer.score_all(
+        [text(sample.token_ids) for sample in samples],
+        [problem for problem, _ in fitting],
+        [SampleFacts(0, sample.token_ids, sample.finish_reason) for sample in samples],
+    )
+    scorer.metrics()  # those of a step are of its rollout alone
+    means = scorer.part_means(scores)
     return {
+        **{f"eval/reward/{label}": mean for label, mean in means.items()},
         "eval/reward": float(np.mean([score.value for score in scores])),
         "eval/problems": float(len(fitting)),
         "eval/prompts_overlong": float(sum(why is not None for _, _, why in encoded)),

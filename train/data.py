@@ -35,8 +35,8 @@ from specjax.tokenizer import (
 )
 from train import tasks
 from train.answers.extract import each_gold
-from train.schema import SUMS, DataConfig, fill_template
-from train.tasks import sums
+from train.schema import GENERATED, REASONING_GYM, DataConfig, fill_template
+from train.tasks import reasoning_gym, sums
 from train.tasks.files import find_files, read_rows
 from train.tasks.layout import (
     Demonstration,
@@ -78,6 +78,9 @@ def problems(cfg: DataConfig, split: str, chat: bool = False) -> Sequence[Proble
       FileNotFoundError: the file does not exist.
     """
     task = find_task(cfg)
+    if cfg.task == REASONING_GYM:
+        given = cfg.prompt_template or ("{question}" if chat else reasoning_gym.TEMPLATE)
+        return reasoning_gym.Generated(cfg, split, given)
     if task is None:
         return sums.Sums(cfg, split, False)
     return [
@@ -94,6 +97,11 @@ def demonstrations(cfg: DataConfig, split: str, chat: bool = False) -> Sequence[
       FileNotFoundError: the file does not exist.
     """
     task = find_task(cfg)
+    if cfg.task == REASONING_GYM:
+        raise ValueError(
+            "data.task=reasoning_gym has no worked answers to imitate; set data.path to rows with "
+            "some"
+        )
     if task is None:
         return sums.Sums(cfg, split, True)
     found = []
@@ -117,7 +125,7 @@ def find_task(cfg: DataConfig) -> Task | None:
       ValueError: no task has the columns of the first row, or a path is missing.
       FileNotFoundError: a file does not exist.
     """
-    if cfg.task == SUMS or (cfg.task == "auto" and not cfg.path):
+    if cfg.task in GENERATED or (cfg.task == "auto" and not cfg.path):
         if cfg.heldout_path:
             raise ValueError(
                 f"data.heldout_path={cfg.heldout_path} goes with data.path, which is not set; "
@@ -158,6 +166,8 @@ def recognise_file(path: str | Path | Sequence[str]) -> Task:
 def default_reward(cfg: DataConfig) -> str:
     """The name of the reward that suits the answers."""
     task = find_task(cfg)
+    if cfg.task == REASONING_GYM:
+        return reasoning_gym.REWARD
     return sums.REWARD if task is None else task.reward
 
 

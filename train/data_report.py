@@ -22,8 +22,8 @@ from specjax.schema import describe
 from specjax.weights import load_tokenizer
 from train import data
 from train.cli import USER_ERRORS
-from train.inputs import FILE_ROWS, Prompts, describe_data
-from train.schema import DataConfig
+from train.inputs import FILE_ROWS, GENERATED_ROWS, Prompts, describe_data
+from train.schema import GENERATED, DataConfig
 from train.scoring import Scorer, check_gold, evenly, row_name, shown_gold
 from train.tasks.layout import Problem
 
@@ -53,28 +53,32 @@ def report(
       FileNotFoundError: as in a run with these settings.
     """
     prompts = Prompts(tokenizer, cfg)
-    scorer = Scorer(data.default_reward(cfg) if reward == "auto" else reward)
+    scorer = Scorer(data.default_reward(cfg) if reward == "auto" else reward.split(","))
     problems = data.problems(cfg, "train", prompts.chat)
     yield describe_data(cfg, prompts.chat, None, scorer.name)
-    if not cfg.heldout_path:
+    if cfg.task in GENERATED:
+        yield f"{len(problems)} are for training, and {cfg.heldout_size} are held out"
+    elif not cfg.heldout_path:
         yield (
             f"{len(problems)} of these are for training; the others are held out (set "
             "data.heldout_path to hold out a file of its own)"
         )
     scorer.check(problems[0])
-    for problem in problems[:rows]:
+    for problem in problems[: min(rows, len(problems))]:
         yield from _row(prompts, problem)
-    sizes = [len(prompts.whole(problems[i])) for i in evenly(problems, FILE_ROWS)]
+    most = GENERATED_ROWS if cfg.task in GENERATED else FILE_ROWS
+    sizes = [len(prompts.whole(problems[i])) for i in evenly(problems, most)]
     lengths = [
         f"{name} {int(np.quantile(sizes, q, method='nearest'))}" for q, name in QUANTILES.items()
     ]
     yield f"\nprompt length in tokens: {', '.join(lengths)} (of {len(sizes)} rows)"
     if longest is not None:
         yield f"longer than {longest} tokens: {sum(size > longest for size in sizes)}"
-    table = data.read_table(cfg.path, data.find_task(cfg), cfg.duplicates)
-    done = "dropped" if cfg.duplicates == "drop" else "kept, data.duplicates=drop drops them"
-    duplicates = f"{table.duplicates} ({done})" if table.duplicates else "none"
-    yield f"duplicates (prompt and answer of an earlier row): {duplicates}"
+    if cfg.task not in GENERATED:
+        table = data.read_table(cfg.path, data.find_task(cfg), cfg.duplicates)
+        done = "dropped" if cfg.duplicates == "drop" else "kept, data.duplicates=drop drops them"
+        duplicates = f"{table.duplicates} ({done})" if table.duplicates else "none"
+        yield f"duplicates (prompt and answer of an earlier row): {duplicates}"
     yield from _gold(scorer, problems, check)
 
 
@@ -128,7 +132,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         usage="%(prog)s PATH ... --model MODEL [flags] [key=value ...]",
         description="Shows rows of data as a model will see them, and their problems.",
         epilog="PATH is a file of rows, a pattern, a directory, or a folder of "
-        f"datasets.save_to_disk.\nSettings of the section `data` of train.rl: {describe(DataConfig)}",
+        "datasets.save_to_disk.\nSettings of the section `data` of train.rl: "
+        f"{describe(DataConfig)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -138,7 +143,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="model whose tokenizer reads them: its directory, a run's, or a Hugging Face id",
     )
     parser.add_argument("--revision", help="branch, tag or commit of a Hugging Face id")
-    parser.add_argument("--reward", default="auto", help="as in train.rl (default: %(default)s)")
+    parser.add_argument(
+        "--reward",
+        default="auto",
+        help="as in train.rl, several with commas between them (default: %(default)s)",
+    )
     parser.add_argument("--rows", type=int, default=10, help="shown (default: %(default)s)")
     parser.add_argument(
         "--check", type=int, default=2000, help="gold answers checked (default: %(default)s)"
@@ -151,8 +160,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     cfg, _ = parse_config(DataConfig, settings, "train.data")
     if paths and cfg.path is not None:
         parser.error(f"path={cfg.named} and {', '.join(paths)}: name the rows once")
-    if not paths and cfg.path is None:
-        parser.error("expected a path of rows (PATH)")
+    if not paths and cfg.path is None and cfg.task not in GENERATED:
+        parser.error("expected a path of rows (PATH), or a task that is generated")
     if paths:
         cfg = dataclasses.replace(cfg, path=paths[0] if len(paths) == 1 else paths)
     try:

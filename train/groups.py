@@ -166,7 +166,8 @@ class Response:
       weight_versions: runs of tokens that the same weights sampled, as (index of the first, step).
       finish_reason: reason why the sample ended; None while it has not.
       reward: reward of the sample; None until it is known.
-      failed: whether the reward returned no number; it then counts as 0.
+      failed: whether a reward returned no number; it then counts as 0.
+      parts: value of each reward without its weight, if there are several.
       emitted: lower bound of the number of tokens of this step, some perhaps not received yet.
       stats: speculation figures of this step, once the sample ended.
       text: text that the reward sees, once the group is complete.
@@ -187,6 +188,7 @@ class Response:
     finish_reason: str | None = None
     reward: float | None = None
     failed: bool = False
+    parts: tuple[float, ...] = ()
     emitted: int = 0
     stats: SpecStats = NO_ROUNDS
     text: str | None = None
@@ -238,7 +240,7 @@ class Response:
             if self.records is not None:
                 self.records = self.records[:-over]
             self.finish_reason = self.reward = None
-            self.failed = False
+            self.failed, self.parts = False, ()
         if self.num_new:
             self.weight_versions.append((self.num_carried, step))
         return over
@@ -306,6 +308,7 @@ class Group:
                     "finish": r.finish_reason,
                     "reward": r.reward,
                     "failed": r.failed,
+                    "parts": list(r.parts),
                 }
                 for r in self.responses
             ],
@@ -323,6 +326,7 @@ class Group:
                 finish_reason=r["finish"],
                 reward=r.get("reward"),  # older checkpoints have none: it is computed again
                 failed=r.get("failed", False),
+                parts=tuple(r.get("parts", ())),
                 transformed_logprobs=(t := r.get("transformed")) and _decode(t, "<f4"),
                 records=(f := r.get("records"))
                 and np.array(_decode(f[1], "<i4"), np.int32).reshape(-1, *f[0]),

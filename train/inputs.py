@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 import dataclasses
 
 from train.answers.extract import each_gold
-from train.schema import SUMS, RLConfig
+from train.schema import REASONING_GYM, SUMS, RLConfig
 from train.scoring import Scorer, check_gold, unwinnable_message
 
 # Number of prompts whose lengths are checked before a run: of a file, and of generated problems.
@@ -183,11 +183,11 @@ def read_inputs(cfg: RLConfig, tokenizer, model: str) -> Inputs:
     """
     prompts = Prompts(tokenizer, cfg.data, cfg.rollout.max_prompt_tokens)
     name = data.default_reward(cfg.data) if cfg.reward == "auto" else cfg.reward
-    scorer = Scorer(name)
+    scorer = Scorer(name, options=cfg.rewards)
     problems = data.problems(cfg.data, "train", prompts.chat)
     require_template(cfg, problems[0].prompt)
     scorer.check(problems[0])
-    notes = [describe_data(cfg.data, prompts.chat, model, name)]
+    notes = [describe_data(cfg.data, prompts.chat, model, scorer.described)]
     heldout = []
     if cfg.eval.problems:
         try:
@@ -225,6 +225,9 @@ def describe_data(cfg: DataConfig, chat: bool, model: object, reward: str | None
     task = data.find_task(cfg)
     if task is None:
         said = f"data: the embedded task {SUMS}"
+        if cfg.task == REASONING_GYM:
+            given = f" {dict(cfg.dataset_args)}" if cfg.dataset_args else ""
+            said = f"data: {cfg.dataset}{given} of reasoning-gym, generated with seed {cfg.seed}"
     else:
         table = data.read_table(cfg.path, task, cfg.duplicates)
         said = f"data: {cfg.named}, {len(table.examples)} rows read as {task.name}"
@@ -243,6 +246,6 @@ def describe_data(cfg: DataConfig, chat: bool, model: object, reward: str | None
         said += "; each prompt one message of the user, through the chat template"
     else:
         said += "; prompts as plain text"
-    if task is None:
+    if task is None and cfg.task != REASONING_GYM:
         said += "; data.path=FILE trains on rows of your own"
     return said + (f"; reward {reward}" if reward else "")

@@ -34,6 +34,9 @@ REWARDS = Registry(
         "exact": "train.rewards:EXACT",
         "number": "train.rewards:NUMBER",
         "math_verify": "train.rewards:MATH_VERIFY",
+        "choice": "train.rewards:CHOICE",
+        "format": "train.rewards:FORMAT",
+        "reasoning_gym": "train.tasks.reasoning_gym:score",
     },
     "a function",
 )

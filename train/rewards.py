@@ -4,14 +4,18 @@ A reward is a function of a completion's text and the row of data that it answer
 
     reward(completion, answer) -> float
     reward(completion, **columns) -> float
+    reward(completions, **columns) -> [float]
 
 The first parameter is the completion; every other one is passed by its name, which is `answer`
 (the gold answer as text; a list of texts where the row has several), `prompt` (as text), `messages`
-(a list of {role, content}, where the prompt is one) or a further column of the row. A second
-parameter of any other name is the answer.
+(a list of {role, content}, where the prompt is one), `sample` (a `train.scoring.SampleFacts`) or a
+further column of the row. A second parameter of any other name is the answer. A function whose
+first parameter is named `completions` gets those of a group, and every column as a list; `async
+def` functions are awaited (`train.reward_calls`).
 
 `number` and `math_verify` find the answer of a completion as `train.answers.extract` says; `exact`
-takes the line after the last `####`. Of several gold answers any is right.
+takes the line after the last `####`, `choice` the letter of a multiple-choice answer, and `format`
+reads no answer. Of several gold answers any is right.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from train.answers.choice import chosen_letter, letter_of
 from train.answers.extract import each_gold, final_answer, last_line_answer, stated_gold
 from train.answers.quantity import read_quantity
 from train.registry import REWARDS
@@ -115,8 +120,27 @@ class MathWorker:
             self._process = None
 
 
-WORKER = MathWorker()
+class _InThisProcess:
+    """Compares answers without a child process, and without a time limit."""
+
+    def same(self, gold: str, found: str) -> bool:
+        from train.answers.equivalence import same_answer
+
+        try:
+            return same_answer(gold, found)
+        except Exception:  # no text of a policy is an error of the reward
+            return False
+
+
+WORKER: MathWorker | _InThisProcess = MathWorker()
 atexit.register(WORKER.close)
+
+
+def compare_in_this_process() -> None:
+    """Has `math_verify` start no child process: for a process that is itself ended when late."""
+    global WORKER
+    WORKER = _InThisProcess()
+    WORKER.same("x+1", "1+x")  # imports the library now, and not within the first time limit
 
 
 def _of_any(reward: Callable[[str, str], float]) -> Reward:
@@ -175,6 +199,43 @@ def math_verify(response_text: str, answer: str) -> float:
     return float(WORKER.same(gold, found))
 
 
+@_of_any
+def choice(response_text: str, answer: str) -> float:
+    """1.0 if the completion's answer is the letter of the row's: `B`, `(b)`, `B. Paris`.
+
+    `train.answers.choice` says where the letter is looked for.
+    """
+    gold = letter_of(stated_gold(answer))
+    return float(gold is not None and chosen_letter(response_text) == gold)
+
+
+# A completion that thinks once, and says something afterwards. Chat templates may write the first
+# tag, so that it is part of the prompt.
+THINKS_FIRST = r"\A\s*(<think>)?((?!</?think>).)+</think>(?=.*\S)((?!</?think>).)+\Z"
+
+
+@dataclass(frozen=True)
+class FormatReward:
+    """1.0 if a regular expression is found in the completion, else 0.0; `.` is any character.
+
+    Attributes:
+      pattern: the regular expression.
+    """
+
+    pattern: str = THINKS_FIRST
+
+    @property
+    def quick(self) -> bool:
+        """Whether its time is linear in the completion, as far as is known."""
+        return self.pattern == THINKS_FIRST
+
+    def __call__(self, completion: str) -> float:
+        return float(re.search(self.pattern, completion, re.DOTALL) is not None)
+
+
+FORMAT = FormatReward()
+
+
 @dataclass(frozen=True)
 class AnswerReward:
     """A reward that compares answers, and can check gold answers before a run.
@@ -185,6 +246,8 @@ class AnswerReward:
       write: makes a completion that states the given answer and nothing else.
       wants: place of the answer in a completion, for messages.
       gold: kind of gold answer that it compares, for messages.
+      quick: whether it takes microseconds, whatever the completion is, and needs no process of its
+        own.
     """
 
     function: Reward
@@ -192,6 +255,7 @@ class AnswerReward:
     write: Callable[[str], str]
     wants: str
     gold: str
+    quick: bool = False
 
     def __call__(self, completion: str, answer: str | Sequence[str]) -> float:
         return self.function(completion, answer)
@@ -211,22 +275,36 @@ def _mark(answer: str) -> str:
 
 
 _ANSWER_PLACES = "\\boxed{...}, a last line '#### ...', or 'answer is ...'"
-EXACT = AnswerReward(exact, last_line_answer, _mark, "a line '#### ...'", "one line of text")
+EXACT = AnswerReward(exact, last_line_answer, _mark, "a line '#### ...'", "one line of text", True)
 NUMBER = AnswerReward(
-    number, final_answer, _box, _ANSWER_PLACES, "a number, a fraction or a quantity"
+    number, final_answer, _box, _ANSWER_PLACES, "a number, a fraction or a quantity", True
+)
+CHOICE = AnswerReward(
+    choice,
+    chosen_letter,
+    _box,
+    f"{_ANSWER_PLACES}, <answer>...</answer>, or a last line that begins with a letter",
+    "a letter, such as B or (B)",
+    True,
 )
 MATH_VERIFY = AnswerReward(
     math_verify, final_answer, _box, _ANSWER_PLACES, "formulas that parse, and words"
 )
 
 
-def get_reward(name: str) -> Reward:
+def get_reward(name: str, pattern: str = THINKS_FIRST) -> Reward:
     """Finds a reward by its name or by dotted path `module:function`.
+
+    Args:
+      name: the name, or the path.
+      pattern: regular expression of the reward `format`.
 
     Raises:
       ValueError: the name is unknown, or the path does not lead to a function.
     """
     reward = REWARDS.find(name)
+    if reward == FORMAT:
+        return FormatReward(pattern)
     if not callable(reward):
         raise ValueError(
             f"reward {name!r} is a {type(reward).__name__}; expected a function "

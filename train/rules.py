@@ -18,6 +18,7 @@ from specjax.speculation import (
     speculation_rules,
     switched_on,
 )
+from train.rewards import THINKS_FIRST
 from train.rollout_schema import FILTERS, TRANSFORMS, transforms
 
 Values = Mapping[str, Any]
@@ -50,24 +51,40 @@ def _generates_sums(v: Values) -> bool:
     return v["data.task"] == "sums" or (v["data.task"] == "auto" and v["data.path"] is None)
 
 
-_SUMS_ARE_GENERATED = (
-    "the task is sums, which is generated and reads no file; set data.path=FILE and leave out "
-    "data.task, or leave this out"
+def _generates(v: Values) -> bool:
+    return _generates_sums(v) or v["data.task"] == "reasoning_gym"
+
+
+_IS_GENERATED = (
+    "the task is generated and reads no file; set data.path=FILE and leave out data.task, or leave "
+    "this out"
 )
 _DATA = (
     Needs(
-        ("data.heldout_path",), lambda v: not _generates_sums(v), _SUMS_ARE_GENERATED
+        ("data.heldout_path",), lambda v: not _generates(v), _IS_GENERATED
     ),
     Needs(
-        ("data.train_size", "data.min_terms", "data.max_terms", "data.max_number"),
+        ("data.train_size",),
+        _generates,
+        "it is the number of problems that are generated, and [data.path] is trained on; leave out "
+        "one of them",
+    ),
+    Needs(
+        ("data.dataset", "data.dataset_args"),
+        lambda v: v["data.task"] == "reasoning_gym",
+        "it is of reasoning-gym, and [data.task] is another task; set data.task=reasoning_gym, or "
+        "leave it out",
+    ),
+    Needs(
+        ("data.min_terms", "data.max_terms", "data.max_number"),
         _generates_sums,
         "it shapes the sums that data.task=sums generates, and [data.path] is trained on; leave "
         "out one of them",
     ),
     Needs(
         ("data.duplicates", "data.prompt_key", "data.answer_key"),
-        lambda v: not _generates_sums(v),
-        "the task is sums, which is generated and has no rows; set data.path=FILE, or leave it out",
+        lambda v: not _generates(v),
+        "the task is generated and has no rows; set data.path=FILE, or leave it out",
     ),
     Needs(
         ("data.chat_template_kwargs",),
@@ -126,6 +143,8 @@ RL_ABSENT_KEYS = dict.fromkeys(
 )
 SFT_ABSENT_KEYS = {
     "data.heldout_size": "train.sft evaluates nothing; leave it out",
+    "data.dataset": "reasoning-gym has no worked answers to imitate; leave it out",
+    "data.dataset_args": "reasoning-gym has no worked answers to imitate; leave it out",
     "data.unwinnable": (
         "it is about gold answers, which train.rl checks and train.sft does not; leave it out"
     ),
@@ -136,17 +155,45 @@ SFT_ABSENT_KEYS = {
     "draft.spot": "train.sft has no rollouts, and so no gaps in them; leave it out",
 }
 
+
+def _rewards(v: Values) -> list[str]:
+    """The names of the rewards."""
+    return [v["reward"]] if isinstance(v["reward"], str) else v["reward"]
+
+
+def _may_use_workers(v: Values) -> bool:
+    """Whether rewards may run in processes of their own, see `train.scoring.Scorer`."""
+    if v["rewards.workers"] is not None:
+        return v["rewards.workers"] > 0
+    usual = v["rewards.pattern"] == THINKS_FIRST
+    return any(
+        name not in ("exact", "number", "choice") and not (name == "format" and usual)
+        for name in _rewards(v)
+    )
+
+
 RL_RULES = (
     *_DATA,
     Needs(
+        ("rewards.pattern",),
+        lambda v: "format" in _rewards(v),
+        "it is of the reward `format`, and [reward] has none; add it, or leave this out",
+    ),
+    Needs(
+        ("rewards.timeout",),
+        _may_use_workers,
+        "[rewards.workers] with [reward] needs no processes, and there is no time limit without; "
+        "set rewards.workers, or leave it out",
+    ),
+    Needs(
         ("data.unwinnable",),
-        lambda v: not _generates_sums(v),
-        "the task is sums, which is generated, and every problem of it can be won; set "
+        lambda v: not _generates(v),
+        "the task is generated, and every problem of it can be won; set "
         "data.path=FILE, or leave it out",
     ),
     Needs(
         ("data.unwinnable",),
-        lambda v: ":" not in v["reward"],
+        lambda v: any(":" not in name for name in _rewards(v)),
         "gold answers are checked with a built-in reward only, and [reward] is your own; leave it "
         "out",
     ),

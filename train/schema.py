@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -21,6 +22,7 @@ from train.algo import DEFAULT, algo_section, with_objective, with_preset
 from train.heads import DraftConfig
 from train.optim import OptimConfig
 from train.registry import REWARDS, TASKS
+from train.rewards import THINKS_FIRST
 from train.rollout_schema import PENALTIES, SPELL, RolloutSection, SamplingSection
 from train.rules import RL_ABSENT_KEYS, RL_RULES, SFT_ABSENT_KEYS, SFT_RULES
 
@@ -106,7 +108,7 @@ class DtypeSection:
         return f"parameters in {self.params}; {said}"
 
 
-SUMS = "sums"  # the task that is generated
+SUMS, REASONING_GYM = GENERATED = "sums", "reasoning_gym"  # tasks that are generated
 
 
 @dataclass
@@ -128,7 +130,9 @@ class DataConfig:
       unwinnable: treatment of rows whose gold answer scores less than 1 by a built-in reward:
         error ends the run at start, drop skips them, keep only warns.
       strip_calculator: drop GSM8K's `<<48/2=24>>` annotations from demonstrations.
-      train_size: number of generated training problems of `sums`.
+      dataset: name of a data set of reasoning-gym, with task=reasoning_gym; `seed` is its seed.
+      dataset_args: further arguments of that data set, such as {max_digits: 2}.
+      train_size: number of generated training problems.
       heldout_size: largest number of held-out problems.
       min_terms: smallest number of terms of a generated sum.
       max_terms: largest number of terms of a generated sum.
@@ -140,6 +144,7 @@ class DataConfig:
     task: str = option(
         "auto",
         "what rows mean: auto, by their columns (and the generated `sums` without a path); sums; "
+        "reasoning_gym, which generates data.dataset; "
         f"{', '.join(TASKS.names)}; or module:attribute, a task of your own (docs/extend.md)",
     )
     path: Any = option(
@@ -155,6 +160,8 @@ class DataConfig:
     )
     prompt_key: str | None = None
     answer_key: str | None = None
+    dataset: str | None = None
+    dataset_args: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     prompt_template: str | None = None
     chat: str = "auto"
@@ -190,9 +197,14 @@ class DataConfig:
                 "data.prompt_key and data.answer_key say which columns are the prompt and the "
                 f"answer, and so does data.task={self.task}; leave out one of them"
             )
-        if self.task == SUMS and self.path:
+        if self.task == REASONING_GYM and not self.dataset:
             raise ValueError(
-                f"data.task={SUMS} is generated and reads no file, but data.path="
+                f"data.task={REASONING_GYM} needs the name of a data set of reasoning-gym; set "
+                "data.dataset, such as data.dataset=basic_arithmetic"
+            )
+        if self.task in GENERATED and self.path:
+            raise ValueError(
+                f"data.task={self.task} is generated and reads no file, but data.path="
                 f"{self.path} is set; leave out data.task to read the file"
             )
         for name in ("slip", "impatience"):
@@ -218,7 +230,7 @@ class DataConfig:
 
     def require_path(self) -> None:
         """Raises ValueError if the task reads a file and `path` is not set."""
-        if self.task not in ("auto", SUMS) and not self.path:
+        if self.task not in ("auto", *GENERATED) and not self.path:
             raise ValueError(f"task {self.task} reads a file: set data.path=/path/to/train.jsonl")
 
 
@@ -232,12 +244,12 @@ _CHOICES = {
 
 def check_task(name: str) -> None:
     """Raises ValueError unless a name can be `data.task`; imports nothing."""
-    if name in ("auto", SUMS):
+    if name in ("auto", *GENERATED):
         return
     try:
         TASKS.check(name)
     except ValueError as error:
-        raise ValueError(f"{error}; or auto, or {SUMS}") from error
+        raise ValueError(f"{error}; or auto, {', or '.join(GENERATED)}") from error
 
 
 def fill_template(template: str, question: str) -> str:
@@ -402,6 +414,11 @@ class SFTConfig:
 Algo = algo_section(DEFAULT)
 
 
+def reward_names(reward: str | list[str]) -> tuple[str, ...]:
+    """The names of the rewards in the setting `reward`."""
+    return (reward,) if isinstance(reward, str) else tuple(reward)
+
+
 @dataclass
 class EvalSection:
     """Held-out reward, sampled as the rollout samples (temperature, filters, penalties, stops)."""
@@ -413,6 +430,44 @@ class EvalSection:
 
     def __post_init__(self):
         at_least("eval", self, problems=0, every=0, max_batch=1)
+
+
+@dataclass
+class RewardsSection:
+    """How rewards are computed."""
+
+    weights: list[float] | None = option(
+        None, "weight of each of the rewards, which are added; null: 1 each"
+    )
+    workers: int | None = option(
+        None,
+        "processes in which rewards run; 0: this process, without a time limit; null: 0 for exact, "
+        "number, choice, and format with the default pattern, else half of the processors, 8 at "
+        "most",
+        least=0,
+    )
+    timeout: float = option(
+        10.0,
+        "seconds that a worker may take for a completion; then it is ended and replaced, and the "
+        "reward counts as failed",
+    )
+    pattern: str = option(
+        THINKS_FIRST,
+        "regular expression that the reward `format` looks for in a completion (. is any "
+        "character); the default wants <think>...</think> and then an answer",
+    )
+
+    def __post_init__(self):
+        if not 0 < self.timeout < math.inf:
+            raise ValueError(f"rewards.timeout: expected seconds above 0, got {self.timeout:g}")
+        if self.weights is not None and not all(map(math.isfinite, self.weights)):
+            raise ValueError(f"rewards.weights: expected finite numbers, got {self.weights}")
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ValueError(
+                f"rewards.pattern: expected a regular expression, got {self.pattern!r}: {error}"
+            ) from error
 
 
 @dataclass
@@ -443,10 +498,13 @@ class RLConfig:
     out: str = option("runs/rl", "directory of the run")
     seed: int = option(0, "run seed: with step and prompt it keys every token")
     steps: int = option(16, "RL steps")
-    reward: str = option(
+    reward: Any = option(
         "auto",
-        f"{', '.join(REWARDS.names)}, or module:function; auto: what suits the rows of data",
+        f"{', '.join(REWARDS.names)}, or module:function, or a list of these, which are added; "
+        "auto: what suits the rows of data",
+        kind=str | list[str],
     )
+    rewards: RewardsSection = option(RewardsSection, "weights, processes and options of rewards")
     max_failed_rewards: float = option(
         0.5,
         "largest share of a step's rewards that may fail (raise, or return no finite number): they "
@@ -480,8 +538,17 @@ class RLConfig:
 
     def __post_init__(self):
         at_least("", self, steps=1)
-        if self.reward != "auto":
-            REWARDS.check(self.reward)
+        names = reward_names(self.reward)
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"reward: expected one or several different rewards, got {names}")
+        for name in names:
+            if name != "auto" or len(names) > 1:
+                REWARDS.check(name)
+        if self.rewards.weights is not None and len(self.rewards.weights) != len(names):
+            raise ValueError(
+                f"rewards.weights: expected {len(names)} numbers, one for each of "
+                f"reward={', '.join(names)}, got {self.rewards.weights}"
+            )
         # A held-out problem adds its number to the seed.
         for key, seed, last in (
             ("seed", self.seed, self.seed),

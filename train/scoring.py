@@ -1,29 +1,33 @@
 """Scores completions, and finds gold answers for which the reward cannot give 1 ("unwinnable").
 
-A reward that fails is logged, counted and scored as 0.
+A run has one reward or several, whose values are added with weights. They run in this process or in
+workers (`train.reward_workers`). One that fails is logged, counted and scored as 0.
 """
 
 from __future__ import annotations
 
-import inspect
+import concurrent.futures
 import logging
-import math
-import numbers
-import traceback
-from collections.abc import Callable, Sequence
-from decimal import Decimal
-from pathlib import Path
-from typing import Any, NamedTuple
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol
 
 from specjax.error_text import shortened
 from train.answers.extract import each_gold
-from train.rewards import AnswerReward, get_reward
+from train.reward_calls import Failed, Outcome, RewardCall
+from train.reward_worker import Setup
+from train.reward_workers import Answer, Workers
+from train.rewards import THINKS_FIRST, AnswerReward, get_reward
 from train.tasks.layout import Problem, shown
 
 # Number of rows, evenly spaced, whose gold answers are checked before a run.
 ROWS_CHECKED = 300
 # Number of failures that are logged; all are counted.
 _DESCRIBED = 5
+# Number of completions of evaluation that one call of a function of batch form gets.
+_BATCH = 64
 
 log = logging.getLogger(__name__)
 
@@ -33,87 +37,328 @@ class RewardsFailedError(RuntimeError):
 
 
 class Score(NamedTuple):
-    """The reward of a completion; if the reward `failed` to return a number, `value` is 0."""
+    """The reward of a completion.
+
+    Attributes:
+      value: the weighted sum of its rewards; one that failed to return a number counts as 0.
+      failed: whether one failed.
+      parts: value of each reward without its weight, if there are several.
+    """
 
     value: float
     failed: bool = False
+    parts: tuple[float, ...] = ()
+
+
+class SampleFacts(NamedTuple):
+    """What a reward may know of a sample: the value of its parameter `sample`.
+
+    Attributes:
+      index: number of the sample among those of its prompt.
+      token_ids: tokens of the completion, the stop token included.
+      finish_reason: "stop", or "length" for a completion that was cut off.
+    """
+
+    index: int
+    token_ids: Sequence[int]
+    finish_reason: str | None
+
+
+class Options(Protocol):
+    """The settings of rewards: `train.schema.RewardsSection`."""
+
+    weights: list[float] | None
+    workers: int | None
+    timeout: float
+    pattern: str
 
 
 class Scorer:
-    """A reward function, called with the columns that its parameters name.
+    """The rewards of a run, called with the columns that their parameters name.
 
     Args:
-      name: name of a reward, or `module:function`.
-      reward: the function; None to find it by its name.
+      names: name of a reward, or `module:function`, or several of these.
+      reward: the function of a single reward, which runs in this process; None to find it by its
+        name.
+      options: settings; None for equal weights and no workers.
 
     Attributes:
-      built_in: the reward if it compares answers; None for any other function.
+      name: the rewards in messages.
+      labels: a short name of each reward, for metrics.
+      built_in: the first reward that compares answers; None if there is none.
       failures: number of calls that failed so far.
+      workers: number of worker processes.
 
     Raises:
-      ValueError: there is no such reward.
+      ValueError: there is no such reward, or there are not as many weights as rewards.
     """
 
-    def __init__(self, name: str, reward: Callable[..., Any] | None = None):
-        self.name, self._reward = name, reward or get_reward(name)
-        self.built_in = self._reward if isinstance(self._reward, AnswerReward) else None
-        self._second, self._required, self._takes = _parameters(self._reward)
+    def __init__(
+        self,
+        names: str | Sequence[str],
+        reward: Callable[..., Any] | None = None,
+        options: Options | None = None,
+    ):
+        self.names = (names,) if isinstance(names, str) else tuple(names)
+        self.name = ", ".join(self.names)
+        self._pattern = options.pattern if options else THINKS_FIRST
+        functions = [reward or get_reward(name, self._pattern) for name in self.names]
+        self._calls = [RewardCall(*pair) for pair in zip(self.names, functions, strict=True)]
+        self._weights = [1.0] * len(self.names)
+        if options is not None and options.weights is not None:
+            if len(options.weights) != len(self.names):
+                raise ValueError(
+                    f"rewards.weights: expected {len(self.names)} numbers, one for each of "
+                    f"reward={self.name}, got {options.weights}"
+                )
+            self._weights = list(options.weights)
+        self.labels = _labels(self.names)
+        answers = [f for f in functions if isinstance(f, AnswerReward)]
+        self.built_in = answers[0] if answers else None
+        self._timeout = options.timeout if options else 0.0
+        self.workers = 0 if options is None or reward else options.workers
+        if self.workers is None:
+            quick = all(
+                getattr(function, "quick", False) and ":" not in name
+                for name, function in zip(self.names, functions, strict=True)
+            )
+            self.workers = 0 if quick else default_workers()
+        self._workers: Workers | None = None
         self.failures = 0
         self._described: set[tuple[str, str]] = set()  # (row, what went wrong)
+        self._seconds = self._waited = 0.0
+        self._timed_out = 0
 
     def check(self, problem: Problem) -> None:
-        """Checks that a row has all columns that the reward has as parameters.
+        """Checks that a row has all columns that the rewards have as parameters.
 
         Raises:
           ValueError: a parameter has no column; the message names both.
         """
-        have = _columns(problem)
-        missing = [name for name in self._required if name not in have]
-        if missing:
-            raise ValueError(
-                f"reward {self.name!r} asks for {', '.join(missing)}, and the columns that it can "
-                f"have are {', '.join(have)}; name its parameters after columns, or give them "
-                "defaults"
-            )
+        have = _columns(problem, None)
+        for call in self._calls:
+            call.check(have)
 
-    def __call__(self, completion: str, problem: Problem) -> Score:
-        try:
-            value = self._call(completion, problem)
-        except Exception as error:  # a user's function may raise anything; the run goes on
-            where = _line_of(error, self._reward)
-            return self._failed(problem, f"raised {type(error).__name__}{where}", _one_line(error))
-        found = as_number(value)
-        if found is None:
-            what = f"returned {shown(value)} ({type(value).__name__})"
-            return self._failed(problem, what, "expected a finite number (return float(...))")
-        return Score(found)
+    def __call__(
+        self, completion: str, problem: Problem, sample: SampleFacts | None = None
+    ) -> Score:
+        """Scores one completion, and waits for the result."""
+        scoring = self.begin(problem)
+        scoring.add(0, completion, sample)
+        return scoring.scores()[0]
 
-    def _call(self, completion: str, problem: Problem) -> Any:
-        columns = _columns(problem)
-        args = [completion]
-        if self._second is not None:
-            args.append(columns.pop(self._second, columns["answer"]))
-        if self._takes is not None:
-            columns = {name: columns[name] for name in self._takes if name in columns}
-        return self._reward(*args, **columns)
+    def score_all(
+        self,
+        completions: Sequence[str],
+        problems: Sequence[Problem],
+        samples: Sequence[SampleFacts],
+    ) -> list[Score]:
+        """Scores completions of several problems, and waits for the results."""
+        found = []
+        for start in range(0, len(completions), _BATCH):
+            scoring = Scoring(self)
+            part = slice(start, start + _BATCH)
+            for i, (completion, problem, sample) in enumerate(
+                zip(completions[part], problems[part], samples[part], strict=True)
+            ):
+                scoring.add(i, completion, sample, problem)
+            scoring.finish()
+            found.append(scoring)
+        return [score for scoring in found for _, score in sorted(scoring.scores().items())]
 
-    def _failed(self, problem: Problem, what: str, more: str) -> Score:
+    @property
+    def described(self) -> str:
+        """The rewards with their weights, and where they run."""
+        weights = zip(self._weights, self.names, strict=True)
+        said = " + ".join(f"{w:g} {name}" if w != 1.0 else name for w, name in weights)
+        if self.workers:
+            processes = "1 process" if self.workers == 1 else f"{self.workers} processes"
+            said += f" in {processes}, at most {self._timeout:g} s per completion"
+        return said
+
+    def begin(self, problem: Problem) -> Scoring:
+        """Begins to score the completions of one problem."""
+        return Scoring(self, problem)
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether a reward is of batch form, and so depends on completions beside its own."""
+        return any(call.batch for call in self._calls)
+
+    def metrics(self) -> dict[str, float]:
+        """Figures since the last call: seconds in rewards, seconds waited, time limits passed."""
+        found = {
+            "time/reward": self._seconds,
+            "time/reward_wait": self._waited,
+            "reward/timed_out": float(self._timed_out),
+        }
+        self._seconds, self._waited, self._timed_out = 0.0, 0.0, 0
+        return found
+
+    def part_means(self, scores: Sequence[Score]) -> dict[str, float]:
+        """The mean of each reward, without its weight, by its label."""
+        rows = [score.parts or (score.value,) for score in scores]
+        rows = [row for row in rows if len(row) == len(self.labels)]  # older checkpoints' have none
+        columns = zip(*rows, strict=True)
+        return {
+            label: sum(column) / len(column)
+            for label, column in zip(self.labels, columns, strict=False)
+        }
+
+    def close(self) -> None:
+        """Ends the worker processes; the next call starts them again."""
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+
+    def ask(
+        self, index: int, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]
+    ) -> Future[Answer]:
+        """Calls the reward of that number: now in this process, or later in a worker."""
+        call = self._calls[index]
+        rows = [call.wanted(columns) for columns in rows]
+        if self.workers:
+            if self._workers is None:
+                setup = Setup(self.names, self._pattern, self._timeout)
+                self._workers = Workers(setup, self.workers)
+            return self._workers.submit(index, completions, rows, call.is_async)
+        started, future = time.perf_counter(), Future()
+        outcomes = call(completions, rows)
+        self._waited += time.perf_counter() - started
+        future.set_result(Answer(outcomes, time.perf_counter() - started))
+        return future
+
+    def waited(self, seconds: float) -> None:
+        """Counts seconds in which nothing was done but to wait for rewards."""
+        self._waited += seconds
+
+    def took(self, seconds: float) -> None:
+        """Counts seconds that a call of a reward took."""
+        self._seconds += seconds
+
+    def joined(self, outcomes: Sequence[Outcome], problem: Problem) -> Score:
+        """The score of a completion with these outcomes of its rewards; failures are logged."""
+        failed = [isinstance(outcome, Failed) for outcome in outcomes]
+        for call, outcome in zip(self._calls, outcomes, strict=True):
+            if isinstance(outcome, Failed):
+                self._fail(call.name, problem, outcome)
+        values = [0.0 if isinstance(outcome, Failed) else outcome for outcome in outcomes]
+        if self._weights == [1.0]:
+            return Score(values[0], any(failed))
+        value = sum(w * v for w, v in zip(self._weights, values, strict=True))
+        return Score(value, any(failed), tuple(values))
+
+    def _fail(self, name: str, problem: Problem, failed: Failed) -> None:
         """Counts a failure, and logs it unless the row has failed in the same way before."""
         self.failures += 1
-        key = row_name(problem), f"{what}: {more}"
+        self._timed_out += failed.timed_out
+        key = row_name(problem), f"{name} {failed.what}: {failed.more}"
         if key in self._described or len(self._described) >= _DESCRIBED:
-            return Score(0.0, failed=True)
+            return
         self._described.add(key)
         last = len(self._described) == _DESCRIBED
         log.warning(
             "reward %r %s for %s: %s; scored as 0%s",
-            self.name,
-            what,
+            name,
+            failed.what,
             row_name(problem),
-            more,
+            failed.more,
             ". Further failures are only counted, in reward/failed" if last else "",
         )
-        return Score(0.0, failed=True)
+
+
+class Scoring:
+    """Completions whose rewards are computed while others are sampled.
+
+    Args:
+      scorer: the rewards.
+      problem: the problem of the completions that name none.
+    """
+
+    def __init__(self, scorer: Scorer, problem: Problem | None = None):
+        self._scorer, self._problem = scorer, problem
+        self._texts: dict[int, tuple[str, Problem, dict[str, Any]]] = {}
+        # (number of the reward, place of the completion) -> where its outcome will be
+        self._asked: dict[tuple[int, int], tuple[Future[Answer], int]] = {}
+        self._finished = False
+
+    def __contains__(self, place: int) -> bool:
+        return place in self._texts
+
+    def add(
+        self,
+        place: int,
+        completion: str,
+        sample: SampleFacts | None,
+        problem: Problem | None = None,
+    ) -> None:
+        """Begins to score a completion; `place` is its number, each has another one."""
+        problem = problem or self._problem
+        columns = _columns(problem, sample)
+        self._texts[place] = completion, problem, columns
+        for index, call in enumerate(self._scorer._calls):
+            if not call.together:
+                future = self._scorer.ask(index, [completion], [columns])
+                self._asked[index, place] = future, 0
+
+    def finish(self) -> None:
+        """Says that all completions were added, so that they are scored together, too."""
+        if self._finished:
+            return
+        self._finished = True
+        places = sorted(self._texts)
+        for index, call in enumerate(self._scorer._calls):
+            if call.together and places:
+                texts = [self._texts[place][0] for place in places]
+                rows = [self._texts[place][2] for place in places]
+                future = self._scorer.ask(index, texts, rows)
+                self._asked |= {(index, place): (future, i) for i, place in enumerate(places)}
+
+    def futures(self) -> set[Future[Answer]]:
+        """The calls whose results are not there yet."""
+        return {future for future, _ in self._asked.values() if not future.done()}
+
+    def scores(self) -> dict[int, Score]:
+        """The score of each completion by its place; waits for them.
+
+        Raises:
+          train.reward_workers.WorkerError: a worker process cannot be started.
+        """
+        self.finish()
+        started = time.perf_counter()
+        if waiting := self.futures():
+            concurrent.futures.wait(waiting)
+            self._scorer.waited(time.perf_counter() - started)
+        for future in {id(future): future for future, _ in self._asked.values()}.values():
+            self._scorer.took(future.result().seconds)
+        found = {}
+        for place, (_, problem, _) in self._texts.items():
+            asked = [self._asked[index, place] for index in range(len(self._scorer.names))]
+            outcomes = [future.result().outcomes[i] for future, i in asked]
+            found[place] = self._scorer.joined(outcomes, problem)
+        return found
+
+    def cancel(self) -> None:
+        """Gives up calls that no worker has begun."""
+        for future, _ in self._asked.values():
+            future.cancel()
+
+
+def default_workers() -> int:
+    """The number of worker processes by default: half of the processors, 8 at most."""
+    usable = getattr(os, "sched_getaffinity", None)
+    count = len(usable(0)) if usable else os.cpu_count() or 1
+    return max(1, min(8, count // 2))
+
+
+def _labels(names: Sequence[str]) -> tuple[str, ...]:
+    """The name of each reward in metrics: of a path the function, unless that is ambiguous."""
+    short = [name.rpartition(":")[2] for name in names]
+    taken = ("failed", "failed_share", "timed_out")
+    return tuple(
+        name.replace(":", ".") if short.count(label) > 1 or label in taken else label
+        for name, label in zip(names, short, strict=True)
+    )
 
 
 def row_name(problem: Problem) -> str:
@@ -121,46 +366,7 @@ def row_name(problem: Problem) -> str:
     return f"the row {problem.place}" if problem.place else f"problem {problem.index}"
 
 
-def as_number(value: Any) -> float | None:
-    """A finite number of Python, numpy or jax as float; None for anything else, also for a bool."""
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, (numbers.Real, Decimal)):
-        return None
-    try:
-        found = float(value)
-    except OverflowError:
-        return None
-    return found if math.isfinite(found) else None
-
-
-def _parameters(reward: Callable[..., Any]) -> tuple[str | None, list[str], list[str] | None]:
-    """The parameters of a reward after the completion.
-
-    Returns:
-      (second, required, all). second is the name of the second parameter, which gets the answer if
-      no column has that name; None without one. required has the names of further parameters
-      without a default. all has the names of all further parameters; None if it takes any.
-    """
-    kinds = inspect.Parameter
-    try:
-        rest = list(inspect.signature(reward).parameters.values())
-    except (TypeError, ValueError):  # written in C: called by position
-        return "answer", [], []
-    if rest and rest[0].kind is not kinds.VAR_POSITIONAL:
-        rest = rest[1:]
-    second = None
-    if rest and rest[0].kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD):
-        second, *rest = (rest[0].name, *rest[1:])
-    elif rest and rest[0].kind is kinds.VAR_POSITIONAL:
-        second = "answer"
-    named = [p for p in rest if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
-    required = [p.name for p in named if p.default is kinds.empty]
-    takes_any = any(p.kind is kinds.VAR_KEYWORD for p in rest)
-    return second, required, None if takes_any else [p.name for p in named]
-
-
-def _columns(problem: Problem) -> dict[str, Any]:
+def _columns(problem: Problem, sample: SampleFacts | None) -> dict[str, Any]:
     """The columns that a reward may have as parameters, by name."""
     text = isinstance(problem.prompt, str)
     own = {"answer": problem.answer, "prompt": problem.prompt if text else list(problem.prompt)}
@@ -168,31 +374,7 @@ def _columns(problem: Problem) -> dict[str, Any]:
         own["answer"] = list(problem.answer)
     if not text:
         own["messages"] = list(problem.prompt)
-    return {**problem.columns, **own}
-
-
-def _line_of(error: BaseException, reward: Callable[..., Any]) -> str:
-    """The place where a reward raised, as ` at module.py:LINE`; "" if unknown.
-
-    It is the innermost frame of the user's own code, in or below the directory of the reward.
-    """
-    frames = traceback.extract_tb(error.__traceback__)[2:]  # after the frames of this module
-    inner = inspect.unwrap(reward)
-    code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
-    folder = Path(code.co_filename).parent if code is not None else None
-    packages = {"site-packages", "dist-packages"}
-    own = [
-        frame
-        for frame in frames
-        if folder is not None
-        and folder in Path(frame.filename).parents
-        and not packages & set(Path(frame.filename).relative_to(folder).parts)
-    ]
-    return f" at {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
-
-
-def _one_line(error: BaseException) -> str:
-    return shortened(" ".join(str(error).split()))
+    return {**problem.columns, **own, "sample": sample}
 
 
 # --- gold answers --------------------------------------------------------------------------------

@@ -554,6 +554,8 @@ class Trainer:
             settings["rollout"]["replicas"] = (
                 "any"  # any number of replicas with devices of their own
             )
+        for name in ("workers", "timeout"):
+            settings["rewards"].pop(name)  # they decide where rewards run, and when they fail
         settings["draft"]["spot"].pop("gaps")  # changes only when the head is trained
         return settings
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import shutil
+import sys
 import types
 from unittest import mock
 
@@ -366,6 +367,11 @@ def scored(cfg: RLConfig):
     return [scorer(text, Problem("", "5", 0)) for text in texts]
 
 
+def rewarded_in(cfg: RLConfig):
+    """Where a run computes rewards, and for how long at most."""
+    return read_inputs(cfg, tokenizer(), "policy").scorer.described
+
+
 def evaluated(cfg: RLConfig):
     """Which held-out problems are sampled, how, and by how many slots."""
     inputs, found = read_inputs(cfg, tokenizer(), "policy"), []
@@ -380,6 +386,29 @@ def _stop():
     raise Stopped
 
 
+class Numbers:
+    """A data set of a `reasoning_gym` that need not be installed."""
+
+    def __init__(self, step: int, seed: int, first: int = 0):
+        self.step, self.seed, self.first = step, seed, first
+
+    def __getitem__(self, index: int) -> dict:
+        number = self.first + self.seed + self.step * index
+        return {"question": f"{number}?", "answer": str(number), "metadata": {}}
+
+
+def generated(cfg):
+    """The first problems of a data set of reasoning-gym."""
+    names = {"ones": 1, "twos": 2}
+    package, factory = map(types.ModuleType, ("reasoning_gym", "reasoning_gym.factory"))
+    package.create_dataset = lambda name, **given: Numbers(names[name], **given)
+    factory.DATASETS = names
+    modules = {"reasoning_gym": package, "reasoning_gym.factory": factory}
+    with mock.patch.dict(sys.modules, modules):
+        return [problem.prompt for problem in data.problems(cfg.data, "train")[:3]]
+
+
+GYM = {"data.task": "reasoning_gym", "data.dataset": "ones"}
 DATA = {
     "data.task": Row("prompt", lambda cfg: outcome(lambda: problems(cfg)), {"data.path": DAPO}),
     "data.path": Row(GSM8K, problems),
@@ -617,7 +646,13 @@ RL = {
     ),
     "steps": ReadBy(2, rl),
     "reward": Row("number", scored),
+    "rewards.weights": Row([0.5], scored),
+    "rewards.pattern": Row(r"^####", scored, {"reward": ["format", "number"]}),
+    "rewards.workers": Row(2, rewarded_in),
+    "rewards.timeout": Row(0.5, rewarded_in, {"rewards.workers": 1}),
     "max_failed_rewards": ReadBy(0.7, train.trainer),
+    "data.dataset": Row("twos", generated, GYM),
+    "data.dataset_args": Row({"first": 3}, generated, GYM),
     **DATA,
     "data.overlong_prompts": Row("truncate", looked_at),
     "data.unwinnable": Row("drop", unwinnable, {"data.path": UNWINNABLE}),

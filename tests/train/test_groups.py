@@ -5,6 +5,7 @@ import json
 import pickle
 import random
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -152,9 +153,19 @@ def rules():
 
 
 def run_steps(
-    world: Data, rule: Rule, partial: bool, speeds: int, slots: int, steps: int = 4, wrap=None
+    world: Data,
+    rule: Rule,
+    partial: bool,
+    speeds: int,
+    slots: int,
+    steps: int = 4,
+    wrap=None,
+    late: int = 0,
 ):
-    """What every step learned from and carried, and how many tokens all of them emitted."""
+    """What every step learned from and carried, and how many tokens all of them emitted.
+
+    A group's rewards are known when they were asked for `late` times before.
+    """
     fake = FakeEngine(random.Random(speeds), slots)
     engine = wrap(fake) if wrap else fake
     position, carried, seen = 0, [], []
@@ -176,8 +187,14 @@ def run_steps(
                 for i in range(2)
             ]
 
+        asked = Counter()
+
+        def score(group, asked=asked):
+            asked[group.position] += 1
+            return world.rewards(group.position) if asked[group.position] > late else None
+
         run = StepRollout(
-            engine, rule, partial, carried, draw, jobs, lambda g: world.rewards(g.position)
+            engine, rule, partial, carried, draw, jobs, score, wait=lambda groups: None
         )
         selection = run.run()
         assert not engine.has_work

@@ -114,7 +114,8 @@ RUN_KEYS = """
 """
 ALWAYS_READ = {
     RLConfig: f"""{RUN_KEYS}
-        model reward max_failed_rewards data.overlong_prompts rollout.prompts rollout.n
+        model reward rewards.weights rewards.workers max_failed_rewards
+        data.overlong_prompts rollout.prompts rollout.n
         rollout.over_sample rollout.partial rollout.temperature rollout.max_tokens
         rollout.max_prompt_tokens rollout.max_batch rollout.replicas rollout.tp rollout.order
         rollout.page_size rollout.cache_bytes rollout.chunk_tokens rollout.stretch

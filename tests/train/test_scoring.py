@@ -19,11 +19,11 @@ from train import rl
 from train.collect import Rollouts
 from train.inputs import Inputs, read_inputs
 from train.log import read_metrics
+from train.reward_calls import as_number
 from train.schema import RLConfig
 from train.scoring import (
     Score,
     Scorer,
-    as_number,
     check_gold,
     evenly,
     unwinnable,
@@ -163,7 +163,8 @@ def test_any_of_several_gold_answers_is_right(reward):
 def test_a_users_reward_gets_several_gold_answers_as_a_list(reward):
     seen = []
     scorer = Scorer("own:reward", reward)
-    scorer._reward = lambda *args, **columns: seen.append((*args, *columns.values())[1]) or 1.0
+    [call] = scorer._calls
+    call.function = lambda *args, **columns: seen.append((*args, *columns.values())[1]) or 1.0
     scorer("c", Problem("p", ("1", "2"), 0))
     assert seen == [["1", "2"]]
 
@@ -391,7 +392,7 @@ def test_held_out_rows_are_looked_at_too(thin_policy, tmp_path):
 
 def rewarded(rewards):
     responses = [
-        types.SimpleNamespace(reward=reward, failed=False, finish_reason="stop", text="x")
+        types.SimpleNamespace(reward=reward, failed=False, finish_reason="stop", text="x", parts=())
         for reward in rewards
     ]
     return [types.SimpleNamespace(responses=responses, problem=Problem("p", "1", 0))]

@@ -17,7 +17,7 @@ from train.data import demonstrations, encode_prompt, problems
 from train.inputs import Prompts, describe_data, require_template
 from train.registry import TASKS
 from train.schema import DataConfig, RLConfig, SFTConfig
-from train.scoring import Scorer
+from train.scoring import Score, Scorer
 from train.tasks import find_task, recognise
 from train.tasks.layout import Example, Layout
 
@@ -208,8 +208,8 @@ def test_rewards_see_metadata_and_what_it_holds_by_name(tmp_path):
     (problem,) = problems(config(tmp_path / "rows.jsonl", [row]), "train")
     scorer = Scorer("test_tasks:scored")
     scorer.check(problem)
-    assert scorer("x", problem) == (3.0, False)
-    assert Scorer("math_verify")("\\boxed{34}", problem) == (1.0, False)
+    assert scorer("x", problem) == Score(3.0)
+    assert Scorer("math_verify")("\\boxed{34}", problem) == Score(1.0)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -52,6 +53,7 @@ from train.answers.latex import (
     unwrapped,
 )
 from train.answers.quantity import read_quantity, split_unit, without_thousands
+from train.children import die_with_parent
 
 
 def same_answer(gold: str, found: str) -> bool:
@@ -485,6 +487,7 @@ _KINDS = (
 
 def _serve() -> None:
     """The child process: reads a request per line, and writes `true` or `false` per line."""
+    die_with_parent(os.getppid())
     # The library warns in every call that its timeouts are off; the parent has one.
     logging.disable(logging.WARNING)
     for line in sys.stdin:

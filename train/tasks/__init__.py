@@ -8,9 +8,12 @@ A file of rows is recognised by the columns of its first row: the first task in 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
 
-from specjax.interfaces import Task
 from train.registry import TASKS
+
+if TYPE_CHECKING:
+    from specjax.interfaces import Task
 
 
 def recognise(columns: Collection[str]) -> Task | None:
@@ -29,6 +32,8 @@ def find_task(name: str) -> Task:
     Raises:
       ValueError: the name is unknown, or the path does not lead to a `Task`.
     """
+    from specjax.interfaces import Task  # which imports jax: layouts alone need none
+
     found = TASKS.find(name)
     if not isinstance(found, Task):
         raise ValueError(

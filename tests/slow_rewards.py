@@ -1,0 +1,94 @@
+"""Rewards for worker processes; the module imports nothing that takes time."""
+
+import asyncio
+import os
+import re
+import time
+import zlib
+
+
+def right(completion, answer):
+    return float(completion == answer)
+
+
+def pid(completion, answer):
+    """The process that it runs in."""
+    return float(os.getpid())
+
+
+def hangs(completion, answer):
+    """Hangs for a completion that says so, in a call that no signal interrupts."""
+    if completion.startswith("hang"):
+        re.match(r"(a|a|b?)*c", "a" * 40)  # holds the interpreter's lock
+    return 1.0
+
+
+def sleeps(completion, answer):
+    time.sleep(float(completion))
+    return 1.0
+
+
+def dies(completion, answer):
+    if completion == "die":
+        os._exit(7)
+    print("what a reward prints is no output of the program")
+    return 1.0
+
+
+def raises(completion, answer):
+    return 1 / len(answer)
+
+
+def takes_all(completion, **columns):
+    return float(len(columns["messages"]) + columns["level"] + (columns["answer"] == "7"))
+
+
+def counts_tokens(completion, sample):
+    return float(
+        len(sample.token_ids) + 100 * sample.index + 1000 * (sample.finish_reason == "length")
+    )
+
+
+def ranks(completions, prompts, answer, level):
+    """Batch form, as in TRL: a list of numbers from lists of columns."""
+    assert len(completions) == len(prompts) == len(answer) == len(level)
+    order = sorted(range(len(completions)), key=lambda i: len(completions[i]))
+    return [float(order.index(i)) for i in range(len(completions))]
+
+
+def too_few(completions, **columns):
+    return [1.0]
+
+
+def some_fail(completions, answer):
+    return [None if text == "none" else 2.0 for text in completions]
+
+
+async def waits(completion, answer):
+    await asyncio.sleep(float(completion))
+    return 1.0
+
+
+async def waits_for_all(completions, answer):
+    await asyncio.sleep(0.01)
+    return [float(len(completions))] * len(completions)
+
+
+def chars(completion):
+    return float(len(completion))
+
+
+def lengths(completions, sample):
+    """Batch form: 1 for the shortest of the group."""
+    sizes = [len(facts.token_ids) for facts in sample]
+    return [float(size == min(sizes)) for size in sizes]
+
+
+async def slow_coin(completion, answer):
+    await asyncio.sleep(0.02)
+    return float(zlib.crc32(f"{completion}|{answer}".encode()) % 2)
+
+
+def sometimes_hangs(completion, answer):
+    place = zlib.crc32(f"{completion}|{answer}".encode()) % 3
+    return hangs("hang" if place == 0 else "go on", answer) * place

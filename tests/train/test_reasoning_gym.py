@@ -1,0 +1,181 @@
+"""Problems that reasoning-gym generates, and its own scores."""
+
+import importlib.util
+import sys
+import types
+
+import pytest
+
+from specjax.command_line import parse_config
+from train import data, data_report
+from train.inputs import describe_data, read_inputs
+from train.schema import DataConfig, RLConfig
+from train.scoring import Scorer
+from train.tasks import reasoning_gym
+
+INSTALLED = importlib.util.find_spec("reasoning_gym") is not None
+needs_it = pytest.mark.skipif(not INSTALLED, reason="reasoning-gym is not installed")
+
+
+class Doubles:
+    """A stand-in for a data set: few questions, half a point for the right number of digits."""
+
+    def __init__(self, seed=None, size=500, most=1000):
+        if most < 1:
+            raise AssertionError("most must be positive")
+        self.seed, self.most = seed, most
+
+    def __getitem__(self, index):
+        number = (self.seed * 7919 + index * 31) % self.most
+        metadata = {"source_dataset": "doubles", "source_index": index}
+        return {"question": f"2 * {number} =", "answer": str(2 * number), "metadata": metadata}
+
+    def score_answer(self, answer, entry):
+        assert set(entry) == {"question", "answer", "metadata"}
+        if answer is None:
+            return 0.0
+        return 1.0 if answer == entry["answer"] else 0.5 * (len(answer) == len(entry["answer"]))
+
+
+@pytest.fixture
+def doubles(monkeypatch):
+    """`reasoning_gym` with that data set alone."""
+    package, factory = types.ModuleType("reasoning_gym"), types.ModuleType("reasoning_gym.factory")
+    factory.DATASETS = {"doubles": (Doubles, None)}
+    package.factory, package.create_dataset = factory, lambda name, **given: Doubles(**given)
+    for name, module in (("reasoning_gym", package), ("reasoning_gym.factory", factory)):
+        monkeypatch.setitem(sys.modules, name, module)
+    caches = reasoning_gym._data_set, reasoning_gym._held_out
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def config(**changes) -> DataConfig:
+    sizes = {"train_size": 60, "heldout_size": 20}
+    return DataConfig(**{"task": "reasoning_gym", "dataset": "doubles", **sizes, **changes})
+
+
+def prompts_of(cfg, split="train"):
+    return [problem.prompt for problem in data.problems(cfg, split, chat=True)]
+
+
+def test_problems_are_generated_by_name_seed_and_arguments(doubles):
+    cfg = config()
+    found = data.problems(cfg, "train", chat=True)
+    assert len(found) == 60 and len(data.problems(cfg, "heldout")) == 20
+    number = int(found[7].prompt.split()[2])
+    assert (found[7].answer, found[7].index) == (str(2 * number), 7)
+    assert prompts_of(cfg) == prompts_of(config()) != prompts_of(config(seed=1))
+    assert all(int(p.split()[2]) < 90 for p in prompts_of(config(dataset_args={"most": 90})))
+    assert data.default_reward(cfg) == "reasoning_gym"
+    assert data.problems(cfg, "train")[7].prompt == f"{found[7].prompt}\nAnswer:"
+    templated = config(prompt_template="Q: {question}")
+    assert data.problems(templated, "train", chat=True)[7].prompt == f"Q: {found[7].prompt}"
+    assert describe_data(cfg, chat=True, model=None).startswith(
+        "data: doubles of reasoning-gym, generated with seed 0; each prompt one message"
+    )
+
+
+def test_no_question_is_in_both_splits(doubles):
+    cfg = config(dataset_args={"most": 70})  # of 80 entries some questions repeat
+    held, train = set(prompts_of(cfg, "heldout")), prompts_of(cfg)
+    assert len(train) == 60 and not held & set(train)
+    raw = Doubles(seed=0, most=70)
+    assert held & {raw[i]["question"] for i in range(60)}, "without care some were in both"
+    few = data.problems(config(dataset_args={"most": 3}), "train")
+    with pytest.raises(ValueError, match="100 questions in a row are held out.*heldout_size=20"):
+        few[0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "share"),
+    [
+        ("<think>..</think><answer> {right} </answer> or 1", 1), ("The answer is {right}.", 1),
+        ("#### {right}", 1), ("\\boxed{{{right}}}", 1), ("so it is:\n{right}\n", 1),
+        ("<answer>{wrong}</answer>", 0.5), ("{right} or so", 0), ("", 0),
+    ],
+)  # fmt: skip
+def test_completions_are_scored_by_the_data_set(doubles, completion, share):
+    problem = data.problems(config(seed=3), "train")[1]
+    wrong = str(int(problem.answer) + (-1 if problem.answer.startswith("9") else 1))
+    scorer = Scorer("reasoning_gym")
+    scorer.check(problem)
+    assert scorer(completion.format(right=problem.answer, wrong=wrong), problem).value == share
+
+
+def test_a_run_reads_it_without_a_path(doubles, thin_policy):
+    from specjax.tokenizer import load_tokenizer
+
+    argv = ["data.task=reasoning_gym", "data.dataset=doubles", "data.train_size=60"]
+    argv += ["data.heldout_size=20", "eval.problems=8", "rewards.workers=0"]
+    cfg = parse_config(RLConfig, argv)[0]
+    inputs = read_inputs(cfg, load_tokenizer(thin_policy), "policy")
+    assert len(inputs.problems) == 60 and len(inputs.heldout) == 8
+    assert inputs.scorer.name == "reasoning_gym"
+    assert inputs.scorer(f"#### {inputs.heldout[3].answer}", inputs.heldout[3]).value == 1.0
+    assert "data: doubles of reasoning-gym" in inputs.notes[0]
+
+
+def test_the_report_shows_what_is_generated(doubles, thin_policy, capsys):
+    argv = ["--model", str(thin_policy), "--rows=2", "task=reasoning_gym", "dataset=doubles"]
+    data_report.main([*argv, "train_size=60", "heldout_size=20"])
+    said = capsys.readouterr().out
+    assert said.startswith("data: doubles of reasoning-gym, generated with seed 0")
+    assert "60 are for training, and 20 are held out" in said
+    assert said.count("\n--- problem ") == 2 and "duplicates" not in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["task=reasoning_gym"], "set data.dataset, such as"),
+        (["task=reasoning_gym", "dataset=doubles", "path=x"], "is generated and reads no file"),
+        (["task=reasoning_gym", "dataset=doubles", "max_terms=3"], "max_terms=3 changes nothing"),
+        (["task=reasoning_gym", "dataset=doubles", "duplicates=drop"], "duplicates=drop changes"),
+        (["task=reasoning_gym", "dataset=doubles", "unwinnable=drop"], "unwinnable=drop changes"),
+        (["dataset=doubles"], "data.dataset=doubles changes nothing"),
+        (["path=x", "dataset_args={a: 1}"], "changes nothing"),
+    ],
+)
+def test_settings_that_do_not_go_with_it_are_refused(settings, said, capsys):
+    with pytest.raises(SystemExit):
+        parse_config(RLConfig, [f"data.{setting}" for setting in settings])
+    assert said in capsys.readouterr().err
+
+
+def test_what_reasoning_gym_does_not_have_is_named(doubles):
+    with pytest.raises(ValueError, match="no data set 'double'; similar ones are doubles"):
+        data.problems(config(dataset="double"), "train")
+    for given in ({"most": 0}, {"least": 1}):
+        with pytest.raises(ValueError, match="data.dataset_args: doubles .* does not take"):
+            data.problems(config(dataset_args=given), "train")
+    with pytest.raises(ValueError, match="no worked answers to imitate"):
+        data.demonstrations(config(), "train")
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    reasoning_gym._data_set.cache_clear()
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'specjax\[reasoning-gym\]'"):
+        data.problems(config(), "train")
+
+
+@needs_it
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [("basic_arithmetic", {"min_terms": 2, "max_terms": 2}), ("chain_sum", {}),
+     ("gcd", {}), ("letter_counting", {}), ("countdown", {})],
+)  # fmt: skip
+def test_data_sets_of_the_package_score_their_own_answers(name, given):
+    cfg = config(dataset=name, dataset_args=given)
+    found, again = (data.problems(cfg, "train", chat=True) for _ in range(2))
+    scorer = Scorer("reasoning_gym")
+    for i in (0, 1, 59):
+        problem = found[i]
+        assert problem.prompt == again[i].prompt
+        assert scorer(f"<answer>{problem.answer}</answer>", problem).value == 1.0
+        assert scorer("<answer>no answer</answer>", problem).value < 0.5
+    assert not set(prompts_of(cfg)) & set(prompts_of(cfg, "heldout"))

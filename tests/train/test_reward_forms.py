@@ -1,0 +1,426 @@
+"""Several rewards, their forms, their worker processes and time limits."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import slow_rewards
+import tiny_run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_groups import rules, run_steps, worlds
+
+from specjax.command_line import parse_config
+from train import rl
+from train.log import read_metrics
+from train.reward_calls import Failed, RewardCall
+from train.reward_workers import WorkerError
+from train.rewards import get_reward
+from train.schema import RewardsSection, RLConfig
+from train.scoring import SampleFacts, Score, Scorer, unwinnable
+from train.tasks.layout import Problem
+
+TALK = ({"role": "user", "content": "?"},)
+PROBLEM = Problem(TALK, "7", 0, "rows.jsonl:1", {"level": 3})
+
+
+def scorer_of(*names, **options) -> Scorer:
+    return Scorer(names, options=RewardsSection(**{"workers": 0, **options}))
+
+
+@pytest.fixture
+def in_workers():
+    """Makes scorers with worker processes, and closes them."""
+    made = []
+
+    def make(*names, **options):
+        made.append(scorer_of(*names, **{"workers": 1, **options}))
+        return made[-1]
+
+    yield make
+    for scorer in made:
+        scorer.close()
+
+
+# --- built-in rewards ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("completion", "letter"),
+    [
+        ("B", "B"), ("(b)", "B"), ("b.", "B"), ("The answer is (B).", "B"), ("Answer: B", "B"),
+        ("The answer is **B**", "B"), ("so\n#### B", "B"), ("\\boxed{B}", "B"),
+        ("\\boxed{\\text{(B)}}", "B"), ("$\\boxed{\\text{B}}$", "B"), ("B) Paris", "B"),
+        ("Option B: it rains.", "B"), ("A or C?\nB. Paris", "B"),
+        ("The answer is B because C", "B"),
+        ("<think>A</think><answer> B </answer>", "B"), ("<answer>B</answer> \\boxed{A}", "B"),
+        ("The answer is A since 3 > 2", "A"), ("A dog barks.", None), ("I think so", None),
+        ("Because of it", None), ("", None), ("It is 5.", None), ("The answer is Bern", None),
+    ],
+)  # fmt: skip
+def test_choice_finds_the_letter_of_an_answer(completion, letter):
+    reward = get_reward("choice")
+    assert reward.extract(completion) == letter
+    for gold in ("B", "(B)", "b", "B. Paris", "so\n#### B"):
+        assert reward(completion, gold) == float(letter == "B")
+    assert reward(completion, ("C", "D")) == 0.0
+
+
+def test_a_gold_answer_that_is_no_letter_cannot_be_chosen():
+    scorer = Scorer("choice")
+    assert unwinnable(scorer, Problem("p", "C", 0)) is None
+    assert unwinnable(scorer, Problem("p", "Paris", 0)) == "gold answer 'Paris'"
+
+
+@pytest.mark.parametrize(
+    ("completion", "fits"),
+    [
+        ("<think>3+4\n=7</think>\n7", True), ("3+4=7</think> 7", True),  # the prompt had the tag
+        (" <think>x</think><answer>7</answer>", True), ("7", False), ("<think>x</think>  ", False),
+        ("<think>x</think>7<think>y</think>8", False), ("<think>x 7", False),
+        ("so <think>x</think> 7", False), ("<think></think> 7", False),
+    ],
+)  # fmt: skip
+def test_format_wants_thinking_and_then_an_answer(completion, fits):
+    assert scorer_of("format")(completion, PROBLEM) == Score(float(fits))
+
+
+def test_format_takes_a_pattern_of_ones_own():
+    scorer = scorer_of("format", pattern=r"\A#### -?\d+\Z")
+    values = [scorer(text, PROBLEM).value for text in ("#### 12", "so #### 12", "#### x")]
+    assert values == [1, 0, 0]
+    with pytest.raises(ValueError, match="rewards.pattern: expected a regular expression"):
+        RewardsSection(pattern="(")
+
+
+# --- several rewards -----------------------------------------------------------------------------
+
+
+def test_several_rewards_are_added_with_their_weights_and_known_apart():
+    scorer = scorer_of("exact", "format", "slow_rewards:right", weights=[1.0, 0.2, -2.0])
+    assert scorer.labels == ("exact", "format", "right")
+    good = scorer("<think>x</think>#### 7", PROBLEM)
+    assert good == Score(1.2, False, (1.0, 1.0, 0.0))
+    other = scorer("7", PROBLEM)
+    assert other == Score(-2.0, False, (0.0, 0.0, 1.0))
+    assert scorer.part_means([good, other]) == {"exact": 0.5, "format": 0.5, "right": 0.5}
+    assert scorer.described == "exact + 0.2 format + -2 slow_rewards:right"
+    assert scorer.built_in is get_reward("exact"), "whose gold answers are checked"
+
+
+def test_one_reward_has_its_own_figure_without_its_weight():
+    plain, weighted = scorer_of("exact"), scorer_of("exact", weights=[0.5])
+    for scorer, value in ((plain, 1.0), (weighted, 0.5)):
+        scores = [scorer(text, PROBLEM) for text in ("#### 7", "#### 8")]
+        assert [score.value for score in scores] == [value, 0.0]
+        assert scorer.part_means(scores) == {"exact": 0.5}
+
+
+def test_one_of_several_rewards_that_fails_counts_as_nothing(caplog):
+    scorer = scorer_of("slow_rewards:raises", "slow_rewards:right")
+    assert scorer("7", PROBLEM).value == 2.0
+    found = scorer("7", Problem("p", "", 0))
+    assert found == Score(0.0, True, (0.0, 0.0)) and scorer.failures == 1
+    assert (
+        "reward 'slow_rewards:raises' raised ZeroDivisionError at slow_rewards.py:" in caplog.text
+    )
+
+
+def test_rewards_of_one_name_are_told_apart_by_their_modules():
+    names = ("slow_rewards:right", "odd_rewards:breaks", "tiny_run:coin", "odd_rewards:coin")
+    assert Scorer(names).labels == ("right", "breaks", "tiny_run.coin", "odd_rewards.coin")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["reward=[exact,exact]"], "reward: expected one or several different rewards"),
+        (["reward=[]"], "reward: expected one or several different rewards"),
+        (["reward=[auto,exact]"], "unknown reward 'auto'"),
+        (["reward=[exact,best]"], "unknown reward 'best'"),
+        (["reward=[exact,format]", "rewards.weights=[1]"], "rewards.weights: expected 2 numbers"),
+        (["reward=exact", "rewards.weights=[1,2]"], "rewards.weights: expected 1 numbers"),
+        (["rewards.timeout=0", "rewards.workers=1"], "rewards.timeout: expected seconds above 0"),
+        (["rewards.workers=-1"], "rewards.workers: expected at least 0"),
+        (["reward=exact", "rewards.timeout=3"], "rewards.timeout=3.0 changes nothing"),
+        (["reward=number", "rewards.pattern=x"], "rewards.pattern=x changes nothing"),
+        (["reward=[a:b]", "data.path=x", "data.unwinnable=drop"], "changes nothing"),
+    ],
+)
+def test_settings_of_rewards_that_make_no_sense_are_refused(settings, said, capsys):
+    with pytest.raises(SystemExit):
+        parse_config(RLConfig, settings)
+    assert said in capsys.readouterr().err
+
+
+# --- forms ---------------------------------------------------------------------------------------
+
+
+def scored(scorer, texts, problem=PROBLEM):
+    scoring = scorer.begin(problem)
+    for place, text in enumerate(texts):
+        scoring.add(place, text, SampleFacts(place, [5] * len(text), "stop"))
+    return [score for _, score in sorted(scoring.scores().items())]
+
+
+def test_a_reward_sees_every_column_by_name():
+    assert scorer_of("slow_rewards:takes_all")("x", PROBLEM).value == 5.0
+
+
+def test_a_reward_sees_the_sample():
+    scorer = scorer_of("slow_rewards:counts_tokens")
+    scorer.check(PROBLEM)
+    assert [score.value for score in scored(scorer, ["ab", "a"])] == [2.0, 101.0]
+    assert scorer("", PROBLEM, SampleFacts(0, [1, 2, 3], "length")).value == 1003.0
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_function_of_batch_form_gets_the_completions_of_a_group(workers, in_workers):
+    scorer = in_workers("slow_rewards:ranks", workers=workers)
+    scorer.check(PROBLEM)
+    assert scorer.is_batch
+    assert [s.value for s in scored(scorer, ["aaa", "a", "aa"])] == [2.0, 0.0, 1.0]
+
+
+def test_what_batch_form_returns_is_checked_for_each_completion(caplog):
+    found = scored(scorer_of("slow_rewards:some_fail"), ["none", "x"])
+    assert found == [Score(0.0, True), Score(2.0)]
+    assert "returned None" in caplog.text
+    assert all(s.failed for s in scored(scorer_of("slow_rewards:too_few"), ["a", "b"]))
+    assert "returned 1 values (list)" in caplog.text and "a list of 2 numbers" in caplog.text
+
+
+def test_batch_form_asks_for_columns_like_any_other():
+    with pytest.raises(ValueError, match="asks for level"):
+        scorer_of("slow_rewards:ranks").check(Problem("p", "7", 0))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_asynchronous_rewards_of_a_group_run_at_once(workers, in_workers):
+    scorer = in_workers("slow_rewards:waits", workers=workers)
+    scored(scorer, ["0"])  # the process has started
+    started = time.perf_counter()
+    assert [s.value for s in scored(scorer, ["0.5"] * 8)] == [1.0] * 8
+    assert time.perf_counter() - started < 3.0, "one after the other would take 4 s"
+    both = in_workers("slow_rewards:waits_for_all", workers=workers)
+    assert [s.value for s in scored(both, ["a", "b", "c"])] == [3.0] * 3
+
+
+def test_an_asynchronous_reward_that_is_late_fails_alone():
+    call = RewardCall("own", slow_rewards.waits)
+    rows = [{"answer": "7", "prompt": "p"}] * 3
+    first, late, last = call(["0", "60", "0.01"], rows, seconds=1.0)
+    assert (first, last) == (1.0, 1.0)
+    assert isinstance(late, Failed) and late.timed_out
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+
+def is_running(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until(condition, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+def test_a_reward_that_hangs_is_ended_counted_and_its_process_replaced(in_workers, caplog):
+    scorer = in_workers("slow_rewards:hangs", "slow_rewards:pid", timeout=1.0)
+    assert scorer("fine", PROBLEM).parts[0] == 1.0
+    [first] = scorer._workers.pids()
+    started = time.perf_counter()
+    found = scored(scorer, ["fine", "hang", "also fine"])
+    assert [(s.parts[0], s.failed) for s in found] == [(1, False), (0, True), (1, False)]
+    assert time.perf_counter() - started < 60
+    assert all(s.parts[1] > 0 for s in found), "the other reward of that completion counts"
+    [second] = scorer._workers.pids()
+    assert first != second and not is_running(first) and is_running(second)
+    assert "took longer than 1 s per completion for the row rows.jsonl:1" in caplog.text
+    said = scorer.metrics()
+    assert said["reward/timed_out"] == 1.0 and said["time/reward"] >= 1.0
+    assert scorer.metrics()["reward/timed_out"] == 0.0, "figures are of one step"
+    scorer.close()
+    assert wait_until(lambda: not is_running(second))
+
+
+def test_a_reward_that_ends_its_process_fails_and_the_next_runs(in_workers, capfd, caplog):
+    scorer = in_workers("slow_rewards:dies")
+    assert [s.failed for s in scored(scorer, ["x", "die", "x"])] == [False, True, False]
+    assert "ended its process for the row" in caplog.text and "exit status 7" in caplog.text
+    assert "what a reward prints" not in capfd.readouterr().out
+
+
+def test_rewards_run_in_other_processes_at_the_same_time(in_workers):
+    scorer = in_workers("slow_rewards:sleeps", "slow_rewards:pid", workers=2)
+    scored(scorer, ["0.2", "0.2"])  # both have started
+    found = scored(scorer, ["0.5"] * 4)
+    pids = {score.parts[1] for score in found}
+    assert os.getpid() not in pids and len(scorer._workers.pids()) == 2
+    assert scorer.metrics()["time/reward"] > 2.0 > 0.0
+
+
+def test_nothing_waits_for_a_reward_in_a_worker_until_its_value_is_wanted(in_workers):
+    scorer = in_workers("slow_rewards:sleeps")
+    scored(scorer, ["0"])  # the process has started
+    scorer.metrics()
+    scoring = scorer.begin(PROBLEM)
+    scoring.add(0, "0.5", None)
+    assert scoring.futures(), "it is still computed"
+    assert wait_until(lambda: not scoring.futures())
+    assert scoring.scores() == {0: Score(1.0)}
+    found = scorer.metrics()
+    assert found["time/reward"] >= 0.5 and found["time/reward_wait"] < 0.1
+    here = scorer_of("slow_rewards:sleeps")
+    here("0.2", PROBLEM)
+    assert here.metrics()["time/reward_wait"] >= 0.2, "in this process the rollout waits"
+
+
+def test_answers_are_compared_in_the_worker_without_a_further_process(in_workers):
+    scorer = in_workers("math_verify", timeout=60.0)
+    problem = Problem("p", r"\frac{1}{2}+\sqrt{2}", 0)
+    assert scorer(r"\boxed{\sqrt{2}+\frac12}", problem) == Score(1.0)
+    assert scorer(r"\boxed{\sqrt{3}}", problem) == Score(0.0)
+    [pid] = scorer._workers.pids()
+    assert not Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+@pytest.mark.parametrize(
+    ("names", "workers"),
+    [
+        (["exact"], 0), (["number", "choice", "format"], 0), (["math_verify"], None),
+        (["exact", "slow_rewards:right"], None),
+    ],
+)  # fmt: skip
+def test_what_takes_no_time_runs_in_this_process(names, workers):
+    scorer = Scorer(names, options=RewardsSection())
+    assert scorer.workers == workers if workers == 0 else scorer.workers > 0
+    slow = Scorer(["format"], options=RewardsSection(pattern="(a|a)*b"))
+    assert slow.workers > 0, "a pattern of one's own may take any time"
+
+
+def test_a_worker_that_cannot_start_ends_the_run(in_workers, monkeypatch):
+    scorer = in_workers("slow_rewards:right")
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if not p.endswith("tests")])
+    with pytest.raises(WorkerError, match="cannot be started: .*rewards.workers=0"):
+        scorer("7", PROBLEM)
+
+
+PROGRAM = """
+import sys, time
+from train.schema import RewardsSection
+from train.scoring import Scorer
+from train.tasks.layout import Problem
+
+if __name__ == "__main__":
+    scorer = Scorer("slow_rewards:hangs", options=RewardsSection(workers=1, timeout=600.0))
+    problem = Problem("p", "7", 0)
+    scorer("fine", problem)
+    print(*scorer._workers.pids(), flush=True)
+    if sys.argv[1] == "end":
+        sys.exit(0)
+    scoring = scorer.begin(problem)
+    scoring.add(0, "hang", None)
+    print("hangs", flush=True)
+    scoring.scores()
+"""
+
+
+@pytest.mark.parametrize("how", ["SIGINT", "SIGKILL", "SIGTERM", "end"])
+def test_no_process_is_left_however_the_program_ends(how, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(PROGRAM))
+    tests = Path(slow_rewards.__file__).parent
+    environment = {**os.environ, "PYTHONPATH": f"{tests.parent}:{tests}"}
+    with subprocess.Popen(
+        [sys.executable, program, how], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        env=environment, start_new_session=True,
+    ) as process:  # fmt: skip
+        pid = int(process.stdout.readline())
+        if how != "end":
+            assert process.stdout.readline() == b"hangs\n"
+            time.sleep(0.5)
+            process.send_signal(getattr(signal, how))
+        process.wait(60)
+    assert wait_until(lambda: not is_running(pid)), "the worker hangs on"
+
+
+# --- rollouts ------------------------------------------------------------------------------------
+
+
+@given(worlds(), rules(), st.booleans(), st.integers(1, 3), st.integers(1, 9), st.integers(1, 5))
+@settings(max_examples=60, deadline=None)
+def test_when_rewards_become_known_changes_nothing_that_is_selected_or_carried(
+    world, rule, partial, seed, slots, late
+):
+    expected, _ = run_steps(world, rule, partial, 0, 50)
+    assert run_steps(world, rule, partial, seed, slots, late=late)[0] == expected
+
+
+@pytest.fixture(scope="module")
+def programs():
+    with tiny_run.shared_programs():
+        yield
+
+
+def run(model, out, **changes):
+    plain = {"draft.mode": "none", "rollout.strategy": "off", "checkpoint.export": "false"}
+    rl.main(tiny_run.arguments(model, out, **plain, **changes))
+    return read_metrics(out)
+
+
+REWARDS = {
+    "reward": "[slow_rewards:chars, slow_rewards:lengths, slow_rewards:slow_coin]",
+    "rewards.weights": "[0.0, 0.5, 1.0]",
+    "eval.problems": 4,
+}
+
+
+def test_a_run_gives_the_same_rewards_in_workers_and_logs_each(programs, thin_policy, tmp_path):
+    here = run(thin_policy, tmp_path / "here", **REWARDS)
+    there = run(thin_policy, tmp_path / "there", **REWARDS | {"rewards.workers": 2})
+    names = [f"reward/{name}" for name in ("chars", "lengths", "slow_coin")]
+    steps = [[r for r in records if r["step"] > 0] for records in (here, there)]
+    assert len(steps[0]) == 2
+    for one, other in zip(*steps, strict=True):
+        for name in ("rollout/tokens_sha", "rollout/reward", "train/loss", *names):
+            assert one[name] == other[name], name
+        chars, lengths, coin = (one[name] for name in names)
+        assert one["rollout/reward"] == pytest.approx(0.5 * lengths + coin)
+        assert chars > 0 and one["reward/failed"] == one["reward/timed_out"] == 0
+        assert one["time/reward"] > 0 and other["time/reward"] > 0
+    assert any("eval/reward/slow_coin" in record for record in there)
+
+
+def test_a_run_goes_on_when_a_reward_hangs(programs, thin_policy, tmp_path, caplog):
+    changes = {"reward": "slow_rewards:sometimes_hangs", "rewards.workers": 1, "steps": 1}
+    changes |= {"rewards.timeout": 0.5, "max_failed_rewards": 1.0, "rollout.n": 2}
+    (step,) = (r for r in run(thin_policy, tmp_path / "run", **changes) if r["step"] > 0)
+    assert 0 < step["reward/timed_out"] == step["reward/failed"] < 8
+    assert "took longer than 0.5 s per completion" in caplog.text
+
+
+def test_a_run_is_not_resumed_with_other_weights_of_rewards(
+    programs, thin_policy, tmp_path, capsys
+):
+    changes = {**REWARDS, "steps": 1, "eval.problems": 0}
+    run(thin_policy, tmp_path / "run", **changes)
+    argv = tiny_run.arguments(thin_policy, tmp_path / "run", **changes | {"steps": 2})
+    argv += ["draft.mode=none", "rollout.strategy=off", "--resume"]
+    with pytest.raises(SystemExit) as ended:
+        rl.main([*argv, "rewards.weights=[1.0, 0.5, 1.0]"])
+    assert "other settings of rewards" in f"{ended.value}{capsys.readouterr().err}"
+    rl.main([*argv, "rewards.workers=1", "rewards.timeout=60.0"])
+    assert read_metrics(tmp_path / "run")[-1]["step"] == 2

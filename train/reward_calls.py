@@ -1,0 +1,282 @@
+"""How a reward function is called, and what it returned, in this process or in a worker's.
+
+A function has one of these forms, told apart by the names of its parameters:
+
+    reward(completion, answer) -> float             one completion at a time
+    reward(completion, **columns) -> float
+    reward(completions, **columns) -> [float]       batch form, as in TRL: every column is a list
+
+Each may be `async def`; then the completions that are scored together run at once. This module
+imports nothing that takes time, for every worker imports it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import numbers
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from specjax.error_text import shortened
+
+BATCH = "completions"  # the parameter that makes a function one of batch form
+Columns = Mapping[str, Any]
+
+
+class Failed(NamedTuple):
+    """What a reward did instead of returning a finite number.
+
+    Attributes:
+      what: what it did.
+      more: the error, or what was expected.
+      timed_out: whether it took longer than its time limit.
+    """
+
+    what: str
+    more: str
+    timed_out: bool = False
+
+
+Outcome = float | Failed
+
+
+def took_too_long(seconds: float) -> Failed:
+    """The outcome of a reward that was ended at its time limit."""
+    return Failed(
+        f"took longer than {seconds:g} s per completion",
+        "it was ended (rewards.timeout raises the limit)",
+        timed_out=True,
+    )
+
+
+class RewardCall:
+    """A reward function with the form in which it is called.
+
+    Args:
+      name: name of the reward in messages.
+      function: the function.
+
+    Attributes:
+      batch: whether it is given lists.
+      together: whether completions of a group are better scored by one call: it is of batch form,
+        or asynchronous.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any]):
+        self.name, self.function = name, function
+        self._second, self._required, self._takes = _parameters(function)
+        self.batch = BATCH in _names(function)
+        either = function, type(function).__call__
+        self.is_async = any(map(inspect.iscoroutinefunction, either))
+        self.together = self.batch or self.is_async
+        if self.batch:
+            self._second, self._required, self._takes = _batch_parameters(function)
+
+    def check(self, have: Collection[str]) -> None:
+        """Checks that there is a column for every parameter without a default.
+
+        Raises:
+          ValueError: a parameter has no column; the message names both.
+        """
+        missing = [name for name in self._required if name not in have]
+        if missing:
+            raise ValueError(
+                f"reward {self.name!r} asks for {', '.join(missing)}, and the columns that it can "
+                f"have are {', '.join(have)}; name its parameters after columns, or give them "
+                "defaults"
+            )
+
+    def asks_for(self, column: str) -> bool:
+        """Whether the function gets a column of this name, if there is one."""
+        return self._takes is None or column == self._second or column in self._takes
+
+    def wanted(self, columns: Columns) -> dict[str, Any]:
+        """The columns that the function may have, and the answer."""
+        own = {name: value for name, value in columns.items() if self.asks_for(name)}
+        always = ("answer", "prompt") if self.batch else ("answer",)
+        return {**own, **{name: columns[name] for name in always}}
+
+    def __call__(
+        self, completions: Sequence[str], rows: Sequence[Columns], seconds: float | None = None
+    ) -> list[Outcome]:
+        """Calls the function for completions, each with the columns of its row.
+
+        Args:
+          seconds: time limit of a completion, for an asynchronous function alone; others are ended
+            from outside (`train.reward_workers`).
+        """
+        if self.is_async:
+            return asyncio.run(self._gather(completions, rows, seconds))
+        if self.batch:
+            try:
+                values = self.function(**self._lists(completions, rows))
+            except Exception as error:  # a user's function may raise anything; the run goes on
+                return [self._raised(error)] * len(completions)
+            return self._outcomes(values, len(completions))
+        return [self._one(*pair) for pair in zip(completions, rows, strict=True)]
+
+    def _one(self, completion: str, columns: Columns) -> Outcome:
+        try:
+            args, named = self._arguments(completion, columns)
+            return _outcome(self.function(*args, **named))
+        except Exception as error:  # a user's function may raise anything; the run goes on
+            return self._raised(error)
+
+    def _arguments(self, completion: str, columns: Columns) -> tuple[list[Any], dict[str, Any]]:
+        args, named = [completion], dict(columns)
+        if self._second is not None:
+            args.append(named.pop(self._second, columns["answer"]))
+        if self._takes is not None:
+            named = {name: named[name] for name in self._takes if name in named}
+        return args, named
+
+    def _lists(self, completions: Sequence[str], rows: Sequence[Columns]) -> dict[str, list]:
+        """The arguments of batch form: every column as a list."""
+        every = dict.fromkeys(name for row in rows for name in row)
+        found = {name: [row.get(name) for row in rows] for name in every}
+        found |= {BATCH: list(completions), "prompts": found.get("prompt", [])}
+        if self._takes is not None:
+            found = {name: found[name] for name in self._takes if name in found}
+        return found
+
+    def _outcomes(self, values: Any, count: int) -> list[Outcome]:
+        """The outcomes of batch form, one for each completion."""
+        try:
+            found = list(values)
+        except TypeError:
+            found = None
+        if found is None or len(found) != count or isinstance(values, (str, Mapping)):
+            what = "no list" if found is None else f"{len(found)} values"
+            more = f"expected a list of {count} numbers, one for each completion"
+            return [Failed(f"returned {what} ({type(values).__name__})", more)] * count
+        return [_outcome(value) for value in found]
+
+    async def _gather(
+        self, completions: Sequence[str], rows: Sequence[Columns], seconds: float | None
+    ) -> list[Outcome]:
+        count = len(completions)
+        if self.batch:
+            calls = [self.function(**self._lists(completions, rows))]
+            seconds = None if seconds is None else seconds * count
+        else:
+            pairs = map(self._arguments, completions, rows)
+            calls = [self.function(*args, **named) for args, named in pairs]
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        _, late = await asyncio.wait(tasks, timeout=seconds)
+        for task in late:
+            task.cancel()
+        found: list[Outcome] = []
+        for task in tasks:
+            each = count if self.batch else 1
+            if task in late:
+                found += [took_too_long(seconds / each)] * each
+            elif isinstance(error := task.exception(), Exception):
+                found += [self._raised(error)] * each
+            elif error is not None:
+                raise error
+            else:
+                value = task.result()
+                found += self._outcomes(value, count) if self.batch else [_outcome(value)]
+        return found
+
+    def _raised(self, error: BaseException) -> Failed:
+        where = _line_of(error, self.function)
+        more = shortened(" ".join(str(error).split()))
+        return Failed(f"raised {type(error).__name__}{where}", more)
+
+
+def _outcome(value: Any) -> Outcome:
+    found = as_number(value)
+    if found is not None:
+        return found
+    text = repr(value)
+    text = text if len(text) <= 80 else f"{text[:77]}..."
+    what = f"returned {text} ({type(value).__name__})"
+    return Failed(what, "expected a finite number (return float(...))")
+
+
+def as_number(value: Any) -> float | None:
+    """A finite number of Python, numpy or jax as float; None for anything else, also for a bool."""
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, (numbers.Real, Decimal)):
+        return None
+    try:
+        found = float(value)
+    except OverflowError:
+        return None
+    return found if math.isfinite(found) else None
+
+
+def _names(function: Callable[..., Any]) -> list[str]:
+    """The names of all parameters; none of a function that is written in C."""
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+def _parameters(reward: Callable[..., Any]) -> tuple[str | None, list[str], list[str] | None]:
+    """The parameters of a reward after the completion.
+
+    Returns:
+      (second, required, all). second is the name of the second parameter, which gets the answer if
+      no column has that name; None without one. required has the names of further parameters
+      without a default. all has the names of all further parameters; None if it takes any.
+    """
+    kinds = inspect.Parameter
+    try:
+        rest = list(inspect.signature(reward).parameters.values())
+    except (TypeError, ValueError):  # written in C: called by position
+        return "answer", [], []
+    if rest and rest[0].kind is not kinds.VAR_POSITIONAL:
+        rest = rest[1:]
+    second = None
+    if rest and rest[0].kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD):
+        second, *rest = (rest[0].name, *rest[1:])
+    elif rest and rest[0].kind is kinds.VAR_POSITIONAL:
+        second = "answer"
+    named, takes_any = _named(rest)
+    required = [p.name for p in named if p.default is kinds.empty]
+    return second, required, None if takes_any else [p.name for p in named]
+
+
+def _batch_parameters(reward: Callable[..., Any]) -> tuple[None, list[str], list[str] | None]:
+    """As `_parameters`, of a function of batch form, whose arguments are given by name."""
+    named, takes_any = _named(list(inspect.signature(reward).parameters.values()))
+    always = (BATCH, "prompts")
+    required = [p.name for p in named if p.default is p.empty and p.name not in always]
+    return None, required, None if takes_any else [p.name for p in named]
+
+
+def _named(parameters: Sequence[inspect.Parameter]) -> tuple[list[inspect.Parameter], bool]:
+    """The parameters that can be given by name, and whether any other name is taken, too."""
+    kinds = inspect.Parameter
+    by_name = (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
+    any_name = any(p.kind is kinds.VAR_KEYWORD for p in parameters)
+    return [p for p in parameters if p.kind in by_name], any_name
+
+
+def _line_of(error: BaseException, reward: Callable[..., Any]) -> str:
+    """The place where a reward raised, as ` at module.py:LINE`; "" if unknown.
+
+    It is the innermost frame of the user's own code, in or below the directory of the reward.
+    """
+    inner = inspect.unwrap(reward)
+    code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
+    folder = Path(code.co_filename).parent if code is not None else None
+    packages = {"site-packages", "dist-packages"}
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if folder is not None
+        and frame.filename != __file__
+        and folder in Path(frame.filename).parents
+        and not packages & set(Path(frame.filename).relative_to(folder).parts)
+    ]
+    return f" at {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""

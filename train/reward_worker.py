@@ -1,0 +1,84 @@
+"""The worker process that `train.reward_workers` starts: it calls rewards, one request at a time.
+
+A request is (number of the reward, completions, columns of each), and its answer is (outcomes,
+seconds in the function). Both travel as pickles; the functions do not: the worker imports them by
+their names. It imports no jax, unless a reward does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+from train.children import die_with_parent
+from train.reward_calls import RewardCall
+from train.rewards import compare_in_this_process, get_reward
+
+
+class Setup(NamedTuple):
+    """The first message to a worker.
+
+    Attributes:
+      names: names of the rewards.
+      pattern: regular expression of the reward `format`.
+      seconds: time limit of a completion.
+    """
+
+    names: tuple[str, ...]
+    pattern: str
+    seconds: float
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Serves requests until the parent closes the connection, or ends.
+
+    Args:
+      descriptor: file descriptor of the connection.
+      parent: process id of the parent.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
+    die_with_parent(parent)
+    connection = Connection(descriptor)
+    setup: Setup = connection.recv()
+    try:
+        calls = _load(setup)
+    except Exception:
+        connection.send(traceback.format_exc())
+        return
+    connection.send(None)
+    requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, requests), daemon=True).start()
+    while True:
+        index, completions, rows = requests.get()
+        started = time.perf_counter()
+        outcomes = calls[index](completions, rows, setup.seconds)
+        connection.send((outcomes, time.perf_counter() - started))
+
+
+def _load(setup: Setup) -> list[RewardCall]:
+    calls = [RewardCall(name, get_reward(name, setup.pattern)) for name in setup.names]
+    if "math_verify" in setup.names:
+        # The library warns in every call that its timeouts are off; the parent has one.
+        for name in ("math_verify", "latex2sympy2_extended"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        compare_in_this_process()
+    if "reasoning_gym" in setup.names:
+        importlib.import_module("reasoning_gym")  # which takes seconds
+    return calls
+
+
+def _receive(connection: Connection, requests: queue.SimpleQueue) -> None:
+    """Reads requests in a thread, so that the end of the parent ends a reward that hangs."""
+    try:
+        while True:
+            requests.put(connection.recv())
+    except (EOFError, OSError):
+        os._exit(0)

@@ -1,0 +1,196 @@
+"""Worker processes in which rewards run, each with a time limit per completion.
+
+A reward that hangs is ended with its process, and the process is replaced: no signal interrupts a
+regular expression or a product of large integers. A thread per worker waits for its answers, so
+that the engine's thread waits for none.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from train.reward_calls import Failed, Outcome, took_too_long
+from train.reward_worker import Setup
+
+_START_SECONDS = 120.0  # imports take seconds on a busy machine
+_MARGIN = 1.0  # seconds by which an asynchronous reward, which has the limit itself, may be late
+_CODE = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from train.reward_worker import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+)
+
+
+class WorkerError(RuntimeError):
+    """A worker process cannot be started."""
+
+
+class Answer(NamedTuple):
+    """The outcomes of a call, one for each completion, and the seconds that it took."""
+
+    outcomes: list[Outcome]
+    seconds: float
+
+
+class Workers:
+    """Processes that call rewards; each starts with the first call that it gets.
+
+    Args:
+      setup: names of the rewards, their options and the time limit.
+      count: number of processes.
+
+    Attributes:
+      replaced: number of processes that were ended, or ended themselves, in a call so far.
+    """
+
+    def __init__(self, setup: Setup, count: int):
+        self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._threads = [_Worker(setup, self._tasks) for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+        self._close = weakref.finalize(self, _end, self._threads, self._tasks)  # at exit, too
+
+    @property
+    def replaced(self) -> int:
+        return sum(thread.replaced for thread in self._threads)
+
+    def pids(self) -> list[int]:
+        """The process ids of the workers that run."""
+        return [thread.process.pid for thread in self._threads if thread.process is not None]
+
+    def submit(
+        self,
+        index: int,
+        completions: Sequence[str],
+        rows: Sequence[Mapping[str, Any]],
+        margin: bool = False,
+    ) -> Future[Answer]:
+        """Has a worker call the reward of that number; returns at once.
+
+        Args:
+          index: number of the reward.
+          completions: texts to score.
+          rows: columns of the row of each completion.
+          margin: whether the reward watches the time limit itself, and is ended only if it is late.
+        """
+        future: Future[Answer] = Future()
+        self._tasks.put((future, index, list(completions), list(rows), margin))
+        return future
+
+    def close(self) -> None:
+        """Ends all processes, also those that hang."""
+        self._close()
+
+
+def _end(threads: Sequence[_Worker], tasks: queue.SimpleQueue) -> None:
+    for thread in threads:
+        thread.close()
+        tasks.put(None)
+
+
+class _Worker(threading.Thread):
+    """The thread that starts a worker process, sends it calls, and ends it when it is late.
+
+    Attributes:
+      process: the process; None while there is none.
+      replaced: number of processes that ended in a call.
+    """
+
+    def __init__(self, setup: Setup, tasks: queue.SimpleQueue):
+        super().__init__(daemon=True, name="reward")
+        self._setup, self._tasks = setup, tasks
+        self._lock, self._closed = threading.Lock(), False
+        self.process: subprocess.Popen | None = None
+        self._connection: Any = None
+        self.replaced = 0
+
+    def run(self) -> None:
+        # The kernel ends a child with the thread that started it (`die_with_parent`): this one
+        # starts all processes of its worker, and lives as long as they may.
+        while (task := self._tasks.get()) is not None:
+            future, *call = task
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(self._ask(*call))
+            except Exception as error:
+                future.set_exception(error)
+
+    def _ask(
+        self,
+        index: int,
+        completions: list[str],
+        rows: list[Mapping[str, Any]],
+        margin: bool,
+    ) -> Answer:
+        if self.process is None:
+            self._start()
+        seconds, started = self._setup.seconds, time.perf_counter()
+        limit = seconds * len(completions) + _MARGIN * margin
+        try:
+            self._connection.send((index, completions, rows))
+            if self._connection.poll(limit):
+                return Answer(*self._connection.recv())
+            failed = took_too_long(seconds)
+        except (EOFError, OSError):
+            status = self.process.wait()
+            failed = Failed("ended its process", f"exit status {status}; a new one was started")
+        self._kill()
+        self.replaced += 1
+        return Answer([failed] * len(completions), time.perf_counter() - started)
+
+    def _start(self) -> None:
+        own, childs = multiprocessing.Pipe()
+        with self._lock:
+            if self._closed:
+                raise WorkerError("the rewards' processes were closed")
+            path = json.dumps([str(entry) for entry in sys.path])
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _CODE, path, str(childs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what a reward prints is no output of the program
+                pass_fds=[childs.fileno()],
+                # A reward that uses jax must not take the memory of the accelerator.
+                env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            )
+        childs.close()
+        self._connection = own
+        said: Any = f"it did not begin within {_START_SECONDS:.0f} s"
+        try:
+            own.send(self._setup)
+            if own.poll(_START_SECONDS):
+                said = own.recv()
+        except (EOFError, OSError):
+            said = f"it ended with status {self.process.wait()}"
+        if said is not None:
+            self._kill()
+            reason = str(said).strip().splitlines()[-1]
+            raise WorkerError(
+                f"a process for reward={', '.join(self._setup.names)} cannot be started: {reason}; "
+                "a worker imports the reward by its name, with this process's sys.path: mend it, "
+                "or set rewards.workers=0 to call it in this process, without a time limit"
+            )
+
+    def _kill(self) -> None:
+        process, self.process = self.process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            self._connection.close()
+
+    def close(self) -> None:
+        """Ends the process, from any thread; its call, if it runs one, fails."""
+        with self._lock:
+            self._closed = True
+            if self.process is not None:
+                self.process.kill()
