@@ -175,6 +175,8 @@ class RewardCall:
             each = count if self.batch else 1
             if task in late:
                 found += [took_too_long(seconds / each)] * each
+            elif task.cancelled():  # by itself
+                found += [Failed("was cancelled", "expected a finite number")] * each
             elif isinstance(error := task.exception(), Exception):
                 found += [self._raised(error)] * each
             elif error is not None:

@@ -70,12 +70,6 @@ _DATA = (
         "one of them",
     ),
     Needs(
-        ("data.dataset", "data.dataset_args"),
-        lambda v: v["data.task"] == "reasoning_gym",
-        "it is of reasoning-gym, and [data.task] is another task; set data.task=reasoning_gym, or "
-        "leave it out",
-    ),
-    Needs(
         ("data.min_terms", "data.max_terms", "data.max_number"),
         _generates_sums,
         "it shapes the sums that data.task=sums generates, and [data.path] is trained on; leave "
@@ -174,6 +168,12 @@ def _may_use_workers(v: Values) -> bool:
 
 RL_RULES = (
     *_DATA,
+    Needs(
+        ("data.dataset", "data.dataset_args"),
+        lambda v: v["data.task"] == "reasoning_gym",
+        "it is of reasoning-gym, and [data.task] is another task; set data.task=reasoning_gym, or "
+        "leave it out",
+    ),
     Needs(
         ("rewards.pattern",),
         lambda v: "format" in _rewards(v),

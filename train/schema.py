@@ -483,6 +483,13 @@ class RLConfig:
         "algo.loss_agg_mode": "algo.loss_aggregation",
         "algo.clip_ratio_low": "algo.clip_ratio",
         "algo.importance_sampling_level": "algo.objective",
+        "data.train_files": "data.path",
+        "data.val_files": "data.heldout_path",
+        "data.drop_duplicates": "data.duplicates",
+        "data.filter_overlong_prompts": "data.overlong_prompts",
+        "data.apply_chat_template_kwargs": "data.chat_template_kwargs",
+        "reward_funcs": "reward",
+        "reward_weights": "rewards.weights",
     }
     # `algo=dapo` is short for a preset; `algo={...}` is the section.
     aliases: ClassVar[dict[str, str]] = {"algo": "algo.preset"}

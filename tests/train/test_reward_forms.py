@@ -1,5 +1,6 @@
 """Several rewards, their forms, their worker processes and time limits."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -158,6 +159,21 @@ def test_settings_of_rewards_that_make_no_sense_are_refused(settings, said, caps
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("data.train_files=x", "data.path"), ("data.val_files=x", "data.heldout_path"),
+        ("data.drop_duplicates=true", "data.duplicates"),
+        ("data.apply_chat_template_kwargs={a: 1}", "data.chat_template_kwargs"),
+        ("reward_funcs=x", "reward"), ("reward_weights=[1]", "rewards.weights"),
+    ],
+)  # fmt: skip
+def test_names_of_other_frameworks_lead_to_ours(theirs, ours, capsys):
+    with pytest.raises(SystemExit):
+        parse_config(RLConfig, [theirs])
+    assert f"did you mean '{ours}'?" in capsys.readouterr().err
+
+
 # --- forms ---------------------------------------------------------------------------------------
 
 
@@ -209,6 +225,14 @@ def test_asynchronous_rewards_of_a_group_run_at_once(workers, in_workers):
     assert time.perf_counter() - started < 3.0, "one after the other would take 4 s"
     both = in_workers("slow_rewards:waits_for_all", workers=workers)
     assert [s.value for s in scored(both, ["a", "b", "c"])] == [3.0] * 3
+
+
+def test_an_asynchronous_reward_that_cancels_itself_fails():
+    async def cancels(completion, answer):
+        raise asyncio.CancelledError
+
+    [found] = RewardCall("own", cancels)([""], [{"answer": "7"}])
+    assert isinstance(found, Failed) and found.what == "was cancelled"
 
 
 def test_an_asynchronous_reward_that_is_late_fails_alone():
@@ -319,13 +343,17 @@ def test_a_worker_that_cannot_start_ends_the_run(in_workers, monkeypatch):
 
 
 PROGRAM = """
-import sys, time
-from train.schema import RewardsSection
+import sys
+from types import SimpleNamespace
+
+from train.rewards import THINKS_FIRST
 from train.scoring import Scorer
 from train.tasks.layout import Problem
 
 if __name__ == "__main__":
-    scorer = Scorer("slow_rewards:hangs", options=RewardsSection(workers=1, timeout=600.0))
+    options = SimpleNamespace(weights=None, workers=1, timeout=600.0, pattern=THINKS_FIRST)
+    scorer = Scorer("slow_rewards:hangs", options=options)
+    assert "jax" not in sys.modules, "a worker, which imports less, must not import it"
     problem = Problem("p", "7", 0)
     scorer("fine", problem)
     print(*scorer._workers.pids(), flush=True)
