@@ -403,9 +403,11 @@ def programs():
         yield
 
 
+PLAIN = {"draft.mode": "none", "rollout.strategy": "off", "checkpoint.export": "false"}
+
+
 def run(model, out, **changes):
-    plain = {"draft.mode": "none", "rollout.strategy": "off", "checkpoint.export": "false"}
-    rl.main(tiny_run.arguments(model, out, **plain, **changes))
+    rl.main(tiny_run.arguments(model, out, **PLAIN, **changes))
     return read_metrics(out)
 
 
@@ -445,8 +447,8 @@ def test_a_run_is_not_resumed_with_other_weights_of_rewards(
 ):
     changes = {**REWARDS, "steps": 1, "eval.problems": 0}
     run(thin_policy, tmp_path / "run", **changes)
-    argv = tiny_run.arguments(thin_policy, tmp_path / "run", **changes | {"steps": 2})
-    argv += ["draft.mode=none", "rollout.strategy=off", "--resume"]
+    more = {**PLAIN, **changes, "steps": 2}
+    argv = [*tiny_run.arguments(thin_policy, tmp_path / "run", **more), "--resume"]
     with pytest.raises(SystemExit) as ended:
         rl.main([*argv, "rewards.weights=[1.0, 0.5, 1.0]"])
     assert "other settings of rewards" in f"{ended.value}{capsys.readouterr().err}"
