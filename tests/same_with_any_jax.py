@@ -52,7 +52,7 @@ LEFT_OUT = {
         test_telemetry
     """,
     "statistics of accept rules, which decode/ compares with references, and broken rules": """
-        engine/test_chi_square engine/test_chi_square_sources engine/test_mutations
+        engine/test_chi_square engine/test_mutations
     """,
 }
 

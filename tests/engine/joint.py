@@ -29,15 +29,17 @@ CELLS = (VOCAB + 1) ** TOKENS  # VOCAB stands for "ended before"
 
 
 @functools.cache
-def pair(seed: int, sure: float = 1.0, spread: float = 0.2):
+def pair(seed: int, sure: float = 1.0, spread: float = 0.2, modules: int = 1):
     """A policy of five tokens and a head that has nothing to do with it.
 
     Args:
       sure: scales the head's logits: how sure it is of itself.
+      modules: number of modules of the head; the policy is the same.
     """
-    cfg = tiny_config(VOCAB, tied=True, eos_token_ids=(EOS,))
+    cfg = tiny_config(VOCAB, mtp=modules, tied=True, eos_token_ids=(EOS,))
     cfg, params, head = tiny_model(cfg, seed=seed, factor=15.0, embed_std=spread)
-    head["blocks"][0]["norm"] = sure * head["blocks"][0]["norm"]
+    for module in head["blocks"].values():
+        module["norm"] = sure * module["norm"]
     return cfg, params, head
 
 

@@ -1,6 +1,6 @@
 """A part of the vocabulary to draft from: which tokens it has, and that others compile nothing.
 
-That no token depends on it is part of `test_identity` and `test_chi_square_sources`.
+That no token depends on it is part of `test_identity` and `test_every_source`.
 """
 
 import json
