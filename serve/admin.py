@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -19,12 +17,17 @@ from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.weights import (
     HEAD_SWITCHES,
     HUGGING_FACE,
+    Head,
+    cast_floats,
     config_in,
     fitted_to,
     layout_of,
     load_weights,
+    source_in,
 )
+from specjax.drafts.mtp import MTPSource
 from specjax.engine.checksum import checksum
+from specjax.engine.sources import first_difference, load_head, require_same_draft
 from specjax.models.transformer import Params
 from specjax.tokenizer import with_tokenizer_end
 
@@ -73,7 +76,8 @@ class Admin:
         takes_head = llm.drafting.with_head
         if alone and not takes_head:
             raise ValueError("the server drafts with no head of its own; nothing would use it")
-        policy, head = read_weights(Path(asked.path), llm.cfg, alone, asked.step, llm.tokenizer)
+        policy, found = read_weights(Path(asked.path), llm.cfg, alone, asked.step, llm.tokenizer)
+        head = None if found is None else found.params
         if alone and head is None:
             raise ValueError("it holds no draft head; expected one")
         if not alone and policy is None:
@@ -82,10 +86,11 @@ class Admin:
             head = None
         dtype = llm.cfg.run.param_dtype
         if head is not None:
-            head = _cast(fitted_to(llm.head, head, "the draft head"), dtype)
+            require_same_draft(found.source, llm.source)
+            head = cast_floats(fitted_to(llm.head, head, "the draft head"), dtype)
         if alone:
             return None, head
-        policy = _cast(fitted_to(llm.params, policy, "the policy"), dtype)
+        policy = cast_floats(fitted_to(llm.params, policy, "the policy"), dtype)
         if not checksum(policy, dtype).finite:
             raise ValueError("the policy's weights are not finite; it could generate nothing")
         return policy, head
@@ -162,7 +167,7 @@ class Admin:
 
 def read_weights(
     path: Path, cfg: ModelConfig, head_alone: bool, step: int | None, tokenizer=None
-) -> tuple[Params | None, Params | None]:
+) -> tuple[Params | None, Head | None]:
     """Reads weights of a model like `cfg`, in any layout that specjax writes.
 
     Args:
@@ -184,19 +189,21 @@ def read_weights(
         if step is not None:
             raise ValueError(f"it is no training run and has no step {step}; leave step out")
         if head_alone:
-            return None, hf.load_head(path, cfg)
+            return None, load_head(str(path), cfg)[1]
         dtype = cfg.run.param_dtype
-        new, policy, head = hf.load_checkpoint(path, dtype, mtp_concat=cfg.mtp_concat)
-        _require_same(with_tokenizer_end(new, tokenizer), cfg, head is not None)
-        return policy, head
-    policy, head, meta = load_weights(path, step, head_alone)
+        new, policy, params = hf.load_checkpoint(path, dtype, mtp_concat=cfg.mtp_concat)
+        _require_same(with_tokenizer_end(new, tokenizer), cfg, params is not None)
+        return policy, params and Head(MTPSource(new), params)
+    policy, params, meta = load_weights(path, step, head_alone)
+    source = params and (source_in(path, meta, cfg) or MTPSource(cfg))
+    is_mtp = isinstance(source, MTPSource)
     if "config" in meta:
         new = with_tokenizer_end(config_in(path, meta), tokenizer)
-        _require_same(new, cfg, head is not None)
-    elif head is not None:  # written by an older version, or a head alone: no whole config
+        _require_same(new, cfg, is_mtp)
+    elif is_mtp:  # written by an older version, or a head alone: no whole config
         known = {name: meta.get(name, getattr(cfg, name)) for name in _HEAD_FIELDS}
         _require_same(cfg.replace(**known), cfg, True)
-    return policy, head
+    return policy, params and Head(source, params)
 
 
 def weights_info(llm: LLM) -> dict:
@@ -219,27 +226,5 @@ def _require_same(new: ModelConfig, cfg: ModelConfig, has_head: bool) -> None:
         if name == "eos_token_ids":  # their order has no meaning
             served, found = sorted(served), sorted(found)
         if served != found:
-            name, served, found = _first_difference(name, served, found)
+            name, served, found = first_difference(name, served, found)
             raise ValueError(f"its {name} is {found!r}, that of the model served is {served!r}")
-
-
-def _first_difference(name: str, served: Any, found: Any) -> tuple[str, Any, Any]:
-    """The path of the first part in which two values differ, and both parts."""
-    if type(served) is not type(found):
-        return name, served, found
-    parts = []
-    if dataclasses.is_dataclass(served):
-        names = [field.name for field in dataclasses.fields(served)]
-        parts = [(n, getattr(served, n), getattr(found, n)) for n in names]
-    elif isinstance(served, tuple) and len(served) == len(found) and name == "layers":
-        parts = [(i, *both) for i, both in enumerate(zip(served, found, strict=True))]
-    elif name == "layers":
-        return "number of layers", len(served), len(found)
-    for part, one, other in parts:
-        if one != other:
-            return _first_difference(f"{name}.{part}", one, other)
-    return name, served, found
-
-
-def _cast(weights: Params, dtype: str) -> Params:
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), weights)

@@ -127,12 +127,12 @@ def test_what_is_written_is_what_llm_the_server_and_training_load(thin_policy, c
     there = hf.load_checkpoint(thin_policy)
     model = load_model(run)  # what LLM does
     assert model.cfg == there[0] and model.tokenizer == run / "tokenizer"
-    assert_same_trees((model.policy, model.head), there[1:])
-    served = read_weights(run, there[0], False, None)  # POST /update_weights
-    assert_same_trees(served, there[1:])
-    assert_same_trees(read_weights(head, there[0], True, None)[1], there[2])
-    _, started = starting_head(str(head), there[0], None, 0, None)  # rollout.draft=
-    assert_same_trees(started, there[2])
+    assert_same_trees((model.policy, model.head.params), there[1:])
+    policy, served = read_weights(run, there[0], False, None)  # POST /update_weights
+    assert_same_trees((policy, served.params), there[1:])
+    assert_same_trees(read_weights(head, there[0], True, None)[1].params, there[2])
+    _, started = starting_head(SpecConfig(draft=str(head)), there[0], None, None)  # rollout.draft=
+    assert_same_trees(started.params, there[2])
     turned = there[0].replace(mtp_concat="hidden_first")
     with pytest.raises(ValueError, match="mtp_concat"):
         read_weights(head, turned, True, None)

@@ -130,7 +130,7 @@ def shared_programs():
     def shared(cfg, model, source, mesh, places):
         built = build(cfg, model, source, mesh, places)
         roll, common = settings(cfg.rollout, OF_NO_ROLLOUT), (model, cfg.mesh, cfg.attention)
-        common = (*common, cfg.rollout.temperature, cfg.draft)
+        common = (*common, cfg.rollout.temperature, cfg.draft, source)
         loss = settings(cfg.algo, OF_NO_UPDATE), cfg.rollout.partial
         if cfg.algo.logprobs == "processed":
             loss = (*loss, cfg.rollout.sampling_params())

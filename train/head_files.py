@@ -6,86 +6,91 @@ It is small, can be written often, and can be used with the same policy elsewher
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from specjax.checkpoint.store import PendingSave, save_draft
-from specjax.checkpoint.weights import HEAD_SWITCHES, describe
+from specjax.checkpoint.weights import Head, describe, describe_head, head_shapes_of
 from specjax.command_line import ConfigError
-from specjax.config import ModelConfig
-from specjax.drafts.mtp import init_head_params, weight_axes
-from specjax.engine.sources import head_config, load_head
+from specjax.config import ModelConfig, SpecConfig
+from specjax.drafts.mtp import MTPSource
+from specjax.engine import sources
 from specjax.models.transformer import Params
-from specjax.parallel import distributed, sharding
+from specjax.parallel import distributed
 from specjax.spelling import SettingError, spelled
 from train.rollout_schema import SPELL
 
 
 def starting_head(
-    source: str, model: ModelConfig, head: Params | None, seed: int, mesh: jax.sharding.Mesh | None
-) -> tuple[ModelConfig, Params]:
-    """The head that a run starts from, and the model config with the switches of that head.
+    spec: SpecConfig, model: ModelConfig, head: Head | None, mesh: jax.sharding.Mesh | None
+) -> tuple[ModelConfig, Head]:
+    """The head that a run starts from, and the model config with the switches of an MTP head.
 
     Args:
-      source: `checkpoint` (the head in the policy's checkpoint), `random` (drawn from `seed`), or a
-        path or id that `specjax.engine.sources.load_head` reads.
+      spec: how to speculate: its `draft` names a head.
       model: config of the policy.
       head: head in the policy's checkpoint; None without one.
-      seed: seed of a random head.
       mesh: mesh of training; None for one device.
 
     Raises:
       ConfigError: the policy's checkpoint has no head, or the path does not exist.
       CheckpointError: the head at the path is damaged or does not fit the policy.
     """
-    if source == "checkpoint":
-        if head is None:
-            raise ConfigError(
-                "the policy's checkpoint has no draft head, and rollout.draft=checkpoint drafts "
-                "with it; set rollout.draft=random to start from a random one, rollout.draft=PATH "
-                "for one of its own, or leave out rollout.draft: then n-grams draft"
-            )
-        return model, head
-    if source == "random":
-        model = model.replace(mtp_num_layers=max(model.mtp_num_layers, 1))
-        # jax takes 32 bits of a seed. Seeds that differ in other bits give the same head, which
-        # changes no token.
-        made = init_head_params(model, seed % (1 << 32))
-        if mesh is None:
-            return model, made
-        where = sharding.param_shardings(mesh, made, weight_axes(model))
-        return model, sharding.put(made, where)
+    # jax takes 32 bits of a seed. Seeds that differ in other bits give the same head, which
+    # changes no token.
+    spec = dataclasses.replace(spec, head_seed=spec.head_seed % (1 << 32))
     try:
-        return load_head(source, model, mesh)
+        model, source, params = sources.load_source(model, spec, head, None, mesh)
     except SettingError as error:
         raise ConfigError(spelled(error, SPELL)) from error
+    return model, Head(source, params)
 
 
-def head_shapes(source: str, model: ModelConfig) -> tuple[ModelConfig, Params]:
+def head_shapes(spec: SpecConfig, model: ModelConfig) -> tuple[ModelConfig, Head]:
     """`starting_head` with shapes instead of arrays, which reads no weights.
 
     Raises:
       ConfigError: as in `starting_head`.
     """
-    if source == "checkpoint" and not model.mtp_num_layers:
-        return starting_head(source, model, None, 0, None)  # raises
-    if source not in ("checkpoint", "random"):
-        try:
-            model = head_config(source, model)
-        except SettingError as error:
-            raise ConfigError(spelled(error, SPELL)) from error
-    model = model.replace(mtp_num_layers=max(model.mtp_num_layers, 1))
-    return model, jax.eval_shape(lambda: init_head_params(model))
+    if spec.draft == "checkpoint" and not model.mtp_num_layers:
+        return starting_head(spec, model, None, None)  # raises
+    try:
+        if spec.draft_path is not None:
+            return sources.head_shapes(spec.draft_path, model)
+    except SettingError as error:
+        raise ConfigError(spelled(error, SPELL)) from error
+    source = sources.source_of(model, spec)
+    if spec.draft == "random":
+        model, source = sources.new_source(model, spec)
+    return model, Head(source, head_shapes_of(source))
 
 
 class HeadCheckpoints:
-    """Keeps the last few heads of a run under `<directory>/<step>`, saved in the background."""
+    """Keeps the last few heads of a run under `<directory>/<step>`, saved in the background.
 
-    def __init__(self, directory: str | Path, model: ModelConfig, keep_last: int):
+    Args:
+      directory: directory of the heads.
+      model: config of the policy.
+      keep_last: number of heads that are kept.
+      about: what `specjax.checkpoint.weights.describe_head` returns of the head; None: it is an
+        MTP head of `model`.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        model: ModelConfig,
+        keep_last: int,
+        about: Mapping[str, Any] | None = None,
+    ):
         self.directory, self.keep_last = Path(directory), keep_last
-        self._meta = {name: getattr(model, name) for name in HEAD_SWITCHES} | describe(model, None)
+        about = about or describe_head(Head(MTPSource(model), {}))
+        self._meta = describe(model, None, about)
         self._pending: PendingSave | None = None
 
     def save(self, step: int, head: Params) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 
+from specjax.checkpoint.weights import run_as
 from specjax.command_line import ConfigError, given_in, require_effect
 from specjax.config import ModelConfig, SpecConfig
 from specjax.config.dtype import AUTO
@@ -20,7 +21,7 @@ from specjax.decode.options import Features
 from specjax.engine.engine import Engine
 from specjax.engine.options import Limits, check_job, features_of
 from specjax.engine.request import make_jobs
-from specjax.engine.sources import Drafting, laid_out, settle_draft
+from specjax.engine.sources import Drafting, laid_out, settle_draft, trains
 from specjax.interfaces import Draft
 from specjax.parallel import distributed, sharding
 from specjax.parallel.context import context_of
@@ -79,7 +80,7 @@ def build_engines(
       cfg: settings of the run.
       model: config of the policy.
       speculate: whether rollouts speculate.
-      source: draft source other than the head.
+      source: what drafts; None: the model's own head.
       mesh: mesh of training, whose devices evaluate if there is one process.
       meshes: meshes of this process's replicas. With several processes each evaluates on its first
         one. A process without replicas gets engines on its first device, which never run and only
@@ -115,8 +116,10 @@ def build_engines(
 
     def build(spec, batch: int, on: Mesh, **more) -> Engine:
         decoder = model.running(scan_layers=roll.scan_layers, remat=False, sequence_parallel=False)
-        if not spec.is_off and more.get("source") is None:
-            more["source"] = head_of(laid_out(decoder, on))
+        source = more.get("source")
+        if not spec.is_off and (source is None or trains(source)):
+            of = laid_out(decoder, on)
+            more["source"] = head_of(of) if source is None else run_as(source, of.run)
         return Engine(decoder, spec, batch, mesh=on, **settings, **more)
 
     engines = [build(spec, roll.max_batch, on, source=source, control=control) for on in meshes]
@@ -200,7 +203,7 @@ def settle_drafting(
             )
         if roll.acceptance != "coupled":  # else tokens would depend on the batch
             roll.ngram_siblings = False
-    with_head = drafting.with_head
+    with_head = trains(drafting.kind)
     if mode == "auto":
         cfg.draft.mode = "online" if with_head and cfg.draft.moves else "frozen"
     _require_head(cfg, with_head)
@@ -227,7 +230,7 @@ def describe_drafting(cfg: RLConfig, drafting: Drafting) -> str:
     """The line for the user about what `settle_drafting` settled."""
     if drafting.spec is None:
         return f"draft: none, because of draft.mode={cfg.draft.mode} and {cfg.rollout.plain_by}"
-    trained = f" ({cfg.draft.describe_mode()})" if drafting.with_head else ""
+    trained = f" ({cfg.draft.describe_mode()})" if trains(drafting.kind) else ""
     return drafting.described(SPELL) + trained
 
 
@@ -334,7 +337,7 @@ def build_programs(
     Args:
       cfg: settings of the run.
       model: config of the policy, see `as_computed`.
-      source: draft source other than the head.
+      source: what drafts; None: the model's own head.
       mesh: mesh of training, see `make_meshes`.
       meshes: meshes of this process's replicas.
 
@@ -345,8 +348,8 @@ def build_programs(
     loss = rl_loss(cfg.algo, on_policy(cfg), stale=roll.partial)
     context, kernel = context_of(cfg.mesh, mesh), cfg.attention
     chunk_features(cfg, model)
-    trains = speculate and cfg.draft.mode == "online"
-    trained = (source or head_of(model)) if trains else None
+    trained_online = speculate and cfg.draft.mode == "online"
+    trained = run_as(source or head_of(model), model.run) if trained_online else None
     policy = PolicyTrainer(
         model,
         loss,
@@ -356,12 +359,12 @@ def build_programs(
         context,
         attention=kernel,
         transforms=transforms(cfg, model),
-        taps=inner_taps(trained) if trains else (),
+        taps=inner_taps(trained) if trained_online else (),
         chunk=cfg.logprob_chunk_size,
         entropy_gradient=cfg.algo.entropy_coeff > 0,
     )
     draft, replica_drafts = None, []
-    if trains:
+    if trained_online:
         train_head = functools.partial(
             DraftTrainer,
             model,

@@ -30,12 +30,14 @@ from pathlib import Path
 import numpy as np
 
 from specjax import determinism
-from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.store import Checkpointer
+from specjax.checkpoint.weights import Head, save_model
 from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
+from specjax.engine.alarm import advice
 from specjax.engine.compiling import CompileProgress
 from specjax.engine.request import InvalidLogitsError
+from specjax.interfaces import Draft
 from specjax.models.generation_config import sampling_defaults
 from specjax.parallel import distributed, sharding
 from train import plot, processes
@@ -63,11 +65,14 @@ class StepWarnings:
     """Warns about speculation without gain, and rewards or draft training without effect.
 
     Args:
-      patience: number of steps without gain before the warning about speculation.
+      patience: number of steps without gain before the warning about speculation. It stands in
+        place of the engine's, which counts rounds: a head may learn.
+      source: what drafts.
     """
 
-    def __init__(self, patience: int = 3):
+    def __init__(self, patience: int = 3, source: Draft | None = None):
         self.patience, self.flat, self.zero_shown = patience, 0, False
+        self._advice = advice(source)
 
     def check(
         self,
@@ -91,7 +96,7 @@ class StepWarnings:
             if self.flat == self.patience:
                 warnings.append(
                     f"accept length has been {length:.2f} for {self.flat} steps: speculation only "
-                    "costs time. Is the head the one that belongs to this policy?"
+                    f"costs time. {self._advice}"
                 )
         if zero is not None and not self.zero_shown:
             self.zero_shown = True
@@ -142,7 +147,7 @@ def _train(
     _say(trainer.drafting)
     trainer.on_program = CompileProgress(_say)
     keep = cfg.checkpoint.keep_last
-    heads = HeadCheckpoints(out / "draft", trainer.model, keep)
+    heads = HeadCheckpoints(out / "draft", trainer.model, keep, trainer.about_head)
     with Checkpointer(out / CHECKPOINTS, keep) as checkpoints, heads:
         strategies = len(trainer.engine.runner.programs)
         _say(compiling_line(cfg, trainer.programs_to_compile(), strategies))
@@ -262,7 +267,7 @@ def slots_warning(cfg: RLConfig) -> str | None:
 
 def _steps(cfg: RLConfig, trainer: Trainer, log, checkpoints, heads, evaluate_first: bool) -> None:
     """Runs the remaining steps, and evaluates, logs and saves in between."""
-    step_warnings, first = StepWarnings(), True
+    step_warnings, first = StepWarnings(source=trainer.source), True
     if evaluate_first and trainer.eval_engine is not None:
         with _naming_step(0, checkpoints):
             log.log(0, trainer.evaluate())
@@ -342,7 +347,10 @@ def _export(cfg: RLConfig, trainer: Trainer, path: Path) -> None:
     if distributed.is_several():  # fetches what lies on other processes
         weights = sharding.fetch(weights)
     if distributed.is_first():
-        hf.save_checkpoint(path, trainer.model, *weights, tokenizer_dir=trainer.tokenizer_dir)
+        params, head = weights
+        head = head and Head(trainer.source, head)
+        if not save_model(path, trainer.model, params, head, trainer.tokenizer_dir):
+            _say(f"{path} has no draft: no layout is known for {type(trainer.source).__name__}")
 
 
 def _say(text: str) -> None:

@@ -271,3 +271,17 @@ class RolloutSection(SamplingSection, SpeculationSettings):
 SPELL = dotted(
     {field.name: "rollout" for field in fields(RolloutSection)} | sections_of(RolloutSection)
 )
+
+
+def with_draft_key(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings in a checkpoint with what drafts in one key.
+
+    Versions before it had `rollout.source`, `rollout.head` and `rollout.draft_model`.
+    """
+    if "source" not in saved.get("rollout", {}):
+        return dict(saved)
+    rollout = dict(saved["rollout"])
+    source, head, model = (rollout.pop(name) for name in ("source", "head", "draft_model"))
+    named = {"head": head, "model": model}.get(source, source)
+    rollout["draft"] = named if source in ("head", "model") or not model else f"{source}:{model}"
+    return {**saved, "rollout": rollout}

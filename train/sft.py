@@ -21,10 +21,10 @@ import numpy as np
 
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.store import Checkpointer
-from specjax.checkpoint.weights import TOKENIZER, describe
+from specjax.checkpoint.weights import TOKENIZER, Head, describe, describe_head
 from specjax.command_line import ConfigError, fingerprint, require_same_settings, typed_in
 from specjax.config import ModelConfig
-from specjax.drafts.mtp import init_head_params, weight_axes
+from specjax.drafts.mtp import MTPSource, init_head_params, weight_axes
 from specjax.hub import find_model, portable
 from specjax.models.transformer import Params, init_params
 from specjax.parallel import sharding
@@ -257,7 +257,11 @@ class Run:
             "passed_over": self.stream.passed_over,
             "settings": self.fingerprint(),
             # Relative to the run, where it lies in one.
-            **describe(self.model, Path(self.cfg.init).absolute() if self.cfg.init else TOKENIZER),
+            **describe(
+                self.model,
+                Path(self.cfg.init).absolute() if self.cfg.init else TOKENIZER,
+                describe_head(Head(MTPSource(self.model), self.head)),
+            ),
         }
         checkpoints.save(self.step, self.trees(), meta, block)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,18 +15,25 @@ import numpy as np
 
 from specjax import determinism
 from specjax.checkpoint.store import Checkpointer
-from specjax.checkpoint.weights import describe, load_model, read_config, tokenizer_dir
+from specjax.checkpoint.weights import (
+    Head,
+    describe,
+    describe_head,
+    load_model,
+    read_config,
+    tokenizer_dir,
+)
 from specjax.command_line import ConfigError, fingerprint, require_same_settings
-from specjax.config import SpecConfig
+from specjax.config import ModelConfig
 from specjax.config.dtype import AUTO
 from specjax.decode.options import Features
 from specjax.engine.compiling import OnProgram
-from specjax.engine.sources import load_source
+from specjax.engine.sources import Drafting, load_source, trains
 from specjax.engine.start_up import StartUp
 from specjax.hub import ModelNotFoundError, find_model, portable
-from specjax.interfaces import Draft
 from specjax.models.transformer import Params, record_shape
 from specjax.parallel import distributed, sharding
+from specjax.spelling import spelled
 from specjax.tokenizer import with_tokenizer_end
 from specjax.weights import load_tokenizer
 from train import data
@@ -64,6 +72,7 @@ from train.programs import (
     settle_length,
     trains_in_replicas,
 )
+from train.rollout_schema import SPELL, with_draft_key
 from train.schema import RLConfig
 from train.scoring import RewardsFailedError
 from train.spot import HeadDevices, ReplayBuffer, SpotTraining, describe_spot
@@ -107,14 +116,13 @@ class Trainer:
         model = with_tokenizer_end(model, self.tokenizer)
         drafting = settle_drafting(cfg, head is not None, model)
         self.drafting = describe_drafting(cfg, drafting)
-        with_head = drafting.with_head
-        if with_head:
-            model, head = starting_head(cfg.rollout.draft, model, head, cfg.seed, self.mesh)
+        self.source, self.head, self.source_params = None, None, None
+        if drafting.spec is not None:
+            model = self._load_draft(drafting, model, head)
         self.model = as_computed(cfg, model)
-        self.head = head if with_head else None
-        self.source, self.source_params = None, None
-        if drafts(cfg) and not with_head:
-            self.source, self.source_params = self._load_source(cfg.rollout.spec())
+        self.about_head = None
+        if self.head is not None:
+            self.about_head = describe_head(Head(self.source, self.head))
         self.rollouts = Rollouts(
             cfg, self.order, self.prompts, self.model.eos_token_ids, self.scorer
         )
@@ -152,14 +160,21 @@ class Trainer:
         self.order = data.endless(inputs.problems, cfg.data.seed)
         self.heldout = inputs.heldout
 
-    def _load_source(self, spec: SpecConfig) -> tuple[Draft, Params]:
-        """Loads a draft source other than the head, which is not trained."""
-        try:
-            model = as_rolled_out(self.cfg, self.model)
-            _, source, params = load_source(model, spec, None, self.tokenizer, self.mesh)
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"rollout.draft: {error}") from error
-        return source, params
+    def _load_draft(self, drafting: Drafting, model: ModelConfig, head: Head | None) -> ModelConfig:
+        """Loads what drafts; returns the model's config with the switches of an MTP head."""
+        spec = dataclasses.replace(drafting.spec, head_seed=self.cfg.seed)
+        if trains(drafting.kind):
+            model, (self.source, self.head) = starting_head(spec, model, head, self.mesh)
+        else:
+            decoder = as_rolled_out(self.cfg, as_computed(self.cfg, model))
+            try:
+                found = load_source(decoder, spec, head, self.tokenizer, self.mesh)
+            except (ValueError, OSError) as error:
+                raise ConfigError(f"rollout.draft: {spelled(error, SPELL)}") from error
+            _, self.source, self.source_params = found
+        if line := self.source.described():
+            self.notes.append(f"draft: {line}")
+        return model
 
     def _build_programs(self) -> None:
         """Makes jitted programs and engines, and gives the engines their weights."""
@@ -169,6 +184,8 @@ class Trainer:
         self._speed = UpdateSpeed(self.model, training_devices(self.mesh))
         self.notes += self._speed.notes
         self.engines = built.engines if self.replica_meshes else []  # this process's replicas
+        for engine in built.engines:  # `train.rl.StepWarnings` has steps to judge by
+            engine.alarm = None
         self._any_engine = built.engines[0]  # for settings; it may never run
         self.opt_state = self.policy.init_opt_state(self.params)
         self.reference = None
@@ -237,7 +254,7 @@ class Trainer:
 
     def sync_weights(self) -> None:
         """Gives the weights of policy and draft to the engine; only the first call compiles."""
-        draft = self.head if self.source is None else self.source_params
+        draft = self.source_params if self.head is None else self.head
         self.engine.set_params(self.params, draft)
 
     def start_lines(self) -> list[str]:
@@ -574,7 +591,7 @@ class Trainer:
             "draft_vocab": None if self.vocabulary is None else self.vocabulary.state(),
             "settings": self.fingerprint(),
             "determinism": determinism.record(self._kernels),
-            **describe(self.model, self.tokenizer_dir, self.head is not None),
+            **describe(self.model, self.tokenizer_dir, self.about_head),
         }
         checkpoints.save(self.done_steps, self.trees(), meta)
         if heads is not None and self.head is not None:
@@ -607,7 +624,8 @@ class Trainer:
         """
         _, meta = checkpoints.restore(step, {})
         # Settings that the checkpoint does not have yet count as their defaults.
-        require_same_settings(meta.get("settings", {}), self.fingerprint(), RLConfig)
+        saved = with_draft_key(meta.get("settings", {}))
+        require_same_settings(saved, self.fingerprint(), RLConfig)
         # The first process made the record; others may have no device of its engine.
         kernels = distributed.of_first(lambda: self._kernels, "kernels")
         other = determinism.difference(meta.get("determinism"), kernels)

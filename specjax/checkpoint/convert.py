@@ -37,19 +37,24 @@ from specjax.checkpoint.weights import (
     HUGGING_FACE,
     RUN,
     TOKENIZER,
+    Head,
     Model,
+    cast_floats,
     config_in,
     describe,
+    describe_head,
     fitted,
     has_tokenizer,
     layout_of,
     load_model,
     load_weights,
+    save_model,
     tokenizer_in,
 )
 from specjax.config import ModelConfig
 from specjax.config.dtype import DTYPES
 from specjax.drafts.eagle3_config import LAYOUTS
+from specjax.drafts.mtp import MTPSource
 from specjax.error_text import first_line
 from specjax.hub import find_model
 from specjax.tokenizer import check_files
@@ -207,7 +212,7 @@ def _write(target: Path, to: str, model: Model, found: int, dtype: str | None) -
     if model.tokenizer is not None:
         check_files(model.tokenizer)
     dtype = dtype or model.cfg.run.param_dtype
-    trees = {"policy": model.policy, "head": model.head}
+    trees = {"policy": model.policy, "head": model.head and model.head.params}
     trees = {name: tree for name, tree in trees.items() if tree is not None}
     _require_room(target, trees, dtype)
     try:
@@ -266,10 +271,11 @@ def _read_hf(source: Path, what: str | None, like, dtype: str | None) -> Model:
         if not alone and not cfg.mtp_num_layers:
             raise CheckpointError(f"{source} holds no head, expected one")
         cfg = cfg.replace(mtp_num_layers=max(cfg.mtp_num_layers, 1))
-        return Model(cfg, None, hf.load_head(source, cfg), None)
-    cfg, policy, head = hf.load_checkpoint(source, cfg.run.param_dtype)
+        return Model(cfg, None, Head(MTPSource(cfg), hf.load_head(source, cfg)), None)
+    cfg, policy, params = hf.load_checkpoint(source, cfg.run.param_dtype)
     place = source if has_tokenizer(source) else None
-    return Model(cfg, policy, None if what == "policy" else head, place)
+    head = None if what == "policy" or params is None else Head(MTPSource(cfg), params)
+    return Model(cfg, policy, head, place)
 
 
 def _dtypes_of(source: Path) -> set[str]:
@@ -300,7 +306,7 @@ def _read_orbax(
     if dtype is None:
         _only(source, {leaf.dtype.name for leaf in jax.tree.leaves((policy, head))})
     cfg = config_in(source, meta) if like is None else _like(like, meta)
-    cfg, policy, head = fitted(source, cfg, policy, head)
+    cfg, policy, head = fitted(source, cfg, policy, head, meta)
     place = None
     if like is not None and has_tokenizer(Path(like)):
         place = Path(like)
@@ -318,19 +324,24 @@ def _like(like: str | Path, meta: Mapping[str, Any]) -> ModelConfig:
 
 
 def _write_hf(target: Path, model: Model, dtype: str, step: int) -> None:
+    if model.policy is None and not isinstance(model.head.source, MTPSource):
+        layout = getattr(model.head.source, "layout", "")
+        save_draft_files(target, *model.head, layout, dtype)
+        return
     if model.policy is None:
         with replacing(target) as partial:
-            hf.save_head(partial / HEAD_FILE, model.cfg, model.head, dtype)
+            hf.save_head(partial / HEAD_FILE, model.cfg, model.head.params, dtype)
         return
-    hf.save_checkpoint(target, model.cfg, model.policy, model.head, model.tokenizer, dtype)
+    save_model(target, model.cfg, model.policy, model.head, model.tokenizer, dtype)
 
 
 def _write_orbax(target: Path, model: Model, dtype: str, step: int) -> None:
     cfg = model.cfg.running(param_dtype=dtype)
-    policy, head = jax.tree.map(lambda x: x.astype(dtype), (model.policy, model.head))
-    switches = {} if head is None else {name: getattr(cfg, name) for name in HEAD_SWITCHES}
+    policy = model.policy and cast_floats(model.policy, dtype)
+    head = model.head and cast_floats(model.head.params, dtype)
     place = TOKENIZER if model.tokenizer is not None and policy is not None else None
-    meta = {"step": step, **switches, **describe(cfg, place, head is not None)}
+    about = describe_head(model.head and model.head._replace(params=head))
+    meta = {"step": step, **describe(cfg, place, about)}
     with replacing(target) as partial:
         if policy is None:
             partial.rmdir()  # `save_draft` creates it

@@ -23,6 +23,7 @@ from specjax.error_text import first_line
 PyTree = Any
 
 _MANIFEST = "specjax_manifest.json"
+DRAFT_KEY = "draft_source"  # in the metadata of a checkpoint with a head other than MTP
 # Computing checksums reads every byte back, seconds per GB in the background; above this size only
 # file sizes are recorded.
 _CHECKSUM_LIMIT_BYTES = 8 << 30

@@ -30,6 +30,7 @@ import orbax.checkpoint.experimental.v1 as ocp
 
 from specjax.checked_json import CheckpointError
 from specjax.checkpoint.format import (
+    DRAFT_KEY,
     PyTree,
     manifest_problem,
     match,
@@ -304,7 +305,10 @@ def save_draft(
     custom_metadata = {_RECORD: json.dumps(record)}
     if not arrays:
         raise CheckpointError(f"{path}: expected the parameters of a draft head, got an empty tree")
-    shared = [n for n in record["trees"]["draft"] if _SHARED_WITH_POLICY & set(n.split("/"))]
+    # Heads of other kinds than MTP may have an embedding and a language-model head of their own.
+    own = DRAFT_KEY in draft_config_meta
+    names = () if own else record["trees"]["draft"]
+    shared = [n for n in names if _SHARED_WITH_POLICY & set(n.split("/"))]
     if shared:
         raise CheckpointError(
             f"a draft-only checkpoint must not hold tensors of the policy, got {shared}: pass the "

@@ -7,22 +7,31 @@ own checkpoints.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
-from collections.abc import Mapping
+import functools
+import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from specjax.checked_json import CheckpointError
 from specjax.checkpoint import huggingface as hf
-from specjax.checkpoint.format import named_leaves, nest
+from specjax.checkpoint.draft_files import save_draft_files
+from specjax.checkpoint.format import DRAFT_KEY, named_leaves, nest
 from specjax.checkpoint.huggingface import MTP_KEY, config_json, config_of, mtp_json
-from specjax.config import ModelConfig
+from specjax.config import ModelConfig, RunConfig
 from specjax.config.dtype import resolve_dtype
-from specjax.drafts.mtp import init_head_params, weight_axes
+from specjax.drafts.mtp import MTPSource
+from specjax.interfaces import Draft, Param
+from specjax.models.rows import param_axes
 from specjax.models.transformer import Params, init_params
 from specjax.parallel import distributed, sharding
+from specjax.registry import DRAFTS
 from specjax.weights import AUTO, open_checkpoint, recognised
 from specjax.weights.safetensors import CONFIG
 
@@ -30,6 +39,19 @@ from specjax.weights.safetensors import CONFIG
 HEAD_SWITCHES = ("mtp_num_layers", "mtp_concat", "mtp_target_hidden", "mtp_recycle")
 CHECKPOINTS, TOKENIZER = "checkpoints", "tokenizer"  # subdirectories of a run
 HUGGING_FACE, RUN, HEAD = "hf", "run", "head"  # layouts
+DRAFT = "draft"  # directory of a head of its own, in that of its policy
+
+
+class Head(NamedTuple):
+    """A draft head.
+
+    Attributes:
+      source: what drafts with it; it says what the head computes.
+      params: its parameters, in the layout in which it is trained.
+    """
+
+    source: Draft
+    params: Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,27 +60,31 @@ class Model:
 
     Attributes:
       cfg: config, with the dtypes of `policy`, or of `head` if there is no policy.
-      policy, head: parameters; None: absent.
+      policy: parameters of the policy; None: absent.
+      head: the draft head; None: absent.
       tokenizer: directory of the tokenizer's files, or checkpoint that holds it; None: absent.
       stored: dtype of the checkpoint; None: it was not read.
     """
 
     cfg: ModelConfig
     policy: Params | None
-    head: Params | None
+    head: Head | None
     tokenizer: Path | None
     stored: str | None = None
 
 
-def describe(cfg: ModelConfig, tokenizer: str | Path | None, with_head: bool = True) -> dict:
+def describe(
+    cfg: ModelConfig, tokenizer: str | Path | None, about_head: Mapping[str, Any] | None
+) -> dict:
     """Returns the metadata of a checkpoint, with which it can be read without its run.
 
     Args:
       cfg: config of the model.
       tokenizer: directory of the tokenizer's files, relative to that of the run; None: no
         tokenizer.
-      with_head: whether the checkpoint holds a draft head, in the order of `cfg.mtp_concat`.
+      about_head: what `describe_head` returned of the checkpoint's head; None: it has none.
     """
+    with_head = about_head is not None and DRAFT_KEY not in about_head
     config = config_json(cfg, with_head, cfg.run.param_dtype)
     if with_head:
         config[MTP_KEY] = mtp_json(cfg)  # the order in memory
@@ -66,7 +92,137 @@ def describe(cfg: ModelConfig, tokenizer: str | Path | None, with_head: bool = T
         "config": config,
         "generation": dict(cfg.generation),
         "tokenizer": None if tokenizer is None else str(tokenizer),
+        **(about_head or {}),
     }
+
+
+def describe_head(head: Head | None) -> dict[str, Any] | None:
+    """Returns the metadata of a head, of which `source_in` makes its source again.
+
+    An MTP head is described by the config of its model: for it, these are the switches alone. For
+    another head they are the content of the config.json and the tensors of its files, with the
+    values of what is fixed, such as token ids.
+
+    Returns:
+      the metadata; None: there is no head.
+    """
+    if head is None:
+        return None
+    source = head.source
+    if isinstance(source, MTPSource):
+        return {name: getattr(source.cfg, name) for name in HEAD_SWITCHES}
+    kind = _kind_of(source)
+    if kind is None:
+        cls = type(source)
+        return {DRAFT_KEY: {"kind": f"{cls.__module__}:{cls.__qualname__}"}}
+    layout, dtype = getattr(source, "layout", ""), float_dtype(head.params)
+    config, written = source.saved(layout, dtype)
+    fixed = {name: head.params[name] for name in source.fixed & head.params.keys()}
+    fixed = {name: np.asarray(a) for name, a in fixed.items() if _is_whole(a)}
+    values = written.stored(fixed) if fixed else {}
+    tensors = {}
+    for name, row in _rows(written.rows()):
+        shape = list(row.shape[::-1] if row.stored.transpose else row.shape)
+        tensors[row.stored.name] = {"shape": shape, "dtype": dtype}
+        if name in values:
+            array = np.asarray(values[name])
+            packed = base64.b64encode(zlib.compress(array.tobytes())).decode()
+            tensors[row.stored.name] |= {"dtype": array.dtype.name, "values": packed}
+    about = {"kind": kind, "layout": layout, "config": config, "tensors": tensors}
+    return {DRAFT_KEY: about}
+
+
+def _kind_of(source: Draft) -> str | None:
+    """The name of a source's class in `DRAFTS`; None: it is a class of the user's own."""
+    return next((name for name in DRAFTS.names if DRAFTS.named(name) is type(source)), None)
+
+
+def _rows(rows: Mapping[Any, Any]) -> Iterator[tuple[Any, Param]]:
+    """Yields the rows of a tree, each with the name of its array."""
+    for name, row in rows.items():
+        if isinstance(row, Mapping):
+            yield from _rows(row)
+        else:
+            yield name, row
+
+
+def _is_whole(array: Any) -> bool:
+    return not jnp.issubdtype(array.dtype, jnp.floating)
+
+
+class _Described(NamedTuple):
+    """A tensor of which metadata hold shape and dtype, and values if it is small."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    values: np.ndarray | None
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> _Described:
+        shape, values = tuple(entry["shape"]), entry.get("values")
+        if values is not None:
+            raw = zlib.decompress(base64.b64decode(values))
+            values = np.frombuffer(raw, entry["dtype"]).reshape(shape)
+        return cls(shape, entry["dtype"], values)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.values[index]
+
+
+def source_in(path: object, meta: Mapping[str, Any], target: ModelConfig) -> Draft | None:
+    """Makes the source of a checkpoint's head again.
+
+    Args:
+      path: path of the checkpoint, for messages.
+      meta: metadata of the checkpoint.
+      target: config of the policy that the head drafts for; the head gets its dtypes.
+
+    Returns:
+      the source; None: it is an MTP head, which the config in the metadata describes.
+
+    Raises:
+      CheckpointError: the metadata are those of a head for another policy, or of a class of the
+        user's own, which a checkpoint cannot name.
+    """
+    kind, about = kind_in(path, meta), meta.get(DRAFT_KEY)
+    if about is None:
+        return None
+    tensors = {name: _Described.of(entry) for name, entry in about["tensors"].items()}
+    return kind.read(path, about["config"], tensors, target)
+
+
+def kind_in(path: object, meta: Mapping[str, Any]) -> type[Draft]:
+    """Returns the class of the head that metadata describe; raises as `source_in`."""
+    about = meta.get(DRAFT_KEY)
+    if about is None:
+        return MTPSource
+    if about["kind"] not in DRAFTS:
+        raise CheckpointError(
+            f"{path} holds a head of the kind {about['kind']!r}, which this version has not; "
+            "if it is a class of your own, name it with its path, as module:attribute:PATH"
+        )
+    return DRAFTS.named(about["kind"])
+
+
+def run_as(source: Draft, run: RunConfig) -> Draft:
+    """Returns a head's source, computing as `run` says: dtypes, kernels, layout of weights."""
+    network = source.network
+    return source if network is None else source.with_network(network.replace(run=run))
+
+
+def float_dtype(params: Params) -> str:
+    """Returns the dtype of parameters; arrays of integers have their own."""
+    return next(a.dtype.name for a in jax.tree.leaves(params) if not _is_whole(a))
+
+
+def cast_floats(params: Params, dtype: str) -> Params:
+    """Converts parameters to a dtype, but for arrays of integers, such as token ids."""
+    return jax.tree.map(lambda a: a if _is_whole(a) else a.astype(dtype), params)
+
+
+def head_shapes_of(source: Draft) -> Params:
+    """Returns the shapes of the parameters of a head."""
+    return jax.eval_shape(functools.partial(source.init, 0))
 
 
 def load_model(
@@ -98,27 +254,75 @@ def load_model(
             raise CheckpointError(f"{path} is no training run and has no step {step}")
         stored = hf.read_config(path, load_format).run.param_dtype
         dtype = dtype and resolve_dtype(dtype, stored, platform)
-        cfg, policy, head = hf.load_checkpoint(path, dtype, mesh, load_format=load_format)
+        cfg, policy, params = hf.load_checkpoint(path, dtype, mesh, load_format=load_format)
         place = path if open_checkpoint(path, load_format).has_tokenizer else None
+        head = None if params is None else Head(MTPSource(cfg), params)
         return Model(cfg, policy, head, place, stored)
     if distributed.is_several():
         raise CheckpointError(
             f"{path} is an Orbax checkpoint; a job of several processes reads its model from a "
             f"Hugging Face directory, which `specjax convert {path} DIR` makes of it"
         )
-    policy, head, meta = load_weights(path, step)
+    policy, params, meta = load_weights(path, step)
     if policy is None:
         raise CheckpointError(f"{path} holds a draft head alone; expected a policy")
-    cfg, policy, head = fitted(path, config_in(path, meta), policy, head)
+    cfg, policy, head = fitted(path, config_in(path, meta), policy, params, meta)
     stored = cfg.run.param_dtype
     if dtype is not None:
         dtype = resolve_dtype(dtype, stored, platform)
-        policy, head = jax.tree.map(lambda x: x.astype(dtype), (policy, head))
         cfg = cfg.running(param_dtype=dtype, compute_dtype=dtype)
+        policy = cast_floats(policy, dtype)
+        head = head and Head(run_as(head.source, cfg.run), cast_floats(head.params, dtype))
     if mesh is not None:
-        trees = policy, head
-        policy, head = sharding.put(trees, sharding.param_shardings(mesh, trees, weight_axes(cfg)))
+        policy = sharding.put(policy, sharding.param_shardings(mesh, policy, param_axes(cfg)))
+        head = head and placed(head, mesh)
     return Model(cfg, policy, head, tokenizer_in(path, meta), stored)
+
+
+def placed(head: Head, mesh: jax.sharding.Mesh | None) -> Head:
+    """Puts a head's parameters on the devices of a mesh."""
+    if mesh is None:
+        return head
+    where = sharding.param_shardings(mesh, head.params, head.source.axes())
+    return head._replace(params=sharding.put(head.params, where))
+
+
+def save_model(
+    path: str | Path,
+    cfg: ModelConfig,
+    policy: Params,
+    head: Head | None,
+    tokenizer: str | Path | None,
+    dtype: str | None = None,
+) -> bool:
+    """Writes a policy in the layout of Hugging Face, with an MTP head among its weights.
+
+    A head of another kind has a directory of its own in it, `draft`. The head of a class of the
+    user's own is not written: no layout is known for it.
+
+    Args:
+      path: directory to write, see `specjax.checkpoint.huggingface.save_checkpoint`.
+      cfg: config of the policy.
+      policy: its parameters.
+      head: its head; None: it has none.
+      tokenizer: directory of the tokenizer's files; None: there are none.
+      dtype: dtype on disk; None: that of `cfg`.
+
+    Returns:
+      whether the head is written, too; true if there is none.
+
+    Raises:
+      CheckpointError: as `save_checkpoint` and `save_draft_files`.
+    """
+    is_mtp = head is not None and isinstance(head.source, MTPSource)
+    hf.save_checkpoint(path, cfg, policy, head.params if is_mtp else None, tokenizer, dtype)
+    if head is None or is_mtp:
+        return True
+    if _kind_of(head.source) is None:
+        return False
+    layout = getattr(head.source, "layout", "")
+    save_draft_files(Path(path) / DRAFT, *head, layout, dtype or cfg.run.param_dtype)
+    return True
 
 
 def load_weights(
@@ -275,22 +479,36 @@ def _require_checkpoint(path: Path) -> None:
 
 
 def fitted(
-    where: object, cfg: ModelConfig, policy: Params | None, head: Params | None
-) -> tuple[ModelConfig, Params | None, Params | None]:
+    where: object,
+    cfg: ModelConfig,
+    policy: Params | None,
+    head: Params | None,
+    meta: Mapping[str, Any],
+) -> tuple[ModelConfig, Params | None, Head | None]:
     """Converts a checkpoint's weights to the model's containers, and sets the config's dtypes.
+
+    Args:
+      where: path of the checkpoint, for messages.
+      cfg: config of the policy.
+      policy, head: parameters as `load_weights` returns them; None: absent.
+      meta: metadata of the checkpoint.
 
     Raises:
       CheckpointError: names or shapes are not those of `cfg`.
     """
+    dtype = float_dtype(head if policy is None else policy)
+    cfg, found = cfg.running(param_dtype=dtype, compute_dtype=dtype), None
     if head is not None:
-        cfg = cfg.replace(mtp_num_layers=len(head["blocks"]))
-        like = jax.eval_shape(lambda: init_head_params(cfg))
-        head = fitted_to(like, head, f"{where}: the draft head")
+        source = source_in(where, meta, cfg)
+        if source is None:
+            cfg = cfg.replace(mtp_num_layers=len(head["blocks"]))
+            source = MTPSource(cfg)
+        params = fitted_to(head_shapes_of(source), head, f"{where}: the draft head")
+        found = Head(source, params)
     if policy is not None:
         like = jax.eval_shape(lambda: init_params(cfg))
         policy = fitted_to(like, policy, f"{where}: the policy")
-    dtype = jax.tree.leaves(head if policy is None else policy)[0].dtype.name
-    return cfg.running(param_dtype=dtype, compute_dtype=dtype), policy, head
+    return cfg, policy, found
 
 
 def fitted_to(like: Params, tree: Params, what: str) -> Params:

@@ -25,10 +25,12 @@ import jax
 import numpy as np
 
 from specjax.config import ModelConfig, SpecConfig
+from specjax.config.spec import RANDOM_DRAFT
 from specjax.control import ControlConfig, Controller, Observation, make_controller
 from specjax.decode.chunk import Result
 from specjax.decode.options import Features
 from specjax.decode.state import RUNNING
+from specjax.engine.alarm import AcceptanceAlarm
 from specjax.engine.base import BaseEngine
 from specjax.engine.chunks import Chunk, InFlight, NextChunk, choose_program
 from specjax.engine.inputs import admission_of, piece_of, place_size, row_map_of
@@ -81,6 +83,7 @@ class Engine(BaseEngine):
       control: how strategies are chosen; None: always `spec`'s own.
 
     Attributes:
+      alarm: looks at the accept length once; None: it was looked at, or nothing is to be expected.
       runner: the device side: parameters, state and executables.
       scheduler: slots, pages and the queue.
       controller: the controller that chooses the strategy of each chunk.
@@ -152,6 +155,10 @@ class Engine(BaseEngine):
             self.counts = TokenCounts(cfg.vocab_size, self.runner.ids, ends)
         self.latest: tuple[str, int] | None = None
         self.preemptions = self.stale_positions = 0
+        source = self.runner.longest.source
+        # A draft without weights may find nothing, and a new head has not learnt anything yet.
+        checked = source is not None and source.network is not None and spec.draft != RANDOM_DRAFT
+        self.alarm = AcceptanceAlarm(source) if checked else None
         self._to_feed: list[FinishedSample] = []
         self.clear()
         # With several strategies, `step` first compiles all of them.
@@ -675,6 +682,10 @@ class Engine(BaseEngine):
         if self.runner.plans[chunk.strategy].tree is None:
             # A program that can draft reports plain rounds as plain decoding's own program does.
             accepted = np.where(result.report.counts[:rounds] > 0, 0, accepted)
+        elif self.alarm is not None and not opted_out:
+            drafted = accepted[accepted >= 0]
+            if self.alarm.add(drafted.size, int(drafted.sum())):
+                self.alarm = None
         seen = functools.partial(
             Observation,
             batch_size=len(sequences),

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from specjax.checkpoint.weights import load_model
+from specjax.checkpoint.weights import Head, load_model
 from specjax.config import ModelConfig, SamplingParams, SpecConfig, Strategy
 from specjax.config.dtype import AUTO, about_dtype
 from specjax.control import ControlConfig
@@ -38,7 +38,7 @@ from specjax.engine.request import (
     require_valid,
 )
 from specjax.engine.settings import EngineConfig
-from specjax.engine.sources import laid_out, load_source, settle_draft
+from specjax.engine.sources import laid_out, load_source, require_same_draft, settle_draft
 from specjax.engine.start_up import StartUp
 from specjax.hub import find_model
 from specjax.models.families import add_family
@@ -64,8 +64,9 @@ class LLM:
 
     Args:
       model: a Hugging Face directory or id (`Qwen/Qwen3-0.6B`), a GGUF file, the directory of a
-        training run (of which the newest checkpoint is loaded), or (ModelConfig, params, head
-        params or None).
+        training run (of which the newest checkpoint is loaded), or (ModelConfig, params, head),
+        where the head is a `specjax.checkpoint.weights.Head`, the parameters of an MTP head, or
+        None.
       spec: how to speculate; None: plain decoding. By default the checkpoint's head drafts, or
         n-grams if it has none; a line in the log says which.
       max_batch: the most samples that run at once; further ones are queued.
@@ -96,6 +97,8 @@ class LLM:
 
     Attributes:
       drafting: the draft source and the controller that run.
+      source: what drafts; None: plain decoding.
+      head: the parameters of what drafts, or of the head that is not used; None: there are none.
       generation: the default sampling parameters, see `generation_config`.
       notes: lines that say what was chosen for the caller.
       totals: sums over the samples of the last call.
@@ -110,7 +113,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path | tuple[ModelConfig, Params, Params | None],
+        model: str | Path | tuple[ModelConfig, Params, Head | Params | None],
         spec: SpecConfig | None = SpecConfig(),  # noqa: B008
         max_batch: int = 32,
         max_len: int | None = None,
@@ -178,7 +181,13 @@ class LLM:
         self.generation = cfg.generation if generation is None else generation
         self.max_batch, self.max_stop_tokens = max_batch, max_stop_tokens
         self.max_len = min(max_len or 2048, cfg.max_position)
-        self.params, self.head = params, head
+        if source is not None and (line := source.described()):
+            self.notes.append(f"draft: {line}")
+            if spell is python:  # other programs print the notes
+                log.info("draft: %s", line)
+        if isinstance(head, Head):  # nothing drafts with it
+            head = head.params
+        self.params, self.head, self.source = params, head, source
         self._engine_config = engine
         engines = [self._engine(spec, source, control, place) for place in meshes]
         self.engine = Replicas(engines) if several else engines[0]
@@ -237,26 +246,44 @@ class LLM:
         return self.engine.warm_up(ordered, on_program)
 
     def update_weights(
-        self, params: Params, head: Params | None = None, running: str = "recompute"
+        self, params: Params, head: Head | Params | None = None, running: str = "recompute"
     ) -> None:
         """Replaces the parameters of the policy and, if given, of the draft; compiles nothing.
 
         Args:
           params: parameters of the policy.
-          head: parameters of the draft source; None keeps the present ones.
+          head: a head of the kind that drafts, or parameters of the draft source; None keeps the
+            present ones.
           running: what becomes of the caches of samples that run (`llm.engine` may hold some), see
             `BaseEngine.set_params`.
+
+        Raises:
+          ValueError: the head is of another kind, or computes something else, than the one that
+            drafts.
         """
-        head = self.head if head is None else head
+        head = self.head if head is None else self._own(head)
         self.engine.set_params(params, head if self.spec else None, running)
         self.params, self.head = params, head
         if self._plain is not None:
             self._plain.set_params(self.params)
 
-    def update_head(self, head: Params) -> None:
-        """Replaces the draft's parameters alone; running samples go on, see `Engine.set_head`."""
+    def update_head(self, head: Head | Params) -> None:
+        """Replaces the draft's parameters alone; running samples go on, see `Engine.set_head`.
+
+        Raises:
+          ValueError: as in `update_weights`.
+        """
+        head = self._own(head)
         self.engine.set_head(head)
         self.head = head
+
+    def _own(self, head: Head | Params) -> Params:
+        """The parameters of a head that is to draft in place of the present one."""
+        if not isinstance(head, Head):
+            return head
+        if self.source is not None:
+            require_same_draft(head.source, self.source)
+        return head.params
 
     def update_draft_vocab(self, token_ids: Sequence[int] | None = None) -> None:
         """Changes the tokens that the draft proposes (`draft_vocab`), between two chunks.

@@ -12,16 +12,25 @@ import jax
 
 from specjax.checked_json import CheckpointError
 from specjax.checkpoint import huggingface as hf
+from specjax.checkpoint.draft_files import find_draft, load_draft_files
 from specjax.checkpoint.weights import (
     HEAD_SWITCHES,
     HUGGING_FACE,
     RUN,
+    Head,
+    cast_floats,
     config_in,
     fitted_to,
+    float_dtype,
+    head_shapes_of,
+    kind_in,
     layout_of,
     load_weights,
+    placed,
+    run_as,
+    source_in,
 )
-from specjax.config import ModelConfig, SpecConfig, Strategy
+from specjax.config import ModelConfig, RunConfig, SpecConfig, Strategy
 from specjax.config.spec import (
     AUTO_DRAFT,
     CHECKPOINT_DRAFT,
@@ -31,7 +40,7 @@ from specjax.config.spec import (
 )
 from specjax.control import ControlConfig
 from specjax.drafts.model import ModelSource
-from specjax.drafts.mtp import MTPSource, init_head_params, weight_axes
+from specjax.drafts.mtp import MTPSource
 from specjax.engine.settings import require_speculation
 from specjax.hub import ModelNotFoundError, find_model
 from specjax.interfaces import Draft
@@ -170,7 +179,7 @@ def settle_draft(
         control = ControlConfig.of(control)
         require_speculation(spec)
     settled = Drafting(spec, control)
-    if spec is None or settled.strategies == (Strategy.OFF,):
+    if spec is None or spec.is_off:
         return settled
     if spec.draft == AUTO_DRAFT:
         name = CHECKPOINT_DRAFT if has_head else NGRAM_DRAFT
@@ -207,7 +216,10 @@ def kind_of(path: Path, target: ModelConfig | None = None) -> type[Draft]:
       CheckpointError, UnsupportedModelError: the files are those of no draft.
     """
     if layout_of(path) != HUGGING_FACE:
-        return MTPSource
+        return _kind_saved(path)
+    found = find_draft(path)
+    if found is not None:
+        return found
     if path.is_file():
         return MTPSource if path.suffix == ".safetensors" else ModelSource
     if not recognised(path):
@@ -242,10 +254,16 @@ def page_multiple(cfg: ModelConfig, source: Draft | None) -> int:
     return max(dispatch.page_multiple(each.run.attention) for each in cfgs)
 
 
+def trains(source: Draft | type[Draft]) -> bool:
+    """Returns whether a draft can be trained: its class has an own `init` and an own `unroll`."""
+    cls = source if isinstance(source, type) else type(source)
+    return cls.init is not Draft.init and cls.unroll is not Draft.unroll
+
+
 def load_source(
     cfg: ModelConfig,
     spec: SpecConfig,
-    head: Params | None,
+    head: Head | Params | None,
     tokenizer,
     mesh: jax.sharding.Mesh | None,
 ) -> tuple[ModelConfig, Draft, Params]:
@@ -254,15 +272,15 @@ def load_source(
     Args:
       cfg: config of the target.
       spec: how to speculate.
-      head: the checkpoint's MTP head; None: it has none.
+      head: the checkpoint's head, or the parameters of an MTP head; None: it has none.
       tokenizer: tokenizer of the target, which a draft model must share; None: there is none.
       mesh: mesh of the target.
 
     Returns:
-      the target's config (with the switches of the head), the source, and its parameters.
+      the target's config (with the switches of an MTP head), the source, and its parameters.
 
     Raises:
-      ValueError: the checkpoint's head is asked for and there is none, or there is no head at the
+      ValueError: the checkpoint's head is asked for and there is none, or there is nothing at the
         given path; see also `load_draft_model`.
       CheckpointError: as in `load_head`.
     """
@@ -276,11 +294,13 @@ def load_source(
             dtype = cfg.run.compute_dtype
             source, params = load_draft_model(spec.draft_path, cfg, tokenizer, dtype, mesh)
             return cfg, source, params
-        cfg, head = load_head(spec.draft_path, cfg, mesh)
-        return cfg, DRAFTS.find("mtp").of(cfg, spec), head
+        cfg, found = load_head(spec.draft_path, cfg, mesh)
+        return cfg, *found
     if spec.draft == RANDOM_DRAFT:
-        cfg = _with_a_head(cfg)
-        return cfg, source_of(cfg, spec), init_head_params(cfg, spec.head_seed)
+        cfg, source = new_source(cfg, spec)
+        return cfg, *placed(Head(source, source.init(spec.head_seed)), mesh)
+    if head is None and spec.draft == AUTO_DRAFT:
+        return load_source(cfg, dataclasses.replace(spec, draft=NGRAM_DRAFT), None, None, mesh)
     if head is None:
         raise SettingError(
             lambda spell: (
@@ -290,7 +310,60 @@ def load_source(
                 f"to train one online, or {spell('strategy', 'off')}"
             )
         )
-    return cfg, source_of(cfg, spec), head
+    if not isinstance(head, Head):
+        head = Head(MTPSource(cfg), head)
+    return cfg, run_as(head.source, cfg.run), head.params
+
+
+def new_source(cfg: ModelConfig, spec: SpecConfig) -> tuple[ModelConfig, Draft]:
+    """Makes the source of a new head; returns the target's config with its switches, and it."""
+    if spec.draft_kind == "mtp":
+        cfg = _with_a_head(cfg)
+    return cfg, DRAFTS.find(spec.draft_kind).of(cfg, spec)
+
+
+def require_same_draft(new: Draft, served: Draft) -> None:
+    """Refuses a head in place of another one, unless both compute the same.
+
+    Raises:
+      ValueError: they are of different kinds, or differ in a setting; the message names it.
+    """
+    if type(new) is not type(served):
+        raise ValueError(
+            f"it is a head for {type(new).__name__}, and {type(served).__name__} drafts; give a "
+            "head of the same kind, or start again with this one as the draft"
+        )
+    new, served = (run_as(one, RunConfig()) for one in (new, served))
+    if dataclasses.is_dataclass(new):
+        for field in dataclasses.fields(new):
+            name, got, expected = field.name, getattr(new, field.name), getattr(served, field.name)
+            # How its files are laid out is no matter, and an MTP head has its target's config.
+            if name in ("layout", "writes") or isinstance(new, MTPSource):
+                continue
+            if got != expected:
+                name, got, expected = first_difference(name, got, expected)
+                raise ValueError(
+                    f"its {name} is {got!r}, that of the draft is {expected!r}; give a head that "
+                    "computes the same, or start again with this one as the draft"
+                )
+
+
+def first_difference(name: str, one: Any, other: Any) -> tuple[str, Any, Any]:
+    """The path of the first part in which two configs differ, and both parts."""
+    if type(one) is not type(other):
+        return name, one, other
+    parts = []
+    if dataclasses.is_dataclass(one):
+        names = [field.name for field in dataclasses.fields(one)]
+        parts = [(n, getattr(one, n), getattr(other, n)) for n in names]
+    elif name.endswith("layers") and len(one) != len(other):
+        return f"number of {name}", len(one), len(other)
+    elif name.endswith("layers"):
+        parts = [(i, *both) for i, both in enumerate(zip(one, other, strict=True))]
+    for part, mine, theirs in parts:
+        if mine != theirs:
+            return first_difference(f"{name}.{part}", mine, theirs)
+    return name, one, other
 
 
 def check_vocabulary(
@@ -410,7 +483,7 @@ def find_draft_at(name: str) -> Path:
 
 def load_head(
     name: str, model: ModelConfig, mesh: jax.sharding.Mesh | None = None
-) -> tuple[ModelConfig, Params]:
+) -> tuple[ModelConfig, Head]:
     """Loads a draft head that is stored apart from its policy.
 
     Args:
@@ -420,7 +493,7 @@ def load_head(
       mesh: mesh to place the head on.
 
     Returns:
-      the policy's config with the switches of that head, and the head's parameters in
+      the policy's config with the switches of an MTP head, and the head, with parameters in
       `model.run.param_dtype`.
 
     Raises:
@@ -431,42 +504,70 @@ def load_head(
 
     path = find_draft_at(name)
     layout = layout_of(path)
+    if layout == HUGGING_FACE and kind_of(path, model) is not MTPSource:
+        return model, Head(*load_draft_files(path, model, mesh))
     if layout == HUGGING_FACE:
         model = _with_a_head(model)
-        return model, hf.load_head(path, model, mesh)
+        return model, Head(MTPSource(model), hf.load_head(path, model, mesh))
+    saved, meta = load_weights(path, head_alone=True)[1:] if layout == RUN else load_draft(path)
+    if saved is None:
+        raise CheckpointError(f"{path} holds no draft head; expected one")
+    model, source = _source_saved(path, model, meta)
     if layout == RUN:
-        _, head, meta = load_weights(path, head_alone=True)
-        model = _with_switches(path, model, meta)
-        if head is None:
-            raise CheckpointError(f"{path} holds no draft head; expected one")
-        wanted = jax.eval_shape(lambda: init_head_params(_with_a_head(model)))
-        head = _cast(fitted_to(wanted, head, f"the draft head in {path}"), model)
+        wanted = head_shapes_of(source)
+        params = fitted_to(wanted, saved, f"the draft head in {path}")
+    else:
+        stored = run_as(source, model.running(param_dtype=float_dtype(saved)).run)
+        del saved
+        wanted = head_shapes_of(stored)
         if mesh is not None:
-            where = sharding.param_shardings(mesh, head, weight_axes(model))
-            head = sharding.put(head, where)
-        return model, head
-    saved, meta = load_draft(path)
-    model = _with_switches(path, model, meta)
-    stored = str(jax.tree.leaves(saved)[0].dtype)
-    del saved
-    wanted = jax.eval_shape(lambda: init_head_params(model.running(param_dtype=stored)))
-    if mesh is not None:
-        wanted = jax.tree.map(
-            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
-            wanted,
-            sharding.param_shardings(mesh, wanted, weight_axes(model)),
-        )
-    return model, _cast(load_draft(path, wanted)[0], model)
+            wanted = jax.tree.map(
+                lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+                wanted,
+                sharding.param_shardings(mesh, wanted, source.axes()),
+            )
+        params = load_draft(path, wanted)[0]
+    return model, placed(Head(source, cast_floats(params, model.run.param_dtype)), mesh)
 
 
-def head_config(name: str, model: ModelConfig) -> ModelConfig:
-    """The config that `load_head` returns, without loading weights; raises as that does."""
+def head_shapes(name: str, model: ModelConfig) -> tuple[ModelConfig, Head]:
+    """Returns what `load_head` returns, with shapes for arrays; it reads no weights.
+
+    Raises:
+      SettingError, CheckpointError: as in `load_head`.
+    """
     path = find_draft_at(name)
     layout = layout_of(path)
-    if layout == HUGGING_FACE:
-        return _with_a_head(model)
-    meta = load_weights(path, head_alone=True)[2]
-    return _with_switches(path, model, meta)
+    kind = kind_of(path, model)
+    if layout == HUGGING_FACE and kind is not MTPSource:
+        reader = open_checkpoint(path)
+        source = kind.read(path / CONFIG, reader.config(), reader.tensors(), model)
+    elif layout == HUGGING_FACE:
+        model = _with_a_head(model)
+        source = MTPSource(model)
+    else:
+        model, source = _source_saved(path, model, load_weights(path, head_alone=True)[2])
+    return model, Head(source, head_shapes_of(source))
+
+
+def _kind_saved(path: Path) -> type[Draft]:
+    """The class of the head that a run or `save_draft` saved."""
+    from specjax.checkpoint.store import load_draft  # Orbax takes long to import
+
+    run = layout_of(path) == RUN
+    meta = load_weights(path, head_alone=True)[2] if run else load_draft(path)[1]
+    return kind_in(path, meta)
+
+
+def _source_saved(
+    path: Path, model: ModelConfig, meta: Mapping[str, Any]
+) -> tuple[ModelConfig, Draft]:
+    """Returns the policy's config and the source of a head with these metadata."""
+    source = source_in(path, meta, model)
+    if source is None:
+        model = _with_a_head(_with_switches(path, model, meta))
+        source = MTPSource(model)
+    return model, source
 
 
 def _with_a_head(model: ModelConfig) -> ModelConfig:
@@ -478,7 +579,3 @@ def _with_switches(path: Path, model: ModelConfig, meta: dict) -> ModelConfig:
     """The policy's config with the switches in the metadata of a saved head."""
     switches = vars(config_in(path, meta)) if "config" in meta else meta
     return model.replace(**{n: switches[n] for n in HEAD_SWITCHES if n in switches})
-
-
-def _cast(head: Params, model: ModelConfig) -> Params:
-    return jax.tree.map(lambda x: x.astype(model.run.param_dtype), head)

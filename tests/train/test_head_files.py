@@ -8,7 +8,8 @@ from specjax.checked_json import CheckpointError
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.store import load_draft
 from specjax.command_line import ConfigError
-from specjax.drafts.mtp import init_head_params
+from specjax.config import SpecConfig
+from specjax.drafts.mtp import MTPSource, init_head_params
 from train.head_files import HeadCheckpoints, starting_head
 
 
@@ -24,8 +25,9 @@ def test_a_policy_without_a_head_takes_one_with_its_switches(thin_policy, tmp_pa
     with HeadCheckpoints(tmp_path, trained, keep_last=1) as heads:
         heads.save(7, head)
     bare = model.replace(mtp_num_layers=0)
-    got, loaded = starting_head(str(tmp_path / "7"), bare, None, 0, None)
-    assert got == trained and same(loaded, head)
+    got, loaded = starting_head(SpecConfig(draft=str(tmp_path / "7")), bare, None, None)
+    assert got == trained and same(loaded.params, head)
+    assert loaded.source == MTPSource(trained)
 
 
 def test_a_head_of_another_policy_is_refused_by_the_name_of_its_array(thin_policy, tmp_path):
@@ -34,9 +36,9 @@ def test_a_head_of_another_policy_is_refused_by_the_name_of_its_array(thin_polic
     with HeadCheckpoints(tmp_path, wide, keep_last=1) as heads:
         heads.save(1, init_head_params(wide, 0))
     with pytest.raises(CheckpointError, match="in the checkpoint and .* in the model"):
-        starting_head(str(tmp_path / "1"), model, None, 0, None)
-    with pytest.raises(ConfigError, match="expected checkpoint, random or a path"):
-        starting_head(str(tmp_path / "2"), model, None, 0, None)
+        starting_head(SpecConfig(draft=str(tmp_path / "1")), model, None, None)
+    with pytest.raises(ConfigError, match="expected auto, checkpoint, random, ngram, the dir"):
+        starting_head(SpecConfig(draft=str(tmp_path / "2")), model, None, None)
 
 
 def test_a_run_gone_back_overwrites_the_heads_of_its_abandoned_future(thin_policy, tmp_path):

@@ -14,7 +14,9 @@ from tokenizers.processors import TemplateProcessing
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.store import load_draft
+from specjax.checkpoint.weights import Head
 from specjax.command_line import parse_config
+from specjax.drafts.mtp import MTPSource
 from specjax.tokenizer import load_tokenizer, prompt_ids
 from train import rl
 from train.head_files import starting_head
@@ -120,7 +122,9 @@ def test_the_last_heads_of_a_run_lie_in_a_directory_of_their_own(run):
 @pytest.mark.parametrize("source", ["draft/3", "hf", "hf/mtp.safetensors"])
 def test_a_run_starts_from_a_head_that_lies_alone(run, thin_policy, source):
     model, _, own = hf.load_checkpoint(thin_policy)
-    _, head = starting_head(str(run / source), model, own, 0, None)
+    own_head = Head(MTPSource(model), own)
+    _, found = starting_head(SpecConfig(draft=str(run / source)), model, own_head, None)
+    head = found.params
     assert same(head, hf.load_checkpoint(run / "hf")[2]) and not same(head, own)
 
 

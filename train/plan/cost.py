@@ -16,7 +16,7 @@ from specjax import chips
 from specjax.chips import Chip
 from specjax.config import Layer, ModelConfig
 from specjax.drafts.model import ModelSource
-from specjax.drafts.mtp import head_layer
+from specjax.drafts.mtp import MTPSource, head_layer
 from specjax.error_text import shortened
 from specjax.parallel.collectives import received
 from train.plan.copies import Copy, copies
@@ -326,10 +326,14 @@ def _count(program: Program, given: Mapping[str, float], shapes: Shapes) -> Cost
 def drafter(shapes: Shapes) -> tuple[ModelConfig, tuple[Layer, ...]]:
     """Returns config and layers of the draft.
 
-    These are the policy's config and the layers of its head's modules, or those of a draft model.
+    These are the policy's config and the layers of its MTP head's modules, or those of the network
+    that drafts.
     """
     if isinstance(shapes.source, ModelSource):
         return shapes.source.cfg, shapes.source.cfg.layers
+    if shapes.source is not None and shapes.head is not None:
+        if not isinstance(shapes.source, MTPSource):
+            return shapes.source.network, shapes.source.network.layers
     modules = shapes.model.mtp_num_layers
     return shapes.model, (head_layer(shapes.model),) * modules if modules else ()
 

@@ -21,12 +21,12 @@ from specjax.checkpoint.weights import read_config
 from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
 from specjax.decode.options import Features
-from specjax.drafts.mtp import weight_axes
 from specjax.engine.compiling import NotCompiled
 from specjax.engine.engine import Engine
-from specjax.engine.sources import model_source, source_of
+from specjax.engine.sources import model_source, source_of, trains
 from specjax.hub import find_model
-from specjax.interfaces import Denominators, Draft
+from specjax.interfaces import Axes, Denominators, Draft
+from specjax.models.rows import param_axes
 from specjax.models.transformer import (
     Params,
     init_params,
@@ -48,7 +48,6 @@ from train.programs import (
     as_rolled_out,
     build_programs,
     chunk_features,
-    drafts,
     make_meshes,
     scores_to_add,
     settle_drafting,
@@ -134,14 +133,13 @@ class Shapes:
         model = model.running(param_dtype=cfg.dtype.params)
         self.fitted = settle_length(cfg, model)
         drafting = settle_drafting(cfg, model.mtp_num_layers > 0, model, self._find_draft)
-        self.head = None
-        if drafting.with_head:
-            model, head = head_shapes(cfg.rollout.draft, model)
-            self.head = sharding.shapes(head, self.mesh, self._shardings(model))
+        self.source, self.head = None, None
+        if drafting.spec is not None and trains(drafting.kind):
+            model, (self.source, head) = head_shapes(drafting.spec, model)
+            self.head = sharding.shapes(head, self.mesh, self._shardings(self.source.axes()))
         self.model = as_computed(cfg, model)
         self.params = self._params(self.model)
-        self.source = None
-        if drafts(cfg) and not drafting.with_head:
+        if drafting.spec is not None and self.source is None:
             self.source, self.head = self._source()
         self.built: Programs = build_programs(cfg, self.model, self.source, self.mesh, self.places)
         plain = (*self.built.plain_engines[:1], self.built.eval_engine)
@@ -153,7 +151,8 @@ class Shapes:
         self.opt = self._like_params(self.built.policy.init_opt_state, self.params)
         self.draft_opt = None
         if self.built.draft is not None:
-            self.draft_opt = self._like_params(self.built.draft.init_opt_state, self.head)
+            made = jax.eval_shape(self.built.draft.init_opt_state, self.head)
+            self.draft_opt = sharding.shapes(made, self.mesh, self._shardings(self.source.axes()))
 
     def _read(self, key: str, name: str, revision: str | None) -> tuple[ModelConfig, str]:
         """Returns the config of the model that a key of the run names, and its path."""
@@ -184,11 +183,11 @@ class Shapes:
     def _like_params(self, make: Callable, *inputs):
         """Returns the shapes of `make`'s result, with the shardings of parameters."""
         made = jax.eval_shape(make, *inputs)
-        return sharding.shapes(made, self.mesh, self._shardings(self.model))
+        return sharding.shapes(made, self.mesh, self._shardings(param_axes(self.model)))
 
-    def _shardings(self, model: ModelConfig) -> Callable:
-        """Returns the shardings of the weights of a model and of a head, see `sharding.shapes`."""
-        return functools.partial(sharding.param_shardings, axes=weight_axes(model))
+    def _shardings(self, axes: Axes) -> Callable:
+        """Returns the shardings of weights with these axes, see `sharding.shapes`."""
+        return functools.partial(sharding.param_shardings, axes=axes)
 
     def _source(self) -> tuple[Draft, Params | None]:
         """Returns the draft that replaces the head, and its weights; see `load_draft_model`."""
@@ -273,7 +272,7 @@ class Shapes:
         given |= {"batch": rows[0], "state": rows[1]}
         if self.built.replica_drafts:
             trainer = self.built.replica_drafts[0]
-            weights = sharding.shapes(weights, trainer.mesh, self._shardings(self.model))
+            weights = sharding.shapes(weights, trainer.mesh, self._shardings(trainer.axes))
             rows = sharding.shapes(rows, trainer.mesh, _all_rows)
             given = {"copies": weights, "batch": rows}
         update = trainer.programs["update"]

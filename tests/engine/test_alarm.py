@@ -1,0 +1,54 @@
+"""The warning that hardly a drafted token is accepted."""
+
+import logging
+
+import jax
+import pytest
+
+from specjax import LLM, SamplingParams, SpecConfig
+from specjax.checkpoint import huggingface as hf
+from specjax.engine.alarm import ROUNDS, AcceptanceAlarm, advice
+from specjax.interfaces import Draft
+
+
+class Doubtful(Draft):
+    def suspects(self) -> str:
+        return "the taps may be wrong"
+
+
+class Certain(Draft):
+    pass
+
+
+def warned(caplog) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize(("accepted", "times"), [(0, 1), (14, 1), (15, 0), (600, 0)])
+def test_the_first_rounds_decide_once_and_name_the_settings(accepted, times, caplog):
+    alarm = AcceptanceAlarm(Doubtful())
+    assert not alarm.add(ROUNDS - 1, 0)
+    assert warned(caplog) == []
+    assert alarm.add(1, accepted) and alarm.add(1000, 0)
+    said = warned(caplog)
+    assert len(said) == times
+    assert all(x.endswith(f"for {ROUNDS} rounds: speculation only costs time. The taps may be "
+                          "wrong") for x in said)  # fmt: skip
+
+
+def test_without_settings_to_suspect_the_draft_itself_is_named():
+    assert advice(None) == advice(Certain()) == "Is the draft the one that belongs to this policy?"
+
+
+@pytest.mark.usefixtures("logging_as_it_was")
+def test_an_engine_warns_once_of_a_head_that_is_wrong(thin_policy, caplog):
+    cfg, params, head = hf.load_checkpoint(thin_policy, "float32")
+    wrong = jax.tree_util.tree_map_with_path(
+        lambda path, a: -50 * a if path[-1].key == "norm" else a, head
+    )
+    llm = LLM((cfg, params, wrong), SpecConfig("1_1_2"), max_batch=8, max_len=64)
+    many = SamplingParams(n=8, max_tokens=48, ignore_eos=True, temperature=0.5)
+    for _ in range(2):
+        llm.generate([5, 6, 7], many)
+    assert len([x for x in warned(caplog) if "speculation only costs time" in x]) == 1
+    assert llm.engine.alarm is None
