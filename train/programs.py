@@ -206,8 +206,8 @@ def settle_drafting(
     with_head = trains(drafting.kind)
     if mode == "auto":
         cfg.draft.mode = "online" if with_head and cfg.draft.moves else "frozen"
-    _require_head(cfg, with_head)
     require_effect(cfg)
+    _require_head(cfg, with_head)
     return drafting
 
 

@@ -38,7 +38,7 @@ from specjax.checkpoint import huggingface as hf
 from specjax.command_line import parse_config
 from specjax.config import ModelConfig
 from specjax.engine.hosts import Copies
-from specjax.engine.sources import Drafting, load_source
+from specjax.engine.sources import Drafting, load_source, new_source
 from specjax.tokenizer import load_tokenizer
 from train import processes
 from train.collect import Rollouts
@@ -293,6 +293,7 @@ FEATURES: dict[str, list[Feature]] = {
     "Draft sources": [
         speculation("the checkpoint's head", draft="checkpoint"),
         speculation("a random head", draft="random"),
+        speculation("a random EAGLE-3 head", draft="random", draft_kind="eagle3"),
         speculation("n-grams", draft="ngram"),
         speculation("`ngram_max`", draft="ngram", ngram_max=3),
         speculation("a part of the vocabulary", draft_vocab=16),
@@ -505,7 +506,9 @@ def trainer(*more: str, several: bool = False) -> Callable[[Feature], None]:
 
 
 def _source(cfg: RLConfig, model: ModelConfig, mesh: jax.sharding.Mesh | None, drafting: Drafting):
-    """What drafts in the place of the head, if anything does."""
+    """What drafts in the place of the model's own head, if anything does."""
+    if cfg.rollout.draft == "random":
+        return new_source(model, cfg.rollout.spec())[1]
     if not drafts(cfg) or drafting.with_head:
         return None
     return load_source(model, cfg.rollout.spec(), None, tokenizer(), mesh)[1]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tiny_run
 
+from serve.admin import read_weights
 from specjax import LLM, SpecConfig
 from specjax.checkpoint.format import named_leaves
 from specjax.checkpoint.weights import Head, load_model
@@ -113,5 +114,8 @@ def test_a_head_of_another_kind_or_with_other_taps_does_not_take_its_place(run, 
     with pytest.raises(ValueError, match="norm_before_residual is True, that of the draft is Fal"):
         llm.update_head(Head(dataclasses.replace(source, cfg=other), llm.head))
     assert llm.head is before
+    _, head = read_weights(run, llm.cfg, True, None)  # POST /update_weights, what=head
+    llm.update_head(head)
+    assert same(llm.head, before)
     llm.update_head(Head(source, jax.tree.map(lambda a: 1 * a, before)))
     assert same(llm.head, before)

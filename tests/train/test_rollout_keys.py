@@ -9,7 +9,7 @@ from specjax.command_line import ConfigError, parse_config
 from specjax.control import ControlConfig
 from specjax.telemetry import read_jsonl
 from train import rl
-from train.rollout_schema import RolloutSection
+from train.rollout_schema import RolloutSection, with_draft_key
 from train.schema import RLConfig
 from train.scoring import RewardsFailedError
 
@@ -280,3 +280,22 @@ def test_settings_of_ema_may_lie_in_a_file(tmp_path, capsys):
     with pytest.raises(SystemExit):
         parse_config(RLConfig, argv)
     assert str(file) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("source", "head", "model", "draft"),
+    [
+        ("head", "checkpoint", None, "checkpoint"),
+        ("head", "random", None, "random"),
+        ("head", "some/head", None, "some/head"),
+        ("ngram", "checkpoint", None, "ngram"),
+        ("model", "checkpoint", "some/model", "some/model"),
+        ("mine:Own", "checkpoint", None, "mine:Own"),
+        ("mine:Own", "checkpoint", "some/files", "mine:Own:some/files"),
+    ],
+)
+def test_a_run_of_an_earlier_version_goes_on_with_what_drafted(source, head, model, draft):
+    roll = {"source": source, "head": head, "draft_model": model, "strategy": "4_1_5"}
+    now = with_draft_key({"seed": 1, "rollout": roll})
+    assert now == {"seed": 1, "rollout": {"draft": draft, "strategy": "4_1_5"}}
+    assert with_draft_key(now) == now
