@@ -73,7 +73,7 @@ class Admin:
           (policy, head); None for a part that stays as it is.
         """
         llm, alone = self._llm, asked.what == "head"
-        takes_head = llm.drafting.with_head
+        takes_head = llm.spec is not None and llm.drafting.with_head
         if alone and not takes_head:
             raise ValueError("the server drafts with no head of its own; nothing would use it")
         policy, found = read_weights(Path(asked.path), llm.cfg, alone, asked.step, llm.tokenizer)

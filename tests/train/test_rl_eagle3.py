@@ -72,6 +72,15 @@ def test_the_head_is_trained_and_moves_no_bit_of_the_policy(modes):
     assert still <= {"lm_head"}, f"{sorted(still)} are not trained"
 
 
+def test_spot_training_trains_the_head_and_leaves_the_policy(modes, thin_model, tmp_path):
+    spot = {"draft.mode": "online", "draft.spot.enabled": True, "draft.spot.gaps": False}
+    one = trainer(thin_model, tmp_path, **EAGLE3, **spot)
+    start = jax.tree.map(np.asarray, one.head)
+    for plain in modes["frozen"][2]:
+        assert one.step()["rollout/tokens_sha"] == plain["rollout/tokens_sha"]
+    assert same(one.params, modes["frozen"][0].params) and not same(one.head, start)
+
+
 def test_what_was_saved_is_the_head_that_was_trained(run, modes, thin_model):
     cfg = load_model(thin_model, "float32").cfg
     online = modes["online"][0]
