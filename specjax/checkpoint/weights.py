@@ -433,6 +433,22 @@ def _newest(path: Path) -> dict[str, Any]:
     return _chosen(inside, steps, None)[1]
 
 
+def metadata_of(path: Path) -> dict[str, Any]:
+    """Returns the metadata of a run's newest checkpoint, or of a head that was saved alone.
+
+    Raises:
+      CheckpointError: there is none, or it is damaged.
+    """
+    from specjax.checkpoint.store import read_record
+
+    if layout_of(path) == RUN:
+        return _newest(path)["meta"]
+    record, problem = read_record(path.absolute())
+    if record is None:
+        raise CheckpointError(f"draft head {path} is damaged or not a checkpoint: {problem}")
+    return record["meta"]
+
+
 def config_in(path: Path, meta: Mapping[str, Any]) -> ModelConfig:
     """Returns the config in the metadata of the checkpoint at `path`.
 

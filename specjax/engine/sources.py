@@ -26,6 +26,7 @@ from specjax.checkpoint.weights import (
     kind_in,
     layout_of,
     load_weights,
+    metadata_of,
     placed,
     run_as,
     source_in,
@@ -216,7 +217,7 @@ def kind_of(path: Path, target: ModelConfig | None = None) -> type[Draft]:
       CheckpointError, UnsupportedModelError: the files are those of no draft.
     """
     if layout_of(path) != HUGGING_FACE:
-        return _kind_saved(path)
+        return kind_in(path, metadata_of(path))
     found = find_draft(path)
     if found is not None:
         return found
@@ -546,17 +547,8 @@ def head_shapes(name: str, model: ModelConfig) -> tuple[ModelConfig, Head]:
         model = _with_a_head(model)
         source = MTPSource(model)
     else:
-        model, source = _source_saved(path, model, load_weights(path, head_alone=True)[2])
+        model, source = _source_saved(path, model, metadata_of(path))
     return model, Head(source, head_shapes_of(source))
-
-
-def _kind_saved(path: Path) -> type[Draft]:
-    """The class of the head that a run or `save_draft` saved."""
-    from specjax.checkpoint.store import load_draft  # Orbax takes long to import
-
-    run = layout_of(path) == RUN
-    meta = load_weights(path, head_alone=True)[2] if run else load_draft(path)[1]
-    return kind_in(path, meta)
 
 
 def _source_saved(
