@@ -212,6 +212,7 @@ SHORT = [
     "data.max_terms=3", "rollout.prompts=4", "rollout.n=4", "rollout.max_tokens=20",
     "rollout.max_prompt_tokens=32", "rollout.max_batch=1", "rollout.strategy=1_1_2",
     "packing.row_length=64", "packing.rows=2", "eval.problems=0", "reward=tiny_run:coin",
+    "rewards.workers=0",
 ]  # fmt: skip
 
 

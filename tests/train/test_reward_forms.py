@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,10 @@ from hypothesis import strategies as st
 from test_groups import rules, run_steps, worlds
 
 from specjax.command_line import parse_config
+from specjax.parallel import distributed
 from train import rl
+from train.collect import Rollouts
+from train.groups import Group, Response
 from train.log import read_metrics
 from train.reward_calls import Failed, RewardCall
 from train.reward_workers import WorkerError
@@ -395,6 +399,29 @@ def test_when_rewards_become_known_changes_nothing_that_is_selected_or_carried(
 ):
     expected, _ = run_steps(world, rule, partial, 0, 50)
     assert run_steps(world, rule, partial, seed, slots, late=late)[0] == expected
+
+
+@pytest.mark.parametrize("reward", ["slow_rewards:ranks", "slow_rewards:right"])
+def test_of_several_processes_one_computes_a_reward_for_all(reward, monkeypatch):
+    prompts = types.SimpleNamespace(tokenizer=None)
+    rollouts = Rollouts(RLConfig(model="x", out="y"), [], prompts, (), scorer_of(reward))
+    rollouts._text, rollouts._problems = lambda tokens: "7" * len(tokens), {0: PROBLEM}
+    responses = [Response(token_ids=[5] * n, finish_reason="stop") for n in (3, 1, 2)]
+    group, asked = Group(0, 1, 1, PROBLEM, [1], responses), []
+    monkeypatch.setattr(distributed, "is_several", lambda: True)
+    monkeypatch.setattr(distributed, "of_first", lambda make, at: asked.append(at) or make())
+    for place, response in enumerate(responses):
+        job = types.SimpleNamespace(request=0, sample=place)
+        score = rollouts.score_sample(job, response)  # where the sample's engine is
+        if score is not None:
+            response.reward, response.failed, response.parts = score
+        rollouts._begin_score(group, place)
+    assert not rollouts._scoring or not rollouts._scoring[0].futures()
+    batch = reward == "slow_rewards:ranks"
+    assert rollouts._score(group) == ([2.0, 0.0, 1.0] if batch else [0.0, 1.0, 0.0])
+    assert asked == ["rewards"] * batch, "all of a group at once, or each with its sample"
+    rollouts._score(group)
+    assert len(asked) == batch, "once"
 
 
 @pytest.fixture(scope="module")
