@@ -92,3 +92,9 @@ async def slow_coin(completion, answer):
 def sometimes_hangs(completion, answer):
     place = zlib.crc32(f"{completion}|{answer}".encode()) % 3
     return hangs("hang" if place == 0 else "go on", answer) * place
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """As verl's functions are."""
+    assert data_source == "math_dapo" and extra_info == {"index": "1"}
+    return {"score": float(solution_str == ground_truth), "acc": True}

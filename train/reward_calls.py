@@ -5,6 +5,8 @@ A function has one of these forms, told apart by the names of its parameters:
     reward(completion, answer) -> float             one completion at a time
     reward(completion, **columns) -> float
     reward(completions, **columns) -> [float]       batch form, as in TRL: every column is a list
+    compute_score(data_source, solution_str, ...)   verl's: the completion by the name solution_str,
+                                                    and a number or {"score": number} returned
 
 Each may be `async def`; then the completions that are scored together run at once. This module
 imports nothing that takes time, for every worker imports it.
@@ -25,6 +27,7 @@ from typing import Any, NamedTuple
 from specjax.error_text import shortened
 
 BATCH = "completions"  # the parameter that makes a function one of batch form
+VERL = "solution_str"  # the parameter that verl's functions have for the completion
 Columns = Mapping[str, Any]
 
 
@@ -70,12 +73,13 @@ class RewardCall:
     def __init__(self, name: str, function: Callable[..., Any]):
         self.name, self.function = name, function
         self._second, self._required, self._takes = _parameters(function)
-        self.batch = BATCH in _names(function)
+        names = _names(function)
+        self.batch, self._is_verls = BATCH in names, VERL in names
         either = function, type(function).__call__
         self.is_async = any(map(inspect.iscoroutinefunction, either))
         self.together = self.batch or self.is_async
-        if self.batch:
-            self._second, self._required, self._takes = _batch_parameters(function)
+        if self.batch or self._is_verls:
+            self._second, self._required, self._takes = _by_name(function)
 
     def check(self, have: Collection[str]) -> None:
         """Checks that there is a column for every parameter without a default.
@@ -123,12 +127,14 @@ class RewardCall:
     def _one(self, completion: str, columns: Columns) -> Outcome:
         try:
             args, named = self._arguments(completion, columns)
-            return _outcome(self.function(*args, **named))
+            return self._outcome(self.function(*args, **named))
         except Exception as error:  # a user's function may raise anything; the run goes on
             return self._raised(error)
 
     def _arguments(self, completion: str, columns: Columns) -> tuple[list[Any], dict[str, Any]]:
         args, named = [completion], dict(columns)
+        if self._is_verls:
+            args, named = [], {**columns, VERL: completion}
         if self._second is not None:
             args.append(named.pop(self._second, columns["answer"]))
         if self._takes is not None:
@@ -154,7 +160,13 @@ class RewardCall:
             what = "no list" if found is None else f"{len(found)} values"
             more = f"expected a list of {count} numbers, one for each completion"
             return [Failed(f"returned {what} ({type(values).__name__})", more)] * count
-        return [_outcome(value) for value in found]
+        return [self._outcome(value) for value in found]
+
+    def _outcome(self, value: Any) -> Outcome:
+        """The outcome of a returned value."""
+        if self._is_verls and isinstance(value, Mapping):
+            value = value.get("score")
+        return _outcome(value)
 
     async def _gather(
         self, completions: Sequence[str], rows: Sequence[Columns], seconds: float | None
@@ -183,7 +195,7 @@ class RewardCall:
                 raise error
             else:
                 value = task.result()
-                found += self._outcomes(value, count) if self.batch else [_outcome(value)]
+                found += self._outcomes(value, count) if self.batch else [self._outcome(value)]
         return found
 
     def _raised(self, error: BaseException) -> Failed:
@@ -248,10 +260,10 @@ def _parameters(reward: Callable[..., Any]) -> tuple[str | None, list[str], list
     return second, required, None if takes_any else [p.name for p in named]
 
 
-def _batch_parameters(reward: Callable[..., Any]) -> tuple[None, list[str], list[str] | None]:
-    """As `_parameters`, of a function of batch form, whose arguments are given by name."""
+def _by_name(reward: Callable[..., Any]) -> tuple[None, list[str], list[str] | None]:
+    """As `_parameters`, of a function whose arguments, the completion too, are given by name."""
     named, takes_any = _named(list(inspect.signature(reward).parameters.values()))
-    always = (BATCH, "prompts")
+    always = (BATCH, "prompts", VERL)
     required = [p.name for p in named if p.default is p.empty and p.name not in always]
     return None, required, None if takes_any else [p.name for p in named]
 

@@ -200,6 +200,17 @@ def test_a_reward_sees_the_sample():
 
 
 @pytest.mark.parametrize("workers", [0, 1])
+def test_a_function_written_for_verl_is_called_as_verl_does(workers, in_workers):
+    columns = {"data_source": "math_dapo", "ground_truth": "7", "extra_info": {"index": "1"}}
+    problem = Problem(TALK, "7", 0, "", columns)
+    scorer = in_workers("slow_rewards:compute_score", workers=workers)
+    scorer.check(problem)
+    assert [s.value for s in scored(scorer, ["7", "8"], problem)] == [1.0, 0.0]
+    with pytest.raises(ValueError, match="asks for data_source, ground_truth"):
+        scorer.check(PROBLEM)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
 def test_a_function_of_batch_form_gets_the_completions_of_a_group(workers, in_workers):
     scorer = in_workers("slow_rewards:ranks", workers=workers)
     scorer.check(PROBLEM)
