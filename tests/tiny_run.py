@@ -98,7 +98,11 @@ OF_NO_ROLLOUT = {
     "prompts", "n", "temperature", "over_sample", "partial", "max_staleness", "order", "exact_mode",
     "draft_vocab_every", "draft_vocab_decay",
 }  # fmt: skip
-OF_NO_UPDATE = {"dynamic_sampling", "max_num_gen_batches"}
+OF_NO_UPDATE = {
+    "dynamic_sampling", "max_num_gen_batches", "preset", "normalize_std", "normalize_over",
+    "advantage_eps", "kl_coef", "kl_penalty", "ref_update_steps", "overlong_buffer_len",
+    "overlong_penalty_factor", "mask_truncated",
+}  # fmt: skip
 # Those that engines that decode plainly take from the rollout's.
 OF_PLAIN = (
     "max_prompt_tokens", "max_tokens", "page_size", "chunk_tokens", "prefill_chunk", "scan_layers",

@@ -37,6 +37,8 @@ class AlgoSection:
         responses rises from 0; below 1 a share of rollout.max_tokens, and 0 is no penalty (DAPO).
       overlong_penalty_factor: penalty of a response of rollout.max_tokens.
       mask_truncated: whether samples that reached rollout.max_tokens are left out of training.
+      use_bias_correction_kl: whether KL in the loss is multiplied by the ratio of the token, which
+        has its gradient there (TRL's name, and its default).
       entropy_coeff: weight of the entropy of the policy's distributions, which is subtracted from
         the loss; 0 computes no gradient of it.
       tis: whether the policy term is weighted by pi_old / pi_behaviour (truncated importance
@@ -78,6 +80,7 @@ class AlgoSection:
     overlong_buffer_len: float = 0.0
     overlong_penalty_factor: float = 1.0
     mask_truncated: bool = False
+    use_bias_correction_kl: bool = False
     entropy_coeff: float = 0.0
     tis: bool = False
     tis_level: str = option(

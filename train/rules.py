@@ -326,7 +326,7 @@ RL_RULES = (
         "[algo.tis] weighs nothing; set algo.tis=true, or leave it out",
     ),
     Needs(
-        ("algo.kl_loss_type",),
+        ("algo.kl_loss_type", "algo.use_bias_correction_kl"),
         lambda v: v["algo.kl_loss_coef"] > 0,
         "[algo.kl_loss_coef] has no KL in the loss; set algo.kl_loss_coef, or leave it out",
     ),

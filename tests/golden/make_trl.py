@@ -26,11 +26,11 @@ from trl import GRPOConfig, GRPOTrainer
 FOLDER = Path(__file__).resolve().parent / "trl"
 VOCAB, TEMPERATURE, BETA, MAX_TOKENS = 24, 0.8, 0.1, 9
 PROMPT, LENGTHS = 3, (3, 5, 8, 4, 7, 9)
-UNCORRECTED = {"use_bias_correction_kl": False}  # else KL is multiplied by the ratio
+DAPO = {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28}
 CASES = {
     "grpo": {"loss_type": "grpo", "epsilon": 0.2, "epsilon_high": 0.2},
     "dr_grpo": {"loss_type": "dr_grpo", "epsilon": 0.2, "epsilon_high": 0.2},
-    "dapo": {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28},
+    "dapo": DAPO,
     "gspo": {
         "loss_type": "grpo",
         "importance_sampling_level": "sequence",
@@ -38,9 +38,10 @@ CASES = {
         "epsilon_high": 4e-4,
     },
     "cispo": {"loss_type": "cispo", "epsilon_high": 1.3},
-    "dual_clip": {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "delta": 1.5},
-    "kl": {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "beta": BETA, **UNCORRECTED},
-    "entropy": {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "entropy_coef": 0.05},
+    "dual_clip": {**DAPO, "delta": 1.5},
+    "kl": {**DAPO, "beta": BETA, "use_bias_correction_kl": False},
+    "kl_corrected": {**DAPO, "beta": BETA, "use_bias_correction_kl": True},
+    "entropy": {**DAPO, "entropy_coef": 0.05},
 }
 
 

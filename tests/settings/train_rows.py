@@ -731,6 +731,7 @@ RL = {
     "algo.normalize_over": Row("batch", updates, TINY),
     "algo.clip_ratio_c": Row(1.1, loss, {"algo.updates_per_rollout": 2}),
     "algo.kl_loss_coef": Row(0.1, loss),
+    "algo.use_bias_correction_kl": Row(True, loss, {"algo.kl_loss_coef": 0.1}),
     "algo.kl_loss_type": Row("k2", loss, {"algo.kl_loss_coef": 0.1}),
     "algo.preset": Row("dr_grpo", loss),
     "algo.kl_coef": Row(0.1, updates, SHAPED),

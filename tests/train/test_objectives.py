@@ -100,6 +100,8 @@ def reference(samples, cfg, fixed):
             value = value * np.minimum(np.exp(off), cfg.tis_cap)
         d = s.new - s.ref
         kl = {"k1": d, "k2": d**2 / 2, "k3": np.exp(-d) + d - 1}[cfg.kl_loss_type]
+        if cfg.use_bias_correction_kl:
+            kl = kl * np.exp(s.new - s.old)
         value = value + cfg.kl_loss_coef * kl - cfg.entropy_coeff * s.entropy
         weight = {
             "token": 1 / tokens,
@@ -179,6 +181,11 @@ CASES = {
     "k1 in the loss": ("grpo", {"kl_loss_coef": 0.3, "kl_loss_type": "k1"}),
     "k2 in the loss": ("grpo", {"kl_loss_coef": 0.3, "kl_loss_type": "k2"}),
     "k3 in the loss": ("grpo", {"kl_loss_coef": 0.3}),
+    "k3 with the ratio": ("grpo", {"kl_loss_coef": 0.3, "use_bias_correction_kl": True}),
+    "k1 with the ratio": (
+        "grpo",
+        {"kl_loss_coef": 0.3, "kl_loss_type": "k1", "use_bias_correction_kl": True},
+    ),
     "entropy": ("grpo", {"entropy_coeff": 0.2}),
     "tis of tokens": ("grpo", {"tis": True, "tis_cap": 1.2}),
     "tis of sequences": ("grpo", {"tis": True, "tis_cap": 1.2, "tis_level": "sequence"}),
@@ -209,7 +216,7 @@ def test_loss_and_gradient_are_those_of_the_numpy_reference(case):
         assert 0 < metrics["dual_clip_fraction"] < 1
     # Without any one of the options it is another loss, or another gradient.
     for name in settings.keys() - {"loss_scale_factor", "tis_cap", "kl_loss_type"}:
-        fewer = {k: v for k, v in settings.items() if not k.startswith(NEEDED.get(name, name))}
+        fewer = {k: v for k, v in settings.items() if not k.startswith(NEEDED.get(name, (name,)))}
         without = algo(objective, **fewer)
         if getattr(without, name) == getattr(cfg, name):
             continue
@@ -220,7 +227,7 @@ def test_loss_and_gradient_are_those_of_the_numpy_reference(case):
         assert moved or other != pytest.approx(loss, rel=1e-4), name
 
 
-NEEDED = {"loss_aggregation": "loss_", "kl_loss_coef": "kl_loss"}
+NEEDED = {"loss_aggregation": ("loss_",), "kl_loss_coef": ("kl_loss", "use_bias")}
 
 
 def test_the_gradient_of_the_entropy_bonus_raises_entropy_by_the_weights_of_tokens():

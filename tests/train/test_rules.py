@@ -53,6 +53,7 @@ RL = [
     (["algo.tis_cap=3"], "set algo.tis=true"),
     (["algo.tis_level=sequence"], "set algo.tis=true"),
     (["algo.kl_loss_type=k2"], "algo.kl_loss_coef=0.0 has no KL in the loss"),
+    (["algo.use_bias_correction_kl=true"], "algo.kl_loss_coef=0.0 has no KL in the loss"),
     (["algo.kl_penalty=k2"], "algo.kl_coef=0.0 has no KL in rewards"),
     (["algo.ref_update_steps=2"], "algo.kl_loss_coef=0.0 and algo.kl_coef=0.0 need no reference"),
     (["algo.overlong_penalty_factor=2"], "set algo.overlong_buffer_len"),
