@@ -52,6 +52,7 @@ def option(
     infinite: bool = False,
     own: bool = False,
     kind: Any = None,
+    former: Mapping[str, str] | None = None,
 ) -> Any:
     """Makes a documented dataclass field.
 
@@ -66,6 +67,7 @@ def option(
         own: whether a user's own path `module:attribute` is allowed beside the choices.
         kind: the type of a field that is annotated with `Any`, because OmegaConf has no such type:
             `str | list[str]`, with or without None.
+        former: former names of choices -> their names now, for messages.
     """
     metadata = {
         "kind": kind,
@@ -73,6 +75,7 @@ def option(
         "choices": None if choices is None else tuple(choices),
         "bounds": Bounds(least, below, infinite),
         "own": own,
+        "former": former or {},
     }
     if isinstance(default, type) and dataclasses.is_dataclass(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
@@ -189,6 +192,7 @@ class Key:
     section: bool
     bounds: Bounds = Bounds()
     own: bool = False
+    former: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def absent_keys_of(schema_cls: type) -> Mapping[str, str]:
@@ -233,8 +237,8 @@ def _keys_below(schema_cls: type, prefix: str = "", section_default: Any = None)
         name = prefix + field.name
         doc = meta.get("doc") or docs.get(field.name, "")
         bounds = meta.get("bounds") or Bounds()
-        own = meta.get("own", False)
-        yield Key(name, kind, default, doc, meta.get("choices"), section, bounds, own)
+        own, former = meta.get("own", False), meta.get("former", {})
+        yield Key(name, kind, default, doc, meta.get("choices"), section, bounds, own, former)
         if inner is not None:
             below = default if isinstance(default, inner) else None
             yield from _keys_below(inner, f"{name}.", below)
@@ -386,9 +390,10 @@ def check(key: Key, value: Any) -> Any:
     own = key.own and isinstance(value, str) and is_own_path(value, key.choices)
     if key.choices is not None and value not in key.choices and not own:
         choices = ", ".join(show(choice) for choice in key.choices)
-        raise ValueProblem(
-            f"expected one of {choices}, got {show(value)}{nearest(str(value), key.choices)}"
-        )
+        hint = nearest(str(value), key.choices)
+        if isinstance(value, str) and value in key.former:
+            hint = f", which is called {key.former[value]} now"
+        raise ValueProblem(f"expected one of {choices}, got {show(value)}{hint}")
     return value
 
 
