@@ -699,12 +699,14 @@ class Draft(Protocol):
         """
         return {}
 
-    def head(self, params: Params) -> tuple[Float[Array, "D C"], Int[Array, " C"] | None] | None:
-        """Returns the draft's own language-model head, for training.
+    def head(
+        self, params: Params
+    ) -> tuple[Float[Array, "D C"] | None, Int[Array, " C"] | None] | None:
+        """Returns the draft's own language-model head or vocabulary, for training.
 
         Returns:
-          the matrix, and the target's token id of each column (None: all, in order). None: the
-          draft uses the target's head.
+          the matrix (None: the target's, of which the ids are columns), and the target's token id
+          of each column, ascending (None: all, in order). None: the draft uses the target's head.
         """
         return None
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ import optax
 from jaxtyping import Array, Float, Int, Shaped
 
 from specjax.config import ModelConfig, SpecConfig
+from specjax.decode.sampling import Columns
 from specjax.engine.sources import source_of
 from specjax.interfaces import Draft
 from specjax.models.layers import rms_norm
@@ -32,7 +33,16 @@ from specjax.parallel.context import Context
 from specjax.parallel.context import shift as shift_rows
 from specjax.schema import option
 from specjax.weights.matrix import precision_of
-from train.logits import Cut, Head, head_name, settled_chunk
+from train.draft_losses import DRAFT_LOSSES, FORMER_NAMES, JOINT, Objective, Sampling
+from train.logits import (
+    Cut,
+    Head,
+    added_up,
+    head_name,
+    matrix_gradient,
+    no_matrix_gradient,
+    settled_chunk,
+)
 from train.optim import OptimConfig
 from train.policy import abstract_opt_state, init_opt_state, with_attention
 
@@ -99,164 +109,202 @@ def draft_targets(
     return DraftTargets(*jax.lax.stop_gradient((inputs, labels, mask)))
 
 
-def draft_target_logits(
-    policy_logits: Float[Array, "R S V"],
-    segment_ids: Int[Array, "R S"],
-    step: int,
-    context: Context | None = None,
-) -> Float[Array, "R S V"]:
-    """The policy's logits at the labels of step `step`, without gradient."""
-    return roll_left(jax.lax.stop_gradient(policy_logits), segment_ids, step + 1, context)
-
-
-def _ce(q_logits, labels, p_logits):
-    del p_logits
-    return optax.softmax_cross_entropy_with_integer_labels(q_logits, labels)
-
-
-def _soft_ce(q_logits, labels, p_logits):
-    del labels
-    if p_logits is None:
-        raise ValueError("draft loss 'soft_ce' needs target_logits, the policy's own; got None")
-    return optax.softmax_cross_entropy(q_logits, jax.nn.softmax(p_logits))
-
-
-# name -> loss per token of (draft logits, labels, target logits or None), tempered, float32.
-DRAFT_LOSSES: dict[str, Callable[..., Array]] = {"ce": _ce, "soft_ce": _soft_ce}
-
-
-def draft_step_loss(
-    name: str,
-    draft_logits: Float[Array, "R S V"],
-    labels: Int[Array, "R S"],
-    mask: Float[Array, "R S"],
-    target_logits: Float[Array, "R S V"] | None = None,
-    temperature: float | Float[Array, ""] = 1.0,
-) -> tuple[Float[Array, ""], Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """Loss of one recursive step as sums, which add up exactly over micro-batches.
-
-    The target is the policy's distribution at the temperature, without penalties, masks and
-    filters, which decoding applies to the draft's logits as well.
-
-    Args:
-      name: `ce`, cross entropy of the token that the policy sampled, or `soft_ce`, cross entropy
-        with the policy's whole distribution.
-      draft_logits: logits of the head, untempered.
-      labels: labels from `draft_targets`.
-      mask: mask from `draft_targets`.
-      target_logits: logits of the policy at the labels, from `draft_target_logits`.
-      temperature: temperature of the rollout; 0 (greedy) counts as 1.
-
-    Returns:
-      (sum of the loss in nats, number of tokens in it, aux). aux holds sums without gradient:
-      `top1_matches` (whether the head's most likely token is the label) and, given target logits,
-      `overlap` (sum over V of min(p, q) = 1 - TV(p, q)). The mean overlap is the acceptance rate of
-      chain rejection and the ceiling of any coupling's; Gumbel coupling reaches at least
-      overlap / (2 - overlap) (Daliri et al. 2024).
-
-    Raises:
-      ValueError: unknown name, or `soft_ce` without target logits.
-    """
-    labels, mask, target_logits = jax.lax.stop_gradient((labels, mask, target_logits))
-    loss, aux = _token_loss(name, draft_logits, labels, target_logits, temperature)
-    aux = {key: _masked_sum(value, mask) for key, value in aux.items()}
-    return _masked_sum(loss, mask), mask.sum(), jax.lax.stop_gradient(aux)
-
-
-def _token_loss(name: str, draft_logits, labels, target_logits, temperature) -> tuple[Array, dict]:
-    """The loss and aux of `draft_step_loss` at each token."""
-    if name not in DRAFT_LOSSES:
-        raise ValueError(f"unknown draft loss {name!r}; choose one of {', '.join(DRAFT_LOSSES)}")
-    temperature = jnp.asarray(temperature, jnp.float32)
-    temperature = jnp.where(temperature > 0, temperature, 1.0)
-    q_logits = draft_logits.astype(jnp.float32) / temperature
-    p_logits = None if target_logits is None else target_logits.astype(jnp.float32) / temperature
-    loss = DRAFT_LOSSES[name](q_logits, labels, p_logits)
-    aux = {"top1_matches": jnp.argmax(q_logits, axis=-1) == labels}
-    if p_logits is not None:
-        both = jnp.minimum(jax.nn.softmax(p_logits), jax.nn.softmax(q_logits))
-        aux["overlap"] = both.sum(axis=-1)
-    return loss, aux
-
-
 def _masked_sum(values: Array, mask: Array) -> Array:
     # `where` first: rows outside the loss may hold anything.
     return jnp.sum(jnp.where(mask > 0, values, 0.0) * mask)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _step_losses_in_blocks(
-    cut: Cut,
-    name: str,
-    temperature: float,
-    context: Context | None,
-    outputs: tuple[Float[Array, "R S D"], ...],
-    normed: Float[Array, "R S D"],
+class Labels(NamedTuple):
+    """What each recursive step is compared with, and counted at, [R S] each.
+
+    Attributes:
+      columns: columns of the labels among the head's logits; past their end: there is none.
+      mask: mask from `draft_targets`.
+      terms: the same for the loss; without tokens whose label has no column, where that is read.
+    """
+
+    columns: Int[Array, "R S"]
+    mask: Float[Array, "R S"]
+    terms: Float[Array, "R S"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How states of a head and of the policy become the head's loss; static.
+
+    Attributes:
+      objective: the loss.
+      decay: weight of each further recursive step relative to the last, see `mean_loss`.
+      policy: language-model head of the policy.
+      draft: that of the draft, whose columns may be fewer.
+      own: whether the draft's matrix is trained; else it is the policy's, or columns of it.
+      context: split of rows over devices, if any.
+    """
+
+    objective: Objective
+    decay: float
+    policy: Head
+    draft: Head
+    own: bool
+    context: Context | None
+
+    def mean_loss(self, losses: Sequence[Array], labels: Sequence[Labels]) -> Array:
+        """The mean over tokens and, weighted by `decay`, over steps, of sums of the losses."""
+        total, weights = 0.0, 0.0
+        for k, (loss, label) in enumerate(zip(losses, labels, strict=True)):
+            weight = self.decay**k
+            total += weight * loss / jnp.maximum(label.terms.sum(), 1.0)
+            weights += weight
+        return total / weights
+
+    def sums(self, losses: Sequence[Array], aux: Sequence[dict], labels: Sequence[Labels]) -> tuple:
+        """Adds up per token losses and aux over the tokens of each step."""
+        losses = tuple(_masked_sum(x, y.terms) for x, y in zip(losses, labels, strict=True))
+        aux = tuple(
+            {key: _masked_sum(x, label.mask) for key, x in found.items()}
+            for found, label in zip(aux, labels, strict=True)
+        )
+        return losses, aux
+
+    def weight(self, matrix: Array, policy_weight: Array, dtype: Any) -> Array:
+        """The draft's matrix where it is used; `policy_weight` is the policy's."""
+        if self.draft == self.policy and not self.own:
+            return policy_weight
+        return self.draft.matrix.gathered(matrix, dtype)
+
+
+def whole_loss(
+    how: Comparison,
+    outputs: Sequence[Float[Array, "R S D"]],
     matrix: Array,
-    targets: tuple[DraftTargets, ...],
-) -> tuple[tuple[Array, ...], tuple[dict[str, Array], ...]]:
-    """`draft_step_loss` of each recursive step from states, in blocks of tokens.
+    normed: Float[Array, "R S D"],
+    policy_matrix: Array,
+    ids: Int[Array, " C"] | None,
+    segments: Int[Array, "R S"],
+    labels: Sequence[Labels],
+) -> tuple[Array, tuple[tuple[Array, ...], tuple[dict[str, Array], ...]]]:
+    """The loss of states of a head, with all logits at once.
 
     Args:
-      outputs: states of the head after its final norm, for each step; alone they have a gradient.
+      outputs: states of the head after its final norm, for each step.
+      matrix: the draft's language-model head, as it is stored.
       normed: states of the policy after the final norm.
-      matrix: the matrix of the language-model head, as it is stored.
-      targets: labels and masks of each step.
+      policy_matrix: the policy's language-model head, as it is stored.
+      ids: token id of each column of the draft's head; None: all, in order.
+      segments: numbers of contiguous segments; 0 is padding.
+      labels: labels and masks of each step.
 
     Returns:
-      (sums of the losses, aux), one per step.
+      (mean loss, (sums of the losses, sums of aux), one per step), see `Objective.losses`. Step k
+      compares with the policy's distribution k + 1 tokens later.
     """
-    given = outputs, normed, matrix, targets
-    return _step_losses_fwd(cut, name, temperature, context, *given)[0]
+    weight = how.policy.matrix.gathered(policy_matrix, normed.dtype)
+    target = how.objective.target(how.policy.logits(normed, weight), ids)
+    targets = [
+        jax.tree.map(lambda x, k=k: roll_left(x, segments, k + 1, how.context), target)
+        for k in range(len(outputs))
+    ]
+    weight = how.weight(matrix, weight, normed.dtype)
+    logits = [how.draft.logits(out, weight) for out in outputs]
+    values, aux = how.objective.losses(logits, [label.columns for label in labels], targets)
+    losses, aux = how.sums(values, aux, labels)
+    return how.mean_loss(losses, labels), jax.lax.stop_gradient((losses, aux))
 
 
-def _step_losses_fwd(cut, name, temperature, context, outputs, normed, matrix, targets):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def loss_in_blocks(
+    how: Comparison,
+    outputs: tuple[Float[Array, "R S D"], ...],
+    matrix: Array,
+    normed: Float[Array, "R S D"],
+    policy_matrix: Array,
+    ids: Int[Array, " C"] | None,
+    labels: tuple[Labels, ...],
+) -> tuple[Array, tuple[tuple[Array, ...], tuple[dict[str, Array], ...]]]:
+    """Computes `whole_loss` in blocks of tokens, each of which holds all steps of its rows.
+
+    `outputs`, and `matrix` if it is the draft's own, have a gradient; only the mean loss has one.
+    """
+    return _blocks_fwd(how, outputs, matrix, normed, policy_matrix, ids, labels)[0]
+
+
+def _blocks_fwd(how: Comparison, outputs, matrix, normed, policy_matrix, ids, labels):
     # The gradient of a sum over tokens needs nothing that a later block computes: it is taken here,
     # from the logits that the loss is taken from.
-    head, steps = cut.head, len(outputs)
-    matrix = head.matrix.gathered(matrix, normed.dtype)
-    # Step k compares with the policy's distribution k + 1 tokens later.
-    following, *further = (shift_rows(normed, k + 1, context) for k in range(steps))
+    steps, objective = len(outputs), how.objective
+    groups = objective.groups(steps)
+    head = dataclasses.replace(how.policy, chunk=how.policy.block_tokens // len(groups[0]) or 1)
+    cut = Cut.of(head, normed.shape[:2], how.context)
+    policy_weight = how.policy.matrix.gathered(policy_matrix, normed.dtype)
+    weight = how.weight(matrix, policy_weight, normed.dtype)
+    following, *further = (shift_rows(normed, k + 1, how.context) for k in range(steps))
     policy = cut.windows(following, further)
-    rows = [(target.labels, target.mask) for target in targets]
+    factors = _factors(how, labels) if _scaled_in_blocks(how) else [1.0] * steps
 
-    def block(_, now):
-        outputs, policy, rows = now
-        p_logits, found = head.logits(policy, matrix), []
-        for k, (out, (labels, mask)) in enumerate(zip(outputs, rows, strict=True)):
-            p = p_logits[:, k : k + cut.size]
+    def block(parts, now):
+        outputs, policy, labels = now
+        target, found = objective.target(how.policy.logits(policy, policy_weight), ids), []
+        for group in groups:
 
-            def loss(out, p=p, labels=labels):
-                return _token_loss(name, head.logits(out, matrix), labels, p, temperature)
+            def losses(*logits, group=group):
+                targets = [
+                    jax.tree.map(lambda x, k=k: x[:, k : k + cut.size], target) for k in group
+                ]
+                return objective.losses(logits, [labels[k].columns for k in group], targets)
 
-            value, pull, aux = jax.vjp(loss, out, has_aux=True)
-            found.append((value, aux, *pull(mask)))
-        return None, found
+            made = [jax.vjp(lambda out: how.draft.logits(out, weight), outputs[k]) for k in group]
+            values, pull, aux = jax.vjp(losses, *(logits for logits, _ in made), has_aux=True)
+            d_logits = pull([labels[k].terms * factors[k] for k in group])
+            for k, value, more, (_, back), d in zip(
+                group, values, aux, made, d_logits, strict=True
+            ):
+                found.append((value, more, *back(d)))
+                if how.own:
+                    parts = parts + matrix_gradient(how.draft, outputs[k], d)
+        return parts, found
 
-    blocks = jax.tree.map(cut.cut, (outputs, rows))
-    _, found = jax.lax.scan(block, None, (blocks[0], policy, blocks[1]))
-    losses, aux, gradients = [], [], []
-    for (value, more, d_out), target in zip(jax.tree.map(cut.joined, found), targets, strict=True):
-        losses.append(_masked_sum(value, target.mask))
-        aux.append({key: _masked_sum(values, target.mask) for key, values in more.items()})
-        gradients.append(d_out)
-    return (tuple(losses), tuple(aux)), tuple(gradients)
+    blocks = jax.tree.map(cut.cut, (outputs, labels))
+    parts = no_matrix_gradient(how.draft) if how.own else None
+    parts, found = jax.lax.scan(block, parts, (blocks[0], policy, blocks[1]))
+    values, aux, gradients = zip(*jax.tree.map(cut.joined, found), strict=True)
+    losses, aux = how.sums(values, aux, labels)
+    d_matrix = added_up(how.draft, parts) if how.own else None
+    return (how.mean_loss(losses, labels), (losses, aux)), (gradients, d_matrix, labels)
 
 
-def _step_losses_bwd(cut, name, temperature, context, gradients, cotangents):
-    del cut, name, temperature, context
-    losses, _ = cotangents
+def _scaled_in_blocks(how: Comparison) -> bool:
+    """Whether gradients are multiplied by the steps' factors before they are added up."""
+    return how.own or how.objective.name in JOINT
+
+
+def _factors(how: Comparison, labels, cotangent=1.0) -> Sequence[Array]:
+    """What the mean loss multiplies the sum of each step's losses by."""
+    zeros = [jnp.zeros(())] * len(labels)
+    _, pull = jax.vjp(lambda losses: how.mean_loss(losses, labels), zeros)
+    return pull(jnp.float32(cotangent))[0]
+
+
+def _blocks_bwd(how: Comparison, residuals, cotangents):
+    gradients, d_matrix, labels = residuals
+    cotangent, _ = cotangents
+    if _scaled_in_blocks(how):
+        factors = [cotangent] * len(gradients)
+    else:
+        factors = _factors(how, labels, cotangent)
     # In bfloat16 the factor's own rounding would scale the whole gradient of a step.
     scaled = (
-        (g.astype(jnp.float32) * d).astype(g.dtype) for g, d in zip(gradients, losses, strict=True)
+        (g.astype(jnp.float32) * d).astype(g.dtype) for g, d in zip(gradients, factors, strict=True)
     )
-    return tuple(scaled), None, None, None
+    if how.own:
+        d_matrix = (d_matrix * cotangent).astype(how.draft.matrix.dtype)
+    return tuple(scaled), d_matrix, None, None, None, None
 
 
-_step_losses_in_blocks.defvjp(_step_losses_fwd, _step_losses_bwd)
+loss_in_blocks.defvjp(_blocks_fwd, _blocks_bwd)
 
 
 MODES = ("auto", "none", "frozen", "online")
+OWN_HEAD_AXES = ("embed", "vocab")  # of a draft's own language-model head [D C]
 FIELDS = ("tokens", "positions", "segment_ids", "loss_mask")  # read from a micro-batch
 
 
@@ -305,8 +353,13 @@ class DraftConfig:
     )
     loss: str = option(
         "ce",
-        "ce: against the tokens; soft_ce: against the policy's distribution",
+        "ce: against the tokens; kl: against the policy's distribution; lk_alpha, lk_lambda, tv, "
+        "tv_e2e: for the most accepted tokens, see docs/training.md",
         choices=tuple(DRAFT_LOSSES),
+        former=FORMER_NAMES,
+    )
+    loss_top_k: int = option(
+        0, "kl sums over the policy's k likeliest tokens, 256 for instance; 0: all", least=0
     )
     unroll_steps: int = option(1, "recursive steps trained per token")
     step_decay: float = option(
@@ -331,6 +384,11 @@ class DraftConfig:
             raise ValueError(
                 "expected draft.unroll_steps and draft.epochs >= 1, got "
                 f"{self.unroll_steps} and {self.epochs}"
+            )
+        if self.loss_top_k and self.loss != "kl":
+            raise ValueError(
+                f"draft.loss_top_k={self.loss_top_k} is of draft.loss=kl, and draft.loss is "
+                f"{self.loss}; leave it out"
             )
         if self.mode == "online" and not self.moves:
             raise ValueError(
@@ -401,7 +459,7 @@ def _tapped(source: Draft, states: Array, normed: Array) -> Float[Array, "R S N"
 def head_loss(
     cfg: ModelConfig,
     draft: DraftConfig,
-    temperature: float,
+    rollout: Sampling | float,
     head_params: Params,
     policy: Params,
     batch: Mapping[str, Array],
@@ -416,7 +474,7 @@ def head_loss(
     Args:
       cfg: config of the policy.
       draft: settings of the head's training.
-      temperature: temperature of the rollout.
+      rollout: transforms of the rollout, or its temperature.
       head_params: parameters of the head.
       policy: parameters from `frozen_policy_parts`, without gradient.
       batch: packed micro-batch [R S].
@@ -429,51 +487,94 @@ def head_loss(
 
     Returns:
       (loss, sums). sums has `mtp_loss_sum`, `mtp_top1`, `mtp_overlap` and `mtp_tokens`, each [K],
-      one entry per recursive step.
+      one entry per recursive step. Of a head with a vocabulary of its own it also has
+      `mtp_outside`, the tokens that this vocabulary lacks, and `mtp_terms`, those in the loss.
     """
     policy, states = jax.lax.stop_gradient((policy, states))
-    source = source or head_of(cfg)
+    source, steps = source or head_of(cfg), draft.unroll_steps
     tokens, segments = batch["tokens"], batch["segment_ids"]
     normed = rms_norm(states[..., : cfg.hidden_size], policy["norm"], cfg.rms_norm_eps)
     name = head_name(cfg)
-    matrix, axes = policy[name], param_axes(cfg)[name]
-    head = Head.of(mesh, axes, matrix, tokens.shape, chunk)
+    axes, whole = param_axes(cfg)[name], policy[name]
+    head = Head.of(mesh, axes, whole, tokens.shape, chunk)
     hidden = _tapped(source, states, normed)
     targets = [
-        draft_targets(tokens, batch["loss_mask"], segments, k, context)
-        for k in range(draft.unroll_steps)
+        draft_targets(tokens, batch["loss_mask"], segments, k, context) for k in range(steps)
     ]
     given = policy, hidden, [t.inputs for t in targets], batch["positions"], segments, context
-    outputs = source.unroll(head_params, *given)
+    outputs = tuple(source.unroll(head_params, *given))
+    matrix, ids, drafts_by, own = whole, None, head, False
+    if (found := source.head(head_params)) is not None:
+        matrix, ids = found
+        own = matrix is not None
+        if own:
+            axes = OWN_HEAD_AXES
+        else:
+            matrix = jnp.take(whole, ids, axis=head.axis)
+        drafts_by = Head.of(mesh, axes, matrix, tokens.shape, chunk)
+    objective = Objective(draft.loss, Sampling.of(rollout), draft.loss_top_k)
+    how = Comparison(objective, draft.step_decay, head, drafts_by, own, context)
+    labels = tuple(_labels(draft, target, ids, cfg.vocab_size) for target in targets)
+    given = how, outputs, matrix, normed, whole, ids
     if head.is_whole:
-        weight = head.matrix.gathered(matrix, normed.dtype)
-        policy_logits = head.logits(normed, weight)
-        steps = [
-            draft_step_loss(
-                draft.loss,
-                head.logits(out, weight),
-                target.labels,
-                target.mask,
-                draft_target_logits(policy_logits, segments, k, context),
-                temperature,
-            )
-            for k, (out, target) in enumerate(zip(outputs, targets, strict=True))
-        ]
+        loss, (losses, aux) = whole_loss(*given, segments, labels)
     else:
-        cut = Cut.of(head, tokens.shape, context)
-        given = tuple(outputs), normed, matrix, tuple(targets)
-        found = _step_losses_in_blocks(cut, draft.loss, temperature, context, *given)
-        counts = (target.mask.sum() for target in targets)
-        steps = [(loss, n, aux) for loss, aux, n in zip(*found, counts, strict=True)]
-    total, weights, sums = 0.0, 0.0, []
-    for k, (loss_sum, count, aux) in enumerate(steps):
-        step_weight = draft.step_decay**k
-        total += step_weight * loss_sum / jnp.maximum(count, 1.0)
-        weights += step_weight
-        sums.append((loss_sum, aux["top1_matches"], aux["overlap"], count))
-    names = ("mtp_loss_sum", "mtp_top1", "mtp_overlap", "mtp_tokens")
-    stacked = {n: jnp.stack(v) for n, v in zip(names, zip(*sums, strict=True), strict=True)}
-    return total / weights, jax.lax.stop_gradient(stacked)
+        loss, (losses, aux) = loss_in_blocks(*given, labels)
+    sums = {
+        "mtp_loss_sum": losses,
+        "mtp_top1": [a["top1_matches"] for a in aux],
+        "mtp_overlap": [a["overlap"] for a in aux],
+        "mtp_tokens": [label.mask.sum() for label in labels],
+    }
+    if ids is not None:
+        outside = [_masked_sum(label.columns == len(ids), label.mask) for label in labels]
+        sums |= {"mtp_outside": outside, "mtp_terms": [label.terms.sum() for label in labels]}
+    return loss, jax.lax.stop_gradient({key: jnp.stack(values) for key, values in sums.items()})
+
+
+def _labels(draft: DraftConfig, target: DraftTargets, ids: Array | None, vocab: int) -> Labels:
+    """The labels of a step as columns of a vocabulary, and where they count."""
+    if ids is None:
+        return Labels(target.labels, target.mask, target.mask)
+    columns = Columns(ids, vocab).of(target.labels)
+    inside = jnp.where(columns < len(ids), target.mask, 0.0)
+    return Labels(columns, target.mask, inside if draft.loss == "ce" else target.mask)
+
+
+def trained_part(source: Draft, params: Params) -> Params:
+    """The parameters of a draft that training moves.
+
+    All but those that `Draft.fixed` names, and arrays of integers.
+
+    Raises:
+      ValueError: a list or another structure holds integers beside other arrays.
+    """
+
+    def moving(tree, path):
+        if isinstance(tree, Mapping):
+            found = {key: moving(value, (*path, key)) for key, value in tree.items()}
+            return {key: value for key, value in found.items() if value is not None}
+        kinds = {jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(tree)}
+        if kinds == {True, False}:
+            raise ValueError(
+                f"{type(source).__name__}: parameters at {'.'.join(map(str, path)) or 'the top'} "
+                "hold integers beside other arrays in one structure; keep arrays in nested dicts"
+            )
+        return tree if kinds == {True} else None
+
+    if not isinstance(params, Mapping):
+        return moving(params, ())
+    return moving({key: x for key, x in params.items() if key not in source.fixed}, ())
+
+
+def joined_parts(params: Params, trained: Params) -> Params:
+    """The parameters with those of `trained_part` replaced."""
+    if not isinstance(trained, Mapping):
+        return trained
+    return {
+        key: joined_parts(value, trained[key]) if key in trained else value
+        for key, value in params.items()
+    }
 
 
 class DraftTrainer:
@@ -482,7 +583,7 @@ class DraftTrainer:
     Args:
       cfg: config of the policy.
       draft: settings of the head's training.
-      temperature: temperature of the rollout.
+      rollout: transforms of the rollout, or its temperature.
       mesh: mesh to train on; None for one device.
       context: split of rows over devices, if any.
       attention: name of the attention kernel.
@@ -494,7 +595,7 @@ class DraftTrainer:
         self,
         cfg: ModelConfig,
         draft: DraftConfig,
-        temperature: float = 1.0,
+        rollout: Sampling | float = 1.0,
         mesh: jax.sharding.Mesh | None = None,
         context: Context | None = None,
         attention: str = "auto",
@@ -506,7 +607,7 @@ class DraftTrainer:
             whose = "the head's training attention"
             network = with_attention(source.network, mesh, attention, whose, context)
             source = source.with_network(network)
-        self.cfg, self.draft, self.mesh, self.temperature = cfg, draft, mesh, temperature
+        self.cfg, self.draft, self.mesh, self.rollout = cfg, draft, mesh, Sampling.of(rollout)
         self.source, self.context = source, context
         self.chunk = settled_chunk(chunk, mesh, cfg.vocab_size)
         self.axes = merge_axes([param_axes(cfg), source.axes()])
@@ -524,16 +625,16 @@ class DraftTrainer:
         if self.mesh is None:
             return None
         head = jax.eval_shape(functools.partial(self.source.init, 0))
+        moments = abstract_opt_state(self.optimizer, trained_part(self.source, head))
         return (
             sharding.param_shardings(self.mesh, head, self.axes),
-            sharding.param_shardings(
-                self.mesh, abstract_opt_state(self.optimizer, head), self.axes
-            ),
+            sharding.param_shardings(self.mesh, moments, self.axes),
             sharding.replicated(self.mesh),
         )
 
     def init_opt_state(self, head: Params):
-        """Optimizer state of the head, in the head's sharding."""
+        """Optimizer state of what is trained of the head, in the head's sharding."""
+        head = trained_part(self.source, head)
         return init_opt_state(self.optimizer, head, self.mesh, self.axes)
 
     def update(
@@ -570,20 +671,22 @@ class DraftTrainer:
         norm = sharding.pin_gathered(self.mesh, {"norm": policy["norm"]}, self.axes)
         policy = {**policy, **norm}
 
-        def loss(head):
-            head = sharding.pin_gathered(self.mesh, head, self.axes)
-            given = head, policy, batch, states, self.context, self.source, self.mesh, self.chunk
-            return head_loss(self.cfg, self.draft, self.temperature, *given)
+        def loss(part):
+            whole = sharding.pin_gathered(self.mesh, joined_parts(head, part), self.axes)
+            given = whole, policy, batch, states, self.context, self.source, self.mesh, self.chunk
+            return head_loss(self.cfg, self.draft, self.rollout, *given)
 
-        (_, sums), gradients = jax.value_and_grad(loss, has_aux=True)(head)
-        gradients, head32 = jax.tree.map(lambda a: a.astype(jnp.float32), (gradients, head))
-        updates, new_opt_state = self.optimizer.update(gradients, opt_state, head32)
-        has_tokens = sums["mtp_tokens"][0] > 0  # padding alone must not move the moments
+        part = trained_part(self.source, head)
+        (_, sums), gradients = jax.value_and_grad(loss, has_aux=True)(part)
+        gradients, part32 = jax.tree.map(lambda a: a.astype(jnp.float32), (gradients, part))
+        updates, new_opt_state = self.optimizer.update(gradients, opt_state, part32)
+        # Padding alone must not move the moments.
+        has_tokens = sums.get("mtp_terms", sums["mtp_tokens"])[0] > 0
         updates = jax.tree.map(lambda u: jnp.where(has_tokens, u, 0.0), updates)
         opt_state = jax.tree.map(
             lambda new, old: jnp.where(has_tokens, new, old), new_opt_state, opt_state
         )
-        head = optax.apply_updates(head, updates)
+        head = joined_parts(head, optax.apply_updates(part, updates))
         return head, opt_state, {**sums, "draft_update_norm": optax.tree.norm(updates)}
 
 
@@ -596,12 +699,15 @@ def draft_metrics(sums: Mapping[str, np.ndarray]) -> dict[str, float]:
     """Metrics from the summed outputs of `update`."""
     sums = {key: np.asarray(value, np.float64) for key, value in sums.items()}
     tokens = np.maximum(sums["mtp_tokens"], 1.0)
+    terms = np.maximum(sums.get("mtp_terms", tokens), 1.0)
     metrics = {
-        "train/mtp_loss": float(sums["mtp_loss_sum"][0] / tokens[0]),
+        "train/mtp_loss": float(sums["mtp_loss_sum"][0] / terms[0]),
         "train/mtp_top1": float(sums["mtp_top1"][0] / tokens[0]),
         "train/mtp_tokens": float(sums["mtp_tokens"][0]),
         "train/mtp_update_norm": float(sums["draft_update_norm"]),
     }
+    if "mtp_outside" in sums:
+        metrics["train/mtp_outside"] = float(sums["mtp_outside"][0])
     for k, overlap in enumerate(sums["mtp_overlap"] / tokens):
         metrics[f"train/mtp_overlap_depth_{k + 1}"] = float(overlap)
     return metrics

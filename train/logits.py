@@ -99,6 +99,12 @@ class Head:
         return self.matrix.size("vocab")
 
     @property
+    def ways(self) -> int:
+        """The number of devices that split the rows."""
+        mesh = self.matrix.mesh
+        return 1 if mesh is None else math.prod(mesh.shape[a] for a in sharding.row_axes(mesh))
+
+    @property
     def is_whole(self) -> bool:
         """Whether a device computes all of its logits at once."""
         return self.block_tokens == self.tokens
@@ -364,12 +370,6 @@ class Cut:
         """The number of blocks."""
         return math.ceil(self.piece / self.size)
 
-    @property
-    def ways(self) -> int:
-        """The number of devices that split the rows."""
-        mesh = self.head.matrix.mesh
-        return 1 if mesh is None else math.prod(mesh.shape[a] for a in sharding.row_axes(mesh))
-
     def cut(self, rows: Shaped[Array, "R S *rest"]) -> Shaped[Array, "blocks N size *rest"]:
         """Cuts rows into blocks; the last one is filled up with zeros."""
         return self.windows(rows, ())
@@ -472,29 +472,50 @@ def _over_tokens_bwd(cut: Cut, function: Callable, residuals, d_found):
         _, pull = jax.vjp(lambda logits: function(carry, logits, rows)[1], logits)
         [d] = pull(d_found)
         d_normed = _gradient(d, matrix, ((2,), (head.axis,))).astype(normed.dtype)
-        # Each device adds up its own tokens: the first axis is the device's.
-        own = [x.reshape(cut.ways, -1, x.shape[-1]) for x in (normed, d)]
-        own = own if head.axis else own[::-1]
-        part = _gradient(*own, ((1,), (1,)), ((0,), (0,)))
-        return d_matrix + part, d_normed
+        return d_matrix + matrix_gradient(head, normed, d), d_normed
 
     blocks = jax.tree.map(cut.cut, (normed, rows))
     d_blocks = jax.tree.map(cut.cut, d_found)
-    nothing = jnp.zeros((cut.ways, *head.matrix.shape), jnp.float32)
-    if head.matrix.mesh is not None:
-        spec = jax.P(sharding.row_axes(head.matrix.mesh), *head.matrix.gathered_spec)
-        nothing = jax.lax.with_sharding_constraint(
-            nothing, jax.NamedSharding(head.matrix.mesh, spec)
-        )
-    d_matrix, d_normed = jax.lax.scan(one, nothing, (*blocks, carries, d_blocks))
-    if head.matrix.mesh is None:
-        d_matrix = d_matrix[0]
-    else:
-        add_up = head.matrix.on_devices(
-            lambda parts: head.matrix.add_up(parts[0]), (spec,), head.matrix.spec
-        )
-        d_matrix = add_up(d_matrix)
+    start = no_matrix_gradient(head)
+    d_matrix, d_normed = jax.lax.scan(one, start, (*blocks, carries, d_blocks))
+    d_matrix = added_up(head, d_matrix)
     return cut.joined(d_normed), d_matrix.astype(head.matrix.dtype), None, None
 
 
 _over_tokens.defvjp(_over_tokens_fwd, _over_tokens_bwd)
+
+
+# The gradient of a head's matrix over blocks of tokens, in float32. Each device adds up its own
+# tokens: the first axis is the device's, until all blocks are done.
+
+
+def no_matrix_gradient(head: Head) -> Float[Array, "ways ..."]:
+    """The gradient of a head's matrix before the first block, for `matrix_gradient` to be added."""
+    nothing = jnp.zeros((head.ways, *head.matrix.shape), jnp.float32)
+    if head.matrix.mesh is None:
+        return nothing
+    where = jax.NamedSharding(head.matrix.mesh, _parts_spec(head))
+    return jax.lax.with_sharding_constraint(nothing, where)
+
+
+def matrix_gradient(
+    head: Head, normed: Float[Array, "N size D"], d_logits: Float[Array, "N size C"]
+) -> Float[Array, "ways ..."]:
+    """The gradient of a head's matrix from the states and the logits' gradient of a block."""
+    own = [x.reshape(head.ways, -1, x.shape[-1]) for x in (normed, d_logits)]
+    return _gradient(*(own if head.axis else own[::-1]), ((1,), (1,)), ((0,), (0,)))
+
+
+def added_up(head: Head, parts: Float[Array, "ways ..."]) -> Array:
+    """Adds up the devices' gradients of a head's matrix; the sum is split as the matrix is."""
+    if head.matrix.mesh is None:
+        return parts[0]
+    given = (_parts_spec(head),)
+    add_up = head.matrix.on_devices(
+        lambda parts: head.matrix.add_up(parts[0]), given, head.matrix.spec
+    )
+    return add_up(parts)
+
+
+def _parts_spec(head: Head) -> jax.P:
+    return jax.P(sharding.row_axes(head.matrix.mesh), *head.matrix.gathered_spec)

@@ -28,6 +28,7 @@ from specjax.parallel.context import context_of
 from specjax.speculation import ControlSection
 from specjax.spelling import spelled
 from train.collect import group_params
+from train.draft_losses import Sampling
 from train.heads import DraftTrainer, head_of, inner_taps
 from train.logprobs import Transforms
 from train.loss import rl_loss
@@ -369,7 +370,7 @@ def build_programs(
             DraftTrainer,
             model,
             cfg.draft,
-            roll.temperature,
+            Sampling.of(roll.sampling_params(), roll.aligned),
             attention=kernel,
             source=trained,
             chunk=cfg.logprob_chunk_size,

@@ -270,8 +270,9 @@ RL_RULES = (
     switched_on(
         "rollout",
         (
-            "draft.loss", "draft.unroll_steps", "draft.step_decay", "draft.epochs",
-            "draft.max_microbatches", "draft.optim.*", "draft.spot.*", "checkpoint.draft_only",
+            "draft.loss", "draft.loss_top_k", "draft.unroll_steps", "draft.step_decay",
+            "draft.epochs", "draft.max_microbatches", "draft.optim.*", "draft.spot.*",
+            "checkpoint.draft_only",
         ),
     ),
     switched_on("rollout", ("draft.mtp_loss_scaling_factor",), unless=0),
@@ -289,8 +290,8 @@ RL_RULES = (
     # Training of the head.
     Needs(
         (
-            "draft.loss", "draft.unroll_steps", "draft.step_decay", "draft.epochs",
-            "draft.max_microbatches", "draft.optim.*",
+            "draft.loss", "draft.loss_top_k", "draft.unroll_steps", "draft.step_decay",
+            "draft.epochs", "draft.max_microbatches", "draft.optim.*",
         ),
         _trains_head,
         _NOT_TRAINED,

@@ -424,10 +424,11 @@ class Eagle3Source(HeadSource):
 
     fixed = frozenset({"ids", "embed"})
 
-    def head(self, params: Params) -> tuple[Array, Array | None] | None:
-        """See `Draft.head`. Without a language-model head of its own it is None, although the draft
-        may use a part of the target's columns only: it is then trained over all tokens."""
-        return (params["lm_head"], params.get("ids")) if self.cfg.own_head else None
+    def head(self, params: Params) -> tuple[Array | None, Array | None] | None:
+        """See `Draft.head`."""
+        if "lm_head" not in params and "ids" not in params:
+            return None
+        return params.get("lm_head"), params.get("ids")
 
     def unroll(
         self, params, policy, states, tokens, positions, segments, context=None

@@ -180,7 +180,7 @@ class Sgd:
 
 
 STEP = Sgd()
-DRAFT = dataclasses.replace(DraftConfig(loss="soft_ce", unroll_steps=2), optim=STEP)
+DRAFT = dataclasses.replace(DraftConfig(loss="kl", unroll_steps=2), optim=STEP)
 
 
 @pytest.fixture(scope="module")

@@ -509,7 +509,8 @@ def draft_of(cfg) -> DraftConfig:
 
 
 HEAD = {
-    "loss": ("soft_ce", head_update, {}),
+    "loss": ("kl", head_update, {}),
+    "loss_top_k": (4, head_update, {"loss": "kl"}),
     "unroll_steps": (2, head_update, {}),
     "step_decay": (0.5, head_update, {"unroll_steps": 2}),
     "mtp_loss_scaling_factor": (0.2, lambda draft: steps_of(draft.optimizer()), {}),

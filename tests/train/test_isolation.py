@@ -33,7 +33,7 @@ def setting(thin_policy):
     return model, params, head, batches, [policy.states(params, b) for b in batches], cfg
 
 
-@pytest.mark.parametrize("loss", ["ce", "soft_ce"])
+@pytest.mark.parametrize("loss", ["ce", "kl"])
 def test_the_gradient_of_the_head_loss_is_exactly_zero_for_policy_and_states(setting, loss):
     model, params, head, batches, states, cfg = setting
     cfg.draft.loss, cfg.draft.unroll_steps = loss, 2

@@ -378,7 +378,7 @@ def test_an_online_head_learns_from_its_rollouts(modes):
 
 @pytest.mark.slow
 def test_a_static_tree_soft_targets_and_bfloat16_go_together(thin_policy, tmp_path):
-    changes = {"rollout.strategy": "4x2x1", "rollout.temperature": 0.7, "draft.loss": "soft_ce"}
+    changes = {"rollout.strategy": "4x2x1", "rollout.temperature": 0.7, "draft.loss": "kl"}
     changes |= {"draft.unroll_steps": 3, "draft.epochs": 2}
     changes |= {"dtype.compute": "bfloat16", "dtype.params": "bfloat16"}
     _, steps = train(thin_policy, tmp_path, 2, **changes)

@@ -24,7 +24,7 @@ RL = [
     (["rollout.max_staleness=2"], "set rollout.partial=true"),
     (["rollout.strategy=off", "rollout.draft=ngram"], "rollout.draft=ngram changes nothing"),
     (["rollout.strategy=off", "draft.mode=online"], "there is no head to train"),
-    (["rollout.strategy=off", "draft.loss=soft_ce"], "no draft head is trained"),
+    (["rollout.strategy=off", "draft.loss=kl"], "no draft head is trained"),
     (["draft.mode=none", "rollout.strategy=6_1_7"], "draft.mode=none decodes plainly"),
     (["draft.mode=none", "rollout.control.bs_threshold=4"], "draft.mode=none decodes plainly"),
     (["draft.mode=frozen", "draft.optim.lr=0.1"], "draft.optim.lr=0.1 changes nothing"),
@@ -329,7 +329,7 @@ def test_where_only_bits_could_depend_on_the_clock_it_is_chosen_by(invariant):
     [
         (["draft.mode=online"], False, "no draft head; set rollout.draft=random"),
         (["draft.mode=frozen"], False, "no draft head; set rollout.draft=random"),
-        (["draft.loss=soft_ce"], False, "draft.loss=soft_ce changes nothing: no draft head is"),
+        (["draft.loss=kl"], False, "draft.loss=kl changes nothing: no draft head is"),
         (["draft.optim.lr=0.1"], False, "draft.optim.lr=0.1 changes nothing"),
         (["checkpoint.draft_only=true"], False, "no head drafts"),
         (["rollout.ngram_max=6"], True, "rollout.ngram_max=6 changes nothing: n-grams do not"),
@@ -344,7 +344,7 @@ def test_settings_that_the_checkpoint_leaves_without_effect_are_refused(argv, ha
 
 def test_settings_of_a_file_may_be_made_idle_by_the_checkpoint(tmp_path):
     file = tmp_path / "c.yaml"
-    file.write_text("draft: {loss: soft_ce, optim: {lr: 0.1}}\n")
+    file.write_text("draft: {loss: kl, optim: {lr: 0.1}}\n")
     cfg, _ = settled("--config", str(file), has_head=False)
     assert cfg.draft.mode == "frozen"
 

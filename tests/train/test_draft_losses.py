@@ -1,0 +1,402 @@
+"""Losses of a draft head against a numpy reference in float64, and heads with their own vocabulary.
+
+The reference has a formula of its own for every loss and every gradient.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.config import SamplingParams
+from specjax.interfaces import Draft, DraftNeeds
+from specjax.models.families.dense import dense_config
+from specjax.models.transformer import init_params
+from specjax.parallel import sharding
+from specjax.parallel.context import context_of
+from specjax.parallel.sharding import MeshConfig, make_mesh
+from train.draft_losses import DRAFT_LOSSES, Objective, Sampling, Target
+from train.heads import (
+    DraftConfig,
+    DraftTrainer,
+    draft_metrics,
+    frozen_policy_parts,
+    head_loss,
+    trained_part,
+)
+from train.optim import OptimConfig
+from train.packing import Sample, pack
+
+VOCAB, STEPS, ROWS, LENGTH = 11, 3, 2, 5
+HOW = {
+    "temperature": Sampling(0.7),
+    "filters": Sampling(0.8, top_k=6, top_p=0.85, min_p=0.02),
+    "not aligned": Sampling(0.8, top_p=0.7, aligned=False),
+}
+
+# --- the reference --------------------------------------------------------------------------------
+
+
+def softmax(x):
+    x = np.exp(x - x.max(-1, keepdims=True))
+    return x / x.sum(-1, keepdims=True)
+
+
+def filtered(scores, how):
+    """Scores of one token, -inf where top-k, top-p and min-p drop it."""
+    if 0 < how.top_k < len(scores):
+        scores = np.where(scores < np.sort(scores)[-how.top_k], -np.inf, scores)
+    if how.top_p < 1:
+        p, order = softmax(scores), np.argsort(-scores)
+        kept = order[: 1 + np.searchsorted(np.cumsum(p[order]), how.top_p)]
+        scores = np.where(np.isin(np.arange(len(scores)), kept), scores, -np.inf)
+    return np.where(softmax(scores) < how.min_p * softmax(scores).max(), -np.inf, scores)
+
+
+def distributions(q_logits, p_logits, how, ids):
+    """(q', q, p) of one token over the head's vocabulary."""
+    tempered = q_logits / how.temperature
+    p = softmax(filtered(p_logits / how.temperature, how))
+    q = softmax(filtered(tempered, how)) if how.aligned else softmax(tempered)
+    return softmax(tempered), q, p if ids is None else p[ids]
+
+
+def acceptance(q, p, how):
+    """(alpha, its gradient for the logits) of one token."""
+    less = q < p
+    return np.minimum(p, q).sum(), q * (less - (q * less).sum()) / how.temperature
+
+
+def reference(name, q_logits, labels, p_logits, how, ids=None):
+    """(losses [K R S], gradients [K R S C] of the sum of all losses)."""
+    values, gradients = np.zeros(labels.shape), np.zeros(q_logits.shape)
+    for row in np.ndindex(*labels.shape[1:]):
+        alphas, slopes = [], []
+        for k in range(len(labels)):
+            at = (k, *row)
+            free, q, p = distributions(q_logits[at], p_logits[at], how, ids)
+            alpha, slope = acceptance(q, p, how)
+            alphas.append(alpha)
+            slopes.append(slope)
+            divergence = sum(x * np.log(x / y) for x, y in zip(p, free, strict=True) if x > 0)
+            of_kl = (p.sum() * free - p) / how.temperature
+            if name == "ce":
+                wanted = np.eye(len(free))[labels[at]]
+                values[at], gradients[at] = -np.log(free @ wanted), (free - wanted)
+                gradients[at] /= how.temperature
+            elif name == "kl":
+                values[at], gradients[at] = divergence, of_kl
+            elif name == "lk_alpha":
+                floor = max(alpha, 1e-8)  # where filters leave p and q no common token
+                values[at], gradients[at] = -np.log(floor), -slope / floor
+            elif name == "lk_lambda":
+                mix = np.exp(-3 * alpha)
+                values[at] = mix * divergence + (1 - mix) * (1 - alpha)
+                gradients[at] = mix * of_kl - (1 - mix) * slope
+            elif name == "tv":
+                values[at], gradients[at] = 1 - alpha, -slope
+            else:
+                values[at] = 1 - np.prod(alphas)
+        if name == "tv_e2e":
+            for j, slope in enumerate(slopes):
+                after = range(j, len(labels))
+                others = [
+                    np.prod([a for i, a in enumerate(alphas[: k + 1]) if i != j]) for k in after
+                ]
+                gradients[(j, *row)] = -sum(others) * slope
+    return values, gradients
+
+
+def inputs(seed=0, columns=VOCAB):
+    rng = np.random.default_rng(seed)
+    q = rng.normal(0, 1, (STEPS, ROWS, LENGTH, columns))
+    p = rng.normal(0, 1, (STEPS, ROWS, LENGTH, VOCAB))
+    return q, p, rng.integers(0, columns, (STEPS, ROWS, LENGTH))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _computed(names, how, top_k, q, p, labels, ids):
+    def total(q, name):
+        objective = Objective(name, how, top_k if name == "kl" else 0)
+        targets = [objective.target(x, ids) for x in p]
+        values, aux = [], []
+        for group in objective.groups(STEPS):
+            logits, columns = [q[k] for k in group], [labels[k] for k in group]
+            found = objective.losses(logits, columns, [targets[k] for k in group])
+            values, aux = values + found[0], aux + found[1]
+        overlap = jnp.stack([a["overlap"] for a in aux])
+        return sum(x.sum() for x in values), (jnp.stack(values), overlap)
+
+    found = {name: jax.grad(total, has_aux=True)(q, name) for name in names}
+    return {name: (values, slope, overlap) for name, (slope, (values, overlap)) in found.items()}
+
+
+def computed(q, p, labels, how, ids=None, names=tuple(DRAFT_LOSSES), top_k=0):
+    """name -> (losses, gradients of their sum, overlap), of all names in one program."""
+    ids = None if ids is None else jnp.asarray(ids)
+    return _computed(names, how, top_k, jnp.float32(q), jnp.float32(p), labels, ids)
+
+
+@pytest.mark.parametrize("ids", [None, [1, 2, 5, 7, 10]], ids=["all", "part"])
+@pytest.mark.parametrize("how", HOW)
+def test_losses_and_their_gradients_equal_the_reference(how, ids):
+    how = HOW[how]
+    q, p, labels = inputs(columns=VOCAB if ids is None else len(ids))
+    if how.top_p < 1:
+        dropped = [softmax(filtered(x / how.temperature, how)) == 0 for x in p.reshape(-1, VOCAB)]
+        assert 0.2 < np.mean(dropped) < 0.9  # p has zeros
+    rejected, _ = reference("tv", q, labels, p, how, ids)
+    for name, (values, gradient, overlap) in computed(q, p, labels, how, ids).items():
+        wanted = reference(name, q, labels, p, how, ids)
+        np.testing.assert_allclose(values, wanted[0], rtol=2e-5, atol=2e-6, err_msg=name)
+        np.testing.assert_allclose(gradient, wanted[1], rtol=2e-4, atol=2e-6, err_msg=name)
+        np.testing.assert_allclose(overlap, 1 - rejected, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["tv", "tv_e2e"])
+def test_gradients_of_the_total_variation_are_its_finite_differences(name):
+    how, (q, p, labels) = HOW["temperature"], inputs(1)
+    pairs = (
+        distributions(*x, how, None)[1:]
+        for x in zip(q.reshape(-1, VOCAB), p.reshape(-1, VOCAB), strict=True)
+    )
+    assert min(np.abs(a - b).min() for a, b in pairs) > 1e-6  # no two are nearly equal
+    _, gradient, _ = computed(q, p, labels, how)[name]
+    rng = np.random.default_rng(2)
+    for _ in range(4):
+        along = rng.normal(size=q.shape)
+        up, down = (
+            reference(name, q + sign * 1e-7 * along, labels, p, how)[0].sum() for sign in (1, -1)
+        )
+        np.testing.assert_allclose(
+            (gradient * along).sum(), (up - down) / 2e-7, rtol=1e-3, atol=1e-4
+        )
+
+
+def test_losses_are_zero_where_the_head_equals_the_policy():
+    _, p, labels = inputs(4)
+    for name, (values, _, overlap) in computed(p, p, labels, HOW["temperature"]).items():
+        np.testing.assert_allclose(overlap, 1, atol=2e-6)
+        if name != "ce":
+            np.testing.assert_allclose(values, 0, atol=4e-6, err_msg=name)
+
+
+def test_kl_over_the_likeliest_tokens_holds_these_alone():
+    q, p, labels = inputs(5)
+    how, k = Sampling(0.7), 4
+    target = Target.of(jnp.float32(p[0]), how, None, k)
+    assert target.p.shape == target.columns.shape == (ROWS, LENGTH, k)
+    values, gradient, overlap = computed(q, p, labels, how, names=("kl",), top_k=k)["kl"]
+    for at in np.ndindex(STEPS, ROWS, LENGTH):
+        free, _, full = distributions(q[at], p[at], how, None)
+        best = np.argsort(-full)[:k]
+        part = np.where(np.isin(np.arange(VOCAB), best), full, 0)
+        wanted = (full[best] * np.log(full[best] / free[best])).sum()
+        np.testing.assert_allclose(values[at], wanted, rtol=2e-5, atol=2e-6)
+        np.testing.assert_allclose(gradient[at], (part.sum() * free - part) / 0.7, atol=2e-6)
+        np.testing.assert_allclose(overlap[at], np.minimum(full, free)[best].sum(), rtol=2e-5)
+    whole = [computed(q, p, labels, how, names=("kl",), top_k=top)["kl"] for top in (0, VOCAB)]
+    for found, wanted in zip(*whole, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_an_acceptance_of_zero_has_a_finite_loss_and_no_gradient():
+    how = Sampling(1.0, top_k=1)
+    q, p = (jnp.zeros((STEPS, 1, 1, 3)).at[..., i].set(5.0) for i in (0, 1))
+    labels = np.ones((STEPS, 1, 1), int)
+    found = computed(q, p, labels, how)
+    for name in ("lk_alpha", "tv", "tv_e2e"):
+        values, gradient, overlap = found[name]
+        assert np.isfinite(values).all() and not np.any(overlap)
+        np.testing.assert_array_equal(gradient, 0)
+    assert np.any(found["lk_lambda"][1])  # its divergence knows no filter
+
+
+def test_transforms_are_those_of_the_rollout_and_greedy_counts_as_one():
+    params = SamplingParams(temperature=0.6, top_k=-1, top_p=0.9, min_p=0.1)
+    how = Sampling.of(params, aligned=False)
+    assert how == Sampling(0.6, -1, 0.9, 0.1, aligned=False)
+    assert (how.features.top_k, how.features.top_p, how.features.min_p) == (False, True, True)
+    assert Sampling.of(0.6) == Sampling(0.6)
+    x = jnp.float32(inputs()[0])[0]
+    greedy = Sampling(0.0, top_k=2, top_p=0.5)
+    np.testing.assert_array_equal(greedy.filtered(greedy.tempered(x)), x)
+
+
+def test_names_are_checked_and_a_former_name_says_the_new_one():
+    with pytest.raises(ValueError, match="unknown draft loss 'lk'; choose one of ce, kl, lk_alpha"):
+        Objective("lk")
+    with pytest.raises(ValueError, match="soft_ce is now called kl"):
+        Objective("soft_ce")
+    with pytest.raises(ValueError, match="draft.loss_top_k=8 is of draft.loss=kl"):
+        DraftConfig(loss="tv", loss_top_k=8)
+
+
+# --- heads with a vocabulary, or a language-model head, of their own -----------------------------
+
+WIDTH, IDS = 16, (0, 1, 3, 4, 7, 9, 12, 13)
+CFG = dense_config(
+    16, WIDTH, 24, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=8, tie_embeddings=False
+)  # fmt: skip
+needs_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixing(Draft):
+    """A head of one matrix, with a vocabulary of its own and an embedding that training leaves."""
+
+    own: bool = True
+    needs = DraftNeeds(taps=("post_norm",))
+    fixed = frozenset({"embed"})
+
+    def head(self, params):
+        return params["lm_head"] if self.own else None, params["ids"]
+
+    def axes(self):
+        return {"mix": ("embed", None), "lm_head": ("embed", "vocab"), "ids": (None,)}
+
+    def init(self, seed):
+        rng = np.random.default_rng(seed)
+        params = {
+            "inner": {"mix": jnp.float32(rng.normal(size=(WIDTH, WIDTH)) / 4)},
+            "ids": jnp.asarray(IDS, jnp.int32),
+            "embed": jnp.float32(rng.normal(size=(16, WIDTH))),
+        }
+        if self.own:
+            params["lm_head"] = jnp.float32(rng.normal(size=(WIDTH, len(IDS))))
+        return params
+
+    def unroll(self, params, policy, states, tokens, positions, segments, context=None):
+        found = []
+        for now in tokens:
+            states = jnp.tanh((states + params["embed"][now]) @ params["inner"]["mix"])
+            found.append(states)
+        return found
+
+
+@functools.cache
+def batch():
+    rng = np.random.default_rng(0)
+    samples = [
+        Sample(i, rng.integers(0, 16, 2).tolist(), rng.integers(0, 16, n).tolist())
+        for i, n in enumerate((7, 6, 9, 8, 5, 8, 7, 9))
+    ]
+    [found] = pack(samples, 32, 4, 1)
+    return found
+
+
+@functools.cache
+def policy_and_states():
+    policy = frozen_policy_parts(init_params(CFG, 0))
+    policy["lm_head"] = 20 * policy["lm_head"]
+    return policy, np.random.default_rng(1).normal(size=(4, 32, WIDTH)).astype("f4")
+
+
+def loss_and_gradient(source, settings, axes=None, chunk=None, how=1.0, head=None):
+    layout = MeshConfig(**(axes or {}))
+    mesh = make_mesh(layout)
+    context = context_of(layout, mesh)
+    policy, states = policy_and_states()
+    head = source.init(3) if head is None else head
+    given = {"batch": batch(), "states": states}
+    if context is not None:
+        given = jax.tree.map(context.permute, given)
+    if mesh is not None:
+        given = jax.device_put(given, sharding.rows_sharding(mesh))
+
+    def value(part, given):
+        with sharding.ambient(mesh):
+            return head_loss(
+                CFG, settings, how, {**head, **part}, policy, given["batch"], given["states"],
+                context, source, mesh, chunk,
+            )  # fmt: skip
+
+    return jax.jit(jax.value_and_grad(value, has_aux=True))(trained_part(source, head), given)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own", "borrowed"])
+@pytest.mark.parametrize(
+    ("axes", "loss", "chunk"),
+    [
+        ({}, "ce", 7),
+        ({}, "tv_e2e", 9),
+        pytest.param({"fsdp": 2, "cp": 2, "tp": 2}, "tv_e2e", 5, marks=needs_devices),
+        pytest.param({"data": 2, "tp": 2}, "lk_lambda", 5, marks=needs_devices),
+    ],
+)
+def test_heads_with_a_vocabulary_of_their_own_in_blocks_of_tokens(axes, loss, chunk, own):
+    settings = DraftConfig(loss=loss, unroll_steps=3, step_decay=0.8)
+    source, how = Mixing(own), Sampling(0.9, top_p=0.9)
+    whole = loss_and_gradient(source, settings, how=how)
+    assert ("lm_head" in whole[1]) == own
+    assert all(np.any(np.asarray(g)) for g in jax.tree.leaves(whole[1]))
+    blocks = loss_and_gradient(source, settings, axes, chunk, how)
+    for a, b in zip(*map(jax.tree.leaves, (whole, blocks)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=3e-5, atol=3e-5)
+
+
+def test_a_borrowed_head_of_fewer_ids_is_the_columns_of_the_policys():
+    settings = DraftConfig(loss="lk_alpha", unroll_steps=2)
+    policy, _ = policy_and_states()
+    own = Mixing().init(3) | {"lm_head": policy["lm_head"][:, list(IDS)]}
+    borrowed = {name: own[name] for name in own if name != "lm_head"}
+    found = [
+        loss_and_gradient(source, settings, head=head)[0]
+        for source, head in ((Mixing(), own), (Mixing(own=False), borrowed))
+    ]
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_labels_that_the_vocabulary_lacks_have_no_cross_entropy_and_are_counted():
+    (_, sums), _ = loss_and_gradient(Mixing(), DraftConfig(unroll_steps=2))
+    rolled = np.zeros((2, 4, 32), int)
+    for k in range(2):
+        rolled[k, :, : -2 - k] = batch()["tokens"][:, 2 + k :]
+    mask = np.ones((2, 4, 32), bool)
+    for k in range(2):
+        for shift in range(1, k + 3):
+            there = np.zeros((4, 32), bool)
+            same = batch()["segment_ids"][:, shift:] == batch()["segment_ids"][:, :-shift]
+            there[:, :-shift] = (batch()["loss_mask"][:, shift:] > 0) & same
+            mask[k] &= there & (batch()["segment_ids"] > 0)
+    inside = np.isin(rolled, IDS)
+    np.testing.assert_array_equal(sums["mtp_tokens"], mask.sum((1, 2)))
+    np.testing.assert_array_equal(sums["mtp_outside"], (mask & ~inside).sum((1, 2)))
+    np.testing.assert_array_equal(sums["mtp_terms"], (mask & inside).sum((1, 2)))
+    assert (sums["mtp_outside"] > 10).all()
+    metrics = draft_metrics({**sums, "draft_update_norm": 0.0})
+    assert metrics["train/mtp_outside"] == sums["mtp_outside"][0]
+    np.testing.assert_allclose(
+        metrics["train/mtp_loss"], sums["mtp_loss_sum"][0] / sums["mtp_terms"][0], rtol=1e-6
+    )
+    (_, others), _ = loss_and_gradient(Mixing(), DraftConfig(loss="tv", unroll_steps=2))
+    np.testing.assert_array_equal(others["mtp_terms"], others["mtp_tokens"])
+
+
+def test_fixed_parameters_and_integers_are_not_trained():
+    source, (policy, states) = Mixing(), policy_and_states()
+    optim = OptimConfig(lr=1e-2, weight_decay=0.1)
+    trainer = DraftTrainer(
+        CFG, DraftConfig(loss="lk_lambda", unroll_steps=2, optim=optim), 1.0, source=source
+    )
+    before = source.init(3)
+    head = jax.tree.map(jnp.array, before)
+    state = trainer.init_opt_state(head)
+    shapes = {np.shape(leaf) for leaf in jax.tree.leaves(state)}
+    assert shapes == {(), (WIDTH, WIDTH), (WIDTH, len(IDS))}
+    head, _, sums = trainer.update(head, state, policy, [batch()], [states])
+    assert sums["draft_update_norm"] > 0
+    for name in ("embed", "ids"):
+        np.testing.assert_array_equal(head[name], before[name])
+        assert head[name].dtype == before[name].dtype
+    assert np.any(head["lm_head"] != before["lm_head"])
+    assert np.any(head["inner"]["mix"] != before["inner"]["mix"])
+
+
+def test_integers_beside_other_arrays_in_a_list_are_refused():
+    with pytest.raises(ValueError, match="parameters at layer hold integers beside other arrays"):
+        trained_part(Mixing(), {"layer": [jnp.zeros(2), jnp.zeros(2, jnp.int32)]})
