@@ -1,0 +1,1 @@
+"""Measurements of draft heads and of how they are trained."""
