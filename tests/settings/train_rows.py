@@ -717,7 +717,8 @@ RL = {
         "rollout",
         rl_spec,
         rl_control,
-        head=Row("random", lambda cfg: trainer(cfg).head),
+        draft=Row("random", lambda cfg: trainer(cfg).head),
+        draft_kind=Row("eagle3", lambda cfg: str(trainer(cfg).source), {"rollout.draft": "random"}),
         aligned=Reaches(False, rl_spec, SpecConfig, "aligned", {"rollout.top_p": 0.5}),
         exact_mode=(
             Reaches(True, rl_spec, SpecConfig, "exact_mode"),
