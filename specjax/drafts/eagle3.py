@@ -33,7 +33,6 @@ from specjax.decode.tree import chain_bits
 from specjax.drafts import eagle3_config, vocabulary
 from specjax.drafts.eagle3_config import Eagle3Config, prefix_of
 from specjax.drafts.head import WINDOW, HeadSource
-from specjax.drafts.mtp import last_layer
 from specjax.interfaces import (
     Axes,
     DraftNeeds,
@@ -242,10 +241,9 @@ class Eagle3Source(HeadSource):
         Args:
           target: config of the target.
           ids: the target's token ids that it drafts, in any order; None: all.
-          policy: the target's parameters as they are trained. The head's language-model head and
-            final norm then start as copies of the target's, and its first layer starts from the
-            target's last one, where the shapes are the same; the first 2 D inputs of queries, keys
-            and values, which are new, stay random. None: all parameters are random.
+          policy: the target's parameters as they are trained: the head's language-model head and
+            final norm then start as copies of the target's. Its layer is random: one that started
+            from the target's last layer learned no faster. None: all parameters are random.
           seed: seed of the random parameters.
 
         Raises:
@@ -261,22 +259,10 @@ class Eagle3Source(HeadSource):
         columns = vocabulary.head_of(policy)
         if ids is not None:
             columns = jnp.take(columns, params["ids"], axis=1)
-        dtype, d = params["fc"].dtype, cfg.network.hidden_size
-        params["lm_head"] = columns.astype(dtype)
-        params["norm"] = policy["norm"].astype(dtype)
-        # The last of the states is nearest to the target's own prediction: g starts as that state.
-        fc = params["fc"]
-        params["fc"] = fc.at[-d:].add(jnp.eye(d, dtype=dtype))
-        own, last = params["layers"][0], last_layer(target, policy)
-        last["hidden_norm"] = last["input_norm"]
-        for name, array in own.items():
-            copied = last.get(name)
-            if copied is None:
-                continue
-            if name in ("q", "k", "v") and 2 * len(copied) == len(array):
-                copied = jnp.concatenate([array[:d], copied.astype(dtype)])
-            if copied.shape == array.shape:
-                own[name] = copied.astype(dtype)
+        dtype = params["norm"].dtype
+        # Copies: a trainer donates the head's arrays, and the policy's must outlive them.
+        params["lm_head"] = jnp.array(columns, dtype)
+        params["norm"] = jnp.array(policy["norm"], dtype)
         return source, params
 
     def init(self, seed: int) -> Params:

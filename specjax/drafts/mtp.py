@@ -246,10 +246,11 @@ def new_head(target: ModelConfig, policy: Params | None = None, seed: int = 0) -
     both = jnp.tile(jnp.eye(target.hidden_size), (2, 1))
 
     def started(module: Params) -> Params:
-        own = {name: layer[name].astype(array.dtype) for name, array in module["layer"].items()}
+        # Copies: a trainer donates the head's arrays, and the policy's must outlive them.
+        own = {name: jnp.array(layer[name], array.dtype) for name, array in module["layer"].items()}
         proj, norm = module["proj"], module["norm"]
         proj = proj + both.astype(proj.dtype)
-        return {**module, "layer": own, "proj": proj, "norm": policy["norm"].astype(norm.dtype)}
+        return {**module, "layer": own, "proj": proj, "norm": jnp.array(policy["norm"], norm.dtype)}
 
     return {"blocks": {i: started(module) for i, module in params["blocks"].items()}}
 
