@@ -586,11 +586,13 @@ class Draft(Protocol):
       network: the `ModelConfig` of the network that drafts; None: there is no network.
       fixed: names at the top of the parameters' tree of what training leaves as it is, such as
         token ids.
+      layouts: names of the layouts of its files, see `saved`.
     """
 
     needs: DraftNeeds = DraftNeeds()
     network: Any = None
     fixed: frozenset[str] = frozenset()
+    layouts: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, target: Any, spec: Any) -> Draft:

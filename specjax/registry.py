@@ -129,6 +129,7 @@ DRAFTS = Registry(
     "draft source",
     {
         "mtp": "specjax.drafts.mtp:MTPSource",
+        "dflash": "specjax.drafts.dflash:DFlashSource",
         "eagle3": "specjax.drafts.eagle3:Eagle3Source",
         "model": "specjax.drafts.model:ModelSource",
         "ngram": "specjax.drafts.ngram:NgramSource",

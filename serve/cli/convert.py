@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     add("target", help="the directory to write; must not exist")
     add(
         "--to",
-        choices=("hf", "orbax", "speculators", "safeailab"),
+        choices=("hf", "orbax", "speculators", "safeailab", "z-lab"),
         help="layout to write (default: the other one)",
     )
     add(

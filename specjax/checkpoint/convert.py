@@ -5,8 +5,8 @@
       mtp.safetensors, tokenizer files
     mtp.safetensors                    <->   the format of `save_draft`       a head alone
 
-An EAGLE-3 head, a directory of its own, is converted between its layouts `speculators` and
-`safeailab`.
+A head in a directory of its own is converted between its layouts: of EAGLE-3 `speculators` and
+`safeailab`, of DFlash `speculators` and `z-lab`.
 
 Weights keep every bit unless another dtype is asked for. The target is written under a hidden name
 and renamed when it is complete.
@@ -53,10 +53,10 @@ from specjax.checkpoint.weights import (
 )
 from specjax.config import ModelConfig
 from specjax.config.dtype import DTYPES
-from specjax.drafts.eagle3_config import LAYOUTS
 from specjax.drafts.mtp import MTPSource
 from specjax.error_text import first_line
 from specjax.hub import find_model
+from specjax.interfaces import Draft
 from specjax.tokenizer import check_files
 from specjax.weights import AUTO, load_tokenizer, open_checkpoint, recognised
 from specjax.weights.safetensors import (
@@ -85,7 +85,7 @@ class Converted:
 
     Attributes:
       target: directory that was written.
-      layout: `hf` or `orbax`; of an EAGLE-3 head `speculators` or `safeailab`.
+      layout: `hf` or `orbax`; of a head in files of its own a name of `Draft.layouts`.
       parameters: number of parameters of `policy` and `head`.
       dtype: dtype on disk.
       step: step of the run.
@@ -125,15 +125,15 @@ def convert(
     Args:
       source: a Hugging Face directory or id, a GGUF file, the directory of a run or of its
         checkpoints, a directory of `save_draft`, a draft head's safetensors file, or the directory
-        of an EAGLE-3 head.
+        of a head in files of its own, such as EAGLE-3.
       target: the directory to write.
-      to: `hf` or `orbax`, or one of `LAYOUTS` for an EAGLE-3 head; None: the other one than the
+      to: `hf` or `orbax`, or one of `Draft.layouts` for such a head; None: the other one than the
         source's.
       what: `policy`, `head` or `both`; None: all that the source has.
       step: step of a run; None: the newest.
       dtype: dtype on disk; None: the source's.
       like: a Hugging Face directory or id with the config and the tokenizer, for sources that have
-        none. An EAGLE-3 head needs it: the config of its policy.
+        none. A head in files of its own needs it: the config of its policy.
       force: whether to replace a checkpoint at `target`; anything else there is never replaced.
       revision: branch, tag or commit of a source that is a Hugging Face id.
       load_format: format of the source, see `specjax.weights.open_checkpoint`.
@@ -144,13 +144,14 @@ def convert(
     """
     target = Path(target).absolute()
     source, like = find_model(source, revision), None if like is None else find_model(like)
-    if load_format == AUTO and find_draft(source) is not None:
+    if load_format == AUTO and (kind := find_draft(source)) is not None:
         _require_free(source, target, force)
-        return _convert_draft(source, target, to, what, step, dtype and dtype_name(dtype), like)
-    if to in LAYOUTS:
+        dtype = dtype and dtype_name(dtype)
+        return _convert_draft(source, target, kind, to, what, step, dtype, like)
+    if to not in (None, "hf", "orbax"):
         raise CheckpointError(
-            f"{source} is no directory of an EAGLE-3 head, expected one for --to {to}; choose hf "
-            "or orbax"
+            f"{source} is no directory of a head such as EAGLE-3, expected one for --to {to}; "
+            "choose hf or orbax"
         )
     foreign = load_format != AUTO or (recognised(source) and not (source / CONFIG).exists())
     to = to or ("orbax" if layout_of(source) == HUGGING_FACE and not foreign else "hf")
@@ -170,21 +171,22 @@ def convert(
 def _convert_draft(
     source: Path,
     target: Path,
+    kind: type[Draft],
     to: str | None,
     what: str | None,
     step: int | None,
     dtype: str | None,
     like: Path | None,
 ) -> Converted:
-    """Converts the directory of an EAGLE-3 head to another layout."""
+    """Converts the directory of a head, whose class is `kind`, to another of its layouts."""
     if step is not None:
         raise CheckpointError(f"{source} is no training run and has no step {step}")
     if what in ("policy", "both"):
         raise CheckpointError(f"{source} holds no policy, expected {what}")
-    if to not in (None, *LAYOUTS):
+    if to not in (None, *kind.layouts):
         raise CheckpointError(
             f"{source} holds a draft head in files of its own, which has the layouts "
-            f"{' and '.join(LAYOUTS)}, expected one of them, got --to {to}"
+            f"{' and '.join(kind.layouts)}, expected one of them, got --to {to}"
         )
     if like is None:
         raise CheckpointError(
@@ -194,7 +196,7 @@ def _convert_draft(
     dtype = dtype or _only(source, _dtypes_of(source) & set(DTYPES))
     draft, params = load_draft_files(source, hf.read_config(like).running(param_dtype=dtype))
     _require_room(target, {"head": params}, dtype)
-    layout = to or next(name for name in LAYOUTS if name != draft.layout)
+    layout = to or next(name for name in kind.layouts if name != draft.layout)
     try:
         save_draft_files(target, draft, params, layout, dtype)
     except ValueError as error:

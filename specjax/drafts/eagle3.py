@@ -25,23 +25,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from specjax.config import ModelConfig, SpecConfig
 from specjax.config.model import Layer
 from specjax.decode.tree import chain_bits
 from specjax.drafts import eagle3_config, vocabulary
 from specjax.drafts.eagle3_config import Eagle3Config, prefix_of
-from specjax.drafts.head import WINDOW, HeadSource
+from specjax.drafts.file_head import FileHead
+from specjax.drafts.head import WINDOW
 from specjax.interfaces import (
-    Axes,
     DraftNeeds,
     Level,
     Memory,
     Param,
     Params,
-    Proposal,
-    Room,
     Scratch,
     Stored,
     Where,
@@ -49,11 +47,11 @@ from specjax.interfaces import (
 from specjax.models.layers import draw, rms_norm
 from specjax.models.mixers.attention import Attention
 from specjax.models.mlps.dense import Dense
-from specjax.models.rows import fuse, fused_rows, layer_rows, merge_axes
-from specjax.models.transformer import angles_of, embed_tokens, lm_logits
+from specjax.models.rows import layer_rows
+from specjax.models.transformer import angles_of, embed_tokens
 from specjax.parallel.context import split_over_tp, whole_over_tp
 from specjax.parallel.sharding import whole_rows
-from specjax.weights.matrix import PLAIN, cast, dot, pack
+from specjax.weights.matrix import dot
 
 _FINAL = ("post_norm",)  # the taps of a head without `fc`
 
@@ -182,7 +180,7 @@ def first_layer_rows(layer: Layer, width: int) -> dict[str, Param]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle3Source(HeadSource):
+class Eagle3Source(FileHead):
     """Drafts with an `Eagle3Head`, whose parameters it takes.
 
     Attributes:
@@ -284,6 +282,8 @@ class Eagle3Source(HeadSource):
 
     # --- files -----------------------------------------------------------------------------------
 
+    layouts = eagle3_config.LAYOUTS
+
     @classmethod
     def recognises(cls, raw: Mapping[str, Any], tensors: Mapping[str, Any]) -> bool:
         return eagle3_config.recognises(raw, tensors)
@@ -308,7 +308,7 @@ class Eagle3Source(HeadSource):
     def rows(self) -> dict[str, Any]:
         """See `Draft.rows`. `ids` is read from offsets, see `loaded`."""
         cfg, network = self.cfg, self.cfg.network
-        d, c, states = network.hidden_size, network.vocab_size, len(cfg.taps)
+        d, states = network.hidden_size, len(cfg.taps)
 
         def norm(name: str, width: int) -> Param:
             return Param((width,), (None,), Stored(f"{name}.weight"), init=None)
@@ -334,43 +334,12 @@ class Eagle3Source(HeadSource):
                 )
                 for name, row in rows.items()
             }
-        if cfg.own_head:
-            stored = Stored("lm_head.weight", True)
-            out["lm_head"] = Param((d, c), ("embed", "vocab"), stored, matrix=True)
-        if cfg.own_embedding:
-            stored = Stored("embed_tokens.weight")
-            out["embed"] = Param((cfg.target_vocab, d), ("vocab", "embed"), stored, table=True)
-        if cfg.own_ids:
-            out["ids"] = Param((c,), (None,), Stored("d2t"), init=0)
-            if self.writes:
-                out["t2d"] = Param((cfg.target_vocab,), (None,), Stored("t2d"), init=0)
-        return out
-
-    def loaded(self, params: Params) -> Params:
-        """Makes ascending `ids` of the files' offsets d2t: column i is of token i + d2t[i]."""
-        if not self.cfg.own_ids:
-            return params
-        offsets = np.asarray(params["ids"], np.int64)
-        ids = np.arange(len(offsets)) + offsets
-        order = np.argsort(ids)
-        params = {**params, "ids": jnp.asarray(ids[order], jnp.int32)}
-        if self.cfg.own_head and not np.array_equal(order, np.arange(len(order))):
-            params["lm_head"] = jnp.take(params["lm_head"], order, axis=1)
-        return params
+        return out | self.own_rows()
 
     def saved(self, layout: str, dtype: str) -> tuple[dict[str, Any], Eagle3Source]:
         """See `Draft.saved`; the layouts are `speculators` and `safeailab`."""
         raw = eagle3_config.write(self.cfg, layout, dtype)
         return raw, dataclasses.replace(self, layout=layout, writes=True)
-
-    def stored(self, params: Params) -> Params:
-        """Makes the offsets d2t (int64 [C]) of `ids`, and `t2d` (bool [V]): which are drafted."""
-        if not self.cfg.own_ids:
-            return params
-        ids = np.asarray(params["ids"], np.int64)
-        drafted = np.zeros(self.cfg.target_vocab, bool)
-        drafted[ids] = True
-        return {**params, "ids": ids - np.arange(len(ids)), "t2d": drafted}
 
     # --- for the user ----------------------------------------------------------------------------
 
@@ -408,14 +377,6 @@ class Eagle3Source(HeadSource):
 
     # --- training --------------------------------------------------------------------------------
 
-    fixed = frozenset({"ids", "embed"})
-
-    def head(self, params: Params) -> tuple[Array | None, Array | None] | None:
-        """See `Draft.head`."""
-        if "lm_head" not in params and "ids" not in params:
-            return None
-        return params.get("lm_head"), params.get("ids")
-
     def unroll(
         self, params, policy, states, tokens, positions, segments, context=None
     ) -> list[Array]:
@@ -438,78 +399,17 @@ class Eagle3Source(HeadSource):
             outputs.append(normed)
         return outputs
 
-    def _target_sized(self) -> ModelConfig:
-        """Returns the network's config with the target's number of tokens."""
-        return self.cfg.network.replace(vocab_size=self.cfg.target_vocab)
-
     # --- drafting --------------------------------------------------------------------------------
 
     @property
     def needs(self) -> DraftNeeds:
         return DraftNeeds(self.cfg.taps, self.modules, WINDOW)
 
-    @property
-    def network(self) -> ModelConfig:
-        return self.cfg.network
-
-    def with_network(self, cfg: ModelConfig) -> Eagle3Source:
-        return dataclasses.replace(self, cfg=dataclasses.replace(self.cfg, network=cfg))
-
-    def axes(self) -> Axes:
-        def tables(rows):
-            for name, row in rows.items():
-                if not isinstance(row, Mapping):
-                    yield {name: row.axes}
-                elif name == "fc_norm":
-                    yield {name: (None,)}
-                else:
-                    yield from tables(row)
-
-        columns = {"lm_head": ("embed", "vocab")}  # also those of the entry `vocabulary`
-        return merge_axes([*tables(self.rows()), columns])
-
-    def pack(self, params: Params) -> Params:
-        """See `Draft.pack`; for a number format layers are fused, unless a mesh splits them."""
-        run, of = self.network.run, dataclasses.replace(self, writes=False).rows()
-        fixed = {name: params[name] for name in ("ids",) if name in params}
-        params = cast({k: v for k, v in params.items() if k not in fixed}, run.compute_dtype)
-        if run.fused and run.products != PLAIN:
-            params["layers"] = {i: fuse(w, of["layers"][i]) for i, w in params["layers"].items()}
-            of["layers"] = {i: fused_rows(rows) for i, rows in of["layers"].items()}
-        return {**pack(params, of, self.network), **fixed}
-
-    def columns(self, params: Params, target: Params, ids: Int[Array, " C"]) -> Params:
-        """See `Draft.columns`; tokens that the head does not draft stand for no token."""
-        source = params if self.cfg.own_head else target
-        head, at = vocabulary.head_of(source), ids
-        if self.cfg.own_ids:
-            own = params["ids"]
-            place = jnp.minimum(jnp.searchsorted(own, ids), len(own) - 1)
-            ids = jnp.where(own[place] == ids, ids, self.cfg.target_vocab)
-            order = jnp.argsort(ids)
-            ids, at = ids[order], (place if self.cfg.own_head else at)[order]
-        entry = vocabulary.columns(head, at, self.network)
-        return {**entry, "ids": ids}
-
-    @property
-    def taps_width(self) -> int:
-        return len(self.cfg.taps) * self.cfg.target_width
-
     def bound(self, params: Params) -> Eagle3Head:
         return Eagle3Head(self.cfg, params)
 
     def fused(self, head: Eagle3Head, states):
         return head.fused(states)
-
-    def embedded(self, model, head: Eagle3Head, tokens):
-        """Looks up the embeddings of tokens in the head's own table, or in the target's."""
-        if self.cfg.own_embedding:
-            return embed_tokens(head.w["embed"], tokens, self._target_sized())
-        return model.embed_tokens(tokens)
-
-    def module_pages(self, room: Room) -> tuple:
-        run = self.network.run
-        return tuple(layer.mixer.empty(run, room).pages for layer in self.network.layers)
 
     def run_module(self, head: Eagle3Head, index, hidden, embedded, where, pages, scratch=None):
         return head.decode(hidden, embedded, where, pages, scratch)
@@ -536,18 +436,8 @@ class Eagle3Source(HeadSource):
         """See `HeadSource.step`. A P-EAGLE head proposes the same in all rows of a level."""
         if self.cfg.mask_token is None:
             return super().step(model, params, work, level)
-        found = self._proposal(model, params, work.recycled[:, level.step - 1 : level.step])
-        batch, rows = level.tokens.shape
-        scores = jnp.broadcast_to(found.scores, (batch, rows, found.scores.shape[-1]))
-        return Proposal(scores, found.ids), work
-
-    def own_proposal(self, model, params: Params, normed) -> Proposal:
-        """Multiplies by the head's columns, or takes its tokens of the target's logits."""
-        ids = params.get("ids")
-        if self.cfg.own_head:
-            return Proposal(lm_logits(normed, params["lm_head"]), ids)
-        logits = lm_logits(normed, model.head_weight())
-        return Proposal(logits if ids is None else jnp.take(logits, ids, axis=-1), ids)
+        normed = work.recycled[:, level.step - 1 : level.step]
+        return self.all_rows_alike(model, params, normed, level), work
 
 
 # --- a new head -----------------------------------------------------------------------------------

@@ -191,8 +191,6 @@ def _kind(raw: Mapping[str, Any], tensors: Mapping[str, Any]) -> str | None:
         return "Medusa"
     if named("hydra") or "hydra_num_heads" in raw or holds("hydra_"):
         return "Hydra"
-    if named("dflash") or "dflash_config" in raw or (holds("hidden_norm.") and holds("layers.0.")):
-        return "DFlash"
     if named("peagle") or named("p_eagle") or holds("mask_hidden"):
         return "P-EAGLE"
     first = prefix_of(layout_of(tensors))
@@ -219,7 +217,6 @@ _REFUSED = {
     "EAGLE-1 or EAGLE-2": "it predicts hidden states, from one state of the target",
     "Medusa": "its heads predict several tokens at once from the final state",
     "Hydra": "its heads predict several tokens at once from the final state",
-    "DFlash": "it drafts a block of tokens in one pass",
 }
 
 
@@ -276,7 +273,7 @@ def read(
             "fetch the file again"
         )
     body = top.within("transformer_layer_config") if speculators else top
-    _refuse_quantised(file, (top, body), tensors)
+    refuse_quantised(file, (top, body), tensors)
     network = _network(body, _backbone(body, speculators, given), target)
     width = _shape(file, tensors, "norm.weight", 1)[0]
     if width != network.hidden_size:
@@ -284,10 +281,10 @@ def read(
             f"{file}: hidden_size is {network.hidden_size}, and the tensor norm.weight is [{width}]"
             "; fetch the files again"
         )
-    _check_target(file, top, body, target)
+    check_target(file, top, body, target)
     taps = _taps(file, top, tensors, target, network, given)
     fc_norm = _fc_norm(top, tensors, given)
-    columns, own_ids = _draft_tokens(file, top, tensors, target)
+    columns, own_ids = draft_tokens(file, top, tensors, target)
     cfg = Eagle3Config(
         network=network.replace(vocab_size=columns),
         target_width=target.hidden_size,
@@ -303,8 +300,9 @@ def read(
         own_ids=own_ids,
         mask_token=_mask_token(top, target) if _kind(raw, tensors) == "P-EAGLE" else None,
     )
-    _check_tensors(file, cfg, tensors)
-    _check_borrowed(file, cfg, body)
+    expected = tensor_shapes(cfg, layout_of(tensors))
+    check_tensors(file, expected, tensors, backbone=network.model_type)
+    check_borrowed(file, cfg, body)
     return cfg
 
 
@@ -343,7 +341,7 @@ def checked_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
     name = "aux_hidden_state_layer_ids"
     if name in given and given[name] != "post_norm":
         ids = given[name]
-        if isinstance(ids, str) or not isinstance(ids, Sequence) or not ids or not _are_ids(ids, 0):
+        if isinstance(ids, str) or not isinstance(ids, Sequence) or not ids or not are_ids(ids, 0):
             raise ValueError(
                 f"{name} must be a list of boundaries, the numbers of layers that ran before each "
                 f"state, or post_norm; got {ids!r}"
@@ -409,7 +407,7 @@ def _slides(body: Keys, layers: int) -> bool:
     return body.flag("use_sliding_window", None) and (28 if first is None else first) < layers
 
 
-def _check_target(file: Any, top: Keys, body: Keys, target: ModelConfig) -> None:
+def check_target(file: Any, top: Keys, body: Keys, target: ModelConfig) -> None:
     for keys, name, wanted in (
         (top, "target_hidden_size", target.hidden_size),
         (body, "vocab_size", target.vocab_size),
@@ -523,12 +521,12 @@ def _ids(keys: Keys, least: int) -> tuple[int, ...]:
     value = keys.raw.get(_AUX)
     if value is None or value == []:
         return ()
-    if not _is_list(value) or not _are_ids(value, least):
+    if not _is_list(value) or not are_ids(value, least):
         raise keys.error(_AUX, f"a list of integers of at least {least}")
     return tuple(value)
 
 
-def _are_ids(values: Sequence[Any], least: int) -> bool:
+def are_ids(values: Sequence[Any], least: int) -> bool:
     return all(isinstance(i, int) and not isinstance(i, bool) and i >= least for i in values)
 
 
@@ -591,7 +589,7 @@ def _shape(file: Any, tensors: Mapping[str, Any], name: str, rank: int) -> tuple
     return shape
 
 
-def _refuse_quantised(file: Any, places: tuple[Keys, ...], tensors: Mapping[str, Any]) -> None:
+def refuse_quantised(file: Any, places: tuple[Keys, ...], tensors: Mapping[str, Any]) -> None:
     found = [
         f"{name} {keys.within(name).text('quant_method', '')}".strip()
         for keys in places
@@ -606,7 +604,7 @@ def _refuse_quantised(file: Any, places: tuple[Keys, ...], tensors: Mapping[str,
         )
 
 
-def _draft_tokens(
+def draft_tokens(
     file: Any, top: Keys, tensors: Mapping[str, Any], target: ModelConfig
 ) -> tuple[int, bool]:
     """Returns the number of draft tokens, and whether the files list them."""
@@ -676,9 +674,23 @@ def _require(
         )
 
 
-def _check_tensors(file: Any, cfg: Eagle3Config, tensors: Mapping[str, Any]) -> None:
-    """Raises `CheckpointError` unless the files hold exactly the head's tensors."""
-    expected = tensor_shapes(cfg, layout_of(tensors))
+def check_tensors(
+    file: Any,
+    expected: Mapping[str, tuple[int, ...]],
+    tensors: Mapping[str, Any],
+    kind: str = "EAGLE-3",
+    backbone: str | None = None,
+) -> None:
+    """Checks that files hold exactly a head's tensors, besides `d2t` and `t2d`.
+
+    Args:
+      expected: shape of each tensor of the head.
+      kind: kind of the head, for messages.
+      backbone: what config.json names the layers, where that may be wrong; None: nothing.
+
+    Raises:
+      CheckpointError: names every tensor that is missing, unexpected, or of a wrong shape or dtype.
+    """
     problems = [
         f"missing: {n}, expected {list(s)}" for n, s in expected.items() if n not in tensors
     ]
@@ -697,18 +709,18 @@ def _check_tensors(file: Any, cfg: Eagle3Config, tensors: Mapping[str, Any]) -> 
     if not problems:
         return
     advice = "fetch the files again, or use a head that was trained for this target"
-    if any("_norm.weight" in p and "self_attn" in p for p in problems):
+    if backbone and any("_norm.weight" in p and "self_attn" in p for p in problems):
         advice = (
-            f"the backbone is {cfg.network.model_type}, and of {', '.join(BACKBONES)} only qwen3 "
+            f"the backbone is {backbone}, and of {', '.join(BACKBONES)} only qwen3 "
             "has q_norm and k_norm: set backbone by hand if config.json names it wrongly"
         )
-    head = f"{file}: the tensors do not fit this EAGLE-3 head"
+    head = f"{file}: the tensors do not fit this {kind} head"
     if len(problems) == 1:
         raise CheckpointError(f"{head}: {problems[0]}; {advice}")
     raise CheckpointError(f"{head}; {advice}:\n  " + "\n  ".join(problems[:50]))
 
 
-def _check_borrowed(file: Any, cfg: Eagle3Config, body: Keys) -> None:
+def check_borrowed(file: Any, cfg: Eagle3Config, body: Keys) -> None:
     """Checks that the target's embedding and language-model head fit where the head lacks them."""
     lacking = [
         name

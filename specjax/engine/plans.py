@@ -61,6 +61,8 @@ def _plan(cfg: ModelConfig, spec: SpecConfig, source: Draft, strategy: Strategy)
     if strategy.is_off:
         return Plan(cfg, None, source, **settings)
     dataclasses.replace(spec, strategy=strategy)  # refuses a strategy that is not exact
+    if reason := source.refuses(strategy):
+        raise ValueError(f"strategy {strategy.name!r}: {reason}")
     widest = strategy.dynamic[1] if strategy.dynamic else 1 + max(map(max, strategy.paths))
     if widest > cfg.vocab_size:
         raise ValueError(

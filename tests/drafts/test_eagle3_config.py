@@ -351,12 +351,6 @@ def with_(files, **more):
         ({"medusa_num_heads": 4}, {"0.0.linear.weight": np.zeros((D, D))}, "Medusa"),
         ({}, {"medusa_heads.0.linear.weight": np.zeros((D, D))}, "Medusa"),
         ({"hydra_num_heads": 4}, {}, "Hydra"),
-        (plain(dflash_config={"mask_token_id": 3}), {}, "DFlash"),
-        (
-            plain(draft_vocab_size=None),
-            {n: np.zeros(D) for n in ("hidden_norm.weight", "layers.0.x", "fc.weight")},
-            "DFlash",
-        ),
         ({"speculators_model_type": "mlp_speculator"}, {}, "mlp_speculator"),
     ],
 )
