@@ -84,7 +84,7 @@ def problems(cfg: DataConfig, split: str, chat: bool = False) -> Sequence[Proble
     if task is None:
         return sums.Sums(cfg, split, False)
     return [
-        Problem(_prompt(cfg, task, example, chat), example.answer, i, place, example.columns)
+        Problem(prompt_of(cfg, task, example, chat), example.answer, i, place, example.columns)
         for i, (place, example) in enumerate(_examples(cfg, task, split))
     ]
 
@@ -114,7 +114,7 @@ def demonstrations(cfg: DataConfig, split: str, chat: bool = False) -> Sequence[
         response = example.response
         if cfg.strip_calculator and task.name == "gsm8k":
             response = _CALCULATOR.sub("", response)
-        found.append(Demonstration(_prompt(cfg, task, example, chat), response))
+        found.append(Demonstration(prompt_of(cfg, task, example, chat), response))
     return found
 
 
@@ -255,7 +255,14 @@ def _examples(cfg: DataConfig, task: Task, split: str) -> list[tuple[str, Exampl
     return found
 
 
-def _prompt(cfg: DataConfig, task: Task, example: Example, chat: bool) -> str | tuple[Message, ...]:
+def prompt_of(
+    cfg: DataConfig, task: Task, example: Example, chat: bool
+) -> str | tuple[Message, ...]:
+    """The prompt of a row: its question in the template, or its conversation.
+
+    Raises:
+      ValueError: there is a template, and the prompt is a conversation.
+    """
     if not isinstance(example.prompt, str):
         if cfg.prompt_template is not None:
             raise ValueError(

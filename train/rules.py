@@ -59,7 +59,7 @@ _IS_GENERATED = (
     "the task is generated and reads no file; set data.path=FILE and leave out data.task, or leave "
     "this out"
 )
-_DATA = (
+DATA_RULES = (
     Needs(
         ("data.heldout_path",), lambda v: not _generates(v), _IS_GENERATED
     ),
@@ -108,7 +108,7 @@ _REMAT = (
 )
 
 
-def _decay(section: str) -> Needs:
+def decay_rule(section: str) -> Needs:
     return Needs(
         (f"{section}.final_lr_ratio",),
         lambda v: v[f"{section}.decay_steps"] > 0,
@@ -122,7 +122,7 @@ _NOT_TRAINED = (
     "[rollout.strategy] and [rollout.draft]; set draft.mode=online with a head that drafts "
     "(rollout.draft=random for a new one), or leave it out"
 )
-_DEPTH = Needs(
+DEPTH_RULE = Needs(
     ("draft.step_decay",),
     lambda v: v["draft.unroll_steps"] > 1,
     "[draft.unroll_steps] trains one step, which has the weight 1; raise draft.unroll_steps, or "
@@ -167,7 +167,7 @@ def _may_use_workers(v: Values) -> bool:
 
 
 RL_RULES = (
-    *_DATA,
+    *DATA_RULES,
     Needs(
         ("data.dataset", "data.dataset_args"),
         lambda v: v["data.task"] == "reasoning_gym",
@@ -302,7 +302,7 @@ RL_RULES = (
         _drafts_with_head,
         "it trains the draft head, and [rollout.draft] drafts without one; leave it out",
     ),
-    _DEPTH,
+    DEPTH_RULE,
     Needs(
         ("draft.spot.gaps", "draft.spot.updates", "draft.spot.buffer_tokens"),
         lambda v: v["draft.spot.enabled"],
@@ -353,8 +353,8 @@ RL_RULES = (
         "[algo.dynamic_sampling] replaces no group; set algo.dynamic_sampling=true, or leave it "
         "out",
     ),
-    _decay("optim"),
-    _decay("draft.optim"),
+    decay_rule("optim"),
+    decay_rule("draft.optim"),
     *_MESH,
     *_REMAT,
     Needs(
@@ -372,7 +372,7 @@ _NO_HEAD_STAGE = (
     "draft_steps and leave out draft.mode, or leave this out"
 )
 SFT_RULES = (
-    *_DATA,
+    *DATA_RULES,
     Needs(
         ("data.slip", "data.impatience"),
         _generates_sums,
@@ -416,14 +416,14 @@ SFT_RULES = (
         _NO_HEAD_STAGE,
         unless=0,
     ),
-    _DEPTH,
+    DEPTH_RULE,
     Needs(
         ("optim.*", "loss_on"),
         lambda v: v["steps"] > 0,
         "[steps] trains no policy; raise steps, or leave it out",
     ),
-    _decay("optim"),
-    _decay("draft.optim"),
+    decay_rule("optim"),
+    decay_rule("draft.optim"),
     *_MESH,
     *_REMAT,
 )  # fmt: skip

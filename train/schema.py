@@ -405,8 +405,8 @@ class SFTConfig:
             raise ValueError("family is of a checkpoint, and init names none; leave it out")
         if self.draft.mode == "auto":
             self.draft.mode = "online" if self.draft.moves else "frozen"
-        _short_seed("seed", self.seed)
-        _short_seed("data.seed", self.data.seed)
+        check_short_seed("seed", self.seed)
+        check_short_seed("data.seed", self.data.seed)
         self.packing.settle(0, self.mesh.row_multiple)
         _rows_divide(self.packing, self.mesh)
 
@@ -563,7 +563,7 @@ class RLConfig:
         ):
             if not (is_seed(seed) and is_seed(last)):
                 raise ValueError(f"{key}: expected {SEED_RANGE}, got {seed}")
-        _short_seed("data.seed", self.data.seed)
+        check_short_seed("data.seed", self.data.seed)
         if not 0 <= self.max_failed_rewards <= 1:
             raise ValueError(
                 "max_failed_rewards: expected a share between 0 and 1, got "
@@ -612,7 +612,7 @@ class RLConfig:
         return roll.replicas * roll.tp if roll.own_devices else self.mesh.size
 
 
-def _short_seed(key: str, seed: int) -> None:
+def check_short_seed(key: str, seed: int) -> None:
     """Refuses a seed of more than 32 bits, which jax would cut off."""
     if not 0 <= seed < 1 << 32:
         raise ValueError(f"{key}: expected an integer of 32 bits, 0 to {(1 << 32) - 1}, got {seed}")
