@@ -66,8 +66,10 @@ from train.draft_data import (
     pack_pairs,
     read_samples,
     read_texts,
+    shown_paths,
 )
 from train.draft_kinds import export_head, start_head
+from train.draft_losses import Sampling
 from train.draft_schema import SPELL, DraftRunConfig
 from train.draft_states import States
 from train.heads import DraftTrainer, add_sums, draft_metrics, frozen_policy_parts, inner_taps
@@ -293,9 +295,8 @@ class Run:
         self.policy = PolicyTrainer(
             self.model, sft_loss, OptimConfig().build(), taps=inner_taps(self.source), **common
         )
-        self.trainer = DraftTrainer(
-            self.model, cfg.draft, cfg.rollout.temperature, source=self.source, **common
-        )
+        sampling = Sampling.of(cfg.rollout.sampling_params())
+        self.trainer = DraftTrainer(self.model, cfg.draft, sampling, source=self.source, **common)
         self.opt_state = self.trainer.init_opt_state(self.head)
         self.frozen = frozen_policy_parts(self.params)
         most = cfg.cache_bytes if cfg.states == "cache" else 0
@@ -487,7 +488,7 @@ def drafting_copy(source: Draft) -> Draft:
 
 def describe_texts(cfg: DraftRunConfig, texts: Texts) -> list[str]:
     """The lines at start about given texts."""
-    lines = [f"data: {cfg.data.texts}, {len(texts.train)} texts to train on"]
+    lines = [f"data: {shown_paths(cfg.data.texts)}, {len(texts.train)} texts to train on"]
     if texts.heldout:
         lines[0] += f", {len(texts.heldout)} held out"
     if texts.cut:

@@ -31,8 +31,9 @@ from train.inputs import Prompts
 from train.packing import PackedBatch, Sample, pack
 from train.tasks.files import read_rows
 from train.tasks.layout import Demonstration, Problem, RowError, split_of
+from train.tasks.prompt import keyed
 
-SAMPLES, SETTINGS = "samples", "settings.json"
+SAMPLES, SETTINGS = "samples", "settings.yaml"  # which is JSON, but no file of rows
 WAVES = 4  # a block has so many samples per slot, so that few slots wait for its last ones
 PACKED_TOGETHER = 8  # micro-batches that are filled from one part of the samples
 
@@ -94,16 +95,21 @@ def read_texts(cfg: DraftRunConfig, tokenizer, prompts: Prompts) -> Texts:
     if not found.train:
         why = f": {passed_over} are longer than packing.row_length={length}; raise it"
         raise ValueError(
-            f"data.texts={cfg.data.texts}: no text is left to train on"
+            f"data.texts={shown_paths(cfg.data.texts)}: no text is left to train on"
             f"{why if passed_over else ', add more rows'}"
         )
     return found
 
 
+def shown_paths(paths: str | Sequence[str]) -> str:
+    """A path, or several, for messages."""
+    return paths if isinstance(paths, str) else ", ".join(paths)
+
+
 def _pairs(cfg: DraftRunConfig, tokenizer, prompts: Prompts) -> Iterator[tuple[str, Pair, bool]]:
     """Yields (text that decides the split, pair, whether it is text without a prompt) of rows."""
     task = None
-    for place, row in _rows(Path(cfg.data.texts)):
+    for place, row in read_rows(cfg.data.texts):
         if {"prompt_token_ids", "token_ids"} <= row.keys():
             ids = row["prompt_token_ids"], row["token_ids"]
             pair = Pair(*(_token_ids(value, place, prompts.tokenizer) for value in ids))
@@ -132,28 +138,16 @@ def _pairs(cfg: DraftRunConfig, tokenizer, prompts: Prompts) -> Iterator[tuple[s
         yield data.question_of(example.prompt), Pair(*pair), False
 
 
-def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    if not path.is_dir():
-        yield from read_rows(path)
-        return
-    files = sorted(path.glob("*.jsonl"))
-    if not files:
-        raise ValueError(
-            f"data.texts={path}: expected a file of rows, or the directory `{SAMPLES}` of a run "
-            "with its *.jsonl, got a directory without any"
-        )
-    for file in files:
-        yield from read_rows(file)
-
-
 def _task_of(cfg: DraftRunConfig, row: dict[str, Any], place: str):
+    if cfg.data.prompt_key or cfg.data.answer_key:
+        return keyed(cfg.data.prompt_key, cfg.data.answer_key)
     task = tasks.find_task(cfg.data.task) if cfg.data.task != "auto" else tasks.recognise(row)
     if task is None:
         raise ValueError(
             f"{place}: cannot tell what the rows of data.texts mean: the columns are "
             f"{', '.join(row) or '(none)'}, and what is known is text; prompt_token_ids with "
-            f"token_ids; {tasks.known_tasks()}; rename the columns, or set data.task to "
-            "module:attribute, a task of your own"
+            f"token_ids; {tasks.known_tasks()}; rename the columns, name that of the prompt as "
+            "data.prompt_key, or set data.task to module:attribute, a task of your own"
         )
     return task
 

@@ -6,11 +6,15 @@ from pathlib import Path
 
 import numpy as np
 
+from specjax.checked_json import CheckpointError
 from specjax.checkpoint import huggingface as hf
+from specjax.checkpoint.draft_files import find_draft, load_draft_files, save_draft_files
 from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
-from specjax.drafts.mtp import MTPSource, init_head_params
+from specjax.drafts.eagle3 import Eagle3Source
+from specjax.drafts.mtp import MTPSource, new_head
 from specjax.engine.sources import load_head
+from specjax.hub import ModelNotFoundError, find_model
 from specjax.interfaces import Draft
 from specjax.models.transformer import Params
 from specjax.spelling import SettingError, spelled
@@ -35,33 +39,42 @@ def start_head(
     """
     target = target.running(param_dtype="float32")
     try:
-        return _MAKERS[cfg.kind](cfg, target, policy, ids)
+        if cfg.init is not None:
+            return _loaded(cfg, target)
+        if cfg.kind == "eagle3":
+            return Eagle3Source.new(target, ids, policy, cfg.seed)
+        model = target.replace(mtp_num_layers=1)
+        return MTPSource(model), new_head(model, policy, cfg.seed)
+    except (CheckpointError, ConfigError):
+        raise
     except SettingError as error:
         raise ConfigError(spelled(error, SPELL)) from error
-    except ConfigError:
-        raise
-    except hf.CheckpointError:
-        raise
     except ValueError as error:
         raise ConfigError(f"kind={cfg.kind}: {error}") from error
 
 
-def _mtp(cfg: DraftRunConfig, target: ModelConfig, policy: Params, ids) -> tuple[Draft, Params]:
-    if cfg.init is not None:
-        model, head = load_head(cfg.init, target)
-        return MTPSource(model), head
-    model = target.replace(mtp_num_layers=1)
-    return MTPSource(model), init_head_params(model, cfg.seed)
-
-
-def _eagle3(cfg: DraftRunConfig, target: ModelConfig, policy: Params, ids) -> tuple[Draft, Params]:
-    raise ConfigError("kind=eagle3 is not there yet; set kind=mtp")
-
-
-_MAKERS = {"mtp": _mtp, "eagle3": _eagle3}
+def _loaded(cfg: DraftRunConfig, target: ModelConfig) -> tuple[Draft, Params]:
+    try:
+        path = find_model(cfg.init)
+    except ModelNotFoundError as error:
+        raise ConfigError(
+            f"init: expected the directory or Hugging Face id of a head, got {cfg.init!r}: {error}"
+        ) from error
+    found = find_draft(path)
+    if (found is Eagle3Source) != (cfg.kind == "eagle3"):
+        held = "an EAGLE-3 head" if found is Eagle3Source else "no EAGLE-3 head"
+        other = "set kind=eagle3" if found is Eagle3Source else "name the directory of one"
+        raise ConfigError(f"init={cfg.init} holds {held}, and kind is {cfg.kind}; {other}")
+    if cfg.kind == "eagle3":
+        return load_draft_files(path, target)
+    model, head = load_head(str(path), target)
+    return MTPSource(model), head
 
 
 def export_head(cfg: DraftRunConfig, source: Draft, head: Params, path: Path) -> Path:
     """Writes the head to files that `LLM` and other engines load; returns their directory."""
-    hf.save_head(path / hf.HEAD_FILE, source.cfg, head, cfg.export_dtype)
+    if cfg.kind == "eagle3":
+        save_draft_files(path, source, head, cfg.export, cfg.export_dtype)
+    else:
+        hf.save_head(path / hf.HEAD_FILE, source.cfg, head, cfg.export_dtype)
     return path

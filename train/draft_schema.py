@@ -30,16 +30,16 @@ SPELL: Spell = dotted({"strategy": "eval"}, {"head": "init", "draft": "init"})
 
 @dataclass
 class DraftDataConfig(DataConfig):
-    """Origin and layout of the prompts that the policy answers, or of given texts.
+    """Origin and layout of the prompts that the policy answers, or of given texts."""
 
-    Attributes:
-      texts: file of rows to train on in place of the policy's own samples, or the directory
-        `samples` of another run. A row has a prompt with a demonstration, in any layout that
-        data.task knows; or `text`, every token of which is trained on; or `prompt_token_ids` and
-        `token_ids`, as in that directory.
-    """
-
-    texts: str | None = None
+    texts: Any = option(
+        None,
+        "rows to train on in place of the policy's own samples: files as in data.path, or the "
+        "directory `samples` of another run. A row has a prompt with a demonstration, in any "
+        "layout that data.task knows; or `text`, every token of which is trained on; or "
+        "`prompt_token_ids` and `token_ids`, as in that directory",
+        kind=str | list[str] | None,
+    )
 
 
 @dataclass
@@ -128,18 +128,31 @@ _IS_GIVEN = (
 )
 _NO_EVALUATION = "[eval.problems] evaluates nothing; raise eval.problems, or leave it out"
 DRAFT_RULES = (
-    *DATA_RULES,
-    Needs(("rollout.prompts", "rollout.n"), _generates, _IS_GIVEN),
+    *(rule for rule in DATA_RULES if "data.prompt_key" not in rule.names),
+    Needs(
+        ("data.duplicates",),
+        lambda v: v["data.path"] is not None,
+        "[data.path] names no rows, of which some might be equal; set data.path=FILE, or leave it "
+        "out",
+    ),
+    Needs(
+        ("data.prompt_key", "data.answer_key"),
+        lambda v: v["data.path"] is not None or v["data.texts"] is not None,
+        "[data.path] and [data.texts] name no rows with columns; set one of them, or leave it out",
+    ),
+    Needs(
+        (
+            "rollout.prompts", "rollout.n", "rollout.max_batch", "data.seed", "data.train_size",
+            "data.min_terms", "data.max_terms", "data.max_number",
+        ),
+        _generates,
+        _IS_GIVEN,
+    ),
     Needs(
         tuple(f"rollout.{name}" for name in FILTERS),
         lambda v: v["rollout.temperature"] > 0,
         "[rollout.temperature] takes the most likely token each time; raise rollout.temperature, "
         "or leave it out",
-    ),
-    Needs(
-        ("rollout.max_batch", "data.duplicates"),
-        lambda v: _generates(v) or v["eval.problems"] > 0,
-        _IS_GIVEN,
     ),
     Needs(
         ("epochs",),
@@ -181,7 +194,7 @@ DRAFT_RULES = (
     ),
     DEPTH_RULE,
     decay_rule("draft.optim"),
-)
+)  # fmt: skip
 
 _ONE_PROGRAM = "the head is the only thing that train.draft trains; leave it out"
 DRAFT_ABSENT_KEYS = {

@@ -6,6 +6,7 @@ The settings come from the schemas themselves, so that a new one fails here unti
 import dataclasses
 import sys
 
+import draft_rows
 import pytest
 import serve_rows
 import train_rows
@@ -16,10 +17,13 @@ from serve.settings import ServeConfig
 from specjax import SpecConfig
 from specjax.command_line import parse_config
 from specjax.schema import absent_keys_of
+from train.draft_schema import DraftRunConfig
 from train.schema import RLConfig, SFTConfig
 
-TABLES = {**LIBRARY, **train_rows.TRAIN, ServeConfig: serve_rows.SERVE}
-BASE = {**train_rows.BASE, **serve_rows.BASE}
+TABLES = {
+    **LIBRARY, **train_rows.TRAIN, **draft_rows.TABLES, ServeConfig: serve_rows.SERVE
+}  # fmt: skip
+BASE = {**train_rows.BASE, **draft_rows.BASE, **serve_rows.BASE}
 SETTINGS = [
     pytest.param(program, name, id=f"{program.__name__}-{name}")
     for program, table in TABLES.items()
@@ -90,7 +94,7 @@ def test_programs_of_equal_settings_are_traced_alike():
     assert traced[0] == traced[1]
 
 
-@pytest.mark.parametrize("program", [RLConfig, SFTConfig])
+@pytest.mark.parametrize("program", [RLConfig, SFTConfig, DraftRunConfig])
 def test_keys_that_a_program_does_not_have_are_in_no_help_and_print_and_say_why(program, capsys):
     assert absent_keys_of(program)
     for ask in ("--help", "--print-config"):
@@ -109,6 +113,7 @@ def test_keys_that_a_program_does_not_have_are_in_no_help_and_print_and_say_why(
     [
         (RLConfig, {"optim.lr": 0.5, "rollout.control.controller": "bandit", "eval.every": 3}),
         (SFTConfig, {"draft.optim.lr": 0.5, "packing.rows": 4}),
+        (DraftRunConfig, {"kind": "mtp", "epochs": 3, "states": "cache", "rollout.n": 2}),
         (ServeConfig, {"model": "d", "limits.n": 3, "speculation.strategy": "2_1_3"}),
     ],
 )

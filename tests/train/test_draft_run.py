@@ -14,7 +14,6 @@ from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint.store import Checkpointer
 from specjax.command_line import ConfigError, parse_config
 from specjax.engine.engine import Engine
-from specjax.engine.sources import load_head
 from train import draft, draft_data
 from train.cli import Interrupted
 from train.draft_curve import Curve
@@ -110,6 +109,15 @@ def run(thin_policy, tmp_path_factory):
     return out
 
 
+@pytest.fixture(scope="module")
+def eagle(thin_policy, run, tmp_path_factory):
+    """A run that trains an EAGLE-3 head of a part of the vocabulary, on the samples of `run`."""
+    out = tmp_path_factory.mktemp("eagle") / "run"
+    argv = arguments(thin_policy, out, kind="eagle3", draft_vocab=64, data__texts=run / "samples")
+    draft.main(argv)
+    return out
+
+
 def refusal(argv) -> str:
     with pytest.raises(SystemExit) as ended:
         draft.main(argv)
@@ -146,23 +154,36 @@ def test_the_curve_has_the_first_and_the_last_head_beside_n_grams(run):
     assert curve["prompts"] == 6 and (run / "curve.png").stat().st_size > 1000
 
 
-def test_the_exported_head_has_the_accept_length_that_was_measured(run, thin_policy):
-    llm = LLM(thin_policy, None, max_batch=1, max_len=32)
-    cfg, head = load_head(str(run / "head"), llm.cfg)
-    llm = LLM(
-        (cfg, llm.params, head), SpecConfig("2_1_3"), max_batch=1, max_len=32,
-        tokenizer=llm.tokenizer,
-    )  # fmt: skip
-    config = settings(eval__problems=6)
-    prompts = draft.data.problems(config.data, "heldout")[:6]
-    for temperature, measured in json.loads((run / "curve.json").read_text())["points"][-1][
-        "accept_length"
-    ].items():
+def test_an_eagle_3_head_learns_from_given_samples(eagle):
+    records = [r for r in read_metrics(eagle) if "train/mtp_loss" in r]
+    depth = "train/mtp_overlap_depth_1"
+    assert records[-1]["train/mtp_loss"] < records[0]["train/mtp_loss"]
+    assert records[-1][depth] > records[0][depth] + 0.02
+    first, last = json.loads((eagle / "curve.json").read_text())["points"]
+    assert last["accept_length"]["1"] > first["accept_length"]["1"]
+    assert json.loads((eagle / "head" / "config.json").read_text())["draft_vocab_size"] == 64
+
+
+@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+def test_the_exported_head_has_the_accept_length_that_was_measured(kind, run, thin_policy, request):
+    out = run if kind == "mtp" else request.getfixturevalue("eagle")
+    spec = SpecConfig("2_1_3", draft=str(out / "head"))
+    llm = LLM(thin_policy, spec, max_batch=1, max_len=32)
+    if kind == "mtp":
+        problems = draft.data.problems(settings().data, "heldout")[:6]
+        asked = [(problem.index, problem.prompt) for problem in problems]
+    else:
+        cfg = settings(kind="eagle3", data__texts=run / "samples")
+        pairs = read_texts(cfg, llm.tokenizer, Prompts(llm.tokenizer, cfg.data)).heldout
+        asked = [(i, [*pair.prompt]) for i, pair in enumerate(pairs[:6])]
+    curve = json.loads((out / "curve.json").read_text())
+    assert curve["prompts"] == len(asked) > 0
+    for temperature, measured in curve["points"][-1]["accept_length"].items():
         params = [
             SamplingParams(temperature=float(temperature), max_tokens=20, seed=1234 + i)
-            for i in range(6)
+            for i, _ in asked
         ]
-        llm.generate([problem.prompt for problem in prompts], params)
+        llm.generate([prompt for _, prompt in asked], params)
         assert llm.totals.accept_length == pytest.approx(measured, abs=1e-9)
 
 
@@ -263,6 +284,24 @@ def test_a_head_goes_on_from_another_runs_files(run, thin_policy, tmp_path, caps
     assert first["train/mtp_loss"] < begun["train/mtp_loss"] - 0.1
 
 
+def test_an_eagle_3_head_goes_on_from_files_and_no_other_head_does(
+    run, eagle, thin_policy, tmp_path, capsys
+):
+    changes = {"kind": "eagle3", "data__texts": run / "samples", "eval__problems": 0}
+    changes |= {"steps": 1, "epochs": None, "export": "safeailab"}
+    draft.main(arguments(thin_policy, tmp_path / "run", init=eagle / "head", **changes))
+    first = read_metrics(tmp_path / "run")[-1]["train/mtp_loss"]
+    assert first < read_metrics(eagle)[1]["train/mtp_loss"] - 0.1
+    names = json.loads((tmp_path / "run" / "head" / "config.json").read_text())
+    assert names["architectures"] == ["LlamaForCausalLMEagle3"]
+    capsys.readouterr()
+    said = refusal(arguments(thin_policy, tmp_path / "no", init=run / "head", **changes))
+    assert "holds no EAGLE-3 head, and kind is eagle3; name the directory of one" in said
+    changes |= {"kind": "mtp", "export": None}
+    said = refusal(arguments(thin_policy, tmp_path / "no2", init=eagle / "head", **changes))
+    assert "holds an EAGLE-3 head, and kind is mtp; set kind=eagle3" in said
+
+
 def test_a_head_that_does_not_learn_is_a_loud_warning(thin_policy, run, tmp_path, capsys):
     changes = {"draft__optim__lr": 0.0, "data__texts": run / "samples", "eval__problems": 0}
     draft.main(arguments(thin_policy, tmp_path / "run", **changes))
@@ -308,7 +347,10 @@ def test_a_directory_without_a_run_cannot_be_resumed(thin_policy, tmp_path):
     [
         ({"model": "nowhere"}, "model: expected a checkpoint directory, got 'nowhere'"),
         ({"data.path": "nowhere.jsonl"}, "nowhere.jsonl: no such file"),
-        ({"init": "nowhere"}, "expected"),
+        (
+            {"init": "nowhere"},
+            "init: expected the directory or Hugging Face id of a head, got 'now",
+        ),
         ({"rollout.max_prompt_tokens": 2}, "longer than rollout.max_prompt_tokens=2"),
         ({"rollout.max_tokens": 4000, "packing.row_length": None}, "the longest sequence of"),
         ({"family": "nowhere:FAMILY"}, "nowhere"),
@@ -329,7 +371,7 @@ def test_mistakes_are_named(changes, said, thin_policy, run, tmp_path):
         (["eval.strategy=4_x"], "eval.strategy: "),
         (["rollout.top_p=0"], "rollout.top_p must be greater than 0"),
         (["packing.row_length=64"], "must fit a row, got packing.row_length=64"),
-        (["eval.seed=-1"], "eval.seed: expected"),
+        (["eval.seed=99999999999999999999"], "eval.seed: expected"),
         (["epochs=0"], "epochs: expected at least 1"),
     ],
 )

@@ -6,7 +6,8 @@ import tiny_run
 from serve.__main__ import main as serve
 from specjax import schema
 from specjax.command_line import ConfigError, parse_config
-from train import rl, sft
+from train import draft, rl, sft
+from train.draft_schema import DraftRunConfig
 from train.programs import describe_drafting, settle_drafting
 from train.schema import RLConfig, SFTConfig
 
@@ -98,6 +99,26 @@ SFT = [
     (["steps=0", "optim.lr=0.1"], "steps=0 trains no policy"),
     (["optim.final_lr_ratio=0.5"], "set optim.decay_steps"),
 ]
+DRAFT = [
+    (["data.texts=f", "rollout.n=2"], "the policy generates none; leave out one of them"),
+    (["data.texts=f", "data.max_terms=3"], "data.texts=f gives the texts to train on"),
+    (["data.prompt_key=q"], "name no rows with columns"),
+    (["data.duplicates=drop"], "names no rows, of which some might be equal"),
+    (["rollout.temperature=0", "rollout.top_p=0.9"], "takes the most likely token each time"),
+    (["steps=9", "epochs=2"], "steps=9 says how many updates there are"),
+    (["states=cache"], "epochs=1 reads the states once"),
+    (["epochs=2", "cache_bytes=9"], "states=stream keeps no states; set states=cache"),
+    (["kind=mtp", "draft_vocab=9"], "only a new EAGLE-3 head has a vocabulary of its own"),
+    (["init=d", "draft_vocab=9"], "only a new EAGLE-3 head has a vocabulary of its own"),
+    (["kind=mtp", "export=safeailab"], "kind=mtp has one layout, the policy's own names"),
+    (["export=none", "export_dtype=float32"], "export=none writes no files"),
+    (["eval.problems=0", "eval.every=2"], "eval.problems=0 evaluates nothing"),
+    (["draft.unroll_steps=1", "draft.step_decay=0.5"], "draft.unroll_steps=1 trains one step"),
+    (["draft.mode=online"], "unknown key 'draft.mode': the head is the only thing"),
+    (["draft.epochs=2"], "unknown key 'draft.epochs': train.draft counts passes"),
+    (["data.slip=0.5"], "data.texts are trained on as they are"),
+    (["draft.optim.final_lr_ratio=0.5"], "set draft.optim.decay_steps"),
+]
 SERVE = [
     (["speculation.strategy=off", "speculation.draft=ngram"], "speculation.draft=ngram changes"),
     (["speculation.strategy=off", "speculation.draft=d"], "decodes plainly"),
@@ -132,6 +153,15 @@ ALWAYS_READ = {
     SFTConfig: f"""{RUN_KEYS}
         init log_every export_dtype model.mtp_num_layers model.mtp_concat model.mtp_target_hidden
         model.mtp_recycle packing.microbatches draft.mode
+    """,
+    DraftRunConfig: """
+        model revision family kind init out seed steps data.task data.path data.texts
+        data.prompt_template data.chat data.overlong_prompts rollout.temperature rollout.max_tokens
+        rollout.max_prompt_tokens rollout.scan_layers draft.loss draft.loss_top_k
+        draft.unroll_steps draft.optim.lr draft.optim.warmup_steps draft.optim.decay_steps
+        draft.optim.weight_decay draft.optim.b1 draft.optim.b2 draft.optim.clip_norm
+        packing.row_length packing.rows eval.problems save_every keep_last log_every dtype
+        logprob_chunk_size attention log.tensorboard log.wandb
     """,
 }
 
@@ -211,6 +241,11 @@ def test_train_sft_refuses_what_changes_nothing(argv, said, capsys):
     assert said in refused(sft.main, argv, capsys)
 
 
+@pytest.mark.parametrize(("argv", "said"), DRAFT)
+def test_train_draft_refuses_what_changes_nothing(argv, said, capsys):
+    assert said in refused(draft.main, argv, capsys)
+
+
 @pytest.mark.parametrize(("argv", "said"), SERVE)
 def test_the_server_refuses_what_changes_nothing(argv, said, capsys):
     assert said in refused(serve, ["--model", "d", *argv], capsys)
@@ -253,6 +288,7 @@ def test_shipped_configurations_follow_the_rules_and_may_be_turned_off(file):
         if file != "gsm8k" and file != "sums" and more == ["rollout.draft=ngram"]:
             continue  # they say draft.mode=online
         parse_config(RLConfig, ["--config", f"configs/{file}.yaml", *more])
+    parse_config(DraftRunConfig, ["--config", "configs/draft.yaml"])
     for file in ("sums_sft", "gsm8k_sft"):
         more = ["init=d", "steps=0", "draft_steps=5"]
         parse_config(SFTConfig, ["--config", f"configs/{file}.yaml", *more])
