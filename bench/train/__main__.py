@@ -1,5 +1,6 @@
-"""`python -m bench.train WHAT`: RL runs that take turns, compared step by step.
+"""`python -m bench.train WHAT`: RL runs that take turns, compared step by step, and a head.
 
+    draft      a draft head before RL: held-out accept length against tokens trained on
     arms       plain rollouts, a frozen, an online and a random online draft head: are tokens,
                rewards and policies the same bits, and how fast is each
     schedule   rollouts that end early and go on in the next step, against steps that wait
@@ -23,6 +24,7 @@ if __name__ == "__main__" and sys.argv[1:2] == ["spot"]:
 from bench.command import run_subcommand  # noqa: E402
 
 FUNCTIONS = {
+    "draft": "bench.train.draft:main",
     "arms": "bench.train.arms:main",
     "schedule": "bench.train.schedule:main",
     "spot": "bench.train.spot:main",
