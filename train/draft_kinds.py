@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specjax.checked_json import CheckpointError
@@ -42,15 +44,18 @@ def start_head(
         if cfg.init is not None:
             return _loaded(cfg, target)
         if cfg.kind == "eagle3":
-            return Eagle3Source.new(target, ids, policy, cfg.seed)
-        model = target.replace(mtp_num_layers=1)
-        return MTPSource(model), new_head(model, policy, cfg.seed)
+            source, head = Eagle3Source.new(target, ids, policy, cfg.seed)
+        else:
+            source = MTPSource(target.replace(mtp_num_layers=1))
+            head = new_head(source.cfg, policy, cfg.seed)
     except (CheckpointError, ConfigError):
         raise
     except SettingError as error:
         raise ConfigError(spelled(error, SPELL)) from error
     except ValueError as error:
         raise ConfigError(f"kind={cfg.kind}: {error}") from error
+    # Some arrays may be the policy's own; updates give the memory of the head's away.
+    return source, jax.tree.map(jnp.copy, head)
 
 
 def _loaded(cfg: DraftRunConfig, target: ModelConfig) -> tuple[Draft, Params]:
