@@ -41,6 +41,11 @@ class DraftDataConfig(DataConfig):
         kind=str | list[str] | None,
     )
 
+    def require_path(self) -> None:
+        """See `DataConfig.require_path`; given texts are rows to read, too."""
+        if self.texts is None:
+            super().require_path()
+
 
 @dataclass
 class SamplesSection:

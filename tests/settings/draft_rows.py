@@ -21,13 +21,16 @@ from rows import (
     written,
 )
 from train_rows import (
+    DAPO,
     DATA,
     GSM8K,
     answers,
     draft_of,
     head_rows,
+    head_update,
     heldout,
     looked_at,
+    other_policy,
     policy,
     tokenizer,
 )
@@ -126,6 +129,7 @@ def batches(cfg: DraftRunConfig):
     return pack_pairs(cfg, PAIRS)
 
 
+LENGTHS = {"rollout.max_tokens": 20, "rollout.max_prompt_tokens": 12}
 SMALL = {
     "kind": "mtp", "eval.problems": 0, "packing.row_length": 64, "packing.rows": 1,
     "rollout.max_tokens": 20, "rollout.max_prompt_tokens": 12, "draft.unroll_steps": 1,
@@ -134,11 +138,10 @@ MEASURED = {**SMALL, "eval.problems": 3, "eval.strategy": "1_1_2", "eval.max_bat
 PASSES = {**SMALL, "epochs": 2}
 CACHED = {**PASSES, "states": "cache"}
 DRAFT = {
-    "model": Row(lambda: str(PLACES.policy), lambda cfg: called_with(
-        draft, "load_model", lambda: started(cfg)).arguments["path"], SMALL),
+    "model": Row(other_policy, lambda cfg: started(cfg).model, SMALL),
     "revision": Row("main", lambda cfg: outcome(lambda: started(cfg)), SMALL),
     "family": Row("nowhere:FAMILY", lambda cfg: outcome(lambda: bool(started(cfg))), SMALL),
-    "kind": Row("mtp", head),
+    "kind": Row("mtp", head, LENGTHS),
     "init": Row(lambda: str(PLACES.policy), head, SMALL),
     "out": ReadBy(lambda: str(scratch("draft-elsewhere")), draft),
     "seed": (Row(1, sampled, SMALL), Row(1, head, SMALL), Row(1, batches, SMALL),
@@ -150,10 +153,10 @@ DRAFT = {
     "cache_dir": Row(lambda: str(scratch("states")), kept, CACHED),
     "draft_vocab": Row(5, lambda cfg: choose_vocabulary(cfg, PAIRS, 99, (1,)).ids),
     **{name: row for name, row in DATA.items() if name not in ("data.task", "data.answer_key")},
-    "data.task": Row("prompt", texts, {**SMALL, "data.texts": TEXTS, "data.path": GSM8K}),
+    "data.task": Row("prompt", texts, {**SMALL, "data.texts": DAPO}),
     "data.answer_key": Row("question", answers, {"data.path": GSM8K}),
     "data.texts": Row(TEXTS, lambda cfg: len(started(cfg).problems), SMALL),
-    "data.overlong_prompts": Row("truncate", looked_at),
+    "data.overlong_prompts": Row("truncate", looked_at, {"rollout.max_prompt_tokens": 40}),
     "data.heldout_size": Row(4, heldout),
     "rollout.prompts": Row(7, sampled, SMALL),
     "rollout.n": Row(3, sampled, SMALL),
@@ -165,16 +168,17 @@ DRAFT = {
         Reaches(0.5, asked, SamplingParams, "temperature"),
         Row(0.5, lambda cfg: trainer(cfg)[1].rollout, SMALL),
     ),
-    "rollout.max_prompt_tokens": Row(200, looked_at),
+    "rollout.max_prompt_tokens": Row(40, looked_at),
     "rollout.max_batch": Row(5, sampled, SMALL),
     "rollout.scan_layers": Row(True, lambda cfg: engine(cfg)["cfg"].run.scan_layers, SMALL),
     **{
         name: row
         for name, row in head_rows(
-            draft_of, {"unroll_steps": 2, "step_decay": 0.5}
+            draft_of, {"loss": "kl", "unroll_steps": 2, "step_decay": 0.5}
         ).items()
         if name not in ("draft.mtp_loss_scaling_factor", "draft.epochs", "draft.max_microbatches")
     },
+    "draft.loss_top_k": Row(3, lambda cfg: head_update(cfg.draft), {"draft.loss": "kl"}),
     "packing.row_length": Row(128, batches, SMALL),
     "packing.rows": Row(2, batches, SMALL),
     "eval.problems": Row(2, evaluating, MEASURED),

@@ -94,7 +94,7 @@ def test_programs_of_equal_settings_are_traced_alike():
     assert traced[0] == traced[1]
 
 
-@pytest.mark.parametrize("program", [RLConfig, SFTConfig, DraftRunConfig])
+@pytest.mark.parametrize("program", [RLConfig, SFTConfig])
 def test_keys_that_a_program_does_not_have_are_in_no_help_and_print_and_say_why(program, capsys):
     assert absent_keys_of(program)
     for ask in ("--help", "--print-config"):
