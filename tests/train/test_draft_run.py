@@ -38,7 +38,8 @@ SETTINGS = {
     "eval.max_batch": 1,
     "packing.row_length": 64,
     "packing.rows": 1,
-    "draft.optim.lr": 1e-2,
+    "draft.loss": "kl",
+    "draft.optim.lr": 3e-3,
     "draft.unroll_steps": 2,
     "log_every": 1,
     "export_dtype": "float32",
@@ -49,7 +50,8 @@ def arguments(model, out, **changes) -> list[str]:
     """`key=value` arguments; dots of keys are written as two underscores."""
     changes = {key.replace("__", "."): value for key, value in changes.items()}
     settings = {**SETTINGS, "model": model, "out": out, **changes}
-    return tiny_run.with_effect(DraftRunConfig, settings)
+    given = {name: value for name, value in settings.items() if value is not None}
+    return tiny_run.with_effect(DraftRunConfig, given)
 
 
 def settings(**changes) -> DraftRunConfig:
@@ -128,12 +130,19 @@ def refusal(argv) -> str:
 # --- a whole run ----------------------------------------------------------------------------------
 
 
+def by_pass(out: Path, name: str, passes: int = 3) -> list[float]:
+    """The mean of a metric over each pass of a run; updates of a pass are records of equal size."""
+    values = [r[name] for r in read_metrics(out) if name in r]
+    return [float(np.mean(part)) for part in np.array_split(values, passes)]
+
+
 def test_a_head_learns_from_the_policys_own_samples(run):
-    records = [r for r in read_metrics(run) if "train/mtp_loss" in r]
-    assert records[-1]["train/mtp_loss"] < records[0]["train/mtp_loss"]
-    last = records[-1]
+    losses = by_pass(run, "train/mtp_loss")
+    assert losses[0] > losses[1] > losses[2]
+    overlaps = by_pass(run, "train/mtp_overlap_depth_1")
+    assert overlaps[2] > overlaps[0] + 0.02
+    last = read_metrics(run)[-1]
     a, b = last["train/mtp_overlap_depth_1"], last["train/mtp_overlap_depth_2"]
-    assert a > records[0]["train/mtp_overlap_depth_1"] + 0.02
     assert last["train/accept_estimate"] == pytest.approx(1 + a + a * b)
     samples = [
         json.loads(line)
@@ -150,18 +159,19 @@ def test_the_curve_has_the_first_and_the_last_head_beside_n_grams(run):
     assert (first["step"], first["tokens"]) == (0, 0)
     assert last["tokens"] == read_metrics(run)[-1]["train/tokens"]
     assert set(last["accept_length"]) == set(curve["ngram"]) == {"1", "0"}
-    assert last["accept_length"]["1"] > first["accept_length"]["1"] > 0
+    assert min(first["accept_length"]["1"], last["accept_length"]["1"]) > 1
     assert curve["prompts"] == 6 and (run / "curve.png").stat().st_size > 1000
 
 
 def test_an_eagle_3_head_learns_from_given_samples(eagle):
-    records = [r for r in read_metrics(eagle) if "train/mtp_loss" in r]
-    depth = "train/mtp_overlap_depth_1"
-    assert records[-1]["train/mtp_loss"] < records[0]["train/mtp_loss"]
-    assert records[-1][depth] > records[0][depth] + 0.02
-    first, last = json.loads((eagle / "curve.json").read_text())["points"]
-    assert last["accept_length"]["1"] > first["accept_length"]["1"]
-    assert json.loads((eagle / "head" / "config.json").read_text())["draft_vocab_size"] == 64
+    losses = by_pass(eagle, "train/mtp_loss")
+    assert losses[0] > losses[1] > losses[2]
+    overlaps = by_pass(eagle, "train/mtp_overlap_depth_1")
+    assert overlaps[2] > overlaps[0] + 0.02
+    last = json.loads((eagle / "curve.json").read_text())["points"][-1]
+    assert last["accept_length"]["1"] > 1.2
+    text = (eagle / "head" / "config.json").read_text()
+    assert json.loads(text)["draft_vocab_size"] == 64
 
 
 @pytest.mark.parametrize("kind", ["mtp", "eagle3"])
@@ -277,11 +287,11 @@ def test_ctrl_c_while_the_policy_answers_keeps_the_blocks(thin_policy, tmp_path,
 
 def test_a_head_goes_on_from_another_runs_files(run, thin_policy, tmp_path, capsys):
     changes = {"init": run / "head", "data__texts": run / "samples", "steps": 1, "epochs": None}
-    draft.main(arguments(thin_policy, tmp_path / "run", **changes, rollout__n=None))
+    draft.main(arguments(thin_policy, tmp_path / "run", **changes))
     assert f"from init={run / 'head'}" in capsys.readouterr().out
     first = read_metrics(tmp_path / "run")[-1]
     begun = next(r for r in read_metrics(run) if "train/mtp_loss" in r)
-    assert first["train/mtp_loss"] < begun["train/mtp_loss"] - 0.1
+    assert first["train/mtp_loss"] < 0.9 * begun["train/mtp_loss"]
 
 
 def test_an_eagle_3_head_goes_on_from_files_and_no_other_head_does(
@@ -291,7 +301,7 @@ def test_an_eagle_3_head_goes_on_from_files_and_no_other_head_does(
     changes |= {"steps": 1, "epochs": None, "export": "safeailab"}
     draft.main(arguments(thin_policy, tmp_path / "run", init=eagle / "head", **changes))
     first = read_metrics(tmp_path / "run")[-1]["train/mtp_loss"]
-    assert first < read_metrics(eagle)[1]["train/mtp_loss"] - 0.1
+    assert first < 0.9 * read_metrics(eagle)[1]["train/mtp_loss"]
     names = json.loads((tmp_path / "run" / "head" / "config.json").read_text())
     assert names["architectures"] == ["LlamaForCausalLMEagle3"]
     capsys.readouterr()
@@ -352,7 +362,7 @@ def test_a_directory_without_a_run_cannot_be_resumed(thin_policy, tmp_path):
             "init: expected the directory or Hugging Face id of a head, got 'now",
         ),
         ({"rollout.max_prompt_tokens": 2}, "longer than rollout.max_prompt_tokens=2"),
-        ({"rollout.max_tokens": 4000, "packing.row_length": None}, "the longest sequence of"),
+        ({"rollout.max_tokens": 4000, "packing.row_length": 8192}, "the longest sequence of"),
         ({"family": "nowhere:FAMILY"}, "nowhere"),
     ],
 )
