@@ -314,6 +314,7 @@ class Run:
         packing = (cfg.packing.rows, cfg.packing.row_length, cfg.seed)
         run = self.policy.cfg.run
         found.update(repr((portable(cfg.model), packing, run, self.policy.taps)).encode())
+        found.update(np.asarray(self.params["norm"]).tobytes())  # weights may be trained further
         for pair in pairs:
             sizes = len(pair.prompt), len(pair.tokens)
             found.update(np.asarray([*sizes, *pair.prompt, *pair.tokens], "<i4").tobytes())
