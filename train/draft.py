@@ -35,10 +35,18 @@ import numpy as np
 from tqdm import tqdm
 
 from specjax.checkpoint.store import Checkpointer
-from specjax.checkpoint.weights import HEAD_SWITCHES, load_model, read_config, tokenizer_dir
+from specjax.checkpoint.weights import (
+    Head,
+    describe,
+    describe_head,
+    load_model,
+    read_config,
+    tokenizer_dir,
+)
 from specjax.command_line import ConfigError, fingerprint, require_same_settings
-from specjax.config import ModelConfig, SpecConfig
+from specjax.config import SpecConfig
 from specjax.config.dtype import about_dtype, resolve_dtype
+from specjax.drafts.mtp import MTPSource
 from specjax.engine.engine import Engine
 from specjax.engine.request import Totals, make_jobs, require_valid
 from specjax.engine.settings import EngineConfig
@@ -140,6 +148,7 @@ class Run:
 
     Attributes:
       step: number of updates so far.
+      about: metadata of a checkpoint, by which its head is loaded elsewhere.
       tokens: number of tokens that the loss has seen, each as often as it was trained on.
       notes: lines to print at start.
     """
@@ -291,6 +300,9 @@ class Run:
         print(f"head: {cfg.kind}, {start}, {own / 1e6:.2f} M parameters")
         if line := self.source.described():
             print(line)
+        described = self.source.cfg if isinstance(self.source, MTPSource) else self.model
+        about = describe_head(Head(self.source, self.head))
+        self.about = describe(described, tokenizer_dir(cfg.model).absolute(), about)
         common = {"attention": cfg.attention, "chunk": cfg.logprob_chunk_size}
         self.policy = PolicyTrainer(
             self.model, sft_loss, OptimConfig().build(), taps=inner_taps(self.source), **common
@@ -456,9 +468,7 @@ class Run:
             "curve": self.curve.state(),
             "settings": self.fingerprint(),
         }
-        if isinstance(getattr(self.source, "cfg", None), ModelConfig):
-            meta |= {name: getattr(self.source.cfg, name) for name in HEAD_SWITCHES}
-        checkpoints.save(self.step, self.trees(), meta, block)
+        checkpoints.save(self.step, self.trees(), self.about | meta, block)
 
     def restore(self, checkpoints: Checkpointer, step: int | None) -> None:
         """Restores a checkpoint; later updates are those of a run that was never stopped.

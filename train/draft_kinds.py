@@ -10,7 +10,7 @@ import numpy as np
 
 from specjax.checked_json import CheckpointError
 from specjax.checkpoint import huggingface as hf
-from specjax.checkpoint.draft_files import find_draft, load_draft_files, save_draft_files
+from specjax.checkpoint.draft_files import save_draft_files
 from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
 from specjax.drafts.eagle3 import Eagle3Source
@@ -65,15 +65,14 @@ def _loaded(cfg: DraftRunConfig, target: ModelConfig) -> tuple[Draft, Params]:
         raise ConfigError(
             f"init: expected the directory or Hugging Face id of a head, got {cfg.init!r}: {error}"
         ) from error
-    found = find_draft(path)
-    if (found is Eagle3Source) != (cfg.kind == "eagle3"):
-        held = "an EAGLE-3 head" if found is Eagle3Source else "no EAGLE-3 head"
-        other = "set kind=eagle3" if found is Eagle3Source else "name the directory of one"
-        raise ConfigError(f"init={cfg.init} holds {held}, and kind is {cfg.kind}; {other}")
-    if cfg.kind == "eagle3":
-        return load_draft_files(path, target)
-    model, head = load_head(str(path), target)
-    return MTPSource(model), head
+    _, (source, head) = load_head(str(path), target)
+    kind = "eagle3" if isinstance(source, Eagle3Source) else "mtp"
+    if kind != cfg.kind:
+        raise ConfigError(
+            f"init={cfg.init} is a head of kind={kind}, and kind is {cfg.kind}; set kind={kind}, "
+            "or name another head"
+        )
+    return source, head
 
 
 def export_head(cfg: DraftRunConfig, source: Draft, head: Params, path: Path) -> Path:
