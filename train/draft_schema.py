@@ -146,6 +146,11 @@ DRAFT_RULES = (
         "[data.path] and [data.texts] name no rows with columns; set one of them, or leave it out",
     ),
     Needs(
+        ("data.dataset", "data.dataset_args"),
+        lambda v: v["data.task"] == "reasoning_gym",
+        "[data.task] has no data set of that name; set data.task=reasoning_gym, or leave it out",
+    ),
+    Needs(
         (
             "rollout.prompts", "rollout.n", "rollout.max_batch", "data.seed", "data.train_size",
             "data.min_terms", "data.max_terms", "data.max_number",
