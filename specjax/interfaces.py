@@ -217,7 +217,8 @@ class Where:
       prefix: [B] number of positions that the memory holds of each sequence; 0 where a slot does
         not run: its rows are not used and should cost no time.
       visible: [T W] or [B T W] words of bits: bit j of row t is set iff row j is row t or an
-        ancestor of it. Earlier rows, which `scratch` holds, are numbered first.
+        ancestor of it. Earlier rows, which `scratch` holds, are numbered first. In a block of a
+        draft that drafts all tokens at once rows also see later ones; its layers have no windows.
       held: number of those earlier rows (a Python integer).
       path_rows: [T A] or [B T A] rows on the path from the root down to each row; None where row 0
         is not the root of a tree (there are earlier rows, or it is a piece of a prompt).

@@ -12,14 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from scripted import Flips
 from test_mtp import Drafter, Target, enter, leave, plain, prompts_of, propose, round_of
 from tiny import sharpened, tiny_config
 
+from serve.cli.main import main
 from specjax import SamplingParams, SpecConfig
 from specjax.checked_json import CheckpointError, UnsupportedModelError
 from specjax.checkpoint.draft_files import find_draft, load_draft_files, save_draft_files
+from specjax.checkpoint.huggingface import save_checkpoint
 from specjax.config import Strategy
 from specjax.control import ControlConfig
 from specjax.drafts.dflash import LAYOUTS, DFlashConfig, DFlashSource
@@ -375,6 +377,20 @@ def test_what_is_written_is_read_with_every_bit_the_same(tmp_path, layout):
     again, same = load_draft_files(tmp_path / "two", TARGET)
     assert again == dataclasses.replace(source, layout=layout)
     jax.tree.map(np.testing.assert_array_equal, params, same)
+
+
+def test_files_are_converted_to_the_other_layout_and_back(tmp_path, capsys):
+    files, policy = written(tmp_path / "one", authors_files(), tensors_of()), tmp_path / "policy"
+    save_checkpoint(policy, TARGET, init_params(TARGET))
+    assert main(["convert", str(files), str(tmp_path / "two"), "--like", str(policy)]) == 0
+    raw = json.loads((tmp_path / "two" / "config.json").read_text())
+    assert raw["aux_hidden_state_layer_ids"] == [2, 4, 6]
+    back = ["convert", str(tmp_path / "two"), str(tmp_path / "back"), "--like", str(policy)]
+    assert main([*back, "--to", "safeailab"]) == 1
+    assert "the layouts speculators and z-lab, expected one of them" in capsys.readouterr().err
+    assert main([*back, "--to", "z-lab"]) == 0
+    for name, array in load_file(tmp_path / "back" / "model.safetensors").items():
+        np.testing.assert_array_equal(array, tensors_of()[name])
 
 
 def read(raw, tensors=None, overrides=None, target=TARGET):
