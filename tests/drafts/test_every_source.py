@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import joint
 import numpy as np
 import pytest
+from eagle3_files import Body, Eagle3
 from engines import LONG, MAX_LEN, AtRandom, jobs_of, tokens_of
 from joint import ALPHA, PROMPT, SAMPLES, TOKENS, Counted, exact_joint, fit_of
 from shared import CFG, weights
@@ -103,12 +104,41 @@ def model_files(target: Target, path: Path) -> str:
     return str(path)
 
 
+def eagle3_files(layout: str, **switches):
+    """A setting of a draft: writes an EAGLE-3 head for the target, with random weights."""
+
+    def write(target: Target, path: Path) -> str:
+        cfg = target.cfg
+        body = Body(cfg.hidden_size, cfg.num_layers, cfg.vocab_size)
+        some = {"vocab": switches["vocab"](cfg.vocab_size)} if "vocab" in switches else {}
+        return str(Eagle3(**{**switches, **some}).write(path, body, layout))
+
+    return write
+
+
 SOURCES = {
     "MTP head": Source(lambda target, path: "checkpoint", modules=1),
     "MTP head of two modules": Source(lambda target, path: "checkpoint", modules=2),
     "random MTP head": Source(lambda target, path: "random", rule="recursive"),
     "model": Source(model_files, rule="recursive"),
     "n-grams": Source(lambda target, path: "ngram", is_ngram=True, part=False),
+    "EAGLE-3 head": Source(eagle3_files("safeailab", boundaries=(1,))),
+    "EAGLE-3 head with some tokens": Source(
+        eagle3_files("speculators", boundaries=(0, 1), vocab=lambda count: count - 1),
+        rule="recursive",
+    ),
+    "EAGLE-3 head of two layers, with all switches": Source(
+        eagle3_files(
+            "speculators",
+            boundaries=(0, 1),
+            layers=2,
+            norm_before_residual=True,
+            fc_norm="each",
+            norm_output=True,
+            backbone="qwen3",
+            own_embedding=True,
+        ),
+    ),
     "own class": Source(lambda target, path: "own_drafts:Successors", part=False),
     "own class that is fed": Source(
         lambda target, path: "bigrams:Bigrams", is_ngram=True, part=False, uses_q=False
