@@ -1,7 +1,8 @@
 """EAGLE-3 heads written by others draft what an independent torch implementation drafts.
 
 golden/eagle3 has heads in both layouts, with every switch in each of its states, and what torch
-drafts with them; `golden/make_eagle3.py` made it. The torch implementation is `eagle3_torch.py`.
+drafts with them; `golden/make_eagle3.py` made it. Tests marked `torch` compare with torch itself,
+on heads whose switches are drawn at random. The torch implementation is `eagle3_torch.py`.
 """
 
 import functools
@@ -13,8 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from eagle3_files import LAYOUTS, Eagle3
 from flax import nnx
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.draft_files import load_draft_files
 from specjax.drafts.eagle3 import Eagle3Source
@@ -24,6 +29,7 @@ GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "eagle3"
 HEADS = (
     "plain", "pickled", "nested", "final_state", "speculators", "speculators_3_1", "two_layers",
 )  # fmt: skip
+CHAIN, TREE = "3_1_4", "3x2"
 LOGITS = 1e-4  # how far logits may differ
 
 
@@ -113,6 +119,42 @@ def test_drafts_of_chains_and_trees_are_those_of_torch(name):
     np.testing.assert_array_equal(best(first, 2).reshape(len(chain), -1), tree[:, 3:])
 
 
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        *((name, CHAIN) for name in HEADS),
+        ("speculators_3_1", TREE),
+        *(
+            pytest.param(name, TREE, marks=pytest.mark.slow)
+            for name in HEADS
+            if name != "speculators_3_1"
+        ),
+    ],
+)
+def test_the_accept_length_is_that_of_torch_and_tokens_are_the_policys(name, strategy):
+    llm = LLM(
+        GOLDEN / "policy",
+        SpecConfig(strategy, draft=GOLDEN / name),
+        max_batch=16,
+        max_len=64,
+        scan_layers=True,
+    )
+    prompts, texts = golden()["prompts"], golden()["texts"]
+    kind = "chain" if strategy == CHAIN else "tree"
+    compare(llm, prompts, texts, golden()[f"{name}.{kind}_rounds"])
+
+
+def compare(llm: LLM, prompts: np.ndarray, texts: np.ndarray, rounds: np.ndarray) -> None:
+    """Greedy tokens are those of `texts`, in as many rounds as the reference takes."""
+    count = texts.shape[1] - prompts.shape[1]
+    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+    samples = [out.samples[0] for out in llm.generate(prompts.tolist(), params)]
+    assert [s.token_ids for s in samples] == texts[:, prompts.shape[1] :].tolist()
+    taken = sum(s.stats.rounds for s in samples)
+    assert rounds.sum() < 0.95 * len(prompts) * count, "too little is accepted to see a difference"
+    assert taken == pytest.approx(rounds.sum(), rel=0.02)
+
+
 # --- with torch -----------------------------------------------------------------------------------
 
 
@@ -135,3 +177,128 @@ def test_the_policy_in_torch_is_that_of_transformers(qk_norm, tmp_path):
         np.testing.assert_allclose(policy.logits(tokens), theirs.logits, atol=1e-5)
     for ours, state in zip([*boundaries[:-1], final], theirs.hidden_states, strict=True):
         np.testing.assert_allclose(ours, state, atol=1e-5)
+
+
+LAYERS, VOCAB = 3, 48  # of the policy that heads are drawn for
+
+
+@st.composite
+def heads(draw) -> tuple[Eagle3, str]:
+    """A head with any switches, and the layout of its files."""
+    boundaries = st.lists(st.integers(0, LAYERS), min_size=1, max_size=3, unique=True)
+    taps = draw(st.one_of(st.just(()), boundaries.map(sorted).map(tuple)))
+    switch, layout = st.booleans(), draw(st.sampled_from(LAYOUTS))
+    fc_norm = draw(st.sampled_from(["none", "joined", "each"])) if taps else "none"
+    # A list of layers' outputs cannot name the embeddings. Plain files say `norm_output` with a
+    # norm of each state alone.
+    nested, recycled = bool(taps) and 0 not in taps, layout == "speculators" or fc_norm == "each"
+    head = Eagle3(
+        boundaries=taps,
+        said="nested" if nested and draw(switch) else "top",
+        norm_before_residual=draw(switch),
+        fc_norm=fc_norm,
+        norm_output=recycled and draw(switch),
+        backbone=draw(st.sampled_from(["llama", "qwen3"])),
+        layers=draw(st.integers(1, 2)),
+        heads=2,
+        kv_heads=1,
+        hidden=20,
+        vocab=draw(st.sampled_from([None, VOCAB // 2, VOCAB - 1])),
+        own_embedding=draw(switch),
+        own_head=draw(switch),
+        theta=draw(st.sampled_from([500.0, 10000.0])),
+        seed=draw(st.integers(0, 2**16)),
+    )
+    return head, layout
+
+
+def many(count: int):
+    """So many examples, which take as long as they take."""
+    checks = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    return settings(max_examples=count, suppress_health_check=checks)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    """(directory, policy in torch)."""
+    from eagle3_torch import Policy, PolicySizes, policy_tensors, write_policy
+
+    sizes = PolicySizes(vocab=VOCAB, layers=LAYERS)
+    tensors = policy_tensors(sizes, 3)
+    path = write_policy(tmp_path_factory.mktemp("policy") / "files", sizes, tensors)
+    return path, Policy(sizes, tensors)
+
+
+def check_logits(policy, written: Path, drawn: Eagle3, tensors: dict) -> None:
+    """Logits of a tree with branches, of two contexts, are those of torch."""
+    from eagle3_torch import Head
+
+    path, target = policy
+    contexts = np.random.default_rng(0).integers(0, VOCAB, (2, 9))
+    grown = drive.random_tree(np.random.default_rng(1), 2, (2, 3), VOCAB, True)
+    found, reference = (
+        proposed(loaded(path, written), contexts, grown),
+        Head(drawn, target, tensors),
+    )
+    for slot, context in enumerate(contexts.tolist()):
+        for level, logits in enumerate(found):
+            paths = [[]] if level == 0 else drive.paths_of(grown, level - 1)[slot].tolist()
+            for row, below in enumerate(paths):
+                want = np.full(VOCAB, -np.inf)
+                want[reference.ids] = reference.draft_logits(context, below)[-1]
+                np.testing.assert_allclose(logits[slot, row], want, atol=LOGITS, rtol=1e-5)
+
+
+@pytest.mark.torch
+@many(4)
+@given(drawn=heads())
+def test_logits_of_heads_with_any_switches_are_those_of_torch(policy, tmp_path_factory, drawn):
+    head, layout = drawn
+    body = policy[1].sizes.body
+    written = head.write(tmp_path_factory.mktemp("head") / "files", body, layout)
+    check_logits(policy, written, head, head.tensors(body))
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@many(60)
+@given(drawn=heads())
+def test_logits_of_many_heads_are_those_of_torch(policy, tmp_path_factory, drawn):
+    head, layout = drawn
+    body = policy[1].sizes.body
+    written = head.write(tmp_path_factory.mktemp("head") / "files", body, layout)
+    check_logits(policy, written, head, head.tensors(body))
+
+
+def check_accept_length(policy, path: Path, head: Eagle3, layout: str) -> None:
+    """Trains a head in torch for a moment, and counts rounds there and in `LLM`."""
+    from eagle3_torch import Head, counted_rounds, train
+
+    target = policy[1]
+    prompts = np.random.default_rng(2).integers(0, VOCAB, (16, 5))
+    texts = target.greedy(prompts, 16)
+    tensors = head.tensors(target.sizes.body)
+    tensors |= train(Head(head, target, tensors), texts, steps=40)
+    written = head.write(path, target.sizes.body, layout, tensors)
+    reference = Head(head, target, tensors)
+    rounds = [len(counted_rounds(text.tolist(), 5, (1, 1, 1), reference)) for text in texts]
+    spec = SpecConfig(CHAIN, draft=written)
+    llm = LLM(policy[0], spec, max_batch=16, max_len=64, scan_layers=True)
+    compare(llm, prompts, texts, np.array(rounds))
+
+
+@pytest.mark.torch
+@many(2)
+@given(drawn=heads())
+def test_accept_lengths_of_heads_with_any_switches_are_those_of_torch(
+    policy, tmp_path_factory, drawn
+):
+    check_accept_length(policy, tmp_path_factory.mktemp("head") / "files", *drawn)
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@many(20)
+@given(drawn=heads())
+def test_accept_lengths_of_many_heads_are_those_of_torch(policy, tmp_path_factory, drawn):
+    check_accept_length(policy, tmp_path_factory.mktemp("head") / "files", *drawn)
