@@ -685,7 +685,7 @@ RL = {
     },
     "rollout.temperature": (
         Reaches(0.5, asked, SamplingParams, "temperature"),
-        Row(0.5, lambda cfg: (built(cfg).policy.temperature, built(cfg).draft.temperature)),
+        Row(0.5, lambda cfg: (built(cfg).policy.temperature, built(cfg).draft.rollout)),
         Row(0.5, evaluated, {"eval.problems": 3}),
     ),
     "rollout.include_stop_str_in_output": Reaches(
