@@ -24,8 +24,8 @@ LEFT_OUT = {
         train/test_rules train/test_tasks weights/test_pickled
     """,
     "benches run the library's own programs, and their figures are made with one version": """
-        bench/test_bench_costs bench/test_bench_draft bench/test_bench_rollout bench/test_bench_round
-        bench/test_bench_throughput bench/test_bench_train
+        bench/test_bench_costs bench/test_bench_draft bench/test_bench_rollout
+        bench/test_bench_round bench/test_bench_throughput bench/test_bench_train
         bench/test_bench_train_draft bench/test_gpu_parts
     """,
     "the server is HTTP around the engine; serve/test_openai and test_prompt_logprobs stay": """
@@ -35,7 +35,8 @@ LEFT_OUT = {
     """,
     "command lines, and files of checkpoints, around what other tests call as functions": """
         test_bad_checkpoints test_cli test_cli_convert test_extend test_generation_config
-        checkpoint/test_draft_files test_headless_models test_hub test_interrupts parallel/test_heartbeat test_verify_cli
+        checkpoint/test_draft_files test_headless_models test_hub
+        test_interrupts parallel/test_heartbeat test_verify_cli
         weights/test_gguf weights/test_gguf_real weights/test_gguf_tokenizer
     """,
     "rows, messages and logs of runs whose programs train/test_rl compiles, too": """

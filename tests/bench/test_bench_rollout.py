@@ -263,4 +263,4 @@ def test_the_truncated_draft_model_is_the_policys_first_layers(thin_policy, tmp_
         lambda a, b: np.testing.assert_array_equal(a, b[:1]), first["layers"], params["layers"]
     )
     np.testing.assert_array_equal(first["embed"], params["embed"])
-    assert Arm("first", "coupled", 7, "chain").spec({"first": "dir"}).source == "model"
+    assert Arm("first", "coupled", 7, "chain").spec({"first": "dir"}).draft == "dir"
