@@ -254,6 +254,7 @@ def run(args: argparse.Namespace) -> Path:
         seconds = time.perf_counter() - begin
         write_result(f"losses_{args.task}", settings, figures, path)
         print(f"{loss}: {seconds:.0f} s", flush=True)
+    write_result(f"losses_{args.task}", settings, figures, path)
     print(report({k: v for k, v in figures.items() if k.startswith("line_slope/")}))
     print(path)
     print(pictures.draw(path))
