@@ -5,7 +5,9 @@ tensors, each a view of a storage, and the entries `data/0`, `data/1`, .. hold t
 A pickle may name any function of Python and have it called, so that reading it the usual way runs
 whatever its author wrote. `_Machine` runs the instructions that make dictionaries, lists, tuples,
 numbers and tensors, imports nothing and calls nothing: what a pickle names besides tensors is
-refused by its name.
+refused by its name. Values may be nested and shared as their author likes, so that nothing here
+compares, hashes or prints one of them before its type is known: the time that a file takes is
+in proportion to its size.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ _DICT = "collections.OrderedDict"
 _TENSOR, _PARAMETER = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter"
 _ADMITTED = {_DICT, _TENSOR, _PARAMETER, *(f"torch.{name}" for name in _STORAGES)}
 _LEGACY = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the magic number that begins a file before 1.6
-_LARGEST_PICKLE = 1 << 28  # bytes; that of a model of a trillion parameters is a few MB
+_LARGEST_PICKLE = 1 << 26  # bytes; that of a model of a trillion parameters is a few MB
+_LONGEST_ORDER = 16  # bytes of the entry that names the byte order
+_MOST_SIZES = 64  # of a tensor, as in torch
 _ADVICE = "fetch the file again, or convert it to safetensors"
 # What the standard library raises for damaged archives.
 _DAMAGES = (
@@ -181,7 +185,7 @@ class _Archive:
             )
         self._folder = pickles[0].removesuffix("data.pkl")
         order = self._folder + "byteorder"
-        if order in archive.namelist() and archive.read(order) != b"little":
+        if order in archive.namelist() and self._read(order, _LONGEST_ORDER) != b"little":
             raise UnsupportedModelError(
                 f"{file} was written on a machine of another byte order, expected little-endian "
                 "numbers; convert it to safetensors there"
@@ -189,17 +193,20 @@ class _Archive:
 
     def pickle(self) -> bytes:
         """Returns the content of data.pkl."""
-        entry = self._archive.getinfo(self._folder + "data.pkl")
-        if entry.file_size > _LARGEST_PICKLE:
+        return self._read(self._folder + "data.pkl", _LARGEST_PICKLE)
+
+    def _read(self, name: str, most: int) -> bytes:
+        """Returns the content of an entry of so many bytes at most."""
+        entry = self._entry(name)
+        if entry.file_size > most:
             raise CheckpointError(
-                f"{self._file}: data.pkl has {entry.file_size} bytes, expected at most "
-                f"{_LARGEST_PICKLE}; {_ADVICE}"
+                f"{self._file}: its entry {name} has {entry.file_size} bytes, expected at most "
+                f"{most}; {_ADVICE}"
             )
         return self._archive.read(entry)
 
-    def place(self, key: str) -> tuple[int, int]:
-        """Returns where in the file the bytes of a storage begin, and how many they are."""
-        name = f"{self._folder}data/{key}"
+    def _entry(self, name: str) -> zipfile.ZipInfo:
+        """Returns an entry, which is not compressed: the file's size bounds what is read of it."""
         try:
             entry = self._archive.getinfo(name)
         except KeyError:
@@ -209,6 +216,12 @@ class _Archive:
                 f"{self._file}: {name} is compressed or encrypted, expected plain bytes, as "
                 "torch.save writes them; save it again"
             )
+        return entry
+
+    def place(self, key: str) -> tuple[int, int]:
+        """Returns where in the file the bytes of a storage begin, and how many they are."""
+        name = f"{self._folder}data/{key}"
+        entry = self._entry(name)
         with self._file.open("rb") as stream:
             stream.seek(entry.header_offset)
             header = stream.read(30)
@@ -312,14 +325,13 @@ class _Machine:
         elif name == "LIST":
             stack.append(self._to_mark())
         elif name == "DICT":
-            items = self._to_mark()
-            stack.append(dict(zip(items[::2], items[1::2], strict=True)))
+            stack.append(self._pairs(self._to_mark()))
         elif name in ("APPEND", "APPENDS"):
             items = [self._pop()] if name == "APPEND" else self._to_mark()
             self._top(list).extend(items)
         elif name in ("SETITEM", "SETITEMS"):
             items = [self._pop(), self._pop()][::-1] if name == "SETITEM" else self._to_mark()
-            self._top(dict).update(zip(items[::2], items[1::2], strict=True))
+            self._top(dict).update(self._pairs(items))
         elif name in ("BINPUT", "LONG_BINPUT", "PUT", "MEMOIZE"):
             self._memo[len(self._memo) if name == "MEMOIZE" else argument] = self._top(object)
         elif name in ("BINGET", "LONG_BINGET", "GET"):
@@ -328,6 +340,9 @@ class _Machine:
             stack.append(self._named(argument.replace(" ", ".", 1)))
         elif name == "STACK_GLOBAL":
             attribute, module = self._pop(), self._pop()
+            if type(module) is not str or type(attribute) is not str:
+                names = f"{_shown(module)} and {_shown(attribute)}"
+                raise _Wrong(f"expected the texts of a module and a name, got {names}")
             stack.append(self._named(f"{module}.{attribute}"))
         elif name == "BINPERSID":
             stack.append(self._storage(self._pop()))
@@ -353,6 +368,13 @@ class _Machine:
         items = self._stack[at + 1 :]
         del self._stack[at:]
         return items
+
+    def _pairs(self, items: list[Any]) -> dict[str, Any]:
+        """Returns the dictionary of keys that alternate with their values."""
+        for key in items[::2]:
+            if type(key) is not str:
+                raise self._refusal(f"a dictionary with the key {_shown(key)}")
+        return dict(zip(items[::2], items[1::2], strict=True))
 
     def _top(self, kind: type) -> Any:
         if not self._stack or not isinstance(self._stack[-1], kind):
@@ -403,8 +425,10 @@ class _Machine:
         if not isinstance(storage, _Storage):
             raise _Wrong(f"expected a tensor's storage, got {_shown(storage)}")
         for sizes in (shape, strides):
-            if not isinstance(sizes, tuple) or not all(map(_is_size, sizes)):
+            if not isinstance(sizes, tuple) or not all(map(_is_size, sizes[:_MOST_SIZES])):
                 raise _Wrong(f"expected the sizes or strides of a tensor, got {_shown(sizes)}")
+            if len(sizes) > _MOST_SIZES:
+                raise _Wrong(f"a tensor has {len(sizes)} sizes, expected at most {_MOST_SIZES}")
         if len(shape) != len(strides) or not _is_size(offset):
             raise _Wrong(f"expected an offset and a stride for each size, got {_shown(strides)}")
         last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
@@ -428,9 +452,12 @@ def _is_size(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """A value for a message, cut to 60 characters; of a container only its type."""
+    """A value for a message, cut to 60 characters; of a container or long number its type."""
     if isinstance(value, _Global):
         return value
-    kind = type(value).__name__
-    text = f"{kind} {value!r}" if isinstance(value, (str, int, float, bool)) else kind
+    kind = text = type(value).__name__
+    if isinstance(value, str):
+        text = f"{kind} {value[:60]!r}"
+    elif isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= 64):
+        text = f"{kind} {value!r}"
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -19,6 +19,7 @@ from specjax.checked_json import CheckpointError, UnsupportedModelError
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.convert import convert
 from specjax.weights import open_checkpoint
+from specjax.weights import pickled as pickled_module
 from specjax.weights.pickled import Pickled, read_tensors
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
@@ -244,8 +245,7 @@ W = Writer()
         (b"\x80\x02u.", "it lacks a mark"),
         (b"\x80\x02](u.", "expected dict, got list"),
         (b"\x80\x02h\x05.", "damaged (5)"),
-        (b"\x80\x02}(K\x01u.", "damaged"),
-        (b"\x80\x02}(]K\x01u.", "unhashable"),
+        (b"\x80\x02}(\x8c\x01xu.", "damaged (zip"),
         (b"\x80\x02K\x01)R.", "it calls int 1"),
         (b"\x80\x02ccollections\nOrderedDict\nK\x01R.", "it calls"),
         (b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n)R.", "_rebuild_tensor_v2"),
@@ -256,6 +256,7 @@ W = Writer()
         (W.named({"x": W.view("0", "FloatStorage", 4, 0, (2, 2), (2,))}), "a stride for each"),
         (W.named({"x": W.view("0", "FloatStorage", 4, -1, (2,), (1,))}), "an offset"),
         (W.named({"x": W.view("0", "FloatStorage", 5, 0, (5,), (1,))}), "16 bytes, expected 20"),
+        (W.named({"x": W.view("0", "FloatStorage", 4, 0, (1,) * 65, (1,) * 65)}), "65 sizes"),
         (W.named({"x": W.view("7", "FloatStorage", 4, 0, (4,), (1,))}), "lacks its entry"),
         (W.named({"x": W.view("0", "FloatStorage", 4, 0, (0, 1 << 61), (1, 1))}), "damaged"),
     ],
@@ -264,11 +265,49 @@ def test_a_damaged_pickle_is_an_error_of_one_line(tmp_path, content, text):
     refused(tmp_path, content, text)
 
 
+SHARED = b"q\x00h\x00\x86" * 60  # a pair of the value before, 60 times: 2 ** 60 leaves in a walk
+NESTED = b"\x85" * 200_000  # a tuple of the value before; its hash needs a stack frame for each
+LONG = b"\x8b" + struct.pack("<i", 4000) + b"\x7f" * 4000  # a number of 9,630 digits
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        (b"}]K\x01s.", "list"),
+        (b"}K\x07Ns.", "int 7"),
+        (b"}(\x8c\x01xNK\x07Nu.", "int 7"),
+        (b"(NNd.", "NoneType"),
+        (b"})" + NESTED + b"Ns.", "tuple"),
+        (b"})" + SHARED + b"Ns.", "tuple"),
+        (b"}" + LONG + b"Ns.", "int, expected"),
+    ],
+    ids=["list", "number", "number of several", "new", "nested", "shared", "long"],
+)
+def test_keys_of_dictionaries_are_texts(tmp_path, content, key):
+    text = f"a dictionary with the key {key}"
+    refused(tmp_path, b"\x80\x04" + content, text, kind=UnsupportedModelError)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b")" + SHARED + b"\x8c\x01x\x93.", "a module and a name, got tuple and str 'x'"),
+        (b"\x8c\x02osK\x01\x93.", "a module and a name, got str 'os' and int 1"),
+        (b"\x8c\x01x]" + b"q\x00(h\x00h\x00l" * 60 + b"\x93.", "a name, got list and list"),
+        (LONG + b"Q.", "expected a storage, got int)"),
+    ],
+    ids=["shared tuples", "number", "shared lists", "long"],
+)
+def test_nothing_is_printed_before_its_type_is_known(tmp_path, content, text):
+    refused(tmp_path, b"\x80\x04" + content, text)
+
+
 def test_values_that_are_no_tensors_are_refused_by_their_names(tmp_path):
     kind = UnsupportedModelError
     refused(tmp_path, pickle.dumps([1], 2), "holds list", kind=kind)
     refused(tmp_path, pickle.dumps({"step": 3}, 2), "str 'step' is int 3", kind=kind)
     refused(tmp_path, pickle.dumps({"model": {}}, 2), "is dict", "state_dict alone", kind=kind)
+    refused(tmp_path, LONG + b".", "holds int, expected", kind=kind)
 
 
 def test_other_formats_of_torch_are_refused_by_their_names(tmp_path):
@@ -299,12 +338,27 @@ def test_files_that_are_no_archives_are_damaged(tmp_path):
         read_tensors(file)
 
 
-def test_compressed_storages_are_refused(tmp_path):
+@pytest.mark.parametrize("name", ["data.pkl", "byteorder", "data/0"])
+@pytest.mark.parametrize("how", [zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA])
+def test_compressed_entries_are_refused(tmp_path, name, how):
+    """Else the size of a file would say nothing of what it unpacks to."""
     writer = Writer()
-    content = writer.named({"x": writer.tensor(np.zeros(4, np.float32))})
-    writer.save(tmp_path / "file.bin", content, stored=zipfile.ZIP_DEFLATED)
-    with pytest.raises(UnsupportedModelError, match="data/0 is compressed"):
+    entries = {"data.pkl": writer.named({"x": writer.tensor(np.zeros(4, np.float32))})}
+    entries |= {"byteorder": b"little", "data/0": writer.storages[0]}
+    with zipfile.ZipFile(tmp_path / "file.bin", "w") as archive:
+        for entry, data in entries.items():
+            archive.writestr(f"archive/{entry}", data, how if entry == name else None)
+    with pytest.raises(UnsupportedModelError, match=f"archive/{name} is compressed"):
         read_tensors(tmp_path / "file.bin")
+
+
+def test_entries_longer_than_any_that_torch_writes_are_refused(tmp_path, monkeypatch):
+    long = [("byteorder", b"little" * 1000)]
+    refused(
+        tmp_path, pickle.dumps({}, 2), "byteorder has 6000 bytes, expected at most 16", extra=long
+    )
+    monkeypatch.setattr(pickled_module, "_LARGEST_PICKLE", 20)
+    refused(tmp_path, b"\x80\x02}" + b"0" * 20, "data.pkl has 23 bytes, expected at most 20")
 
 
 def test_any_changed_byte_is_read_or_refused(tmp_path):
