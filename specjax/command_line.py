@@ -181,6 +181,7 @@ def require_same_settings(
     """Compares a checkpoint's fingerprint with the one of the run that resumes it.
 
     A key that the checkpoint lacks, because its version had no such setting, must have its default.
+    A choice that has another name now counts under that name.
 
     Args:
         saved: the fingerprint in the checkpoint.
@@ -221,6 +222,8 @@ def _as_saved(
         before = json.loads(json.dumps(key.default, default=dataclasses.asdict))
     nested = key is not None and key.section
     if not (nested and isinstance(now, dict) and isinstance(before, dict)):
+        if key is not None and isinstance(before, str):
+            before = key.former.get(before, before)
         return now == before
     if any(f"{name}.{inner}" not in keys for inner in before.keys() - now.keys()):
         return False  # this version has no such setting

@@ -1,5 +1,6 @@
 """The command line of every program: what it accepts, what it says when it does not."""
 
+import copy
 import functools
 import re
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from specjax.command_line import (
     require_same_settings,
 )
 from specjax.schema import REQUIRED, Needs, keys_of, option
+from train.draft_schema import DraftRunConfig
 from train.schema import RLConfig, SFTConfig
 from train.trainer import Trainer
 
@@ -476,6 +478,17 @@ def test_but_where_it_has_another_value_the_run_is_not_resumed(gone, setting, se
     current = fingerprint(parse_config(RLConfig, [setting])[0])
     with pytest.raises(ConfigError, match=f"made with other settings of {section};"):
         require_same_settings(saved_settings(gone), current, RLConfig)
+
+
+@pytest.mark.parametrize("program", [RLConfig, SFTConfig, DraftRunConfig])
+def test_a_run_whose_choice_has_another_name_since_goes_on(program):
+    current = fingerprint(parse_config(program, ["draft.loss=kl"])[0])
+    saved = copy.deepcopy(current)
+    saved["draft"]["loss"] = "soft_ce"
+    require_same_settings(saved, current, program)
+    saved["draft"]["loss"] = "ce"
+    with pytest.raises(ConfigError, match="made with other settings of draft;"):
+        require_same_settings(saved, current, program)
 
 
 def test_a_setting_that_is_gone_since_or_has_no_default_is_a_difference():
