@@ -75,6 +75,7 @@ from train.draft_data import (
     read_samples,
     read_texts,
     shown_paths,
+    takes_prompts,
 )
 from train.draft_kinds import export_head, start_head
 from train.draft_losses import Sampling
@@ -454,7 +455,10 @@ class Run:
         ignored += "save_every", "keep_last", "log_every", "export", "export_dtype", "attention"
         ignored += ("logprob_chunk_size",)
         settings = fingerprint(self.cfg, ignored)
-        return settings | {"model": portable(settings["model"])}
+        settings["model"] = portable(settings["model"])
+        if takes_prompts(self.cfg):  # else what is evaluated decides nothing of what is trained on
+            settings["eval"] = {"problems": self.cfg.eval.problems > 0}
+        return settings
 
     def trees(self) -> dict[str, Any]:
         """The arrays of a checkpoint, by name."""

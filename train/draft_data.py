@@ -65,17 +65,22 @@ class Texts(NamedTuple):
     passed_over: int = 0
 
 
+def takes_prompts(cfg: DraftRunConfig) -> bool:
+    """Whether held-out prompts are taken from `data.texts`, which then are not trained on."""
+    return cfg.data.texts is not None and cfg.data.path is None
+
+
 def read_texts(cfg: DraftRunConfig, tokenizer, prompts: Prompts) -> Texts:
     """Reads and encodes the texts to train on.
 
-    One question in sixteen is held out, unless `data.path` or `data.heldout_path` has others.
+    One question in sixteen is held out, unless `data.path` has others or nothing is evaluated.
 
     Raises:
       FileNotFoundError: there is no such file.
       ValueError: a row cannot be read, or none is left to train on.
     """
     length, splits, cut, passed_over = cfg.packing.row_length, {"train": [], "heldout": []}, 0, 0
-    own = cfg.data.path is None and cfg.eval.problems > 0
+    own = takes_prompts(cfg) and cfg.eval.problems > 0
     for key, pair, is_text in _pairs(cfg, tokenizer, prompts):
         split = split_of(key) if own else "train"
         longer = len(pair.prompt) + len(pair.tokens) > length

@@ -4,6 +4,7 @@ import json
 import math
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ import tiny_run
 
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint.store import Checkpointer
-from specjax.command_line import ConfigError, parse_config
+from specjax.command_line import ConfigError, parse_config, require_same_settings
 from specjax.engine.engine import Engine
 from train import draft, draft_data
 from train.cli import Interrupted
@@ -342,6 +343,23 @@ def test_resuming_with_other_settings_names_them(run, thin_policy):
     assert "raise steps or epochs" in refusal(
         [*arguments(thin_policy, run, steps=2, epochs=None), "--resume"]
     )
+
+
+def fingerprint_of(**changes) -> dict:
+    return draft.Run.fingerprint(SimpleNamespace(cfg=settings(**changes)))
+
+
+def test_whether_texts_are_held_out_may_not_change_on_the_way():
+    given = {"data__texts": "f", "rollout__prompts": None, "rollout__n": None}
+    some, others, none = (fingerprint_of(**given, eval__problems=n) for n in (6, 7, 0))
+    require_same_settings(some, others, DraftRunConfig)
+    for saved, current in ((some, none), (none, some)):
+        with pytest.raises(ConfigError, match="other settings of eval;"):
+            require_same_settings(saved, current, DraftRunConfig)
+    # Where the held-out prompts are other ones, all texts are trained on in any case.
+    for prompts in ({}, {**given, "data__path": "g"}):
+        some, none = (fingerprint_of(**prompts, eval__problems=n) for n in (6, 0))
+        require_same_settings(some, none, DraftRunConfig)
 
 
 def test_a_directory_without_a_run_cannot_be_resumed(thin_policy, tmp_path):
