@@ -36,6 +36,7 @@ from typing import Any
 from train.answers.choice import chosen_letter, letter_of
 from train.answers.extract import each_gold, final_answer, last_line_answer, stated_gold
 from train.answers.quantity import read_quantity
+from train.children import start_child
 from train.registry import REWARDS
 
 Reward = Callable[..., Any]
@@ -60,17 +61,24 @@ class MathWorker:
     def same(self, gold: str, found: str) -> bool:
         """Whether two answers are the same; False if that takes longer than `SECONDS`.
 
+        A child that was found dead is replaced, and asked once more.
+
         Raises:
           ModuleNotFoundError: math-verify is not installed.
           RuntimeError: the child cannot be started.
         """
+        request = {"gold": gold, "found": found}
         with self._lock:
-            if self._process is None:
-                self._start()
-            reply = self._ask({"gold": gold, "found": found}, SECONDS)
-            if reply is None:
+            for _ in range(2):
+                if self._process is None:
+                    self._start()
+                reply = self._ask(request, SECONDS)
+                if reply:
+                    return reply == "true"
                 self.close()
-            return reply == "true"
+                if reply is None:  # it was late, and would be late again
+                    break
+            return False
 
     def _start(self) -> None:
         if importlib.util.find_spec("math_verify") is None:
@@ -78,7 +86,7 @@ class MathWorker:
                 "reward 'math_verify' needs the math-verify package; install it, or use the "
                 "reward 'number'"
             )
-        self._process = subprocess.Popen(
+        self._process = start_child(
             [sys.executable, "-m", "train.answers.equivalence"],
             cwd=Path(__file__).resolve().parent.parent,
             stdin=subprocess.PIPE,
@@ -95,6 +103,7 @@ class MathWorker:
             )
 
     def _ask(self, request: dict[str, str], seconds: float) -> str | None:
+        """The child's answer; "" if it is dead, and None if it was late and was killed."""
         process, expired = self._process, threading.Event()
 
         def expire():
@@ -111,7 +120,7 @@ class MathWorker:
             reply = ""
         alarm.cancel()
         alarm.join()
-        return None if expired.is_set() else reply or None
+        return None if expired.is_set() else reply
 
     def close(self) -> None:
         if self._process is not None:

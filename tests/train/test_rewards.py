@@ -200,6 +200,26 @@ def test_math_verify_works_in_a_thread():
     assert got == [1.0]
 
 
+def test_answers_are_compared_after_the_thread_that_compared_first_has_ended():
+    rewards.WORKER.close()
+    got = []
+    thread = threading.Thread(target=lambda: got.append(math_verify("#### 2x/4", "x/2")))
+    thread.start()
+    thread.join()
+    child = rewards.WORKER._process
+    time.sleep(0.2)  # the kernel ends children of a thread soon after it
+    assert child.poll() is None, "the process ended with the thread"
+    assert [*got, math_verify("#### 2x/4", "x/2")] == [1.0, 1.0]
+    assert rewards.WORKER._process is child
+
+
+def test_an_answer_is_compared_although_the_process_is_found_dead():
+    math_verify("#### 2x/4", "x/2")
+    rewards.WORKER._process.kill()
+    rewards.WORKER._process.wait()
+    assert math_verify("#### 2x/4", "x/2") == 1.0
+
+
 def test_math_verify_gives_up_in_time_and_works_afterwards(monkeypatch):
     math_verify("#### 2x/4", "x/2")
     monkeypatch.setattr(rewards, "SECONDS", 0.5)
