@@ -11,8 +11,8 @@ The objective's `advantages` get these rewards. One that has the method
 
 gets rewards without KL, the loss mask of each response [tokens], and kl_coef * kl_t [tokens], zero
 outside of the loss: so REINFORCE++ has an advantage per token. With `mask_truncated` samples that
-reached `rollout.max_tokens` are in none of the micro-batches; their rewards still count for the
-others of their group.
+reached `rollout.max_tokens` are in none of the micro-batches; their rewards, less their KL, still
+count for the others of their group.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def training_samples(
         rewards = rewards - overlong
         metrics["rollout/overlong_penalty"] = float(overlong.mean())
     masks = [
-        np.ones(len(r.token_ids)) * one if r.loss_mask is None else np.array(r.loss_mask) * one
-        for r, one in zip(responses, kept, strict=True)
+        np.ones(len(r.token_ids)) if r.loss_mask is None else np.array(r.loss_mask, np.float64)
+        for r in responses
     ]
     if algo.kl_coef:
         kl = kl_of(to_samples(groups, np.zeros(rewards.shape), step))
@@ -67,7 +67,8 @@ def training_samples(
         penalties = [algo.kl_coef * k for k in kl]
         count = max(sum(m.sum() for m in masks), 1.0)
         metrics["train/reward_kl_penalty"] = float(sum(k.sum() for k in kl) / count)
-    samples = to_samples(groups, _advantages(algo.build(), rewards, masks, penalties), step)
+    trained = [mask * one for mask, one in zip(masks, kept, strict=True)]
+    samples = to_samples(groups, _advantages(algo.build(), rewards, trained, penalties), step)
     if algo.mask_truncated:
         samples = [sample for sample, one in zip(samples, kept, strict=True) if one]
         metrics["train/truncated_masked"] = float(len(kept) - len(samples))

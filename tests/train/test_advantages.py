@@ -121,6 +121,14 @@ def test_truncated_samples_are_left_out_and_count_for_the_others_of_their_group(
         )
 
 
+def test_the_kl_of_a_truncated_sample_counts_for_the_others_of_its_group_like_its_reward():
+    options = {"normalize_std": False, "kl_coef": 0.5}
+    every, all_of = made(algo("grpo", **options), slope)
+    samples, metrics = made(algo("grpo", mask_truncated=True, **options), slope)
+    assert [s.advantage for s in samples] == [s.advantage for s in every if s.sample_id != 2]
+    assert metrics["train/reward_kl_penalty"] == all_of["train/reward_kl_penalty"]
+
+
 def test_a_step_of_truncated_samples_alone_trains_on_nothing():
     cut = groups()
     for group in cut:
