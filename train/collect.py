@@ -143,7 +143,9 @@ class Rollouts:
             for scoring in self._scoring.values():
                 scoring.cancel()
             self._scoring = {}
-        ended = end_step(self.rule, run.groups, selection, step, roll.partial)
+        ended = end_step(
+            self.rule, run.groups, selection, step, roll.partial, self._scorer.is_batch
+        )
         drawn = run.groups[len(carried) : selection.candidates]
         self.position = drawn[-1].next_position if drawn else start
         self.carried = ended.carried

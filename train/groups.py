@@ -239,11 +239,15 @@ class Response:
                     del more[-over:]
             if self.records is not None:
                 self.records = self.records[:-over]
-            self.finish_reason = self.reward = None
-            self.failed, self.parts = False, ()
+            self.finish_reason = None
+            self.forget_reward()
         if self.num_new:
             self.weight_versions.append((self.num_carried, step))
         return over
+
+    def forget_reward(self) -> None:
+        """Makes the reward unknown, so that the response is scored when its group is complete."""
+        self.reward, self.failed, self.parts = None, False, ()
 
 
 @dataclasses.dataclass
@@ -397,9 +401,25 @@ def begin_step(
 
 
 def end_step(
-    rule: Rule, groups: Sequence[Group], selection: Selection, step: int, partial: bool
+    rule: Rule,
+    groups: Sequence[Group],
+    selection: Selection,
+    step: int,
+    partial: bool,
+    together: bool = False,
 ) -> StepGroups:
-    """Sorts the groups of a step by its final selection, and cuts the incomplete ones."""
+    """Sorts the groups of a step by its final selection, and cuts the incomplete ones.
+
+    Args:
+      rule: rule that selects groups.
+      groups: groups of the step, in order.
+      selection: the final selection.
+      step: the step.
+      partial: whether incomplete groups are carried.
+      together: whether a reward depends on all responses of its group; then the responses of a
+        group that is carried incomplete have no rewards, for whether they were scored before one
+        of them was cut depends on how fast they were sampled.
+    """
     here, beyond = groups[: selection.candidates], groups[selection.candidates :]
     complete, selected, carried, unfinished, cut = [], [], [], [], 0
     for index, group in enumerate(here):
@@ -414,6 +434,9 @@ def end_step(
             (complete if within else unfinished).append(group)
         budget = None if within else selection.budget
         cut += sum(r.end_step(step, budget) for r in group.responses)
+        if together and not group.is_complete:
+            for response in group.responses:
+                response.forget_reward()
     cut += sum(r.num_new for group in (*unfinished, *beyond) for r in group.responses)
     drawn = sum(group.step == step for group in here)
     return StepGroups(complete, selected, carried, unfinished, drawn, cut)

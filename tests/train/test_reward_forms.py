@@ -21,7 +21,7 @@ from specjax.command_line import parse_config
 from specjax.parallel import distributed
 from train import rl
 from train.collect import Rollouts
-from train.groups import Group, Response
+from train.groups import Group, Response, Rule, Selection, begin_step, end_step
 from train.log import read_metrics
 from train.reward_calls import Failed, RewardCall
 from train.reward_workers import WorkerError
@@ -66,6 +66,11 @@ def in_workers():
         ("<think>A</think><answer> B </answer>", "B"), ("<answer>B</answer> \\boxed{A}", "B"),
         ("The answer is A since 3 > 2", "A"), ("A dog barks.", None), ("I think so", None),
         ("Because of it", None), ("", None), ("It is 5.", None), ("The answer is Bern", None),
+        ("The answer is B and C", None), ("\\boxed{B, C}", None), ("<answer>B or C</answer>", None),
+        ("The answer is (B), (C)", None), ("The answer is B, I think", "B"),
+        ("The answer is B, A is wrong", "B"), ("The answer is B and not C", "B"),
+        ("(b) Paris, or Bern", "B"), ("b. Paris", "B"), ("Option b", "B"), ("(s)he", None),
+        ("e.g. this", None), ("The answer is B.\n", "B"), ("#### B. C or D", "B"),
     ],
 )  # fmt: skip
 def test_choice_finds_the_letter_of_an_answer(completion, letter):
@@ -74,6 +79,20 @@ def test_choice_finds_the_letter_of_an_answer(completion, letter):
     for gold in ("B", "(B)", "b", "B. Paris", "so\n#### B"):
         assert reward(completion, gold) == float(letter == "B")
     assert reward(completion, ("C", "D")) == 0.0
+
+
+@pytest.mark.parametrize(
+    "gold",
+    [
+        "A, C", "A,B", "A and C", "(A) and (C)", "(A)(C)", "B or C", "B / C", "A; C", "B C", "a, c",
+        "**A** & **C**", r"\text{A}, \text{C}", r"\text{A and C}", "options A and C",
+        "(a) or (c)", r"\boxed{A, B, C, D}", "E = mc^2", "B, C and D",
+    ],
+)  # fmt: skip
+def test_a_gold_answer_of_several_letters_or_a_formula_cannot_be_chosen(gold):
+    assert unwinnable(Scorer("choice"), Problem("p", gold, 0)) is not None
+    for letter in "ABCDE":
+        assert get_reward("choice")(f"The answer is {letter}", gold) == 0.0
 
 
 def test_a_gold_answer_that_is_no_letter_cannot_be_chosen():
@@ -410,6 +429,30 @@ def test_when_rewards_become_known_changes_nothing_that_is_selected_or_carried(
 ):
     expected, _ = run_steps(world, rule, partial, 0, 50)
     assert run_steps(world, rule, partial, seed, slots, late=late)[0] == expected
+
+
+@pytest.mark.parametrize("reward", ["slow_rewards:ranks", "slow_rewards:right"])
+@pytest.mark.parametrize("early", [True, False])
+def test_a_group_that_is_cut_is_scored_as_a_whole_however_fast_it_was_sampled(reward, early):
+    prompts = types.SimpleNamespace(tokenizer=None)
+    rollouts = Rollouts(RLConfig(model="x", out="y"), [], prompts, (), scorer_of(reward))
+    rollouts._text = lambda tokens: "7" * len(tokens)
+    rule, chosen = Rule(1, 1, False), Selection(2, 1, [], True)
+    responses = [Response([5] * n, [0.0] * n, finish_reason="stop", emitted=n) for n in (1, 2, 9)]
+    group = Group(0, 1, 1, PROBLEM, [1], responses)
+    if early:  # the last sample ended before the budget fell to 2 tokens
+        group.rewards = rollouts._score(group)
+    else:
+        last = group.responses[2]
+        last.finish_reason, last.emitted = None, 3
+        del last.token_ids[2:], last.logprobs[2:]
+    rollouts._scoring = {}
+    ended = end_step(rule, [group], chosen, 1, True, rollouts._scorer.is_batch)
+    [group], _ = begin_step(ended.carried, 2, 9)
+    assert len(group.responses[2].token_ids) == 2
+    group.responses[2].token_ids, group.responses[2].finish_reason = [5] * 9, "stop"
+    batch = reward == "slow_rewards:ranks"
+    assert rollouts._score(group) == ([0.0, 1.0, 2.0] if batch else [1.0, 0.0, 0.0])
 
 
 @pytest.mark.parametrize("reward", ["slow_rewards:ranks", "slow_rewards:right"])
