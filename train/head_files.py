@@ -15,11 +15,12 @@ from typing import Any
 import jax
 
 from specjax.checkpoint.store import PendingSave, save_draft
-from specjax.checkpoint.weights import Head, describe, describe_head, head_shapes_of
+from specjax.checkpoint.weights import Head, describe, describe_head, head_shapes_of, run_as
 from specjax.command_line import ConfigError
 from specjax.config import ModelConfig, SpecConfig
 from specjax.drafts.mtp import MTPSource
 from specjax.engine import sources
+from specjax.interfaces import Draft
 from specjax.models.transformer import Params
 from specjax.parallel import distributed
 from specjax.spelling import SettingError, spelled
@@ -51,14 +52,23 @@ def starting_head(
     return model, Head(source, params)
 
 
-def head_shapes(spec: SpecConfig, model: ModelConfig) -> tuple[ModelConfig, Head]:
+def head_shapes(
+    spec: SpecConfig, model: ModelConfig, own: Draft | None
+) -> tuple[ModelConfig, Head]:
     """`starting_head` with shapes instead of arrays, which reads no weights.
+
+    Args:
+      spec, model: as in `starting_head`.
+      own: what `specjax.checkpoint.weights.read_head` returned of the policy's checkpoint.
 
     Raises:
       ConfigError: as in `starting_head`.
     """
-    if spec.draft == "checkpoint" and not model.mtp_num_layers:
-        return starting_head(spec, model, None, None)  # raises
+    if spec.draft == "checkpoint":
+        if own is None:
+            return starting_head(spec, model, None, None)  # raises
+        own = run_as(own, model.run)
+        return model, Head(own, head_shapes_of(own))
     try:
         if spec.draft_path is not None:
             return sources.head_shapes(spec.draft_path, model)

@@ -221,8 +221,20 @@ def cast_floats(params: Params, dtype: str) -> Params:
 
 
 def head_shapes_of(source: Draft) -> Params:
-    """Returns the shapes of the parameters of a head."""
-    return jax.eval_shape(functools.partial(source.init, 0))
+    """Returns the shapes of the parameters of a head; one that cannot be made anew has rows."""
+    if type(source).init is not Draft.init:
+        return jax.eval_shape(functools.partial(source.init, 0))
+    dtype = source.network.run.param_dtype
+
+    def walk(rows: Mapping[Any, Any]) -> Params:
+        return {
+            name: walk(row)
+            if isinstance(row, Mapping)
+            else jax.ShapeDtypeStruct(row.shape, "int32" if name == "ids" else dtype)
+            for name, row in rows.items()
+        }
+
+    return walk(source.rows())
 
 
 def load_model(
@@ -409,6 +421,30 @@ def read_config(path: str | Path) -> ModelConfig:
     if layout_of(path) != RUN:
         return hf.read_config(path)
     return config_in(path, _newest(path)["meta"])
+
+
+def read_head(path: str | Path, cfg: ModelConfig) -> Draft | None:
+    """Reads what drafts with the head in a policy's checkpoint, without its weights.
+
+    Args:
+      path: a path as for `read_config`.
+      cfg: config that `read_config` returned, with the dtypes that the head gets.
+
+    Returns:
+      the source; None: `load_model` finds no head there.
+
+    Raises:
+      CheckpointError: as `source_in`.
+    """
+    path = Path(path)
+    if layout_of(path) == RUN:
+        record = _newest(path)
+        if DRAFT not in record["trees"]:
+            return None
+        source = source_in(path, record["meta"], cfg)
+        if source is not None:
+            return source
+    return MTPSource(cfg) if cfg.mtp_num_layers else None
 
 
 def tokenizer_dir(path: str | Path) -> Path:

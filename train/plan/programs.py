@@ -17,13 +17,15 @@ import jax
 import numpy as np
 
 from specjax.checked_json import CheckpointError
-from specjax.checkpoint.weights import read_config
+from specjax.checkpoint.weights import read_config, read_head
 from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
 from specjax.decode.options import Features
+from specjax.drafts.model import ModelSource
 from specjax.engine.compiling import NotCompiled
 from specjax.engine.engine import Engine
-from specjax.engine.sources import model_source, source_of, trains
+from specjax.engine.sources import Drafting, model_source, source_of, trains
+from specjax.engine.sources import head_shapes as draft_shapes
 from specjax.hub import find_model
 from specjax.interfaces import Axes, Denominators, Draft
 from specjax.models.rows import param_axes
@@ -132,15 +134,16 @@ class Shapes:
         cfg.dtype.settle(model.run.param_dtype, platform or sharding.platform_of(self.mesh))
         model = model.running(param_dtype=cfg.dtype.params)
         self.fitted = settle_length(cfg, model)
-        drafting = settle_drafting(cfg, model.mtp_num_layers > 0, model, self._find_draft)
+        own = read_head(self.read_from, model)
+        drafting = settle_drafting(cfg, own is not None, model, self._find_draft)
         self.source, self.head = None, None
         if drafting.spec is not None and trains(drafting.kind):
-            model, (self.source, head) = head_shapes(drafting.spec, model)
+            model, (self.source, head) = head_shapes(drafting.spec, model, own)
             self.head = sharding.shapes(head, self.mesh, self._shardings(self.source.axes()))
         self.model = as_computed(cfg, model)
         self.params = self._params(self.model)
         if drafting.spec is not None and self.source is None:
-            self.source, self.head = self._source()
+            self.source, self.head = self._source(drafting)
         self.built: Programs = build_programs(cfg, self.model, self.source, self.mesh, self.places)
         plain = (*self.built.plain_engines[:1], self.built.eval_engine)
         for engine, head in ((self.engine, self.head), *((engine, None) for engine in plain)):
@@ -189,12 +192,16 @@ class Shapes:
         """Returns the shardings of weights with these axes, see `sharding.shapes`."""
         return functools.partial(sharding.param_shardings, axes=axes)
 
-    def _source(self) -> tuple[Draft, Params | None]:
-        """Returns the draft that replaces the head, and its weights; see `load_draft_model`."""
+    def _source(self, drafting: Drafting) -> tuple[Draft, Params | None]:
+        """Returns what drafts and is not trained, and its weights; see `load_source`."""
         spec = self.cfg.rollout.spec()
         model = as_rolled_out(self.cfg, self.model)
         if spec.draft_path is None:
             return source_of(model, spec), None
+        if drafting.kind is not ModelSource:
+            path = str(self._find_draft(spec.draft_path))
+            source, head = draft_shapes(path, model)[1]
+            return source, sharding.shapes(head, self.mesh, self._shardings(source.axes()))
         dtype = model.run.compute_dtype
         cfg = read_config(self._find_draft(spec.draft_path))
         cfg = cfg.running(param_dtype=dtype, compute_dtype=dtype)
