@@ -18,6 +18,7 @@ from specjax.command_line import ConfigError, given_in, require_effect
 from specjax.config import ModelConfig, SpecConfig
 from specjax.config.dtype import AUTO
 from specjax.decode.options import Features
+from specjax.drafts.head import HeadSource
 from specjax.engine.engine import Engine
 from specjax.engine.options import Limits, check_job, features_of
 from specjax.engine.request import make_jobs
@@ -25,6 +26,7 @@ from specjax.engine.sources import Drafting, laid_out, settle_draft, trains
 from specjax.interfaces import Draft
 from specjax.parallel import distributed, sharding
 from specjax.parallel.context import context_of
+from specjax.registry import DRAFTS
 from specjax.speculation import ControlSection
 from specjax.spelling import spelled
 from train.collect import group_params
@@ -208,19 +210,26 @@ def settle_drafting(
     if mode == "auto":
         cfg.draft.mode = "online" if with_head and cfg.draft.moves else "frozen"
     require_effect(cfg)
-    _require_head(cfg, with_head)
+    _require_head(cfg, drafting)
     return drafting
 
 
-def _require_head(cfg: RLConfig, with_head: bool) -> None:
-    """Refuses settings about a head where something else drafts."""
+def _require_head(cfg: RLConfig, drafting: Drafting) -> None:
+    """Refuses settings about training a head where none drafts, or one that is not trained here."""
     asked = {
         "draft.mode=online": cfg.draft.mode == "online",
         "draft.spot.enabled=true": cfg.draft.spot.enabled,
         "checkpoint.draft_only=true": cfg.checkpoint.draft_only,
     }
     wrong = [setting for setting, given in asked.items() if given]
-    if wrong and not with_head:
+    if wrong and not trains(drafting.kind) and issubclass(drafting.kind, HeadSource):
+        known = " and ".join(name for name in DRAFTS.names if trains(DRAFTS.named(name)))
+        raise ConfigError(
+            f"{wrong[0]} is about a draft head that is trained, and the head "
+            f"rollout.draft={cfg.rollout.draft} cannot be trained here ({drafting.kind.__name__}; "
+            f"heads of the kinds {known} can); leave it out: the head then drafts as it is"
+        )
+    if wrong and not trains(drafting.kind):
         raise ConfigError(
             f"{wrong[0]} is about a draft head, and rollout.draft={cfg.rollout.draft} is none; "
             "leave it out, or set rollout.draft=random for a new head"
@@ -231,8 +240,26 @@ def describe_drafting(cfg: RLConfig, drafting: Drafting) -> str:
     """The line for the user about what `settle_drafting` settled."""
     if drafting.spec is None:
         return f"draft: none, because of draft.mode={cfg.draft.mode} and {cfg.rollout.plain_by}"
-    trained = f" ({cfg.draft.describe_mode()})" if trains(drafting.kind) else ""
-    return drafting.described(SPELL) + trained
+    if not issubclass(drafting.kind, HeadSource) and not trains(drafting.kind):
+        return drafting.described(SPELL)
+    said = f"{drafting.described(SPELL)} ({cfg.draft.describe_mode()})"
+    return said + _untrained_steps(cfg, drafting)
+
+
+def _untrained_steps(cfg: RLConfig, drafting: Drafting) -> str:
+    """The words for a head that is trained on fewer steps than it drafts; empty for others.
+
+    A head that was trained on all of them loses at the others what it had learnt.
+    """
+    longest = max(drafting.strategies, key=lambda strategy: strategy.steps)
+    steps = cfg.draft.unroll_steps
+    if cfg.draft.mode != "online" or steps >= longest.steps:
+        return ""
+    return (
+        f"; draft.unroll_steps={steps} trains {steps} of the {longest.steps} tokens that {longest} "
+        f"drafts in a row, and the others are accepted less often the more the head moves: "
+        f"draft.unroll_steps={longest.steps} trains all"
+    )
 
 
 def chunk_features(cfg: RLConfig, model: ModelConfig, evaluating: bool = False) -> Features:

@@ -1,11 +1,15 @@
 """Pairs of settings that do not go together, or of which one changes nothing: refused by name."""
 
+from pathlib import Path
+
 import pytest
 import tiny_run
 
 from serve.__main__ import main as serve
 from specjax import schema
 from specjax.command_line import ConfigError, parse_config
+from specjax.drafts.dflash import DFlashSource
+from specjax.engine import sources
 from train import draft, rl, sft
 from train.draft_schema import DraftRunConfig
 from train.programs import describe_drafting, settle_drafting
@@ -342,6 +346,39 @@ def test_a_head_whose_updates_are_scaled_to_nothing_stays_as_it_is_and_a_line_sa
     assert sft.head_steps(demonstrations) == 0
     assert f"draft.mode=frozen, {why}: the head is not" in sft.describe_stages(demonstrations)
     parse_config(RLConfig, ["draft.mtp_loss_scaling_factor=0.2"])
+
+
+def test_a_head_that_is_trained_on_fewer_steps_than_it_drafts_is_told_so():
+    for argv, said in (
+        ([], "; draft.unroll_steps=1 trains 1 of the 4 tokens that 4_1_5 drafts in a row"),
+        (["rollout.strategy=2_1_3"], "the more the head moves: draft.unroll_steps=2 trains all"),
+        (["rollout.control.strategies=[2_1_3,6_1_7]"], "1 of the 6 tokens that 6_1_7 drafts"),
+        (["rollout.draft=random"], "draft.unroll_steps=1 trains 1 of the 4"),
+    ):
+        assert said in settled(*argv, has_head=True)[1]
+    for argv in (["draft.unroll_steps=4"], ["rollout.strategy=1_1_2"], ["draft.mode=frozen"]):
+        assert "unroll_steps" not in settled(*argv, has_head=True)[1]
+    assert "unroll_steps" not in settled("rollout.draft=ngram", has_head=True)[1]
+
+
+def test_a_head_that_cannot_be_trained_is_a_head(monkeypatch):
+    monkeypatch.setattr(sources, "kind_of", lambda path, target: DFlashSource)
+
+    def drafting(*argv):
+        cfg, _ = parse_config(RLConfig, ["rollout.draft=some/head", *argv])
+        return describe_drafting(cfg, settle_drafting(cfg, False, None, Path))
+
+    assert drafting().startswith("draft: the head some/head;")
+    assert drafting().endswith("(draft.mode=frozen)")
+    for setting in ("draft.mode=online", "checkpoint.draft_only=true"):
+        with pytest.raises(ConfigError) as refused:
+            drafting(setting)
+        said = str(refused.value)
+        assert said.startswith(f"{setting} is about a draft head that is trained, and the head")
+        assert "some/head cannot be trained here (DFlashSource; heads of the kinds mtp and" in said
+    monkeypatch.setattr(sources, "kind_of", lambda path, target: sources.ModelSource)
+    with pytest.raises(ConfigError, match="is about a draft head, and rollout.draft=.* is none"):
+        drafting("draft.mode=online")
 
 
 @pytest.mark.parametrize("acceptance", ["block", "recursive"])
