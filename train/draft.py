@@ -390,6 +390,7 @@ class Run:
                 "kind": cfg.kind,
                 "loss": cfg.draft.loss,
                 "strategy": cfg.eval.strategy,
+                "seed": cfg.eval.seed,
                 "temperature": cfg.rollout.temperature,
                 "prompts": len(self.asked),
                 "draft_vocab": cfg.draft_vocab,
@@ -478,7 +479,8 @@ class Run:
         """Restores a checkpoint; later updates are those of a run that was never stopped.
 
         Raises:
-          ConfigError: the checkpoint was made with other settings, or is past the last update.
+          ConfigError: the checkpoint was made with other settings, or is past the last update, or
+            its curve was measured with others.
           CheckpointError: the checkpoint cannot be read.
         """
         _, meta = checkpoints.restore(step, {})
@@ -488,11 +490,11 @@ class Run:
                 f"the checkpoint is at update {meta['step']}, expected at most {self.total}; raise "
                 "steps or epochs, or take an earlier one with --resume_step"
             )
+        self.curve.load_state(meta["curve"], grows=self.evaluator is not None)
         abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), self.trees())
         trees, _ = checkpoints.restore(meta["step"], abstract)
         self.head, self.opt_state = trees["draft"], trees["draft_opt"]
         self.step, self.tokens = meta["step"], meta["tokens"]
-        self.curve.load_state(meta["curve"])
 
 
 def drafting_copy(source: Draft) -> Draft:

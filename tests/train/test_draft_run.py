@@ -332,6 +332,27 @@ def test_what_counts_as_learnt():
     assert draft.not_learnt(settings(init="d"), flat, good) is None
 
 
+def test_a_curve_goes_on_with_what_it_was_measured_with_alone():
+    about = {"model": "a", "strategy": "2_1_3", "seed": 1, "prompts": 6, "loss": "kl"}
+    point = {"step": 0, "tokens": 0, "accept_length": {"1": 1.1}}
+    state = json.loads(json.dumps(Curve(about, {"1": 1.2}, [point]).state()))
+    same = Curve({**about, "model": "b"})  # another name of it
+    same.load_state(state)
+    assert (same.points, same.ngram) == ([point], {"1": 1.2})
+    for name, value in {"strategy": "4_1_5", "seed": 2, "prompts": 7}.items():
+        with pytest.raises(ConfigError, match=f"{about[name]}, further ones would be .*{value}"):
+            Curve({**about, name: value}).load_state(state)
+    # Where nothing more is measured the points stay what they are, at the next start, too.
+    stopped = Curve({**about, "prompts": 0, "seed": 2})
+    stopped.load_state(state, grows=False)
+    assert (stopped.about, stopped.points) == (about, [point])
+    begun = Curve({**about, "seed": 2})
+    begun.load_state(Curve(about).state())  # of a run that has measured nothing yet
+    assert (begun.about["seed"], begun.points) == (2, [])
+    begun.load_state({"ngram": {}, "points": [point]})  # of a version before
+    assert begun.points == [point]
+
+
 # --- refusals -------------------------------------------------------------------------------------
 
 
