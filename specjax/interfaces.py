@@ -680,6 +680,14 @@ class Draft(Protocol):
         """The inverse of `loaded`, for writing."""
         return params
 
+    def expressed(self) -> tuple[Draft, Mapping[str, Any]]:
+        """Returns a draft that one of its layouts can express, and settings by hand.
+
+        `read` makes this draft of the files of that one with these settings as `overrides`. Both
+        have parameters of the same shapes.
+        """
+        return self, {}
+
     def described(self) -> str:
         """Returns a line for the user about what was read from files; may be empty."""
         return ""

@@ -46,6 +46,7 @@ from specjax.checkpoint.weights import (
     fitted,
     has_tokenizer,
     layout_of,
+    layout_to_save,
     load_model,
     load_weights,
     save_model,
@@ -327,7 +328,10 @@ def _like(like: str | Path, meta: Mapping[str, Any]) -> ModelConfig:
 
 def _write_hf(target: Path, model: Model, dtype: str, step: int) -> None:
     if model.policy is None and not isinstance(model.head.source, MTPSource):
-        layout = getattr(model.head.source, "layout", "")
+        try:
+            layout = layout_to_save(model.head.source, dtype)
+        except ValueError as error:
+            raise CheckpointError(f"the head cannot be written as {target}: {error}") from error
         save_draft_files(target, *model.head, layout, dtype)
         return
     if model.policy is None:

@@ -101,7 +101,8 @@ def describe_head(head: Head | None) -> dict[str, Any] | None:
 
     An MTP head is described by the config of its model: for it, these are the switches alone. For
     another head they are the content of the config.json and the tensors of its files, with the
-    values of what is fixed, such as token ids.
+    values of fixed integers, such as token ids, and the settings that are read in place of those
+    in config.json, because not every layout has a key for each.
 
     Returns:
       the metadata; None: there is no head.
@@ -115,8 +116,10 @@ def describe_head(head: Head | None) -> dict[str, Any] | None:
     if kind is None:
         cls = type(source)
         return {DRAFT_KEY: {"kind": f"{cls.__module__}:{cls.__qualname__}"}}
-    layout, dtype = getattr(source, "layout", ""), float_dtype(head.params)
-    config, written = source.saved(layout, dtype)
+    dtype = float_dtype(head.params)
+    plain, settings = source.expressed()
+    layout = layout_to_save(plain, dtype)
+    config, written = plain.saved(layout, dtype)
     fixed = {name: head.params[name] for name in source.fixed & head.params.keys()}
     fixed = {name: np.asarray(a) for name, a in fixed.items() if _is_whole(a)}
     values = written.stored(fixed) if fixed else {}
@@ -129,7 +132,24 @@ def describe_head(head: Head | None) -> dict[str, Any] | None:
             packed = base64.b64encode(zlib.compress(array.tobytes())).decode()
             tensors[row.stored.name] |= {"dtype": array.dtype.name, "values": packed}
     about = {"kind": kind, "layout": layout, "config": config, "tensors": tensors}
-    return {DRAFT_KEY: about}
+    return {DRAFT_KEY: about | {"settings": dict(settings)}}
+
+
+def layout_to_save(source: Draft, dtype: str) -> str:
+    """The layout of a source's files, or another one if that has no key for one of its settings.
+
+    Raises:
+      ValueError: no layout has keys for all settings.
+    """
+    own, problem = getattr(source, "layout", None), None
+    for layout in dict.fromkeys((*([own] if own else []), *source.layouts)):
+        try:
+            source.saved(layout, dtype)
+        except ValueError as error:
+            problem = problem or error
+        else:
+            return layout
+    raise problem or ValueError(f"{type(source).__name__} has no layout of files")
 
 
 def _kind_of(source: Draft) -> str | None:
@@ -188,7 +208,7 @@ def source_in(path: object, meta: Mapping[str, Any], target: ModelConfig) -> Dra
     if about is None:
         return None
     tensors = {name: _Described.of(entry) for name, entry in about["tensors"].items()}
-    return kind.read(path, about["config"], tensors, target)
+    return kind.read(path, about["config"], tensors, target, about.get("settings"))
 
 
 def kind_in(path: object, meta: Mapping[str, Any]) -> type[Draft]:
@@ -310,7 +330,8 @@ def save_model(
     """Writes a policy in the layout of Hugging Face, with an MTP head among its weights.
 
     A head of another kind has a directory of its own in it, `draft`. The head of a class of the
-    user's own is not written: no layout is known for it.
+    user's own is not written, for no layout is known for it, and neither is one with a setting for
+    which no layout has a key.
 
     Args:
       path: directory to write, see `specjax.checkpoint.huggingface.save_checkpoint`.
@@ -332,8 +353,12 @@ def save_model(
         return True
     if _kind_of(head.source) is None:
         return False
-    layout = getattr(head.source, "layout", "")
-    save_draft_files(Path(path) / DRAFT, *head, layout, dtype or cfg.run.param_dtype)
+    dtype = dtype or cfg.run.param_dtype
+    try:
+        layout = layout_to_save(head.source, dtype)
+    except ValueError:
+        return False
+    save_draft_files(Path(path) / DRAFT, *head, layout, dtype)
     return True
 
 

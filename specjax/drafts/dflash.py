@@ -228,6 +228,12 @@ class DFlashSource(FileHead):
         raw = _write(self.cfg, layout, dtype)
         return raw, dataclasses.replace(self, layout=layout, writes=True)
 
+    def expressed(self) -> tuple[DFlashSource, dict[str, Any]]:
+        """See `Draft.expressed`: the states by hand, and a head that takes the first ones."""
+        taps = tuple(range(1, 1 + len(self.cfg.taps)))
+        plain = dataclasses.replace(self.cfg, taps=taps)
+        return dataclasses.replace(self, cfg=plain), {_AUX: list(self.cfg.taps)}
+
     # --- for the user ----------------------------------------------------------------------------
 
     def described(self) -> str:

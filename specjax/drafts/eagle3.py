@@ -341,6 +341,20 @@ class Eagle3Source(FileHead):
         raw = eagle3_config.write(self.cfg, layout, dtype)
         return raw, dataclasses.replace(self, layout=layout, writes=True)
 
+    def expressed(self) -> tuple[Eagle3Source, dict[str, Any]]:
+        """See `Draft.expressed`: the five settings by hand, and a head without unusual ones."""
+        cfg, final = self.cfg, self.cfg.taps == _FINAL
+        settings = {
+            "aux_hidden_state_layer_ids": "post_norm" if final else list(cfg.taps),
+            "norm_before_residual": cfg.norm_before_residual,
+            "fc_norm": cfg.fc_norm,
+            "norm_output": cfg.norm_output,
+            "backbone": cfg.network.model_type,
+        }
+        taps = cfg.taps if final else tuple(sorted(cfg.taps))
+        plain = dataclasses.replace(cfg, taps=taps, norm_output=False)
+        return dataclasses.replace(self, cfg=plain), settings
+
     # --- for the user ----------------------------------------------------------------------------
 
     def described(self) -> str:

@@ -1,0 +1,88 @@
+"""Metadata of heads: each head that can be read from files is made again of its metadata."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from specjax.checkpoint import huggingface as hf
+from specjax.checkpoint.draft_files import load_draft_files
+from specjax.checkpoint.weights import Head, describe_head, save_model, source_in
+from specjax.drafts.dflash import DFlashConfig, DFlashSource
+from specjax.drafts.eagle3 import Eagle3Source
+from specjax.engine.sources import require_same_draft
+from specjax.interfaces import Draft
+from specjax.models.families.dense import dense_config
+
+GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "eagle3"
+POLICY = hf.read_config(GOLDEN / "policy")
+
+
+def renamed(name: str, path: Path, old: str, new: str, **keys) -> Path:
+    """Copies a golden head, with other names of its first layer and other keys of its config."""
+    shutil.copytree(GOLDEN / name, path)
+    tensors = load_file(path / "model.safetensors")
+    moved = {n.replace(old, new): np.ascontiguousarray(x) for n, x in tensors.items()}
+    assert moved.keys() != tensors.keys()
+    save_file(moved, path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | keys))
+    return path
+
+
+def described(source: Draft, params) -> Draft:
+    """The source that is made of the metadata, which have passed through JSON."""
+    meta = json.loads(json.dumps(describe_head(Head(source, params))))
+    again = source_in("a run", meta, POLICY)
+    require_same_draft(again, source)
+    return again
+
+
+def test_a_head_for_the_final_state_with_the_names_of_speculators_is_described(tmp_path):
+    path = renamed("final_state", tmp_path / "head", "midlayer.", "layers.0.")
+    source, params = load_draft_files(path, POLICY)
+    assert source.layout == "speculators"
+    assert described(source, params).cfg.taps == ("post_norm",)
+
+
+def test_a_head_with_norm_output_and_the_names_of_safeailab_is_described(tmp_path):
+    path = renamed("speculators", tmp_path / "head", "layers.0.", "midlayer.", norm_output=True)
+    source, params = load_draft_files(path, POLICY)
+    assert source.layout == "safeailab"
+    assert described(source, params).cfg.norm_output
+
+
+def test_settings_by_hand_that_no_layout_can_express_are_described(tmp_path):
+    source, params = load_draft_files(
+        GOLDEN / "plain", POLICY, overrides={"aux_hidden_state_layer_ids": [3, 1, 2]}
+    )
+    assert described(source, params).cfg.taps == (3, 1, 2)
+    path = renamed("final_state", tmp_path / "head", "midlayer.", "layers.0.")
+    source, params = load_draft_files(path, POLICY, overrides={"norm_output": True})
+    assert described(source, params).cfg.norm_output
+    _, policy, _ = hf.load_checkpoint(GOLDEN / "policy", "float32")
+    assert not save_model(tmp_path / "hf", POLICY, policy, Head(source, params), None)
+    assert (tmp_path / "hf" / "config.json").exists()
+
+
+def test_the_states_of_a_dflash_head_by_hand_are_described():
+    network = dense_config(
+        POLICY.vocab_size, POLICY.hidden_size, 8, 1, 2, 1, 4, qk_norm=True, model_type="qwen3",
+        tie_embeddings=False,
+    )  # fmt: skip
+    for taps in ((POLICY.num_layers,), (2, 1), (1, 1, 0)):
+        cfg = DFlashConfig(network, POLICY.hidden_size, POLICY.vocab_size, taps, 1, 4)
+        source = DFlashSource(cfg)
+        assert described(source, {"norm": np.ones(1, np.float32)}).cfg.taps == taps
+
+
+@pytest.mark.parametrize("name", sorted(p.parent.name for p in GOLDEN.glob("*/model.safetensors")))
+def test_every_golden_head_is_described(name):
+    if name == "policy":
+        pytest.skip("a model")
+    source, params = load_draft_files(GOLDEN / name, POLICY)
+    again = described(source, params)
+    assert again.layout == source.layout
