@@ -27,6 +27,7 @@ and so on.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -55,6 +56,8 @@ OVERRIDES = (
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64")
 _QUANTISED = ("_scale", "_scale_inv", "_zero_point", ".qweight", ".qzeros", ".scales", "_packed")
+# Classes of heads; models such as Eagle2_5_VLForConditionalGeneration have the word, too.
+_EAGLE = re.compile(r"eagle3|eagle-3|eagle_?(forcausallm|speculator|draftmodel)|forcausallmeagle")
 _AUX = "eagle_aux_hidden_state_layer_ids"
 _HEAD_DIM = {"llama": None, "qwen3": 128}  # where a file does not say it; None: D / heads
 _POSITIONS = {"llama": 2048, "qwen3": 32768}  # likewise, of max_position_embeddings
@@ -206,7 +209,7 @@ def _kind(raw: Mapping[str, Any], tensors: Mapping[str, Any]) -> str | None:
             return "EAGLE-1 or EAGLE-2"
     if said == "eagle" or any(name.startswith("eagleforcausal") for name in classes):
         return "EAGLE-1 or EAGLE-2"
-    if three or holds("midlayer.", "d2t", "t2d") or named("eagle"):
+    if three or holds("midlayer.", "d2t", "t2d") or any(map(_EAGLE.search, (said, *classes))):
         return "EAGLE-3"
     if said:
         return f"speculators_model_type {said}"
