@@ -47,6 +47,7 @@ from specjax.command_line import ConfigError, fingerprint, require_same_settings
 from specjax.config import SpecConfig
 from specjax.config.dtype import about_dtype, resolve_dtype
 from specjax.drafts.mtp import MTPSource
+from specjax.engine.alarm import LEAST
 from specjax.engine.engine import Engine
 from specjax.engine.request import Totals, make_jobs, require_valid
 from specjax.engine.settings import EngineConfig
@@ -91,7 +92,7 @@ from train.policy import PolicyTrainer, own_family
 HEAD = "head"  # directory of the exported head
 # A new head has learnt if its acceptance at depth 1 rose by so much, and if its held-out accept
 # length is at least so long.
-RISE, LENGTH = 0.02, 1.05
+RISE, LENGTH = 0.02, LEAST
 
 CONSOLE = (
     ("train/mtp_loss", "loss", "{:.4f}"),

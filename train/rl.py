@@ -34,7 +34,7 @@ from specjax.checkpoint.store import Checkpointer
 from specjax.checkpoint.weights import Head, save_model
 from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
-from specjax.engine.alarm import advice
+from specjax.engine.alarm import LEAST, advice
 from specjax.engine.compiling import CompileProgress
 from specjax.engine.request import InvalidLogitsError
 from specjax.interfaces import Draft
@@ -92,7 +92,7 @@ class StepWarnings:
         warnings = []
         length = metrics.get("rollout/drafted_accept_length")  # without plain rounds
         if length is not None:
-            self.flat = self.flat + 1 if length < 1.02 else 0
+            self.flat = self.flat + 1 if length < LEAST else 0
             if self.flat == self.patience:
                 warnings.append(
                     f"accept length has been {length:.2f} for {self.flat} steps: speculation only "

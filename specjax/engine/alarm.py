@@ -13,7 +13,7 @@ LEAST = 1.05  # accept length below which a draft is not the one for its target,
 
 
 class AcceptanceAlarm:
-    """Looks at the accept length of the first `ROUNDS` drafted rounds of an engine, once.
+    """Looks at the accept length of the first `ROUNDS` drafted rounds with a head, once.
 
     Args:
       source: what drafts.
@@ -21,6 +21,15 @@ class AcceptanceAlarm:
 
     def __init__(self, source: Draft):
         self._source, self._rounds, self._accepted = source, 0, 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether enough rounds were counted."""
+        return self._rounds >= ROUNDS
+
+    def renew(self) -> None:
+        """Counts anew, because the source drafts with another head from now on."""
+        self._rounds = self._accepted = 0
 
     def add(self, rounds: int, accepted: int) -> bool:
         """Counts drafted rounds, and logs the warning if it is due.
@@ -30,9 +39,9 @@ class AcceptanceAlarm:
           accepted: number of drafted tokens that they accepted.
 
         Returns:
-          whether enough rounds were counted: further calls have no effect then.
+          whether enough rounds were counted: further calls have no effect then, until `renew`.
         """
-        if self._rounds >= ROUNDS:
+        if self.is_done:
             return True
         self._rounds, self._accepted = self._rounds + rounds, self._accepted + accepted
         if self._rounds < ROUNDS:

@@ -83,7 +83,7 @@ class Engine(BaseEngine):
       control: how strategies are chosen; None: always `spec`'s own.
 
     Attributes:
-      alarm: looks at the accept length once; None: it was looked at, or nothing is to be expected.
+      alarm: looks at the accept length of each head once; None: nothing is to be expected of it.
       runner: the device side: parameters, state and executables.
       scheduler: slots, pages and the queue.
       controller: the controller that chooses the strategy of each chunk.
@@ -159,6 +159,7 @@ class Engine(BaseEngine):
         # A draft without weights may find nothing, and a new head has not learnt anything yet.
         checked = source is not None and source.network is not None and spec.draft != RANDOM_DRAFT
         self.alarm = AcceptanceAlarm(source) if checked else None
+        self._watched: Params | None = None  # the head that the alarm looks at
         self._to_feed: list[FinishedSample] = []
         self.clear()
         # With several strategies, `step` first compiles all of them.
@@ -272,6 +273,8 @@ class Engine(BaseEngine):
             self._preempt_all(keep=True, first=self.slots)
         scheduler.forget_prompts()
         self.stale_positions += scheduler.positions
+        if head is not None and head is not self._watched:
+            self._takes(head)
         self.runner.set_params(params, self.runner.head if head is None else head)
         self.version += 1
         self._weights_changed()
@@ -314,8 +317,15 @@ class Engine(BaseEngine):
             self._preempt_all()
             self.scheduler.forget_prompts()
         self.runner.moved = 0
+        self._takes(head)
         self.runner.set_head(head)
         self._weights_changed()
+
+    def _takes(self, head: Params) -> None:
+        """Looks anew at the accept length, because another head drafts from now on."""
+        if self.alarm is not None:
+            self._watched = head
+            self.alarm.renew()
 
     def set_draft_ids(self, ids: Several[int] | None = None) -> None:
         self._check_draft_ids(ids)
@@ -682,10 +692,9 @@ class Engine(BaseEngine):
         if self.runner.plans[chunk.strategy].tree is None:
             # A program that can draft reports plain rounds as plain decoding's own program does.
             accepted = np.where(result.report.counts[:rounds] > 0, 0, accepted)
-        elif self.alarm is not None and not opted_out:
+        elif self.alarm is not None and not self.alarm.is_done and not opted_out:
             drafted = accepted[accepted >= 0]
-            if self.alarm.add(drafted.size, int(drafted.sum())):
-                self.alarm = None
+            self.alarm.add(drafted.size, int(drafted.sum()))
         seen = functools.partial(
             Observation,
             batch_size=len(sequences),

@@ -51,4 +51,10 @@ def test_an_engine_warns_once_of_a_head_that_is_wrong(thin_policy, caplog):
     for _ in range(2):
         llm.generate([5, 6, 7], many)
     assert len([x for x in warned(caplog) if "speculation only costs time" in x]) == 1
-    assert llm.engine.alarm is None
+    assert llm.engine.alarm.is_done
+    llm.update_weights(params)  # the same head
+    assert llm.engine.alarm.is_done
+    llm.update_head(jax.tree.map(lambda a: 1 * a, wrong))
+    assert not llm.engine.alarm.is_done
+    llm.generate([5, 6, 7], many)
+    assert len([x for x in warned(caplog) if "speculation only costs time" in x]) == 2
