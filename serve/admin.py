@@ -21,6 +21,7 @@ from specjax.checkpoint.weights import (
     cast_floats,
     config_in,
     fitted_to,
+    head_beside,
     layout_of,
     load_weights,
     source_in,
@@ -193,7 +194,7 @@ def read_weights(
         dtype = cfg.run.param_dtype
         new, policy, params = hf.load_checkpoint(path, dtype, mtp_concat=cfg.mtp_concat)
         _require_same(with_tokenizer_end(new, tokenizer), cfg, params is not None)
-        return policy, params and Head(MTPSource(new), params)
+        return policy, Head(MTPSource(new), params) if params else head_beside(path, new)
     policy, params, meta = load_weights(path, step, head_alone)
     source = params and (source_in(path, meta, cfg) or MTPSource(cfg))
     is_mtp = isinstance(source, MTPSource)

@@ -45,6 +45,7 @@ from specjax.checkpoint.weights import (
     describe_head,
     fitted,
     has_tokenizer,
+    head_beside,
     layout_of,
     layout_to_save,
     load_model,
@@ -271,13 +272,18 @@ def _read_hf(source: Path, what: str | None, like, dtype: str | None) -> Model:
     dtype = dtype or _only(source, _dtypes_of(source))  # config.json may name another one
     cfg = cfg.running(param_dtype=dtype, compute_dtype=dtype)
     if alone or what == "head":
+        beside = None if alone or cfg.mtp_num_layers else head_beside(source, cfg)
+        if beside is not None:
+            return Model(cfg, None, beside, None)
         if not alone and not cfg.mtp_num_layers:
             raise CheckpointError(f"{source} holds no head, expected one")
         cfg = cfg.replace(mtp_num_layers=max(cfg.mtp_num_layers, 1))
         return Model(cfg, None, Head(MTPSource(cfg), hf.load_head(source, cfg)), None)
     cfg, policy, params = hf.load_checkpoint(source, cfg.run.param_dtype)
     place = source if has_tokenizer(source) else None
-    head = None if what == "policy" or params is None else Head(MTPSource(cfg), params)
+    if what == "policy":
+        return Model(cfg, policy, None, place)
+    head = head_beside(source, cfg) if params is None else Head(MTPSource(cfg), params)
     return Model(cfg, policy, head, place)
 
 

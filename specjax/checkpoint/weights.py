@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import functools
+import logging
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ import numpy as np
 
 from specjax.checked_json import CheckpointError
 from specjax.checkpoint import huggingface as hf
-from specjax.checkpoint.draft_files import save_draft_files
+from specjax.checkpoint.draft_files import find_draft, load_draft_files, save_draft_files
 from specjax.checkpoint.format import DRAFT_KEY, named_leaves, nest
 from specjax.checkpoint.huggingface import MTP_KEY, config_json, config_of, mtp_json
 from specjax.config import ModelConfig, RunConfig
@@ -35,10 +36,14 @@ from specjax.registry import DRAFTS
 from specjax.weights import AUTO, open_checkpoint, recognised
 from specjax.weights.safetensors import CONFIG
 
+log = logging.getLogger(__name__)
+
 # Keys in the metadata of a head about the model that it drafts for.
 HEAD_SWITCHES = ("mtp_num_layers", "mtp_concat", "mtp_target_hidden", "mtp_recycle")
 CHECKPOINTS, TOKENIZER = "checkpoints", "tokenizer"  # subdirectories of a run
 HUGGING_FACE, RUN, HEAD = "hf", "run", "head"  # layouts
+# Files of a head that was saved alone.
+_ORBAX = ("specjax_manifest.json", "_CHECKPOINT_METADATA", "_METADATA")
 DRAFT = "draft"  # directory of a head of its own, in that of its policy
 
 
@@ -216,12 +221,22 @@ def kind_in(path: object, meta: Mapping[str, Any]) -> type[Draft]:
     about = meta.get(DRAFT_KEY)
     if about is None:
         return MTPSource
-    if about["kind"] not in DRAFTS:
-        raise CheckpointError(
-            f"{path} holds a head of the kind {about['kind']!r}, which this version has not; "
-            "if it is a class of your own, name it with its path, as module:attribute:PATH"
-        )
+    if not _is_known(meta):
+        raise CheckpointError(_unknown(path, meta))
     return DRAFTS.named(about["kind"])
+
+
+def _is_known(meta: Mapping[str, Any]) -> bool:
+    """Whether metadata are of no head, of an MTP head, or of one with a class in `DRAFTS`."""
+    about = meta.get(DRAFT_KEY)
+    return about is None or about["kind"] in DRAFTS
+
+
+def _unknown(path: object, meta: Mapping[str, Any]) -> str:
+    return (
+        f"{path} holds a head of the kind {meta[DRAFT_KEY]['kind']!r}, which this version has not; "
+        "if it is a class of your own, name it with its path, as module:attribute:PATH"
+    )
 
 
 def run_as(source: Draft, run: RunConfig) -> Draft:
@@ -257,6 +272,32 @@ def head_shapes_of(source: Draft) -> Params:
     return walk(source.rows())
 
 
+def holds_a_head(path: Path) -> bool:
+    """Whether a policy's directory holds a head of its own kind, in `draft`, as `save_model` does.
+
+    Raises:
+      CheckpointError: its config.json is damaged.
+    """
+    return recognised(path) and (path / DRAFT / CONFIG).is_file() and bool(find_draft(path / DRAFT))
+
+
+def head_beside(path: Path, cfg: ModelConfig, mesh: jax.sharding.Mesh | None = None) -> Head | None:
+    """Loads the head that `save_model` wrote to `draft` in the directory of its policy.
+
+    Args:
+      path: directory of the policy.
+      cfg: config of the policy; the head gets its dtypes.
+      mesh: mesh to put the head on.
+
+    Returns:
+      the head; None: there is none.
+
+    Raises:
+      CheckpointError, UnsupportedModelError: as `load_draft_files`.
+    """
+    return Head(*load_draft_files(path / DRAFT, cfg, mesh)) if holds_a_head(path) else None
+
+
 def load_model(
     path: str | Path,
     dtype: str | None = None,
@@ -288,7 +329,8 @@ def load_model(
         dtype = dtype and resolve_dtype(dtype, stored, platform)
         cfg, policy, params = hf.load_checkpoint(path, dtype, mesh, load_format=load_format)
         place = path if open_checkpoint(path, load_format).has_tokenizer else None
-        head = None if params is None else Head(MTPSource(cfg), params)
+        head = head_beside(path, cfg, mesh)
+        head = head if params is None else Head(MTPSource(cfg), params)
         return Model(cfg, policy, head, place, stored)
     if distributed.is_several():
         raise CheckpointError(
@@ -504,10 +546,21 @@ def metadata_of(path: Path) -> dict[str, Any]:
 
     if layout_of(path) == RUN:
         return _newest(path)["meta"]
+    require_saved_head(path)
     record, problem = read_record(path.absolute())
     if record is None:
         raise CheckpointError(f"draft head {path} is damaged or not a checkpoint: {problem}")
     return record["meta"]
+
+
+def require_saved_head(path: Path) -> None:
+    """Raises `CheckpointError` for a directory that neither Orbax nor Hugging Face wrote."""
+    if not any((path / name).exists() for name in _ORBAX):
+        raise CheckpointError(
+            f"{path} holds no head and no model: there is none of {CONFIG}, *.safetensors, "
+            f"{CHECKPOINTS}/ and {_ORBAX[0]}; name the directory of a head or a model, and fetch "
+            f"{CONFIG} beside weights such as pytorch_model.bin"
+        )
 
 
 def config_in(path: Path, meta: Mapping[str, Any]) -> ModelConfig:
@@ -571,11 +624,14 @@ def fitted(
       meta: metadata of the checkpoint.
 
     Raises:
-      CheckpointError: names or shapes are not those of `cfg`.
+      CheckpointError: names or shapes are not those of `cfg`, or there is no policy and the head
+        is of a class of the user's own. Beside a policy such a head is left out, with a warning.
     """
     dtype = float_dtype(head if policy is None else policy)
     cfg, found = cfg.running(param_dtype=dtype, compute_dtype=dtype), None
-    if head is not None:
+    if head is not None and policy is not None and not _is_known(meta):
+        log.warning("%s; only the policy is loaded", _unknown(where, meta))
+    elif head is not None:
         source = source_in(where, meta, cfg)
         if source is None:
             cfg = cfg.replace(mtp_num_layers=len(head["blocks"]))

@@ -111,6 +111,13 @@ class SpecConfig:
     def __post_init__(self):
         choice("acceptance", self.acceptance, ACCEPTANCE_MODES)
         object.__setattr__(self, "strategy", Strategy.parse(self.strategy))
+        if self.draft is None:
+            raise SettingError(
+                lambda spell: (
+                    f"{spell('draft')}: expected a word, of which 'auto' is the default, a path, "
+                    "an id or a class; got None"
+                )
+            )
         object.__setattr__(self, "draft", str(self.draft))
         choice("draft_kind", self.draft_kind, DRAFT_KINDS)
         if self.draft_kind != "mtp" and self.draft != RANDOM_DRAFT:

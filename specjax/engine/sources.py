@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from specjax.checked_json import CheckpointError
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.draft_files import find_draft, load_draft_files
 from specjax.checkpoint.weights import (
+    DRAFT,
     HEAD_SWITCHES,
     HUGGING_FACE,
     RUN,
@@ -23,6 +25,7 @@ from specjax.checkpoint.weights import (
     fitted_to,
     float_dtype,
     head_shapes_of,
+    holds_a_head,
     kind_in,
     layout_of,
     load_weights,
@@ -35,6 +38,7 @@ from specjax.config import ModelConfig, RunConfig, SpecConfig, Strategy
 from specjax.config.spec import (
     AUTO_DRAFT,
     CHECKPOINT_DRAFT,
+    DRAFT_KINDS,
     DRAFT_WORDS,
     NGRAM_DRAFT,
     RANDOM_DRAFT,
@@ -61,12 +65,12 @@ def source_of(cfg: ModelConfig, spec: SpecConfig) -> Draft:
     `auto` is the head if the config has one, else n-grams.
 
     Raises:
-      ValueError: `spec` names a path, which must be loaded (see `load_source`), or a class of the
-        user's own that does not exist.
+      ValueError: `spec` names a path, which must be loaded (see `load_source`).
+      SettingError: it names a class of the user's own that does not exist, or is no class.
     """
     own, name = spec.own_draft, spec.draft
     if own is not None:
-        return DRAFTS.find(own.name).of(cfg, spec)
+        return own_class(own.name).of(cfg, spec)
     if name == AUTO_DRAFT:
         name = CHECKPOINT_DRAFT if cfg.mtp_num_layers else NGRAM_DRAFT
     if name not in DRAFT_WORDS:
@@ -76,6 +80,28 @@ def source_of(cfg: ModelConfig, spec: SpecConfig) -> Draft:
         )
     kinds = {CHECKPOINT_DRAFT: "mtp", RANDOM_DRAFT: spec.draft_kind}
     return DRAFTS.find(kinds.get(name, name)).of(cfg, spec)
+
+
+_PROTOCOL = ("of", "load", "begin", "step", "needs")  # of `specjax.interfaces.Draft`
+
+
+def own_class(name: str) -> type[Draft]:
+    """Imports a class of the user's own.
+
+    Raises:
+      SettingError: there is nothing at `name`, or it is no class of drafts.
+    """
+    try:
+        found, problem = DRAFTS.find(name), ""
+    except ValueError as error:
+        found, problem = None, str(error)
+    lacking = [x for x in _PROTOCOL if not hasattr(found, x)]
+    if not problem and (lacking or not isinstance(found, type)):
+        what = f"a class without {', '.join(lacking)}" if isinstance(found, type) else repr(found)
+        problem = f"expected a class with the methods of specjax.interfaces.Draft, got {what}"
+    if problem:
+        raise SettingError(lambda spell: f"{spell('draft', name)}: {problem}")
+    return found
 
 
 class Drafting(NamedTuple):
@@ -198,7 +224,7 @@ def _class_of(
     if spec.draft_path is not None:
         return kind_of(find(spec.draft_path), target)
     if spec.own_draft is not None:
-        return DRAFTS.find(spec.own_draft.name)
+        return own_class(spec.own_draft.name)
     kinds = {CHECKPOINT_DRAFT: "mtp", RANDOM_DRAFT: spec.draft_kind, NGRAM_DRAFT: "ngram"}
     return DRAFTS.find(kinds[spec.draft])
 
@@ -216,12 +242,15 @@ def kind_of(path: Path, target: ModelConfig | None = None) -> type[Draft]:
     Raises:
       CheckpointError, UnsupportedModelError: the files are those of no draft.
     """
+    path = _head_dir(path, target)
     if layout_of(path) != HUGGING_FACE:
         return kind_in(path, metadata_of(path))
     found = find_draft(path)
     if found is not None:
+        _require_config(path)
         return found
     if path.is_file():
+        _refuse_one_file(path)
         return MTPSource if path.suffix == ".safetensors" else ModelSource
     if not recognised(path):
         return MTPSource
@@ -230,6 +259,38 @@ def kind_of(path: Path, target: ModelConfig | None = None) -> type[Draft]:
     cfg = hf.read_config(path)
     fits = target is None or cfg.hidden_size == target.hidden_size
     return MTPSource if cfg.mtp_num_layers and fits else ModelSource
+
+
+def _head_dir(path: Path, target: ModelConfig | None) -> Path:
+    """The directory of the head in that of a policy, if it has one there, else the path itself.
+
+    A policy of another width than the target's is a model, which drafts without its head.
+    """
+    if layout_of(path) != HUGGING_FACE or not path.is_dir() or not holds_a_head(path):
+        return path
+    fits = target is None or hf.read_config(path).hidden_size == target.hidden_size
+    return path / DRAFT if fits else path
+
+
+def _require_config(path: Path) -> None:
+    if not (path / CONFIG).exists():
+        raise CheckpointError(
+            f"{path} holds the weights of a draft head and no {CONFIG}, which says what the head "
+            f"computes; fetch {CONFIG} of the head to it"
+        )
+
+
+def _refuse_one_file(path: Path) -> None:
+    """Raises `CheckpointError` for a file of a head that is read from its directory."""
+    found = None
+    if path.suffix != ".gguf":
+        with contextlib.suppress(CheckpointError):
+            found = find_draft(path.parent)
+    if found is not None:
+        raise CheckpointError(
+            f"{path} is one of the files of a draft head, which is read from its directory; name "
+            f"the directory {path.parent}"
+        )
 
 
 def with_kernel(
@@ -468,18 +529,40 @@ def find_draft_at(name: str) -> Path:
       CheckpointError: the id cannot be downloaded.
     """
     try:
-        return find_model(name)
+        if name.strip():  # an empty path is the working directory
+            return find_model(name)
     except ModelNotFoundError:
-        hint = {"head": CHECKPOINT_DRAFT, "model": "DIR"}.get(name) or next(
-            iter(difflib.get_close_matches(name, DRAFT_WORDS, 1)), None
+        pass
+    raise SettingError(
+        lambda spell: (
+            f"{spell('draft')}: expected {', '.join(DRAFT_WORDS)}, the directory or Hugging "
+            "Face id of a head or a model, or your own class as module:attribute[:PATH]; got "
+            f"{name!r}" + _hint(name.strip().lower(), spell)
         )
-        raise SettingError(
-            lambda spell: (
-                f"{spell('draft')}: expected {', '.join(DRAFT_WORDS)}, the directory or Hugging "
-                "Face id of a head or a model, or your own class as module:attribute[:PATH]; got "
-                f"{name!r}" + (f"; did you mean {spell('draft', hint)}?" if hint else "")
-            )
-        ) from None
+    )
+
+
+# What users may write for a setting of another name.
+_OTHER_WORDS = {
+    **dict.fromkeys(("head",), ("draft", CHECKPOINT_DRAFT)),
+    **dict.fromkeys(("model",), ("draft", "DIR")),
+    **dict.fromkeys(("none", "off", "no", "false"), ("strategy", "off")),
+    **dict.fromkeys(("ngrams", "n-gram", "prompt_lookup", "history"), ("draft", NGRAM_DRAFT)),
+    **dict.fromkeys(("new", "init"), ("draft", RANDOM_DRAFT)),
+}
+
+
+def _hint(name: str, spell: Spell) -> str:
+    """The end of a message: what a wrong word, in lower case, may have been meant to be."""
+    if name in DRAFT_KINDS:
+        kind = f" and {spell('draft_kind', name)}" if name != DRAFT_KINDS[0] else ""
+        return (
+            f"; name the directory of the {name} head, or make a new one with "
+            f"{spell('draft', RANDOM_DRAFT)}{kind}"
+        )
+    close = difflib.get_close_matches(name, DRAFT_WORDS, 1)
+    meant = _OTHER_WORDS.get(name) or (("draft", close[0]) if close else None)
+    return f"; did you mean {spell(*meant)}?" if meant else ""
 
 
 def load_head(
@@ -503,9 +586,9 @@ def load_head(
     """
     from specjax.checkpoint.store import load_draft  # Orbax takes long to import
 
-    path = find_draft_at(name)
-    layout = layout_of(path)
-    if layout == HUGGING_FACE and kind_of(path, model) is not MTPSource:
+    path = _head_dir(find_draft_at(name), model)
+    layout, kind = layout_of(path), kind_of(path, model)
+    if layout == HUGGING_FACE and kind is not MTPSource:
         return model, Head(*load_draft_files(path, model, mesh))
     if layout == HUGGING_FACE:
         model = _with_a_head(model)
@@ -537,9 +620,8 @@ def head_shapes(name: str, model: ModelConfig) -> tuple[ModelConfig, Head]:
     Raises:
       SettingError, CheckpointError: as in `load_head`.
     """
-    path = find_draft_at(name)
-    layout = layout_of(path)
-    kind = kind_of(path, model)
+    path = _head_dir(find_draft_at(name), model)
+    layout, kind = layout_of(path), kind_of(path, model)
     if layout == HUGGING_FACE and kind is not MTPSource:
         reader = open_checkpoint(path)
         source = kind.read(path / CONFIG, reader.config(), reader.tensors(), model)

@@ -4,15 +4,25 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from specjax.checked_json import CheckpointError
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.draft_files import load_draft_files
-from specjax.checkpoint.weights import Head, describe_head, save_model, source_in
+from specjax.checkpoint.store import Checkpointer
+from specjax.checkpoint.weights import (
+    Head,
+    describe,
+    describe_head,
+    fitted,
+    load_model,
+    save_model,
+    source_in,
+)
 from specjax.drafts.dflash import DFlashConfig, DFlashSource
-from specjax.drafts.eagle3 import Eagle3Source
 from specjax.engine.sources import require_same_draft
 from specjax.interfaces import Draft
 from specjax.models.families.dense import dense_config
@@ -86,3 +96,23 @@ def test_every_golden_head_is_described(name):
     source, params = load_draft_files(GOLDEN / name, POLICY)
     again = described(source, params)
     assert again.layout == source.layout
+
+
+class Own(Draft):
+    """A class that no table has."""
+
+
+def test_the_policy_of_a_run_with_a_head_of_an_own_class_is_loaded(tmp_path, caplog):
+    cfg, policy, _ = hf.load_checkpoint(GOLDEN / "policy", "float32")
+    head = {"mix": np.ones((2, 3), np.float32)}
+    meta = {"step": 1, **describe(cfg, None, describe_head(Head(Own(), head)))}
+    with Checkpointer(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(1, {"policy": policy, "draft": head}, meta, block=True)
+    found = load_model(tmp_path)
+    assert found.head is None and found.cfg.mtp_num_layers == 0
+    jax.tree.map(np.testing.assert_array_equal, found.policy, policy)
+    said = [r.getMessage() for r in caplog.records if r.name == "specjax.checkpoint.weights"]
+    assert len(said) == 1 and "test_about_head:Own'" in said[0], said
+    assert said[0].endswith("module:attribute:PATH; only the policy is loaded")
+    with pytest.raises(CheckpointError, match="which this version has not"):
+        fitted(tmp_path, cfg, None, head, meta)

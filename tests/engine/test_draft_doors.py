@@ -1,0 +1,182 @@
+"""What a user may name as the draft: files, directories, words and classes, right and wrong."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from serve.admin import read_weights
+from specjax import SpecConfig
+from specjax.checked_json import CheckpointError
+from specjax.checkpoint import huggingface as hf
+from specjax.checkpoint.convert import convert
+from specjax.checkpoint.draft_files import find_draft, load_draft_files
+from specjax.checkpoint.weights import Head, load_model, save_model
+from specjax.drafts.eagle3 import Eagle3Source
+from specjax.drafts.model import ModelSource
+from specjax.engine.sources import (
+    find_draft_at,
+    head_shapes,
+    kind_of,
+    load_head,
+    own_class,
+    settle_draft,
+    source_of,
+)
+from specjax.interfaces import Draft
+from specjax.spelling import SettingError
+
+GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "eagle3"
+POLICY = hf.read_config(GOLDEN / "policy")
+
+
+def same(a, b) -> None:
+    import jax
+
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+# --- a head in the directory of its policy --------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """(directory that `train.rl` exports, its head)."""
+    path = tmp_path_factory.mktemp("exported") / "hf"
+    cfg, policy, _ = hf.load_checkpoint(GOLDEN / "policy", "float32")
+    head = Head(*load_draft_files(GOLDEN / "plain", cfg))
+    assert save_model(path, cfg, policy, head, None)
+    return path, head
+
+
+def test_an_exported_policy_is_loaded_with_its_head(exported):
+    path, head = exported
+    found = load_model(path, "float32")
+    assert found.head.source == head.source and found.cfg.mtp_num_layers == 0
+    same(found.head.params, head.params)
+    policy, read = read_weights(path, found.cfg, False, None)
+    same(read.params, head.params)
+    same(policy, found.policy)
+
+
+def test_an_exported_policy_is_a_head_for_others(exported):
+    path, head = exported
+    assert kind_of(path) is kind_of(path, POLICY) is Eagle3Source
+    assert kind_of(path, POLICY.replace(hidden_size=2 * POLICY.hidden_size)) is ModelSource
+    _, found = load_head(str(path), POLICY.running(param_dtype="float32"))
+    same(found.params, head.params)
+    assert head_shapes(str(path), POLICY)[1].source.cfg.taps == head.source.cfg.taps
+    drafting = settle_draft(SpecConfig("2_1_3", draft=str(path)), None, False, target=POLICY)
+    assert drafting.kind is Eagle3Source and drafting.with_head
+
+
+def test_conversion_takes_the_head_along(exported, tmp_path):
+    path, head = exported
+    convert(path, tmp_path / "orbax", to="orbax")
+    found = load_model(tmp_path / "orbax")
+    assert isinstance(found.head.source, Eagle3Source)
+    same(found.head.params, head.params)
+
+
+# --- wrong places ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_file_of_a_head_names_its_directory(name):
+    with pytest.raises(CheckpointError, match=f"name the directory {GOLDEN / 'plain'}$"):
+        load_head(str(GOLDEN / "plain" / name), POLICY)
+    with pytest.raises(CheckpointError, match="name the directory"):
+        kind_of(GOLDEN / "pickled" / "pytorch_model.bin", POLICY)
+
+
+def test_weights_without_a_config_ask_for_it(tmp_path):
+    for name, file in (("plain", "model.safetensors"), ("pickled", "pytorch_model.bin")):
+        (tmp_path / name).mkdir()
+        shutil.copy(GOLDEN / name / file, tmp_path / name)
+        for load in (kind_of, lambda path: load_head(str(path), POLICY)):
+            with pytest.raises(CheckpointError, match="fetch config.json"):
+                load(tmp_path / name)
+
+
+def test_an_empty_directory_is_no_checkpoint(tmp_path):
+    for load in (kind_of, lambda path: load_head(str(path), POLICY)):
+        with pytest.raises(CheckpointError, match="holds no head and no model") as raised:
+            load(tmp_path)
+        assert "KeyError" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_name_is_not_the_working_directory(name):
+    with pytest.raises(SettingError, match="expected auto, checkpoint"):
+        settle_draft(SpecConfig("2_1_3", draft=name), None, False)
+
+
+def test_none_names_no_draft():
+    with pytest.raises(SettingError, match="draft: expected a word, .* got None"):
+        SpecConfig("2_1_3", draft=None)
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("NGRAM", "did you mean SpecConfig(draft='ngram')?"),
+        ("Auto", "did you mean SpecConfig(draft='auto')?"),
+        ("prompt_lookup", "did you mean SpecConfig(draft='ngram')?"),
+        ("none", "did you mean SpecConfig(strategy='off')?"),
+        ("Off", "did you mean SpecConfig(strategy='off')?"),
+        ("head", "did you mean SpecConfig(draft='checkpoint')?"),
+        ("eagle3", "SpecConfig(draft='random') and SpecConfig(draft_kind='eagle3')"),
+        ("mtp", "make a new one with SpecConfig(draft='random')"),
+        ("zzz", "got 'zzz'"),
+    ],
+)
+def test_a_wrong_word_has_a_hint(word, hint):
+    with pytest.raises(SettingError) as raised:
+        find_draft_at(word)
+    assert str(raised.value).endswith(hint)
+
+
+# --- classes of one's own -------------------------------------------------------------------------
+
+
+class Own(Draft):
+    pass
+
+
+@pytest.mark.parametrize("name", ["os:path", "os:getcwd", "os:PathLike", "os:nothing", "no_one:x"])
+@pytest.mark.parametrize("path", ["", ":/x"])
+def test_what_is_no_class_of_drafts_is_an_error_of_the_setting(name, path):
+    spec = SpecConfig("2_1_3", draft=name + path)
+    for use in (lambda: source_of(POLICY, spec), lambda: settle_draft(spec, None, False)):
+        with pytest.raises(SettingError, match=f"draft='{name}'.*: (expected a class|cannot load)"):
+            use()
+
+
+def test_a_class_of_drafts_is_one():
+    assert own_class(f"{__name__}:Own") is Own
+
+
+# --- models with the word -------------------------------------------------------------------------
+
+
+def test_models_with_the_word_eagle_in_their_class_are_no_heads(tmp_path):
+    shutil.copytree(GOLDEN / "policy", tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    raw = json.loads(file.read_text())
+    for name in ("Eagle2_5_VLForConditionalGeneration", "EagleChatModel"):
+        file.write_text(json.dumps(raw | {"architectures": [name]}))
+        assert find_draft(tmp_path / "model") is None
+    tensors = load_file(GOLDEN / "plain" / "model.safetensors")
+    tensors = {k.replace("midlayer.", "odd."): np.array(x) for k, x in tensors.items()}
+    tensors = {k: x for k, x in tensors.items() if k not in ("d2t", "t2d")}
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    for name in (
+        "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "EagleLlamaModel3",
+        "LlamaForCausalLMEagle", "Eagle3DraftModel", "EagleDraftModel",
+    ):  # fmt: skip
+        file.write_text(json.dumps(raw | {"architectures": [name]}))
+        is_head = name != "EagleLlamaModel3"
+        assert (find_draft(tmp_path / "model") is Eagle3Source) == is_head, name
