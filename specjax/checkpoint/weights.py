@@ -308,8 +308,9 @@ def load_model(
     """Loads a model in any layout that specjax reads.
 
     Args:
-      path: a Hugging Face directory, a GGUF file or a directory with one, the directory of a run
-        of `train.rl` or `train.sft`, or the directory of its checkpoints.
+      path: a Hugging Face directory (with the head in its `draft`, if there is one), a GGUF file or
+        a directory with one, the directory of a run of `train.rl` or `train.sft`, or the directory
+        of its checkpoints.
       dtype: dtype of the parameters; that of the files by default. `auto`: see `resolve_dtype`.
       mesh: mesh to put the parameters on, see `specjax.parallel.sharding`.
       step: step of a run; None: the newest.

@@ -57,7 +57,7 @@ _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64")
 _QUANTISED = ("_scale", "_scale_inv", "_zero_point", ".qweight", ".qzeros", ".scales", "_packed")
 # Classes of heads; models such as Eagle2_5_VLForConditionalGeneration have the word, too.
-_EAGLE = re.compile(r"eagle3|eagle-3|eagle_?(forcausallm|speculator|draftmodel)|forcausallmeagle")
+_EAGLE = re.compile(r"eagle-?3|eagle\w*(forcausallm|speculator|draftmodel)|forcausallmeagle")
 _AUX = "eagle_aux_hidden_state_layer_ids"
 _HEAD_DIM = {"llama": None, "qwen3": 128}  # where a file does not say it; None: D / heads
 _POSITIONS = {"llama": 2048, "qwen3": 32768}  # likewise, of max_position_embeddings

@@ -175,7 +175,7 @@ def test_models_with_the_word_eagle_in_their_class_are_no_heads(tmp_path):
     save_file(tensors, tmp_path / "model" / "model.safetensors")
     for name in (
         "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "EagleLlamaModel3",
-        "LlamaForCausalLMEagle", "Eagle3DraftModel", "EagleDraftModel",
+        "LlamaForCausalLMEagle", "EagleLlamaForCausalLM", "Eagle3DraftModel", "EagleDraftModel",
     ):  # fmt: skip
         file.write_text(json.dumps(raw | {"architectures": [name]}))
         is_head = name != "EagleLlamaModel3"
