@@ -23,6 +23,7 @@ from specjax.checkpoint.huggingface import replacing
 from specjax.command_line import ConfigError, require_same_settings
 from specjax.engine.engine import Engine
 from specjax.engine.request import Totals, make_jobs, require_valid
+from specjax.hub import portable
 from train import data, tasks
 from train.collect import group_seed
 from train.draft_schema import DraftRunConfig
@@ -180,7 +181,9 @@ def check_samples(cfg: DraftRunConfig, out: Path, resume: bool) -> None:
     folder, now = out / SAMPLES, json.loads(json.dumps(cfg.sampled()))
     file = folder / SETTINGS
     if resume and file.exists():
-        require_same_settings(json.loads(file.read_text()), now, DraftRunConfig)
+        saved = json.loads(file.read_text())
+        saved["model"] = portable(saved["model"])  # earlier versions wrote the path
+        require_same_settings(saved, now, DraftRunConfig)
         return
     with replacing(folder.absolute()) as partial:
         (partial / SETTINGS).write_text(json.dumps(now, indent=2) + "\n")

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from specjax.config import SamplingParams, SpecConfig, Strategy
 from specjax.config.dtype import AUTO
 from specjax.config.sampling import SEED_RANGE, is_seed
+from specjax.hub import portable
 from specjax.kernels.names import ATTENTION, ATTENTION_DOC
 from specjax.parallel.sharding import MeshConfig
 from specjax.schema import Needs, at_least, option
@@ -316,6 +317,7 @@ class DraftRunConfig:
         """The settings that decide samples, for the file beside them."""
         names = "model", "revision", "seed", "data", "rollout"
         found = {name: getattr(self, name) for name in names}
+        found["model"] = portable(self.model)  # the caches of machines lie in different places
         return {
             name: dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
             for name, value in found.items()

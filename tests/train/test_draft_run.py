@@ -383,6 +383,18 @@ def test_whether_texts_are_held_out_may_not_change_on_the_way():
         require_same_settings(some, none, DraftRunConfig)
 
 
+def test_samples_of_an_id_are_those_of_its_commit_wherever_the_cache_lies(tmp_path):
+    def of(cache: str, commit: str) -> DraftRunConfig:
+        cfg = settings()
+        cfg.model = f"{cache}/hub/models--some--policy/snapshots/{commit}"
+        return cfg
+
+    draft_data.check_samples(of("/here", "f00d"), tmp_path, resume=False)
+    draft_data.check_samples(of("/there", "f00d"), tmp_path, resume=True)
+    with pytest.raises(ConfigError, match="other settings of model;"):
+        draft_data.check_samples(of("/here", "beef"), tmp_path, resume=True)
+
+
 def test_a_directory_without_a_run_cannot_be_resumed(thin_policy, tmp_path):
     said = refusal([*arguments(thin_policy, tmp_path / "none"), "--resume"])
     assert said.startswith("train.draft: error: nothing to resume")
