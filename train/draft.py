@@ -400,7 +400,9 @@ class Run:
 
     def _measuring(self, source: Draft) -> Engine:
         spec = SpecConfig(strategy=self.cfg.eval.strategy)
-        return self._engine(spec, source, min(self.cfg.eval.max_batch, len(self.asked)))
+        engine = self._engine(spec, source, min(self.cfg.eval.max_batch, len(self.asked)))
+        engine.alarm = None  # a new head gains nothing yet; `not_learnt` speaks at the end
+        return engine
 
     @property
     def temperatures(self) -> list[float]:

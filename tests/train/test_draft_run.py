@@ -13,7 +13,9 @@ import tiny_run
 
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint.store import Checkpointer
+from specjax.checkpoint.weights import load_model
 from specjax.command_line import ConfigError, parse_config, require_same_settings
+from specjax.drafts.mtp import MTPSource
 from specjax.engine.engine import Engine
 from train import draft, draft_data
 from train.cli import Interrupted
@@ -45,6 +47,8 @@ SETTINGS = {
     "log_every": 1,
     "export_dtype": "float32",
 }
+
+programs_of_its_own = draft.Run._engine  # which the fixture `programs` replaces
 
 EAGLE = {"kind": "eagle3", "draft_vocab": 64, "rollout__max_prompt_tokens": 40}
 
@@ -316,6 +320,15 @@ def test_a_head_that_does_not_learn_is_a_loud_warning(thin_policy, run, tmp_path
     said = capsys.readouterr().out
     assert "WARNING: THE HEAD HAS NOT LEARNT: the acceptance of its first token went from" in said
     assert "!" * 100 in said
+
+
+def test_a_head_that_has_not_learnt_yet_raises_no_alarm_of_the_engine(thin_policy):
+    found = load_model(thin_policy)
+    made = SimpleNamespace(cfg=settings(), asked=[1], model=found.cfg.replace(mtp_num_layers=0))
+    made._engine = lambda *given: programs_of_its_own(made, *given)
+    source = draft.drafting_copy(MTPSource(found.cfg))
+    assert made._engine(SpecConfig("2_1_3"), source, 1).alarm is not None
+    assert draft.Run._measuring(made, source).alarm is None
 
 
 def test_what_counts_as_learnt():
