@@ -69,6 +69,7 @@ from train.draft_data import (
     Sampler,
     Texts,
     Vocabulary,
+    always_drafted,
     check_samples,
     choose_vocabulary,
     order_of,
@@ -78,7 +79,7 @@ from train.draft_data import (
     shown_paths,
     takes_prompts,
 )
-from train.draft_kinds import export_head, start_head
+from train.draft_kinds import export_head, head_to_go_on_with, start_head
 from train.draft_losses import Sampling
 from train.draft_schema import SPELL, DraftRunConfig
 from train.draft_states import States
@@ -153,6 +154,7 @@ class Run:
       about: metadata of a checkpoint, by which its head is loaded elsewhere.
       tokens: number of tokens that the loss has seen, each as often as it was trained on.
       notes: lines to print at start.
+      given_head: the head at `init`, until `begin` takes it; None: a new one is made.
     """
 
     def __init__(self, cfg: DraftRunConfig, stop: Stop):
@@ -178,6 +180,9 @@ class Run:
         self.params = found.policy
         model = found.cfg.replace(mtp_num_layers=0).running(compute_dtype=dtype, remat=False)
         self.model = with_tokenizer_end(model, self.tokenizer)
+        # What is wrong with them is said before the policy answers prompts.
+        always_drafted(cfg, self.model.vocab_size, self.model.eos_token_ids)
+        self.given_head = head_to_go_on_with(cfg, self.model)
         setting = f"dtype={self.stored}"
         self.notes.append(f"{about_dtype(cfg.dtype, dtype, self.stored, setting)}")
 
@@ -296,7 +301,10 @@ class Run:
                 f"draft vocabulary: {len(self.vocabulary.ids)} of {self.model.vocab_size} tokens, "
                 f"which are {self.vocabulary.covered:.2%} of the tokens trained on (draft_vocab)"
             )
-        self.source, self.head = start_head(cfg, self.model, self.params, self.vocabulary.ids)
+        if self.given_head is None:
+            self.given_head = start_head(cfg, self.model, self.params, self.vocabulary.ids)
+        # Updates give the memory of the head's arrays away: no second name keeps them.
+        (self.source, self.head), self.given_head = self.given_head, None
         own = sum(a.size for a in jax.tree.leaves(self.head))
         start = "a new one" if cfg.init is None else f"from init={cfg.init}"
         print(f"head: {cfg.kind}, {start}, {own / 1e6:.2f} M parameters")

@@ -336,6 +336,20 @@ class Vocabulary(NamedTuple):
     covered: float = 1.0
 
 
+def always_drafted(cfg: DraftRunConfig, size: int, always: Sequence[int]) -> list[int]:
+    """Checks `draft_vocab`; returns those of the tokens `always` that the policy has, ascending.
+
+    Args and errors are those of `choose_vocabulary`.
+    """
+    always = sorted({token for token in always if token < size})
+    if cfg.draft_vocab is not None and not len(always) <= cfg.draft_vocab <= size:
+        raise ConfigError(
+            f"draft_vocab: expected {len(always)} (the tokens that end a sample) to {size} (the "
+            f"policy's vocabulary), got {cfg.draft_vocab}"
+        )
+    return always
+
+
 def choose_vocabulary(
     cfg: DraftRunConfig, pairs: Sequence[Pair], size: int, always: Sequence[int]
 ) -> Vocabulary:
@@ -350,15 +364,9 @@ def choose_vocabulary(
     Raises:
       ConfigError: there are more of these than `draft_vocab`, or it is larger than the vocabulary.
     """
-    most = cfg.draft_vocab
+    most, always = cfg.draft_vocab, always_drafted(cfg, size, always)
     if most is None:
         return Vocabulary(None)
-    always = sorted({token for token in always if token < size})
-    if not len(always) <= most <= size:
-        raise ConfigError(
-            f"draft_vocab: expected {len(always)} (the tokens that end a sample) to {size} (the "
-            f"policy's vocabulary), got {most}"
-        )
     counts = np.zeros(size, np.int64)
     for pair in pairs:
         np.add.at(counts, np.asarray(pair.tokens, np.int64), 1)

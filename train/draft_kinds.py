@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -11,28 +13,32 @@ import numpy as np
 from specjax.checked_json import CheckpointError
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.draft_files import save_draft_files
+from specjax.checkpoint.weights import head_shapes_of
 from specjax.command_line import ConfigError
-from specjax.config import ModelConfig
+from specjax.config import ModelConfig, SpecConfig
 from specjax.drafts.eagle3 import Eagle3Source
+from specjax.drafts.model import ModelSource
 from specjax.drafts.mtp import MTPSource, new_head
-from specjax.engine.sources import load_head
+from specjax.engine.sources import kind_of, load_head, new_source
 from specjax.hub import ModelNotFoundError, find_model
 from specjax.interfaces import Draft
 from specjax.models.transformer import Params
+from specjax.registry import DRAFTS
 from specjax.spelling import SettingError, spelled
-from train.draft_schema import SPELL, DraftRunConfig
+from train.draft_schema import KINDS, SPELL, DraftRunConfig
 
 
-def start_head(
-    cfg: DraftRunConfig, target: ModelConfig, policy: Params, ids: np.ndarray | None
-) -> tuple[Draft, Params]:
-    """The head that a run starts from, with weights in float32.
+def head_to_go_on_with(cfg: DraftRunConfig, target: ModelConfig) -> tuple[Draft, Params] | None:
+    """Loads the head at `init`, with weights in float32.
+
+    It is called before anything is computed: the policy's samples may take hours.
 
     Args:
       cfg: settings of the run.
       target: config of the policy.
-      policy: parameters of the policy.
-      ids: [C] tokens that a new head drafts from, ascending; None: the whole vocabulary.
+
+    Returns:
+      the head; None: the run begins with a new one, which this policy can have.
 
     Raises:
       ConfigError: there is no head at `init`, it is of another kind, or this policy can have none
@@ -40,22 +46,50 @@ def start_head(
       CheckpointError: the head at `init` is damaged, or is of another policy.
     """
     target = target.running(param_dtype="float32")
-    try:
+    with _explained(cfg):
         if cfg.init is not None:
             return _loaded(cfg, target)
+        _, source = new_source(target, SpecConfig(draft="random", draft_kind=cfg.kind))
+        head_shapes_of(source)
+    return None
+
+
+def start_head(
+    cfg: DraftRunConfig, target: ModelConfig, policy: Params, ids: np.ndarray | None
+) -> tuple[Draft, Params]:
+    """Makes a new head, with weights in float32.
+
+    Args:
+      cfg: settings of the run.
+      target: config of the policy.
+      policy: parameters of the policy.
+      ids: [C] tokens that the head drafts from, ascending; None: the whole vocabulary.
+
+    Raises:
+      ConfigError: this policy can have no head of the kind.
+    """
+    target = target.running(param_dtype="float32")
+    with _explained(cfg):
         if cfg.kind == "eagle3":
             source, head = Eagle3Source.new(target, ids, policy, cfg.seed)
         else:
             source = MTPSource(target.replace(mtp_num_layers=1))
             head = new_head(source.cfg, policy, cfg.seed)
+    # Some arrays may be the policy's own; updates give the memory of the head's away.
+    return source, jax.tree.map(jnp.copy, head)
+
+
+@contextlib.contextmanager
+def _explained(cfg: DraftRunConfig) -> Iterator[None]:
+    """Raises errors about the head as the user's."""
+    try:
+        yield
     except (CheckpointError, ConfigError):
         raise
     except SettingError as error:
         raise ConfigError(spelled(error, SPELL)) from error
     except ValueError as error:
         raise ConfigError(f"kind={cfg.kind}: {error}") from error
-    # Some arrays may be the policy's own; updates give the memory of the head's away.
-    return source, jax.tree.map(jnp.copy, head)
 
 
 def _loaded(cfg: DraftRunConfig, target: ModelConfig) -> tuple[Draft, Params]:
@@ -65,14 +99,34 @@ def _loaded(cfg: DraftRunConfig, target: ModelConfig) -> tuple[Draft, Params]:
         raise ConfigError(
             f"init: expected the directory or Hugging Face id of a head, got {cfg.init!r}: {error}"
         ) from error
-    _, (source, head) = load_head(str(path), target)
-    kind = "eagle3" if isinstance(source, Eagle3Source) else "mtp"
-    if kind != cfg.kind:
+    _require_kind(cfg, kind_of(path, target))
+    return load_head(str(path), target)[1]
+
+
+def _require_kind(cfg: DraftRunConfig, found: type[Draft]) -> None:
+    """Refuses files at `init` that are not those of a head of the run's kind.
+
+    Raises:
+      ConfigError: they are of another kind; the message says what to set if it can be trained.
+    """
+    if found is DRAFTS.named(cfg.kind):
+        return
+    if found is ModelSource:
+        raise ConfigError(
+            f"init={cfg.init} is a model without a head; name the files of a head of kind="
+            f"{cfg.kind}, or leave out init for a new one"
+        )
+    kind = next((name for name in DRAFTS.names if DRAFTS.named(name) is found), found.__name__)
+    if kind in KINDS:
         raise ConfigError(
             f"init={cfg.init} is a head of kind={kind}, and kind is {cfg.kind}; set kind={kind}, "
             "or name another head"
         )
-    return source, head
+    raise ConfigError(
+        f"init={cfg.init} is a head of the kind {kind}, which train.draft does not train; it "
+        f"trains {' and '.join(KINDS)}: name a head of kind={cfg.kind}, or leave out init for a "
+        "new one"
+    )
 
 
 def export_head(cfg: DraftRunConfig, source: Draft, head: Params, path: Path) -> Path:

@@ -60,8 +60,13 @@ def texts(cfg: DraftRunConfig):
 
 def head(cfg: DraftRunConfig):
     """The class of the head that a run starts from and its arrays, or why there is none."""
-    model, params = policy().replace(mtp_num_layers=0), started(cfg).params
-    found = outcome(lambda: draft_kinds.start_head(cfg, model, params, None))
+    model = policy().replace(mtp_num_layers=0)
+
+    def begins():
+        run = started(cfg)
+        return run.given_head or draft_kinds.start_head(cfg, model, run.params, None)
+
+    found = outcome(begins)
     if isinstance(found, Raised):
         return found
     source, arrays = found

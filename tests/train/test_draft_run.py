@@ -1,10 +1,12 @@
 """`train.draft`: a head for any policy, from the policy's own samples or from given texts."""
 
+import dataclasses
 import json
 import math
 import signal
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -15,12 +17,19 @@ from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint.store import Checkpointer
 from specjax.checkpoint.weights import load_model
 from specjax.command_line import ConfigError, parse_config, require_same_settings
+from specjax.drafts.dflash import DFlashSource
+from specjax.drafts.eagle3 import Eagle3Source
+from specjax.drafts.model import ModelSource
 from specjax.drafts.mtp import MTPSource
 from specjax.engine.engine import Engine
-from train import draft, draft_data
+from specjax.interfaces import Memory
+from specjax.models.mixers.attention import Attention
+from specjax.registry import DRAFTS
+from train import draft, draft_data, draft_kinds
 from train.cli import Interrupted
 from train.draft_curve import Curve
 from train.draft_data import Pair, choose_vocabulary, order_of, pack_pairs, read_texts
+from train.draft_kinds import head_to_go_on_with
 from train.draft_schema import DraftRunConfig
 from train.draft_states import States
 from train.inputs import Prompts
@@ -432,6 +441,61 @@ def test_mistakes_are_named(changes, said, thin_policy, run, tmp_path):
     if "init" in changes:
         settings |= {"data.texts": run / "samples"}
     assert said in refusal(tiny_run.with_effect(DraftRunConfig, settings))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"init": "nowhere"},
+            "init: expected the directory or Hugging Face id of a head, got 'now",
+        ),
+        ({"init": "POLICY", "kind": "eagle3"}, "is a head of kind=mtp, and kind is eagle3; set "),
+        ({"draft_vocab": 999_999, "kind": "eagle3"}, "(the policy's vocabulary), got 999999"),
+    ],
+)
+def test_a_head_that_cannot_be_is_refused_before_the_policy_answers(
+    changes, said, thin_policy, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(draft.Run, "collect", lambda self: pytest.fail("it was sampled from"))
+    changes = {name: thin_policy if v == "POLICY" else v for name, v in changes.items()}
+    assert said in refusal(arguments(thin_policy, tmp_path / "run", **changes))
+
+
+class Sums(Attention):
+    """A mixer with a recurrent state."""
+
+    kind: ClassVar[str] = "sums"
+
+    def empty(self, run, room):
+        return Memory(None, np.zeros((room.slots, 4)))
+
+
+def test_a_new_head_that_the_policy_cannot_have_is_refused_at_start(thin_policy):
+    target = load_model(thin_policy).cfg
+    last = dataclasses.replace(target.layers[-1], mixer=Sums(4, 2, 8))
+    with pytest.raises(ConfigError, match="kind=mtp: .* the last layer is sums, which keeps rec"):
+        head_to_go_on_with(settings(), target.replace(layers=(*target.layers[:-1], last)))
+    assert head_to_go_on_with(settings(), target) is None
+
+
+class OwnEagle3(Eagle3Source):
+    """A class of the user's own, that the table of drafts has not."""
+
+
+@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (DFlashSource, "init=d is a head of the kind dflash, which train.draft does not train"),
+        (OwnEagle3, "init=d is a head of the kind OwnEagle3, which train.draft does not train"),
+        (ModelSource, "init=d is a model without a head"),
+    ],
+)
+def test_a_head_of_a_kind_that_is_not_trained_passes_for_none_that_is(kind, found, said):
+    with pytest.raises(ConfigError, match=f"^{said}.*kind={kind}"):
+        draft_kinds._require_kind(settings(init="d", kind=kind), found)
+    draft_kinds._require_kind(settings(init="d", kind=kind), DRAFTS.named(kind))
 
 
 @pytest.mark.parametrize(
