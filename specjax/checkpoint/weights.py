@@ -507,11 +507,15 @@ def read_head(path: str | Path, cfg: ModelConfig) -> Draft | None:
     path = Path(path)
     if layout_of(path) == RUN:
         record = _newest(path)
-        if DRAFT not in record["trees"]:
+        if DRAFT not in record["trees"] or not _is_known(record["meta"]):
             return None
         source = source_in(path, record["meta"], cfg)
         if source is not None:
             return source
+    elif not cfg.mtp_num_layers and holds_a_head(path):
+        reader = open_checkpoint(path / DRAFT)
+        kind = find_draft(path / DRAFT)
+        return kind.read(path / DRAFT / CONFIG, reader.config(), reader.tensors(), cfg)
     return MTPSource(cfg) if cfg.mtp_num_layers else None
 
 

@@ -19,6 +19,7 @@ from specjax.checkpoint.weights import (
     describe_head,
     fitted,
     load_model,
+    read_head,
     save_model,
     source_in,
 )
@@ -110,6 +111,7 @@ def test_the_policy_of_a_run_with_a_head_of_an_own_class_is_loaded(tmp_path, cap
         checkpoints.save(1, {"policy": policy, "draft": head}, meta, block=True)
     found = load_model(tmp_path)
     assert found.head is None and found.cfg.mtp_num_layers == 0
+    assert read_head(tmp_path, found.cfg) is None
     jax.tree.map(np.testing.assert_array_equal, found.policy, policy)
     said = [r.getMessage() for r in caplog.records if r.name == "specjax.checkpoint.weights"]
     assert len(said) == 1 and "test_about_head:Own'" in said[0], said

@@ -14,7 +14,7 @@ from specjax.checked_json import CheckpointError
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.convert import convert
 from specjax.checkpoint.draft_files import find_draft, load_draft_files
-from specjax.checkpoint.weights import Head, load_model, save_model
+from specjax.checkpoint.weights import Head, load_model, read_head, save_model
 from specjax.drafts.eagle3 import Eagle3Source
 from specjax.drafts.model import ModelSource
 from specjax.engine.sources import (
@@ -57,6 +57,7 @@ def test_an_exported_policy_is_loaded_with_its_head(exported):
     found = load_model(path, "float32")
     assert found.head.source == head.source and found.cfg.mtp_num_layers == 0
     same(found.head.params, head.params)
+    assert read_head(path, found.cfg) == head.source  # what train.plan plans with
     policy, read = read_weights(path, found.cfg, False, None)
     same(read.params, head.params)
     same(policy, found.policy)
