@@ -29,14 +29,14 @@ def draw(path: Path) -> Path:
             found = {
                 int(k.removeprefix(prefix)): v for k, v in figures.items() if k.startswith(prefix)
             }
-            points = sorted(found)
+            if not (points := sorted(found)):
+                continue  # not measured yet
             axis.plot(
                 points, [found[t]["value"] for t in points], "o-", color=color, label=loss,
                 markersize=4,
             )  # fmt: skip
-            if points:
-                low, high = found[points[-1]]["interval"]
-                axis.plot([points[-1]] * 2, [low, high], color=color, alpha=0.35, linewidth=3)
+            low, high = found[points[-1]]["interval"]
+            axis.plot([points[-1]] * 2, [low, high], color=color, alpha=0.35, linewidth=3)
         tidy(axis, f"Accept length at {title}")
         axis.set_xlabel("training tokens")
     axes[0].set_ylabel("tokens per round, chain of 4")
