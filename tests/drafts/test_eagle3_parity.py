@@ -5,6 +5,7 @@ drafts with them; `golden/make_eagle3.py` made it. Tests marked `torch` compare 
 on heads whose switches are drawn at random. The torch implementation is `eagle3_torch.py`.
 """
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import NamedTuple
@@ -117,6 +118,85 @@ def test_drafts_of_chains_and_trees_are_those_of_torch(name):
     np.testing.assert_array_equal(found.argmax(-1), chain)
     np.testing.assert_array_equal(best(root, 3)[:, 0], tree[:, :3])
     np.testing.assert_array_equal(best(first, 2).reshape(len(chain), -1), tree[:, 3:])
+
+
+# A switch, a golden head, and the wrong value.
+WRONG = {
+    "taps": ("speculators_3_1", {"taps": (2, 5, 8)}),
+    "norm_before_residual": ("speculators_3_1", {"norm_before_residual": True}),
+    "fc_norm": ("speculators_3_1", {"fc_norm": "none"}),
+    "norm_output": ("speculators_3_1", {"norm_output": False}),
+    "backbone": ("nested", {"backbone": "llama"}),
+}
+BOUNDARIES = (1, 2, 4, 5, 7, 8)  # that the heads above take, rightly or wrongly
+
+
+@functools.cache
+def boundary_states() -> tuple[dict, dict[int, jax.Array]]:
+    """The golden policy's parameters, and its states [B S D] before the last token of contexts."""
+    cfg, params, _ = hf.load_checkpoint(GOLDEN / "policy", "float32")
+    tokens = jnp.asarray(golden()["texts"][:4, :11], jnp.int32)
+
+    @jax.jit
+    def states(params):
+        model = nnx.merge(graphdef(cfg), params)
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        return model.hidden(tokens, positions, jnp.ones_like(tokens), taps=BOUNDARIES).tapped
+
+    parts = jnp.split(states(params), len(BOUNDARIES), axis=-1)
+    return params, dict(zip(BOUNDARIES, parts, strict=True))
+
+
+def named_by(rows: dict, arrays: dict) -> dict:
+    """The arrays that a head of these rows has: of a Llama layer none that norms queries."""
+    return {
+        name: named_by(rows[name], array) if isinstance(array, dict) else array
+        for name, array in arrays.items()
+        if name in rows
+    }
+
+
+def set_to(source: Eagle3Source, backbone=None, **switches) -> Eagle3Source:
+    """The head with other switches, for the weights that it has."""
+    network = source.cfg.network
+    if backbone is not None:
+        layer = network.layers[0]
+        mixer = dataclasses.replace(layer.mixer, qk_norm=backbone == "qwen3")
+        layers = (dataclasses.replace(layer, mixer=mixer), *network.layers[1:])
+        network = network.replace(layers=layers, model_type=backbone)
+    cfg = dataclasses.replace(source.cfg, network=network, **switches)
+    return dataclasses.replace(source, cfg=cfg)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def chain_logits(source, head, policy, states, tokens):
+    """Logits [B K C] at the last row of each step, by the network's forward over whole rows."""
+    positions = jnp.broadcast_to(jnp.arange(states.shape[1]), states.shape[:2])
+    rows = source.unroll(head, policy, states, tokens, positions, jnp.ones_like(positions))
+    normed = jnp.stack([x[:, -1] for x in rows], axis=1)
+    return source.own_proposal(None, head, normed).scores
+
+
+def logits_of(name: str, **switches) -> np.ndarray:
+    """Logits of a golden head on the golden chain, with some switches set by hand."""
+    policy, states = boundary_states()
+    source, head = load_draft_files(GOLDEN / name, hf.read_config(GOLDEN / "policy"))
+    source, chain = set_to(source, **switches), golden()[f"{name}.chain"]
+    known = np.concatenate([golden()["texts"][:4, :12], chain], axis=1)
+    tokens = [known[:, 1 + step : 12 + step] for step in range(chain.shape[1])]
+    given = jnp.concatenate([states[tap] for tap in source.cfg.taps], axis=-1)
+    parts = {"embed": policy["embed"]}
+    head = named_by(source.rows(), head)
+    return np.asarray(chain_logits(source, head, parts, given, tokens))
+
+
+@pytest.mark.parametrize("switch", WRONG)
+def test_a_switch_that_is_wrong_gives_other_logits_than_those_of_torch(switch):
+    """Else the tests above would not see it."""
+    name, wrong = WRONG[switch]
+    want = golden()[f"{name}.logits"]
+    np.testing.assert_allclose(logits_of(name), want, atol=LOGITS, rtol=1e-5)
+    assert np.abs(logits_of(name, **wrong) - want).max() > 100 * LOGITS
 
 
 @pytest.mark.parametrize(
