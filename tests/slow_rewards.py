@@ -3,8 +3,11 @@
 import asyncio
 import os
 import re
+import subprocess
 import time
 import zlib
+
+from train import rewards
 
 
 def right(completion, answer):
@@ -98,3 +101,34 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     """As verl's functions are."""
     assert data_source == "math_dapo" and extra_info == {"index": "1"}
     return {"score": float(solution_str == ground_truth), "acc": True}
+
+
+def starts_slowly(completion, answer, _loaded=[]):  # noqa: B006
+    """Takes a second in its first call in a process, as one that imports a library there."""
+    if not _loaded:
+        time.sleep(1.0)
+        _loaded.append(True)
+    return 1.0
+
+
+async def starts_slowly_async(completion, answer):
+    return starts_slowly(completion, answer)
+
+
+def starts_a_process(completion, answer):
+    """Waits for a process of its own, whose id it writes to the file that the answer names."""
+    process = subprocess.Popen(["sleep", "600"])
+    with open(answer, "w") as file:
+        file.write(str(process.pid))
+    if completion == "die":
+        os._exit(7)
+    process.wait()
+    return 1.0
+
+
+def compares(completion, answer):
+    """Compares answers as the built-in reward does, in whatever process does that for it."""
+    found = rewards.math_verify(completion, answer)
+    own = f"/proc/self/task/{os.getpid()}/children"
+    with open(own) as file:
+        return found + 10 * len(file.read().split())

@@ -106,16 +106,21 @@ class RewardCall:
         return {**own, **{name: columns[name] for name in always}}
 
     def __call__(
-        self, completions: Sequence[str], rows: Sequence[Columns], seconds: float | None = None
+        self,
+        completions: Sequence[str],
+        rows: Sequence[Columns],
+        seconds: float | None = None,
+        extra: float = 0.0,
     ) -> list[Outcome]:
         """Calls the function for completions, each with the columns of its row.
 
         Args:
           seconds: time limit of a completion, for an asynchronous function alone; others are ended
             from outside (`train.reward_workers`).
+          extra: further seconds that this call may take, since it is the first one.
         """
         if self.is_async:
-            return asyncio.run(self._gather(completions, rows, seconds))
+            return asyncio.run(self._gather(completions, rows, seconds, extra))
         if self.batch:
             try:
                 values = self.function(**self._lists(completions, rows))
@@ -169,24 +174,28 @@ class RewardCall:
         return _outcome(value)
 
     async def _gather(
-        self, completions: Sequence[str], rows: Sequence[Columns], seconds: float | None
+        self,
+        completions: Sequence[str],
+        rows: Sequence[Columns],
+        seconds: float | None,
+        extra: float = 0.0,
     ) -> list[Outcome]:
         count = len(completions)
         if self.batch:
             calls = [self.function(**self._lists(completions, rows))]
-            seconds = None if seconds is None else seconds * count
         else:
             pairs = map(self._arguments, completions, rows)
             calls = [self.function(*args, **named) for args, named in pairs]
         tasks = [asyncio.ensure_future(call) for call in calls]
-        _, late = await asyncio.wait(tasks, timeout=seconds)
+        limit = None if seconds is None else seconds * (count if self.batch else 1) + extra
+        _, late = await asyncio.wait(tasks, timeout=limit)
         for task in late:
             task.cancel()
         found: list[Outcome] = []
         for task in tasks:
             each = count if self.batch else 1
             if task in late:
-                found += [took_too_long(seconds / each)] * each
+                found += [took_too_long(seconds)] * each
             elif task.cancelled():  # by itself
                 found += [Failed("was cancelled", "expected a finite number")] * each
             elif isinstance(error := task.exception(), Exception):

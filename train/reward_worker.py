@@ -1,8 +1,9 @@
 """The worker process that `train.reward_workers` starts: it calls rewards, one request at a time.
 
-A request is (number of the reward, completions, columns of each), and its answer is (outcomes,
-seconds in the function). Both travel as pickles; the functions do not: the worker imports them by
-their names. It imports no jax, unless a reward does.
+A request is (number of the reward, completions, columns of each, seconds by which an asynchronous
+reward may be late), and its answer is (outcomes, seconds in the function). Both travel as pickles;
+the functions do not: the worker imports them by their names. It imports no jax, unless a reward
+does.
 """
 
 from __future__ import annotations
@@ -57,19 +58,19 @@ def main(descriptor: int, parent: int) -> None:
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, requests), daemon=True).start()
     while True:
-        index, completions, rows = requests.get()
+        index, completions, rows, extra = requests.get()
         started = time.perf_counter()
-        outcomes = calls[index](completions, rows, setup.seconds)
+        outcomes = calls[index](completions, rows, setup.seconds, extra)
         connection.send((outcomes, time.perf_counter() - started))
 
 
 def _load(setup: Setup) -> list[RewardCall]:
     calls = [RewardCall(name, get_reward(name, setup.pattern)) for name in setup.names]
-    if "math_verify" in setup.names:
-        # The library warns in every call that its timeouts are off; the parent has one.
-        for name in ("math_verify", "latex2sympy2_extended"):
-            logging.getLogger(name).setLevel(logging.ERROR)
-        compare_in_this_process()
+    # The library warns in every call that its timeouts are off; the parent has one.
+    for name in ("math_verify", "latex2sympy2_extended"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    # A reward of the user's own may call `math_verify`, too; then its first call imports it.
+    compare_in_this_process(at_once="math_verify" in setup.names)
     if "reasoning_gym" in setup.names:
         importlib.import_module("reasoning_gym")  # which takes seconds
     return calls
@@ -81,4 +82,6 @@ def _receive(connection: Connection, requests: queue.SimpleQueue) -> None:
         while True:
             requests.put(connection.recv())
     except (EOFError, OSError):
+        if os.getpgrp() == os.getpid():
+            os.killpg(os.getpid(), signal.SIGKILL)  # with what the reward has started
         os._exit(0)

@@ -1,8 +1,11 @@
 """Worker processes in which rewards run, each with a time limit per completion.
 
-A reward that hangs is ended with its process, and the process is replaced: no signal interrupts a
-regular expression or a product of large integers. A thread per worker waits for its answers, so
-that the engine's thread waits for none.
+A reward that hangs is ended with its process and with what that started, and the process is
+replaced: no signal interrupts a regular expression or a product of large integers. A thread per
+worker waits for its answers, so that the engine's thread waits for none.
+
+The first call of a reward in a process may import libraries or load a model, and has more time
+(`FirstCalls`): a process that is ended for that would be followed by one as slow.
 """
 
 from __future__ import annotations
@@ -11,11 +14,13 @@ import json
 import multiprocessing
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -24,6 +29,9 @@ from train.reward_calls import Failed, Outcome, took_too_long
 from train.reward_worker import Setup
 
 _START_SECONDS = 300.0  # imports may take minutes from a shared disk
+_FIRST_SECONDS = 120.0  # by which a reward's first call in a process may be late
+_FIRST_TIMES = 3  # how many of these may be late before one returned
+_FIRST_FACTOR = 3.0  # what a later process's first call may take, times the slowest before
 _MARGIN = 1.0  # seconds by which an asynchronous reward, which has the limit itself, may be late
 _CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -42,6 +50,36 @@ class Answer(NamedTuple):
     seconds: float
 
 
+class FirstCalls:
+    """The extra time of the first call of each reward in a process, known from those before it.
+
+    Until one has returned, it is `_FIRST_SECONDS`, and none after `_FIRST_TIMES` late ones: such a
+    reward hangs. Afterwards it is `_FIRST_FACTOR` times the slowest first call that returned.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._slowest: dict[int, float] = {}
+        self._late: Counter[int] = Counter()
+
+    def extra(self, index: int) -> float:
+        """The seconds by which the next first call of that reward may be late."""
+        with self._lock:
+            if index in self._slowest:
+                return _FIRST_FACTOR * self._slowest[index]
+            return _FIRST_SECONDS if self._late[index] < _FIRST_TIMES else 0.0
+
+    def returned(self, index: int, seconds: float) -> None:
+        """Notes that a first call returned."""
+        with self._lock:
+            self._slowest[index] = max(seconds, self._slowest.get(index, 0.0))
+
+    def was_late(self, index: int) -> None:
+        """Notes that a first call was ended at its limit."""
+        with self._lock:
+            self._late[index] += 1
+
+
 class Workers:
     """Processes that call rewards; each starts with the first call that it gets.
 
@@ -55,7 +93,8 @@ class Workers:
 
     def __init__(self, setup: Setup, count: int):
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._threads = [_Worker(setup, self._tasks) for _ in range(count)]
+        firsts = FirstCalls()
+        self._threads = [_Worker(setup, self._tasks, firsts) for _ in range(count)]
         for thread in self._threads:
             thread.start()
         self._close = weakref.finalize(self, _end, self._threads, self._tasks)  # at exit, too
@@ -106,9 +145,10 @@ class _Worker(threading.Thread):
       replaced: number of processes that ended in a call.
     """
 
-    def __init__(self, setup: Setup, tasks: queue.SimpleQueue):
+    def __init__(self, setup: Setup, tasks: queue.SimpleQueue, firsts: FirstCalls):
         super().__init__(daemon=True, name="reward")
-        self._setup, self._tasks = setup, tasks
+        self._setup, self._tasks, self._firsts = setup, tasks, firsts
+        self._called: set[int] = set()  # the rewards that this process has called
         self._lock, self._closed = threading.Lock(), False
         self.process: subprocess.Popen | None = None
         self._connection: Any = None
@@ -136,15 +176,22 @@ class _Worker(threading.Thread):
         if self.process is None:
             self._start()
         seconds, started = self._setup.seconds, time.perf_counter()
-        limit = seconds * len(completions) + _MARGIN * margin
+        is_first = index not in self._called
+        extra = self._firsts.extra(index) if is_first else 0.0
+        limit = seconds * len(completions) + extra + _MARGIN * margin
         try:
-            self._connection.send((index, completions, rows))
+            self._connection.send((index, completions, rows, extra))
             if self._connection.poll(limit):
-                return Answer(*self._connection.recv())
+                answer = Answer(*self._connection.recv())
+                if is_first:
+                    self._called.add(index)
+                    self._firsts.returned(index, answer.seconds)
+                return answer
             failed = took_too_long(seconds)
+            if is_first:
+                self._firsts.was_late(index)
         except (EOFError, OSError):
-            status = self.process.wait()
-            failed = Failed("ended its process", f"exit status {status}; a new one was started")
+            failed = Failed("ended its process", f"{self._ended()}; a new one was started")
         self._kill()
         self.replaced += 1
         return Answer([failed] * len(completions), time.perf_counter() - started)
@@ -160,18 +207,19 @@ class _Worker(threading.Thread):
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a reward prints is no output of the program
                 pass_fds=[childs.fileno()],
+                start_new_session=True,  # `_end_all` ends what the reward starts, too
                 # A reward that uses jax must not take the memory of the accelerator.
                 env={**os.environ, "JAX_PLATFORMS": "cpu"},
             )
         childs.close()
-        self._connection = own
+        self._connection, self._called = own, set()
         said: Any = f"it did not begin within {_START_SECONDS:.0f} s"
         try:
             own.send(self._setup)
             if own.poll(_START_SECONDS):
                 said = own.recv()
         except (EOFError, OSError):
-            said = f"it ended with status {self.process.wait()}"
+            said = f"it ended with {self._ended()}"
         if said is not None:
             self._kill()
             reason = str(said).strip().splitlines()[-1]
@@ -181,10 +229,21 @@ class _Worker(threading.Thread):
                 "or set rewards.workers=0 to call it in this process, without a time limit"
             )
 
+    def _ended(self) -> str:
+        """Waits until the process has ended; its exit status for a message.
+
+        The process is not reaped, so that its id stays that of its group.
+        """
+        done = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        killed = done.si_code != os.CLD_EXITED
+        return f"exit status {-done.si_status if killed else done.si_status}"
+
     def _kill(self) -> None:
-        process, self.process = self.process, None
+        with self._lock:
+            process, self.process = self.process, None
+            if process is not None:
+                _end_all(process)
         if process is not None:
-            process.kill()
             process.wait()
             self._connection.close()
 
@@ -193,4 +252,14 @@ class _Worker(threading.Thread):
         with self._lock:
             self._closed = True
             if self.process is not None:
-                self.process.kill()
+                _end_all(self.process)
+
+
+def _end_all(process: subprocess.Popen) -> None:
+    """Ends a process that was not reaped, and what it started in its session."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:  # it has ended, and started nothing that runs
+        pass
+    except PermissionError:  # on macOS, of a group whose only process has ended
+        process.kill()

@@ -81,11 +81,7 @@ class MathWorker:
             return False
 
     def _start(self) -> None:
-        if importlib.util.find_spec("math_verify") is None:
-            raise ModuleNotFoundError(
-                "reward 'math_verify' needs the math-verify package; install it, or use the "
-                "reward 'number'"
-            )
+        _require_library()
         self._process = start_child(
             [sys.executable, "-m", "train.answers.equivalence"],
             cwd=Path(__file__).resolve().parent.parent,
@@ -132,24 +128,50 @@ class MathWorker:
 class _InThisProcess:
     """Compares answers without a child process, and without a time limit."""
 
-    def same(self, gold: str, found: str) -> bool:
-        from train.answers.equivalence import same_answer
+    def __init__(self) -> None:
+        self._lock, self._is_there = threading.Lock(), False
 
-        try:
-            return same_answer(gold, found)
-        except Exception:  # no text of a policy is an error of the reward
-            return False
+    def same(self, gold: str, found: str) -> bool:
+        """Whether two answers are the same.
+
+        Raises:
+          ModuleNotFoundError: math-verify is not installed.
+        """
+        with self._lock:
+            if not self._is_there:
+                _require_library()
+                self._is_there = True
+            from train.answers.equivalence import same_answer
+
+            try:
+                return same_answer(gold, found)
+            except Exception:  # no text of a policy is an error of the reward
+                return False
+
+
+def _require_library() -> None:
+    """Raises ModuleNotFoundError if math-verify is not installed."""
+    if importlib.util.find_spec("math_verify") is None:
+        raise ModuleNotFoundError(
+            "reward 'math_verify' needs the math-verify package; install it, or use the "
+            "reward 'number'"
+        )
 
 
 WORKER: MathWorker | _InThisProcess = MathWorker()
 atexit.register(WORKER.close)
 
 
-def compare_in_this_process() -> None:
-    """Has `math_verify` start no child process: for a process that is itself ended when late."""
+def compare_in_this_process(at_once: bool = True) -> None:
+    """Has `math_verify` start no child process: for a process that is itself ended when late.
+
+    Args:
+      at_once: whether to import the library now, and not within the first comparison.
+    """
     global WORKER
     WORKER = _InThisProcess()
-    WORKER.same("x+1", "1+x")  # imports the library now, and not within the first time limit
+    if at_once:
+        WORKER.same("x+1", "1+x")
 
 
 def _of_any(reward: Callable[[str, str], float]) -> Reward:

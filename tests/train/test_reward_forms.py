@@ -19,7 +19,7 @@ from test_groups import rules, run_steps, worlds
 
 from specjax.command_line import parse_config
 from specjax.parallel import distributed
-from train import rl
+from train import reward_workers, rl
 from train.collect import Rollouts
 from train.groups import Group, Response, Rule, Selection, begin_step, end_step
 from train.log import read_metrics
@@ -314,6 +314,39 @@ def test_a_reward_that_hangs_is_ended_counted_and_its_process_replaced(in_worker
     assert wait_until(lambda: not is_running(second))
 
 
+@pytest.mark.parametrize("reward", ["starts_slowly", "starts_slowly_async"])
+def test_the_first_call_of_a_reward_in_a_process_may_be_late(reward, in_workers):
+    scorer = in_workers(f"slow_rewards:{reward}", "slow_rewards:dies", timeout=0.5)
+    assert [s.failed for s in scored(scorer, ["x", "x", "die"])] == [False, False, True]
+    assert not scorer("x", PROBLEM).failed, "in the process that replaced the first"
+
+
+def test_a_reward_that_only_hangs_gets_its_extra_time_a_few_times_only():
+    firsts = reward_workers.FirstCalls()
+    for _ in range(reward_workers._FIRST_TIMES):
+        assert firsts.extra(0) == reward_workers._FIRST_SECONDS
+        firsts.was_late(0)
+    assert firsts.extra(0) == 0.0 and firsts.extra(1) > 0.0
+    firsts.returned(0, 2.0)
+    firsts.returned(0, 1.0)
+    assert firsts.extra(0) == 2.0 * reward_workers._FIRST_FACTOR
+
+
+@pytest.mark.parametrize("how", ["late", "die"])
+def test_what_a_reward_has_started_ends_with_its_process(how, in_workers, monkeypatch, tmp_path):
+    monkeypatch.setattr(reward_workers, "_FIRST_SECONDS", 2.0)
+    scorer = in_workers("slow_rewards:starts_a_process", timeout=1.0)
+    assert scorer(how, Problem("p", str(tmp_path / "pid"), 0)).failed
+    started = int((tmp_path / "pid").read_text())
+    assert wait_until(lambda: not is_running(started), 10)
+
+
+def test_a_reward_of_ones_own_compares_answers_without_a_further_process(in_workers):
+    scorer = in_workers("slow_rewards:compares", timeout=5.0)
+    problem = Problem("p", r"\frac{1}{2}+\sqrt{2}", 0)
+    assert scorer(r"\boxed{\sqrt{2}+\frac12}", problem) == Score(1.0)
+
+
 def test_a_reward_that_ends_its_process_fails_and_the_next_runs(in_workers, capfd, caplog):
     scorer = in_workers("slow_rewards:dies")
     assert [s.failed for s in scored(scorer, ["x", "die", "x"])] == [False, True, False]
@@ -515,7 +548,8 @@ def test_a_run_gives_the_same_rewards_in_workers_and_logs_each(programs, thin_po
     assert any("eval/reward/slow_coin" in record for record in there)
 
 
-def test_a_run_goes_on_when_a_reward_hangs(programs, thin_policy, tmp_path, caplog):
+def test_a_run_goes_on_when_a_reward_hangs(programs, thin_policy, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(reward_workers, "_FIRST_SECONDS", 0.0)
     changes = {"reward": "slow_rewards:sometimes_hangs", "rewards.workers": 1, "steps": 1}
     changes |= {"rewards.timeout": 0.5, "max_failed_rewards": 1.0, "rollout.n": 2}
     (step,) = (r for r in run(thin_policy, tmp_path / "run", **changes) if r["step"] > 0)
