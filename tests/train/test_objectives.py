@@ -278,6 +278,13 @@ def test_advantages_are_those_of_the_formulas():
     assert algo("reinforce_pp").build().advantages(np.array([[0.0], [1.0]])).shape == (2, 1)
 
 
+def test_groups_of_equal_rewards_have_no_advantages_by_rounding():
+    rewards = np.repeat([[0.1], [0.7], [0.3]], 3, axis=1)
+    for eps in (0.0, 1e-6):
+        objective = ReinforcePP(group_baseline=True, advantage_eps=eps)
+        assert not objective.advantages(rewards).any()
+
+
 @pytest.mark.parametrize("baseline", [False, True])
 def test_reinforce_pp_has_returns_per_token_normalised_over_all_tokens(baseline):
     rng = np.random.default_rng(0)

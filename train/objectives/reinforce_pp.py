@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from specjax.interfaces import Logprobs
-from train.objectives.shared import Clip, bounded_exp, comparable
+from train.objectives.shared import Clip, bounded_exp, comparable, zero_variance_groups
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,9 @@ class ReinforcePP(Clip):
         """
         rewards = comparable(rewards, least=2 if self.group_baseline else 1)
         if self.group_baseline:
+            alike = zero_variance_groups(rewards)
             rewards = rewards - rewards.mean(axis=1, keepdims=True)
+            rewards[alike] = 0.0  # the mean of equal numbers may differ from them in its last bit
         returns = [
             reward - np.cumsum(penalty[::-1])[::-1]
             for reward, penalty in zip(rewards.ravel(), penalties, strict=True)
