@@ -157,13 +157,19 @@ def test_what_is_no_directory_of_rows_says_what_to_name(tmp_path, folder):
     mixed.mkdir()
     for name in ("train-00000-of-00001.parquet", "test-00000-of-00001.parquet"):
         (mixed / name).write_bytes(parquet(PROBLEMS))
+    named = tmp_path / "named"
+    named.mkdir()
+    for name in ("gsm8k_train.jsonl", "gsm8k_test.jsonl", "contest.jsonl"):
+        (named / name).write_bytes(lines(PROBLEMS))
     twice = [str(folder / "b.jsonl"), str(folder)]
     for path, said in (
         (tmp_path / "both", r"several splits \(train, test\); name one .*both/train"),
         (old, "flatten_indices"),
         (odd, "state.json: expected what datasets.save_to_disk writes"),
         (empty, "got none; its subdirectories are inside: name one"),
-        (mixed, r"of several splits \(test, train\); name one, such as .*train-\*"),
+        (mixed, r"of several splits \(test, train\); name one, such as .*/\*train\*, and"),
+        (named, r"of several splits \(test, train\); name one, such as .*/\*train\*, and"),
+        ([str(folder / "b.jsonl"), str(folder / ".." / folder.name / "b.jsonl")], "named twice"),
         (twice, "b.jsonl: the file is named twice"),
         ([str(folder), str(tmp_path / "no.jsonl")], "no.jsonl: no such file"),
     ):

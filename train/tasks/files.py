@@ -10,6 +10,7 @@ import glob
 import gzip
 import io
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ _ARROW_FILE, _ARROW_STREAM = b"ARROW1", b"\xff\xff\xff\xff"
 # What the names of data files end in, in a directory.
 _NAME = re.compile(r"[^.].*\.(jsonl|json|parquet|arrow)(\.gz)?", re.IGNORECASE)
 _NO_ROWS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
-_SPLIT = re.compile(r"(train|test|valid|validation|dev|eval)(?![a-z])", re.IGNORECASE)
+_SPLIT = re.compile(r"(?:^|[^a-z])(train|test|valid|validation|dev|eval)(?![a-z])", re.IGNORECASE)
 
 
 def find_files(paths: str | Sequence[str]) -> list[Path]:
@@ -41,7 +42,8 @@ def find_files(paths: str | Sequence[str]) -> list[Path]:
     found: list[Path] = []
     for path in [paths] if isinstance(paths, str) else paths:
         found += _files_of(str(path))
-    twice = next((path for path in found if found.count(path) > 1), None)
+    places = [os.path.abspath(path) for path in found]
+    twice = next((p for p, at in zip(found, places, strict=True) if places.count(at) > 1), None)
     if twice is not None:
         raise ValueError(f"{twice}: the file is named twice among {paths}; name it once")
     return found
@@ -81,11 +83,13 @@ def _files_in(folder: Path) -> list[Path]:
             f"{folder}: expected a directory with files of rows (.jsonl, .json, .parquet or "
             f".arrow, each perhaps .gz), got none{hint}"
         )
-    splits = {m[1].lower() for m in (_SPLIT.match(path.name) for path in files) if m}
+    splits = {m[1].lower() for m in (_SPLIT.search(path.name) for path in files) if m}
     if len(splits) > 1:
+        one = "train" if "train" in splits else min(splits)
         raise ValueError(
             f"{folder}: its files are those of several splits ({', '.join(sorted(splits))}); name "
-            f"one, such as {folder / 'train-*'}, and another as data.heldout_path"
+            f"one, such as {folder / f'*{one}*'}, and another as "
+            "data.heldout_path"
         )
     return files
 
