@@ -24,7 +24,7 @@ from train import data
 from train.cli import USER_ERRORS
 from train.inputs import FILE_ROWS, GENERATED_ROWS, Prompts, describe_data
 from train.schema import GENERATED, DataConfig
-from train.scoring import Scorer, check_gold, evenly, row_name, shown_gold
+from train.scoring import Scorer, check_gold, described_gold, evenly, row_name, shown_gold
 from train.tasks.layout import Problem
 
 QUANTILES = {0: "shortest", 0.1: "10%", 0.5: "median", 0.9: "90%", 0.99: "99%", 1: "longest"}
@@ -89,13 +89,13 @@ def _row(prompts: Prompts, problem: Problem) -> Iterator[str]:
 
 
 def _gold(scorer: Scorer, problems: Sequence[Problem], count: int) -> Iterator[str]:
-    if scorer.built_in is None:
-        yield f"gold answers: reward={scorer.name} is your own function, so they are not checked"
+    if not scorer.checked:
+        yield f"gold answers: reward={scorer.name} has no answer reward, so they are not checked"
         return
     found, checked = check_gold(scorer, problems, count)
     every = "" if checked == len(problems) else f" checked, of {len(problems)}"
     yield (
-        f"gold answers that reward={scorer.name} cannot win (it reads {scorer.built_in.gold}): "
+        f"gold answers that reward={scorer.name} cannot win (it reads {described_gold(scorer)}): "
         f"{len(found)} of {checked}{every}"
     )
     for row, reason in found:

@@ -18,7 +18,7 @@ import dataclasses
 
 from train.answers.extract import each_gold
 from train.schema import REASONING_GYM, SUMS, RLConfig
-from train.scoring import Scorer, check_gold, unwinnable_message
+from train.scoring import Scorer, check_gold, is_hopeless, unwinnable_message
 
 # Number of prompts whose lengths are checked before a run: of a file, and of generated problems.
 FILE_ROWS, GENERATED_ROWS = 20_000, 500
@@ -204,7 +204,8 @@ def read_inputs(cfg: RLConfig, tokenizer, model: str) -> Inputs:
     found, checked = check_gold(scorer, problems)
     if found:
         said = unwinnable_message(scorer, found, checked)
-        if cfg.data.unwinnable == "error" or len(found) == checked:
+        hopeless = len(found) == checked and all(is_hopeless(scorer, row) for row, _ in found)
+        if cfg.data.unwinnable == "error" or hopeless:
             raise ValueError(
                 f"{said}. Mend the rows, choose another reward, or set data.unwinnable=drop (such "
                 "rows are skipped) or keep (they are trained on)"

@@ -193,9 +193,11 @@ RL_RULES = (
     ),
     Needs(
         ("data.unwinnable",),
-        lambda v: any(":" not in name for name in _rewards(v)),
-        "gold answers are checked with a built-in reward only, and [reward] is your own; leave it "
-        "out",
+        lambda v: any(
+            ":" not in name and name not in ("format", "reasoning_gym") for name in _rewards(v)
+        ),
+        "gold answers are checked with a built-in reward that compares answers, and [reward] is "
+        "none; leave it out",
     ),
     Needs(
         # Problems of data.heldout_path are left out of training in any case.

@@ -85,7 +85,8 @@ class Scorer:
     Attributes:
       name: the rewards in messages.
       labels: a short name of each reward, for metrics.
-      built_in: the first reward that compares answers; None if there is none.
+      checked: the rewards that compare answers and have a weight above 0, by their names.
+      built_in: the first of these; None if there is none.
       failures: number of calls that failed so far.
       workers: number of worker processes.
 
@@ -113,8 +114,12 @@ class Scorer:
                 )
             self._weights = list(options.weights)
         self.labels = _labels(self.names)
-        answers = [f for f in functions if isinstance(f, AnswerReward)]
-        self.built_in = answers[0] if answers else None
+        self.checked = {
+            name: function
+            for name, function, weight in zip(self.names, functions, self._weights, strict=True)
+            if isinstance(function, AnswerReward) and weight > 0
+        }
+        self.built_in = next(iter(self.checked.values()), None)
         self._timeout = options.timeout if options else 0.0
         self.workers = 0 if options is None or reward else options.workers
         if self.workers is None:
@@ -381,18 +386,33 @@ def _columns(problem: Problem, sample: SampleFacts | None) -> dict[str, Any]:
 
 
 def unwinnable(scorer: Scorer, problem: Problem) -> str | None:
-    """The reason why no completion can score 1 for a row; None if one can, or if it is unknown.
+    """The reason why a reward cannot be 1 for a row; None if each can, or if it is unknown.
 
-    It is unknown for a reward of the user's own.
+    It is unknown for a reward of the user's own. Of several rewards that compare answers, the
+    reason names those that cannot.
     """
-    known = scorer.built_in
-    if known is None:
+    lost = _lost(scorer, problem)
+    if not lost:
         return None
     if not any(gold.strip() for gold in each_gold(problem.answer)):
         return "the row has no answer"
-    if known.can_win(problem.answer):
-        return None
-    return shown_gold(problem)
+    by = f" by {', '.join(lost)}" if len(scorer.checked) > 1 else ""
+    return shown_gold(problem) + by
+
+
+def is_hopeless(scorer: Scorer, problem: Problem) -> bool:
+    """Whether none of the rewards that compare answers can be 1 for a row."""
+    return len(_lost(scorer, problem)) == len(scorer.checked) > 0
+
+
+def _lost(scorer: Scorer, problem: Problem) -> list[str]:
+    """The names of the checked rewards that cannot be 1 for a row."""
+    has_answer = any(gold.strip() for gold in each_gold(problem.answer))
+    return [
+        name
+        for name, reward in scorer.checked.items()
+        if not (has_answer and reward.can_win(problem.answer))
+    ]
 
 
 def shown_gold(problem: Problem) -> str:
@@ -414,11 +434,18 @@ def check_gold(
     scorer: Scorer, problems: Sequence[Problem], count: int = ROWS_CHECKED
 ) -> tuple[list[tuple[Problem, str]], int]:
     """Checks up to `count` rows: (unwinnable rows with their reasons, number of rows checked)."""
-    if scorer.built_in is None:
+    if not scorer.checked:
         return [], 0
     rows = [problems[i] for i in evenly(problems, count)]
     found = [(row, unwinnable(scorer, row)) for row in rows]
     return [(row, reason) for row, reason in found if reason], len(rows)
+
+
+def described_gold(scorer: Scorer) -> str:
+    """The kinds of gold answers that the checked rewards read, for messages."""
+    if len(scorer.checked) == 1:
+        return scorer.built_in.gold
+    return "; ".join(f"{reward.gold} ({name})" for name, reward in scorer.checked.items())
 
 
 def unwinnable_message(
@@ -429,7 +456,7 @@ def unwinnable_message(
     more = f"; and {len(found) - most} more" if len(found) > most else ""
     return (
         f"{len(found)} of {checked} gold answers checked cannot be won with "
-        f"reward={scorer.name}, which reads {scorer.built_in.gold}: {named}{more}"
+        f"reward={scorer.name}, which reads {described_gold(scorer)}: {named}{more}"
     )
 
 

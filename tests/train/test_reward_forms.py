@@ -27,7 +27,15 @@ from train.reward_calls import Failed, RewardCall
 from train.reward_workers import WorkerError
 from train.rewards import get_reward
 from train.schema import RewardsSection, RLConfig
-from train.scoring import SampleFacts, Score, Scorer, unwinnable
+from train.scoring import (
+    SampleFacts,
+    Score,
+    Scorer,
+    check_gold,
+    is_hopeless,
+    unwinnable,
+    unwinnable_message,
+)
 from train.tasks.layout import Problem
 
 TALK = ({"role": "user", "content": "?"},)
@@ -134,7 +142,25 @@ def test_several_rewards_are_added_with_their_weights_and_known_apart():
     assert other == Score(-2.0, False, (0.0, 0.0, 1.0))
     assert scorer.part_means([good, other]) == {"exact": 0.5, "format": 0.5, "right": 0.5}
     assert scorer.described == "exact + 0.2 format + -2 slow_rewards:right"
-    assert scorer.built_in is get_reward("exact"), "whose gold answers are checked"
+    assert list(scorer.checked) == ["exact"], "whose gold answers are checked"
+
+
+def test_each_reward_with_a_weight_that_compares_answers_has_its_gold_answers_checked():
+    both, paris, one = scorer_of("exact", "number"), Problem("p", "Paris", 0), Problem("p", "1", 0)
+    assert unwinnable(both, paris) == "gold answer 'Paris' by number"
+    assert unwinnable(both, one) is None and not is_hopeless(both, paris)
+    assert unwinnable(both, Problem("p", " ", 0)) == "the row has no answer"
+    for weights in ([1.0, 0.0], [1.0, -1.0]):
+        assert unwinnable(scorer_of("exact", "number", weights=weights), paris) is None
+    only = scorer_of("exact", "number", weights=[0.0, 1.0])
+    assert unwinnable(only, paris) == "gold answer 'Paris'" and is_hopeless(only, paris)
+    found, checked = check_gold(both, [paris, one])
+    said = unwinnable_message(both, found, checked)
+    assert (
+        "1 of 2" in said and "a quantity (number): problem 0: gold answer 'Paris' by number" in said
+    )
+    own = scorer_of("slow_rewards:right")
+    assert unwinnable(own, paris) is None and not is_hopeless(own, paris)
 
 
 def test_one_reward_has_its_own_figure_without_its_weight():
