@@ -95,6 +95,7 @@ def test_no_question_is_in_both_splits(doubles):
     [
         ("<think>..</think><answer> {right} </answer> or 1", 1), ("The answer is {right}.", 1),
         ("#### {right}", 1), ("\\boxed{{{right}}}", 1), ("so it is:\n{right}\n", 1),
+        (r"<ANSWER>\boxed{{{right}}}</ANSWER>", 1),
         ("<answer>{wrong}</answer>", 0.5), ("{right} or so", 0), ("", 0),
     ],
 )  # fmt: skip
@@ -151,6 +152,9 @@ def test_what_reasoning_gym_does_not_have_is_named(doubles):
         data.problems(config(dataset="double"), "train")
     for given in ({"most": 0}, {"least": 1}):
         with pytest.raises(ValueError, match="data.dataset_args: doubles .* does not take"):
+            data.problems(config(dataset_args=given), "train")
+    for given, said in (({"size": 5}, "data.train_size"), ({"seed": 3}, "data.seed")):
+        with pytest.raises(ValueError, match=f"data.dataset_args: .* is what {said} sets"):
             data.problems(config(dataset_args=given), "train")
     with pytest.raises(ValueError, match="no worked answers to imitate"):
         data.demonstrations(config(), "train")

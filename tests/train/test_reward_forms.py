@@ -72,6 +72,8 @@ def in_workers():
         ("Option B: it rains.", "B"), ("A or C?\nB. Paris", "B"),
         ("The answer is B because C", "B"),
         ("<think>A</think><answer> B </answer>", "B"), ("<answer>B</answer> \\boxed{A}", "B"),
+        ("<answer>\\boxed{B}</answer>", "B"), ("<ANSWER>The answer is (B)</ANSWER>", "B"),
+        ("Answer: A <answer>none</answer>", None),
         ("The answer is A since 3 > 2", "A"), ("A dog barks.", None), ("I think so", None),
         ("Because of it", None), ("", None), ("It is 5.", None), ("The answer is Bern", None),
         ("The answer is B and C", None), ("\\boxed{B, C}", None), ("<answer>B or C</answer>", None),

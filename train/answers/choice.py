@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import re
 
-from train.answers.extract import final_answer
+from train.answers.extract import final_answer, tagged_answer
 
-_TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL | re.IGNORECASE)
 _MACRO = r"(?:\\(?:text|mathrm|textbf)\s*\{)?"
 _BEFORE = r"[\s*_$\"'`]*(?:(?i:option|choice|answer)\b\W{0,5})?" + _MACRO
 _LETTER = re.compile(
@@ -51,8 +50,8 @@ def letter_of(text: str) -> str | None:
 
 def chosen_letter(completion: str) -> str | None:
     """The letter of a completion's answer; None if it has none."""
-    tagged = _TAGGED.findall(completion)
-    answer = tagged[-1] if tagged else final_answer(completion)
+    tagged = tagged_answer(completion)
+    answer = final_answer(completion if tagged is None else tagged) or tagged
     if answer is None:
         lines = [line for line in completion.splitlines() if line.strip()]
         answer = lines[-1] if lines else ""

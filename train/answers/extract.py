@@ -18,6 +18,7 @@ _TOKEN = re.compile(
     r"|(?P<escaped>\\.)|(?P<open>\{)|(?P<close>\})",
     re.DOTALL,
 )
+_TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL | re.IGNORECASE)
 _STATED = re.compile(r"\banswer(?:\s{1,20}is\b|[\s*]{0,20}:)[\s:*=]*", re.IGNORECASE)  # linear
 # A formula in a text, or the end of the statement: of its sentence or line, or before a remark.
 _MATH_OR_END = re.compile(
@@ -59,6 +60,15 @@ def boxed(text: str) -> str | None:
     while inner != found and inner.startswith("{") and inner.endswith("}"):
         found = inner = inner[1:-1].strip()
     return inner
+
+
+def tagged_answer(text: str) -> str | None:
+    """The content of the last `<answer>...</answer>`, or of a box in it; None without the tags."""
+    tagged = _TAGGED.findall(text)
+    if not tagged:
+        return None
+    found = boxed(tagged[-1])
+    return tagged[-1].strip() if found is None else found
 
 
 def final_answer(completion: str) -> str | None:

@@ -13,11 +13,10 @@ from __future__ import annotations
 import difflib
 import functools
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from train.answers.extract import final_answer
+from train.answers.extract import final_answer, tagged_answer
 from train.tasks.layout import Problem, check_split
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 REWARD, TEMPLATE = "reasoning_gym", "{question}\nAnswer:"
 _ATTEMPTS = 100  # entries that a training problem may be replaced by
-_TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 
 
 class Generated(Sequence):
@@ -110,6 +108,12 @@ def _data_set(name: str, arguments: str, seed: int):
             f"data.dataset: reasoning-gym has no data set {name!r}{hint} (it has {len(DATASETS)})"
         )
     given = json.loads(arguments)
+    for argument, setting in (("size", "data.train_size"), ("seed", "data.seed")):
+        if argument in given:
+            raise ValueError(
+                f"data.dataset_args: {argument} is what {setting} sets; set that, and leave "
+                f"{argument} out"
+            )
     try:
         return create_dataset(name, **{**given, "seed": seed})
     except (TypeError, ValueError, AssertionError) as error:
@@ -121,12 +125,12 @@ def _data_set(name: str, arguments: str, seed: int):
 def final_part(completion: str) -> str | None:
     """What is scored of a completion; None for one without text.
 
-    It is the content of the last `<answer>...</answer>`, else what
-    `train.answers.extract.final_answer` finds, else the last line that is not empty.
+    It is what `train.answers.extract.tagged_answer` finds, else what `final_answer` finds, else the
+    last line that is not empty.
     """
-    tagged = _TAGGED.findall(completion)
-    if tagged:
-        return tagged[-1].strip()
+    tagged = tagged_answer(completion)
+    if tagged is not None:
+        return tagged
     found = final_answer(completion)
     if found is not None:
         return found
