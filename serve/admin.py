@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -28,7 +30,13 @@ from specjax.checkpoint.weights import (
 )
 from specjax.drafts.mtp import MTPSource
 from specjax.engine.checksum import checksum
-from specjax.engine.sources import first_difference, load_head, require_same_draft
+from specjax.engine.sources import (
+    first_difference,
+    kind_of,
+    load_head,
+    require_same_draft,
+    takes_overrides,
+)
 from specjax.models.transformer import Params
 from specjax.tokenizer import with_tokenizer_end
 
@@ -77,7 +85,10 @@ class Admin:
         takes_head = llm.spec is not None and llm.drafting.with_head
         if alone and not takes_head:
             raise ValueError("the server drafts with no head of its own; nothing would use it")
-        policy, found = read_weights(Path(asked.path), llm.cfg, alone, asked.step, llm.tokenizer)
+        overrides = dict(llm.spec.draft_overrides) if takes_head else {}
+        policy, found = read_weights(
+            Path(asked.path), llm.cfg, alone, asked.step, llm.tokenizer, overrides
+        )
         head = None if found is None else found.params
         if alone and head is None:
             raise ValueError("it holds no draft head; expected one")
@@ -167,7 +178,12 @@ class Admin:
 
 
 def read_weights(
-    path: Path, cfg: ModelConfig, head_alone: bool, step: int | None, tokenizer=None
+    path: Path,
+    cfg: ModelConfig,
+    head_alone: bool,
+    step: int | None,
+    tokenizer=None,
+    overrides: Mapping[str, Any] | None = None,
 ) -> tuple[Params | None, Head | None]:
     """Reads weights of a model like `cfg`, in any layout that specjax writes.
 
@@ -177,6 +193,8 @@ def read_weights(
       head_alone: whether to read the draft head only.
       step: step of a training run; None: the newest.
       tokenizer: tokenizer of the served model, whose end-of-sequence token `cfg` includes.
+      overrides: settings of the served head in files, which those of a new one are, too; see
+        `SpecConfig.draft_overrides`.
 
     Returns:
       (policy, head); None for a part that is absent or not asked for.
@@ -190,7 +208,8 @@ def read_weights(
         if step is not None:
             raise ValueError(f"it is no training run and has no step {step}; leave step out")
         if head_alone:
-            return None, load_head(str(path), cfg)[1]
+            given = overrides if takes_overrides(path, kind_of(path, cfg)) else None
+            return None, load_head(str(path), cfg, overrides=given)[1]
         dtype = cfg.run.param_dtype
         new, policy, params = hf.load_checkpoint(path, dtype, mtp_concat=cfg.mtp_concat)
         _require_same(with_tokenizer_end(new, tokenizer), cfg, params is not None)

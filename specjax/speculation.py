@@ -20,7 +20,8 @@ from typing import Any, ClassVar
 import yaml
 
 from specjax.command_line import require_effect
-from specjax.config.spec import ACCEPTANCE_MODES, DRAFT_KINDS, SpecConfig
+from specjax.config.overrides import OVERRIDES
+from specjax.config.spec import ACCEPTANCE_MODES, DRAFT_KINDS, DRAFT_WORDS, OwnDraft, SpecConfig
 from specjax.config.strategy import OFF_NAMES, Strategy
 from specjax.control.config import CONTROLLERS, DEFAULT_STRATEGIES, ControlConfig
 from specjax.control.fastrl import FastRLSettings, read_fastrl
@@ -122,6 +123,11 @@ class SpeculationSettings:
         "module:attribute[:PATH]",
     )
     draft_kind: str = option("mtp", "kind of a new head, with draft=random", choices=DRAFT_KINDS)
+    draft_overrides: dict[str, Any] = option(
+        {},
+        "settings of an EAGLE-3 head in place of those in its config.json, such as "
+        f"{{norm_before_residual: true}}; of {', '.join(OVERRIDES)}",
+    )
     draft_vocab: int | None = option(
         None,
         "number of tokens that the head or model may propose, those that are emitted most; null: "
@@ -304,6 +310,11 @@ def drafts_with_head(v: Values, section: str) -> bool:
     return v[f"{section}.draft"] != "ngram"
 
 
+def may_be_files(draft: str) -> bool:
+    """Whether a value of `draft` is a path or an id."""
+    return draft not in DRAFT_WORDS and OwnDraft.parse(draft) is None
+
+
 def speculation_rules(
     section: str, speculates: Callable[[Values], bool] | None = None, instead: str | None = None
 ) -> tuple[Needs, ...]:
@@ -403,6 +414,12 @@ def speculation_rules(
             lambda v: v[f"{key}draft"] == "random",
             f"it is the kind of a new head, and [{key}draft] makes none; set {key}draft=random, or "
             "leave it out",
+        ),
+        Needs(
+            (f"{key}draft_overrides",),
+            lambda v: may_be_files(v[f"{key}draft"]),
+            f"it is about an EAGLE-3 head in files, and [{key}draft] names none; set "
+            f"{key}draft=DIR, or leave it out",
         ),
         Needs(
             (f"{key}draft_vocab", f"{key}token_map"),

@@ -94,6 +94,11 @@ CHANGED = [
     ),
     ({"draft": "d"}, SpecConfig(draft="d"), None),
     (
+        {"draft": "d", "draft_overrides": '{"backbone": "qwen3"}'},
+        SpecConfig(draft="d", draft_overrides={"backbone": "qwen3"}),
+        None,
+    ),
+    (
         {"draft_vocab": "16", "token_map": "map.json"},
         SpecConfig(draft_vocab=16, token_map="map.json"),
         None,
@@ -219,6 +224,10 @@ REFUSED = [
     ({"strategy": "off", "draft": "ngram"}, "changes nothing"),
     ({"strategy": "off", "control.controller": "ema"}, "leave one of them out"),
     ({"draft_kind": "eagle3"}, "is the kind of a new head"),
+    ({"draft_overrides": '{"backbone": "qwen3"}'}, "is about an EAGLE-3 head in files"),
+    ({"draft": "ngram", "draft_overrides": '{"backbone": "qwen3"}'}, "names none; use"),
+    ({"draft": "d", "draft_overrides": '{"norm": true}'}, "unknown setting of the head 'norm'"),
+    ({"draft": "d", "draft_overrides": '{"norm_output": 1}'}, "must be true or false; got 1"),
     ({"draft": "checkpoint", "ngram_max": "6"}, "n-grams do not draft"),
     ({"invariant": "true", "acceptance": "block"}, "is about equal tokens"),
     ({"control.controller": "best"}, "expected one of goodput, static, ema, bandit"),

@@ -28,7 +28,11 @@ from train.rollout_schema import SPELL
 
 
 def starting_head(
-    spec: SpecConfig, model: ModelConfig, head: Head | None, mesh: jax.sharding.Mesh | None
+    spec: SpecConfig,
+    model: ModelConfig,
+    head: Head | None,
+    mesh: jax.sharding.Mesh | None,
+    policy: Params | None = None,
 ) -> tuple[ModelConfig, Head]:
     """The head that a run starts from, and the model config with the switches of an MTP head.
 
@@ -37,6 +41,7 @@ def starting_head(
       model: config of the policy.
       head: head in the policy's checkpoint; None without one.
       mesh: mesh of training; None for one device.
+      policy: parameters of the policy, from which a new EAGLE-3 head starts; None: it is random.
 
     Raises:
       ConfigError: the policy's checkpoint has no head, or the path does not exist.
@@ -46,7 +51,7 @@ def starting_head(
     # changes no token.
     spec = dataclasses.replace(spec, head_seed=spec.head_seed % (1 << 32))
     try:
-        model, source, params = sources.load_source(model, spec, head, None, mesh)
+        model, source, params = sources.load_source(model, spec, head, None, mesh, policy)
     except SettingError as error:
         raise ConfigError(spelled(error, SPELL)) from error
     return model, Head(source, params)
@@ -71,7 +76,7 @@ def head_shapes(
         return model, Head(own, head_shapes_of(own))
     try:
         if spec.draft_path is not None:
-            return sources.head_shapes(spec.draft_path, model)
+            return sources.head_shapes(spec.draft_path, model, dict(spec.draft_overrides))
     except SettingError as error:
         raise ConfigError(spelled(error, SPELL)) from error
     source = sources.source_of(model, spec)

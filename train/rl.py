@@ -52,6 +52,7 @@ from train.cli import (
 )
 from train.head_files import HeadCheckpoints
 from train.log import MetricsLogger, read_metrics
+from train.rollout_schema import SPELL
 from train.schema import RLConfig
 from train.scoring import RewardsFailedError
 from train.trainer import Trainer
@@ -72,7 +73,7 @@ class StepWarnings:
 
     def __init__(self, patience: int = 3, source: Draft | None = None):
         self.patience, self.flat, self.zero_shown = patience, 0, False
-        self._advice = advice(source)
+        self._advice = advice(source, SPELL)
 
     def check(
         self,

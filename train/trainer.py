@@ -122,7 +122,10 @@ class Trainer:
         self.model = as_computed(cfg, model)
         self.about_head = None
         if self.head is not None:
-            self.about_head = describe_head(Head(self.source, self.head))
+            try:
+                self.about_head = describe_head(Head(self.source, self.head))
+            except ValueError as error:  # files have no key for a setting by hand
+                raise ConfigError(f"rollout.draft: {error}") from error
         self.rollouts = Rollouts(
             cfg, self.order, self.prompts, self.model.eos_token_ids, self.scorer
         )
@@ -164,7 +167,9 @@ class Trainer:
         """Loads what drafts; returns the model's config with the switches of an MTP head."""
         spec = dataclasses.replace(drafting.spec, head_seed=self.cfg.seed)
         if trains(drafting.kind):
-            model, (self.source, self.head) = starting_head(spec, model, head, self.mesh)
+            model, (self.source, self.head) = starting_head(
+                spec, model, head, self.mesh, self.params
+            )
         else:
             decoder = as_rolled_out(self.cfg, as_computed(self.cfg, model))
             try:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from specjax.config.checks import choice
+from specjax.config.overrides import checked_overrides
 from specjax.config.strategy import Strategy
 from specjax.spelling import SettingError, checks_keywords
 
@@ -61,6 +62,9 @@ class SpecConfig:
         own, see `specjax.interfaces.Draft`, and what its `load` reads. A path such as `./ngram`
         is a directory, whatever its name.
       draft_kind: kind of a new head, `mtp` or `eagle3`; only with `draft="random"`.
+      draft_overrides: settings of an EAGLE-3 head in files that stand in place of those in its
+        config.json, where these are wrong: a mapping with some of the names in
+        `specjax.config.overrides.OVERRIDES`. It is kept as pairs of a name and a value.
       head_seed: seed of a new head.
       draft_vocab: number of tokens that the head or model may propose; None: the whole vocabulary.
         The draft then computes logits for these tokens alone, which is faster. They are the tokens
@@ -94,6 +98,7 @@ class SpecConfig:
     acceptance: str = "coupled"
     draft: str = AUTO_DRAFT
     draft_kind: str = "mtp"
+    draft_overrides: Mapping[str, Any] | tuple[tuple[str, Any], ...] = ()
     head_seed: int = 0
     draft_vocab: int | None = None
     token_map: str | None = None
@@ -128,6 +133,7 @@ class SpecConfig:
                     f"or leave out {spell('draft_kind')}"
                 )
             )
+        self._check_overrides()
         if self.draft_vocab is not None and self.draft_vocab < 1:
             raise SettingError(
                 lambda spell: f"{spell('draft_vocab')}: expected at least 1, got {self.draft_vocab}"
@@ -152,6 +158,31 @@ class SpecConfig:
             )
         if not self.is_off:
             self._refuse_what_is_not_exact()
+
+    def _check_overrides(self) -> None:
+        """Checks `draft_overrides`, and makes it hashable."""
+        given = self.draft_overrides
+        if not isinstance(given, (Mapping, tuple)):
+            raise SettingError(
+                lambda spell: (
+                    f"{spell('draft_overrides')}: expected a mapping, such as "
+                    f"{{'norm_before_residual': True}}, got {given!r}"
+                )
+            )
+        try:
+            given = checked_overrides(dict(given))
+        except ValueError as error:
+            text = str(error)
+            raise SettingError(lambda spell: f"{spell('draft_overrides')}: {text}") from error
+        object.__setattr__(self, "draft_overrides", tuple(sorted(given.items())))
+        if given and self.draft_path is None:
+            raise SettingError(
+                lambda spell: (
+                    f"{spell('draft_overrides')} is about an EAGLE-3 head in files, and "
+                    f"{spell('draft', self.draft)} names none; use {spell('draft', 'DIR')}, or "
+                    f"leave out {spell('draft_overrides')}"
+                )
+            )
 
     def _refuse_what_is_not_exact(self) -> None:
         strategy = self.resolve()

@@ -34,6 +34,7 @@ from specjax.checked_json import CheckpointError, Keys, UnsupportedModelError
 from specjax.config import ModelConfig
 from specjax.config.checks import choice
 from specjax.config.model import Layer
+from specjax.config.overrides import are_ids, checked_overrides
 from specjax.decode.state import take_positions
 from specjax.decode.tree import pack_bits
 from specjax.drafts import eagle3_config
@@ -335,7 +336,7 @@ def _read(
         raise ValueError(
             f"a DFlash head has no setting {', '.join(map(repr, unknown))}; expected {_AUX}"
         )
-    by_hand = eagle3_config.checked_overrides(overrides).get(_AUX)
+    by_hand = checked_overrides(overrides).get(_AUX)
     own, file = top.within("dflash_config"), top.file
     body = top.within("transformer_layer_config") if speculators else top
     _refuse_others(top, own, body)
@@ -453,26 +454,27 @@ def _taps(
             # transformers, which the authors' program reads it from, gives it after the final norm.
             raise CheckpointError(
                 f"{top.file}: {name} names the output of the target's last layer {count - 1}, "
-                f"which programs take before or after the final norm; set {_AUX} by hand: "
-                f"{count} is the state before it"
+                f"which programs take before or after the final norm; set {_AUX} in "
+                f"draft_overrides: {count} is the state before it"
             )
     if not all(0 <= b <= count for b in found):
         raise CheckpointError(
             f"{top.file}: the head takes the boundaries {list(found)} of its target, expected "
-            f"numbers from 0 to {count}; use a head for this target, or set {_AUX} by hand"
+            f"numbers from 0 to {count}; use a head for this target, or set {_AUX} in "
+            "draft_overrides"
         )
     if by_hand is None and list(found) != sorted(set(found)):
         raise CheckpointError(
             f"{top.file}: {name} are the boundaries {list(found)}, expected ascending ones: "
-            f"programs differ in the order in which they join others; set {_AUX} by hand, in the "
-            "order of fc.weight"
+            f"programs differ in the order in which they join others; set {_AUX} in "
+            "draft_overrides, in the order of fc.weight"
         )
     return found
 
 
 def _listed(keys: Keys, name: str) -> tuple[int, ...]:
     value = keys.raw.get(name)
-    if not isinstance(value, list) or not value or not eagle3_config.are_ids(value, 0):
+    if not isinstance(value, list) or not value or not are_ids(value, 0):
         raise keys.error(name, "a list of numbers of layers")
     return tuple(value)
 

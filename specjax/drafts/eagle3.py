@@ -300,7 +300,8 @@ class Eagle3Source(FileHead):
         """See `Draft.read`.
 
         Args:
-          overrides: settings in place of those of the files, see `eagle3_config.OVERRIDES`.
+          overrides: settings in place of those of the files, see
+            `specjax.config.overrides`.
         """
         cfg = eagle3_config.read(file, raw, tensors, target, overrides)
         return cls(cfg, eagle3_config.layout_of(tensors))
@@ -373,7 +374,7 @@ class Eagle3Source(FileHead):
         return (
             f"this {self._kind()} head is run with {self._switches()}; each of these gives an "
             "accept length of 1.0 without an error where the head was trained otherwise: compare "
-            "them with the program that trained it"
+            "them with the program that trained it, and set those that differ in draft_overrides"
         )
 
     def _kind(self) -> str:

@@ -2,7 +2,8 @@
 
 Five settings change no shape, and give an accept length of 1.0 without an error where they are
 wrong: which hidden states of the target the head takes, `norm_before_residual`, `fc_norm`,
-`norm_output`, and the backbone. They are read by these rules, and may be set by hand (`OVERRIDES`):
+`norm_output`, and the backbone. They are read by these rules, and may be set by hand, in
+`SpecConfig.draft_overrides` (`specjax.config.overrides.OVERRIDES`):
 
     states                `boundary` b is the input of the target's layer b, before any norm; b = L
                           is the output of the last of its L layers. A list
@@ -37,22 +38,13 @@ from specjax.checked_json import CheckpointError, Keys, UnsupportedModelError, s
 from specjax.config import ModelConfig
 from specjax.config.checks import choice
 from specjax.config.model import Layer
+from specjax.config.overrides import BACKBONES, FC_NORMS, are_ids, checked_overrides
 from specjax.models.families import common
 from specjax.models.mixers.attention import Attention
 from specjax.models.mlps.dense import Dense
 from specjax.spelling import checks_keywords
 
-FC_NORMS = ("none", "joined", "each")
-BACKBONES = ("llama", "qwen3")
 LAYOUTS = ("speculators", "safeailab")
-# Settings that a user may give in place of those of the files.
-OVERRIDES = (
-    "aux_hidden_state_layer_ids",
-    "norm_before_residual",
-    "fc_norm",
-    "norm_output",
-    "backbone",
-)
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64")
 _QUANTISED = ("_scale", "_scale_inv", "_zero_point", ".qweight", ".qzeros", ".scales", "_packed")
@@ -256,7 +248,7 @@ def read(
       raw: content of config.json.
       tensors: the tensors of the files by name, see `specjax.interfaces.Reader.tensors`.
       target: config of the target; the head has its dtypes.
-      overrides: settings in place of those of the files, by the names in `OVERRIDES`;
+      overrides: settings in place of those of the files, see `specjax.config.overrides`;
         `aux_hidden_state_layer_ids` is a list of boundaries in the order in which `fc` takes them,
         or `post_norm`.
 
@@ -323,36 +315,6 @@ def _mask_token(top: Keys, target: ModelConfig) -> int:
     return token
 
 
-def checked_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns settings by hand in the types of `Eagle3Config`.
-
-    Raises:
-      ValueError: a name is not in `OVERRIDES`, or a value is invalid.
-    """
-    if unknown := sorted(set(overrides) - set(OVERRIDES)):
-        raise ValueError(
-            f"unknown setting of the head {', '.join(map(repr, unknown))}; expected "
-            f"{', '.join(OVERRIDES)}"
-        )
-    given = dict(overrides)
-    for name in ("norm_before_residual", "norm_output"):
-        if name in given and not isinstance(given[name], bool):
-            raise ValueError(f"{name} must be true or false; got {given[name]!r}")
-    for name, choices in (("fc_norm", FC_NORMS), ("backbone", BACKBONES)):
-        if name in given:
-            choice(name, given[name], choices)
-    name = "aux_hidden_state_layer_ids"
-    if name in given and given[name] != "post_norm":
-        ids = given[name]
-        if isinstance(ids, str) or not isinstance(ids, Sequence) or not ids or not are_ids(ids, 0):
-            raise ValueError(
-                f"{name} must be a list of boundaries, the numbers of layers that ran before each "
-                f"state, or post_norm; got {ids!r}"
-            )
-        given[name] = tuple(ids)
-    return given
-
-
 def _backbone(body: Keys, speculators: bool, given: Mapping[str, Any]) -> str:
     if "backbone" in given:
         return given["backbone"]
@@ -363,7 +325,8 @@ def _backbone(body: Keys, speculators: bool, given: Mapping[str, Any]) -> str:
     if said not in BACKBONES:
         raise UnsupportedModelError(
             f"{body.file}: the head's layers are of model_type {said!r}, expected one of "
-            f"{', '.join(BACKBONES)}; if they compute what one of these does, set backbone by hand"
+            f"{', '.join(BACKBONES)}; if they compute what one of these does, set backbone in "
+            "draft_overrides"
         )
     return said
 
@@ -443,7 +406,7 @@ def _taps(
             raise CheckpointError(
                 f"{file}: use_aux_hidden_state is false, so that the head takes the target's final "
                 "state and has no fc, and the files hold fc.weight; set "
-                "aux_hidden_state_layer_ids by hand if the head takes several states"
+                "aux_hidden_state_layer_ids in draft_overrides if the head takes several states"
             )
         if width != network.hidden_size:
             raise CheckpointError(
@@ -454,8 +417,8 @@ def _taps(
     if "fc.weight" not in tensors:
         raise CheckpointError(
             f"{file}: missing: fc.weight, expected [{network.hidden_size}, states * {width}]; "
-            "fetch the files again, or set aux_hidden_state_layer_ids=post_norm if the head takes "
-            "the target's final state"
+            "fetch the files again, or set aux_hidden_state_layer_ids to post_norm in "
+            "draft_overrides if the head takes the target's final state"
         )
     rows, columns = _shape(file, tensors, "fc.weight", 2)
     if rows != network.hidden_size or columns % width:
@@ -466,7 +429,7 @@ def _taps(
         )
     states = columns // width
     if by_hand is not None:
-        found, order, what = by_hand, by_hand, "aux_hidden_state_layer_ids, set by hand,"
+        found, order, what = by_hand, by_hand, "aux_hidden_state_layer_ids in draft_overrides"
     else:
         found, what = _boundaries(top, count)
         order = tuple(sorted(found))
@@ -474,7 +437,7 @@ def _taps(
         raise CheckpointError(
             f"{file}: {what} are the boundaries {list(found)}, expected numbers from 0 to {count} "
             f"for a target of {count} layers; use a head for this target, or set "
-            "aux_hidden_state_layer_ids by hand"
+            "aux_hidden_state_layer_ids in draft_overrides"
         )
     if len(found) == states and found == order:
         return found
@@ -491,7 +454,7 @@ def _taps(
         f"{file}: fc.weight is [{rows}, {columns}], which takes {states} states of the target's "
         f"width {width}, and {what} are the boundaries {list(found)}, expected {states} of them"
         f"{f', or a target of width {columns // len(found)}' if fits else ''}; use a head for "
-        "this target, or set aux_hidden_state_layer_ids by hand"
+        "this target, or set aux_hidden_state_layer_ids in draft_overrides"
     )
 
 
@@ -512,7 +475,7 @@ def _boundaries(top: Keys, count: int) -> tuple[tuple[int, ...], str]:
         raise CheckpointError(
             f"{top.file}: {_AUX} are the boundaries {list(outer)}, and those inside eagle_config, "
             f"which are outputs of layers, are the boundaries {list(inner)}; expected the same: "
-            "set aux_hidden_state_layer_ids by hand"
+            "set aux_hidden_state_layer_ids in draft_overrides"
         )
     if outer or inner:
         return outer or inner, _AUX
@@ -527,10 +490,6 @@ def _ids(keys: Keys, least: int) -> tuple[int, ...]:
     if not _is_list(value) or not are_ids(value, least):
         raise keys.error(_AUX, f"a list of integers of at least {least}")
     return tuple(value)
-
-
-def are_ids(values: Sequence[Any], least: int) -> bool:
-    return all(isinstance(i, int) and not isinstance(i, bool) and i >= least for i in values)
 
 
 def _is_list(value: Any) -> bool:
@@ -567,7 +526,7 @@ def _fc_norm(top: Keys, tensors: Mapping[str, Any], given: Mapping[str, Any]) ->
         raise CheckpointError(
             f"{top.file}: norm_before_fc is {shown(said[0])} and fc_norm {shown(said[1])}, and of "
             f"their tensors, input_norm and fc_norm.*, the files hold {held}; expected the tensors "
-            "of the norm that config.json names: correct it, or set fc_norm by hand"
+            "of the norm that config.json names: correct it, or set fc_norm in draft_overrides"
         )
     return found
 
@@ -715,7 +674,7 @@ def check_tensors(
     if backbone and any("_norm.weight" in p and "self_attn" in p for p in problems):
         advice = (
             f"the backbone is {backbone}, and of {', '.join(BACKBONES)} only qwen3 "
-            "has q_norm and k_norm: set backbone by hand if config.json names it wrongly"
+            "has q_norm and k_norm: set backbone in draft_overrides if config.json names it wrongly"
         )
     head = f"{file}: the tensors do not fit this {kind} head"
     if len(problems) == 1:

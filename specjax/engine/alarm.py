@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from specjax.interfaces import Draft
+from specjax.spelling import Spell, python
 
 log = logging.getLogger(__name__)
 
@@ -17,9 +18,13 @@ class AcceptanceAlarm:
 
     Args:
       source: what drafts.
+
+    Attributes:
+      spell: function that spells settings in the warning.
     """
 
     def __init__(self, source: Draft):
+        self.spell: Spell = python
         self._source, self._rounds, self._accepted = source, 0, 0
 
     @property
@@ -50,12 +55,13 @@ class AcceptanceAlarm:
         if length < LEAST:
             log.warning(
                 "accept length has been %.2f for %d rounds: speculation only costs time. %s",
-                length, self._rounds, advice(self._source),
+                length, self._rounds, advice(self._source, self.spell),
             )  # fmt: skip
         return True
 
 
-def advice(source: Draft | None) -> str:
-    """Says what to look at if hardly a drafted token is accepted."""
+def advice(source: Draft | None, spell: Spell = python) -> str:
+    """Says what to look at if hardly a drafted token is accepted; `spell` spells settings."""
     found = "" if source is None else source.suspects()
+    found = found.replace("draft_overrides", spell("draft_overrides"))
     return found[:1].upper() + found[1:] or "Is the draft the one that belongs to this policy?"

@@ -171,7 +171,8 @@ class LLM:
             meshes = sharding.replica_meshes(replicas, tp)
         cfg, source = laid_out(cfg, meshes[0]), None
         if self.spec is not None:
-            cfg, source, head = load_source(cfg, self.spec, head, tokenizer, meshes[0])
+            found = load_source(cfg, self.spec, head, tokenizer, meshes[0], params)
+            cfg, source, head = found
         # A user who has no head may have forgotten to name a draft, and is warned. Programs with
         # a spelling of their own show the log, or print the line themselves.
         is_warning = self.drafting.by_default and spell is python
@@ -191,6 +192,9 @@ class LLM:
         self._engine_config = engine
         engines = [self._engine(spec, source, control, place) for place in meshes]
         self.engine = Replicas(engines) if several else engines[0]
+        for each in engines:
+            if each.alarm is not None:
+                each.alarm.spell = spell
         for line in self.engine.engines[0].start_lines():
             log.info("%s", line)
         self.engine.set_params(params, head if self.spec else None)

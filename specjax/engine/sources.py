@@ -44,6 +44,7 @@ from specjax.config.spec import (
     RANDOM_DRAFT,
 )
 from specjax.control import ControlConfig
+from specjax.drafts.eagle3 import Eagle3Source
 from specjax.drafts.model import ModelSource
 from specjax.drafts.mtp import MTPSource
 from specjax.engine.settings import require_speculation
@@ -222,7 +223,11 @@ def _class_of(
     spec: SpecConfig, target: ModelConfig | None, find: Callable[[str], Path]
 ) -> type[Draft]:
     if spec.draft_path is not None:
-        return kind_of(find(spec.draft_path), target)
+        path = find(spec.draft_path)
+        kind = kind_of(path, target)
+        if spec.draft_overrides:
+            _require_overridable(spec.draft_path, path, kind)
+        return kind
     if spec.own_draft is not None:
         return own_class(spec.own_draft.name)
     kinds = {CHECKPOINT_DRAFT: "mtp", RANDOM_DRAFT: spec.draft_kind, NGRAM_DRAFT: "ngram"}
@@ -293,6 +298,30 @@ def _refuse_one_file(path: Path) -> None:
         )
 
 
+def takes_overrides(path: Path, kind: type[Draft]) -> bool:
+    """Whether `SpecConfig.draft_overrides` may change what files say.
+
+    Args:
+      path: a file or directory of a draft.
+      kind: what `kind_of` returns of it.
+    """
+    return layout_of(path) == HUGGING_FACE and kind not in (MTPSource, ModelSource)
+
+
+def _require_overridable(name: str, path: Path, kind: type[Draft]) -> None:
+    if takes_overrides(path, kind):
+        return
+    what = {MTPSource: "an MTP head", ModelSource: "a model"}.get(kind, "a head")
+    if layout_of(path) != HUGGING_FACE:
+        what += " in a checkpoint of specjax"
+    raise SettingError(
+        lambda spell: (
+            f"{spell('draft_overrides')} is about an EAGLE-3 head in files, a directory with "
+            f"config.json, and {spell('draft', name)} is {what}; leave it out"
+        )
+    )
+
+
 def with_kernel(
     source: Draft | None, settle: Callable[..., ModelConfig], what: str = "attention"
 ) -> Draft | None:
@@ -328,6 +357,7 @@ def load_source(
     head: Head | Params | None,
     tokenizer,
     mesh: jax.sharding.Mesh | None,
+    policy: Params | None = None,
 ) -> tuple[ModelConfig, Draft, Params]:
     """Loads the draft source that `spec` names.
 
@@ -337,6 +367,8 @@ def load_source(
       head: the checkpoint's head, or the parameters of an MTP head; None: it has none.
       tokenizer: tokenizer of the target, which a draft model must share; None: there is none.
       mesh: mesh of the target.
+      policy: parameters of the target, of which a new EAGLE-3 head starts with copies, see
+        `Eagle3Source.new`; None: all of its parameters are random.
 
     Returns:
       the target's config (with the switches of an MTP head), the source, and its parameters.
@@ -352,15 +384,22 @@ def load_source(
         files = own and own.path and open_checkpoint(find_draft_at(own.path))
         return cfg, source, source.load(files or None)
     if spec.draft_path is not None:
-        if kind_of(find_draft_at(spec.draft_path), cfg) is ModelSource:
+        path, overrides = find_draft_at(spec.draft_path), dict(spec.draft_overrides)
+        if kind_of(path, cfg) is ModelSource:
+            if overrides:
+                _require_overridable(spec.draft_path, path, ModelSource)
             dtype = cfg.run.compute_dtype
             source, params = load_draft_model(spec.draft_path, cfg, tokenizer, dtype, mesh)
             return cfg, source, params
-        cfg, found = load_head(spec.draft_path, cfg, mesh)
+        cfg, found = load_head(spec.draft_path, cfg, mesh, overrides)
         return cfg, *found
     if spec.draft == RANDOM_DRAFT:
         cfg, source = new_source(cfg, spec)
-        return cfg, *placed(Head(source, source.init(spec.head_seed)), mesh)
+        if isinstance(source, Eagle3Source):
+            source, params = Eagle3Source.new(cfg, policy=policy, seed=spec.head_seed)
+        else:
+            params = source.init(spec.head_seed)
+        return cfg, *placed(Head(source, params), mesh)
     if head is None and spec.draft == AUTO_DRAFT:
         return load_source(cfg, dataclasses.replace(spec, draft=NGRAM_DRAFT), None, None, mesh)
     if head is None:
@@ -566,7 +605,10 @@ def _hint(name: str, spell: Spell) -> str:
 
 
 def load_head(
-    name: str, model: ModelConfig, mesh: jax.sharding.Mesh | None = None
+    name: str,
+    model: ModelConfig,
+    mesh: jax.sharding.Mesh | None = None,
+    overrides: Mapping[str, Any] | None = None,
 ) -> tuple[ModelConfig, Head]:
     """Loads a draft head that is stored apart from its policy.
 
@@ -575,13 +617,15 @@ def load_head(
         directory of a training run, of which the newest checkpoint is loaded; see `find_draft_at`.
       model: config of the policy, with or without a head of its own.
       mesh: mesh to place the head on.
+      overrides: settings of an EAGLE-3 head in files in place of those of its config.json, see
+        `SpecConfig.draft_overrides`.
 
     Returns:
       the policy's config with the switches of an MTP head, and the head, with parameters in
       `model.run.param_dtype`.
 
     Raises:
-      SettingError: there is no such file or id.
+      SettingError: there is no such file or id, or it takes no overrides.
       CheckpointError: the file is damaged, holds no head, or does not fit the policy.
     """
     from specjax.checkpoint.store import load_draft  # Orbax takes long to import
@@ -590,6 +634,13 @@ def load_head(
     layout, kind = layout_of(path), kind_of(path, model)
     if layout == HUGGING_FACE and kind is not MTPSource:
         return model, Head(*load_draft_files(path, model, mesh))
+
+    path = find_draft_at(name)
+    layout, kind = layout_of(path), kind_of(path, model)
+    if overrides:
+        _require_overridable(name, path, kind)
+    if layout == HUGGING_FACE and kind is not MTPSource:
+        return model, Head(*load_draft_files(path, model, mesh, overrides))
     if layout == HUGGING_FACE:
         model = _with_a_head(model)
         return model, Head(MTPSource(model), hf.load_head(path, model, mesh))
@@ -614,7 +665,9 @@ def load_head(
     return model, placed(Head(source, cast_floats(params, model.run.param_dtype)), mesh)
 
 
-def head_shapes(name: str, model: ModelConfig) -> tuple[ModelConfig, Head]:
+def head_shapes(
+    name: str, model: ModelConfig, overrides: Mapping[str, Any] | None = None
+) -> tuple[ModelConfig, Head]:
     """Returns what `load_head` returns, with shapes for arrays; it reads no weights.
 
     Raises:
@@ -622,9 +675,15 @@ def head_shapes(name: str, model: ModelConfig) -> tuple[ModelConfig, Head]:
     """
     path = _head_dir(find_draft_at(name), model)
     layout, kind = layout_of(path), kind_of(path, model)
+
+    path = find_draft_at(name)
+    layout = layout_of(path)
+    kind = kind_of(path, model)
+    if overrides:
+        _require_overridable(name, path, kind)
     if layout == HUGGING_FACE and kind is not MTPSource:
         reader = open_checkpoint(path)
-        source = kind.read(path / CONFIG, reader.config(), reader.tensors(), model)
+        source = kind.read(path / CONFIG, reader.config(), reader.tensors(), model, overrides)
     elif layout == HUGGING_FACE:
         model = _with_a_head(model)
         source = MTPSource(model)

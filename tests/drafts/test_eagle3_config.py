@@ -216,7 +216,7 @@ def test_the_norm_before_fc_is_that_of_key_and_tensors(norm, keys):
     ],
 )
 def test_a_norm_before_fc_that_key_and_tensors_contradict_is_refused(norm, keys):
-    refused(plain(**keys), tensors(norm=norm), "norm_before_fc is", "set fc_norm by hand")
+    refused(plain(**keys), tensors(norm=norm), "norm_before_fc is", "fc_norm in draft_overrides")
     assert read(plain(**keys), tensors(norm=norm), fc_norm=norm).fc_norm == norm
 
 
@@ -250,7 +250,7 @@ def test_the_backbone_is_named_or_qwen3_in_a_file_of_speculators(raw, layout, ba
     assert cfg.network.model_type == backbone
     assert cfg.network.layers[0].mixer.qk_norm is (backbone == "qwen3")
     others = tensors(layout, qk_norm=backbone != "qwen3")
-    refused(raw, others, f"the backbone is {backbone}", "q_norm", "set backbone by hand")
+    refused(raw, others, f"the backbone is {backbone}", "q_norm", "set backbone in draft_overrides")
     assert read(raw, others, backbone=wrong).network.model_type == wrong
 
 
@@ -469,7 +469,7 @@ def test_keys_that_do_not_fit_are_named(keys, texts):
 @pytest.mark.parametrize(("count", "taps"), [(4, "[2, 2, 1]"), (3, "[2, 1, 0]"), (2, "[2, 1, -1]")])
 def test_default_states_of_few_layers_are_refused_where_their_order_is_unknown(count, taps):
     target = dense_config(V, D, F, count, N, K, H)
-    refused(plain(), tensors(), taps, "set aux_hidden_state_layer_ids by hand", target=target)
+    refused(plain(), tensors(), taps, "layer_ids in draft_overrides", target=target)
     given = read(plain(), tensors(), target, aux_hidden_state_layer_ids=[2, 2, 1])
     assert given.taps == (2, 2, 1)
 

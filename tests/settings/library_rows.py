@@ -10,14 +10,17 @@ from unittest import mock
 import jax
 import numpy as np
 from pieces import Pieces
-from rows import Row, outcome, written
+from rows import Row, outcome, scratch, written
 from shared import CFG, NOTHING, PROMPTS, shared_llm, weights
 
 from specjax import ControlConfig, EngineConfig, SamplingParams, SpecConfig
+from specjax.checkpoint.draft_files import save_draft_files
+from specjax.config import ModelConfig
 from specjax.control import Bandit, Goodput, Observation, make_controller
 from specjax.decode.chunk import Until
 from specjax.decode.options import Features
 from specjax.decode.state import RowMap
+from specjax.drafts.eagle3 import Eagle3Source
 from specjax.drafts.mtp import init_head_params
 from specjax.engine.engine import Engine
 from specjax.engine.plans import make_plans
@@ -142,6 +145,19 @@ def source(spec: SpecConfig):
     return type(found).__name__, params
 
 
+def what_drafts(spec: SpecConfig):
+    """What the files of a head are read as."""
+    return load_source(CFG, spec, None, None, None)[1].described()
+
+
+def eagle3_files_for(cfg: ModelConfig) -> str:
+    """The directory of a new EAGLE-3 head for a policy."""
+    path = scratch(f"eagle3-{cfg.vocab_size}")
+    if not path.exists():
+        save_draft_files(path, *Eagle3Source.new(cfg), "speculators", "float32")
+    return str(path)
+
+
 def compared(spec: SpecConfig):
     """What a call of an engine in this mode says of plain decoding."""
     llm = shared_llm("speculative")
@@ -166,6 +182,9 @@ SPEC = {
     "acceptance": Row("block", chunk, CHAIN),
     "draft": Row("ngram", source),
     "draft_kind": Row("eagle3", source, {"draft": "random"}),
+    "draft_overrides": Row(
+        {"norm_before_residual": True}, what_drafts, {"draft": lambda: eagle3_files_for(CFG)}
+    ),
     "head_seed": Row(1, source, {"draft": "random"}),
     "draft_vocab": Row(16, chunk, CHAIN),
     "token_map": Row(written("map.json", "[3, 1, 4]"), lambda spec: draft_ids(CFG, spec)),

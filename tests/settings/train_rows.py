@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from library_rows import eagle3_files_for
 from rows import (
     PLACES,
     Reaches,
@@ -66,6 +67,11 @@ from train.trainer import Trainer
 def policy() -> ModelConfig:
     cfg = hf.read_config(PLACES.policy)
     return with_tokenizer_end(cfg, tokenizer())
+
+
+def eagle3_files() -> str:
+    """The directory of an EAGLE-3 head of the policy."""
+    return eagle3_files_for(policy())
 
 
 @functools.cache
@@ -594,6 +600,7 @@ def speculation_rows(section: str, arrives, controller, **other) -> dict:
         "acceptance": ("block", {}),
         "draft": ("ngram", {}),
         "draft_kind": ("eagle3", {f"{section}.draft": "random"}),
+        "draft_overrides": ({"norm_output": True}, {f"{section}.draft": eagle3_files}),
         "draft_vocab": (16, {}),
         "token_map": (written("map.json", "[3, 1, 4]"), {}),
         "ngram_max": (3, ngram),

@@ -9,6 +9,7 @@ import tiny_run
 
 from serve.admin import read_weights
 from specjax import LLM, SpecConfig
+from specjax.checkpoint.draft_files import save_draft_files
 from specjax.checkpoint.format import named_leaves
 from specjax.checkpoint.weights import Head, load_model
 from specjax.command_line import parse_config
@@ -16,6 +17,7 @@ from specjax.drafts.eagle3 import Eagle3Source
 from specjax.drafts.mtp import MTPSource
 from specjax.engine.sources import kind_of, load_head
 from train import rl
+from train.plan.programs import Shapes
 from train.schema import RLConfig
 
 EAGLE3 = {"rollout.draft": "random", "rollout.draft_kind": "eagle3"}
@@ -70,6 +72,26 @@ def test_the_head_is_trained_and_moves_no_bit_of_the_policy(modes):
     before, after = named_leaves(start), named_leaves(online.head)
     still = {name for name in before if np.array_equal(before[name], after[name])}
     assert not still, f"{sorted(still)} are not trained"
+
+
+def test_a_new_head_starts_with_the_policys_language_model_head(modes, thin_model):
+    policy = load_model(thin_model, "float32").policy
+    start = modes["frozen"][1]
+    expected = policy["lm_head"] if "lm_head" in policy else policy["embed"].T
+    np.testing.assert_array_equal(start["lm_head"], expected)
+    np.testing.assert_array_equal(start["norm"], policy["norm"])
+
+
+def test_switches_of_a_head_in_files_are_set_by_hand(modes, thin_model, tmp_path):
+    source, head = modes["frozen"][0].source, modes["frozen"][1]
+    save_draft_files(tmp_path / "head", source, head, "safeailab", "float32")
+    changes = {"rollout.draft": tmp_path / "head", "draft.mode": "frozen"}
+    changes["rollout.draft_overrides"] = "{norm_output: true}"
+    one = trainer(thin_model, tmp_path / "run", **changes)
+    assert one.source.cfg == dataclasses.replace(source.cfg, norm_output=True)
+    cfg = parse_config(RLConfig, tiny_run.arguments(thin_model, tmp_path, **changes))[0]
+    planned = Shapes(cfg, jax.devices()[:1])
+    assert planned.source.cfg == one.source.cfg
 
 
 def test_spot_training_trains_the_head_and_leaves_the_policy(modes, thin_model, tmp_path):

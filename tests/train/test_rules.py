@@ -42,6 +42,7 @@ RL = [
     (["rollout.draft=ngram", "draft.epochs=2"], "rollout.draft=random for a new one"),
     (["rollout.draft=ngram", "draft.mode=online"], "nothing drafts with it"),
     (["rollout.draft_kind=eagle3"], "use rollout.draft=random"),
+    (["rollout.draft_overrides={backbone: llama}"], "use rollout.draft=DIR"),
     (["rollout.draft=ngram", "checkpoint.draft_only=true"], "no head drafts"),
     (["rollout.draft=checkpoint", "rollout.ngram_max=6"], "set rollout.draft=ngram"),
     (["rollout.draft=random", "rollout.ngram_min=2"], "n-grams do not draft"),
