@@ -446,8 +446,8 @@ def _taps(
     if len(found) == states:
         raise CheckpointError(
             f"{file}: {what} are the boundaries {list(found)}, expected ascending ones: programs "
-            "differ in the order in which they join others; set aux_hidden_state_layer_ids by "
-            "hand, in the order of fc.weight"
+            "differ in the order in which they join others; set aux_hidden_state_layer_ids in "
+            "draft_overrides, in the order of fc.weight"
         )
     fits = columns % len(found) == 0
     raise CheckpointError(

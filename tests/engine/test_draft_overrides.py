@@ -51,7 +51,12 @@ def loaded(entry: str, model: Path, head: str, overrides: dict | None) -> LLM:
         return LLM(str(model), spec, max_batch=1, max_len=32)
     text = json.dumps(overrides)
     if entry == "serve":
-        argv = [f"model={model}", f"speculation.draft={head}", "max_batch=1", "max_len=32"]
+        argv = [
+            f"model={model}",
+            f"speculation.draft={head}",
+            "engine.max_batch=1",
+            "engine.max_len=32",
+        ]
         argv += ["speculation.strategy=1_1_2"]
         argv += [f"speculation.draft_overrides={text}"] if overrides else []
         return load_llm(parse_config(ServeConfig, argv)[0])
