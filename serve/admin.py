@@ -24,6 +24,7 @@ from specjax.checkpoint.weights import (
     config_in,
     fitted_to,
     head_beside,
+    head_shapes_of,
     layout_of,
     load_weights,
     source_in,
@@ -223,7 +224,9 @@ def read_weights(
     elif is_mtp:  # written by an older version, or a head alone: no whole config
         known = {name: meta.get(name, getattr(cfg, name)) for name in _HEAD_FIELDS}
         _require_same(cfg.replace(**known), cfg, True)
-    return policy, params and Head(source, params)
+    if params is None:
+        return policy, None
+    return policy, Head(source, fitted_to(head_shapes_of(source), params, "the draft head"))
 
 
 def weights_info(llm: LLM) -> dict:

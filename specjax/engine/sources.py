@@ -632,11 +632,6 @@ def load_head(
 
     path = _head_dir(find_draft_at(name), model)
     layout, kind = layout_of(path), kind_of(path, model)
-    if layout == HUGGING_FACE and kind is not MTPSource:
-        return model, Head(*load_draft_files(path, model, mesh))
-
-    path = find_draft_at(name)
-    layout, kind = layout_of(path), kind_of(path, model)
     if overrides:
         _require_overridable(name, path, kind)
     if layout == HUGGING_FACE and kind is not MTPSource:
@@ -675,10 +670,6 @@ def head_shapes(
     """
     path = _head_dir(find_draft_at(name), model)
     layout, kind = layout_of(path), kind_of(path, model)
-
-    path = find_draft_at(name)
-    layout = layout_of(path)
-    kind = kind_of(path, model)
     if overrides:
         _require_overridable(name, path, kind)
     if layout == HUGGING_FACE and kind is not MTPSource:

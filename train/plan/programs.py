@@ -200,7 +200,7 @@ class Shapes:
             return source_of(model, spec), None
         if drafting.kind is not ModelSource:
             path = str(self._find_draft(spec.draft_path))
-            source, head = draft_shapes(path, model)[1]
+            source, head = draft_shapes(path, model, dict(spec.draft_overrides))[1]
             return source, sharding.shapes(head, self.mesh, self._shardings(source.axes()))
         dtype = model.run.compute_dtype
         cfg = read_config(self._find_draft(spec.draft_path))
