@@ -225,6 +225,25 @@ def test_one_of_the_two_columns_may_be_named_alone(tmp_path, held):
     assert (problem.prompt, problem.answer) == (tuple(talk), ("1", "2"))
 
 
+def test_named_columns_can_be_imitated(tmp_path, held):
+    path = tmp_path / "rows.jsonl"
+    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "it is 5"}]
+    row = {"instruction": "Say it.", "talk": talk, "out": "So #### 4", "gold": "5"}
+    path.write_bytes(lines([row]))
+    other = [{**talk[0], "content": "No?"}, talk[1]]
+    held.write_bytes(lines([row | {"instruction": "No?", "talk": other}]))
+    for keys, prompt, response, gold in (
+        (("prompt_key=instruction", "answer_key=out"), "Say it.", "So #### 4", "4"),
+        (("prompt_key=talk", "answer_key=gold"), tuple(talk[:1]), "it is 5", "5"),
+        (("prompt_key=talk",), tuple(talk[:1]), "it is 5", ""),
+    ):
+        cfg = of_settings(SFTConfig, f"path={path}", f"heldout_path={held}", *keys)
+        (problem,) = data.problems(cfg, "train", chat=True)
+        assert (problem.prompt, problem.answer) == (prompt, gold)
+        (shown,) = data.demonstrations(cfg, "train", chat=True)
+        assert (shown.prompt, shown.response) == (prompt, response)
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

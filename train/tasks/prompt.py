@@ -9,8 +9,9 @@ get all columns by their names.
 
 import functools
 from collections.abc import Mapping
+from typing import Any
 
-from train.answers.extract import Gold
+from train.answers.extract import Gold, final_answer
 from train.tasks.layout import (
     Example,
     Layout,
@@ -84,18 +85,26 @@ def keyed(prompt_key: str | None, answer_key: str | None) -> Layout:
       answer_key: column of the gold answer, or of several; None for the first of `GOLD_COLUMNS`
         that the row has.
 
-    A name with dots leads into mappings: `reward_model.ground_truth`.
+    A name with dots leads into mappings: `reward_model.ground_truth`. The demonstration is the
+    column `completion`, else the assistant's message that ends the conversation, else the text in
+    the column that `answer_key` names.
     """
 
     def read(row: Row) -> Example:
         key = prompt_key or next((name for name in PROMPT_COLUMNS if row.get(name) is not None), "")
         key = key or PROMPT_COLUMNS[0]
-        prompt = read_prompt({key: _value_of(row, key, "data.prompt_key")}, key)
+        prompt, response = _split(_value_of(row, key, "data.prompt_key"), key)
+        prompt = read_prompt({key: prompt}, key)
         if answer_key is not None:
-            gold = gold_of(_value_of(row, answer_key, "data.answer_key"), answer_key)
+            answer = _value_of(row, answer_key, "data.answer_key")
+            gold = gold_of(answer, answer_key)
+            if response is None and isinstance(answer, str):
+                response = answer
         else:
-            gold = gold_of_row(others(row, key)) or ""
-        return Example(prompt, gold, _completion(row), others(row, key))
+            gold = gold_of_row(others(row, key)) or final_answer(response or "") or ""
+        completion = _completion(row)
+        response = response if completion is None else completion
+        return Example(prompt, gold, response, others(row, key))
 
     return Layout(
         name="prompt",
@@ -104,6 +113,16 @@ def keyed(prompt_key: str | None, answer_key: str | None) -> Layout:
         recognises=lambda columns: True,
         read=read,
     )
+
+
+def _split(prompt: Any, key: str) -> tuple[Any, str | None]:
+    """Splits the assistant's last message off a conversation; None in its place without one."""
+    if isinstance(prompt, str):
+        return prompt, None
+    conversation = messages_of(prompt, key)
+    if len(conversation) > 1 and conversation[-1]["role"] == "assistant":
+        return conversation[:-1], conversation[-1]["content"]
+    return prompt, None
 
 
 def _value_of(row: Row, key: str, setting: str):
