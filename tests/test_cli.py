@@ -343,7 +343,7 @@ def test_bad_lines_of_a_file_are_named_and_the_others_are_generated(run, plain, 
     assert first["text"] == plain("17+25+8=")[0].text and first["finish_reason"] == "length"
     assert 1 <= first["accept_length"] <= 3 and len(first["logprobs"]) == 24
     assert re.search(r"5 samples, 105 tokens in [\d.]+ s \(\d+ tok/s\), after [\d.]+ s", errors)
-    assert re.search(r"Acceptance length: [\d.]+ .*2_1_3, coupled, head.*", errors)
+    assert re.search(r"Acceptance length: [\d.]+ .*2_1_3, coupled, the checkpoint's head.*", errors)
     for line in ("Speculative decoding enabled: True", "Using strategy: 2_1_3", "attention kernel"):
         assert errors.count(f"specjax generate: {line}") == 1
     assert re.search(r"at depth 1: \d+%  2: \d+%", errors)
@@ -420,7 +420,7 @@ def test_an_interrupted_call_has_lost_nothing_and_is_resumed(run, thin_policy, t
             "dtype",
             "float32",
             ["--acceptance", "block"],
-            "exact, .* block, 2_1_3 of head, head [0-9a-f]{8};",
+            "exact, .* block, 2_1_3 of the checkpoint's head, head [0-9a-f]{8};",
         ),
     ):
         torn_off = tmp_path / "other.jsonl"
@@ -499,12 +499,6 @@ def test_telemetry_ends_with_tables_of_why_drafts_were_rejected(run, monkeypatch
         (["a", "--max-batch", "0"], "--max-batch: expected at least 1"),
         (["a", "--initial", "2_1_3"], "use --controller static or ema"),
         (["a", "--no-speculation", "--draft", "ngram"], "--strategy off decodes plainly"),
-        (
-            ["a", "--source", "head"],
-            "arguments: --source head; use --draft checkpoint",
-        ),
-        (["a", "--head", "random"], "use --draft random"),
-        (["a", "--draft-model=/a/b"], "use --draft /a/b"),
         (["a", "--draft-kind", "eagle3"], "use --draft random, or leave out --draft-kind"),
     ],
 )
@@ -513,6 +507,20 @@ def test_mistakes_in_the_arguments_end_with_status_2_and_a_message(arguments, sa
     captured = capsys.readouterr()
     assert said in captured.err and not captured.out
     assert captured.err.endswith("Try specjax generate --help\n")
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["a", "--source", "head"], "arguments: --source head; use --draft checkpoint"),
+        (["a", "--head", "random"], "use --draft random"),
+        (["a", "--draft-model=/a/b"], "use --draft /a/b"),
+    ],
+)
+def test_flags_of_earlier_versions_are_refused_with_the_present_one(arguments, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", "--model", "/no/such/model", *arguments])
+    assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_there_is_named(capsys):
