@@ -21,7 +21,7 @@ LEFT_OUT = {
         train/test_advantages train/test_config train/test_data train/test_data_paths
         train/test_equivalence train/test_presets train/test_reasoning_gym train/test_reward_forms
         train/test_rewards
-        train/test_rules train/test_tasks weights/test_pickled
+        train/test_rules train/test_tasks
     """,
     "benches run the library's own programs, and their figures are made with one version": """
         bench/test_bench_costs bench/test_bench_draft bench/test_bench_rollout
@@ -37,7 +37,7 @@ LEFT_OUT = {
         test_bad_checkpoints test_cli test_cli_convert test_extend test_generation_config
         checkpoint/test_draft_files test_headless_models test_hub
         test_interrupts parallel/test_heartbeat test_verify_cli
-        weights/test_gguf weights/test_gguf_real weights/test_gguf_tokenizer
+        weights/test_gguf weights/test_gguf_real weights/test_gguf_tokenizer weights/test_pickled
     """,
     "rows, messages and logs of runs whose programs train/test_rl compiles, too": """
         train/test_algo train/test_draft_run train/test_lengths train/test_log
