@@ -74,6 +74,14 @@ def settings(**changes) -> DraftRunConfig:
     return parse_config(DraftRunConfig, arguments("d", "unused", **changes))[0]
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c_interrupts():
+    """A suite that is a background job ignores Ctrl-C, which these tests press."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def programs():
     """Runs with the same settings take the programs of the first of them."""
