@@ -19,7 +19,6 @@ from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint.weights import load_model
 from specjax.command_line import parse_config
 from specjax.decode.tree import chain_bits
-from specjax.drafts.mtp import MTPSource
 from specjax.engine.compare import first_difference
 from specjax.engine.request import make_jobs
 from specjax.engine.settings import EngineConfig
@@ -212,8 +211,7 @@ def test_programs_beside_the_engine_are_exact_too(thin_policy, dumped):
     first_difference(runner, job, [9, 5, 1], [9, 6, 2])
     full_forward(runner, [prompt])
     whole = load_model(thin_policy)
-    cfg, weights, head = whole.cfg, whole.policy, whole.head
-    model = SourceSpeculator(cfg, weights, MTPSource(cfg), head, steps=1, max_len=16)
+    model = SourceSpeculator(whole.cfg, whole.policy, *whole.head, steps=1, max_len=16)
     speculate(model, model, prompt, 1, seed=0, max_tokens=2)
     found = {name: counts for name, counts in dumped().items() if counts}
     for program in ("full", "by_rows", "run", "prefill", "propose", "verify"):
