@@ -255,7 +255,7 @@ def test_fastrls_section_is_read_as_it_stands():
     control = roll.control_config()
     assert (control.controller, names(roll)) == ("bandit", ["8_4_32", "off"])
     assert control.bs_threshold == 32 and roll.spec_verify_tokens == 40
-    assert roll.head == "some/head" and section(**{"control.fastrl": fastrl}) == roll
+    assert roll.draft == "some/head" and section(**{"control.fastrl": fastrl}) == roll
 
 
 def test_how_the_engine_uses_its_device_may_change_between_runs(thin_policy, tmp_path):
