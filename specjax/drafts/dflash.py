@@ -38,10 +38,8 @@ from specjax.config.overrides import are_ids, checked_overrides
 from specjax.decode.state import take_positions
 from specjax.decode.tree import pack_bits
 from specjax.drafts import eagle3_config
-from specjax.drafts.file_head import FileHead
-from specjax.drafts.head import WINDOW
+from specjax.drafts.file_head import FileHead, HeadNetwork, norm_row, within
 from specjax.interfaces import (
-    DraftNeeds,
     Level,
     Memory,
     Param,
@@ -56,7 +54,6 @@ from specjax.models.layers import rms_norm
 from specjax.models.mixers.attention import Attention
 from specjax.models.mlps.dense import Dense
 from specjax.models.rows import layer_rows
-from specjax.models.transformer import angles_of
 from specjax.parallel.sharding import whole_rows
 from specjax.spelling import checks_keywords
 from specjax.weights.matrix import dot
@@ -98,16 +95,10 @@ class DFlashConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class DFlashHead:
-    """The network with its parameters: pure functions of them.
-
-    Attributes:
-      cfg: what the head computes.
-      w: its parameters, by the names of `DFlashSource.rows`.
-    """
+class DFlashHead(HeadNetwork):
+    """The network of a DFlash head, see `HeadNetwork`."""
 
     cfg: DFlashConfig
-    w: Params
 
     def fused(self, states: Float[Array, "B T taps_width"]) -> Float[Array, "B T D"]:
         """Computes c of the target's states."""
@@ -119,7 +110,7 @@ class DFlashHead:
 
     def context(self, fused: Float[Array, "B T D"], where: Where) -> tuple[KVCache, ...]:
         """Computes keys and values of each layer for rows of c."""
-        where, rows = self._at(where), []
+        where, rows = self.at(where), []
         for number, layer in enumerate(self.cfg.network.layers):
             mixer, w = layer.mixer, self.w["layers"][number]
             _, k, v = mixer.project(w, fused, *where.rotated_by(mixer.rotation), True)
@@ -134,19 +125,13 @@ class DFlashHead:
         Returns:
           states for the language-model head.
         """
-        where, eps = self._at(where), self.cfg.network.rms_norm_eps
+        where, eps = self.at(where), self.cfg.network.rms_norm_eps
         for number, (layer, own) in enumerate(zip(self.cfg.network.layers, pages, strict=True)):
             w = self.w["layers"][number]
             normed = rms_norm(x, w["input_norm"], eps)
             x = x + layer.mixer.run(w, normed, where, Memory(own, None), None)[0]
             x = x + layer.mlp.run(w, rms_norm(x, w["post_norm"], eps), where)[0]
         return rms_norm(x, self.w["norm"], eps)
-
-    def _at(self, where: Where) -> Where:
-        """Returns `where` with the kernel and the angles of the head's own RoPE."""
-        network = self.cfg.network
-        angles = angles_of(network.layers, where.positions)
-        return where.replace(kernel=network.run.attention, angles=angles)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,24 +187,14 @@ class DFlashSource(FileHead):
 
     def rows(self) -> dict[str, Any]:
         """See `Draft.rows`. `ids` is read from offsets, see `loaded`."""
-        cfg, d = self.cfg, self.cfg.network.hidden_size
-
-        def norm(name: str) -> Param:
-            return Param((d,), (None,), Stored(f"{name}.weight"), init=None)
-
-        fc = Stored("fc.weight", True)
+        d, fc = self.cfg.network.hidden_size, Stored("fc.weight", True)
         return {
             "fc": Param((self.taps_width, d), ("embed", "mlp"), fc, matrix=True),
-            "hidden_norm": norm("hidden_norm"),
-            "norm": norm("norm"),
+            "hidden_norm": norm_row("hidden_norm", d),
+            "norm": norm_row("norm", d),
             "layers": {
-                number: {
-                    name: dataclasses.replace(
-                        row, stored=row.stored._replace(name=f"layers.{number}.{row.stored.name}")
-                    )
-                    for name, row in layer_rows(layer, d).items()
-                }
-                for number, layer in enumerate(cfg.network.layers)
+                number: within(f"layers.{number}.", layer_rows(layer, d))
+                for number, layer in enumerate(self.cfg.network.layers)
             },
             **self.own_rows(),
         }
@@ -237,26 +212,9 @@ class DFlashSource(FileHead):
 
     # --- for the user ----------------------------------------------------------------------------
 
-    def described(self) -> str:
-        cfg, network = self.cfg, self.cfg.network
-        count = network.num_layers
-        drafted = "all" if network.vocab_size == cfg.target_vocab else f"{network.vocab_size}"
-        own = {True: "its own", False: "the target's"}
-        return (
-            f"DFlash head ({self.layout}): {self._switches()}; {count} "
-            f"layer{'' if count == 1 else 's'} of width {network.hidden_size}, drafts {drafted} of "
-            f"{cfg.target_vocab} tokens, {own[cfg.own_head]} lm_head, {own[cfg.own_embedding]} "
-            "embedding"
-        )
+    title = "DFlash"
 
-    def suspects(self) -> str:
-        return (
-            f"this DFlash head is run with {self._switches()}; each of these gives an accept "
-            "length of 1.0 without an error where the head was trained otherwise: compare them "
-            "with the program that trained it"
-        )
-
-    def _switches(self) -> str:
+    def switches(self) -> str:
         cfg = self.cfg
         return f"{_AUX} {list(cfg.taps)}, mask_token_id {cfg.mask_token}, block_size {cfg.block}"
 
@@ -273,15 +231,8 @@ class DFlashSource(FileHead):
 
     # --- drafting --------------------------------------------------------------------------------
 
-    @property
-    def needs(self) -> DraftNeeds:
-        return DraftNeeds(self.cfg.taps, 1, WINDOW)
-
     def bound(self, params: Params) -> DFlashHead:
         return DFlashHead(self.cfg, params)
-
-    def fused(self, head: DFlashHead, states):
-        return head.fused(states)
 
     def run_module(self, head: DFlashHead, index, hidden, embedded, where, pages, scratch=None):
         """See `HeadSource.run_module`: c of each row, and what it adds to the cache."""
@@ -490,30 +441,13 @@ def _default_outputs(count: int, layers: int) -> list[int]:
 def _write(cfg: DFlashConfig, layout: str, dtype: str) -> dict[str, Any]:
     """Returns the content of config.json that `DFlashSource.read` reads as `cfg`."""
     choice("layout", layout, LAYOUTS)
-    if list(cfg.taps) != sorted(set(cfg.taps)):
-        raise ValueError(
-            f"files list the boundaries of the head's states in ascending order, and this head has "
-            f"{list(cfg.taps)}; reorder the columns of its fc"
-        )
-    network, mixer = cfg.network, cfg.network.layers[0].mixer
+    eagle3_config.require_ascending(cfg.taps, different=True)
+    network = cfg.network
     body = {
+        **eagle3_config.layers_json(network, cfg.target_vocab),
         "model_type": "qwen3",
-        "vocab_size": cfg.target_vocab,
-        "hidden_size": network.hidden_size,
-        "intermediate_size": network.layers[0].mlp.intermediate_size,
-        "num_hidden_layers": network.num_layers,
-        "num_attention_heads": mixer.num_heads,
-        "num_key_value_heads": mixer.num_kv_heads,
-        "head_dim": mixer.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
         "layer_types": ["full_attention"] * network.num_layers,
         "use_sliding_window": False,
-        "max_position_embeddings": network.max_position,
-        "rms_norm_eps": network.rms_norm_eps,
-        "tie_word_embeddings": False,
-        **common.rope_json(mixer.rope),
     }
     top = {
         "draft_vocab_size": network.vocab_size,
@@ -523,18 +457,7 @@ def _write(cfg: DFlashConfig, layout: str, dtype: str) -> dict[str, Any]:
     }
     if layout == "speculators":
         return {
-            "architectures": ["DFlashSpeculator"],
-            "speculators_model_type": "dflash",
-            "speculators_config": {
-                "algorithm": "dflash",
-                "default_proposal_method": "greedy",
-                "proposal_methods": [
-                    {"proposal_type": "greedy", "speculative_tokens": cfg.block - 1}
-                ],
-                "verifier": {"architectures": [], "name_or_path": None},
-            },
-            "transformer_layer_config": body,
-            "tie_word_embeddings": False,
+            **eagle3_config.speculators_json("dflash", "DFlashSpeculator", cfg.block - 1, body),
             "target_hidden_size": cfg.target_width,
             _AUX: list(cfg.taps),
             "mask_token_id": cfg.mask_token,

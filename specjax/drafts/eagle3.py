@@ -32,10 +32,8 @@ from specjax.config.model import Layer
 from specjax.decode.tree import chain_bits
 from specjax.drafts import eagle3_config, vocabulary
 from specjax.drafts.eagle3_config import Eagle3Config, prefix_of
-from specjax.drafts.file_head import FileHead
-from specjax.drafts.head import WINDOW
+from specjax.drafts.file_head import FileHead, HeadNetwork, norm_row, within
 from specjax.interfaces import (
-    DraftNeeds,
     Level,
     Memory,
     Param,
@@ -48,7 +46,7 @@ from specjax.models.layers import draw, rms_norm
 from specjax.models.mixers.attention import Attention
 from specjax.models.mlps.dense import Dense
 from specjax.models.rows import layer_rows
-from specjax.models.transformer import angles_of, embed_tokens
+from specjax.models.transformer import embed_tokens
 from specjax.parallel.context import split_over_tp, whole_over_tp
 from specjax.parallel.sharding import whole_rows
 from specjax.weights.matrix import dot
@@ -57,16 +55,10 @@ _FINAL = ("post_norm",)  # the taps of a head without `fc`
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle3Head:
-    """The network with its parameters: pure functions of them.
-
-    Attributes:
-      cfg: what the head computes.
-      w: its parameters, by the names of `Eagle3Source.rows`.
-    """
+class Eagle3Head(HeadNetwork):
+    """The network of an EAGLE-3 head, see `HeadNetwork`."""
 
     cfg: Eagle3Config
-    w: Params
 
     def fused(self, states: Float[Array, "B T taps_width"]) -> Float[Array, "B T D"]:
         """Computes g of the target's states: the norm before `fc`, and `fc`."""
@@ -95,8 +87,8 @@ class Eagle3Head:
         scratch: Scratch | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], Scratch]:
         """Runs all layers over T rows, see `HeadSource.run_module`; `pages` has one per layer."""
-        where, rows = self._at(where), []
-        for number, (layer, own) in enumerate(zip(self._layers(), pages, strict=True)):
+        where, rows = self.at(where), []
+        for number, (layer, own) in enumerate(zip(self.cfg.network.layers, pages, strict=True)):
             held = None if scratch is None else Scratch(scratch.pages[number], None)
 
             def mix(w, x, mixer=layer.mixer, own=own, held=held):
@@ -123,8 +115,10 @@ class Eagle3Head:
         Returns:
           states for the language-model head, and states to recycle.
         """
-        where = self._at(where)
-        for number, (layer, before) in enumerate(zip(self._layers(), earlier, strict=True)):
+        where = self.at(where)
+        for number, (layer, before) in enumerate(
+            zip(self.cfg.network.layers, earlier, strict=True)
+        ):
 
             def mix(w, x, mixer=layer.mixer, before=before):
                 if before:
@@ -134,14 +128,6 @@ class Eagle3Head:
             hidden, rows = self._around(number, hidden, embedded, where, mix)
             before.append(rows)
         return self._outputs(hidden)
-
-    def _layers(self) -> tuple[Layer, ...]:
-        return self.cfg.network.layers
-
-    def _at(self, where: Where) -> Where:
-        """Returns `where` with the kernel and the angles of the head's own RoPE."""
-        angles = angles_of(self._layers(), where.positions)
-        return where.replace(kernel=self.cfg.network.run.attention, angles=angles)
 
     def _around(
         self, number: int, x, embedded, where: Where, mix: Callable
@@ -175,8 +161,7 @@ def first_layer_rows(layer: Layer, width: int) -> dict[str, Param]:
     rows = layer_rows(layer, width)
     for name in "qkv":
         rows[name] = dataclasses.replace(rows[name], shape=(2 * width, rows[name].shape[1]))
-    norm = Param((width,), (None,), Stored("hidden_norm.weight"), init=None)
-    return {"hidden_norm": norm, **rows}
+    return {"hidden_norm": norm_row("hidden_norm", width), **rows}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,31 +295,21 @@ class Eagle3Source(FileHead):
         """See `Draft.rows`. `ids` is read from offsets, see `loaded`."""
         cfg, network = self.cfg, self.cfg.network
         d, states = network.hidden_size, len(cfg.taps)
-
-        def norm(name: str, width: int) -> Param:
-            return Param((width,), (None,), Stored(f"{name}.weight"), init=None)
-
-        out: dict[str, Any] = {"norm": norm("norm", d), "layers": {}}
+        out: dict[str, Any] = {"norm": norm_row("norm", d), "layers": {}}
         if cfg.taps != _FINAL:
             stored = Stored("fc.weight", True)
             out["fc"] = Param((states * cfg.target_width, d), ("embed", "mlp"), stored, matrix=True)
         if cfg.fc_norm == "joined":
-            out["input_norm"] = norm("input_norm", states * cfg.target_width)
+            out["input_norm"] = norm_row("input_norm", states * cfg.target_width)
         if cfg.fc_norm == "each":
-            each = {i: norm(f"fc_norm.{i}", cfg.target_width) for i in range(states)}
+            each = {i: norm_row(f"fc_norm.{i}", cfg.target_width) for i in range(states)}
             out["fc_norm"] = each
         if cfg.mask_token is not None:
             shape = (1, 1, self.taps_width)
             out["mask_hidden"] = Param(shape, (None,) * 3, Stored("mask_hidden"))
         for number, layer in enumerate(network.layers):
             rows = layer_rows(layer, d) if number else first_layer_rows(layer, d)
-            prefix = prefix_of(self.layout, number)
-            out["layers"][number] = {
-                name: dataclasses.replace(
-                    row, stored=row.stored._replace(name=prefix + row.stored.name)
-                )
-                for name, row in rows.items()
-            }
+            out["layers"][number] = within(prefix_of(self.layout, number), rows)
         return out | self.own_rows()
 
     def saved(self, layout: str, dtype: str) -> tuple[dict[str, Any], Eagle3Source]:
@@ -358,29 +333,14 @@ class Eagle3Source(FileHead):
 
     # --- for the user ----------------------------------------------------------------------------
 
-    def described(self) -> str:
-        cfg, network = self.cfg, self.cfg.network
-        count = network.num_layers
-        drafted = "all" if network.vocab_size == cfg.target_vocab else f"{network.vocab_size}"
-        own = {True: "its own", False: "the target's"}
-        return (
-            f"{self._kind()} head ({self.layout}): {self._switches()}; {count} "
-            f"layer{'' if count == 1 else 's'} of width {network.hidden_size}, drafts {drafted} of "
-            f"{cfg.target_vocab} tokens, {own[cfg.own_head]} lm_head, {own[cfg.own_embedding]} "
-            "embedding"
-        )
-
     def suspects(self) -> str:
-        return (
-            f"this {self._kind()} head is run with {self._switches()}; each of these gives an "
-            "accept length of 1.0 without an error where the head was trained otherwise: compare "
-            "them with the program that trained it, and set those that differ in draft_overrides"
-        )
+        return f"{super().suspects()}, and set those that differ in draft_overrides"
 
-    def _kind(self) -> str:
+    @property
+    def title(self) -> str:
         return "EAGLE-3" if self.cfg.mask_token is None else "P-EAGLE"
 
-    def _switches(self) -> str:
+    def switches(self) -> str:
         cfg = self.cfg
         taps = "post_norm" if cfg.taps == _FINAL else str(list(cfg.taps))
         return (
@@ -416,15 +376,8 @@ class Eagle3Source(FileHead):
 
     # --- drafting --------------------------------------------------------------------------------
 
-    @property
-    def needs(self) -> DraftNeeds:
-        return DraftNeeds(self.cfg.taps, self.modules, WINDOW)
-
     def bound(self, params: Params) -> Eagle3Head:
         return Eagle3Head(self.cfg, params)
-
-    def fused(self, head: Eagle3Head, states):
-        return head.fused(states)
 
     def run_module(self, head: Eagle3Head, index, hidden, embedded, where, pages, scratch=None):
         return head.decode(hidden, embedded, where, pages, scratch)

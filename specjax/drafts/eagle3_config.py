@@ -717,8 +717,7 @@ def write(cfg: Eagle3Config, layout: str, dtype: str) -> dict[str, Any]:
       ValueError: there is no such layout, or it has no key for a setting of the head.
     """
     choice("layout", layout, LAYOUTS)
-    network, mixer = cfg.network, cfg.network.layers[0].mixer
-    final = cfg.taps == ("post_norm",)
+    network, final = cfg.network, cfg.taps == ("post_norm",)
     if layout == "speculators" and final:
         raise ValueError(
             "the layout speculators has no key for a head that takes the target's final state; "
@@ -729,29 +728,9 @@ def write(cfg: Eagle3Config, layout: str, dtype: str) -> dict[str, Any]:
             f"the layout safeailab has norm_output only together with fc_norm each, and this head "
             f"has fc_norm {cfg.fc_norm}; write the layout speculators"
         )
-    if not final and list(cfg.taps) != sorted(cfg.taps):
-        raise ValueError(
-            f"files list the boundaries of the head's states in ascending order, and this head has "
-            f"{list(cfg.taps)}; reorder the columns of its fc"
-        )
-    body = {
-        "model_type": network.model_type,
-        "vocab_size": cfg.target_vocab,
-        "hidden_size": network.hidden_size,
-        "intermediate_size": network.layers[0].mlp.intermediate_size,
-        "num_hidden_layers": network.num_layers,
-        "num_attention_heads": mixer.num_heads,
-        "num_key_value_heads": mixer.num_kv_heads,
-        "head_dim": mixer.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "mlp_bias": False,
-        "max_position_embeddings": network.max_position,
-        "rms_norm_eps": network.rms_norm_eps,
-        "tie_word_embeddings": False,
-        **common.rope_json(mixer.rope),
-    }
+    if not final:
+        require_ascending(cfg.taps)
+    body = {**layers_json(network, cfg.target_vocab), "mlp_bias": False}
     top = {
         "draft_vocab_size": network.vocab_size,
         "target_hidden_size": cfg.target_width,
@@ -767,23 +746,81 @@ def write(cfg: Eagle3Config, layout: str, dtype: str) -> dict[str, Any]:
     if cfg.mask_token is not None:
         top["mask_token_id"] = cfg.mask_token
     if layout == "speculators":
-        proposal = {"proposal_type": "greedy", "speculative_tokens": 3}
-        kind = "eagle3" if cfg.mask_token is None else "peagle"
-        return {
-            "architectures": ["Eagle3Speculator" if kind == "eagle3" else "PEagleSpeculator"],
-            "speculators_model_type": kind,
-            "speculators_config": {
-                "algorithm": kind,
-                "default_proposal_method": "greedy",
-                "proposal_methods": [proposal],
-                "verifier": {"architectures": [], "name_or_path": None},
-            },
-            "transformer_layer_config": body,
-            "tie_word_embeddings": False,
-            **top,
-        }
+        plain = cfg.mask_token is None
+        kind = ("eagle3", "Eagle3Speculator") if plain else ("peagle", "PEagleSpeculator")
+        return {**speculators_json(*kind, 3, body), **top}
     eagle: dict[str, Any] = {"use_aux_hidden_state": not final}
     if not final:
         eagle[_AUX] = [b - 1 for b in cfg.taps]
     name = {"llama": "LlamaForCausalLMEagle3", "qwen3": "Qwen3ForCausalLMEagle3"}
     return {"architectures": [name[network.model_type]], **body, **top, "eagle_config": eagle}
+
+
+def require_ascending(taps: Sequence[int], different: bool = False) -> None:
+    """Refuses to write a head whose states are not in the order in which files list them.
+
+    Args:
+      taps: boundaries of the states.
+      different: whether files cannot list a boundary twice.
+
+    Raises:
+      ValueError: they do not ascend.
+    """
+    if list(taps) != sorted(set(taps) if different else taps):
+        raise ValueError(
+            f"files list the boundaries of the head's states in ascending order, and this head has "
+            f"{list(taps)}; reorder the columns of its fc"
+        )
+
+
+def layers_json(network: ModelConfig, vocabulary: int) -> dict[str, Any]:
+    """Returns what config.json says of a head's layers, which are all alike.
+
+    Args:
+      network: config of the layers.
+      vocabulary: vocabulary size of the target.
+    """
+    mixer = network.layers[0].mixer
+    return {
+        "model_type": network.model_type,
+        "vocab_size": vocabulary,
+        "hidden_size": network.hidden_size,
+        "intermediate_size": network.layers[0].mlp.intermediate_size,
+        "num_hidden_layers": network.num_layers,
+        "num_attention_heads": mixer.num_heads,
+        "num_key_value_heads": mixer.num_kv_heads,
+        "head_dim": mixer.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "max_position_embeddings": network.max_position,
+        "rms_norm_eps": network.rms_norm_eps,
+        "tie_word_embeddings": False,
+        **common.rope_json(mixer.rope),
+    }
+
+
+def speculators_json(
+    kind: str, architecture: str, steps: int, body: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the keys that config.json has in the layout `speculators` whatever the head.
+
+    Args:
+      kind: `speculators_model_type`.
+      architecture: name of the class in speculators.
+      steps: number of tokens that vLLM drafts unless told otherwise.
+      body: what `transformer_layer_config` holds.
+    """
+    proposal = {"proposal_type": "greedy", "speculative_tokens": steps}
+    return {
+        "architectures": [architecture],
+        "speculators_model_type": kind,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"architectures": [], "name_or_path": None},
+        },
+        "transformer_layer_config": dict(body),
+        "tie_word_embeddings": False,
+    }

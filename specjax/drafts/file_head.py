@@ -1,7 +1,8 @@
 """What draft heads in files of their own have in common: whose tokens, embedding and head they use.
 
 Such a head drafts all of the target's tokens, or some of them (`own_ids`), and has an embedding and
-a language-model head of its own or uses the target's.
+a language-model head of its own or uses the target's. `HeadNetwork` is its network, and `FileHead`
+drafts with it.
 """
 
 from __future__ import annotations
@@ -16,27 +17,62 @@ from jaxtyping import Array, Float, Int
 
 from specjax.config import ModelConfig
 from specjax.drafts import vocabulary
-from specjax.drafts.head import HeadSource
-from specjax.interfaces import Axes, Level, Param, Params, Proposal, Room, Stored
+from specjax.drafts.head import WINDOW, HeadSource
+from specjax.interfaces import Axes, DraftNeeds, Level, Param, Params, Proposal, Room, Stored, Where
 from specjax.models.rows import fuse, fused_rows, merge_axes
-from specjax.models.transformer import embed_tokens, lm_logits
+from specjax.models.transformer import angles_of, embed_tokens, lm_logits
 from specjax.weights.matrix import PLAIN, cast, pack
+
+
+def norm_row(name: str, width: int) -> Param:
+    """Returns the row of a norm's scale, which files hold as `<name>.weight`."""
+    return Param((width,), (None,), Stored(f"{name}.weight"), init=None)
+
+
+def within(prefix: str, rows: Mapping[str, Param]) -> dict[str, Param]:
+    """Returns a layer's rows with a prefix before the names of their tensors."""
+    return {
+        name: dataclasses.replace(row, stored=row.stored._replace(name=prefix + row.stored.name))
+        for name, row in rows.items()
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadNetwork:
+    """The network of a head with its parameters; its methods are pure functions of them.
+
+    Attributes:
+      cfg: what the head computes, see `FileHead.cfg`.
+      w: its parameters, by the names of `FileHead.rows`.
+    """
+
+    cfg: Any
+    w: Params
+
+    def at(self, where: Where) -> Where:
+        """Returns `where` with the kernel and the angles of the head's own RoPE."""
+        network = self.cfg.network
+        angles = angles_of(network.layers, where.positions)
+        return where.replace(kernel=network.run.attention, angles=angles)
 
 
 class FileHead(HeadSource):
     """Drafts with a head in files of its own, which has one cache for all of its layers.
 
-    A subclass is a frozen dataclass with these two attributes, and writes `rows` (the layers'
-    arrays under `layers`, and those of `own_rows`), `needs`, `bound` and the network.
+    A subclass is a frozen dataclass with these attributes, and writes `rows` (the layers' arrays
+    under `layers`, and those of `own_rows`), `title`, `switches`, and `bound`, which returns a
+    `HeadNetwork` with a method `fused`.
 
     Attributes:
       cfg: what the head computes. Of it, this class reads `network` (the config of the layers, with
         the number C of draft tokens as `vocab_size`), `target_width`, `target_vocab`, `taps`,
         `own_embedding`, `own_head` and `own_ids`, see `specjax.drafts.eagle3_config.Eagle3Config`.
+      layout: layout of its files.
       writes: whether `rows` has the tensor `t2d`, too, which is written and never read.
     """
 
     cfg: Any
+    layout: str = ""
     writes: bool = False
 
     # --- files -----------------------------------------------------------------------------------
@@ -78,6 +114,38 @@ class FileHead(HeadSource):
         drafted[ids] = True
         return {**params, "ids": ids - np.arange(len(ids)), "t2d": drafted}
 
+    # --- for the user ----------------------------------------------------------------------------
+
+    @property
+    def title(self) -> str:
+        """Returns the name of this kind of head."""
+        raise NotImplementedError(f"{type(self).__name__} must have a property `title`")
+
+    def switches(self) -> str:
+        """Names the settings that change no shape, with their values."""
+        raise NotImplementedError(f"{type(self).__name__} must have a method `switches`")
+
+    def described(self) -> str:
+        """See `Draft.described`."""
+        cfg, network = self.cfg, self.cfg.network
+        count = network.num_layers
+        drafted = "all" if network.vocab_size == cfg.target_vocab else f"{network.vocab_size}"
+        own = {True: "its own", False: "the target's"}
+        return (
+            f"{self.title} head ({self.layout}): {self.switches()}; {count} "
+            f"layer{'' if count == 1 else 's'} of width {network.hidden_size}, drafts {drafted} of "
+            f"{cfg.target_vocab} tokens, {own[cfg.own_head]} lm_head, {own[cfg.own_embedding]} "
+            "embedding"
+        )
+
+    def suspects(self) -> str:
+        """See `Draft.suspects`."""
+        return (
+            f"this {self.title} head is run with {self.switches()}; each of these gives an accept "
+            "length of 1.0 without an error where the head was trained otherwise: compare them "
+            "with the program that trained it"
+        )
+
     # --- training --------------------------------------------------------------------------------
 
     fixed = frozenset({"ids", "embed"})
@@ -95,8 +163,15 @@ class FileHead(HeadSource):
     # --- drafting --------------------------------------------------------------------------------
 
     @property
+    def needs(self) -> DraftNeeds:
+        return DraftNeeds(self.cfg.taps, self.modules, WINDOW)
+
+    @property
     def network(self) -> ModelConfig:
         return self.cfg.network
+
+    def fused(self, head: Any, states):
+        return head.fused(states)
 
     def with_network(self, cfg: ModelConfig) -> FileHead:
         return dataclasses.replace(self, cfg=dataclasses.replace(self.cfg, network=cfg))

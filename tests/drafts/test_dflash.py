@@ -13,22 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from scripted import Flips
-from test_mtp import Drafter, Target, enter, leave, plain, prompts_of, propose, round_of
+from test_mtp import Drafter, enter, leave, plain, prompts_of, propose, round_of
 from tiny import sharpened, tiny_config
 
 from serve.cli.main import main
-from specjax import SamplingParams, SpecConfig
+from specjax import SpecConfig
 from specjax.checked_json import CheckpointError, UnsupportedModelError
 from specjax.checkpoint.draft_files import find_draft, load_draft_files, save_draft_files
 from specjax.checkpoint.huggingface import save_checkpoint
 from specjax.config import Strategy
-from specjax.control import ControlConfig
 from specjax.drafts.dflash import LAYOUTS, DFlashConfig, DFlashSource
-from specjax.engine.engine import Engine
 from specjax.engine.plans import make_plans
-from specjax.engine.request import make_jobs
-from specjax.engine.settings import EngineConfig
 from specjax.interfaces import Room
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
@@ -93,7 +88,7 @@ def params_of(source: Drafting) -> dict:
 def drafter(source: Drafting, prompts, page_size=None) -> Drafter:
     rng, params = np.random.default_rng(4), params_of(source)
     draws = [rng.normal(size=shape) for shape in ((VOCAB, WIDTH), (WIDTH, VOCAB))]
-    target = Target(*(jnp.asarray(0.7 * x, jnp.float32) for x in draws))
+    target = drive.Target(*(jnp.asarray(0.7 * x, jnp.float32) for x in draws))
     states = rng.normal(size=(len(prompts), MAX_LEN, source.taps_width))
     hidden = jnp.asarray(states, jnp.float32)
     empty = drive.empty_state(source, len(prompts), MAX_LEN, STEPS, page_size)
@@ -205,7 +200,7 @@ def test_predictions_over_rounds_and_plain_decoding_are_those_of_the_authors_pro
 
 
 def test_positions_that_plain_decoding_dropped_are_missing_and_no_others(monkeypatch):
-    monkeypatch.setattr("specjax.drafts.dflash.WINDOW", 6)
+    monkeypatch.setattr("specjax.drafts.file_head.WINDOW", 6)
     source, rng = HEADS["the authors'"], np.random.default_rng(1)
     run = enter(drafter(source, prompts_of(rng, 4, 9)), STEPS)
     grown = drive.random_tree(rng, 2, (1, 1), VOCAB, True)
@@ -231,28 +226,8 @@ def test_tokens_are_those_of_plain_decoding_with_random_weights_and_with_nan():
     """Its own plain rounds change places with its chains."""
     policy = sharpened(init_params(POLICY, 0), 10.0, 0.7)
     source = for_policy()
-    heads = [params_of(source)]
-    heads.append(jax.tree.map(lambda x: x * np.nan, heads[0]))
-    jobs = [
-        job
-        for i, prompt in enumerate(prompts_of(np.random.default_rng(5), 1, 7, 12))
-        for job in make_jobs(
-            prompt, SamplingParams(temperature=(1.0, 0.0, 0.8)[i], max_tokens=20, n=2, seed=i),
-            (), None,
-        )
-    ]  # fmt: skip
-    plainly = Engine(POLICY, None, 2, MAX_LEN, config=EngineConfig(stretch=1))
-    plainly.set_params(policy, None)
-    want = [sample.token_ids for sample in plainly.generate(jobs)[0]]
-    control = ControlConfig(controller="bandit", strategies=("off", "3_1_4"))
-    engine = Engine(
-        POLICY, SpecConfig("3_1_4"), 2, MAX_LEN, source=source,
-        config=EngineConfig(stretch=1, chunk_tokens=6), control=control,
-    )  # fmt: skip
-    engine.controller = Flips(engine.controller.arms, ["3_1_4", "off"])
-    for head in heads:
-        engine.set_params(policy, head)
-        assert [sample.token_ids for sample in engine.generate(jobs)[0]] == want
+    strategies = ["3_1_4", "off"]
+    drive.assert_plain_tokens(POLICY, policy, source, params_of(source), strategies, MAX_LEN)
 
 
 def test_a_strategy_of_more_steps_than_its_block_has_masks_is_refused():

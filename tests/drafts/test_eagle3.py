@@ -5,27 +5,20 @@ The target's states are made up, as in `test_mtp`: what the head makes of them i
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 import drive
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scripted import Flips
-from test_mtp import enter, leave, plain, prompts_of, propose, round_of
+from test_mtp import Drafter, enter, leave, plain, prompts_of, propose, round_of
 from tiny import sharpened, tiny_config
 
-from specjax import SamplingParams, SpecConfig
 from specjax.checked_json import CheckpointError
-from specjax.control import ControlConfig
 from specjax.decode.tree import chain_bits
 from specjax.drafts.eagle3 import Eagle3Source, new_config
 from specjax.drafts.eagle3_config import tensor_shapes
 from specjax.drafts.mtp import last_layer, new_head
-from specjax.engine.engine import Engine
-from specjax.engine.request import make_jobs
-from specjax.engine.settings import EngineConfig
 from specjax.interfaces import Room, Where
 from specjax.kernels import dispatch
 from specjax.models.families.dense import dense_config
@@ -41,30 +34,6 @@ class Drafting(Eagle3Source):
     @property
     def vocab(self):
         return self.cfg.target_vocab
-
-
-class Target(NamedTuple):
-    """What a head reads of the policy."""
-
-    embed: jax.Array
-    lm_head: jax.Array
-
-    def embed_tokens(self, tokens):
-        return self.embed[jnp.clip(tokens, 0, VOCAB - 1)]
-
-    def head_weight(self):
-        return self.lm_head
-
-
-class Drafter(NamedTuple):
-    """A head on made-up states, and a running batch of it."""
-
-    source: Drafting
-    params: dict
-    target: Target
-    hidden: jax.Array
-    state: drive.State
-    between: object
 
 
 def source_of(
@@ -121,11 +90,11 @@ def params_of(source: Drafting) -> dict:
     return jax.tree_util.tree_map_with_path(changed, source.init(1))
 
 
-def made_up(source: Drafting, batch: int) -> tuple[Target, jax.Array]:
+def made_up(source: Drafting, batch: int) -> tuple[drive.Target, jax.Array]:
     """A target, and its states [batch MAX_LEN taps_width]."""
     rng = np.random.default_rng(4)
     draws = [rng.normal(size=shape) for shape in ((VOCAB, TARGET_WIDTH), (TARGET_WIDTH, VOCAB))]
-    target = Target(*(jnp.asarray(0.7 * x, jnp.float32) for x in draws))
+    target = drive.Target(*(jnp.asarray(0.7 * x, jnp.float32) for x in draws))
     states = rng.normal(size=(batch, MAX_LEN, source.taps_width))
     return target, jnp.asarray(states, jnp.float32)
 
@@ -148,7 +117,7 @@ def rms(x, scale, eps):
 class Plain:
     """A head by its equations, in float64, over whole sequences."""
 
-    def __init__(self, source: Drafting, params, target: Target):
+    def __init__(self, source: Drafting, params, target: drive.Target):
         self.cfg, self.eps = source.cfg, source.cfg.network.rms_norm_eps
         self.w = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
         self.embed = self.w.get("embed", np.asarray(target.embed, np.float64))
@@ -323,28 +292,8 @@ def test_tokens_are_those_of_plain_decoding_with_random_weights_and_with_nan():
     )  # fmt: skip
     cfg = dataclasses.replace(source.cfg, target_width=POLICY.hidden_size)
     source = Eagle3Source(cfg)
-    heads = [params_of(source)]
-    heads.append(jax.tree.map(lambda x: x * np.nan if x.dtype == np.float32 else x, heads[0]))
-    jobs = [
-        job
-        for i, prompt in enumerate(prompts_of(np.random.default_rng(5), 1, 7, 12))
-        for job in make_jobs(
-            prompt, SamplingParams(temperature=(1.0, 0.0, 0.8)[i], max_tokens=20, n=2, seed=i),
-            (), None,
-        )
-    ]  # fmt: skip
-    plainly = Engine(POLICY, None, 2, MAX_LEN, config=EngineConfig(stretch=1))
-    plainly.set_params(policy, None)
-    want = [sample.token_ids for sample in plainly.generate(jobs)[0]]
-    control = ControlConfig(controller="bandit", strategies=("off", "2_2_5"))
-    engine = Engine(
-        POLICY, SpecConfig("2_2_5"), 2, MAX_LEN, source=source,
-        config=EngineConfig(stretch=1, chunk_tokens=6), control=control,
-    )  # fmt: skip
-    engine.controller = Flips(engine.controller.arms, ["2_2_5", "off"])
-    for head in heads:
-        engine.set_params(policy, head)
-        assert [sample.token_ids for sample in engine.generate(jobs)[0]] == want
+    strategies = ["2_2_5", "off"]
+    drive.assert_plain_tokens(POLICY, policy, source, params_of(source), strategies, MAX_LEN)
 
 
 @pytest.mark.usefixtures("cpu_kernels")

@@ -34,19 +34,6 @@ CHAIN, TREE = "3_1_4", "3x2"
 LOGITS = 1e-4  # how far logits may differ
 
 
-class Target(NamedTuple):
-    """What a head reads of the policy."""
-
-    embed: jax.Array
-    lm_head: jax.Array
-
-    def embed_tokens(self, tokens):
-        return self.embed[jnp.clip(tokens, 0, len(self.embed) - 1)]
-
-    def head_weight(self):
-        return self.lm_head
-
-
 class Drafting(Eagle3Source):
     """With the size of the vocabulary that `drive.dense` asks for."""
 
@@ -82,7 +69,7 @@ def proposed(found: Loaded, contexts: np.ndarray, grown: drive.Grown) -> list[np
 
     hidden = states(found.params, jnp.asarray(contexts, jnp.int32))
     lm_head = found.params.get("lm_head", found.params["embed"].T)
-    target = Target(found.params["embed"], lm_head)
+    target = drive.Target(found.params["embed"], lm_head)
     head = found.source.pack(found.head)
     steps = len(grown.tokens) + 1
     state = drive.empty_state(found.source, len(contexts), contexts.shape[1] + 8, steps)

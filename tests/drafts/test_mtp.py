@@ -19,6 +19,7 @@ from tiny import sharpened, tiny_config
 from specjax.config.model import Layer
 from specjax.decode.state import STOPPED
 from specjax.drafts import mtp
+from specjax.drafts.head import HeadSource
 from specjax.drafts.mtp import MTPSource, head_graphdef, init_head_params
 from specjax.interfaces import Memory, Param, Room
 from specjax.models.mixers.attention import Attention
@@ -26,25 +27,12 @@ from specjax.models.mixers.attention import Attention
 VOCAB, MAX_LEN, STEPS = 24, 64, 3
 
 
-class Target(NamedTuple):
-    """What the head reads of the policy."""
-
-    embed: jax.Array
-    lm_head: jax.Array
-
-    def embed_tokens(self, tokens):
-        return self.embed[jnp.clip(tokens, 0, VOCAB - 1)]
-
-    def head_weight(self):
-        return self.lm_head
-
-
 class Drafter(NamedTuple):
     """A head on made-up states, and a running batch of it."""
 
-    source: MTPSource
+    source: HeadSource
     params: dict
-    target: Target
+    target: drive.Target
     hidden: jax.Array
     state: drive.State
     between: object
@@ -95,7 +83,7 @@ def drafter(modules, prompts, page_size=None, recycle="post_norm", mixer=None) -
     source, params, width = MTPSource(cfg), head_of(cfg), cfg.hidden_size
     rng = np.random.default_rng(modules)
     draws = [rng.normal(size=shape) for shape in ((VOCAB, width), (width, VOCAB))]
-    target = Target(*(jnp.asarray(0.7 * x, jnp.float32) for x in draws))
+    target = drive.Target(*(jnp.asarray(0.7 * x, jnp.float32) for x in draws))
     hidden = jnp.asarray(rng.normal(size=(len(prompts), MAX_LEN, width)), jnp.float32)
     empty = drive.empty_state(source, len(prompts), MAX_LEN, STEPS, page_size)
     state = drive.place(empty, source, params, prompts, 4, target, hidden)
