@@ -126,7 +126,7 @@ def describe_head(head: Head | None) -> dict[str, Any] | None:
     layout = layout_to_save(plain, dtype)
     config, written = plain.saved(layout, dtype)
     fixed = {name: head.params[name] for name in source.fixed & head.params.keys()}
-    fixed = {name: np.asarray(a) for name, a in fixed.items() if _is_whole(a)}
+    fixed = {name: np.asarray(a) for name, a in fixed.items() if _is_integer(a)}
     values = written.stored(fixed) if fixed else {}
     tensors = {}
     for name, row in _rows(written.rows()):
@@ -171,7 +171,7 @@ def _rows(rows: Mapping[Any, Any]) -> Iterator[tuple[Any, Param]]:
             yield name, row
 
 
-def _is_whole(array: Any) -> bool:
+def _is_integer(array: Any) -> bool:
     return not jnp.issubdtype(array.dtype, jnp.floating)
 
 
@@ -247,12 +247,12 @@ def run_as(source: Draft, run: RunConfig) -> Draft:
 
 def float_dtype(params: Params) -> str:
     """Returns the dtype of parameters; arrays of integers have their own."""
-    return next(a.dtype.name for a in jax.tree.leaves(params) if not _is_whole(a))
+    return next(a.dtype.name for a in jax.tree.leaves(params) if not _is_integer(a))
 
 
 def cast_floats(params: Params, dtype: str) -> Params:
     """Converts parameters to a dtype, but for arrays of integers, such as token ids."""
-    return jax.tree.map(lambda a: a if _is_whole(a) else a.astype(dtype), params)
+    return jax.tree.map(lambda a: a if _is_integer(a) else a.astype(dtype), params)
 
 
 def head_shapes_of(source: Draft) -> Params:
