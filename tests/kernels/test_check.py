@@ -206,7 +206,7 @@ def test_a_device_without_memory_says_nothing_about_a_kernel(caplog):
     kernel = globals()["FULL"] = _kernels(attend)
     assert BACKENDS.find(name_of("FULL")) is kernel
     assert settled("FULL") == name_of("FULL")
-    assert "was not compared with the reference: RESOURCE_EXHAUSTED" in caplog.text
+    assert "was not compared with the reference: RuntimeError: RESOURCE_EXHAUSTED" in caplog.text
     messages[0] = "RESOURCE_EXHAUSTED: Shared memory size limit exceeded"
     assert settled("FULL") == "reference", "the verdict was remembered"
 
