@@ -162,7 +162,23 @@ def test_what_is_no_directory_of_rows_says_what_to_name(tmp_path, folder):
     for name in ("gsm8k_train.jsonl", "gsm8k_test.jsonl", "contest.jsonl"):
         (named / name).write_bytes(lines(PROBLEMS))
     twice = [str(folder / "b.jsonl"), str(folder)]
+    damaged = []
+    for number, (name, text, said) in enumerate(
+        (
+            ("dataset_dict.json", "{", "dataset_dict.json: expected what datasets.save_to_disk"),
+            ("dataset_dict.json", '["train"]', "with a list splits, got something else"),
+            ("dataset_dict.json", '{"splits": "train"}', "splits is 'train'"),
+            ("dataset_dict.json", '{"splits": [1]}', "splits is \\[1\\]"),
+            ("state.json", '{"_data_files": []}', "wrote no rows to it; save it again"),
+            ("state.json", "[]", "state.json: expected what datasets.save_to_disk writes"),
+        )
+    ):
+        inside = tmp_path / f"damaged{number}"
+        inside.mkdir()
+        (inside / name).write_text(text)
+        damaged.append((inside, f"damaged{number}.*{said}"))
     for path, said in (
+        *damaged,
         (tmp_path / "both", r"several splits \(train, test\); name one .*both/train"),
         (old, "flatten_indices"),
         (odd, "state.json: expected what datasets.save_to_disk writes"),

@@ -64,7 +64,7 @@ def _files_of(text: str) -> list[Path]:
 def _files_in(folder: Path) -> list[Path]:
     """The files of rows of a directory."""
     if (folder / "dataset_dict.json").is_file():
-        splits = json.loads((folder / "dataset_dict.json").read_text()).get("splits", [])
+        splits = _saved_list(folder / "dataset_dict.json", "splits")
         raise ValueError(
             f"{folder}: datasets.save_to_disk wrote several splits ({', '.join(splits)}); name one "
             f"of them, such as {folder / (splits[0] if splits else 'train')}"
@@ -96,20 +96,35 @@ def _files_in(folder: Path) -> list[Path]:
 
 def _saved_to_disk(folder: Path) -> list[Path]:
     """The Arrow files of a folder of `datasets.save_to_disk`, in the order of its rows."""
-    try:
-        state = json.loads((folder / "state.json").read_text())
-        files = [folder / file["filename"] for file in state["_data_files"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{folder / 'state.json'}: expected what datasets.save_to_disk writes, with "
-            f"_data_files, got something else ({type(error).__name__}: {error}); save it again"
-        ) from error
+    names = _saved_list(folder / "state.json", "_data_files", "filename")
+    if not names:
+        raise ValueError(f"{folder}: datasets.save_to_disk wrote no rows to it; save it again")
+    state = json.loads((folder / "state.json").read_text())
     if state.get("_indices_data_files") or state.get("_indices_files"):
         raise ValueError(
             f"{folder}: it was saved with an order of rows in files of its own, as old versions of "
             "datasets did; load it, and save it again after flatten_indices()"
         )
-    return files
+    return [folder / name for name in names]
+
+
+def _saved_list(path: Path, key: str, entry: str | None = None) -> list[str]:
+    """The texts in a list of a JSON file of `datasets.save_to_disk`, or in an entry of each item.
+
+    Raises:
+      ValueError: the file holds something else.
+    """
+    try:
+        items = json.loads(path.read_text())[key]
+        found = [item if entry is None else item[entry] for item in items]
+        if not (isinstance(items, list) and all(isinstance(item, str) for item in found)):
+            raise TypeError(f"{key} is {items!r}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path}: expected what datasets.save_to_disk writes, with a list {key}, got "
+            f"something else ({type(error).__name__}: {_one_line(error)}); save it again"
+        ) from error
+    return found
 
 
 def read_rows(paths: str | Path | Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
