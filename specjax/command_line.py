@@ -75,7 +75,7 @@ def parse_config(
         schema_cls: the dataclass that defines every key. It may have class attributes:
             `rules`: conditions under which settings are read (`schema.Needs`).
             `aliases`: further names of keys.
-            `renamed`: former names of keys, for suggestions.
+            `renamed`: names of keys in former versions or elsewhere -> the key, or what to do.
             `absent_keys`: keys of shared sections that the program does not have, with reasons.
             `spell`: function that names settings of the library in messages (`spelling.py`).
             `variants`: pairs of a key and a function of the schema and the key's value that returns
@@ -302,7 +302,7 @@ class _Schema(NamedTuple):
                 return f": {why}"
         renamed = getattr(self.cls, "renamed", {}).get(name)
         if renamed is not None:
-            return f"; did you mean {renamed!r}?"
+            return f"; {renamed}" if " " in renamed else f"; did you mean {renamed!r}?"
         section, _, last = name.rpartition(".")
         found = foreign(last, *value)
         if found is not None and self.key_of(f"{section}.{found[0]}") is not None:

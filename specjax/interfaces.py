@@ -1135,7 +1135,8 @@ class Objective(Protocol):
     Implementations are frozen dataclasses, whose fields are their options: keys of the section
     `algo`, each with a default, and documented under "Attributes:" of the docstring or by
     `specjax.schema.option`. A class attribute `rules` may hold `specjax.schema.Needs`: which of its
-    options have no effect under which settings. A mistake in an option is a ValueError of
+    options have no effect under which settings. An attribute `least_samples` may hold the smallest
+    number of samples per prompt, which otherwise is 2. A mistake in an option is a ValueError of
     `__post_init__`.
 
     Arrays [R S] are the R packed rows of one micro-batch. A sample is in one row whole, but its

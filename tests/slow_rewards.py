@@ -52,11 +52,30 @@ def counts_tokens(completion, sample):
     )
 
 
-def ranks(completions, prompts, answer, level):
+def ranks(prompts, completions, answer, level):
     """Batch form, as in TRL: a list of numbers from lists of columns."""
     assert len(completions) == len(prompts) == len(answer) == len(level)
-    order = sorted(range(len(completions)), key=lambda i: len(completions[i]))
-    return [float(order.index(i)) for i in range(len(completions))]
+    assert prompts[0][-1]["role"] == "user" and completions[0][0]["role"] == "assistant"
+    texts = [completion[0]["content"] for completion in completions]
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    return [float(order.index(i)) for i in range(len(texts))]
+
+
+def count_ids(completions, completion_ids, **columns):
+    """Batch form with TRL's names: text where the prompt is text."""
+    return [
+        len(ids) + 10 * len(text) for text, ids in zip(completions, completion_ids, strict=True)
+    ]
+
+
+def row_as_it_is(completion, row):
+    """Asks for a column that rewards otherwise get something else by the name of."""
+    return float(len(row["sample"]) + (row["answer"] == "so #### 7"))
+
+
+def if_long(completion, answer):
+    """Does not apply to short completions."""
+    return len(completion) > 3 if len(completion) > 1 else None
 
 
 def too_few(completions, **columns):
@@ -64,7 +83,7 @@ def too_few(completions, **columns):
 
 
 def some_fail(completions, answer):
-    return [None if text == "none" else 2.0 for text in completions]
+    return [None if text[0]["content"] == "none" else 2.0 for text in completions]
 
 
 async def waits(completion, answer):

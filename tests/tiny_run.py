@@ -101,7 +101,7 @@ OF_NO_ROLLOUT = {
 OF_NO_UPDATE = {
     "dynamic_sampling", "max_num_gen_batches", "preset", "normalize_std", "normalize_over",
     "advantage_eps", "kl_coef", "kl_penalty", "ref_update_steps", "overlong_buffer_len",
-    "overlong_penalty_factor", "mask_truncated",
+    "overlong_penalty_factor", "mask_truncated", "filter_groups", "std_correction",
 }  # fmt: skip
 # Those that engines that decode plainly take from the rollout's.
 OF_PLAIN = (

@@ -6,14 +6,14 @@ import dataclasses
 import functools
 import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from specjax.interfaces import Objective
 from specjax.schema import at_least, attribute_docs, option, show
 from train.logprobs import LOGPROBS
-from train.presets import PRESETS, preset_of
+from train.presets import PRESETS, about_objective, preset_of
 from train.registry import OBJECTIVES
 
 T = TypeVar("T")
@@ -21,6 +21,46 @@ T = TypeVar("T")
 DEFAULT = "grpo"
 METHODS = ("advantages", "per_token", "weights")  # of `Objective`
 KL_TYPES = ("k1", "k2", "k3")  # of `train.loss.KL`
+
+
+REWARD = "reward"  # the weighted sum of all rewards, as a metric
+
+
+@dataclass
+class FilterGroups:
+    """Which groups dynamic sampling trains on, beside that their rewards differ."""
+
+    metric: str = option(
+        REWARD,
+        "what is compared: reward, the weighted sum of all rewards; or one of several rewards, by "
+        "its name in the metrics reward/NAME, whose values in a group must then differ as well",
+    )
+    min: float | None = option(
+        None, "groups are replaced whose mean of the metric is smaller; null: none"
+    )
+    max: float | None = option(
+        None, "groups are replaced whose mean of the metric is larger; null: none"
+    )
+
+    def __post_init__(self) -> None:
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(
+                "expected algo.filter_groups.min <= algo.filter_groups.max, got "
+                f"{self.min:g} and {self.max:g}"
+            )
+
+    def check(self, labels: Sequence[str]) -> None:
+        """Raises ValueError unless the metric is known.
+
+        Args:
+          labels: names of the rewards, as in metrics.
+        """
+        known = (REWARD, *labels)
+        if self.metric not in known:
+            raise ValueError(
+                f"algo.filter_groups.metric: expected {REWARD} (the weighted sum) or the name of "
+                f"one of the rewards ({', '.join(labels)}), got {self.metric!r}"
+            )
 
 
 @dataclass
@@ -100,6 +140,9 @@ class AlgoSection:
     updates_per_rollout: int = 1
     dynamic_sampling: bool = True
     max_num_gen_batches: int = 10
+    filter_groups: FilterGroups = option(
+        FilterGroups, "further conditions of dynamic sampling (verl's filter_groups)"
+    )
 
     def __post_init__(self) -> None:
         if self.made_of is not algo_section(self.objective).made_of:
@@ -182,12 +225,16 @@ def preset_line(section: AlgoSection) -> str | None:
     if section.preset is None:
         return None
     values = {f"algo.{name}": value for name, value in preset_of(section.preset).items()}
-    have = {name: getattr(section, name[5:], None) for name in values}
+    if section.objective != values["algo.objective"]:
+        # The preset's settings of its own objective are not in effect.
+        common = AlgoSection.__dataclass_fields__
+        values = {name: value for name, value in values.items() if name[5:] in common}
+    have = {name: getattr(section, name[5:]) for name in values}
     left = [f"{name}={show(value)}" for name, value in values.items() if have[name] == value]
     other = [
         f"{name}={show(have[name])} for {show(value)}"
         for name, value in values.items()
-        if hasattr(section, name[5:]) and have[name] != value
+        if have[name] != value
     ]
     instead = f"; you set {', '.join(other)}" if other else ""
     return f"algo.preset={section.preset} sets {', '.join(left) or 'nothing'}{instead}"
@@ -205,7 +252,11 @@ def algo_section(objective: str, preset: str | None = None) -> type[AlgoSection]
 
 @functools.cache
 def _section(objective: str, preset: str | None) -> type[AlgoSection]:
-    found, values = OBJECTIVES.find(objective), dict(preset_of(preset))
+    try:
+        found, values = OBJECTIVES.find(objective), dict(preset_of(preset))
+    except ValueError as error:
+        about = "" if objective in OBJECTIVES else about_objective(objective)
+        raise ValueError(f"{error}{about}") from error
     _check(objective, found)
     same = values.pop("objective", objective) == objective
     hints, docs = typing.get_type_hints(found), attribute_docs(found)

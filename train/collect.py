@@ -38,7 +38,9 @@ from specjax.engine.sequence import Finished, Progress
 from specjax.engine.sequence import Sequence as Added
 from specjax.engine.stops import StopStrings
 from specjax.parallel import distributed
+from train.algo import REWARD, FilterGroups
 from train.groups import (
+    Filter,
     Group,
     Response,
     Rule,
@@ -101,7 +103,11 @@ class Rollouts:
         self._eos_ids, self._scorer = eos_ids, scorer
         self._text = ResponseText(prompts.tokenizer, roll.sampling_params())
         self.rule = Rule(
-            roll.prompts, roll.in_flight, algo.dynamic_sampling, max(algo.max_num_gen_batches, 0)
+            roll.prompts,
+            roll.in_flight,
+            algo.dynamic_sampling,
+            max(algo.max_num_gen_batches, 0),
+            group_filter(algo.filter_groups, scorer.labels),
         )
         self.position = 0
         self.carried: list[Group] = []
@@ -232,11 +238,12 @@ class Rollouts:
         """The warning that dynamic sampling did not fill the step; None if it did."""
         if selected >= self.rule.prompts:
             return None
+        kept = "" if self.rule.filter == Filter() else " and pass algo.filter_groups"
         return (
-            f"{selected} groups of {candidates} have differing rewards, fewer than rollout.prompts="
-            f"{self.rule.prompts}, and algo.max_num_gen_batches={self.rule.batches} allows no "
-            "more groups: the policy is trained on these alone. Raise it (0: no limit), or is "
-            "the task too hard or too easy for the policy?"
+            f"{selected} groups of {candidates} have differing rewards{kept}, fewer than "
+            f"rollout.prompts={self.rule.prompts}, and algo.max_num_gen_batches="
+            f"{self.rule.batches} allows no more groups: the policy is trained on these alone. "
+            "Raise it (0: no limit), or is the task too hard or too easy for the policy?"
         )
 
     def _reward_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
@@ -424,7 +431,7 @@ class StepRollout:
         return self._selection()
 
     def _selection(self) -> Selection:
-        return select(self.rule, [group.status() for group in self.groups])
+        return select(self.rule, [group.status(self.rule.filter) for group in self.groups])
 
     def _start(self, group: Group) -> None:
         """Adds the samples of a group to the engine."""
@@ -528,9 +535,12 @@ class StepRollout:
 def long_step_warning(rule: Rule, groups: Sequence[Group]) -> str:
     """The warning that a step keeps replacing groups, with its rewards so far."""
     complete = [group for group in groups if group.rewards is not None]
-    alike = Counter(g.rewards[0] for g in complete if not g.status().informative)
+    useless = [group for group in complete if not group.status(rule.filter).informative]
+    alike = Counter(g.rewards[0] for g in useless if not g.status().informative)
     values = ", ".join(f"{reward:g} in {count}" for reward, count in alike.most_common(3))
     more = ", ..." if len(alike) > 3 else ""
+    filtered = len(useless) - alike.total()
+    others = f", and algo.filter_groups leaves out {filtered} others" if filtered else ""
     limit = "algo.max_num_gen_batches=0 sets no limit"
     if rule.max_candidates is not None:
         limit = f"algo.max_num_gen_batches={rule.batches} allows {rule.max_candidates} groups"
@@ -538,9 +548,20 @@ def long_step_warning(rule: Rule, groups: Sequence[Group]) -> str:
         f"step {groups[-1].step} has started {len(groups)} groups, of which {len(complete)} are "
         f"complete, and is not full: {len(complete) - alike.total()} have differing rewards, of "
         f"rollout.prompts={rule.prompts} that it needs; in {alike.total()} all rewards are equal "
-        f"({values or 'none'}{more}) and give no gradient. It goes on, and {limit}. Is the task "
-        "too hard or too easy for the policy, or does the reward not see the difference?"
+        f"({values or 'none'}{more}) and give no gradient{others}. It goes on, and {limit}. Is the "
+        "task too hard or too easy for the policy, or does the reward not see the difference?"
     )
+
+
+def group_filter(cfg: FilterGroups, labels: Sequence[str]) -> Filter:
+    """The filter of a step's groups.
+
+    Args:
+      cfg: its settings.
+      labels: names of the rewards, as in metrics.
+    """
+    several = len(labels) > 1 and cfg.metric != REWARD
+    return Filter(labels.index(cfg.metric) if several else None, cfg.min, cfg.max)
 
 
 def group_seed(run_seed: int, step: int, position: int) -> int:
@@ -767,7 +788,8 @@ def rollout_metrics(
     rate = totals.tokens / max(totals.seconds, 1e-9)
     metrics = {
         "rollout/reward": float(rewards.mean()),
-        "rollout/zero_std": float(zero_variance_groups(rewards).mean()),
+        # One sample has no other that it could be equal to.
+        "rollout/zero_std": float(zero_variance_groups(rewards).mean()) * (rewards.shape[1] > 1),
         "rollout/response_length_mean": float(lengths.mean()),
         "rollout/response_length_max": float(lengths.max()),
         "rollout/truncated_ratio": float(np.mean([s.finish_reason == "length" for s in samples])),

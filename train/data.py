@@ -84,7 +84,14 @@ def problems(cfg: DataConfig, split: str, chat: bool = False) -> Sequence[Proble
     if task is None:
         return sums.Sums(cfg, split, False)
     return [
-        Problem(prompt_of(cfg, task, example, chat), example.answer, i, place, example.columns)
+        Problem(
+            prompt_of(cfg, task, example, chat),
+            example.answer,
+            i,
+            place,
+            example.columns,
+            example.row,
+        )
         for i, (place, example) in enumerate(_examples(cfg, task, split))
     ]
 
@@ -202,7 +209,7 @@ def _read_table(paths: tuple[str, ...], stamp: Any, task: Task, duplicates: str)
     examples, seen, repeated = [], {}, 0
     for place, row in read_rows(paths):
         try:
-            example = task.read(row)
+            example = dataclasses.replace(task.read(row), row=row)
         except RowError as error:
             raise ValueError(
                 f"{place}: {error}; read as task {task.name} ({task.columns}), the row has "
@@ -214,7 +221,9 @@ def _read_table(paths: tuple[str, ...], stamp: Any, task: Task, duplicates: str)
             repeated += 1
             if duplicates == "drop":
                 continue
-            example = dataclasses.replace(example, prompt=known.prompt)  # stored once in memory
+            # What is equal is stored once in memory.
+            stored = {name: value for name, value in known.row.items() if row.get(name) == value}
+            example = dataclasses.replace(example, prompt=known.prompt, row={**row, **stored})
         examples.append((place, example))
     if not examples:
         raise ValueError(f"{', '.join(paths)}: the file is empty; expected one row per problem")

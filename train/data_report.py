@@ -64,6 +64,8 @@ def report(
             "data.heldout_path to hold out a file of its own)"
         )
     scorer.check(problems[0])
+    if hidden := scorer.hidden(problems[0]):
+        yield f"WARNING: {hidden}"
     for problem in problems[: min(rows, len(problems))]:
         yield from _row(prompts, problem)
     most = GENERATED_ROWS if cfg.task in GENERATED else FILE_ROWS

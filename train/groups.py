@@ -1,22 +1,23 @@
 """Decides which groups a step trains on, from numbers of tokens and rewards, never from time.
 
-A group is one problem with its G samples. Its *budget* in a step is the number of tokens that its
+A group is one problem with its G samples. It is *informative* if the rewards of its samples differ
+and its filter keeps it (`Filter`). Its *budget* in a step is the number of tokens that its
 longest sample needs in this step; tokens that a carried sample has from earlier steps do not count.
 The candidates are the groups carried from the step before, then the next problems in order. With a
 budget T the step
 
     considers  the first `in_flight` candidates, and one more for each considered group that has a
-               budget of T or less and equal rewards, which it replaces (only with dynamic
+               budget of T or less and is not informative, which it replaces (only with dynamic
                sampling, and up to `max_candidates` in all)
-    accepts    the considered groups with a budget of T or less whose rewards differ
+    accepts    the considered groups with a budget of T or less that are informative
                (without dynamic sampling: all with a budget of T or less)
 
 and the budget of the step is the smallest T that accepts `prompts` groups. These groups, the first
 `prompts` by budget and then by position, are *selected*. If no T accepts so many, because
-`max_candidates` were considered, all of them run to their end, and those whose rewards differ are
+`max_candidates` were considered, all of them run to their end, and the informative ones are
 selected: the step is short of groups, and says so. Of the other considered candidates,
 
-    those with a budget of T or less   are complete. With `partial` those whose rewards differ are
+    those with a budget of T or less   are complete. With `partial` the informative ones are
                                        carried to the next step; the others are dropped.
     those with a larger budget         are carried to the next step with `partial`, every sample cut
                                        to T tokens of this step, and dropped without.
@@ -55,20 +56,50 @@ from train.tasks.layout import Problem
 
 
 @dataclasses.dataclass(frozen=True)
+class Filter:
+    """Which complete groups are informative, by the values of one figure of their samples.
+
+    The values of a group must differ, and their mean must lie within the bounds. Samples to which
+    a reward does not apply have no value; a group without values is kept.
+
+    Attributes:
+      part: number of the reward whose values are meant, of several; None for their weighted sum.
+      least: smallest mean; None for no bound.
+      most: largest mean; None for no bound.
+    """
+
+    part: int | None = None
+    least: float | None = None
+    most: float | None = None
+
+    def keeps(self, values: Sequence[float]) -> bool:
+        """Whether a group with these values is kept; a single sample has nothing to differ from."""
+        if not len(values):
+            return True
+        mean = sum(values) / len(values)
+        within = (self.least is None or mean >= self.least) and (
+            self.most is None or mean <= self.most
+        )
+        return within and (len(values) == 1 or max(values) != min(values))
+
+
+@dataclasses.dataclass(frozen=True)
 class Rule:
     """How many groups a step needs.
 
     Attributes:
       prompts: number of groups to select.
       in_flight: number of groups to start with, at least `prompts`.
-      dynamic: whether only groups whose rewards differ count, and the others are replaced.
+      dynamic: whether only informative groups count, and the others are replaced.
       batches: largest number of candidates of a step, in units of `in_flight`; 0 for no limit.
+      filter: the filter of informative groups.
     """
 
     prompts: int
     in_flight: int
     dynamic: bool = False
     batches: int = 1
+    filter: Filter = Filter()
 
     @property
     def max_candidates(self) -> int | None:
@@ -84,7 +115,7 @@ class GroupStatus(NamedTuple):
     Attributes:
       at_least: lower bound of the number of tokens that it needs in this step.
       budget: number of tokens that it needs; None until it is complete.
-      informative: whether its rewards differ; True until it is complete.
+      informative: whether its rewards differ and the filter keeps it; True until it is complete.
     """
 
     at_least: int
@@ -148,6 +179,8 @@ def _accepted(rule: Rule, groups: Sequence[GroupStatus], budget: int | None) -> 
     return [index for _, index in sorted(found)]
 
 
+_ANY = Filter()
+
 NO_ROUNDS = SpecStats(rounds=0, drafted=0, accepted=0, histogram=())
 
 # --- groups ----------------------------------------------------------------------------------
@@ -167,7 +200,8 @@ class Response:
       finish_reason: reason why the sample ended; None while it has not.
       reward: reward of the sample; None until it is known.
       failed: whether a reward returned no number; it then counts as 0.
-      parts: value of each reward without its weight, if there are several.
+      parts: value of each reward without its weight, if there are several; None of one that does
+        not apply to the row.
       emitted: lower bound of the number of tokens of this step, some perhaps not received yet.
       stats: speculation figures of this step, once the sample ended.
       text: text that the reward sees, once the group is complete.
@@ -188,7 +222,7 @@ class Response:
     finish_reason: str | None = None
     reward: float | None = None
     failed: bool = False
-    parts: tuple[float, ...] = ()
+    parts: tuple[float | None, ...] = ()
     emitted: int = 0
     stats: SpecStats = NO_ROUNDS
     text: str | None = None
@@ -283,13 +317,22 @@ class Group:
         firsts = (r.weight_versions[0][1] for r in self.responses if r.weight_versions)
         return min(firsts, default=None)
 
-    def status(self) -> GroupStatus:
+    def status(self, keep: Filter = _ANY) -> GroupStatus:
         """The numbers by which the rule selects groups."""
         # A sample that has not ended has at least one more token to come.
         at_least = max(r.emitted + (r.finish_reason is None) for r in self.responses)
         if self.rewards is None:
             return GroupStatus(at_least)
-        return GroupStatus(at_least, at_least, max(self.rewards) != min(self.rewards))
+        # A group of equal rewards has no gradient, whatever the values of a part are.
+        informative = _ANY.keeps(self.rewards) and keep.keeps(self._values(keep.part))
+        return GroupStatus(at_least, at_least, informative)
+
+    def _values(self, part: int | None) -> list[float]:
+        """The rewards, or those values of one of several rewards that are known."""
+        if part is None:
+            return self.rewards
+        found = [value for r in self.responses for value in r.parts[part : part + 1]]
+        return [value for value in found if value is not None]
 
     def to_json(self) -> dict[str, Any]:
         """The group as a checkpoint stores it; the problem is found again by its position."""
@@ -423,7 +466,7 @@ def end_step(
     here, beyond = groups[: selection.candidates], groups[selection.candidates :]
     complete, selected, carried, unfinished, cut = [], [], [], [], 0
     for index, group in enumerate(here):
-        status = group.status()
+        status = group.status(rule.filter)
         within = _within(status, selection.budget)
         if index in selection.selected:
             selected.append(len(complete))

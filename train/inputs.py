@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from specjax.command_line import ConfigError, typed_in
 from specjax.schema import show
 from train import data
-from train.schema import DataConfig
-from train.scoring import evenly, row_name
-from train.tasks.layout import Message, Problem
-
-if TYPE_CHECKING:
-    from train.schema import RLConfig, SFTConfig
-import dataclasses
-
 from train.answers.extract import each_gold
-from train.schema import REASONING_GYM, SUMS, RLConfig
-from train.scoring import Scorer, check_gold, is_hopeless, unwinnable_message
+from train.schema import REASONING_GYM, SUMS, DataConfig, RLConfig, SFTConfig
+from train.scoring import Scorer, check_gold, evenly, is_hopeless, row_name, unwinnable_message
+from train.tasks.layout import Message, Problem
 
 # Number of prompts whose lengths are checked before a run: of a file, and of generated problems.
 FILE_ROWS, GENERATED_ROWS = 20_000, 500
@@ -186,8 +179,16 @@ def read_inputs(cfg: RLConfig, tokenizer, model: str) -> Inputs:
     scorer = Scorer(name, options=cfg.rewards)
     problems = data.problems(cfg.data, "train", prompts.chat)
     require_template(cfg, problems[0].prompt)
+    if "rewards.timeout" in typed_in(cfg) and not scorer.workers:
+        raise ConfigError(
+            f"rewards.timeout={cfg.rewards.timeout:g} changes nothing: reward={scorer.name}, which "
+            "suits the rows, needs no processes, and there is no time limit without; set "
+            "rewards.workers, or leave it out"
+        )
     scorer.check(problems[0])
     notes = [describe_data(cfg.data, prompts.chat, model, scorer.described)]
+    if hidden := scorer.hidden(problems[0]):
+        notes.append(f"WARNING: {hidden}")
     heldout = []
     if cfg.eval.problems:
         try:

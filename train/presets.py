@@ -14,10 +14,11 @@ from collections.abc import Mapping
 from typing import Any
 
 _PAPER = {"dynamic_sampling": False, "clip_ratio": 0.2, "clip_ratio_high": 0.2}
+_TORCH = {"std_correction": 1}  # as the authors' programs, TRL and verl compute it
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # DeepSeekMath, arXiv 2402.03300. Its KL in the loss is kl_loss_coef=0.04; TRL has 0.
-    "grpo": {"objective": "grpo", "loss_aggregation": "sequence", **_PAPER},
+    "grpo": {"objective": "grpo", "loss_aggregation": "sequence", **_PAPER, **_TORCH},
     # arXiv 2503.20783.
     "dr_grpo": {
         "objective": "grpo",
@@ -33,6 +34,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "clip_ratio_high": 0.28,
         "dynamic_sampling": True,
         "overlong_buffer_len": 0.2,
+        **_TORCH,
     },
     # arXiv 2507.18071.
     "gspo": {
@@ -41,6 +43,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "clip_ratio": 3e-4,
         "clip_ratio_high": 4e-4,
         "dynamic_sampling": False,
+        **_TORCH,
     },
     # MiniMax-M1, arXiv 2506.13585, which has DAPO's dynamic sampling; bounds of arXiv 2510.13786.
     "cispo": {
@@ -49,6 +52,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "clip_ratio": 1.0,
         "clip_ratio_high": 4.0,
         "dynamic_sampling": True,
+        **_TORCH,
     },
     # arXiv 2402.14740.
     "rloo": {"objective": "rloo", "loss_aggregation": "token", **_PAPER},
@@ -66,5 +70,22 @@ def preset_of(name: str | None) -> Mapping[str, Any]:
     if name is None:
         return {}
     if name not in PRESETS:
-        raise ValueError(f"unknown preset {name!r}; choose one of {', '.join(PRESETS)}")
+        near = f"did you mean {_OTHERS[name]}? " if name in _OTHERS else ""
+        raise ValueError(f"unknown preset {name!r}; {near}choose one of {', '.join(PRESETS)}")
     return PRESETS[name]
+
+
+# Names of other programs, of which verl has them in algorithm.adv_estimator.
+_OTHERS = {
+    "reinforce++": "reinforce_pp",
+    "reinforce_plus_plus": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp with algo.group_baseline=true",
+    "drgrpo": "dr_grpo",
+    "dr.grpo": "dr_grpo",
+}
+
+
+def about_objective(name: str) -> str:
+    """What a message about an unknown objective ends with, if the name is that of a preset."""
+    found = name if name in PRESETS else _OTHERS.get(name)
+    return "" if found is None else f". It is a preset: use algo={found}"

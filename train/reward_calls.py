@@ -8,8 +8,15 @@ A function has one of these forms, told apart by the names of its parameters:
     compute_score(data_source, solution_str, ...)   verl's: the completion by the name solution_str,
                                                     and a number or {"score": number} returned
 
-Each may be `async def`; then the completions that are scored together run at once. This module
-imports nothing that takes time, for every worker imports it.
+A parameter named `completions`, in any place, makes a function one of batch form. Where the prompt
+is a conversation it gets a completion as TRL gives it, [{"role": "assistant", "content": text}];
+the other forms always get text. verl's parameter `ground_truth` gets the gold answer if the row has
+no column of that name. Each form may be `async def`; then the completions that are scored together
+run at once.
+
+A number is an integer, a float, a fraction, or a bool, of Python, numpy or jax. None instead of a
+number says that the reward does not apply to the row. This module imports nothing that takes time,
+for every worker imports it.
 """
 
 from __future__ import annotations
@@ -28,6 +35,7 @@ from specjax.error_text import shortened
 
 BATCH = "completions"  # the parameter that makes a function one of batch form
 VERL = "solution_str"  # the parameter that verl's functions have for the completion
+ROW = "row"  # the parameter that gets the row as it is; `**columns` does not have it
 Columns = Mapping[str, Any]
 
 
@@ -45,7 +53,7 @@ class Failed(NamedTuple):
     timed_out: bool = False
 
 
-Outcome = float | Failed
+Outcome = float | Failed | None  # None: the reward does not apply to the row
 
 
 def took_too_long(seconds: float) -> Failed:
@@ -73,7 +81,7 @@ class RewardCall:
     def __init__(self, name: str, function: Callable[..., Any]):
         self.name, self.function = name, function
         self._second, self._required, self._takes = _parameters(function)
-        names = _names(function)
+        self._names = names = _names(function)
         self.batch, self._is_verls = BATCH in names, VERL in names
         either = function, type(function).__call__
         self.is_async = any(map(inspect.iscoroutinefunction, either))
@@ -97,7 +105,21 @@ class RewardCall:
 
     def asks_for(self, column: str) -> bool:
         """Whether the function gets a column of this name, if there is one."""
+        if column == ROW:
+            return ROW in self._names[not (self.batch or self._is_verls) :]
         return self._takes is None or column == self._second or column in self._takes
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether the function takes columns of any name."""
+        return self._takes is None
+
+    @property
+    def of_completion(self) -> tuple[str, ...]:
+        """The names of parameters that get completions or prompts, and never a column."""
+        if self.batch:
+            return BATCH, "prompts"
+        return (VERL,) if self._is_verls else tuple(self._names[:1])
 
     def wanted(self, columns: Columns) -> dict[str, Any]:
         """The columns that the function may have, and the answer."""
@@ -137,9 +159,10 @@ class RewardCall:
             return self._raised(error)
 
     def _arguments(self, completion: str, columns: Columns) -> tuple[list[Any], dict[str, Any]]:
-        args, named = [completion], dict(columns)
+        args = [completion]
+        named = {name: value for name, value in columns.items() if name not in self._names[:1]}
         if self._is_verls:
-            args, named = [], {**columns, VERL: completion}
+            args, named = [], {"ground_truth": columns["answer"], **columns, VERL: completion}
         if self._second is not None:
             args.append(named.pop(self._second, columns["answer"]))
         if self._takes is not None:
@@ -150,7 +173,8 @@ class RewardCall:
         """The arguments of batch form: every column as a list."""
         every = dict.fromkeys(name for row in rows for name in row)
         found = {name: [row.get(name) for row in rows] for name in every}
-        found |= {BATCH: list(completions), "prompts": found.get("prompt", [])}
+        given = [_turns(*pair) for pair in zip(completions, rows, strict=True)]
+        found |= {BATCH: given, "prompts": found.get("prompt", [])}
         if self._takes is not None:
             found = {name: found[name] for name in self._takes if name in found}
         return found
@@ -170,7 +194,7 @@ class RewardCall:
     def _outcome(self, value: Any) -> Outcome:
         """The outcome of a returned value."""
         if self._is_verls and isinstance(value, Mapping):
-            value = value.get("score")
+            value = value.get("score", value)
         return _outcome(value)
 
     async def _gather(
@@ -182,11 +206,10 @@ class RewardCall:
     ) -> list[Outcome]:
         count = len(completions)
         if self.batch:
-            calls = [self.function(**self._lists(completions, rows))]
+            arguments = [((), self._lists(completions, rows))]
         else:
-            pairs = map(self._arguments, completions, rows)
-            calls = [self.function(*args, **named) for args, named in pairs]
-        tasks = [asyncio.ensure_future(call) for call in calls]
+            arguments = map(self._arguments, completions, rows)
+        tasks = [asyncio.ensure_future(self._awaited(*pair)) for pair in arguments]
         limit = None if seconds is None else seconds * (count if self.batch else 1) + extra
         _, late = await asyncio.wait(tasks, timeout=limit)
         for task in late:
@@ -207,13 +230,26 @@ class RewardCall:
                 found += self._outcomes(value, count) if self.batch else [self._outcome(value)]
         return found
 
+    async def _awaited(self, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """Calls the function as a task of its own, for it may raise before it is awaited."""
+        return await self.function(*args, **named)
+
     def _raised(self, error: BaseException) -> Failed:
         where = _line_of(error, self.function)
         more = shortened(" ".join(str(error).split()))
         return Failed(f"raised {type(error).__name__}{where}", more)
 
 
+def _turns(completion: str, columns: Columns) -> str | list[dict[str, str]]:
+    """A completion as batch form gets it: a message where the prompt is a conversation."""
+    if isinstance(columns.get("prompt"), str):
+        return completion
+    return [{"role": "assistant", "content": completion}]
+
+
 def _outcome(value: Any) -> Outcome:
+    if value is None:
+        return None
     found = as_number(value)
     if found is not None:
         return found
@@ -224,10 +260,10 @@ def _outcome(value: Any) -> Outcome:
 
 
 def as_number(value: Any) -> float | None:
-    """A finite number of Python, numpy or jax as float; None for anything else, also for a bool."""
+    """A finite number, or a bool, of Python, numpy or jax as float; None for anything else."""
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, (numbers.Real, Decimal)):
+    if not isinstance(value, (numbers.Real, Decimal)):
         return None
     try:
         found = float(value)
@@ -273,6 +309,8 @@ def _by_name(reward: Callable[..., Any]) -> tuple[None, list[str], list[str] | N
     """As `_parameters`, of a function whose arguments, the completion too, are given by name."""
     named, takes_any = _named(list(inspect.signature(reward).parameters.values()))
     always = (BATCH, "prompts", VERL)
+    if VERL in [p.name for p in named]:
+        always = (*always, "ground_truth")
     required = [p.name for p in named if p.default is p.empty and p.name not in always]
     return None, required, None if takes_any else [p.name for p in named]
 

@@ -1,17 +1,21 @@
 """Verifiable rewards, found by name in `train.registry.REWARDS`, or as `module:function`.
 
-A reward is a function of a completion's text and the row of data that it answers:
+A reward is a function of a completion's text and the row of data that it answers, such as
 
     reward(completion, answer) -> float
-    reward(completion, **columns) -> float
-    reward(completions, **columns) -> [float]
 
-The first parameter is the completion; every other one is passed by its name, which is `answer`
-(the gold answer as text; a list of texts where the row has several), `prompt` (as text), `messages`
-(a list of {role, content}, where the prompt is one), `sample` (a `train.scoring.SampleFacts`) or a
-further column of the row. A second parameter of any other name is the answer. A function whose
-first parameter is named `completions` gets those of a group, and every column as a list; `async
-def` functions are awaited (`train.reward_calls`).
+`train.reward_calls` has the other forms: of batch form, asynchronous, and verl's. The first
+parameter is the completion; every other one is passed by its name:
+
+    answer          the gold answer as text; a list of texts where the row has several
+    prompt          the prompt as text, or as a list of {role, content}
+    messages        the prompt, where it is a list of {role, content}
+    sample          a `train.scoring.SampleFacts`
+    completion_ids  the tokens of the completion, the stop token included (TRL's name)
+    row             all columns of the row as they are, by name
+    any other name  the column of that name
+
+A second parameter of a name that no column has is the answer.
 
 `number` and `math_verify` find the answer of a completion as `train.answers.extract` says; `exact`
 takes the line after the last `####`, `choice` the letter of a multiple-choice answer, and `format`
@@ -215,8 +219,9 @@ def math_verify(response_text: str, answer: str) -> float:
     """1.0 if the completion's answer is mathematically equivalent to the row's.
 
     Both may be bare LaTeX; `train.answers.equivalence` has the rules. Answers that cannot be parsed
-    or take too long score 0.0; no response raises an error. Two numbers are compared without the
-    library.
+    score 0.0; no response raises an error. Two numbers are compared without the library. In a
+    worker process (`train.reward_workers`) a comparison that is late is ended by `rewards.timeout`,
+    and counts as failed; in any other process it is ended after `SECONDS`, and scores 0.0.
 
     Raises:
       ModuleNotFoundError: the math-verify library is not installed.

@@ -173,7 +173,7 @@ class RolloutSection(SamplingSection, SpeculationSettings):
     )
 
     def __post_init__(self):
-        at_least("rollout", self, prompts=1, n=2, max_prompt_tokens=1, max_batch=1)
+        at_least("rollout", self, prompts=1, n=1, max_prompt_tokens=1, max_batch=1)
         at_least("rollout", self, max_staleness=1, replicas=1, tp=1, draft_vocab_every=0)
         if not 0 <= self.draft_vocab_decay <= 1:
             raise ValueError(

@@ -20,6 +20,7 @@ from specjax.speculation import (
 )
 from train.rewards import THINKS_FIRST
 from train.rollout_schema import FILTERS, TRANSFORMS, transforms
+from train.tasks.sums import REWARD as SUMS_REWARD
 
 Values = Mapping[str, Any]
 
@@ -156,13 +157,17 @@ def _rewards(v: Values) -> list[str]:
 
 
 def _may_use_workers(v: Values) -> bool:
-    """Whether rewards may run in processes of their own, see `train.scoring.Scorer`."""
+    """Whether rewards may run in processes of their own, see `train.scoring.Scorer`.
+
+    With `auto` the rows of a file decide, which `train.inputs` reads.
+    """
     if v["rewards.workers"] is not None:
         return v["rewards.workers"] > 0
     usual = v["rewards.pattern"] == THINKS_FIRST
+    names = [SUMS_REWARD] if _rewards(v) == ["auto"] and _generates_sums(v) else _rewards(v)
     return any(
         name not in ("exact", "number", "choice") and not (name == "format" and usual)
-        for name in _rewards(v)
+        for name in names
     )
 
 
@@ -354,6 +359,17 @@ RL_RULES = (
         lambda v: v["algo.dynamic_sampling"],
         "[algo.dynamic_sampling] replaces no group; set algo.dynamic_sampling=true, or leave it "
         "out",
+    ),
+    Needs(
+        ("algo.filter_groups.*",),
+        lambda v: v["algo.dynamic_sampling"],
+        "[algo.dynamic_sampling] replaces no group; set algo.dynamic_sampling=true, or leave it "
+        "out",
+    ),
+    Needs(
+        ("algo.filter_groups.metric",),
+        lambda v: len(_rewards(v)) > 1,
+        "[reward] is one reward, which is compared in any case; name several, or leave it out",
     ),
     decay_rule("optim"),
     decay_rule("draft.optim"),

@@ -19,12 +19,14 @@ from specjax.parallel.sharding import MeshConfig
 from specjax.schema import Needs, at_least, option
 from specjax.spelling import Spell
 from train.algo import DEFAULT, algo_section, with_objective, with_preset
+from train.foreign_names import FOREIGN_NAMES
 from train.heads import DraftConfig
 from train.optim import OptimConfig
 from train.registry import REWARDS, TASKS
 from train.rewards import THINKS_FIRST
 from train.rollout_schema import PENALTIES, SPELL, RolloutSection, SamplingSection
 from train.rules import RL_ABSENT_KEYS, RL_RULES, SFT_ABSENT_KEYS, SFT_RULES
+from train.scoring import labels_of
 
 
 @dataclass
@@ -462,6 +464,11 @@ class RewardsSection:
             raise ValueError(f"rewards.timeout: expected seconds above 0, got {self.timeout:g}")
         if self.weights is not None and not all(map(math.isfinite, self.weights)):
             raise ValueError(f"rewards.weights: expected finite numbers, got {self.weights}")
+        if self.weights and not any(self.weights):
+            raise ValueError(
+                f"rewards.weights: expected a weight other than 0, got {self.weights}: the sum "
+                "would always be 0, and the policy would learn nothing"
+            )
         try:
             re.compile(self.pattern)
         except re.error as error:
@@ -479,17 +486,7 @@ class RLConfig:
     absent_keys: ClassVar[Mapping[str, str]] = RL_ABSENT_KEYS
     renamed: ClassVar[dict[str, str]] = {
         "algo.max_resample": "algo.max_num_gen_batches",
-        "algo.loss_mode": "algo.objective",  # verl's names, and TRL's
-        "algo.loss_agg_mode": "algo.loss_aggregation",
-        "algo.clip_ratio_low": "algo.clip_ratio",
-        "algo.importance_sampling_level": "algo.objective",
-        "data.train_files": "data.path",
-        "data.val_files": "data.heldout_path",
-        "data.drop_duplicates": "data.duplicates",
-        "data.filter_overlong_prompts": "data.overlong_prompts",
-        "data.apply_chat_template_kwargs": "data.chat_template_kwargs",
-        "reward_funcs": "reward",
-        "reward_weights": "rewards.weights",
+        **FOREIGN_NAMES,
     }
     # `algo=dapo` is short for a preset; `algo={...}` is the section.
     aliases: ClassVar[dict[str, str]] = {"algo": "algo.preset"}
@@ -551,6 +548,13 @@ class RLConfig:
         for name in names:
             if name != "auto" or len(names) > 1:
                 REWARDS.check(name)
+        self.algo.filter_groups.check(() if names == ("auto",) else labels_of(names))
+        least = getattr(self.algo.build(), "least_samples", 2)
+        if self.rollout.n < least:
+            raise ValueError(
+                f"rollout.n: expected at least {least}, got {self.rollout.n}: "
+                f"algo.objective={self.algo.objective} compares the samples of a prompt"
+            )
         if self.rewards.weights is not None and len(self.rewards.weights) != len(names):
             raise ValueError(
                 f"rewards.weights: expected {len(names)} numbers, one for each of "

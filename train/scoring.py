@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, Protocol
 
 from specjax.error_text import shortened
 from train.answers.extract import each_gold
-from train.reward_calls import Failed, Outcome, RewardCall
+from train.reward_calls import ROW, Failed, Outcome, RewardCall
 from train.reward_worker import Setup
 from train.reward_workers import Answer, Workers
 from train.rewards import THINKS_FIRST, AnswerReward, get_reward
-from train.tasks.layout import Problem, shown
+from train.tasks.layout import Problem, RowError, gold_of, shown
 
 # Number of rows, evenly spaced, whose gold answers are checked before a run.
 ROWS_CHECKED = 300
@@ -40,14 +40,16 @@ class Score(NamedTuple):
     """The reward of a completion.
 
     Attributes:
-      value: the weighted sum of its rewards; one that failed to return a number counts as 0.
-      failed: whether one failed.
-      parts: value of each reward without its weight, if there are several.
+      value: the weighted sum of its rewards; one that failed to return a number counts as 0, and
+        one that does not apply to the row is left out.
+      failed: whether one failed, or none of them applies.
+      parts: value of each reward without its weight, if there are several; None of one that does
+        not apply.
     """
 
     value: float
     failed: bool = False
-    parts: tuple[float, ...] = ()
+    parts: tuple[float | None, ...] = ()
 
 
 class SampleFacts(NamedTuple):
@@ -62,6 +64,10 @@ class SampleFacts(NamedTuple):
     index: int
     token_ids: Sequence[int]
     finish_reason: str | None
+
+
+_NONE = Failed("returned None (NoneType)", "expected a finite number (return float(...))")
+_ALL_NONE = Failed("returned None (NoneType)", "and so did the others, so that no reward applies")
 
 
 class Options(Protocol):
@@ -113,7 +119,7 @@ class Scorer:
                     f"reward={self.name}, got {options.weights}"
                 )
             self._weights = list(options.weights)
-        self.labels = _labels(self.names)
+        self.labels = labels_of(self.names)
         self.checked = {
             name: function
             for name, function, weight in zip(self.names, functions, self._weights, strict=True)
@@ -143,6 +149,25 @@ class Scorer:
         have = _columns(problem, None)
         for call in self._calls:
             call.check(have)
+
+    def hidden(self, problem: Problem) -> str | None:
+        """The warning about columns that a reward would get under names that mean something else.
+
+        None if there are none.
+        """
+        found = []
+        for call in self._calls:
+            names = [n for n in _taken(problem) if call.asks_for(n) or call.takes_all]
+            if call.takes_all:
+                names += [n for n in call.of_completion if n in problem.row and n not in names]
+            if names:
+                found.append(f"reward {call.name!r}: {', '.join(names)}")
+        if not found:
+            return None
+        return (
+            "rows have columns whose names are those of what a reward is given, which hides them "
+            f"({'; '.join(found)}); its parameter `{ROW}` has all columns as they are"
+        )
 
     def __call__(
         self, completion: str, problem: Problem, sample: SampleFacts | None = None
@@ -201,14 +226,14 @@ class Scorer:
         return found
 
     def part_means(self, scores: Sequence[Score]) -> dict[str, float]:
-        """The mean of each reward, without its weight, by its label."""
+        """The mean of each reward, without its weight, by its label, where it applies to any."""
         rows = [score.parts or (score.value,) for score in scores]
         rows = [row for row in rows if len(row) == len(self.labels)]  # older checkpoints' have none
-        columns = zip(*rows, strict=True)
-        return {
-            label: sum(column) / len(column)
-            for label, column in zip(self.labels, columns, strict=False)
-        }
+        means = {}
+        for label, column in zip(self.labels, zip(*rows, strict=True), strict=False):
+            if known := [value for value in column if value is not None]:
+                means[label] = sum(known) / len(known)
+        return means
 
     def close(self) -> None:
         """Ends the worker processes; the next call starts them again."""
@@ -243,6 +268,8 @@ class Scorer:
 
     def joined(self, outcomes: Sequence[Outcome], problem: Problem) -> Score:
         """The score of a completion with these outcomes of its rewards; failures are logged."""
+        if all(outcome is None for outcome in outcomes):
+            outcomes = [_NONE if len(outcomes) == 1 else _ALL_NONE, *outcomes[1:]]
         failed = [isinstance(outcome, Failed) for outcome in outcomes]
         for call, outcome in zip(self._calls, outcomes, strict=True):
             if isinstance(outcome, Failed):
@@ -250,7 +277,8 @@ class Scorer:
         values = [0.0 if isinstance(outcome, Failed) else outcome for outcome in outcomes]
         if self._weights == [1.0]:
             return Score(values[0], any(failed))
-        value = sum(w * v for w, v in zip(self._weights, values, strict=True))
+        pairs = zip(self._weights, values, strict=True)
+        value = sum((w * v for w, v in pairs if v is not None), 0.0)
         return Score(value, any(failed), tuple(values))
 
     def _fail(self, name: str, problem: Problem, failed: Failed) -> None:
@@ -356,7 +384,7 @@ def default_workers() -> int:
     return max(1, min(8, count // 2))
 
 
-def _labels(names: Sequence[str]) -> tuple[str, ...]:
+def labels_of(names: Sequence[str]) -> tuple[str, ...]:
     """The name of each reward in metrics: of a path the function, unless that is ambiguous."""
     short = [name.rpartition(":")[2] for name in names]
     taken = ("failed", "failed_share", "timed_out")
@@ -379,7 +407,31 @@ def _columns(problem: Problem, sample: SampleFacts | None) -> dict[str, Any]:
         own["answer"] = list(problem.answer)
     if not text:
         own["messages"] = list(problem.prompt)
-    return {**problem.columns, **own, "sample": sample}
+    own |= {"sample": sample, "completion_ids": list(sample.token_ids) if sample else []}
+    return {**problem.columns, **own, ROW: dict(problem.row or problem.columns)}
+
+
+def _taken(problem: Problem) -> list[str]:
+    """The columns of a row by whose names a reward gets something that is not their content."""
+    given = _columns(problem, None)
+    names = [name for name in ("sample", "completion_ids", ROW) if name in problem.row]
+    for name in ("answer", "prompt", "messages"):
+        # Other columns are those that the prompt or the answer was read from.
+        if name in problem.columns and name in given:
+            value = problem.columns[name]
+            if name == "answer" and _is_gold(value, problem.answer):
+                continue
+            if value != given[name]:
+                names.append(name)
+    return names
+
+
+def _is_gold(value: Any, answer: Any) -> bool:
+    """Whether the gold answer was read from this value of a column."""
+    try:
+        return each_gold(gold_of(value, "answer")) == each_gold(answer)
+    except RowError:
+        return False
 
 
 # --- gold answers --------------------------------------------------------------------------------

@@ -122,7 +122,8 @@ def trainer(cfg: RLConfig) -> Trainer:
 def rollouts(cfg: RLConfig) -> collect.Rollouts:
     prompts = Prompts(tokenizer(), cfg.data, cfg.rollout.max_prompt_tokens)
     order = data.endless(data.problems(cfg.data, "train", prompts.chat), cfg.data.seed)
-    return collect.Rollouts(cfg, order, prompts, policy().eos_token_ids, Scorer("exact"))
+    names = "exact" if cfg.reward == "auto" else cfg.reward
+    return collect.Rollouts(cfg, order, prompts, policy().eos_token_ids, Scorer(names))
 
 
 def jobs(cfg: RLConfig):
@@ -147,6 +148,17 @@ def chosen(cfg: RLConfig):
         GroupStatus(6, 6),
     ]  # fmt: skip
     return select(rollouts(cfg).rule, status)
+
+
+def kept(cfg: RLConfig):
+    """Which of some groups, of two samples with two rewards each, teach something."""
+    groups = []
+    for parts in (((1.0, 0.0), (0.0, 0.0)), ((1.0, 1.0), (1.0, 0.0)), ((1.0, 1.0), (0.0, 1.0))):
+        rewards = [sum(part) for part in parts]
+        responses = [Response([1], [0.0], finish_reason="stop", parts=part) for part in parts]
+        groups.append(Group(0, 1, 1, Problem("", "", 0), [1], responses, rewards))
+    rule = rollouts(cfg).rule
+    return [group.status(rule.filter).informative for group in groups]
 
 
 def collected(cfg: RLConfig):
@@ -761,9 +773,13 @@ RL = {
     "algo.tis_cap": Row(1.1, loss, {"algo.tis": True}),
     "algo.normalize_std": Row(False, updates, TINY),
     "algo.advantage_eps": Row(0.5, updates, TINY),
+    "algo.std_correction": Row(1, updates, TINY),
     "algo.updates_per_rollout": Row(2, updates, TINY),
     "algo.dynamic_sampling": Row(False, chosen, {"rollout.prompts": 3}),
     "algo.max_num_gen_batches": Row(1, chosen, {"rollout.prompts": 3}),
+    "algo.filter_groups.metric": Row("format", kept, {"reward": ["exact", "format"]}),
+    "algo.filter_groups.min": Row(1.0, kept),
+    "algo.filter_groups.max": Row(0.5, kept),
     "algo.logprobs": Row(
         "processed",
         lambda cfg: (asked(cfg).transformed_logprobs, built(cfg).policy.transforms),

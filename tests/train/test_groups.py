@@ -14,14 +14,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specjax.command_line import parse_config
 from specjax.engine import hosts
 from specjax.engine.agreement import SingleHost
 from specjax.engine.request import SampleOutput, SpecStats, Totals
 from specjax.engine.sequence import Finished
 from specjax.parallel import distributed
-from train.collect import StepRollout, rollout_metrics, selection_metrics
+from train.collect import (
+    Rollouts,
+    StepRollout,
+    long_step_warning,
+    rollout_metrics,
+    selection_metrics,
+)
 from train.data import Problem
 from train.groups import (
+    Filter,
     Group,
     GroupStatus,
     Response,
@@ -32,6 +40,8 @@ from train.groups import (
     select,
     token_versions,
 )
+from train.schema import RLConfig
+from train.scoring import Scorer
 
 MOST = 12  # tokens of a sample
 
@@ -403,6 +413,87 @@ def test_a_group_that_teaches_nothing_is_replaced_at_once():
     assert select(dataclasses.replace(rule, dynamic=False), running).candidates == 2
 
 
+def scored_group(*rewards, parts=None) -> Group:
+    """A complete group of samples of three tokens."""
+    responses = [
+        Response([1, 2, 3], emitted=3, finish_reason="stop", reward=reward, parts=part)
+        for reward, part in zip(rewards, parts or [()] * len(rewards), strict=True)
+    ]
+    return Group(0, 1, 1, Problem("", "", 0), [1], responses, list(rewards))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "parts", "keep", "informative"),
+    [
+        ((1, 0), None, Filter(), True),
+        ((1, 1), None, Filter(), False),
+        ((1,), None, Filter(), True),  # nothing to differ from
+        ((1, 0, 0, 0), None, Filter(least=0.25), True),
+        ((1, 0, 0, 0), None, Filter(least=0.3), False),
+        ((1, 1, 1, 0), None, Filter(most=0.75), True),
+        ((1, 1, 1, 0), None, Filter(most=0.7), False),
+        ((0.5,), None, Filter(least=0.6), False),
+        ((1.1, 1), [(1.0, 0.1), (1.0, 0.0)], Filter(part=0), False),  # verl's metric=acc
+        ((1.1, 1), [(1.0, 0.1), (1.0, 0.0)], Filter(part=1), True),
+        ((1, 1), [(1.0, 0.1), (1.0, 0.0)], Filter(part=1), False),  # equal rewards all the same
+        ((1.1, 1), [(1.0, 0.1), (0.9, 0.1)], Filter(part=0, most=0.9), False),
+        ((1.1, 1), [(None, 0.1), (0.9, 0.1)], Filter(part=0, most=0.9), True),
+        ((1.1, 1), [(None, 0.1), (None, 0.1)], Filter(part=0, least=0.9), True),
+    ],
+)
+def test_a_filter_says_which_groups_teach_something(rewards, parts, keep, informative):
+    group = scored_group(*rewards, parts=parts)
+    assert group.status(keep) == (3, 3, informative)
+    rule = Rule(1, 1, dynamic=True, filter=keep)
+    assert (select(rule, [group.status(rule.filter)]).selected == [0]) == informative
+    ended = end_step(rule, [group], select(rule, [group.status(keep)]), 1, partial=True)
+    assert (ended.selected == [0]) == informative and not ended.carried
+
+
+@pytest.mark.parametrize(
+    ("settings", "keep"),
+    [
+        ([], Filter()),
+        (["algo.filter_groups.min=0.1", "algo.filter_groups.max=0.9"], Filter(None, 0.1, 0.9)),
+        (["reward=[exact,format]", "algo.filter_groups.metric=format"], Filter(1)),
+        (["reward=[exact,format]", "algo.filter_groups.min=0.1"], Filter(None, 0.1)),
+    ],
+)
+def test_settings_of_the_filter_arrive_in_the_rule_of_a_run(settings, keep):
+    cfg, _ = parse_config(RLConfig, settings)
+    scorer = Scorer("exact" if cfg.reward == "auto" else cfg.reward)
+    prompts = SimpleNamespace(tokenizer=None)
+    rollouts = Rollouts(cfg, [], prompts, (), scorer)
+    assert rollouts.rule.filter == keep
+    assert ("algo.filter_groups" in rollouts._short_warning(1, 9)) == bool(settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["algo.filter_groups.min=0.9", "algo.filter_groups.max=0.1"], "got 0.9 and 0.1"),
+        (["reward=[exact,format]", "algo.filter_groups.metric=acc"], "rewards (exact, format), go"),
+        (["algo.filter_groups.metric=exact", "reward=exact"], "is one reward"),
+        (["algo.dynamic_sampling=false", "algo.filter_groups.min=1"], "replaces no group"),
+    ],
+)
+def test_a_filter_that_makes_no_sense_is_refused(settings, said, capsys):
+    with pytest.raises(SystemExit):
+        parse_config(RLConfig, settings)
+    assert said in capsys.readouterr().err
+
+
+def test_a_long_step_says_how_many_groups_the_filter_leaves_out():
+    groups = [scored_group(1, 0), scored_group(1, 1), scored_group(0, 0, 1)]
+    rule = Rule(3, 3, True, 0, Filter(least=0.4))
+    said = long_step_warning(rule, groups)
+    assert "1 all rewards are equal (1 in 1)" in said
+    assert "and algo.filter_groups leaves out 1 others" in said
+    assert "filter_groups" not in long_step_warning(
+        dataclasses.replace(rule, filter=Filter()), groups
+    )
+
+
 def test_replacements_are_replaced_up_to_the_limit_which_may_be_none():
     rule = Rule(prompts=2, in_flight=2, dynamic=True, batches=3)
     dull = [GroupStatus(5, 5, informative=False)]
@@ -486,6 +577,7 @@ def test_a_group_survives_json_bit_by_bit():
     response.logprobs = np.float32(response.logprobs).tolist()
     group = Group(8, 9, 3, Problem("a", "b", 2), [1, 2], [response, Response([3], [-1.0])])
     group.responses[1].finish_reason, group.responses[1].reward = "stop", 0.25
+    group.responses[1].parts = (None, 0.5)
     again = Group.from_json(json.loads(json.dumps(group.to_json())), group.problem, group.prompt)
     assert again == group
 

@@ -13,6 +13,7 @@ from specjax.interfaces import Denominators
 from train.algo import algo, algo_section
 from train.logprobs import token_logprobs
 from train.loss import count_denominators, finalize_metrics, k3, policy_loss
+from train.objectives.grpo import GRPO
 from train.objectives.shared import group_advantages, zero_variance_groups
 from train.packing import Sample, pack
 
@@ -250,6 +251,14 @@ def test_group_advantages_equal_the_formula_with_and_without_std():
     np.testing.assert_allclose(group_advantages(rewards, False), centred, atol=1e-6)
     scaled = centred / (rewards.std(1, keepdims=True) + 1e-4)
     np.testing.assert_allclose(group_advantages(rewards, True, 1e-4), scaled, rtol=1e-5)
+    for over_batch, axis in ((False, 1), (True, None)):  # torch.std, as TRL and verl
+        scale = rewards.std(axis=axis, ddof=1, keepdims=True) + 1e-4
+        found = GRPO(
+            std_correction=1,
+            advantage_eps=1e-4,
+            normalize_over="batch" if over_batch else "group",
+        ).advantages(rewards)
+        np.testing.assert_allclose(found, centred / scale, rtol=1e-5)
 
 
 def test_zero_variance_groups_are_found_and_get_exactly_zero():

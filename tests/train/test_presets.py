@@ -34,6 +34,9 @@ def test_the_presets_are_the_papers():
     assert means["grpo"] == means["gspo"] == "sequence" and means["dr_grpo"] == "constant"
     assert {means[n] for n in ("dapo", "cispo", "rloo", "reinforce_pp")} == {"token"}
     assert not found["dr_grpo"].normalize_std and found["dapo"].normalize_std
+    assert {n for n, a in found.items() if getattr(a, "std_correction", 0)} == {
+        "grpo", "dapo", "gspo", "cispo",
+    }  # fmt: skip
     assert {n for n, a in found.items() if a.dynamic_sampling} == {"dapo", "cispo"}
     assert found["dapo"].overlong_tokens(20_480) == 4_096
     built = {n: type(a.build()) for n, a in found.items()}
@@ -92,7 +95,9 @@ def test_another_objective_keeps_what_is_common():
     cfg = read("algo=dapo", "algo.objective=gspo").algo
     assert (cfg.objective, cfg.overlong_buffer_len, cfg.dynamic_sampling) == ("gspo", 0.2, True)
     assert (cfg.clip_ratio, cfg.loss_aggregation) == (3e-4, "sequence")
-    assert "you set algo.objective=gspo for grpo" in preset_line(cfg)
+    line = preset_line(cfg)
+    assert line.endswith("; you set algo.objective=gspo for grpo"), "no more than that"
+    assert "clip_ratio" not in line and "algo.overlong_buffer_len=0.2" in line
 
 
 def test_without_a_preset_there_is_no_line():

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,8 +20,10 @@ from test_groups import rules, run_steps, worlds
 
 from specjax.command_line import parse_config
 from specjax.parallel import distributed
+from specjax.schema import keys_of
 from train import reward_workers, rl
 from train.collect import Rollouts
+from train.foreign_names import FOREIGN_NAMES
 from train.groups import Group, Response, Rule, Selection, begin_step, end_step
 from train.log import read_metrics
 from train.reward_calls import Failed, RewardCall
@@ -37,6 +40,7 @@ from train.scoring import (
     unwinnable_message,
 )
 from train.tasks.layout import Problem
+from train.tasks.prompt import keyed
 
 TALK = ({"role": "user", "content": "?"},)
 PROBLEM = Problem(TALK, "7", 0, "rows.jsonl:1", {"level": 3})
@@ -200,6 +204,9 @@ def test_rewards_of_one_name_are_told_apart_by_their_modules():
         (["rewards.timeout=0", "rewards.workers=1"], "rewards.timeout: expected seconds above 0"),
         (["rewards.workers=-1"], "rewards.workers: expected at least 0"),
         (["reward=exact", "rewards.timeout=3"], "rewards.timeout=3.0 changes nothing"),
+        (["rewards.timeout=3"], "reward=auto needs no processes"),  # the sums, which are generated
+        (["reward=exact", "rewards.weights=[0.0]"], "expected a weight other than 0"),
+        (["reward=[exact,number]", "rewards.weights=[0,0]"], "expected a weight other than 0"),
         (["reward=number", "rewards.pattern=x"], "rewards.pattern=x changes nothing"),
         (["reward=[a:b]", "data.path=x", "data.unwinnable=drop"], "changes nothing"),
     ],
@@ -217,12 +224,48 @@ def test_settings_of_rewards_that_make_no_sense_are_refused(settings, said, caps
         ("data.drop_duplicates=true", "data.duplicates"),
         ("data.apply_chat_template_kwargs={a: 1}", "data.chat_template_kwargs"),
         ("reward_funcs=x", "reward"), ("reward_weights=[1]", "rewards.weights"),
+        ("beta=0.04", "algo.kl_loss_coef"), ("algo.beta=0.04", "algo.kl_loss_coef"),
+        ("algo.epsilon=0.2", "algo.clip_ratio"), ("algo.epsilon_high=1", "algo.clip_ratio_high"),
+        ("algo.delta=3", "algo.clip_ratio_c"), ("num_generations=8", "rollout.n"),
+        ("algo.norm_adv_by_std_in_grpo=false", "algo.normalize_std"),
+        ("algo.filter_groups.enable=true", "algo.dynamic_sampling"),
+        ("algo.filter_groups.max_num_gen_batches=3", "algo.max_num_gen_batches"),
+        ("data.accuracy_lower_bound=0.2", "algo.filter_groups.min"),
     ],
 )  # fmt: skip
 def test_names_of_other_frameworks_lead_to_ours(theirs, ours, capsys):
     with pytest.raises(SystemExit):
         parse_config(RLConfig, [theirs])
     assert f"did you mean '{ours}'?" in capsys.readouterr().err
+
+
+def test_names_of_other_frameworks_lead_to_keys_that_exist():
+    keys = {key.name for key in keys_of(RLConfig)}
+    assert not keys & FOREIGN_NAMES.keys()
+    keys |= {"algo.importance_sampling_level"}  # of gspo
+    for theirs, here in FOREIGN_NAMES.items():
+        named = re.findall(r"[a-z_]+(?:\.[a-z_]+)+|^[a-z_]+$", here.replace("algo=", ""))
+        assert set(named) <= keys, theirs
+
+
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        ("algo.scale_rewards=batch", "algo.normalize_over=group or batch"),
+        ("algo.num_iterations=2", "every sample of a step is trained on once"),
+        ("algo.use_kl_in_reward=true", "set algo.kl_coef, the weight of KL, above 0"),
+        ("algo.loss_type=dapo", "use algo=grpo, dr_grpo, dapo"),
+        ("algo.adv_estimator=rloo", "use algo=grpo, dr_grpo, dapo"),
+        ("algo.objective=dapo", "It is a preset: use algo=dapo"),
+        ("algo.objective=dr_grpo", "It is a preset: use algo=dr_grpo"),
+        ("algo.objective=reinforce++", "use algo=reinforce_pp"),
+        ("algo=reinforce++", "did you mean reinforce_pp?"),
+    ],
+)
+def test_what_other_frameworks_say_otherwise_is_explained(theirs, said, capsys):
+    with pytest.raises(SystemExit):
+        parse_config(RLConfig, [theirs])
+    assert said in capsys.readouterr().err
 
 
 # --- forms ---------------------------------------------------------------------------------------
@@ -253,8 +296,48 @@ def test_a_function_written_for_verl_is_called_as_verl_does(workers, in_workers)
     scorer = in_workers("slow_rewards:compute_score", workers=workers)
     scorer.check(problem)
     assert [s.value for s in scored(scorer, ["7", "8"], problem)] == [1.0, 0.0]
-    with pytest.raises(ValueError, match="asks for data_source, ground_truth"):
+    columns.pop("ground_truth")  # then it is the gold answer
+    scorer.check(problem)
+    assert [s.value for s in scored(scorer, ["7", "8"], problem)] == [1.0, 0.0]
+    with pytest.raises(ValueError, match="asks for data_source, and"):
         scorer.check(PROBLEM)
+
+
+@pytest.mark.parametrize("keys", [{}, {"answer_key": "reward_model.ground_truth"}])
+def test_a_function_written_for_verl_gets_the_gold_answer_of_named_columns(keys):
+    truth = {"ground_truth": "$7$", "style": "rule"}
+    row = {"instruction": "?", "data_source": "math_dapo", "reward_model": truth}
+    example = keyed("instruction", keys.get("answer_key")).read({**row, "extra_info": {}})
+    assert example.answer == "$7$" and example.columns["ground_truth"] == "$7$"
+    labelled = {**row, "label": "so #### 7", "ground_truth": "of the row"}
+    assert keyed("instruction", "label").read(labelled).columns["ground_truth"] == "of the row"
+
+
+def test_functions_of_batch_form_get_the_names_and_forms_of_trl():
+    scorer = scorer_of("slow_rewards:count_ids")
+    columns = {"completions": "of the row"}
+    problem = Problem("p", "7", 0, "", columns, columns)
+    scorer.check(problem)
+    assert [s.value for s in scored(scorer, ["a", "bcd"], problem)] == [11.0, 33.0]
+    assert "count_ids': completions);" in scorer.hidden(problem)
+
+
+def test_a_reward_that_does_not_apply_to_a_row_is_left_out_and_not_failed(caplog):
+    scorer = scorer_of("slow_rewards:if_long", "exact", weights=[2.0, 1.0])
+    texts = ("x", "xx", "xxxx", "#### 7")
+    found = [scorer(text, Problem("p", "7", 0)) for text in texts]
+    assert [s.value for s in found] == [0.0, 0.0, 2.0, 3.0]
+    assert [s.parts for s in found] == [(None, 0.0), (0.0, 0.0), (1.0, 0.0), (1.0, 1.0)]
+    assert not any(s.failed for s in found) and scorer.failures == 0
+    assert scorer.part_means(found) == {"if_long": pytest.approx(2 / 3), "exact": 0.25}
+    assert scorer.part_means(found[:1]) == {"exact": 0.0}
+    assert not caplog.text
+    alone = scorer_of("slow_rewards:if_long")
+    assert [alone(text, PROBLEM) for text in ("x", "xxxx")] == [Score(0.0, True), Score(1.0)]
+    both = scorer_of("slow_rewards:if_long", "odd_rewards:nothing")
+    assert both("x", PROBLEM) == Score(0.0, True, (0.0, None)) and both.failures == 1
+    assert "so that no reward applies" in caplog.text
+    assert both("xxxx", PROBLEM) == Score(1.0, False, (1.0, None))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -287,6 +370,23 @@ def test_asynchronous_rewards_of_a_group_run_at_once(workers, in_workers):
     assert time.perf_counter() - started < 3.0, "one after the other would take 4 s"
     both = in_workers("slow_rewards:waits_for_all", workers=workers)
     assert [s.value for s in scored(both, ["a", "b", "c"])] == [3.0] * 3
+
+
+def test_an_asynchronous_reward_that_raises_before_it_is_awaited_fails_alone():
+    class Late:
+        async def __call__(self, completion):
+            return 1.0
+
+    class Raises(Late):
+        def __call__(self, completion):
+            if not completion:
+                raise KeyError("no text")
+            return super().__call__(completion)
+
+    call = RewardCall("own", Raises())
+    call.is_async = True
+    first, second = call(["", "x"], [{"answer": "7"}] * 2)
+    assert isinstance(first, Failed) and first.what.startswith("raised KeyError") and second == 1.0
 
 
 def test_an_asynchronous_reward_that_cancels_itself_fails():

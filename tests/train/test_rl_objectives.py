@@ -79,7 +79,14 @@ def test_an_entropy_bonus_raises_entropy(train, base):
 
 
 def test_another_objective_trains_the_policy_otherwise(train, base):
-    trainer, steps = train(algo__preset="reinforce_pp")
+    trainer, steps = train(algo__preset="reinforce_pp", rollout__prompts=8, rollout__n=1)
     assert not same(trainer, base[0])
     numbers = [x for step in steps for x in step.values() if isinstance(x, float)]
     assert len(numbers) > 40 and np.isfinite(numbers).all()
+    assert steps[0]["rollout/zero_std"] == 0, "no group of one sample has equal rewards"
+
+
+def test_groups_outside_of_the_bounds_are_replaced(train, base):
+    _, (step, _) = train(algo__filter_groups__min=0.6)
+    for name in ("rollout/groups_drawn", "rollout/groups_dropped"):
+        assert step[name] > base[1][0][name]

@@ -17,11 +17,13 @@ from specjax.command_line import parse_config
 from specjax.tokenizer import load_tokenizer
 from train import rl
 from train.collect import Rollouts
+from train.data import problems
 from train.inputs import Inputs, read_inputs
 from train.log import read_metrics
 from train.reward_calls import as_number
-from train.schema import RLConfig
+from train.schema import DataConfig, RewardsSection, RLConfig
 from train.scoring import (
+    SampleFacts,
     Score,
     Scorer,
     check_gold,
@@ -37,7 +39,7 @@ from train.tasks.layout import Problem, split_of
 @pytest.mark.parametrize(
     "value",
     [1, 0.5, -2, np.float32(0.5), np.int64(3), np.array(0.25), jnp.float32(2.0), jnp.bfloat16(0.5),
-     jnp.array(1), Fraction(1, 2), Decimal("0.5"), 10**20],
+     jnp.array(1), Fraction(1, 2), Decimal("0.5"), 10**20, True, np.bool_(False), jnp.array(True)],
 )  # fmt: skip
 def test_numbers_of_every_library_are_rewards(value):
     found = as_number(value)
@@ -45,7 +47,7 @@ def test_numbers_of_every_library_are_rewards(value):
 
 
 @pytest.mark.parametrize("value", [*odd_rewards.NO_NUMBERS, np.array([1.0]), -np.inf,
-                                   jnp.array(jnp.nan), jnp.array(True), np.str_("1"), {}, 10**400,
+                                   jnp.array(jnp.nan), {}, 10**400,
                                    float, b"1", Decimal("NaN")])  # fmt: skip
 def test_what_is_no_finite_number_is_named_with_its_row_and_counts_as_nothing(value, caplog):
     scorer = Scorer("own:reward", lambda completion, answer: value)
@@ -167,6 +169,56 @@ def test_a_users_reward_gets_several_gold_answers_as_a_list(reward):
     call.function = lambda *args, **columns: seen.append((*args, *columns.values())[1]) or 1.0
     scorer("c", Problem("p", ("1", "2"), 0))
     assert seen == [["1", "2"]]
+
+
+def completion_in_a_column(completion, **columns):
+    return len(completion) + float(columns["answer"]) + len(columns["completion_ids"])
+
+
+def test_a_column_never_takes_the_place_of_a_completion():
+    problem = Problem("p", "3", 0, "", {"completion": "a long one", "completions": [1]})
+    scorer = Scorer("own:reward", completion_in_a_column)
+    assert scorer("ab", problem, SampleFacts(0, [7, 8], "stop")) == Score(7.0)
+
+
+ROW = {"question": "?", "sample": "abc", "prompt": "another", "answer": "so #### 7"}
+
+
+@pytest.mark.parametrize(
+    ("reward", "hidden"),
+    [
+        (lambda c, answer: 1, None),
+        (lambda c, row: len(row["sample"]), None),
+        (lambda c, answer, level=0: 1, None),
+        (lambda c, sample: 1, "sample"),
+        (lambda c, prompt: 1, "prompt"),
+        (lambda sample, gold: 1, None),
+        (lambda c, **columns: 1, "sample, prompt"),
+        (lambda sample, **columns: 1, "sample, prompt"),
+    ],
+)
+def test_a_column_that_is_hidden_by_what_a_reward_is_given_is_named(reward, hidden):
+    columns = {name: value for name, value in ROW.items() if name != "question"}
+    problem = Problem("?", "7", 0, "rows.jsonl:1", columns, ROW)
+    said = Scorer("own:reward", reward).hidden(problem)
+    assert (said is None) == (hidden is None)
+    assert hidden is None or f"'own:reward': {hidden});" in said and "parameter `row`" in said
+    other = Problem("?", "8", 0, "", columns, ROW)  # whose gold answer is not that column's
+    assert "answer" in Scorer("own:reward", lambda c, answer: 1).hidden(other)
+
+
+def test_a_reward_finds_all_columns_of_its_row(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({**ROW, "level": i % 2}) + "\n" for i in (0, 1, 0)))
+    cfg = DataConfig(path=str(path), heldout_path=str(path), prompt_key="question")
+    found = problems(cfg, "heldout")
+    assert [problem.row for problem in found] == [{**ROW, "level": i % 2} for i in (0, 1, 0)]
+    assert found[0].answer == "7" and found[2].row["prompt"] is found[0].row["prompt"]
+    scorer = Scorer("slow_rewards:row_as_it_is", options=RewardsSection(workers=0))
+    scorer.check(found[0])
+    assert scorer("x", found[0]) == Score(4.0) and scorer.hidden(found[0]) is None
+    generated = problems(DataConfig(), "train")[0]
+    assert Scorer("own:row", lambda c, row: len(row))("x", generated) == Score(0.0)
 
 
 def test_a_reward_that_asks_for_what_no_column_has_is_refused():

@@ -41,6 +41,11 @@ class ReinforcePP(Clip):
         if self.advantage_eps < 0:
             raise ValueError(f"expected advantage_eps >= 0, got {self.advantage_eps}")
 
+    @property
+    def least_samples(self) -> int:
+        """The smallest number of samples per prompt: without a baseline of the group it is 1."""
+        return 2 if self.group_baseline else 1
+
     def advantages(self, rewards: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
         """Computes advantages of samples of one token each, see `token_advantages`."""
         one = [np.ones(1)] * np.size(rewards)
@@ -63,7 +68,7 @@ class ReinforcePP(Clip):
         Raises:
           ValueError: see `comparable`.
         """
-        rewards = comparable(rewards, least=2 if self.group_baseline else 1)
+        rewards = comparable(rewards, least=self.least_samples)
         if self.group_baseline:
             alike = zero_variance_groups(rewards)
             rewards = rewards - rewards.mean(axis=1, keepdims=True)

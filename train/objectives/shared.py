@@ -78,13 +78,15 @@ class GroupRelative(Aggregated):
       normalize_std: divide advantages by a standard deviation of rewards.
       normalize_over: rewards of that standard deviation: those of the `group`, or of all groups of
         the `batch` (TRL's scale_rewards).
+      std_correction: squared deviations are divided by the number of rewards less this: 0, or 1 as
+        torch.std does, and so TRL and verl.
       advantage_eps: added to that standard deviation.
     """
 
     rules: ClassVar[tuple[Needs, ...]] = (
         *Aggregated.rules,
         Needs(
-            ("algo.advantage_eps", "algo.normalize_over"),
+            ("algo.advantage_eps", "algo.normalize_over", "algo.std_correction"),
             lambda v: v["algo.normalize_std"],
             "[algo.normalize_std] divides by nothing; set algo.normalize_std=true, or leave it out",
         ),
@@ -92,18 +94,25 @@ class GroupRelative(Aggregated):
 
     normalize_std: bool = True
     normalize_over: str = "group"
+    std_correction: int = 0
     advantage_eps: float = 1e-6
 
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("normalize_over", self.normalize_over, NORMALIZE_OVER)
+        if self.std_correction not in (0, 1):
+            raise ValueError(f"std_correction must be 0 or 1, got {self.std_correction}")
         if self.advantage_eps < 0:
             raise ValueError(f"expected advantage_eps >= 0, got {self.advantage_eps}")
 
     def advantages(self, rewards: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
         """Computes advantages by `group_advantages`."""
         return group_advantages(
-            rewards, self.normalize_std, self.advantage_eps, self.normalize_over == "batch"
+            rewards,
+            self.normalize_std,
+            self.advantage_eps,
+            self.normalize_over == "batch",
+            self.std_correction,
         )
 
 
@@ -182,17 +191,18 @@ def group_advantages(
     normalize_std: bool = True,
     eps: float = 1e-6,
     over_batch: bool = False,
+    correction: int = 0,
 ) -> Float[np.ndarray, "P G"]:
     """Rewards relative to their group: (r - mean) / (std + eps), or r - mean.
 
-    The standard deviation is the population's (divided by G). Groups without variance get exactly
-    zero, for any rounding of their mean.
+    Groups without variance get exactly zero, for any rounding of their mean.
 
     Args:
       rewards: one row per prompt, G >= 2 samples each.
       normalize_std: whether to divide by the standard deviation.
       eps: added to the standard deviation.
       over_batch: whether the standard deviation is that of all rewards, and not of each group's.
+      correction: squared deviations are divided by the number of rewards less this.
 
     Returns:
       float32 advantages in the same order.
@@ -204,7 +214,8 @@ def group_advantages(
     advantages = rewards - rewards.mean(axis=1, keepdims=True)
     advantages[zero_variance_groups(rewards)] = 0.0
     if normalize_std:
-        scale = rewards.std(axis=None if over_batch else 1, keepdims=True) + eps
+        axis = None if over_batch else 1
+        scale = rewards.std(axis=axis, ddof=correction, keepdims=True) + eps
         advantages = np.divide(advantages, scale, out=advantages, where=scale > 0)
     return advantages.astype(np.float32)
 
@@ -222,8 +233,8 @@ def comparable(rewards: Float[np.ndarray, "P G"], least: int = 2) -> Float[np.nd
     rewards = _as_groups(rewards)
     if rewards.shape[1] < least:
         raise ValueError(
-            "group advantages need at least 2 samples per prompt, got 1: every advantage would be "
-            "zero; raise rollout.n"
+            f"advantages need at least {least} samples per prompt, got {rewards.shape[1]}, and "
+            "each would be zero; raise rollout.n"
         )
     if not np.isfinite(rewards).all():
         raise ValueError(

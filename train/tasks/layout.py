@@ -45,6 +45,7 @@ class Problem:
       index: number of the problem in its split.
       place: place of its row in a file, for messages.
       columns: further columns of its row, for rewards.
+      row: all columns of its row as they are, if it has one.
     """
 
     prompt: str | tuple[Message, ...]
@@ -52,6 +53,7 @@ class Problem:
     index: int
     place: str = ""
     columns: Mapping[str, Any] = field(default_factory=dict)
+    row: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -75,12 +77,14 @@ class Example:
       answer: the gold answer, or several, of which any is right; "" if the row has none.
       response: a demonstration without stop token; None if the row has none.
       columns: further columns, for rewards with parameters of their names.
+      row: all columns as they are; `train.data` sets it, and not the task.
     """
 
     prompt: str | tuple[Message, ...]
     answer: Gold
     response: str | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
+    row: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

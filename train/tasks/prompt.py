@@ -38,9 +38,21 @@ def read_prompt(row: Row, column: str = "prompt") -> str | tuple[Message, ...]:
 
 
 def gold_of_row(row: Row) -> Gold | None:
-    """The gold answer, or answers, in the row's columns; None if there is none."""
+    """The gold answer, or answers, in the row's columns; None if there is none.
+
+    Without any of `GOLD_COLUMNS` it is that of verl's rows, in `reward_model`.
+    """
     column = next((name for name in GOLD_COLUMNS if row.get(name) is not None), None)
-    return None if column is None else gold_of(row[column], column)
+    if column is not None:
+        return gold_of(row[column], column)
+    truth = _truth(row)
+    return None if truth is None else gold_of(truth, "reward_model.ground_truth")
+
+
+def _truth(row: Row) -> Any:
+    """The gold answer as verl's rows have it, in `reward_model`; None without one."""
+    rule = row.get("reward_model")
+    return rule.get("ground_truth") if isinstance(rule, Mapping) else None
 
 
 def _read(row: Row) -> Example:
@@ -82,8 +94,7 @@ def keyed(prompt_key: str | None, answer_key: str | None) -> Layout:
     Args:
       prompt_key: column of the prompt, text or a conversation; None for the first of
         `PROMPT_COLUMNS` that the row has.
-      answer_key: column of the gold answer, or of several; None for the first of `GOLD_COLUMNS`
-        that the row has.
+      answer_key: column of the gold answer, or of several; None for what `gold_of_row` finds.
 
     A name with dots leads into mappings: `reward_model.ground_truth`. The demonstration is the
     column `completion`, else the assistant's message that ends the conversation, else the text in
@@ -104,7 +115,10 @@ def keyed(prompt_key: str | None, answer_key: str | None) -> Layout:
             gold = gold_of_row(others(row, key)) or final_answer(response or "") or ""
         completion = _completion(row)
         response = response if completion is None else completion
-        return Example(prompt, gold, response, others(row, key))
+        columns, truth = others(row, key), _truth(row)
+        if truth is not None:
+            columns.setdefault("ground_truth", truth)
+        return Example(prompt, gold, response, columns)
 
     return Layout(
         name="prompt",
