@@ -58,7 +58,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("specjax")
 
-_TESTS = os.environ.get("SPECJAX_TESTS", "all")  # `jax`: see `same_with_any_jax.py`
+_TESTS = os.environ.get("SPECJAX_TESTS", "all")  # `jax`: see `with_newest_jax.py`
 _EXPECT_TORCH = os.environ.get("SPECJAX_EXPECT_TORCH") == "1"
 
 
@@ -145,10 +145,10 @@ def report_line(counts: dict[str, float], seconds: float) -> str:
 
 def pytest_terminal_summary(terminalreporter) -> None:
     terminalreporter.write_line(report_line(_totals, time.monotonic() - _BEGAN))
-    if _left_out:
+    if _left_out["tests"]:
         terminalreporter.write_line(
-            f"left out, as any jax gives the same: {sum(_left_out.values()):,} tests of "
-            f"{len(_left_out)} files (tests/same_with_any_jax.py says why)"
+            f"left out of the run with the newest jax: {_left_out['tests']:,} tests "
+            "(tests/with_newest_jax.py says what stays)"
         )
 
 
@@ -174,23 +174,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"SPECJAX_TESTS must be 'all' or 'jax', got {_TESTS!r}")
 
 
-_left_out: dict[str, int] = {}  # file -> tests of it that were left out
+_left_out = {"tests": 0}  # how many of them
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Takes the tests of `same_with_any_jax.py` out of a list."""
-    from same_with_any_jax import left_out
+    """Keeps the tests of `with_newest_jax.py` in a list, and no others."""
+    from with_newest_jax import files
 
-    files, gone, rest = left_out(), [], []
-    for item in items:
-        name = item.path.relative_to(Path(__file__).parent).as_posix()
-        if name in files:
-            gone.append(item)
-            _left_out[name] = _left_out.get(name, 0) + 1
-        else:
-            rest.append(item)
+    kept, here = files(), Path(__file__).parent
+    stays = [item.path.relative_to(here).as_posix() in kept for item in items]
+    gone = [item for item, stay in zip(items, stays, strict=True) if not stay]
+    _left_out["tests"] += len(gone)
     config.hook.pytest_deselected(items=gone)
-    items[:] = rest
+    items[:] = [item for item, stay in zip(items, stays, strict=True) if stay]
 
 
 def pytest_collection_finish():

@@ -74,6 +74,7 @@ def test_an_exact_decoder_passes_and_the_table_and_json_say_so(checkpoint, tmp_p
         assert check["figures"]["cells"] >= 10
 
 
+@pytest.mark.slow
 def test_a_biased_decoder_fails_both_checks(checkpoint, tmp_path, capsys, monkeypatch):
     """The token after the last accepted draft is one too high now and then."""
     exact = accept.accept_coupled

@@ -57,6 +57,7 @@ def test_the_shipped_tables_load_and_the_modelled_ones_are_what_costs_writes(tmp
             assert (tmp_path / path.name).read_text() == path.read_text()
 
 
+@pytest.mark.slow
 def test_measured_costs_are_a_table_that_predict_takes(thin_policy, tmp_path, monkeypatch):
     monkeypatch.setattr(costs, "DRAFT_CHAIN", 2)
     out = tmp_path / "here.json"

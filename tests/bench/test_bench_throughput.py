@@ -75,6 +75,7 @@ def test_a_difference_in_invariant_mode_is_a_failure(thin_policy, tmp_path, monk
         run("invariant", "", tmp_path / "x.json", thin_policy)
 
 
+@pytest.mark.slow
 def test_kernels_are_compared_with_xla_and_their_bits_are_equal(cpu_kernels, tmp_path):
     argv = "--batches 2 --repeats 1 --prompts 2 --max_tokens 8 --strategy 1_1_2"
     _, found, _ = run("kernels", argv, tmp_path / "kernels.json")
@@ -133,6 +134,7 @@ def sums():
     return (cfg, params, head), prompts
 
 
+@pytest.mark.slow
 def test_the_jax_sampler_generates_the_greedy_tokens_of_llm_whatever_the_batch(sums):
     (cfg, params, _), prompts = sums
     limits = [48, 5, 48]

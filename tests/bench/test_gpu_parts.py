@@ -85,6 +85,7 @@ def test_a_script_accepts_with_its_probability():
         assert length == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_script_emits_what_was_drafted_and_then_what_the_target_chose():
     """The same round by its own rule says what that is: it accepts all, by the noise that both
     share, for a random head's scores say little."""
@@ -299,6 +300,7 @@ def test_a_steps_bytes_are_those_of_the_whole_model():
     assert found == 36 * (layer + 2 * 1025 * 4096) + head
 
 
+@pytest.mark.slow
 def test_a_round_is_measured_against_a_plain_one(tmp_path, monkeypatch):
     monkeypatch.setattr(rounds, "SMALL", rounds.SMALL._replace(acceptance=(0.6,)))
     assert job_of(tmp_path).run(lambda job: rounds.measure(job, 2))
@@ -551,6 +553,7 @@ class Fake:
         return [Program("broken", breaks), *chunk.programs("chunk", options)]
 
 
+@pytest.mark.slow
 def test_what_is_not_traced_does_not_compile_or_does_not_fit_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("SPECJAX_DRY_KNOWN", str(tmp_path))
     monkeypatch.setattr(Part, "load", lambda self: Fake)

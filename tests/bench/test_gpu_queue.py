@@ -125,6 +125,7 @@ def wait_for(condition):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_call_that_is_killed_goes_on_where_it_was_and_tries_the_part_that_ran_once_more(
     run, tmp_path, capfd
 ):
@@ -189,6 +190,7 @@ def test_what_needs_more_time_than_is_left_is_not_started_and_a_shorter_part_is(
     assert "long: not started: it may take 180 s, and 1" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_part_that_was_short_of_time_runs_again_in_every_call_and_behind_the_others(
     run, tmp_path, capfd
 ):

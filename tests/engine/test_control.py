@@ -261,6 +261,7 @@ class Told(Controller):
         pass
 
 
+@pytest.mark.slow
 def test_the_first_requests_decide_what_is_compiled_ahead_for_all_strategies():
     control = ControlConfig("bandit", strategies=TWO)
     engine = engine_of("1_1_2", batch=2, control=control, prefill_chunk=16)
@@ -368,6 +369,7 @@ def test_ema_steps_down_where_the_head_is_of_no_use_and_up_where_it_is():
         assert seen[0] == "3_1_4" and (seen[-1] == "1_1_2") == (given is useless), seen
 
 
+@pytest.mark.slow
 def test_programs_are_compiled_side_by_side_or_one_at_a_time():
     names, told, together, number = set(), [], threading.Barrier(2), itertools.count()
 

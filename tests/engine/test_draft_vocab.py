@@ -142,6 +142,7 @@ def test_ids_cannot_be_changed_where_all_are_drafted_from_or_the_rule_needs_them
         LLM((CFG, *weights()), block, 1, MAX_LEN).update_draft_vocab(range(16))
 
 
+@pytest.mark.slow
 def test_replicas_draft_from_the_same_ids(monkeypatch):
     monkeypatch.setattr(vocabulary, "FIRST_COUNT", 20)
     spec = SpecConfig("1_1_2", draft_vocab=16)

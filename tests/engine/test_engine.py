@@ -234,6 +234,7 @@ def test_a_piece_that_goes_on_past_its_table_is_refused():
     assert piece_of([prompt], 1, 512, runner).table.tolist() == [[1, 2, 3, 4, 5, 6, 0, 0]]
 
 
+@pytest.mark.slow
 def test_a_batch_between_two_sizes_runs_in_the_larger_one_until_the_smaller_is_enough(chunks):
     engine = engine_of(batch=16, page_size=16, prefill_chunk=16)
     engine.buckets[:] = powers(16, 4)
@@ -252,6 +253,7 @@ def test_a_batch_between_two_sizes_runs_in_the_larger_one_until_the_smaller_is_e
     assert all(bucket == next(b for b in (1, 4, 16) if b >= running) for bucket, running in batches)
 
 
+@pytest.mark.slow
 def test_samples_that_wait_have_a_bounded_share_of_the_pages(monkeypatch):
     whole = engine_of(batch=2, page_size=16, prefill_chunk=16).runner
     assert whole.pages == 2 + 6 * (2 + 9), "positions up to the share are there for all slots"
@@ -422,6 +424,7 @@ def test_generate_keeps_no_sequence_that_has_ended():
     assert len(seen) == 6 and alive[-1] < 6
 
 
+@pytest.mark.slow
 def test_pages_and_host_memory_are_flat_over_2000_requests():
     """Each of two samples, in calls of 50, some of them aborted."""
     engine = warm()

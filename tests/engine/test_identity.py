@@ -284,6 +284,7 @@ def test_a_broken_tree_decoder_differs_in_ways_that_floating_point_does_not_expl
     assert "NOT explained" in "".join(map(str, found))
 
 
+@pytest.mark.slow
 def test_verify_as_rewritten_here_is_right_when_nothing_is_changed(monkeypatch):
     """Else the test above would prove nothing."""
     monkeypatch.setattr(decode_round, "verify", verify_with())

@@ -208,6 +208,7 @@ def test_samples_that_go_on_give_the_same_bits_whoever_chooses_what_in_invariant
     assert alone == first
 
 
+@pytest.mark.slow
 def test_bits_do_depend_on_the_strategy_where_each_runs_its_own_program(monkeypatch):
     """Else the test above would prove nothing."""
 
@@ -226,6 +227,7 @@ def test_bits_do_depend_on_the_strategy_where_each_runs_its_own_program(monkeypa
     assert found[0] != found[1]
 
 
+@pytest.mark.slow
 def test_not_a_bit_of_plain_decoding_depends_on_who_runs_beside_whom_in_invariant_mode():
     llm = make_llm("float32", "off", invariant=True)
     assert llm.engine.spec is None and llm.engine.buckets == [4]
@@ -271,7 +273,9 @@ def test_plain_decoding_has_a_program_of_its_own_and_the_same_bits(
     assert len(chunks) == 2 and own in [key[:3] for key in chunks]
 
 
-@pytest.mark.parametrize(("number", "where"), [(2, "2x2"), (3, "plain")])
+@pytest.mark.parametrize(
+    ("number", "where"), [pytest.param(2, "2x2", marks=pytest.mark.slow), (3, "plain")]
+)
 def test_it_has_none_where_a_bit_differs(number, where, monkeypatch, caplog):
     """Nor where its bits are those of a plain round of the tree, but not those of a drafted one."""
     blocks_on_cpu(monkeypatch)
@@ -308,7 +312,7 @@ class Fails:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory")
 
 
-@pytest.mark.parametrize("compiles", [True, False])
+@pytest.mark.parametrize("compiles", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_where_it_fails_plain_decoding_runs_the_program_of_the_tree(compiles, monkeypatch, caplog):
     blocks_on_cpu(monkeypatch)
     llm = make_llm("float32", "2x2", 1, ("off", "2x2"), invariant=True)
@@ -333,6 +337,7 @@ def test_where_it_fails_plain_decoding_runs_the_program_of_the_tree(compiles, mo
     assert output.samples[0].token_ids
 
 
+@pytest.mark.slow
 def test_its_chunks_are_long_serve_fewer_features_and_leave_tokens_to_the_draft(monkeypatch):
     blocks_on_cpu(monkeypatch)
     arms = ("off", "2x2")

@@ -1,0 +1,44 @@
+"""Which test files run with the newest jax, too, and what each shows there.
+
+The whole suite runs once, on Python 3.11 with the first supported jax. The second run, on Python
+3.12 with the newest jax, runs these files alone (`SPECJAX_TESTS=jax`, a step of `.ci/run`): what a
+version of jax can change is what programs compute, how they are compiled, placed and shared out,
+and jax's own interfaces. A file goes in here when it uses an interface of jax, flax, optax or Orbax
+that no file here uses yet. The compiler of the newest jax takes twice as long, so the files that
+show most in the least time are chosen.
+"""
+
+# what is shown -> files below tests/, without `.py`
+FILES = {
+    "the numbers that decide tokens, and the rules that accept": """
+        decode/test_noise decode/test_sampling decode/test_state decode/test_tree
+    """,
+    "attention, its kernels in interpret mode, and the layers of a policy": """
+        decode/test_kernels kernels/test_check kernels/test_soft_cap kernels/test_windows
+        models/test_attention models/test_parity models/test_stacks
+    """,
+    "speculative tokens are those of plain decoding, and an engine compiles what it should": """
+        engine/test_compiling engine/test_identity engine/test_llm engine/test_packed
+        engine/test_weights drafts/test_mtp train/test_no_recompile
+    """,
+    "what lies on several devices, and in several processes": """
+        parallel/test_distributed parallel/test_reshard parallel/test_sharding
+    """,
+    "gradients, optimizers and runs that train": """
+        train/test_logits train/test_loss train/test_packing train/test_precision train/test_rl
+    """,
+    "checkpoints, and weights in their formats": """
+        checkpoint/test_store weights/test_matrix test_memory
+    """,
+    "settings of jax: dtypes, determinism, and what is logged of programs": """
+        test_determinism test_dtype test_suite_report
+    """,
+    "the server and the command lines in their own processes": """
+        serve/test_openai test_cli
+    """,
+}
+
+
+def files() -> dict[str, str]:
+    """Path below tests/ -> what the file shows."""
+    return {f"{name}.py": shown for shown, names in FILES.items() for name in names.split()}
