@@ -47,8 +47,8 @@ from specjax.spelling import flags as as_flag
 from specjax.spelling import foreign, python, spelled
 
 T = TypeVar("T")
-# Attributes of a configuration: see `typed_in` and `given_in`.
-_TYPED, _GIVEN = "_typed", "_given"
+# Attributes of a configuration: see `typed_in`, `given_in` and `arguments_of`.
+_TYPED, _GIVEN, _ARGUMENTS = "_typed", "_given", "_arguments"
 
 
 def load_config(
@@ -135,6 +135,7 @@ def parse_config(
             sys.exit(0)
         setattr(config, _TYPED, given.typed)
         setattr(config, _GIVEN, given.typed | given.filed)
+        setattr(config, _ARGUMENTS, tuple(argv))
         return config, flags
     except ConfigError as error:
         parser.error(str(error))
@@ -147,6 +148,11 @@ class ConfigError(ValueError):
 def typed_in(config: Any) -> frozenset[str]:
     """The keys that were set on the command line from which `config` was read."""
     return getattr(config, _TYPED, frozenset())
+
+
+def arguments_of(config: Any) -> tuple[str, ...]:
+    """The arguments from which `config` was read; empty if it was made in Python."""
+    return getattr(config, _ARGUMENTS, ())
 
 
 def given_in(config: Any) -> frozenset[str]:

@@ -452,6 +452,7 @@ class StepRollout:
                     [],
                     response.transformed_logprobs,
                     response.records,
+                    response.origins,
                 )
             sequence = self.engine.add(job, progress)
             running[sequence], self._group_of[sequence] = response, index

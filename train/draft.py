@@ -62,6 +62,7 @@ from specjax.tokenizer import has_chat_template, with_tokenizer_end
 from specjax.weights import load_tokenizer
 from train import data, draft_curve
 from train.cli import CHECKPOINTS, Interrupted, can_resume, interruptible, run_program
+from train.describe import describe_run, settings_of
 from train.draft_curve import Curve
 from train.draft_data import (
     SAMPLES,
@@ -626,8 +627,16 @@ def train(cfg: DraftRunConfig, resume: bool = False, resume_step: int | None = N
                 print(f"resumed at update {run.step}", flush=True)
             progress.steps = lambda: (run.step, run.total)
             first = run.step + 1 if restores else None
+            describe_run(out, cfg, "train.draft", cfg.model, run.step + 1, restores)
             with MetricsLogger(
-                out, cfg.log.tensorboard, cfg.log.wandb, first, console_fields=CONSOLE
+                out,
+                cfg.log.tensorboard,
+                cfg.log.wandb,
+                first,
+                console_fields=CONSOLE,
+                live=cfg.log.live,
+                settings=settings_of(cfg),
+                steps=run.total,
             ) as log:
                 _updates(run, log, checkpoints)
     if warning := not_learnt(cfg, read_metrics(out), run.curve):

@@ -292,7 +292,7 @@ class DraftRunConfig:
     )
     logprob_chunk_size: int | None = option(None, CHUNK_DOC, least=1)
     attention: str = option("auto", ATTENTION_DOC, choices=ATTENTION, own=True)
-    log: LogSection = option(LogSection, "further sinks")
+    log: LogSection = option(LogSection, "what the run shows")
 
     def __post_init__(self):
         check_short_seed("seed", self.seed)

@@ -212,6 +212,8 @@ class Response:
         of the second kind to `token_ids` sets it, for all tokens so far; later tokens of the engine
         are marked 1 here. No reward or task of this package sets it.
       records: records of the model, see `SampleOutput.records`.
+      origins: origin of each token, see `SampleOutput.origins`.
+      advantage: mean advantage of its tokens; None until it is trained on.
     """
 
     token_ids: list[int] = dataclasses.field(default_factory=list)
@@ -229,6 +231,8 @@ class Response:
     transformed_logprobs: list[float] | None = None
     loss_mask: list[int] | None = None
     records: np.ndarray | None = None
+    origins: str = ""
+    advantage: float | None = None
 
     @property
     def num_new(self) -> int:
@@ -255,7 +259,7 @@ class Response:
         if self.loss_mask is not None:
             more = len(self.token_ids) - len(self.loss_mask)
             self.loss_mask = [*self.loss_mask, *[1] * more][: len(self.token_ids)]
-        self.records = sample.records
+        self.records, self.origins = sample.records, sample.origins
         self.stats, self.emitted = sample.stats, max(self.emitted, self.num_new)
         self.finish_reason = sample.finish_reason if finished else None
 
@@ -273,6 +277,7 @@ class Response:
                     del more[-over:]
             if self.records is not None:
                 self.records = self.records[:-over]
+            self.origins = self.origins[: len(self.token_ids)]
             self.finish_reason = None
             self.forget_reward()
         if self.num_new:
@@ -352,6 +357,7 @@ class Group:
                     "old": _encode(r.old_logprobs, "<f4"),
                     "loss_mask": r.loss_mask and _encode(r.loss_mask, "<i4"),
                     "versions": [list(run) for run in r.weight_versions],
+                    "origins": r.origins,
                     "finish": r.finish_reason,
                     "reward": r.reward,
                     "failed": r.failed,
@@ -371,6 +377,7 @@ class Group:
                 old_logprobs=_decode(r["old"], "<f4"),
                 weight_versions=[tuple(run) for run in r["versions"]],
                 finish_reason=r["finish"],
+                origins=r.get("origins", ""),
                 reward=r.get("reward"),  # older checkpoints have none: it is computed again
                 failed=r.get("failed", False),
                 parts=tuple(r.get("parts", ())),

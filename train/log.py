@@ -1,7 +1,9 @@
 """Logs the metrics of a run: JSON lines, the console, and optionally TensorBoard and wandb.
 
 `metrics.jsonl` holds one JSON object per step, from which plots and tables are made. When a run is
-resumed, an unfinished last line and the steps that will be repeated are dropped.
+resumed, an unfinished last line and the steps that will be repeated are dropped. TensorBoard and
+wandb get the numbers under the same names. In a terminal the last steps are a table that is updated
+while the run goes on (`train.live`); elsewhere each step prints a line.
 """
 
 from __future__ import annotations
@@ -21,22 +23,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-METRICS_FILE = "metrics.jsonl"
+from train.live import CONSOLE_FIELDS, LiveTable, line_of
 
-# Fields of the line that is printed per step, if present: (metric, label, format).
-CONSOLE_FIELDS: tuple[tuple[str, str, str], ...] = (
-    ("rollout/reward", "reward", "{:.3f}"),
-    ("control/strategy", "strategy", "{}"),
-    ("rollout/spec_accept_length", "accept length", "{:.2f}"),
-    ("rollout/tokens_per_sec", "tok/s", "{:.0f}"),
-    ("rollout/response_length_mean", "length", "{:.0f}"),
-    ("train/loss", "loss", "{:+.4f}"),
-    ("train/entropy", "entropy", "{:.3f}"),
-    ("train/mtp_loss", "mtp", "{:.3f}"),
-    ("time/rollout", "rollout", "{:.1f}s"),
-    ("time/train", "train", "{:.1f}s"),
-    ("time/draft", "draft", "{:.1f}s"),
-)
+METRICS_FILE = "metrics.jsonl"
 
 
 class MetricsLogger:
@@ -49,6 +38,9 @@ class MetricsLogger:
         resume_step: the first step that will be logged; records of it and of later steps are
             removed. None starts a new file and moves an existing one aside.
         console_fields: (metric, label, format) of the line printed per step.
+        live: whether a terminal shows a table that is updated during the run.
+        steps: number of the last step of the run, for the time left; None if it is not known.
+        settings: settings of the run, which wandb shows; None for none.
 
     Raises:
         ModuleNotFoundError: TensorBoard or wandb is not installed, and a setting needs it.
@@ -61,10 +53,13 @@ class MetricsLogger:
         wandb: bool = False,
         resume_step: int | None = None,
         console_fields: Sequence[tuple[str, str, str]] = CONSOLE_FIELDS,
+        live: bool = True,
+        steps: int | None = None,
+        settings: Mapping[str, Any] | None = None,
     ):
         self.path = Path(out_dir) / METRICS_FILE
         self._fields = console_fields
-        self._file = self._board = self._wandb = None
+        self._file = self._board = self._wandb = self._live = None
         self._active = jax.process_index() == 0
         self._console = Console(quiet=not self._active, highlight=False, soft_wrap=True)
         if not self._active:
@@ -74,12 +69,15 @@ class MetricsLogger:
         if tensorboard:
             self._board = _tensorboard_writer(self.path.parent / "tensorboard", resume_step)
         if wandb:
-            self._wandb = _wandb_run(self.path.parent, resume_step)
+            self._wandb = _wandb_run(self.path.parent, resume_step, settings)
         if resume_step is not None:
-            _truncate(self.path, resume_step)
+            keep_before(self.path, resume_step)
         elif self.path.exists():
-            _move_aside(self.path)
+            move_aside(self.path)
         self._file = self.path.open("a", encoding="utf-8")
+        if live and LiveTable.fits(self._console):
+            first = 1 if resume_step is None else resume_step
+            self._live = LiveTable(self._console, console_fields, first, steps)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Records one step and prints its line.
@@ -108,10 +106,13 @@ class MetricsLogger:
         }
         if self._board is not None:
             for name, value in numbers.items():
-                self._board.add_scalar(name, value, step)
+                _add_scalar(self._board, name, value, step)
         if self._wandb is not None:
             self._wandb.log(numbers, step=step)
-        self._print_line(step, record)
+        if self._live is not None:
+            self._live.add(step, record)
+        else:
+            self._console.print(line_of(self._fields, step, record))
         if nonfinite:
             self._console.print(
                 f"WARNING: step {step}: not finite: {', '.join(nonfinite)}. The run continues, "
@@ -121,7 +122,11 @@ class MetricsLogger:
             )
 
     def summary_table(self, rows: Sequence[Mapping[str, Any]], title: str = "") -> None:
-        """Prints rows (column name -> value) as one table; columns in order of appearance."""
+        """Prints rows (column name -> value) as one table; columns in order of appearance.
+
+        A live table ends here, with its last rows above.
+        """
+        self._stop_live()
         columns = list(dict.fromkeys(name for row in rows for name in row))
         table = Table(title=title or None, title_justify="left")
         for index, name in enumerate(columns):
@@ -133,6 +138,7 @@ class MetricsLogger:
 
     def close(self) -> None:
         """Flushes and closes everything; more than one call does no harm."""
+        self._stop_live()
         for sink in (self._file, self._board):
             if sink is not None:
                 sink.close()
@@ -146,16 +152,10 @@ class MetricsLogger:
     def __exit__(self, *unused: object) -> None:
         self.close()
 
-    def _print_line(self, step: int, record: Mapping[str, Any]) -> None:
-        parts = [f"step {step:>4}"]
-        for name, label, form in self._fields:
-            value = record.get(name)
-            if isinstance(value, (str, int, float)):
-                text = form.format(value)
-                parts.append(f"[dim]{label}[/dim] {text}")
-            elif name in record.get("nonfinite", ()):
-                parts.append(f"[bold red]{label} not finite[/bold red]")
-        self._console.print("  ".join(parts))
+    def _stop_live(self) -> None:
+        if self._live is not None:
+            self._live.close()
+        self._live = None
 
 
 def read_metrics(run: str | Path) -> list[dict[str, Any]]:
@@ -215,21 +215,33 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
-def _truncate(path: Path, resume_step: int) -> None:
-    """Keeps the records before `resume_step`; atomic, so that a kill here loses nothing."""
+def keep_before(path: Path, step: int) -> None:
+    """Keeps the records of a .jsonl file before a step, if there is one.
+
+    It is atomic, so that a kill here loses nothing. An unfinished last line is dropped.
+
+    Raises:
+        ValueError: a line before the last one is not JSON; the message has its number.
+    """
     if not path.exists():
         return
-    kept = [record for record in read_metrics(path) if record["step"] < resume_step]
-    partial = path.with_suffix(".tmp")
-    with partial.open("w", encoding="utf-8") as stream:
-        for record in kept:
-            stream.write(json.dumps(record) + "\n")
+    partial, damaged = path.with_suffix(".tmp"), None
+    with path.open(encoding="utf-8") as lines, partial.open("w", encoding="utf-8") as stream:
+        for number, line in enumerate(lines, start=1):
+            if damaged is not None:
+                raise ValueError(damaged)
+            try:
+                if json.loads(line)["step"] < step:
+                    stream.write(line.rstrip("\n") + "\n")
+            except json.JSONDecodeError as error:
+                damaged = f"{path}, line {number}: not JSON ({error})"
         stream.flush()
         os.fsync(stream.fileno())
     partial.replace(path)
 
 
-def _move_aside(path: Path) -> None:
+def move_aside(path: Path) -> None:
+    """Renames a file of an earlier run to the first free of `NAME.1.jsonl`, `NAME.2.jsonl`, .."""
     number = 1
     while (aside := path.with_suffix(f".{number}.jsonl")).exists():
         number += 1
@@ -251,7 +263,19 @@ def _tensorboard_writer(directory: Path, resume_step: int | None) -> Any:
     return SummaryWriter(str(directory), purge_step=resume_step)
 
 
-def _wandb_run(run_dir: Path, resume_step: int | None) -> Any:
+def _add_scalar(board: Any, name: str, value: float, step: int) -> None:
+    """Writes a number under its own name: `add_scalar` replaces characters such as that of avg@8.
+
+    TensorBoard takes any name; tensorboardX keeps to those of an old version of TensorFlow.
+    """
+    from tensorboardX.proto.summary_pb2 import Summary
+
+    board.file_writer.add_summary(
+        Summary(value=[Summary.Value(tag=name, simple_value=float(value))]), step
+    )
+
+
+def _wandb_run(run_dir: Path, resume_step: int | None, settings: Mapping[str, Any] | None) -> Any:
     try:
         import wandb
     except ModuleNotFoundError as error:
@@ -259,7 +283,14 @@ def _wandb_run(run_dir: Path, resume_step: int | None) -> Any:
     id_file = run_dir / "wandb_id"
     if resume_step is None or not id_file.exists():
         id_file.write_text(secrets.token_hex(4))
-    return wandb.init(dir=str(run_dir), name=run_dir.name, id=id_file.read_text(), resume="allow")
+    return wandb.init(
+        dir=str(run_dir),
+        name=run_dir.name,
+        id=id_file.read_text(),
+        resume="allow",
+        config=dict(settings or {}),
+        allow_val_change=True,  # a resumed run may have other steps
+    )
 
 
 # --- replicas -----------------------------------------------------------------------------------

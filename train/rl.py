@@ -50,9 +50,11 @@ from train.cli import (
     interruptible,
     run_program,
 )
+from train.describe import describe_run, settings_of
 from train.head_files import HeadCheckpoints
 from train.log import MetricsLogger, read_metrics
 from train.rollout_schema import SPELL
+from train.samples import SampleLog
 from train.schema import RLConfig
 from train.scoring import RewardsFailedError
 from train.trainer import Trainer
@@ -173,10 +175,28 @@ def _train(
         for line in sharding.replicated_dims(trainer.mesh, trainer.params, trainer.policy.axes):
             _say(f"kept whole on every device: {line}")
         _say(f"run {out}: steps {first} to {cfg.steps}, set-up {_since(started)}")
-        with MetricsLogger(
-            out, cfg.log.tensorboard, cfg.log.wandb, resume_step=first if resume else None
-        ) as log:
-            _steps(cfg, trainer, log, checkpoints, heads, evaluate_first=not resume)
+        begin = first if resume else None
+        describe_run(out, cfg, "train.rl", cfg.model, first, resume)
+        with (
+            MetricsLogger(
+                out,
+                cfg.log.tensorboard,
+                cfg.log.wandb,
+                begin,
+                live=cfg.log.live,
+                settings=settings_of(cfg),
+                steps=cfg.steps,
+            ) as log,
+            SampleLog(
+                out,
+                cfg.log.samples,
+                cfg.seed,
+                trainer.tokenizer,
+                trainer.scorer.labels,
+                begin,
+            ) as samples,
+        ):
+            _steps(cfg, trainer, log, samples, checkpoints, heads, evaluate_first=not resume)
             if distributed.is_first():
                 log.summary_table(summary(read_metrics(out)), title=f"{out}")
     if cfg.checkpoint.export:
@@ -266,7 +286,9 @@ def slots_warning(cfg: RLConfig) -> str | None:
     )
 
 
-def _steps(cfg: RLConfig, trainer: Trainer, log, checkpoints, heads, evaluate_first: bool) -> None:
+def _steps(
+    cfg: RLConfig, trainer: Trainer, log, samples, checkpoints, heads, evaluate_first: bool
+) -> None:
     """Runs the remaining steps, and evaluates, logs and saves in between."""
     step_warnings, first = StepWarnings(source=trainer.source), True
     if evaluate_first and trainer.eval_engine is not None:
@@ -284,6 +306,7 @@ def _steps(cfg: RLConfig, trainer: Trainer, log, checkpoints, heads, evaluate_fi
         if trainer.eval_engine is not None and (last or due):
             with _naming_step(step, checkpoints):
                 metrics |= trainer.evaluate()
+        samples.log(step, trainer.last_rollout)
         log.log(step, metrics)
         if first and "rollout/drafted_accept_length" in metrics:
             length = metrics["rollout/drafted_accept_length"]

@@ -337,6 +337,21 @@ class RLCheckpointSection(CheckpointSection):
 class LogSection:
     tensorboard: bool = option(False, "also write TensorBoard event files")
     wandb: bool = option(False, "also log to Weights & Biases")
+    live: bool = option(
+        True,
+        "in a terminal, show a table that is updated during the run; false: one line per step, as "
+        "when the output is no terminal",
+    )
+
+
+@dataclass
+class RLLogSection(LogSection):
+    samples: int = option(
+        4,
+        "samples of each step and of each evaluation that are written to <out>/samples.jsonl; 0: "
+        "none",
+        least=0,
+    )
 
 
 CHUNK_DOC = (
@@ -395,7 +410,7 @@ class SFTConfig:
     logprob_chunk_size: int | None = option(None, CHUNK_DOC, least=1)
     attention: str = option("auto", ATTENTION_DOC, choices=ATTENTION, own=True)
     checkpoint: CheckpointSection = option(CheckpointSection, "checkpoints")
-    log: LogSection = option(LogSection, "further sinks")
+    log: LogSection = option(LogSection, "what the run shows")
 
     def __post_init__(self):
         at_least("", self, steps=0, draft_steps=0, log_every=1, tokenizer_texts=1)
@@ -537,7 +552,7 @@ class RLConfig:
         "and its repetitions, --resume included, then have the same bits",
     )
     checkpoint: RLCheckpointSection = option(RLCheckpointSection, "checkpoints")
-    log: LogSection = option(LogSection, "further sinks")
+    log: RLLogSection = option(RLLogSection, "what the run shows")
     distributed: DistributedConfig = option(DistributedConfig, "the processes of the job")
 
     def __post_init__(self):

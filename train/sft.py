@@ -33,6 +33,7 @@ from specjax.tokenizer import with_tokenizer_end
 from specjax.weights import load_tokenizer
 from train import data
 from train.cli import CHECKPOINTS, Progress, can_resume, interruptible, run_program
+from train.describe import describe_run, settings_of
 from train.heads import DraftTrainer, draft_metrics
 from train.inputs import describe_data, require_template
 from train.log import MetricsLogger
@@ -394,8 +395,16 @@ def _train(
             print(f"resumed at step {run.step}")
         progress.steps = lambda: (run.step, cfg.steps + head_steps(cfg))
         first = run.step + 1 if resume else None
+        describe_run(Path(cfg.out), cfg, "train.sft", cfg.init, run.step + 1, resume)
         with MetricsLogger(
-            cfg.out, cfg.log.tensorboard, cfg.log.wandb, first, console_fields=CONSOLE
+            cfg.out,
+            cfg.log.tensorboard,
+            cfg.log.wandb,
+            first,
+            console_fields=CONSOLE,
+            live=cfg.log.live,
+            settings=settings_of(cfg),
+            steps=cfg.steps + head_steps(cfg),
         ) as log:
             run.train_policy(log, checkpoints)
             run.train_head(log, checkpoints)

@@ -437,6 +437,9 @@ class Trainer:
             cfg.algo, groups, cfg.rollout.max_tokens, stale, self._kl_to_reference
         )
         metrics |= shaped
+        responses = [response for group in groups for response in group.responses]
+        for sample in samples:
+            responses[sample.sample_id].advantage = float(np.mean(sample.advantage))
         if not samples:  # all were truncated, and masked
             return [], []
         if cfg.algo.logprobs == "processed" and any(s.loss_mask is not None for s in samples):

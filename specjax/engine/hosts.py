@@ -498,7 +498,7 @@ class Hosts(BaseEngine):
 
 
 # The fields of `SampleOutput` that have one entry per token, or are None.
-_PER_TOKEN = ("token_ids", "logprobs", "transformed_logprobs", "records")
+_PER_TOKEN = ("token_ids", "logprobs", "transformed_logprobs", "records", "origins")
 
 
 def rest_of(sample: SampleOutput, begin: int) -> SampleOutput:
@@ -517,6 +517,8 @@ def joined(before: SampleOutput, begin: int, news: SampleOutput) -> SampleOutput
             return new
         if isinstance(new, np.ndarray):
             return np.concatenate([old[:begin], new])
+        if isinstance(new, str):
+            return old[:begin] + new
         return [*old[:begin], *new]
 
     return dataclasses.replace(news, **{name: whole(name) for name in _PER_TOKEN})

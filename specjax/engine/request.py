@@ -46,6 +46,13 @@ class SpecStats:
         return 1.0 + self.accepted / self.rounds if self.rounds else float("nan")
 
 
+# Where a token came from, in `SampleOutput.origins`.
+DRAFT = "d"  # an accepted draft
+BONUS = "b"  # the target's own, at the end of a round that drafted
+PLAIN = "p"  # the target's own, in a round that drafted nothing
+UNKNOWN = "?"  # from an earlier run of the sample that did not record it, or not sampled
+
+
 @dataclasses.dataclass(frozen=True)
 class SampleOutput:
     """One finished sample. All logprobs are the target's, one entry per token.
@@ -69,6 +76,7 @@ class SampleOutput:
         excludes; None unless both are asked for.
       records: [tokens M ..] what the model's layers recorded (chosen experts) in the rows that
         decided the tokens, see `specjax.interfaces.Mlp.run`; None where they record nothing.
+      origins: origin of each token, one letter for each: `DRAFT`, `BONUS`, `PLAIN` or `UNKNOWN`.
     """
 
     token_ids: list[int]
@@ -81,6 +89,7 @@ class SampleOutput:
     top_logprobs: list[dict[int, float]] | None = None
     top_transformed_logprobs: list[dict[int, float]] | None = None
     records: np.ndarray | None = dataclasses.field(default=None, compare=False)
+    origins: str = dataclasses.field(default="", compare=False)
 
     @property
     def error(self) -> str | None:

@@ -13,7 +13,16 @@ from specjax.decode.options import Features
 from specjax.decode.report import Rejections, Report, TopLogprobs
 from specjax.decode.state import INVALID, LENGTH, RUNNING, STOPPED
 from specjax.decode.tree import DynamicTree, Tree
-from specjax.engine.request import ERROR, Job, SampleOutput, SpecStats
+from specjax.engine.request import (
+    BONUS,
+    DRAFT,
+    ERROR,
+    PLAIN,
+    UNKNOWN,
+    Job,
+    SampleOutput,
+    SpecStats,
+)
 from specjax.engine.stops import Cut, StopStrings
 
 FINISH_REASONS = {STOPPED: "stop", LENGTH: "length", INVALID: ERROR}
@@ -30,6 +39,7 @@ class Progress:
         version of the weights).
       transformed: as `SampleOutput.transformed_logprobs`; None unless asked for.
       records: as `SampleOutput.records`.
+      origins: as `SampleOutput.origins`; the origins of further tokens are not known.
     """
 
     tokens: list[int]
@@ -37,6 +47,7 @@ class Progress:
     versions: list[tuple[int, int]]
     transformed: list[float] | None = None
     records: np.ndarray | None = None
+    origins: str = ""
 
 
 class News(NamedTuple):
@@ -197,6 +208,8 @@ class Sequence:
         if params.transformed_logprobs:
             self._transformed = list(given.transformed or [])
         self._records = [] if given.records is None else [given.records]
+        # One piece per chunk, because a string cannot grow.
+        self._origins = [given.origins[: len(self.tokens)].ljust(len(self.tokens), UNKNOWN)]
         self._top = _Top([], []) if params.top_logprobs else None
         self._histogram = [0] * (self._steps + 2)
         self._drafted = self._accepted = 0
@@ -243,7 +256,12 @@ class Sequence:
         """The state of the sample, from which another run can go on."""
         transformed = None if self._transformed is None else list(self._transformed)
         return Progress(
-            list(self.tokens), list(self.logprobs), list(self.versions), transformed, self.records
+            list(self.tokens),
+            list(self.logprobs),
+            list(self.versions),
+            transformed,
+            self.records,
+            "".join(self._origins)[: len(self.tokens)],
         )
 
     @property
@@ -288,6 +306,7 @@ class Sequence:
         steps, rows = (tree.steps, tree.rows - 1) if drafts else (0, 0)
         self._drafted += len(rounds) * rows
         self._depths[steps] += len(rounds)
+        self._origins.append(origins_of(rounds, steps))
         self._latest = before, rounds, steps, rows
         if cut is not None:
             return self.output("stop", cut)
@@ -349,7 +368,20 @@ class Sequence:
             top_logprobs=top and top.scaled,
             top_transformed_logprobs=top and top.transformed,
             records=None if records is None else records[:count],
+            origins="".join(self._origins)[:count],
         )
+
+
+def origins_of(rounds: list[int], steps: int) -> str:
+    """The origin of each token of a chunk, see `SampleOutput.origins`.
+
+    Args:
+      rounds: number of tokens that each round emitted.
+      steps: depth of the tree of the rounds; 0 where they drafted nothing.
+    """
+    if not steps:
+        return PLAIN * sum(rounds)
+    return "".join(DRAFT * (count - 1) + BONUS for count in rounds)
 
 
 def rejections_until(rejections: Rejections, ends: np.ndarray) -> Rejections:

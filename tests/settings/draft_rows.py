@@ -208,6 +208,7 @@ DRAFT = {
     ),
     "log.tensorboard": ReadBy(True, draft),
     "log.wandb": ReadBy(True, draft),
+    "log.live": ReadBy(False, draft),
 }  # fmt: skip
 
 BASE = {DraftRunConfig: {"model": lambda: str(PLACES.policy), "out": lambda: str(scratch("draft"))}}

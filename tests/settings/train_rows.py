@@ -836,6 +836,8 @@ RL = {
     "checkpoint.draft_only": ReadBy(True, rl),
     "log.tensorboard": ReadBy(True, rl),
     "log.wandb": ReadBy(True, rl),
+    "log.live": ReadBy(False, rl),
+    "log.samples": ReadBy(2, rl),
     "distributed.mode": Row("off", joined),
     "distributed.coordinator": Row("host:1", joined),
     "distributed.process_id": Row(1, joined, {"distributed.num_processes": 2}),
@@ -969,6 +971,7 @@ SFT = {
     "checkpoint.keep_last": ReadBy(3, sft),
     "log.tensorboard": ReadBy(True, sft),
     "log.wandb": ReadBy(True, sft),
+    "log.live": ReadBy(False, sft),
 }
 
 

@@ -84,15 +84,17 @@ def test_a_missing_logging_package_is_named_before_old_metrics_are_touched(
     assert _steps(tmp_path) == [0]
 
 
-def test_tensorboard_and_wandb_get_the_finite_numbers(tmp_path, monkeypatch):
+def test_tensorboard_and_wandb_get_the_finite_numbers_under_the_same_names(tmp_path, monkeypatch):
     calls = []
 
     class Writer:
         def __init__(self, directory, purge_step):
             calls.append(("open", Path(directory).name, purge_step))
 
-        def add_scalar(self, name, value, step):
-            calls.append((name, value, step))
+            self.file_writer = self
+
+        def add_summary(self, summary, step):
+            calls.append((summary.tag, summary.simple_value, step))
 
         def close(self):
             calls.append(("close",))
@@ -100,20 +102,29 @@ def test_tensorboard_and_wandb_get_the_finite_numbers(tmp_path, monkeypatch):
     runs = []
 
     def init(**settings):
-        runs.append(settings["id"])
+        runs.append((settings["id"], settings["config"]))
         log = lambda numbers, step: calls.append((step, numbers))  # noqa: E731
         return types.SimpleNamespace(log=log, finish=lambda: calls.append(("finish",)))
 
+    def summary(value):
+        return value[0]
+
+    summary.Value = types.SimpleNamespace
     monkeypatch.setitem(sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=Writer))
+    monkeypatch.setitem(
+        sys.modules, "tensorboardX.proto.summary_pb2", types.SimpleNamespace(Summary=summary)
+    )
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     for resume_step in (None, 1):
-        with MetricsLogger(tmp_path, True, True, resume_step) as logger:
-            logger.log(resume_step or 0, {"a": 1.5, "b": math.nan, "c": "text"})
+        with MetricsLogger(tmp_path, True, True, resume_step, settings={"n": 4}) as logger:
+            logger.log(resume_step or 0, {"eval/a b/avg@8": 1.5, "b": math.nan, "c": "text"})
+    assert read_metrics(tmp_path)[0]["eval/a b/avg@8"] == 1.5
+    assert runs[0][1] == {"n": 4}
     assert runs[0] == runs[1], "a resumed run must continue the same wandb run"
     assert calls[:5] == [
         ("open", "tensorboard", None),
-        ("a", 1.5, 0),
-        (0, {"a": 1.5}),
+        ("eval/a b/avg@8", 1.5, 0),
+        (0, {"eval/a b/avg@8": 1.5}),
         ("close",),
         ("finish",),
     ]

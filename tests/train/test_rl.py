@@ -59,7 +59,7 @@ def same(a, b) -> bool:
 def run(thin_policy, tmp_path_factory):
     out = tmp_path_factory.mktemp("rl") / "run"
     changes = {"steps": 3, "eval.problems": 6, "eval.every": 2, "checkpoint.every": 1}
-    changes |= {"checkpoint.keep_last": 2, "checkpoint.draft_only": "true"}
+    changes |= {"checkpoint.keep_last": 2, "checkpoint.draft_only": "true", "log.samples": 1000}
     evaluate = Trainer.evaluate
 
     def watched(self):
@@ -107,6 +107,34 @@ def test_a_run_leaves_a_plot_checkpoints_and_a_policy_that_generates(run):
     llm = LLM(run / "hf", max_batch=1, max_len=32)
     sample = llm.generate("4+17=", SamplingParams(max_tokens=8, seed=1))[0].samples[0]
     assert sample.text is not None and len(sample.token_ids) == len(sample.logprobs) <= 8
+
+
+def test_the_samples_of_a_step_say_which_tokens_were_accepted_drafts(run):
+    rows = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    metrics = {record["step"]: record for record in read_metrics(run)}
+    sampled = [row for row in rows if row["set"] == "train"]
+    assert {row["step"] for row in sampled} == {1, 2, 3}
+    for row in sampled:
+        assert len(row["origins"]) == len(row["token_ids"]) == len(row["tokens"])
+        text = "".join(row["tokens"])
+        assert text == row["completion"] or "<|" in text, "rewards see no special tokens"
+    assert any(row["advantage"] for row in sampled)
+    for step in (1, 2, 3):
+        origins = "".join(row["origins"] for row in sampled if row["step"] == step)
+        assert set(origins) == {"d", "b"}
+        accept_length = len(origins) / origins.count("b")
+        assert accept_length == pytest.approx(metrics[step]["rollout/spec_accept_length"])
+        rewards = [row["reward"] for row in sampled if row["step"] == step]
+        assert np.mean(rewards) == pytest.approx(metrics[step]["rollout/reward"])
+
+
+def test_a_run_says_how_it_was_started(run, capsys):
+    [start] = json.loads((run / "run.json").read_text())
+    assert start["program"] == "train.rl" and f"out={run}" in start["command"]
+    assert start["first_step"] == 1 and start["versions"]["jax"] == jax.__version__
+    with pytest.raises(SystemExit):
+        rl.main(["--config", str(run / "config.yaml"), "--print-config"])
+    assert "steps: 3" in capsys.readouterr().out, "the file must be taken as it is"
 
 
 def test_the_last_heads_of_a_run_lie_in_a_directory_of_their_own(run):

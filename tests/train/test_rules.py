@@ -138,7 +138,7 @@ RUN_KEYS = """
     family out revision seed steps data.task data.path data.seed data.prompt_template
     data.chat packing.row_length packing.rows dtype.params dtype.compute mesh.data mesh.fsdp
     mesh.tp mesh.cp remat logprob_chunk_size attention checkpoint.every checkpoint.keep_last
-    log.tensorboard log.wandb
+    log.tensorboard log.wandb log.live
 """
 ALWAYS_READ = {
     RLConfig: f"""{RUN_KEYS}
@@ -154,7 +154,7 @@ ALWAYS_READ = {
         algo.preset algo.kl_coef algo.overlong_buffer_len algo.mask_truncated algo.entropy_coeff
         algo.updates_per_rollout algo.dynamic_sampling optim.lr optim.warmup_steps
         optim.decay_steps optim.weight_decay optim.b1 optim.b2 optim.clip_norm
-        eval.problems checkpoint.export deterministic distributed.mode
+        eval.problems checkpoint.export deterministic distributed.mode log.samples
     """,
     SFTConfig: f"""{RUN_KEYS}
         init log_every export_dtype model.mtp_num_layers model.mtp_concat model.mtp_target_hidden
@@ -167,7 +167,7 @@ ALWAYS_READ = {
         draft.unroll_steps draft.optim.lr draft.optim.warmup_steps draft.optim.decay_steps
         draft.optim.weight_decay draft.optim.b1 draft.optim.b2 draft.optim.clip_norm
         packing.row_length packing.rows eval.problems save_every keep_last log_every dtype
-        logprob_chunk_size attention log.tensorboard log.wandb
+        logprob_chunk_size attention log.tensorboard log.wandb log.live
     """,
 }
 

@@ -1,0 +1,122 @@
+"""What the directory of a run says of the run."""
+
+import hashlib
+import json
+import shutil
+import subprocess
+
+import pytest
+import yaml
+
+from specjax.command_line import parse_config
+from train.describe import changed, describe_run, git_state, read_starts, settings_of
+from train.schema import RLConfig, SFTConfig
+
+ROWS = '{"question": "1+1", "answer": "2"}\n'
+
+
+def config(tmp_path, *more):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(ROWS)
+    return parse_config(RLConfig, [f"data.path={rows}", "model=some/model", *more])[0]
+
+
+def test_the_first_start_is_described_and_a_resumed_one_is_added(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "run"
+    describe_run(out, config(tmp_path, "steps=5"), "train.rl", "some/model", 1, False)
+    first_config = yaml.safe_load((out / "config.yaml").read_text())
+    longer = config(tmp_path, "steps=9", "optim.lr=0.5")
+    describe_run(out, longer, "train.rl", "some/model", 4, True)
+    first, second = read_starts(out)
+    assert first["command"] == [
+        f"data.path={tmp_path / 'rows.jsonl'}",
+        "model=some/model",
+        "steps=5",
+    ]
+    assert (first["program"], first["first_step"], first["changed"]) == ("train.rl", 1, {})
+    assert first["directory"] == str(tmp_path) and first["model"] == "some/model"
+    assert {"python", "specjax", "jax", "jaxlib", "flax", "optax"} <= first["versions"].keys()
+    assert sum(first["machine"]["devices"].values()) >= 1
+    assert first["data"] == [
+        {
+            "setting": "data.path",
+            "file": str(tmp_path / "rows.jsonl"),
+            "bytes": len(ROWS),
+            "sha256": hashlib.sha256(ROWS.encode()).hexdigest(),
+        }
+    ]
+    assert second["first_step"] == 4
+    usual = first_config["optim"]["lr"]
+    assert second["changed"] == {"steps": [5, 9], "optim.lr": [usual, 0.5]}
+    assert yaml.safe_load((out / "config.yaml").read_text())["steps"] == 9
+    describe_run(out, longer, "train.rl", "some/model", 1, False)
+    assert len(read_starts(out)) == 1, "a new run in the directory replaces what is there"
+
+
+@pytest.mark.parametrize(
+    ("program", "argv"),
+    [
+        (RLConfig, []),
+        (RLConfig, ["algo=dapo", "rollout.control.controller=goodput"]),
+        (
+            RLConfig,
+            ["rollout.strategy=off", "data.path=[a.jsonl, b.jsonl]", "reward=[exact,format]"],
+        ),
+        (RLConfig, ["data.task=reasoning_gym", "data.dataset=x", "data.dataset_args={a: 2}"]),
+        (SFTConfig, ["draft.mode=frozen"]),
+    ],
+)
+def test_the_written_config_gives_the_same_settings_again(program, argv, tmp_path):
+    cfg = parse_config(program, argv)[0]
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(settings_of(cfg)))
+    assert parse_config(program, ["--config", str(file)])[0] == cfg
+
+
+def test_changed_settings_are_named_by_their_keys():
+    before = {"a": {"b": 1, "c": [1]}, "d": 2}
+    assert changed(before, {"a": {"b": 1, "c": [2]}, "e": 3}) == {
+        "a.c": [[1], [2]],
+        "d": [2, None],
+        "e": [None, 3],
+    }
+
+
+def test_a_damaged_run_file_is_named(tmp_path):
+    assert read_starts(tmp_path) == []
+    (tmp_path / "run.json").write_text("[{")
+    with pytest.raises(ValueError, match=r"run.json: expected what a run writes"):
+        read_starts(tmp_path)
+
+
+def git(directory, *arguments):
+    who = ("-c", "user.name=n", "-c", "user.email=e@example.com", "-c", "commit.gpgsign=false")
+    subprocess.run(["git", *who, *arguments], cwd=directory, check=True, capture_output=True)
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_the_state_of_the_code_is_commit_patch_and_new_files(tmp_path, monkeypatch):
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    code = tmp_path / "code"
+    (code / "inner").mkdir(parents=True)
+    assert "not a git repository" in git_state(code)["problem"]
+    git(code, "init", "-b", "work")
+    assert git_state(code)["problem"], "there is no commit yet"
+    (code / "a.py").write_text("one = 1\n")
+    git(code, "add", "a.py")
+    git(code, "commit", "-m", "first")
+    clean = git_state(code / "inner")
+    assert clean["root"] == str(code) and clean["branch"] == "work" and len(clean["commit"]) == 40
+    assert (clean["dirty"], clean["patch"], clean["untracked"]) == (False, None, [])
+    (code / "a.py").write_text("one = 2\n")
+    (code / "new.py").write_text("")
+    dirty = git_state(code / "inner")
+    assert dirty["dirty"] and "+one = 2" in dirty["patch"]
+    assert dirty["untracked"] == ["new.py"]
+    (code / "a.py").write_text("one = 2\n" * 50_000)
+    large = git_state(code)
+    assert large["dirty"] and large["patch"] is None and large["patch_bytes"] > 200_000
+    assert json.dumps(large)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert git_state(code) == {"problem": "git is not installed"}

@@ -1,0 +1,180 @@
+"""What a terminal shows of a run: a table of its last steps, progress and time left.
+
+    step  reward  strategy  accept length  tok/s  ...
+      11   0.250  4_1_5              2.31   1240
+      12   0.281  4_1_5              2.34   1262
+    step 13 of 40  ━━━━━━━━━━━          running for 3:20, 7 min left
+
+Steps that leave the table are printed above it as the lines that other outputs get, so that nothing
+is lost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.live import Live
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+Fields = Sequence[tuple[str, str, str]]
+
+# Fields of the line that is printed per step, if present: (metric, label, format).
+CONSOLE_FIELDS: Fields = (
+    ("rollout/reward", "reward", "{:.3f}"),
+    ("control/strategy", "strategy", "{}"),
+    ("rollout/spec_accept_length", "accept length", "{:.2f}"),
+    ("rollout/tokens_per_sec", "tok/s", "{:.0f}"),
+    ("rollout/response_length_mean", "length", "{:.0f}"),
+    ("train/loss", "loss", "{:+.4f}"),
+    ("train/entropy", "entropy", "{:.3f}"),
+    ("train/mtp_loss", "mtp", "{:.3f}"),
+    ("time/rollout", "rollout", "{:.1f}s"),
+    ("time/train", "train", "{:.1f}s"),
+    ("time/draft", "draft", "{:.1f}s"),
+)
+ROWS = 12  # of the table, or as many as the terminal has room for
+RECENT = 10  # records whose steps' mean duration gives the time left
+
+
+def line_of(fields: Fields, step: int, record: Mapping[str, Any]) -> str:
+    """The line of a step, in rich's markup."""
+    parts = [f"step {step:>4}"]
+    for name, label, form in fields:
+        value = record.get(name)
+        if isinstance(value, (str, int, float)):
+            parts.append(f"[dim]{label}[/dim] {escape(form.format(value))}")
+        elif name in record.get("nonfinite", ()):
+            parts.append(f"[bold red]{label} not finite[/bold red]")
+    return "  ".join(parts)
+
+
+class LiveTable:
+    """A table at the bottom of a terminal; what is printed meanwhile appears above it.
+
+    Args:
+        console: console of a terminal.
+        fields: (metric, label, format) of the columns.
+        first: first step of this start.
+        steps: last step of the run; None if it is not known.
+        clock: function that returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        fields: Fields,
+        first: int = 1,
+        steps: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._console, self._fields, self._steps, self._clock = console, fields, steps, clock
+        self._rows: deque[tuple[int, Mapping[str, Any]]] = deque()
+        self._done, self._started = first - 1, clock()
+        self._ends = deque([(self._done, self._started)], maxlen=RECENT + 1)  # (step, time)
+        self._live = Live(
+            self, console=console, refresh_per_second=2, vertical_overflow="crop", transient=False
+        )
+        self._live.start()
+
+    @staticmethod
+    def fits(console: Console) -> bool:
+        """Whether the console is a terminal that can be drawn on."""
+        return console.is_terminal and not console.is_dumb_terminal and not console.quiet
+
+    def add(self, step: int, record: Mapping[str, Any]) -> None:
+        """Adds the row of a step that has ended."""
+        self._rows.append((step, record))
+        if step <= self._done:  # an evaluation before the first step is no step
+            self._ends.clear()
+        self._done = step
+        self._ends.append((step, self._clock()))
+        while len(self._rows) > max(1, min(ROWS, self._console.height - 6)):
+            self._live.console.print(line_of(self._fields, *self._rows.popleft()))
+        self._live.refresh()
+
+    def close(self) -> None:
+        """Draws the table for the last time and leaves it there."""
+        self._live.stop()
+
+    def left(self) -> float | None:
+        """Seconds until the last step ends; None while no step has ended."""
+        if self._steps is None or len(self._ends) < 2:
+            return None
+        (first, began), (last, ended) = self._ends[0], self._ends[-1]
+        each = (ended - began) / (last - first)
+        rest, running = self._steps - last, self._clock() - ended
+        # The step that runs may take longer than the mean: then the others are left.
+        return max(each * rest - running, each * (rest - 1), 0.0)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Group(self._table(), self._progress())
+
+    def _table(self) -> Table:
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+        table.add_column("step", justify="right", no_wrap=True)
+        columns, room = [[Text(str(step)) for step, _ in self._rows]], self._console.width - 8
+        for name, label, form in self._fields:
+            if not any(name in record for _, record in self._rows):
+                continue
+            cells = [_cell(record, name, form) for _, record in self._rows]
+            room -= max(map(len, (label, *cells))) + 2
+            if room < 0:  # the first columns say most
+                break
+            justify = "left" if form == "{}" else "right"
+            table.add_column(label, justify=justify, no_wrap=True)
+            columns.append(cells)
+        for row in zip(*columns, strict=True):
+            table.add_row(*row)
+        return table
+
+    def _progress(self) -> Table:
+        since = _clock_time(self._clock() - self._started)
+        line = Table.grid(padding=(0, 2, 0, 0))
+        if self._steps is None:
+            line.add_row(Text(f"step {self._done + 1}"), Text(f"running for {since}", "dim"))
+            return line
+        now = min(self._done + 1, self._steps)
+        left = self.left()
+        text = f"running for {since}"
+        if self._done >= self._steps:
+            text = f"done after {since}"
+        elif left is not None:
+            text += f", {_duration(left)} left"
+        bar = ProgressBar(total=max(self._steps, 1), completed=self._done, width=24)
+        line.add_row(Text(f"step {now} of {self._steps}", "bold"), bar, Text(text, "dim"))
+        return line
+
+
+def _cell(record: Mapping[str, Any], name: str, form: str) -> Text:
+    value = record.get(name)
+    if isinstance(value, (str, int, float)):
+        return Text(form.format(value))
+    if name in record.get("nonfinite", ()):
+        return Text("not finite", "bold red")
+    return Text("")
+
+
+def _clock_time(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def _duration(seconds: float) -> str:
+    """A duration in words: 40 s, 7 min, 2 h 5 min, 3 d 4 h."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 90:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min"
+    return f"{hours // 24} d {hours % 24} h"

@@ -1,0 +1,206 @@
+"""A few samples of each step, for people to read: `samples.jsonl` in the directory of a run.
+
+A line is one sample:
+
+    step           step that sampled it; 0 is the evaluation before the first one
+    set            `train`, or the name of the evaluation set
+    problem        number of the problem in its set
+    row            place of its row in a file; "" if problems are generated
+    sample         number of the sample among those of its prompt in this step
+    followed       whether it is written because its problem is followed over the steps
+    prompt         the prompt as the policy reads it, special tokens included
+    completion     text that the rewards saw
+    token_ids      tokens of the completion
+    tokens         text that each of them adds; "" where a character takes several tokens
+    origins        origin of each token, one letter for each: `d` an accepted draft, `b` the bonus
+                   token of a round that drafted, `p` of a round without drafts, `?` not known
+    reward         reward that the objective was given, without penalties
+    rewards        value of each reward without its weight, by its name
+    reward_failed  whether a reward returned no number, and counts as 0
+    advantage      mean advantage of its tokens; null if it was not trained on
+    finish_reason  `stop` or `length`
+    answer         the gold answer, or a list of several
+
+Which samples are written depends on seed and step alone, so that runs with equal tokens have equal
+files, but for `origins` where a controller chooses strategies by the clock. One problem is
+followed, that of the first group of the first step: whenever it is drawn again, its first sample is
+written, too. The problems of an evaluation are the same every time, so that its first ones are
+followed as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from specjax.engine.request import UNKNOWN
+from specjax.engine.stops import TextStream
+from specjax.parallel import distributed
+from train.groups import Group, Response
+from train.log import keep_before, move_aside
+
+SAMPLES_FILE = "samples.jsonl"
+TRAIN = "train"  # the set of the samples of rollouts
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class SampleLog:
+    """Writes samples of each step; on every process but the first it does nothing.
+
+    Args:
+      out_dir: directory of the run, created when absent.
+      count: number of samples of a step; 0 writes none, and leaves what is there.
+      seed: seed of the run, which decides the choice.
+      tokenizer: tokenizer of the policy.
+      labels: names of the rewards.
+      resume_step: first step that will be written; samples of it and of later steps are removed.
+        None starts a new file and moves an existing one aside.
+    """
+
+    def __init__(
+        self,
+        out_dir: str | Path,
+        count: int,
+        seed: int,
+        tokenizer,
+        labels: Sequence[str],
+        resume_step: int | None = None,
+    ):
+        self.path = Path(out_dir) / SAMPLES_FILE
+        self._count, self._seed, self._labels = count, seed, tuple(labels)
+        self._decode: Decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+        self._followed: int | None = None
+        self._file: TextIO | None = None
+        if not count or not distributed.is_first():
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if resume_step is not None:
+            keep_before(self.path, resume_step)
+            self._followed = _followed_in(self.path)
+        elif self.path.exists():
+            move_aside(self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def log(self, step: int, groups: Sequence[Group], name: str = TRAIN) -> None:
+        """Writes some samples of a step; each step and set is written once.
+
+        Args:
+          step: the step.
+          groups: complete groups of the step with their rewards. Of an evaluation set the first
+            ones are written, each with its first sample.
+          name: the set of the groups' problems.
+        """
+        if self._file is None or not groups:
+            return
+        if name != TRAIN:
+            chosen, followed = [(group, 0) for group in groups[: self._count]], None
+        else:
+            if self._followed is None:
+                self._followed = min(groups, key=lambda group: group.position).problem.index
+            followed = self._followed
+            chosen = choose(groups, self._count, self._seed, step)
+            first = next((g for g in groups if g.problem.index == followed), None)
+            if first is not None and not any(g is first and place == 0 for g, place in chosen):
+                chosen.append((first, 0))
+        for group, place in chosen:
+            row = {"step": int(step), "set": name, **self._record(group, place)}
+            row["followed"] = name != TRAIN or (place == 0 and group.problem.index == followed)
+            self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file; more than one call does no harm."""
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+    def __enter__(self) -> SampleLog:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()
+
+    def _record(self, group: Group, place: int) -> dict[str, Any]:
+        response, problem = group.responses[place], group.problem
+        parts = response.parts or (response.reward,)
+        known = len(parts) == len(self._labels)  # checkpoints of older versions have no parts
+        answer = problem.answer
+        return {
+            "problem": problem.index,
+            "row": problem.place,
+            "sample": place,
+            "prompt": self._decode(group.prompt),
+            "completion": response.text,
+            "token_ids": list(response.token_ids),
+            "tokens": token_texts(self._decode, response.token_ids),
+            "origins": _origins(response),
+            "reward": response.reward,
+            "rewards": dict(zip(self._labels, parts, strict=True)) if known else {},
+            "reward_failed": response.failed,
+            "advantage": response.advantage,
+            "finish_reason": response.finish_reason,
+            "answer": answer if isinstance(answer, str) else list(answer),
+        }
+
+
+def choose(groups: Sequence[Group], count: int, seed: int, step: int) -> list[tuple[Group, int]]:
+    """Chooses samples of a step, of as many groups as there are, by a hash of seed and step.
+
+    Args:
+      groups: complete groups.
+      count: number of samples.
+      seed: seed of the run.
+      step: the step.
+
+    Returns:
+      (group, index of the sample in it) of each sample, at most `count`.
+    """
+
+    def rank(*place: int) -> bytes:
+        text = ":".join(map(str, (seed, step, *place)))
+        return hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+    found = []
+    for group in groups:
+        places = sorted(range(len(group.responses)), key=lambda i: rank(group.position, i))
+        for turn, place in enumerate(places):
+            found.append((turn, rank(group.position), group.position, group, place))
+    found.sort(key=lambda one: one[:3])
+    return [(group, place) for *_, group, place in found[:count]]
+
+
+def token_texts(decode: Decode, token_ids: Sequence[int]) -> list[str]:
+    """The text that each token adds to those before it; joined they are the decoded text.
+
+    A token within a character adds "", and the last token of the character adds the character.
+    """
+    stream, texts = TextStream(decode), []
+    known = 0
+    for token in token_ids:
+        stream.push(token)
+        texts.append(stream.text[known:])
+        known = len(stream.text)
+    if texts:
+        texts[-1] += stream.rest
+    return texts
+
+
+def _origins(response: Response) -> str:
+    count = len(response.token_ids)
+    return response.origins[:count].ljust(count, UNKNOWN)
+
+
+def _followed_in(path: Path) -> int | None:
+    """The problem that the samples of an earlier start follow; None if there are none."""
+    if not path.exists():
+        return None
+    with path.open(encoding="utf-8") as stream:
+        for line in stream:
+            row = json.loads(line)
+            if row["set"] == TRAIN and row["followed"]:
+                return row["problem"]
+    return None
