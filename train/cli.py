@@ -15,8 +15,8 @@ from specjax.command_line import ConfigError, parse_config
 from specjax.engine.request import InvalidLogitsError
 from specjax.interrupts import INTERRUPTED
 from specjax.parallel.distributed import DistributedError
-from train.log import METRICS_FILE
 from train.reward_workers import WorkerError
+from train.run_files import METRICS_FILE
 from train.scoring import RewardsFailedError
 
 # Errors of a user's mistake, a missing package or a damaged file: printed without traceback.

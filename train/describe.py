@@ -39,10 +39,8 @@ from specjax import schema
 from specjax.command_line import arguments_of
 from specjax.hub import portable
 from specjax.parallel import distributed
+from train.run_files import CONFIG_FILE, RUN_FILE, read_starts
 from train.tasks.files import find_files
-
-CONFIG_FILE = "config.yaml"
-RUN_FILE = "run.json"
 
 PACKAGES = (
     "specjax",
@@ -95,26 +93,6 @@ def describe_run(
     }
     _replace(out / RUN_FILE, json.dumps([*starts, entry], indent=1) + "\n")
     _replace(out / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(settings)))
-
-
-def read_starts(out: Path) -> list[dict[str, Any]]:
-    """The starts of a run, the first one first; empty where there is no `run.json`.
-
-    Raises:
-      ValueError: the file is damaged.
-    """
-    path = out / RUN_FILE
-    if not path.is_file():
-        return []
-    try:
-        starts = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path}: expected what a run writes of its starts, got no JSON ({error}); move it away"
-        ) from error
-    if not isinstance(starts, list):
-        raise ValueError(f"{path}: expected a list of starts, got {type(starts).__name__}")
-    return starts
 
 
 def settings_of(cfg: Any) -> dict[str, Any]:

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import secrets
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,8 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from train.live import CONSOLE_FIELDS, LiveTable, line_of
-
-METRICS_FILE = "metrics.jsonl"
+from train.run_files import METRICS_FILE, keep_before, move_aside, read_lines
 
 
 class MetricsLogger:
@@ -174,23 +171,6 @@ def read_metrics(run: str | Path) -> list[dict[str, Any]]:
     return sorted(read_lines(path), key=lambda record: record["step"])
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a .jsonl file; an unfinished last line, left by a killed run, is ignored.
-
-    Raises:
-        ValueError: a line before the last one is not JSON; the message has its number.
-    """
-    records, lines = [], path.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number == len(lines):
-                break
-            raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
-    return records
-
-
 def _plain(value: Any) -> tuple[Any, bool]:
     """(JSON value, whether all numbers are finite); numbers that are not become None."""
     if value is None or isinstance(value, (str, bool)):
@@ -213,40 +193,6 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
     return str(value)
-
-
-def keep_before(path: Path, step: int) -> None:
-    """Keeps the records of a .jsonl file before a step, if there is one.
-
-    It is atomic, so that a kill here loses nothing. An unfinished last line is dropped.
-
-    Raises:
-        ValueError: a line before the last one is not JSON; the message has its number.
-    """
-    if not path.exists():
-        return
-    partial, damaged = path.with_suffix(".tmp"), None
-    with path.open(encoding="utf-8") as lines, partial.open("w", encoding="utf-8") as stream:
-        for number, line in enumerate(lines, start=1):
-            if damaged is not None:
-                raise ValueError(damaged)
-            try:
-                if json.loads(line)["step"] < step:
-                    stream.write(line.rstrip("\n") + "\n")
-            except json.JSONDecodeError as error:
-                damaged = f"{path}, line {number}: not JSON ({error})"
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(path)
-
-
-def move_aside(path: Path) -> None:
-    """Renames a file of an earlier run to the first free of `NAME.1.jsonl`, `NAME.2.jsonl`, .."""
-    number = 1
-    while (aside := path.with_suffix(f".{number}.jsonl")).exists():
-        number += 1
-    path.rename(aside)
-    print(f"{path} is from an earlier run: moved to {aside.name}", file=sys.stderr)
 
 
 def _need(module: str, setting: str) -> ModuleNotFoundError:

@@ -40,9 +40,8 @@ from specjax.engine.request import UNKNOWN
 from specjax.engine.stops import TextStream
 from specjax.parallel import distributed
 from train.groups import Group, Response
-from train.log import keep_before, move_aside
+from train.run_files import SAMPLES_FILE, keep_before, move_aside
 
-SAMPLES_FILE = "samples.jsonl"
 TRAIN = "train"  # the set of the samples of rollouts
 
 Decode = Callable[[Sequence[int]], str]

@@ -1,0 +1,301 @@
+"""The page of a run: what it is told, what it says of damaged files, and what a browser shows."""
+
+import http.client
+import json
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import browser
+import pytest
+
+from train import view
+from train.view import Run, Server, check_run
+
+EVIL = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
+
+
+def metrics(step: int, **more) -> str:
+    record = {"step": step, "wall_time": 1e9 + step, "rollout/reward": step / 10, **more}
+    return json.dumps(record) + "\n"
+
+
+def sample(step: int, problem: int = 0, name: str = "train", **more) -> str:
+    record = {
+        "step": step,
+        "set": name,
+        "problem": problem,
+        "row": "",
+        "sample": 0,
+        "followed": problem == 0,
+        "prompt": "<|im_start|>user\nWhat is 1+1?<|im_end|>",
+        "completion": f"{EVIL} two",
+        "token_ids": [5, 6, 7, 8],
+        "tokens": [EVIL, " two", " </script>", "<|im_end|>"],
+        "origins": "dbp?",
+        "reward": 1.0,
+        "rewards": {"exact": 1.0},
+        "reward_failed": False,
+        "advantage": -0.5,
+        "finish_reason": "stop",
+        "answer": "2",
+        **more,
+    }
+    return json.dumps(record) + "\n"
+
+
+@pytest.fixture
+def directory(tmp_path) -> Path:
+    path = tmp_path / "run"
+    path.mkdir()
+    evals = {"eval/aime/avg@8": 0.25, "eval/aime/problems": 30.0}
+    (path / "metrics.jsonl").write_text(
+        metrics(0, **evals) + metrics(1) + metrics(2, **evals, nonfinite=["train/loss"])
+    )
+    (path / "samples.jsonl").write_text(
+        sample(0, 4, "aime") + sample(1) + sample(1, 7) + sample(2) + sample(2, 4, "aime")
+    )
+    start = {"time": "now", "program": "train.rl", "command": [EVIL], "first_step": 1}
+    (path / "run.json").write_text(json.dumps([start]))
+    (path / "config.yaml").write_text("steps: 5\n")
+    return path
+
+
+def known(news: dict) -> dict[str, str]:
+    """What a page that was told this says that it knows."""
+    return {
+        "metrics": news["metrics"]["generation"],
+        "records": str(len(news["metrics"]["items"])),
+        "samples": news["samples"]["generation"],
+        "rows": str(len(news["samples"]["items"])),
+    }
+
+
+def append(path: Path, text: str) -> None:
+    with path.open("a") as stream:
+        stream.write(text)
+
+
+# --- what the page is told ------------------------------------------------------------------------
+
+
+def test_a_page_is_told_what_is_new_and_nothing_twice(directory):
+    run = Run(directory)
+    first = run.news()
+    assert [record["step"] for record in first["metrics"]["items"]] == [0, 1, 2]
+    assert [row["set"] for row in first["samples"]["items"]].count("aime") == 2
+    assert first["samples"]["items"][1]["head"] == "What is 1+1?"
+    assert first["about"]["steps"] == 5 and first["notes"] == []
+    again = run.news(known(first))
+    assert again["metrics"]["items"] == again["samples"]["items"] == []
+    append(directory / "metrics.jsonl", metrics(3))
+    append(directory / "samples.jsonl", sample(3, 9))
+    more = run.news(known(first))
+    assert [record["step"] for record in more["metrics"]["items"]] == [3]
+    assert [row["problem"] for row in more["samples"]["items"]] == [9]
+
+
+def test_a_resumed_run_is_told_anew(directory):
+    run = Run(directory)
+    first = run.news()
+    lines = (directory / "metrics.jsonl").read_text().splitlines(keepends=True)
+    # Cut at step 2 and grown beyond its former size before the page looks again.
+    changed = metrics(2, extra=1) + metrics(3)
+    (directory / "metrics.jsonl").write_text("".join(lines[:2]) + changed)
+    news = run.news(known(first))
+    assert [record["step"] for record in news["metrics"]["items"]] == [0, 1, 2, 3]
+    assert news["metrics"]["generation"] != first["metrics"]["generation"]
+    assert news["samples"]["items"] == []
+    (directory / "metrics.jsonl").unlink()
+    assert run.news(known(news))["metrics"]["items"] == []
+
+
+def test_a_line_that_is_written_at_this_moment_waits_for_its_end(directory):
+    run, path = Run(directory), directory / "metrics.jsonl"
+    first = run.news()
+    half, rest = metrics(3)[:20], metrics(3)[20:]
+    append(path, half)
+    news = run.news(known(first))
+    assert news["metrics"]["items"] == []
+    assert news["notes"] == [
+        "metrics.jsonl: the last line is not complete yet and left out; if the run was killed, "
+        "--resume removes it"
+    ]
+    append(path, rest)
+    news = run.news(known(first))
+    assert [record["step"] for record in news["metrics"]["items"]] == [3] and not news["notes"]
+
+
+def test_damaged_lines_are_left_out_and_named(directory):
+    append(directory / "metrics.jsonl", "not json\n\n[1]\n" + metrics(3))
+    append(directory / "samples.jsonl", '{"step": 3}\n')
+    (directory / "run.json").write_text("{")
+    (directory / "config.yaml").write_text("a: [")
+    news = Run(directory).news()
+    assert [record["step"] for record in news["metrics"]["items"]] == [0, 1, 2, 3]
+    said = "\n".join(news["notes"])
+    assert "metrics.jsonl, line 4: no record of a step, left out" in said
+    assert "metrics.jsonl, line 6: no record of a step, left out (no object with a step)" in said
+    assert "samples.jsonl, line 6: no record of a step, left out ('set')" in said
+    assert "run.json: expected what a run writes" in said and "config.yaml: no YAML" in said
+    append(directory / "metrics.jsonl", "x\n" * 20)
+    assert "metrics.jsonl: 12 more such lines" in Run(directory).news()["notes"]
+
+
+def test_whole_samples_are_found_by_step_and_by_problem(directory):
+    run = Run(directory)
+    append(directory / "samples.jsonl", sample(3, completion="é\u2028"))
+    by_step = run.samples({"set": "train", "step": "1"})
+    assert [row["problem"] for row in by_step] == [0, 7]
+    by_problem = run.samples({"set": "train", "problem": "0"})
+    assert [row["step"] for row in by_problem] == [1, 2, 3]
+    assert by_problem[2]["completion"] == "é\u2028"
+    assert run.samples({"set": "none", "step": "1"}) == []
+
+
+def test_a_run_without_steps_is_shown_and_says_so(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("steps: 5\n")
+    view.main([str(tmp_path), "--html", str(tmp_path / "page.html")])
+    assert "no step has ended yet" in capsys.readouterr().err
+    assert "No step has ended yet." in (tmp_path / "page.html").read_text()
+
+
+def test_what_is_no_run_is_refused_with_what_it_is(tmp_path, directory):
+    assert check_run(directory / "metrics.jsonl") == directory
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "a.txt").write_text("")
+    for path, said in {
+        "missing": r"missing does not exist; expected the directory of a run \(out=\)",
+        "empty": "empty is empty",
+        "other": "other holds a.txt",
+        "other/a.txt": "a.txt is a file",
+        ".": "holds runs: name one of .*run",
+    }.items():
+        with pytest.raises(ValueError, match=said):
+            check_run(tmp_path / path)
+    with pytest.raises(SystemExit, match="train.view: error: .* does not exist"):
+        view.main([str(tmp_path / "missing")])
+
+
+# --- the server -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(directory):
+    with Server(Run(directory)) as found:
+        thread = threading.Thread(target=found.serve_forever, args=(0.05,))
+        thread.start()
+        yield found
+        found.shutdown()
+        thread.join()
+
+
+def get(server, path, host=None):
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    connection.request("GET", path, headers={"Host": host} if host else {})
+    response = connection.getresponse()
+    body = response.read().decode()
+    connection.close()
+    return response.status, body
+
+
+def test_the_server_is_on_this_machine_alone_and_answers_no_other_host(server):
+    assert server.server_address[0] == "127.0.0.1"
+    status, body = get(server, "/")
+    assert status == 200 and "<!doctype html>" in body
+    assert not re.search(r"""(src|href)=["']?(https?:)?//""", body), "nothing from elsewhere"
+    assert get(server, "/", f"evil.example:{server.server_port}")[0] == 403
+    assert get(server, "/../etc/passwd")[0] == 404
+    assert json.loads(get(server, "/news?metrics=x&records=-1")[1])["about"]["name"] == "run"
+    assert len(json.loads(get(server, "/samples?set=train&step=1")[1])["rows"]) == 2
+    with pytest.raises(OSError):
+        Server(server.run, server.server_port)
+
+
+def test_the_command_prints_the_address_and_ends_with_ctrl_c(directory):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "train.view", str(directory)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(view.__file__).parents[1],
+    )
+    try:
+        line = process.stdout.readline()
+        port = int(re.search(r"http://127.0.0.1:(\d+)/", line)[1])
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request("GET", "/news")
+        assert connection.getresponse().status == 200
+        process.send_signal(2)
+        assert process.wait(60) == 0 and process.stderr.read() == ""
+    finally:
+        process.kill()
+        process.communicate()
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+def test_a_page_of_one_file_has_everything_and_runs_no_text_of_the_run(directory, tmp_path):
+    out = tmp_path / "page.html"
+    view.main([str(directory), "--html", str(out)])
+    text = out.read_text()
+    assert "<script>document.title" not in text and 'onerror="document' not in text
+    assert text.count("<script") == text.count("</script>") == 2
+    data = re.search(r'<script id="embedded" type="application/json">(.*?)</script>', text, re.S)
+    embedded = json.loads(data[1])
+    assert [row["completion"] for row in embedded["whole"]] == [f"{EVIL} two"] * 5
+    assert len(embedded["news"]["metrics"]["items"]) == 3
+    assert re.search(r"script-src 'sha256-[\w+/=]+'", text)
+
+
+def test_a_page_of_one_file_leaves_out_the_first_samples_if_there_are_too_many(
+    directory, monkeypatch
+):
+    monkeypatch.setattr(view, "WHOLE_BYTES", 2 * len(sample(1)) + 20)
+    text = Run(directory).html()
+    data = re.search(r'<script id="embedded" type="application/json">(.*?)</script>', text, re.S)
+    embedded = json.loads(data[1])
+    assert [row["step"] for row in embedded["whole"]] == [2, 2]
+    assert len(embedded["news"]["samples"]["items"]) == 2
+    assert "3 samples of the first steps are not in this file" in embedded["news"]["notes"]
+
+
+@pytest.mark.skipif(browser.missing() is not None, reason=f"no {browser.missing()}")
+def test_a_browser_shows_curves_samples_by_origin_and_a_prompt_over_the_steps(
+    server, directory, tmp_path
+):
+    with browser.browser(tmp_path / "profile") as driver:
+        page = browser.Page(driver, server.url)
+        page.waits("document.querySelectorAll('#samples .sample').length === 1")
+        titles = "[...document.querySelectorAll('#curves h3')].map((node) => node.innerText)"
+        assert page.do(f"return {titles}") == ["Reward", "Evaluation: aime"]
+        assert page.text("#state") == "step 2 of 5" and "not finite" in page.text("#notes")
+        tokens = """return [...document.querySelectorAll('#samples .token')].map(
+            (token) => [token.classList[1], token.innerText])"""
+        assert page.do(tokens) == [
+            ["draft", EVIL], ["bonus", " two"], ["plain", " </script>"], ["unknown", "<|im_end|>"],
+        ]  # fmt: skip
+        assert "advantage -0.5" in page.text("#samples .facts")
+        assert "2 steps" in page.text("#prompt")
+        assert page.do("return document.querySelectorAll('#over details').length") == 2
+        # The run goes on while the page is open.
+        append(directory / "metrics.jsonl", metrics(3))
+        append(directory / "samples.jsonl", sample(3) + sample(3, 9))
+        page.says("#state", "step 3 of 5")
+        page.waits("document.querySelectorAll('#samples .sample').length === 2")
+        page.do("""const select = document.getElementById('prompt');
+            select.value = JSON.stringify(['train', 0]);
+            select.dispatchEvent(new Event('change'))""")
+        page.waits("document.querySelectorAll('#over details').length === 3")
+        page.do("document.getElementById('back').click()")
+        page.waits("document.querySelectorAll('#samples .sample').length === 1")
+        assert driver.title == "run, specjax run" and page.errors() == []
+        one = tmp_path / "page.html"
+        one.write_text(Run(directory).html())
+        page = browser.Page(driver, one.as_uri())
+        page.waits("document.querySelectorAll('#samples .token').length === 8")
+        assert driver.title == "run, specjax run" and page.errors() == []

@@ -1,0 +1,418 @@
+"""Shows a run as a page: `python -m train.view RUN [--port N] [--open]`, or `--html FILE`.
+
+The page has the curves of all metrics, samples with each token in the colour of its origin, one
+prompt over the steps, the evaluations, and what the run says of itself. It is served to this
+machine alone (127.0.0.1), loads nothing from elsewhere, and takes in what the run writes while it
+goes on. `--html` writes one file with everything in it.
+
+    GET /                                the page (`view.html`)
+    GET /news?metrics=G&records=N&..     records and rows since the N-th, or all of them if the
+                                         file is another one than G (a resumed run cuts it)
+    GET /samples?set=S&step=N            whole samples; or `problem=N`
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":  # Ctrl-C from here on
+    from specjax import interrupts
+
+    interrupts.begin("train.view")
+
+import base64
+import dataclasses
+import datetime
+import hashlib
+import http.server
+import json
+import re
+import sys
+import threading
+import time
+import urllib.parse
+import webbrowser
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from specjax.command_line import ArgumentParser
+from train.run_files import CONFIG_FILE, METRICS_FILE, RUN_FILE, SAMPLES_FILE, read_starts
+
+PAGE = Path(__file__).with_name("view.html")
+FILES = (METRICS_FILE, SAMPLES_FILE, RUN_FILE, CONFIG_FILE)
+WHOLE_BYTES = 50_000_000  # of samples in a page that is one file
+NOTES = 10  # of damaged lines
+_EMPTY = '<script id="embedded" type="application/json">null</script>'
+
+
+class Growing:
+    """The records of a .jsonl file that is written meanwhile.
+
+    Lines without an end are not read yet. A line that is no record is left out, with a note.
+
+    Args:
+      path: the file, which may not be there yet.
+      keep: function of a record, and of offset and size of its line, that returns what is kept.
+
+    Attributes:
+      items: what is kept, in the order of the file.
+      notes: what is wrong with the file.
+      generation: changes when earlier records are not there any more.
+    """
+
+    def __init__(self, path: Path, keep: Callable[[dict[str, Any], int, int], Any]):
+        self.path, self._keep = path, keep
+        self.generation = time.time_ns()  # not that of a server before this one
+        self._stamp: tuple[int, ...] | None = None
+        self._forget()
+
+    def refresh(self) -> None:
+        """Reads what was written since the last call."""
+        try:
+            status = self.path.stat()
+        except FileNotFoundError:
+            if self._stamp is not None:
+                self._stamp = None
+                self._forget()
+            return
+        stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
+        if stamp == self._stamp:
+            return
+        with self.path.open("rb") as stream:
+            if not self._goes_on(stream):
+                self._forget()
+            stream.seek(self._offset)
+            data = stream.read()
+        whole, newline, rest = data.rpartition(b"\n")
+        for line in whole.split(b"\n") if newline else []:
+            self._add(line)
+        self._unfinished = bool(rest.strip())
+        self._tail = (self._tail + whole + newline)[-256:]
+        self._stamp = stamp
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences about lines that are left out."""
+        found = self._damaged[:NOTES]
+        if len(self._damaged) > NOTES:
+            found.append(f"{self.path.name}: {len(self._damaged) - NOTES} more such lines")
+        if self._unfinished:
+            found.append(
+                f"{self.path.name}: the last line is not complete yet and left out; if the run was "
+                "killed, --resume removes it"
+            )
+        return found
+
+    def _goes_on(self, stream) -> bool:
+        """Whether the file still has what was read of it, before what is new."""
+        begin = self._offset - len(self._tail)
+        stream.seek(begin)
+        return stream.read(len(self._tail)) == self._tail
+
+    def _forget(self) -> None:
+        self.items: list[Any] = []
+        self._damaged: list[str] = []
+        self._offset, self._number, self._tail = 0, 0, b""
+        self._unfinished = False
+        self.generation += 1
+
+    def _add(self, line: bytes) -> None:
+        at, size = self._offset, len(line)
+        self._offset += size + 1
+        self._number += 1
+        if not line.strip():
+            return
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+                raise ValueError("no object with a step")
+            self.items.append(self._keep(record, at, size))
+        except (ValueError, KeyError, TypeError) as error:
+            self._damaged.append(
+                f"{self.path.name}, line {self._number}: no record of a step, left out ({error})"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A sample in its file.
+
+    Attributes:
+      row: what the page needs to know of it before it shows it.
+      offset, size: its line in the file, in bytes.
+    """
+
+    row: dict[str, Any]
+    offset: int
+    size: int
+
+
+class Run:
+    """The files of a run, as the page is told of them.
+
+    Args:
+      directory: directory of the run.
+
+    Raises:
+      ValueError: it is no directory of a run; the message says what it is, and where one is.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory = directory = check_run(directory)
+        self._metrics = Growing(directory / METRICS_FILE, lambda record, *_: record)
+        self._samples = Growing(directory / SAMPLES_FILE, _place)
+        self._lock = threading.Lock()
+
+    def news(self, known: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """What the page does not know yet.
+
+        Args:
+          known: generation and number of what it knows: `metrics`, `records`, `samples`, `rows`.
+        """
+        known = known or {}
+        with self._lock:
+            self._metrics.refresh()
+            self._samples.refresh()
+            about, notes = self._about()
+            return {
+                "metrics": _since(self._metrics, known.get("metrics"), known.get("records")),
+                "samples": _since(
+                    self._samples, known.get("samples"), known.get("rows"), lambda place: place.row
+                ),
+                "notes": [*self._metrics.notes, *self._samples.notes, *notes],
+                "about": about,
+            }
+
+    def samples(self, wanted: Mapping[str, str]) -> list[dict[str, Any]]:
+        """Whole samples whose `set`, `step` or `problem`, as text, are the wanted ones."""
+        with self._lock:
+            self._samples.refresh()
+            places = [
+                place
+                for place in self._samples.items
+                if all(str(place.row.get(name)) == value for name, value in wanted.items())
+            ]
+            return self._read(places)
+
+    def html(self) -> str:
+        """The page as one file, with all metrics and the newest samples, up to `WHOLE_BYTES`."""
+        news = self.news()
+        with self._lock:
+            kept, room = [], WHOLE_BYTES
+            for place in reversed(self._samples.items):
+                room -= place.size
+                if room < 0:
+                    break
+                kept.append(place)
+            kept.reverse()
+            whole = self._read(kept)
+        left_out = len(news["samples"]["items"]) - len(kept)
+        if left_out:
+            news["notes"].append(f"{left_out} samples of the first steps are not in this file")
+        news["samples"]["items"] = [place.row for place in kept]
+        news["about"]["written"] = datetime.datetime.now().isoformat(" ", timespec="seconds")
+        return page({"news": news, "whole": whole})
+
+    def _read(self, places: list[Place]) -> list[dict[str, Any]]:
+        if not places:
+            return []
+        with self._samples.path.open("rb") as stream:
+            found = []
+            for place in places:
+                stream.seek(place.offset)
+                found.append(json.loads(stream.read(place.size)))
+        return found
+
+    def _about(self) -> tuple[dict[str, Any], list[str]]:
+        """What the run says of itself, and what is wrong with that."""
+        notes: list[str] = []
+        about: dict[str, Any] = {"name": self.directory.resolve().name, "starts": [], "steps": None}
+        about["config"] = ""
+        try:
+            about["starts"] = read_starts(self.directory)
+        except ValueError as error:
+            notes.append(str(error))
+        try:
+            about["config"] = (self.directory / CONFIG_FILE).read_text(encoding="utf-8")
+            settings = yaml.safe_load(about["config"])
+            steps = settings.get("steps") if isinstance(settings, dict) else None
+            about["steps"] = steps if isinstance(steps, int) else None
+        except FileNotFoundError:
+            pass
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            notes.append(f"{CONFIG_FILE}: no YAML ({str(error).splitlines()[0]})")
+        return about, notes
+
+
+def check_run(directory: Path) -> Path:
+    """Returns the directory of a run; the path of one of its files stands for its directory.
+
+    Raises:
+      ValueError: it is none.
+    """
+    if directory.is_file() and directory.name in FILES:
+        directory = directory.parent
+    if not directory.exists():
+        raise ValueError(f"{directory} does not exist; expected the directory of a run (out=)")
+    wanted = f"expected the directory of a run, which holds {METRICS_FILE} or {RUN_FILE}"
+    if not directory.is_dir():
+        raise ValueError(f"{wanted}, and {directory} is a file")
+    if any((directory / name).is_file() for name in FILES):
+        return directory
+    runs = sorted({file.parent for name in FILES for file in directory.glob(f"*/{name}")})
+    if runs:
+        some = ", ".join(map(str, runs[:5])) + (", .." if runs[5:] else "")
+        raise ValueError(f"{wanted}; {directory} holds runs: name one of {some}")
+    inside = sorted(path.name for path in directory.iterdir())
+    has = f"holds {', '.join(inside[:5])}{', ..' if inside[5:] else ''}" if inside else "is empty"
+    raise ValueError(f"{wanted}, and {directory} {has}")
+
+
+def page(embedded: Mapping[str, Any] | None = None) -> str:
+    """The text of the page.
+
+    Args:
+      embedded: data of a page that is one file; None for a page that asks the server.
+    """
+    text = PAGE.read_text(encoding="utf-8")
+    script = re.search(r"<script>(.*?)</script>", text, re.DOTALL)[1]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
+        "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'"
+    )
+    head, found, tail = text.partition(_EMPTY)
+    if not found or 'content="POLICY"' not in head:
+        raise RuntimeError(f"{PAGE}: expected the places of data and policy; install it again")
+    # `<` would end the script; json escapes all that is not ASCII.
+    data = json.dumps(embedded).replace("<", "\\u003c")
+    return head.replace('content="POLICY"', f'content="{policy}"') + (
+        _EMPTY.replace("null", data) + tail
+    )
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Serves the page of a run on 127.0.0.1.
+
+    Args:
+      run: the run.
+      port: port; 0 for any free one.
+
+    Attributes:
+      url: address of the page.
+
+    Raises:
+      OSError: the port is taken.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, run: Run, port: int = 0):
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.run = run
+        self.url = f"http://127.0.0.1:{self.server_port}/"
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: Server
+    server_version, sys_version = "specjax", ""
+
+    def do_GET(self) -> None:  # noqa: N802
+        # A page of elsewhere could reach this server under a name of its own.
+        host = (self.headers.get("Host") or "").rpartition(":")[0]
+        if host not in ("127.0.0.1", "localhost"):
+            self._send(403, "text/plain", "this page is for 127.0.0.1 alone\n")
+            return
+        address = urllib.parse.urlsplit(self.path)
+        asked = dict(urllib.parse.parse_qsl(address.query))
+        run = self.server.run
+        if address.path == "/":
+            self._send(200, "text/html", page())
+        elif address.path == "/news":
+            self._send(200, "application/json", json.dumps(run.news(asked)))
+        elif address.path == "/samples":
+            self._send(200, "application/json", json.dumps({"rows": run.samples(asked)}))
+        else:
+            self._send(404, "text/plain", "there is /, /news and /samples\n")
+
+    def _send(self, status: int, kind: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Content-Security-Policy", "frame-ancestors 'none'")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *unused: object) -> None:
+        """Prints nothing: the page asks every few seconds."""
+
+
+def _place(record: dict[str, Any], offset: int, size: int) -> Place:
+    names = ("step", "set", "problem", "sample", "reward", "followed")
+    row = {name: record[name] for name in names}
+    return Place({**row, "head": _head(record["prompt"])}, offset, size)
+
+
+def _head(prompt: str) -> str:
+    """The end of a prompt's text, by which a reader knows it, on one line."""
+    words = " ".join(re.sub(r"<\|[^<>|]*\|>\w*|</?s>", " ", prompt).split())
+    return words if len(words) <= 90 else f"..{words[-88:]}"
+
+
+def _since(
+    file: Growing,
+    generation: str | None,
+    count: str | None,
+    shown: Callable[[Any], Any] = lambda item: item,
+) -> dict[str, Any]:
+    same = generation == str(file.generation) and (count or "").isdecimal()
+    first = int(count) if same and count else 0
+    return {"generation": str(file.generation), "items": [shown(i) for i in file.items[first:]]}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Serves the page until Ctrl-C, or writes it.
+
+    Raises:
+      SystemExit: there is no run, or the port is taken.
+    """
+    parser = ArgumentParser(prog="python -m train.view", description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, metavar="RUN", help="directory of the run")
+    parser.add_argument("--port", type=int, default=0, help="port; 0 (default): any free one")
+    parser.add_argument("--open", action="store_true", help="open the page in a browser")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write the page as one file instead"
+    )
+    args = parser.parse_args(argv)
+    try:
+        run = Run(args.run)
+        if args.html is not None:
+            news = run.news()
+            args.html.write_text(run.html(), encoding="utf-8")
+            for note in news["notes"]:
+                print(f"WARNING: {note}", file=sys.stderr)
+            if not news["metrics"]["items"]:
+                print(f"{run.directory}: no step has ended yet", file=sys.stderr)
+            print(args.html)
+            if args.open:
+                webbrowser.open(args.html.resolve().as_uri())
+            return
+        server = Server(run, args.port)
+    except (ValueError, OSError, OverflowError) as error:
+        sys.exit(f"train.view: error: {error}")
+    with server:
+        print(f"{run.directory} is shown at {server.url} (Ctrl-C ends)", flush=True)
+        if args.open:
+            webbrowser.open(server.url)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
+
+
+if __name__ == "__main__":
+    interrupts.run(main)
