@@ -129,7 +129,10 @@ def test_hosts_tell_each_other_the_records_of_new_tokens_alone(recorded):
     def sample(count):
         nothing = SpecStats(rounds=0, drafted=0, accepted=0, histogram=())
         ids, records = list(range(count)), facts[:count] if recorded else None
-        return SampleOutput(ids, None, [-1.0] * count, "abort", nothing, records=records)
+        came = "pdbdbb"[:count]
+        return SampleOutput(
+            ids, None, [-1.0] * count, "abort", nothing, records=records, origins=came
+        )
 
     known = sample(1)  # it goes on from an earlier step
     for count in (1, 4, 6, 6):
@@ -139,6 +142,7 @@ def test_hosts_tell_each_other_the_records_of_new_tokens_alone(recorded):
         assert not recorded or len(news.records) == count - begin
         known = joined(known, begin, news)
         assert known == sample(count) and known.transformed_logprobs is None
+        assert known.origins == sample(count).origins and len(news.origins) == count - begin
         np.testing.assert_array_equal(known.records, sample(count).records)
 
 

@@ -391,6 +391,7 @@ FEATURES: dict[str, list[Feature]] = {
         training("partial rollouts", "rollout.partial=true", "rollout.over_sample=1.5"),
         training("a penalty on KL to the reference", "algo.kl_loss_coef=0.1"),
         training("equal bits from every process on a GPU (`deterministic`)", "deterministic=true"),
+        training("samples of each step (`log.samples`)", "log.samples=8"),
     ],
 }  # fmt: skip
 
