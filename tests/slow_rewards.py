@@ -61,6 +61,11 @@ def ranks(prompts, completions, answer, level):
     return [float(order.index(i)) for i in range(len(texts))]
 
 
+def sleeps_for_all(completions, answer):
+    time.sleep(0.3)
+    return [2.0] * len(completions)
+
+
 def count_ids(completions, completion_ids, **columns):
     """Batch form with TRL's names: text where the prompt is text."""
     return [

@@ -57,6 +57,7 @@ from train.schema import RLConfig
 from train.scoring import (
     SampleFacts,
     Score,
+    ScoreOfOne,
     Scorer,
     Scoring,
     unwinnable,
@@ -116,6 +117,7 @@ class Rollouts:
         self.short: str | None = None
         self._problems: dict[int, Problem] = {}  # the step's problems, by index of the group
         self._scoring: dict[int, Scoring] = {}  # rewards of the step's groups, by their positions
+        self._begun: list[ScoreOfOne] = []  # those of the step's single samples
         self._kept: tuple[Group, ...] = ()  # the last step's complete and carried groups
         # Why the problem at a position of the step was dropped or cut; None if it was not.
         self._dropped: dict[int, str | None] = {}
@@ -146,9 +148,9 @@ class Rollouts:
         try:
             selection = run.run()
         finally:
-            for scoring in self._scoring.values():
+            for scoring in (*self._scoring.values(), *self._begun):
                 scoring.cancel()
-            self._scoring = {}
+            self._scoring, self._begun = {}, []
         ended = end_step(
             self.rule, run.groups, selection, step, roll.partial, self._scorer.is_batch
         )
@@ -261,8 +263,15 @@ class Rollouts:
             "reward/failed": float(failed),
             "reward/failed_share": failed / max(len(responses), 1),
             **{f"reward/{label}": mean for label, mean in means.items()},
-            **self._scorer.metrics(),
+            **self._reward_figures(),
         }
+
+    def _reward_figures(self) -> dict[str, float]:
+        """`Scorer.metrics` of all processes: sums, and of the seconds waited the most."""
+        every = distributed.gather(self._scorer.metrics(), "figures of rewards")
+        found = {name: sum(figures[name] for figures in every) for name in every[0]}
+        found["time/reward_wait"] = max(figures["time/reward_wait"] for figures in every)
+        return found
 
     def _jobs(self, request: int, group: Group) -> list[Job]:
         """The samples of a group as jobs, in order, with the number of their request."""
@@ -276,16 +285,18 @@ class Rollouts:
         self._problems[index] = group.problem
         return self._jobs(index, group)
 
-    def score_sample(self, job: Job, sample: SampleOutput) -> Score | None:
-        """Scores a sample of this step in the process that its engine belongs to.
+    def score_sample(self, job: Job, sample: SampleOutput) -> ScoreOfOne | None:
+        """Begins to score a sample of this step in the process that its engine belongs to.
 
         Returns:
-          The score; None if a reward needs all samples of the group.
+          The score, perhaps not known yet; None if a reward needs all samples of the group.
         """
         if self._scorer.is_batch:
             return None
         facts = SampleFacts(job.sample, sample.token_ids, sample.finish_reason)
-        return self._scorer(self._text(sample.token_ids), self._problems[job.request], facts)
+        text = self._text(sample.token_ids)
+        self._begun.append(self._scorer.begin_one(text, self._problems[job.request], facts))
+        return self._begun[-1]
 
     def _begin_score(self, group: Group, place: int) -> None:
         """Begins to score a response that has ended, while others of its group are sampled."""
@@ -310,25 +321,24 @@ class Rollouts:
             if place not in scoring:
                 response.text = self._text(response.token_ids)
         left = [i for i, r in enumerate(group.responses) if r.reward is None and i not in scoring]
-        if distributed.is_several():
-            # Engines of all processes go on with equal rewards: those that the first one computes.
-            if left:
-                scores = distributed.of_first(lambda: self._scores_now(group, left), "rewards")
-                self._set_scores(group, scores)
-            return [response.reward for response in group.responses]
-        for place in left:
-            scoring.add(place, group.responses[place].text, _facts(group, place))
-        scoring.finish()
-        if scoring.futures():
-            return None
-        self._set_scores(group, scoring.scores())
-        return [response.reward for response in group.responses]
 
-    def _scores_now(self, group: Group, places: Sequence[int]) -> dict[int, Score]:
-        scoring = self._scorer.begin(group.problem)
-        for place in places:
-            scoring.add(place, group.responses[place].text, _facts(group, place))
-        return scoring.scores()
+        def computed() -> dict[int, Score] | None:
+            for place in left:
+                scoring.add(place, group.responses[place].text, _facts(group, place))
+            scoring.finish()
+            return None if scoring.futures() else scoring.scores()
+
+        if not distributed.is_several():
+            scores = computed()
+        elif any(response.reward is None for response in group.responses):
+            # Engines of all processes go on with equal rewards: those that the first one computes.
+            scores = distributed.of_first(computed, "rewards")
+        else:  # each was scored where it was sampled
+            scores = {}
+        if scores is None:
+            return None
+        self._set_scores(group, scores)
+        return [response.reward for response in group.responses]
 
     def _set_scores(self, group: Group, scores: Mapping[int, Score]) -> None:
         for place, score in scores.items():

@@ -21,7 +21,7 @@ from specjax.command_line import ConfigError, fingerprint
 from specjax.config.spec import TELEMETRY_VARIABLE
 from specjax.engine.base import BaseEngine
 from specjax.engine.engine import Engine
-from specjax.engine.hosts import Copies, Hosts
+from specjax.engine.hosts import Copies, Hosts, Judgement
 from specjax.engine.replicas import Replicas
 from specjax.engine.request import Job, SampleOutput
 from specjax.kernels import dispatch
@@ -228,14 +228,14 @@ def idle_device_warnings(
 def join_engines(
     engines: Sequence[Engine],
     copies: Copies | None,
-    score: Callable[[Job, SampleOutput], float] | None = None,
+    score: Callable[[Job, SampleOutput], Judgement | None] | None = None,
 ) -> BaseEngine:
     """Joins the engines of this process, and of all others, to one with the same interface.
 
     Args:
       engines: engines of this process.
       copies: object that copies weights to all processes; None for one process.
-      score: function that scores a finished sample in the process that ran it.
+      score: function that begins to score a finished sample in the process that ran it.
     """
     own = Replicas(engines) if len(engines) > 1 else engines[0]
     return own if copies is None else Hosts(own, copies, score)

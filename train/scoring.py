@@ -173,9 +173,16 @@ class Scorer:
         self, completion: str, problem: Problem, sample: SampleFacts | None = None
     ) -> Score:
         """Scores one completion, and waits for the result."""
+        return self.begin_one(completion, problem, sample).result()
+
+    def begin_one(
+        self, completion: str, problem: Problem, sample: SampleFacts | None = None
+    ) -> ScoreOfOne:
+        """Begins to score one completion."""
         scoring = self.begin(problem)
         scoring.add(0, completion, sample)
-        return scoring.scores()[0]
+        scoring.finish()
+        return ScoreOfOne(scoring)
 
     def score_all(
         self,
@@ -351,6 +358,14 @@ class Scoring:
         """The calls whose results are not there yet."""
         return {future for future, _ in self._asked.values() if not future.done()}
 
+    def wait(self, seconds: float) -> None:
+        """Waits until a call of a reward has ended, at most so long, and counts that as waiting."""
+        started = time.perf_counter()
+        if waiting := self.futures():
+            first = concurrent.futures.FIRST_COMPLETED
+            concurrent.futures.wait(waiting, seconds, first)
+        self._scorer.waited(time.perf_counter() - started)
+
     def scores(self) -> dict[int, Score]:
         """The score of each completion by its place; waits for them.
 
@@ -375,6 +390,33 @@ class Scoring:
         """Gives up calls that no worker has begun."""
         for future, _ in self._asked.values():
             future.cancel()
+
+
+class ScoreOfOne:
+    """The score of one completion, which may still be computed: a `specjax.engine.hosts.Judgement`.
+
+    Args:
+      scoring: the completion, as number 0.
+    """
+
+    def __init__(self, scoring: Scoring):
+        self._scoring = scoring
+
+    def done(self) -> bool:
+        """Whether `result` returns without waiting."""
+        return not self._scoring.futures()
+
+    def wait(self, seconds: float) -> None:
+        """Waits until a call of a reward has ended, at most so long."""
+        self._scoring.wait(seconds)
+
+    def result(self) -> Score:
+        """The score; waits for it."""
+        return self._scoring.scores()[0]
+
+    def cancel(self) -> None:
+        """Gives up calls that no worker has begun."""
+        self._scoring.cancel()
 
 
 def default_workers() -> int:

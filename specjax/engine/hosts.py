@@ -254,6 +254,19 @@ class SharedSample:
         return self.sample.token_ids
 
 
+class Judgement(Protocol):
+    """What is known about a sample that ended, now or later."""
+
+    def done(self) -> bool:
+        """Returns whether `result` returns without waiting."""
+
+    def wait(self, seconds: float) -> None:
+        """Waits until more is known, at most so long."""
+
+    def result(self) -> Any:
+        """Returns the verdict, which pickle must take."""
+
+
 class Hosts(BaseEngine):
     """The engines of all processes behind the interface of one.
 
@@ -265,8 +278,10 @@ class Hosts(BaseEngine):
       own: engine of this process; those of all processes have equal settings. In a process without
         a part of a replica it runs nothing, and only checks the jobs that are added.
       copies: copies the weights to the replicas.
-      judge: function that the owner calls with each sample that ended; its return value is the
-        `verdict` of the `Finished` event.
+      judge: function that the owner calls with each sample that ended. It returns a `Judgement`,
+        whose result is the `verdict` of the `Finished` event, or None for no verdict. The owner
+        tells nothing more of the sample until the judgement is done, and runs others meanwhile; so
+        for all processes a judgement that takes time is a sample that takes time.
       group: group of this process; None: that of `copies`.
       exchange: function that gathers a value from each process, see `distributed.gather`.
 
@@ -281,7 +296,7 @@ class Hosts(BaseEngine):
         self,
         own: Engine | Replicas,
         copies: Copies,
-        judge: Callable[[Job, SampleOutput], Any] | None = None,
+        judge: Callable[[Job, SampleOutput], Judgement | None] | None = None,
         group: ProcessGroup | None = None,
         exchange: Callable[[Any, str], list] = gather,
     ):
@@ -398,6 +413,7 @@ class Hosts(BaseEngine):
     def _forget(self, shared: SharedSample) -> None:
         """Removes a sample that has ended."""
         del self._running[shared.number]
+        self._judged.pop(shared, None)
         together = self._prompts[shared.job.prompt_hash]
         del together[shared]
         if not together:
@@ -431,6 +447,8 @@ class Hosts(BaseEngine):
         self._prompts: dict[int, dict[SharedSample, None]] = {}  # by prompt
         self._load = [0] * self._group.count  # number of samples, by owner
         self._local: dict[Sequence, SharedSample] = {}  # samples of the own engine
+        # Those that ended and were not told of yet.
+        self._judged: dict[SharedSample, tuple[SampleOutput, Judgement | None]] = {}
         self.own.clear()
 
     def step(self) -> list[Finished]:
@@ -455,8 +473,11 @@ class Hosts(BaseEngine):
                 needed = self.idle_work.seconds_needed
         news = []
         if self._group.reports:
-            news += [self._ended(event) for event in ended]
-            news += self._came_further({event.sequence for event in ended})
+            for event in ended:
+                shared = self._local[event.sequence]
+                verdict = self._judge and self._judge(shared.job, event.sample)
+                self._judged[shared] = event.sample, verdict
+            news = self._ended() + self._came_further()
         events = []
         everyones = self._exchange((news, needed), "rollout")
         self._interval = max(EXCHANGE, _ROOM * max(seconds for _, seconds in everyones))
@@ -478,16 +499,23 @@ class Hosts(BaseEngine):
         seconds = self._until - self.runner.agreement.now
         return self.idle_work.use_idle(self._idle_replicas, seconds)
 
-    def _ended(self, event: Finished) -> tuple:
-        shared, sample = self._local[event.sequence], event.sample
-        verdict = self._judge and self._judge(shared.job, sample)
-        return *self._news(shared, sample), True, verdict
+    def _ended(self) -> list[tuple]:
+        """The news of own samples that ended, and of which the judgement is done."""
+        if self._judged and not self.own.has_work:
+            _, first = next(iter(self._judged.values()))
+            if first is not None and not first.done():
+                first.wait(EXCHANGE)
+        return [
+            (*self._news(shared, sample), True, judgement and judgement.result())
+            for shared, (sample, judgement) in self._judged.items()
+            if judgement is None or judgement.done()
+        ]
 
-    def _came_further(self, ended: set[Sequence]) -> list[tuple]:
+    def _came_further(self) -> list[tuple]:
         """The news of own running samples that have more tokens than at the last exchange."""
         news = []
         for local, shared in self._local.items():
-            if local not in ended and len(local.tokens) > len(shared.tokens):
+            if shared not in self._judged and len(local.tokens) > len(shared.tokens):
                 news.append((*self._news(shared, local.output()), False, None))
         return news
 

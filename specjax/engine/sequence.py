@@ -150,7 +150,7 @@ class Finished:
     Attributes:
       sequence: the object that `add` returned for it.
       sample: the finished sample.
-      verdict: what the `judge` of `specjax.engine.hosts.Hosts` returned for it, if there is one.
+      verdict: the result of the `judge` of `specjax.engine.hosts.Hosts`, if there is one.
     """
 
     sequence: Sequence

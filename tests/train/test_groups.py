@@ -41,7 +41,7 @@ from train.groups import (
     token_versions,
 )
 from train.schema import RLConfig
-from train.scoring import Scorer
+from train.scoring import Score, Scorer
 
 MOST = 12  # tokens of a sample
 
@@ -98,6 +98,8 @@ class FakeEngine:
         self._samples = {}
 
     def abort(self, sample):
+        if sample not in self._samples:  # it has ended, which was not told yet
+            return None
         del self._samples[sample]
         return self._output(sample, "abort")
 
@@ -296,20 +298,43 @@ class Meeting:
         self._all.abort()
 
 
-def run_on_hosts(world, rule, partial, seeds, slots, sharing=1):
+class Later:
+    """A judgement that is done when it was asked for a few times."""
+
+    def __init__(self, times: int):
+        self._left = times
+
+    def done(self) -> bool:
+        self._left -= 1
+        return self._left < 0
+
+    def wait(self, seconds: float) -> None:
+        self._left = min(self._left, 1)
+
+    def result(self) -> Score:
+        assert self._left < 0, "nothing waits for it"
+        return Score(0.0)
+
+
+def run_on_hosts(world, rule, partial, seeds, slots, sharing=1, late=0):
     """`run_steps` in as many processes as there are seeds; what each saw, judged and sampled.
 
     Args:
       sharing: processes that share a replica, which have the same seed.
+      late: how often a judgement is asked for at most before it is done; 0: there is none.
     """
     meeting, judged = Meeting(len(seeds)), []
 
     def one(process):
+        def judge(job, sample):
+            judged.append((process, job.place, job.sample))
+            return Later(hash((job.place, job.sample, process)) % (late + 1)) if late else None
+
         def wrap(fake):
             return hosts.Hosts(
                 fake,
                 copies=None,
-                judge=lambda job, sample: judged.append((process, job.place, job.sample)),
+                judge=judge,
                 group=hosts.ProcessGroup(
                     process // sharing, len(seeds) // sharing, reports=process % sharing == 0
                 ),
@@ -327,12 +352,15 @@ def run_on_hosts(world, rule, partial, seeds, slots, sharing=1):
     return [what for what, _ in seen], judged, [sampled for _, sampled in seen]
 
 
-@given(worlds(), rules(), st.booleans(), st.lists(st.integers(1, 99), min_size=2, max_size=4))
-def test_every_host_selects_and_carries_what_one_engine_would(world, rule, partial, seeds):
+@given(
+    worlds(), rules(), st.booleans(), st.lists(st.integers(1, 99), min_size=2, max_size=4),
+    st.integers(0, 4),
+)  # fmt: skip
+def test_every_host_selects_and_carries_what_one_engine_would(world, rule, partial, seeds, late):
     expected, _ = run_steps(world, rule, partial, 0, 50)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hosts, "EXCHANGE", 0.0)  # else a test would be over before anything is told
-        seen, judged, _ = run_on_hosts(world, rule, partial, seeds, slots=2)
+        seen, judged, _ = run_on_hosts(world, rule, partial, seeds, slots=2, late=late)
     assert seen == [expected] * len(seeds)
     complete = {place for step in expected for place in step[3]}
     assert complete <= {place for _, place, _ in judged}, "rewards are found where samples ran"
@@ -344,7 +372,7 @@ def test_hosts_that_share_a_replica_have_one_home_and_tell_and_judge_once(world,
     twice = [seed for seed in seeds for _ in range(2)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hosts, "EXCHANGE", 0.0)
-        seen, judged, sampled = run_on_hosts(world, rule, True, twice, slots=2, sharing=2)
+        seen, judged, sampled = run_on_hosts(world, rule, True, twice, slots=2, sharing=2, late=2)
     assert seen == [expected] * len(twice)
     assert {process % 2 for process, *_ in judged} <= {0}
     assert sampled[::2] == sampled[1::2], "both run all samples"

@@ -627,9 +627,10 @@ def test_of_several_processes_one_computes_a_reward_for_all(reward, monkeypatch)
     monkeypatch.setattr(distributed, "of_first", lambda make, at: asked.append(at) or make())
     for place, response in enumerate(responses):
         job = types.SimpleNamespace(request=0, sample=place)
-        score = rollouts.score_sample(job, response)  # where the sample's engine is
-        if score is not None:
-            response.reward, response.failed, response.parts = score
+        begun = rollouts.score_sample(job, response)  # where the sample's engine is
+        if begun is not None:
+            assert begun.done(), "it needs no worker"
+            response.reward, response.failed, response.parts = begun.result()
         rollouts._begin_score(group, place)
     assert not rollouts._scoring or not rollouts._scoring[0].futures()
     batch = reward == "slow_rewards:ranks"
@@ -637,6 +638,33 @@ def test_of_several_processes_one_computes_a_reward_for_all(reward, monkeypatch)
     assert asked == ["rewards"] * batch, "all of a group at once, or each with its sample"
     rollouts._score(group)
     assert len(asked) == batch, "once"
+
+
+def test_no_process_waits_for_a_reward_while_samples_run(in_workers, monkeypatch):
+    scorer = in_workers("slow_rewards:sleeps")
+    scorer("0", PROBLEM)  # the process has started
+    scorer.metrics()
+    begun = scorer.begin_one("0.5", PROBLEM)
+    begun.wait(0.05)
+    assert not begun.done()
+    assert wait_until(begun.done) and begun.result() == Score(1.0)
+    prompts = types.SimpleNamespace(tokenizer=None)
+    batch = in_workers("slow_rewards:sleeps_for_all")
+    rollouts = Rollouts(RLConfig(model="x", out="y"), [], prompts, (), batch)
+    rollouts._text = lambda tokens: "7" * len(tokens)
+    responses = [Response(token_ids=[5] * n, finish_reason="stop") for n in (3, 1)]
+    group = Group(0, 1, 1, PROBLEM, [1], responses)
+    monkeypatch.setattr(distributed, "is_several", lambda: True)
+    told = []
+    monkeypatch.setattr(distributed, "of_first", lambda make, at: told.append(make()) or told[-1])
+    assert rollouts._score(group) is None and told == [None]
+    rollouts._wait_for_score([group])
+    assert rollouts._score(group) == [2.0, 2.0] and len(told) == 2
+    figures = {"time/reward": 1.0, "time/reward_wait": 2.0, "reward/timed_out": 1.0}
+    monkeypatch.setattr(distributed, "gather", lambda own, place: [own, figures, figures])
+    found = rollouts._reward_figures()
+    assert found["reward/timed_out"] == 2.0 and found["time/reward"] > 2.0
+    assert found["time/reward_wait"] == 2.0
 
 
 @pytest.fixture(scope="module")
