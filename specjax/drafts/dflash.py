@@ -9,8 +9,10 @@ It keeps keys and values of the target's states, and no states of its own:
     x = x + mlp(post_norm(x))
     logits = lm_head(norm(x))                               row s predicts the s-th token below
 
-A row of the block attends to all cached rows and to the whole block, later rows too. Its keys and
-values are of `input_norm(x)`, by the same matrices as those of c_j. A round of n steps runs the
+A row of the block attends to all cached rows and to the whole block, later rows too. In layers
+with a window (`sliding_attention`, as in heads for hybrid models) it attends to its own position
+and those before it within the window, as in vLLM. Its keys and values are of `input_norm(x)`, by
+the same matrices as those of c_j. A round of n steps runs the
 root and n masks, as vLLM and the authors' program do, so that what is proposed depends on n. What
 it proposes below a token depends on the depth alone: all rows of a level get the same.
 
@@ -36,7 +38,7 @@ from specjax.config.checks import choice
 from specjax.config.model import Layer
 from specjax.config.overrides import are_ids, checked_overrides
 from specjax.decode.state import take_positions
-from specjax.decode.tree import pack_bits
+from specjax.decode.tree import chain_bits, pack_bits
 from specjax.drafts import eagle3_config
 from specjax.drafts.file_head import FileHead, HeadNetwork, norm_row, within
 from specjax.interfaces import (
@@ -70,8 +72,8 @@ class DFlashConfig:
     """A DFlash head for one target.
 
     Attributes:
-      network: config of the head's layers, which are those of Qwen3 without windows and biases: its
-        width D, its number of draft tokens C as `vocab_size`, and `rms_norm_eps`.
+      network: config of the head's layers, which are those of Qwen3 without biases: its width D,
+        its number of draft tokens C as `vocab_size`, and `rms_norm_eps`.
       target_width: width of the target's hidden states.
       target_vocab: vocabulary size V of the target.
       taps: the target's hidden states that `fc` takes, see `DraftNeeds.taps`: numbers of layers.
@@ -125,11 +127,14 @@ class DFlashHead(HeadNetwork):
         Returns:
           states for the language-model head.
         """
-        where, eps = self.at(where), self.cfg.network.rms_norm_eps
+        where, eps, rows = self.at(where), self.cfg.network.rms_norm_eps, x.shape[1]
+        everywhere = where.replace(visible=pack_bits(np.ones((rows, rows), bool)))
+        before = where.replace(visible=chain_bits(rows))
         for number, (layer, own) in enumerate(zip(self.cfg.network.layers, pages, strict=True)):
             w = self.w["layers"][number]
             normed = rms_norm(x, w["input_norm"], eps)
-            x = x + layer.mixer.run(w, normed, where, Memory(own, None), None)[0]
+            seen = everywhere if layer.mixer.window is None else before
+            x = x + layer.mixer.run(w, normed, seen, Memory(own, None), None)[0]
             x = x + layer.mlp.run(w, rms_norm(x, w["post_norm"], eps), where)[0]
         return rms_norm(x, self.w["norm"], eps)
 
@@ -215,8 +220,11 @@ class DFlashSource(FileHead):
     title = "DFlash"
 
     def switches(self) -> str:
-        cfg = self.cfg
-        return f"{_AUX} {list(cfg.taps)}, mask_token_id {cfg.mask_token}, block_size {cfg.block}"
+        cfg, windows = self.cfg, [layer.mixer.window for layer in self.cfg.network.layers]
+        said = f"{_AUX} {list(cfg.taps)}, mask_token_id {cfg.mask_token}, block_size {cfg.block}"
+        if used := [number for number, window in enumerate(windows) if window is not None]:
+            said += f", sliding_window {windows[used[0]]} in the layers {used}"
+        return said
 
     def refuses(self, strategy: Any) -> str | None:
         """See `Draft.refuses`: no more steps than the largest block has masks."""
@@ -249,7 +257,6 @@ class DFlashSource(FileHead):
             "tree",
             work.position[:, None] + 1 + jnp.arange(steps + 1),
             prefix=jnp.maximum(work.slot + 1, 0),
-            visible=pack_bits(np.ones((steps + 1, steps + 1), bool)),
             table=work.table,
         )
         normed = head.block(self.embedded(model, head, tokens), where, work.pages[0])[:, 1:]
@@ -342,10 +349,11 @@ def _refuse_others(top: Keys, own: Keys, body: Keys) -> None:
         found.append(f"hidden_act {body.raw['hidden_act']} (expected 'silu')")
     found += ["attention_bias true"] if body.flag("attention_bias", None) else []
     kinds = body.texts("layer_types")
-    if any(name != "full_attention" for name in kinds):
-        found.append("layer_types other than full_attention")
-    elif not kinds and body.flag("use_sliding_window", None):
-        found.append("use_sliding_window true")
+    if not kinds and body.flag("use_sliding_window", None):
+        found.append("use_sliding_window true without layer_types")
+    if "sliding_attention" in kinds:  # both keys say that rows see later ones in their window
+        found += ["causal false"] if own.raw.get("causal") is False else []
+        found += ["sliding_window_non_causal true"] * top.flag("sliding_window_non_causal", None)
     if found:
         raise UnsupportedModelError(
             f"{top.file}: this DFlash head needs what is not implemented: {'; '.join(found)}; use "
@@ -360,11 +368,18 @@ def _network(body: Keys, target: ModelConfig) -> ModelConfig:
     eps = body.number("rms_norm_eps", 1e-6, least=0.0)
     positions = body.integer("max_position_embeddings", _POSITIONS)
     rope = common.read_rope(body, positions)
-    mixer = Attention(heads, kv_heads, head_dim, rope, qk_norm=True, norm_eps=eps)
+    mlp = Dense(body.integer("intermediate_size"))
+    window = None
+    if "sliding_attention" in body.texts("layer_types") and body.flag("use_sliding_window", True):
+        window = body.integer("sliding_window", least=1)
+    mixers = [
+        Attention(heads, kv_heads, head_dim, rope, qk_norm=True, norm_eps=eps, window=each)
+        for each in common.layer_windows(body, layers, window)
+    ]
     return ModelConfig(
         vocab_size=target.vocab_size,
         hidden_size=body.integer("hidden_size"),
-        layers=(Layer(mixer, Dense(body.integer("intermediate_size"))),) * layers,
+        layers=tuple(Layer(mixer, mlp) for mixer in mixers),
         model_type="qwen3",
         rms_norm_eps=eps,
         tie_embeddings=False,
@@ -443,11 +458,16 @@ def _write(cfg: DFlashConfig, layout: str, dtype: str) -> dict[str, Any]:
     choice("layout", layout, LAYOUTS)
     eagle3_config.require_ascending(cfg.taps, different=True)
     network = cfg.network
+    windows = [layer.mixer.window for layer in network.layers]
+    in_use = {window for window in windows if window is not None}
+    if len(in_use) > 1:
+        raise ValueError(f"files have one window for all layers, and this head has {windows}")
     body = {
         **eagle3_config.layers_json(network, cfg.target_vocab),
         "model_type": "qwen3",
-        "layer_types": ["full_attention"] * network.num_layers,
-        "use_sliding_window": False,
+        "layer_types": ["full_attention" if w is None else "sliding_attention" for w in windows],
+        "use_sliding_window": bool(in_use),
+        "sliding_window": max(in_use, default=None),
     }
     top = {
         "draft_vocab_size": network.vocab_size,

@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from dflash_files import DFlash, written
+from eagle3_files import Body
+from safetensors.numpy import load_file
 from test_mtp import Drafter, enter, leave, plain, prompts_of, propose, round_of
-from tiny import sharpened, tiny_config
+from tiny import tiny_config
 
 from serve.cli.main import main
 from specjax import SpecConfig
@@ -40,7 +42,9 @@ class Drafting(DFlashSource):
         return self.cfg.target_vocab
 
 
-def source_of(layers=2, width=WIDTH, columns=None, inner=20, head_dim=8, **fields) -> Drafting:
+def source_of(
+    layers=2, width=WIDTH, columns=None, inner=20, head_dim=8, windows=(), **fields
+) -> Drafting:
     network = dense_config(
         vocab_size=columns or VOCAB,
         hidden_size=width,
@@ -53,7 +57,14 @@ def source_of(layers=2, width=WIDTH, columns=None, inner=20, head_dim=8, **field
         qk_norm=True,
         model_type="qwen3",
         tie_embeddings=False,
-        max_position=64,
+        max_position=512,
+    )
+    windows = windows or (None,) * layers
+    network = network.replace(
+        layers=tuple(
+            dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, window=window))
+            for layer, window in zip(network.layers, windows, strict=True)
+        )
     )
     fields = {"taps": (2, 5), "own_ids": columns is not None, **fields}
     return Drafting(DFlashConfig(network, WIDTH, VOCAB, mask_token=MASK, block=BLOCK, **fields))
@@ -64,6 +75,7 @@ HEADS = {
     "its own width, embedding and tokens": source_of(
         layers=1, width=16, columns=9, own_embedding=True, own_head=True
     ),
+    "a window in one of two layers": source_of(windows=(4, None)),
     "some of the target's columns": source_of(layers=1, columns=10),
 }
 
@@ -117,6 +129,7 @@ class Authors:
 
     def __init__(self, run: Drafter):
         self.cfg, self.head_dim = run.source.cfg, run.source.network.layers[0].mixer.head_dim
+        self.windows = [layer.mixer.window for layer in run.source.network.layers]
         self.eps = run.source.network.rms_norm_eps
         self.w = jax.tree.map(lambda x: np.asarray(x, np.float64), run.params)
         self.embed = self.w.get("embed", np.asarray(run.target.embed, np.float64))
@@ -125,7 +138,7 @@ class Authors:
     def heads(self, x, matrix):
         return (x @ matrix).reshape(len(x), -1, self.head_dim)
 
-    def attention(self, w, x, target_hidden, positions):
+    def attention(self, w, x, target_hidden, positions, window):
         q = rms(self.heads(x, w["q"]), w["q_norm"], self.eps)
         both = np.concatenate([target_hidden, x])
         k = rms(self.heads(both, w["k"]), w["k_norm"], self.eps)
@@ -134,6 +147,9 @@ class Authors:
         groups = q.shape[1] // k.shape[1]
         k, v = np.repeat(k, groups, axis=1), np.repeat(v, groups, axis=1)
         scores = np.einsum("qnh,knh->nqk", q, k) * self.head_dim**-0.5  # is_causal=False, no mask
+        if window is not None:  # else as in vLLM: causal, the row's own position included
+            ago = positions[-len(x) :, None] - positions
+            scores = np.where((ago >= 0) & (ago < window), scores, -np.inf)
         scores = np.exp(scores - scores.max(-1, keepdims=True))
         mixed = np.einsum("nqk,knh->qnh", scores / scores.sum(-1, keepdims=True), v)
         return mixed.reshape(len(x), -1) @ w["o"]
@@ -150,8 +166,9 @@ class Authors:
         at = np.array([*at, *range(first, first + steps + 1)])
         target_hidden = rms(states @ self.w["fc"], self.w["hidden_norm"], self.eps)
         x = self.embed[[root] + [MASK] * steps]
-        for _, w in sorted(self.w["layers"].items()):
-            x = x + self.attention(w, rms(x, w["input_norm"], self.eps), target_hidden, at)
+        for number, w in sorted(self.w["layers"].items()):
+            normed = rms(x, w["input_norm"], self.eps)
+            x = x + self.attention(w, normed, target_hidden, at, self.windows[number])
             h = rms(x, w["post_norm"], self.eps)
             gate = h @ w["gate"]
             x = x + (gate / (1 + np.exp(-gate)) * (h @ w["up"])) @ w["down"]
@@ -212,22 +229,14 @@ def test_positions_that_plain_decoding_dropped_are_missing_and_no_others(monkeyp
     check(run, grown, range(2), (range(2, 2 + skipped[0]), range(0)))
 
 
-# --- drafting in an engine ------------------------------------------------------------------------
+# --- in an engine ---------------------------------------------------------------------------------
 
 POLICY = tiny_config(VOCAB, mtp=0, layers=2)
 
 
-def for_policy(**fields) -> DFlashSource:
-    source = source_of(width=POLICY.hidden_size, taps=(0, 2), **fields)
+def for_policy() -> DFlashSource:
+    source = source_of(width=POLICY.hidden_size, taps=(0, 2))
     return DFlashSource(dataclasses.replace(source.cfg, target_width=POLICY.hidden_size))
-
-
-def test_tokens_are_those_of_plain_decoding_with_random_weights_and_with_nan():
-    """Its own plain rounds change places with its chains."""
-    policy = sharpened(init_params(POLICY, 0), 10.0, 0.7)
-    source = for_policy()
-    strategies = ["3_1_4", "off"]
-    drive.assert_plain_tokens(POLICY, policy, source, params_of(source), strategies, MAX_LEN)
 
 
 def test_a_strategy_of_more_steps_than_its_block_has_masks_is_refused():
@@ -264,61 +273,33 @@ def test_cost_is_what_the_memory_takes():
 
 # --- files ----------------------------------------------------------------------------------------
 
-BODY = {
-    "model_type": "qwen3", "hidden_size": WIDTH, "intermediate_size": 20, "vocab_size": VOCAB,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "head_dim": 8,
-    "rms_norm_eps": 1e-6, "max_position_embeddings": 64, "rope_theta": 5000.0,
-}  # fmt: skip
+BODY = Body(WIDTH, TARGET.num_layers, VOCAB)
+
+
+SLIDING = ["sliding_attention", "full_attention"]
+WINDOWED = {"layer_types": SLIDING, "use_sliding_window": True, "sliding_window": 4}
+
+
+def head_of(boundaries=(2, 4, 6), columns=None) -> DFlash:
+    return DFlash(boundaries, MASK, BLOCK, columns=columns)
+
+
+HEAD = head_of()
+IDS = HEAD.config(BODY, "z-lab")["dflash_config"]
 
 
 def authors_files(**changes) -> dict:
-    """config.json as z-lab's Qwen3-8B-DFlash-b16 has it."""
-    ids = {"mask_token_id": MASK, "target_layer_ids": [1, 3, 5]}
-    raw = {
-        "architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-        **BODY, "block_size": BLOCK, "dflash_config": ids, "num_target_layers": 8,
-        "layer_types": ["full_attention"] * 2, "use_sliding_window": False, "sliding_window": None,
-    }  # fmt: skip
-    return {name: value for name, value in {**raw, **changes}.items() if value is not ...}
+    raw = {**HEAD.config(BODY, "z-lab"), **changes}
+    return {name: value for name, value in raw.items() if value is not ...}
 
 
 def speculators_files(**changes) -> dict:
-    raw = {
-        "architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash",
-        "transformer_layer_config": BODY, "draft_vocab_size": VOCAB, "block_size": BLOCK,
-        "aux_hidden_state_layer_ids": [2, 4, 6], "mask_token_id": MASK, "projector_type": "dflash",
-        "sample_from_anchor": False, "sliding_window_non_causal": False, "shift_label": False,
-    }  # fmt: skip
-    return {name: value for name, value in {**raw, **changes}.items() if value is not ...}
+    raw = {**HEAD.config(BODY, "speculators"), **changes}
+    return {name: value for name, value in raw.items() if value is not ...}
 
 
 def tensors_of(columns=None, taps=3) -> dict:
-    """The tensors by the names of the authors' module; of some tokens as speculators has them."""
-    shapes = {"fc": (WIDTH, taps * WIDTH), "hidden_norm": (WIDTH,), "norm": (WIDTH,)}
-    for i in range(2):
-        shapes |= {
-            f"layers.{i}.self_attn.q_proj": (32, WIDTH), f"layers.{i}.self_attn.q_norm": (8,),
-            f"layers.{i}.self_attn.k_proj": (16, WIDTH), f"layers.{i}.self_attn.k_norm": (8,),
-            f"layers.{i}.self_attn.v_proj": (16, WIDTH), f"layers.{i}.mlp.up_proj": (20, WIDTH),
-            f"layers.{i}.self_attn.o_proj": (WIDTH, 32), f"layers.{i}.mlp.gate_proj": (20, WIDTH),
-            f"layers.{i}.input_layernorm": (WIDTH,), f"layers.{i}.mlp.down_proj": (WIDTH, 20),
-            f"layers.{i}.post_attention_layernorm": (WIDTH,),
-        }  # fmt: skip
-    rng = np.random.default_rng(0)
-    if columns is not None:
-        shapes |= {"lm_head": (len(columns), WIDTH)}
-    found = {f"{n}.weight": rng.normal(size=s).astype(np.float16) for n, s in shapes.items()}
-    if columns is not None:
-        found["d2t"] = np.array(columns, np.int64) - np.arange(len(columns))
-        found["t2d"] = np.isin(np.arange(VOCAB), columns)
-    return found
-
-
-def written(path, raw, tensors):
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(raw))
-    save_file(tensors, path / "model.safetensors")
-    return path
+    return head_of(range(taps), columns).tensors(BODY, np.float16)
 
 
 def test_files_of_both_layouts_are_the_same_head(tmp_path):
@@ -385,10 +366,16 @@ def test_layers_that_files_do_not_name_are_those_of_the_authors_program():
 @pytest.mark.parametrize(
     ("raw", "error", "message"),
     [
-        (authors_files(layer_types=["sliding_attention", "full_attention"]),
-         UnsupportedModelError, "layer_types other than full_attention"),
         (authors_files(layer_types=..., use_sliding_window=True),
-         UnsupportedModelError, "use_sliding_window true"),
+         UnsupportedModelError, "use_sliding_window true without layer_types"),
+        (authors_files(layer_types=SLIDING), CheckpointError, "for no sliding_window is in use"),
+        (authors_files(**WINDOWED, dflash_config={**IDS, "causal": False}),
+         UnsupportedModelError, "causal false"),
+        (speculators_files(transformer_layer_config={**HEAD.layer_config(BODY), **WINDOWED},
+                           sliding_window_non_causal=True),
+         UnsupportedModelError, "sliding_window_non_causal true"),
+        (authors_files(layer_types=["linear_attention", "full_attention"]),
+         UnsupportedModelError, "layer_types linear_attention"),
         (authors_files(is_causal=True), UnsupportedModelError, "is_causal true"),
         (authors_files(is_neox_style=False), UnsupportedModelError, "is_neox_style false"),
         (authors_files(attention_bias=True), UnsupportedModelError, "attention_bias true"),
@@ -417,6 +404,14 @@ def test_layers_that_files_do_not_name_are_those_of_the_authors_program():
 def test_what_is_not_this_head_of_this_target_is_refused(raw, error, message):
     with pytest.raises(error, match=message):
         read(raw)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_windows_are_read_and_written(layout):
+    source = DFlashSource(read(authors_files(**WINDOWED)), layout)
+    assert [layer.mixer.window for layer in source.network.layers] == [4, None]
+    assert read(source.saved(layout, "float32")[0]) == source.cfg
+    assert "block_size 6, sliding_window 4 in the layers [0]; 2 layers" in source.described()
 
 
 def test_tensors_and_settings_that_it_does_not_have_are_refused():
