@@ -1,24 +1,14 @@
-"""Drives a draft source by hand, without a target: random trees, random acceptance.
-
-`assert_plain_tokens` runs a source in an engine instead.
-"""
+"""Drives a draft source by hand, without a target: random trees, random acceptance."""
 
 import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scripted import Flips
 
-from specjax import SamplingParams, SpecConfig
-from specjax.control import ControlConfig
 from specjax.decode.state import EMPTY, RUNNING
 from specjax.decode.tree import ancestors, pack_bits, pack_words
-from specjax.engine.engine import Engine
-from specjax.engine.request import make_jobs
-from specjax.engine.settings import EngineConfig
 from specjax.interfaces import Level, Memory, Room
 
 GARBAGE = 1e3  # states of what was not accepted or does not exist: far from any real one
@@ -292,33 +282,3 @@ def _states_of(state: State, emitted: np.ndarray, count: np.ndarray, hidden):
     states = states_at(hidden, state.length - 1, emitted.shape[1])
     kept = np.arange(emitted.shape[1]) < count[:, None]
     return jnp.where(kept[..., None], states, GARBAGE)
-
-
-def assert_plain_tokens(cfg, policy, source, head, strategies: Sequence[str], max_len: int) -> None:
-    """Tokens of a head's random weights, and of weights of NaN, are those of plain decoding.
-
-    Args:
-      cfg, policy: the target and its parameters.
-      head: parameters of the source.
-      strategies: those that change places from chunk to chunk; `off` and the first one are among
-        them.
-    """
-    nan = jax.tree.map(lambda x: x * np.nan if x.dtype == np.float32 else x, head)
-    rng, jobs = np.random.default_rng(5), []
-    for i, length in enumerate((1, 7, 12)):
-        params = SamplingParams(temperature=(1.0, 0.0, 0.8)[i], max_tokens=20, n=2, seed=i)
-        prompt = rng.integers(0, cfg.vocab_size, length).tolist()
-        jobs += make_jobs(prompt, params, (), None)
-    plainly = Engine(cfg, None, 2, max_len, config=EngineConfig(stretch=1))
-    plainly.set_params(policy, None)
-    want = [sample.token_ids for sample in plainly.generate(jobs)[0]]
-    names = ("off", *(name for name in strategies if name != "off"))
-    engine = Engine(
-        cfg, SpecConfig(strategies[0]), 2, max_len, source=source,
-        config=EngineConfig(stretch=1, chunk_tokens=6),
-        control=ControlConfig(controller="bandit", strategies=names),
-    )  # fmt: skip
-    engine.controller = Flips(engine.controller.arms, list(strategies))
-    for weights in (head, nan):
-        engine.set_params(policy, weights)
-        assert [sample.token_ids for sample in engine.generate(jobs)[0]] == want

@@ -53,6 +53,8 @@ class Eagle3:
       vocab: number of draft tokens; None: all tokens of the policy, and no list of them.
       own_embedding: whether the head has an embedding.
       own_head: whether the head has a language-model head.
+      mask_token: token of the masks of a P-EAGLE head, which drafts all tokens at once; None: an
+        EAGLE-3 head.
       theta: base of RoPE.
       eps: of the norms.
       seed: of the weights.
@@ -73,6 +75,7 @@ class Eagle3:
     vocab: int | None = None
     own_embedding: bool = False
     own_head: bool = True
+    mask_token: int | None = None
     theta: float = 10000.0
     eps: float = 1e-6
     seed: int = 0
@@ -137,6 +140,8 @@ class Eagle3:
             matrix("lm_head", len(tokens), d, 3.0)
         if self.own_embedding:
             found["embed_tokens.weight"] = rng.normal(0, 1, (body.vocab, d))
+        if self.mask_token is not None:
+            found["mask_hidden"] = rng.normal(0, 1, (1, 1, len(taps) * body.width))
         found = {name: x.astype(np.float32) for name, x in found.items()}
         if self.vocab is not None:
             found["d2t"] = tokens - np.arange(len(tokens))
@@ -179,6 +184,8 @@ class Eagle3:
             nested["eagle_aux_hidden_state_layer_ids"] = [b - 1 for b in taps]
         if taps == ():
             nested["use_aux_hidden_state"] = False
+        if self.mask_token is not None:
+            switches["mask_token_id"] = self.mask_token
         if nested:
             switches["eagle_config"] = {"use_aux_hidden_state": True, **nested}
         if layout == "safeailab":
@@ -189,12 +196,13 @@ class Eagle3:
                 **self.layer_config(body),
                 **switches,
             }
+        kind = "eagle3" if self.mask_token is None else "peagle"
         return {
-            "architectures": ["Eagle3Speculator"],
-            "speculators_model_type": "eagle3",
+            "architectures": ["Eagle3Speculator" if kind == "eagle3" else "PEagleSpeculator"],
+            "speculators_model_type": kind,
             "speculators_version": "0.3.0",
             "speculators_config": {
-                "algorithm": "eagle3",
+                "algorithm": kind,
                 "default_proposal_method": "greedy",
                 "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
                 "verifier": {"name_or_path": "policy", "architectures": ["LlamaForCausalLM"]},

@@ -274,26 +274,7 @@ def test_training_sees_what_drafting_sees_and_nothing_of_other_segments(name):
         first += len(text)
 
 
-# --- drafting in an engine ------------------------------------------------------------------------
-
-POLICY = tiny_config(VOCAB, mtp=0, layers=2)
-
-
-def policy_of(cfg) -> dict:
-    return sharpened(init_params(cfg, 0), 10.0, 0.7)
-
-
-def test_tokens_are_those_of_plain_decoding_with_random_weights_and_with_nan():
-    """A head of all switches at once, whose own plain rounds change places with its trees."""
-    policy = policy_of(POLICY)
-    source = source_of(
-        layers=2, width=8, columns=10, taps=(0, 2), own_embedding=True, fc_norm="each",
-        norm_output=True, norm_before_residual=True,
-    )  # fmt: skip
-    cfg = dataclasses.replace(source.cfg, target_width=POLICY.hidden_size)
-    source = Eagle3Source(cfg)
-    strategies = ["2_2_5", "off"]
-    drive.assert_plain_tokens(POLICY, policy, source, params_of(source), strategies, MAX_LEN)
+# --- in decoding ----------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("cpu_kernels")
@@ -416,7 +397,7 @@ def test_what_is_written_is_read_as_the_same_head(name, layout):
 
 def test_a_new_head_starts_from_its_target():
     target = tiny_config(VOCAB, mtp=0, layers=5, tied=True)
-    policy = policy_of(target)
+    policy = sharpened(init_params(target, 0), 10.0, 0.7)
     source, params = Eagle3Source.new(target, [9, 2, 17], policy)
     assert source.cfg.taps == (2,) and params["ids"].tolist() == [2, 9, 17]
     np.testing.assert_array_equal(params["lm_head"], policy["embed"][params["ids"]].T)
@@ -433,7 +414,7 @@ def test_a_new_head_starts_from_its_target():
 
 def test_an_mtp_head_starts_from_the_last_layer_of_its_target():
     target = tiny_config(VOCAB, mtp=2, layers=3)
-    policy = policy_of(target)
+    policy = sharpened(init_params(target, 0), 10.0, 0.7)
     head, fresh = new_head(target, policy), new_head(target)
     assert jax.tree.map(jnp.shape, head) == jax.tree.map(jnp.shape, fresh)
     for module in head["blocks"].values():

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import joint
 import numpy as np
 import pytest
+from dflash_files import DFlash
 from eagle3_files import Body, Eagle3
 from engines import LONG, MAX_LEN, AtRandom, jobs_of, tokens_of
 from joint import ALPHA, PROMPT, SAMPLES, TOKENS, Counted, exact_joint, fit_of
@@ -104,16 +105,23 @@ def model_files(target: Target, path: Path) -> str:
     return str(path)
 
 
+def body_of(target: Target) -> Body:
+    return Body(target.cfg.hidden_size, target.cfg.num_layers, target.cfg.vocab_size)
+
+
 def eagle3_files(layout: str, **switches):
     """A setting of a draft: writes an EAGLE-3 head for the target, with random weights."""
 
     def write(target: Target, path: Path) -> str:
-        cfg = target.cfg
-        body = Body(cfg.hidden_size, cfg.num_layers, cfg.vocab_size)
-        some = {"vocab": switches["vocab"](cfg.vocab_size)} if "vocab" in switches else {}
-        return str(Eagle3(**{**switches, **some}).write(path, body, layout))
+        some = {"vocab": switches["vocab"](target.cfg.vocab_size)} if "vocab" in switches else {}
+        return str(Eagle3(**{**switches, **some}).write(path, body_of(target), layout))
 
     return write
+
+
+def dflash_files(target: Target, path: Path) -> str:
+    head = DFlash(boundaries=(0, 1), mask_token=3, block=4, layers=1)
+    return str(head.write(path, body_of(target), "speculators"))
 
 
 SOURCES = {
@@ -122,16 +130,16 @@ SOURCES = {
     "random MTP head": Source(lambda target, path: "random", rule="recursive"),
     "model": Source(model_files, rule="recursive"),
     "n-grams": Source(lambda target, path: "ngram", is_ngram=True, part=False),
-    "EAGLE-3 head": Source(eagle3_files("safeailab", boundaries=(1,))),
     "EAGLE-3 head with some tokens": Source(
         eagle3_files("speculators", boundaries=(0, 1), vocab=lambda count: count - 1),
         rule="recursive",
     ),
     "EAGLE-3 head of two layers, with all switches": Source(
         eagle3_files(
-            "speculators",
+            "safeailab",
             boundaries=(0, 1),
             layers=2,
+            width=8,
             norm_before_residual=True,
             fc_norm="each",
             norm_output=True,
@@ -139,6 +147,10 @@ SOURCES = {
             own_embedding=True,
         ),
     ),
+    "P-EAGLE head": Source(
+        eagle3_files("speculators", boundaries=(0, 1), mask_token=3), rule="recursive"
+    ),
+    "DFlash head": Source(dflash_files),
     "own class": Source(lambda target, path: "own_drafts:Successors", part=False),
     "own class that is fed": Source(
         lambda target, path: "bigrams:Bigrams", is_ngram=True, part=False, uses_q=False
