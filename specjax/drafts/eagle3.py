@@ -172,11 +172,14 @@ class Eagle3Source(FileHead):
       cfg: what the head computes.
       layout: layout of its files, see `specjax.drafts.eagle3_config`.
       writes: whether `rows` has the tensor `t2d`, too, which is written and never read.
+      assumes: whether files in the layout of speculators do not say `norm_before_residual`, about
+        which programs then differ.
     """
 
     cfg: Eagle3Config
     layout: str = "safeailab"
     writes: bool = False
+    assumes: bool = dataclasses.field(default=False, compare=False)
 
     def __post_init__(self):
         cfg, width = self.cfg, self.cfg.network.hidden_size
@@ -289,7 +292,9 @@ class Eagle3Source(FileHead):
             `specjax.config.overrides`.
         """
         cfg = eagle3_config.read(file, raw, tensors, target, overrides)
-        return cls(cfg, eagle3_config.layout_of(tensors))
+        given = {**raw, **(overrides or {})}
+        assumes = "speculators_model_type" in raw and given.get("norm_before_residual") is None
+        return cls(cfg, eagle3_config.layout_of(tensors), assumes=assumes)
 
     def rows(self) -> dict[str, Any]:
         """See `Draft.rows`. `ids` is read from offsets, see `loaded`."""
@@ -343,9 +348,10 @@ class Eagle3Source(FileHead):
     def switches(self) -> str:
         cfg = self.cfg
         taps = "post_norm" if cfg.taps == _FINAL else str(list(cfg.taps))
+        unsaid = " (the file does not say it; vLLM then takes true)" if self.assumes else ""
         return (
             f"aux_hidden_state_layer_ids {taps}, norm_before_residual "
-            f"{str(cfg.norm_before_residual).lower()}, fc_norm {cfg.fc_norm}, norm_output "
+            f"{str(cfg.norm_before_residual).lower()}{unsaid}, fc_norm {cfg.fc_norm}, norm_output "
             f"{str(cfg.norm_output).lower()}, backbone {cfg.network.model_type}"
             + ("" if cfg.mask_token is None else f", mask_token_id {cfg.mask_token}")
         )

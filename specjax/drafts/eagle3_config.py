@@ -12,7 +12,8 @@ wrong: which hidden states of the target the head takes, `norm_before_residual`,
                           id + 1, except where its maximum is L: then they are boundaries. Without a
                           list they are {2, L // 2, L - 3}. `use_aux_hidden_state` false: the state
                           after the final norm, and no `fc`.
-    norm_before_residual  the key of that name; absent: false.
+    norm_before_residual  the key of that name; absent: false, which is the default of speculators,
+                          too (vLLM takes true where a file of speculators lacks it).
     fc_norm               `joined`: a tensor `input_norm`, key `norm_before_fc`. `each`: tensors
                           `fc_norm.0`, .., key `fc_norm`. The tensors decide where a key is absent.
     norm_output           the key of that name, only in a file of speculators or with `fc_norm` of

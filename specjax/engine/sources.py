@@ -439,7 +439,7 @@ def require_same_draft(new: Draft, served: Draft) -> None:
         for field in dataclasses.fields(new):
             name, got, expected = field.name, getattr(new, field.name), getattr(served, field.name)
             # How its files are laid out is no matter, and an MTP head has its target's config.
-            if name in ("layout", "writes") or isinstance(new, MTPSource):
+            if not field.compare or name in ("layout", "writes") or isinstance(new, MTPSource):
                 continue
             if got != expected:
                 name, got, expected = first_difference(name, got, expected)

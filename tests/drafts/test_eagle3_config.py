@@ -8,6 +8,7 @@ import pytest
 
 from specjax.checked_json import CheckpointError, UnsupportedModelError
 from specjax.drafts import eagle3_config as e3
+from specjax.drafts.eagle3 import Eagle3Source
 from specjax.models.families.dense import dense_config
 from specjax.models.rope import Rope, RopeScaling
 
@@ -185,6 +186,9 @@ def test_the_residual_is_before_its_norm_where_the_key_is_absent(value):
         if value is None:
             del raw["norm_before_residual"]
         assert read(raw, tensors(layout)).norm_before_residual is bool(value)
+        said = Eagle3Source.read(FILE, raw, tensors(layout), TARGET).described()
+        guessed = value is None and layout == "speculators"
+        assert ("(the file does not say it; vLLM then takes true)" in said) == guessed
 
 
 @pytest.mark.parametrize(
