@@ -49,7 +49,7 @@ from specjax.models.transformer import (
 )
 from specjax.parallel.context import Context
 from specjax.parallel.sharding import whole_rows
-from specjax.weights.matrix import PLAIN, cast, dot, pack
+from specjax.weights.matrix import PLAIN, cast, dot, pack, unpack
 
 
 def head_layer(cfg: ModelConfig) -> Layer:
@@ -247,7 +247,10 @@ def new_head(target: ModelConfig, policy: Params | None = None, seed: int = 0) -
 
     def started(module: Params) -> Params:
         # Copies: a trainer donates the head's arrays, and the policy's must outlive them.
-        own = {name: jnp.array(layer[name], array.dtype) for name, array in module["layer"].items()}
+        own = {
+            name: jnp.array(unpack(layer[name]), array.dtype)
+            for name, array in module["layer"].items()
+        }
         proj, norm = module["proj"], module["norm"]
         proj = proj + both.astype(proj.dtype)
         return {**module, "layer": own, "proj": proj, "norm": jnp.array(policy["norm"], norm.dtype)}

@@ -46,7 +46,7 @@ from specjax.config.spec import (
 from specjax.control import ControlConfig
 from specjax.drafts.eagle3 import Eagle3Source
 from specjax.drafts.model import ModelSource
-from specjax.drafts.mtp import MTPSource
+from specjax.drafts.mtp import MTPSource, new_head
 from specjax.engine.settings import require_speculation
 from specjax.hub import ModelNotFoundError, find_model
 from specjax.interfaces import Draft
@@ -367,8 +367,9 @@ def load_source(
       head: the checkpoint's head, or the parameters of an MTP head; None: it has none.
       tokenizer: tokenizer of the target, which a draft model must share; None: there is none.
       mesh: mesh of the target.
-      policy: parameters of the target, of which a new EAGLE-3 head starts with copies, see
-        `Eagle3Source.new`; None: all of its parameters are random.
+      policy: parameters of the target, of which a new head starts with copies, see
+        `Eagle3Source.new` and `specjax.drafts.mtp.new_head`; None: all of its parameters are
+        random.
 
     Returns:
       the target's config (with the switches of an MTP head), the source, and its parameters.
@@ -397,6 +398,8 @@ def load_source(
         cfg, source = new_source(cfg, spec)
         if isinstance(source, Eagle3Source):
             source, params = Eagle3Source.new(cfg, policy=policy, seed=spec.head_seed)
+        elif isinstance(source, MTPSource):
+            params = new_head(cfg, policy, spec.head_seed)
         else:
             params = source.init(spec.head_seed)
         return cfg, *placed(Head(source, params), mesh)

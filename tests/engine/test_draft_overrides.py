@@ -151,3 +151,17 @@ def test_a_new_head_starts_with_the_policys_language_model_head():
     drawn = llm.source.init(4)
     np.testing.assert_array_equal(llm.head["fc"], drawn["fc"])
     assert not np.array_equal(drawn["lm_head"], expected)
+
+
+def test_a_new_mtp_head_starts_with_the_policys_last_layer():
+    cfg, policy, _ = tiny_model(tiny_config(32), 1)
+    cfg = cfg.replace(mtp_num_layers=0)
+    spec = SpecConfig("1_1_2", draft="random", head_seed=4)
+    _, source, head = load_source(cfg, spec, None, None, None, policy)
+    drawn = source.init(4)
+    assert jax.tree.map(np.shape, head) == jax.tree.map(np.shape, drawn)
+    [module] = head["blocks"].values()
+    for name, array in module["layer"].items():
+        np.testing.assert_array_equal(array, policy["layers"][name][-1])
+    np.testing.assert_array_equal(module["norm"], policy["norm"])
+    jax.tree.map(np.testing.assert_array_equal, load_source(cfg, spec, *[None] * 4)[2], drawn)
