@@ -33,6 +33,7 @@ from specjax.checkpoint.huggingface import config_json
 from specjax.checkpoint.weights import load_model
 from specjax.config import ModelConfig
 from specjax.config.model import Layer
+from specjax.drafts.mtp import MTPSource
 from specjax.engine.sources import settle_draft, source_of
 from specjax.interfaces import Param
 from specjax.kernels.backend import choose
@@ -116,7 +117,7 @@ def test_draft_that_cannot_be_had_is_refused_by_name(examples):
     with pytest.raises(ValueError, match="cannot load draft source 'my_draft:Nothing'"):
         source_of(None, SpecConfig(draft="my_draft:Nothing"))
     with pytest.raises(ValueError, match="expected auto, checkpoint, random, ngram, the directory"):
-        settle_draft(SpecConfig(draft="repeat"), None, has_head=True)
+        settle_draft(SpecConfig(draft="repeat"), None, MTPSource)
 
 
 # --- objectives, tasks and rewards ----------------------------------------------------------------

@@ -16,6 +16,7 @@ from serve.settings import ServeConfig, load_llm
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
 from specjax.command_line import load_config
+from specjax.drafts.mtp import MTPSource
 from specjax.engine.sources import settle_draft
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
@@ -101,10 +102,10 @@ def test_llm_drafts_with_n_grams_and_gives_the_tokens_of_plain_decoding(model, c
 
 
 @pytest.mark.parametrize("source", ["auto", "ngram", "checkpoint", "random", "a head", "a model"])
-@pytest.mark.parametrize("has_head", [False, True])
-def test_verify_advises_what_it_takes(source, has_head, directories, thin_policy):
+@pytest.mark.parametrize("head", [None, MTPSource])
+def test_verify_advises_what_it_takes(source, head, directories, thin_policy):
     paths = {"a head": thin_policy, "a model": directories["llama"]}
-    drafting = settle_draft(SpecConfig(draft=paths.get(source, source)), None, has_head)
+    drafting = settle_draft(SpecConfig(draft=paths.get(source, source)), None, head)
     line = drafting.described(flags, always_drafts=True)
     advised = line.partition("to change it: ")[2].replace("or ", "").split(", ")
     for advice in advised:

@@ -18,7 +18,7 @@ from specjax.checked_json import CheckpointError
 from specjax.checkpoint import huggingface as hf
 from specjax.command_line import parse_config
 from specjax.control import ControlConfig, from_fastrl, make_controller
-from specjax.drafts.mtp import init_head_params
+from specjax.drafts.mtp import MTPSource, init_head_params
 from specjax.engine.settings import EngineConfig
 from specjax.kernels import tpu
 from specjax.kernels.names import ATTENTION, GROUPS, OWN
@@ -486,7 +486,7 @@ def test_fastrl_switched_off_trains_no_head():
     off = json.dumps({**FASTRL, "enable": False})
     cfg = parse_config(RLConfig, [f"rollout.control.fastrl={off}"])[0]
     assert cfg.draft.mode == "none" and not drafts(cfg)
-    said = describe_drafting(cfg, settle_drafting(cfg, has_head=True))
+    said = describe_drafting(cfg, settle_drafting(cfg, MTPSource))
     assert "draft: none" in said and "rollout.control.fastrl with enable: false" in said
 
 

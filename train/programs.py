@@ -168,7 +168,7 @@ def drafts(cfg: RLConfig) -> bool:
 
 def settle_drafting(
     cfg: RLConfig,
-    has_head: bool,
+    head: type[Draft] | None,
     target: ModelConfig | None = None,
     find: Callable[[str], Path] | None = None,
 ) -> Drafting:
@@ -176,7 +176,7 @@ def settle_drafting(
 
     Args:
       cfg: settings of the run, in which `auto` values are replaced.
-      has_head: whether the checkpoint holds a draft head.
+      head: class of the draft head in the checkpoint; None: it has none.
       target, find: see `settle_draft`.
 
     Raises:
@@ -185,11 +185,11 @@ def settle_drafting(
     roll, mode = cfg.rollout, cfg.draft.mode
     if not drafts(cfg):
         if roll.draft == "auto":  # a checkpoint's settings need a value
-            roll.draft = "checkpoint" if has_head else "ngram"
+            roll.draft = "ngram" if head is None else "checkpoint"
         return Drafting(None, None)
     asked = roll.control_config()
     try:
-        drafting = settle_draft(roll.spec(), asked, has_head, target=target, find=find)
+        drafting = settle_draft(roll.spec(), asked, head, target=target, find=find)
     except (ValueError, OSError) as error:
         raise ConfigError(spelled(error, SPELL)) from error
     if drafting.by_default and mode != "auto":

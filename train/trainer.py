@@ -28,8 +28,9 @@ from specjax.config import ModelConfig
 from specjax.config.dtype import AUTO
 from specjax.decode.options import Features
 from specjax.engine.compiling import OnProgram
-from specjax.engine.sources import Drafting, load_source, trains
+from specjax.engine.sources import Drafting, head_class, load_source, trains
 from specjax.engine.start_up import StartUp
+from specjax.engine.vocabulary import draft_ids, own_ids
 from specjax.hub import ModelNotFoundError, find_model, portable
 from specjax.models.transformer import Params, record_shape
 from specjax.parallel import distributed, sharding
@@ -114,7 +115,7 @@ class Trainer:
             self.dtype_line += f"; rollouts and evaluation in {cfg.rollout.dtype} (rollout.dtype)"
         model, self.params, head = found.cfg, found.policy, found.head
         model = with_tokenizer_end(model, self.tokenizer)
-        drafting = settle_drafting(cfg, head is not None, model)
+        drafting = settle_drafting(cfg, head_class(head), model)
         self.drafting = describe_drafting(cfg, drafting)
         self.source, self.head, self.source_params = None, None, None
         if drafting.spec is not None:

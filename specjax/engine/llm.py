@@ -38,7 +38,13 @@ from specjax.engine.request import (
     require_valid,
 )
 from specjax.engine.settings import EngineConfig
-from specjax.engine.sources import laid_out, load_source, require_same_draft, settle_draft
+from specjax.engine.sources import (
+    head_class,
+    laid_out,
+    load_source,
+    require_same_draft,
+    settle_draft,
+)
 from specjax.engine.start_up import StartUp
 from specjax.hub import find_model
 from specjax.models.families import add_family
@@ -149,7 +155,7 @@ class LLM:
             raise SettingError(
                 lambda spell: f"{spell('max_batch')} must be at least 1, got {max_batch}"
             )
-        self.drafting = settle_draft(spec, control, head is not None, target=cfg)
+        self.drafting = settle_draft(spec, control, head_class(head), target=cfg)
         spec, control = self.drafting.spec, self.drafting.control
         if self.drafting.strategies == (Strategy.OFF,):  # nothing drafts: no head is needed
             spec, control = spec and dataclasses.replace(spec, strategy=Strategy.OFF), None

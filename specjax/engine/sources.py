@@ -175,10 +175,17 @@ class Drafting(NamedTuple):
         return words.get(spec.draft, spec.draft)
 
 
+def head_class(head: Head | Params | None) -> type[Draft] | None:
+    """The class that drafts with a checkpoint's head, see `load_source`; None: it has none."""
+    if head is None:
+        return None
+    return type(head.source) if isinstance(head, Head) else MTPSource
+
+
 def settle_draft(
     spec: SpecConfig | None,
     control: ControlConfig | Mapping[str, Any] | str | None,
-    has_head: bool,
+    head: type[Draft] | None,
     may_stop: bool = True,
     target: ModelConfig | None = None,
     find: Callable[[str], Path] | None = None,
@@ -193,7 +200,7 @@ def settle_draft(
     Args:
       spec: how to speculate; None: plain decoding.
       control: the controller, as `LLM` takes it.
-      has_head: whether the checkpoint has a draft head.
+      head: class of the draft head in the checkpoint; None: it has none.
       may_stop: whether a controller may choose `off`.
       target: config of the policy, see `kind_of`.
       find: function that returns the path of a draft that `spec` names, by default `find_draft_at`.
@@ -210,17 +217,20 @@ def settle_draft(
     if spec is None or spec.is_off:
         return settled
     if spec.draft == AUTO_DRAFT:
-        name = CHECKPOINT_DRAFT if has_head else NGRAM_DRAFT
+        name = NGRAM_DRAFT if head is None else CHECKPOINT_DRAFT
         spec = dataclasses.replace(spec, draft=name)
         free = spec.acceptance in ("coupled", "greedy") and may_stop
-        if control is None and free and not has_head:
+        if control is None and free and head is None:
             control = ControlConfig(strategies=(Strategy.OFF, spec.strategy))
-        settled = Drafting(spec, control, by_default=not has_head)
-    return settled._replace(kind=_class_of(spec, target, find or find_draft_at))
+        settled = Drafting(spec, control, by_default=head is None)
+    return settled._replace(kind=_class_of(spec, head, target, find or find_draft_at))
 
 
 def _class_of(
-    spec: SpecConfig, target: ModelConfig | None, find: Callable[[str], Path]
+    spec: SpecConfig,
+    head: type[Draft] | None,
+    target: ModelConfig | None,
+    find: Callable[[str], Path],
 ) -> type[Draft]:
     if spec.draft_path is not None:
         path = find(spec.draft_path)
@@ -230,8 +240,9 @@ def _class_of(
         return kind
     if spec.own_draft is not None:
         return own_class(spec.own_draft.name)
-    kinds = {CHECKPOINT_DRAFT: "mtp", RANDOM_DRAFT: spec.draft_kind, NGRAM_DRAFT: "ngram"}
-    return DRAFTS.find(kinds[spec.draft])
+    if spec.draft == CHECKPOINT_DRAFT:
+        return head or MTPSource  # a head that is missing is refused where it would be loaded
+    return DRAFTS.find({RANDOM_DRAFT: spec.draft_kind, NGRAM_DRAFT: "ngram"}[spec.draft])
 
 
 def kind_of(path: Path, target: ModelConfig | None = None) -> type[Draft]:

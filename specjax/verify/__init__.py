@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax.checkpoint import huggingface as hf
+from specjax.checkpoint.weights import read_config, read_head
 from specjax.config import SpecConfig
 from specjax.config.dtype import AUTO
 from specjax.config.spec import RANDOM_DRAFT
@@ -77,8 +77,10 @@ def load(
     if spec.is_off:
         raise InputError("strategy 'off' is plain decoding, which leaves nothing to check")
     path = find_model(model, revision)
-    cfg = hf.read_config(path)
-    drafting = settle_draft(spec, control, cfg.mtp_num_layers > 0, may_stop=False, target=cfg)
+    cfg = read_config(path)
+    head = read_head(path, cfg)
+    kind = None if head is None else type(head)
+    drafting = settle_draft(spec, control, kind, may_stop=False, target=cfg)
     control = drafting.control
     arms = [arm for arm in control.arms if not arm.is_off] if control else []
     if control is not None and not arms:

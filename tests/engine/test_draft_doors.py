@@ -70,7 +70,7 @@ def test_an_exported_policy_is_a_head_for_others(exported):
     _, found = load_head(str(path), POLICY.running(param_dtype="float32"))
     same(found.params, head.params)
     assert head_shapes(str(path), POLICY)[1].source.cfg.taps == head.source.cfg.taps
-    drafting = settle_draft(SpecConfig("2_1_3", draft=str(path)), None, False, target=POLICY)
+    drafting = settle_draft(SpecConfig("2_1_3", draft=str(path)), None, None, target=POLICY)
     assert drafting.kind is Eagle3Source and drafting.with_head
 
 
@@ -112,7 +112,7 @@ def test_an_empty_directory_is_no_checkpoint(tmp_path):
 @pytest.mark.parametrize("name", ["", " "])
 def test_an_empty_name_is_not_the_working_directory(name):
     with pytest.raises(SettingError, match="expected auto, checkpoint"):
-        settle_draft(SpecConfig("2_1_3", draft=name), None, False)
+        settle_draft(SpecConfig("2_1_3", draft=name), None, None)
 
 
 def test_none_names_no_draft():
@@ -151,7 +151,7 @@ class Own(Draft):
 @pytest.mark.parametrize("path", ["", ":/x"])
 def test_what_is_no_class_of_drafts_is_an_error_of_the_setting(name, path):
     spec = SpecConfig("2_1_3", draft=name + path)
-    for use in (lambda: source_of(POLICY, spec), lambda: settle_draft(spec, None, False)):
+    for use in (lambda: source_of(POLICY, spec), lambda: settle_draft(spec, None, None)):
         with pytest.raises(SettingError, match=f"draft='{name}'.*: (expected a class|cannot load)"):
             use()
 

@@ -37,6 +37,7 @@ from specjax import LLM, ControlConfig, EngineConfig, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
 from specjax.command_line import parse_config
 from specjax.config import ModelConfig
+from specjax.drafts.mtp import MTPSource
 from specjax.engine.hosts import Copies
 from specjax.engine.sources import Drafting, load_source, new_source
 from specjax.tokenizer import load_tokenizer
@@ -488,7 +489,7 @@ def trainer(*more: str, several: bool = False) -> Callable[[Feature], None]:
             own = [*own, "rollout.replicas=4"]
         cfg, _ = parse_config(RLConfig, [*argv, *own])
         cfg.dtype.settle("float32", "cpu")
-        drafting = settle_drafting(cfg, has_head=True)
+        drafting = settle_drafting(cfg, MTPSource)
         model = as_computed(cfg, policy())
         # No weights can lie on devices of the stand-in for two processes.
         source = _source(cfg, model, None, drafting) if several else None

@@ -32,7 +32,7 @@ import train.trainer
 from specjax import ControlConfig, EngineConfig, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
 from specjax.config import ModelConfig
-from specjax.drafts.mtp import init_head_params
+from specjax.drafts.mtp import MTPSource, init_head_params
 from specjax.engine.sources import Drafting, load_source
 from specjax.interfaces import Denominators
 from specjax.models.transformer import init_params
@@ -94,7 +94,7 @@ def settled(cfg: RLConfig) -> RLConfig:
 
 def _settle(cfg: RLConfig) -> Drafting:
     cfg.dtype.settle("float32", "cpu")
-    return settle_drafting(cfg, has_head=True)
+    return settle_drafting(cfg, MTPSource)
 
 
 def built(cfg: RLConfig):

@@ -9,6 +9,7 @@ from serve.__main__ import main as serve
 from specjax import schema
 from specjax.command_line import ConfigError, parse_config
 from specjax.drafts.dflash import DFlashSource
+from specjax.drafts.mtp import MTPSource
 from specjax.engine import sources
 from train import draft, rl, sft
 from train.draft_schema import DraftRunConfig
@@ -309,7 +310,7 @@ def arms_of(cfg) -> list[str]:
 
 def settled(*argv, has_head):
     cfg, _ = parse_config(RLConfig, argv)
-    return cfg, describe_drafting(cfg, settle_drafting(cfg, has_head))
+    return cfg, describe_drafting(cfg, settle_drafting(cfg, MTPSource if has_head else None))
 
 
 def test_a_head_is_trained_and_n_grams_are_not():
@@ -368,7 +369,7 @@ def test_a_head_that_cannot_be_trained_is_a_head(monkeypatch):
 
     def drafting(*argv):
         cfg, _ = parse_config(RLConfig, ["rollout.draft=some/head", *argv])
-        return describe_drafting(cfg, settle_drafting(cfg, False, None, Path))
+        return describe_drafting(cfg, settle_drafting(cfg, None, None, Path))
 
     assert drafting().startswith("draft: the head some/head;")
     assert drafting().endswith("(draft.mode=frozen)")

@@ -135,7 +135,7 @@ class Shapes:
         model = model.running(param_dtype=cfg.dtype.params)
         self.fitted = settle_length(cfg, model)
         own = read_head(self.read_from, model)
-        drafting = settle_drafting(cfg, own is not None, model, self._find_draft)
+        drafting = settle_drafting(cfg, own and type(own), model, self._find_draft)
         self.source, self.head = None, None
         if drafting.spec is not None and trains(drafting.kind):
             model, (self.source, head) = head_shapes(drafting.spec, model, own)
