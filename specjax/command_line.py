@@ -195,21 +195,26 @@ def require_same_settings(
         schema_cls: the schema of the run's configuration.
 
     Raises:
-        ConfigError: the fingerprints differ; the message names the top-level keys.
+        ConfigError: the fingerprints differ; the message names the top-level keys, and says what
+            some of the settings were.
     """
     keys = _Schema.of(schema_cls).keys
-    changed = sorted(name for name in current if not _as_saved(keys, name, saved, current))
+    found = {name: list(_changes(keys, name, saved, current)) for name in sorted(current)}
+    changed = [name for name, changes in found.items() if changes]
     if changed:
+        was = [change for name in changed for change in found[name]]
+        more = f" and {len(was) - 5} more" if len(was) > 5 else ""
         raise ConfigError(
             f"the checkpoint was made with other settings of {', '.join(changed)}; resume with "
-            "the same configuration, or start a new run in another directory"
+            f"the same configuration ({', '.join(was[:5])}{more}), or start a new run in another "
+            "directory"
         )
 
 
-def _as_saved(
+def _changes(
     keys: Mapping[str, Key], name: str, saved: Mapping[str, Any], current: Mapping[str, Any]
-) -> bool:
-    """Whether the value of a key, or of all keys of a section, is the saved one.
+) -> Iterator[str]:
+    """Yields what differs of a key, or of all keys of a section, as settings of the checkpoint.
 
     Args:
         name: dotted name of the key.
@@ -221,20 +226,25 @@ def _as_saved(
     if last in saved:
         before = saved[last]
     elif key is None:  # a key of a shared section that this program does not have
-        return True
+        return
     elif key.default == REQUIRED:
-        return False
+        yield f"no {name}"
+        return
     else:
         before = json.loads(json.dumps(key.default, default=dataclasses.asdict))
     nested = key is not None and key.section
     if not (nested and isinstance(now, dict) and isinstance(before, dict)):
         if key is not None and isinstance(before, str):
             before = key.former.get(before, before)
-        return now == before
-    if any(f"{name}.{inner}" not in keys for inner in before.keys() - now.keys()):
-        return False  # this version has no such setting
+        if now != before:
+            yield f"{name}={show(before)}"
+        return
+    for inner in sorted(before.keys() - now.keys()):
+        if f"{name}.{inner}" not in keys:  # this version has no such setting
+            yield f"{name}.{inner}={show(before[inner])}"
     # Keys that only the checkpoint has are left out of the run's fingerprint: they may differ.
-    return all(_as_saved(keys, f"{name}.{inner}", before, now) for inner in now)
+    for inner in now:
+        yield from _changes(keys, f"{name}.{inner}", before, now)
 
 
 class ArgumentParser(argparse.ArgumentParser):

@@ -304,6 +304,7 @@ loss_in_blocks.defvjp(_blocks_fwd, _blocks_bwd)
 
 
 MODES = ("auto", "none", "frozen", "online")
+MOST_STEPS = 4  # recursive steps that are trained unless a setting says more
 OWN_HEAD_AXES = ("embed", "vocab")  # of a draft's own language-model head [D C]
 FIELDS = ("tokens", "positions", "segment_ids", "loss_mask")  # read from a micro-batch
 
@@ -361,7 +362,11 @@ class DraftConfig:
     loss_top_k: int = option(
         0, "kl sums over the policy's k likeliest tokens, 256 for instance; 0: all", least=0
     )
-    unroll_steps: int = option(1, "recursive steps trained per token")
+    unroll_steps: int | None = option(
+        1,
+        "recursive steps trained per token; null: as many as the longest strategy drafts in a row, "
+        "at most 4 (train.sft: 4)",
+    )
     step_decay: float = option(
         1.0, "weight of each further recursive step relative to the last", least=0
     )
@@ -380,7 +385,7 @@ class DraftConfig:
     spot: SpotConfig = option(SpotConfig, "training in the gaps of rollouts on several replicas")
 
     def __post_init__(self):
-        if self.unroll_steps < 1 or self.epochs < 1:
+        if (self.unroll_steps is not None and self.unroll_steps < 1) or self.epochs < 1:
             raise ValueError(
                 "expected draft.unroll_steps and draft.epochs >= 1, got "
                 f"{self.unroll_steps} and {self.epochs}"
@@ -396,6 +401,14 @@ class DraftConfig:
                 "makes each of its updates 0; raise the factor, or leave out draft.mode: the head "
                 "then stays as it is"
             )
+
+    def settle(self, drafted: int) -> None:
+        """Fills in `unroll_steps` if it is null, for a head that drafts `drafted` tokens in a row.
+
+        A head that is trained on fewer steps than it drafts loses what it had learnt of the others.
+        """
+        if self.unroll_steps is None:
+            self.unroll_steps = min(max(drafted, 1), MOST_STEPS)
 
     @property
     def moves(self) -> bool:

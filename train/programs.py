@@ -242,8 +242,10 @@ def describe_drafting(cfg: RLConfig, drafting: Drafting) -> str:
         return f"draft: none, because of draft.mode={cfg.draft.mode} and {cfg.rollout.plain_by}"
     if not issubclass(drafting.kind, HeadSource) and not trains(drafting.kind):
         return drafting.described(SPELL)
-    said = f"{drafting.described(SPELL)} ({cfg.draft.describe_mode()})"
-    return said + _untrained_steps(cfg, drafting)
+    how = cfg.draft.describe_mode()
+    if cfg.draft.mode == "online":
+        how += f", draft.unroll_steps={cfg.draft.unroll_steps}"
+    return f"{drafting.described(SPELL)} ({how}){_untrained_steps(cfg, drafting)}"
 
 
 def _untrained_steps(cfg: RLConfig, drafting: Drafting) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from specjax.config import SamplingParams
+from specjax.config import SamplingParams, Strategy
 from specjax.config.dtype import AUTO, ENGINE_DTYPES
 from specjax.engine.settings import EngineConfig, strategies_of
 from specjax.schema import at_least, option
@@ -188,7 +188,7 @@ class RolloutSection(SamplingSection, SpeculationSettings):
         self.sampling_params()
         super().__post_init__()
         self._check_acceptance()
-        strategies_of(self.spec(), self.control_config())
+        _ = self.strategies  # checks them
         if self.draft == "ngram" and self.ngram_siblings and not self._same_tokens:
             raise ValueError(
                 f"rollout.ngram_siblings with acceptance={self.acceptance}: tokens would depend on "
@@ -202,6 +202,12 @@ class RolloutSection(SamplingSection, SpeculationSettings):
                 f"rollout.prompts={self.prompts} and rollout.over_sample={self.over_sample} none "
                 "are; raise over_sample, or set partial=false"
             )
+
+    @property
+    def strategies(self) -> list[Strategy]:
+        """The strategies that rollouts may use; `off` drafts nothing."""
+        spec = self.spec()
+        return strategies_of(spec, self.control_config()) or [spec.resolve()]
 
     @property
     def _same_tokens(self) -> bool:

@@ -125,7 +125,7 @@ _NOT_TRAINED = (
 )
 DEPTH_RULE = Needs(
     ("draft.step_decay",),
-    lambda v: v["draft.unroll_steps"] > 1,
+    lambda v: v["draft.unroll_steps"] != 1,  # null: the strategy decides
     "[draft.unroll_steps] trains one step, which has the weight 1; raise draft.unroll_steps, or "
     "leave it out",
 )

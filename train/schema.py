@@ -20,7 +20,7 @@ from specjax.schema import Needs, at_least, option
 from specjax.spelling import Spell
 from train.algo import DEFAULT, algo_section, with_objective, with_preset
 from train.foreign_names import FOREIGN_NAMES
-from train.heads import DraftConfig
+from train.heads import MOST_STEPS, DraftConfig
 from train.optim import OptimConfig
 from train.registry import REWARDS, TASKS
 from train.rewards import THINKS_FIRST
@@ -422,6 +422,7 @@ class SFTConfig:
             raise ValueError("family is of a checkpoint, and init names none; leave it out")
         if self.draft.mode == "auto":
             self.draft.mode = "online" if self.draft.moves else "frozen"
+        self.draft.settle(MOST_STEPS)  # nothing drafts here
         check_short_seed("seed", self.seed)
         check_short_seed("data.seed", self.data.seed)
         self.packing.settle(0, self.mesh.row_multiple)
@@ -533,7 +534,7 @@ class RLConfig:
     rollout: RolloutSection = option(RolloutSection, "rollouts")
     algo: Algo = option(Algo, "what the policy is trained on")
     optim: OptimConfig = option(OptimConfig(lr=1e-4), "the policy's optimizer")
-    draft: DraftConfig = option(DraftConfig, "the draft head")
+    draft: DraftConfig = option(DraftConfig(unroll_steps=None), "the draft head")
     packing: PackingSection = option(PackingSection, "training batches")
     eval: EvalSection = option(EvalSection, "held-out evaluation")
     dtype: DtypeSection = option(DtypeSection, "dtypes")
@@ -593,6 +594,7 @@ class RLConfig:
         self.algo.settle(self.rollout.max_tokens)
         _rows_divide(self.packing, self.mesh)
         self._settle_draft_mode()
+        self.draft.settle(max(strategy.steps for strategy in self.rollout.strategies))
         if self.rollout.draft == "ngram" and self.draft.mode == "online":
             raise ValueError(
                 "draft.mode=online trains the draft head, and with rollout.draft=ngram nothing "

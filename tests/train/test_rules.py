@@ -56,7 +56,7 @@ RL = [
     (["rollout.control.strategies=[off,2_1_3]", "rollout.strategy=6_1_7"], "list it there"),
     (["rollout.control.controller=ema", "rollout.control.strategies=[off,2_1_3]"],
      "does not choose among them"),
-    (["draft.step_decay=0.5"], "draft.unroll_steps=1 trains one step"),
+    (["draft.unroll_steps=1", "draft.step_decay=0.5"], "draft.unroll_steps=1 trains one step"),
     (["draft.spot.updates=3"], "set draft.spot.enabled=true"),
     (["algo.tis_cap=3"], "set algo.tis=true"),
     (["algo.tis_level=sequence"], "set algo.tis=true"),
@@ -351,16 +351,35 @@ def test_a_head_whose_updates_are_scaled_to_nothing_stays_as_it_is_and_a_line_sa
     parse_config(RLConfig, ["draft.mtp_loss_scaling_factor=0.2"])
 
 
+@pytest.mark.parametrize(
+    ("argv", "steps"),
+    [
+        ([], 4),
+        (["rollout.strategy=2_1_3"], 2),
+        (["rollout.strategy=8_4_32"], 4),
+        (["rollout.control.strategies=[off,2_1_3,3_1_4]"], 3),
+        (["rollout.draft=random", "draft.unroll_steps=2"], 2),
+        (["rollout.strategy=off"], 1),
+    ],
+)
+def test_a_head_is_trained_on_the_steps_that_it_drafts_unless_told_otherwise(argv, steps):
+    cfg, said = settled(*argv, has_head=True)
+    assert cfg.draft.unroll_steps == steps
+    line = f"(draft.mode=online, draft.unroll_steps={steps})"
+    assert (line in said) == ("rollout.strategy=off" not in argv)
+
+
 def test_a_head_that_is_trained_on_fewer_steps_than_it_drafts_is_told_so():
+    one = "draft.unroll_steps=1"
     for argv, said in (
-        ([], "; draft.unroll_steps=1 trains 1 of the 4 tokens that 4_1_5 drafts in a row"),
-        (["rollout.strategy=2_1_3"], "the more the head moves: draft.unroll_steps=2 trains all"),
-        (["rollout.control.strategies=[2_1_3,6_1_7]"], "1 of the 6 tokens that 6_1_7 drafts"),
-        (["rollout.draft=random"], "draft.unroll_steps=1 trains 1 of the 4"),
+        ([one], f"; {one} trains 1 of the 4 tokens that 4_1_5 drafts in a row"),
+        ([one, "rollout.strategy=2_1_3"], "the head moves: draft.unroll_steps=2 trains all"),
+        (["rollout.control.strategies=[2_1_3,6_1_7]"], "4 of the 6 tokens that 6_1_7 drafts"),
+        ([one, "rollout.draft=random"], f"{one} trains 1 of the 4"),
     ):
         assert said in settled(*argv, has_head=True)[1]
-    for argv in (["draft.unroll_steps=4"], ["rollout.strategy=1_1_2"], ["draft.mode=frozen"]):
-        assert "unroll_steps" not in settled(*argv, has_head=True)[1]
+    for argv in ([], [one, "rollout.strategy=1_1_2"], ["draft.mode=frozen"]):
+        assert "trains" not in settled(*argv, has_head=True)[1]
     assert "unroll_steps" not in settled("rollout.draft=ngram", has_head=True)[1]
 
 
