@@ -34,7 +34,7 @@ from specjax.engine.vocabulary import draft_ids, own_ids
 from specjax.hub import ModelNotFoundError, find_model, portable
 from specjax.models.transformer import Params, record_shape
 from specjax.parallel import distributed, sharding
-from specjax.spelling import spelled
+from specjax.spelling import SettingError, spelled
 from specjax.tokenizer import with_tokenizer_end
 from specjax.weights import load_tokenizer
 from train import data
@@ -220,7 +220,12 @@ class Trainer:
         always = [token for token in dict.fromkeys(always) if token < size]
         spec = self._any_engine.spec
         every = roll.draft_vocab_every if spec.token_map is None and spec.by_token else 0
-        self.vocabulary = DraftVocabulary(size, runner.ids, always, every, roll.draft_vocab_decay)
+        own = own_ids(self.source, self.source_params if self.head is None else self.head)
+        try:
+            first = draft_ids(self.model, spec, own)
+        except SettingError as error:
+            raise ConfigError(spelled(error, SPELL)) from error
+        self.vocabulary = DraftVocabulary(size, first, always, every, roll.draft_vocab_decay, own)
         self._give_vocabulary()
 
     def _give_vocabulary(self) -> None:

@@ -30,12 +30,19 @@ class DraftVocabulary:
       always: ids that are always among those chosen: end tokens, special tokens.
       every: number of steps between two choices; 0: the first ids stay.
       decay: weight that counts keep from step to step.
+      own: ids of the tokens that the head drafts, before which no others are chosen; None: all.
     """
 
     def __init__(
-        self, vocab: int, first: np.ndarray, always: Sequence[int], every: int, decay: float
+        self,
+        vocab: int,
+        first: np.ndarray,
+        always: Sequence[int],
+        every: int,
+        decay: float,
+        own: np.ndarray | None = None,
     ):
-        self._counts = TokenCounts(vocab, first, always)
+        self._counts = TokenCounts(vocab, first, always, own)
         self._every, self._decay = every, decay
         self._steps = 0  # since the last choice
         self._covered: float | None = None  # share of the tokens of the first step after it
@@ -54,13 +61,13 @@ class DraftVocabulary:
           samples: token ids of each sample.
 
         Returns:
-          `rollout/draft_vocab_coverage`, the share of the tokens that the ids of this step had;
-          nothing if there were no tokens.
+          `rollout/draft_vocab_coverage`, the share of the tokens that could be drafted in this
+          step; nothing if there were no tokens.
         """
         tokens = np.concatenate([np.zeros(0, np.int64), *map(np.asarray, samples)])
         if not len(tokens):
             return {}
-        covered = float(np.isin(tokens, self.ids).mean())
+        covered = float(np.isin(tokens, self._counts.drafted).mean())
         self._counts.add(tokens.astype(np.int64), self._decay)
         self._steps += 1
         self._covered = covered if self._covered is None else self._covered

@@ -55,7 +55,7 @@ from specjax.engine.settings import (
 )
 from specjax.engine.start_up import Programs, compile_ahead
 from specjax.engine.unfinished import Unfinished, all_of
-from specjax.engine.vocabulary import TokenCounts, checked_ids
+from specjax.engine.vocabulary import TokenCounts, checked_ids, draft_ids, own_ids
 from specjax.interfaces import Draft, FinishedSample
 from specjax.kernels.dispatch import device_of
 from specjax.models.transformer import Params
@@ -159,7 +159,8 @@ class Engine(BaseEngine):
         # A draft without weights may find nothing, and a new head has not learnt anything yet.
         checked = source is not None and source.network is not None and spec.draft != RANDOM_DRAFT
         self.alarm = AcceptanceAlarm(source) if checked else None
-        self._watched: Params | None = None  # the head that the alarm looks at
+        self._watched: Params | None = None  # the head that was looked at last
+        self._own_ids: np.ndarray | None = None  # the tokens that the head drafts; None: all
         self._to_feed: list[FinishedSample] = []
         self.clear()
         # With several strategies, `step` first compiles all of them.
@@ -256,6 +257,12 @@ class Engine(BaseEngine):
                 using += f", off for more than {self.control.bs_threshold} samples at once"
         enabled = any(plan.tree is not None for plan in plans.values())
         kernel = f"attention kernel: {self.runner.cfg.run.attention}"
+        if self._own_ids is not None:
+            some = int(np.isin(self.runner.ids, self._own_ids).sum())
+            using += (
+                f"; of the {len(self.runner.ids)} tokens to draft from, the head drafts {some}, "
+                f"for it has {len(self._own_ids)}"
+            )
         graphs = self.runner.executables.graphs.line
         lines = [f"Speculative decoding enabled: {enabled}", using, kernel]
         return lines if graphs is None else [*lines, graphs]
@@ -322,10 +329,30 @@ class Engine(BaseEngine):
         self._weights_changed()
 
     def _takes(self, head: Params) -> None:
-        """Looks anew at the accept length, because another head drafts from now on."""
+        """Looks anew at the accept length and at the tokens, for another head drafts from now on.
+
+        Raises:
+          SettingError: the head drafts none of the ids that `token_map` lists.
+        """
+        if self.alarm is None and self.runner.ids is None:
+            return
+        self._watched = head
         if self.alarm is not None:
-            self._watched = head
             self.alarm.renew()
+        if self.runner.ids is not None:
+            self._draft_what_it_has(head)
+
+    def _draft_what_it_has(self, head: Params) -> None:
+        """Begins to draft from tokens that the head has, unless they were given by a call."""
+        cfg, runner, before = self.runner.cfg, self.runner, self._own_ids
+        self._own_ids = own_ids(runner.longest.source, head)
+        if self._own_ids is None or np.array_equal(self._own_ids, before):
+            return
+        ids = draft_ids(cfg, self.spec, self._own_ids)
+        if self.counts is not None:
+            self.counts.begin_with(ids, self._own_ids)
+        if self.counts is not None or (before is None and not self.spec.by_token):
+            runner.ids = ids
 
     def set_draft_ids(self, ids: Several[int] | None = None) -> None:
         self._check_draft_ids(ids)

@@ -17,20 +17,33 @@ from pathlib import Path
 import numpy as np
 
 from specjax.config import ModelConfig, SpecConfig
+from specjax.interfaces import Draft, Params
 from specjax.spelling import SettingError
 
 FIRST_COUNT = 4096  # number of emitted tokens after which the ids are first chosen again
 
 
-def draft_ids(cfg: ModelConfig, spec: SpecConfig) -> np.ndarray | None:
+def own_ids(source: Draft | None, head: Params | None) -> np.ndarray | None:
+    """The ids of the tokens that a head drafts, ascending; None: all, or there is no head."""
+    found = None if source is None or head is None else source.head(head)
+    return None if found is None or found[1] is None else np.asarray(found[1])
+
+
+def draft_ids(
+    cfg: ModelConfig, spec: SpecConfig, own: np.ndarray | None = None
+) -> np.ndarray | None:
     """The ids, ascending, that are drafted from at the start; None: all.
 
     Without a file they are the tokens that end a sequence, and the lowest ids: byte-pair encoding
-    numbers tokens in the order in which it merged them, the most frequent first.
+    numbers tokens in the order in which it merged them, the most frequent first. Tokens that the
+    head has come before others.
+
+    Args:
+      own: ids of the tokens that the head drafts; None: all.
 
     Raises:
-      SettingError: the file cannot be read (see `read_token_map`), or has fewer ids than
-        `draft_vocab`.
+      SettingError: the file cannot be read (see `read_token_map`), has fewer ids than
+        `draft_vocab`, or lists none that the head drafts.
     """
     size, name, vocab = spec.draft_vocab, spec.token_map, cfg.vocab_size
     if size is None and name is None:
@@ -38,6 +51,8 @@ def draft_ids(cfg: ModelConfig, spec: SpecConfig) -> np.ndarray | None:
     if name is None:
         ends = [token for token in cfg.eos_token_ids if token < vocab]
         listed = np.array(list(dict.fromkeys([*ends, *range(vocab)])), np.int32)
+        if own is not None:
+            listed = listed[np.argsort(~np.isin(listed, own), kind="stable")]
     else:
         listed = read_token_map(name, vocab)
     if size is None:
@@ -47,6 +62,14 @@ def draft_ids(cfg: ModelConfig, spec: SpecConfig) -> np.ndarray | None:
         raise SettingError(
             lambda spell: (
                 f"{spell('draft_vocab')}: expected 1 to {len(listed)} ({what}), got {size}"
+            )
+        )
+    if own is not None and not np.isin(listed[:size], own).any():
+        raise SettingError(
+            lambda spell: (
+                f"{spell('token_map')}: the head drafts {len(own)} of {vocab} tokens, and none of "
+                f"the {size} ids in {name} is among them, so that nothing would be drafted; give a "
+                f"list for this model, or leave out {spell('token_map')}"
             )
         )
     return np.sort(listed[:size])
@@ -92,19 +115,33 @@ class TokenCounts:
         counts.
       always: ids that are always among those chosen, as many as there is room for, the first ones
         first: the tokens that end a sequence.
+      own: ids of the tokens that the head drafts, before which no others are chosen; None: all.
 
     Attributes:
       ids: ids that were chosen last, ascending: as many as `first`.
     """
 
-    def __init__(self, vocab: int, first: np.ndarray, always: Sequence[int] = ()):
-        self.ids = np.asarray(first, np.int32)
+    def __init__(
+        self,
+        vocab: int,
+        first: np.ndarray,
+        always: Sequence[int] = (),
+        own: np.ndarray | None = None,
+    ):
         self._counts = np.zeros(vocab)
         self._rank = np.full(vocab, len(always))
         self._rank[list(always)] = np.arange(len(always))
-        self._later = np.ones(vocab, bool)
-        self._later[first] = False
+        self.begin_with(first, own)
         self._total, self._due = 0, FIRST_COUNT
+
+    def begin_with(self, first: np.ndarray, own: np.ndarray | None) -> None:
+        """Begins with other ids, and with a head that drafts others; see the arguments `first`
+        and `own`. The counts stay."""
+        self.ids = np.asarray(first, np.int32)
+        self._later = ~np.isin(np.arange(len(self._counts)), first)
+        self._lacking = np.zeros(len(self._counts), bool)
+        if own is not None:
+            self._lacking = ~np.isin(np.arange(len(self._counts)), own)
 
     def add(self, tokens: Sequence[int], kept: float = 1.0) -> None:
         """Counts tokens.
@@ -125,14 +162,20 @@ class TokenCounts:
     def choose(self) -> np.ndarray:
         """Sets `ids` to those that were emitted most often, and returns them."""
         self._due = 2 * max(self._total, FIRST_COUNT // 2)
-        order = np.lexsort((np.arange(len(self._counts)), self._later, -self._counts, self._rank))
+        ranks = np.arange(len(self._counts)), self._later, -self._counts, self._rank
+        order = np.lexsort((*ranks, self._lacking))  # the last key is the first that counts
         self.ids = np.sort(order[: len(self.ids)]).astype(np.int32)
         return self.ids
 
+    @property
+    def drafted(self) -> np.ndarray:
+        """Those of `ids` that the head drafts."""
+        return self.ids[~self._lacking[self.ids]]
+
     def coverage(self) -> float | None:
-        """The share of the counted tokens that `ids` have; None if nothing was counted."""
+        """The share of the counted tokens that are `drafted`; None if nothing was counted."""
         total = float(self._counts.sum())
-        return float(self._counts[self.ids].sum()) / total if total else None
+        return float(self._counts[self.drafted].sum()) / total if total else None
 
     def state(self) -> dict[str, str]:
         """The ids and the counts, for JSON.

@@ -11,6 +11,7 @@ import pytest
 from shared import BATCH, CFG, MAX_LEN, PROMPTS, shared_llm, weights
 
 from specjax import LLM, SamplingParams, SpecConfig
+from specjax.drafts.eagle3 import Eagle3Source
 from specjax.engine import vocabulary
 from specjax.engine.engine import Engine
 from specjax.engine.hosts import Hosts, ProcessGroup
@@ -41,6 +42,38 @@ def test_a_file_lists_them_the_most_frequent_first(tmp_path):
     assert draft_ids(CFG, SpecConfig(token_map=name, draft_vocab=2)).tolist() == [4, 9]
     with pytest.raises(ValueError, match=r"expected 1 to 4 .* got 5"):
         draft_ids(CFG, SpecConfig(token_map=name, draft_vocab=5))
+
+
+def test_tokens_that_the_head_drafts_come_before_others(tmp_path):
+    own, spec = np.arange(40, 50), SpecConfig(draft_vocab=4)
+    assert draft_ids(CFG, spec, own).tolist() == [40, 41, 42, 43]
+    assert draft_ids(CFG, spec, np.array([7, 41])).tolist() == [0, 1, 7, 41]
+    name = written(tmp_path, [9, 4, 45])
+    assert draft_ids(CFG, SpecConfig(token_map=name), own).tolist() == [4, 9, 45]
+    disjoint = SpecConfig(token_map=name, draft_vocab=2)
+    with pytest.raises(ValueError, match="drafts 10 of 64 tokens, and none of the 2 ids in .*map"):
+        draft_ids(CFG, disjoint, own)
+    counts = TokenCounts(64, np.arange(40, 44), (7,), own)
+    counts.add([3] * 9 + [45] * 5)
+    assert counts.choose().tolist() == [40, 41, 42, 45]
+    counts.begin_with(np.arange(4), np.array([3, 7]))
+    assert counts.choose().tolist() == [0, 3, 7, 45]
+    assert counts.drafted.tolist() == [3, 7] and counts.coverage() == 9 / 14
+
+
+def test_an_engine_drafts_from_tokens_that_its_head_has():
+    cfg = CFG.replace(mtp_num_layers=0)
+    source, head = Eagle3Source.new(cfg, range(40, 50), weights()[0])
+    engine = Engine(cfg, SpecConfig("2_1_3", draft_vocab=12), 2, MAX_LEN, source=source)
+    engine.set_params(weights()[0], head)
+    assert engine.runner.ids.tolist() == [0, 7, *range(40, 50)]
+    used = np.asarray(engine.runner.vocabulary["ids"])
+    assert used[used < 64].tolist() == list(range(40, 50))
+    said = "; of the 12 tokens to draft from, the head drafts 10, for it has 10"
+    assert engine.start_lines()[1].endswith(said)
+    engine.set_draft_ids(range(12))
+    engine.set_head({**head})
+    assert engine.runner.ids.tolist() == list(range(12)), "those that are given stay"
 
 
 @pytest.mark.parametrize(
