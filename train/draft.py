@@ -84,6 +84,7 @@ from train.draft_kinds import export_head, head_to_go_on_with, start_head
 from train.draft_losses import Sampling
 from train.draft_schema import SPELL, DraftRunConfig
 from train.draft_states import States
+from train.head_files import require_same_head
 from train.heads import DraftTrainer, add_sums, draft_metrics, frozen_policy_parts, inner_taps
 from train.inputs import Prompts, describe_data, require_template
 from train.log import MetricsLogger, read_metrics
@@ -497,6 +498,7 @@ class Run:
         """
         _, meta = checkpoints.restore(step, {})
         require_same_settings(meta.get("settings", {}), self.fingerprint(), type(self.cfg))
+        require_same_head(meta, self.about, self.model)
         if meta["step"] > self.total:
             raise ConfigError(
                 f"the checkpoint is at update {meta['step']}, expected at most {self.total}; raise "

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from specjax.checkpoint.format import DRAFT_KEY
 from specjax.checkpoint.store import PendingSave, save_draft
 from specjax.checkpoint.weights import Head, describe, describe_head, head_shapes_of, run_as
 from specjax.command_line import ConfigError
@@ -23,6 +24,7 @@ from specjax.engine import sources
 from specjax.interfaces import Draft
 from specjax.models.transformer import Params
 from specjax.parallel import distributed
+from specjax.registry import DRAFTS
 from specjax.spelling import SettingError, spelled
 from train.rollout_schema import SPELL
 
@@ -41,7 +43,7 @@ def starting_head(
       model: config of the policy.
       head: head in the policy's checkpoint; None without one.
       mesh: mesh of training; None for one device.
-      policy: parameters of the policy, from which a new EAGLE-3 head starts; None: it is random.
+      policy: parameters of the policy, from which a new head starts; None: it is random.
 
     Raises:
       ConfigError: the policy's checkpoint has no head, or the path does not exist.
@@ -83,6 +85,31 @@ def head_shapes(
     if spec.draft == "random":
         model, source = sources.new_source(model, spec)
     return model, Head(source, head_shapes_of(source))
+
+
+def require_same_head(
+    saved: Mapping[str, Any], current: Mapping[str, Any] | None, model: ModelConfig
+) -> None:
+    """Refuses to go on with a head whose files say since then that it computes something else.
+
+    Args:
+      saved: metadata of the checkpoint that a run is resumed from.
+      current: metadata of the head that the run loaded, see `describe_head`; None: it has none.
+      model: config of the policy.
+
+    Raises:
+      ConfigError: the settings of the two heads differ; the message names one.
+    """
+    both = [meta.get(DRAFT_KEY) for meta in (saved, current or {})]
+    if not all(about is not None and about["kind"] in DRAFTS for about in both):
+        return  # an MTP head's settings are in the model's config, and own classes have no files
+    was, now = (sources.source_in("checkpoint", {DRAFT_KEY: about}, model) for about in both)
+    try:
+        sources.require_same_draft(was, now)
+    except ValueError as error:
+        raise ConfigError(
+            f"the draft head in the checkpoint is not the one that its files describe now: {error}"
+        ) from error
 
 
 class HeadCheckpoints:

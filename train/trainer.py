@@ -44,7 +44,7 @@ from train.collect import Rollouts, evaluate, score_new_tokens
 from train.exact import ExactMode
 from train.flops import UpdateSpeed, training_devices
 from train.groups import Group
-from train.head_files import HeadCheckpoints, starting_head
+from train.head_files import HeadCheckpoints, require_same_head, starting_head
 from train.heads import DraftTrainer, draft_metrics
 from train.inputs import read_inputs
 from train.log import TRACE_FILE, Trace
@@ -640,6 +640,7 @@ class Trainer:
         # Settings that the checkpoint does not have yet count as their defaults.
         saved = with_draft_key(meta.get("settings", {}))
         require_same_settings(saved, self.fingerprint(), RLConfig)
+        require_same_head(meta, self.about_head, self.model)
         # The first process made the record; others may have no device of its engine.
         kernels = distributed.of_first(lambda: self._kernels, "kernels")
         other = determinism.difference(meta.get("determinism"), kernels)

@@ -1,16 +1,21 @@
 """A draft head saved alone, without its policy's tensors; test_rl has the runs that do it."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
+from tiny import tiny_config
 
 from specjax.checked_json import CheckpointError
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.store import load_draft
+from specjax.checkpoint.weights import Head, describe_head
 from specjax.command_line import ConfigError
 from specjax.config import SpecConfig
+from specjax.drafts.eagle3 import Eagle3Source
 from specjax.drafts.mtp import MTPSource, init_head_params
-from train.head_files import HeadCheckpoints, starting_head
+from train.head_files import HeadCheckpoints, require_same_head, starting_head
 
 
 def same(a, b) -> bool:
@@ -52,3 +57,19 @@ def test_a_run_gone_back_overwrites_the_heads_of_its_abandoned_future(thin_polic
         heads.save(3, init_head_params(model, 9))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "3"]
     assert same(load_draft(tmp_path / "3")[0], init_head_params(model, 9))
+
+
+def test_a_head_whose_files_say_something_else_since_is_not_gone_on_with():
+    model = tiny_config(32, mtp=0)
+    source = Eagle3Source.of(model)
+    cfg = dataclasses.replace(source.cfg, norm_before_residual=True)
+    was, now = (
+        describe_head(Head(one, source.init(0)))
+        for one in (source, dataclasses.replace(source, cfg=cfg))
+    )
+    require_same_head(was, dict(was), model)
+    with pytest.raises(ConfigError, match="files describe now: its cfg.norm_before_residual is F"):
+        require_same_head(was, now, model)
+    own = {"draft_source": {"kind": "my:Own"}}
+    for saved, current in (({}, now), (was, None), (own, own)):
+        require_same_head(saved, current, model)
