@@ -100,7 +100,7 @@ def _loaded(cfg: DraftRunConfig, target: ModelConfig) -> tuple[Draft, Params]:
             f"init: expected the directory or Hugging Face id of a head, got {cfg.init!r}: {error}"
         ) from error
     _require_kind(cfg, kind_of(path, target))
-    return load_head(str(path), target)[1]
+    return load_head(str(path), target, overrides=cfg.draft_overrides)[1]
 
 
 def _require_kind(cfg: DraftRunConfig, found: type[Draft]) -> None:

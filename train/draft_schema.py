@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from specjax.config import SamplingParams, SpecConfig, Strategy
 from specjax.config.dtype import AUTO
+from specjax.config.overrides import OVERRIDES, checked_overrides
 from specjax.config.sampling import SEED_RANGE, is_seed
 from specjax.hub import portable
 from specjax.kernels.names import ATTENTION, ATTENTION_DOC
@@ -188,6 +189,12 @@ DRAFT_RULES = (
         "draft from a part of the policy's where it is used, by draft_vocab there; leave it out",
     ),
     Needs(
+        ("draft_overrides",),
+        lambda v: v["kind"] == "eagle3" and v["init"] is not None,
+        "it is about an EAGLE-3 head in files, and [kind] with [init] names none; set init=DIR, or "
+        "leave it out",
+    ),
+    Needs(
         ("export",),
         lambda v: v["kind"] == "eagle3",
         "[kind] has one layout, the policy's own names; leave it out",
@@ -243,6 +250,11 @@ class DraftRunConfig:
     kind: str = option("eagle3", "head that is trained", choices=KINDS)
     init: str | None = option(
         None, "directory or id of a head of this kind to go on with; null: a new one"
+    )
+    draft_overrides: dict[str, Any] = option(
+        {},
+        "settings of the EAGLE-3 head at `init` in place of those in its config.json, such as "
+        f"{{norm_before_residual: true}}; of {', '.join(OVERRIDES)}",
     )
     out: str = option("runs/draft", "directory of the run")
     seed: int = option(0, "decides samples, new weights, and the order of training")
@@ -300,6 +312,11 @@ class DraftRunConfig:
         # A held-out prompt adds its number to the seed.
         if not (is_seed(self.eval.seed) and is_seed(self.eval.seed + self.eval.problems)):
             raise ValueError(f"eval.seed: expected {SEED_RANGE}, got {self.eval.seed}")
+        try:
+            checked_overrides(self.draft_overrides)
+        except ValueError as error:
+            raise ValueError(f"draft_overrides: {error}") from error
+        self.draft.settle(self.strategy.steps)
         self.packing.settle(self.rollout.longest, MeshConfig().row_multiple)
         if self.data.texts is None and self.packing.row_length < self.rollout.longest:
             raise ValueError(

@@ -117,6 +117,8 @@ DRAFT = [
     (["epochs=2", "cache_bytes=9"], "states=stream keeps no states; set states=cache"),
     (["kind=mtp", "draft_vocab=9"], "only a new EAGLE-3 head has a vocabulary of its own"),
     (["init=d", "draft_vocab=9"], "only a new EAGLE-3 head has a vocabulary of its own"),
+    (["draft_overrides={norm_output: true}"], "kind=eagle3 with init=null names none; set init=D"),
+    (["kind=mtp", "init=d", "draft_overrides={norm_output: true}"], "kind=mtp with init=d names"),
     (["kind=mtp", "export=safeailab"], "kind=mtp has one layout, the policy's own names"),
     (["export=none", "export_dtype=float32"], "export=none writes no files"),
     (["eval.problems=0", "eval.every=2"], "eval.problems=0 evaluates nothing"),
