@@ -7,17 +7,20 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_run
+from tiny import tiny_config
 
 from specjax import chips
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.weights import read_config
 from specjax.command_line import ConfigError, parse_config
+from specjax.drafts.eagle3 import Eagle3Source
 from specjax.engine.options import features_of
 from specjax.engine.request import make_jobs
 from specjax.parallel.sharding import MeshConfig, make_mesh
@@ -462,6 +465,18 @@ def test_a_cache_of_its_own_size_is_told_how_large_it_could_be(tiny_policy, tmp_
 
 
 # --- counting ------------------------------------------------------------------------------------
+
+
+def test_every_matrix_of_an_eagle_3_head_counts():
+    """Its first layer takes states and embeddings, and `fc` the target's states, once a token."""
+    target = tiny_config(64, mtp=0, layers=12)
+    source = Eagle3Source.of(target)
+    arrays = jax.eval_shape(lambda: source.init(0))
+    shapes = SimpleNamespace(source=source, head=arrays, model=target)
+    fused = arrays["fc"].size
+    matrices = sum(a.size for a in jax.tree.leaves(arrays) if a.ndim == 2)
+    assert plan_cost.fused_weights(shapes) == fused == 3 * 16 * 16
+    assert plan_cost.draft_weights(shapes) == matrices - fused
 
 
 def test_a_loop_counts_as_often_as_it_runs():

@@ -15,6 +15,7 @@ import jax
 from specjax import chips
 from specjax.chips import Chip
 from specjax.config import Layer, ModelConfig
+from specjax.drafts.file_head import FileHead
 from specjax.drafts.model import ModelSource
 from specjax.drafts.mtp import MTPSource, head_layer
 from specjax.error_text import shortened
@@ -303,7 +304,7 @@ def _count(program: Program, given: Mapping[str, float], shapes: Shapes) -> Cost
     if kind == "draft":
         outputs = model.vocab_size * model.hidden_size  # for the policy's distributions
         tokens = cfg.packing.rows * cfg.packing.row_length
-        each = cfg.draft.unroll_steps * draft_weights(shapes) + outputs
+        each = cfg.draft.unroll_steps * draft_weights(shapes) + fused_weights(shapes) + outputs
         return Cost(3 * 2 * each * tokens / devices, read)
     if kind in ("apply", "convert", "reshard", "place"):
         return Cost(0.0, 2 * read)
@@ -314,6 +315,7 @@ def _count(program: Program, given: Mapping[str, float], shapes: Shapes) -> Cost
     _, strategy, slots, _ = program.key
     rows, steps = rows_of(shapes, strategy), steps_of(shapes, strategy)
     drafting = drafted_rows(shapes, strategy) * draft_weights(shapes)
+    drafting += (steps + 1) * fused_weights(shapes)  # of the tokens that a round emits, at most
     # The program's inputs hold the first step's weights, except the output matrix if it is the
     # policy's.
     again = _rolled_out(shapes) * max(steps - 1, 0) * draft_weights(shapes)
@@ -341,10 +343,29 @@ def drafter(shapes: Shapes) -> tuple[ModelConfig, tuple[Layer, ...]]:
 def draft_weights(shapes: Shapes) -> int:
     """Returns the number of weights in one draft step, the output matrix included."""
     cfg, layers = drafter(shapes)
-    # A head projects state and embedding together.
+    outputs = cfg.vocab_size * cfg.hidden_size
+    if isinstance(shapes.source, FileHead):  # whose first layer may take states and embeddings
+        return _matrix_weights(shapes.source.rows()["layers"]) + outputs
+    # An MTP head projects state and embedding together.
     inputs = 2 * cfg.hidden_size**2 if cfg is shapes.model else 0
-    weights = chips.layer_weights(layers, cfg.hidden_size)
-    return weights + inputs + cfg.vocab_size * cfg.hidden_size
+    return chips.layer_weights(layers, cfg.hidden_size) + inputs + outputs
+
+
+def fused_weights(shapes: Shapes) -> int:
+    """Returns the number of weights that a head multiplies with the target's states of a token."""
+    if not isinstance(shapes.source, FileHead):
+        return 0
+    rows = shapes.source.rows()
+    return math.prod(rows["fc"].shape) if "fc" in rows else 0
+
+
+def _matrix_weights(rows: Mapping[Any, Any]) -> int:
+    """Returns the number of weights of the matrices in a tree of rows, see `Draft.rows`."""
+    parts = (
+        _matrix_weights(row) if isinstance(row, Mapping) else row.matrix * math.prod(row.shape)
+        for row in rows.values()
+    )
+    return sum(parts)
 
 
 def rows_of(shapes: Shapes, strategy: str) -> int:
