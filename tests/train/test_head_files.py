@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from tiny import tiny_config
 
 from specjax.checked_json import CheckpointError
 from specjax.checkpoint import huggingface as hf
@@ -15,6 +14,7 @@ from specjax.command_line import ConfigError
 from specjax.config import SpecConfig
 from specjax.drafts.eagle3 import Eagle3Source
 from specjax.drafts.mtp import MTPSource, init_head_params
+from specjax.models.families.dense import dense_config
 from train.head_files import HeadCheckpoints, require_same_head, starting_head
 
 
@@ -60,7 +60,7 @@ def test_a_run_gone_back_overwrites_the_heads_of_its_abandoned_future(thin_polic
 
 
 def test_a_head_whose_files_say_something_else_since_is_not_gone_on_with():
-    model = tiny_config(32, mtp=0)
+    model = dense_config(64, 16, 24, 1, 4, 2, 8)
     source = Eagle3Source.of(model)
     cfg = dataclasses.replace(source.cfg, norm_before_residual=True)
     was, now = (

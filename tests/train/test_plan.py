@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_run
-from tiny import tiny_config
 
 from specjax import chips
 from specjax.checkpoint import huggingface as hf
@@ -23,6 +22,7 @@ from specjax.command_line import ConfigError, parse_config
 from specjax.drafts.eagle3 import Eagle3Source
 from specjax.engine.options import features_of
 from specjax.engine.request import make_jobs
+from specjax.models.families.dense import dense_config
 from specjax.parallel.sharding import MeshConfig, make_mesh
 from train import rl
 from train.collect import group_params
@@ -469,7 +469,7 @@ def test_a_cache_of_its_own_size_is_told_how_large_it_could_be(tiny_policy, tmp_
 
 def test_every_matrix_of_an_eagle_3_head_counts():
     """Its first layer takes states and embeddings, and `fc` the target's states, once a token."""
-    target = tiny_config(64, mtp=0, layers=12)
+    target = dense_config(64, 16, 24, 12, 4, 2, 8)
     source = Eagle3Source.of(target)
     arrays = jax.eval_shape(lambda: source.init(0))
     shapes = SimpleNamespace(source=source, head=arrays, model=target)
