@@ -1,5 +1,7 @@
-"""`python -m bench.train WHAT`: RL runs that take turns, compared step by step, and a head.
+"""`python -m bench.train WHAT`: RL runs, compared with each other or recorded, and a head.
 
+    run        one RL run, and its curves
+    objectives GRPO, Dr.GRPO, GSPO and CISPO over several seeds
     draft      a draft head before RL: held-out accept length against tokens trained on
     arms       plain rollouts, a frozen, an online and a random online draft head: are tokens,
                rewards and policies the same bits, and how fast is each
@@ -24,6 +26,8 @@ if __name__ == "__main__" and sys.argv[1:2] == ["spot"]:
 from bench.command import run_subcommand  # noqa: E402
 
 FUNCTIONS = {
+    "run": "bench.train.run:main",
+    "objectives": "bench.train.objectives:main",
     "draft": "bench.train.draft:main",
     "arms": "bench.train.arms:main",
     "schedule": "bench.train.schedule:main",

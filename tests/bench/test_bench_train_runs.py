@@ -1,0 +1,84 @@
+"""`bench.train run` and `objectives` run `train.rl`, and record what the runs learned."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.train import objectives, run
+from train import rl
+
+ARGUMENTS = ["model=assets/sums", "steps=2"]
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """What `train.rl` leaves in its directory, without a run; the list of what was asked for."""
+    asked = []
+
+    def trained(cfg, resume=False):
+        asked.append((cfg, resume))
+        out = Path(cfg.out)
+        (out / "checkpoints" / "2").mkdir(parents=True, exist_ok=True)
+        gain = {"grpo": 0.5, "gspo": 0.4}.get(cfg.algo.preset, 0.3) + cfg.seed / 10
+        records = [
+            {"step": 0, "eval/reward": 0.1},
+            {"step": 1, "rollout/reward": 0.2, "train/entropy": float("nan")},
+            {"step": 2, "rollout/reward": 0.3, "eval/reward": gain},
+        ]
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        (out / "metrics.jsonl").write_text(text)
+        (out / "metrics.png").write_bytes(b"png")
+        return out / "metrics.png"
+
+    monkeypatch.setattr(rl, "run", trained)
+    return asked
+
+
+def figures(path):
+    result = json.loads(path.read_text())
+    return {name: entry["value"] for name, entry in result["figures"].items()}
+
+
+def test_a_run_is_recorded_with_its_curves_and_continued_where_it_is(runs, tmp_path, capsys):
+    argv = [*ARGUMENTS, "result=sums", f"out={tmp_path / 'run'}", f"results={tmp_path}"]
+    run.main(argv)
+    found = figures(tmp_path / "sums.json")
+    assert (found["steps"], found["first/held_out_reward"]) == (2, 0.1)
+    assert (found["last/held_out_reward"], found["last/reward"]) == (0.3, 0.3)
+    assert found["curve/reward"] == [[1, 0.2], [2, 0.3]]
+    assert found["not_finite"] == ["train/entropy"]
+    assert (tmp_path / "sums.png").read_bytes() == b"png"
+    assert len((tmp_path / "sums.jsonl").read_text().splitlines()) == 3
+    assert "held_out_reward" in capsys.readouterr().out
+    run.main(argv)
+    assert [resume for _, resume in runs] == [False, True]
+
+
+def test_objectives_are_compared_with_the_first_over_seeds(runs, tmp_path):
+    argv = [
+        *ARGUMENTS, "objectives=[grpo,gspo]", "seeds=[0,1]", "algo.updates_per_rollout=2",
+        f"out={tmp_path / 'runs'}", f"results={tmp_path}",
+    ]  # fmt: skip
+    objectives.main(argv)
+    found = figures(tmp_path / "objectives.json")
+    assert found["held_out_reward/grpo"] == pytest.approx(0.55)
+    assert found["difference/gspo"] == pytest.approx(-0.1)
+    assert found["curves/gspo"] == [[[0, 0.1], [2, 0.4]], [[0, 0.1], [2, 0.5]]]
+    assert (tmp_path / "objectives.png").stat().st_size > 1000
+    assert [(cfg.algo.objective, cfg.seed) for cfg, _ in runs] == [
+        ("grpo", 0), ("grpo", 1), ("gspo", 0), ("gspo", 1),
+    ]  # fmt: skip
+    assert all(cfg.algo.updates_per_rollout == 2 for cfg, _ in runs)
+    objectives.main(argv)
+    assert len(runs) == 4, "runs that have ended are read"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [("objectives=[ppo]", "objectives: expected"), ("seeds=[1,1]", "seeds: expected")],
+)
+def test_wrong_comparisons_are_refused(wrong, message, capsys):
+    with pytest.raises(SystemExit):
+        objectives.main([*ARGUMENTS, wrong])
+    assert message in capsys.readouterr().err
