@@ -2,6 +2,7 @@
 
     run        one RL run, and its curves
     objectives GRPO, Dr.GRPO, GSPO and CISPO over several seeds
+    verl_rows  GSM8K's rows in the layout of verl, which configs/dapo_gsm8k.yaml takes
     draft      a draft head before RL: held-out accept length against tokens trained on
     arms       plain rollouts, a frozen, an online and a random online draft head: are tokens,
                rewards and policies the same bits, and how fast is each
@@ -28,6 +29,7 @@ from bench.command import run_subcommand  # noqa: E402
 FUNCTIONS = {
     "run": "bench.train.run:main",
     "objectives": "bench.train.objectives:main",
+    "verl_rows": "bench.train.verl_rows:main",
     "draft": "bench.train.draft:main",
     "arms": "bench.train.arms:main",
     "schedule": "bench.train.schedule:main",

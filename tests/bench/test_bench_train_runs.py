@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.train import objectives, run
+from bench.train import objectives, run, verl_rows
 from train import rl
+from train.tasks import verl
 
 ARGUMENTS = ["model=assets/sums", "steps=2"]
 
@@ -82,3 +83,18 @@ def test_wrong_comparisons_are_refused(wrong, message, capsys):
     with pytest.raises(SystemExit):
         objectives.main([*ARGUMENTS, wrong])
     assert message in capsys.readouterr().err
+
+
+def test_rows_of_gsm8k_are_written_as_verl_has_them(tmp_path, capsys):
+    row = {"question": "What is 40 + 2?", "answer": "40 + 2 = <<40+2=42>>42.\n#### 42"}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
+    verl_rows.main([str(tmp_path / "train.jsonl"), str(tmp_path / "verl.jsonl")])
+    [written] = [json.loads(line) for line in (tmp_path / "verl.jsonl").read_text().splitlines()]
+    assert verl.TASK.recognises(written)
+    example = verl.TASK.read(written)
+    assert example.answer == "42" and "What is 40 + 2?" in str(example.prompt)
+    assert written["extra_info"] == {"split": "train", "index": 0, **row}
+    assert "1 rows" in capsys.readouterr().out
+    verl_rows.main(["--text", str(tmp_path / "train.jsonl"), str(tmp_path / "text.jsonl")])
+    as_text = json.loads((tmp_path / "text.jsonl").read_text())
+    assert as_text == written | {"prompt": written["prompt"][0]["content"]}
