@@ -35,6 +35,7 @@ from specjax.schema import (
     absent_keys_of,
     check,
     describe,
+    entry_of,
     expected,
     keys_of,
     read,
@@ -302,8 +303,16 @@ class _Schema(NamedTuple):
         return cls(schema_cls, keys, sections, getattr(schema_cls, "aliases", {}))
 
     def key_of(self, name: str) -> Key | None:
-        """The setting of that name; None for a section or an unknown name."""
+        """The setting of that name; None for a section or an unknown name.
+
+        `SETTING.NAME.FIELD` is a field of a named entry, see `schema.entry_of`.
+        """
         key = self.keys.get(name)
+        above, _, field = name.rpartition(".")
+        outer = self.keys.get(above.rpartition(".")[0])
+        entry = None if key is not None or outer is None else entry_of(outer.type)
+        if entry is not None:
+            return {each.name: each for each in keys_of(entry)}.get(field)
         return None if key is None or key.section else key
 
     def suggestion(self, name: str, *value: Any) -> str:
@@ -362,7 +371,7 @@ def _split(
             continue
         name = name.removeprefix("--")
         key = schema.key_of(schema.aliases.get(name, name))
-        if name not in schema.keys and name not in schema.aliases:
+        if key is None and name not in schema.keys and name not in schema.aliases:
             found = [value] if equals else rest[:1]
             hint = nearest_flag(f"--{name}", flags.values()) or schema.suggestion(name, *found)
             raise ConfigError(f"command line: unknown key {name!r}{hint}")

@@ -251,6 +251,16 @@ def _section_of(kind: Any) -> type | None:
     return found if section else None
 
 
+def entry_of(kind: Any) -> type | None:
+    """The dataclass of the values of a mapping such as `dict[str, EvalSet]`; None for others.
+
+    Users name such entries as they like, and set their fields as `SETTING.NAME.FIELD`.
+    """
+    inner = (typing.get_args(kind) or (None,))[-1]
+    mapping = typing.get_origin(kind) is dict and isinstance(inner, type)
+    return inner if mapping and dataclasses.is_dataclass(inner) else None
+
+
 def attribute_docs(schema_cls: type) -> dict[str, str]:
     """The sentence about each field, from "Attributes:" in docstrings of a class and its bases."""
     docs: dict[str, str] = {}
@@ -288,6 +298,9 @@ def describe(schema_cls: type) -> str:
             own = ", or your own as module:attribute" if key.own else ""
             doc += f" [one of {', '.join(show(choice) for choice in key.choices)}{own}]"
         rows.append((f"{key.name}={default}", type_name(key.type), doc))
+        for field in keys_of(entry_of(key.type)) if entry_of(key.type) else ():
+            name = f"{key.name}.NAME.{field.name}={show(field.default)}"
+            rows.append((name, type_name(field.type), field.doc))
     left = min(44, max((len(name) for name, _, _ in rows), default=0))
     middle = max((len(kind) for _, kind, _ in rows), default=0)
     lines = [f"  {name:<{left}}  {kind:<{middle}}  {doc}".rstrip() for name, kind, doc in rows]
@@ -442,6 +455,8 @@ def _checked(kind: Any, value: Any) -> Any:
 def _mapping(kind: Any, value: Mapping) -> Mapping:
     """A mapping with its keys as integers where the type asks for it; in JSON they are text."""
     of_key, of_value = typing.get_args(kind) or (Any, Any)
+    if entry_of(kind) is not None:
+        return {name: _entry(of_value, name, fields) for name, fields in value.items()}
     if of_key is not int:
         return value
     found: dict[int, Any] = {}
@@ -454,6 +469,22 @@ def _mapping(kind: Any, value: Mapping) -> Mapping:
             found[key] = _checked(of_value, each)
         except ValueProblem as error:
             raise ValueProblem(f"entry {key}: {error}") from error
+    return found
+
+
+def _entry(cls: type, name: str, fields: Any) -> dict[str, Any]:
+    """The fields of a named entry, checked as settings are."""
+    if not isinstance(fields, Mapping):
+        raise ValueProblem(f"{name}: expected a mapping of its settings, got {_quoted(fields)}")
+    known, found = {key.name: key for key in keys_of(cls)}, {}
+    for field, value in fields.items():
+        if field not in known:
+            hint = nearest(str(field), list(known)) or f"; known are {', '.join(known)}"
+            raise ValueProblem(f"{name}: unknown key {field!r}{hint}")
+        try:
+            found[field] = check(known[field], value)
+        except ValueProblem as error:
+            raise ValueProblem(f"{name}.{field}: {error}") from error
     return found
 
 

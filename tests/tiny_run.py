@@ -143,12 +143,12 @@ def shared_programs():
         for engine, place in zip(built.engines, places, strict=True):
             spec = engine.spec and dataclasses.replace(engine.spec, exact_mode=False)
             share(engine, str(place and place.devices), model, roll, cfg.dtype, spec)
+        for engine, place in zip(built.eval_engines, places, strict=False):
+            share(engine, str(place and place.devices), model, roll, cfg.dtype, cfg.eval)
         if places == [None]:
             plain = {name: getattr(cfg.rollout, name) for name in OF_PLAIN}
             for engine in built.plain_engines:
                 share(engine, model, plain, cfg.rollout.max_batch, cfg.algo.logprobs)
-            if built.eval_engine is not None:
-                share(built.eval_engine, model, plain, cfg.eval)
         return built
 
     with pytest.MonkeyPatch.context() as patch:

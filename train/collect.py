@@ -617,47 +617,6 @@ class ResponseText:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def evaluate(
-    engine: Engine,
-    prompts: Prompts,
-    heldout: Sequence[Problem],
-    eos_ids: Sequence[int],
-    scorer: Scorer,
-    cfg: RLConfig,
-) -> dict[str, float]:
-    """Scores the engine's policy on the first `eval.problems` held-out problems.
-
-    One response to each is sampled with the rollout's parameters and with seeds that are the same
-    every time. Problems whose prompts are dropped because of their length are left out.
-    """
-    problems = [heldout[i] for i in range(min(cfg.eval.problems, len(heldout)))]
-    encoded = [(problem, *prompts.fit(problem)) for problem in problems]
-    fitting = [(problem, ids) for problem, ids, _ in encoded if ids is not None]
-    jobs = []
-    for problem, ids in fitting:
-        params = cfg.rollout.sampling_params(cfg.eval.seed + problem.index)
-        jobs += make_jobs(ids, params, eos_ids, prompts.tokenizer, request=len(jobs))
-    samples, totals = engine.generate(jobs)
-    require_valid(samples, lambda index: f"prompt {index}")
-    text = ResponseText(prompts.tokenizer, cfg.rollout.sampling_params())
-    scores = scorer.score_all(
-        [text(sample.token_ids) for sample in samples],
-        [problem for problem, _ in fitting],
-        [SampleFacts(0, sample.token_ids, sample.finish_reason) for sample in samples],
-    )
-    scorer.metrics()  # those of a step are of its rollout alone
-    means = scorer.part_means(scores)
-    return {
-        **{f"eval/reward/{label}": mean for label, mean in means.items()},
-        "eval/reward": float(np.mean([score.value for score in scores])),
-        "eval/problems": float(len(fitting)),
-        "eval/prompts_overlong": float(sum(why is not None for _, _, why in encoded)),
-        "eval/reward_failed": float(sum(score.failed for score in scores)),
-        "eval/response_length_mean": totals.tokens / max(len(fitting), 1),
-        "time/eval": totals.seconds,
-    }
-
-
 def to_samples(
     groups: Sequence[Group], advantages: Float[np.ndarray, "P G"], step: int | None = None
 ) -> list[Sample]:

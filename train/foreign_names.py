@@ -1,4 +1,4 @@
-"""Names of settings in verl and TRL, and where they lead in `train.rl`: for messages."""
+"""Names of settings in verl, TRL and slime, and where they lead in `train.rl`: for messages."""
 
 from __future__ import annotations
 
@@ -61,6 +61,12 @@ FOREIGN_NAMES = {
     "num_generations": "rollout.n",
     "max_prompt_length": "rollout.max_prompt_tokens",
     "max_completion_length": "rollout.max_tokens",
+    "trainer.test_freq": "eval.every",
+    "trainer.val_before_train": "eval.before",
+    "eval_interval": "eval.every",
+    "eval_steps": "eval.every",
+    "eval_prompt_data": "set eval.sets.NAME.path",
+    "n_samples_per_eval_prompt": "set eval.sets.NAME.n",
     "reward_funcs": "reward",
     "reward_weights": "rewards.weights",
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from specjax.checkpoint.weights import run_as
 from specjax.command_line import ConfigError, given_in, require_effect
 from specjax.config import ModelConfig, SpecConfig
 from specjax.config.dtype import AUTO
+from specjax.control import ControlConfig
 from specjax.decode.options import Features
 from specjax.drafts.head import HeadSource
 from specjax.engine.engine import Engine
@@ -31,6 +33,7 @@ from specjax.speculation import ControlSection
 from specjax.spelling import spelled
 from train.collect import group_params
 from train.draft_losses import Sampling
+from train.eval_schema import asked_sets
 from train.heads import DraftTrainer, head_of, inner_taps
 from train.logprobs import Transforms
 from train.loss import rl_loss
@@ -74,9 +77,8 @@ def build_engines(
     model: ModelConfig,
     speculate: bool,
     source: Draft | None,
-    mesh: Mesh,
     meshes: Sequence[Mesh],
-) -> tuple[list[Engine], list[Engine], Engine | None]:
+) -> tuple[list[Engine], list[Engine], list[Engine]]:
     """Builds the engines of rollouts, of exact mode and of evaluation.
 
     Args:
@@ -84,14 +86,12 @@ def build_engines(
       model: config of the policy.
       speculate: whether rollouts speculate.
       source: what drafts; None: the model's own head.
-      mesh: mesh of training, whose devices evaluate if there is one process.
-      meshes: meshes of this process's replicas. With several processes each evaluates on its first
-        one. A process without replicas gets engines on its first device, which never run and only
-        check requests.
+      meshes: meshes of this process's replicas. A process without replicas gets engines on its
+        first device, which never run and only check requests.
 
     Returns:
-      (an engine per mesh; one per mesh that decodes plainly, if exact mode needs them; the engine
-      for evaluation, or None if the run does not evaluate).
+      (an engine per mesh; one per mesh that decodes plainly, if exact mode needs them; one per mesh
+      that evaluates, if the run does).
 
     Raises:
       ValueError: the settings do not fit together.
@@ -104,34 +104,86 @@ def build_engines(
             f"with rollout.tp={roll.tp} a replica has devices of several processes, which have "
             f"{jax.local_device_count()} each; use a smaller rollout.tp, or leave out exact_mode"
         )
-    mesh = meshes[0] if distributed.is_several() else mesh
-    settings = {
-        "max_len": roll.max_prompt_tokens + roll.max_tokens,
-        "stop_width": max(1, len(model.eos_token_ids)),
-        "prompt_widths": [roll.max_prompt_tokens],  # one width, one set of executables
-        "config": dataclasses.replace(
-            roll.engine_config(), attention=cfg.attention, named_strategies=False
-        ),
-    }
     plain = SpecConfig("off", invariant=roll.invariant)
     spec = roll.spec() if speculate else plain
     control = roll.control_config() if speculate else None
-
-    def build(spec, batch: int, on: Mesh, **more) -> Engine:
-        decoder = model.running(scan_layers=roll.scan_layers, remat=False, sequence_parallel=False)
-        source = more.get("source")
-        if not spec.is_off and (source is None or trains(source)):
-            of = laid_out(decoder, on)
-            more["source"] = head_of(of) if source is None else run_as(source, of.run)
-        return Engine(decoder, spec, batch, mesh=on, **settings, **more)
-
-    engines = [build(spec, roll.max_batch, on, source=source, control=control) for on in meshes]
+    sizes = roll.max_batch, roll.max_prompt_tokens, roll.max_tokens
+    engines = [_engine(cfg, model, spec, on, sizes, source, control) for on in meshes]
     plain_engines = []
     if exact and not roll.invariant:  # in that mode one program has to decode both ways
-        plain_engines = [build(plain, roll.max_batch, on) for on in meshes]
-    if not cfg.eval.problems:
-        return engines, plain_engines, None
-    return engines, plain_engines, build(plain, cfg.eval.max_batch, _rollout_mesh(mesh))
+        plain_engines = [_engine(cfg, model, plain, on, sizes) for on in meshes]
+    evaluating = evaluation_engines(cfg, model, source, meshes) if cfg.eval.any else []
+    return engines, plain_engines, evaluating
+
+
+def evaluation_engines(
+    cfg: RLConfig, model: ModelConfig, source: Draft | None, meshes: Sequence[Mesh]
+) -> list[Engine]:
+    """Builds an engine on each mesh that evaluates and speculates as rollouts do.
+
+    They decode plainly if the tokens of speculation would depend on the draft
+    (`rollout.acceptance=block` and `recursive`), so that policies are compared on equal noise, or
+    if the acceptance mode does not take the temperature of a set.
+
+    Raises:
+      ValueError: the settings do not fit together.
+    """
+    roll = cfg.rollout
+    greedy = all(each.sampling.temperature == 0 for each in asked_sets(cfg.eval, roll))
+    speculate = roll.acceptance == "coupled" or (roll.acceptance == "greedy" and greedy)
+    spec, control = SpecConfig("off", invariant=roll.invariant), None
+    if speculate and drafts(cfg):
+        spec, control = roll.spec(), roll.control_config()
+    sizes = _eval_sizes(cfg)
+    return [_engine(cfg, model, spec, on, sizes, source, control) for on in meshes]
+
+
+def _eval_sizes(cfg: RLConfig) -> tuple[int, int, int]:
+    """Slots, and the most prompt and response tokens, of an engine that runs all sets.
+
+    They are those of rollouts where these are enough, so that programs can be shared.
+    """
+    asked, roll = asked_sets(cfg.eval, cfg.rollout), cfg.rollout
+    prompt = max(roll.max_prompt_tokens, *(each.max_prompt_tokens for each in asked))
+    longest = max(roll.max_prompt_tokens + roll.max_tokens, *(each.longest for each in asked))
+    return cfg.eval.max_batch or roll.max_batch, prompt, longest - prompt
+
+
+def _engine(
+    cfg: RLConfig,
+    model: ModelConfig,
+    spec: SpecConfig,
+    mesh: Mesh,
+    sizes: tuple[int, int, int],
+    source: Draft | None = None,
+    control: ControlConfig | None = None,
+) -> Engine:
+    """Builds an engine.
+
+    Args:
+      spec: how it speculates.
+      mesh: mesh on which it runs.
+      sizes: slots, the most prompt tokens, and the most tokens beyond these.
+      source: what drafts; None: the model's own head.
+      control: how strategies are chosen.
+    """
+    roll, (batch, prompt, response) = cfg.rollout, sizes
+    decoder = model.running(scan_layers=roll.scan_layers, remat=False, sequence_parallel=False)
+    if not spec.is_off and (source is None or trains(source)):
+        of = laid_out(decoder, mesh)
+        source = head_of(of) if source is None else run_as(source, of.run)
+    return Engine(
+        decoder,
+        spec,
+        batch,
+        prompt + response,
+        max(1, len(model.eos_token_ids)),
+        mesh,
+        [prompt],  # one width, one set of executables
+        source,
+        dataclasses.replace(roll.engine_config(), attention=cfg.attention, named_strategies=False),
+        control,
+    )
 
 
 def _rollout_mesh(mesh: Mesh) -> Mesh:
@@ -150,7 +202,8 @@ class Programs:
       engines: engines that roll out.
       plain_engines: engine for each of these that decodes plainly, for exact mode; empty if there
         is none, or if the engines decode plainly themselves.
-      eval_engine: engine that evaluates; None if the run does not evaluate.
+      eval_engines: engines that evaluate, on the devices of each replica of this process; empty if
+        the run does not evaluate.
     """
 
     policy: PolicyTrainer
@@ -158,7 +211,7 @@ class Programs:
     replica_drafts: list[DraftTrainer]
     engines: list[Engine]
     plain_engines: list[Engine]
-    eval_engine: Engine | None
+    eval_engines: list[Engine]
 
 
 def drafts(cfg: RLConfig) -> bool:
@@ -267,20 +320,27 @@ def _untrained_steps(cfg: RLConfig, drafting: Drafting) -> str:
 def chunk_features(cfg: RLConfig, model: ModelConfig, evaluating: bool = False) -> Features:
     """The sampling features that the chunks of a rollout, or of an evaluation, are compiled with.
 
-    All samples have the same ones, so no further programs are compiled.
+    All samples of a rollout have the same ones, and those of an evaluation no further ones, so no
+    further programs are compiled.
 
     Raises:
       ConfigError: a setting does not fit the model.
     """
-    params = cfg.rollout.sampling_params() if evaluating else group_params(cfg, 0, 0)
-    # Stop strings are searched for on the host.
-    [job] = make_jobs([0], dataclasses.replace(params, n=1, stop=()), model.eos_token_ids)
     longest = cfg.rollout.max_prompt_tokens + cfg.rollout.max_tokens
-    try:
-        check_job("rollout", job, Limits(model, longest, len(job.stop_ids), None))
-    except ValueError as error:
-        raise ConfigError(spelled(error, SPELL)) from error
-    return features_of(job, model.vocab_size)
+    asked = [("rollout", longest, group_params(cfg, 0, 0))]
+    if evaluating:
+        sets = asked_sets(cfg.eval, cfg.rollout)
+        asked = [(each.key, each.longest, each.params()) for each in sets]
+    found = []
+    for where, longest, params in asked:
+        # Stop strings are searched for on the host.
+        [job] = make_jobs([0], dataclasses.replace(params, n=1, stop=()), model.eos_token_ids)
+        try:
+            check_job(where, job, Limits(model, longest, len(job.stop_ids), None))
+        except ValueError as error:
+            raise ConfigError(spelled(error, SPELL)) from error
+        found.append(features_of(job, model.vocab_size))
+    return functools.reduce(operator.or_, found)
 
 
 def transforms(cfg: RLConfig, model: ModelConfig) -> Transforms | None:
@@ -325,6 +385,18 @@ def settle_length(cfg: RLConfig, model: ModelConfig) -> str | None:
     Raises:
       ConfigError: the user set lengths that the model has too few positions for.
     """
+    line = _fit_rollouts(cfg, model)
+    for each in asked_sets(cfg.eval, cfg.rollout):
+        if each.longest > model.max_position:
+            raise ConfigError(
+                f"{each.key}: max_prompt_tokens={each.max_prompt_tokens} + max_tokens="
+                f"{each.sampling.max_tokens} must be at most {model.max_position}, the longest "
+                f"sequence of {cfg.model}"
+            )
+    return line
+
+
+def _fit_rollouts(cfg: RLConfig, model: ModelConfig) -> str | None:
     roll, most = cfg.rollout, model.max_position
     longest = roll.max_prompt_tokens + roll.max_tokens
     if longest <= most:
@@ -378,6 +450,8 @@ def build_programs(
     loss = rl_loss(cfg.algo, on_policy(cfg), stale=roll.partial)
     context, kernel = context_of(cfg.mesh, mesh), cfg.attention
     chunk_features(cfg, model)
+    if cfg.eval.any:
+        chunk_features(cfg, model, evaluating=True)
     trained_online = speculate and cfg.draft.mode == "online"
     trained = run_as(source or head_of(model), model.run) if trained_online else None
     policy = PolicyTrainer(
@@ -415,7 +489,7 @@ def build_programs(
                     replica_drafts.append(alone)
     decoded = as_rolled_out(cfg, model)
     try:
-        engines = build_engines(cfg, decoded, speculate, source, mesh, meshes)
+        engines = build_engines(cfg, decoded, speculate, source, meshes)
     except ValueError as error:
         raise ConfigError(f"rollout: {spelled(error, SPELL)}") from error
     return Programs(policy, draft, replica_drafts, *engines)

@@ -51,6 +51,7 @@ from train.cli import (
     run_program,
 )
 from train.describe import describe_run, settings_of
+from train.evaluation import described
 from train.head_files import HeadCheckpoints
 from train.log import MetricsLogger, read_metrics
 from train.rollout_schema import SPELL
@@ -196,7 +197,7 @@ def _train(
                 begin,
             ) as samples,
         ):
-            _steps(cfg, trainer, log, samples, checkpoints, heads, evaluate_first=not resume)
+            _steps(cfg, trainer, log, samples, checkpoints, heads, resumed=resume)
             if distributed.is_first():
                 log.summary_table(summary(read_metrics(out)), title=f"{out}")
     if cfg.checkpoint.export:
@@ -287,13 +288,15 @@ def slots_warning(cfg: RLConfig) -> str | None:
 
 
 def _steps(
-    cfg: RLConfig, trainer: Trainer, log, samples, checkpoints, heads, evaluate_first: bool
+    cfg: RLConfig, trainer: Trainer, log, samples, checkpoints, heads, resumed: bool
 ) -> None:
     """Runs the remaining steps, and evaluates, logs and saves in between."""
     step_warnings, first = StepWarnings(source=trainer.source), True
-    if evaluate_first and trainer.eval_engine is not None:
+    if cfg.eval.before and not resumed and trainer.eval_engine is not None:
         with _naming_step(0, checkpoints):
-            log.log(0, trainer.evaluate())
+            metrics = trainer.evaluate()
+        log.log(0, metrics)
+        _say(f"evaluation before the first step: {described(metrics)}")
     while trainer.done_steps < cfg.steps:
         with _naming_step(trainer.done_steps + 1, checkpoints):
             try:
@@ -305,7 +308,9 @@ def _steps(
         due = cfg.eval.every and step % cfg.eval.every == 0
         if trainer.eval_engine is not None and (last or due):
             with _naming_step(step, checkpoints):
-                metrics |= trainer.evaluate()
+                evaluated = trainer.evaluate()
+            metrics |= evaluated
+            _say(f"evaluation after step {step}: {described(evaluated)}")
         samples.log(step, trainer.last_rollout)
         log.log(step, metrics)
         if first and "rollout/drafted_accept_length" in metrics:
@@ -397,6 +402,8 @@ def summary(records: list[dict]) -> list[dict]:
         "time/train": "policy update, s",
         "time/draft": "draft update, s",
     }
+    sets = dict.fromkeys(name for record in records for name in record if "/avg@" in name)
+    names |= {name: name.removeprefix("eval/") for name in sets}
     rows = []
     for name, label in names.items():
         values = [r[name] for r in records if r.get(name) is not None]

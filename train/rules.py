@@ -56,6 +56,11 @@ def _generates(v: Values) -> bool:
     return _generates_sums(v) or v["data.task"] == "reasoning_gym"
 
 
+def _generates_sets(v: Values) -> bool:
+    """Whether a set of evaluation has problems that are generated."""
+    return any(each.get("dataset") for each in v["eval.sets"].values())
+
+
 _IS_GENERATED = (
     "the task is generated and reads no file; set data.path=FILE and leave out data.task, or leave "
     "this out"
@@ -206,9 +211,14 @@ RL_RULES = (
     ),
     Needs(
         # Problems of data.heldout_path are left out of training in any case.
-        ("data.heldout_size", "eval.every", "eval.max_batch", "eval.seed"),
-        lambda v: v["eval.problems"] > 0,
+        ("data.heldout_size",),
+        lambda v: v["eval.problems"] > 0 or _generates_sets(v),
         "[eval.problems] evaluates nothing; raise eval.problems, or leave it out",
+    ),
+    Needs(
+        ("eval.every", "eval.before", "eval.max_batch", "eval.seed"),
+        lambda v: v["eval.problems"] > 0 or bool(v["eval.sets"]),
+        "[eval.problems] evaluates nothing; raise eval.problems, set eval.sets, or leave it out",
     ),
     Needs(
         ("rollout.draft_vocab_every",),

@@ -19,6 +19,7 @@ from specjax.parallel.sharding import MeshConfig
 from specjax.schema import Needs, at_least, option
 from specjax.spelling import Spell
 from train.algo import DEFAULT, algo_section, with_objective, with_preset
+from train.eval_schema import EvalSection, asked_sets
 from train.foreign_names import FOREIGN_NAMES
 from train.heads import MOST_STEPS, DraftConfig
 from train.optim import OptimConfig
@@ -438,19 +439,6 @@ def reward_names(reward: str | list[str]) -> tuple[str, ...]:
 
 
 @dataclass
-class EvalSection:
-    """Held-out reward, sampled as the rollout samples (temperature, filters, penalties, stops)."""
-
-    problems: int = option(512, "held-out problems; 0 is no evaluation")
-    every: int = option(0, "steps between evaluations; 0: only at start and end")
-    max_batch: int = option(64, "slots that run at once")
-    seed: int = option(1234, "seed of the samples, the same at every evaluation")
-
-    def __post_init__(self):
-        at_least("eval", self, problems=0, every=0, max_batch=1)
-
-
-@dataclass
 class RewardsSection:
     """How rewards are computed."""
 
@@ -536,7 +524,7 @@ class RLConfig:
     optim: OptimConfig = option(OptimConfig(lr=1e-4), "the policy's optimizer")
     draft: DraftConfig = option(DraftConfig(unroll_steps=None), "the draft head")
     packing: PackingSection = option(PackingSection, "training batches")
-    eval: EvalSection = option(EvalSection, "held-out evaluation")
+    eval: EvalSection = option(EvalSection, "evaluation")
     dtype: DtypeSection = option(DtypeSection, "dtypes")
     mesh: MeshConfig = option(MeshConfig, "devices per axis")
     remat: bool = option(False, "recompute activations in the backward pass")
@@ -593,6 +581,8 @@ class RLConfig:
         self.packing.settle(longest, self.mesh.row_multiple)
         self.algo.settle(self.rollout.max_tokens)
         _rows_divide(self.packing, self.mesh)
+        for asked in asked_sets(self.eval, self.rollout):
+            asked.check()
         self._settle_draft_mode()
         self.draft.settle(max(strategy.steps for strategy in self.rollout.strategies))
         if self.rollout.draft == "ngram" and self.draft.mode == "online":

@@ -28,6 +28,7 @@ from specjax.config import ModelConfig
 from specjax.config.dtype import AUTO
 from specjax.decode.options import Features
 from specjax.engine.compiling import OnProgram
+from specjax.engine.engine import Engine
 from specjax.engine.sources import Drafting, head_class, load_source, trains
 from specjax.engine.start_up import StartUp
 from specjax.engine.vocabulary import draft_ids, own_ids
@@ -40,7 +41,8 @@ from specjax.weights import load_tokenizer
 from train import data
 from train.advantages import training_samples
 from train.algo import preset_line
-from train.collect import Rollouts, evaluate, score_new_tokens
+from train.collect import Rollouts, score_new_tokens
+from train.evaluation import evaluate, problem_sets
 from train.exact import ExactMode
 from train.flops import UpdateSpeed, training_devices
 from train.groups import Group
@@ -156,13 +158,14 @@ class Trainer:
             self.tokenizer_dir = tokenizer_dir(cfg.model).absolute()
             self.tokenizer = load_tokenizer(self.tokenizer_dir)
             inputs = read_inputs(cfg, self.tokenizer, named)
+            self.eval_sets, about_sets = problem_sets(cfg, inputs, named)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         self.prompts, self.scorer = inputs.prompts, inputs.scorer
         preset = preset_line(cfg.algo)
         self.notes = warnings + [line for line in (fitted, preset) if line] + inputs.notes
+        self.notes += about_sets
         self.order = data.endless(inputs.problems, cfg.data.seed)
-        self.heldout = inputs.heldout
 
     def _load_draft(self, drafting: Drafting, model: ModelConfig, head: Head | None) -> ModelConfig:
         """Loads what drafts; returns the model's config with the switches of an MTP head."""
@@ -204,11 +207,19 @@ class Trainer:
         if cfg.rollout.exact_mode and drafts(cfg):
             plain = built.plain_engines and join_engines(built.plain_engines, self.copies)
             self.exact = ExactMode(self.engine, plain or None, self.sync_weights)
-        self.eval_engine = built.eval_engine
-        if self.eval_engine is not None:
-            self.eval_engine = join_engines([self.eval_engine], self.copies)
+        self._build_evaluation(built.eval_engines, built.engines)
         self._build_spot(built.replica_drafts)
         self.sync_weights()
+
+    def _build_evaluation(self, own: Sequence[Engine], rollouts: Sequence[Engine]) -> None:
+        """Joins the engines that evaluate, which take the programs of rollouts where they can."""
+        self.eval_engine, self._shares_programs = None, False
+        if own:
+            shared = [mine.share_programs(roll) for mine, roll in zip(own, rollouts, strict=True)]
+            self._shares_programs = all(shared)
+            for engine in own:
+                engine.alarm = None
+            self.eval_engine = join_engines(own, self.copies)
 
     def _build_vocabulary(self) -> None:
         """Makes the choice of ids to draft from, if not all are."""
@@ -220,7 +231,7 @@ class Trainer:
         always = [token for token in dict.fromkeys(always) if token < size]
         spec = self._any_engine.spec
         every = roll.draft_vocab_every if spec.token_map is None and spec.by_token else 0
-        own = own_ids(self.source, self.source_params if self.head is None else self.head)
+        own = own_ids(self.source, self._draft_params)
         try:
             first = draft_ids(self.model, spec, own)
         except SettingError as error:
@@ -265,8 +276,12 @@ class Trainer:
 
     def sync_weights(self) -> None:
         """Gives the weights of policy and draft to the engine; only the first call compiles."""
-        draft = self.source_params if self.head is None else self.head
-        self.engine.set_params(self.params, draft)
+        self.engine.set_params(self.params, self._draft_params)
+
+    @property
+    def _draft_params(self) -> Params | None:
+        """The weights of what drafts; None: it has none."""
+        return self.source_params if self.head is None else self.head
 
     def start_lines(self) -> list[str]:
         """The lines about rollouts at start."""
@@ -297,10 +312,7 @@ class Trainer:
         if self.exact is not None:
             self.exact.warm_up(self.params, self._features, self.on_program)
         if self.eval_engine is not None:
-            self.eval_engine.set_params(self.params)
-            features = chunk_features(self.cfg, self.model, evaluating=True)
-            self.eval_engine.warm_up((features,), self.on_program)
-            self.eval_engine.release()
+            self._warm_up_evaluation()
         if self.cfg.rollout.partial:
             rows, length = self.cfg.packing.rows, self.cfg.packing.row_length
             batch = empty_batch(rows, length, record_shape(self.model))
@@ -310,6 +322,27 @@ class Trainer:
             states = self.policy.states_shape(*shape)
             self.spot.warm_up(self.head, self.draft_opt, self.params, states)
         return self._start_up
+
+    def _warm_up_evaluation(self) -> None:
+        """Compiles the programs of evaluation that rollouts do not have."""
+        features, (known,) = chunk_features(self.cfg, self.model, evaluating=True), self._features
+        if self._shares_programs and known.covers(features):
+            for engine in self.eval_engine.engines:
+                engine.is_warm = True
+            return
+        self._give_evaluation()
+        self.eval_engine.warm_up((features,), self.on_program)
+        self.eval_engine.release()
+
+    def _give_evaluation(self) -> None:
+        """Gives the weights of policy and draft to the engine that evaluates."""
+        engine = self.eval_engine
+        if engine.spec is None:
+            engine.set_params(self.params)
+            return
+        if self.vocabulary is not None and engine.spec.by_token:
+            engine.set_draft_ids(self.vocabulary.ids)
+        engine.set_params(self.params, self._draft_params)
 
     # --- one step ----------------------------------------------------------------------------
 
@@ -545,17 +578,16 @@ class Trainer:
     # --- evaluation, checkpoints -------------------------------------------------------------
 
     def evaluate(self) -> dict[str, float]:
-        """Metrics of evaluation on held-out problems, with the same seeds every time."""
-        self.eval_engine.set_params(self.params)
-        found = evaluate(
-            self.eval_engine,
-            self.prompts,
-            self.heldout,
-            self.model.eos_token_ids,
-            self.scorer,
-            self.cfg,
-        )
+        """Metrics of evaluation on all sets, with the same seeds every time."""
+        self._give_evaluation()
+        if self._shares_programs:  # it begins with what rollouts know, and keeps what it learns
+            for own, rollouts in zip(self.eval_engine.engines, self.engines, strict=True):
+                own.controller.load_state(copy.deepcopy(rollouts.controller.state()))
+        eos_ids, seed = self.model.eos_token_ids, self.cfg.eval.seed
+        found = evaluate(self.eval_engine, self.eval_sets, eos_ids, seed).metrics
         self.eval_engine.release()
+        if self.eval_engine.telemetry is not None:
+            self.eval_engine.telemetry.clear()  # it is about rollouts
         return found
 
     def trees(self) -> dict:

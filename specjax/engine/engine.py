@@ -244,6 +244,35 @@ class Engine(BaseEngine):
             smallest = bucket + 1
         return Programs(self.runner, rows, strategies)
 
+    def share_programs(self, other: Engine) -> bool:
+        """Takes the compiled programs of another engine with the same draft source.
+
+        What it knows, holds and generates stays its own.
+
+        Returns:
+          whether the engines have equal programs; else nothing changes.
+        """
+        if self.has_programs_of(other):
+            self.runner.share_programs(other.runner)
+            return True
+        return False
+
+    def has_programs_of(self, other: Engine) -> bool:
+        """Whether an engine with the same draft source has equal settings and devices."""
+        mine, theirs = (
+            (
+                engine.runner.cfg,
+                engine.runner.mesh,
+                engine.spec,
+                engine.config,
+                [*engine.runner.plans],
+                (engine.batch, engine.max_len, engine.runner.stop_width),
+                engine.piece_widths,
+            )
+            for engine in (self, other)
+        )
+        return mine == theirs
+
     def start_lines(self) -> list[str]:
         """Lines for the log at the start: whether the engine speculates, how, and on which kernel.
 

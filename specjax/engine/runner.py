@@ -426,6 +426,12 @@ class Runner:
         self.moved += self._mover.received
         return params
 
+    def share_programs(self, other: Runner) -> None:
+        """Takes the compiled programs of a runner of equal settings on the same devices."""
+        self.executables, self._mover = other.executables, other._mover
+        self.convert, self._convert_head = other.convert, other._convert_head
+        self._empty = other._empty
+
     def hold_shapes(self, params: Params, head: Params | None) -> None:
         """Holds shapes where `set_params` and `reset` put arrays, for programs that are never run.
 

@@ -224,6 +224,11 @@ def head_trains(cfg: RLConfig, built: Programs, copies: Copies | None) -> None:
     assert cfg.draft.mode == "online" and built.draft is not None
 
 
+def evaluates(cfg: RLConfig, built: Programs, copies: Copies | None) -> None:
+    """There is an engine for the sets, although no held-out problem is evaluated."""
+    assert built.eval_engines and not cfg.eval.problems
+
+
 def replaces(cfg: RLConfig, built: Programs, copies: Copies | None) -> None:
     """A group that teaches nothing is replaced by another one, and is not selected."""
     prompts = SimpleNamespace(tokenizer=tokenizer())
@@ -390,6 +395,10 @@ FEATURES: dict[str, list[Feature]] = {
         training("dynamic sampling", "algo.dynamic_sampling=true", trained=replaces),
         training("over-sampling", "rollout.over_sample=1.5"),
         training("partial rollouts", "rollout.partial=true", "rollout.over_sample=1.5"),
+        training(
+            "named sets of evaluation (`eval.sets`)",
+            "eval.sets={a: {path: a.jsonl, n: 2, temperature: 1}}", trained=evaluates,
+        ),
         training("a penalty on KL to the reference", "algo.kl_loss_coef=0.1"),
         training("equal bits from every process on a GPU (`deterministic`)", "deterministic=true"),
         training("samples of each step (`log.samples`)", "log.samples=8"),

@@ -7,6 +7,7 @@ import dataclasses
 import sys
 
 import draft_rows
+import eval_rows
 import pytest
 import serve_rows
 import train_rows
@@ -18,12 +19,14 @@ from specjax import SpecConfig
 from specjax.command_line import parse_config
 from specjax.schema import absent_keys_of
 from train.draft_schema import DraftRunConfig
+from train.eval_schema import EvalSet
 from train.schema import RLConfig, SFTConfig
 
 TABLES = {
-    **LIBRARY, **train_rows.TRAIN, **draft_rows.TABLES, ServeConfig: serve_rows.SERVE
+    **LIBRARY, **train_rows.TRAIN, **draft_rows.TABLES, EvalSet: eval_rows.EVAL_SET,
+    ServeConfig: serve_rows.SERVE,
 }  # fmt: skip
-BASE = {**train_rows.BASE, **draft_rows.BASE, **serve_rows.BASE}
+BASE = {**train_rows.BASE, **draft_rows.BASE, **eval_rows.BASE, **serve_rows.BASE}
 SETTINGS = [
     pytest.param(program, name, id=f"{program.__name__}-{name}")
     for program, table in TABLES.items()

@@ -40,7 +40,7 @@ from specjax.parallel import distributed
 from specjax.parallel.context import context_of
 from specjax.tokenizer import load_tokenizer, with_tokenizer_end
 from train import collect, data, processes, rl, sft
-from train.collect import evaluate
+from train.evaluation import evaluate, problem_sets
 from train.flops import UpdateSpeed
 from train.groups import Group, GroupStatus, Response, select
 from train.heads import DraftConfig, DraftTrainer
@@ -393,10 +393,11 @@ def rewarded_in(cfg: RLConfig):
 def evaluated(cfg: RLConfig):
     """Which held-out problems are sampled, how, and by how many slots."""
     inputs, found = read_inputs(cfg, tokenizer(), "policy"), []
-    stand_in = types.SimpleNamespace(generate=lambda jobs: found.extend(jobs) or _stop())
-    if not inputs.heldout:
+    stand_in = types.SimpleNamespace(generate=lambda jobs, _: found.extend(jobs) or _stop())
+    sets, _ = problem_sets(cfg, inputs, "policy")
+    if not sets:
         return None
-    outcome(lambda: evaluate(stand_in, inputs.prompts, inputs.heldout, (1,), inputs.scorer, cfg))
+    outcome(lambda: evaluate(stand_in, sets, (1,), cfg.eval.seed))
     return [(job.prompt, job.params) for job in found]
 
 
@@ -729,7 +730,7 @@ RL = {
     },
     "rollout.dtype": (
         Row("bfloat16", runner("cfg.run.compute_dtype")),
-        Row("bfloat16", lambda cfg: built(cfg).eval_engine.runner.cfg.run.compute_dtype),
+        Row("bfloat16", lambda cfg: built(cfg).eval_engines[0].runner.cfg.run.compute_dtype),
     ),
     "rollout.scan_layers": Row(True, runner("cfg.run.scan_layers")),
     **speculation_rows(
@@ -802,8 +803,10 @@ RL = {
     "packing.row_length": Row(32, updates, TINY | ONE_ROW | {"packing.row_length": 64}),
     "packing.rows": Row(1, updates, TINY),
     "eval.problems": Row(3, evaluated),
+    "eval.sets": Row(lambda: {"own": {"path": DAPO()}}, evaluated),
     "eval.every": ReadBy(2, rl),
-    "eval.max_batch": Row(2, lambda cfg: built(cfg).eval_engine.batch),
+    "eval.before": ReadBy(False, rl),
+    "eval.max_batch": Row(2, lambda cfg: built(cfg).eval_engines[0].batch),
     "eval.seed": Row(5, evaluated, {"eval.problems": 3}),
     "dtype.params": Row("bfloat16", lambda cfg: trainer(cfg).params["norm"].dtype),
     "dtype.compute": Row("bfloat16", lambda cfg: trained_by(cfg, "compute_dtype")),

@@ -97,9 +97,14 @@ def test_nothing_is_compiled_after_the_first_step(
 
 
 def test_the_last_step_and_what_follows_compile_nothing_either(thin_policy, tmp_path, compiled):
-    argv = tiny_run.arguments(thin_policy, tmp_path)
+    greedy = "{task: sums, problems: 2, temperature: 0}"
+    changes = {"eval.problems": 2, "eval.sets.greedy": greedy}
+    argv = tiny_run.arguments(thin_policy, tmp_path, **changes)
     trainer = rl.Trainer(parse_config(rl.RLConfig, argv)[0])
     trainer.warm_up()
+    seen = len(compiled)
+    assert trainer.evaluate()["eval/greedy/pass@1"] in (0.0, 0.5, 1.0)
+    assert compiled[seen:] == [], "evaluation has the programs of rollouts"
     trainer.step()
     seen = len(compiled)
     trainer.step()

@@ -18,6 +18,7 @@ from specjax.checkpoint.weights import Head
 from specjax.command_line import parse_config
 from specjax.drafts.mtp import MTPSource
 from specjax.tokenizer import load_tokenizer, prompt_ids
+from train import eval as evaluation
 from train import rl
 from train.head_files import starting_head
 from train.log import read_metrics
@@ -60,6 +61,10 @@ def run(thin_policy, tmp_path_factory):
     out = tmp_path_factory.mktemp("rl") / "run"
     changes = {"steps": 3, "eval.problems": 6, "eval.every": 2, "checkpoint.every": 1}
     changes |= {"checkpoint.keep_last": 2, "checkpoint.draft_only": "true", "log.samples": 1000}
+    rows = out.with_name("rows.jsonl")
+    rows.write_text("".join(f'{{"prompt": "{i}+1=", "answer": {i + 1}}}\n' for i in range(3)))
+    changes |= {"eval.sets.own.path": rows, "eval.sets.own.n": 3, "eval.sets.own.reward": "number"}
+    changes |= {"eval.sets.greedy": f"{{path: {rows}, temperature: 0}}"}
     evaluate = Trainer.evaluate
 
     def watched(self):
@@ -96,9 +101,46 @@ def test_every_step_has_finite_metrics_under_the_known_names(run):
     }  # fmt: skip
     assert all(expected <= set(r) for r in records[1:])
     assert not any("perf/mfu/actor" in r for r in records), "the peak of a CPU is not known"
-    assert [r["step"] for r in records if "eval/reward" in r] == [0, 2, 3]
+    evaluated = [r for r in records if "eval/reward" in r]
+    assert [r["step"] for r in evaluated] == [0, 2, 3]
+    sets = {"eval/own/avg@3", "eval/own/pass@1", "eval/own/pass@2", "eval/own/maj@3",
+            "eval/own/truncated", "eval/greedy/avg@1", "eval/greedy/length"}  # fmt: skip
+    assert all(sets <= set(r) and 1 <= r["eval/own/length"] <= 20 for r in evaluated)
     assert all(0 <= r["train/entropy"] <= math.log(272) for r in records[1:])
     assert all(r["train/train_rollout_logprob_abs_diff"] < 1e-4 for r in records[1:])
+
+
+def test_the_program_that_evaluates_gives_the_numbers_of_a_run(run, tmp_path, capsys):
+    settings = tiny_run.SETTINGS | HEAD
+    shared = ("reward", "rewards.workers", "data.max_terms", "rollout.max_tokens", "eval.max_batch",
+              "rollout.max_prompt_tokens", "rollout.prefill_chunk", "rollout.strategy")  # fmt: skip
+    rows = run.with_name("rows.jsonl")
+    argv = [f"model={run}", f"out={tmp_path}", "eval.problems=6", f"eval.sets.own.path={rows}"]
+    argv += ["eval.sets.own={n: 3, reward: number}", *(f"{key}={settings[key]}" for key in shared)]
+    found = evaluation.main([*argv, "step=2"])
+    record = read_metrics(run)[2]
+    assert json.loads((tmp_path / "eval.json").read_text()) == found
+    for name, prefix in (("own", "eval/own/"), ("heldout", "eval/")):
+        metrics = found["sets"][name]["metrics"]
+        assert metrics and metrics == {key: record[prefix + key] for key in metrics}
+    assert "reward" in found["sets"]["heldout"]["metrics"] and found["step"] == 2
+    assert found["speed"]["accept_length"] > 1, "it speculates"
+    samples = [json.loads(line) for line in (tmp_path / "own.jsonl").read_text().splitlines()]
+    places = [(sample["problem"], sample["sample"]) for sample in samples]
+    assert places == [(i, g) for i in range(3) for g in range(3)]
+    assert np.mean([s["tokens"] for s in samples]) == found["sets"]["own"]["metrics"]["length"]
+    assert "avg@3" in capsys.readouterr().out
+
+
+def test_the_program_that_evaluates_takes_no_setting_of_training(tmp_path, capsys):
+    for argv, said in (
+        (["optim.lr=1"], "optim.lr is about training, and train.eval trains nothing"),
+        (["rollout.n=3"], "rollout.n is about training"),
+        (["model=nowhere"], "nowhere does not exist"),
+    ):
+        with pytest.raises(SystemExit) as error:
+            evaluation.main([f"out={tmp_path}", *argv])
+        assert said in f"{error.value}{capsys.readouterr().err}"
 
 
 def test_a_run_leaves_a_plot_checkpoints_and_a_policy_that_generates(run):
@@ -381,6 +423,12 @@ def test_speculation_and_draft_training_change_no_token_reward_or_policy_bit(mod
             assert a[name] == b[name], (mode, name)
     assert same(plain.params, trainer.params)
     assert same(plain.opt_state, trainer.opt_state)
+
+
+def test_evaluations_change_no_token_or_loss_of_training(run, modes):
+    for record, step in zip(read_metrics(run)[1:], modes["online"][1], strict=True):
+        for name in ("rollout/tokens_sha", "rollout/reward", "train/loss", "train/mtp_loss"):
+            assert record[name] == step[name], name
 
 
 def test_a_frozen_head_stays_as_it_was_and_an_online_head_moves(modes, thin_policy):

@@ -157,7 +157,7 @@ ALWAYS_READ = {
         algo.preset algo.kl_coef algo.overlong_buffer_len algo.mask_truncated algo.entropy_coeff
         algo.updates_per_rollout algo.dynamic_sampling optim.lr optim.warmup_steps
         optim.decay_steps optim.weight_decay optim.b1 optim.b2 optim.clip_norm
-        eval.problems checkpoint.export deterministic distributed.mode log.samples
+        eval.problems eval.sets checkpoint.export deterministic distributed.mode log.samples
     """,
     SFTConfig: f"""{RUN_KEYS}
         init log_every export_dtype model.mtp_num_layers model.mtp_concat model.mtp_target_hidden

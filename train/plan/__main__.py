@@ -20,6 +20,7 @@ if __name__ == "__main__":  # handle Ctrl-C from here on
     interrupts.begin("train.plan")
 
 import argparse
+import dataclasses
 import json
 import re
 import shlex
@@ -91,7 +92,13 @@ def make_plan(
     if not asked and not found:
         raise ConfigError(f"--only: no program's name has {only!r} in it")
     for i, program in enumerate(asked, 1):
-        found[program.name] = _figures(program, topology, shapes, f"{i} of {len(asked)}")
+        same = [p.name for p in programs if p.name in found and p.lower is program.lower]
+        if same:  # evaluation has programs of rollouts
+            figures = found[same[0]]
+            figures = dataclasses.replace(figures, name=program.name, part=program.part)
+        else:
+            figures = _figures(program, topology, shapes, f"{i} of {len(asked)}")
+        found[program.name] = figures
         plan.programs = [found[p.name] for p in programs if p.name in found]
         plan.left_out = len(programs) - len(found)
         if file is not None:  # compilation may take hours

@@ -145,12 +145,11 @@ class Shapes:
         if drafting.spec is not None and self.source is None:
             self.source, self.head = self._source(drafting)
         self.built: Programs = build_programs(cfg, self.model, self.source, self.mesh, self.places)
-        plain = (*self.built.plain_engines[:1], self.built.eval_engine)
-        for engine, head in ((self.engine, self.head), *((engine, None) for engine in plain)):
-            if engine is not None:
-                engine.runner.hold_shapes(self.params, head)
-                if platform is not None:  # `devices` may stand for others
-                    engine.size_for(platform)
+        others = (*self.built.plain_engines[:1], *self.built.eval_engines[:1])
+        for engine in (self.engine, *others):
+            engine.runner.hold_shapes(self.params, None if engine.spec is None else self.head)
+            if platform is not None:  # `devices` may stand for others
+                engine.size_for(platform)
         self.opt = self._like_params(self.built.policy.init_opt_state, self.params)
         self.draft_opt = None
         if self.built.draft is not None:
@@ -216,12 +215,18 @@ class Shapes:
         yield from self.training()
         yield from self.handing_over()
         features = chunk_features(self.cfg, self.model)
-        yield from engine_programs(self.engine, "roll out", features)
+        rolled_out = list(engine_programs(self.engine, "roll out", features))
+        yield from rolled_out
         for engine in self.built.plain_engines[:1]:
             yield from engine_programs(engine, EXACT, features)
-        if self.built.eval_engine is not None:
-            features = chunk_features(self.cfg, self.model, evaluating=True)
-            yield from engine_programs(self.built.eval_engine, "evaluate", features)
+        for engine in self.built.eval_engines[:1]:
+            own = chunk_features(self.cfg, self.model, evaluating=True)
+            if engine.has_programs_of(self.engine) and features.covers(own):
+                for each in rolled_out:
+                    name = f"evaluate: {each.name}"
+                    yield dataclasses.replace(each, name=name, part="evaluate")
+            else:
+                yield from engine_programs(engine, "evaluate", own)
 
     @property
     def engine(self) -> Engine:
@@ -330,8 +335,8 @@ class Shapes:
         if self.built.draft is not None:
             kept = min(self.cfg.draft.max_microbatches or self.microbatches, self.microbatches)
             found["states for the head"] = kept * device_bytes(self.states())
-        if self.built.eval_engine is not None:
-            found[EVALUATION] = sum(self._held_by(self.built.eval_engine).values())
+        for engine in self.built.eval_engines[:1]:
+            found[EVALUATION] = sum(self._held_by(engine).values())
         for engine in self.built.plain_engines[:1]:
             found[EXACT] = sum(self._held_by(engine).values())
         return {kind: size for kind, size in found.items() if size}

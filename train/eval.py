@@ -1,0 +1,298 @@
+"""`python -m train.eval`: evaluates a policy, or a run's, on the sets that `train.rl` evaluates.
+
+    python -m train.eval model=DIR eval.sets.aime.path=aime24.parquet eval.sets.aime.n=16
+    python -m train.eval model=runs/rl step=40 --config run.yaml
+
+Settings are those of `train.rl`, so that a run's configuration serves here, too; what is about
+training alone is refused on the command line, and ignored in a file. It speculates as the rollouts
+of a run would, with the draft head that the run trained.
+
+It prints a table of the metrics of `train.evaluation`, and writes `<out>/eval.json` with them and
+`<out>/NAME.jsonl` with the samples of each set. The held-out problems of the data are evaluated if
+their settings say so, or there is no other set.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":  # Ctrl-C from here on
+    from specjax import interrupts
+
+    interrupts.begin("train.eval")
+
+import dataclasses
+import datetime
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from specjax.checkpoint.weights import load_model, read_config, tokenizer_dir
+from specjax.command_line import ConfigError, fingerprint, given_in, parse_config, typed_in
+from specjax.engine.compiling import CompileProgress
+from specjax.engine.request import Totals
+from specjax.engine.sources import head_class, load_source
+from specjax.hub import ModelNotFoundError, find_model
+from specjax.interrupts import INTERRUPTED
+from specjax.parallel import sharding
+from specjax.schema import option
+from specjax.spelling import spelled
+from specjax.tokenizer import with_tokenizer_end
+from specjax.weights import load_tokenizer
+from train import data
+from train.cli import USER_ERRORS
+from train.evaluation import Evaluated, Judged, ProblemSet, evaluate, problem_sets
+from train.inputs import Inputs, Prompts, describe_data
+from train.policy import own_family
+from train.processes import join_engines
+from train.programs import (
+    as_computed,
+    as_rolled_out,
+    chunk_features,
+    describe_drafting,
+    evaluation_engines,
+    make_meshes,
+    settle_drafting,
+    settle_length,
+)
+from train.rollout_schema import SPELL
+from train.schema import RLConfig
+from train.scoring import Scorer
+
+RESULT = "eval.json"
+HELD_OUT = "heldout"  # name of the held-out problems of the data in files and in the table
+
+# Settings, and sections, that are about training alone.
+_OF_TRAINING = (
+    "seed", "steps", "max_failed_rewards", "algo", "optim", "draft", "packing", "mesh", "remat",
+    "remat_policy", "logprob_chunk_size", "deterministic", "checkpoint", "log", "distributed",
+    "dtype.params", "data.train_size", "data.unwinnable", "eval.every", "eval.before",
+    "rollout.prompts", "rollout.n", "rollout.over_sample", "rollout.partial",
+    "rollout.max_staleness", "rollout.exact_mode",
+    "rollout.draft_vocab_every", "rollout.draft_vocab_decay",
+)  # fmt: skip
+
+
+@dataclass
+class EvalConfig(RLConfig):
+    """`python -m train.eval`: evaluates a policy on sets of problems."""
+
+    model: str = option(
+        "assets/sums", "Hugging Face directory or id of the policy, or the directory of a run"
+    )
+    step: int | None = option(None, "step of a run that is evaluated; null: the newest", least=0)
+    out: str = option("runs/eval", "directory of the results")
+
+
+def run(cfg: EvalConfig) -> dict[str, Any]:
+    """Evaluates a policy, prints a table, writes the results, and returns them.
+
+    Raises:
+      ConfigError: settings do not fit together, the model or the rows.
+    """
+    named = cfg.model
+    _settle(cfg)
+    try:
+        path = find_model(cfg.model, cfg.revision)
+    except ModelNotFoundError as error:
+        raise ConfigError(
+            f"model: expected a checkpoint directory, got {named!r}: {error}"
+        ) from error
+    try:
+        mesh, places = make_meshes(cfg)
+        settle_length(cfg, read_config(path))
+        tokenizer = load_tokenizer(tokenizer_dir(path).absolute())
+        inputs = _read_heldout(cfg, tokenizer, named)
+        sets, about_sets = problem_sets(cfg, inputs, named)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    for line in (*inputs.notes, *about_sets):
+        print(line, flush=True)
+    if not sets:
+        raise ConfigError("nothing is evaluated: set eval.sets, or data.path and eval.problems")
+    found = load_model(path, "auto", mesh, cfg.step)
+    print(cfg.dtype.settle(found.stored, sharding.platform_of(mesh)).partition("; ")[2], flush=True)
+    model = as_computed(cfg, with_tokenizer_end(found.cfg, tokenizer))
+    if found.head is not None and cfg.rollout.draft == "random":
+        cfg.rollout.draft = "checkpoint"  # the run has trained that head
+    drafting = settle_drafting(cfg, head_class(found.head), model)
+    print(describe_drafting(cfg, drafting), flush=True)
+    decoder, source, weights = as_rolled_out(cfg, model), None, None
+    if drafting.spec is not None:
+        try:
+            decoder, source, weights = load_source(
+                decoder, drafting.spec, found.head, tokenizer, mesh, found.policy
+            )
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"rollout.draft: {spelled(error, SPELL)}") from error
+    try:
+        engine = join_engines(evaluation_engines(cfg, decoder, source, places), None)
+    except ValueError as error:
+        raise ConfigError(f"rollout: {spelled(error, SPELL)}") from error
+    engine.set_params(found.policy, weights if engine.spec else None)
+    for line in engine.engines[0].start_lines():
+        print(line, flush=True)
+    features = chunk_features(cfg, model, evaluating=True)
+    print(engine.warm_up((features,), CompileProgress(print)), flush=True)
+    total = sum(len(each.problems) * each.asked.n for each in sets)
+    with tqdm(total=total, unit="sample", dynamic_ncols=True, disable=None) as bar:
+
+        def show(ended: int, totals: Totals) -> None:
+            bar.update(ended - bar.n)
+            bar.set_postfix_str(f"{totals.tokens / max(totals.seconds, 1e-9):.0f} tok/s")
+
+        evaluated = evaluate(engine, sets, model.eos_token_ids, cfg.eval.seed, show)
+    inputs.scorer.close()
+    results = _results(cfg, named, sets, evaluated)
+    _write(Path(cfg.out), results, evaluated)
+    Console(highlight=False).print(_table(results))
+    print(f"results: {Path(cfg.out) / RESULT}", flush=True)
+    return results
+
+
+def _settle(cfg: EvalConfig) -> None:
+    """Refuses settings of training that were typed, and leaves out what a file says of it.
+
+    Raises:
+      ConfigError: a setting that was typed changes nothing here.
+    """
+    typed = typed_in(cfg)
+    sections = {name.rpartition(".")[0] for name in typed}
+    for name in sorted(typed - sections):
+        if any(name == key or name.startswith(f"{key}.") for key in _OF_TRAINING):
+            raise ConfigError(
+                f"{name} is about training, and train.eval trains nothing; leave it out"
+            )
+    if cfg.draft.mode != "none":
+        cfg.draft.mode = "auto"
+    cfg.draft.spot.enabled = cfg.checkpoint.draft_only = False
+    own = {name for name in given_in(cfg) if name.startswith("data.")} | {"eval.problems"}
+    if cfg.eval.sets and not own & given_in(cfg):
+        cfg.eval.problems = 0  # the embedded task, for which nobody asked
+    own_family(cfg.family)
+
+
+def _read_heldout(cfg: EvalConfig, tokenizer, named: str) -> Inputs:
+    """The held-out problems of the data, if they are evaluated; no problem of training is read."""
+    prompts = Prompts(tokenizer, cfg.data, cfg.rollout.max_prompt_tokens)
+    reward = data.default_reward(cfg.data) if cfg.reward == "auto" else cfg.reward
+    scorer = Scorer(reward, options=cfg.rewards)
+    heldout, notes = [], []
+    if cfg.eval.problems:
+        heldout = data.problems(cfg.data, "heldout", prompts.chat)[: cfg.eval.problems]
+        scorer.check(heldout[0])
+        notes = [describe_data(cfg.data, prompts.chat, named, scorer.described)]
+        if over := prompts.overlong_warning(heldout, "held-out prompts"):
+            notes.append(f"WARNING: {over}")
+    return Inputs([], heldout, prompts, scorer, notes)
+
+
+# --- results -------------------------------------------------------------------------------------
+
+
+def _results(
+    cfg: EvalConfig, named: str, sets: Sequence[ProblemSet], evaluated: Evaluated
+) -> dict[str, Any]:
+    """The results of an evaluation, as JSON."""
+    totals, found = evaluated.totals, {}
+    for each in sets:
+        name = each.asked.name
+        prefix = "eval/" if name is None else f"eval/{name}/"
+        metrics = {
+            key.removeprefix(prefix): value
+            for key, value in evaluated.metrics.items()
+            if key.startswith(prefix)
+            and (name is not None or key.split("/")[1] not in cfg.eval.sets)
+        }
+        params = dataclasses.asdict(each.asked.sampling)
+        found[name or HELD_OUT] = {
+            "n": each.asked.n,
+            "reward": list(each.scorer.names),
+            "max_prompt_tokens": each.asked.max_prompt_tokens,
+            "sampling": {key: params[key] for key in sorted(params)},
+            "metrics": metrics,
+        }
+    speed = {
+        "seconds": totals.seconds,
+        "tokens": totals.tokens,
+        "tokens_per_sec": totals.tokens / max(totals.seconds, 1e-9),
+    }
+    if totals.steps and totals.rounds:
+        speed["accept_length"] = totals.accept_length
+    return {
+        "model": named,
+        "step": cfg.step,
+        "seed": cfg.eval.seed,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": {"jax": jax.__version__, "python": sys.version.split()[0]},
+        "device": jax.devices()[0].device_kind,
+        "sets": found,
+        "speed": speed,
+        "settings": fingerprint(cfg, tuple(k for k in _OF_TRAINING if "." not in k)),
+    }
+
+
+def _write(out: Path, results: dict[str, Any], evaluated: Evaluated) -> None:
+    """Writes `eval.json`, and the samples of each set."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / RESULT).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    for name, problems in evaluated.judged.items():
+        with (out / f"{name or HELD_OUT}.jsonl").open("w", encoding="utf-8") as file:
+            for one in problems:
+                file.writelines(json.dumps(line) + "\n" for line in _lines(one))
+
+
+def _lines(one: Judged) -> list[dict[str, Any]]:
+    problem, n = one.problem, len(one.samples)
+    return [
+        {
+            "problem": problem.index,
+            "place": problem.place,
+            "sample": g,
+            "prompt": problem.prompt,
+            "answer": problem.answer,
+            "completion": one.texts[g],
+            "reward": one.scores[g].value,
+            "tokens": len(one.samples[g].token_ids),
+            "finish_reason": one.samples[g].finish_reason,
+        }
+        for g in range(n)
+    ]
+
+
+def _table(results: dict[str, Any]) -> Table:
+    """One column per set, and one row per metric."""
+    table = Table(title=results["model"], title_justify="left")
+    table.add_column("metric")
+    sets = results["sets"]
+    for name in sets:
+        table.add_column(name, justify="right")
+    for metric in dict.fromkeys(key for each in sets.values() for key in each["metrics"]):
+        values = [each["metrics"].get(metric) for each in sets.values()]
+        table.add_row(metric, *("-" if value is None else f"{value:.4g}" for value in values))
+    return table
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """The command `python -m train.eval`; returns the results."""
+    prog = "train.eval"
+    cfg, _ = parse_config(
+        EvalConfig, argv, prog, "Evaluates a policy.", require=lambda cfg: cfg.data.require_path()
+    )
+    try:
+        return run(cfg)
+    except USER_ERRORS as error:
+        sys.exit(f"{prog}: error: {error}")
+    except KeyboardInterrupt:
+        print(f"\n{prog}: interrupted; nothing was written", file=sys.stderr, flush=True)
+        sys.exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    interrupts.run(main)
