@@ -1,15 +1,15 @@
 """`python -m train.eval`: evaluates a policy, or a run's, on the sets that `train.rl` evaluates.
 
     python -m train.eval model=DIR eval.sets.aime.path=aime24.parquet eval.sets.aime.n=16
-    python -m train.eval model=runs/rl step=40 --config run.yaml
+    python -m train.eval model=runs/rl step=40
 
-Settings are those of `train.rl`, so that a run's configuration serves here, too; what is about
-training alone is refused on the command line, and ignored in a file. It speculates as the rollouts
-of a run would, with the draft head that the run trained.
+Settings are those of `train.rl`; what is about training alone is refused on the command line, and
+ignored in a file. Without `--config` a run is evaluated with its own configuration, `config.yaml`.
+It speculates as the rollouts of a run would, with the draft head that the run trained.
 
 It prints a table of the metrics of `train.evaluation`, and writes `<out>/eval.json` with them and
-`<out>/NAME.jsonl` with the samples of each set. The held-out problems of the data are evaluated if
-their settings say so, or there is no other set.
+`<out>/eval-NAME.jsonl` with the samples of each set. The held-out problems of the data are
+evaluated if their settings say so, or there is no other set.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from specjax.hub import ModelNotFoundError, find_model
 from specjax.interrupts import INTERRUPTED
 from specjax.parallel import sharding
 from specjax.schema import option
+from specjax.shipped import find_shipped
 from specjax.spelling import spelled
 from specjax.tokenizer import with_tokenizer_end
 from specjax.weights import load_tokenizer
@@ -62,6 +63,7 @@ from train.programs import (
     settle_length,
 )
 from train.rollout_schema import SPELL
+from train.run_files import CONFIG_FILE
 from train.schema import RLConfig
 from train.scoring import Scorer
 
@@ -175,6 +177,8 @@ def _settle(cfg: EvalConfig) -> None:
     own = {name for name in given_in(cfg) if name.startswith("data.")} | {"eval.problems"}
     if cfg.eval.sets and not own & given_in(cfg):
         cfg.eval.problems = 0  # the embedded task, for which nobody asked
+    if "revision" not in typed and find_shipped(cfg.model).exists():
+        cfg.revision = None  # of the model that the run began with
     own_family(cfg.family)
 
 
@@ -243,7 +247,7 @@ def _write(out: Path, results: dict[str, Any], evaluated: Evaluated) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / RESULT).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     for name, problems in evaluated.judged.items():
-        with (out / f"{name or HELD_OUT}.jsonl").open("w", encoding="utf-8") as file:
+        with (out / f"eval-{name or HELD_OUT}.jsonl").open("w", encoding="utf-8") as file:
             for one in problems:
                 file.writelines(json.dumps(line) + "\n" for line in _lines(one))
 
@@ -279,11 +283,27 @@ def _table(results: dict[str, Any]) -> Table:
     return table
 
 
+def _own_config(argv: Sequence[str]) -> list[str]:
+    """The arguments that name the configuration of the run that is evaluated; none for others."""
+    names = [argument.partition("=")[0] for argument in argv]
+    if "--config" in names:
+        return []
+    named = [argument.partition("=")[2] for argument in argv if argument.startswith("model=")]
+    named += [argument.partition("=")[2] for argument in argv if argument.startswith("--model=")]
+    named += [argv[i + 1] for i, name in enumerate(argv[:-1]) if name == "--model"]
+    found = [path for path in (Path(name) / CONFIG_FILE for name in named) if path.is_file()]
+    return ["--config", str(found[-1])] if found else []
+
+
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """The command `python -m train.eval`; returns the results."""
-    prog = "train.eval"
+    prog, argv = "train.eval", [*map(str, sys.argv[1:] if argv is None else argv)]
     cfg, _ = parse_config(
-        EvalConfig, argv, prog, "Evaluates a policy.", require=lambda cfg: cfg.data.require_path()
+        EvalConfig,
+        [*_own_config(argv), *argv],
+        prog,
+        "Evaluates a policy.",
+        require=lambda cfg: cfg.data.require_path(),
     )
     try:
         return run(cfg)

@@ -111,21 +111,16 @@ def test_every_step_has_finite_metrics_under_the_known_names(run):
 
 
 def test_the_program_that_evaluates_gives_the_numbers_of_a_run(run, tmp_path, capsys):
-    settings = tiny_run.SETTINGS | HEAD
-    shared = ("reward", "rewards.workers", "data.max_terms", "rollout.max_tokens", "eval.max_batch",
-              "rollout.max_prompt_tokens", "rollout.prefill_chunk", "rollout.strategy")  # fmt: skip
-    rows = run.with_name("rows.jsonl")
-    argv = [f"model={run}", f"out={tmp_path}", "eval.problems=6", f"eval.sets.own.path={rows}"]
-    argv += ["eval.sets.own={n: 3, reward: number}", *(f"{key}={settings[key]}" for key in shared)]
-    found = evaluation.main([*argv, "step=2"])
+    found = evaluation.main([f"model={run}", f"out={tmp_path}", "step=2"])
     record = read_metrics(run)[2]
     assert json.loads((tmp_path / "eval.json").read_text()) == found
+    assert [*found["sets"]] == ["heldout", "own", "greedy"], "as the run's config.yaml says"
     for name, prefix in (("own", "eval/own/"), ("heldout", "eval/")):
         metrics = found["sets"][name]["metrics"]
         assert metrics and metrics == {key: record[prefix + key] for key in metrics}
     assert "reward" in found["sets"]["heldout"]["metrics"] and found["step"] == 2
     assert found["speed"]["accept_length"] > 1, "it speculates"
-    samples = [json.loads(line) for line in (tmp_path / "own.jsonl").read_text().splitlines()]
+    samples = [json.loads(line) for line in (tmp_path / "eval-own.jsonl").read_text().splitlines()]
     places = [(sample["problem"], sample["sample"]) for sample in samples]
     assert places == [(i, g) for i in range(3) for g in range(3)]
     assert np.mean([s["tokens"] for s in samples]) == found["sets"]["own"]["metrics"]["length"]
