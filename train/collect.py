@@ -108,7 +108,7 @@ class Rollouts:
             roll.in_flight,
             algo.dynamic_sampling,
             max(algo.max_num_gen_batches, 0),
-            group_filter(algo.filter_groups, scorer.labels),
+            group_filter(algo.filter_groups, scorer),
         )
         self.position = 0
         self.carried: list[Group] = []
@@ -564,15 +564,11 @@ def long_step_warning(rule: Rule, groups: Sequence[Group]) -> str:
     )
 
 
-def group_filter(cfg: FilterGroups, labels: Sequence[str]) -> Filter:
-    """The filter of a step's groups.
-
-    Args:
-      cfg: its settings.
-      labels: names of the rewards, as in metrics.
-    """
-    several = len(labels) > 1 and cfg.metric != REWARD
-    return Filter(labels.index(cfg.metric) if several else None, cfg.min, cfg.max)
+def group_filter(cfg: FilterGroups, scorer: Scorer) -> Filter:
+    """The filter of a step's groups, which are scored by `scorer`."""
+    if cfg.metric == REWARD or len(scorer.labels) == 1:
+        return Filter(None, cfg.min, cfg.max)
+    return Filter(scorer.labels.index(cfg.metric), cfg.min, cfg.max)
 
 
 def group_seed(run_seed: int, step: int, position: int) -> int:

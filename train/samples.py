@@ -15,7 +15,8 @@ A line is one sample:
     origins        origin of each token, one letter for each: `d` an accepted draft, `b` the bonus
                    token of a round that drafted, `p` of a round without drafts, `?` not known
     reward         reward that the objective was given, without penalties
-    rewards        value of each reward without its weight, by its name
+    rewards        value of each reward without its weight, by its name; null of one that does not
+                   apply to the row
     reward_failed  whether a reward returned no number, and counts as 0
     advantage      mean advantage of its tokens; null if it was not trained on
     finish_reason  `stop` or `length`
