@@ -13,9 +13,9 @@ import odd_rewards
 import pytest
 import tiny_run
 
-from specjax.command_line import parse_config
+from specjax.command_line import ConfigError, parse_config
 from specjax.tokenizer import load_tokenizer
-from train import rl
+from train import data_report, rl
 from train.collect import Rollouts
 from train.data import problems
 from train.inputs import Inputs, read_inputs
@@ -393,6 +393,22 @@ def test_rows_that_cannot_be_won_are_dropped_or_kept_by_choice(thin_policy, tmp_
     rollouts.position = rollouts._at
     assert ("five" in drawn) == (choice == "keep")
     assert (rollouts._prompt_metrics()["rollout/prompts_unwinnable"] > 0) == (choice == "drop")
+
+
+def test_what_rows_decide_about_rewards_is_said_before_a_run_begins(thin_policy, tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    lines = [{"question": f"{i}?", "answer": f"#### {i}", "sample": i} for i in range(40)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given = {"reward": "auto", "rewards.workers": "null", "rewards.timeout": 3}
+    with pytest.raises(ConfigError, match="timeout=3 changes nothing: reward=number, which suits"):
+        read(thin_policy, path, **given)
+    read(thin_policy, path, **given | {"rewards.workers": 1})
+    _, inputs = read(thin_policy, path, reward="slow_rewards:counts_tokens")
+    assert "WARNING: rows have columns whose names" in inputs.notes[1]
+    assert "'slow_rewards:counts_tokens': sample)" in inputs.notes[1]
+    argv = ["--model", str(thin_policy), "--reward", "slow_rewards:counts_tokens", str(path)]
+    data_report.main([*argv, "--rows", "0"])
+    assert inputs.notes[1] in capsys.readouterr().out
 
 
 def test_prompts_that_are_too_long_are_counted_and_dropped_cut_or_refused(thin_policy, tmp_path):
