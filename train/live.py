@@ -11,6 +11,7 @@ is lost.
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +41,7 @@ CONSOLE_FIELDS: Fields = (
     ("time/draft", "draft", "{:.1f}s"),
 )
 ROWS = 12  # of the table, or as many as the terminal has room for
+EVALUATION = re.compile(r"eval/.+/avg@\d+")  # the mean reward of an evaluation set
 RECENT = 10  # records whose steps' mean duration gives the time left
 
 
@@ -78,6 +80,7 @@ class LiveTable:
         self._rows: deque[tuple[int, Mapping[str, Any]]] = deque()
         self._done, self._started = first - 1, clock()
         self._ends = deque([(self._done, self._started)], maxlen=RECENT + 1)  # (step, time)
+        self._slow_start = True
         self._live = Live(
             self, console=console, refresh_per_second=2, vertical_overflow="crop", transient=False
         )
@@ -93,6 +96,9 @@ class LiveTable:
         self._rows.append((step, record))
         if step <= self._done:  # an evaluation before the first step is no step
             self._ends.clear()
+        elif len(self._ends) == 2 and self._slow_start:  # programs were compiled in the first one
+            self._ends.popleft()
+            self._slow_start = False
         self._done = step
         self._ends.append((step, self._clock()))
         while len(self._rows) > max(1, min(ROWS, self._console.height - 6)):
@@ -120,7 +126,8 @@ class LiveTable:
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
         table.add_column("step", justify="right", no_wrap=True)
         columns, room = [[Text(str(step)) for step, _ in self._rows]], self._console.width - 8
-        for name, label, form in self._fields:
+        first, *others = self._fields
+        for name, label, form in (first, *self._evaluations(), *others):
             if not any(name in record for _, record in self._rows):
                 continue
             cells = [_cell(record, name, form) for _, record in self._rows]
@@ -133,6 +140,15 @@ class LiveTable:
         for row in zip(*columns, strict=True):
             table.add_row(*row)
         return table
+
+    def _evaluations(self) -> list[tuple[str, str, str]]:
+        """Columns of the mean rewards of evaluations, in order of appearance."""
+        names = dict.fromkeys(name for _, record in self._rows for name in record)
+        found = [name for name in names if name == "eval/reward" or EVALUATION.fullmatch(name)]
+        return [
+            (name, "held out" if name == "eval/reward" else name.removeprefix("eval/"), "{:.3f}")
+            for name in found
+        ]
 
     def _progress(self) -> Table:
         since = _clock_time(self._clock() - self._started)

@@ -203,7 +203,7 @@ def _train(
     if cfg.checkpoint.export:
         _export(cfg, trainer, out / "hf")
     picture = plot.draw(out) if distributed.is_first() else out / plot.PICTURE
-    _say(f"total {_since(started)}\nplot: {picture}")
+    _say(f"total {_since(started)}\nplot: {picture}\npage: python -m train.view {out}")
     return picture
 
 

@@ -59,16 +59,28 @@ def test_the_table_has_a_row_per_step_with_the_columns_that_have_values(shown):
     assert last.rstrip().endswith("running for 1:00, 19 min left")  # 38 steps of 30 s
 
 
+def test_evaluations_have_columns_beside_the_reward(shown):
+    table, _, show = shown
+    table.add(0, {"eval/reward": 0.125, "eval/aime/avg@8": 0.5, "eval/aime/pass@8": 0.75})
+    table.add(1, STEP)
+    head, first, second, _ = show().splitlines()
+    assert head.split()[:5] == ["step", "reward", "held", "out", "aime/avg@8"]
+    assert first.split() == ["0", "0.125", "0.500"] and second.split()[1] == "0.250"
+
+
 def test_the_time_left_is_that_of_the_last_steps_and_falls_while_one_runs(shown):
     table, clock, _ = shown
     assert table.left() is None
     clock.now += 500  # an evaluation before the first step is none of them
     table.add(0, {})
     assert table.left() is None
-    for step in range(1, 4):
+    clock.now += 90  # programs are compiled in the first step
+    table.add(1, STEP)
+    assert table.left() == 39 * 90
+    for step in (2, 3):
         clock.now += 10
         table.add(step, STEP)
-    assert table.left() == 370
+        assert table.left() == (40 - step) * 10
     clock.now += 4
     assert table.left() == 366
     clock.now += 100  # the step takes longer than those before it
