@@ -144,6 +144,15 @@ def eagle(thin_policy, run, tmp_path_factory):
     return out
 
 
+def test_a_run_says_how_it_was_started_and_on_which_files(run, eagle):
+    [start] = json.loads((run / "run.json").read_text())
+    assert start["program"] == "train.draft" and start["data"] == []
+    [start] = json.loads((eagle / "run.json").read_text())
+    rows, *texts = start["data"]
+    assert rows["setting"] == "data.path" and rows["file"].endswith("rows.jsonl")
+    assert {file["setting"] for file in texts} == {"data.texts"}
+
+
 def refusal(argv) -> str:
     with pytest.raises(SystemExit) as ended:
         draft.main(argv)

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 import tiny_run
+import yaml
 
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
@@ -82,6 +83,13 @@ def run(tmp_path_factory):
 
 def series(run, name) -> list[float]:
     return [r[name] for r in read_metrics(run) if name in r]
+
+
+def test_a_run_says_how_it_was_started_and_with_which_settings(run):
+    [start] = json.loads((run / "run.json").read_text())
+    assert (start["program"], start["first_step"], start["model"]) == ("train.sft", 1, None)
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    assert settings["out"] == str(run) and "draft_steps" in settings
 
 
 def test_the_policy_learns_and_then_its_head(run):
