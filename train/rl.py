@@ -295,6 +295,7 @@ def _steps(
     if cfg.eval.before and not resumed and trainer.eval_engine is not None:
         with _naming_step(0, checkpoints):
             metrics = trainer.evaluate()
+        samples.log_evaluation(0, trainer.eval_sets, trainer.last_evaluation)
         log.log(0, metrics)
         _say(f"evaluation before the first step: {described(metrics)}")
     while trainer.done_steps < cfg.steps:
@@ -310,6 +311,7 @@ def _steps(
             with _naming_step(step, checkpoints):
                 evaluated = trainer.evaluate()
             metrics |= evaluated
+            samples.log_evaluation(step, trainer.eval_sets, trainer.last_evaluation)
             _say(f"evaluation after step {step}: {described(evaluated)}")
         samples.log(step, trainer.last_rollout)
         log.log(step, metrics)

@@ -3,7 +3,7 @@
 A line is one sample:
 
     step           step that sampled it; 0 is the evaluation before the first one
-    set            `train`, or the name of the evaluation set
+    set            `train`, `heldout`, or the name of the evaluation set
     problem        number of the problem in its set
     row            place of its row in a file; "" if problems are generated
     sample         number of the sample among those of its prompt in this step
@@ -33,17 +33,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from specjax.engine.request import UNKNOWN
 from specjax.engine.stops import TextStream
 from specjax.parallel import distributed
+from train.evaluation import Judged, ProblemSet
 from train.groups import Group, Response
 from train.run_files import SAMPLES_FILE, keep_before, move_aside
+from train.tasks.layout import Problem
 
 TRAIN = "train"  # the set of the samples of rollouts
+HELD_OUT = "heldout"  # the set of the held-out problems of the data
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -85,32 +88,50 @@ class SampleLog:
             move_aside(self.path)
         self._file = self.path.open("a", encoding="utf-8")
 
-    def log(self, step: int, groups: Sequence[Group], name: str = TRAIN) -> None:
-        """Writes some samples of a step; each step and set is written once.
+    def log(self, step: int, groups: Sequence[Group]) -> None:
+        """Writes some samples of a step; each step is written once.
 
         Args:
           step: the step.
-          groups: complete groups of the step with their rewards. Of an evaluation set the first
-            ones are written, each with its first sample.
-          name: the set of the groups' problems.
+          groups: complete groups of the step with their rewards.
         """
         if self._file is None or not groups:
             return
-        if name != TRAIN:
-            chosen, followed = [(group, 0) for group in groups[: self._count]], None
-        else:
-            if self._followed is None:
-                self._followed = min(groups, key=lambda group: group.position).problem.index
-            followed = self._followed
-            chosen = choose(groups, self._count, self._seed, step)
-            first = next((g for g in groups if g.problem.index == followed), None)
-            if first is not None and not any(g is first and place == 0 for g, place in chosen):
-                chosen.append((first, 0))
+        if self._followed is None:
+            self._followed = min(groups, key=lambda group: group.position).problem.index
+        chosen = choose(groups, self._count, self._seed, step)
+        again = next((g for g in groups if g.problem.index == self._followed), None)
+        if again is not None and not any(g is again and place == 0 for g, place in chosen):
+            chosen.append((again, 0))
         for group, place in chosen:
-            row = {"step": int(step), "set": name, **self._record(group, place)}
-            row["followed"] = name != TRAIN or (place == 0 and group.problem.index == followed)
-            self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        self._file.flush()
+            followed = group is again and place == 0
+            self._write(step, TRAIN, group.problem, group.prompt, group.responses, place, followed)
+
+    def log_evaluation(
+        self,
+        step: int,
+        sets: Sequence[ProblemSet],
+        judged: Mapping[str | None, Sequence[Judged]],
+    ) -> None:
+        """Writes the first sample of the first problems of each set; each step is written once.
+
+        Args:
+          step: step after which the sets were evaluated.
+          sets: the sets.
+          judged: problems of each set with their samples, by its name.
+        """
+        if self._file is None:
+            return
+        for each in sets:
+            for one in judged[each.asked.name][: self._count]:
+                score = one.scores[0]
+                response = Response(
+                    reward=score.value, failed=score.failed, parts=score.parts, text=one.texts[0]
+                )
+                response.update(one.samples[0], finished=True)
+                name, prompt = each.asked.name or HELD_OUT, each.prompts.ids(one.problem)
+                labels = each.scorer.labels
+                self._write(step, name, one.problem, prompt, [response], 0, True, labels)
 
     def close(self) -> None:
         """Closes the file; more than one call does no harm."""
@@ -124,27 +145,44 @@ class SampleLog:
     def __exit__(self, *unused: object) -> None:
         self.close()
 
-    def _record(self, group: Group, place: int) -> dict[str, Any]:
-        response, problem = group.responses[place], group.problem
+    def _write(
+        self,
+        step: int,
+        name: str,
+        problem: Problem,
+        prompt: Sequence[int],
+        responses: Sequence[Response],
+        place: int,
+        followed: bool,
+        labels: Sequence[str] | None = None,
+    ) -> None:
+        """Writes one response to a problem; `labels` are those of its set's rewards."""
+        response = responses[place]
+        labels = self._labels if labels is None else labels
         parts = response.parts or (response.reward,)
-        known = len(parts) == len(self._labels)  # checkpoints of older versions have no parts
+        known = len(parts) == len(labels)  # checkpoints of older versions have no parts
         answer = problem.answer
-        return {
+        row = {
+            "step": int(step),
+            "set": name,
             "problem": problem.index,
             "row": problem.place,
             "sample": place,
-            "prompt": self._decode(group.prompt),
+            "followed": followed,
+            "prompt": self._decode(prompt),
             "completion": response.text,
             "token_ids": list(response.token_ids),
             "tokens": token_texts(self._decode, response.token_ids),
             "origins": _origins(response),
             "reward": response.reward,
-            "rewards": dict(zip(self._labels, parts, strict=True)) if known else {},
+            "rewards": dict(zip(labels, parts, strict=True)) if known else {},
             "reward_failed": response.failed,
             "advantage": response.advantage,
             "finish_reason": response.finish_reason,
             "answer": answer if isinstance(answer, str) else list(answer),
         }
+        self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        self._file.flush()
 
 
 def choose(groups: Sequence[Group], count: int, seed: int, step: int) -> list[tuple[Group, int]]:

@@ -42,7 +42,7 @@ from train import data
 from train.advantages import training_samples
 from train.algo import preset_line
 from train.collect import Rollouts, score_new_tokens
-from train.evaluation import evaluate, problem_sets
+from train.evaluation import Judged, evaluate, problem_sets
 from train.exact import ExactMode
 from train.flops import UpdateSpeed, training_devices
 from train.groups import Group
@@ -104,6 +104,9 @@ class Trainer:
     Attributes:
       on_program: callback of `warm_up`, see `Engine.warm_up`.
       exact: comparison of rollouts with plain decoding; None unless `rollout.exact_mode` is on.
+      last_rollout: complete groups of the last step.
+      last_evaluation: the first problems of each evaluation set with their samples of the last
+        evaluation, by the set's name, `log.samples` of each; in the first process.
       notes: lines to print at start.
     """
 
@@ -135,6 +138,7 @@ class Trainer:
         self.done_steps = 0
         self._start_up: StartUp | None = None
         self.last_rollout: list[Group] = []
+        self.last_evaluation: dict[str | None, list[Judged]] = {}
         self._build_programs()
 
     def _read_inputs(self) -> None:
@@ -584,11 +588,13 @@ class Trainer:
             for own, rollouts in zip(self.eval_engine.engines, self.engines, strict=True):
                 own.controller.load_state(copy.deepcopy(rollouts.controller.state()))
         eos_ids, seed = self.model.eos_token_ids, self.cfg.eval.seed
-        found = evaluate(self.eval_engine, self.eval_sets, eos_ids, seed).metrics
+        found = evaluate(self.eval_engine, self.eval_sets, eos_ids, seed)
+        most = self.cfg.log.samples
+        self.last_evaluation = {name: judged[:most] for name, judged in found.judged.items()}
         self.eval_engine.release()
         if self.eval_engine.telemetry is not None:
             self.eval_engine.telemetry.clear()  # it is about rollouts
-        return found
+        return found.metrics
 
     def trees(self) -> dict:
         """The arrays that a checkpoint holds, by name."""

@@ -1,5 +1,6 @@
 """Killed at any point, a run resumes and gives what a run never killed gives."""
 
+import json
 import os
 import random
 import re
@@ -86,8 +87,15 @@ def learned(run: Path) -> list[dict]:
     ]
 
 
+def sampled(run: Path) -> list[dict]:
+    """The samples that a run wrote; rounding in the draft head may change what is accepted."""
+    rows = map(json.loads, (run / "samples.jsonl").read_text().splitlines())
+    return [{name: value for name, value in row.items() if name != "origins"} for row in rows]
+
+
 def assert_same_run(run: Path, reference: Path) -> None:
     assert learned(run) == learned(reference)
+    assert sampled(run) == sampled(reference), "a step is written twice, or not"
     mine, theirs = (hf.load_checkpoint(path / "hf")[1:] for path in (run, reference))
     for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))

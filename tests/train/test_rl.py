@@ -163,6 +163,11 @@ def test_the_samples_of_a_step_say_which_tokens_were_accepted_drafts(run):
         assert accept_length == pytest.approx(metrics[step]["rollout/spec_accept_length"])
         rewards = [row["reward"] for row in sampled if row["step"] == step]
         assert np.mean(rewards) == pytest.approx(metrics[step]["rollout/reward"])
+    for name, count in {"heldout": 6, "own": 3, "greedy": 3}.items():
+        of_set = [row for row in rows if row["set"] == name]
+        assert [row["step"] for row in of_set] == [0] * count + [2] * count + [3] * count
+        assert len({row["problem"] for row in of_set}) == count
+        assert all(set(row["origins"]) <= {"d", "b", "p"} for row in of_set)
 
 
 def test_a_run_says_how_it_was_started(run, capsys):

@@ -11,6 +11,7 @@ from specjax.engine.sequence import origins_of
 from specjax.tokenizer import load_tokenizer
 from train.groups import Group, Response
 from train.samples import SampleLog, choose, token_texts
+from train.scoring import Score
 from train.tasks.layout import Problem
 
 
@@ -105,14 +106,37 @@ def test_the_first_problem_is_followed_whenever_it_is_drawn_again(tmp_path):
 
 
 def test_the_first_problems_of_an_evaluation_are_written_every_time(tmp_path):
+    nothing = SpecStats(rounds=0, drafted=0, accepted=0, histogram=())
+    sample = SampleOutput([97, 98], None, [0.0] * 2, "stop", nothing, origins="db")
+    judged = [
+        SimpleNamespace(
+            problem=Problem(f"p{index}", "1", index),
+            scores=[Score(1.0, False, (0.5,)), Score(0.0)],
+            texts=["text", "other"],
+            samples=[sample, sample],
+        )
+        for index in range(3)
+    ]
+    sets = [
+        SimpleNamespace(
+            asked=SimpleNamespace(name=name),
+            prompts=SimpleNamespace(ids=lambda problem: [112, 48 + problem.index]),
+            scorer=SimpleNamespace(labels=["number"]),
+        )
+        for name in ("aime", None)
+    ]
     with log(tmp_path, count=2) as samples:
         for step in (0, 5):
-            samples.log(step, groups(step), "aime")
+            samples.log_evaluation(step, sets, {"aime": judged, None: judged[:1]})
     rows = read(tmp_path)
     assert [(row["step"], row["set"], row["problem"]) for row in rows] == [
-        (0, "aime", 0), (0, "aime", 1), (5, "aime", 0), (5, "aime", 1),
+        (0, "aime", 0), (0, "aime", 1), (0, "heldout", 0),
+        (5, "aime", 0), (5, "aime", 1), (5, "heldout", 0),
     ]  # fmt: skip
     assert all(row["followed"] and row["sample"] == 0 for row in rows)
+    assert rows[1]["prompt"] == "p1" and rows[1]["tokens"] == ["a", "b"]
+    assert rows[1]["origins"] == "db" and rows[1]["rewards"] == {"number": 0.5}
+    assert rows[1]["finish_reason"] == "stop" and rows[1]["advantage"] is None
 
 
 def test_a_resumed_run_writes_no_step_twice_and_follows_the_same_problem(tmp_path):
@@ -161,7 +185,7 @@ def test_origins_are_those_of_the_rounds_of_a_chunk():
     assert origins_of([1, 1], 0) == "pp"
 
 
-def test_a_carried_response_keeps_its_origins_and_is_cut_with_them():
+def test_a_carried_response_keeps_its_origins_and_is_cut_with_them(tmp_path):
     nothing = SpecStats(rounds=0, drafted=0, accepted=0, histogram=())
     response = Response()
     response.update(
@@ -174,5 +198,6 @@ def test_a_carried_response_keeps_its_origins_and_is_cut_with_them():
     assert Group.from_json(saved, None, [1]).responses[0].origins == "pd"
     del saved["responses"][0]["origins"]  # as an older version wrote it
     old = Group.from_json(saved, Problem("p", "1", 0), [1])
-    old.responses[0].reward = 0.0
-    assert SampleLog("unused", 0, 0, Letters(), [""])._record(old, 0)["origins"] == "??"
+    with log(tmp_path) as samples:
+        samples.log(1, [old])
+    assert read(tmp_path)[0]["origins"] == "??" and read(tmp_path)[0]["rewards"] == {}
