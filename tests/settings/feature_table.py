@@ -232,9 +232,7 @@ def evaluates(cfg: RLConfig, built: Programs, copies: Copies | None) -> None:
 def replaces(cfg: RLConfig, built: Programs, copies: Copies | None) -> None:
     """A group that teaches nothing is replaced by another one, and is not selected."""
     prompts = SimpleNamespace(tokenizer=tokenizer())
-    rule = Rollouts(
-        cfg, order=(), prompts=prompts, eos_ids=(), scorer=SimpleNamespace(labels=())
-    ).rule
+    rule = Rollouts(cfg, order=(), prompts=prompts, eos_ids=(), scorer=None).rule
     seen = [
         GroupStatus(2, 2, informative=False), *[GroupStatus(2, 2)] * (rule.in_flight - 1)
     ]  # fmt: skip
