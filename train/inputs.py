@@ -179,7 +179,7 @@ def read_inputs(cfg: RLConfig, tokenizer, model: str) -> Inputs:
     scorer = Scorer(name, options=cfg.rewards)
     problems = data.problems(cfg.data, "train", prompts.chat)
     require_template(cfg, problems[0].prompt)
-    if "rewards.timeout" in typed_in(cfg) and not scorer.workers:
+    if "rewards.timeout" in typed_in(cfg) and not scorer.workers and not cfg.eval.sets:
         raise ConfigError(
             f"rewards.timeout={cfg.rewards.timeout:g} changes nothing: reward={scorer.name}, which "
             "suits the rows, needs no processes, and there is no time limit without; set "

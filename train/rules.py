@@ -161,10 +161,19 @@ def _rewards(v: Values) -> list[str]:
     return [v["reward"]] if isinstance(v["reward"], str) else v["reward"]
 
 
+def _set_rewards(v: Values) -> list[str]:
+    """The names of rewards of evaluation sets; `auto` where the rows of a set decide."""
+    found = []
+    for each in v["eval.sets"].values():
+        own = each.get("reward") or _rewards(v)
+        found += [own] if isinstance(own, str) else own
+    return found
+
+
 def _may_use_workers(v: Values) -> bool:
     """Whether rewards may run in processes of their own, see `train.scoring.Scorer`.
 
-    With `auto` the rows of a file decide, which `train.inputs` reads.
+    With `auto` the rows of files decide, which `train.inputs` reads.
     """
     if v["rewards.workers"] is not None:
         return v["rewards.workers"] > 0
@@ -172,7 +181,7 @@ def _may_use_workers(v: Values) -> bool:
     names = [SUMS_REWARD] if _rewards(v) == ["auto"] and _generates_sums(v) else _rewards(v)
     return any(
         name not in ("exact", "number", "choice") and not (name == "format" and usual)
-        for name in names
+        for name in (*names, *_set_rewards(v))
     )
 
 
@@ -186,7 +195,7 @@ RL_RULES = (
     ),
     Needs(
         ("rewards.pattern",),
-        lambda v: "format" in _rewards(v),
+        lambda v: "format" in (*_rewards(v), *_set_rewards(v)),
         "it is of the reward `format`, and [reward] has none; add it, or leave this out",
     ),
     Needs(

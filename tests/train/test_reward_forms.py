@@ -218,6 +218,22 @@ def test_settings_of_rewards_that_make_no_sense_are_refused(settings, said, caps
 
 
 @pytest.mark.parametrize(
+    "argv",
+    [
+        ["reward=exact", "rewards.timeout=3", "eval.sets={a: {path: x, reward: math_verify}}"],
+        ["rewards.timeout=3", "eval.sets={a: {path: x}}"],  # the rows decide
+        ["reward=exact", "rewards.pattern=x", "eval.sets={a: {path: x, reward: [exact, format]}}"],
+    ],
+)
+def test_settings_of_rewards_are_read_by_sets_of_evaluation_too(argv, capsys):
+    cfg, _ = parse_config(RLConfig, argv)
+    assert cfg.eval.sets["a"].path == "x"
+    with pytest.raises(SystemExit):
+        parse_config(RLConfig, [*argv[:-1], "eval.sets={a: {path: x, reward: exact}}"])
+    assert "changes nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("theirs", "ours"),
     [
         ("data.train_files=x", "data.path"), ("data.val_files=x", "data.heldout_path"),
