@@ -31,8 +31,8 @@ def main() -> None:
         dear = (chunks[0] // TURN + jax.process_index()) % 2
         return result, 1.0 if (chunk.strategy == OFF) == (dear == 0) else 1e-3
 
-    def noted(controller, batch_size):
-        name = select(controller, batch_size)
+    def noted(controller, *seen):
+        name = select(controller, *seen)
         if os.environ.get("UNEVEN_HOSTS_DISOBEY") == str(jax.process_index()) and choices[8:]:
             name = next(arm for arm in controller.arms if arm != choices[-1])
         choices.append(name)

@@ -88,7 +88,7 @@ def describe_run(
         "versions": versions(),
         "machine": machine(),
         "code": git_state(Path.cwd()),
-        "data": data_files(cfg.data),
+        "data": data_files(cfg),
         "model": None if model is None else portable(model),
     }
     _replace(out / RUN_FILE, json.dumps([*starts, entry], indent=1) + "\n")
@@ -183,18 +183,18 @@ def data_files(cfg: Any) -> list[dict[str, Any]]:
     """Path, size and SHA-256 of every file of rows; empty where problems are generated.
 
     Args:
-      cfg: section `data` of a configuration.
+      cfg: configuration with a section `data`, and perhaps sets of evaluation.
     """
+    named = {f"data.{n}": getattr(cfg.data, n, None) for n in ("path", "heldout_path", "texts")}
+    sets = getattr(getattr(cfg, "eval", None), "sets", {})
+    named |= {f"eval.sets.{name}.path": each.path for name, each in sets.items()}
     found = []
-    for name in ("path", "heldout_path", "texts"):
-        paths = getattr(cfg, name, None)
+    for setting, paths in named.items():
         for file in find_files(paths) if paths else []:
             with file.open("rb") as stream:
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
             size = file.stat().st_size
-            found.append(
-                {"setting": f"data.{name}", "file": str(file), "bytes": size, "sha256": digest}
-            )
+            found.append({"setting": setting, "file": str(file), "bytes": size, "sha256": digest})
     return found
 
 

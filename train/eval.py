@@ -41,6 +41,7 @@ from specjax.engine.sources import head_class, load_source
 from specjax.hub import ModelNotFoundError, find_model
 from specjax.interrupts import INTERRUPTED
 from specjax.parallel import sharding
+from specjax.parallel.sharding import MeshConfig
 from specjax.schema import option
 from specjax.shipped import find_shipped
 from specjax.spelling import spelled
@@ -107,7 +108,7 @@ def run(cfg: EvalConfig) -> dict[str, Any]:
             f"model: expected a checkpoint directory, got {named!r}: {error}"
         ) from error
     try:
-        mesh, places = make_meshes(cfg)
+        _, places = make_meshes(cfg)
         settle_length(cfg, read_config(path))
         tokenizer = load_tokenizer(tokenizer_dir(path).absolute())
         inputs = _read_heldout(cfg, tokenizer, named)
@@ -118,6 +119,7 @@ def run(cfg: EvalConfig) -> dict[str, Any]:
         print(line, flush=True)
     if not sets:
         raise ConfigError("nothing is evaluated: set eval.sets, or data.path and eval.problems")
+    mesh = places[0]  # from which the other replicas get their weights
     found = load_model(path, "auto", mesh, cfg.step)
     print(cfg.dtype.settle(found.stored, sharding.platform_of(mesh)).partition("; ")[2], flush=True)
     model = as_computed(cfg, with_tokenizer_end(found.cfg, tokenizer))
@@ -174,6 +176,7 @@ def _settle(cfg: EvalConfig) -> None:
     if cfg.draft.mode != "none":
         cfg.draft.mode = "auto"
     cfg.draft.spot.enabled = cfg.checkpoint.draft_only = False
+    cfg.mesh = MeshConfig()  # rollout.replicas and rollout.tp say which devices evaluate
     own = {name for name in given_in(cfg) if name.startswith("data.")} | {"eval.problems"}
     if cfg.eval.sets and not own & given_in(cfg):
         cfg.eval.problems = 0  # the embedded task, for which nobody asked
@@ -191,7 +194,7 @@ def _read_heldout(cfg: EvalConfig, tokenizer, named: str) -> Inputs:
     if cfg.eval.problems:
         heldout = data.problems(cfg.data, "heldout", prompts.chat)[: cfg.eval.problems]
         scorer.check(heldout[0])
-        notes = [describe_data(cfg.data, prompts.chat, named, scorer.described)]
+        notes = [describe_data(cfg.data, prompts.chat, named, scorer.described, trains=False)]
         if over := prompts.overlong_warning(heldout, "held-out prompts"):
             notes.append(f"WARNING: {over}")
     return Inputs([], heldout, prompts, scorer, notes)

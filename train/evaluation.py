@@ -111,8 +111,8 @@ def _read_set(
     if not is_seed(cfg.eval.seed + len(problems)):
         raise ValueError(f"has {len(problems)} problems, too many for eval.seed={cfg.eval.seed}")
     asked.params(cfg.eval.seed)
-    said = describe_data(rows, prompts.chat, model, scorer.described).removeprefix("data: ")
-    lines = [f"{asked.key}: {said}"]
+    said = describe_data(rows, prompts.chat, model, scorer.described, trains=False)
+    lines = [f"{asked.key}: {said.removeprefix('data: ')}"]
     if over := prompts.overlong_warning(problems):
         lines.append(f"WARNING: {asked.key}: {_spelled(over, asked)}")
     lost, checked = check_gold(scorer, problems)

@@ -215,7 +215,9 @@ def read_inputs(cfg: RLConfig, tokenizer, model: str) -> Inputs:
     return Inputs(problems, heldout, prompts, scorer, notes)
 
 
-def describe_data(cfg: DataConfig, chat: bool, model: object, reward: str | None = None) -> str:
+def describe_data(
+    cfg: DataConfig, chat: bool, model: object, reward: str | None = None, trains: bool = True
+) -> str:
     """The line at start about the rows: their origin, layout, encoding and reward.
 
     Args:
@@ -223,6 +225,7 @@ def describe_data(cfg: DataConfig, chat: bool, model: object, reward: str | None
       chat: whether prompts that are text become messages of a conversation.
       model: name of the model whose tokenizer reads them, as the user typed it; None for no name.
       reward: name of the reward; None for no name.
+      trains: whether the rows are trained on.
     """
     task = data.find_task(cfg)
     if task is None:
@@ -248,6 +251,6 @@ def describe_data(cfg: DataConfig, chat: bool, model: object, reward: str | None
         said += "; each prompt one message of the user, through the chat template"
     else:
         said += "; prompts as plain text"
-    if task is None and cfg.task != REASONING_GYM:
+    if trains and task is None and cfg.task != REASONING_GYM:
         said += "; data.path=FILE trains on rows of your own"
     return said + (f"; reward {reward}" if reward else "")

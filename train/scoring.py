@@ -26,8 +26,6 @@ from train.tasks.layout import Problem, RowError, gold_of, shown
 ROWS_CHECKED = 300
 # Number of failures that are logged; all are counted.
 _DESCRIBED = 5
-# Number of completions of evaluation that one call of a function of batch form gets.
-_BATCH = 64
 
 log = logging.getLogger(__name__)
 
@@ -183,25 +181,6 @@ class Scorer:
         scoring.add(0, completion, sample)
         scoring.finish()
         return ScoreOfOne(scoring)
-
-    def score_all(
-        self,
-        completions: Sequence[str],
-        problems: Sequence[Problem],
-        samples: Sequence[SampleFacts],
-    ) -> list[Score]:
-        """Scores completions of several problems, and waits for the results."""
-        found = []
-        for start in range(0, len(completions), _BATCH):
-            scoring = Scoring(self)
-            part = slice(start, start + _BATCH)
-            for i, (completion, problem, sample) in enumerate(
-                zip(completions[part], problems[part], samples[part], strict=True)
-            ):
-                scoring.add(i, completion, sample, problem)
-            scoring.finish()
-            found.append(scoring)
-        return [score for scoring in found for _, score in sorted(scoring.scores().items())]
 
     @property
     def described(self) -> str:

@@ -318,6 +318,10 @@ def test_every_strategy_size_and_evaluation_of_a_run_is_planned(tiny_policy, tmp
     assert Shapes(cfg, jax.devices()).engine.buckets == [1, 2, 4, 5]
     engine = Shapes(cfg, jax.devices(), platform="gpu").engine
     assert engine.buckets == [1, 4, 5]
+    changes["eval.max_batch"] = "null"  # then evaluation has the programs of rollouts
+    cfg, _ = parse_config(RLConfig, settings(tiny_policy, tmp_path, **changes))
+    planned_alike = {p.name: p.lower for p in Shapes(cfg, jax.devices()).programs()}
+    assert all(planned_alike[f"evaluate: {chunk}"] is planned_alike[chunk] for chunk in chunks)
     read = {(1, width + 1) for width in engine.piece_widths}
     assert {f"prefill {r} x {n}" for r, n in read} <= names
 

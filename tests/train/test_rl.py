@@ -174,6 +174,8 @@ def test_a_run_says_how_it_was_started(run, capsys):
     [start] = json.loads((run / "run.json").read_text())
     assert start["program"] == "train.rl" and f"out={run}" in start["command"]
     assert start["first_step"] == 1 and start["versions"]["jax"] == jax.__version__
+    sets = {f"eval.sets.{name}.path" for name in ("own", "greedy")}
+    assert {file["setting"] for file in start["data"]} == sets
     with pytest.raises(SystemExit):
         rl.main(["--config", str(run / "config.yaml"), "--print-config"])
     assert "steps: 3" in capsys.readouterr().out, "the file must be taken as it is"
