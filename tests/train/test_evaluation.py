@@ -261,7 +261,7 @@ class Stub:
     def __init__(self, done=0):
         self.done_steps, self.evaluated, self.eval_engine = done, [], "engine"
         self.source = self.exact = None
-        self.last_rollout = []
+        self.last_rollout, self.eval_sets, self.last_evaluation = [], [], {}
         self.rollouts = types.SimpleNamespace(zero_reward_example=lambda: None, short=None)
 
     def evaluate(self):
@@ -289,6 +289,6 @@ def test_an_evaluation_is_before_the_first_step_at_every_kth_and_at_the_end(
     settings, done, resumed, at
 ):
     cfg, stub, log = RLConfig(steps=5, eval=EvalSection(**settings)), Stub(done), {}
-    log = types.SimpleNamespace(log=lambda step, metrics: None)
+    log = types.SimpleNamespace(log=lambda *_: None, log_evaluation=lambda *_: None)
     rl._steps(cfg, stub, log, log, None, None, resumed=resumed)
     assert stub.evaluated == at
