@@ -23,6 +23,7 @@ from specjax.parallel import distributed, sharding
 from specjax.telemetry.collector import read_jsonl
 from train import processes, programs, rl
 from train.log import TRACE_FILE, read_lines, read_metrics
+from train.run_files import read_starts
 from train.schema import RLConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -193,6 +194,14 @@ def test_only_the_first_process_writes_and_prints(two):
     lines = [line for line in second.splitlines() if not any(word in line for word in allowed)]
     assert not lines, second
     assert (out / "metrics.png").exists() and not list(out.parent.glob("run-*"))
+    [start] = read_starts(out)
+    assert start["machine"]["processes"] == 2
+    samples = read_lines(out / "samples.jsonl")
+    assert sorted({row["step"] for row in samples}) == [1, 2, 3, 4, 5]
+    places = [(row["step"], row["problem"], row["sample"]) for row in samples]
+    assert len(set(places)) == len(places)
+    # The origins of the other process's tokens come with the tokens.
+    assert all(row["completion"] and set(row["origins"]) <= {"d", "b", "p"} for row in samples)
 
 
 # --- devices and processes without work -----------------------------------------------------------
