@@ -399,7 +399,7 @@ def test_exact_mode_is_refused_where_a_replica_has_devices_of_several_processes(
     monkeypatch.setattr(jax, "local_device_count", lambda: 4)
     cfg, mesh, places = laid_out(**{"mesh.tp": 8, "rollout.tp": 8, **EXACT})
     with pytest.raises(ValueError, match="has devices of several processes, which have 4 each"):
-        programs.build_engines(cfg, None, True, None, mesh, places)
+        programs.build_engines(cfg, None, True, mesh, places)
 
 
 def test_processes_with_different_numbers_of_devices_are_refused(four_and_four, monkeypatch):
