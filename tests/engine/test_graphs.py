@@ -127,7 +127,7 @@ def test_the_check_runs_all_loops_of_a_chunk(compared):
     assert (first[:2] > 1).all(), "a sequence that waited has taken the row over"
 
 
-@pytest.mark.parametrize("kind", [pytest.param(None, marks=pytest.mark.slow), "Wrong"])
+@pytest.mark.parametrize("kind", [None, "Wrong"])
 def test_replicas_check_once_for_all(kind, caplog):
     wrap = kind and others_are(globals()[kind], 1)
     engines, seen = zip(*(made(wrap=wrap) for _ in range(2)), strict=True)
@@ -180,7 +180,12 @@ def others_are(kind, bucket):
     ("kind", "bucket", "line"),
     [
         (Wrong, 1, "strategy 2_1_3 for a batch of 1 gives other results than without graphs: 1 of"),
-        (Faulty, 1, "2_1_3 for a batch of 1 fails at the start: JaxRuntimeError: INTERNAL: CUDA_"),
+        pytest.param(
+            Faulty,
+            1,
+            "2_1_3 for a batch of 1 fails at the start: JaxRuntimeError: INTERNAL: CUDA_",
+            marks=pytest.mark.slow,
+        ),
         (Faulty, 2, "2_1_3 for a batch of 2 fails at the start: JaxRuntimeError: INTERNAL: CUDA_"),
     ],
 )
@@ -197,6 +202,7 @@ def test_a_graph_that_is_wrong_or_fails_is_replaced_with_one_line(kind, bucket, 
     assert not any(isinstance(p, Wrong) for p in engine.runner.executables.by_key.values())
 
 
+@pytest.mark.slow
 def test_a_graph_that_fails_only_in_the_check_is_replaced(caplog):
     class Late(Faulty):
         def __call__(self, *inputs):
@@ -244,6 +250,7 @@ def test_a_difference_is_found_wherever_it_is(compared):
         assert f"1 of {leaf.size} values of {name!r} in chunk 2 of 3" in found
 
 
+@pytest.mark.slow
 def test_programs_that_are_compiled_after_the_check_are_no_graphs():
     engine, seen = made()
     engine.warm_up()
@@ -272,6 +279,7 @@ def test_a_program_that_is_no_graph_fails_with_its_own_error(caplog):
     assert sum(map(len, seen.values())) == len(seen) + 1, "one chunk has a plain form as well"
 
 
+@pytest.mark.slow
 def test_a_plain_program_that_is_not_reproducible_is_named(caplog):
     """Its graph is turned off, too: a comparison with it shows nothing."""
     engine, _ = made()
