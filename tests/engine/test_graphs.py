@@ -127,7 +127,7 @@ def test_the_check_runs_all_loops_of_a_chunk(compared):
     assert (first[:2] > 1).all(), "a sequence that waited has taken the row over"
 
 
-@pytest.mark.parametrize("kind", [None, "Wrong"])
+@pytest.mark.parametrize("kind", [pytest.param(None, marks=pytest.mark.slow), "Wrong"])
 def test_replicas_check_once_for_all(kind, caplog):
     wrap = kind and others_are(globals()[kind], 1)
     engines, seen = zip(*(made(wrap=wrap) for _ in range(2)), strict=True)
