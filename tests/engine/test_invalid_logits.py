@@ -32,6 +32,15 @@ MODES = {
     "plain, wide": None,
     "coupled tree, wide": SpecConfig("3_4_12"),
 }
+# Of each kind of round one mode; the others when there is time.
+FAST = ("plain", "n-gram", "coupled tree", "block")
+
+
+def often(modes):
+    """Parameters of a test, of which the modes that are not `FAST` are slow."""
+    return [pytest.param(m, marks=() if m in FAST else pytest.mark.slow) for m in modes]
+
+
 SOUND = [[1, 2, 3], [4, 5, 6], [7, 8], [10], [12, 13, 14, 15], [16, 17]]
 PROMPTS = [*SOUND, [UNHEARD], [3, UNHEARD, 4]]
 
@@ -138,7 +147,7 @@ def best_after(tokens) -> int:
     return int(np.argmax(logits))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", often(MODES))
 def test_a_sample_ends_where_its_logits_are_no_distribution(mode):
     samples = generated(mode)
     assert all(np.isfinite(s.logprobs).all() for s in samples)
@@ -164,14 +173,14 @@ EQUAL = {mode: "plain" for mode in ("coupled tree", "n-gram", "invariant")}
 EQUAL |= {"coupled tree, wide": "plain, wide"}
 
 
-@pytest.mark.parametrize("mode", EQUAL)
+@pytest.mark.parametrize("mode", often(EQUAL))
 def test_the_samples_are_those_of_plain_decoding(mode):
     """The token whose embedding is NaN is drafted, too, and no other row of the tree sees it."""
     for plain, drafted in zip(generated(EQUAL[mode]), generated(mode), strict=True):
         assert (drafted.token_ids, drafted.finish_reason) == (plain.token_ids, plain.finish_reason)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", often(MODES))
 def test_pages_of_a_broken_sample_spoil_no_other(mode):
     """The sound prompts again, behind a crowd of broken ones, in whatever pages these had."""
     temperature = 0.0 if mode == "greedy" else 1.0
