@@ -95,10 +95,14 @@ def user_errors(module: str) -> Iterator[None]:
         sys.exit(f"bench.{module}: error: {error}")
 
 
-def own_settings(schema: type[T], cfg: T) -> T:
-    """Copies a configuration with the fields of `schema` only, of which its type is a subclass."""
+def own_settings(schema: type[T], cfg: T, **changes: Any) -> T:
+    """Copies a configuration with the fields of `schema` only, of which its type is a subclass.
+
+    Args:
+      changes: values of fields that differ in the copy.
+    """
     values = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(schema)}
-    return schema(**copy.deepcopy(values))
+    return schema(**copy.deepcopy(values) | changes)
 
 
 def heldout_prompts(

@@ -19,6 +19,7 @@ import matplotlib
 matplotlib.use("Agg")  # no display is needed
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
+from omegaconf import OmegaConf  # noqa: E402
 
 from bench import plots  # noqa: E402
 from bench.command import own_settings, user_errors  # noqa: E402
@@ -26,14 +27,16 @@ from bench.record import RESULTS, figure, report, write_result  # noqa: E402
 from bench.train.run import curve  # noqa: E402
 from specjax.command_line import ConfigError, load_config  # noqa: E402
 from specjax.schema import option  # noqa: E402
-from train import rl  # noqa: E402
-from train.algo import algo  # noqa: E402
+from train import describe, rl  # noqa: E402
+from train.algo import AlgoSection, algo  # noqa: E402
 from train.cli import CHECKPOINTS  # noqa: E402
 from train.log import METRICS_FILE, read_metrics  # noqa: E402
 from train.presets import PRESETS  # noqa: E402
 from train.schema import RLConfig  # noqa: E402
 
 HELD_OUT = "eval/reward"
+# Keys of `algo` that all runs have.
+COMMON = ("updates_per_rollout", "dynamic_sampling")
 
 
 @dataclass
@@ -57,28 +60,45 @@ class ObjectivesConfig(RLConfig):
             )
         if not self.seeds or len(set(self.seeds)) != len(self.seeds):
             raise ConfigError(f"seeds: expected different numbers, got {self.seeds}")
+        if self.seed != RLConfig.seed:
+            raise ConfigError(f"seeds names the seeds of the runs; leave out seed={self.seed}")
+        if self.algo != self._algo(None):
+            raise ConfigError(
+                f"the runs have the options of their presets; of algo only {' and '.join(COMMON)} "
+                "can be set"
+            )
 
     def of(self, objective: str, seed: int) -> RLConfig:
         """Returns the settings of one run."""
-        cfg = own_settings(RLConfig, self)
-        cfg.seed = seed
-        # Of the section only what is the same for all objectives.
-        cfg.algo = algo(
-            preset=objective,
-            updates_per_rollout=self.algo.updates_per_rollout,
-            dynamic_sampling=self.algo.dynamic_sampling,
-        )
-        cfg.out = str(Path(self.out) / f"{objective}_{seed}")
-        return cfg
+        changes = {
+            "seed": seed,
+            "algo": self._algo(objective),
+            "out": str(Path(self.out) / f"{objective}_{seed}"),
+        }
+        return own_settings(RLConfig, self, **changes)
+
+    def _algo(self, preset: str | None) -> AlgoSection:
+        """A preset, with what is the same for all objectives."""
+        return algo(preset=preset, **{name: getattr(self.algo, name) for name in COMMON})
 
 
 def records_of(cfg: RLConfig) -> list[dict]:
-    """Runs `train.rl`, or what is left of it, and returns its metrics."""
+    """Runs `train.rl`, or what is left of it, and returns its metrics.
+
+    Raises:
+      ConfigError: the run has ended, and had other settings.
+    """
     out = Path(cfg.out)
     records = read_metrics(out) if (out / METRICS_FILE).exists() else []
     if not records or records[-1]["step"] < cfg.steps:
         rl.run(cfg, resume=any((out / CHECKPOINTS).glob("[0-9]*")))
-        records = read_metrics(out)
+        return read_metrics(out)
+    before = OmegaConf.to_container(OmegaConf.load(out / describe.CONFIG_FILE))
+    if differing := describe.changed(before, describe.settings_of(cfg)):
+        listed = ", ".join(f"{name} ({a} there, {b} now)" for name, (a, b) in differing.items())
+        raise ConfigError(
+            f"{out} holds a run with other settings: {listed}; set out to another directory"
+        )
     return records
 
 
@@ -132,9 +152,7 @@ def run(cfg: ObjectivesConfig) -> dict[str, dict]:
     settings = dataclasses.asdict(cfg)
     for name in ("results", "out", "seed"):
         settings.pop(name)
-    settings["algo"] = {
-        name: settings["algo"][name] for name in ("updates_per_rollout", "dynamic_sampling")
-    }
+    settings["algo"] = {name: settings["algo"][name] for name in COMMON}
     path = write_result("objectives", settings, figures, Path(cfg.results) / "objectives.json")
     draw(curves, path.with_suffix(".png"))
     print(report({name: entry for name, entry in figures.items() if "curves/" not in name}))

@@ -9,7 +9,6 @@ Writes `NAME.json`, `NAME.jsonl` (the metrics of every step) and `NAME.png` to `
 from __future__ import annotations
 
 import dataclasses
-import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -45,8 +44,10 @@ class RunBenchConfig(RLConfig):
 
 
 def curve(records: Sequence[Mapping], metric: str) -> list[list[float]]:
-    """Returns [step, value] of every record that has the metric."""
-    return [[record["step"], record[metric]] for record in records if metric in record]
+    """Returns [step, value] of every record that has the metric as a finite number."""
+    return [
+        [record["step"], record[metric]] for record in records if record.get(metric) is not None
+    ]
 
 
 def figures_of(records: Sequence[Mapping], seconds: float) -> dict[str, dict]:
@@ -63,14 +64,7 @@ def figures_of(records: Sequence[Mapping], seconds: float) -> dict[str, dict]:
             found[f"first/{name}"] = figure(points[0][1], unit)
             found[f"last/{name}"] = figure(points[-1][1], unit)
             found[f"curve/{name}"] = figure(points, f"[step, {unit}]")
-    not_finite = sorted(
-        {
-            name
-            for record in records
-            for name, value in record.items()
-            if isinstance(value, float) and not math.isfinite(value)
-        }
-    )
+    not_finite = sorted({name for record in records for name in record.get("nonfinite", ())})
     found["not_finite"] = figure(not_finite, "names of metrics that were not finite")
     found["seconds"] = figure(seconds, "of the run, or of its part after it was continued")
     return found

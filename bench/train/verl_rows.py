@@ -1,8 +1,8 @@
 """`python -m bench.train verl_rows FILE OUT`: GSM8K's rows in the layout of verl.
 
 Each row gets the columns that verl's own preparation of GSM8K writes: `data_source`, `prompt` (one
-message of the user), `ability`, `reward_model` and `extra_info`. With `--text` the prompt is text,
-for models without a chat template.
+message of the user, with this project's wording), `ability`, `reward_model` and `extra_info`. With
+`--text` the prompt is text, for models without a chat template.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from bench.command import user_errors
 from specjax.command_line import ArgumentParser
 from train.tasks import gsm8k
+from train.tasks.files import read_rows
 
 SOURCE = "openai/gsm8k"
 
@@ -45,10 +46,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--text", action="store_true", help="write prompts as text")
     given = parser.parse_args(argv)
     with user_errors("train verl_rows"):
-        lines = Path(given.file).read_text(encoding="utf-8").splitlines()
         split = Path(given.file).stem
         rows = [
-            verl_row(json.loads(line), split, index, given.text) for index, line in enumerate(lines)
+            verl_row(row, split, index, given.text)
+            for index, (_, row) in enumerate(read_rows(given.file))
         ]
         Path(given.out).write_text(
             "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"

@@ -3,10 +3,14 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from omegaconf import OmegaConf
 
 from bench.train import objectives, run, verl_rows
-from train import rl
+from train import describe, rl
+from train.objectives.shared import Denominators
+from train.presets import PRESETS
 from train.tasks import verl
 
 ARGUMENTS = ["model=assets/sums", "steps=2"]
@@ -24,12 +28,18 @@ def runs(monkeypatch):
         gain = {"grpo": 0.5, "gspo": 0.4}.get(cfg.algo.preset, 0.3) + cfg.seed / 10
         records = [
             {"step": 0, "eval/reward": 0.1},
-            {"step": 1, "rollout/reward": 0.2, "train/entropy": float("nan")},
+            {
+                "step": 1,
+                "rollout/reward": 0.2,
+                "train/entropy": None,
+                "nonfinite": ["train/entropy"],
+            },
             {"step": 2, "rollout/reward": 0.3, "eval/reward": gain},
         ]
         text = "".join(json.dumps(record) + "\n" for record in records)
         (out / "metrics.jsonl").write_text(text)
         (out / "metrics.png").write_bytes(b"png")
+        OmegaConf.save(describe.settings_of(cfg), out / describe.CONFIG_FILE)
         return out / "metrics.png"
 
     monkeypatch.setattr(rl, "run", trained)
@@ -73,11 +83,28 @@ def test_objectives_are_compared_with_the_first_over_seeds(runs, tmp_path):
     assert all(cfg.algo.updates_per_rollout == 2 for cfg, _ in runs)
     objectives.main(argv)
     assert len(runs) == 4, "runs that have ended are read"
+    with pytest.raises(SystemExit) as ended:
+        objectives.main([*argv, "optim.lr=0.5"])
+    assert "optim.lr" in str(ended.value) and "0.5 now" in str(ended.value)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_objective_can_be_compared(preset):
+    cfg = objectives.ObjectivesConfig(model="assets/sums", objectives=[preset]).of(preset, 3)
+    assert (cfg.algo.preset, cfg.seed) == (preset, 3)
+    masks, segments = np.ones((2, 4), np.float32), np.ones((2, 4), np.int32)
+    weights = cfg.algo.build().weights(masks, segments, Denominators(tokens=8.0, samples=2.0))
+    assert (np.asarray(weights) > 0).all()
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [("objectives=[ppo]", "objectives: expected"), ("seeds=[1,1]", "seeds: expected")],
+    [
+        ("objectives=[ppo]", "objectives: expected"),
+        ("seeds=[1,1]", "seeds: expected"),
+        ("seed=5", "leave out seed=5"),
+        ("algo.kl_loss_coef=0.04", "of algo only updates_per_rollout"),
+    ],
 )
 def test_wrong_comparisons_are_refused(wrong, message, capsys):
     with pytest.raises(SystemExit):
