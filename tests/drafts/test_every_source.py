@@ -147,7 +147,6 @@ SOURCES = {
             backbone="qwen3",
             own_embedding=True,
         ),
-        rule=None,
     ),
     "P-EAGLE head": Source(
         eagle3_files("speculators", boundaries=(0, 1), mask_token=3), rule="recursive"

@@ -60,7 +60,7 @@ RING = {"one_by_one", "from_ahead", "empty", "as_before"}
 @pytest.mark.parametrize("spec, alone, scan, expected", [
     (None, True, False, {"_padded", "pinned", "of_all"}),
     ("3_1_4", True, False, {"_padded", "pinned"} | RING),
-    ("3_2_6", False, False, {"pinned"} | RING),
+    pytest.param("3_2_6", False, False, {"pinned"} | RING, marks=pytest.mark.slow),
     ("2x2", False, True, RING),
 ])  # fmt: skip
 def test_the_forms_of_a_tpu_give_the_tokens_of_a_cpu(spec, alone, scan, expected):
@@ -79,7 +79,9 @@ def test_the_forms_of_a_tpu_give_the_tokens_of_a_cpu(spec, alone, scan, expected
 
 @pytest.mark.parametrize("spec, expected", [
     (None, {"of_all"}),
-    ("3_1_4", {"at_once", "gathered", "empty", "as_before", "_finite"}),
+    pytest.param(
+        "3_1_4", {"at_once", "gathered", "empty", "as_before", "_finite"}, marks=pytest.mark.slow
+    ),
     ("3_2_6", {"at_once", "gathered", "empty", "as_before", "_finite"}),
 ])  # fmt: skip
 def test_the_forms_of_a_gpu_give_the_tokens_of_a_cpu(spec, expected):
@@ -94,7 +96,7 @@ def test_the_forms_of_a_gpu_give_the_tokens_of_a_cpu(spec, expected):
 
 @pytest.mark.parametrize("spec, options", [
     (SpecConfig("2_1_3", draft_vocab=16, telemetry=True), {"repetition_penalty": 1.8}),
-    (SpecConfig("2x1", acceptance="recursive"), {}),
+    pytest.param(SpecConfig("2x1", acceptance="recursive"), {}, marks=pytest.mark.slow),
     pytest.param(SpecConfig("1_1_2", acceptance="block"), {}, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_they_draft_and_accept_what_a_cpu_does(spec, options):

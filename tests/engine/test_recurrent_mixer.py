@@ -150,7 +150,13 @@ def keep_rows_in_order(patch):
     patch.setattr(memory, "_along", lambda x, path, axis: x[:, : path.shape[1]])
 
 
-@pytest.mark.parametrize("broken", [forget_nothing, advance_over_all, keep_rows_in_order])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        advance_over_all,
+        *(pytest.param(f, marks=pytest.mark.slow) for f in (forget_nothing, keep_rows_in_order)),
+    ],
+)
 def test_state_that_is_kept_wrongly_changes_tokens(broken, monkeypatch):
     """Memory that is kept wrongly must fail the comparison above."""
     cfg, jobs = config(), jobs_of(3)
@@ -211,7 +217,7 @@ def test_scanned_layers_of_two_kinds_emit_what_unrolled_ones_do(samples):
 
 
 @pytest.mark.parametrize("form", ["tree", "by_position"])
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_rows_of_a_tree_are_those_of_their_paths_and_nan_reaches_only_its_descendants(form, scan):
     cfg = config(repeats=2, scan_layers=scan)
     params, tree = to_decode_layout(weights(cfg)[0], cfg), build_tree(SpecConfig("2x2").resolve())
@@ -259,7 +265,7 @@ def test_rows_of_a_tree_are_those_of_their_paths_and_nan_reaches_only_its_descen
         np.testing.assert_allclose(slot, wanted, atol=1e-4)
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_taps_are_the_states_between_layers_in_training_prefill_and_decoding(scan):
     """Those of a model cut off behind so many layers, whose params are the first rows of these."""
     cfg, ids = config(repeats=2, scan_layers=scan), np.arange(6)[None]
