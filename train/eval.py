@@ -4,8 +4,10 @@
     python -m train.eval model=runs/rl step=40
 
 Settings are those of `train.rl`; what is about training alone is refused on the command line, and
-ignored in a file. Without `--config` a run is evaluated with its own configuration, `config.yaml`.
-It speculates as the rollouts of a run would, with the draft head that the run trained.
+ignored in a file. Without `--config` a run is evaluated with its own configuration, `config.yaml`,
+all of it but `out`: results are written to `runs/eval` unless `out` is typed.
+It speculates as the rollouts of a run would, with the draft head that the run trained, even if the
+run began with one in files or a random one. A `rollout.draft` that is typed decides instead.
 
 It prints a table of the metrics of `train.evaluation`, and writes `<out>/eval.json` with them and
 `<out>/eval-NAME.jsonl` with the samples of each set. The held-out problems of the data are
@@ -33,7 +35,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from specjax.checkpoint.weights import load_model, read_config, tokenizer_dir
+from specjax.checkpoint.weights import RUN, layout_of, load_model, read_config, tokenizer_dir
 from specjax.command_line import ConfigError, fingerprint, given_in, parse_config, typed_in
 from specjax.engine.compiling import CompileProgress
 from specjax.engine.request import Totals
@@ -123,8 +125,8 @@ def run(cfg: EvalConfig) -> dict[str, Any]:
     found = load_model(path, "auto", mesh, cfg.step)
     print(cfg.dtype.settle(found.stored, sharding.platform_of(mesh)).partition("; ")[2], flush=True)
     model = as_computed(cfg, with_tokenizer_end(found.cfg, tokenizer))
-    if found.head is not None and cfg.rollout.draft == "random":
-        cfg.rollout.draft = "checkpoint"  # the run has trained that head
+    if found.head is not None:
+        _draft_with_trained_head(cfg, layout_of(path) == RUN)
     drafting = settle_drafting(cfg, head_class(found.head), model)
     print(describe_drafting(cfg, drafting), flush=True)
     decoder, source, weights = as_rolled_out(cfg, model), None, None
@@ -183,6 +185,20 @@ def _settle(cfg: EvalConfig) -> None:
     if "revision" not in typed and find_shipped(cfg.model).exists():
         cfg.revision = None  # of the model that the run began with
     own_family(cfg.family)
+
+
+def _draft_with_trained_head(cfg: EvalConfig, is_run: bool) -> None:
+    """Drafts with the head in the checkpoint where settings name the one that training began with.
+
+    Args:
+      cfg: settings, whose `rollout.draft` is replaced unless it was typed.
+      is_run: whether the checkpoint, which has a head, is that of a run.
+    """
+    began_with = cfg.rollout.draft
+    if "rollout.draft" in typed_in(cfg) or began_with in ("auto", "ngram"):
+        return
+    if is_run or began_with == "random":
+        cfg.rollout.draft = "checkpoint"
 
 
 def _read_heldout(cfg: EvalConfig, tokenizer, named: str) -> Inputs:
@@ -301,13 +317,16 @@ def _own_config(argv: Sequence[str]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """The command `python -m train.eval`; returns the results."""
     prog, argv = "train.eval", [*map(str, sys.argv[1:] if argv is None else argv)]
+    of_run = _own_config(argv)
     cfg, _ = parse_config(
         EvalConfig,
-        [*_own_config(argv), *argv],
+        [*of_run, *argv],
         prog,
         "Evaluates a policy.",
         require=lambda cfg: cfg.data.require_path(),
     )
+    if of_run and "out" not in typed_in(cfg):
+        cfg.out = EvalConfig.out  # and not the directory of the run
     try:
         return run(cfg)
     except USER_ERRORS as error:

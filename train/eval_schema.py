@@ -14,8 +14,12 @@ from train.rollout_schema import RolloutSection, SamplingSection
 # What a set takes from the rollouts unless it says otherwise.
 SAMPLING = ("temperature", "max_tokens", "top_k", "top_p", "min_p", "stop")
 _NAME = re.compile(r"[A-Za-z0-9_]+")
-# Names under which the held-out problems of the data are logged.
-TAKEN = ("reward", "problems", "prompts_overlong", "reward_failed", "response_length_mean")
+# Names under which the held-out problems of the data are logged, and theirs and that of rollouts in
+# files of samples.
+TAKEN = (
+    "reward", "problems", "prompts_overlong", "reward_failed", "response_length_mean",
+    "heldout", "train",
+)  # fmt: skip
 
 
 @dataclass

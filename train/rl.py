@@ -23,6 +23,7 @@ if __name__ == "__main__":  # Ctrl-C from here on
     interrupts.begin("train.rl")
 
 import contextlib
+import copy
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,6 +136,9 @@ def run(cfg: RLConfig, resume: bool = False, resume_step: int | None = None) -> 
     distributed.start(cfg.distributed, max(cfg.mesh.size, cfg.rollout_devices))
     if not resume:
         out = distributed.of_first(lambda: _fresh(out), "run directory")
+        if out != Path(cfg.out):  # files of the run, and those that name it, are of this directory
+            cfg = copy.copy(cfg)
+            cfg.out = str(out)
     resume = resume and can_resume(out, resume_step, _say)
     ends = (*USER_ERRORS, Terminated, Interrupted)
     with processes.watched(cfg, out, ends), interruptible(out) as progress:

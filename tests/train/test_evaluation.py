@@ -113,6 +113,8 @@ def test_a_set_takes_from_the_rollouts_what_it_does_not_say():
         (["eval.sets={a: 3}"], "a: expected a mapping of its settings, got 3"),
         (["eval.sets.a.n=2"], "eval.sets.a: has no rows; set its path"),
         (["eval.sets.reward.path=f"], "names of letters, digits and underscores, other than"),
+        (["eval.sets.heldout.path=f"], "reward_failed, response_length_mean, heldout, train; got"),
+        (["eval.sets.train.path=f"], "response_length_mean, heldout, train; got 'train'"),
         (["eval.sets.a.path=f", "eval.sets.a.top_p=2"], "eval.sets.a.top_p must be greater than"),
         (["eval.sets.a={path: f, n: 2, temperature: 0}"], "eval.sets.a.n=2: with a temperature of"),
         (["eval.sets.a.path=f", "eval.sets.a.reward=nothing"], "eval.sets.a: unknown reward"),
