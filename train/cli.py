@@ -16,7 +16,7 @@ from specjax.engine.request import InvalidLogitsError
 from specjax.interrupts import INTERRUPTED
 from specjax.parallel.distributed import DistributedError
 from train.reward_workers import WorkerError
-from train.run_files import METRICS_FILE
+from train.run_files import METRICS_FILE, RunFileError, check_files
 from train.scoring import RewardsFailedError
 
 # Errors of a user's mistake, a missing package or a damaged file: printed without traceback.
@@ -30,6 +30,7 @@ USER_ERRORS = (
     FileNotFoundError,
     ModuleNotFoundError,
     RewardsFailedError,
+    RunFileError,
 )
 CHECKPOINTS = "checkpoints"  # subdirectory of a run
 
@@ -112,8 +113,10 @@ def can_resume(out: Path, step: int | None, say: Callable[[str], None]) -> bool:
 
     Raises:
       ConfigError: `out` is no directory of a run, or there is no checkpoint and `step` is set.
+      RunFileError: a file of the run that is read to resume it is damaged.
     """
     if complete_steps(out):
+        check_files(out)
         return True
     if not any((out / name).exists() for name in (CHECKPOINTS, METRICS_FILE, TOKENIZER)):
         raise ConfigError(

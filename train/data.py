@@ -35,6 +35,7 @@ from specjax.tokenizer import (
 )
 from train import tasks
 from train.answers.extract import each_gold
+from train.registry import SUMS_REWARD
 from train.schema import GENERATED, REASONING_GYM, DataConfig, fill_template
 from train.tasks import reasoning_gym, sums
 from train.tasks.files import find_files, read_rows
@@ -175,7 +176,7 @@ def default_reward(cfg: DataConfig) -> str:
     task = find_task(cfg)
     if cfg.task == REASONING_GYM:
         return reasoning_gym.REWARD
-    return sums.REWARD if task is None else task.reward
+    return SUMS_REWARD if task is None else task.reward
 
 
 class Table(NamedTuple):

@@ -39,7 +39,7 @@ from specjax import schema
 from specjax.command_line import arguments_of
 from specjax.hub import portable
 from specjax.parallel import distributed
-from train.run_files import CONFIG_FILE, RUN_FILE, read_starts
+from train.run_files import CONFIG_FILE, RUN_FILE, read_config, read_starts
 from train.tasks.files import find_files
 
 PACKAGES = (
@@ -77,7 +77,7 @@ def describe_run(
     out.mkdir(parents=True, exist_ok=True)
     settings = settings_of(cfg)
     starts = read_starts(out) if resumed else []
-    before = _read_config(out) if starts else {}
+    before = read_config(out) if starts else {}
     entry = {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "program": program,
@@ -210,13 +210,6 @@ def _git(directory: Path, *arguments: str) -> str:
         errors="surrogateescape",
     )
     return found.stdout.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-
-
-def _read_config(out: Path) -> dict[str, Any]:
-    path = out / CONFIG_FILE
-    if not path.is_file():
-        return {}
-    return OmegaConf.to_container(OmegaConf.load(path))
 
 
 def _flat(node: Mapping[str, Any], keys: Mapping[str, Any], prefix: str = "") -> Iterator:

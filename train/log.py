@@ -162,7 +162,7 @@ def read_metrics(run: str | Path) -> list[dict[str, Any]]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a line before the last one is not JSON; the message has its number.
+        RunFileError: a line before the last one is damaged; the message has its number.
     """
     path = Path(run)
     path = path / METRICS_FILE if path.is_dir() else path

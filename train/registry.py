@@ -40,3 +40,4 @@ REWARDS = Registry(
     },
     "a function",
 )
+SUMS_REWARD = "exact"  # of generated sums, see train.tasks.sums

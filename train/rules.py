@@ -18,9 +18,9 @@ from specjax.speculation import (
     speculation_rules,
     switched_on,
 )
+from train.registry import SUMS_REWARD
 from train.rewards import THINKS_FIRST
 from train.rollout_schema import FILTERS, TRANSFORMS, transforms
-from train.tasks.sums import REWARD as SUMS_REWARD
 
 Values = Mapping[str, Any]
 

@@ -42,7 +42,7 @@ from specjax.engine.stops import TextStream
 from specjax.parallel import distributed
 from train.evaluation import Judged, ProblemSet
 from train.groups import Group, Response
-from train.run_files import SAMPLES_FILE, keep_before, move_aside
+from train.run_files import SAMPLES_FILE, RunFileError, keep_before, lines_of, move_aside
 from train.tasks.layout import Problem
 
 TRAIN = "train"  # the set of the samples of rollouts
@@ -56,12 +56,12 @@ class SampleLog:
 
     Args:
       out_dir: directory of the run, created when absent.
-      count: number of samples of a step; 0 writes none, and leaves what is there.
+      count: number of samples of a step; 0 writes none.
       seed: seed of the run, which decides the choice.
       tokenizer: tokenizer of the policy.
       labels: names of the rewards.
       resume_step: first step that will be written; samples of it and of later steps are removed.
-        None starts a new file and moves an existing one aside.
+        None starts a new file and moves an existing one aside. So is one that is damaged.
     """
 
     def __init__(
@@ -78,14 +78,19 @@ class SampleLog:
         self._decode: Decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
         self._followed: int | None = None
         self._file: TextIO | None = None
-        if not count or not distributed.is_first():
+        if not distributed.is_first():
+            return
+        if resume_step is None and self.path.exists():
+            move_aside(self.path)
+        elif self.path.exists():
+            try:
+                keep_before(self.path, resume_step)
+                self._followed = _followed_in(self.path)
+            except RunFileError as error:  # training needs no samples
+                move_aside(self.path, f"WARNING: {error}; the run goes on without its samples")
+        if not count:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if resume_step is not None:
-            keep_before(self.path, resume_step)
-            self._followed = _followed_in(self.path)
-        elif self.path.exists():
-            move_aside(self.path)
         self._file = self.path.open("a", encoding="utf-8")
 
     def log(self, step: int, groups: Sequence[Group]) -> None:
@@ -234,11 +239,7 @@ def _origins(response: Response) -> str:
 
 def _followed_in(path: Path) -> int | None:
     """The problem that the samples of an earlier start follow; None if there are none."""
-    if not path.exists():
-        return None
-    with path.open(encoding="utf-8") as stream:
-        for line in stream:
-            row = json.loads(line)
-            if row["set"] == TRAIN and row["followed"]:
-                return row["problem"]
+    for _, row in lines_of(path):
+        if row.get("set") == TRAIN and row.get("followed"):
+            return row.get("problem")
     return None

@@ -149,6 +149,17 @@ def test_a_resumed_run_writes_no_step_twice_and_follows_the_same_problem(tmp_pat
         for step in (3, 4):
             samples.log(step, groups(step))
     assert (tmp_path / "samples.jsonl").read_bytes() == whole
+    with log(tmp_path, count=0, resume=2):
+        assert {row["step"] for row in read(tmp_path)} == {1}, "none of a step that is repeated"
+
+
+def test_a_resumed_run_goes_on_without_damaged_samples_and_says_so(tmp_path, capsys):
+    (tmp_path / "samples.jsonl").write_text(f"{{\n{json.dumps({'step': 1})}\n")
+    with log(tmp_path, count=2, resume=3) as samples:
+        samples.log(3, groups(3))
+    assert {row["step"] for row in read(tmp_path)} == {3}
+    said = capsys.readouterr().err
+    assert "samples.jsonl, line 1: not JSON" in said and "moved to samples.1.jsonl" in said
 
 
 def test_a_new_run_moves_samples_of_an_earlier_one_aside_and_none_writes_no_file(tmp_path):
@@ -157,6 +168,9 @@ def test_a_new_run_moves_samples_of_an_earlier_one_aside_and_none_writes_no_file
             samples.log(step, groups(step))
     assert {row["step"] for row in read(tmp_path)} == {2}
     assert (tmp_path / "samples.1.jsonl").exists()
+    with log(tmp_path, count=0):
+        pass
+    assert (tmp_path / "samples.2.jsonl").exists() and not (tmp_path / "samples.jsonl").exists()
     with log(tmp_path / "none", count=0) as samples:
         samples.log(1, groups())
     assert not (tmp_path / "none").exists()

@@ -24,7 +24,7 @@ from train.tasks.layout import SPLITS, Demonstration, Problem, check_split, spli
 if TYPE_CHECKING:
     from train.schema import DataConfig
 
-REWARD, TEMPLATE = "exact", "{question}"
+TEMPLATE = "{question}"
 
 # Common words, each of which becomes one token with its space.
 CONNECTIVES = (
