@@ -626,6 +626,11 @@ class Trainer:
         for name in ("workers", "timeout"):
             settings["rewards"].pop(name)  # they decide where rewards run, and when they fail
         settings["draft"]["spot"].pop("gaps")  # changes only when the head is trained
+        if self.cfg.draft.mode in (
+            "none",
+            "frozen",
+        ):  # else it is settled, by a rule that may change
+            settings["draft"].pop("unroll_steps")
         return settings
 
     def save(

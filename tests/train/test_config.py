@@ -492,6 +492,26 @@ def test_a_run_whose_choice_has_another_name_since_goes_on(program):
         require_same_settings(saved, current, program)
 
 
+@pytest.mark.parametrize(
+    "untrained", ["draft.mode=none", "draft.mode=frozen", "rollout.draft=ngram"]
+)
+def test_the_steps_of_a_head_that_is_not_trained_are_no_difference(untrained):
+    def settings(*given) -> dict:
+        cfg, _ = parse_config(RLConfig, ["model=m", *given])
+        return Trainer.fingerprint(SimpleNamespace(cfg=cfg))
+
+    current = settings(untrained)
+    for steps in (1, 4):  # as earlier versions saved them, whether a head was trained or not
+        saved = copy.deepcopy(current)
+        saved["draft"]["unroll_steps"] = steps
+        require_same_settings(saved, current, RLConfig)
+    trained = settings("rollout.draft=random", "draft.mode=online")
+    saved = copy.deepcopy(trained)
+    saved["draft"]["unroll_steps"] = 1
+    with pytest.raises(ConfigError, match=r"configuration \(draft.unroll_steps=1\)"):
+        require_same_settings(saved, trained, RLConfig)
+
+
 def test_a_setting_that_is_gone_since_or_has_no_default_is_a_difference():
     saved = saved_settings()
     saved["algo"]["of_old"] = None
