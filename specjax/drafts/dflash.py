@@ -11,10 +11,13 @@ It keeps keys and values of the target's states, and no states of its own:
 
 A row of the block attends to all cached rows and to the whole block, later rows too. In layers
 with a window (`sliding_attention`, as in heads for hybrid models) it attends to its own position
-and those before it within the window, as in vLLM. Its keys and values are of `input_norm(x)`, by
-the same matrices as those of c_j. A round of n steps runs the
-root and n masks, as vLLM and the authors' program do, so that what is proposed depends on n. What
-it proposes below a token depends on the depth alone: all rows of a level get the same.
+and those before it within the window. Heads that say that rows see later ones there are refused;
+files that do not say it are read as those who write the layout do: speculators'
+`sliding_window_non_causal` is false by default, where vLLM takes true for an absent key, and for
+files of the authors vLLM and SGLang take the window as causal. Its keys and values are of
+`input_norm(x)`, by the same matrices as those of c_j. A round of n steps runs the root and n masks,
+as vLLM and the authors' program do, so that what is proposed depends on n. What it proposes below a
+token depends on the depth alone: all rows of a level get the same.
 
 Files have one of two layouts, whose tensors have the same names: `z-lab` (the authors, SpecForge)
 lists outputs of layers in `dflash_config.target_layer_ids`, and `speculators` (vLLM) boundaries in
@@ -62,6 +65,7 @@ from specjax.weights.matrix import dot
 
 LAYOUTS = ("speculators", "z-lab")
 _AUX = "aux_hidden_state_layer_ids"
+_NON_CAUSAL = "sliding_window_non_causal"
 _HEAD_DIM, _POSITIONS = 128, 32768  # of Qwen3, where a file does not say them
 _BLOCK = 8  # of a file of speculators that does not say it
 
@@ -147,11 +151,14 @@ class DFlashSource(FileHead):
       cfg: what the head computes.
       layout: layout of its files, `z-lab` or `speculators`.
       writes: whether `rows` has the tensor `t2d`, too, which is written and never read.
+      assumes: whether files in the layout of speculators do not say `sliding_window_non_causal`,
+        about which programs then differ.
     """
 
     cfg: DFlashConfig
     layout: str = "z-lab"
     writes: bool = False
+    assumes: bool = dataclasses.field(default=False, compare=False)
 
     # --- files -----------------------------------------------------------------------------------
 
@@ -185,7 +192,8 @@ class DFlashSource(FileHead):
         """
         speculators = "speculators_model_type" in raw or "transformer_layer_config" in raw
         cfg = _read(Keys(file, raw), speculators, tensors, target, dict(overrides or {}))
-        source = cls(cfg, "speculators" if speculators else "z-lab")
+        assumes = speculators and raw.get(_NON_CAUSAL) is None
+        source = cls(cfg, "speculators" if speculators else "z-lab", assumes=assumes)
         known = {n: x for n, x in tensors.items() if not n.startswith("verifier_")}  # of training
         eagle3_config.check_tensors(file, _shapes(source.rows()), known, "DFlash")
         return source
@@ -207,7 +215,7 @@ class DFlashSource(FileHead):
     def saved(self, layout: str, dtype: str) -> tuple[dict[str, Any], DFlashSource]:
         """See `Draft.saved`; the layouts are `speculators` and `z-lab`."""
         raw = _write(self.cfg, layout, dtype)
-        return raw, dataclasses.replace(self, layout=layout, writes=True)
+        return raw, dataclasses.replace(self, layout=layout, writes=True, assumes=False)
 
     def expressed(self) -> tuple[DFlashSource, dict[str, Any]]:
         """See `Draft.expressed`: the states by hand, and a head that takes the first ones."""
@@ -223,7 +231,8 @@ class DFlashSource(FileHead):
         cfg, windows = self.cfg, [layer.mixer.window for layer in self.cfg.network.layers]
         said = f"{_AUX} {list(cfg.taps)}, mask_token_id {cfg.mask_token}, block_size {cfg.block}"
         if used := [number for number, window in enumerate(windows) if window is not None]:
-            said += f", sliding_window {windows[used[0]]} in the layers {used}"
+            unsaid = " (the file does not say it; vLLM then takes false)" if self.assumes else ""
+            said += f", sliding_window {windows[used[0]]} in the layers {used}, causal true{unsaid}"
         return said
 
     def refuses(self, strategy: Any) -> str | None:
@@ -351,9 +360,11 @@ def _refuse_others(top: Keys, own: Keys, body: Keys) -> None:
     kinds = body.texts("layer_types")
     if not kinds and body.flag("use_sliding_window", None):
         found.append("use_sliding_window true without layer_types")
-    if "sliding_attention" in kinds:  # both keys say that rows see later ones in their window
-        found += ["causal false"] if own.raw.get("causal") is False else []
-        found += ["sliding_window_non_causal true"] * top.flag("sliding_window_non_causal", None)
+    if "sliding_attention" in kinds:  # keys that say that rows see later ones in their window
+        for place in dict.fromkeys((top, own, body)):
+            for name in ("is_causal", "causal"):
+                found += [f"{name} false"] if place.raw.get(name) is False else []
+            found += [f"{_NON_CAUSAL} true"] if place.flag(_NON_CAUSAL, None) else []
     if found:
         raise UnsupportedModelError(
             f"{top.file}: this DFlash head needs what is not implemented: {'; '.join(found)}; use "
@@ -481,6 +492,7 @@ def _write(cfg: DFlashConfig, layout: str, dtype: str) -> dict[str, Any]:
             "target_hidden_size": cfg.target_width,
             _AUX: list(cfg.taps),
             "mask_token_id": cfg.mask_token,
+            **({_NON_CAUSAL: False} if in_use else {}),  # vLLM takes true for an absent key
             **top,
         }
     if cfg.target_width != network.hidden_size or 0 in cfg.taps:

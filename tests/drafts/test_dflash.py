@@ -374,6 +374,13 @@ def test_layers_that_files_do_not_name_are_those_of_the_authors_program():
         (speculators_files(transformer_layer_config={**HEAD.layer_config(BODY), **WINDOWED},
                            sliding_window_non_causal=True),
          UnsupportedModelError, "sliding_window_non_causal true"),
+        (speculators_files(transformer_layer_config={**HEAD.layer_config(BODY), **WINDOWED,
+                                                     "sliding_window_non_causal": True}),
+         UnsupportedModelError, "sliding_window_non_causal true"),
+        (authors_files(**WINDOWED, is_causal=False), UnsupportedModelError, "is_causal false"),
+        (authors_files(**WINDOWED, causal=False), UnsupportedModelError, ": causal false"),
+        (authors_files(**WINDOWED, dflash_config={**IDS, "is_causal": False}),
+         UnsupportedModelError, "is_causal false"),
         (authors_files(layer_types=["linear_attention", "full_attention"]),
          UnsupportedModelError, "layer_types linear_attention"),
         (authors_files(is_causal=True), UnsupportedModelError, "is_causal true"),
@@ -411,7 +418,27 @@ def test_windows_are_read_and_written(layout):
     source = DFlashSource(read(authors_files(**WINDOWED)), layout)
     assert [layer.mixer.window for layer in source.network.layers] == [4, None]
     assert read(source.saved(layout, "float32")[0]) == source.cfg
-    assert "block_size 6, sliding_window 4 in the layers [0]; 2 layers" in source.described()
+    raw = source.saved(layout, "float32")[0]
+    assert DFlashSource.read("config.json", raw, tensors_of(), TARGET).described() == (
+        source.described()
+    )
+    said = "block_size 6, sliding_window 4 in the layers [0], causal true; 2 layers"
+    assert said in source.described()
+
+
+def test_a_window_that_files_do_not_call_causal_is_so_and_a_line_says_it():
+    body = {**HEAD.layer_config(BODY), **WINDOWED}
+
+    def described(**given) -> str:
+        raw = speculators_files(transformer_layer_config=body, **given)
+        return DFlashSource.read("config.json", raw, tensors_of(), TARGET).described()
+
+    unsaid = "in the layers [0], causal true (the file does not say it; vLLM then takes false); 2"
+    for absent in (..., None):
+        assert unsaid in described(sliding_window_non_causal=absent)
+    assert "in the layers [0], causal true; 2" in described()
+    whole = speculators_files(sliding_window_non_causal=..., is_causal=False)  # no layer slides
+    assert "causal" not in DFlashSource.read("c", whole, tensors_of(), TARGET).described()
 
 
 def test_tensors_and_settings_that_it_does_not_have_are_refused():
