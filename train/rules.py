@@ -130,7 +130,8 @@ _NOT_TRAINED = (
 )
 DEPTH_RULE = Needs(
     ("draft.step_decay",),
-    lambda v: v["draft.unroll_steps"] != 1,  # null: the strategy decides
+    # null: the strategy decides, and rules are applied again when it has (`settle_drafting`)
+    lambda v: v["draft.unroll_steps"] != 1,
     "[draft.unroll_steps] trains one step, which has the weight 1; raise draft.unroll_steps, or "
     "leave it out",
 )

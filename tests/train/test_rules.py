@@ -371,6 +371,15 @@ def test_a_head_is_trained_on_the_steps_that_it_drafts_unless_told_otherwise(arg
     assert (line in said) == ("rollout.strategy=off" not in argv)
 
 
+@pytest.mark.parametrize(
+    "one", ["rollout.strategy=1_1_2", "rollout.control.strategies=[off,1_1_2]"]
+)
+def test_a_decay_over_the_one_step_that_the_strategy_drafts_is_refused(one):
+    with pytest.raises(ConfigError, match="draft.step_decay=0.8 changes nothing: draft.unroll"):
+        settled(one, "draft.step_decay=0.8", has_head=True)
+    settled("draft.step_decay=0.8", has_head=True)
+
+
 def test_a_head_that_is_trained_on_fewer_steps_than_it_drafts_is_told_so():
     one = "draft.unroll_steps=1"
     for argv, said in (
