@@ -64,7 +64,7 @@ def each_of(*runs, slow=(STATIC,)):
     return pytest.mark.parametrize("run", [*runs, *slow], ids=lambda run: "-".join(run[:2]))
 
 
-@each_of(CHAIN, BLOCK, slow=(DYNAMIC, STATIC))
+@each_of(CHAIN, slow=(BLOCK, DYNAMIC, STATIC))
 def test_records_agree_with_the_tokens_that_came_out(run):
     llm, samples = ran(*run)
     assert len(llm.telemetry.records) > 20
