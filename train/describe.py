@@ -9,11 +9,12 @@
     directory   working directory
     first_step  step that the start begins with
     changed     settings that differ from the start before, as {key: [before, now]}
-    versions    of Python, specjax and the packages that compute
+    versions    of Python, specjax and the packages that compute, read or make data, or score
     machine     host, operating system, processes of the job, devices
     code        state of the git repository that holds the working directory: root, commit, branch,
                 whether tracked files are changed, names of untracked files, and the patch of the
                 changes where it is small
+    source      the same of the repository that holds specjax itself, if that is another one
     data        SHA-256 and size of every file of rows
     model       checkpoint that training starts from
 """
@@ -51,6 +52,12 @@ PACKAGES = (
     "orbax-checkpoint",
     "numpy",
     "transformers",
+    "tokenizers",
+    "pyarrow",
+    "reasoning-gym",
+    "math-verify",
+    "latex2sympy2-extended",
+    "sympy",
 )
 PATCH_BYTES = 200_000  # of a larger patch only the size is written
 UNTRACKED = 100  # names of untracked files
@@ -87,7 +94,7 @@ def describe_run(
         "changed": changed(before, settings) if starts else {},
         "versions": versions(),
         "machine": machine(),
-        "code": git_state(Path.cwd()),
+        **code(Path.cwd()),
         "data": data_files(cfg),
         "model": None if model is None else portable(model),
     }
@@ -124,7 +131,7 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that compute; those not installed are left out."""
+    """Versions of Python and of `PACKAGES`; those that are not installed are left out."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -150,6 +157,19 @@ def machine() -> dict[str, Any]:
             n: os.environ[n] for n in ("JAX_PLATFORMS", "XLA_FLAGS") if n in os.environ
         },
     }
+
+
+def code(directory: Path, package: Path = Path(__file__).parent) -> dict[str, Any]:
+    """The keys `code` and, if specjax is in another repository, `source`.
+
+    Args:
+      directory: working directory of the run.
+      package: directory of specjax's own files.
+    """
+    found, own = git_state(directory), git_state(package)
+    if own.get("root") == found.get("root"):
+        return {"code": found}
+    return {"code": found, "source": own}
 
 
 def git_state(directory: Path) -> dict[str, Any]:

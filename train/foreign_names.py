@@ -48,7 +48,7 @@ FOREIGN_NAMES = {
     "algo.importance_sampling_level": "use algo=gspo, which has algo.importance_sampling_level",
     "importance_sampling_level": "use algo=gspo, which has algo.importance_sampling_level",
     "data.train_files": "data.path",
-    "data.val_files": "data.heldout_path",
+    "data.val_files": "set eval.sets.NAME.path, or data.heldout_path for the one held-out set",
     "data.drop_duplicates": "data.duplicates",
     "data.filter_overlong_prompts": "data.overlong_prompts",
     "data.apply_chat_template_kwargs": "data.chat_template_kwargs",
@@ -67,6 +67,8 @@ FOREIGN_NAMES = {
     "eval_steps": "eval.every",
     "eval_prompt_data": "set eval.sets.NAME.path",
     "n_samples_per_eval_prompt": "set eval.sets.NAME.n",
+    "eval_max_response_len": "set eval.sets.NAME.max_tokens",
+    "rollout.val_kwargs": "set n, temperature, top_k or top_p of eval.sets.NAME",
     "reward_funcs": "reward",
     "reward_weights": "rewards.weights",
 }

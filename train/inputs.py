@@ -208,8 +208,8 @@ def read_inputs(cfg: RLConfig, tokenizer, model: str) -> Inputs:
         hopeless = len(found) == checked and all(is_hopeless(scorer, row) for row, _ in found)
         if cfg.data.unwinnable == "error" or hopeless:
             raise ValueError(
-                f"{said}. Mend the rows, choose another reward, or set data.unwinnable=drop (such "
-                "rows are skipped) or keep (they are trained on)"
+                f"{said}. Correct the rows, choose another reward, or set data.unwinnable=drop "
+                "(such rows are skipped) or keep (they are trained on)"
             )
         notes.append(f"WARNING: {said} (data.unwinnable={cfg.data.unwinnable})")
     return Inputs(problems, heldout, prompts, scorer, notes)

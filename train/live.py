@@ -5,8 +5,8 @@
       12   0.281  4_1_5              2.34   1262
     step 13 of 40  ━━━━━━━━━━━          running for 3:20, 7 min left
 
-Steps that leave the table are printed above it as the lines that other outputs get, so that nothing
-is lost.
+Steps that leave the table are printed above it as the lines that other outputs get, so that all of
+them can still be read.
 """
 
 from __future__ import annotations

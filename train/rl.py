@@ -367,12 +367,12 @@ def _saved(trainer: Trainer, checkpoints: Checkpointer) -> str:
     """Saves the finished steps, if any, and returns a sentence about how to continue."""
     step = trainer.done_steps
     if step == 0:
-        return "no step was done before it. Mend the reward and start again"
+        return "no step was done before it. Correct the reward and start again"
     checkpoints.wait()
     if step not in checkpoints.all_steps():
         trainer.save(checkpoints, block=True)
     return (
-        f"step {step} is saved in {checkpoints.directory}. Mend the reward and start again with "
+        f"step {step} is saved in {checkpoints.directory}. Correct the reward and start again with "
         "--resume to go on"
     )
 

@@ -12,11 +12,12 @@ A line is one sample:
     completion     text that the rewards saw
     token_ids      tokens of the completion
     tokens         text that each of them adds; "" where a character takes several tokens
-    origins        origin of each token, one letter for each: `d` an accepted draft, `b` the bonus
-                   token of a round that drafted, `p` of a round without drafts, `?` not known
-    reward         reward that the objective was given, without penalties
+    origins        origin of each token, one letter for each: `d` an accepted draft, `b` the last
+                   token of a round that drafted (its bonus token, or the one at which the end of
+                   the sample cuts the round), `p` of a round without drafts, `?` not known
+    reward         reward that the objective was given, without penalties; null if it is not finite
     rewards        value of each reward without its weight, by its name; null of one that does not
-                   apply to the row
+                   apply to the row, or is not finite
     reward_failed  whether a reward returned no number, and counts as 0
     advantage      mean advantage of its tokens; null if it was not trained on
     finish_reason  `stop` or `length`
@@ -33,6 +34,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
@@ -179,14 +181,14 @@ class SampleLog:
             "token_ids": list(response.token_ids),
             "tokens": token_texts(self._decode, response.token_ids),
             "origins": _origins(response),
-            "reward": response.reward,
-            "rewards": dict(zip(labels, parts, strict=True)) if known else {},
+            "reward": _finite(response.reward),
+            "rewards": dict(zip(labels, map(_finite, parts), strict=True)) if known else {},
             "reward_failed": response.failed,
-            "advantage": response.advantage,
+            "advantage": _finite(response.advantage),
             "finish_reason": response.finish_reason,
             "answer": answer if isinstance(answer, str) else list(answer),
         }
-        self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        self._file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
         self._file.flush()
 
 
@@ -230,6 +232,11 @@ def token_texts(decode: Decode, token_ids: Sequence[int]) -> list[str]:
     if texts:
         texts[-1] += stream.rest
     return texts
+
+
+def _finite(value: float | None) -> float | None:
+    """The number; None, which is null in JSON, if it is not finite."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _origins(response: Response) -> str:

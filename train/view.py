@@ -6,7 +6,7 @@ machine alone (127.0.0.1), loads nothing from elsewhere, and takes in what the r
 goes on. `--html` writes one file with everything in it.
 
     GET /                                the page (`view.html`)
-    GET /news?metrics=G&records=N&..     records and rows since the N-th, or all of them if the
+    GET /updates?metrics=G&records=N&..  records and rows since the N-th, or all of them if the
                                          file is another one than G (a resumed run cuts it)
     GET /samples?set=S&step=N            whole samples; or `problem=N`
 """
@@ -46,7 +46,7 @@ NOTES = 10  # of damaged lines
 _EMPTY = '<script id="embedded" type="application/json">null</script>'
 
 
-class Growing:
+class RecordFile:
     """The records of a .jsonl file that is written meanwhile.
 
     Lines without an end are not read yet. A line that is no record is left out, with a note.
@@ -124,7 +124,7 @@ class Growing:
         if not line.strip():
             return
         try:
-            record = json.loads(line)
+            record = json.loads(line, parse_constant=_refuse)
             if not isinstance(record, dict) or not isinstance(record.get("step"), int):
                 raise ValueError("no object with a step")
             self.items.append(self._keep(record, at, size))
@@ -160,11 +160,11 @@ class Run:
 
     def __init__(self, directory: Path):
         self.directory = directory = check_run(directory)
-        self._metrics = Growing(directory / METRICS_FILE, lambda record, *_: record)
-        self._samples = Growing(directory / SAMPLES_FILE, _place)
+        self._metrics = RecordFile(directory / METRICS_FILE, lambda record, *_: record)
+        self._samples = RecordFile(directory / SAMPLES_FILE, _place)
         self._lock = threading.Lock()
 
-    def news(self, known: Mapping[str, str] | None = None) -> dict[str, Any]:
+    def updates(self, known: Mapping[str, str] | None = None) -> dict[str, Any]:
         """What the page does not know yet.
 
         Args:
@@ -197,7 +197,7 @@ class Run:
 
     def html(self) -> str:
         """The page as one file, with all metrics and the newest samples, up to `WHOLE_BYTES`."""
-        news = self.news()
+        updates = self.updates()
         with self._lock:
             kept, room = [], WHOLE_BYTES
             for place in reversed(self._samples.items):
@@ -207,12 +207,12 @@ class Run:
                 kept.append(place)
             kept.reverse()
             whole = self._read(kept)
-        left_out = len(news["samples"]["items"]) - len(kept)
+        left_out = len(updates["samples"]["items"]) - len(kept)
         if left_out:
-            news["notes"].append(f"{left_out} samples of the first steps are not in this file")
-        news["samples"]["items"] = [place.row for place in kept]
-        news["about"]["written"] = datetime.datetime.now().isoformat(" ", timespec="seconds")
-        return page({"news": news, "whole": whole})
+            updates["notes"].append(f"{left_out} samples of the first steps are not in this file")
+        updates["samples"]["items"] = [place.row for place in kept]
+        updates["about"]["written"] = datetime.datetime.now().isoformat(" ", timespec="seconds")
+        return page({"updates": updates, "whole": whole})
 
     def _read(self, places: list[Place]) -> list[dict[str, Any]]:
         if not places:
@@ -320,8 +320,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:  # noqa: N802
         # A page of elsewhere could reach this server under a name of its own.
-        host = (self.headers.get("Host") or "").rpartition(":")[0]
-        if host not in ("127.0.0.1", "localhost"):
+        host = self.headers.get("Host") or ""
+        if not re.fullmatch(r"(127\.0\.0\.1|localhost)(:\d+)?", host):  # without one: port 80
             self._send(403, "text/plain", "this page is for 127.0.0.1 alone\n")
             return
         address = urllib.parse.urlsplit(self.path)
@@ -329,12 +329,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         run = self.server.run
         if address.path == "/":
             self._send(200, "text/html", page())
-        elif address.path == "/news":
-            self._send(200, "application/json", json.dumps(run.news(asked)))
+        elif address.path == "/updates":
+            self._send(200, "application/json", json.dumps(run.updates(asked)))
         elif address.path == "/samples":
             self._send(200, "application/json", json.dumps({"rows": run.samples(asked)}))
         else:
-            self._send(404, "text/plain", "there is /, /news and /samples\n")
+            self._send(404, "text/plain", "there is /, /updates and /samples\n")
 
     def _send(self, status: int, kind: str, text: str) -> None:
         body = text.encode()
@@ -351,6 +351,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Prints nothing: the page asks every few seconds."""
 
 
+def _refuse(name: str) -> None:
+    """A number that no browser reads as JSON, and that no run writes."""
+    raise ValueError(f"{name} is not JSON")
+
+
 def _place(record: dict[str, Any], offset: int, size: int) -> Place:
     names = ("step", "set", "problem", "sample", "reward", "followed")
     row = {name: record[name] for name in names}
@@ -364,7 +369,7 @@ def _head(prompt: str) -> str:
 
 
 def _since(
-    file: Growing,
+    file: RecordFile,
     generation: str | None,
     count: str | None,
     shown: Callable[[Any], Any] = lambda item: item,
@@ -391,11 +396,11 @@ def main(argv: list[str] | None = None) -> None:
     try:
         run = Run(args.run)
         if args.html is not None:
-            news = run.news()
+            updates = run.updates()
             args.html.write_text(run.html(), encoding="utf-8")
-            for note in news["notes"]:
+            for note in updates["notes"]:
                 print(f"WARNING: {note}", file=sys.stderr)
-            if not news["metrics"]["items"]:
+            if not updates["metrics"]["items"]:
                 print(f"{run.directory}: no step has ended yet", file=sys.stderr)
             print(args.html)
             if args.open:

@@ -48,7 +48,9 @@ class SpecStats:
 
 # Where a token came from, in `SampleOutput.origins`.
 DRAFT = "d"  # an accepted draft
-BONUS = "b"  # the target's own, at the end of a round that drafted
+# The last token of a round that drafted: the target's own, or, where the end of the sample cuts the
+# round, the token at which it is cut, which may be a draft. There are as many as there are rounds.
+BONUS = "b"
 PLAIN = "p"  # the target's own, in a round that drafted nothing
 UNKNOWN = "?"  # from an earlier run of the sample that did not record it, or not sampled
 

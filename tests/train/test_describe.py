@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from specjax.command_line import parse_config
-from train.describe import changed, describe_run, git_state, settings_of
+from train.describe import PACKAGES, changed, code, describe_run, git_state, settings_of
 from train.run_files import read_starts
 from train.schema import RLConfig, SFTConfig
 
@@ -38,6 +38,7 @@ def test_the_first_start_is_described_and_a_resumed_one_is_added(tmp_path, monke
     assert (first["program"], first["first_step"], first["changed"]) == ("train.rl", 1, {})
     assert first["directory"] == str(tmp_path) and first["model"] == "some/model"
     assert {"python", "specjax", "jax", "jaxlib", "flax", "optax"} <= first["versions"].keys()
+    assert {"tokenizers", "math-verify", "sympy", "pyarrow", "reasoning-gym"} <= {*PACKAGES}
     assert sum(first["machine"]["devices"].values()) >= 1
     assert first["data"] == [
         {
@@ -92,25 +93,31 @@ def git(directory, *arguments):
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 def test_the_state_of_the_code_is_commit_patch_and_new_files(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
-    code = tmp_path / "code"
-    (code / "inner").mkdir(parents=True)
-    assert "not a git repository" in git_state(code)["problem"]
-    git(code, "init", "-b", "work")
-    assert git_state(code)["problem"], "there is no commit yet"
-    (code / "a.py").write_text("one = 1\n")
-    git(code, "add", "a.py")
-    git(code, "commit", "-m", "first")
-    clean = git_state(code / "inner")
-    assert clean["root"] == str(code) and clean["branch"] == "work" and len(clean["commit"]) == 40
+    repository = tmp_path / "code"
+    (repository / "inner").mkdir(parents=True)
+    assert "not a git repository" in git_state(repository)["problem"]
+    git(repository, "init", "-b", "work")
+    assert git_state(repository)["problem"], "there is no commit yet"
+    (repository / "a.py").write_text("one = 1\n")
+    git(repository, "add", "a.py")
+    git(repository, "commit", "-m", "first")
+    clean = git_state(repository / "inner")
+    assert (clean["root"], clean["branch"]) == (str(repository), "work")
+    assert len(clean["commit"]) == 40
     assert (clean["dirty"], clean["patch"], clean["untracked"]) == (False, None, [])
-    (code / "a.py").write_text("one = 2\n")
-    (code / "new.py").write_text("")
-    dirty = git_state(code / "inner")
+    (repository / "a.py").write_text("one = 2\n")
+    (repository / "new.py").write_text("")
+    dirty = git_state(repository / "inner")
     assert dirty["dirty"] and "+one = 2" in dirty["patch"]
     assert dirty["untracked"] == ["new.py"]
-    (code / "a.py").write_text("one = 2\n" * 50_000)
-    large = git_state(code)
+    (repository / "a.py").write_text("one = 2\n" * 50_000)
+    large = git_state(repository)
     assert large["dirty"] and large["patch"] is None and large["patch_bytes"] > 200_000
     assert json.dumps(large)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    assert code(repository, repository / "inner") == {"code": large}
+    outside = code(elsewhere, repository)
+    assert "not a git repository" in outside["code"]["problem"] and outside["source"] == large
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert git_state(code) == {"problem": "git is not installed"}
+    assert git_state(repository) == {"problem": "git is not installed"}

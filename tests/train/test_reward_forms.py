@@ -236,7 +236,7 @@ def test_settings_of_rewards_are_read_by_sets_of_evaluation_too(argv, capsys):
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
-        ("data.train_files=x", "data.path"), ("data.val_files=x", "data.heldout_path"),
+        ("data.train_files=x", "data.path"),
         ("data.drop_duplicates=true", "data.duplicates"),
         ("data.apply_chat_template_kwargs={a: 1}", "data.chat_template_kwargs"),
         ("reward_funcs=x", "reward"), ("reward_weights=[1]", "rewards.weights"),
@@ -268,6 +268,9 @@ def test_names_of_other_frameworks_lead_to_keys_that_exist():
     ("theirs", "said"),
     [
         ("algo.scale_rewards=batch", "algo.normalize_over=group or batch"),
+        ("data.val_files=x", "set eval.sets.NAME.path, or data.heldout_path"),
+        ("rollout.val_kwargs.n=8", "set n, temperature, top_k or top_p of eval.sets.NAME"),
+        ("eval_max_response_len=100", "set eval.sets.NAME.max_tokens"),
         ("algo.num_iterations=2", "every sample of a step is trained on once"),
         ("algo.use_kl_in_reward=true", "set algo.kl_coef, the weight of KL, above 0"),
         ("algo.loss_type=dapo", "use algo=grpo, dr_grpo, dapo"),

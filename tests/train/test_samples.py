@@ -82,6 +82,18 @@ def test_a_line_says_everything_of_a_sample(tmp_path):
     assert {row["advantage"] for row in rows if row["problem"] == 0} == {None}
 
 
+def test_numbers_that_are_not_finite_are_null(tmp_path):
+    [group] = groups(count=1, size=1)
+    response = group.responses[0]
+    response.reward, response.parts = float("nan"), (float("inf"), 0.5)
+    response.advantage = float("nan")
+    with log(tmp_path) as samples:
+        samples.log(1, [group])
+    [row] = read(tmp_path)
+    assert (row["reward"], row["advantage"]) == (None, None)
+    assert row["rewards"] == {"exact": None, "format": 0.5}
+
+
 def test_the_choice_depends_on_seed_and_step_and_takes_as_many_prompts_as_there_are():
     many = groups(count=9)
     first = choose(many, 4, 3, 1)

@@ -50,7 +50,9 @@ def sample(step: int, problem: int = 0, name: str = "train", **more) -> str:
 def directory(tmp_path) -> Path:
     path = tmp_path / "run"
     path.mkdir()
-    evals = {"eval/aime/avg@8": 0.25, "eval/aime/problems": 30.0}
+    evals = {"eval/aime/avg@8": 0.25, "eval/aime/problems": 30.0, "eval/aime/truncated": 0.5}
+    evals |= {"eval/length_ood/avg@8": 0.5, "eval/length_ood/length": 7.0}
+    evals |= {"eval/reward": 0.5, "eval/reward/length": 0.5, "eval/reward/format": 0.5}
     (path / "metrics.jsonl").write_text(
         metrics(0, **evals) + metrics(1) + metrics(2, **evals, nonfinite=["train/loss"])
     )
@@ -63,13 +65,13 @@ def directory(tmp_path) -> Path:
     return path
 
 
-def known(news: dict) -> dict[str, str]:
+def known(updates: dict) -> dict[str, str]:
     """What a page that was told this says that it knows."""
     return {
-        "metrics": news["metrics"]["generation"],
-        "records": str(len(news["metrics"]["items"])),
-        "samples": news["samples"]["generation"],
-        "rows": str(len(news["samples"]["items"])),
+        "metrics": updates["metrics"]["generation"],
+        "records": str(len(updates["metrics"]["items"])),
+        "samples": updates["samples"]["generation"],
+        "rows": str(len(updates["samples"]["items"])),
     }
 
 
@@ -83,49 +85,51 @@ def append(path: Path, text: str) -> None:
 
 def test_a_page_is_told_what_is_new_and_nothing_twice(directory):
     run = Run(directory)
-    first = run.news()
+    first = run.updates()
     assert [record["step"] for record in first["metrics"]["items"]] == [0, 1, 2]
     assert [row["set"] for row in first["samples"]["items"]].count("aime") == 2
     assert first["samples"]["items"][1]["head"] == "What is 1+1?"
     assert first["about"]["steps"] == 5 and first["notes"] == []
-    again = run.news(known(first))
+    again = run.updates(known(first))
     assert again["metrics"]["items"] == again["samples"]["items"] == []
     append(directory / "metrics.jsonl", metrics(3))
     append(directory / "samples.jsonl", sample(3, 9))
-    more = run.news(known(first))
+    more = run.updates(known(first))
     assert [record["step"] for record in more["metrics"]["items"]] == [3]
     assert [row["problem"] for row in more["samples"]["items"]] == [9]
 
 
 def test_a_resumed_run_is_told_anew(directory):
     run = Run(directory)
-    first = run.news()
+    first = run.updates()
     lines = (directory / "metrics.jsonl").read_text().splitlines(keepends=True)
     # Cut at step 2 and grown beyond its former size before the page looks again.
     changed = metrics(2, extra=1) + metrics(3)
     (directory / "metrics.jsonl").write_text("".join(lines[:2]) + changed)
-    news = run.news(known(first))
-    assert [record["step"] for record in news["metrics"]["items"]] == [0, 1, 2, 3]
-    assert news["metrics"]["generation"] != first["metrics"]["generation"]
-    assert news["samples"]["items"] == []
+    updates = run.updates(known(first))
+    assert [record["step"] for record in updates["metrics"]["items"]] == [0, 1, 2, 3]
+    assert updates["metrics"]["generation"] != first["metrics"]["generation"]
+    assert updates["samples"]["items"] == []
     (directory / "metrics.jsonl").unlink()
-    assert run.news(known(news))["metrics"]["items"] == []
+    assert run.updates(known(updates))["metrics"]["items"] == []
 
 
 def test_a_line_that_is_written_at_this_moment_waits_for_its_end(directory):
     run, path = Run(directory), directory / "metrics.jsonl"
-    first = run.news()
+    first = run.updates()
     half, rest = metrics(3)[:20], metrics(3)[20:]
     append(path, half)
-    news = run.news(known(first))
-    assert news["metrics"]["items"] == []
-    assert news["notes"] == [
+    updates = run.updates(known(first))
+    assert updates["metrics"]["items"] == []
+    assert updates["notes"] == [
         "metrics.jsonl: the last line is not complete yet and left out; if the run was killed, "
         "--resume removes it"
     ]
     append(path, rest)
-    news = run.news(known(first))
-    assert [record["step"] for record in news["metrics"]["items"]] == [3] and not news["notes"]
+    updates = run.updates(known(first))
+    assert [record["step"] for record in updates["metrics"]["items"]] == [3] and not updates[
+        "notes"
+    ]
 
 
 def test_damaged_lines_are_left_out_and_named(directory):
@@ -133,15 +137,20 @@ def test_damaged_lines_are_left_out_and_named(directory):
     append(directory / "samples.jsonl", '{"step": 3}\n')
     (directory / "run.json").write_text("{")
     (directory / "config.yaml").write_text("a: [")
-    news = Run(directory).news()
-    assert [record["step"] for record in news["metrics"]["items"]] == [0, 1, 2, 3]
-    said = "\n".join(news["notes"])
+    updates = Run(directory).updates()
+    assert [record["step"] for record in updates["metrics"]["items"]] == [0, 1, 2, 3]
+    said = "\n".join(updates["notes"])
     assert "metrics.jsonl, line 4: no record of a step, left out" in said
     assert "metrics.jsonl, line 6: no record of a step, left out (no object with a step)" in said
     assert "samples.jsonl, line 6: no record of a step, left out ('set')" in said
     assert "run.json: expected what a run writes" in said and "config.yaml: no YAML" in said
+    append(directory / "samples.jsonl", sample(3, reward=float("nan")))
+    assert (
+        "samples.jsonl, line 7: no record of a step, left out (NaN is not JSON)"
+        in (Run(directory).updates()["notes"])
+    )
     append(directory / "metrics.jsonl", "x\n" * 20)
-    assert "metrics.jsonl: 12 more such lines" in Run(directory).news()["notes"]
+    assert "metrics.jsonl: 12 more such lines" in Run(directory).updates()["notes"]
 
 
 def test_whole_samples_are_found_by_step_and_by_problem(directory):
@@ -207,9 +216,11 @@ def test_the_server_is_on_this_machine_alone_and_answers_no_other_host(server):
     status, body = get(server, "/")
     assert status == 200 and "<!doctype html>" in body
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", body), "nothing from elsewhere"
-    assert get(server, "/", f"evil.example:{server.server_port}")[0] == 403
+    for evil in (f"evil.example:{server.server_port}", "evil.example", "127.0.0.1.evil.example"):
+        assert get(server, "/", evil)[0] == 403
+    assert get(server, "/", "127.0.0.1")[0] == get(server, "/", "localhost")[0] == 200
     assert get(server, "/../etc/passwd")[0] == 404
-    assert json.loads(get(server, "/news?metrics=x&records=-1")[1])["about"]["name"] == "run"
+    assert json.loads(get(server, "/updates?metrics=x&records=-1")[1])["about"]["name"] == "run"
     assert len(json.loads(get(server, "/samples?set=train&step=1")[1])["rows"]) == 2
     with pytest.raises(OSError):
         Server(server.run, server.server_port)
@@ -227,7 +238,7 @@ def test_the_command_prints_the_address_and_ends_with_ctrl_c(directory):
         line = process.stdout.readline()
         port = int(re.search(r"http://127.0.0.1:(\d+)/", line)[1])
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        connection.request("GET", "/news")
+        connection.request("GET", "/updates")
         assert connection.getresponse().status == 200
         process.send_signal(2)
         assert process.wait(60) == 0 and process.stderr.read() == ""
@@ -248,7 +259,7 @@ def test_a_page_of_one_file_has_everything_and_runs_no_text_of_the_run(directory
     data = re.search(r'<script id="embedded" type="application/json">(.*?)</script>', text, re.S)
     embedded = json.loads(data[1])
     assert [row["completion"] for row in embedded["whole"]] == [f"{EVIL} two"] * 5
-    assert len(embedded["news"]["metrics"]["items"]) == 3
+    assert len(embedded["updates"]["metrics"]["items"]) == 3
     assert re.search(r"script-src 'sha256-[\w+/=]+'", text)
 
 
@@ -260,8 +271,8 @@ def test_a_page_of_one_file_leaves_out_the_first_samples_if_there_are_too_many(
     data = re.search(r'<script id="embedded" type="application/json">(.*?)</script>', text, re.S)
     embedded = json.loads(data[1])
     assert [row["step"] for row in embedded["whole"]] == [2, 2]
-    assert len(embedded["news"]["samples"]["items"]) == 2
-    assert "3 samples of the first steps are not in this file" in embedded["news"]["notes"]
+    assert len(embedded["updates"]["samples"]["items"]) == 2
+    assert "3 samples of the first steps are not in this file" in embedded["updates"]["notes"]
 
 
 @pytest.mark.skipif(browser.missing() is not None, reason=f"no {browser.missing()}")
@@ -272,7 +283,10 @@ def test_a_browser_shows_curves_samples_by_origin_and_a_prompt_over_the_steps(
         page = browser.Page(driver, server.url)
         page.waits("document.querySelectorAll('#samples .sample').length === 1")
         titles = "[...document.querySelectorAll('#curves h3')].map((node) => node.innerText)"
-        assert page.do(f"return {titles}") == ["Reward", "Evaluation: aime"]
+        assert page.do(f"return {titles}") == [
+            "Reward", "Evaluation: aime", "Evaluation: length_ood", "Evaluation",
+            "Evaluation: reward", "Evaluation: truncated", "Evaluation: length",
+        ]  # fmt: skip
         assert page.text("#state") == "step 2 of 5" and "not finite" in page.text("#notes")
         tokens = """return [...document.querySelectorAll('#samples .token')].map(
             (token) => [token.classList[1], token.innerText])"""
