@@ -500,5 +500,5 @@ def test_gold_answers_that_cannot_be_won_end_a_run_before_it_begins(
     path.write_text(path.read_text() + bad + "\n")
     said = failure(capsys, thin_policy, tmp_path / "run", **settings(path, reward=reward))
     assert "1 of " in said and f"reward={reward}, which reads {reason}" in said
-    assert f": the row {path}:41: gold answer {answer!r}. Mend" in said
+    assert f": the row {path}:41: gold answer {answer!r}. Correct" in said
     assert "data.unwinnable=drop" in said and not (tmp_path / "run").exists()
