@@ -467,6 +467,12 @@ def _read_overrides(schema: _Schema, overrides: Sequence[str]) -> dict[str, Any]
         except ValueProblem as error:
             raise ConfigError(f"command line: {name}: {error}") from error
         found[name] = value
+    for name in [name for name, value in found.items() if value == {}]:
+        if inside := next((other for other in found if other.startswith(f"{name}.")), None):
+            raise ConfigError(
+                f"command line: {name}={{}} leaves nothing of the mapping, and {inside} is given, "
+                f"too; leave out one of them, or give the whole mapping in a file"
+            )
     return found
 
 
@@ -578,6 +584,7 @@ def _file(path: Path) -> dict[str, Any]:
 def _apply(schema: _Schema, merged: DictConfig, raw: dict[str, Any], source: str) -> DictConfig:
     """Merges a file or the command line into a configuration."""
     layer: dict[str, Any] = {}
+    emptied = []
     for name, value in _flatten(raw, schema.sections):
         if name not in schema.keys:
             raise ConfigError(f"{source}: unknown key {name!r}{schema.suggestion(name, value)}")
@@ -599,9 +606,14 @@ def _apply(schema: _Schema, merged: DictConfig, raw: dict[str, Any], source: str
                 raise ConfigError(f"{source}: {name}: {error}") from error
             if isinstance(value, str) and not refers:
                 value = value.replace("${", "\\${")  # text, and no reference to another key
+            if value == {}:
+                emptied.append(name)
         _put(layer, name, value)
     try:
-        return typing.cast(DictConfig, OmegaConf.merge(merged, layer))
+        merged = typing.cast(DictConfig, OmegaConf.merge(merged, layer))  # a copy
+        for name in emptied:  # merging adds to a mapping, and an empty one is to leave nothing
+            OmegaConf.update(merged, name, {}, merge=False)
+        return merged
     except OmegaConfBaseException as error:
         raise ConfigError(_type_message(schema, error, source)) from error
 

@@ -25,9 +25,11 @@ import dataclasses
 import datetime
 import json
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -50,9 +52,10 @@ from specjax.spelling import spelled
 from specjax.tokenizer import with_tokenizer_end
 from specjax.weights import load_tokenizer
 from train import data
-from train.cli import USER_ERRORS
+from train.cli import CHECKPOINTS, USER_ERRORS
+from train.describe import data_files, git_state, versions
 from train.evaluation import Evaluated, Judged, ProblemSet, evaluate, problem_sets
-from train.inputs import Inputs, Prompts, describe_data
+from train.inputs import Inputs, Prompts, describe_data, read_heldout
 from train.policy import own_family
 from train.processes import join_engines
 from train.programs import (
@@ -122,13 +125,23 @@ def run(cfg: EvalConfig) -> dict[str, Any]:
     if not sets:
         raise ConfigError("nothing is evaluated: set eval.sets, or data.path and eval.problems")
     mesh = places[0]  # from which the other replicas get their weights
-    found = load_model(path, "auto", mesh, cfg.step)
+    out = Path(cfg.out)
+    _require_writable(out)
+    is_run = layout_of(path) == RUN
+    step = _newest(path) if is_run and cfg.step is None else cfg.step
+    found = load_model(path, "auto", mesh, step)
     print(cfg.dtype.settle(found.stored, sharding.platform_of(mesh)).partition("; ")[2], flush=True)
     model = as_computed(cfg, with_tokenizer_end(found.cfg, tokenizer))
     if found.head is not None:
-        _draft_with_trained_head(cfg, layout_of(path) == RUN)
+        _draft_with_trained_head(cfg, is_run)
     drafting = settle_drafting(cfg, head_class(found.head), model)
     print(describe_drafting(cfg, drafting), flush=True)
+    about = {
+        "model": named,
+        "step": step,
+        "draft": describe_drafting(cfg, drafting),
+        "data": _files_read(cfg),
+    }
     decoder, source, weights = as_rolled_out(cfg, model), None, None
     if drafting.spec is not None:
         try:
@@ -155,10 +168,10 @@ def run(cfg: EvalConfig) -> dict[str, Any]:
 
         evaluated = evaluate(engine, sets, model.eos_token_ids, cfg.eval.seed, show)
     inputs.scorer.close()
-    results = _results(cfg, named, sets, evaluated)
-    _write(Path(cfg.out), results, evaluated)
+    results = about | _results(cfg, sets, evaluated)
     Console(highlight=False).print(_table(results))
-    print(f"results: {Path(cfg.out) / RESULT}", flush=True)
+    _write(out, results, evaluated)
+    print(f"results: {out / RESULT}", flush=True)
     return results
 
 
@@ -171,6 +184,11 @@ def _settle(cfg: EvalConfig) -> None:
     typed = typed_in(cfg)
     sections = {name.rpartition(".")[0] for name in typed}
     for name in sorted(typed - sections):
+        if name.startswith("distributed."):
+            raise ConfigError(
+                f"{name}: train.eval runs in one process, on the devices of one machine; leave it "
+                "out. A policy that needs several machines is evaluated in its run, by eval.sets"
+            )
         if any(name == key or name.startswith(f"{key}.") for key in _OF_TRAINING):
             raise ConfigError(
                 f"{name} is about training, and train.eval trains nothing; leave it out"
@@ -206,23 +224,18 @@ def _read_heldout(cfg: EvalConfig, tokenizer, named: str) -> Inputs:
     prompts = Prompts(tokenizer, cfg.data, cfg.rollout.max_prompt_tokens)
     reward = data.default_reward(cfg.data) if cfg.reward == "auto" else cfg.reward
     scorer = Scorer(reward, options=cfg.rewards)
-    heldout, notes = [], []
-    if cfg.eval.problems:
-        heldout = data.problems(cfg.data, "heldout", prompts.chat)[: cfg.eval.problems]
-        scorer.check(heldout[0])
-        notes = [describe_data(cfg.data, prompts.chat, named, scorer.described, trains=False)]
-        if over := prompts.overlong_warning(heldout, "held-out prompts"):
-            notes.append(f"WARNING: {over}")
+    heldout, notes = read_heldout(cfg, prompts, scorer)
+    if heldout:
+        said = describe_data(cfg.data, prompts.chat, named, scorer.described, trains=False)
+        notes = [said, *notes]
     return Inputs([], heldout, prompts, scorer, notes)
 
 
 # --- results -------------------------------------------------------------------------------------
 
 
-def _results(
-    cfg: EvalConfig, named: str, sets: Sequence[ProblemSet], evaluated: Evaluated
-) -> dict[str, Any]:
-    """The results of an evaluation, as JSON."""
+def _results(cfg: EvalConfig, sets: Sequence[ProblemSet], evaluated: Evaluated) -> dict[str, Any]:
+    """The results of an evaluation, as JSON, without what says which weights were evaluated."""
     totals, found = evaluated.totals, {}
     for each in sets:
         name = each.asked.name
@@ -249,11 +262,10 @@ def _results(
     if totals.steps and totals.rounds:
         speed["accept_length"] = totals.accept_length
     return {
-        "model": named,
-        "step": cfg.step,
         "seed": cfg.eval.seed,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": {"jax": jax.__version__, "python": sys.version.split()[0]},
+        "versions": versions(),
+        "code": git_state(Path.cwd()),
         "device": jax.devices()[0].device_kind,
         "sets": found,
         "speed": speed,
@@ -261,14 +273,67 @@ def _results(
     }
 
 
+def _files_read(cfg: EvalConfig) -> list[dict[str, Any]]:
+    """`data_files` of what is evaluated."""
+    return data_files(cfg if cfg.eval.problems else SimpleNamespace(data=None, eval=cfg.eval))
+
+
+def _newest(path: Path) -> int | None:
+    """The newest step of a run, or of the directory of its checkpoints; None: there is none."""
+    directory = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    steps = (int(child.name) for child in directory.iterdir() if child.name.isdigit())
+    return max(steps, default=None)
+
+
+def _require_writable(out: Path) -> None:
+    """Creates the directory of the results.
+
+    Raises:
+      ConfigError: it cannot be created, or no file can be written there.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"out={out}: expected a directory in which results can be written, got: {error}; set "
+            "out to another one"
+        ) from error
+
+
 def _write(out: Path, results: dict[str, Any], evaluated: Evaluated) -> None:
-    """Writes `eval.json`, and the samples of each set."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / RESULT).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    for name, problems in evaluated.judged.items():
-        with (out / f"eval-{name or HELD_OUT}.jsonl").open("w", encoding="utf-8") as file:
-            for one in problems:
-                file.writelines(json.dumps(line) + "\n" for line in _lines(one))
+    """Writes `eval.json`, and the samples of each set; files of earlier results are moved aside.
+
+    Raises:
+      ConfigError: a file cannot be written; the message names it.
+    """
+    try:
+        _move_aside(out)
+        (out / RESULT).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        for name, problems in evaluated.judged.items():
+            with (out / f"eval-{name or HELD_OUT}.jsonl").open("w", encoding="utf-8") as file:
+                for one in problems:
+                    file.writelines(json.dumps(line) + "\n" for line in _lines(one))
+    except OSError as error:
+        raise ConfigError(
+            f"results could not be written, the metrics are in the table above: {error}"
+        ) from error
+
+
+def _move_aside(out: Path) -> None:
+    """Moves the files of an earlier evaluation to the first free of `earlier-1`, `earlier-2`, .."""
+    files = [out / RESULT] if (out / RESULT).exists() else []
+    files += sorted(out.glob("eval-*.jsonl"))
+    if not files:
+        return
+    number = 1
+    while (aside := out / f"earlier-{number}").exists():
+        number += 1
+    aside.mkdir()
+    for file in files:
+        file.rename(aside / file.name)
+    print(f"results of an earlier evaluation in {out}: moved to {aside}", flush=True)
 
 
 def _lines(one: Judged) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, fields
 from typing import Any
@@ -17,8 +18,8 @@ _NAME = re.compile(r"[A-Za-z0-9_]+")
 # Names under which the held-out problems of the data are logged, and theirs and that of rollouts in
 # files of samples.
 TAKEN = (
-    "reward", "problems", "prompts_overlong", "reward_failed", "response_length_mean",
-    "heldout", "train",
+    "reward", "problems", "prompts_overlong", "reward_failed", "reward_timed_out",
+    "response_length_mean", "truncated_ratio", "heldout", "train",
 )  # fmt: skip
 
 
@@ -50,6 +51,11 @@ class EvalSet:
         "auto",
         kind=str | list[str] | None,
     )
+    weights: list[float] | None = option(
+        None,
+        "weight of each of several rewards, as rewards.weights; null: that of the run's reward of "
+        "the same name, 1 of others",
+    )
     pass_reward: float = option(
         1.0,
         "a sample is right from this reward on, for pass@k: that of the reward that compares "
@@ -79,6 +85,21 @@ class EvalSet:
             raise ValueError("has no rows; set its path, or task=reasoning_gym and its dataset")
         if self.dataset and self.task != "reasoning_gym":
             raise ValueError(f"dataset={self.dataset} is of task=reasoning_gym, got {self.task}")
+        if self.path and generated:
+            raise ValueError(
+                f"path={self.path} changes nothing: the problems of task={self.task} are "
+                "generated; leave out one of them"
+            )
+        if self.dataset_args and self.task != "reasoning_gym":
+            raise ValueError(
+                f"dataset_args={self.dataset_args} is of task=reasoning_gym, got {self.task}; "
+                "leave it out"
+            )
+        if self.weights is not None:
+            if not all(map(math.isfinite, self.weights)) or not any(self.weights):
+                raise ValueError(
+                    f"weights: expected finite numbers of which one is not 0, got {self.weights}"
+                )
         names = [self.reward] if isinstance(self.reward, str) else self.reward or []
         for name in names:
             REWARDS.check(name)

@@ -6,8 +6,9 @@ The held-out problems of the data are one set, logged as `eval/reward` and so on
     avg@n        mean reward of all samples
     pass@k       estimated probability that one of k samples is right (`pass_at_k`)
     maj@n        mean reward of the answer that most samples of a problem give (`majority`)
-    truncated    share of samples that were cut off at their largest length
-    length       mean number of tokens
+
+Both have `truncated_ratio`, the share of samples that were cut off at their largest length, and
+`response_length_mean`, the mean number of tokens, under the names that rollouts have for them.
 
 All sets run in one engine of their own, and nothing that training reads is changed: not the
 engine of the rollouts, nor its caches or controller, nor the figures of a step's rewards.
@@ -19,6 +20,7 @@ import dataclasses
 import functools
 import math
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -34,10 +36,10 @@ from train import data
 from train.answers.latex import clean, squeezed
 from train.collect import ResponseText
 from train.eval_schema import Asked, EvalSet, asked_sets
-from train.inputs import Inputs, Prompts, describe_data
+from train.inputs import Inputs, Prompts, check_rows, describe_data
 from train.rewards import NUMBER, AnswerReward
 from train.schema import DataConfig, RLConfig
-from train.scoring import SampleFacts, Score, Scorer, check_gold, unwinnable_message
+from train.scoring import SampleFacts, Score, Scorer, Scoring
 from train.tasks.layout import Problem
 
 
@@ -73,13 +75,14 @@ def problem_sets(cfg: RLConfig, inputs: Inputs, model: str) -> tuple[list[Proble
     Raises:
       ConfigError: a set cannot be read, or its settings do not fit its rows; it names the set.
     """
-    found, notes, scorers = [], [], {inputs.scorer.names: inputs.scorer}
+    found, notes, names = [], [], inputs.scorer.names
+    scorers = {(names, tuple(cfg.rewards.weights or [1.0] * len(names))): inputs.scorer}
     for asked in asked_sets(cfg.eval, cfg.rollout):
         if asked.name is None:
             found.append(ProblemSet(asked, inputs.heldout, inputs.prompts, inputs.scorer))
             continue
         try:
-            each, lines = _read_set(cfg, asked, inputs.prompts.tokenizer, model, scorers)
+            each, lines = _read_set(cfg, asked, inputs.prompts.tokenizer, model, scorers, names)
         except (ValueError, OSError, ModuleNotFoundError) as error:
             raise ConfigError(f"{asked.key}: {_spelled(str(error), asked)}") from error
         each = dataclasses.replace(each, alone=each.scorer is not inputs.scorer)
@@ -89,9 +92,23 @@ def problem_sets(cfg: RLConfig, inputs: Inputs, model: str) -> tuple[list[Proble
 
 
 def _read_set(
-    cfg: RLConfig, asked: Asked, tokenizer, model: str, scorers: dict[Any, Scorer]
+    cfg: RLConfig,
+    asked: Asked,
+    tokenizer,
+    model: str,
+    scorers: dict[Any, Scorer],
+    run_names: tuple[str, ...],
 ) -> tuple[ProblemSet, list[str]]:
-    """A named set, and the lines about it; `scorers` holds the rewards that sets share."""
+    """A named set, and the lines about it.
+
+    Args:
+      cfg: settings of the run.
+      asked: what the set asks of the engine.
+      tokenizer: tokenizer of the model.
+      model: name of the model in messages.
+      scorers: the rewards that sets share, by names and weights; a new one is added.
+      run_names: names of the run's rewards.
+    """
     chosen = cfg.eval.sets[asked.name]
     rows = _data_of(cfg, chosen)
     prompts = Prompts(tokenizer, rows, asked.max_prompt_tokens)
@@ -104,21 +121,49 @@ def _read_set(
         )
     reward = chosen.reward or (cfg.reward if cfg.reward != "auto" else data.default_reward(rows))
     names = (reward,) if isinstance(reward, str) else tuple(reward)
-    if names not in scorers:  # the weights of the run are of its own rewards
-        scorers[names] = Scorer(names, options=dataclasses.replace(cfg.rewards, weights=None))
-    scorer = scorers[names]
-    scorer.check(problems[0])
+    weights = _weights_of(cfg, chosen, names, run_names)
+    if (names, weights) not in scorers:
+        options = dataclasses.replace(cfg.rewards, weights=[*weights])
+        scorers[names, weights] = Scorer(names, options=options)
+    scorer = scorers[names, weights]
     if not is_seed(cfg.eval.seed + len(problems)):
         raise ValueError(f"has {len(problems)} problems, too many for eval.seed={cfg.eval.seed}")
     asked.params(cfg.eval.seed)
     said = describe_data(rows, prompts.chat, model, scorer.described, trains=False)
     lines = [f"{asked.key}: {said.removeprefix('data: ')}"]
-    if over := prompts.overlong_warning(problems):
-        lines.append(f"WARNING: {asked.key}: {_spelled(over, asked)}")
-    lost, checked = check_gold(scorer, problems)
-    if lost:
-        lines.append(f"WARNING: {asked.key}: {unwinnable_message(scorer, lost, checked)}")
+    for warning in check_rows(prompts, scorer, problems, "prompts", ""):
+        text = _spelled(warning.removeprefix("WARNING: "), asked)
+        lines.append(f"WARNING: {asked.key}: {text}")
     return ProblemSet(asked, problems, prompts, scorer, chosen.pass_reward), lines
+
+
+def _weights_of(
+    cfg: RLConfig, chosen: EvalSet, names: tuple[str, ...], run_names: tuple[str, ...]
+) -> tuple[float, ...]:
+    """The weight of each reward of a set: its own, or that of the run's reward of the same name.
+
+    A single reward that the run adds to others has weight 1.
+
+    Raises:
+      ValueError: all are 0, or there are not as many as rewards.
+    """
+    if chosen.weights is not None:
+        if len(chosen.weights) != len(names):
+            raise ValueError(
+                f"weights: expected {len(names)} numbers, one for each of "
+                f"reward={', '.join(names)}, got {chosen.weights}"
+            )
+        return tuple(chosen.weights)
+    of_run = dict(zip(run_names, cfg.rewards.weights or [1.0] * len(run_names), strict=False))
+    if len(names) == 1 and names != run_names:
+        return (1.0,)
+    weights = tuple(of_run.get(name, 1.0) for name in names)
+    if not any(weights):
+        raise ValueError(
+            f"rewards.weights={cfg.rewards.weights} gives each of reward={', '.join(names)} the "
+            "weight 0, and the sum would always be 0; set weights of the set"
+        )
+    return weights
 
 
 def _spelled(text: str, asked: Asked) -> str:
@@ -181,7 +226,8 @@ class Evaluated(NamedTuple):
     """What an evaluation found.
 
     Attributes:
-      metrics: the metrics of all sets under their names in the log, and the seconds of sampling.
+      metrics: the metrics of all sets under their names in the log, `time/eval`, the seconds of all
+        of it, and those in rewards.
       totals: sums over all samples.
       judged: the problems of each set with their samples, by the set's name; in the first process.
     """
@@ -210,6 +256,7 @@ def evaluate(
       seed: seed of the samples.
       on_progress: see `BaseEngine.generate`.
     """
+    started = time.perf_counter()
     encoded = [[(row, *each.prompts.fit(row)) for row in _rows(each)] for each in sets]
     fitting = [[(row, ids) for row, ids, _ in rows if ids is not None] for rows in encoded]
     jobs: list[Job] = []
@@ -218,19 +265,39 @@ def evaluate(
             where = f"{each.asked.key}: prompt {row.index}"
             params = each.asked.params(seed + row.index)
             jobs += make_jobs(ids, params, eos_ids, each.prompts.tokenizer, len(jobs), where)
-    outputs, totals = engine.generate(jobs, on_progress)
-    require_valid(outputs, lambda index: jobs[index].where)
+    kept = [[row for row, _ in rows] for rows in fitting]
+    judges = [_Judge(each, rows) for each, rows in zip(sets, kept, strict=True)]
+    places = [(judge, place) for judge in judges for place in range(judge.count)]
+
+    def begin_score(index: int, sample: SampleOutput) -> None:
+        if sample.finish_reason != "error":  # `require_valid` raises then
+            judge, place = places[index]
+            judge.add(place, sample)
+
     metrics: dict[str, float] = {}
     judged: dict[str | None, list[Judged]] = {}
-    for each, rows, known in zip(sets, fitting, encoded, strict=True):
-        problems, count = [row for row, _ in rows], len(rows) * each.asked.n
-        samples, outputs = outputs[:count], outputs[count:]
-        # One process computes rewards, which may be random or take long, and all log the same.
-        judge = functools.partial(_judge, each, problems, samples, judged)
-        metrics |= distributed.of_first(judge, "evaluation")
-        overlong = sum(why is not None for _, _, why in known)
-        metrics[f"{_prefix(each)}prompts_overlong"] = float(overlong)
-    return Evaluated(metrics | {"time/eval": totals.seconds}, totals, judged)
+    try:
+        if distributed.is_several():  # one process computes rewards, once it has all samples
+            outputs, totals = engine.generate(jobs, on_progress)
+        else:
+            outputs, totals = engine.generate(jobs, on_progress, begin_score)
+        require_valid(outputs, lambda index: jobs[index].where)
+        for judge, known in zip(judges, encoded, strict=True):
+            samples, outputs = outputs[: judge.count], outputs[judge.count :]
+            # Rewards may be random or take long: one process computes them, and all log the same.
+            run = functools.partial(judge.metrics, samples, judged)
+            for name, value in distributed.of_first(run, "evaluation").items():
+                metrics[name] = metrics.get(name, 0.0) + value if name in _TIMES else value
+            overlong = sum(why is not None for _, _, why in known)
+            metrics[f"{_prefix(judge.each)}prompts_overlong"] = float(overlong)
+    except BaseException:
+        for judge in judges:
+            judge.cancel()
+        raise
+    for each in sets:  # which may share their rewards
+        if each.alone:
+            each.scorer.close()
+    return Evaluated(metrics | {"time/eval": time.perf_counter() - started}, totals, judged)
 
 
 def _rows(each: ProblemSet) -> list[Problem]:
@@ -241,38 +308,70 @@ def _prefix(each: ProblemSet) -> str:
     return "eval/" if each.asked.name is None else f"eval/{each.asked.name}/"
 
 
-def _judge(
-    each: ProblemSet,
-    problems: Sequence[Problem],
-    samples: Sequence[SampleOutput],
-    judged: dict[str | None, list[Judged]],
-) -> dict[str, float]:
-    """Scores the samples of a set, those of each problem together, and returns its metrics.
+class _Judge:
+    """Scores the samples of a set as they end, those of each problem together.
 
     Args:
       each: the set.
-      problems: its problems that were sampled.
-      samples: their samples, in the order of the problems.
-      judged: gets the result under the set's name.
+      problems: its problems that are sampled.
+
+    Attributes:
+      each: the set.
+      count: number of samples of all problems.
     """
-    read = ResponseText(each.prompts.tokenizer, each.asked.params())
-    n, begun = each.asked.n, []
-    for i, problem in enumerate(problems):
-        own = samples[i * n : (i + 1) * n]
-        scoring, texts = each.scorer.begin(problem), [read(sample.token_ids) for sample in own]
-        for g, (text, sample) in enumerate(zip(texts, own, strict=True)):
-            scoring.add(g, text, SampleFacts(g, sample.token_ids, sample.finish_reason))
-        scoring.finish()
-        begun.append((problem, scoring, texts, own))
-    found = []
-    for problem, scoring, texts, own in begun:
-        scores = scoring.scores()
-        found.append(Judged(problem, [scores[g] for g in range(n)], texts, own))
-    each.scorer.metrics()  # those of a step are of its rollout alone
-    if each.alone:
-        each.scorer.close()
-    judged[each.asked.name] = found
-    return _metrics(each, found)
+
+    def __init__(self, each: ProblemSet, problems: Sequence[Problem]):
+        self.each, self._problems = each, problems
+        self.count = len(problems) * each.asked.n
+        self._read = ResponseText(each.prompts.tokenizer, each.asked.params())
+        self._begun: dict[int, Scoring] = {}  # by the number of the problem
+        self._texts: dict[int, str] = {}  # of samples, by their place
+
+    def add(self, place: int, sample: SampleOutput) -> None:
+        """Begins to score a sample; `place` is its number among those of the set."""
+        number, g = divmod(place, self.each.asked.n)
+        if number not in self._begun:
+            self._begun[number] = self.each.scorer.begin(self._problems[number])
+        scoring, text = self._begun[number], self._read(sample.token_ids)
+        self._texts[place] = text
+        scoring.add(g, text, SampleFacts(g, sample.token_ids, sample.finish_reason))
+        first = number * self.each.asked.n
+        if all(i in self._texts for i in range(first, first + self.each.asked.n)):
+            scoring.finish()
+
+    def cancel(self) -> None:
+        """Gives up calls of rewards that no worker has begun."""
+        for scoring in self._begun.values():
+            scoring.cancel()
+
+    def metrics(
+        self, samples: Sequence[SampleOutput], judged: dict[str | None, list[Judged]]
+    ) -> dict[str, float]:
+        """The metrics of the set, and seconds in its rewards; scores samples that were not added.
+
+        Args:
+          samples: the samples, in the order of the problems.
+          judged: gets the result under the set's name.
+        """
+        n, found = self.each.asked.n, []
+        for place, sample in enumerate(samples):
+            if place not in self._texts:
+                self.add(place, sample)
+        for number, problem in enumerate(self._problems):
+            scores, own = self._begun[number].scores(), range(number * n, (number + 1) * n)
+            texts = [self._texts[place] for place in own]
+            outputs = [samples[place] for place in own]
+            found.append(Judged(problem, [scores[g] for g in range(n)], texts, outputs))
+        figures = self.each.scorer.metrics()  # those of a step are of its rollout alone
+        judged[self.each.asked.name] = found
+        return _metrics(self.each, found) | {
+            "time/eval_reward": figures["time/reward"],
+            "time/eval_reward_wait": figures["time/reward_wait"],
+            f"{_prefix(self.each)}reward_timed_out": figures["reward/timed_out"],
+        }
+
+
+_TIMES = ("time/eval_reward", "time/eval_reward_wait")  # of all sets together
 
 
 # --- metrics -------------------------------------------------------------------------------------
@@ -284,14 +383,19 @@ def _metrics(each: ProblemSet, judged: Sequence[Judged]) -> dict[str, float]:
     reward = float(np.mean([score.value for score in scores]))
     length = float(np.mean([len(sample.token_ids) for sample in samples]))
     prefix, n = _prefix(each), each.asked.n
+    cut = [sample.finish_reason == "length" for sample in samples]
     found = {
         f"{prefix}problems": float(len(judged)),
         f"{prefix}reward_failed": float(sum(score.failed for score in scores)),
     }
+    lengths = {
+        f"{prefix}truncated_ratio": float(np.mean(cut)),
+        f"{prefix}response_length_mean": length,
+    }
     if each.asked.name is None:
         means = each.scorer.part_means(scores)
         found |= {f"eval/reward/{label}": mean for label, mean in means.items()}
-        return found | {"eval/reward": reward, "eval/response_length_mean": length}
+        return found | {"eval/reward": reward} | lengths
     found[f"{prefix}avg@{n}"] = reward
     right = [sum(is_right(each.scorer, s, each.pass_reward) for s in one.scores) for one in judged]
     for k in sizes(n):
@@ -301,8 +405,7 @@ def _metrics(each: ProblemSet, judged: Sequence[Judged]) -> dict[str, float]:
         votes = [majority(_answers(each.scorer, one.texts), same) for one in judged]
         values = [one.scores[vote].value for one, vote in zip(judged, votes, strict=True)]
         found[f"{prefix}maj@{n}"] = float(np.mean(values))
-    cut = [sample.finish_reason == "length" for sample in samples]
-    return found | {f"{prefix}truncated": float(np.mean(cut)), f"{prefix}length": length}
+    return found | lengths
 
 
 def _answers(scorer: Scorer, texts: Sequence[str]) -> list[str | None]:
@@ -388,10 +491,12 @@ def described(metrics: Mapping[str, float]) -> str | None:
     for key, value in metrics.items():
         first, *inside = key.split("/")
         if first == "eval" and len(inside) == 2 and inside[0] != "reward" and inside[1] in _SHOWN:
-            sets.setdefault(inside[0], []).append(f"{inside[1]} {value:.{_SHOWN[inside[1]]}f}")
+            name, decimals = _SHOWN[inside[1]]
+            sets.setdefault(inside[0], []).append(f"{name} {value:.{decimals}f}")
         elif first == "eval" and len(inside) == 2 and "@" in inside[1]:
             sets.setdefault(inside[0], []).append(f"{inside[1]} {value:.3f}")
     return "; ".join(f"{name}: {', '.join(said)}" for name, said in sets.items()) or None
 
 
-_SHOWN = {"truncated": 3, "length": 1}  # metrics of a set without @, and their decimals
+# Metrics of a set without @: their names for the user, and their decimals.
+_SHOWN = {"truncated_ratio": ("truncated", 3), "response_length_mean": ("length", 1)}

@@ -189,19 +189,10 @@ def read_inputs(cfg: RLConfig, tokenizer, model: str) -> Inputs:
     notes = [describe_data(cfg.data, prompts.chat, model, scorer.described)]
     if hidden := scorer.hidden(problems[0]):
         notes.append(f"WARNING: {hidden}")
-    heldout = []
-    if cfg.eval.problems:
-        try:
-            heldout = data.problems(cfg.data, "heldout", prompts.chat)[: cfg.eval.problems]
-        except data.EmptySplitError as error:
-            notes.append(f"WARNING: nothing is evaluated: {error}")
-            cfg.eval.problems = 0
-    for rows, what in ((problems, "prompts"), (heldout, "held-out prompts")):
-        if rows and (over := prompts.overlong_warning(rows, what)):
-            notes.append(f"WARNING: {over}")
-    held, of = check_gold(scorer, heldout)
-    if held:
-        notes.append(f"WARNING: held out: {unwinnable_message(scorer, held, of)}")
+    if over := prompts.overlong_warning(problems):
+        notes.append(f"WARNING: {over}")
+    heldout, about = read_heldout(cfg, prompts, scorer)
+    notes += about
     found, checked = check_gold(scorer, problems)
     if found:
         said = unwinnable_message(scorer, found, checked)
@@ -213,6 +204,63 @@ def read_inputs(cfg: RLConfig, tokenizer, model: str) -> Inputs:
             )
         notes.append(f"WARNING: {said} (data.unwinnable={cfg.data.unwinnable})")
     return Inputs(problems, heldout, prompts, scorer, notes)
+
+
+def read_heldout(
+    cfg: RLConfig, prompts: Prompts, scorer: Scorer
+) -> tuple[Sequence[Problem], list[str]]:
+    """Reads the held-out problems of the data, if they are evaluated, and checks them.
+
+    Where the data has none, `eval.problems` becomes 0.
+
+    Args:
+      cfg: settings of the run.
+      prompts: encoder of their prompts.
+      scorer: reward.
+
+    Returns:
+      the problems, and the warnings about them.
+
+    Raises:
+      ValueError: there is a mistake in the settings or the rows.
+      FileNotFoundError: a file does not exist.
+    """
+    if not cfg.eval.problems:
+        return [], []
+    try:
+        heldout = data.problems(cfg.data, "heldout", prompts.chat)[: cfg.eval.problems]
+    except data.EmptySplitError as error:
+        cfg.eval.problems = 0
+        return [], [f"WARNING: no held-out problem of the data is evaluated: {error}"]
+    return heldout, check_rows(prompts, scorer, heldout, "held-out prompts", "held out: ")
+
+
+def check_rows(
+    prompts: Prompts, scorer: Scorer, problems: Sequence[Problem], what: str, where: str
+) -> list[str]:
+    """Checks the problems of an evaluation, and returns the warnings about them.
+
+    Args:
+      prompts: encoder of their prompts.
+      scorer: reward.
+      problems: the problems.
+      what: name of the prompts in messages.
+      where: what warnings about rewards begin with.
+
+    Raises:
+      ValueError: a reward needs a column that the rows do not have, or prompts are too long and
+        that is an error.
+    """
+    scorer.check(problems[0])
+    found = []
+    if hidden := scorer.hidden(problems[0]):
+        found.append(f"{where}{hidden}")
+    if over := prompts.overlong_warning(problems, what):
+        found.append(over)
+    lost, checked = check_gold(scorer, problems)
+    if lost:
+        found.append(f"{where}{unwinnable_message(scorer, lost, checked)}")
+    return [f"WARNING: {each}" for each in found]
 
 
 def describe_data(

@@ -219,7 +219,10 @@ class BaseEngine(abc.ABC):
         """Drops all samples that wait or run."""
 
     def generate(
-        self, jobs: Several[Job], on_progress: Callable[[int, Totals], None] | None = None
+        self,
+        jobs: Several[Job],
+        on_progress: Callable[[int, Totals], None] | None = None,
+        on_sample: Callable[[int, SampleOutput], None] | None = None,
     ) -> tuple[list[SampleOutput], Totals]:
         """Runs all jobs to their end.
 
@@ -227,6 +230,7 @@ class BaseEngine(abc.ABC):
           jobs: the samples to generate.
           on_progress: function called after each step with the number of finished jobs and the
             totals.
+          on_sample: function called with the number of a job and its output once it has ended.
 
         Returns:
           one output per job, in order, and the totals. `text` is None except in samples that a stop
@@ -249,8 +253,11 @@ class BaseEngine(abc.ABC):
             remaining = {self.add(job): index for index, job in enumerate(jobs)}
             while self.has_work:
                 for event in self.step():
-                    outputs[remaining.pop(event.sequence)] = event.sample
+                    index = remaining.pop(event.sequence)
+                    outputs[index] = event.sample
                     totals.add(event.sample)
+                    if on_sample:
+                        on_sample(index, event.sample)
                 totals.seconds = time.perf_counter() - start
                 if on_progress:
                     on_progress(len(jobs) - len(remaining), totals)

@@ -432,12 +432,15 @@ class Hosts(BaseEngine):
         return shared.sample
 
     def generate(
-        self, jobs: Several[Job], on_progress: Callable[[int, Totals], None] | None = None
+        self,
+        jobs: Several[Job],
+        on_progress: Callable[[int, Totals], None] | None = None,
+        on_sample: Callable[[int, SampleOutput], None] | None = None,
     ) -> tuple[list[SampleOutput], Totals]:
         """Runs all jobs to their end, see `BaseEngine.generate`, without calls of `judge`."""
         judge, self._judge = self._judge, None
         try:
-            return super().generate(jobs, on_progress)
+            return super().generate(jobs, on_progress, on_sample)
         finally:
             self._judge = judge
 

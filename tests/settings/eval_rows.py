@@ -34,14 +34,14 @@ def _read(chosen: EvalSet):
     [found], _ = problem_sets(cfg, inputs, "policy")
     asked = []
 
-    def generate(jobs, on_progress):
+    def generate(jobs, on_progress, on_sample):
         asked.extend(jobs)
         raise Stopped
 
     outcome(lambda: evaluate(types.SimpleNamespace(generate=generate), [found], (1,), 0))
     right = is_right(found.scorer, Score(0.5), found.pass_reward)
     answers = [problem.answer for problem in found.problems]
-    return [(job.prompt, job.params) for job in asked], answers, found.scorer.names, right
+    return [(job.prompt, job.params) for job in asked], answers, found.scorer.described, right
 
 
 GYM = {"path": None, "task": "reasoning_gym", "dataset": "ones"}
@@ -58,6 +58,7 @@ EVAL_SET = {
     "min_p": Row(0.1, read),
     "stop": Row(["a"], read),
     "reward": Row("exact", read),
+    "weights": Row([2.0], read),
     "pass_reward": Row(0.5, read),
     "task": Row("prompt", read, {"path": DAPO}),
     "prompt_key": Row("answer", read),

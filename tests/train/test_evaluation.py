@@ -29,6 +29,7 @@ from train.programs import settle_length
 from train.rewards import CHOICE, EXACT, MATH_VERIFY, NUMBER
 from train.schema import RLConfig
 from train.scoring import Score, Scorer
+from train.tasks.layout import Problem
 
 # --- metrics of one problem ----------------------------------------------------------------------
 
@@ -105,6 +106,14 @@ def test_a_set_takes_from_the_rollouts_what_it_does_not_say():
     assert "eval.sets.NAME.temperature=null" in describe(RLConfig)
 
 
+def test_an_empty_mapping_replaces_the_sets_of_a_file(tmp_path):
+    file = tmp_path / "file.yaml"
+    file.write_text("eval: {sets: {a: {path: f}}}\n")
+    for typed, names in (([], ["a"]), (["eval.sets={}"], []), (["eval.sets.b.path=g"], ["a", "b"])):
+        cfg, _ = parse_config(RLConfig, ["--config", str(file), *typed])
+        assert [*cfg.eval.sets] == names
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
@@ -113,12 +122,16 @@ def test_a_set_takes_from_the_rollouts_what_it_does_not_say():
         (["eval.sets={a: 3}"], "a: expected a mapping of its settings, got 3"),
         (["eval.sets.a.n=2"], "eval.sets.a: has no rows; set its path"),
         (["eval.sets.reward.path=f"], "names of letters, digits and underscores, other than"),
-        (["eval.sets.heldout.path=f"], "reward_failed, response_length_mean, heldout, train; got"),
-        (["eval.sets.train.path=f"], "response_length_mean, heldout, train; got 'train'"),
+        (["eval.sets.heldout.path=f"], "truncated_ratio, heldout, train; got 'heldout'"),
+        (["eval.sets.train.path=f"], "truncated_ratio, heldout, train; got 'train'"),
         (["eval.sets.a.path=f", "eval.sets.a.top_p=2"], "eval.sets.a.top_p must be greater than"),
         (["eval.sets.a={path: f, n: 2, temperature: 0}"], "eval.sets.a.n=2: with a temperature of"),
         (["eval.sets.a.path=f", "eval.sets.a.reward=nothing"], "eval.sets.a: unknown reward"),
         (["eval.sets.a={path: f, dataset: g}"], "dataset=g is of task=reasoning_gym, got auto"),
+        (["eval.sets.a={path: f, dataset_args: {b: 1}}"], "a: dataset_args={'b': 1} is of task="),
+        (["eval.sets.a={path: f, task: sums}"], "a: path=f changes nothing: the problems of"),
+        (["eval.sets.a={path: f, weights: [0, 0]}"], "a: weights: expected finite numbers of"),
+        (["eval.sets={}", "eval.sets.a.path=f"], "eval.sets={} leaves nothing of the mapping, and"),
         (["eval.problems=0", "eval.before=false"], "eval.problems=0 evaluates nothing"),
     ],
 )
@@ -160,7 +173,7 @@ class Scripted:
     def __init__(self, tokenizer, *texts: str):
         self.tokenizer, self.texts, self.jobs = tokenizer, texts, []
 
-    def generate(self, jobs, on_progress):
+    def generate(self, jobs, on_progress, on_sample):
         self.jobs += jobs
         stats, outputs = SpecStats(1, 0, 0, (1,)), []
         for text in self.texts:
@@ -168,6 +181,8 @@ class Scripted:
             reason = "length" if text.endswith("...") else "stop"
             outputs.append(SampleOutput(ids, None, [0.0] * len(ids), reason, stats))
         assert len(outputs) == len(jobs)
+        for index in reversed(range(len(jobs))):  # as they may end
+            on_sample(index, outputs[index])
         totals = Totals(0, np.zeros(2, np.int64))
         totals.seconds = 2.0
         return outputs, totals
@@ -186,15 +201,20 @@ def test_every_set_has_metrics_of_its_own(tokenizer, tmp_path):
     texts = ["\\boxed{2}", "\\boxed{3}", "\\boxed{2.0}", "no..."]
     engine = Scripted(tokenizer, *texts, *["\\boxed{7}"] * 4, "\\boxed{B}")
     found = evaluate(engine, sets, (1,), seed=50).metrics
+    times = {name: found.pop(name) for name in [*found] if name.startswith("time/")}
+    assert times.keys() == {"time/eval", "time/eval_reward", "time/eval_reward_wait"}
+    assert 0 < times["time/eval_reward"] < times["time/eval"]
     size = np.mean([len(tokenizer.encode(text)) for text in (*texts, *["\\boxed{7}"] * 4)])
     assert found == pytest.approx({
         "eval/gsm/avg@4": 0.25, "eval/gsm/pass@1": 0.25, "eval/gsm/pass@2": (1 - 1 / 6) / 2,
-        "eval/gsm/pass@4": 0.5, "eval/gsm/maj@4": 0.5, "eval/gsm/truncated": 1 / 8,
-        "eval/gsm/length": size, "eval/gsm/problems": 2, "eval/gsm/reward_failed": 0,
+        "eval/gsm/pass@4": 0.5, "eval/gsm/maj@4": 0.5, "eval/gsm/truncated_ratio": 1 / 8,
+        "eval/gsm/response_length_mean": size, "eval/gsm/reward_timed_out": 0,
+        "eval/gsm/problems": 2, "eval/gsm/reward_failed": 0,
         "eval/gsm/prompts_overlong": 0, "eval/own/avg@1": 1, "eval/own/pass@1": 1,
-        "eval/own/maj@1": 1, "eval/own/truncated": 0, "eval/own/problems": 1,
-        "eval/own/length": len(tokenizer.encode("\\boxed{B}")), "eval/own/reward_failed": 0,
-        "eval/own/prompts_overlong": 0, "time/eval": 2.0,
+        "eval/own/maj@1": 1, "eval/own/truncated_ratio": 0, "eval/own/reward_timed_out": 0,
+        "eval/own/problems": 1, "eval/own/reward_failed": 0,
+        "eval/own/response_length_mean": len(tokenizer.encode("\\boxed{B}")),
+        "eval/own/prompts_overlong": 0,
     })  # fmt: skip
     seeds = [(job.params.seed, job.sample, job.params.temperature) for job in engine.jobs]
     first, second = ([(seed, g, 0.5) for g in range(4)] for seed in (50, 51))
@@ -203,6 +223,88 @@ def test_every_set_has_metrics_of_its_own(tokenizer, tmp_path):
     said = "\n".join(notes)
     assert f"eval.sets.gsm: {gsm}, 2 rows read as gsm8k" in said and "reward choice" in said
     assert described(found).startswith("gsm: avg@4 0.250, pass@1 0.250, ")
+    assert "maj@4 0.500, truncated 0.125, length " in described(found)
+
+
+def test_held_out_problems_have_the_lengths_that_sets_have(tokenizer):
+    cfg = RLConfig(eval=EvalSection(problems=1))
+    prompts = Prompts(tokenizer, cfg.data, cfg.rollout.max_prompt_tokens)
+    problem = Problem("1+1?", "2", 0, "", {}, {})
+    sets, _ = problem_sets(cfg, Inputs([], [problem], prompts, Scorer("number"), []), "policy")
+    found = evaluate(Scripted(tokenizer, "no..."), sets, (1,), 0).metrics
+    assert (found["eval/reward"], found["eval/truncated_ratio"]) == (0.0, 1.0)
+    assert found["eval/response_length_mean"] == len(tokenizer.encode("no..."))
+
+
+def test_a_problem_is_scored_while_others_are_sampled(tokenizer, tmp_path):
+    path = lines(tmp_path / "x.jsonl", {"prompt": "1?", "answer": 1}, {"prompt": "2?", "answer": 2})
+    [one], _ = read(tokenizer, x={"path": path, "n": 2})
+    calls = []
+
+    def batch(completions, answer):
+        calls.append(list(completions))
+        return [1.0] * len(completions)
+
+    class Watched(Scripted):
+        def generate(self, jobs, on_progress, on_sample):
+            def watched(index, sample):
+                on_sample(index, sample)
+                self.seen.append((index, len(calls)))
+
+            self.seen = []
+            return super().generate(jobs, on_progress, watched)
+
+    one = types.SimpleNamespace(**vars(one) | {"scorer": Scorer("a:b", batch)})
+    engine = Watched(tokenizer, *"1234")
+    evaluate(engine, [one], (1,), 0)
+    assert engine.seen == [(3, 0), (2, 1), (1, 1), (0, 2)]
+    assert calls == [["3", "4"], ["1", "2"]], "in the order of samples"
+
+
+@pytest.mark.parametrize(
+    ("own", "described"),
+    [
+        ({"reward": ["number", "format"]}, "number + 0.2 format"),
+        ({"reward": ["format", "number"]}, "0.2 format + number"),
+        ({"reward": ["exact", "format"]}, "exact + 0.2 format"),
+        ({"reward": "format"}, "format"),
+        ({"reward": ["number", "format"], "weights": [0.5, 2]}, "0.5 number + 2 format"),
+        ({}, "number + 0.2 format"),
+    ],
+)
+def test_weights_of_a_set_are_those_of_the_runs_rewards_by_name(
+    tokenizer, tmp_path, own, described
+):
+    path = lines(tmp_path / "x.jsonl", {"prompt": "1?", "answer": 1})
+    cfg = RLConfig(reward=["number", "format"], eval=EvalSection(0, {"x": {"path": path} | own}))
+    cfg.rewards.weights = [1.0, 0.2]
+    prompts = Prompts(tokenizer, cfg.data, cfg.rollout.max_prompt_tokens)
+    scorer = Scorer(cfg.reward, options=cfg.rewards)
+    [one], _ = problem_sets(cfg, Inputs([], [], prompts, scorer, []), "policy")
+    assert one.scorer.described.startswith(described)
+    same = described == "number + 0.2 format"
+    assert (one.scorer is scorer) == same and one.alone != same
+
+
+def test_rewards_that_sets_share_end_once(tokenizer, tmp_path, monkeypatch):
+    path = lines(tmp_path / "x.jsonl", {"prompt": "1?", "answer": 1})
+    sets, _ = read(tokenizer, a={"path": path, "reward": "exact"},
+                   b={"path": path, "reward": "exact"})  # fmt: skip
+    assert sets[0].scorer is sets[1].scorer and sets[0].alone
+    ends = []
+    monkeypatch.setattr(Scorer, "close", lambda self: ends.append("close"))
+    monkeypatch.setattr(Scorer, "metrics", lambda self: ends.append("scored") or {
+        "time/reward": 1.5, "time/reward_wait": 0.5, "reward/timed_out": 2.0})  # fmt: skip
+    found = evaluate(Scripted(tokenizer, "1", "1"), sets, (1,), 0).metrics
+    assert ends[:2] == ["scored", "scored"] and set(ends[2:]) == {"close"}
+    assert (found["time/eval_reward"], found["time/eval_reward_wait"]) == (3.0, 1.0)
+    assert found["eval/b/reward_timed_out"] == 2.0
+
+
+def test_columns_that_the_reward_does_not_see_are_named(tokenizer, tmp_path):
+    path = lines(tmp_path / "x.jsonl", {"prompt": "1?", "answer": 1, "sample": 3})
+    _, notes = read(tokenizer, x={"path": path, "reward": "slow_rewards:takes_all"})
+    assert any("WARNING: eval.sets.x: rows have columns whose names" in note for note in notes)
 
 
 def together(completions, answer):

@@ -104,8 +104,10 @@ def test_every_step_has_finite_metrics_under_the_known_names(run):
     evaluated = [r for r in records if "eval/reward" in r]
     assert [r["step"] for r in evaluated] == [0, 2, 3]
     sets = {"eval/own/avg@3", "eval/own/pass@1", "eval/own/pass@2", "eval/own/maj@3",
-            "eval/own/truncated", "eval/greedy/avg@1", "eval/greedy/length"}  # fmt: skip
-    assert all(sets <= set(r) and 1 <= r["eval/own/length"] <= 20 for r in evaluated)
+            "eval/own/truncated_ratio", "eval/greedy/avg@1", "eval/truncated_ratio",
+            "eval/greedy/response_length_mean", "eval/own/reward_timed_out",
+            "time/eval_reward"}  # fmt: skip
+    assert all(sets <= set(r) and 1 <= r["eval/own/response_length_mean"] <= 20 for r in evaluated)
     assert all(0 <= r["train/entropy"] <= math.log(272) for r in records[1:])
     assert all(r["train/train_rollout_logprob_abs_diff"] < 1e-4 for r in records[1:])
 
@@ -120,10 +122,15 @@ def test_the_program_that_evaluates_gives_the_numbers_of_a_run(run, tmp_path, ca
         assert metrics and metrics == {key: record[prefix + key] for key in metrics}
     assert "reward" in found["sets"]["heldout"]["metrics"] and found["step"] == 2
     assert found["speed"]["accept_length"] > 1, "it speculates"
+    assert found["code"] and found["versions"]["specjax"]
+    assert {file["setting"] for file in found["data"]} == {
+        f"eval.sets.{name}.path" for name in ("own", "greedy")
+    }
+    own = found["sets"]["own"]["metrics"]
     samples = [json.loads(line) for line in (tmp_path / "eval-own.jsonl").read_text().splitlines()]
     places = [(sample["problem"], sample["sample"]) for sample in samples]
     assert places == [(i, g) for i in range(3) for g in range(3)]
-    assert np.mean([s["tokens"] for s in samples]) == found["sets"]["own"]["metrics"]["length"]
+    assert np.mean([s["tokens"] for s in samples]) == own["response_length_mean"]
     assert "avg@3" in capsys.readouterr().out
 
 
@@ -131,6 +138,7 @@ def test_the_program_that_evaluates_takes_no_setting_of_training(tmp_path, capsy
     for argv, said in (
         (["optim.lr=1"], "optim.lr is about training, and train.eval trains nothing"),
         (["rollout.n=3"], "rollout.n is about training"),
+        (["distributed.num_processes=2"], "train.eval runs in one process"),
         (["model=nowhere"], "nowhere does not exist"),
     ):
         with pytest.raises(SystemExit) as error:

@@ -442,7 +442,11 @@ def test_a_file_too_small_to_hold_anything_out_is_trained_on_all_the_same(thin_p
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     cfg, inputs = read(thin_policy, path, reward="tiny_run:coin", **{"eval.problems": 8})
     assert len(inputs.problems) == 3 and not inputs.heldout and cfg.eval.problems == 0
-    said = next(x for x in inputs.notes if x.startswith("WARNING: nothing is evaluated: "))
+    said = next(
+        x
+        for x in inputs.notes
+        if x.startswith("WARNING: no held-out problem of the data is evaluated: ")
+    )
     assert "data.heldout_path" in said
 
 
