@@ -10,7 +10,8 @@ It speculates as the rollouts of a run would, with the draft head that the run t
 run began with one in files or a random one. A `rollout.draft` that is typed decides instead.
 
 It prints a table of the metrics of `train.evaluation`, and writes `<out>/eval.json` with them and
-`<out>/eval-NAME.jsonl` with the samples of each set. The held-out problems of the data are
+`<out>/eval-NAME.jsonl` with the samples of each set; those of an earlier evaluation are moved to
+`<out>/earlier-1` and so on. It runs in one process. The held-out problems of the data are
 evaluated if their settings say so, or there is no other set.
 """
 

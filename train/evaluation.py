@@ -77,6 +77,8 @@ def problem_sets(cfg: RLConfig, inputs: Inputs, model: str) -> tuple[list[Proble
     """
     found, notes, names = [], [], inputs.scorer.names
     scorers = {(names, tuple(cfg.rewards.weights or [1.0] * len(names))): inputs.scorer}
+    training = _from_file(inputs.problems) if cfg.eval.sets else []
+    questions = {data.question_of(row.prompt) for row in training}
     for asked in asked_sets(cfg.eval, cfg.rollout):
         if asked.name is None:
             found.append(ProblemSet(asked, inputs.heldout, inputs.prompts, inputs.scorer))
@@ -88,7 +90,20 @@ def problem_sets(cfg: RLConfig, inputs: Inputs, model: str) -> tuple[list[Proble
         each = dataclasses.replace(each, alone=each.scorer is not inputs.scorer)
         found.append(each)
         notes += lines
+        trained = sum(
+            data.question_of(row.prompt) in questions for row in _from_file(each.problems)
+        )
+        if trained:
+            notes.append(
+                f"WARNING: {asked.key}: {trained} of its {len(each.problems)} questions are "
+                "trained on, too; data.heldout_path leaves them out of training, a set does not"
+            )
     return found, notes
+
+
+def _from_file(problems: Sequence[Problem]) -> Sequence[Problem]:
+    """The problems if they are rows of files; none of those that are generated."""
+    return problems if isinstance(problems, list) else []
 
 
 def _read_set(

@@ -307,6 +307,17 @@ def test_columns_that_the_reward_does_not_see_are_named(tokenizer, tmp_path):
     assert any("WARNING: eval.sets.x: rows have columns whose names" in note for note in notes)
 
 
+def test_a_set_whose_questions_are_trained_on_is_warned_of(tokenizer, tmp_path):
+    path = lines(tmp_path / "x.jsonl", *({"prompt": f"{i}?", "answer": i} for i in range(3)))
+    cfg = RLConfig(eval=EvalSection(0, {"x": {"path": path}, "y": {"path": path, "problems": 1}}))
+    prompts = Prompts(tokenizer, cfg.data, cfg.rollout.max_prompt_tokens)
+    trained = [Problem(f"{i}?", "0", i, "", {}, {}) for i in (2, 1, 7)]
+    _, notes = problem_sets(cfg, Inputs(trained, [], prompts, Scorer("number"), []), "policy")
+    said = [note for note in notes if "are trained on" in note]
+    assert len(said) == 1, "the only question of y is not"
+    assert said[0].startswith("WARNING: eval.sets.x: 2 of its 3 questions are trained on, too")
+
+
 def together(completions, answer):
     """A reward of batch form: how many completions it got, and whether for one problem."""
     return [len(completions) + 10.0 * len(set(answer))] * len(completions)
