@@ -200,7 +200,7 @@ def _settle(cfg: EvalConfig) -> None:
     cfg.mesh = MeshConfig()  # rollout.replicas and rollout.tp say which devices evaluate
     own = {name for name in given_in(cfg) if name.startswith("data.")} | {"eval.problems"}
     if cfg.eval.sets and not own & given_in(cfg):
-        cfg.eval.problems = 0  # the embedded task, for which nobody asked
+        cfg.eval.problems = 0  # of the embedded task, which no setting names
     if "revision" not in typed and find_shipped(cfg.model).exists():
         cfg.revision = None  # of the model that the run began with
     own_family(cfg.family)
