@@ -315,6 +315,21 @@ class _Schema(NamedTuple):
             return {each.name: each for each in keys_of(entry)}.get(field)
         return None if key is None or key.section else key
 
+    def renamed_in(self, name: str, value: Any) -> tuple[str, Any]:
+        """The first key of an unknown section that `renamed` has, with its value.
+
+        It is the section itself, with its content, where there is none.
+        """
+        renamed = getattr(self.cls, "renamed", {})
+        left = [(name, value)]
+        while left:
+            here, content = left.pop(0)
+            if here in renamed:
+                return here, content
+            if isinstance(content, dict):
+                left = [(f"{here}.{inner}", each) for inner, each in content.items()] + left
+        return name, value
+
     def suggestion(self, name: str, *value: Any) -> str:
         """The end of the message about an unknown key: a similar key, or why there is none.
 
@@ -587,6 +602,7 @@ def _apply(schema: _Schema, merged: DictConfig, raw: dict[str, Any], source: str
     emptied = []
     for name, value in _flatten(raw, schema.sections):
         if name not in schema.keys:
+            name, value = schema.renamed_in(name, value)
             raise ConfigError(f"{source}: unknown key {name!r}{schema.suggestion(name, value)}")
         key = schema.keys[name]
         if key.section:
