@@ -365,19 +365,22 @@ class Engine(BaseEngine):
         """
         if self.alarm is None and self.runner.ids is None:
             return
+        if self.runner.ids is not None:
+            self._draft_what_it_has(head)  # first, for it refuses some heads
         self._watched = head
         if self.alarm is not None:
             self.alarm.renew()
-        if self.runner.ids is not None:
-            self._draft_what_it_has(head)
 
     def _draft_what_it_has(self, head: Params) -> None:
         """Begins to draft from tokens that the head has, unless they were given by a call."""
         cfg, runner, before = self.runner.cfg, self.runner, self._own_ids
-        self._own_ids = own_ids(runner.longest.source, head)
-        if self._own_ids is None or np.array_equal(self._own_ids, before):
+        own = own_ids(runner.longest.source, head)
+        # A head that is refused here leaves nothing changed, so that it is refused again.
+        changed = own is not None and not np.array_equal(own, before)
+        ids = draft_ids(cfg, self.spec, own) if changed else None
+        self._own_ids = own
+        if ids is None:
             return
-        ids = draft_ids(cfg, self.spec, self._own_ids)
         if self.counts is not None:
             self.counts.begin_with(ids, self._own_ids)
         if self.counts is not None or (before is None and not self.spec.by_token):

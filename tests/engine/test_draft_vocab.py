@@ -36,6 +36,26 @@ def test_without_a_file_they_are_the_lowest_ids_and_what_ends_a_sequence():
         draft_ids(CFG, SpecConfig(draft_vocab=65))
 
 
+def test_a_head_that_drafts_no_token_of_the_file_is_refused_as_often_as_it_is_given(
+    tmp_path, monkeypatch
+):
+    spec = SpecConfig(token_map=written(tmp_path, [9, 4]))
+    runner = types.SimpleNamespace(
+        ids=draft_ids(CFG, spec), cfg=CFG, longest=types.SimpleNamespace(source=None)
+    )
+    engine = types.SimpleNamespace(
+        runner=runner, spec=spec, counts=None, alarm=None, _watched=None, _own_ids=None
+    )
+    engine._draft_what_it_has = lambda head: Engine._draft_what_it_has(engine, head)
+    monkeypatch.setattr("specjax.engine.engine.own_ids", lambda source, head: head)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="token_map"):
+            Engine._takes(engine, np.array([30, 31]))
+        assert engine._watched is None and engine._own_ids is None
+    Engine._takes(engine, np.array([4, 30]))
+    assert engine._watched.tolist() == [4, 30] and runner.ids.tolist() == [4, 9]
+
+
 def test_a_file_lists_them_the_most_frequent_first(tmp_path):
     name = written(tmp_path, [9, 4, 30, 2])
     assert draft_ids(CFG, SpecConfig(token_map=name)).tolist() == [2, 4, 9, 30]
