@@ -28,7 +28,7 @@ REWARD = "reward"  # the weighted sum of all rewards, as a metric
 
 @dataclass
 class FilterGroups:
-    """Which groups dynamic sampling trains on, beside that their rewards differ."""
+    """What dynamic sampling asks of a group beside rewards that differ."""
 
     metric: str = option(
         REWARD,
@@ -55,12 +55,18 @@ class FilterGroups:
         Args:
           labels: names of the rewards, as in metrics.
         """
-        known = (REWARD, *labels)
-        if self.metric not in known:
-            raise ValueError(
-                f"algo.filter_groups.metric: expected {REWARD} (the weighted sum) or the name of "
-                f"one of the rewards ({', '.join(labels)}), got {self.metric!r}"
+        if self.metric in (REWARD, *labels):
+            return
+        expected = f"{REWARD}, for reward=auto is one reward"
+        if labels:
+            expected = (
+                f"{REWARD} (the weighted sum) or the name of one of the rewards "
+                f"({', '.join(labels)})"
             )
+        raise ValueError(
+            f"algo.filter_groups.metric: expected {expected}, got {self.metric!r}; verl's acc, "
+            f"score, seq_reward and seq_final_reward are {REWARD} here"
+        )
 
 
 @dataclass

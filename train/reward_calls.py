@@ -2,8 +2,9 @@
 
 A function has one of these forms, told apart by the names of its parameters:
 
-    reward(completion, answer) -> float             one completion at a time
+    reward(completion, answer) -> float             one completion at a time, its text first
     reward(completion, **columns) -> float
+    reward(prompt, completion) -> float             or by the name `completion`, if it is not first
     reward(completions, **columns) -> [float]       batch form, as in TRL: every column is a list
     compute_score(data_source, solution_str, ...)   verl's: the completion by the name solution_str,
                                                     and a number or {"score": number} returned
@@ -33,6 +34,7 @@ from typing import Any, NamedTuple
 
 from specjax.error_text import shortened
 
+ONE = "completion"  # the parameter that gets the completion's text if it is not the first
 BATCH = "completions"  # the parameter that makes a function one of batch form
 VERL = "solution_str"  # the parameter that verl's functions have for the completion
 ROW = "row"  # the parameter that gets the row as it is; `**columns` does not have it
@@ -83,10 +85,12 @@ class RewardCall:
         self._second, self._required, self._takes = _parameters(function)
         self._names = names = _names(function)
         self.batch, self._is_verls = BATCH in names, VERL in names
+        # The name that the completion is given by; None: it is given by position.
+        self._as = VERL if self._is_verls else ONE if ONE in names[1:] else None
         either = function, type(function).__call__
         self.is_async = any(map(inspect.iscoroutinefunction, either))
         self.together = self.batch or self.is_async
-        if self.batch or self._is_verls:
+        if self.batch or self._as:
             self._second, self._required, self._takes = _by_name(function)
 
     def check(self, have: Collection[str]) -> None:
@@ -106,7 +110,7 @@ class RewardCall:
     def asks_for(self, column: str) -> bool:
         """Whether the function gets a column of this name, if there is one."""
         if column == ROW:
-            return ROW in self._names[not (self.batch or self._is_verls) :]
+            return ROW in self._names[not (self.batch or self._as) :]
         return self._takes is None or column == self._second or column in self._takes
 
     @property
@@ -119,7 +123,7 @@ class RewardCall:
         """The names of parameters that get completions or prompts, and never a column."""
         if self.batch:
             return BATCH, "prompts"
-        return (VERL,) if self._is_verls else tuple(self._names[:1])
+        return (self._as,) if self._as else tuple(self._names[:1])
 
     def wanted(self, columns: Columns) -> dict[str, Any]:
         """The columns that the function may have, and the answer."""
@@ -161,8 +165,10 @@ class RewardCall:
     def _arguments(self, completion: str, columns: Columns) -> tuple[list[Any], dict[str, Any]]:
         args = [completion]
         named = {name: value for name, value in columns.items() if name not in self._names[:1]}
+        if self._as:
+            args, named = [], {**columns, self._as: completion}
         if self._is_verls:
-            args, named = [], {"ground_truth": columns["answer"], **columns, VERL: completion}
+            named.setdefault("ground_truth", columns["answer"])
         if self._second is not None:
             args.append(named.pop(self._second, columns["answer"]))
         if self._takes is not None:
@@ -308,8 +314,9 @@ def _parameters(reward: Callable[..., Any]) -> tuple[str | None, list[str], list
 def _by_name(reward: Callable[..., Any]) -> tuple[None, list[str], list[str] | None]:
     """As `_parameters`, of a function whose arguments, the completion too, are given by name."""
     named, takes_any = _named(list(inspect.signature(reward).parameters.values()))
-    always = (BATCH, "prompts", VERL)
-    if VERL in [p.name for p in named]:
+    names = [p.name for p in named]
+    always = (BATCH, "prompts", VERL) if BATCH in names or VERL in names else (ONE,)
+    if VERL in names:
         always = (*always, "ground_truth")
     required = [p.name for p in named if p.default is p.empty and p.name not in always]
     return None, required, None if takes_any else [p.name for p in named]

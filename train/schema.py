@@ -557,7 +557,8 @@ class RLConfig:
         if self.rollout.n < least:
             raise ValueError(
                 f"rollout.n: expected at least {least}, got {self.rollout.n}: "
-                f"algo.objective={self.algo.objective} compares the samples of a prompt"
+                f"algo.objective={self.algo.objective} compares the samples of a prompt (an "
+                "objective of your own that does not has the attribute least_samples = 1)"
             )
         if self.rewards.weights is not None and len(self.rewards.weights) != len(names):
             raise ValueError(

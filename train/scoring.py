@@ -65,7 +65,7 @@ class SampleFacts(NamedTuple):
 
 
 _NONE = Failed("returned None (NoneType)", "expected a finite number (return float(...))")
-_ALL_NONE = Failed("returned None (NoneType)", "and so did the others, so that no reward applies")
+_ALL_NONE = Failed("all returned None", "no reward applies to the row")
 
 
 class Options(Protocol):
@@ -254,8 +254,11 @@ class Scorer:
 
     def joined(self, outcomes: Sequence[Outcome], problem: Problem) -> Score:
         """The score of a completion with these outcomes of its rewards; failures are logged."""
-        if all(outcome is None for outcome in outcomes):
-            outcomes = [_NONE if len(outcomes) == 1 else _ALL_NONE, *outcomes[1:]]
+        if list(outcomes) == [None]:
+            outcomes = [_NONE]
+        elif all(outcome is None for outcome in outcomes):
+            self._fail(", ".join(self.names), problem, _ALL_NONE)
+            return Score(0.0, True, tuple(outcomes))
         failed = [isinstance(outcome, Failed) for outcome in outcomes]
         for call, outcome in zip(self._calls, outcomes, strict=True):
             if isinstance(outcome, Failed):
@@ -409,6 +412,7 @@ def labels_of(names: Sequence[str]) -> tuple[str, ...]:
     """The name of each reward in metrics: of a path the function, unless that is ambiguous."""
     short = [name.rpartition(":")[2] for name in names]
     taken = ("failed", "failed_share", "timed_out")
+    taken += ("reward",) if len(names) > 1 else ()  # algo.filter_groups.metric calls the sum so
     return tuple(
         name.replace(":", ".") if short.count(label) > 1 or label in taken else label
         for name, label in zip(names, short, strict=True)

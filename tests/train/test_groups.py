@@ -502,6 +502,7 @@ def test_settings_of_the_filter_arrive_in_the_rule_of_a_run(settings, keep):
         (["algo.filter_groups.min=0.9", "algo.filter_groups.max=0.1"], "got 0.9 and 0.1"),
         (["reward=[exact,format]", "algo.filter_groups.metric=acc"], "rewards (exact, format), go"),
         (["algo.filter_groups.metric=exact", "reward=exact"], "is one reward"),
+        (["algo.filter_groups.metric=acc"], "expected reward, for reward=auto is one reward, got"),
         (["algo.dynamic_sampling=false", "algo.filter_groups.min=1"], "replaces no group"),
     ],
 )
@@ -516,7 +517,7 @@ def test_a_long_step_says_how_many_groups_the_filter_leaves_out():
     rule = Rule(3, 3, True, 0, Filter(least=0.4))
     said = long_step_warning(rule, groups)
     assert "1 all rewards are equal (1 in 1)" in said
-    assert "and algo.filter_groups leaves out 1 others" in said
+    assert "and algo.filter_groups leaves out 1 more" in said
     assert "filter_groups" not in long_step_warning(
         dataclasses.replace(rule, filter=Filter()), groups
     )

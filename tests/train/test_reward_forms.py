@@ -22,7 +22,7 @@ from specjax.command_line import parse_config
 from specjax.parallel import distributed
 from specjax.schema import keys_of
 from train import reward_workers, rl
-from train.collect import Rollouts
+from train.collect import Rollouts, group_filter
 from train.foreign_names import FOREIGN_NAMES
 from train.groups import Group, Response, Rule, Selection, begin_step, end_step
 from train.log import read_metrics
@@ -36,6 +36,7 @@ from train.scoring import (
     Scorer,
     check_gold,
     is_hopeless,
+    labels_of,
     unwinnable,
     unwinnable_message,
 )
@@ -137,6 +138,33 @@ def test_format_takes_a_pattern_of_ones_own():
 
 
 # --- several rewards -----------------------------------------------------------------------------
+
+
+def test_a_reward_that_is_called_reward_can_be_the_metric_of_groups():
+    both = ["my_module:reward", "format"]
+    assert labels_of(both) == ("my_module.reward", "format")
+    assert labels_of(both[:1]) == ("reward",)
+    argv = [f"reward=[{','.join(both)}]", "algo.filter_groups.metric=my_module.reward"]
+    cfg, _ = parse_config(RLConfig, argv)
+    scorer = types.SimpleNamespace(labels=labels_of(both))
+    assert group_filter(cfg.algo.filter_groups, scorer).part == 0
+    cfg.algo.filter_groups.metric = "reward"
+    assert group_filter(cfg.algo.filter_groups, scorer).part is None
+
+
+@pytest.mark.parametrize(
+    "order", ["prompt, completion", "answer, completion", "level, *, completion"]
+)
+def test_a_parameter_named_completion_gets_the_completion_in_any_place(order):
+    scope = {}
+    exec(f"def reward({order}): return seen.append((completion, {order.split(',')[0]})) or 1.0",
+         scope)  # fmt: skip
+    seen = scope["seen"] = []
+    call = RewardCall("reward", scope["reward"])
+    columns = {"prompt": "2+5?", "answer": "7", "level": 3, "completion": "a column"}
+    call.check(columns.keys() - {"completion"})
+    assert call(["text"], [call.wanted(columns)]) == [1.0]
+    assert seen == [("text", columns[order.split(",")[0]])]
 
 
 def test_several_rewards_are_added_with_their_weights_and_known_apart():
@@ -243,9 +271,22 @@ def test_settings_of_rewards_are_read_by_sets_of_evaluation_too(argv, capsys):
         ("beta=0.04", "algo.kl_loss_coef"), ("algo.beta=0.04", "algo.kl_loss_coef"),
         ("algo.epsilon=0.2", "algo.clip_ratio"), ("algo.epsilon_high=1", "algo.clip_ratio_high"),
         ("algo.delta=3", "algo.clip_ratio_c"), ("num_generations=8", "rollout.n"),
-        ("algo.norm_adv_by_std_in_grpo=false", "algo.normalize_std"),
-        ("algo.filter_groups.enable=true", "algo.dynamic_sampling"),
+        ("algorithm.norm_adv_by_std_in_grpo=false", "algo.normalize_std"),
+        ("algorithm.kl_ctrl.kl_coef=0.1", "algo.kl_coef"),
+        ("algorithm.filter_groups.enable=true", "algo.dynamic_sampling"),
+        ("algorithm.filter_groups.metric=acc", "algo.filter_groups.metric"),
         ("algo.filter_groups.max_num_gen_batches=3", "algo.max_num_gen_batches"),
+        ("actor_rollout_ref.actor.clip_ratio_low=0.2", "algo.clip_ratio"),
+        ("actor_rollout_ref.actor.clip_ratio_high=0.28", "algo.clip_ratio_high"),
+        ("actor_rollout_ref.actor.loss_agg_mode=token-mean", "algo.loss_aggregation"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "algo.objective"),
+        ("actor_rollout_ref.actor.optim.lr=1e-6", "optim.lr"),
+        ("actor_rollout_ref.model.path=x", "model"),
+        ("actor_rollout_ref.rollout.n=8", "rollout.n"),
+        ("reward_model.reward_kwargs.overlong_buffer_cfg.len=9", "algo.overlong_buffer_len"),
+        ("eps_clip=0.2", "algo.clip_ratio"), ("eps_clip_high=0.28", "algo.clip_ratio_high"),
+        ("n_samples_per_prompt=8", "rollout.n"), ("use_tis=true", "algo.tis"),
+        ("rollout_batch_size=8", "rollout.prompts"), ("learning_rate=1e-6", "optim.lr"),
         ("data.accuracy_lower_bound=0.2", "algo.filter_groups.min"),
     ],
 )  # fmt: skip
@@ -267,14 +308,18 @@ def test_names_of_other_frameworks_lead_to_keys_that_exist():
 @pytest.mark.parametrize(
     ("theirs", "said"),
     [
-        ("algo.scale_rewards=batch", "algo.normalize_over=group or batch"),
+        ("scale_rewards=batch", "algo.normalize_over=group or batch"),
+        ("num_iterations=2", "every sample of a step is trained on once"),
+        ("actor_rollout_ref.actor.ppo_epochs=2", "every sample of a step is trained on once"),
+        ("algorithm.use_kl_in_reward=true", "set algo.kl_coef, the weight of KL, above 0"),
+        ("actor_rollout_ref.actor.use_kl_loss=true", "set algo.kl_loss_coef, the weight of KL"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=8", "algo.updates_per_rollout says how"),
+        ("loss_type=dapo", "use algo=grpo, dr_grpo, dapo"),
+        ("algorithm.adv_estimator=rloo", "use algo=grpo, dr_grpo, dapo"),
+        ("advantage_estimator=gspo", "use algo=grpo, dr_grpo, dapo"),
         ("data.val_files=x", "set eval.sets.NAME.path, or data.heldout_path"),
         ("rollout.val_kwargs.n=8", "set n, temperature, top_k or top_p of eval.sets.NAME"),
         ("eval_max_response_len=100", "set eval.sets.NAME.max_tokens"),
-        ("algo.num_iterations=2", "every sample of a step is trained on once"),
-        ("algo.use_kl_in_reward=true", "set algo.kl_coef, the weight of KL, above 0"),
-        ("algo.loss_type=dapo", "use algo=grpo, dr_grpo, dapo"),
-        ("algo.adv_estimator=rloo", "use algo=grpo, dr_grpo, dapo"),
         ("algo.objective=dapo", "It is a preset: use algo=dapo"),
         ("algo.objective=dr_grpo", "It is a preset: use algo=dr_grpo"),
         ("algo.objective=reinforce++", "use algo=reinforce_pp"),
@@ -354,8 +399,10 @@ def test_a_reward_that_does_not_apply_to_a_row_is_left_out_and_not_failed(caplog
     alone = scorer_of("slow_rewards:if_long")
     assert [alone(text, PROBLEM) for text in ("x", "xxxx")] == [Score(0.0, True), Score(1.0)]
     both = scorer_of("slow_rewards:if_long", "odd_rewards:nothing")
-    assert both("x", PROBLEM) == Score(0.0, True, (0.0, None)) and both.failures == 1
-    assert "so that no reward applies" in caplog.text
+    assert both("x", PROBLEM) == Score(0.0, True, (None, None)) and both.failures == 1
+    assert both.part_means([both("x", PROBLEM), Score(1.0, False, (1.0, None))]) == {"if_long": 1}
+    said = "'slow_rewards:if_long, odd_rewards:nothing' all returned None for the row rows.jsonl:1"
+    assert f"{said}: no reward applies" in caplog.text
     assert both("xxxx", PROBLEM) == Score(1.0, False, (1.0, None))
 
 
