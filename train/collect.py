@@ -551,7 +551,7 @@ def long_step_warning(rule: Rule, groups: Sequence[Group]) -> str:
     values = ", ".join(f"{reward:g} in {count}" for reward, count in alike.most_common(3))
     more = ", ..." if len(alike) > 3 else ""
     filtered = len(useless) - alike.total()
-    others = f", and algo.filter_groups leaves out {filtered} others" if filtered else ""
+    others = f", and algo.filter_groups leaves out {filtered} more" if filtered else ""
     limit = "algo.max_num_gen_batches=0 sets no limit"
     if rule.max_candidates is not None:
         limit = f"algo.max_num_gen_batches={rule.batches} allows {rule.max_candidates} groups"

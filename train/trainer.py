@@ -626,10 +626,7 @@ class Trainer:
         for name in ("workers", "timeout"):
             settings["rewards"].pop(name)  # they decide where rewards run, and when they fail
         settings["draft"]["spot"].pop("gaps")  # changes only when the head is trained
-        if self.cfg.draft.mode in (
-            "none",
-            "frozen",
-        ):  # else it is settled, by a rule that may change
+        if self.cfg.draft.mode in ("none", "frozen"):  # no step of it is trained
             settings["draft"].pop("unroll_steps")
         return settings
 

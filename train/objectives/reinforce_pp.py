@@ -80,6 +80,7 @@ class ReinforcePP(Clip):
         inside = np.concatenate([r[m > 0] for r, m in zip(returns, masks, strict=True)])
         if not len(inside) or inside.min() == inside.max():
             return [np.zeros(len(mask), np.float32) for mask in masks]
+        # The standard deviation of all tokens; verl's divides by one token less.
         mean, scale = inside.mean(), inside.std() + self.advantage_eps
         return [
             ((r - mean) / scale * (m > 0)).astype(np.float32)
