@@ -89,7 +89,7 @@ FOREIGN_NAMES = {
     "actor_rollout_ref.rollout.tensor_model_parallel_size": "rollout.tp",
     "actor_rollout_ref.rollout.prompt_length": "rollout.max_prompt_tokens",
     "actor_rollout_ref.rollout.response_length": "rollout.max_tokens",
-    "actor_rollout_ref.rollout.val_kwargs.n": "set eval.sets.NAME.n",
+    "actor_rollout_ref.rollout.val_kwargs": "set n, temperature, top_k or top_p of eval.sets.NAME",
     **{
         f"{section}.{own}": here
         for section in (
