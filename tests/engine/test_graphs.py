@@ -299,6 +299,7 @@ def test_a_plain_program_that_is_not_reproducible_is_named(caplog):
     assert not engine.runner.executables.has_graphs
 
 
+@pytest.mark.slow
 def test_the_check_asks_for_an_option_of_each_feature():
     engine, _ = made()
     wanted = Features.all()

@@ -40,6 +40,7 @@ def watched():
     engine.controller, engine.watcher = at_random, None
 
 
+@pytest.mark.slow
 def test_each_sample_runs_by_the_strategy_that_it_asks_for_and_no_token_changes():
     """Four in a batch, of which two groups and a free one take turns."""
     engine, jobs = restless(), []

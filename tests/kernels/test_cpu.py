@@ -478,6 +478,7 @@ def test_threads_share_stages_without_races(tmp_path):
         assert done.returncode == 0 and done.stdout.endswith(", helped, 0 wrong\n"), done
 
 
+@pytest.mark.slow
 def test_threads_that_are_busy_elsewhere_do_not_block_a_call():
     """Calls then leave more helpers waiting than the pool's queue holds."""
     done = subprocess.run(

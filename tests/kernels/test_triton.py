@@ -184,6 +184,7 @@ def generated(kernel, spec) -> list[list[int]]:
     return [output.samples[0].token_ids for output in llm.generate(prompts, asked)]
 
 
+@pytest.mark.slow
 def test_an_engine_with_it_gives_the_tokens_of_the_reference():
     """Pieces of prompts, chunks of prefixes, and trees with their drafts."""
     wanted = generated("reference", None)

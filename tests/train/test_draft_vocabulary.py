@@ -52,6 +52,7 @@ def runs(thin_policy, tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 def test_tokens_and_what_is_learned_do_not_depend_on_the_choice(runs):
     names = (
         "rollout/tokens_sha",

@@ -38,6 +38,20 @@ MESHES = {
     "contiguous": {"data": 2, "cp": 4, "cp_order": "contiguous"},
 }
 LAYOUTS = [pytest.param(MESHES[name], id=name, marks=needs_devices) for name in MESHES]
+
+
+def layouts(*often):
+    """All layouts; those that are not named are slow."""
+    return [
+        pytest.param(
+            MESHES[name],
+            id=name,
+            marks=[needs_devices, *([] if name in often else [pytest.mark.slow])],
+        )
+        for name in MESHES
+    ]
+
+
 AXES = {"embed": ("vocab", "embed"), "lm_head": ("embed", "vocab")}
 
 
@@ -163,7 +177,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("axes", LAYOUTS)
+@pytest.mark.parametrize("axes", layouts("none", "fsdp-cp-tp"))
 @pytest.mark.parametrize(("case", "chunk"), [("filters", 9), ("penalties", 3)])
 def test_scores_after_all_transforms_in_blocks_of_tokens(axes, case, chunk):
     if case == "penalties" and "cp" in axes:
@@ -192,7 +206,9 @@ def test_scores_after_all_transforms_in_blocks_of_tokens(axes, case, chunk):
 
 
 @pytest.mark.parametrize("axes", [*LAYOUTS[:1], *LAYOUTS[2:4]])
-@pytest.mark.parametrize(("loss", "chunk"), [("ce", 11), ("kl", 5), ("tv_e2e", 9)])
+@pytest.mark.parametrize(
+    ("loss", "chunk"), [("ce", 11), pytest.param("kl", 5, marks=pytest.mark.slow), ("tv_e2e", 9)]
+)
 def test_losses_of_the_head_over_several_steps_in_blocks_of_tokens(axes, loss, chunk):
     cfg, settings = config(tied=False), DraftConfig(loss=loss, unroll_steps=3, step_decay=0.8)
     mesh, context, rows = placed(axes)

@@ -125,6 +125,7 @@ def test_a_token_outside_of_what_filters_keep_has_a_logprob_and_a_gradient_that_
     assert (gradient != 0).sum() == 4, "of what the filters drop nothing else has a gradient"
 
 
+@pytest.mark.slow
 def test_stop_tokens_of_a_prompt_that_are_masked_spoil_no_gradient():
     """Where a token is no loss its score may be -inf: it must not become NaN."""
     batch = pack([Sample(0, [5, 3, 4, 6], [7, 8])], 8, 1)[0]
@@ -141,7 +142,12 @@ def test_stop_tokens_of_a_prompt_that_are_masked_spoil_no_gradient():
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 @pytest.mark.parametrize(
     ("case", "axes"),
-    [("everything", {"data": 2, "tp": 2}), ("masks", {"cp": 2, "data": 2}), ("filters", {"cp": 4})],
+    [
+        pytest.param("everything", {"data": 2, "tp": 2}, marks=pytest.mark.slow),
+        ("filters", {"data": 2, "tp": 2}),
+        ("masks", {"cp": 2, "data": 2}),
+        pytest.param("filters", {"cp": 4}, marks=pytest.mark.slow),
+    ],
 )
 def test_split_over_devices_they_are_the_same(case, axes):
     """Rows over data, the vocabulary over tp, and the tokens of rows over cp."""

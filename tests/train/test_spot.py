@@ -83,6 +83,7 @@ def pair(thin_policy, tmp_path_factory):
     return *found, out
 
 
+@pytest.mark.slow
 def test_replicas_and_gaps_change_nothing_that_is_learned(pair):
     (gaps, some), (one, others), _ = pair
     assert [learned(m) for m in some] == [learned(m) for m in others]

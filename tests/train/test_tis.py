@@ -85,6 +85,7 @@ def assert_same_weights(ours, theirs) -> None:
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
+@pytest.mark.slow
 def test_in_invariant_mode_runs_repeat_exactly_whoever_chooses_what(
     wide_policy, tmp_path, monkeypatch
 ):
