@@ -393,7 +393,7 @@ def rewarded_in(cfg: RLConfig):
 def evaluated(cfg: RLConfig):
     """Which held-out problems are sampled, how, and by how many slots."""
     inputs, found = read_inputs(cfg, tokenizer(), "policy"), []
-    stand_in = types.SimpleNamespace(generate=lambda jobs, _: found.extend(jobs) or _stop())
+    stand_in = types.SimpleNamespace(generate=lambda jobs, *_: found.extend(jobs) or _stop())
     sets, _ = problem_sets(cfg, inputs, "policy")
     if not sets:
         return None
