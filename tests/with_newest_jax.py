@@ -17,7 +17,7 @@ FILES = {
         models/test_attention models/test_parity models/test_stacks
     """,
     "speculative tokens are those of plain decoding, and an engine compiles what it should": """
-        engine/test_compiling engine/test_identity engine/test_invariant engine/test_llm
+        engine/test_compiling engine/test_identity engine/test_llm
         engine/test_packed engine/test_weights drafts/test_eagle3 drafts/test_mtp
         train/test_no_recompile
     """,
@@ -31,8 +31,8 @@ FILES = {
     "checkpoints, and weights in their formats": """
         checkpoint/test_store weights/test_matrix test_memory
     """,
-    "settings of jax: dtypes, determinism, and what is logged of programs": """
-        test_determinism test_dtype test_suite_report
+    "settings of jax: dtypes, and what is logged of programs": """
+        test_dtype test_suite_report
     """,
     "the server and the command lines in their own processes": """
         serve/test_openai test_cli
