@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import importlib.metadata
 import json
 import math
 import os
@@ -23,6 +22,8 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+
+from specjax.versions import installed
 
 T = TypeVar("T")
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -56,15 +57,8 @@ def _processor() -> str:
 
 def versions() -> dict[str, str]:
     """Returns the versions of Python, packages that matter to speed, and this checkout."""
-    found = {"python": platform.python_version()}
-    if commit := _commit():
-        found["specjax"] = commit
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    commit = _commit()
+    return installed(PACKAGES) | ({"specjax": commit} if commit else {})
 
 
 def _commit() -> str | None:

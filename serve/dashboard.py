@@ -134,7 +134,7 @@ class Dashboard:
             lane_of[number] = next(free)
         self._lanes[replica] = lane_of
         lanes = [
-            [lane_of[s.number], s.number, *s.origins, s.most, s.job.params.speculative]
+            [lane_of[s.number], s.number, *s.origin_counts, s.most, s.job.params.speculative]
             for s in running
         ]
         return {"strategy": strategy, "bucket": bucket, "lanes": sorted(lanes)}

@@ -27,20 +27,18 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from fastapi.responses import StreamingResponse
 
 from specjax.engine.prompt_scores import PromptScores
-from specjax.engine.request import SampleOutput
-from specjax.engine.sequence import News
+from specjax.engine.request import BONUS, DRAFT, PLAIN, SampleOutput
+from specjax.engine.sequence import News, origins_of
 
 MIN_LOGPROB = -9999.0  # OpenAI's value for minus infinity
 
 
+_ORIGINS = {DRAFT: "draft", BONUS: "bonus", PLAIN: "plain"}
+
+
 def origins(news: Sequence[News]) -> list[str]:
     """The origin of each token: `draft`, `bonus` or `plain`."""
-    found = []
-    for chunk in news:
-        for count in chunk.rounds:
-            drafted = ["draft"] * (count - 1) + ["bonus"]
-            found += drafted if chunk.steps else ["plain"] * count
-    return found
+    return [_ORIGINS[each] for chunk in news for each in origins_of(chunk.rounds, chunk.steps)]
 
 
 def spec_details(sample: SampleOutput) -> dict:

@@ -24,7 +24,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -40,6 +39,7 @@ from specjax import schema
 from specjax.command_line import arguments_of
 from specjax.hub import portable
 from specjax.parallel import distributed
+from specjax.versions import installed
 from train.run_files import CONFIG_FILE, RUN_FILE, read_config, read_starts
 from train.tasks.files import find_files
 
@@ -131,14 +131,8 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of `PACKAGES`; those that are not installed are left out."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    """Versions of Python and of `PACKAGES`."""
+    return installed(PACKAGES)
 
 
 def machine() -> dict[str, Any]:

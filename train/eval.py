@@ -55,7 +55,7 @@ from specjax.weights import load_tokenizer
 from train import data
 from train.cli import CHECKPOINTS, USER_ERRORS
 from train.describe import data_files, git_state, versions
-from train.evaluation import Evaluated, Judged, ProblemSet, evaluate, problem_sets
+from train.evaluation import Evaluated, Judged, ProblemSet, evaluate, prefix_of, problem_sets
 from train.inputs import Inputs, Prompts, describe_data, read_heldout
 from train.policy import own_family
 from train.processes import join_engines
@@ -71,11 +71,11 @@ from train.programs import (
 )
 from train.rollout_schema import SPELL
 from train.run_files import CONFIG_FILE
+from train.samples import HELD_OUT
 from train.schema import RLConfig
 from train.scoring import Scorer
 
 RESULT = "eval.json"
-HELD_OUT = "heldout"  # name of the held-out problems of the data in files and in the table
 
 # Settings, and sections, that are about training alone.
 _OF_TRAINING = (
@@ -240,7 +240,7 @@ def _results(cfg: EvalConfig, sets: Sequence[ProblemSet], evaluated: Evaluated) 
     totals, found = evaluated.totals, {}
     for each in sets:
         name = each.asked.name
-        prefix = "eval/" if name is None else f"eval/{name}/"
+        prefix = prefix_of(each)
         metrics = {
             key.removeprefix(prefix): value
             for key, value in evaluated.metrics.items()

@@ -304,7 +304,7 @@ def evaluate(
             for name, value in distributed.of_first(run, "evaluation").items():
                 metrics[name] = metrics.get(name, 0.0) + value if name in _TIMES else value
             overlong = sum(why is not None for _, _, why in known)
-            metrics[f"{_prefix(judge.each)}prompts_overlong"] = float(overlong)
+            metrics[f"{prefix_of(judge.each)}prompts_overlong"] = float(overlong)
     except BaseException:
         for judge in judges:
             judge.cancel()
@@ -319,7 +319,8 @@ def _rows(each: ProblemSet) -> list[Problem]:
     return [each.problems[i] for i in range(len(each.problems))]
 
 
-def _prefix(each: ProblemSet) -> str:
+def prefix_of(each: ProblemSet) -> str:
+    """What the names of a set's metrics begin with."""
     return "eval/" if each.asked.name is None else f"eval/{each.asked.name}/"
 
 
@@ -382,7 +383,7 @@ class _Judge:
         return _metrics(self.each, found) | {
             "time/eval_reward": figures["time/reward"],
             "time/eval_reward_wait": figures["time/reward_wait"],
-            f"{_prefix(self.each)}reward_timed_out": figures["reward/timed_out"],
+            f"{prefix_of(self.each)}reward_timed_out": figures["reward/timed_out"],
         }
 
 
@@ -397,7 +398,7 @@ def _metrics(each: ProblemSet, judged: Sequence[Judged]) -> dict[str, float]:
     samples = [sample for one in judged for sample in one.samples]
     reward = float(np.mean([score.value for score in scores]))
     length = float(np.mean([len(sample.token_ids) for sample in samples]))
-    prefix, n = _prefix(each), each.asked.n
+    prefix, n = prefix_of(each), each.asked.n
     cut = [sample.finish_reason == "length" for sample in samples]
     found = {
         f"{prefix}problems": float(len(judged)),

@@ -9,9 +9,7 @@ Writes `NAME.json` and `NAME.png` to `results`.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.command import own_settings, user_errors
-from bench.record import RESULTS, figure, report, write_result
+from bench.record import RESULTS, figure
+from bench.train.run import write
 from specjax.command_line import load_config
 from specjax.schema import REQUIRED, option
 from train import draft, draft_curve
@@ -65,19 +64,12 @@ def figures_of(curve: dict[str, Any], records: Sequence[dict], seconds: float) -
 
 def run(cfg: DraftBenchConfig) -> dict[str, dict]:
     """Trains the head, writes the result and returns the figures."""
-    started, out, results = time.perf_counter(), Path(cfg.out), Path(cfg.results)
-    named = cfg.model
+    started, out = time.perf_counter(), Path(cfg.out)
     own = own_settings(DraftRunConfig, cfg)
     draft.train(own, resume=(out / draft.SAMPLES).exists())
     curve = json.loads((out / draft_curve.FILE).read_text())
     figures = figures_of(curve, read_metrics(out), time.perf_counter() - started)
-    settings = dataclasses.asdict(cfg) | {"model": Path(named).name}
-    for name in ("result", "results", "out"):
-        settings.pop(name)
-    path = write_result(cfg.result, settings, figures, results / f"{cfg.result}.json")
-    shutil.copyfile(out / draft_curve.PICTURE, results / f"{cfg.result}.png")
-    print(report({name: entry for name, entry in figures.items() if "curve/" not in name}))
-    print(f"result: {path}")
+    write(cfg, figures, out / draft_curve.PICTURE)
     return figures
 
 

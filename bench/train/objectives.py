@@ -19,19 +19,18 @@ import matplotlib
 matplotlib.use("Agg")  # no display is needed
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
-from omegaconf import OmegaConf  # noqa: E402
 
 from bench import plots  # noqa: E402
 from bench.command import own_settings, user_errors  # noqa: E402
 from bench.record import RESULTS, figure, report, write_result  # noqa: E402
-from bench.train.run import curve  # noqa: E402
+from bench.train.run import begin_or_continue, curve  # noqa: E402
 from specjax.command_line import ConfigError, load_config  # noqa: E402
 from specjax.schema import option  # noqa: E402
-from train import describe, rl  # noqa: E402
+from train import describe  # noqa: E402
 from train.algo import AlgoSection, algo  # noqa: E402
-from train.cli import CHECKPOINTS  # noqa: E402
 from train.log import METRICS_FILE, read_metrics  # noqa: E402
 from train.presets import PRESETS  # noqa: E402
+from train.run_files import read_config  # noqa: E402
 from train.schema import RLConfig  # noqa: E402
 
 HELD_OUT = "eval/reward"
@@ -91,10 +90,8 @@ def records_of(cfg: RLConfig) -> list[dict]:
     out = Path(cfg.out)
     records = read_metrics(out) if (out / METRICS_FILE).exists() else []
     if not records or records[-1]["step"] < cfg.steps:
-        rl.run(cfg, resume=any((out / CHECKPOINTS).glob("[0-9]*")))
-        return read_metrics(out)
-    before = OmegaConf.to_container(OmegaConf.load(out / describe.CONFIG_FILE))
-    if differing := describe.changed(before, describe.settings_of(cfg)):
+        return read_metrics(begin_or_continue(cfg))
+    if differing := describe.changed(read_config(out), describe.settings_of(cfg)):
         listed = ", ".join(f"{name} ({a} there, {b} now)" for name, (a, b) in differing.items())
         raise ConfigError(
             f"{out} holds a run with other settings: {listed}; set out to another directory"

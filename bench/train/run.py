@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bench.command import own_settings, user_errors
 from bench.record import RESULTS, figure, report, write_result
@@ -72,20 +73,36 @@ def figures_of(records: Sequence[Mapping], seconds: float) -> dict[str, dict]:
 
 def run(cfg: RunBenchConfig) -> dict[str, dict]:
     """Runs `train.rl`, writes the result and returns the figures."""
-    started, out, results = time.perf_counter(), Path(cfg.out), Path(cfg.results)
-    own = own_settings(RLConfig, cfg)
-    picture = rl.run(own, resume=any((out / CHECKPOINTS).glob("[0-9]*")))
-    out = picture.parent
+    started = time.perf_counter()
+    out = begin_or_continue(own_settings(RLConfig, cfg))
     figures = figures_of(read_metrics(out), time.perf_counter() - started)
+    write(cfg, figures, out / METRICS_FILE, out / plot.PICTURE)
+    return figures
+
+
+def begin_or_continue(cfg: RLConfig) -> Path:
+    """Runs `train.rl`, from the newest checkpoint if there is one, and returns its directory."""
+    started = any((Path(cfg.out) / CHECKPOINTS).glob("[0-9]*"))
+    return rl.run(cfg, resume=started).parent
+
+
+def write(cfg: Any, figures: Mapping[str, Mapping], *files: Path) -> None:
+    """Writes a result and the files of its run beside it, under its name, and prints the figures.
+
+    Args:
+      cfg: settings, among them `model`, `result`, `results` and `out`.
+      figures: figures of the result; those with "curve/" in their names are not printed.
+      files: files that are copied; they keep their suffixes.
+    """
     settings = dataclasses.asdict(cfg) | {"model": Path(cfg.model).name}
     for name in ("result", "results", "out"):
         settings.pop(name)
-    path = write_result(cfg.result, settings, figures, results / f"{cfg.result}.json")
-    shutil.copyfile(out / METRICS_FILE, results / f"{cfg.result}.jsonl")
-    shutil.copyfile(out / plot.PICTURE, results / f"{cfg.result}.png")
+    path = Path(cfg.results) / f"{cfg.result}.json"
+    write_result(cfg.result, settings, figures, path)
+    for file in files:
+        shutil.copyfile(file, path.with_suffix(file.suffix))
     print(report({name: entry for name, entry in figures.items() if "curve/" not in name}))
     print(f"result: {path}")
-    return figures
 
 
 def main(argv: Sequence[str] | None = None) -> None:

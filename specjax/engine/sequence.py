@@ -242,7 +242,7 @@ class Sequence:
         return [*self.job.prompt, *self.tokens]
 
     @property
-    def origins(self) -> tuple[int, int, int]:
+    def origin_counts(self) -> tuple[int, int, int]:
         """Numbers of tokens that were drafted, of bonus tokens, and of plainly decoded tokens."""
         bonus = sum(self._depths[1:])
         return self._accepted, bonus, len(self.tokens) - self._accepted - bonus

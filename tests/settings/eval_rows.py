@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import types
-from unittest import mock
 
 from rows import Row, Stopped, outcome
-from train_rows import DAPO, GSM8K, Numbers, templated
+from train_rows import DAPO, GSM8K, stand_in_for_reasoning_gym, templated
 
 from train.eval_schema import EvalSection, EvalSet
 from train.evaluation import evaluate, is_right, problem_sets
@@ -18,12 +16,7 @@ from train.scoring import Score, Scorer
 
 def read(chosen: EvalSet):
     """What an engine is asked for, how, and what a reward of 0.5 counts for."""
-    names = {"ones": 1, "twos": 2}
-    package, factory = map(types.ModuleType, ("reasoning_gym", "reasoning_gym.factory"))
-    package.create_dataset = lambda name, **given: Numbers(names[name], **given)
-    factory.DATASETS = names
-    modules = {"reasoning_gym": package, "reasoning_gym.factory": factory}
-    with mock.patch.dict(sys.modules, modules):
+    with stand_in_for_reasoning_gym():
         return outcome(lambda: _read(chosen))
 
 

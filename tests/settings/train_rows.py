@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -416,14 +417,21 @@ class Numbers:
         return {"question": f"{number}?", "answer": str(number), "metadata": {}}
 
 
-def generated(cfg):
-    """The first problems of a data set of reasoning-gym."""
+@contextlib.contextmanager
+def stand_in_for_reasoning_gym():
+    """A package of that name with two data sets, `ones` and `twos`."""
     names = {"ones": 1, "twos": 2}
     package, factory = map(types.ModuleType, ("reasoning_gym", "reasoning_gym.factory"))
     package.create_dataset = lambda name, **given: Numbers(names[name], **given)
     factory.DATASETS = names
     modules = {"reasoning_gym": package, "reasoning_gym.factory": factory}
     with mock.patch.dict(sys.modules, modules):
+        yield
+
+
+def generated(cfg):
+    """The first problems of a data set of reasoning-gym."""
+    with stand_in_for_reasoning_gym():
         return [problem.prompt for problem in data.problems(cfg.data, "train")[:3]]
 
 

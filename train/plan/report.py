@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import functools
 import hashlib
-import importlib.metadata
 import json
-import platform
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from specjax.engine.pages import pages_for
+from specjax.versions import installed
 from train.plan import windows
 from train.plan.copies import ENTRY, ROUND, Copy
 from train.plan.cost import Figures, model_text, roofline, split, with_prefix
@@ -244,11 +242,7 @@ class Plan:
 
 def versions() -> dict[str, str]:
     """Returns the versions of Python, of the sources, and of installed compiler packages."""
-    found = {"python": platform.python_version(), "sources": _sources()}
-    for package in ("jax", "jaxlib", "libtpu"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+    return {"sources": _sources(), **installed(("jax", "jaxlib", "libtpu"))}
 
 
 def _sources() -> str:
