@@ -470,7 +470,7 @@ def test_settings_of_trees_go_with_those_of_fastrls_section(entry):
     ("key", "said"),
     [
         ("draft.mode=online", "there is no head to train"),
-        ("draft.loss=kl", "changes nothing"),
+        ("draft.loss=ce", "changes nothing"),
         ("draft.mtp_loss_scaling_factor=0.5", "changes nothing"),
         ("checkpoint.draft_only=true", "changes nothing"),
         ("draft.spot.enabled=true", "there is none to train"),

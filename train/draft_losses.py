@@ -234,7 +234,7 @@ class Objective:
       top_k: number of the policy's likeliest tokens that `kl` sums over; 0: all.
     """
 
-    name: str = "ce"
+    name: str
     how: Sampling = Sampling()
     top_k: int = 0
 

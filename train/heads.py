@@ -353,8 +353,8 @@ class DraftConfig:
         choices=MODES,
     )
     loss: str = option(
-        "ce",
-        "ce: against the tokens; kl: against the policy's distribution; lk_alpha, lk_lambda, tv, "
+        "kl",
+        "kl: against the policy's distribution; ce: against the tokens; lk_alpha, lk_lambda, tv, "
         "tv_e2e: for the most accepted tokens, see docs/training.md",
         choices=tuple(DRAFT_LOSSES),
         former=FORMER_NAMES,

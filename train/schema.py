@@ -400,7 +400,7 @@ class SFTConfig:
     data: DataConfig = option(DataConfig, "demonstrations")
     packing: SFTPackingSection = option(SFTPackingSection, "batches")
     optim: OptimConfig = option(OptimConfig, "the policy's optimizer")
-    draft: DraftConfig = option(DraftConfig(loss="kl", unroll_steps=4), "the head's training")
+    draft: DraftConfig = option(DraftConfig(unroll_steps=4), "the head's training")
     mesh: MeshConfig = option(MeshConfig, "devices per axis")
     remat: bool = option(False, "recompute activations in the backward pass")
     remat_policy: str = option(

@@ -30,7 +30,6 @@ from train_rows import (
     eagle3_files,
     generated,
     head_rows,
-    head_update,
     heldout,
     looked_at,
     other_policy,
@@ -189,11 +188,10 @@ DRAFT = {
     **{
         name: row
         for name, row in head_rows(
-            draft_of, {"loss": "kl", "unroll_steps": 2, "step_decay": 0.5}
+            draft_of, {"unroll_steps": 2, "step_decay": 0.5}
         ).items()
         if name not in ("draft.mtp_loss_scaling_factor", "draft.epochs", "draft.max_microbatches")
     },
-    "draft.loss_top_k": Row(3, lambda cfg: head_update(cfg.draft), {"draft.loss": "kl"}),
     "packing.row_length": Row(128, batches, SMALL),
     "packing.rows": Row(2, batches, SMALL),
     "eval.problems": Row(2, evaluating, MEASURED),

@@ -536,8 +536,8 @@ def draft_of(cfg) -> DraftConfig:
 
 
 HEAD = {
-    "loss": ("kl", head_update, {}),
-    "loss_top_k": (4, head_update, {"loss": "kl"}),
+    "loss": ("ce", head_update, {}),
+    "loss_top_k": (4, head_update, {}),
     "unroll_steps": (2, head_update, {}),
     "step_decay": (0.5, head_update, {"unroll_steps": 2}),
     "mtp_loss_scaling_factor": (0.2, lambda draft: steps_of(draft.optimizer()), {}),
@@ -962,7 +962,7 @@ SFT = {
     "packing.microbatches": Row(1, demonstrated, SHORT),
     **optimizer_rows("optim", lambda cfg: steps_of(sft_programs(cfg).optimizer)),
     "draft.mode": ReadBy("frozen", sft),
-    **head_rows(draft_of, {"loss": "ce", "unroll_steps": 2, "step_decay": 0.5}),
+    **head_rows(draft_of, {"unroll_steps": 2, "step_decay": 0.5}),
     "mesh.data": Row(2, _sft_mesh),
     "mesh.fsdp": Row(2, _sft_mesh),
     "mesh.tp": Row(2, _sft_mesh),

@@ -481,6 +481,11 @@ def test_but_where_it_has_another_value_the_run_is_not_resumed(gone, setting, se
 
 
 @pytest.mark.parametrize("program", [RLConfig, SFTConfig, DraftRunConfig])
+def test_a_head_is_trained_on_the_policys_distribution_unless_another_loss_is_set(program):
+    assert parse_config(program, [])[0].draft.loss == "kl"
+
+
+@pytest.mark.parametrize("program", [RLConfig, SFTConfig, DraftRunConfig])
 def test_a_run_whose_choice_has_another_name_since_goes_on(program):
     current = fingerprint(parse_config(program, ["draft.loss=kl"])[0])
     saved = copy.deepcopy(current)

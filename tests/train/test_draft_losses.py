@@ -352,7 +352,7 @@ def test_a_borrowed_head_of_fewer_ids_is_the_columns_of_the_policys():
 
 
 def test_labels_that_the_vocabulary_lacks_have_no_cross_entropy_and_are_counted():
-    (_, sums), _ = loss_and_gradient(Mixing(), DraftConfig(unroll_steps=2))
+    (_, sums), _ = loss_and_gradient(Mixing(), DraftConfig(loss="ce", unroll_steps=2))
     rolled = np.zeros((2, 4, 32), int)
     for k in range(2):
         rolled[k, :, : -2 - k] = batch()["tokens"][:, 2 + k :]

@@ -50,7 +50,6 @@ SETTINGS = {
     "eval.max_batch": 1,
     "packing.row_length": 64,
     "packing.rows": 1,
-    "draft.loss": "kl",
     "draft.optim.lr": 3e-3,
     "draft.unroll_steps": 2,
     "log_every": 1,

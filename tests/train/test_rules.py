@@ -31,7 +31,7 @@ RL = [
     (["rollout.max_staleness=2"], "set rollout.partial=true"),
     (["rollout.strategy=off", "rollout.draft=ngram"], "rollout.draft=ngram changes nothing"),
     (["rollout.strategy=off", "draft.mode=online"], "there is no head to train"),
-    (["rollout.strategy=off", "draft.loss=kl"], "no draft head is trained"),
+    (["rollout.strategy=off", "draft.loss=ce"], "no draft head is trained"),
     (["draft.mode=none", "rollout.strategy=6_1_7"], "draft.mode=none decodes plainly"),
     (["draft.mode=none", "rollout.control.bs_threshold=4"], "draft.mode=none decodes plainly"),
     (["draft.mode=frozen", "draft.optim.lr=0.1"], "draft.optim.lr=0.1 changes nothing"),
@@ -435,7 +435,7 @@ def test_where_only_bits_could_depend_on_the_clock_it_is_chosen_by(invariant):
     [
         (["draft.mode=online"], False, "no draft head; set rollout.draft=random"),
         (["draft.mode=frozen"], False, "no draft head; set rollout.draft=random"),
-        (["draft.loss=kl"], False, "draft.loss=kl changes nothing: no draft head is"),
+        (["draft.loss=ce"], False, "draft.loss=ce changes nothing: no draft head is"),
         (["draft.optim.lr=0.1"], False, "draft.optim.lr=0.1 changes nothing"),
         (["checkpoint.draft_only=true"], False, "no head drafts"),
         (["rollout.ngram_max=6"], True, "rollout.ngram_max=6 changes nothing: n-grams do not"),
