@@ -13,7 +13,7 @@ A parameter named `completions`, in any place, makes a function one of batch for
 is a conversation it gets a completion as TRL gives it, [{"role": "assistant", "content": text}];
 the other forms always get text. verl's parameter `ground_truth` gets the gold answer if the row has
 no column of that name. Each form may be `async def`; then the completions that are scored together
-run at once.
+run at once, and all calls in a process run in one event loop (`train.reward_loop`).
 
 A number is an integer, a float, a fraction, or a bool, of Python, numpy or jax. None instead of a
 number says that the reward does not apply to the row. This module imports nothing that takes time,
@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specjax.error_text import shortened
+from train.reward_loop import run_in_loop
 
 ONE = "completion"  # the parameter that gets the completion's text if it is not the first
 BATCH = "completions"  # the parameter that makes a function one of batch form
@@ -146,7 +147,7 @@ class RewardCall:
           extra: further seconds that this call may take, since it is the first one.
         """
         if self.is_async:
-            return asyncio.run(self._gather(completions, rows, seconds, extra))
+            return run_in_loop(self._gather(completions, rows, seconds, extra))
         if self.batch:
             try:
                 values = self.function(**self._lists(completions, rows))
@@ -217,9 +218,13 @@ class RewardCall:
             arguments = map(self._arguments, completions, rows)
         tasks = [asyncio.ensure_future(self._awaited(*pair)) for pair in arguments]
         limit = None if seconds is None else seconds * (count if self.batch else 1) + extra
-        _, late = await asyncio.wait(tasks, timeout=limit)
-        for task in late:
-            task.cancel()
+        late: set[asyncio.Future] = set(tasks)
+        try:
+            _, late = await asyncio.wait(tasks, timeout=limit)
+        finally:
+            for task in late:  # nothing waits until it has ended
+                task.add_done_callback(_ignored)
+                task.cancel()
         found: list[Outcome] = []
         for task in tasks:
             each = count if self.batch else 1
@@ -244,6 +249,12 @@ class RewardCall:
         where = _line_of(error, self.function)
         more = shortened(" ".join(str(error).split()))
         return Failed(f"raised {type(error).__name__}{where}", more)
+
+
+def _ignored(task: asyncio.Future) -> None:
+    """Takes the error of a task that nobody awaits, so that asyncio does not log it."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _turns(completion: str, columns: Columns) -> str | list[dict[str, str]]:

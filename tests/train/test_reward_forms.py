@@ -471,6 +471,39 @@ def test_an_asynchronous_reward_that_is_late_fails_alone():
     assert isinstance(late, Failed) and late.timed_out
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_asynchronous_reward_shares_a_client_between_calls(workers, in_workers):
+    scorer = in_workers("slow_rewards:asks", workers=workers, timeout=60.0)
+    for _ in range(3):
+        assert scored(scorer, ["0", "1", "2"]) == [Score(0.0), Score(1.0), Score(2.0)]
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_an_asynchronous_reward_that_ends_the_program_leaves_the_event_loop_running(error):
+    async def ends(completion, answer):
+        if completion == "end":
+            raise error
+        return await slow_rewards.asks(completion, answer)
+
+    call, rows = RewardCall("own", ends), [{"answer": "7"}] * 2
+    assert call(["1", "2"], rows) == [1.0, 2.0]
+    with pytest.raises(error):
+        call(["1", "end"], rows)
+    assert call(["1", "2"], rows) == [1.0, 2.0]
+
+
+def test_an_asynchronous_reward_that_is_late_in_a_thread_fails_alone(in_workers, monkeypatch):
+    monkeypatch.setattr(reward_workers, "_FIRST_SECONDS", 0.0)
+    scorer = in_workers("slow_rewards:waits_in_a_thread", "slow_rewards:pid", timeout=2.0)
+    first, late, last = scored(scorer, ["0", "600", "0.01"])
+    assert (first.parts[0], late.parts[0], last.parts[0]) == (1.0, 0.0, 1.0)
+    assert (first.failed, late.failed, last.failed) == (False, True, False)
+    many = scored(scorer, ["600"] * 33)  # more than run at once
+    assert all(score.failed for score in many)
+    after = scorer("0", PROBLEM)
+    assert not after.failed and after.parts[1] == first.parts[1], "in the same process"
+
+
 # --- processes -----------------------------------------------------------------------------------
 
 
@@ -644,6 +677,53 @@ def test_no_process_is_left_however_the_program_ends(how, tmp_path):
             process.send_signal(getattr(signal, how))
         process.wait(60)
     assert wait_until(lambda: not is_running(pid)), "the worker hangs on"
+
+
+IN_THIS_PROCESS = """
+import asyncio
+import sys
+import threading
+
+from train.reward_calls import RewardCall
+
+async def waits(completion):
+    try:
+        if completion == "in a thread":
+            await asyncio.to_thread(threading.Event().wait)
+        await asyncio.sleep(3600)
+    except asyncio.CancelledError:
+        print("cancelled", flush=True)
+        raise
+
+if __name__ == "__main__":
+    call, rows = RewardCall("own", waits), [{"answer": "7"}] * 2
+    print("begins", flush=True)
+    limit = 0.2 if sys.argv[1] == "end" else None
+    found = call(["in a thread", "here"], rows, limit)
+    print(sum(outcome.timed_out for outcome in found), flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["SIGINT", "end"])
+def test_a_program_ends_although_an_asynchronous_reward_waits(how, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(IN_THIS_PROCESS))
+    environment = {**os.environ, "PYTHONPATH": str(Path(slow_rewards.__file__).parent.parent)}
+    with subprocess.Popen(
+        [sys.executable, program, how], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=environment, text=True,
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout.readline() == "begins\n"
+            if how == "SIGINT":
+                time.sleep(0.5)
+                process.send_signal(signal.SIGINT)
+            said, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert said.splitlines() == ["cancelled"] * 2 + ["2"] * (how == "end")
+    assert errors.strip().splitlines()[-1:] == ["KeyboardInterrupt"] * (how == "SIGINT")
+    assert "destroyed" not in errors and "never retrieved" not in errors
 
 
 # --- rollouts ------------------------------------------------------------------------------------
