@@ -228,11 +228,11 @@ class DFlashSource(FileHead):
     title = "DFlash"
 
     def switches(self) -> str:
-        cfg, windows = self.cfg, [layer.mixer.window for layer in self.cfg.network.layers]
+        cfg = self.cfg
         said = f"{_AUX} {list(cfg.taps)}, mask_token_id {cfg.mask_token}, block_size {cfg.block}"
-        if used := [number for number, window in enumerate(windows) if window is not None]:
+        if windows := self.windows():
             unsaid = " (the file does not say it; vLLM then takes false)" if self.assumes else ""
-            said += f", sliding_window {windows[used[0]]} in the layers {used}, causal true{unsaid}"
+            said += f", {windows}, causal true{unsaid}"
         return said
 
     def refuses(self, strategy: Any) -> str | None:
@@ -330,7 +330,7 @@ def _read(
         own_head="lm_head.weight" in tensors,
         own_ids=own_ids,
     )
-    eagle3_config.check_borrowed(file, cfg, body)
+    eagle3_config.check_borrowed(file, cfg, (top, body))
     return cfg
 
 
@@ -469,16 +469,11 @@ def _write(cfg: DFlashConfig, layout: str, dtype: str) -> dict[str, Any]:
     choice("layout", layout, LAYOUTS)
     eagle3_config.require_ascending(cfg.taps, different=True)
     network = cfg.network
-    windows = [layer.mixer.window for layer in network.layers]
-    in_use = {window for window in windows if window is not None}
-    if len(in_use) > 1:
-        raise ValueError(f"files have one window for all layers, and this head has {windows}")
+    windows = eagle3_config.windows_json(network)
     body = {
         **eagle3_config.layers_json(network, cfg.target_vocab),
         "model_type": "qwen3",
-        "layer_types": ["full_attention" if w is None else "sliding_attention" for w in windows],
-        "use_sliding_window": bool(in_use),
-        "sliding_window": max(in_use, default=None),
+        **windows,
     }
     top = {
         "draft_vocab_size": network.vocab_size,
@@ -492,7 +487,8 @@ def _write(cfg: DFlashConfig, layout: str, dtype: str) -> dict[str, Any]:
             "target_hidden_size": cfg.target_width,
             _AUX: list(cfg.taps),
             "mask_token_id": cfg.mask_token,
-            **({_NON_CAUSAL: False} if in_use else {}),  # vLLM takes true for an absent key
+            # vLLM takes true for an absent key.
+            **({_NON_CAUSAL: False} if windows["use_sliding_window"] else {}),
             **top,
         }
     if cfg.target_width != network.hidden_size or 0 in cfg.taps:

@@ -174,12 +174,14 @@ class Eagle3Source(FileHead):
       writes: whether `rows` has the tensor `t2d`, too, which is written and never read.
       assumes: whether files in the layout of speculators do not say `norm_before_residual`, about
         which programs then differ.
+      remarks: what else a user should know of how the files were read.
     """
 
     cfg: Eagle3Config
     layout: str = "safeailab"
     writes: bool = False
     assumes: bool = dataclasses.field(default=False, compare=False)
+    remarks: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def __post_init__(self):
         cfg, width = self.cfg, self.cfg.network.hidden_size
@@ -294,7 +296,8 @@ class Eagle3Source(FileHead):
         cfg = eagle3_config.read(file, raw, tensors, target, overrides)
         given = {**raw, **(overrides or {})}
         assumes = "speculators_model_type" in raw and given.get("norm_before_residual") is None
-        return cls(cfg, eagle3_config.layout_of(tensors), assumes=assumes)
+        remarks = eagle3_config.remarks(raw, tensors, cfg)
+        return cls(cfg, eagle3_config.layout_of(tensors), assumes=assumes, remarks=remarks)
 
     def rows(self) -> dict[str, Any]:
         """See `Draft.rows`. `ids` is read from offsets, see `loaded`."""
@@ -320,7 +323,8 @@ class Eagle3Source(FileHead):
     def saved(self, layout: str, dtype: str) -> tuple[dict[str, Any], Eagle3Source]:
         """See `Draft.saved`; the layouts are `speculators` and `safeailab`."""
         raw = eagle3_config.write(self.cfg, layout, dtype)
-        return raw, dataclasses.replace(self, layout=layout, writes=True)
+        plain = dataclasses.replace(self, layout=layout, writes=True, assumes=False, remarks=())
+        return raw, plain
 
     def expressed(self) -> tuple[Eagle3Source, dict[str, Any]]:
         """See `Draft.expressed`: the five settings by hand, and a head without unusual ones."""
@@ -349,12 +353,17 @@ class Eagle3Source(FileHead):
         cfg = self.cfg
         taps = "post_norm" if cfg.taps == _FINAL else str(list(cfg.taps))
         unsaid = " (the file does not say it; vLLM then takes true)" if self.assumes else ""
-        return (
-            f"aux_hidden_state_layer_ids {taps}, norm_before_residual "
-            f"{str(cfg.norm_before_residual).lower()}{unsaid}, fc_norm {cfg.fc_norm}, norm_output "
-            f"{str(cfg.norm_output).lower()}, backbone {cfg.network.model_type}"
-            + ("" if cfg.mask_token is None else f", mask_token_id {cfg.mask_token}")
-        )
+        said = [
+            f"aux_hidden_state_layer_ids {taps}",
+            f"norm_before_residual {str(cfg.norm_before_residual).lower()}{unsaid}",
+            f"fc_norm {cfg.fc_norm}",
+            f"norm_output {str(cfg.norm_output).lower()}",
+            f"backbone {cfg.network.model_type}",
+        ]
+        said += [] if cfg.mask_token is None else [f"mask_token_id {cfg.mask_token}"]
+        said += [self.windows()] if self.windows() else []
+        notes = f" ({'; '.join(self.remarks)})" if self.remarks else ""
+        return ", ".join(said) + notes
 
     # --- training --------------------------------------------------------------------------------
 

@@ -23,7 +23,12 @@ wrong: which hidden states of the target the head takes, `norm_before_residual`,
 
 Files have one of two layouts: `safeailab` (SafeAILab's EAGLE, SpecForge, NVIDIA) names the first
 layer `midlayer`, and `speculators` (vLLM) names it `layers.0`. Both name further layers `layers.1`,
-and so on.
+and so on. Keys that were copied from the target's config mean nothing to the programs of the first
+layout: they make one `midlayer` whatever `num_hidden_layers` is, and no biases whatever
+`attention_bias` is, so that the tensors say both.
+
+A layer has a window where `layer_types` names it `sliding_attention`, which speculators makes the
+default of all layers.
 """
 
 from __future__ import annotations
@@ -155,6 +160,9 @@ def tensor_shapes(cfg: Eagle3Config, layout: str) -> dict[str, tuple[int, ...]]:
             names |= {f"self_attn.{x}_norm": (mixer.head_dim,) for x in "qk"}
         prefix = prefix_of(layout, number)
         out |= {f"{prefix}{name}.weight": shape for name, shape in names.items()}
+        biased = ("qkv" if mixer.qkv_bias else "") + ("o" if mixer.o_bias else "")
+        for name in (f"self_attn.{x}_proj" for x in biased):
+            out[f"{prefix}{name}.bias"] = names[name][:1]
     return out
 
 
@@ -270,7 +278,7 @@ def read(
         )
     body = top.within("transformer_layer_config") if speculators else top
     refuse_quantised(file, (top, body), tensors)
-    network = _network(body, _backbone(body, speculators, given), target)
+    network = _network(body, _backbone(body, speculators, given), speculators, tensors, target)
     width = _shape(file, tensors, "norm.weight", 1)[0]
     if width != network.hidden_size:
         raise CheckpointError(
@@ -279,7 +287,9 @@ def read(
         )
     check_target(file, top, body, target)
     taps = _taps(file, top, tensors, target, network, given)
-    fc_norm = _fc_norm(top, tensors, given)
+    unused = _unused(taps, tensors)
+    tensors = {name: x for name, x in tensors.items() if name not in unused}
+    fc_norm = _fc_norm(top, tensors, taps, given)
     columns, own_ids = draft_tokens(file, top, tensors, target)
     cfg = Eagle3Config(
         network=network.replace(vocab_size=columns),
@@ -298,7 +308,7 @@ def read(
     )
     expected = tensor_shapes(cfg, layout_of(tensors))
     check_tensors(file, expected, tensors, backbone=network.model_type)
-    check_borrowed(file, cfg, body)
+    check_borrowed(file, cfg, (top, body))
     return cfg
 
 
@@ -332,31 +342,49 @@ def _backbone(body: Keys, speculators: bool, given: Mapping[str, Any]) -> str:
     return said
 
 
-def _network(body: Keys, backbone: str, target: ModelConfig) -> ModelConfig:
+def _network(
+    body: Keys,
+    backbone: str,
+    speculators: bool,
+    tensors: Mapping[str, Any],
+    target: ModelConfig,
+) -> ModelConfig:
     """Returns the config of the head's layers; its vocabulary is not the head's yet."""
     layers = body.integer("num_hidden_layers", 1, most=common.MOST_LAYERS)
+    if layout_of(tensors) == "safeailab":
+        further = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
+        layers = min(layers, 1 + len(further))
     heads, kv_heads, head_dim = common.read_heads(body, _HEAD_DIM[backbone])
     eps = body.number("rms_norm_eps", 1e-6, least=0.0)
     positions = body.integer("max_position_embeddings", _POSITIONS[backbone])
-    problems = [f"{name} true" for name in ("attention_bias", "mlp_bias") if body.flag(name, None)]
+    problems = []
+    if speculators:
+        qkv_bias = o_bias = body.flag("attention_bias", None)
+        problems += ["mlp_bias true"] if body.flag("mlp_bias", None) else []
+    else:
+        qkv_bias, o_bias = _biased(tensors, "qkv"), _biased(tensors, "o")
     if body.text("hidden_act", "silu") != "silu":
         problems.append(f"hidden_act {body.raw['hidden_act']!r} (expected 'silu')")
-    if backbone == "qwen3" and _slides(body, layers):
-        problems.append("a sliding window in use")
+    used, kinds = body.flag("use_sliding_window", None), body.texts("layer_types")
+    if used and not kinds and backbone == "llama":
+        problems.append("use_sliding_window true without layer_types")
     if problems:
         raise UnsupportedModelError(
             f"{body.file}: this EAGLE-3 head needs what is not implemented: {'; '.join(problems)}; "
             "use another head"
         )
-    mixer = Attention(
-        heads, kv_heads, head_dim, common.read_rope(body, positions),
-        qk_norm=backbone == "qwen3", norm_eps=eps,
-    )  # fmt: skip
-    layer = Layer(mixer, Dense(body.integer("intermediate_size")))
+    rope, mlp = common.read_rope(body, positions), Dense(body.integer("intermediate_size"))
+    mixers = [
+        Attention(
+            heads, kv_heads, head_dim, rope, qkv_bias=qkv_bias, qk_norm=backbone == "qwen3",
+            norm_eps=eps, window=window, o_bias=o_bias,
+        )
+        for window in _windows(body, backbone, layers)
+    ]  # fmt: skip
     return ModelConfig(
         vocab_size=target.vocab_size,
         hidden_size=body.integer("hidden_size"),
-        layers=(layer,) * layers,
+        layers=tuple(Layer(mixer, mlp) for mixer in mixers),
         model_type=backbone,
         rms_norm_eps=eps,
         tie_embeddings=False,
@@ -365,13 +393,30 @@ def _network(body: Keys, backbone: str, target: ModelConfig) -> ModelConfig:
     )
 
 
-def _slides(body: Keys, layers: int) -> bool:
-    """Returns whether a layer of a Qwen3 backbone has a window."""
-    kinds = body.texts("layer_types")[:layers]
-    if kinds:
-        return any(kind != "full_attention" for kind in kinds)
-    first = body.integer("max_window_layers", None, least=0)
-    return body.flag("use_sliding_window", None) and (28 if first is None else first) < layers
+def _biased(tensors: Mapping[str, Any], projections: str) -> bool:
+    """Returns whether files hold a bias of one of some projections of attention, of any layer."""
+    ends = tuple(f".self_attn.{x}_proj.bias" for x in projections)
+    return any(name.endswith(ends) for name in tensors)
+
+
+def _windows(body: Keys, backbone: str, layers: int) -> tuple[int | None, ...]:
+    """Returns the window of each layer.
+
+    `layer_types` decides, as in vLLM and speculators. Without it a Qwen3 layer has a window as in
+    transformers, where `use_sliding_window` is true from layer `max_window_layers` on, and a Llama
+    layer has none. A Qwen3 config that names sliding layers and says that no window is in use is
+    refused: transformers would run it without a window, vLLM with it.
+    """
+    used, qwen = body.raw.get("use_sliding_window"), backbone == "qwen3"
+    sliding = "sliding_attention" in body.texts("layer_types")[:layers]
+    window, first = None, 0
+    if (sliding and not (qwen and used is False)) or (qwen and used):
+        absent = None if sliding or "sliding_window" in body.raw else 4096
+        window = body.integer("sliding_window", absent)
+    if qwen:
+        first = body.integer("max_window_layers", None, least=0)
+        first = 28 if first is None else first
+    return common.layer_windows(body, layers, window, first, longer=True)
 
 
 def check_target(file: Any, top: Keys, body: Keys, target: ModelConfig) -> None:
@@ -403,12 +448,6 @@ def _taps(
     by_hand = given.get("aux_hidden_state_layer_ids")
     final = by_hand == "post_norm" if by_hand is not None else not _uses_aux(top)
     if final:
-        if "fc.weight" in tensors:
-            raise CheckpointError(
-                f"{file}: use_aux_hidden_state is false, so that the head takes the target's final "
-                "state and has no fc, and the files hold fc.weight; set "
-                "aux_hidden_state_layer_ids in draft_overrides if the head takes several states"
-            )
         if width != network.hidden_size:
             raise CheckpointError(
                 f"{file}: the head takes the target's final state, of width {width}, and its own "
@@ -497,11 +536,52 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, list)
 
 
+def _unused(taps: tuple[int | str, ...], tensors: Mapping[str, Any]) -> list[str]:
+    """Lists the tensors that a head does not use: `fc` and its norms, with the final state.
+
+    SafeAILab's and SpecForge's programs make them always, and vLLM skips them then.
+    """
+    if taps != ("post_norm",):
+        return []
+    norms = ("input_norm.weight", "fc_norm.")
+    return sorted(n for n in tensors if n == "fc.weight" or n.startswith(norms))
+
+
+def remarks(
+    raw: Mapping[str, Any], tensors: Mapping[str, Any], cfg: Eagle3Config
+) -> tuple[str, ...]:
+    """Returns what a user should know of how a head's files were read.
+
+    Args:
+      raw: content of config.json.
+      tensors: the tensors of the files by name.
+      cfg: what `read` made of them.
+    """
+    found = []
+    if unused := _unused(cfg.taps, tensors):
+        found.append(f"not used with the final state: {', '.join(unused)}")
+    if "transformer_layer_config" not in raw and any(x.mixer.window for x in cfg.network.layers):
+        found.append("the window is that of vLLM; SpecForge and SGLang run this layout without one")
+    return tuple(found)
+
+
 # --- norms ----------------------------------------------------------------------------------------
 
 
-def _fc_norm(top: Keys, tensors: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+def _fc_norm(
+    top: Keys,
+    tensors: Mapping[str, Any],
+    taps: tuple[int | str, ...],
+    given: Mapping[str, Any],
+) -> str:
     """Returns the norm before `fc`."""
+    if taps == ("post_norm",):
+        if given.get("fc_norm", "none") != "none":
+            raise ValueError(
+                "fc_norm must be none for a head that takes the target's final state, which has "
+                f"no fc; got {given['fc_norm']!r}"
+            )
+        return "none"
     if "fc_norm" in given:
         return given["fc_norm"]
     joined = "input_norm.weight" in tensors
@@ -683,8 +763,12 @@ def check_tensors(
     raise CheckpointError(f"{head}; {advice}:\n  " + "\n  ".join(problems[:50]))
 
 
-def check_borrowed(file: Any, cfg: Eagle3Config, body: Keys) -> None:
-    """Checks that the target's embedding and language-model head fit where the head lacks them."""
+def check_borrowed(file: Any, cfg: Eagle3Config, places: Sequence[Keys]) -> None:
+    """Checks that the target's embedding and language-model head fit where the head lacks them.
+
+    Args:
+      places: where config.json may have `tie_word_embeddings`; the first that has it decides.
+    """
     lacking = [
         name
         for name, own in (("embed_tokens", cfg.own_embedding), ("lm_head", cfg.own_head))
@@ -696,7 +780,10 @@ def check_borrowed(file: Any, cfg: Eagle3Config, body: Keys) -> None:
             f"target's, whose width is {cfg.target_width}, and the head's is "
             f"{cfg.network.hidden_size}, expected the same; use a head for this target"
         )
-    if lacking == ["lm_head"] and body.flag("tie_word_embeddings", None):
+    name = "tie_word_embeddings"
+    tied = next((keys.flag(name) for keys in places if keys.raw.get(name) is not None), False)
+    every = cfg.network.vocab_size == cfg.target_vocab  # else an embedding cannot be the head
+    if lacking == ["lm_head"] and tied and every:
         raise UnsupportedModelError(
             f"{file}: tie_word_embeddings is true, so that the head's own embedding would be its "
             "language-model head, expected a tensor lm_head.weight; write it into the files, or "
@@ -731,7 +818,16 @@ def write(cfg: Eagle3Config, layout: str, dtype: str) -> dict[str, Any]:
         )
     if not final:
         require_ascending(cfg.taps)
+    mixer = network.layers[0].mixer
+    if layout == "speculators" and mixer.qkv_bias != mixer.o_bias:
+        raise ValueError(
+            "the layout speculators has biases in all projections of attention or in none, and "
+            f"this head has qkv_bias {mixer.qkv_bias} and o_bias {mixer.o_bias}; write the layout "
+            "safeailab"
+        )
     body = {**layers_json(network, cfg.target_vocab), "mlp_bias": False}
+    if any(layer.mixer.window is not None for layer in network.layers):
+        body |= windows_json(network)
     top = {
         "draft_vocab_size": network.vocab_size,
         "target_hidden_size": cfg.target_width,
@@ -775,7 +871,7 @@ def require_ascending(taps: Sequence[int], different: bool = False) -> None:
 
 
 def layers_json(network: ModelConfig, vocabulary: int) -> dict[str, Any]:
-    """Returns what config.json says of a head's layers, which are all alike.
+    """Returns what config.json says of a head's layers, which differ in nothing but windows.
 
     Args:
       network: config of the layers.
@@ -792,12 +888,29 @@ def layers_json(network: ModelConfig, vocabulary: int) -> dict[str, Any]:
         "num_key_value_heads": mixer.num_kv_heads,
         "head_dim": mixer.head_dim,
         "hidden_act": "silu",
-        "attention_bias": False,
+        "attention_bias": mixer.qkv_bias or mixer.o_bias,
         "attention_dropout": 0.0,
         "max_position_embeddings": network.max_position,
         "rms_norm_eps": network.rms_norm_eps,
         "tie_word_embeddings": False,
         **common.rope_json(mixer.rope),
+    }
+
+
+def windows_json(network: ModelConfig) -> dict[str, Any]:
+    """Returns the keys of the layers' windows.
+
+    Raises:
+      ValueError: layers have different windows.
+    """
+    windows = [layer.mixer.window for layer in network.layers]
+    in_use = {window for window in windows if window is not None}
+    if len(in_use) > 1:
+        raise ValueError(f"files have one window for all layers, and this head has {windows}")
+    return {
+        "layer_types": ["full_attention" if w is None else "sliding_attention" for w in windows],
+        "use_sliding_window": bool(in_use),
+        "sliding_window": max(in_use, default=None),
     }
 
 

@@ -125,6 +125,13 @@ class FileHead(HeadSource):
         """Names the settings that change no shape, with their values."""
         raise NotImplementedError(f"{type(self).__name__} must have a method `switches`")
 
+    def windows(self) -> str:
+        """Names the window and the layers that have it; empty where none has."""
+        found = {i: x.mixer.window for i, x in enumerate(self.cfg.network.layers)}
+        used = {i: window for i, window in found.items() if window is not None}
+        sizes = ", ".join(map(str, dict.fromkeys(used.values())))
+        return f"sliding_window {sizes} in the layers {list(used)}" if used else ""
+
     def described(self) -> str:
         """See `Draft.described`."""
         cfg, network = self.cfg, self.cfg.network

@@ -53,6 +53,9 @@ class Eagle3:
       vocab: number of draft tokens; None: all tokens of the policy, and no list of them.
       own_embedding: whether the head has an embedding.
       own_head: whether the head has a language-model head.
+      windows: of each layer the number of positions that a row sees, its own included; None: all.
+        (): no layer has one, and files do not say it.
+      biases: projections of attention that have biases: ``, `qkv` or `qkvo`.
       mask_token: token of the masks of a P-EAGLE head, which drafts all tokens at once; None: an
         EAGLE-3 head.
       theta: base of RoPE.
@@ -75,6 +78,8 @@ class Eagle3:
     vocab: int | None = None
     own_embedding: bool = False
     own_head: bool = True
+    windows: tuple[int | None, ...] = ()
+    biases: str = ""
     mask_token: int | None = None
     theta: float = 10000.0
     eps: float = 1e-6
@@ -129,6 +134,9 @@ class Eagle3:
             matrix(f"{prefix}.self_attn.k_proj", self.kv_heads * dims, into, 2.0)
             matrix(f"{prefix}.self_attn.v_proj", self.kv_heads * dims, into, 2.0)
             matrix(f"{prefix}.self_attn.o_proj", d, self.heads * dims, 2.0)
+            for x in self.biases:
+                rows = len(found[f"{prefix}.self_attn.{x}_proj.weight"])
+                found[f"{prefix}.self_attn.{x}_proj.bias"] = rng.normal(0, 0.5, rows)
             if self.backbone == "qwen3":
                 norm(f"{prefix}.self_attn.q_norm", dims)
                 norm(f"{prefix}.self_attn.k_norm", dims)
@@ -149,6 +157,15 @@ class Eagle3:
         return found
 
     def layer_config(self, body: Body) -> dict:
+        sliding = {}
+        if self.windows:
+            kinds = ["full_attention" if w is None else "sliding_attention" for w in self.windows]
+            size = next((w for w in self.windows if w is not None), None)
+            sliding = {
+                "layer_types": kinds,
+                "sliding_window": size,
+                "use_sliding_window": bool(size),
+            }
         return {
             "model_type": self.backbone,
             "hidden_size": self.width,
@@ -158,11 +175,12 @@ class Eagle3:
             "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_dim,
             "hidden_act": "silu",
-            "attention_bias": False,
+            "attention_bias": bool(self.biases),
             "rms_norm_eps": self.eps,
             "rope_theta": self.theta,
             "max_position_embeddings": 512,
             "vocab_size": body.vocab,
+            **sliding,
         }
 
     def config(self, body: Body, layout: str) -> dict:

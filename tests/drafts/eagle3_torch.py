@@ -139,11 +139,20 @@ class Layers:
     def normed(self, name, x):
         return rms_norm(x, self[name], self.eps)
 
-    def attention(self, prefix, x, positions, sees):
-        """Attention over rows [.. R D]; sees[i, j]: row i attends to row j."""
+    def project(self, name, x):
+        return linear(x, self[name], self.tensors.get(f"{name}.bias"))
+
+    def attention(self, prefix, x, positions, sees, window=None):
+        """Attention over rows [.. R D]; sees[i, j]: row i attends to row j.
+
+        Args:
+          window: number of positions that a row sees, its own included; None: all.
+        """
+        if window is not None:
+            sees = sees & (positions[:, None] - positions[None] < window)
 
         def split(name, count):
-            y = linear(x, self[f"{prefix}.{name}_proj"]).unflatten(-1, (count, self.head_dim))
+            y = self.project(f"{prefix}.{name}_proj", x).unflatten(-1, (count, self.head_dim))
             if f"{prefix}.{name}_norm.weight" in self.tensors:
                 y = self.normed(f"{prefix}.{name}_norm", y)
             return y.transpose(-3, -2)
@@ -153,16 +162,16 @@ class Layers:
         k, v = (y.repeat_interleave(self.heads // self.kv_heads, -3) for y in (k, v))
         scores = q @ k.transpose(-1, -2) / self.head_dim**0.5
         mixed = scores.masked_fill(~sees, -torch.inf).softmax(-1) @ v
-        return linear(mixed.transpose(-3, -2).flatten(-2), self[f"{prefix}.o_proj"])
+        return self.project(f"{prefix}.o_proj", mixed.transpose(-3, -2).flatten(-2))
 
     def mlp(self, prefix, x):
         gate, up = linear(x, self[f"{prefix}.gate_proj"]), linear(x, self[f"{prefix}.up_proj"])
         return linear(silu(gate) * up, self[f"{prefix}.down_proj"])
 
-    def block(self, prefix, x, positions, sees):
+    def block(self, prefix, x, positions, sees, window=None):
         """An ordinary layer, whose norms come first."""
         inner = self.normed(f"{prefix}.input_layernorm", x)
-        x = x + self.attention(f"{prefix}.self_attn", inner, positions, sees)
+        x = x + self.attention(f"{prefix}.self_attn", inner, positions, sees, window)
         inner = self.normed(f"{prefix}.post_attention_layernorm", x)
         return x + self.mlp(f"{prefix}.mlp", inner)
 
@@ -222,7 +231,7 @@ class Head:
 
     def __init__(self, cfg: Eagle3, policy: Policy, tensors: dict[str, np.ndarray]):
         self.cfg, self.policy = cfg, policy
-        floats = {n: x for n, x in tensors.items() if n.endswith(".weight")}
+        floats = {n: x for n, x in tensors.items() if n.endswith((".weight", ".bias"))}
         of = (cfg.heads, cfg.kv_heads, cfg.head_dim, cfg.theta, cfg.eps)
         self.layers = Layers(as_torch(floats), *of)
         # The target's id of draft token i is i + d2t[i].
@@ -254,14 +263,14 @@ class Head:
 
     def run(self, g, embedded, positions, sees):
         """Rows through the layers: logits [R C], and g of the next step [R D]."""
-        of = self.layers
+        of, windows = self.layers, self.cfg.windows or (None,) * self.cfg.layers
         normed = of.normed("layers.0.hidden_norm", g)
         u = torch.cat([of.normed("layers.0.input_layernorm", embedded), normed], -1)
         residual = normed if self.cfg.norm_before_residual else g
-        a = residual + of.attention("layers.0.self_attn", u, positions, sees)
+        a = residual + of.attention("layers.0.self_attn", u, positions, sees, windows[0])
         y = a + of.mlp("layers.0.mlp", of.normed("layers.0.post_attention_layernorm", a))
         for i in range(1, self.cfg.layers):
-            y = of.block(f"layers.{i}", y, positions, sees)
+            y = of.block(f"layers.{i}", y, positions, sees, windows[i])
         out = of.normed("norm", y)
         return out @ self.lm_head.T, out if self.cfg.norm_output else y
 

@@ -37,7 +37,15 @@ class Drafting(Eagle3Source):
 
 
 def source_of(
-    layers=1, width=TARGET_WIDTH, qk_norm=False, columns=None, inner=20, head_dim=8, **fields
+    layers=1,
+    width=TARGET_WIDTH,
+    qk_norm=False,
+    columns=None,
+    inner=20,
+    head_dim=8,
+    windows=None,
+    biases=False,
+    **fields,
 ) -> Drafting:
     network = dense_config(
         vocab_size=columns or VOCAB,
@@ -49,22 +57,30 @@ def source_of(
         head_dim=head_dim,
         rope_theta=5000.0,
         qk_norm=qk_norm,
+        qkv_bias=biases,
+        o_bias=biases,
         model_type="qwen3" if qk_norm else "llama",
         tie_embeddings=False,
     )
+    if windows is not None:
+        mixers = [dataclasses.replace(network.layers[0].mixer, window=each) for each in windows]
+        layers = tuple(dataclasses.replace(network.layers[0], mixer=mixer) for mixer in mixers)
+        network = network.replace(layers=layers)
     base = new_config(tiny_config(VOCAB, mtp=0))
     changes = {"network": network, "target_width": TARGET_WIDTH, "own_ids": columns is not None}
     return Drafting(dataclasses.replace(base, **changes, **fields))
 
 
-# Every switch both ways, one layer and two, both backbones, all and some tokens.
+# Every switch both ways, one layer and two, both backbones, all and some tokens, windows that are
+# shorter than the texts, in chains and trees, and biases.
 HEADS = {
     "its own width, embedding and tokens": source_of(
         width=16, columns=10, taps=(1, 3, 4), own_embedding=True, norm_before_residual=True,
-        fc_norm="joined",
+        fc_norm="joined", windows=(5,),
     ),
     "two layers, norms of each state": source_of(
-        layers=2, qk_norm=True, taps=(2, 4), fc_norm="each", norm_output=True, own_head=False
+        layers=2, qk_norm=True, taps=(2, 4), fc_norm="each", norm_output=True, own_head=False,
+        windows=(4, None), biases=True,
     ),
     "final state, some of the target's columns": source_of(
         qk_norm=True, columns=9, taps=("post_norm",), own_head=False
@@ -83,7 +99,7 @@ def params_of(source: Drafting) -> dict:
         names = "/".join(str(part.key) for part in path)
         if names == "ids":
             return jnp.asarray(np.sort(rng.permutation(VOCAB)[: len(x)]), jnp.int32)
-        if "norm" in names:
+        if "norm" in names or "bias" in names:
             return x + jnp.asarray(rng.uniform(-0.5, 0.5, x.shape), x.dtype)
         return x * (35.0 if names in ("embed", "lm_head") else 10.0)
 
@@ -134,10 +150,10 @@ class Plain:
             states = np.concatenate(normed, -1)
         return states if self.cfg.taps == ("post_norm",) else states @ self.w["fc"]
 
-    def attention(self, w, x, positions):
+    def attention(self, w, x, positions, window):
         heads = []
         for name in "qkv":
-            y = (x @ w[name]).reshape(len(x), -1, 8)
+            y = (x @ w[name] + w.get(f"{name}_bias", 0)).reshape(len(x), -1, 8)
             if f"{name}_norm" in w:
                 y = rms(y, w[f"{name}_norm"], self.eps)
             if name != "v":
@@ -149,10 +165,14 @@ class Plain:
         q, k, v = heads
         k, v = np.repeat(k, 2, axis=1), np.repeat(v, 2, axis=1)
         scores = np.einsum("qnh,knh->nqk", q, k) / np.sqrt(8)
-        scores = np.where(np.tri(len(x), dtype=bool), scores, -np.inf)
+        at = np.asarray(positions)
+        sees = np.tri(len(x), dtype=bool)
+        if window is not None:  # so many positions, its own included
+            sees &= at[:, None] - at[None] < window
+        scores = np.where(sees, scores, -np.inf)
         scores = np.exp(scores - scores.max(-1, keepdims=True))
         mixed = np.einsum("nqk,knh->qnh", scores / scores.sum(-1, keepdims=True), v)
-        return mixed.reshape(len(x), -1) @ w["o"]
+        return mixed.reshape(len(x), -1) @ w["o"] + w.get("o_bias", 0)
 
     def rows(self, g, tokens, positions):
         """States for the language-model head, and the next g, of rows in order."""
@@ -164,7 +184,8 @@ class Plain:
                 residual = normed if self.cfg.norm_before_residual else x
                 e = rms(self.embed[np.asarray(tokens)], w["input_norm"], self.eps)
                 into = np.concatenate([e, normed], -1)
-            x = residual + self.attention(w, into, positions)
+            window = self.cfg.network.layers[number].mixer.window
+            x = residual + self.attention(w, into, positions, window)
             h = rms(x, w["post_norm"], self.eps)
             gate = h @ w["gate"]
             x = x + (gate / (1 + np.exp(-gate)) * (h @ w["up"])) @ w["down"]
@@ -434,7 +455,7 @@ def test_cost_is_what_the_memory_takes():
 def test_a_head_is_described_by_all_that_may_be_wrong_with_it():
     line = HEADS["two layers, norms of each state"].described()
     assert "aux_hidden_state_layer_ids [2, 4], norm_before_residual false, fc_norm each" in line
-    assert "norm_output true, backbone qwen3; 2 layers of width 12, drafts all of 24" in line
+    assert "norm_output true, backbone qwen3, sliding_window 4 in the layers [0]; 2 layers" in line
     assert "post_norm" in HEADS["final state, some of the target's columns"].suspects()
 
 

@@ -172,11 +172,27 @@ def test_a_file_may_list_the_states_in_both_ways_if_they_agree():
 def test_a_head_of_the_final_state_has_no_fc():
     raw = plain(eagle_config={"use_aux_hidden_state": False})
     assert read(raw, tensors(states=0)).taps == ("post_norm",)
-    refused(raw, tensors(), "use_aux_hidden_state is false", "hold fc.weight")
     refused(plain(), tensors(states=0), "missing: fc.weight", "post_norm")
     assert read(plain(), tensors(states=0), aux_hidden_state_layer_ids="post_norm").taps == (
         "post_norm",
     )
+
+
+@pytest.mark.parametrize("norm", ["none", "joined", "each"])
+def test_fc_and_its_norms_are_not_used_with_the_final_state_and_the_user_is_told(norm):
+    """Programs make them whatever the config says, and vLLM then skips them."""
+    files, by_hand = tensors(norm=norm), {"aux_hidden_state_layer_ids": "post_norm"}
+    unused = sorted(n for n in files if n.startswith(("fc.", "fc_norm.", "input_norm.")))
+    final = {"norm_before_fc": norm == "joined", "fc_norm": norm == "each"}
+    final["eagle_config"] = {"use_aux_hidden_state": False}
+    for raw, overrides in ((plain(**final), {}), (plain(), by_hand)):
+        source = Eagle3Source.read(FILE, raw, files, TARGET, overrides)
+        assert (source.cfg.taps, source.cfg.fc_norm) == (("post_norm",), "none")
+        assert f"not used with the final state: {', '.join(unused)}" in source.described()
+        assert source == Eagle3Source.read(FILE, plain(**final), tensors(states=0), TARGET)
+    assert read(plain(**final), files, aux_hidden_state_layer_ids=[1, 2, 3]).fc_norm == norm
+    with pytest.raises(ValueError, match="fc_norm must be none"):
+        e3.read(FILE, plain(**final), files, TARGET, {"fc_norm": "each"})
 
 
 @pytest.mark.parametrize("value", [True, False, None])
@@ -266,15 +282,120 @@ def test_qwen3s_heads_are_of_128_where_a_file_does_not_say_it():
 
 
 def test_further_layers_take_the_heads_width_alone():
+    raw = speculators({"num_hidden_layers": 2})
+    files = {layout: tensors(layout, layers=2) for layout in e3.LAYOUTS}
+    assert read(raw, files["speculators"]).network.num_layers == 2
+    assert read(plain(num_hidden_layers=2), files["safeailab"]).network.num_layers == 2
+    refused(
+        raw, tensors("speculators"),
+        "missing: layers.1.self_attn.q_proj.weight, expected [16, 16]",
+    )  # fmt: skip
+    refused(plain(), files["safeailab"], "unexpected: layers.1.")
+
+
+def test_a_number_of_layers_copied_from_the_target_leaves_one_midlayer():
+    assert read(plain(num_hidden_layers=40), tensors()) == read(plain(), tensors())
+    assert read(plain(num_hidden_layers=40), tensors(layers=2)).network.num_layers == 2
+
+
+def with_biases(files, projections):
+    found = dict(files)
+    for x in projections:
+        name = f"midlayer.self_attn.{x}_proj"
+        name = name if f"{name}.weight" in files else f"layers.0.self_attn.{x}_proj"
+        found[f"{name}.bias"] = np.zeros(len(files[f"{name}.weight"]), np.float16)
+    return found
+
+
+@pytest.mark.parametrize("said", [True, False])
+@pytest.mark.parametrize("projections", ["", "qkv", "o", "qkvo"])
+def test_the_tensors_say_which_biases_there_are_in_a_config_like_a_models(projections, said):
+    raw = plain(attention_bias=said, mlp_bias=said)
+    mixer = read(raw, with_biases(tensors(), projections)).network.layers[0].mixer
+    assert (mixer.qkv_bias, mixer.o_bias) == ("qkv" in projections, "o" in projections)
+    refused(raw, with_biases(tensors(), "q"), "missing: midlayer.self_attn.k_proj.bias, expected")
+
+
+def test_attention_bias_says_it_in_a_config_of_speculators():
+    raw, files = speculators({"attention_bias": True}), tensors("speculators")
+    mixer = read(raw, with_biases(files, "qkvo")).network.layers[0].mixer
+    assert mixer.qkv_bias and mixer.o_bias
+    refused(raw, files, "missing: layers.0.self_attn.o_proj.bias, expected [16]")
+    refused(speculators(), with_biases(files, "o"), "unexpected: layers.0.self_attn.o_proj.bias")
+    refused(
+        speculators({"mlp_bias": True}), files, "mlp_bias true", kind=UnsupportedModelError
+    )  # fmt: skip
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("keys", "llama", "qwen3"),
+    [
+        # speculators writes this for all heads unless told otherwise.
+        ({"layer_types": [SLIDING] * 2, "sliding_window": 2048, "use_sliding_window": True},
+         (2048, 2048), (2048, 2048)),
+        ({"layer_types": [FULL, SLIDING], "sliding_window": 8}, (None, 8), (None, 8)),
+        ({"layer_types": [SLIDING, FULL] * 9, "sliding_window": 8}, (8, None), (8, None)),
+        ({"layer_types": [FULL, FULL], "sliding_window": 8, "use_sliding_window": True},
+         (None, None), (None, None)),
+        ({"sliding_window": 8}, (None, None), (None, None)),
+        ({"sliding_window": 8, "use_sliding_window": False, "max_window_layers": 0},
+         (None, None), (None, None)),
+        ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
+         "use_sliding_window true without layer_types", (None, 8)),
+        ({"sliding_window": 8, "use_sliding_window": True},
+         "use_sliding_window true without layer_types", (None, None)),  # from layer 28 on
+        ({"use_sliding_window": True, "max_window_layers": 0},
+         "use_sliding_window true without layer_types", (4096, 4096)),
+        ({"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0},
+         "use_sliding_window true without layer_types", (None, None)),
+        ({"layer_types": [SLIDING] * 2, "sliding_window": 8, "use_sliding_window": False},
+         (8, 8), "full_attention alone, for no sliding_window is in use"),
+        ({"layer_types": [SLIDING] * 2}, *["full_attention alone"] * 2),
+        ({"layer_types": [SLIDING] * 2, "sliding_window": 0}, *["a positive integer"] * 2),
+        ({"layer_types": [SLIDING], "sliding_window": 8}, *["as many as num_hidden_layers"] * 2),
+        ({"layer_types": [FULL, "chunked_attention"]}, *["layer_types chunked_attention"] * 2),
+    ],
+)  # fmt: skip
+def test_windows_are_those_of_layer_types_or_of_qwen3s_keys(keys, llama, qwen3):
+    for backbone, wanted in (("llama", llama), ("qwen3", qwen3)):
+        raw = speculators({"model_type": backbone, "num_hidden_layers": 2})
+        raw["transformer_layer_config"] |= keys
+        files = tensors("speculators", layers=2, qk_norm=backbone == "qwen3")
+        if isinstance(wanted, str):
+            with pytest.raises((CheckpointError, UnsupportedModelError), match=wanted):
+                e3.read(FILE, raw, files, TARGET)
+            continue
+        source = Eagle3Source.read(FILE, raw, files, TARGET)
+        assert tuple(x.mixer.window for x in source.cfg.network.layers) == wanted
+        used = [i for i, window in enumerate(wanted) if window]
+        said = f"sliding_window {max(wanted, key=lambda w: w or 0)} in the layers {used}"
+        assert (said in source.described()) == bool(used)
+        assert "SpecForge" not in source.described()
+
+
+def test_a_window_in_a_config_like_a_models_is_named_as_what_programs_differ_in():
+    raw = plain(layer_types=[SLIDING], sliding_window=8)
+    source = Eagle3Source.read(FILE, raw, tensors(), TARGET)
+    assert source.cfg.network.layers[0].mixer.window == 8
+    assert "the window is that of vLLM; SpecForge and SGLang run" in source.described()
+
+
+def test_a_language_model_head_is_the_targets_unless_it_may_be_tied():
+    """No program ties the two, and a config copied from the target's may say it."""
+    tied, copied = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
     for layout in e3.LAYOUTS:
-        raw = plain(num_hidden_layers=2)
-        if layout == "speculators":
-            raw = speculators({"num_hidden_layers": 2})
-        assert read(raw, tensors(layout, layers=2)).network.num_layers == 2
-        refused(
-            raw, tensors(layout), "missing: layers.1.self_attn.q_proj.weight, expected [16, 16]"
+        every, some = (
+            tensors(layout, head=False, embed=True, ids=ids) for ids in (None, (1, 5, 9, 39))
         )
-    refused(plain(), tensors(layers=2), "unexpected: layers.1.")
+        inside = plain(**tied) if layout == "safeailab" else speculators(tied)
+        refused(inside, every, "tie_word_embeddings", kind=UnsupportedModelError)
+        assert not read(inside | {"draft_vocab_size": 4}, some).own_head
+        assert not read(inside, tensors(layout, head=False)).own_head
+    assert not read(speculators(tied, **copied), every).own_head
+    refused(speculators(copied, **tied), every, "tie_word_embeddings", kind=UnsupportedModelError)
 
 
 def test_a_head_may_list_its_draft_tokens_and_have_tables_of_its_own():
@@ -382,11 +503,8 @@ def test_files_of_no_head_are_refused():
     [
         ({"quantization_config": {"quant_method": "fp8"}}, {}, "quantization_config fp8"),
         ({}, {"midlayer.mlp.up_proj.weight_scale": np.ones(1, np.float32)}, "weight_scale"),
-        ({"attention_bias": True}, {}, "attention_bias true"),
         ({"hidden_act": "gelu"}, {}, "hidden_act 'gelu'"),
         ({"model_type": "deepseek_v3"}, {}, "deepseek_v3"),
-        ({"model_type": "qwen3", "head_dim": H, "use_sliding_window": True,
-          "max_window_layers": 0}, {}, "sliding window"),
         ({"tie_word_embeddings": True}, {"lm_head.weight": None,
           "embed_tokens.weight": np.zeros((V, D), np.float16)}, "tie_word_embeddings"),
     ],
@@ -525,6 +643,24 @@ HEADS = [
     (plain(draft_vocab_size=4, norm_output=True), tensors(norm="each", columns=4, ids=IDS)),
     (plain(model_type="qwen3", head_dim=H), tensors(qk_norm=True, states=3, head=False)),
     (plain(num_hidden_layers=2), tensors(layers=2, dtype=ml_dtypes.bfloat16)),
+    (
+        plain(
+            num_hidden_layers=2,
+            layer_types=["full_attention", "sliding_attention"],
+            sliding_window=8,
+        ),
+        tensors(layers=2),
+    ),
+    (
+        plain(
+            model_type="qwen3",
+            head_dim=H,
+            use_sliding_window=True,
+            sliding_window=8,
+            max_window_layers=0,
+        ),
+        tensors(qk_norm=True),
+    ),
     (plain(eagle_aux_hidden_state_layer_ids=[0, 8]), tensors(states=2)),
     (plain(eagle_config={"use_aux_hidden_state": False}), tensors(states=0)),
 ]
@@ -533,6 +669,18 @@ HEADS = [
 def renamed(files, layout):
     old, new = e3.prefix_of(e3.layout_of(files)), e3.prefix_of(layout)
     return {n.replace(old, new) if n.startswith(old) else n: t for n, t in files.items()}
+
+
+def test_biases_are_written_where_the_layout_has_a_key_for_them():
+    cfg, files = read(plain(), with_biases(tensors(), "qkvo")), tensors("speculators")
+    written = {layout: e3.write(cfg, layout, "float16") for layout in e3.LAYOUTS}
+    assert read(written["safeailab"], with_biases(tensors(), "qkvo")) == cfg
+    assert read(written["speculators"], with_biases(files, "qkvo")) == cfg
+    cfg = read(plain(), with_biases(tensors(), "qkv"))
+    written = e3.write(cfg, "safeailab", "float16")
+    assert read(written, with_biases(tensors(), "qkv")) == cfg
+    with pytest.raises(ValueError, match="write the layout safeailab"):
+        e3.write(cfg, "speculators", "float16")
 
 
 @pytest.mark.parametrize("layout", e3.LAYOUTS)

@@ -259,6 +259,8 @@ def heads(draw) -> tuple[Eagle3, str]:
     # A list of layers' outputs cannot name the embeddings. Plain files say `norm_output` with a
     # norm of each state alone.
     nested, recycled = bool(taps) and 0 not in taps, layout == "speculators" or fc_norm == "each"
+    layers, window = draw(st.integers(1, 2)), draw(st.integers(2, 6))
+    windows = st.lists(st.sampled_from([None, window]), min_size=layers, max_size=layers)
     head = Eagle3(
         boundaries=taps,
         said="nested" if nested and draw(switch) else "top",
@@ -266,7 +268,11 @@ def heads(draw) -> tuple[Eagle3, str]:
         fc_norm=fc_norm,
         norm_output=recycled and draw(switch),
         backbone=draw(st.sampled_from(["llama", "qwen3"])),
-        layers=draw(st.integers(1, 2)),
+        layers=layers,
+        windows=draw(st.one_of(st.just(()), windows.map(tuple))),
+        biases=draw(
+            st.sampled_from(["", "qkvo", "qkv"] if layout == "safeailab" else ["", "qkvo"])
+        ),
         heads=2,
         kv_heads=1,
         hidden=20,

@@ -194,6 +194,8 @@ def _refuses_layers(cfg: ModelConfig) -> str | None:
         return Unsuited(f"it supports all positions only, got a window of {mixer.window}")
     if mixer.soft_cap is not None:
         return Unsuited(f"it supports scores as they are only, got a soft-cap of {mixer.soft_cap}")
+    if mixer.o_bias:
+        return Unsuited("it supports output projections of attention without a bias only")
     widths = {"hidden_size": cfg.hidden_size, "intermediate_size": mlp.intermediate_size}
     for name, width in widths.items():
         if width % PANEL_WIDTH:

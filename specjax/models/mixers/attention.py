@@ -38,6 +38,7 @@ class Attention:
       window: number of positions that a query sees, its own included; None: all up to its own.
       soft_cap: bound of the scaled scores, which become soft_cap * tanh(score / soft_cap) before
         the softmax; None: no bound. No family of `specjax.models.families` has one.
+      o_bias: whether the output projection has a bias; heads of drafts may have one.
     """
 
     kind: ClassVar[str] = "attention"
@@ -51,6 +52,7 @@ class Attention:
     norm_eps: float = 1e-6
     window: int | None = None
     soft_cap: float | None = None
+    o_bias: bool = False
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -94,6 +96,8 @@ class Attention:
         if self.qkv_bias:
             rows |= {"q_bias": bias("q", n, 0), "k_bias": bias("k", k, 1)}
             rows |= {"v_bias": bias("v", k, 2)}
+        if self.o_bias:
+            rows["o_bias"] = Param((width,), (None,), Stored("self_attn.o_proj.bias"), init=0)
         if self.qk_norm:
             rows |= {"q_norm": scale("q", n, 0), "k_norm": scale("k", k, 1)}
         return rows
@@ -211,4 +215,5 @@ class Attention:
         b, n, t, h = attended.shape
         merged = attended.transpose(0, 2, 1, 3).reshape(b, t, n * h)
         with jax.named_scope("o"):
-            return dot(merged, w["o"], by_block=by_block)
+            out = dot(merged, w["o"], by_block=by_block)
+        return out + w["o_bias"].astype(out.dtype) if "o_bias" in w else out
