@@ -83,7 +83,7 @@ from train.draft_data import (
 from train.draft_kinds import export_head, head_to_go_on_with, start_head
 from train.draft_losses import Sampling
 from train.draft_schema import SPELL, DraftRunConfig
-from train.draft_states import States
+from train.draft_states import States, weights_digest
 from train.head_files import require_same_head
 from train.heads import DraftTrainer, add_sums, draft_metrics, frozen_policy_parts, inner_taps
 from train.inputs import Prompts, describe_data, require_template
@@ -328,7 +328,7 @@ class Run:
             lambda batch: self.policy.states(self.params, batch),
             most if self.total > len(self.batches) else 0,
             cfg.cache_dir,
-            self._key(pairs),
+            self._key(pairs) if cfg.cache_dir is not None else "",
         )
         self._begin_evaluation()
 
@@ -338,7 +338,7 @@ class Run:
         packing = (cfg.packing.rows, cfg.packing.row_length, cfg.seed)
         run = self.policy.cfg.run
         found.update(repr((portable(cfg.model), packing, run, self.policy.taps)).encode())
-        found.update(np.asarray(self.params["norm"]).tobytes())  # weights may be trained further
+        found.update(weights_digest(self.params).encode())
         for pair in pairs:
             sizes = len(pair.prompt), len(pair.tokens)
             found.update(np.asarray([*sizes, *pair.prompt, *pair.tokens], "<i4").tobytes())

@@ -6,6 +6,7 @@ the dtype and the bits of what was computed, so a head does not depend on it.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -15,8 +16,22 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from specjax.command_line import ConfigError
+from specjax.models.transformer import Params
 
 KEY = "key"  # file that says of what run the states are
+
+
+def weights_digest(params: Params) -> str:
+    """A digest of the names, shapes, dtypes and bits of all weights.
+
+    It says whether states on disk are of these weights. Files of weights may be copied or written
+    again under their old name, and an update may leave any single array as it was.
+    """
+    found = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        found.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}".encode())
+        found.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))
+    return found.hexdigest()
 
 
 class _Kept(NamedTuple):

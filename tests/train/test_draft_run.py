@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_run
+from safetensors.numpy import load_file, save_file
 
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint.store import Checkpointer
@@ -236,6 +238,23 @@ def test_states_that_are_kept_give_the_same_head(run, thin_policy, tmp_path, cap
     draft.main(arguments(thin_policy, tmp_path / "disk", **on_disk))
     assert_same_head(tmp_path / "disk", run)
     assert len(list(files.glob("*.states"))) > 3
+    capsys.readouterr()
+
+
+def test_states_of_a_policy_that_was_changed_in_its_directory_are_not_used(
+    run, thin_policy, tmp_path, capsys
+):
+    policy, files = shutil.copytree(thin_policy, tmp_path / "policy"), tmp_path / "states"
+    texts = {"data__texts": run / "samples", "eval__problems": 0}
+    given = {"states": "cache", "cache_dir": files, **texts}
+    draft.main(arguments(policy, tmp_path / "first", **given))
+    weights = load_file(policy / "model.safetensors")
+    [name] = [name for name in weights if name.endswith("layers.0.mlp.down_proj.weight")]
+    weights[name] = weights[name] + 1  # the final norm stays as it is
+    save_file(weights, policy / "model.safetensors", metadata={"format": "pt"})
+    draft.main(arguments(policy, tmp_path / "again", **given))
+    draft.main(arguments(policy, tmp_path / "computed", **texts))
+    assert_same_head(tmp_path / "again", tmp_path / "computed")
     capsys.readouterr()
 
 
