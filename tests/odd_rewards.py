@@ -35,5 +35,13 @@ def asks_for_too_much(completion: str, answer: str, difficulty: int) -> float:
     return 0.0
 
 
+KEPT: list[dict] = []  # what `keeps` got
+
+
+def keeps(completion: str, answer, **columns) -> float:
+    KEPT.append({"answer": answer, **columns})
+    return 1.0
+
+
 def nothing(completion, answer):
     return None

@@ -45,6 +45,7 @@ from train.tasks.layout import (
     Message,
     Problem,
     RowError,
+    Unread,
     check_split,
     split_of,
 )
@@ -84,17 +85,12 @@ def problems(cfg: DataConfig, split: str, chat: bool = False) -> Sequence[Proble
         return reasoning_gym.Generated(cfg, split, given)
     if task is None:
         return sums.Sums(cfg, split, False)
-    return [
-        Problem(
-            prompt_of(cfg, task, example, chat),
-            example.answer,
-            i,
-            place,
-            example.columns,
-            example.row,
-        )
-        for i, (place, example) in enumerate(_examples(cfg, task, split))
-    ]
+    found = []
+    for i, (place, example) in enumerate(_examples(cfg, task, split)):
+        unread = example.answer if isinstance(example.answer, Unread) else None
+        answer, prompt = "" if unread else example.answer, prompt_of(cfg, task, example, chat)
+        found.append(Problem(prompt, answer, i, place, example.columns, example.row, unread))
+    return found
 
 
 def demonstrations(cfg: DataConfig, split: str, chat: bool = False) -> Sequence[Demonstration]:
@@ -114,16 +110,33 @@ def demonstrations(cfg: DataConfig, split: str, chat: bool = False) -> Sequence[
         return sums.Sums(cfg, split, True)
     found = []
     for place, example in _examples(cfg, task, split):
-        if example.response is None:
-            raise ValueError(
-                f"{place}: a row of task {task.name} without a demonstration (a worked answer, "
-                "a completion, or a last message of the assistant); there is nothing to imitate"
-            )
-        response = example.response
+        response = response_of(example, task, place, "there is nothing to imitate")
         if cfg.strip_calculator and task.name == "gsm8k":
             response = _CALCULATOR.sub("", response)
         found.append(Demonstration(prompt_of(cfg, task, example, chat), response))
     return found
+
+
+def response_of(example: Example, task: Task, place: str, otherwise: str) -> str:
+    """The demonstration of a row.
+
+    Args:
+      example: the row.
+      task: task that read it.
+      place: place of the row, for messages.
+      otherwise: what to do without one, for messages.
+
+    Raises:
+      ValueError: the row has none, or one that cannot be read.
+    """
+    if isinstance(example.response, Unread):
+        raise ValueError(f"{place}: {example.response.why}; fix or delete the row")
+    if example.response is None:
+        raise ValueError(
+            f"{place}: a row of task {task.name} without a demonstration (a worked answer, a "
+            f"completion, or a last message of the assistant); {otherwise}"
+        )
+    return example.response
 
 
 def find_task(cfg: DataConfig) -> Task | None:
@@ -216,7 +229,9 @@ def _read_table(paths: tuple[str, ...], stamp: Any, task: Task, duplicates: str)
                 f"{place}: {error}; read as task {task.name} ({task.columns}), the row has "
                 f"the columns {', '.join(row)}; fix or delete it"
             ) from error
-        key = (question_of(example.prompt), each_gold(example.answer))
+        answer = example.answer
+        told = repr(answer.value) if isinstance(answer, Unread) else each_gold(answer)
+        key = (question_of(example.prompt), told)
         known = seen.setdefault(key, example)
         if known is not example:
             repeated += 1

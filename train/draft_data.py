@@ -131,14 +131,15 @@ def _pairs(cfg: DraftRunConfig, tokenizer, prompts: Prompts) -> Iterator[tuple[s
             example = task.read(row)
         except RowError as error:
             raise ValueError(f"{place}: {error}; fix or delete the row") from error
-        if example.response is None:
-            raise ValueError(
-                f"{place}: a row of task {task.name} without a demonstration (a worked answer, a "
-                "completion, or a last message of the assistant), and data.texts are trained on; "
-                "give data.path in its place: the policy then answers the prompts itself"
-            )
+        response = data.response_of(
+            example,
+            task,
+            place,
+            "data.texts are trained on: give data.path in its place, and the policy answers the "
+            "prompts itself",
+        )
         prompt = data.prompt_of(cfg.data, task, example, prompts.chat)
-        demonstration = Demonstration(prompt, example.response)
+        demonstration = Demonstration(prompt, response)
         kwargs = cfg.data.chat_template_kwargs
         pair = data.encode_demonstration(tokenizer, demonstration, prompts.chat, kwargs)
         yield data.question_of(example.prompt), Pair(*pair), False

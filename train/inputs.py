@@ -248,8 +248,8 @@ def check_rows(
       where: what warnings about rewards begin with.
 
     Raises:
-      ValueError: a reward needs a column that the rows do not have, or prompts are too long and
-        that is an error.
+      ValueError: a reward needs a column, or a gold answer, that the rows do not have, or prompts
+        are too long and that is an error.
     """
     scorer.check(problems[0])
     found = []
@@ -259,7 +259,10 @@ def check_rows(
         found.append(over)
     lost, checked = check_gold(scorer, problems)
     if lost:
-        found.append(f"{where}{unwinnable_message(scorer, lost, checked)}")
+        said = f"{where}{unwinnable_message(scorer, lost, checked)}"
+        if prompts.cfg.unwinnable == "error" and any(row.unread is not None for row, _ in lost):
+            raise ValueError(f"{said}. Correct the rows, or choose another reward")
+        found.append(said)
     return [f"WARNING: {each}" for each in found]
 
 

@@ -183,7 +183,8 @@ def _of_any(reward: Callable[[str, str], float]) -> Reward:
 
     @functools.wraps(reward)
     def scored(response_text: str, answer: str | Sequence[str]) -> float:
-        return max((reward(response_text, gold) for gold in each_gold(answer)), default=0.0)
+        golds = [gold for gold in each_gold(answer) if gold.strip()]
+        return max((reward(response_text, gold) for gold in golds), default=0.0)
 
     return scored
 
@@ -192,7 +193,7 @@ def _of_any(reward: Callable[[str, str], float]) -> Reward:
 def exact(response_text: str, answer: str) -> float:
     """1.0 if the text after the last `####` is the answer, character for character."""
     found, gold = last_line_answer(response_text), last_line_answer(answer)
-    return float(found is not None and found == (answer.strip() if gold is None else gold))
+    return float(bool(found) and found == (answer.strip() if gold is None else gold))
 
 
 @_of_any

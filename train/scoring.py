@@ -20,7 +20,7 @@ from train.reward_calls import ROW, Failed, Outcome, RewardCall
 from train.reward_worker import Setup
 from train.reward_workers import Answer, Workers
 from train.rewards import THINKS_FIRST, AnswerReward, get_reward
-from train.tasks.layout import Problem, RowError, gold_of, shown
+from train.tasks.layout import Problem, gold_of, shown
 
 # Number of rows, evenly spaced, whose gold answers are checked before a run.
 ROWS_CHECKED = 300
@@ -428,7 +428,9 @@ def _columns(problem: Problem, sample: SampleFacts | None) -> dict[str, Any]:
     """The columns that a reward may have as parameters, by name."""
     text = isinstance(problem.prompt, str)
     own = {"answer": problem.answer, "prompt": problem.prompt if text else list(problem.prompt)}
-    if not isinstance(problem.answer, str):
+    if problem.unread is not None:
+        own["answer"] = problem.unread.value
+    elif not isinstance(problem.answer, str):
         own["answer"] = list(problem.answer)
     if not text:
         own["messages"] = list(problem.prompt)
@@ -453,10 +455,7 @@ def _taken(problem: Problem) -> list[str]:
 
 def _is_gold(value: Any, answer: Any) -> bool:
     """Whether the gold answer was read from this value of a column."""
-    try:
-        return each_gold(gold_of(value, "answer")) == each_gold(answer)
-    except RowError:
-        return False
+    return each_gold(gold_of(value, "answer")) == each_gold(answer)
 
 
 # --- gold answers --------------------------------------------------------------------------------
@@ -471,7 +470,9 @@ def unwinnable(scorer: Scorer, problem: Problem) -> str | None:
     lost = _lost(scorer, problem)
     if not lost:
         return None
-    if not any(gold.strip() for gold in each_gold(problem.answer)):
+    if problem.unread is not None:
+        return problem.unread.why
+    if not _has_gold(problem):
         return "the row has no answer"
     by = f" by {', '.join(lost)}" if len(scorer.checked) > 1 else ""
     return shown_gold(problem) + by
@@ -484,12 +485,16 @@ def is_hopeless(scorer: Scorer, problem: Problem) -> bool:
 
 def _lost(scorer: Scorer, problem: Problem) -> list[str]:
     """The names of the checked rewards that cannot be 1 for a row."""
-    has_answer = any(gold.strip() for gold in each_gold(problem.answer))
+    has_gold = _has_gold(problem)
     return [
         name
         for name, reward in scorer.checked.items()
-        if not (has_answer and reward.can_win(problem.answer))
+        if not (has_gold and reward.can_win(problem.answer))
     ]
+
+
+def _has_gold(problem: Problem) -> bool:
+    return any(gold.strip() for gold in each_gold(problem.answer))
 
 
 def shown_gold(problem: Problem) -> str:
@@ -510,10 +515,17 @@ def evenly(source: Sequence, count: int) -> list[int]:
 def check_gold(
     scorer: Scorer, problems: Sequence[Problem], count: int = ROWS_CHECKED
 ) -> tuple[list[tuple[Problem, str]], int]:
-    """Checks up to `count` rows: (unwinnable rows with their reasons, number of rows checked)."""
+    """Checks up to `count` rows, and all rows of files that have no gold answer.
+
+    Returns:
+      unwinnable rows with their reasons, and the number of rows checked.
+    """
     if not scorer.checked:
         return [], 0
-    rows = [problems[i] for i in evenly(problems, count)]
+    chosen = set(evenly(problems, count))
+    if isinstance(problems, list):  # and not generated one by one
+        chosen |= {i for i, problem in enumerate(problems) if not _has_gold(problem)}
+    rows = [problems[i] for i in sorted(chosen)]
     found = [(row, unwinnable(scorer, row)) for row in rows]
     return [(row, reason) for row, reason in found if reason], len(rows)
 
@@ -528,9 +540,12 @@ def described_gold(scorer: Scorer) -> str:
 def unwinnable_message(
     scorer: Scorer, found: Sequence[tuple[Problem, str]], checked: int, most: int = 5
 ) -> str:
-    """A line that names unwinnable rows, `most` of them at most."""
+    """A line that names unwinnable rows, `most` of them at most, those without an answer first."""
+    found = sorted(found, key=lambda pair: pair[0].unread is None)
     named = "; ".join(f"{row_name(row)}: {reason}" for row, reason in found[:most])
     more = f"; and {len(found) - most} more" if len(found) > most else ""
+    if any(row.unread is not None for row, _ in found):
+        more += "; data.answer_key=COLUMN names another column of the answer"
     return (
         f"{len(found)} of {checked} gold answers checked cannot be won with "
         f"reward={scorer.name}, which reads {described_gold(scorer)}: {named}{more}"

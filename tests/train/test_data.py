@@ -160,13 +160,8 @@ def test_gsm8k_questions_never_lie_in_both_splits(tmp_path, caplog):
     "line,message",
     [
         ("{not json", "not JSON"),
-        ('{"question": "a"}', "column 'answer': expected an answer"),
         ('{"question": " ", "answer": "3"}', "column 'question': expected text that is not empty"),
-        ('{"question": "a", "answer": null}', "column 'answer': expected an answer"),
-        ('{"question": "a", "answer": ["3", null]}', "column 'answer': expected an answer"),
-        ('{"question": "a", "answer": NaN}', "column 'answer': expected an answer"),
         ("[1, 2]", "expected a JSON object"),
-        ('{"question": "a", "answer": "it is ####"}', "expected an answer after '####'"),
     ],
 )
 def test_a_bad_line_is_named_with_file_and_number(tmp_path, line, message):

@@ -224,6 +224,11 @@ def test_prompt_and_answer_are_in_the_columns_that_are_named(tmp_path, held):
     scorer = Scorer("own:reward", lambda completion, answer, label, level: level + (answer == "7"))
     scorer.check(problem)
     assert scorer("", problem).value == 4, "a reward sees the answer, and the other columns"
+    cfg = of_settings(RLConfig, *files, "prompt_key=instruction", "answer_key=label")
+    (problem,) = data.problems(cfg, "train", chat=True)
+    assert problem.answer == "" and "column 'label': expected an answer" in problem.unread.why
+    keeps = Scorer("own:reward", lambda completion, answer: float(answer == ROW["label"]))
+    assert keeps("", problem).value == 1, "what is no gold answer is given as it is"
     with pytest.raises(ValueError, match="cannot tell what its rows mean.* data.prompt_key"):
         data.problems(of_settings(RLConfig, *files), "train")
 
@@ -266,7 +271,6 @@ def test_named_columns_can_be_imitated(tmp_path, held):
         (["prompt_key=nothing"], r"rows.jsonl:1: expected a column 'nothing' \(data.prompt_key\)"),
         (["answer_key=label.no"], r"expected a column 'label.no' \(data.answer_key\)"),
         (["prompt_key=level"], "column 'level': expected"),
-        (["prompt_key=instruction", "answer_key=label"], "column 'label': expected an answer"),
     ],
 )
 def test_a_row_without_the_named_column_is_named(tmp_path, settings, said):

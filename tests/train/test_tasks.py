@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import odd_rewards
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -14,7 +15,9 @@ import pytest
 from specjax.command_line import ConfigError, parse_config
 from train import data, data_report, rl, sft
 from train.data import demonstrations, encode_prompt, problems
-from train.inputs import Prompts, describe_data, require_template
+from train.eval_schema import EvalSection
+from train.evaluation import problem_sets
+from train.inputs import Prompts, describe_data, read_inputs, require_template
 from train.registry import TASKS
 from train.schema import DataConfig, RLConfig, SFTConfig
 from train.scoring import Score, Scorer
@@ -247,23 +250,11 @@ def test_columns_of_no_task_are_listed_with_the_tasks_that_there_are(tmp_path, r
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("gsm8k", {"answer": ["1", None]}, r"'answer': expected an answer .* got \['1', None\]"),
-        ("gsm8k", {"answer": []}, r"'answer': expected an answer .* got \[\]"),
-        ("gsm8k", {"answer": [["1"], ["2"]]}, "'answer': expected an answer"),
-        ("gsm8k", {"answer": ["#### 1", "2 ####"]}, "expected an answer after '####'"),
-        ("gsm8k", {"answer": {"value": 1}}, "'answer': expected an answer"),
-        ("gsm8k", {"answer": True}, "'answer': expected an answer .* got True"),
         ("gsm8k", {"question": None}, "'question': expected text"),
-        ("MATH with a solution", {"solution": "It is 5."}, "in .boxed{} or after '####'"),
-        ("DAPO", {"reward_model": {"style": "rule"}}, "'reward_model': expected {'ground_truth'"),
-        ("DAPO", {"reward_model": "34"}, "'reward_model': expected"),
         ("DAPO", {"prompt": []}, "'prompt': expected a list of"),
         ("DAPO", {"prompt": [*USER, SAYS]}, "ends before the assistant's turn"),
         ("TRL with text", {"prompt": "  "}, "'prompt': expected text"),
         ("TRL with text", {"prompt": 5}, "'prompt': expected a list of"),
-        ("TRL with text", {"answer": float("inf")}, "'answer': expected an answer"),
-        ("TRL with messages", {"completion": [SAYS, SAYS]}, "'completion': expected text or one"),
-        ("slime with text", {"label": True}, "column 'label': expected an answer"),
         ("slime with text", {"metadata": "x"}, "'metadata': expected a mapping, got 'x'"),
         ("slime with text", {"prompt": [*USER, SAYS]}, "ends before the assistant's turn"),
         ("slime with a worked label", {"messages": [*USER, SAYS]}, "before the assistant's turn"),
@@ -281,6 +272,111 @@ def test_a_row_that_is_not_what_its_columns_say_is_named(tmp_path, name, changes
         problems(cfg, "train")
     assert f"{tmp_path / 'rows.jsonl'}:2: " in str(error.value)
     assert "fix or delete it" in str(error.value) and ", ".join(row) in str(error.value)
+
+
+TARGET = {"target": ["Paris"]}  # as Search-R1 has it
+SEVERAL = [["1"], ["2"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "given", "message"),
+    [
+        ("gsm8k", {"answer": ["1", None]}, ["1", None], r"'answer': .* got \['1', None\]"),
+        ("gsm8k", {"answer": []}, [], r"'answer': expected an answer .* got \[\]"),
+        ("gsm8k", {"answer": SEVERAL}, SEVERAL, "'answer': expected an answer"),
+        ("gsm8k", {"answer": ["#### 1", "2 ####"]}, ["#### 1", "2 ####"], "after '####'"),
+        ("gsm8k", {"answer": None}, None, "'answer': expected an answer .* got None"),
+        ("MATH with a solution", {"solution": "It is 5."}, "It is 5.", "in .boxed{} or after '##"),
+        ("MATH with a solution", {"solution": TARGET}, TARGET, "'solution': expected an answer"),
+        ("DAPO", {"reward_model": {"ground_truth": TARGET}}, TARGET, "model.ground_truth': expec"),
+        ("DAPO", {"reward_model": {"ground_truth": ""}}, "", "'reward_model.ground_truth': expec"),
+        ("DAPO", {"reward_model": {"style": "rule"}}, None, "'reward_model.ground_truth': expecte"),
+        ("DAPO", {"reward_model": "34"}, "34", "'reward_model': expected {'ground_truth'"),
+        ("TRL with text", {"answer": True}, True, "'answer': expected an answer .* got True"),
+        ("TRL with text", {"answer": TARGET}, TARGET, "'answer': expected an answer"),
+        ("TRL with text", {"answer": float("inf")}, float("inf"), "'answer': expected an answer"),
+        ("messages", {"solution": TARGET}, TARGET, "'solution': expected an answer"),
+        ("slime with text", {"label": TARGET}, TARGET, "'label': expected an answer"),
+    ],
+)
+def test_what_is_no_gold_answer_is_refused_by_rewards_that_compare_answers_alone(
+    tmp_path, chatty, name, changes, given, message
+):
+    row = ROWS[name][0]
+    cfg = config(tmp_path / "rows.jsonl", [*[row] * 400, row | changes])
+
+    def read(reward, **more):
+        settings = {"data": cfg, "reward": reward, "eval": EvalSection(problems=0), **more}
+        return read_inputs(RLConfig(**settings), chatty, "policy")
+
+    inputs = read("odd_rewards:keeps")
+    *_, problem = inputs.problems
+    assert problem.answer == "" and problem.row == row | changes
+    assert Scorer("odd_rewards:keeps", odd_rewards.keeps)("text", problem) == Score(1.0)
+    kept = odd_rewards.KEPT.pop()
+    assert kept["answer"] == given
+    further = problem.row.keys() - {"prompt", "question", "problem", "messages"}
+    assert all(kept[column] == problem.row[column] for column in further)
+    for reward in ("math_verify", "exact", "number", "choice", ["odd_rewards:keeps", "exact"]):
+        with pytest.raises(ValueError, match=message) as error:
+            read(reward)
+        said = str(error.value)
+        assert f"{tmp_path / 'rows.jsonl'}:401: " in said and "data.answer_key=COLUMN" in said
+        assert f"reward={', '.join([reward] if isinstance(reward, str) else reward)}" in said
+    cfg.unwinnable = "drop"
+    assert any("(data.unwinnable=drop)" in note for note in read("math_verify").notes)
+    assert Scorer("exact")("text\n#### ", problem) == Score(0.0), "there is nothing to equal"
+
+
+def test_held_out_rows_without_a_gold_answer_are_refused_likewise(tmp_path, chatty):
+    rows = tmp_path / "rows.jsonl"
+    cfg = config(rows, [{"prompt": "a", "answer": 1}])
+    held = lines([{"prompt": "another", "answer": TARGET}])
+    (tmp_path / "held.jsonl").write_bytes(held)
+    read_inputs(RLConfig(data=cfg, reward="odd_rewards:keeps"), chatty, "policy")
+    with pytest.raises(ValueError, match="held out: 1 of 1 .*held.jsonl:1: column 'answer'"):
+        read_inputs(RLConfig(data=cfg, reward="number"), chatty, "policy")
+    cfg = config(rows, [{"prompt": "a", "answer": 1}])
+    (tmp_path / "held.jsonl").write_bytes(held)
+    sets = {"x": {"path": cfg.heldout_path}}
+    run = RLConfig(data=cfg, reward="number", eval=EvalSection(0, sets))
+    with pytest.raises(ValueError, match=r"eval.sets.x: .*held.jsonl:1.*eval.sets.x.answer_key="):
+        problem_sets(run, read_inputs(run, chatty, "policy"), "policy")
+
+
+def test_rows_with_other_values_in_the_place_of_an_answer_are_no_duplicates(tmp_path):
+    rows = [{"prompt": "a", "answer": {"target": [i % 2]}} for i in range(3)]
+    cfg = config(tmp_path / "rows.jsonl", rows)
+    assert data.read_table(cfg.path, data.find_task(cfg)).duplicates == 1
+
+
+TURNS = [SAYS, *USER, SAYS]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "answer", "message"),
+    [
+        ("TRL with messages", {"completion": TURNS}, "3", ":2: column 'completion': expected text"),
+        ("TRL with messages", {"completion": 5}, "3", ":2: column 'completion': expected a list"),
+        ("MATH with both", {"solution": TARGET}, "\\frac12", ":2: column 'solution': expected"),
+        ("gsm8k", {"answer": TARGET}, "", ":2: column 'answer': expected"),
+        (
+            "messages with an answer",
+            {"messages": [*USER, SAYS | {"content": None}]},
+            "7",
+            r":2: column 'messages\[1\]': expected content that is text",
+        ),
+    ],
+)
+def test_a_demonstration_that_cannot_be_read_is_refused_where_it_is_imitated(
+    tmp_path, name, changes, answer, message
+):
+    row = ROWS[name][0]
+    first = row if name != "messages with an answer" else row | {"messages": [*USER, SAYS]}
+    cfg = config(tmp_path / "rows.jsonl", [first, row | changes])
+    assert problems(cfg, "train")[1].answer == answer
+    with pytest.raises(ValueError, match=message):
+        demonstrations(cfg, "train")
 
 
 @pytest.mark.parametrize(

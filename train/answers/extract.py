@@ -8,7 +8,7 @@ later lines); else the text after the last "answer is" or "answer:".
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from typing import Any
 
 ANSWER_MARK = "####"
 LONGEST = 1000  # characters; a longer text is not parsed and counts as no answer
@@ -119,9 +119,12 @@ def _stated(text: str) -> str | None:
 Gold = str | tuple[str, ...]
 
 
-def each_gold(answer: str | Sequence[str]) -> tuple[str, ...]:
-    """A row's gold answers as a tuple; any of them is right."""
-    return (answer,) if isinstance(answer, str) else tuple(answer)
+def each_gold(answer: Any) -> tuple[str, ...]:
+    """A row's gold answers as a tuple; any of them is right. Empty for what is no `Gold`."""
+    if isinstance(answer, str):
+        return (answer,)
+    several = isinstance(answer, (list, tuple)) and all(isinstance(one, str) for one in answer)
+    return tuple(answer) if several else ()
 
 
 def gold_answer(answer: str) -> str:

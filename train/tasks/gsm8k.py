@@ -4,16 +4,31 @@ Without the mark the whole column is the answer, which may be a number. `data.st
 removes annotations such as `<<48/2=24>>` from demonstrations.
 """
 
+from typing import Any
+
 from train.answers.extract import ANSWER_MARK
-from train.tasks.layout import Example, Layout, Row, answers_of, gold_of, others, text_of
+from train.tasks.layout import (
+    Example,
+    Layout,
+    Row,
+    answers_of,
+    gold_of,
+    others,
+    text_of,
+    unless_unread,
+)
 
 
 def _read(row: Row) -> Example:
-    question = text_of(row, "question")
-    worked, *_ = answers_of(row.get("answer"), "answer")
-    response = worked if ANSWER_MARK in worked else f"{ANSWER_MARK} {worked}"
-    gold = gold_of(row["answer"], "answer")
+    question, answer = text_of(row, "question"), row.get("answer")
+    response, gold = unless_unread(_worked, answer, "answer"), gold_of(answer, "answer")
     return Example(question, gold, response, others(row, "question", "answer"))
+
+
+def _worked(answer: Any, column: str) -> str:
+    """The worked answer, or the first of several."""
+    worked, *_ = answers_of(answer, column)
+    return worked if ANSWER_MARK in worked else f"{ANSWER_MARK} {worked}"
 
 
 TASK = Layout(

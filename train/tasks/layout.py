@@ -9,12 +9,13 @@ import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Any
+from typing import Any, TypeVar
 
 from train.answers.extract import Gold, gold_answer
 
 Message = dict[str, Any]  # {"role": ..., "content": text, ...}
 Row = Mapping[str, Any]
+T = TypeVar("T")
 
 
 SPLITS = ("train", "heldout")
@@ -36,16 +37,32 @@ def check_split(split: str) -> str:
 
 
 @dataclass(frozen=True)
+class Unread:
+    """What a row has in the place of a gold answer, or of a demonstration, that can be read.
+
+    Rewards that compare answers refuse such a row, those of the user's own get its value.
+
+    Attributes:
+      value: what the column holds.
+      why: the column and what was expected of it, for messages.
+    """
+
+    value: Any
+    why: str
+
+
+@dataclass(frozen=True)
 class Problem:
     """A prompt whose response can be checked.
 
     Attributes:
       prompt: text, or a conversation.
-      answer: the gold answer, or several, of which any is right.
+      answer: the gold answer, or several, of which any is right; "" if the row has none.
       index: number of the problem in its split.
       place: place of its row in a file, for messages.
       columns: further columns of its row, for rewards.
       row: all columns of its row as they are, if it has one.
+      unread: what its row has in the place of a gold answer; None if there is one, or nothing.
     """
 
     prompt: str | tuple[Message, ...]
@@ -54,6 +71,7 @@ class Problem:
     place: str = ""
     columns: Mapping[str, Any] = field(default_factory=dict)
     row: Mapping[str, Any] = field(default_factory=dict)
+    unread: Unread | None = None
 
 
 @dataclass(frozen=True)
@@ -74,15 +92,16 @@ class Example:
 
     Attributes:
       prompt: a question as text, or a conversation up to the assistant's turn.
-      answer: the gold answer, or several, of which any is right; "" if the row has none.
-      response: a demonstration without stop token; None if the row has none.
+      answer: the gold answer, or several, of which any is right; "" if the row has none, and
+        `Unread` if a column has something else in its place.
+      response: a demonstration without stop token; None if the row has none, and `Unread` likewise.
       columns: further columns, for rewards with parameters of their names.
       row: all columns as they are; `train.data` sets it, and not the task.
     """
 
     prompt: str | tuple[Message, ...]
-    answer: Gold
-    response: str | None = None
+    answer: Gold | Unread
+    response: str | Unread | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
     row: Mapping[str, Any] = field(default_factory=dict)
 
@@ -163,14 +182,28 @@ def _answer(value: Any) -> str | None:
     return None
 
 
-def gold_of(value: Any, column: str) -> Gold:
+def unless_unread(read: Callable[[Any, str], T], value: Any, column: str) -> T | Unread:
+    """What a function reads in a column; `Unread` where it raises `RowError`.
+
+    Not every reward compares answers, and not every program imitates demonstrations: a column that
+    is neither asked for nor a prompt must not refuse the row.
+    """
+    try:
+        return read(value, column)
+    except RowError as error:
+        return Unread(value, str(error))
+
+
+def gold_of(value: Any, column: str) -> Gold | Unread:
     """The gold answer in a worked solution: in a box, after `####`, or else all of the text.
 
-    If the column holds a list there may be several, of which any is right.
-
-    Raises:
-      RowError: there is no answer, or no text follows the mark `####`.
+    If the column holds a list there may be several, of which any is right. It is `Unread` if there
+    is no answer, or no text follows the mark `####`.
     """
+    return unless_unread(_gold_of, value, column)
+
+
+def _gold_of(value: Any, column: str) -> Gold:
     found = []
     for written in answers_of(value, column):
         gold = gold_answer(written)
@@ -195,6 +228,27 @@ def messages_of(value: Any, column: str) -> tuple[Message, ...]:
             f"column {column!r}: expected a list of {{'role', 'content'}}, got {shown(value)}"
         )
     return tuple(_message(entry, f"{column}[{i}]") for i, entry in enumerate(value))
+
+
+def split_response(
+    conversation: Any, column: str
+) -> tuple[tuple[Message, ...], str | Unread | None]:
+    """Splits the assistant's message that ends a conversation off it, as a demonstration.
+
+    Raises:
+      RowError: the messages before it are not a conversation, or there are none.
+    """
+    last = conversation[-1] if isinstance(conversation, (list, tuple)) and conversation else None
+    if not isinstance(last, Mapping) or last.get("role") != "assistant":
+        return messages_of(conversation, column), None
+    if len(conversation) == 1:
+        raise RowError(f"column {column!r}: expected a message before the assistant's, got none")
+    place = f"{column}[{len(conversation) - 1}]"
+    return messages_of(conversation[:-1], column), unless_unread(_content_of, last, place)
+
+
+def _content_of(entry: Any, place: str) -> str:
+    return _message(entry, place)["content"]
 
 
 def _message(entry: Any, place: str) -> Message:

@@ -1,7 +1,19 @@
 """MATH's rows: `problem`, and `answer` or a worked `solution` with `\\boxed{}`, or both."""
 
+from typing import Any
+
 from train.answers.extract import ANSWER_MARK, boxed
-from train.tasks.layout import Example, Layout, Row, RowError, answers_of, gold_of, others, text_of
+from train.tasks.layout import (
+    Example,
+    Layout,
+    Row,
+    Unread,
+    answers_of,
+    gold_of,
+    others,
+    text_of,
+    unless_unread,
+)
 
 
 def _read(row: Row) -> Example:
@@ -9,14 +21,20 @@ def _read(row: Row) -> Example:
     if row.get("answer") is not None:
         gold = gold_of(row["answer"], "answer")
     elif isinstance(solution, str) and ANSWER_MARK not in solution and boxed(solution) is None:
-        raise RowError(
-            f"column 'solution': expected an answer in \\boxed{{}} or after '####', for there is "
-            f"no column 'answer', got text that ends in {solution[-40:]!r}"
+        gold = Unread(
+            solution,
+            "column 'solution': expected an answer in \\boxed{} or after '####', for there is no "
+            f"column 'answer', got text that ends in {solution[-40:]!r}",
         )
     else:
         gold = gold_of(solution, "solution")
-    response = answers_of(solution, "solution")[0] if solution else None
+    response = unless_unread(_worked, solution, "solution") if solution else None
     return Example(problem, gold, response, others(row, "problem", "answer"))
+
+
+def _worked(solution: Any, column: str) -> str:
+    """The worked solution, or the first of several."""
+    return answers_of(solution, column)[0]
 
 
 TASK = Layout(

@@ -1,8 +1,8 @@
 """Rows of Open-R1 and TRL: `prompt`, text or a conversation, and any further columns.
 
 The gold answer is the first of the columns `answer`, `ground_truth`, `solution` and `target` that
-the row has; a row without one needs a reward of your own. `completion` is a demonstration. Rewards
-get all columns by their names.
+the row has; a row without one, or with one that is neither text nor a number, needs a reward of
+your own. `completion` is a demonstration. Rewards get all columns by their names.
 
 `data.prompt_key` and `data.answer_key` name other columns (`keyed`).
 """
@@ -18,11 +18,14 @@ from train.tasks.layout import (
     Message,
     Row,
     RowError,
+    Unread,
     gold_of,
     messages_of,
     others,
     shown,
+    split_response,
     text_of,
+    unless_unread,
     up_to_answer,
 )
 
@@ -37,43 +40,55 @@ def read_prompt(row: Row, column: str = "prompt") -> str | tuple[Message, ...]:
     return up_to_answer(messages_of(row.get(column), column), column)
 
 
-def gold_of_row(row: Row) -> Gold | None:
-    """The gold answer, or answers, in the row's columns; None if there is none.
+def gold_of_row(row: Row, response: str | Unread | None = None) -> Gold | Unread:
+    """The gold answer, or answers, in the row's columns; "" if there is none.
 
-    Without any of `GOLD_COLUMNS` it is that of verl's rows, in `reward_model`.
+    Without any of `GOLD_COLUMNS` it is that of verl's rows, in `reward_model`, or else that which a
+    demonstration ends with.
     """
     column = next((name for name in GOLD_COLUMNS if row.get(name) is not None), None)
     if column is not None:
         return gold_of(row[column], column)
-    truth = _truth(row)
-    return None if truth is None else gold_of(truth, "reward_model.ground_truth")
+    if _truth(row) is not None:
+        return gold_in_rule(row["reward_model"])
+    return (final_answer(response) if isinstance(response, str) else None) or ""
+
+
+def gold_in_rule(rule: Any) -> Gold | Unread:
+    """The gold answer, or answers, in the column `reward_model` of verl's rows."""
+    if not isinstance(rule, Mapping):
+        why = f"column 'reward_model': expected {{'ground_truth': ...}}, got {shown(rule)}"
+        return Unread(rule, why)
+    return gold_of(rule.get("ground_truth"), "reward_model.ground_truth")
 
 
 def _truth(row: Row) -> Any:
-    """The gold answer as verl's rows have it, in `reward_model`; None without one."""
+    """What verl's rows have as gold answer, in `reward_model`; None without it."""
     rule = row.get("reward_model")
     return rule.get("ground_truth") if isinstance(rule, Mapping) else None
 
 
 def _read(row: Row) -> Example:
-    prompt, gold = read_prompt(row), gold_of_row(row) or ""
-    return Example(prompt, gold, _completion(row), others(row, "prompt"))
+    return Example(read_prompt(row), gold_of_row(row), _completion(row), others(row, "prompt"))
 
 
-def _completion(row: Row) -> str | None:
+def _completion(row: Row) -> str | Unread | None:
     """The demonstration in the column `completion`; None without one."""
-    completion, response = row.get("completion"), None
-    if isinstance(completion, str):
-        response = completion
-    elif completion is not None:
-        turns = messages_of(completion, "completion")
-        if len(turns) != 1:
-            raise RowError(
-                "column 'completion': expected text or one message of the assistant, got "
-                f"{shown(completion)}"
-            )
-        response = turns[0]["content"]
-    return response
+    completion = row.get("completion")
+    if completion is None or isinstance(completion, str):
+        return completion
+    return unless_unread(_one_turn, completion, "completion")
+
+
+def _one_turn(completion: Any, column: str) -> str:
+    """The content of a conversation of one message."""
+    turns = messages_of(completion, column)
+    if len(turns) != 1:
+        raise RowError(
+            f"column {column!r}: expected text or one message of the assistant, got "
+            f"{shown(completion)}"
+        )
+    return turns[0]["content"]
 
 
 TASK = Layout(
@@ -104,7 +119,9 @@ def keyed(prompt_key: str | None, answer_key: str | None) -> Layout:
     def read(row: Row) -> Example:
         key = prompt_key or next((name for name in PROMPT_COLUMNS if row.get(name) is not None), "")
         key = key or PROMPT_COLUMNS[0]
-        prompt, response = _split(_value_of(row, key, "data.prompt_key"), key)
+        prompt, response = _value_of(row, key, "data.prompt_key"), None
+        if not isinstance(prompt, str):
+            prompt, response = split_response(prompt, key)
         prompt = read_prompt({key: prompt}, key)
         if answer_key is not None:
             answer = _value_of(row, answer_key, "data.answer_key")
@@ -112,7 +129,7 @@ def keyed(prompt_key: str | None, answer_key: str | None) -> Layout:
             if response is None and isinstance(answer, str):
                 response = answer
         else:
-            gold = gold_of_row(others(row, key)) or final_answer(response or "") or ""
+            gold = gold_of_row(others(row, key), response)
         completion = _completion(row)
         response = response if completion is None else completion
         columns, truth = others(row, key), _truth(row)
@@ -127,16 +144,6 @@ def keyed(prompt_key: str | None, answer_key: str | None) -> Layout:
         recognises=lambda columns: True,
         read=read,
     )
-
-
-def _split(prompt: Any, key: str) -> tuple[Any, str | None]:
-    """Splits the assistant's last message off a conversation; None in its place without one."""
-    if isinstance(prompt, str):
-        return prompt, None
-    conversation = messages_of(prompt, key)
-    if len(conversation) > 1 and conversation[-1]["role"] == "assistant":
-        return conversation[:-1], conversation[-1]["content"]
-    return prompt, None
 
 
 def _value_of(row: Row, key: str, setting: str):
