@@ -615,13 +615,13 @@ def _apply(schema: _Schema, merged: DictConfig, raw: dict[str, Any], source: str
                     f"{inside}=..., got {value if isinstance(value, str) else show(value)}"
                 )
         else:
-            refers = source != "command line" and "${" in str(value)
-            try:
-                value = value if refers else check(key, value)
-            except ValueProblem as error:
-                raise ConfigError(f"{source}: {name}: {error}") from error
-            if isinstance(value, str) and not refers:
-                value = value.replace("${", "\\${")  # text, and no reference to another key
+            of_file = source != "command line"
+            if not (of_file and _refers(value)):
+                try:
+                    value = check(key, unescaped(value) if of_file else value)
+                except ValueProblem as error:
+                    raise ConfigError(f"{source}: {name}: {error}") from error
+                value = escaped(value)
             if value == {}:
                 emptied.append(name)
         _put(layer, name, value)
@@ -632,6 +632,37 @@ def _apply(schema: _Schema, merged: DictConfig, raw: dict[str, Any], source: str
         return merged
     except OmegaConfBaseException as error:
         raise ConfigError(_type_message(schema, error, source)) from error
+
+
+def escaped(value: Any) -> Any:
+    """A value as a file holds it: with no text that refers to another key (`${KEY}`)."""
+    return _with_texts(value, lambda text: _REFERENCE.sub(lambda m: rf"{m[1] * 2}\${{", text))
+
+
+def unescaped(value: Any) -> Any:
+    """The value of which `escaped` makes a given one."""
+    return _with_texts(
+        value, lambda text: _REFERENCE.sub(lambda m: m[1][: len(m[1]) // 2] + "${", text)
+    )
+
+
+def _refers(value: Any) -> bool:
+    """Whether a value in a file refers to another key."""
+    found = []
+    _with_texts(value, lambda text: found.extend(_REFERENCE.findall(text)) or text)
+    return any(len(backslashes) % 2 == 0 for backslashes in found)
+
+
+def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """A value with all texts in it changed, except for keys of mappings."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: _with_texts(each, change) for name, each in value.items()}
+    return [_with_texts(each, change) for each in value] if isinstance(value, list) else value
+
+
+_REFERENCE = re.compile(r"(\\*)\$\{")  # to another key, after an even number of backslashes
 
 
 def _flatten(node: Any, sections: dict[str, bool], prefix: str = "") -> Iterator[tuple[str, Any]]:

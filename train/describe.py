@@ -36,7 +36,7 @@ import jax
 from omegaconf import OmegaConf
 
 from specjax import schema
-from specjax.command_line import arguments_of
+from specjax.command_line import arguments_of, escaped
 from specjax.hub import portable
 from specjax.parallel import distributed
 from specjax.versions import installed
@@ -99,7 +99,7 @@ def describe_run(
         "model": None if model is None else portable(model),
     }
     _replace(out / RUN_FILE, json.dumps([*starts, entry], indent=1) + "\n")
-    _replace(out / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(settings)))
+    _replace(out / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(escaped(settings))))
 
 
 def settings_of(cfg: Any) -> dict[str, Any]:

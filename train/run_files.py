@@ -94,6 +94,8 @@ def read_config(run: Path) -> dict[str, Any]:
     import yaml
     from omegaconf import OmegaConf
 
+    from specjax.command_line import unescaped
+
     try:
         settings = OmegaConf.to_container(OmegaConf.load(path))
     except (yaml.YAMLError, ValueError, OSError) as error:  # OSError: neither mapping nor list
@@ -102,7 +104,7 @@ def read_config(run: Path) -> dict[str, Any]:
         raise RunFileError(
             f"{path}: expected settings in sections, got {type(settings).__name__}; {_AWAY}"
         )
-    return settings
+    return unescaped(settings)
 
 
 def check_files(run: Path) -> None:

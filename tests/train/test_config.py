@@ -332,6 +332,15 @@ def test_the_text_of_a_text_is_taken_as_it_stands(text, value):
     assert nullable == (value if text else None)
 
 
+def test_text_with_an_escaped_reference_is_checked_as_text(tmp_path, capsys):
+    file = tmp_path / "c.yaml"
+    file.write_text("template: 'Solve \\${max_batch}, ${max_batch}'\nmax_batch: 4")
+    assert load_config(Words, ["--config", str(file)]).template == "Solve ${max_batch}, 4"
+    file.write_text("base: {n: '\\${max_batch}'}")
+    said = _error(capsys, "--config", str(file), schema=Words)
+    assert "c.yaml: base.n: expected a whole number (int), got '${max_batch}'" in said
+
+
 @pytest.mark.parametrize(
     "argv", [["max_batch=5", "--max-batch", "4"], ["--max_batch=5", "max-batch=4"]]
 )

@@ -4,11 +4,17 @@ import hashlib
 import json
 import shutil
 import subprocess
+import tempfile
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from specjax.command_line import parse_config
+from train import describe
 from train.describe import PACKAGES, changed, code, describe_run, git_state, settings_of
 from train.run_files import read_starts
 from train.schema import RLConfig, SFTConfig
@@ -74,6 +80,41 @@ def test_the_written_config_gives_the_same_settings_again(program, argv, tmp_pat
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(settings_of(cfg)))
     assert parse_config(program, ["--config", str(file)])[0] == cfg
+
+
+def _none(*_) -> dict:
+    return {}
+
+
+TEXTS = st.text(st.sampled_from("$${{}}\\\\ab10e.'\"\n\t :,#[]-?~é"), max_size=12)
+
+
+@given(text=TEXTS, inner=TEXTS)
+@example(text="${question}$", inner="\\${")
+@example(text="\\\\${a} ${b", inner="1e5")
+@settings(max_examples=25, deadline=None)
+def test_any_text_of_a_setting_is_read_back_from_the_files_of_a_run(text, inner):
+    several, path = [inner + ".", text + "."], f"x{text}"
+    shown = json.dumps(several, ensure_ascii=False)
+    typed = {
+        "out": json.dumps(path, ensure_ascii=False),
+        "rollout.stop": shown,
+        "data.dataset_args": f"{{a: {shown}}}",
+        "eval.sets": f"{{x: {{path: {json.dumps(path, ensure_ascii=False)}}}}}",
+        "data.prompt_template": "Solve ${question}$.",
+        "data.task": "reasoning_gym",
+        "data.dataset": "x",
+    }
+    cfg = parse_config(RLConfig, [f"{key}={value}" for key, value in typed.items()])[0]
+    assert cfg.out == cfg.eval.sets["x"].path == path
+    assert cfg.rollout.stop == cfg.data.dataset_args["a"] == several
+    assert cfg.data.prompt_template == "Solve ${question}$."
+    unasked = dict.fromkeys(("data_files", "versions", "machine", "code"), _none)
+    with tempfile.TemporaryDirectory() as folder, mock.patch.multiple(describe, **unasked):
+        for resumed in (False, True):
+            describe_run(Path(folder), cfg, "train.rl", None, 1, resumed)
+        assert read_starts(Path(folder))[1]["changed"] == {}
+        assert parse_config(RLConfig, ["--config", f"{folder}/config.yaml"])[0] == cfg
 
 
 def test_changed_settings_are_named_by_their_keys():
