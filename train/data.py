@@ -213,14 +213,35 @@ def read_table(path: str | Path | Sequence[str], task: Task, duplicates: str = "
       ValueError: there are no rows, or the task cannot read one; the message names it.
     """
     files = find_files(str(path) if isinstance(path, Path) else path)
-    stamps = [file.stat() if file.is_file() else None for file in files]
-    stamp = tuple(status and (status.st_mtime_ns, status.st_size) for status in stamps)
-    return _read_table(tuple(map(str, files)), stamp, task, duplicates)
+    stamps = tuple(map(_stamp, files))
+    return _read_table(tuple(map(str, files)), stamps, _Identity(task), duplicates)
+
+
+def _stamp(file: Path) -> tuple[int, int] | None:
+    """Changes with the content of a file; None if there is none that can be read."""
+    try:
+        status = file.stat()
+    except OSError:  # which reading the file will say
+        return None
+    return status.st_mtime_ns, status.st_size
+
+
+class _Identity:
+    """A task that equals itself alone, for a user's own need not be hashable."""
+
+    def __init__(self, task: Task):
+        self.task = task
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self.task is other.task
+
+    def __hash__(self) -> int:
+        return id(self.task)
 
 
 @functools.lru_cache(maxsize=2)  # for both splits of a file, or two files
-def _read_table(paths: tuple[str, ...], stamp: Any, task: Task, duplicates: str) -> Table:
-    examples, seen, repeated = [], {}, 0
+def _read_table(paths: tuple[str, ...], stamps: Any, identity: _Identity, duplicates: str) -> Table:
+    task, examples, seen, repeated = identity.task, [], {}, 0
     for place, row in read_rows(paths):
         try:
             example = dataclasses.replace(task.read(row), row=row)

@@ -1,5 +1,6 @@
 """Rows of every task and file format, what the model sees of them, and what is refused."""
 
+import dataclasses
 import gzip
 import json
 import shutil
@@ -487,6 +488,34 @@ def test_a_task_of_ones_own_is_named_by_its_path(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             problems(config(tmp_path / "rows.jsonl", [row], task=task), "train")
+
+
+@dataclasses.dataclass
+class Riddles:
+    """A task of one's own that is not hashable, as a dataclass that is not frozen."""
+
+    name: str = "riddles"
+    columns: str = "riddle"
+    reward: str = "exact"
+    template: str = "{question}"
+
+    def recognises(self, columns) -> bool:
+        return "riddle" in columns
+
+    def read(self, row) -> Example:
+        return Example(row["riddle"], row["word"])
+
+
+RIDDLES = Riddles()
+
+
+def test_a_task_need_not_be_hashable(tmp_path):
+    cfg = config(tmp_path / "rows.jsonl", [{"riddle": "a", "word": "b"}], task="test_tasks:RIDDLES")
+    (tmp_path / "held.jsonl").write_bytes(lines([{"riddle": "d", "word": "e"}]))
+    assert [problem.answer for problem in problems(cfg, "train")] == ["b"]
+    table = data.read_table(cfg.path, RIDDLES)
+    assert data.read_table(cfg.path, RIDDLES) is table, "it is read once"
+    assert data.read_table(cfg.path, Riddles()) is not table
 
 
 def test_each_task_knows_its_own_columns_first():
