@@ -16,6 +16,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import os
 import re
 import sys
 import typing
@@ -574,9 +575,9 @@ def _put(nested: dict[str, Any], name: str, value: Any) -> None:
 def _find(config: str) -> Path:
     """The path of a config file: the file itself, or a file that specjax ships."""
     path = find_shipped(config)
-    if path.is_file():
+    if os.path.isfile(path):
         return path
-    found = "a directory, not a file," if path.is_dir() else "no file"
+    found = "a directory, not a file," if os.path.isdir(path) else "no file"
     shipped = {path.name for root in roots() for path in (root / "configs").glob("*.yaml")}
     known = f"; shipped: {', '.join(f'configs/{name}' for name in sorted(shipped))}"
     raise ConfigError(f"--config: {found} {config}{known if shipped else ''}")
@@ -588,6 +589,9 @@ def _file(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         detail = " ".join(str(error).split())
         raise ConfigError(f"{path} is not valid YAML: {detail}") from error
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(f"--config: {path} cannot be read ({why}); name another file") from error
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):

@@ -52,7 +52,7 @@ def find_model(name: str | Path, revision: str | None = None, weights: bool = Tr
       CheckpointError: the model cannot be downloaded; one line says why.
     """
     local = find_shipped(os.path.expanduser(name))
-    if local.exists():
+    if os.path.exists(local):  # as `Path.exists`, except that it raises nothing
         if revision is not None:
             raise CheckpointError(
                 f"revision {revision!r} belongs to a Hugging Face id, and {name} is a local path; "

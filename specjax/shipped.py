@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from pathlib import Path
 
 
 def find_shipped(name: str | Path) -> Path:
     """The file or directory `name` itself, else the shipped one; `name` unchanged if neither."""
-    return next((root / name for root in roots() if (root / name).exists()), Path(name))
+    places = (root / name for root in roots())
+    return next((place for place in places if os.path.exists(place)), Path(name))
 
 
 def roots() -> list[Path]:

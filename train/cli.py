@@ -18,6 +18,7 @@ from specjax.parallel.distributed import DistributedError
 from train.reward_workers import WorkerError
 from train.run_files import METRICS_FILE, RunFileError, check_files
 from train.scoring import RewardsFailedError
+from train.tasks.files import InputFileError
 
 # Errors of a user's mistake, a missing package or a damaged file: printed without traceback.
 USER_ERRORS = (
@@ -28,6 +29,7 @@ USER_ERRORS = (
     DistributedError,
     InvalidLogitsError,
     FileNotFoundError,
+    InputFileError,
     ModuleNotFoundError,
     RewardsFailedError,
     RunFileError,

@@ -41,7 +41,7 @@ from specjax.hub import portable
 from specjax.parallel import distributed
 from specjax.versions import installed
 from train.run_files import CONFIG_FILE, RUN_FILE, read_config, read_starts
-from train.tasks.files import find_files
+from train.tasks.files import find_files, open_file
 
 PACKAGES = (
     "specjax",
@@ -205,7 +205,7 @@ def data_files(cfg: Any) -> list[dict[str, Any]]:
     found = []
     for setting, paths in named.items():
         for file in find_files(paths) if paths else []:
-            with file.open("rb") as stream:
+            with open_file(file) as stream:
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
             size = file.stat().st_size
             found.append({"setting": setting, "file": str(file), "bytes": size, "sha256": digest})

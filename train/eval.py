@@ -25,6 +25,7 @@ if __name__ == "__main__":  # Ctrl-C from here on
 import dataclasses
 import datetime
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -376,7 +377,7 @@ def _own_config(argv: Sequence[str]) -> list[str]:
     named = [argument.partition("=")[2] for argument in argv if argument.startswith("model=")]
     named += [argument.partition("=")[2] for argument in argv if argument.startswith("--model=")]
     named += [argv[i + 1] for i, name in enumerate(argv[:-1]) if name == "--model"]
-    found = [path for path in (Path(name) / CONFIG_FILE for name in named) if path.is_file()]
+    found = [path for name in named if os.path.isfile(path := Path(name) / CONFIG_FILE)]
     return ["--config", str(found[-1])] if found else []
 
 

@@ -1,9 +1,11 @@
 """The command line of every program: what it accepts, what it says when it does not."""
 
 import copy
+import errno
 import functools
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -231,6 +233,18 @@ def test_a_wrong_file_is_one_clear_message_and_status_2(tmp_path, capsys, conten
     assert expected in _error(capsys, "--config", str(file))
 
 
+def test_a_file_that_the_system_does_not_let_be_read_is_one_message(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "c.yaml"
+    file.write_text("steps: 3")
+
+    def read_text(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    said = _error(capsys, "--config", str(file))
+    assert f"--config: {file} cannot be read (Permission denied)" in said
+
+
 def test_numbers_and_strategies_are_read_as_they_are_written(tmp_path):
     """YAML 1.1 takes 4_1_5 for 415 and 1e-3 for text."""
     file = tmp_path / "c.yaml"
@@ -261,6 +275,7 @@ def test_an_empty_file_means_the_defaults(tmp_path):
 
 def test_a_missing_file_and_a_missing_required_key_are_named(capsys):
     assert "no file nowhere.yaml" in _error(capsys, "--config", "nowhere.yaml")
+    assert f"no file {'long' * 100}" in _error(capsys, "--config", "long" * 100)
     assert "required keys ['model']" in _error(capsys, schema=NeedsModel)
     assert load_config(NeedsModel, ["model=here"]).model == "here"
 

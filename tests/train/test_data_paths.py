@@ -1,7 +1,10 @@
 """Directories, lists and patterns of files, folders of `datasets.save_to_disk`, columns by name."""
 
+import errno
 import gzip
 import json
+import os
+import pathlib
 import sys
 
 import pyarrow
@@ -9,7 +12,8 @@ import pyarrow.parquet
 import pytest
 
 from specjax.command_line import parse_config
-from train import data, data_report
+from train import data, data_report, draft, rl, sft
+from train import eval as evaluate
 from train.inputs import describe_data
 from train.schema import DataConfig, RLConfig, SFTConfig
 from train.scoring import Scorer
@@ -201,6 +205,53 @@ def test_a_damaged_arrow_file_is_one_message(tmp_path):
     path.write_bytes(arrow(PROBLEMS)[:-400])
     with pytest.raises(ValueError, match="rows.arrow: the Arrow file is damaged .*fetch it again"):
         data.problems(DataConfig(path=str(path)), "train")
+
+
+def named_by(program, path, policy, out) -> list[str]:
+    """Arguments of a program that is to read rows from a path."""
+    if program is data_report:
+        return [str(path), "--model", str(policy)]
+    if program is evaluate:
+        return [f"model={policy}", f"eval.sets.x.path={path}", f"out={out}"]
+    of_program = {
+        rl: [f"model={policy}"],
+        sft: [],
+        draft: [f"model={policy}", "rollout.max_tokens=64", "rollout.max_prompt_tokens=64"],
+    }
+    return [*of_program[program], f"data.path={path}", f"out={out}"]
+
+
+@pytest.mark.parametrize("program", [rl, sft, draft, evaluate, data_report])
+@pytest.mark.parametrize("kind", ["a loop", "a long name", "a pipe", "no access"])
+def test_rows_that_the_system_does_not_let_be_read_are_one_message(
+    program, kind, tmp_path, thin_policy, monkeypatch
+):
+    path, said = tmp_path / "rows.jsonl", "cannot be read ("
+    if kind == "a loop":
+        path.symlink_to(path)
+    elif kind == "a long name":
+        path = tmp_path / ("rows" * 100)
+    elif kind == "a pipe":
+        said = "expected a file, which is read more than once, got a pipe"
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+        refuse(monkeypatch, path)
+    with pytest.raises(SystemExit) as ended:
+        program.main(named_by(program, path, thin_policy, tmp_path / "run"))
+    assert f"{path}: {said}" in str(ended.value) and "\n" not in str(ended.value)
+
+
+def refuse(monkeypatch, folder) -> None:
+    """Has the system refuse to list a directory, as it does not refuse root."""
+    listed = pathlib.Path.iterdir
+
+    def iterdir(path):
+        if path == folder:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(pathlib.Path, "iterdir", iterdir)
 
 
 # --- columns by name -----------------------------------------------------------------------------

@@ -12,10 +12,11 @@ import io
 import json
 import os
 import re
+import stat
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from specjax.checked_json import pointer_problem
 
@@ -28,6 +29,10 @@ _NO_ROWS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "sta
 _SPLIT = re.compile(r"(?:^|[^a-z])(train|test|valid|validation|dev|eval)(?![a-z])", re.IGNORECASE)
 
 
+class InputFileError(ValueError):
+    """A file or directory that settings name cannot be read; the message says which, and why."""
+
+
 def find_files(paths: str | Sequence[str]) -> list[Path]:
     """The files of rows that a path, or several, stand for, in order.
 
@@ -36,12 +41,16 @@ def find_files(paths: str | Sequence[str]) -> list[Path]:
     `datasets.save_to_disk`. A file that does not exist is returned as it is.
 
     Raises:
+      InputFileError: a directory cannot be read.
       ValueError: a directory has no files of rows, or those of several splits; a pattern matches
         nothing; or a file is named twice.
     """
     found: list[Path] = []
     for path in [paths] if isinstance(paths, str) else paths:
-        found += _files_of(str(path))
+        try:
+            found += _files_of(str(path))
+        except OSError as error:
+            raise _unreadable(path, error) from error
     places = [os.path.abspath(path) for path in found]
     twice = next((p for p, at in zip(found, places, strict=True) if places.count(at) > 1), None)
     if twice is not None:
@@ -51,9 +60,9 @@ def find_files(paths: str | Sequence[str]) -> list[Path]:
 
 def _files_of(text: str) -> list[Path]:
     path = Path(text)
-    if path.is_dir():
+    if os.path.isdir(path):  # as those of pathlib, except that they raise nothing
         return _files_in(path)
-    if path.exists() or not glob.has_magic(text):
+    if os.path.lexists(path) or not glob.has_magic(text):
         return [path]
     matches = sorted(Path(match) for match in glob.glob(text))
     if not matches:
@@ -135,27 +144,56 @@ def read_rows(paths: str | Path | Sequence[str]) -> Iterator[tuple[str, dict[str
 
     Raises:
       FileNotFoundError: a file does not exist.
+      InputFileError: a file cannot be read.
       ValueError: a file has none of the formats, or a row is damaged; and as in `find_files`.
     """
     for path in find_files(str(paths) if isinstance(paths, Path) else paths):
         yield from _read_file(path)
 
 
-def _read_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    if not path.is_file():
+def open_file(path: Path) -> BinaryIO:
+    """Opens a file of rows.
+
+    Raises:
+      FileNotFoundError: it does not exist.
+      InputFileError: it is no regular file, or the system does not let this process read it.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise InputFileError(
+                f"{path}: expected a file, which is read more than once, got "
+                f"{'a directory' if path.is_dir() else 'a pipe or a device'}; write it to a file"
+            )
+        return path.open("rb")
+    except FileNotFoundError as error:
         raise FileNotFoundError(
             f"{path}: no such file; expected rows as {FORMATS} (set data.path and "
             "data.heldout_path)"
-        )
-    with path.open("rb") as file:
-        start = file.read(len(_GZIP))
-        file.seek(0)
-        if problem := pointer_problem(path):
-            raise ValueError(problem)
-        if start.startswith(_GZIP):
-            yield from _unzipped(file, path)
-        else:
-            yield from _rows(file, path)
+        ) from error
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: str | Path, error: OSError) -> InputFileError:
+    return InputFileError(
+        f"{path}: cannot be read ({error.strerror or _one_line(error)}); expected rows as "
+        f"{FORMATS}: name another file, or give this user access to it"
+    )
+
+
+def _read_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with open_file(path) as file:
+        try:
+            start = file.read(len(_GZIP))
+            file.seek(0)
+            if problem := pointer_problem(path):
+                raise ValueError(problem)
+            if start.startswith(_GZIP):
+                yield from _unzipped(file, path)
+            else:
+                yield from _rows(file, path)
+        except OSError as error:  # of a device, or of a file system in a network
+            raise _unreadable(path, error) from error
 
 
 def _unzipped(file, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
