@@ -21,7 +21,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 INTERRUPTED = 130  # the exit status after Ctrl-C, as in shells
 _state = {"prog": "", "imports": False}
@@ -65,8 +64,8 @@ def is_run_as(module: str) -> bool:
     return sys.argv[:1] == ["-m"] and module in sys.orig_argv
 
 
-def run(main: Callable[[], Any]) -> None:
-    """Runs a program whose imports are done, and exits with what it returns.
+def run(main: Callable[[], int | None]) -> None:
+    """Runs a program whose imports are done, and exits with the status that it returns, or 0.
 
     Raises:
       SystemExit: with status 130 after Ctrl-C that the program does not handle itself.

@@ -381,25 +381,30 @@ def _own_config(argv: Sequence[str]) -> list[str]:
     return ["--config", str(found[-1])] if found else []
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """The command `python -m train.eval`; returns the results."""
-    prog, argv = "train.eval", [*map(str, sys.argv[1:] if argv is None else argv)]
-    of_run = _own_config(argv)
+def parse(argv: Sequence[str]) -> EvalConfig:
+    """Returns the settings of a command line; those of a run's `config.yaml` are under them."""
+    of_run = _own_config([*argv])
     cfg, _ = parse_config(
         EvalConfig,
         [*of_run, *argv],
-        prog,
+        "train.eval",
         "Evaluates a policy.",
         require=lambda cfg: cfg.data.require_path(),
     )
     if of_run and "out" not in typed_in(cfg):
         cfg.out = EvalConfig.out  # and not the directory of the run
+    return cfg
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command `python -m train.eval`."""
+    cfg = parse([*map(str, sys.argv[1:] if argv is None else argv)])
     try:
-        return run(cfg)
+        run(cfg)
     except USER_ERRORS as error:
-        sys.exit(f"{prog}: error: {error}")
+        sys.exit(f"train.eval: error: {error}")
     except KeyboardInterrupt:
-        print(f"\n{prog}: interrupted; nothing was written", file=sys.stderr, flush=True)
+        print("\ntrain.eval: interrupted; nothing was written", file=sys.stderr, flush=True)
         sys.exit(INTERRUPTED)
 
 

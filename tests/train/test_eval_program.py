@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from specjax import interrupts
 from specjax.command_line import ConfigError, parse_config
 from train import data, rl
 from train import eval as program
@@ -32,9 +33,12 @@ def test_a_run_in_another_directory_than_the_typed_one_is_named_by_its_own(tmp_p
 @pytest.mark.parametrize(("typed", "out"), [([], "runs/eval"), (["out=there"], "there")])
 def test_results_are_not_written_to_the_directory_of_the_run(tmp_path, monkeypatch, typed, out):
     run = run_directory(tmp_path / "rl", f"out: {tmp_path}/rl\neval: {{problems: 7}}\n")
-    monkeypatch.setattr(program, "run", lambda cfg: cfg)
-    cfg = program.main([f"model={run}", *typed])
-    assert (cfg.out, cfg.eval.problems) == (out, 7)
+    given = []
+    monkeypatch.setattr(program, "run", lambda cfg: given.append(cfg) or {"sets": {}})
+    with pytest.raises(SystemExit) as ended:
+        interrupts.run(lambda: program.main([f"model={run}", *typed]))
+    assert not ended.value.code, "what a program returns is its exit status"
+    assert [(cfg.out, cfg.eval.problems) for cfg in given] == [(out, 7)]
 
 
 @pytest.mark.parametrize(
