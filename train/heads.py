@@ -489,7 +489,8 @@ def head_loss(
       draft: settings of the head's training.
       rollout: transforms of the rollout, or its temperature.
       head_params: parameters of the head.
-      policy: parameters from `frozen_policy_parts`, without gradient.
+      policy: parameters from `frozen_policy_parts`, without gradient: those that the head drafts
+        with. In RL they are one update newer than those that `states` are from.
       batch: packed micro-batch [R S].
       states: states of the policy before the final norm, followed by those of `inner_taps`, without
         gradient.

@@ -567,10 +567,11 @@ class Trainer:
         return placed
 
     def _update_draft(self, batches, states, metrics: dict) -> None:
-        """Trains the head on the update's states, with the updated embedding and lm_head.
+        """Trains the head on the update's states, with the updated embedding, norm and lm_head.
 
-        The states are those of the old policy; the head will draft with the new embedding and
-        lm_head.
+        The states are those of the old policy; the head will draft with the new matrices. The
+        target of the loss then lies between the rollout's distribution and the next policy's, and
+        nearer to the latter than the rollout's does: docs/training.md has the distances.
         """
         if not batches:  # every group was dropped
             return
