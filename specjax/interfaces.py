@@ -1122,7 +1122,7 @@ class Denominators(NamedTuple):
 
     Attributes:
       tokens: number of loss tokens.
-      samples: number of samples.
+      samples: number of samples, those included that are left out of training as truncated.
     """
 
     tokens: np.float32

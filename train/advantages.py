@@ -12,7 +12,7 @@ The objective's `advantages` get these rewards. One that has the method
 gets rewards without KL, the loss mask of each response [tokens], and kl_coef * kl_t [tokens], zero
 outside of the loss: so REINFORCE++ has an advantage per token. With `mask_truncated` samples that
 reached `rollout.max_tokens` are in none of the micro-batches; their rewards, less their KL, still
-count for the others of their group.
+count for the others of their group, and they count among the samples that the loss is divided by.
 """
 
 from __future__ import annotations

@@ -82,7 +82,8 @@ class AlgoSection:
       overlong_buffer_len: number of tokens before rollout.max_tokens over which a penalty of long
         responses rises from 0; below 1 a share of rollout.max_tokens, and 0 is no penalty (DAPO).
       overlong_penalty_factor: penalty of a response of rollout.max_tokens.
-      mask_truncated: whether samples that reached rollout.max_tokens are left out of training.
+      mask_truncated: whether samples that reached rollout.max_tokens are left out of training; they
+        still count where the loss is divided by a number of samples (as in TRL).
       use_bias_correction_kl: whether KL in the loss is multiplied by the ratio of the token, which
         has its gradient there (TRL's name, and its default).
       entropy_coeff: weight of the entropy of the policy's distributions, which is subtracted from

@@ -54,14 +54,23 @@ _COMMON = (
 )  # fmt: skip
 
 
-def count_denominators(batches: Iterable[Mapping[str, np.ndarray]]) -> Denominators:
-    """Counts loss tokens, and samples that have any, over all micro-batches of one update."""
-    tokens = samples = 0
+def count_denominators(
+    batches: Iterable[Mapping[str, np.ndarray]], samples: int | None = None
+) -> Denominators:
+    """Counts loss tokens and samples over all micro-batches of one update.
+
+    Args:
+      batches: packed arrays `loss_mask` and `segment_ids`.
+      samples: number of samples of the update, for some may be in no micro-batch; None counts those
+        that have loss tokens.
+    """
+    tokens = found = 0
     for batch in batches:
         mask = np.asarray(batch["loss_mask"]) > 0
         segments = np.asarray(batch["segment_ids"])
         tokens += int(mask.sum())
-        samples += sum(len(np.unique(row[on])) for row, on in zip(segments, mask, strict=True))
+        found += sum(len(np.unique(row[on])) for row, on in zip(segments, mask, strict=True))
+    samples = found if samples is None else samples
     return Denominators(np.float32(max(tokens, 1)), np.float32(max(samples, 1)))
 
 

@@ -490,13 +490,12 @@ class Trainer:
                 "algo.logprobs=processed scores a sample as one response, and there are some with "
                 "tokens that the policy did not sample; set algo.logprobs=temperature"
             )
-        shards = np.array_split(np.arange(len(samples)), cfg.algo.updates_per_rollout)
-        updates = [
-            pack([samples[i] for i in shard], cfg.packing.row_length, cfg.packing.rows)
-            for shard in shards
-            if len(shard)
-        ]
-        denominators = [count_denominators(batches) for batches in updates]
+        updates, denominators = [], []
+        for shard in np.array_split(np.arange(len(responses)), cfg.algo.updates_per_rollout):
+            if own := [sample for sample in samples if sample.sample_id in shard]:
+                updates.append(pack(own, cfg.packing.row_length, cfg.packing.rows))
+                # Samples that are masked as truncated count, as in TRL.
+                denominators.append(count_denominators(updates[-1], len(shard)))
         updates = [[self._scored(batch) for batch in batches] for batches in updates]
         jax.block_until_ready(updates)
         all_batches, all_states, total, started = [], [], {}, time.perf_counter()

@@ -4,8 +4,9 @@
 
 Random weights of a Llama of one layer, fixed prompts and completions, advantages, and old
 log-probabilities so far from the model's that clipping occurs. For each objective: TRL's loss and
-its gradient in every parameter, in the file layout of the weights. `versions.json` has the versions
-that made them, and the settings of TRL's configuration.
+its gradient in every parameter, in the file layout of the weights. `trl.json` has the versions that
+made them, and the settings of TRL's configuration. With `mask_truncated_completions` the completion
+of the largest length is masked, as TRL does where it generates completions.
 """
 
 import importlib.metadata
@@ -42,6 +43,10 @@ CASES = {
     "kl": {**DAPO, "beta": BETA, "use_bias_correction_kl": False},
     "kl_corrected": {**DAPO, "beta": BETA, "use_bias_correction_kl": True},
     "entropy": {**DAPO, "entropy_coef": 0.05},
+}
+CASES |= {
+    f"{name}_truncated": {**CASES[name], "mask_truncated_completions": True}
+    for name in ("grpo", "dr_grpo", "dapo")
 }
 
 
@@ -123,7 +128,7 @@ def main():
     model = transformers.LlamaForCausalLM.from_pretrained(FOLDER)
     inputs = {name: torch.as_tensor(value) for name, value in given.items()}
     inputs["prompt_mask"] = torch.ones_like(inputs["prompt_ids"])
-    inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
+    is_truncated = torch.as_tensor(LENGTHS)[:, None] == MAX_TOKENS
     losses = {}
     for name, settings in CASES.items():
         with tempfile.TemporaryDirectory() as folder:
@@ -132,6 +137,9 @@ def main():
         trainer.current_gradient_accumulation_steps = 1
         model.zero_grad()
         own = dict(inputs)
+        if trainer.mask_truncated_completions:
+            own["completion_mask"] = own["completion_mask"] * ~is_truncated
+        own["num_items_in_batch"] = own["completion_mask"].sum()
         if not trainer.beta:
             del own["ref_per_token_logps"]
         loss = trainer.compute_loss(trainer.model, own)

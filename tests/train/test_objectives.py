@@ -4,12 +4,11 @@ Log-probabilities are random and far enough from the old ones that every clip is
 are central differences of the reference, in which parts without gradient are a copy, `fixed`.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from reference_loss import Scored, differences, loss_of
 
 from train.algo import algo
 from train.loss import count_denominators, finalize_metrics, policy_loss
@@ -19,19 +18,6 @@ from train.packing import Sample, pack
 PROMPTS, GROUP, LENGTH = 2, 3, 40
 REWARDS = np.array([[1.0, 0.0, 0.5], [0.0, 0.0, 2.0]])
 SCALE = 7  # of `loss_aggregation=constant`
-
-
-@dataclasses.dataclass
-class Scored:
-    """The numbers of one sample's response, float64, an array for each token."""
-
-    new: np.ndarray
-    old: np.ndarray
-    behaviour: np.ndarray
-    ref: np.ndarray
-    entropy: np.ndarray
-    mask: np.ndarray
-    advantage: np.ndarray
 
 
 def scored(cfg, seed=0):
@@ -50,92 +36,18 @@ def scored(cfg, seed=0):
     return found
 
 
-def clipped(ratio, s, cfg):
-    low, high = 1 - cfg.clip_ratio, 1 + cfg.clip_ratio_high
-    value = -np.minimum(ratio * s.advantage, np.clip(ratio, low, high) * s.advantage)
-    if cfg.clip_ratio_c is not None:
-        bounded = np.minimum(value, -cfg.clip_ratio_c * s.advantage)
-        value = np.where(s.advantage < 0, bounded, value)
-    return value
+def computed(samples, cfg, masked=0):
+    """Loss, gradient in each sample's tokens and metrics of `policy_loss`, in packed rows.
 
-
-def by_token(s, fixed, cfg):
-    return clipped(np.exp(s.new - s.old), s, cfg)
-
-
-def by_sequence(s, fixed, cfg):
-    def mean(x):
-        return (x * s.mask).sum() / s.mask.sum()
-
-    if cfg.importance_sampling_level == "sequence":
-        return clipped(np.exp(mean(s.new - s.old)), s, cfg)
-    return clipped(np.exp(mean(fixed - s.old)) * np.exp(s.new - fixed), s, cfg)
-
-
-def weighed(s, fixed, cfg):
-    ratio = np.exp(fixed - s.old)
-    weight = np.clip(ratio, 1 - cfg.clip_ratio, 1 + cfg.clip_ratio_high)
-    return -weight * s.advantage * s.new
-
-
-PER_TOKEN = {
-    "grpo": by_token,
-    "gspo": by_sequence,
-    "cispo": weighed,
-    "rloo": by_token,
-    "reinforce_pp": by_token,
-}
-
-
-def reference(samples, cfg, fixed):
-    """The loss, of which `fixed` are the log-probabilities that have no gradient."""
-    tokens = sum(s.mask.sum() for s in samples)
-    total = 0.0
-    for s, kept in zip(samples, fixed, strict=True):
-        value = PER_TOKEN[cfg.objective](s, kept, cfg)
-        if cfg.tis:
-            off = s.old - s.behaviour
-            if cfg.tis_level == "sequence":
-                off = np.full_like(off, (off * s.mask).sum())
-            value = value * np.minimum(np.exp(off), cfg.tis_cap)
-        d = s.new - s.ref
-        kl = {"k1": d, "k2": d**2 / 2, "k3": np.exp(-d) + d - 1}[cfg.kl_loss_type]
-        if cfg.use_bias_correction_kl:
-            kl = kl * np.exp(s.new - s.old)
-        value = value + cfg.kl_loss_coef * kl - cfg.entropy_coeff * s.entropy
-        weight = {
-            "token": 1 / tokens,
-            "sequence": 1 / (s.mask.sum() * len(samples)),
-            "constant": 1 / (SCALE * len(samples)),
-        }[cfg.loss_aggregation]
-        total += weight * (value * s.mask).sum()
-    return total
-
-
-def differences(samples, cfg, step=1e-6):
-    """The gradient of the reference in each sample's tokens."""
-    fixed, found = [s.new.copy() for s in samples], []
-    for s in samples:
-        gradient = np.zeros_like(s.new)
-        for t in range(len(s.new)):
-            ends = []
-            for sign in (1, -1):
-                s.new[t] += sign * step
-                ends.append(reference(samples, cfg, fixed))
-                s.new[t] -= sign * step
-            gradient[t] = (ends[0] - ends[1]) / (2 * step)
-        found.append(gradient)
-    return found
-
-
-def computed(samples, cfg):
-    """Loss, gradient in each sample's tokens and metrics of `policy_loss`, in packed rows."""
+    `masked` further samples of the update are in no row.
+    """
     packed = [
         Sample(i, [1, 2], [3] * len(s.new), s.behaviour, s.old, s.advantage, loss_mask=s.mask)
         for i, s in enumerate(samples)
     ]
     batches = pack(packed, LENGTH, 1)
-    counts, total, gradients, sums = count_denominators(batches), 0.0, {}, {}
+    counts = count_denominators(batches, len(samples) + masked)
+    total, gradients, sums = 0.0, {}, {}
     for batch in batches:
         at = {
             i: np.where((batch["sample_ids"] == i) & (batch["positions"] >= 2))
@@ -208,7 +120,7 @@ def test_loss_and_gradient_are_those_of_the_numpy_reference(case):
     cfg = algo(objective, **settings)
     samples = scored(cfg)
     loss, gradients, metrics = computed(samples, cfg)
-    assert loss == pytest.approx(reference(samples, cfg, [s.new for s in samples]), rel=2e-5)
+    assert loss == pytest.approx(loss_of(samples, cfg, [s.new for s in samples]), rel=2e-5)
     for (gradient, _), wanted in zip(gradients, differences(samples, cfg), strict=True):
         np.testing.assert_allclose(gradient, wanted, rtol=2e-4, atol=2e-6)
     assert 0 < metrics["clip_fraction"] < 1
@@ -228,6 +140,20 @@ def test_loss_and_gradient_are_those_of_the_numpy_reference(case):
 
 
 NEEDED = {"loss_aggregation": ("loss_",), "kl_loss_coef": ("kl_loss", "use_bias")}
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_masked_samples_count_where_the_loss_is_divided_by_samples(aggregation):
+    scale = {"loss_scale_factor": SCALE} if aggregation == "constant" else {}
+    cfg = algo("grpo", loss_aggregation=aggregation, mask_truncated=True, **scale)
+    *samples, _ = scored(cfg)
+    loss, gradients, _ = computed(samples, cfg, masked=1)
+    fixed = [s.new for s in samples]
+    assert loss == pytest.approx(loss_of(samples, cfg, fixed, masked=1), rel=2e-5)
+    for (gradient, _), wanted in zip(gradients, differences(samples, cfg, masked=1), strict=True):
+        np.testing.assert_allclose(gradient, wanted, rtol=2e-4, atol=2e-6)
+    share = 1 if aggregation == "token" else len(samples) / (len(samples) + 1)
+    assert loss == pytest.approx(share * loss_of(samples, cfg, fixed), rel=2e-5)
 
 
 def test_the_gradient_of_the_entropy_bonus_raises_entropy_by_the_weights_of_tokens():

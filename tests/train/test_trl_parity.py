@@ -41,6 +41,10 @@ CASES = {
     },
     "entropy": {"preset": "dapo", "entropy_coeff": 0.05},
 }
+CASES |= {
+    f"{name}_truncated": CASES[name] | {"mask_truncated": True}
+    for name in ("grpo", "dr_grpo", "dapo")
+}
 
 
 @functools.cache
@@ -101,7 +105,12 @@ def test_loss_and_gradients_are_those_of_trl(name):
     cfg = algo(**CASES[name])
     packed, reference = batch()
     params, (logprobs, entropy), pull = scored()
-    counts = count_denominators([packed])
+    samples = len(inputs()["advantages"])
+    if cfg.mask_truncated:
+        truncated = inputs()["completion_mask"].sum(1) == TRL["max_completion_length"]
+        out = np.isin(packed["sample_ids"], np.flatnonzero(truncated))
+        packed = {**packed, "loss_mask": np.where(out, np.float32(0), packed["loss_mask"])}
+    counts = count_denominators([packed], samples)
     ref = reference if cfg.kl_loss_coef else None
 
     def loss(logprobs, entropy):
