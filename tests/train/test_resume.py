@@ -21,14 +21,16 @@ from train import rl
 from train.log import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
-# Everything that a checkpoint must hold matters here: schedules, the reference policy, a data
-# position that depends on rewards, groups that are carried, and a head that is trained online.
+# Everything that a checkpoint must hold matters here: schedules, a reference policy that has been
+# updated, a data position that depends on rewards, groups that are carried, and a head that is
+# trained online.
 CHANGES = {
     "reward": "tiny_run:rare",
     "algo.max_num_gen_batches": 2,
     "rollout.over_sample": 1.5,
     "rollout.partial": "true",
     "algo.kl_loss_coef": 0.1,
+    "algo.ref_update_steps": 2,
     "optim.warmup_steps": 3,
     "optim.decay_steps": 9,
     "checkpoint.every": 1,
