@@ -32,13 +32,18 @@ SETTINGS = [
     for program, table in TABLES.items()
     for name in sorted({*leaves(program), *table})
 ]
+SETTINGS += [
+    pytest.param(program, name, id=f"{program.__name__}-{objective}-{name}")
+    for objective, program in train_rows.OBJECTIVES.items()
+    for name in sorted(leaves(program).keys() - leaves(RLConfig).keys())
+]
 
 
 @pytest.mark.parametrize(("program", "name"), SETTINGS)
 def test_a_setting_changes_something(program, name):
     __tracebackhide__ = True
     assert name in leaves(program), f"{program.__name__} has no setting {name}; remove its row"
-    row = TABLES[program].get(name)
+    row = TABLES.get(program, train_rows.OF_OBJECTIVES).get(name)
     assert row is not None, f"{program.__name__}.{name} has no row in tests/settings"
     check(program, name, row, LIBRARY, BASE.get(program, {}))
 
@@ -89,6 +94,11 @@ def test_rows_that_show_something_pass():
     check(Program, "used", Reaches(1, lambda cfg: cfg, Program, "used"), library, {})
     check(Program, "off", Refused(1, "nothing here"), library, {})
     check(Program, "used", ReadBy(1, sys.modules[__name__]), library, {})
+
+
+def test_rows_of_settings_that_only_some_objectives_have_are_of_one_of_them():
+    known = {name for program in train_rows.OBJECTIVES.values() for name in leaves(program)}
+    assert train_rows.OF_OBJECTIVES.keys() <= known - leaves(RLConfig).keys()
 
 
 def test_programs_of_equal_settings_are_traced_alike():

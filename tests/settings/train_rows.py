@@ -40,7 +40,8 @@ from specjax.models.transformer import init_params
 from specjax.parallel import distributed
 from specjax.parallel.context import context_of
 from specjax.tokenizer import load_tokenizer, with_tokenizer_end
-from train import collect, data, processes, rl, sft
+from train import collect, data, processes, registry, rl, sft
+from train.algo import with_objective
 from train.evaluation import evaluate, problem_sets
 from train.flops import UpdateSpeed
 from train.groups import Group, GroupStatus, Response, select
@@ -991,3 +992,11 @@ BASE = {
     SFTConfig: {"out": lambda: str(scratch("sft"))},
 }
 TRAIN = {RLConfig: RL, SFTConfig: SFT}
+
+# Settings that `algo` has with some objectives only, and the schemas that they are in.
+OBJECTIVES = {name: with_objective(RLConfig, name) for name in registry.OBJECTIVES.names}
+OF_OBJECTIVES = {
+    "algo.importance_sampling_level": Row("sequence", loss, {"algo.tis": True}),
+    "algo.group_baseline": Row(True, updates, TINY),
+}
+BASE |= dict.fromkeys(OBJECTIVES.values(), BASE[RLConfig])
