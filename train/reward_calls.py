@@ -252,7 +252,7 @@ class RewardCall:
 
 
 def _ignored(task: asyncio.Future) -> None:
-    """Takes the error of a task that nobody awaits, so that asyncio does not log it."""
+    """Takes the error of a task whose result is not wanted, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()
 

@@ -128,7 +128,7 @@ class _Call(concurrent.futures.Future):
     """A call in a thread.
 
     Args:
-      leave: called once, when it has ended or nobody waits for it any more.
+      leave: called once, when it has ended, or was cancelled while it ran.
     """
 
     def __init__(self, leave: Callable[[], None]):

@@ -247,8 +247,10 @@ def choice(response_text: str, answer: str) -> float:
 
 
 # A completion that thinks once, and says something afterwards. Chat templates may write the first
-# tag, so that it is part of the prompt.
-THINKS_FIRST = r"\A\s*(<think>)?((?!</?think>).)+</think>(?=.*\S)((?!</?think>).)+\Z"
+# tag, so that it is part of the prompt. The time is linear in the length of the completion: each
+# repetition ends where the part after it can begin, and nowhere else, so that the text is read
+# twice at most, with the first tag and without it.
+THINKS_FIRST = r"\A(?:\s*<think>)?(?:(?!</?think>).)+</think>(?=\s*\S)(?:(?!</?think>).)+\Z"
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,16 @@ def test_format_wants_thinking_and_then_an_answer(completion, fits):
     assert scorer_of("format")(completion, PROBLEM) == Score(float(fits))
 
 
+def test_format_takes_time_that_grows_with_the_completion():
+    # A pattern that reads a text again from every place would need hours here.
+    size, scorer = 300_000, scorer_of("format")
+    for text in ("\n" * size, " " * size + "<think>", "</think>" * size, "<think>" * size,
+                 "<think>" + " " * size, "x</think>" + "\n" * size, "<" * size):  # fmt: skip
+        assert scorer(text, PROBLEM).value == 0.0
+    assert scorer("\n" * size + "<think>x</think>" + "\n" * size + "7", PROBLEM).value == 1.0
+    assert scorer("\n" * size + "</think>7", PROBLEM).value == 1.0
+
+
 def test_format_takes_a_pattern_of_ones_own():
     scorer = scorer_of("format", pattern=r"\A#### -?\d+\Z")
     values = [scorer(text, PROBLEM).value for text in ("#### 12", "so #### 12", "#### x")]

@@ -86,6 +86,33 @@ def test_an_answer_that_is_endless_is_none():
     assert time.monotonic() - start < 5
 
 
+def test_no_answer_that_is_short_enough_to_be_read_takes_long():
+    # These took seconds each, the third power of their length.
+    for size in range(600, 990, 3):
+        for text in (
+            "(" + "$" * size + "x",
+            "(" + "~" * size + "x",
+            "(" + "$ " * (size // 2) + "x",
+        ):
+            assert number(f"\\boxed{{{text}}}", "5") == 0.0
+    # A box in a box is not copied: there would be a terabyte.
+    assert final_answer("\\boxed{" * 500_000 + "5" + "}" * 500_000) is None
+
+
+def test_choice_reads_texts_of_any_length():
+    size = 100_000
+    letters = {"*" * size: 0, "B" + " ," * size: 1, "B" + ")" * size + "x": 1, "B and " * size: 0}
+    for text, right in {
+        **letters,
+        "(" * size: 0,
+        " " * size + "B": 1,
+        "." * size + "B.": 0,
+    }.items():
+        for written in (text, f"<answer>{text}</answer>", f"so\n{text}"):
+            assert rewards.choice(written, "B") == right
+    assert rewards.choice("<answer>" * size + "B</answer>", "B") == 1.0
+
+
 def test_answers_of_any_length_take_time_that_grows_with_it():
     # Patterns that backtrack over runs of spaces or groups of digits would need hours here.
     size = 100_000

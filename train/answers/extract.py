@@ -18,6 +18,7 @@ _TOKEN = re.compile(
     r"|(?P<escaped>\\.)|(?P<open>\{)|(?P<close>\})",
     re.DOTALL,
 )
+_NOT_SPACE = re.compile(r"\S")
 _TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL | re.IGNORECASE)
 _STATED = re.compile(r"\banswer(?:\s{1,20}is\b|[\s*]{0,20}:)[\s:*=]*", re.IGNORECASE)  # linear
 # A formula in a text, or the end of the statement: of its sentence or line, or before a remark.
@@ -49,13 +50,16 @@ def boxed(text: str) -> str | None:
         elif kind == "open":
             opened.append((token.end(), False))
         elif kind == "bare":
-            found = token["bare"].rstrip(".,;") or found
+            start = token.start("bare")
+            if content := token["bare"].rstrip(".,;"):
+                found = start, start + len(content)
         elif kind == "close" and opened:
             start, is_box = opened.pop()
-            if is_box and (content := text[start : token.start()].strip()):
-                found = content
+            if is_box and _NOT_SPACE.search(text, start, token.start()):
+                found = start, token.start()
     if found is None:
         return None
+    found = text[slice(*found)].strip()
     inner = re.sub(r"\\(?:boxed|fbox)\s*(?=\{)", "", found)
     while inner != found and inner.startswith("{") and inner.endswith("}"):
         found = inner = inner[1:-1].strip()

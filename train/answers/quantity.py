@@ -277,7 +277,7 @@ def read_quantity(text: str) -> Quantity | None:
         return None
     text = without_thousands(_stripped(text))
     currency = next((_CURRENCIES[sign] for sign in text if sign in _CURRENCIES), "")
-    text = re.sub(r"\\?[$€£¢]", " ", text).strip()
+    text = _SPACES.sub(" ", re.sub(r"\\?[$€£¢]", " ", text)).strip()
     percent = _PERCENT.search(text)
     if percent and percent.start():
         text = text[: percent.start()]
@@ -344,7 +344,7 @@ _NUMBER_FORMS = {
     "slash": re.compile(rf"\(?\s*({_DIGITS})\s*\)?\s*/\s*\(?\s*({_DIGITS})\s*\)?", re.ASCII),
     "plain": re.compile(rf"({_DIGITS})", re.ASCII),
 }  # fmt: skip
-_SIGNED = re.compile(r"(?:\(\s*(?P<inner>.*)\s*\)|(?P<sign>[-+]?)\s*(?P<rest>.*))", re.DOTALL)
+_SIGNED = re.compile(r"\((?P<inner>.*)\)|(?P<sign>[-+]?)(?P<rest>.*)", re.DOTALL)
 
 
 def _number(text: str, percent: bool = False, unit: str = "") -> Quantity | None:
