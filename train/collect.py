@@ -55,12 +55,12 @@ from train.objectives.shared import zero_variance_groups
 from train.packing import PackedBatch, Sample, pack
 from train.schema import RLConfig
 from train.scoring import (
+    GoldAnswers,
     SampleFacts,
     Score,
     ScoreOfOne,
     Scorer,
     Scoring,
-    unwinnable,
     zero_reward_example,
 )
 from train.tasks.layout import Problem
@@ -110,6 +110,8 @@ class Rollouts:
             max(algo.max_num_gen_batches, 0),
             group_filter(algo.filter_groups, scorer),
         )
+        self._golds = GoldAnswers(scorer) if cfg.data.unwinnable == "drop" else None
+        self._ahead = 0  # the place before which all gold answers are checked, or being checked
         self.position = 0
         self.carried: list[Group] = []
         self.zero: tuple[str, Problem, bool] | None = None
@@ -209,12 +211,11 @@ class Rollouts:
           ConfigError: many problems in a row cannot be used.
         """
         passed = 100 * self.rule.prompts
-        drop_unwinnable = self.cfg.data.unwinnable == "drop"
         for position in range(self._at, self._at + passed + 1):
             problem = self._order[position]
             ids, why = self._prompts.fit(problem)
             self._dropped[position] = why
-            if ids is not None and not (drop_unwinnable and unwinnable(self._scorer, problem)):
+            if ids is not None and not self._is_dropped(position):
                 self._at = position + 1
                 responses = [Response() for _ in range(self.cfg.rollout.n)]
                 return Group(position, position + 1, step, problem, ids, responses)
@@ -225,6 +226,22 @@ class Rollouts:
             f"{self._scorer.name} cannot be won; raise it, or see `python -m "
             "train.data`"
         )
+
+    def _is_dropped(self, position: int) -> bool:
+        """Whether the problem at this place is left out because its reward cannot be 1.
+
+        Rows after it, as many as two steps begin with, are checked in workers meanwhile.
+        """
+        if self._golds is None:
+            return False
+        if distributed.is_first():
+            end = min(position + 1 + 2 * self.rule.in_flight, len(self._order))
+            for place in range(max(position, self._ahead), end):
+                self._golds.begin(self._order[place])
+            self._ahead = max(end, self._ahead)
+        # A comparison may be late in one process alone, and all have to draw the same rows.
+        lost = functools.partial(self._golds.are_lost, self._order[position])
+        return distributed.of_first(lost, "gold answers")
 
     def _prompt_metrics(self) -> dict[str, float]:
         """The numbers of problems that this step dropped, or cut because of their length."""

@@ -10,7 +10,7 @@ import concurrent.futures
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
@@ -248,6 +248,12 @@ class Scorer:
         """Counts seconds in which nothing was done but to wait for rewards."""
         self._waited += seconds
 
+    def wait_for(self, futures: Collection[Future[Answer]]) -> None:
+        """Waits until these calls of rewards have ended, and counts that as waiting."""
+        started = time.perf_counter()
+        concurrent.futures.wait(futures)
+        self.waited(time.perf_counter() - started)
+
     def took(self, seconds: float) -> None:
         """Counts seconds that a call of a reward took."""
         self._seconds += seconds
@@ -355,10 +361,7 @@ class Scoring:
           train.reward_workers.WorkerError: a worker process cannot be started.
         """
         self.finish()
-        started = time.perf_counter()
-        if waiting := self.futures():
-            concurrent.futures.wait(waiting)
-            self._scorer.waited(time.perf_counter() - started)
+        self._scorer.wait_for(self.futures())
         for future in {id(future): future for future, _ in self._asked.values()}.values():
             self._scorer.took(future.result().seconds)
         found = {}
@@ -476,6 +479,59 @@ def unwinnable(scorer: Scorer, problem: Problem) -> str | None:
         return "the row has no answer"
     by = f" by {', '.join(lost)}" if len(scorer.checked) > 1 else ""
     return shown_gold(problem) + by
+
+
+class GoldAnswers:
+    """Which rows are `unwinnable`, decided once for each, by the workers if there are any.
+
+    Args:
+      scorer: the rewards.
+    """
+
+    def __init__(self, scorer: Scorer):
+        self._scorer = scorer
+        # By the row's index: of each reward that compares answers, those of the gold answers.
+        self._asked: dict[int, list[list[Future[Answer]]]] = {}
+        self._lost: dict[int, bool] = {}
+
+    def begin(self, problem: Problem) -> None:
+        """Has workers check a row of which `are_lost` will be asked; returns at once."""
+        if self._scorer.workers and problem.index not in self._lost:
+            self._ask(problem)
+
+    def are_lost(self, problem: Problem) -> bool:
+        """Whether there is a reward that cannot be 1 for a row; waits for workers.
+
+        A gold answer whose comparison fails, or is ended at its time limit, cannot be won.
+
+        Raises:
+          train.reward_workers.WorkerError: a worker process cannot be started.
+        """
+        if problem.index not in self._lost:
+            asked = self._ask(problem)
+            self._scorer.wait_for({future for each in asked for future in each})
+            del self._asked[problem.index]
+            for future in (future for each in asked for future in each):
+                self._scorer.took(future.result().seconds)
+            won = (any(future.result().outcomes == [1.0] for future in each) for each in asked)
+            self._lost[problem.index] = not all(won)
+        return self._lost[problem.index]
+
+    def _ask(self, problem: Problem) -> list[list[Future[Answer]]]:
+        if problem.index not in self._asked:
+            golds = each_gold(problem.answer)
+            if not any(gold.strip() for gold in golds):
+                golds = ()
+            self._asked[problem.index] = [
+                [
+                    self._scorer.ask(
+                        self._scorer.names.index(name), [reward.write(gold)], [{"answer": gold}]
+                    )
+                    for gold in golds
+                ]
+                for name, reward in self._scorer.checked.items()
+            ]
+        return self._asked[problem.index]
 
 
 def is_hopeless(scorer: Scorer, problem: Problem) -> bool:

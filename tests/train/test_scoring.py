@@ -15,7 +15,7 @@ import tiny_run
 
 from specjax.command_line import ConfigError, parse_config
 from specjax.tokenizer import load_tokenizer
-from train import data_report, rl
+from train import collect, data_report, rewards, rl
 from train.collect import Rollouts
 from train.data import problems
 from train.inputs import Inputs, read_inputs
@@ -393,6 +393,59 @@ def test_rows_that_cannot_be_won_are_dropped_or_kept_by_choice(thin_policy, tmp_
     rollouts.position = rollouts._at
     assert ("five" in drawn) == (choice == "keep")
     assert (rollouts._prompt_metrics()["rollout/prompts_unwinnable"] > 0) == (choice == "drop")
+
+
+def test_rows_to_drop_are_found_in_workers_ahead_of_their_use_and_once(
+    thin_policy, tmp_path, monkeypatch
+):
+    path = tmp_path / "rows.jsonl"
+    lines = [{"problem": f"{i}=", "answer": r"\frac{1}{" if i % 2 else "x+1"} for i in range(40)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    changes = {"data.unwinnable": "drop", "rewards.workers": 1, "rollout.prompts": 2}
+    cfg, inputs = read(thin_policy, path, reward="math_verify", **changes)
+    # The engine's thread compares nothing from here on.
+    monkeypatch.setattr(rewards, "WORKER", None)
+    asked, ask = [], inputs.scorer.ask
+    monkeypatch.setattr(inputs.scorer, "ask", lambda *call: asked.append(call[1][0]) or ask(*call))
+    twice = [inputs.problems[i % len(inputs.problems)] for i in range(2 * len(inputs.problems))]
+    rollouts = Rollouts(cfg, twice, inputs.prompts, (1,), inputs.scorer)
+    rollouts._at = 0
+    try:
+        assert rollouts._draw(1).problem.answer == "x+1"
+        assert len(asked) > rollouts.rule.in_flight, "the rows of the next step, too"
+        kept = sum(problem.answer == "x+1" for problem in twice)
+        assert [rollouts._draw(1).problem.answer for _ in range(kept - 1)] == ["x+1"] * (kept - 1)
+        rollouts.position = len(twice)
+        dropped = rollouts._prompt_metrics()["rollout/prompts_unwinnable"]
+        assert dropped >= len(twice) - kept - 2 and len(asked) == len(inputs.problems)
+        found = inputs.scorer.metrics()
+        assert found["time/reward"] > 0 and found["time/reward_wait"] > 0
+    finally:
+        inputs.scorer.close()
+
+
+@pytest.mark.parametrize(
+    ("reward", "write", "gold", "bad"),
+    [("choice", "The answer is ({})".format, "B", "Paris"),
+     ("math_verify", "so \\boxed{{{}+x}}".format, "x+B", r"\frac{1}{")],
+)  # fmt: skip
+def test_a_run_is_rewarded_for_letters_and_for_equal_formulas(
+    thin_policy, tmp_path, monkeypatch, reward, write, gold, bad
+):
+    path = tmp_path / "rows.jsonl"
+    lines = [{"problem": f"{i}+1=", "answer": bad if i % 4 == 0 else gold} for i in range(40)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(
+        collect.ResponseText, "__call__", lambda self, tokens: write("AB"[len(tokens) % 2])
+    )
+    changes = {"rewards.workers": 1, "data.unwinnable": "drop", "steps": 1, "log.samples": 16}
+    changes = settings(path, reward=reward, **changes)
+    (step,) = run(thin_policy, tmp_path / "run", **changes)
+    samples = [json.loads(x) for x in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 16 and {x["reward"] for x in samples} == {0.0, 1.0}
+    assert all(x["reward"] == (write("B") == x["completion"]) for x in samples)
+    assert step["reward/failed"] == 0 and step["rollout/prompts_unwinnable"] > 0
+    assert step["time/reward"] > 0
 
 
 def test_what_rows_decide_about_rewards_is_said_before_a_run_begins(thin_policy, tmp_path, capsys):
