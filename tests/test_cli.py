@@ -577,6 +577,8 @@ def test_options_of_the_template_come_from_the_command_line_and_from_lines(run, 
     chat = ["--chat", "17+25+8", "--chat-template", THINKING, "--chat-template-kwargs"]
     assert run(*chat, "{}")[1] == plain("17+25+8=")[0].text + "\n"
     assert run(*chat, '{"enable_thinking": false}')[1] == plain("17+25+8+1=")[0].text + "\n"
+    refused = run(*chat, '{"enable_thinkin": false}')
+    assert refused[0] == 2 and "did you mean 'enable_thinking'?" in refused[2]
     messages = [{"role": "user", "content": [{"type": "text", "text": "2+"}]}]
     messages += [{"role": "user", "content": "3"}]
     entries = [

@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 from specjax.interfaces import Task
 from specjax.tokenizer import (
     chat_text,
-    check_template_options,
     has_chat_template,
     prompt_ids,
+    require_template_options,
     transformers_class,
 )
 from train import tasks
@@ -344,14 +344,14 @@ def uses_chat(cfg: DataConfig, tokenizer) -> bool:
 
     Raises:
       ValueError: the settings need a chat template, and the tokenizer has none; or the template
-        does not take the arguments in the settings.
+        does not read the arguments in the settings.
     """
     has_template = has_chat_template(tokenizer)
     if not has_template and (cfg.chat == "on" or cfg.chat_template_kwargs):
         name = "chat=on" if cfg.chat == "on" else "chat_template_kwargs"
         raise ValueError(f"data.{name}: the model's tokenizer has no chat template")
     try:
-        check_template_options(tokenizer, cfg.chat_template_kwargs)
+        require_template_options(tokenizer, cfg.chat_template_kwargs)
     except ValueError as error:
         raise ValueError(f"data.chat_template_kwargs: {error}") from error
     return has_template and cfg.chat != "off"

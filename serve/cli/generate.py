@@ -106,6 +106,18 @@ def _require_conversation(args: argparse.Namespace, asked: list[Prompt]) -> None
             )
 
 
+def _require_template_options(llm: LLM, args: argparse.Namespace) -> None:
+    """Refuses options that the model's chat template does not read."""
+    from specjax.tokenizer import has_chat_template, require_template_options
+
+    if llm.tokenizer is None or not has_chat_template(llm.tokenizer):
+        return  # which each conversation says
+    try:
+        require_template_options(llm.tokenizer, args.chat_template_kwargs)
+    except ValueError as error:
+        raise UsageError(f"--chat-template-kwargs: {error}") from error
+
+
 def _generate(
     args: argparse.Namespace,
     params: SamplingParams,
@@ -119,6 +131,7 @@ def _generate(
 
         llm = _load(args, sum(count for count in counts if isinstance(count, int)))
     params = _with_defaults(llm, args)
+    _require_template_options(llm, args)
     if lines is not None:
         lines.require_same(_origin(llm, args), args.model)
     asked = []

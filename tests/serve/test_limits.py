@@ -115,6 +115,8 @@ def test_options_of_the_template_are_handed_to_it(server: Server):
     written = say(server, "1+1=2=", seed=1).json()
     assert marked["usage"] == written["usage"] != plain["usage"]
     assert marked["choices"] == written["choices"]
+    unread = say(server, "1+1=", seed=1, chat_template_kwargs={"mark": "2=", "unread": 1}).json()
+    assert unread["choices"] == marked["choices"], "as in vLLM"
     error = refusal(say(server, "1", chat_template_kwargs={"tokenize": True}))
     assert error["param"] == "chat_template_kwargs"
 

@@ -644,6 +644,49 @@ def test_a_setting_of_transformers_is_no_argument_of_the_template(chatty, name):
         Prompts(chatty, DataConfig(chat_template_kwargs={"think": "no", name: "{{ 1 }}"}))
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"think": "no", "thinks": "no"}, "thinks changes nothing: .* did you mean 'think'?"),
+        ({"enable": False}, r"enable changes nothing: .* \(it reads think\); leave it out"),
+    ],
+)
+def test_an_argument_that_the_template_does_not_read_is_refused(
+    tmp_path, chatty, chat_policy, monkeypatch, caplog, given, said
+):
+    cfg = config(tmp_path / "rows.jsonl", [ROWS["DAPO"][0]], chat_template_kwargs=given)
+    for program in (rl, sft):
+        more = "model=" if program is rl else "init="
+        argv = [f"data.{key}={getattr(cfg, key)}" for key in ("path", "heldout_path")]
+        argv += [f"{more}{chat_policy}", f"out={tmp_path / 'run'}"]
+        with pytest.raises(SystemExit, match=f"data.chat_template_kwargs: {said}"):
+            program.main([*argv, f"data.chat_template_kwargs={json.dumps(given)}"])
+    cfg.chat_template_kwargs = {"think": "no"}
+    sets = EvalSection(0, {"x": {"path": cfg.path, "chat_template_kwargs": given}})
+    run = RLConfig(data=cfg, reward="number", eval=sets)
+    with pytest.raises(ConfigError, match=rf"eval\.sets\.x\.chat_template_kwargs: {said}"):
+        problem_sets(run, read_inputs(run, chatty, "policy"), "policy")
+    monkeypatch.setattr(chatty, "chat_template", "{% unknown %}")
+    Prompts(chatty, DataConfig(chat_template_kwargs=given))
+    assert f"not known whether the chat template reads {', '.join(given)}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% if a is not defined %}{% set a = true %}{% endif %}{{ a }}",
+        "{% set a = a | default(true) %}{% generation %}{{ a }}{% endgeneration %}",
+        "{% for m in messages %}{% if a and loop.last %}{% break %}{% endif %}{% endfor %}",
+        "{% macro f(x) %}{{ x ~ a }}{% endmacro %}{{ f(raise_exception) }}",
+    ],
+)
+def test_a_variable_is_found_wherever_the_template_reads_it(chatty, monkeypatch, template):
+    monkeypatch.setattr(chatty, "chat_template", template)
+    Prompts(chatty, DataConfig(chat_template_kwargs={"a": False}))
+    with pytest.raises(ValueError, match="b changes nothing"):
+        Prompts(chatty, DataConfig(chat_template_kwargs={"b": False}))
+
+
 @pytest.mark.parametrize("template", ["{{ 1 // 0 }}", "{{ [].pop() }}", "{{ messages[3].x.y }}"])
 def test_whatever_a_template_raises_is_one_line_with_the_row(
     tmp_path, chatty, monkeypatch, template
