@@ -65,7 +65,9 @@ class EmptySplitError(ValueError):
 # --- problems and demonstrations -----------------------------------------------------------------
 
 
-def problems(cfg: DataConfig, split: str, chat: bool = False) -> Sequence[Problem]:
+def problems(
+    cfg: DataConfig, split: str, chat: bool = False, held_out: int = 0
+) -> Sequence[Problem]:
     """The problems of a split, `train` or `heldout`, by random access.
 
     Args:
@@ -73,6 +75,7 @@ def problems(cfg: DataConfig, split: str, chat: bool = False) -> Sequence[Proble
       split: name of the split.
       chat: whether prompts will be messages of a conversation (`uses_chat`); the question alone is
         then the message, unless the settings have a template.
+      held_out: number of generated problems that are held out, if more than `cfg.heldout_size`.
 
     Raises:
       ValueError: the split is unknown, the path is missing, no task knows the rows, or a row cannot
@@ -82,7 +85,7 @@ def problems(cfg: DataConfig, split: str, chat: bool = False) -> Sequence[Proble
     task = find_task(cfg)
     if cfg.task == REASONING_GYM:
         given = cfg.prompt_template or ("{question}" if chat else reasoning_gym.TEMPLATE)
-        return reasoning_gym.Generated(cfg, split, given)
+        return reasoning_gym.Generated(cfg, split, given, held_out)
     if task is None:
         return sums.Sums(cfg, split, False)
     found = []
@@ -272,6 +275,12 @@ def question_of(prompt: str | Sequence[Message]) -> str:
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
+def asked_by(problem: Problem) -> str:
+    """The question of a problem without a template, if it is generated; else its prompt's text."""
+    entry = problem.columns.get("entry") if not problem.place else None
+    return entry["question"] if entry else question_of(problem.prompt)
 
 
 def _examples(cfg: DataConfig, task: Task, split: str) -> list[tuple[str, Example]]:

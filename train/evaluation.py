@@ -77,8 +77,8 @@ def problem_sets(cfg: RLConfig, inputs: Inputs, model: str) -> tuple[list[Proble
     """
     found, notes, names = [], [], inputs.scorer.names
     scorers = {(names, tuple(cfg.rewards.weights or [1.0] * len(names))): inputs.scorer}
-    training = _from_file(inputs.problems) if cfg.eval.sets else []
-    questions = {data.question_of(row.prompt) for row in training}
+    training = _drawn(cfg, inputs.problems) if cfg.eval.sets else []
+    questions = {data.asked_by(problem) for problem in training}
     for asked in asked_sets(cfg.eval, cfg.rollout):
         if asked.name is None:
             found.append(ProblemSet(asked, inputs.heldout, inputs.prompts, inputs.scorer))
@@ -90,20 +90,35 @@ def problem_sets(cfg: RLConfig, inputs: Inputs, model: str) -> tuple[list[Proble
         each = dataclasses.replace(each, alone=each.scorer is not inputs.scorer)
         found.append(each)
         notes += lines
-        trained = sum(
-            data.question_of(row.prompt) in questions for row in _from_file(each.problems)
-        )
-        if trained:
+        trained = 0
+        if questions:
+            trained = sum(data.asked_by(problem) in questions for problem in _rows(each))
+        if trained and isinstance(inputs.problems, list):
             notes.append(
                 f"WARNING: {asked.key}: {trained} of its {len(each.problems)} questions are "
                 "trained on, too; data.heldout_path leaves them out of training, a set does not"
             )
+        elif trained:
+            notes.append(
+                f"WARNING: {asked.key}: {trained} of its {len(each.problems)} questions are among "
+                f"the first {len(training)} that are trained on; choose other dataset_args, so "
+                "that the data sets share fewer questions"
+            )
     return found, notes
 
 
-def _from_file(problems: Sequence[Problem]) -> Sequence[Problem]:
-    """The problems if they are rows of files; none of those that are generated."""
-    return problems if isinstance(problems, list) else []
+def _drawn(cfg: RLConfig, problems: Sequence[Problem]) -> list[Problem]:
+    """Problems that training draws: all rows of files, and some thousand at most of generated ones.
+
+    A generated problem takes time to make, and those that a run does not come to are not its data.
+    """
+    if isinstance(problems, list) or not len(problems):
+        return [*problems]
+    order = data.endless(problems, cfg.data.seed)
+    return [order[i] for i in range(min(cfg.steps * cfg.rollout.prompts, _DRAWS, len(problems)))]
+
+
+_DRAWS = 2000  # problems of training that are compared with those of sets
 
 
 def _read_set(

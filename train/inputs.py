@@ -177,7 +177,7 @@ def read_inputs(cfg: RLConfig, tokenizer, model: str) -> Inputs:
     prompts = Prompts(tokenizer, cfg.data, cfg.rollout.max_prompt_tokens)
     name = data.default_reward(cfg.data) if cfg.reward == "auto" else cfg.reward
     scorer = Scorer(name, options=cfg.rewards)
-    problems = data.problems(cfg.data, "train", prompts.chat)
+    problems = data.problems(cfg.data, "train", prompts.chat, _held_out(cfg))
     require_template(cfg, problems[0].prompt)
     if "rewards.timeout" in typed_in(cfg) and not scorer.workers and not cfg.eval.sets:
         raise ConfigError(
@@ -204,6 +204,15 @@ def read_inputs(cfg: RLConfig, tokenizer, model: str) -> Inputs:
             )
         notes.append(f"WARNING: {said} (data.unwinnable={cfg.data.unwinnable})")
     return Inputs(problems, heldout, prompts, scorer, notes)
+
+
+def _held_out(cfg: RLConfig) -> int:
+    """The number of generated problems that the largest set of the same data set evaluates.
+
+    Arguments of the data set are not compared: one that is given may equal its default.
+    """
+    same = [each for each in cfg.eval.sets.values() if each.dataset == cfg.data.dataset is not None]
+    return max((each.problems or cfg.data.heldout_size for each in same), default=0)
 
 
 def read_heldout(

@@ -7,7 +7,10 @@ import types
 import pytest
 
 from specjax.command_line import parse_config
+from specjax.tokenizer import load_tokenizer
 from train import data, data_report
+from train.eval_schema import EvalSection
+from train.evaluation import problem_sets
 from train.inputs import describe_data, read_inputs
 from train.schema import DataConfig, RLConfig
 from train.scoring import Scorer
@@ -90,6 +93,41 @@ def test_no_question_is_in_both_splits(doubles):
         few[0]
 
 
+def read_sets(policy, steps=1000, args=None, **sets):
+    """The problems of training, the sets of evaluation, and the warnings about questions."""
+    cfg = RLConfig(data=config(dataset_args=args or {}), eval=EvalSection(problems=0, sets=sets))
+    cfg.steps, cfg.rewards.workers = steps, 0
+    inputs = read_inputs(cfg, load_tokenizer(policy), "policy")
+    found, notes = problem_sets(cfg, inputs, "policy")
+    asked = [[problem.columns["entry"]["question"] for problem in each.problems] for each in found]
+    trained = {problem.columns["entry"]["question"] for problem in inputs.problems}
+    return trained, asked, [note for note in notes if "trained on" in note]
+
+
+def doubles_set(problems, **args):
+    given = {"task": "reasoning_gym", "dataset": "doubles", "dataset_args": args}
+    return {**given, "problems": problems}
+
+
+@pytest.mark.parametrize("spelled", [{}, {"most": 1000}])
+def test_no_question_of_a_set_of_the_same_data_set_is_trained_on(doubles, thin_policy, spelled):
+    few, many = doubles_set(10), doubles_set(400, **spelled)
+    trained, (first, second), notes = read_sets(thin_policy, few=few, many=many)
+    assert len(second) == 400 > config().heldout_size and set(first) <= set(second)
+    assert len(trained) == 60 and not trained & set(second) and not notes
+    later = [f"2 * {(i * 31) % 1000} =" for i in range(60, 460)]
+    assert second == later, "the entries after those of training"
+
+
+def test_a_set_of_other_arguments_that_shares_questions_is_warned_of(doubles, thin_policy):
+    shared = doubles_set(30, most=90)
+    trained, ((*asked,),), [note] = read_sets(thin_policy, args={"most": 95}, x=shared)
+    both = sum(question in trained for question in asked)
+    assert f"eval.sets.x: {both} of its 30 questions are among the first 60 that" in note and both
+    _, _, [note] = read_sets(thin_policy, steps=1, args={"most": 95}, x=shared)
+    assert "are among the first 16 that are trained on; choose other dataset_args" in note
+
+
 @pytest.mark.parametrize(
     ("completion", "share"),
     [
@@ -108,8 +146,6 @@ def test_completions_are_scored_by_the_data_set(doubles, completion, share):
 
 
 def test_a_run_reads_it_without_a_path(doubles, thin_policy):
-    from specjax.tokenizer import load_tokenizer
-
     argv = ["data.task=reasoning_gym", "data.dataset=doubles", "data.train_size=60"]
     argv += ["data.heldout_size=20", "eval.problems=8", "rewards.workers=0"]
     cfg = parse_config(RLConfig, argv)[0]

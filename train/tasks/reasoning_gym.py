@@ -33,13 +33,16 @@ class Generated(Sequence):
       cfg: settings of the data.
       split: name of the split.
       template: format string of prompts, with `{question}`.
+      held_out: number of held-out problems, if that is more than the settings say: none of their
+        questions is one of training.
 
     Raises:
       ModuleNotFoundError: reasoning-gym is not installed.
       ValueError: there is no such data set, or it does not take its arguments.
     """
 
-    def __init__(self, cfg: DataConfig, split: str, template: str):
+    def __init__(self, cfg: DataConfig, split: str, template: str, held_out: int = 0):
+        self._held_out = max(held_out, cfg.heldout_size)
         self._cfg, self._split, self._template = cfg, check_split(split), template
         self._arguments = json.dumps(dict(cfg.dataset_args), sort_keys=True)
         self._entries = _data_set(cfg.dataset, self._arguments, cfg.seed)
@@ -68,16 +71,21 @@ class Generated(Sequence):
 
     def _train_entry(self, index: int) -> dict[str, Any]:
         cfg = self._cfg
-        held = _held_out(cfg.dataset, self._arguments, cfg.seed, cfg.train_size, cfg.heldout_size)
+        held = _held_out(cfg.dataset, self._arguments, cfg.seed, cfg.train_size, self._held_out)
         entry = self._entries[index]
         for attempt in range(_ATTEMPTS):
             if entry["question"] not in held:
                 return entry
-            later = cfg.train_size * (attempt + 1) + cfg.heldout_size + index
+            later = cfg.train_size * (attempt + 1) + self._held_out + index
             entry = self._entries[later]
         raise ValueError(
             f"data.dataset={cfg.dataset}: {_ATTEMPTS} questions in a row are held out, for the "
             f"data set has few; lower data.heldout_size={cfg.heldout_size}"
+            + (
+                ""
+                if self._held_out == cfg.heldout_size
+                else f", and the {self._held_out} problems of a set of it in eval.sets"
+            )
         )
 
 
