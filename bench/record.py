@@ -154,10 +154,16 @@ def result_of(
         "date": now(),
         "machine": machine(),
         "versions": versions(),
-        "command": shlex.join(["python", *sys.orig_argv[1:]]),
+        "command": _command(),
         "settings": settings,
         "figures": figures,
     }
+
+
+def _command() -> str:
+    """The command of this process; paths of files of the repository are relative to its root."""
+    root = f"{RESULTS.parent.parent}/"
+    return shlex.join(argument.replace(root, "") for argument in ["python", *sys.orig_argv[1:]])
 
 
 def now() -> str:

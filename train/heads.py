@@ -490,7 +490,7 @@ def head_loss(
       rollout: transforms of the rollout, or its temperature.
       head_params: parameters of the head.
       policy: parameters from `frozen_policy_parts`, without gradient: those that the head drafts
-        with. In RL they are one update newer than those that `states` are from.
+        with. In RL they are of a later policy than `states`, see docs/training.md.
       batch: packed micro-batch [R S].
       states: states of the policy before the final norm, followed by those of `inner_taps`, without
         gradient.

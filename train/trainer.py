@@ -568,9 +568,8 @@ class Trainer:
     def _update_draft(self, batches, states, metrics: dict) -> None:
         """Trains the head on the update's states, with the updated embedding, norm and lm_head.
 
-        The states are those of the old policy; the head will draft with the new matrices. The
-        target of the loss then lies between the rollout's distribution and the next policy's, and
-        nearer to the latter than the rollout's does: docs/training.md has the distances.
+        The states are those of the old policy; the head will draft with the new matrices, so they
+        are in the target of the loss. docs/training.md says what that means.
         """
         if not batches:  # every group was dropped
             return
