@@ -326,7 +326,7 @@ def draw_arms(path: Path, result: Mapping) -> Figure:
     _curves(grid[0, 3], records, arms, "rollout/longest_sample_tokens_per_sec",
             "Rollout speed: the longest sample", rate, untimed)  # fmt: skip
     _curves(grid[1, 0], records, arms, "train/mtp_loss", "Draft head: training loss",
-            "cross entropy, nats per token")  # fmt: skip
+            "draft.loss per token")  # fmt: skip
     _seconds_by_phase(grid[1, 1], figures, arms)
     _ratios(grid[1, 2], figures)
     _predictions(grid[1, 3], figures)

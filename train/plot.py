@@ -97,8 +97,8 @@ PANELS = (
     ),
     Panel(
         "Draft head: training loss",
-        "cross entropy, nats per token",
-        (Line("train/mtp_loss", "MTP head", _BLUE),),
+        "draft.loss per token",
+        (Line("train/mtp_loss", "draft head", _BLUE),),
     ),
     Panel(
         "Policy entropy: lower is surer",
@@ -274,12 +274,14 @@ def _held_out(axis: Axes, series: Series) -> None:
         label="held-out problems",
         zorder=5,
     )
+    bottom, top = axis.get_ylim()
     for index in sorted({0, len(steps) - 1}):
+        low = values[index] < bottom + 0.1 * (top - bottom)  # text below would cover the axis
         axis.annotate(
             f"{values[index]:.2f}",
             (steps[index], values[index]),
             textcoords="offset points",
-            xytext=(0, -16),
+            xytext=(0, 8 if low else -16),
             ha="center",
             fontsize=10,
             weight="bold",
