@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +23,9 @@ class RopeScaling:
     high_freq_factor: float
     original_max_position: int
 
-    def rescale(self, freqs: np.ndarray) -> np.ndarray:
+    magnitude: ClassVar[float] = 1.0
+
+    def rescale(self, freqs: np.ndarray, theta: float) -> np.ndarray:
         """Divides low frequencies by `factor`, keeps high ones, and interpolates between the two
         (transformers `modeling_rope_utils._compute_llama3_parameters`)."""
         wavelength = 2 * math.pi / freqs
@@ -34,17 +37,75 @@ class RopeScaling:
 
 @checks_keywords
 @dataclasses.dataclass(frozen=True)
+class LinearScaling:
+    """RoPE of positions that are divided by `factor` (Chen et al. 2023, arXiv 2306.15595)."""
+
+    factor: float
+
+    magnitude: ClassVar[float] = 1.0
+
+    def rescale(self, freqs: np.ndarray, theta: float) -> np.ndarray:
+        """Divides all frequencies by `factor`."""
+        return (freqs / self.factor).astype(np.float32)
+
+
+@checks_keywords
+@dataclasses.dataclass(frozen=True)
+class YarnScaling:
+    """YaRN's frequency rescaling of RoPE (Peng et al. 2023, arXiv 2309.00071).
+
+    Attributes:
+      factor: by which low frequencies are divided.
+      original_max_position: number of tokens that the model was trained on before.
+      magnitude: factor of cosines and sines, so that scores have its square.
+      beta_fast: turns within these tokens from which on frequencies are kept.
+      beta_slow: turns up to which they are divided; between the two they are interpolated.
+      truncate: whether the two bounds are rounded outwards to whole frequencies.
+    """
+
+    factor: float
+    original_max_position: int
+    magnitude: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def rescale(self, freqs: np.ndarray, theta: float) -> np.ndarray:
+        """Computes transformers' `modeling_rope_utils._compute_yarn_parameters`."""
+        size = 2 * len(freqs)
+
+        def place(turns: float) -> float:
+            """The number of the frequency that turns so often, counted in elements of a head."""
+            length = self.original_max_position / (turns * 2 * math.pi)
+            return size * math.log(length) / (2 * math.log(theta))
+
+        low, high = place(self.beta_fast), place(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, size - 1)
+        width = 0.001 if low == high else high - low
+        divided = np.clip((np.arange(len(freqs)) - low) / width, 0.0, 1.0)
+        return (freqs / self.factor * divided + freqs * (1 - divided)).astype(np.float32)
+
+
+@checks_keywords
+@dataclasses.dataclass(frozen=True)
 class Rope:
     """The base of the frequencies, and how they are rescaled."""
 
     theta: float = 10_000.0
-    scaling: RopeScaling | None = None
+    scaling: RopeScaling | LinearScaling | YarnScaling | None = None
 
     def frequencies(self, head_dim: int) -> np.ndarray:
         """Computes the frequencies [H/2] in radians per token."""
         exponents = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
         freqs = (1.0 / self.theta**exponents).astype(np.float32)
-        return freqs if self.scaling is None else self.scaling.rescale(freqs)
+        return freqs if self.scaling is None else self.scaling.rescale(freqs, self.theta)
+
+    @property
+    def magnitude(self) -> float:
+        """The factor of cosines and sines."""
+        return 1.0 if self.scaling is None else self.scaling.magnitude
 
 
 def rope_tables(
@@ -53,7 +114,10 @@ def rope_tables(
     """Computes cosines and sines at absolute positions, float32."""
     angles = positions[..., None].astype(jnp.float32) * rope.frequencies(head_dim)
     angles = jnp.concatenate([angles, angles], axis=-1)
-    return jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if rope.magnitude != 1.0:
+        cos, sin = cos * rope.magnitude, sin * rope.magnitude
+    return cos, sin
 
 
 def apply_rope(

@@ -337,6 +337,11 @@ class GGUF:
         keys = self._within
         kind = keys.text("rope.scaling.type", "linear")  # llama.cpp's default
         factor = keys.number("rope.scaling.factor", 0.0, least=0.0)
+        if kind == "yarn":
+            raise UnsupportedModelError(
+                f'{self.file}: {self.architecture}.rope.scaling.type "yarn" is not supported in '
+                "GGUF files; use the model's safetensors files"
+            )
         if kind != "none" and not (kind == "linear" and factor in (0.0, 1.0)):
             return {"rope_type": kind, "factor": factor}
         if not self._has_factors:

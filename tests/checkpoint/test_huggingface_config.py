@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import math
 
+import numpy as np
 import pytest
 
 from specjax.checkpoint import huggingface as hf
@@ -58,8 +60,8 @@ def test_end_of_sequence_ids_of_both_files_are_merged(folder, edit_json):
     ("changes", "words"),
     [
         ({"model_type": "gpt_oss"}, "'gpt_oss'.*llama, qwen2, qwen3, mimo"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0, "factor": 4.0}}, "yarn"),
-        ({"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "longrope"),
+        ({"rope_parameters": ..., "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"num_experts": 8}, "mixture of experts"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
@@ -191,6 +193,11 @@ def test_values_that_cannot_be_meant_are_one_line_that_names_file_and_key(key, f
             {**LLAMA3, "high_freq_factor": 4.0, "original_max_position_embeddings": "8192"},
             "original_max_position_embeddings",
         ),
+        ({"rope_type": "linear"}, "factor"),
+        ({"rope_type": "linear", "factor": 0}, "factor"),
+        ({"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0}, "rope_theta"),
+        ({"rope_type": "yarn", "factor": 4.0, "attention_factor": 0}, "attention_factor"),
+        ({"rope_type": "yarn", "factor": 4.0, "truncate": 1}, "truncate"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"full_attention": {"rope_type": "default"}}, "rope"),
     ],
@@ -202,6 +209,70 @@ def test_rope_is_checked_in_both_dialects(family, rope, key, folder, edit_json):
         edit_json(path / "config.json", **{name: rope})
         with pytest.raises((hf.CheckpointError, hf.UnsupportedModelError), match=key):
             hf.read_config(path)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def yarn_by_its_equations(size, theta, keys, longest):
+    """Frequencies, and the factor of cosines and sines, as in the paper and in transformers."""
+    factor, length = keys["factor"] or longest / 64, keys["original_max_position_embeddings"]
+    places = [
+        size * math.log(length / (2 * math.pi * turns)) / (2 * math.log(theta))
+        for turns in (keys.get("beta_fast", 32), keys.get("beta_slow", 1))
+    ]
+    if keys.get("truncate", True):
+        places = [math.floor(places[0]), math.ceil(places[1])]
+    low, high = max(places[0], 0), min(places[1], size - 1)
+    found = []
+    for i in range(size // 2):
+        plain = theta ** (-2 * i / size)
+        share = min(max((i - low) / (high - low), 0), 1)
+        found.append(plain * (1 - share) + plain / factor * share)
+    growth = 0.1 * math.log(factor) + 1
+    if "mscale" in keys:
+        one, other = (0.1 * keys[n] * math.log(factor) + 1 for n in ("mscale", "mscale_all_dim"))
+        growth = one / other
+    return found, keys.get("attention_factor", growth)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        YARN,
+        {**YARN, "beta_fast": 4.0, "beta_slow": 0.5, "truncate": False},
+        {**YARN, "attention_factor": 1.25},
+        {**YARN, "mscale": 0.7, "mscale_all_dim": 0.4},
+        {**YARN, "factor": None},
+    ],
+)
+def test_yarn_and_linear_positions_are_those_of_their_equations(keys, folder, edit_json):
+    path, size, theta = folder("qwen3"), 12, 5e3
+    positions = np.arange(0, 4000, 37)[None]
+
+    def check(given, frequencies, magnitude):
+        nothing = {"rope_parameters": ..., "rope_scaling": ..., "rope_theta": ...}
+        lengths = {"head_dim": size, "max_position_embeddings": longest}
+        edit_json(path / "config.json", **nothing, **lengths)
+        edit_json(path / "config.json", **given)
+        rope = (mixer := hf.read_config(path).layers[0].mixer).rope
+        angles = np.tile(positions[..., None] * np.array(frequencies), 2)
+        for ours, theirs in zip(mixer.angles(positions), (np.cos, np.sin), strict=True):
+            np.testing.assert_allclose(ours, magnitude * theirs(angles), atol=1e-3)
+        small = dense_config(8, 4, 4, 1, 2, 1, size, rope_theta=theta, rope_scaling=rope.scaling)
+        written = hf.config_json(small, False, "float32")
+        edit_json(path / "config.json", **{name: written[name] for name in nothing})
+        assert hf.read_config(path).layers[0].mixer.rope == rope
+
+    longest = 320
+    expected = yarn_by_its_equations(size, theta, keys, longest)
+    old = {**keys, "type": "yarn"}
+    del old["rope_type"]
+    check({"rope_parameters": {**keys, "rope_theta": theta}}, *expected)
+    check({"rope_scaling": old, "rope_theta": theta}, *expected)
+    linear = {"type": "linear", "factor": 2.5}
+    plain = theta ** (-np.arange(0, size, 2) / size)
+    check({"rope_scaling": linear, "rope_theta": theta}, plain / 2.5, 1.0)
 
 
 PLAIN = {"rope_type": "default", "rope_theta": 1e6}

@@ -244,8 +244,11 @@ LIVE = {
     "llama": ("LlamaConfig", {"rope_parameters": {
         "rope_type": "llama3", "rope_theta": 5e5, "factor": 4.0, "low_freq_factor": 1.0,
         "high_freq_factor": 4.0, "original_max_position_embeddings": 16}}),
-    "llama with biases": ("LlamaConfig", {"attention_bias": True, "tie_word_embeddings": True}),
-    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "llama with biases": ("LlamaConfig", {"attention_bias": True, "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 2.0,
+        "original_max_position_embeddings": 16}}),
     "qwen2 sliding": ("Qwen2Config", {
         "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
     "mistral": ("MistralConfig", {"sliding_window": 4}),

@@ -19,7 +19,7 @@ from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.convert import convert
 from specjax.checkpoint.weights import load_model, read_config
 from specjax.models.families.dense import dense_config
-from specjax.models.rope import RopeScaling
+from specjax.models.rope import LinearScaling, RopeScaling
 from specjax.models.transformer import init_params
 from specjax.weights import gguf as format_gguf
 from specjax.weights import load_tokenizer, open_checkpoint
@@ -141,8 +141,8 @@ def test_a_factor_of_rope_is_linear_where_the_file_names_no_type(tmp_path, small
         write(tmp_path / "m.gguf", small, metadata={"llama.rope.scaling.factor": factor})
         assert read_config(tmp_path / "m.gguf") == read_config(small)
     write(tmp_path / "m.gguf", small, metadata={"llama.rope.scaling.factor": 2.0})
-    with pytest.raises(UnsupportedModelError, match="linear"):
-        read_config(tmp_path / "m.gguf")
+    mixer = read_config(tmp_path / "m.gguf").layers[0].mixer
+    assert mixer.rope.scaling == LinearScaling(2.0)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])

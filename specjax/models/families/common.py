@@ -6,16 +6,18 @@ and `rope_scaling`. What is written holds both.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from specjax.checked_json import Keys, UnsupportedModelError, shown
 from specjax.config.model import Layer, ModelConfig
 from specjax.interfaces import Place
-from specjax.models.rope import Rope, RopeScaling
+from specjax.models.rope import LinearScaling, Rope, RopeScaling, YarnScaling
 from specjax.models.rows import layer_rows, top_rows
 
 _THETA = 10_000.0  # of RoPE, the default
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 MOST_LAYERS = 10_000  # a larger number in a file would exhaust the memory
 LAYER_PREFIX = "model.layers.{}."
 _MOE_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -98,10 +100,10 @@ def read_rope(keys: Keys, max_position: int) -> Rope:
     inside, raw = ("rope_parameters", new) if new else ("rope_scaling", old)
     rope = Keys(keys.file, raw, inside)
     kind = rope.text("rope_type", None) or rope.text("type", None) or "default"
-    if kind not in ("default", "llama3") or any(isinstance(v, dict) for v in raw.values()):
+    if kind not in _ROPE_TYPES or any(isinstance(v, dict) for v in raw.values()):
         raise UnsupportedModelError(
             f"{keys.file}: {inside} {shown(raw)} is not supported; expected one set of parameters "
-            "of type 'default' or 'llama3'"
+            f"of one of the types {', '.join(_ROPE_TYPES)}"
         )
     for place in (rope, keys):
         if place.number("partial_rotary_factor", None) not in (None, 1.0):
@@ -109,17 +111,42 @@ def read_rope(keys: Keys, max_position: int) -> Rope:
                 f"{keys.file}: partial_rotary_factor {place.raw['partial_rotary_factor']} is not "
                 "supported; expected 1"
             )
-    scaling = None
+    theta = rope.number("rope_theta", None)
+    theta = keys.number("rope_theta", None) if theta is None else theta
+    theta = _THETA if theta is None else theta
+    if kind == "linear":
+        return Rope(theta, LinearScaling(rope.number("factor")))
+    name = "original_max_position_embeddings"
+    original = rope.integer(name, None) or keys.integer(name, None) or max_position
     if kind == "llama3":
         factors = [rope.number(name) for name in ("factor", "low_freq_factor", "high_freq_factor")]
         if factors[2] <= factors[1]:
             raise rope.error("high_freq_factor", f"more than low_freq_factor, {factors[1]:g}")
-        name = "original_max_position_embeddings"
-        original = rope.integer(name, None) or keys.integer(name, None)
-        scaling = RopeScaling(*factors, original or max_position)
-    theta = rope.number("rope_theta", None)
-    theta = keys.number("rope_theta", None) if theta is None else theta
-    return Rope(_THETA if theta is None else theta, scaling)
+        return Rope(theta, RopeScaling(*factors, original))
+    if kind == "yarn":
+        if theta <= 1:
+            raise rope.error("rope_theta", "more than 1 for YaRN")
+        return Rope(theta, _read_yarn(rope, original, max_position))
+    return Rope(theta)
+
+
+def _read_yarn(rope: Keys, original: int, max_position: int) -> YarnScaling:
+    """Reads YaRN's parameters as transformers does."""
+    factor = rope.number("factor", None)
+    factor = max_position / original if factor is None else factor
+
+    def growth(scale: float) -> float:
+        """The factor of cosines and sines that follows from that of frequencies."""
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    magnitude = rope.number("attention_factor", None)
+    if magnitude is None:
+        scales = [rope.number(name, None, least=0.0) for name in ("mscale", "mscale_all_dim")]
+        magnitude = growth(scales[0]) / growth(scales[1]) if all(scales) else growth(1.0)
+    fast = rope.number("beta_fast", None, least=0.0) or 32.0
+    slow = rope.number("beta_slow", None, least=0.0) or 1.0
+    truncate = rope.flag("truncate", True)
+    return YarnScaling(factor, original, magnitude, fast, slow, truncate)
 
 
 def _plain_rope(keys: Keys, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,14 +163,26 @@ def _plain_rope(keys: Keys, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def rope_json(rope: Rope) -> dict[str, Any]:
     """Returns the keys of a rotary embedding, in both dialects."""
-    scaling = None
-    if rope.scaling is not None:
+    scaling, of = None, rope.scaling
+    if isinstance(of, LinearScaling):
+        scaling = {"rope_type": "linear", "factor": of.factor}
+    if isinstance(of, RopeScaling):
         scaling = {
             "rope_type": "llama3",
-            "factor": rope.scaling.factor,
-            "low_freq_factor": rope.scaling.low_freq_factor,
-            "high_freq_factor": rope.scaling.high_freq_factor,
-            "original_max_position_embeddings": rope.scaling.original_max_position,
+            "factor": of.factor,
+            "low_freq_factor": of.low_freq_factor,
+            "high_freq_factor": of.high_freq_factor,
+            "original_max_position_embeddings": of.original_max_position,
+        }
+    if isinstance(of, YarnScaling):
+        scaling = {
+            "rope_type": "yarn",
+            "factor": of.factor,
+            "original_max_position_embeddings": of.original_max_position,
+            "attention_factor": of.magnitude,
+            "beta_fast": of.beta_fast,
+            "beta_slow": of.beta_slow,
+            "truncate": of.truncate,
         }
     parameters = {"rope_theta": rope.theta, **(scaling or {"rope_type": "default"})}
     return {
