@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -587,12 +588,15 @@ class Draft(Protocol):
       network: the `ModelConfig` of the network that drafts; None: there is no network.
       fixed: names at the top of the parameters' tree of what training leaves as it is, such as
         token ids.
+      aliases: names of tensors that its files lack, each with that of the one that is read in
+        its place, such as the embedding of a head that is tied to it.
       layouts: names of the layouts of its files, see `saved`.
     """
 
     needs: DraftNeeds = DraftNeeds()
     network: Any = None
     fixed: frozenset[str] = frozenset()
+    aliases: Mapping[str, str] = MappingProxyType({})
     layouts: tuple[str, ...] = ()
 
     @classmethod

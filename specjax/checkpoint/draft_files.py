@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from specjax.checked_json import CheckpointError, UnsupportedModelError
 from specjax.checkpoint.huggingface import (
@@ -24,7 +25,7 @@ from specjax.checkpoint.huggingface import (
     write_json,
     write_weights,
 )
-from specjax.checkpoint.huggingface_names import row_leaves
+from specjax.checkpoint.huggingface_names import Leaf, row_leaves
 from specjax.config import ModelConfig
 from specjax.interfaces import Draft, Params
 from specjax.parallel import sharding
@@ -91,7 +92,9 @@ def load_draft_files(
             kind.read(reader.file, raw, {}, target, overrides)
         raise
     source = kind.read(reader.file, raw, tensors, target, overrides)
-    leaves, weights = row_leaves(source.rows()), Weights(tensors)
+    leaves = row_leaves(source.rows())
+    held = {**tensors, **{name: tensors[other] for name, other in source.aliases.items()}}
+    weights = Weights(_with_leading_axes(held, leaves))
     fixed = {
         stored.name
         for leaf in leaves
@@ -135,6 +138,21 @@ def save_draft_files(
     with replacing(path) as partial:
         write_json(partial / CONFIG, raw)
         write_weights(partial, tensors)
+
+
+def _with_leading_axes(tensors: Mapping[str, Any], leaves: list[Leaf]) -> dict[str, Any]:
+    """Gives tensors the leading axes of length one that their rows have and their files lack."""
+    found = dict(tensors)
+    for leaf in leaves:
+        for stored in leaf.pieces.values():
+            if stored.name not in tensors:
+                continue
+            shape, wanted = tuple(tensors[stored.name].shape), leaf.row.shape
+            lacking = wanted[: max(len(wanted) - len(shape), 0)]
+            if lacking and set(lacking) == {1} and shape == wanted[len(lacking) :]:
+                whole = tensors[stored.name][(slice(None),) * len(shape)]
+                found[stored.name] = np.asarray(whole).reshape(wanted)
+    return found
 
 
 def _reader(path: Path) -> Safetensors | None:

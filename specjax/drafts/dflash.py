@@ -319,6 +319,7 @@ def _read(
         raise masks.error("mask_token_id", f"a token of the target, to {target.vocab_size - 1}")
     columns, own_ids = eagle3_config.draft_tokens(file, top, tensors, target)
     network = _network(body, target).replace(vocab_size=columns)
+    eagle3_config.refuse_scales("DFlash", (top, own, body), network, {})
     cfg = DFlashConfig(
         network=network,
         target_width=target.hidden_size,
@@ -330,7 +331,7 @@ def _read(
         own_head="lm_head.weight" in tensors,
         own_ids=own_ids,
     )
-    eagle3_config.check_borrowed(file, cfg, (top, body))
+    eagle3_config.check_borrowed(file, cfg, top)
     return cfg
 
 
@@ -350,8 +351,6 @@ def _refuse_others(top: Keys, own: Keys, body: Keys) -> None:
             found += [f"{name} false"] if not place.flag(name, usual) else []
         if place.text("projector_type", None) not in (None, "dflash"):
             found.append(f"projector_type {place.raw['projector_type']}")
-        if place.number("logit_scale", None) not in (None, 1.0):
-            found.append(f"logit_scale {place.raw['logit_scale']}")
     if body.text("model_type", "qwen3") != "qwen3":
         found.append(f"layers of model_type {body.raw['model_type']} (expected 'qwen3')")
     if body.text("hidden_act", "silu") != "silu":

@@ -174,6 +174,8 @@ class Eagle3Source(FileHead):
       writes: whether `rows` has the tensor `t2d`, too, which is written and never read.
       assumes: whether files in the layout of speculators do not say `norm_before_residual`, about
         which programs then differ.
+      tied: whether its files hold an embedding that is its language-model head, too. In memory and
+        in files that are written there are two, for training changes one of them.
       remarks: what else a user should know of how the files were read.
     """
 
@@ -181,6 +183,7 @@ class Eagle3Source(FileHead):
     layout: str = "safeailab"
     writes: bool = False
     assumes: bool = dataclasses.field(default=False, compare=False)
+    tied: bool = dataclasses.field(default=False, compare=False)
     remarks: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def __post_init__(self):
@@ -296,8 +299,10 @@ class Eagle3Source(FileHead):
         cfg = eagle3_config.read(file, raw, tensors, target, overrides)
         given = {**raw, **(overrides or {})}
         assumes = "speculators_model_type" in raw and given.get("norm_before_residual") is None
+        tied = eagle3_config.is_tied(raw, tensors, cfg.network.vocab_size, cfg.target_vocab)
         remarks = eagle3_config.remarks(raw, tensors, cfg)
-        return cls(cfg, eagle3_config.layout_of(tensors), assumes=assumes, remarks=remarks)
+        layout = eagle3_config.layout_of(tensors)
+        return cls(cfg, layout, assumes=assumes, tied=tied, remarks=remarks)
 
     def rows(self) -> dict[str, Any]:
         """See `Draft.rows`. `ids` is read from offsets, see `loaded`."""
@@ -320,11 +325,15 @@ class Eagle3Source(FileHead):
             out["layers"][number] = within(prefix_of(self.layout, number), rows)
         return out | self.own_rows()
 
+    @property
+    def aliases(self) -> dict[str, str]:
+        return {"lm_head.weight": "embed_tokens.weight"} if self.tied else {}
+
     def saved(self, layout: str, dtype: str) -> tuple[dict[str, Any], Eagle3Source]:
         """See `Draft.saved`; the layouts are `speculators` and `safeailab`."""
         raw = eagle3_config.write(self.cfg, layout, dtype)
-        plain = dataclasses.replace(self, layout=layout, writes=True, assumes=False, remarks=())
-        return raw, plain
+        plain = dataclasses.replace(self, layout=layout, writes=True, tied=False)
+        return raw, dataclasses.replace(plain, assumes=False, remarks=())
 
     def expressed(self) -> tuple[Eagle3Source, dict[str, Any]]:
         """See `Draft.expressed`: the five settings by hand, and a head without unusual ones."""

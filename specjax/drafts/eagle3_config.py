@@ -19,7 +19,9 @@ wrong: which hidden states of the target the head takes, `norm_before_residual`,
     norm_output           the key of that name, only in a file of speculators or with `fc_norm` of
                           each state; elsewhere the key has meant something else.
     backbone              `model_type`; llama where a file names none, and qwen3 where
-                          `transformer_layer_config` of a file of speculators names none.
+                          `transformer_layer_config` of a file of speculators names none. A class
+                          such as LlamaForCausalLMEagle3 outranks it, for its programs do not read
+                          `model_type`, which may be the target's; but a norm of queries is qwen3's.
 
 Files have one of two layouts: `safeailab` (SafeAILab's EAGLE, SpecForge, NVIDIA) names the first
 layer `midlayer`, and `speculators` (vLLM) names it `layers.0`. Both name further layers `layers.1`,
@@ -56,6 +58,20 @@ _INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "ui
 _QUANTISED = ("_scale", "_scale_inv", "_zero_point", ".qweight", ".qzeros", ".scales", "_packed")
 # Classes of heads; models such as Eagle2_5_VLForConditionalGeneration have the word, too.
 _EAGLE = re.compile(r"eagle-?3|eagle\w*(forcausallm|speculator|draftmodel)|forcausallmeagle")
+# Classes whose layers are Llama's.
+_LLAMA_CLASS = re.compile(r"LlamaForCausalLMEagle3?|Eagle3?LlamaForCausalLM")
+# Keys that change what layers or logits compute, and the value with which they change nothing.
+_SCALES = {
+    "logit_scale": 1,  # vLLM multiplies the logits of a head by it
+    "logits_scaling": 1,
+    "final_logit_softcapping": 0,
+    "attn_logit_softcapping": 0,
+    "embedding_multiplier": 1,
+    "scale_emb": 1,
+    "residual_multiplier": 1,
+    "scale_depth": 0,
+}
+_SWITCHES = {"is_causal": True, "is_neox_style": True, "rope_interleave": False}
 _AUX = "eagle_aux_hidden_state_layer_ids"
 _HEAD_DIM = {"llama": None, "qwen3": 128}  # where a file does not say it; None: D / heads
 _POSITIONS = {"llama": 2048, "qwen3": 32768}  # likewise, of max_position_embeddings
@@ -270,7 +286,7 @@ def read(
     given = checked_overrides(overrides or {})
     _refuse_kind(file, raw, tensors)
     top = Keys(file, raw)
-    speculators = "speculators_model_type" in raw or "transformer_layer_config" in raw
+    speculators = _of_speculators(raw)
     if speculators and "transformer_layer_config" not in raw:
         raise CheckpointError(
             f"{file} lacks the key 'transformer_layer_config', which a head of speculators has; "
@@ -278,13 +294,15 @@ def read(
         )
     body = top.within("transformer_layer_config") if speculators else top
     refuse_quantised(file, (top, body), tensors)
-    network = _network(body, _backbone(body, speculators, given), speculators, tensors, target)
+    backbone = _backbone(body, speculators, tensors, given)
+    network = _network(body, backbone, speculators, tensors, target)
     width = _shape(file, tensors, "norm.weight", 1)[0]
     if width != network.hidden_size:
         raise CheckpointError(
             f"{file}: hidden_size is {network.hidden_size}, and the tensor norm.weight is [{width}]"
             "; fetch the files again"
         )
+    refuse_scales("EAGLE-3", (top, body), network, _SWITCHES)
     check_target(file, top, body, target)
     taps = _taps(file, top, tensors, target, network, given)
     unused = _unused(taps, tensors)
@@ -302,14 +320,40 @@ def read(
         fc_norm=fc_norm,
         norm_output=given.get("norm_output", _norm_output(top, speculators, fc_norm)),
         own_embedding="embed_tokens.weight" in tensors,
-        own_head="lm_head.weight" in tensors,
+        own_head="lm_head.weight" in tensors or is_tied(raw, tensors, columns, target.vocab_size),
         own_ids=own_ids,
         mask_token=_mask_token(top, target) if _kind(raw, tensors) == "P-EAGLE" else None,
     )
     expected = tensor_shapes(cfg, layout_of(tensors))
+    if is_tied(raw, tensors, columns, target.vocab_size):
+        del expected["lm_head.weight"]
+    if cfg.mask_token is not None:  # some programs leave out the leading axes
+        shape = expected["mask_hidden"]
+        got = tuple(tensors["mask_hidden"].shape) if "mask_hidden" in tensors else shape
+        expected["mask_hidden"] = got if got in (shape[1:], shape[2:]) else shape
     check_tensors(file, expected, tensors, backbone=network.model_type)
-    check_borrowed(file, cfg, (top, body))
+    check_borrowed(file, cfg, top)
     return cfg
+
+
+def is_tied(raw: Mapping[str, Any], tensors: Mapping[str, Any], columns: int, tokens: int) -> bool:
+    """Returns whether a head's own embedding is its language-model head, too.
+
+    It is in transformers and SGLang, for files of their layout that hold no `lm_head`.
+
+    Args:
+      raw: content of config.json, which has been checked.
+      tensors: the tensors of the files by name.
+      columns: number of draft tokens; with fewer than the target has, the two cannot be tied.
+      tokens: number of the target's tokens.
+    """
+    said = raw.get("tie_word_embeddings") is True and not _of_speculators(raw)
+    own = "embed_tokens.weight" in tensors and "lm_head.weight" not in tensors
+    return said and own and columns == tokens
+
+
+def _of_speculators(raw: Mapping[str, Any]) -> bool:
+    return "speculators_model_type" in raw or "transformer_layer_config" in raw
 
 
 def _mask_token(top: Keys, target: ModelConfig) -> int:
@@ -326,12 +370,17 @@ def _mask_token(top: Keys, target: ModelConfig) -> int:
     return token
 
 
-def _backbone(body: Keys, speculators: bool, given: Mapping[str, Any]) -> str:
+def _backbone(
+    body: Keys, speculators: bool, tensors: Mapping[str, Any], given: Mapping[str, Any]
+) -> str:
     if "backbone" in given:
         return given["backbone"]
-    said = body.text("model_type", None)
+    said, classes = body.text("model_type", None), body.texts("architectures")
+    if any(map(_LLAMA_CLASS.fullmatch, classes)):
+        normed = any(name.endswith(".self_attn.q_norm.weight") for name in tensors)
+        return "qwen3" if said == "qwen3" and normed else "llama"
     if said is None:
-        qwen = any(name.startswith("Qwen3") for name in body.texts("architectures"))
+        qwen = any(name.startswith("Qwen3") for name in classes)
         said = "qwen3" if speculators or qwen else "llama"
     if said not in BACKBONES:
         raise UnsupportedModelError(
@@ -417,6 +466,33 @@ def _windows(body: Keys, backbone: str, layers: int) -> tuple[int | None, ...]:
         first = body.integer("max_window_layers", None, least=0)
         first = 28 if first is None else first
     return common.layer_windows(body, layers, window, first, longer=True)
+
+
+def refuse_scales(
+    kind: str, places: Sequence[Keys], network: ModelConfig, switches: Mapping[str, bool]
+) -> None:
+    """Refuses keys by which a head computes something else than its equations, by their names.
+
+    Args:
+      kind: kind of the head, for the message.
+      places: parts of config.json.
+      network: config of the head's layers.
+      switches: further keys, and the value with which they change nothing.
+    """
+    head_dim = network.layers[0].mixer.head_dim  # the scale of scores follows from it
+    scores = {"query_pre_attn_scalar": head_dim, "attention_multiplier": head_dim**-0.5}
+    found = [
+        f"{name} {shown(keys.raw[name])}"
+        for keys in places
+        for name, neutral in (_SCALES | scores | switches).items()
+        if keys.raw.get(name) not in (None, neutral)
+    ]
+    if found:
+        raise UnsupportedModelError(
+            f"{places[0].file}: this {kind} head needs what is not implemented: "
+            f"{'; '.join(dict.fromkeys(found))}; use another head, or remove from config.json what "
+            "the program that trained this one does not read"
+        )
 
 
 def check_target(file: Any, top: Keys, body: Keys, target: ModelConfig) -> None:
@@ -560,7 +636,9 @@ def remarks(
     found = []
     if unused := _unused(cfg.taps, tensors):
         found.append(f"not used with the final state: {', '.join(unused)}")
-    if "transformer_layer_config" not in raw and any(x.mixer.window for x in cfg.network.layers):
+    if is_tied(raw, tensors, cfg.network.vocab_size, cfg.target_vocab):
+        found.append("tie_word_embeddings is true; vLLM then uses the target's lm_head")
+    if not _of_speculators(raw) and any(x.mixer.window for x in cfg.network.layers):
         found.append("the window is that of vLLM; SpecForge and SGLang run this layout without one")
     return tuple(found)
 
@@ -739,8 +817,8 @@ def check_tensors(
     ]
     for name, tensor in tensors.items():
         shape, dtype = tuple(tensor.shape), str(tensor.dtype)
-        if name in ("d2t", "t2d") or name.endswith(".rotary_emb.inv_freq"):
-            continue
+        if name in ("d2t", "t2d") or "rotary_emb" in name.split("."):
+            continue  # what a rotary embedding holds follows from the config
         if name not in expected:
             problems.append(f"unexpected: {name}, {list(shape)}")
         elif shape != expected[name]:
@@ -763,11 +841,12 @@ def check_tensors(
     raise CheckpointError(f"{head}; {advice}:\n  " + "\n  ".join(problems[:50]))
 
 
-def check_borrowed(file: Any, cfg: Eagle3Config, places: Sequence[Keys]) -> None:
+def check_borrowed(file: Any, cfg: Eagle3Config, top: Keys) -> None:
     """Checks that the target's embedding and language-model head fit where the head lacks them.
 
     Args:
-      places: where config.json may have `tie_word_embeddings`; the first that has it decides.
+      top: the keys of config.json. Of a file of speculators, that of its layers may have been
+        copied from the target's, and says nothing of the head's embedding.
     """
     lacking = [
         name
@@ -780,8 +859,7 @@ def check_borrowed(file: Any, cfg: Eagle3Config, places: Sequence[Keys]) -> None
             f"target's, whose width is {cfg.target_width}, and the head's is "
             f"{cfg.network.hidden_size}, expected the same; use a head for this target"
         )
-    name = "tie_word_embeddings"
-    tied = next((keys.flag(name) for keys in places if keys.raw.get(name) is not None), False)
+    tied = top.flag("tie_word_embeddings", None)
     every = cfg.network.vocab_size == cfg.target_vocab  # else an embedding cannot be the head
     if lacking == ["lm_head"] and tied and every:
         raise UnsupportedModelError(

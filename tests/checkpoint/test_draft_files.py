@@ -127,6 +127,50 @@ def test_a_head_is_loaded_in_the_dtype_of_its_target_and_ids_stay_integers(files
         np.testing.assert_array_equal(np.asarray(array), expected.astype(jnp.dtype(dtype)))
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 3 * D), (1, 3 * D), (3 * D,)])
+def test_the_learned_state_of_masks_may_lack_its_leading_axes(shape, tmp_path):
+    raw, tensors = head("speculators", mask_token_id=3)
+    state = np.arange(3 * D, dtype=np.float16)
+    path = written(tmp_path / "head", raw, {**tensors, "mask_hidden": state.reshape(shape)})
+    source, params = load_draft_files(path, TARGET)
+    assert params["mask_hidden"].shape == (1, 1, 3 * D)
+    np.testing.assert_array_equal(params["mask_hidden"][0, 0], state)
+    save_draft_files(tmp_path / "again", source, params, "safeailab", "float32")
+    assert load_file(tmp_path / "again" / "model.safetensors")["mask_hidden"].shape == (1, 1, 48)
+
+
+def test_an_embedding_that_is_the_language_model_head_too_is_loaded_as_both(tmp_path):
+    raw, tensors = head("safeailab", tie_word_embeddings=True, draft_vocab_size=V)
+    for name in ("lm_head.weight", "d2t", "t2d"):
+        del tensors[name]
+    source, params = load_draft_files(written(tmp_path / "head", raw, tensors), TARGET)
+    np.testing.assert_array_equal(params["lm_head"], tensors["embed_tokens.weight"].T)
+    np.testing.assert_array_equal(params["embed"], tensors["embed_tokens.weight"])
+    save_draft_files(tmp_path / "again", source, params, "speculators", "float32")
+    again, same = load_draft_files(tmp_path / "again", TARGET)
+    assert again.cfg == source.cfg
+    assert_same(same, params)
+
+
+@pytest.mark.parametrize("layout", eagle3_config.LAYOUTS)
+def test_windows_and_biases_are_loaded_and_written(layout, tmp_path):
+    sizes, prefix = {"q": 16, "k": 8, "v": 8, "o": D}, eagle3_config.prefix_of(layout)
+    raw, tensors = head(layout)
+    body = raw.get("transformer_layer_config", raw)
+    body |= {"attention_bias": True, "layer_types": ["sliding_attention"], "sliding_window": 2048}
+    for name, size in sizes.items():
+        tensors[f"{prefix}self_attn.{name}_proj.bias"] = np.full(size, size, np.float16)
+    source, params = load_draft_files(written(tmp_path / "head", raw, tensors), TARGET)
+    assert source.cfg.network.layers[0].mixer.window == 2048
+    for name, size in sizes.items():
+        np.testing.assert_array_equal(params["layers"][0][f"{name}_bias"], np.full(size, size))
+    for number, other in enumerate(eagle3_config.LAYOUTS):
+        save_draft_files(tmp_path / f"{number}", source, params, other, "float32")
+        again, same = load_draft_files(tmp_path / f"{number}", TARGET)
+        assert again.cfg == source.cfg
+        assert_same(same, params)
+
+
 def test_both_layouts_and_files_of_torch_give_the_same_parameters(tmp_path):
     raw, tensors = head("safeailab")
     one = load_draft_files(written(tmp_path / "a", raw, tensors), TARGET)

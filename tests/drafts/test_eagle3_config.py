@@ -10,7 +10,7 @@ from specjax.checked_json import CheckpointError, UnsupportedModelError
 from specjax.drafts import eagle3_config as e3
 from specjax.drafts.eagle3 import Eagle3Source
 from specjax.models.families.dense import dense_config
-from specjax.models.rope import Rope, RopeScaling
+from specjax.models.rope import LinearScaling, Rope, RopeScaling, YarnScaling
 
 D, F, N, K, H, V, L = 16, 24, 4, 2, 4, 40, 8
 FILE = "/heads/some/config.json"
@@ -131,8 +131,16 @@ def test_the_rotary_embedding_is_the_heads_own_in_either_dialect():
         {"rope_parameters": {"rope_theta": 7e4, **scaling}},
     ):
         assert read(plain(**keys), tensors()).network.layers[0].mixer.rope == wanted
+    yarn = {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 40.0, "mscale": 0.707,
+        "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096, "rope_type": "yarn",
+    }  # fmt: skip
+    found = read(plain(rope_scaling=yarn), tensors()).network.layers[0].mixer.rope
+    assert found == Rope(10_000.0, YarnScaling(40.0, 4096, 1.0))
+    found = read(plain(rope_scaling={"type": "linear", "factor": 4.0}), tensors())
+    assert found.network.layers[0].mixer.rope == Rope(10_000.0, LinearScaling(4.0))
     refused(
-        plain(rope_scaling={"rope_type": "yarn", "factor": 4.0}), tensors(), "yarn", "llama3",
+        plain(rope_scaling={"rope_type": "longrope", "factor": 4.0}), tensors(), "longrope", "yarn",
         kind=UnsupportedModelError,
     )  # fmt: skip
 
@@ -274,6 +282,52 @@ def test_the_backbone_is_named_or_qwen3_in_a_file_of_speculators(raw, layout, ba
     assert read(raw, others, backbone=wrong).network.model_type == wrong
 
 
+@pytest.mark.parametrize("name", ["LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"])
+@pytest.mark.parametrize("kind", ["qwen2", "phi3", "qwen3", None])
+def test_a_class_of_heads_names_the_backbone_whatever_model_the_config_was_copied_from(name, kind):
+    raw = plain(architectures=[name], model_type=kind)
+    assert read(raw, tensors()) == read(plain(), tensors())
+    normed = tensors(qk_norm=True)
+    if kind == "qwen3":
+        assert read(raw | {"head_dim": H}, normed).network.model_type == "qwen3"
+    else:
+        refused(raw, normed, "the backbone is llama", "unexpected: midlayer.self_attn.q_norm")
+
+
+def test_a_class_of_models_names_no_backbone():
+    refused(plain(model_type="phi3"), tensors(), "model_type 'phi3'", kind=UnsupportedModelError)
+
+
+def test_buffers_of_the_rotary_embedding_are_not_read():
+    buffer = np.ones(H // 2, np.float32)
+    names = ("", "midlayer.self_attn.")
+    buffers = {f"{n}rotary_emb.{x}": buffer for n in names for x in ("inv_freq", "cos_cached")}
+    assert read(plain(), tensors() | buffers) == read(plain(), tensors())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "neutral"),
+    [
+        ("logit_scale", 0.5, 1.0),
+        ("logits_scaling", 8.0, 1),
+        ("final_logit_softcapping", 30.0, None),
+        ("attn_logit_softcapping", 50.0, None),
+        ("embedding_multiplier", 12.0, 1.0),
+        ("scale_emb", 12, 1),
+        ("residual_multiplier", 0.22, 1.0),
+        ("attention_multiplier", 0.0078, H**-0.5),
+        ("query_pre_attn_scalar", 256, H),
+        ("is_causal", False, True),
+        ("partial_rotary_factor", 0.5, 1.0),
+    ],
+)
+def test_keys_that_would_change_the_computation_are_refused_by_their_names(key, value, neutral):
+    refused(plain(**{key: value}), tensors(), f"{key} ", kind=UnsupportedModelError)
+    assert read(plain() | {key: neutral}, tensors()) == read(plain(), tensors())
+    raw, files = speculators({key: value}), tensors("speculators")
+    refused(raw, files, f"{key} ", kind=UnsupportedModelError)
+
+
 def test_qwen3s_heads_are_of_128_where_a_file_does_not_say_it():
     refused(
         plain(model_type="qwen3"), tensors(qk_norm=True),
@@ -383,19 +437,23 @@ def test_a_window_in_a_config_like_a_models_is_named_as_what_programs_differ_in(
     assert "the window is that of vLLM; SpecForge and SGLang run" in source.described()
 
 
-def test_a_language_model_head_is_the_targets_unless_it_may_be_tied():
-    """No program ties the two, and a config copied from the target's may say it."""
-    tied, copied = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
-    for layout in e3.LAYOUTS:
-        every, some = (
-            tensors(layout, head=False, embed=True, ids=ids) for ids in (None, (1, 5, 9, 39))
-        )
-        inside = plain(**tied) if layout == "safeailab" else speculators(tied)
-        refused(inside, every, "tie_word_embeddings", kind=UnsupportedModelError)
-        assert not read(inside | {"draft_vocab_size": 4}, some).own_head
+def test_a_head_without_a_language_model_head_uses_the_targets_unless_it_is_tied():
+    """vLLM and speculators never tie the two; transformers and SGLang do where the key says it."""
+    tied, copied, some = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}, [1, 5, 9]
+    every = {layout: tensors(layout, head=False, embed=True) for layout in e3.LAYOUTS}
+    for layout, inside in (("safeailab", plain(**tied)), ("speculators", speculators(tied))):
+        fewer = tensors(layout, head=False, embed=True, ids=some)
+        assert not read(inside | {"draft_vocab_size": 3}, fewer).own_head
         assert not read(inside, tensors(layout, head=False)).own_head
-    assert not read(speculators(tied, **copied), every).own_head
-    refused(speculators(copied, **tied), every, "tie_word_embeddings", kind=UnsupportedModelError)
+    for raw in (speculators(tied, **copied), speculators(tied)):
+        assert not read(raw, every["speculators"]).own_head
+    refused(
+        speculators(copied, **tied), every["speculators"], "tie_word_embeddings",
+        kind=UnsupportedModelError,
+    )  # fmt: skip
+    source = Eagle3Source.read(FILE, plain(**tied), every["safeailab"], TARGET)
+    assert source.cfg.own_head and "vLLM then uses the target's lm_head" in source.described()
+    assert not read(plain(), every["safeailab"]).own_head
 
 
 def test_a_head_may_list_its_draft_tokens_and_have_tables_of_its_own():
@@ -490,6 +548,12 @@ def test_a_p_eagle_head_has_a_mask_token(key):
     assert read(plain(**{key: 4}), files).mask_token == 4
     assert read(plain(**{key: 4}), tensors()).mask_token is None
     refused(plain(), files, "lacks the key 'mask_token_id'")
+    for shape in ((1, 3 * D), (3 * D,)):
+        other = with_(tensors(), mask_hidden=np.zeros(shape, np.float16))
+        assert read(plain(**{key: 4}), other) == read(plain(**{key: 4}), files)
+    for shape in ((2, 3 * D), (1, 1, 1, 3 * D), ()):
+        other = with_(tensors(), mask_hidden=np.zeros(shape, np.float16))
+        refused(plain(**{key: 4}), other, f"mask_hidden, expected [1, 1, {3 * D}]")
     narrow = with_(tensors(), mask_hidden=np.zeros((1, 1, D), np.float16))
     refused(plain(**{key: 4}), narrow, f"mask_hidden, expected [1, 1, {3 * D}], got [1, 1, {D}]")
 
@@ -505,8 +569,6 @@ def test_files_of_no_head_are_refused():
         ({}, {"midlayer.mlp.up_proj.weight_scale": np.ones(1, np.float32)}, "weight_scale"),
         ({"hidden_act": "gelu"}, {}, "hidden_act 'gelu'"),
         ({"model_type": "deepseek_v3"}, {}, "deepseek_v3"),
-        ({"tie_word_embeddings": True}, {"lm_head.weight": None,
-          "embed_tokens.weight": np.zeros((V, D), np.float16)}, "tie_word_embeddings"),
     ],
 )  # fmt: skip
 def test_what_is_not_computed_is_refused_by_its_name(keys, change, text):
