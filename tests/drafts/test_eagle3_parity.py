@@ -319,7 +319,8 @@ def check_logits(policy, written: Path, drawn: Eagle3, tensors: dict) -> None:
             for row, below in enumerate(paths):
                 want = np.full(VOCAB, -np.inf)
                 want[reference.ids] = reference.draft_logits(context, below)[-1]
-                np.testing.assert_allclose(logits[slot, row], want, atol=LOGITS, rtol=1e-5)
+                # Two layers with biases lose more digits than the golden heads.
+                np.testing.assert_allclose(logits[slot, row], want, atol=3 * LOGITS, rtol=1e-5)
 
 
 @pytest.mark.torch
