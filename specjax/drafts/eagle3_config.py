@@ -636,6 +636,11 @@ def remarks(
     found = []
     if unused := _unused(cfg.taps, tensors):
         found.append(f"not used with the final state: {', '.join(unused)}")
+    named = raw.get("num_hidden_layers", 1)
+    if not _of_speculators(raw) and named != cfg.network.num_layers:
+        held = cfg.network.num_layers
+        run = "is" if held == 1 else "are"
+        found.append(f"num_hidden_layers is {named}, and the files hold {held}, which {run} run")
     if is_tied(raw, tensors, cfg.network.vocab_size, cfg.target_vocab):
         found.append("tie_word_embeddings is true; vLLM then uses the target's lm_head")
     if not _of_speculators(raw) and any(x.mixer.window for x in cfg.network.layers):

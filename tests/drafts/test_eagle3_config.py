@@ -350,6 +350,10 @@ def test_further_layers_take_the_heads_width_alone():
 def test_a_number_of_layers_copied_from_the_target_leaves_one_midlayer():
     assert read(plain(num_hidden_layers=40), tensors()) == read(plain(), tensors())
     assert read(plain(num_hidden_layers=40), tensors(layers=2)).network.num_layers == 2
+    source = Eagle3Source.read(FILE, plain(num_hidden_layers=40), tensors(), TARGET, {})
+    assert "num_hidden_layers is 40, and the files hold 1, which is run" in source.described()
+    source = Eagle3Source.read(FILE, plain(), tensors(), TARGET, {})
+    assert "num_hidden_layers" not in source.described()
 
 
 def with_biases(files, projections):
