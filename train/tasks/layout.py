@@ -38,7 +38,7 @@ def check_split(split: str) -> str:
 
 @dataclass(frozen=True)
 class Unread:
-    """What a row has in the place of a gold answer, or of a demonstration, that can be read.
+    """The value of a column that should hold a gold answer or a demonstration, and cannot be read.
 
     Rewards that compare answers refuse such a row, those of the user's own get its value.
 
@@ -62,7 +62,8 @@ class Problem:
       place: place of its row in a file, for messages.
       columns: further columns of its row, for rewards.
       row: all columns of its row as they are, if it has one.
-      unread: what its row has in the place of a gold answer; None if there is one, or nothing.
+      unread: the value of a column that should hold the gold answer, and cannot be read; None if
+        the answer is read, or the row has none.
     """
 
     prompt: str | tuple[Message, ...]
@@ -93,7 +94,7 @@ class Example:
     Attributes:
       prompt: a question as text, or a conversation up to the assistant's turn.
       answer: the gold answer, or several, of which any is right; "" if the row has none, and
-        `Unread` if a column has something else in its place.
+        `Unread` if a column should hold one that cannot be read.
       response: a demonstration without stop token; None if the row has none, and `Unread` likewise.
       columns: further columns, for rewards with parameters of their names.
       row: all columns as they are; `train.data` sets it, and not the task.
