@@ -177,7 +177,7 @@ def read_inputs(cfg: RLConfig, tokenizer, model: str) -> Inputs:
     prompts = Prompts(tokenizer, cfg.data, cfg.rollout.max_prompt_tokens)
     name = data.default_reward(cfg.data) if cfg.reward == "auto" else cfg.reward
     scorer = Scorer(name, options=cfg.rewards)
-    problems = data.problems(cfg.data, "train", prompts.chat, _held_out(cfg))
+    problems = data.problems(cfg.data, "train", prompts.chat, held_out(cfg))
     require_template(cfg, problems[0].prompt)
     if "rewards.timeout" in typed_in(cfg) and not scorer.workers and not cfg.eval.sets:
         raise ConfigError(
@@ -206,13 +206,16 @@ def read_inputs(cfg: RLConfig, tokenizer, model: str) -> Inputs:
     return Inputs(problems, heldout, prompts, scorer, notes)
 
 
-def _held_out(cfg: RLConfig) -> int:
+def held_out(cfg: RLConfig) -> int:
     """The number of generated problems that the largest set of the same data set evaluates.
 
-    Arguments of the data set are not compared: one that is given may equal its default.
+    It decides which problems are trained on. It is 0 if it is at most `data.heldout_size`, for so
+    many are held out in any case. Arguments of the data set are not compared: one that is given may
+    equal its default.
     """
     same = [each for each in cfg.eval.sets.values() if each.dataset == cfg.data.dataset is not None]
-    return max((each.problems or cfg.data.heldout_size for each in same), default=0)
+    most = max((each.problems or 0 for each in same), default=0)
+    return most if most > cfg.data.heldout_size else 0
 
 
 def read_heldout(

@@ -48,7 +48,7 @@ from train.flops import UpdateSpeed, training_devices
 from train.groups import Group
 from train.head_files import HeadCheckpoints, require_same_head, starting_head
 from train.heads import DraftTrainer, draft_metrics
-from train.inputs import read_inputs
+from train.inputs import held_out, read_inputs
 from train.log import TRACE_FILE, Trace
 from train.loss import KL, count_denominators, finalize_metrics
 from train.packing import Sample, empty_batch, pack
@@ -616,6 +616,9 @@ class Trainer:
         settings = fingerprint(self.cfg, ignored)
         settings["model"] = portable(settings["model"])
         settings["algo"].pop("preset")  # the values that it sets are there
+        held = held_out(self.cfg)  # else what is evaluated decides nothing of what is trained on
+        sets = {"dataset": self.cfg.data.dataset, "problems": held} if held else {}
+        settings["eval"] = {"sets": sets}
         for name in self.cfg.rollout.may_change:
             settings["rollout"].pop(name)
         if self.cfg.rollout.invariant and "replicas" in self.cfg.rollout.may_change:

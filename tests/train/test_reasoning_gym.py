@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from specjax.command_line import parse_config
+from specjax.command_line import ConfigError, parse_config, require_same_settings
 from specjax.tokenizer import load_tokenizer
 from train import data, data_report
 from train.eval_schema import EvalSection
@@ -15,6 +15,7 @@ from train.inputs import describe_data, read_inputs
 from train.schema import DataConfig, RLConfig
 from train.scoring import Scorer
 from train.tasks import reasoning_gym
+from train.trainer import Trainer
 
 INSTALLED = importlib.util.find_spec("reasoning_gym") is not None
 needs_it = pytest.mark.skipif(not INSTALLED, reason="reasoning-gym is not installed")
@@ -126,6 +127,25 @@ def test_a_set_of_other_arguments_that_shares_questions_is_warned_of(doubles, th
     assert f"eval.sets.x: {both} of its 30 questions are among the first 60 that" in note and both
     _, _, [note] = read_sets(thin_policy, steps=1, args={"most": 95}, x=shared)
     assert "are among the first 16 that are trained on; choose other dataset_args" in note
+
+
+def test_a_run_is_not_resumed_with_sets_that_hold_out_other_problems(doubles):
+    def settings(**sets) -> dict:
+        cfg = RLConfig(model="m", data=config(), eval=EvalSection(problems=0, sets=sets))
+        return Trainer.fingerprint(types.SimpleNamespace(cfg=cfg))
+
+    others = {"file": {"path": "rows.jsonl", "problems": 900}}
+    others |= {"other": {**doubles_set(900), "dataset": "triples"}}
+    few, many, more = settings(), *(settings(many=doubles_set(n), **others) for n in (400, 401))
+    require_same_settings(few, settings(few=doubles_set(20), **others), RLConfig)
+    require_same_settings(many, settings(a=doubles_set(400, most=9), b=doubles_set(3)), RLConfig)
+    before = {name: value for name, value in few.items() if name != "eval"}  # of earlier versions
+    require_same_settings(before, few, RLConfig)
+    said = "eval.sets={dataset: doubles, problems: 400}"
+    for saved, current in ((few, many), (many, few), (many, more), (before, many)):
+        with pytest.raises(ConfigError, match="made with other settings of eval; ") as refused:
+            require_same_settings(saved, current, RLConfig)
+        assert (said if saved is many else "eval.sets={}") in str(refused.value)
 
 
 @pytest.mark.parametrize(
