@@ -77,7 +77,10 @@ def problem_sets(cfg: RLConfig, inputs: Inputs, model: str) -> tuple[list[Proble
     """
     found, notes, names = [], [], inputs.scorer.names
     scorers = {(names, tuple(cfg.rewards.weights or [1.0] * len(names))): inputs.scorer}
-    training = _drawn(cfg, inputs.problems) if cfg.eval.sets else []
+    from_files = isinstance(inputs.problems, list)
+    # Generated problems take time to make, and are not compared with rows of files.
+    compared = {name for name, each in cfg.eval.sets.items() if from_files or not each.path}
+    training = _drawn(cfg, inputs.problems) if compared else []
     questions = {data.asked_by(problem) for problem in training}
     for asked in asked_sets(cfg.eval, cfg.rollout):
         if asked.name is None:
@@ -91,9 +94,9 @@ def problem_sets(cfg: RLConfig, inputs: Inputs, model: str) -> tuple[list[Proble
         found.append(each)
         notes += lines
         trained = 0
-        if questions:
+        if questions and asked.name in compared:
             trained = sum(data.asked_by(problem) in questions for problem in _rows(each))
-        if trained and isinstance(inputs.problems, list):
+        if trained and from_files:
             notes.append(
                 f"WARNING: {asked.key}: {trained} of its {len(each.problems)} questions are "
                 "trained on, too; data.heldout_path leaves them out of training, a set does not"

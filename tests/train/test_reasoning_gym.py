@@ -1,6 +1,7 @@
 """Problems that reasoning-gym generates, and its own scores."""
 
 import importlib.util
+import json
 import sys
 import types
 
@@ -146,6 +147,24 @@ def test_a_run_is_not_resumed_with_sets_that_hold_out_other_problems(doubles):
         with pytest.raises(ConfigError, match="made with other settings of eval; ") as refused:
             require_same_settings(saved, current, RLConfig)
         assert (said if saved is many else "eval.sets={}") in str(refused.value)
+
+
+def test_sets_from_files_are_not_compared_with_generated_problems(
+    doubles, thin_policy, tmp_path, monkeypatch
+):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": "2 * 31 =", "answer": "62"}) + "\n")
+    sets = {"file": {"path": str(path), "reward": "number"}}
+    cfg = RLConfig(data=config(), eval=EvalSection(problems=0, sets=sets))
+    cfg.rewards.workers = 0
+    inputs = read_inputs(cfg, load_tokenizer(thin_policy), "policy")
+    made = []
+    entry = Doubles.__getitem__
+    monkeypatch.setattr(Doubles, "__getitem__", lambda self, i: made.append(i) or entry(self, i))
+    assert inputs.problems[0] and made, "it sees those that are made"
+    made.clear()
+    problem_sets(cfg, inputs, "policy")
+    assert not made
 
 
 @pytest.mark.parametrize(
