@@ -31,6 +31,7 @@ from specjax.tokenizer import (
     has_chat_template,
     prompt_ids,
     require_template_options,
+    template_variables,
     transformers_class,
 )
 from train import tasks
@@ -364,6 +365,19 @@ def uses_chat(cfg: DataConfig, tokenizer) -> bool:
     except ValueError as error:
         raise ValueError(f"data.chat_template_kwargs: {error}") from error
     return has_template and cfg.chat != "off"
+
+
+def without_unread_options(saved: Mapping[str, Any], tokenizer) -> dict[str, Any]:
+    """Returns the settings in a checkpoint without options that the chat template does not read.
+
+    Earlier versions took such options, which changed no prompt; a run that has them is refused.
+    """
+    options = saved.get("data", {}).get("chat_template_kwargs")
+    known = template_variables(tokenizer) if options else None
+    if known is None:
+        return dict(saved)
+    read = {name: value for name, value in options.items() if name in known}
+    return {**saved, "data": {**saved["data"], "chat_template_kwargs": read}}
 
 
 def prompt_text(

@@ -497,7 +497,8 @@ class Run:
           CheckpointError: the checkpoint cannot be read.
         """
         _, meta = checkpoints.restore(step, {})
-        require_same_settings(meta.get("settings", {}), self.fingerprint(), type(self.cfg))
+        saved = data.without_unread_options(meta.get("settings", {}), self.tokenizer)
+        require_same_settings(saved, self.fingerprint(), type(self.cfg))
         require_same_head(meta, self.about, self.model)
         if meta["step"] > self.total:
             raise ConfigError(
@@ -619,7 +620,7 @@ def train(cfg: DraftRunConfig, resume: bool = False, resume_step: int | None = N
     for line in run.notes:
         print(line, flush=True)
     if run.texts is None:
-        check_samples(cfg, out, resume)
+        check_samples(cfg, out, resume, run.tokenizer)
     with stop.listening(), Checkpointer(directory, cfg.keep_last) as checkpoints:
         pairs = run.collect()
         with interruptible(out) as progress:

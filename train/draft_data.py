@@ -173,8 +173,14 @@ def _token_ids(value: Any, place: str, tokenizer) -> list[int]:
 # --- the policy's own samples ---------------------------------------------------------------------
 
 
-def check_samples(cfg: DraftRunConfig, out: Path, resume: bool) -> None:
+def check_samples(cfg: DraftRunConfig, out: Path, resume: bool, tokenizer) -> None:
     """Checks that samples in the run's directory are of the same settings; notes the settings.
+
+    Args:
+      cfg: settings of the run.
+      out: directory of the run.
+      resume: whether the run goes on with the samples.
+      tokenizer: tokenizer of the policy.
 
     Raises:
       ConfigError: they are of other settings.
@@ -182,7 +188,7 @@ def check_samples(cfg: DraftRunConfig, out: Path, resume: bool) -> None:
     folder, now = out / SAMPLES, json.loads(json.dumps(cfg.sampled()))
     file = folder / SETTINGS
     if resume and file.exists():
-        saved = json.loads(file.read_text())
+        saved = data.without_unread_options(json.loads(file.read_text()), tokenizer)
         saved["model"] = portable(saved["model"])  # earlier versions wrote the path
         require_same_settings(saved, now, DraftRunConfig)
         return

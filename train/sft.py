@@ -275,7 +275,8 @@ class Run:
         """
         cfg = self.cfg
         _, meta = checkpoints.restore(step, {})
-        require_same_settings(meta.get("settings", {}), self.fingerprint(), type(self.cfg))
+        saved = data.without_unread_options(meta.get("settings", {}), self.stream.tokenizer)
+        require_same_settings(saved, self.fingerprint(), type(self.cfg))
         step, finished = meta["step"], meta["stage"] == "head"
         if finished and (step, meta["policy_steps"]) != (cfg.steps + cfg.draft_steps, cfg.steps):
             raise ConfigError(

@@ -681,6 +681,7 @@ class Trainer:
         _, meta = checkpoints.restore(step, {})
         # Settings that the checkpoint does not have yet count as their defaults.
         saved = with_draft_key(meta.get("settings", {}))
+        saved = data.without_unread_options(saved, self.tokenizer)
         require_same_settings(saved, self.fingerprint(), RLConfig)
         require_same_head(meta, self.about_head, self.model)
         # The first process made the record; others may have no device of its engine.

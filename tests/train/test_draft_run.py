@@ -446,10 +446,10 @@ def test_samples_of_an_id_are_those_of_its_commit_wherever_the_cache_lies(tmp_pa
         cfg.model = f"{cache}/hub/models--some--policy/snapshots/{commit}"
         return cfg
 
-    draft_data.check_samples(of("/here", "f00d"), tmp_path, resume=False)
-    draft_data.check_samples(of("/there", "f00d"), tmp_path, resume=True)
+    draft_data.check_samples(of("/here", "f00d"), tmp_path, resume=False, tokenizer=None)
+    draft_data.check_samples(of("/there", "f00d"), tmp_path, resume=True, tokenizer=None)
     with pytest.raises(ConfigError, match="other settings of model;"):
-        draft_data.check_samples(of("/here", "beef"), tmp_path, resume=True)
+        draft_data.check_samples(of("/here", "beef"), tmp_path, resume=True, tokenizer=None)
 
 
 def test_a_directory_without_a_run_cannot_be_resumed(thin_policy, tmp_path):

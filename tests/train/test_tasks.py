@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import odd_rewards
 import pyarrow
@@ -14,8 +15,9 @@ import pyarrow.parquet
 import pytest
 
 from specjax.command_line import ConfigError, parse_config
-from train import data, data_report, rl, sft
+from train import data, data_report, draft, draft_data, rl, sft
 from train.data import demonstrations, encode_prompt, problems
+from train.draft_schema import DraftRunConfig
 from train.eval_schema import EvalSection
 from train.evaluation import problem_sets
 from train.inputs import Prompts, describe_data, read_inputs, require_template
@@ -24,6 +26,7 @@ from train.schema import DataConfig, RLConfig, SFTConfig
 from train.scoring import Score, Scorer
 from train.tasks import find_task, recognise
 from train.tasks.layout import Example, Layout
+from train.trainer import Trainer
 
 USER = [{"role": "user", "content": "How much is 1+2?"}]
 SYSTEM = [{"role": "system", "content": "Be brief."}, *USER]
@@ -669,6 +672,41 @@ def test_an_argument_that_the_template_does_not_read_is_refused(
     monkeypatch.setattr(chatty, "chat_template", "{% unknown %}")
     Prompts(chatty, DataConfig(chat_template_kwargs=given))
     assert f"not known whether the chat template reads {', '.join(given)}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("program", "schema", "given"),
+    [(Trainer, RLConfig, "model=m"), (sft.Run, SFTConfig, "steps=3"),
+     (draft.Run, DraftRunConfig, "model=m")],
+)  # fmt: skip
+def test_a_run_goes_on_without_an_argument_that_the_template_does_not_read(
+    tmp_path, chatty, program, schema, given
+):
+    cfg, _ = parse_config(schema, [given, "data.path=rows.jsonl", KWARGS])
+    run = SimpleNamespace(cfg=cfg, tokenizer=chatty, stream=SimpleNamespace(tokenizer=chatty))
+    run.fingerprint = lambda: program.fingerprint(run)
+
+    def resume(**options) -> None:
+        """Goes on with a checkpoint that has settings alone."""
+        saved = json.loads(json.dumps(run.fingerprint()))
+        saved["data"]["chat_template_kwargs"] = options
+        checkpoints = SimpleNamespace(restore=lambda step, trees: ({}, {"settings": saved}))
+        try:
+            program.restore(run, checkpoints, None)
+        except (AttributeError, KeyError):  # what is read after the settings
+            pass
+        if program is draft.Run:
+            draft_data.check_samples(cfg, tmp_path, False, chatty)
+            file = tmp_path / draft_data.SAMPLES / draft_data.SETTINGS
+            sampled = json.loads(file.read_text())
+            sampled["data"]["chat_template_kwargs"] = options
+            file.write_text(json.dumps(sampled))
+            draft_data.check_samples(cfg, tmp_path, True, chatty)
+
+    resume(think="no", thinks="no")
+    for options in ({"thinks": "no"}, {"think": "yes", "thinks": "no"}):
+        with pytest.raises(ConfigError, match="made with other settings of data"):
+            resume(**options)
 
 
 @pytest.mark.parametrize(
