@@ -191,6 +191,7 @@ class Rollouts:
             "position": self.position,
             "carried": [group.to_json() for group in self.carried],
             "any_reward": self._any_reward,
+            "undecided": sorted(self._golds.undecided) if self._golds else [],
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -198,6 +199,8 @@ class Rollouts:
         self.position = state["position"]
         # Checkpoints of an older version do not have it; then no such warning is printed.
         self._any_reward, self.zero = state.get("any_reward", True), None
+        if self._golds is not None:  # nor these
+            self._golds.keep(state.get("undecided", ()))
         self.carried = []
         for saved in state["carried"]:
             problem = self._order[saved["place"]]
@@ -237,11 +240,19 @@ class Rollouts:
         if distributed.is_first():
             end = min(position + 1 + 2 * self.rule.in_flight, len(self._order))
             for place in range(max(position, self._ahead), end):
-                self._golds.begin(self._order[place])
+                if self._fits(self._order[place]):
+                    self._golds.begin(self._order[place])
             self._ahead = max(end, self._ahead)
         # A comparison may be late in one process alone, and all have to draw the same rows.
         lost = functools.partial(self._golds.are_lost, self._order[position])
         return distributed.of_first(lost, "gold answers")
+
+    def _fits(self, problem: Problem) -> bool:
+        """Whether a problem is not left out because of its prompt; errors are for its draw."""
+        try:
+            return self._prompts.fit(problem)[0] is not None
+        except ValueError:
+            return False
 
     def _prompt_metrics(self) -> dict[str, float]:
         """The numbers of problems that this step dropped, or cut because of their length."""

@@ -127,10 +127,7 @@ class Scorer:
         self._timeout = options.timeout if options else 0.0
         self.workers = 0 if options is None or reward else options.workers
         if self.workers is None:
-            quick = all(
-                getattr(function, "quick", False) and ":" not in name
-                for name, function in zip(self.names, functions, strict=True)
-            )
+            quick = all(map(_is_quick, self.names, functions))
             self.workers = 0 if quick else default_workers()
         self._workers: Workers | None = None
         self.failures = 0
@@ -228,12 +225,23 @@ class Scorer:
             self._workers = None
 
     def ask(
-        self, index: int, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]
+        self,
+        index: int,
+        completions: Sequence[str],
+        rows: Sequence[Mapping[str, Any]],
+        here: bool = False,
     ) -> Future[Answer]:
-        """Calls the reward of that number: now in this process, or later in a worker."""
+        """Calls the reward of that number: now in this process, or later in a worker.
+
+        Args:
+          index: number of the reward.
+          completions: texts to score.
+          rows: columns of the row of each completion.
+          here: whether it is called in this process although there are workers.
+        """
         call = self._calls[index]
         rows = [call.wanted(columns) for columns in rows]
-        if self.workers:
+        if self.workers and not here:
             if self._workers is None:
                 setup = Setup(self.names, self._pattern, self._timeout)
                 self._workers = Workers(setup, self.workers)
@@ -404,6 +412,11 @@ class ScoreOfOne:
         self._scoring.cancel()
 
 
+def _is_quick(name: str, function: Callable[..., Any]) -> bool:
+    """Whether a reward needs no process of its own; one of the user's own may."""
+    return getattr(function, "quick", False) and ":" not in name
+
+
 def default_workers() -> int:
     """The number of worker processes by default: half of the processors, 8 at most."""
     usable = getattr(os, "sched_getaffinity", None)
@@ -482,10 +495,18 @@ def unwinnable(scorer: Scorer, problem: Problem) -> str | None:
 
 
 class GoldAnswers:
-    """Which rows are `unwinnable`, decided once for each, by the workers if there are any.
+    """Which rows are `unwinnable`, decided once for each.
+
+    Comparisons that may take long run in the workers, if there are any. One that fails, as a worker
+    does that is ended at its time limit or for its memory, says nothing about the gold answer. It
+    is done once more, and if it fails again, the row is kept.
 
     Args:
       scorer: the rewards.
+
+    Attributes:
+      undecided: indices of the rows that are kept because comparisons failed. A checkpoint has
+        them, so that a run that is resumed draws the same rows.
     """
 
     def __init__(self, scorer: Scorer):
@@ -493,29 +514,51 @@ class GoldAnswers:
         # By the row's index: of each reward that compares answers, those of the gold answers.
         self._asked: dict[int, list[list[Future[Answer]]]] = {}
         self._lost: dict[int, bool] = {}
+        self.undecided: set[int] = set()
 
     def begin(self, problem: Problem) -> None:
         """Has workers check a row of which `are_lost` will be asked; returns at once."""
         if self._scorer.workers and problem.index not in self._lost:
             self._ask(problem)
 
+    def keep(self, rows: Collection[int]) -> None:
+        """Keeps the rows of these indices, which were `undecided` in a checkpoint."""
+        self.undecided |= set(rows)
+        self._lost |= dict.fromkeys(rows, False)
+
     def are_lost(self, problem: Problem) -> bool:
         """Whether there is a reward that cannot be 1 for a row; waits for workers.
-
-        A gold answer whose comparison fails, or is ended at its time limit, cannot be won.
 
         Raises:
           train.reward_workers.WorkerError: a worker process cannot be started.
         """
-        if problem.index not in self._lost:
-            asked = self._ask(problem)
-            self._scorer.wait_for({future for each in asked for future in each})
-            del self._asked[problem.index]
-            for future in (future for each in asked for future in each):
-                self._scorer.took(future.result().seconds)
-            won = (any(future.result().outcomes == [1.0] for future in each) for each in asked)
-            self._lost[problem.index] = not all(won)
-        return self._lost[problem.index]
+        index = problem.index
+        if index not in self._lost:
+            found = self._check(problem)
+            if isinstance(found, Failed):
+                found = self._check(problem)
+            if isinstance(found, Failed):
+                self.undecided.add(index)
+                self._warn(problem, found)
+            self._lost[index] = found is True
+        return self._lost[index]
+
+    def _check(self, problem: Problem) -> bool | Failed:
+        """Whether a reward cannot be 1 for a row; a failure if that is not known."""
+        asked = self._ask(problem)
+        self._scorer.wait_for({future for each in asked for future in each})
+        del self._asked[problem.index]
+        is_lost, failed = False, None
+        for each in asked:
+            answers = [future.result() for future in each]
+            self._scorer.took(sum(answer.seconds for answer in answers))
+            outcomes = [outcome for answer in answers for outcome in answer.outcomes]
+            if 1.0 in outcomes:
+                continue
+            failures = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
+            failed = next(iter(failures), failed)
+            is_lost |= not failures
+        return is_lost or failed or False
 
     def _ask(self, problem: Problem) -> list[list[Future[Answer]]]:
         if problem.index not in self._asked:
@@ -525,13 +568,29 @@ class GoldAnswers:
             self._asked[problem.index] = [
                 [
                     self._scorer.ask(
-                        self._scorer.names.index(name), [reward.write(gold)], [{"answer": gold}]
+                        self._scorer.names.index(name),
+                        [reward.write(gold)],
+                        [{"answer": gold}],
+                        here=_is_quick(name, reward),
                     )
                     for gold in golds
                 ]
                 for name, reward in self._scorer.checked.items()
             ]
         return self._asked[problem.index]
+
+    def _warn(self, problem: Problem, failed: Failed) -> None:
+        if len(self.undecided) > _DESCRIBED:
+            return
+        last = len(self.undecided) == _DESCRIBED
+        log.warning(
+            "the comparison of the %s of %s with itself %s twice: %s; the row is kept%s",
+            shown_gold(problem),
+            row_name(problem),
+            failed.what,
+            failed.more,
+            ". Further such rows are kept without a warning" if last else "",
+        )
 
 
 def is_hopeless(scorer: Scorer, problem: Problem) -> bool:

@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import types
+from concurrent.futures import Future
 from decimal import Decimal
 from fractions import Fraction
 
@@ -20,7 +21,8 @@ from train.collect import Rollouts
 from train.data import problems
 from train.inputs import Inputs, read_inputs
 from train.log import read_metrics
-from train.reward_calls import as_number
+from train.reward_calls import as_number, took_too_long
+from train.reward_workers import Answer
 from train.schema import DataConfig, RewardsSection, RLConfig
 from train.scoring import (
     SampleFacts,
@@ -406,7 +408,9 @@ def test_rows_to_drop_are_found_in_workers_ahead_of_their_use_and_once(
     # The engine's thread compares nothing from here on.
     monkeypatch.setattr(rewards, "WORKER", None)
     asked, ask = [], inputs.scorer.ask
-    monkeypatch.setattr(inputs.scorer, "ask", lambda *call: asked.append(call[1][0]) or ask(*call))
+    monkeypatch.setattr(
+        inputs.scorer, "ask", lambda *call, **named: asked.append(call[1][0]) or ask(*call, **named)
+    )
     twice = [inputs.problems[i % len(inputs.problems)] for i in range(2 * len(inputs.problems))]
     rollouts = Rollouts(cfg, twice, inputs.prompts, (1,), inputs.scorer)
     rollouts._at = 0
@@ -422,6 +426,75 @@ def test_rows_to_drop_are_found_in_workers_ahead_of_their_use_and_once(
         assert found["time/reward"] > 0 and found["time/reward_wait"] > 0
     finally:
         inputs.scorer.close()
+
+
+LATE = took_too_long(5.0)
+
+
+@pytest.fixture
+def dropping(thin_policy, tmp_path, monkeypatch):
+    """Makes rollouts that drop rows, and whose workers say what the test wants.
+
+    Returns:
+      A function of the rows, of the outcomes that the checks of a gold answer have one after the
+      other, by the answer's first character, and of settings. It returns the rollouts and the gold
+      answers that the workers checked.
+    """
+    monkeypatch.setattr(rewards, "WORKER", types.SimpleNamespace(same=lambda gold, found: True))
+
+    def make(lines, outcomes, **changes):
+        path, asked = tmp_path / "rows.jsonl", []
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        changes = {"data.unwinnable": "drop", "rewards.workers": 1, **changes}
+        cfg, inputs = read(thin_policy, path, **changes)
+
+        def submit(index, texts, rows, margin):
+            gold, future = rows[0]["answer"], Future()
+            outcome = outcomes[gold[0]][asked.count(gold)]
+            asked.append(gold)
+            future.set_result(Answer([outcome], 0.1))
+            return future
+
+        monkeypatch.setattr(inputs.scorer, "_workers", types.SimpleNamespace(submit=submit))
+        rollouts = rollouts_of(cfg, inputs)
+        rollouts._at = 0
+        return rollouts, asked
+
+    return make
+
+
+def test_checks_that_fail_do_not_decide_which_rows_are_dropped(dropping, caplog):
+    lines = [{"problem": f"{i}=", "answer": f"{'xyz'[i % 3]}+{i}"} for i in range(60)]
+    outcomes = {"x": [LATE, 1.0], "y": [LATE, 0.0], "z": [LATE, LATE]}
+    rollouts, asked = dropping(lines, outcomes, reward="math_verify")
+    drawn = [rollouts._draw(1).problem.answer for _ in range(16)]
+    assert {answer[0] for answer in drawn} == {"x", "z"}, "what was not answered is kept"
+    assert max(map(asked.count, asked)) == 2
+    said = [r.message for r in caplog.records if "the row is kept" in r.message]
+    assert "took longer than 5 s per completion twice" in said[0] and len(said) == 5
+    state = json.loads(json.dumps(rollouts.state()))
+    outcomes = {"x": [1.0], "y": [0.0], "z": [0.0]}
+    resumed, asked = dropping(lines, outcomes, reward="math_verify")
+    resumed.load_state(state)
+    resumed._at = 0
+    assert [resumed._draw(1).problem.answer for _ in range(16)] == drawn, "as before the checkpoint"
+
+
+def test_rewards_that_take_no_time_check_gold_answers_without_workers(dropping):
+    lines = [{"problem": f"{i}=", "answer": i if i % 2 else "five"} for i in range(40)]
+    rollouts, asked = dropping(lines, {}, reward="number")
+    assert "five" not in [rollouts._draw(1).problem.answer for _ in range(8)] and not asked
+
+
+def test_gold_answers_of_prompts_that_are_too_long_are_not_checked(dropping):
+    long = "1" * 40
+    lines = [
+        {"problem": f"{i}{long * (i % 2)}=", "answer": f"{'xy'[i % 2]}+{i}"} for i in range(40)
+    ]
+    changes = {"reward": "math_verify", "data.overlong_prompts": "drop"}
+    rollouts, asked = dropping(lines, {"x": [1.0], "y": [1.0]}, **changes)
+    assert {rollouts._draw(1).problem.answer[0] for _ in range(8)} == {"x"}
+    assert {gold[0] for gold in asked} == {"x"}
 
 
 @pytest.mark.parametrize(
