@@ -3,9 +3,11 @@
 import asyncio
 import os
 import re
+import signal
 import subprocess
 import time
 import zlib
+from pathlib import Path
 
 from train import rewards
 
@@ -135,6 +137,41 @@ async def asks(completion, answer):
 async def waits_in_a_thread(completion, answer):
     await asyncio.to_thread(time.sleep, float(completion))
     return 1.0
+
+
+async def stops_itself(completion, answer):
+    """Ends at a signal, which only the main thread may ask for, as math-verify does."""
+
+    def stop(*_):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    try:
+        while True:
+            zlib.crc32(completion.encode())
+    except TimeoutError:
+        return 1.0
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+async def cleans_up(completion, answer):
+    """Waits, and when it is given up, takes a while to write the file that the answer names."""
+    try:
+        await asyncio.sleep(float(completion))
+    except asyncio.CancelledError:
+        await asyncio.sleep(0.05)
+        Path(answer).write_text("clean")
+        raise
+    return 1.0
+
+
+async def gives_up_a_thread(completion, answer):
+    try:
+        await asyncio.wait_for(asyncio.to_thread(time.sleep, 600.0), 0.01)
+    except TimeoutError:
+        return 1.0
 
 
 def chars(completion):

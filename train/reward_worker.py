@@ -1,13 +1,14 @@
 """The worker process that `train.reward_workers` starts: it calls rewards, one request at a time.
 
 A request is (number of the reward, completions, columns of each, seconds by which an asynchronous
-reward may be late), and its answer is (outcomes, seconds in the function). Both travel as pickles;
-the functions do not: the worker imports them by their names. It imports no jax, unless a reward
-does.
+reward may be late), and its answer is (outcomes, seconds in the function, threads that asynchronous
+rewards have abandoned). Both travel as pickles; the functions do not: the worker imports them by
+their names. It imports no jax, unless a reward does.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import logging
 import os
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 from train.children import die_with_parent
 from train.reward_calls import RewardCall
+from train.reward_loop import abandoned_threads, run_in_loop
 from train.rewards import compare_in_this_process, get_reward
 
 
@@ -57,11 +59,13 @@ def main(descriptor: int, parent: int) -> None:
     connection.send(None)
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, requests), daemon=True).start()
+    is_async = any(call.is_async for call in calls)
     while True:
-        index, completions, rows, extra = requests.get()
+        request = run_in_loop(_next(requests)) if is_async else requests.get()
+        index, completions, rows, extra = request
         started = time.perf_counter()
         outcomes = calls[index](completions, rows, setup.seconds, extra)
-        connection.send((outcomes, time.perf_counter() - started))
+        connection.send((outcomes, time.perf_counter() - started, abandoned_threads()))
 
 
 def _load(setup: Setup) -> list[RewardCall]:
@@ -74,6 +78,24 @@ def _load(setup: Setup) -> list[RewardCall]:
     if "reasoning_gym" in setup.names:
         importlib.import_module("reasoning_gym")  # which takes seconds
     return calls
+
+
+async def _next(requests: queue.SimpleQueue) -> Any:
+    """The next request.
+
+    The event loop runs meanwhile: rewards that were cancelled may clean up, and clients may keep
+    their connections. It waits in a thread of its own, for those of `asyncio.to_thread` may all be
+    taken.
+    """
+    loop = asyncio.get_running_loop()
+    found = loop.create_future()
+
+    def get() -> None:
+        request = requests.get()
+        loop.call_soon_threadsafe(found.set_result, request)
+
+    threading.Thread(target=get, daemon=True, name="next request").start()
+    return await found
 
 
 def _receive(connection: Connection, requests: queue.SimpleQueue) -> None:

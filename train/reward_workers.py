@@ -5,7 +5,8 @@ replaced: no signal interrupts a regular expression or a product of large intege
 worker waits for its answers, so that the engine's thread waits for none.
 
 The first call of a reward in a process may import libraries or load a model, and has more time
-(`FirstCalls`): a process that is ended for that would be followed by one as slow.
+(`FirstCalls`): a process that is ended for that would be followed by one as slow. A process in
+which asynchronous rewards have left `MOST_ABANDONED` threads behind is ended after its answer.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from train.reward_calls import Failed, Outcome, took_too_long
+from train.reward_loop import MOST_ABANDONED
 from train.reward_worker import Setup
 
 _START_SECONDS = 300.0  # imports may take minutes from a shared disk
@@ -88,7 +90,7 @@ class Workers:
       count: number of processes.
 
     Attributes:
-      replaced: number of processes that were ended, or ended themselves, in a call so far.
+      replaced: number of processes that were ended, or ended themselves, in or after a call so far.
     """
 
     def __init__(self, setup: Setup, count: int):
@@ -142,7 +144,7 @@ class _Worker(threading.Thread):
 
     Attributes:
       process: the process; None while there is none.
-      replaced: number of processes that ended in a call.
+      replaced: number of processes that ended in or after a call.
     """
 
     def __init__(self, setup: Setup, tasks: queue.SimpleQueue, firsts: FirstCalls):
@@ -182,11 +184,14 @@ class _Worker(threading.Thread):
         try:
             self._connection.send((index, completions, rows, extra))
             if self._connection.poll(limit):
-                answer = Answer(*self._connection.recv())
+                outcomes, seconds_in_it, abandoned = self._connection.recv()
                 if is_first:
                     self._called.add(index)
-                    self._firsts.returned(index, answer.seconds)
-                return answer
+                    self._firsts.returned(index, seconds_in_it)
+                if abandoned >= MOST_ABANDONED:
+                    self._kill()
+                    self.replaced += 1
+                return Answer(outcomes, seconds_in_it)
             failed = took_too_long(seconds)
             if is_first:
                 self._firsts.was_late(index)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from specjax.error_text import shortened
 from train.answers.extract import each_gold
 from train.reward_calls import ROW, Failed, Outcome, RewardCall
+from train.reward_loop import MOST_ABANDONED, abandoned_threads
 from train.reward_worker import Setup
 from train.reward_workers import Answer, Workers
 from train.rewards import THINKS_FIRST, AnswerReward, get_reward
@@ -134,6 +135,7 @@ class Scorer:
         self._described: set[tuple[str, str]] = set()  # (row, what went wrong)
         self._seconds = self._waited = 0.0
         self._timed_out = 0
+        self._warned_of_threads = False
 
     def check(self, problem: Problem) -> None:
         """Checks that a row has all columns that the rewards have as parameters.
@@ -249,6 +251,15 @@ class Scorer:
         started, future = time.perf_counter(), Future()
         outcomes = call(completions, rows)
         self._waited += time.perf_counter() - started
+        if abandoned_threads() >= MOST_ABANDONED and not self._warned_of_threads:
+            self._warned_of_threads = True
+            log.warning(
+                "%d calls of asyncio.to_thread that reward %r gave up still run in this process; "
+                "let the functions that they call end by themselves, or set rewards.workers to a "
+                "number above 0: a worker process is replaced when it has as many",
+                abandoned_threads(),
+                call.name,
+            )
         future.set_result(Answer(outcomes, time.perf_counter() - started))
         return future
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import types
 from pathlib import Path
@@ -21,7 +22,7 @@ from test_groups import rules, run_steps, worlds
 from specjax.command_line import parse_config
 from specjax.parallel import distributed
 from specjax.schema import keys_of
-from train import reward_workers, rl
+from train import reward_loop, reward_workers, rl, scoring
 from train.collect import Rollouts, group_filter
 from train.foreign_names import FOREIGN_NAMES
 from train.groups import Group, Response, Rule, Selection, begin_step, end_step
@@ -504,6 +505,7 @@ def test_an_asynchronous_reward_that_ends_the_program_leaves_the_event_loop_runn
 
 def test_an_asynchronous_reward_that_is_late_in_a_thread_fails_alone(in_workers, monkeypatch):
     monkeypatch.setattr(reward_workers, "_FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(reward_workers, "_MARGIN", 60.0)
     scorer = in_workers("slow_rewards:waits_in_a_thread", "slow_rewards:pid", timeout=2.0)
     first, late, last = scored(scorer, ["0", "600", "0.01"])
     assert (first.parts[0], late.parts[0], last.parts[0]) == (1.0, 0.0, 1.0)
@@ -512,6 +514,77 @@ def test_an_asynchronous_reward_that_is_late_in_a_thread_fails_alone(in_workers,
     assert all(score.failed for score in many)
     after = scorer("0", PROBLEM)
     assert not after.failed and after.parts[1] == first.parts[1], "in the same process"
+
+
+@pytest.fixture
+def new_loop(monkeypatch):
+    """Has this process make an event loop, as if it had run no asynchronous reward before."""
+    monkeypatch.setattr(reward_loop, "_loop", None)
+    monkeypatch.setattr(slow_rewards, "client", slow_rewards.Client())
+    yield
+    reward_loop._end()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_asynchronous_reward_may_set_an_alarm(workers, in_workers, new_loop):
+    scorer = in_workers("slow_rewards:stops_itself", workers=workers, timeout=60.0)
+    assert scored(scorer, ["x", "y"]) == [Score(1.0), Score(1.0)]
+
+
+def test_an_asynchronous_reward_shares_a_client_between_threads(new_loop):
+    call, rows = RewardCall("own", slow_rewards.asks), [{"answer": "7"}] * 3
+    found = []
+
+    def ask():
+        found.append(call(["0", "1", "2"], rows))
+
+    for _ in range(2):
+        ask()
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        ask()
+        for thread in threads:
+            thread.join(60)
+    assert found == [[0.0, 1.0, 2.0]] * 10
+
+
+def test_asynchronous_rewards_run_below_an_event_loop_of_the_program(new_loop):
+    async def program():
+        return RewardCall("own", slow_rewards.asks)(["1"], [{"answer": "7"}])
+
+    assert asyncio.run(program()) == [1.0]
+
+
+def test_a_late_asynchronous_reward_cleans_up_before_the_next_call(
+    in_workers, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(reward_workers, "_FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(reward_workers, "_MARGIN", 60.0)
+    scorer = in_workers("slow_rewards:cleans_up", timeout=0.2)
+    assert scorer("600", Problem("p", str(tmp_path / "file"), 0)).failed
+    assert wait_until((tmp_path / "file").exists)
+
+
+def test_a_process_with_many_abandoned_threads_is_replaced_and_no_call_fails(
+    in_workers, monkeypatch
+):
+    monkeypatch.setattr(reward_workers, "MOST_ABANDONED", 3)
+    scorer = in_workers("slow_rewards:gives_up_a_thread", "slow_rewards:pid", timeout=60.0)
+    found = [score for _ in range(3) for score in scored(scorer, ["x", "y"])]
+    assert not any(score.failed for score in found)
+    pids = [score.parts[1] for score in found]
+    assert pids[0] == pids[2] != pids[-1] and scorer._workers.replaced == 1
+
+
+def test_many_abandoned_threads_of_this_process_are_warned_of_once(monkeypatch, new_loop, caplog):
+    monkeypatch.setattr(scoring, "MOST_ABANDONED", 3)
+    scorer = scorer_of("slow_rewards:gives_up_a_thread")
+    said = []
+    for _ in range(3):
+        scored(scorer, ["x", "y"])
+        said.append(caplog.text.count("that reward 'slow_rewards:gives_up_a_thread' gave up"))
+    assert said == [0, 1, 1] and "rewards.workers" in caplog.text
 
 
 # --- processes -----------------------------------------------------------------------------------
@@ -697,6 +770,7 @@ import threading
 from train.reward_calls import RewardCall
 
 async def waits(completion):
+    print("waits", flush=True)
     try:
         if completion == "in a thread":
             await asyncio.to_thread(threading.Event().wait)
@@ -724,9 +798,8 @@ def test_a_program_ends_although_an_asynchronous_reward_waits(how, tmp_path):
         env=environment, text=True,
     ) as process:  # fmt: skip
         try:
-            assert process.stdout.readline() == "begins\n"
+            assert [process.stdout.readline() for _ in range(3)] == ["begins\n"] + ["waits\n"] * 2
             if how == "SIGINT":
-                time.sleep(0.5)
                 process.send_signal(signal.SIGINT)
             said, errors = process.communicate(timeout=60)
         finally:
