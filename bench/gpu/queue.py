@@ -29,7 +29,7 @@ from bench.record import figure, result_of, write_json
 
 RESERVE = 10.0  # seconds of a call that are not given to parts
 REAP = 30.0  # seconds to wait for the end of a killed process
-CACHE_BYTES = 11_000_000  # bytes of compiled programs kept for the next call, for each card
+CACHE_BYTES = 10_000_000  # bytes of compiled programs kept for the next call, for each card
 
 
 class Call(NamedTuple):

@@ -31,7 +31,7 @@ PACKAGES = (
 PYTHON = "3.12"
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014")
 LIMIT = 64 << 20  # bytes of all files to transfer: tracked files, wheels, compiled programs
-KEPT = 22_000_000  # bytes of these for compiled programs, `queue.CACHE_BYTES` for each card
+KEPT = 20_000_000  # bytes of these for compiled programs, `queue.CACHE_BYTES` for each card
 
 
 def pins() -> list[str]:

@@ -113,9 +113,9 @@ def test_every_step_has_finite_metrics_under_the_known_names(run):
 
 
 def test_the_program_that_evaluates_gives_the_numbers_of_a_run(run, tmp_path, capsys):
-    found = evaluation.main([f"model={run}", f"out={tmp_path}", "step=2"])
+    evaluation.main([f"model={run}", f"out={tmp_path}", "step=2"])
     record = read_metrics(run)[2]
-    assert json.loads((tmp_path / "eval.json").read_text()) == found
+    found = json.loads((tmp_path / "eval.json").read_text())
     assert [*found["sets"]] == ["heldout", "own", "greedy"], "as the run's config.yaml says"
     for name, prefix in (("own", "eval/own/"), ("heldout", "eval/")):
         metrics = found["sets"][name]["metrics"]
