@@ -652,9 +652,10 @@ def unescaped(value: Any) -> Any:
 
 def _refers(value: Any) -> bool:
     """Whether a value in a file refers to another key."""
-    found = []
-    _with_texts(value, lambda text: found.extend(_REFERENCE.findall(text)) or text)
-    return any(len(backslashes) % 2 == 0 for backslashes in found)
+    if isinstance(value, str):
+        return any(len(backslashes) % 2 == 0 for backslashes in _REFERENCE.findall(value))
+    inner = value.values() if isinstance(value, Mapping) else value
+    return isinstance(value, (Mapping, list)) and any(map(_refers, inner))
 
 
 def _with_texts(value: Any, change: Callable[[str], str]) -> Any:

@@ -383,7 +383,7 @@ def _own_config(argv: Sequence[str]) -> list[str]:
 
 def parse(argv: Sequence[str]) -> EvalConfig:
     """Returns the settings of a command line; those of a run's `config.yaml` are under them."""
-    of_run = _own_config([*argv])
+    of_run = _own_config(argv)
     cfg, _ = parse_config(
         EvalConfig,
         [*of_run, *argv],

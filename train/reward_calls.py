@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specjax.error_text import shortened
-from train.reward_loop import run_in_loop
+from train.reward_loop import cancel_unwanted, run_in_loop
 
 ONE = "completion"  # the parameter that gets the completion's text if it is not the first
 BATCH = "completions"  # the parameter that makes a function one of batch form
@@ -222,9 +222,8 @@ class RewardCall:
         try:
             _, late = await asyncio.wait(tasks, timeout=limit)
         finally:
-            for task in late:  # nothing waits until it has ended
-                task.add_done_callback(_ignored)
-                task.cancel()
+            for task in late:
+                cancel_unwanted(task)
         found: list[Outcome] = []
         for task in tasks:
             each = count if self.batch else 1
@@ -249,12 +248,6 @@ class RewardCall:
         where = _line_of(error, self.function)
         more = shortened(" ".join(str(error).split()))
         return Failed(f"raised {type(error).__name__}{where}", more)
-
-
-def _ignored(task: asyncio.Future) -> None:
-    """Takes the error of a task whose result is not wanted, so that asyncio does not log it."""
-    if not task.cancelled():
-        task.exception()
 
 
 def _turns(completion: str, columns: Columns) -> str | list[dict[str, str]]:

@@ -45,6 +45,13 @@ def run_in_loop(coroutine: Coroutine[Any, Any, Result]) -> Result:
     return _loop.run(coroutine)
 
 
+def cancel_unwanted(task: asyncio.Future) -> None:
+    """Cancels a task whose result and error are not wanted; returns before it has ended."""
+    # asyncio logs errors that were not read.
+    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    task.cancel()
+
+
 def abandoned_threads() -> int:
     """The number of calls of `asyncio.to_thread` that were given up and still run."""
     return 0 if _loop is None else _loop.threads.abandoned
@@ -134,9 +141,7 @@ class _Loop:
     async def _cancel_all(self) -> None:
         running = asyncio.all_tasks() - {asyncio.current_task()}
         for task in running:
-            # Its error is not wanted; asyncio logs errors that were not read.
-            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-            task.cancel()
+            cancel_unwanted(task)
         if running:
             await asyncio.wait(running, timeout=_END_SECONDS)
 

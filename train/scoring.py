@@ -424,7 +424,7 @@ class ScoreOfOne:
 
 
 def _is_quick(name: str, function: Callable[..., Any]) -> bool:
-    """Whether a reward needs no process of its own; one of the user's own may."""
+    """Whether a reward needs no worker process; a function of the user's may need one."""
     return getattr(function, "quick", False) and ":" not in name
 
 
@@ -573,9 +573,7 @@ class GoldAnswers:
 
     def _ask(self, problem: Problem) -> list[list[Future[Answer]]]:
         if problem.index not in self._asked:
-            golds = each_gold(problem.answer)
-            if not any(gold.strip() for gold in golds):
-                golds = ()
+            golds = each_gold(problem.answer) if _has_gold(problem) else ()
             self._asked[problem.index] = [
                 [
                     self._scorer.ask(

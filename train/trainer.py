@@ -492,7 +492,8 @@ class Trainer:
             )
         updates, denominators = [], []
         for shard in np.array_split(np.arange(len(responses)), cfg.algo.updates_per_rollout):
-            if own := [sample for sample in samples if sample.sample_id in shard]:
+            places = set(shard.tolist())
+            if own := [sample for sample in samples if sample.sample_id in places]:
                 updates.append(pack(own, cfg.packing.row_length, cfg.packing.rows))
                 # Samples that are masked as truncated count, as in TRL.
                 denominators.append(count_denominators(updates[-1], len(shard)))

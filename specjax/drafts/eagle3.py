@@ -299,7 +299,7 @@ class Eagle3Source(FileHead):
         cfg = eagle3_config.read(file, raw, tensors, target, overrides)
         given = {**raw, **(overrides or {})}
         assumes = "speculators_model_type" in raw and given.get("norm_before_residual") is None
-        tied = eagle3_config.is_tied(raw, tensors, cfg.network.vocab_size, cfg.target_vocab)
+        tied = eagle3_config.is_tied(tensors, cfg)
         remarks = eagle3_config.remarks(raw, tensors, cfg)
         layout = eagle3_config.layout_of(tensors)
         return cls(cfg, layout, assumes=assumes, tied=tied, remarks=remarks)

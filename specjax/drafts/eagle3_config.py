@@ -309,6 +309,7 @@ def read(
     tensors = {name: x for name, x in tensors.items() if name not in unused}
     fc_norm = _fc_norm(top, tensors, taps, given)
     columns, own_ids = draft_tokens(file, top, tensors, target)
+    tied = _says_tied(raw, tensors, columns == target.vocab_size)
     cfg = Eagle3Config(
         network=network.replace(vocab_size=columns),
         target_width=target.hidden_size,
@@ -320,12 +321,12 @@ def read(
         fc_norm=fc_norm,
         norm_output=given.get("norm_output", _norm_output(top, speculators, fc_norm)),
         own_embedding="embed_tokens.weight" in tensors,
-        own_head="lm_head.weight" in tensors or is_tied(raw, tensors, columns, target.vocab_size),
+        own_head="lm_head.weight" in tensors or tied,
         own_ids=own_ids,
         mask_token=_mask_token(top, target) if _kind(raw, tensors) == "P-EAGLE" else None,
     )
     expected = tensor_shapes(cfg, layout_of(tensors))
-    if is_tied(raw, tensors, columns, target.vocab_size):
+    if tied:
         del expected["lm_head.weight"]
     if cfg.mask_token is not None:  # some programs leave out the leading axes
         shape = expected["mask_hidden"]
@@ -336,20 +337,28 @@ def read(
     return cfg
 
 
-def is_tied(raw: Mapping[str, Any], tensors: Mapping[str, Any], columns: int, tokens: int) -> bool:
+def is_tied(tensors: Mapping[str, Any], cfg: Eagle3Config) -> bool:
     """Returns whether a head's own embedding is its language-model head, too.
+
+    Args:
+      tensors: the tensors of the files by name.
+      cfg: what `read` made of them.
+    """
+    return cfg.own_head and "lm_head.weight" not in tensors
+
+
+def _says_tied(raw: Mapping[str, Any], tensors: Mapping[str, Any], every: bool) -> bool:
+    """Returns whether files say that their embedding is the language-model head, too.
 
     It is in transformers and SGLang, for files of their layout that hold no `lm_head`.
 
     Args:
       raw: content of config.json, which has been checked.
       tensors: the tensors of the files by name.
-      columns: number of draft tokens; with fewer than the target has, the two cannot be tied.
-      tokens: number of the target's tokens.
+      every: whether all tokens of the target are draft tokens; else the two cannot be tied.
     """
     said = raw.get("tie_word_embeddings") is True and not _of_speculators(raw)
-    own = "embed_tokens.weight" in tensors and "lm_head.weight" not in tensors
-    return said and own and columns == tokens
+    return said and every and "embed_tokens.weight" in tensors and "lm_head.weight" not in tensors
 
 
 def _of_speculators(raw: Mapping[str, Any]) -> bool:
@@ -641,7 +650,7 @@ def remarks(
         held = cfg.network.num_layers
         run = "is" if held == 1 else "are"
         found.append(f"num_hidden_layers is {named}, and the files hold {held}, which {run} run")
-    if is_tied(raw, tensors, cfg.network.vocab_size, cfg.target_vocab):
+    if is_tied(tensors, cfg):
         found.append("tie_word_embeddings is true; vLLM then uses the target's lm_head")
     if not _of_speculators(raw) and any(x.mixer.window for x in cfg.network.layers):
         found.append("the window is that of vLLM; SpecForge and SGLang run this layout without one")

@@ -88,13 +88,16 @@ class YarnScaling:
         return (freqs / self.factor * divided + freqs * (1 - divided)).astype(np.float32)
 
 
+Scaling = RopeScaling | LinearScaling | YarnScaling
+
+
 @checks_keywords
 @dataclasses.dataclass(frozen=True)
 class Rope:
     """The base of the frequencies, and how they are rescaled."""
 
     theta: float = 10_000.0
-    scaling: RopeScaling | LinearScaling | YarnScaling | None = None
+    scaling: Scaling | None = None
 
     def frequencies(self, head_dim: int) -> np.ndarray:
         """Computes the frequencies [H/2] in radians per token."""

@@ -6,6 +6,7 @@ and `rope_scaling`. What is written holds both.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +18,12 @@ from specjax.models.rope import LinearScaling, Rope, RopeScaling, YarnScaling
 from specjax.models.rows import layer_rows, top_rows
 
 _THETA = 10_000.0  # of RoPE, the default
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# How each rescaling of frequencies is named in files, and fields that are named otherwise there.
+_ROPE_TYPES = {None: "default", LinearScaling: "linear", RopeScaling: "llama3", YarnScaling: "yarn"}
+_ROPE_KEYS = {
+    "original_max_position": "original_max_position_embeddings",
+    "magnitude": "attention_factor",
+}
 MOST_LAYERS = 10_000  # a larger number in a file would exhaust the memory
 LAYER_PREFIX = "model.layers.{}."
 _MOE_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -100,10 +106,10 @@ def read_rope(keys: Keys, max_position: int) -> Rope:
     inside, raw = ("rope_parameters", new) if new else ("rope_scaling", old)
     rope = Keys(keys.file, raw, inside)
     kind = rope.text("rope_type", None) or rope.text("type", None) or "default"
-    if kind not in _ROPE_TYPES or any(isinstance(v, dict) for v in raw.values()):
+    if kind not in _ROPE_TYPES.values() or any(isinstance(v, dict) for v in raw.values()):
         raise UnsupportedModelError(
             f"{keys.file}: {inside} {shown(raw)} is not supported; expected one set of parameters "
-            f"of one of the types {', '.join(_ROPE_TYPES)}"
+            f"of one of the types {', '.join(_ROPE_TYPES.values())}"
         )
     for place in (rope, keys):
         if place.number("partial_rotary_factor", None) not in (None, 1.0):
@@ -163,27 +169,11 @@ def _plain_rope(keys: Keys, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def rope_json(rope: Rope) -> dict[str, Any]:
     """Returns the keys of a rotary embedding, in both dialects."""
-    scaling, of = None, rope.scaling
-    if isinstance(of, LinearScaling):
-        scaling = {"rope_type": "linear", "factor": of.factor}
-    if isinstance(of, RopeScaling):
-        scaling = {
-            "rope_type": "llama3",
-            "factor": of.factor,
-            "low_freq_factor": of.low_freq_factor,
-            "high_freq_factor": of.high_freq_factor,
-            "original_max_position_embeddings": of.original_max_position,
-        }
-    if isinstance(of, YarnScaling):
-        scaling = {
-            "rope_type": "yarn",
-            "factor": of.factor,
-            "original_max_position_embeddings": of.original_max_position,
-            "attention_factor": of.magnitude,
-            "beta_fast": of.beta_fast,
-            "beta_slow": of.beta_slow,
-            "truncate": of.truncate,
-        }
+    scaling = None
+    if rope.scaling is not None:
+        fields = dataclasses.asdict(rope.scaling)
+        scaling = {"rope_type": _ROPE_TYPES[type(rope.scaling)]}
+        scaling |= {_ROPE_KEYS.get(name, name): value for name, value in fields.items()}
     parameters = {"rope_theta": rope.theta, **(scaling or {"rope_type": "default"})}
     return {
         "rope_parameters": parameters,

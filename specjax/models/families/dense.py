@@ -12,7 +12,7 @@ from specjax.interfaces import Place
 from specjax.models.families import common
 from specjax.models.mixers.attention import Attention
 from specjax.models.mlps.dense import Dense
-from specjax.models.rope import LinearScaling, Rope, RopeScaling, YarnScaling
+from specjax.models.rope import Rope, Scaling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +169,7 @@ def dense_config(
     head_dim: int,
     *,
     rope_theta: float = 10_000.0,
-    rope_scaling: RopeScaling | LinearScaling | YarnScaling | None = None,
+    rope_scaling: Scaling | None = None,
     qkv_bias: bool = False,
     qk_norm: bool = True,
     window: int | None = None,
