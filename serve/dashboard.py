@@ -25,6 +25,7 @@ from specjax import LLM
 from specjax.control import OFF, Controller, Goodput
 from specjax.engine.engine import Engine
 from specjax.engine.sequence import News
+from specjax.tokenizer import has_chat_template
 
 # Scripts of the page, in the order in which they are joined.
 SCRIPTS = ("base.js", "words.js", "draw.js", "live.js", "prompt.js")
@@ -248,7 +249,17 @@ def about(llm: LLM, engines: Sequence[Engine]) -> dict[str, Any]:
         "max_len": llm.max_len,
         "vocabulary": llm.cfg.vocab_size,
         "has_tokenizer": llm.tokenizer is not None,
+        "has_chat_template": llm.tokenizer is not None and has_chat_template(llm.tokenizer),
+        "example": _example(llm),
     }
+
+
+def _example(llm: LLM) -> str:
+    """A prompt to begin with; of a small vocabulary, sums, as the embedded policy takes them."""
+    if llm.tokenizer is None:
+        return "1 2 3"
+    few_words = llm.cfg.vocab_size < 4096
+    return "17+25+8+61+93+4+55+12=" if few_words else "Explain in one sentence why the sky is blue."
 
 
 def _goodput(controller: Controller) -> Goodput | None:

@@ -82,10 +82,11 @@ class Page:
         self.fill(key=key)
         self.do("document.getElementById('key-form').requestSubmit()")
 
-    def ask(self, compare=False, **values):
+    def ask(self, compare=False, chat=False, **values):
         """Sends a prompt; waits for the end."""
         self.fill(**values)
-        self.do("document.getElementById('compare').checked = arguments[0]", compare)
+        for name, value in {"compare": compare, "chat": chat}.items():
+            self.do("document.getElementById(arguments[0]).checked = arguments[1]", name, value)
         self.do("document.getElementById('go').click()")
         self.says("#try-status", "Done")
 

@@ -13,15 +13,29 @@ function updateForm() {
   $("compare").disabled = !drafts;
   if (!live.about || !isNew) return;
   isNew = false;
+  $("chat-switch").hidden = !live.about.has_chat_template;
+  if (!$("prompt").value) $("prompt").value = live.about.example;
   $("max-tokens").max = live.about.max_len;
   $("max-tokens").value = Math.min(200, live.about.max_len >> 1);
 }
 
+/** The token ids of a text as the user's message, by the chat template. */
+async function idsOfMessage(content, signal) {
+  const response = await fetch("tokenize", {
+    method: "POST", headers: headers(), signal,
+    body: JSON.stringify({messages: [{role: "user", content}]}),
+  });
+  if (!response.ok) throw new Error(await reason(response));
+  return (await response.json()).tokens;
+}
+
 /** The body of a request; throws what is wrong with the fields. */
-function asked(seed) {
+async function asked(seed, signal) {
   const text = $("prompt").value;
   let prompt = text;
-  if (!live.about.has_tokenizer) {
+  if (live.about.has_chat_template && $("chat").checked && text.length) {
+    prompt = await idsOfMessage(text, signal);
+  } else if (!live.about.has_tokenizer) {
     prompt = text.trim().split(/[\s,]+/).map(Number);
     const whole = prompt.every(Number.isInteger);
     if (!whole) throw new Error("The model has no tokenizer: write token ids.");
@@ -181,13 +195,15 @@ function doubtOf(drafted, plain) {
   if (!drafted.clean || !plain.clean) return "the server did not say what else it did meanwhile";
   if (drafted.built || plain.built) return "programs were compiled meanwhile";
   if (drafted.others || plain.others) return "other samples ran at the same time";
-  const drafts = plain.ran.filter((name) => live.about.strategies[name]?.drafted);
-  if (drafts.length) {
+  const drafts = (name) => live.about.strategies[name]?.drafted;
+  const drafting = plain.ran.filter(drafts);
+  if (drafting.length) {
     return "this server has no program for plain decoding, and the run without speculation went "
-      + `through that of ${drafts.join(", ")}, which costs more (list off in `
+      + `through that of ${drafting.join(", ")}, which costs more (list off in `
       + "speculation.control.strategies)";
   }
-  return difference(drafted.ids, plain.ids) === null ? "" : "the answers differ";
+  if (difference(drafted.ids, plain.ids) !== null) return "the answers differ";
+  return drafted.ran.some(drafts) ? "" : "nothing was drafted";
 }
 
 /** Says how the times compare, or why they do not.
@@ -260,7 +276,7 @@ $("try").addEventListener("submit", async (event) => {
   try {
     const given = $("seed").value;
     const seed = given === "" ? Math.floor(Math.random() * 2 ** 31) : Number(given);
-    const body = asked(seed);
+    const body = await asked(seed, leaving.signal);
     const both = $("compare").checked && !$("compare").disabled;
     await (both ? sideBySide : alone)(body, leaving.signal);
     say($("try-status"), `Done; seed ${seed}.`);

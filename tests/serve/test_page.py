@@ -87,6 +87,26 @@ def test_a_prompt_is_answered_in_the_colours_of_its_origins(page: Page, server: 
     assert f"{rounds} rounds" in page.text(".answer .note")
 
 
+def test_a_prompt_can_be_a_message_of_a_chat_model(page: Page, server: Server):
+    assert page.do("return document.getElementById('chat-switch').offsetParent !== null")
+    page.ask(chat=True, **ASKED)
+    shown = page.do("return [...document.querySelectorAll('.token')].map((token) => token.title)")
+    body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": TOKENS, "seed": SEED}
+    answer = server.post("/v1/chat/completions", key=KEY, json={**body, "return_token_ids": True})
+    ids = answer.json()["choices"][0]["token_ids"]
+    assert [int(re.search(r"id (\d+)", title)[1]) for title in shown] == ids
+
+
+def test_times_are_not_compared_where_nothing_was_drafted(page: Page, server: Server):
+    controller = server.llm.engine.controller
+    server.llm.engine.controller = make_controller("static", ("off",))
+    try:
+        page.ask(compare=True, **ASKED)
+        assert "nothing was drafted" in page.text("#ratio")
+    finally:
+        server.llm.engine.controller = controller
+
+
 def test_side_by_side_the_tokens_are_the_same_and_times_are_compared(page: Page, server: Server):
     before = server.metrics()
     page.do("live.compared = []; turns = 0")
