@@ -56,7 +56,9 @@ class EngineSection:
 
     max_batch: int = option(16, "most samples that run at once on each replica")
     max_len: int | None = option(
-        None, "most tokens of a prompt and a sample together; null: the model's limit, up to 2048"
+        None,
+        "most tokens of a prompt and a sample together; null: the model's limit, or what fits into "
+        "cache_bytes",
     )
     dtype: str = option(
         AUTO,
@@ -68,7 +70,9 @@ class EngineSection:
     chunk_tokens: int = option(16, "most tokens of a sample per chunk: fewer stream more smoothly")
     page_size: int | None = option(None, "positions per cache page; null: the engine chooses")
     cache_bytes: int | None = option(
-        None, "bytes of all cache pages; null: enough for all slots at full length"
+        None,
+        "bytes of all cache pages; null: enough for all slots at full length, but at most a "
+        "sixteenth of a computer's memory, or 0.9 of an accelerator's together with the weights",
     )
     prefill_chunk: int = option(512, "most prompt tokens of one prefill program")
     products: str = option(

@@ -15,6 +15,7 @@ from specjax.checkpoint.weights import Head, load_model
 from specjax.config import ModelConfig, SamplingParams, SpecConfig, Strategy
 from specjax.config.dtype import AUTO, about_dtype
 from specjax.control import ControlConfig
+from specjax.engine.cache_budget import cache_budget, longest_that_fits
 from specjax.engine.compare import Difference, first_differences
 from specjax.engine.compiling import OnProgram
 from specjax.engine.engine import Engine
@@ -63,6 +64,8 @@ from specjax.weights import load_tokenizer
 
 log = logging.getLogger(__name__)
 
+LEAST_LENGTH = 2048  # tokens of a sample that fit by default, whatever memory there is
+
 
 @checks_keywords
 class LLM:
@@ -76,8 +79,9 @@ class LLM:
       spec: how to speculate; None: plain decoding. By default the checkpoint's head drafts, or
         n-grams if it has none; a line in the log says which.
       max_batch: the most samples that run at once; further ones are queued.
-      max_len: the most prompt and generated tokens of a sample; None: the model's limit, but no
-        more than 2,048.
+      max_len: the most prompt and generated tokens of a sample; None: the model's limit, or as many
+        as the caches have room for (`EngineConfig.cache_bytes`), but at least 2,048; a note then
+        says so.
       dtype: dtype of parameters and arithmetic: `"float32"`, `"bfloat16"`, `"float16"`; `"auto"` is
         the checkpoint's on GPU and TPU, and float32 on CPU. A ModelConfig has its own.
       mesh: mesh to shard over; see `specjax.parallel.sharding.make_mesh`.
@@ -187,7 +191,9 @@ class LLM:
         self.cfg, self.tokenizer, self.mesh = cfg, tokenizer, mesh
         self.generation = cfg.generation if generation is None else generation
         self.max_batch, self.max_stop_tokens = max_batch, max_stop_tokens
-        self.max_len = min(max_len or 2048, cfg.max_position)
+        self.max_len = min(max_len or cfg.max_position, cfg.max_position)
+        if max_len is None:
+            self._shorten(source, engine.cache_bytes if engine else None, meshes[0], spell)
         if source is not None and (line := source.described()):
             self.notes.append(f"draft: {line}")
             if spell is python:  # other programs print the notes
@@ -219,6 +225,22 @@ class LLM:
             source=source,
             config=self._engine_config,
             control=control,
+        )
+
+    def _shorten(self, source, cache_bytes: int | None, mesh, spell: Spell) -> None:
+        """Lowers `max_len` to what the caches have room for, and says so in a note."""
+        budget = cache_budget(self.cfg, mesh) if cache_bytes is None else cache_bytes
+        if budget is None:
+            return
+        room = max(longest_that_fits(self.cfg, source, budget), LEAST_LENGTH)
+        if room >= self.max_len:
+            return
+        self.max_len = room
+        share = "" if cache_bytes is not None else ", their share of this machine's memory"
+        self.notes.append(
+            f"a prompt and its sample have at most {room:,} tokens, of the model's "
+            f"{self.cfg.max_position:,}: the caches have {budget / 1e9:.2g} GB{share}; raise "
+            f"{spell('cache_bytes')}, or set {spell('max_len')}"
         )
 
     def get_default_sampling_params(self) -> SamplingParams:

@@ -13,6 +13,7 @@ from specjax.engine.base import BaseEngine
 from specjax.engine.request import InvalidLogitsError, why_invalid
 from specjax.engine.runner import Runner
 
+WARM = 2048  # tokens of the longest prompt whose program is compiled ahead
 SHORTEST = 64  # the smallest number of positions that prompts are padded to
 TOKENS = 256  # the fewest tokens that one program reads, padding included
 
@@ -76,8 +77,11 @@ class PromptScorer:
         return min(self._runners[0].stride, 16 * math.ceil(span / 16))
 
     def warm_up(self) -> None:
-        """Compiles every program for every replica; the same thread as for `start` must call it."""
-        for span in self.spans:
+        """Compiles and runs programs for every replica, in the thread that calls `start`.
+
+        Those of prompts of more than `WARM` tokens are compiled when such a prompt comes.
+        """
+        for span in (span for span in self.spans if span <= max(WARM, self.spans[0])):
             for runner in self._runners:
                 prompt = [0] * min(span, runner.max_len)
                 self._start_batch(runner, [prompt], self._rows(span), span)

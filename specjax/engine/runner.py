@@ -36,6 +36,7 @@ from specjax.decode.chunk import Result, Until, run_chunk
 from specjax.decode.options import Features
 from specjax.decode.state import DecodeState, Plan, RowMap, StateSizes, empty_state
 from specjax.engine.agreement import agreement_of
+from specjax.engine.cache_budget import cache_budget
 from specjax.engine.checksum import Checksum, require_same
 from specjax.engine.compiling import Executables
 from specjax.engine.graphs import Graphs
@@ -249,11 +250,14 @@ class Runner:
     def _pages_by_default(self, full: int) -> int:
         """The number of pages for rows of `full` pages each, and for sequences that wait.
 
-        There is one more for a copy of a prompt's last page, and page 0. One sample of full length
-        always fits.
+        There is one more for a copy of a prompt's last page, and page 0. There are no more than
+        `cache_budget` has room for, but one sample of full length always fits.
         """
         waiting = min(full, pages_for(WAITING_TOKENS, self.page_size))
         slots = full * self.batch + waiting * (self.slots - self.batch)
+        budget = cache_budget(self.cfg, self.mesh)
+        if budget is not None:
+            slots = min(slots, (budget - self.slot_bytes) // max(self.page_bytes, 1) - 2)
         return 2 + max(slots, self.pages_of(self.max_len) - 1)
 
     @property

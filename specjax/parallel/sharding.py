@@ -413,6 +413,16 @@ def shapes(tree, mesh: jax.sharding.Mesh | None, shardings: Callable):
     )
 
 
+def device_bytes(tree) -> int:
+    """Returns the bytes of a tree's shards on one device; of arrays or their shapes."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        here = getattr(leaf, "sharding", None)
+        shape = leaf.shape if here is None else here.shard_shape(leaf.shape)
+        total += math.prod(shape) * np.dtype(leaf.dtype).itemsize
+    return total
+
+
 def replicated_dims(mesh: jax.sharding.Mesh | None, tree, axes: Axes) -> list[str]:
     """Returns a line for each weight dimension that the mesh should split and cannot."""
     lines = []

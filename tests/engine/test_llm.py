@@ -14,6 +14,7 @@ from tiny import apt, prompts_of, tiny_config, tiny_model
 
 from specjax import LLM, EngineConfig, SamplingParams, SpecConfig
 from specjax.decode.noise import request_words
+from specjax.engine import cache_budget
 from specjax.models.transformer import graphdef
 
 VOCAB, MAX_LEN, BATCH, EOS = 64, 64, 3, 7
@@ -51,6 +52,33 @@ def llm(request):
 
 def sample(llm, prompt=PROMPT, **params):
     return llm.generate([prompt], SamplingParams(**params))[0].samples[0]
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+PAGE = 2 * 2 * 8 * 4 * 128  # bytes of keys and values: two heads of 8 float32 numbers
+
+
+@pytest.mark.parametrize(
+    ("pages_of_memory", "cache_bytes", "max_len", "pages"),
+    [
+        (10_000, None, 16384, 2 + 4 * 128 + 9 * 16),
+        (200, None, 16384, 200),
+        (10_000, 40 * PAGE, 36 * 128, 40),
+        (0, None, 2048, 2 + 16),
+    ],
+    ids=["ample", "fewer slots at full length", "by a setting", "little"],
+)
+def test_length_and_pages_follow_model_and_memory(
+    monkeypatch, pages_of_memory, cache_bytes, max_len, pages
+):
+    memory = 16 * jax.local_device_count() * pages_of_memory * PAGE
+    monkeypatch.setattr(cache_budget, "host_memory", lambda: memory)
+    engine = EngineConfig(cache_bytes=cache_bytes)
+    llm = LLM((CFG.replace(max_position=16384), weights()[0], None), None, 4, engine=engine)
+    assert (llm.max_len, llm.engine.scheduler.pool.count) == (max_len, pages)
+    assert any("cache_bytes" in note for note in llm.notes) == (max_len < 16384)
 
 
 # --- bad input ------------------------------------------------------------------------------------

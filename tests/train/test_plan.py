@@ -23,7 +23,7 @@ from specjax.drafts.eagle3 import Eagle3Source
 from specjax.engine.options import features_of
 from specjax.engine.request import make_jobs
 from specjax.models.families.dense import dense_config
-from specjax.parallel.sharding import MeshConfig, make_mesh
+from specjax.parallel.sharding import MeshConfig, device_bytes, make_mesh
 from train import rl
 from train.collect import group_params
 from train.plan import __main__ as plan
@@ -31,7 +31,7 @@ from train.plan import cost as plan_cost
 from train.plan import report as plan_report
 from train.plan import table as plan_table
 from train.plan.hlo import Module
-from train.plan.programs import SHAPES, Shapes, device_bytes
+from train.plan.programs import SHAPES, Shapes
 from train.programs import chunk_features, trains_in_replicas
 from train.schema import RLConfig
 

@@ -20,9 +20,10 @@ from specjax.drafts.model import ModelSource
 from specjax.drafts.mtp import MTPSource, head_layer
 from specjax.error_text import shortened
 from specjax.parallel.collectives import received
+from specjax.parallel.sharding import device_bytes
 from train.plan.copies import Copy, copies
 from train.plan.hlo import Cost, Module
-from train.plan.programs import Program, Shapes, caches, device_bytes
+from train.plan.programs import Program, Shapes, caches
 from train.plan.windows import Windows, products
 
 log = logging.getLogger(__name__)

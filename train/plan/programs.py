@@ -38,6 +38,7 @@ from specjax.models.transformer import (
 )
 from specjax.parallel import sharding
 from specjax.parallel.reshard import Mover, Reshard
+from specjax.parallel.sharding import device_bytes
 from specjax.shipped import find_shipped
 from train.head_files import head_shapes
 from train.heads import FIELDS, frozen_policy_parts
@@ -395,16 +396,6 @@ def caches(state) -> tuple[Any, Any]:
     draft = state.draft and state.draft._replace(pages=None)
     pages = (state.memory.pages, state.draft and state.draft.pages)
     return pages, state._replace(memory=state.memory._replace(pages=None), draft=draft)
-
-
-def device_bytes(tree) -> float:
-    """Returns the bytes of a tree's shards on one device."""
-    total = 0.0
-    for leaf in jax.tree.leaves(tree):
-        here = getattr(leaf, "sharding", None)
-        shape = leaf.shape if here is None else here.shard_shape(leaf.shape)
-        total += math.prod(shape) * np.dtype(leaf.dtype).itemsize
-    return total
 
 
 def mesh_text(mesh: Mesh) -> str:

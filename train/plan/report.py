@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from specjax.engine.pages import pages_for
+from specjax.parallel.sharding import device_bytes
 from specjax.versions import installed
 from train.plan import windows
 from train.plan.copies import ENTRY, ROUND, Copy
@@ -26,7 +27,6 @@ from train.plan.programs import (
     WEIGHTS,
     Shapes,
     caches,
-    device_bytes,
     mesh_text,
 )
 from train.plan.topology import Topology
