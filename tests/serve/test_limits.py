@@ -275,7 +275,9 @@ def test_the_docs_name_every_limit_and_its_default():
     page = (Path(__file__).resolve().parents[2] / "docs/serving.md").read_text(encoding="utf-8")
     named = dict(re.findall(r"^\| `([a-z_.]+)` \| (\w+) \|", page, re.M))
     defaults = {f"limits.{f.name}": f.default for f in dataclasses.fields(LimitSection)}
-    defaults["engine.max_stop_tokens"] = EngineSection().max_stop_tokens
+    defaults |= {
+        f"engine.{name}": getattr(EngineSection(), name) for name in ("max_len", "max_stop_tokens")
+    }
     assert named == {name: json.dumps(value) for name, value in defaults.items()}
 
 
