@@ -43,6 +43,7 @@ from specjax.spelling import spelled
 from specjax.tokenizer import (
     chat_ids,
     check_template_options,
+    decode,
     has_chat_template,
     prompt_ids,
 )
@@ -196,7 +197,7 @@ class Generation:
         most = self._llm.cfg.vocab_size
         if ids and max(ids) >= most:
             raise ApiError(400, f"tokens: expected ids below {most}, got {max(ids)}", "tokens")
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+        return decode(self._tokenizer, ids, skip_special_tokens=False)
 
     async def _with_scores(self, parsed: Parsed) -> Parsed:
         """Adds the policy's log-probabilities of the prompts, if the request asks for them."""
@@ -317,7 +318,7 @@ class Generation:
                     400, f"{where} is text and the model has no tokenizer; send token ids", "prompt"
                 )
             prompt = self._encode(prompt, body)
-        return check_prompt(where, prompt, self._llm.cfg.vocab_size)
+        return check_prompt(where, prompt, self._llm.cfg.vocab_size, self._tokenizer)
 
     def _tokens(self, body: Sampling, prompt: int, default: int | None) -> int:
         """The number of tokens to generate at most after a prompt of `prompt` tokens."""
@@ -518,7 +519,7 @@ class Generation:
         return "" if self._tokenizer is None else self._decode(sample.token_ids)
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        return decode(self._tokenizer, ids)
 
 
 def _invalid(message: str, index: int = 0, choices: int = 1) -> ApiError:

@@ -29,6 +29,7 @@ from fastapi.responses import StreamingResponse
 from specjax.engine.prompt_scores import PromptScores
 from specjax.engine.request import BONUS, DRAFT, PLAIN, SampleOutput
 from specjax.engine.sequence import News, origins_of
+from specjax.tokenizer import decode
 
 MIN_LOGPROB = -9999.0  # OpenAI's value for minus infinity
 
@@ -119,7 +120,7 @@ class TokenTexts:
             return bytes([int(byte[1], 16)])
         if self._space:
             return piece.replace(self._space, " ").encode(errors="replace")
-        return self._tokenizer.decode([token], skip_special_tokens=False).encode(errors="replace")
+        return decode(self._tokenizer, [token], skip_special_tokens=False).encode(errors="replace")
 
 
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")

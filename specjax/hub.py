@@ -19,16 +19,19 @@ from pathlib import Path
 from specjax.checked_json import CheckpointError
 from specjax.error_text import first_line
 from specjax.shipped import find_shipped
+from specjax.tokenizer import MORE_TEMPLATES, TOKENIZER_FILES
 from specjax.weights.pickled import BIN, BIN_INDEX
 from specjax.weights.safetensors import (
     HEAD_FILE,
     INDEX,
-    TOKENIZER_FILES,
     WEIGHTS,
     files_in_index,
 )
 
-_SMALL = ("config.json", "generation_config.json", INDEX, BIN_INDEX, *TOKENIZER_FILES)
+_SMALL = (
+    "config.json", "generation_config.json", INDEX, BIN_INDEX, *TOKENIZER_FILES,
+    f"{MORE_TEMPLATES}/*.jinja",
+)  # fmt: skip
 _FORMATS = ((WEIGHTS, INDEX), (BIN, BIN_INDEX))  # the first is preferred
 _ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
 _TRUE = ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads its variables

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import functools
 import importlib
@@ -27,7 +28,11 @@ _VOCABULARIES = (
     "sentencepiece.bpe.model", "tekken.json", "qwen.tiktoken",
 )  # fmt: skip
 _OBJECTS = ("special_tokens_map.json", "added_tokens.json")
-_OTHERS = (_SETTINGS, *_OBJECTS, "merges.txt", "chat_template.jinja", "chat_template.json")
+# All files of a tokenizer, and the directory of its further chat templates.
+TOKENIZER_FILES = (
+    *_VOCABULARIES, _SETTINGS, *_OBJECTS, "merges.txt", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+MORE_TEMPLATES = "additional_chat_templates"
 _MODELS = ("BPE", "Unigram", "WordLevel", "WordPiece")
 
 
@@ -94,7 +99,7 @@ def check_files(path: Path) -> None:
 
 def _check_contents(path: Path) -> None:
     """Raises `CheckpointError` for a pointer in place of a file, or a missing vocabulary."""
-    for name in (*_VOCABULARIES, *_OTHERS):
+    for name in TOKENIZER_FILES:
         problem = pointer_problem(path / name)
         if problem:
             raise CheckpointError(problem)
@@ -162,6 +167,45 @@ def _with_bos(tokenizer, wanted: bool):
     return tokenizer
 
 
+def decode(tokenizer, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    """Returns the text of token ids, in which every space stays.
+
+    A tokenizer whose settings have `clean_up_tokenization_spaces` would remove those before
+    punctuation, and the text of a sample would not grow with its tokens.
+    """
+    return tokenizer.decode(
+        ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+    )
+
+
+def check_ids(where: str, ids: Sequence[int], vocab: int, tokenizer=None) -> None:
+    """Checks that a model with `vocab` tokens has these ids.
+
+    A tokenizer may have more tokens than the model; the embedding of such a token would silently be
+    that of another one.
+
+    Args:
+      where: name of the prompt, row or setting in messages.
+      ids: token ids.
+      vocab: number of tokens of the model.
+      tokenizer: the tokenizer, which gives messages the token's text; None: there is none.
+
+    Raises:
+      ValueError: an id is negative, or not below `vocab`.
+    """
+    wrong = next((token for token in ids if not 0 <= token < vocab), None)
+    if wrong is None:
+        return
+    text = ""
+    if tokenizer is not None and wrong >= 0:
+        text = decode(tokenizer, [wrong], skip_special_tokens=False)
+    raise ValueError(
+        f"{where} holds token id {wrong}{f' ({text!r})' if text else ''}; expected 0 <= id < "
+        f"{vocab}, for the model has {vocab} tokens: use the tokenizer files that belong to the "
+        "model, or leave that token out"
+    )
+
+
 def prompt_ids(tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
     """Encodes a prompt, with the special tokens that the tokenizer puts around a text.
 
@@ -198,6 +242,8 @@ def chat_text(
     messages: Sequence[Mapping[str, Any]],
     options: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    date: str | None = None,
 ) -> str:
     """Applies the tokenizer's chat template to a conversation.
 
@@ -205,6 +251,8 @@ def chat_text(
       messages: mappings with `role`, `content`, and other keys that the template reads.
       options: further variables of the template, such as `enable_thinking`.
       add_generation_prompt: whether to end with the beginning of the assistant's message.
+      tools: JSON schemas of the functions that may be called.
+      date: date, as YYYY-MM-DD, that the template's `strftime_now` gives; None for today's.
 
     Raises:
       ValueError: there is no template, an option has the name of an argument of transformers' own,
@@ -213,18 +261,47 @@ def chat_text(
     if not has_chat_template(tokenizer):
         raise ValueError("the model has no chat template")
     check_template_options(tokenizer, options)
+    more = dict(options or {})
     try:
+        if tools:
+            more["tools"] = list(tools)
+        if date is not None and reads_date(tokenizer):
+            more["chat_template"] = _DATED + tokenizer.get_chat_template(tools=tools or None)
+            more["date_parts"] = _date_parts(date)
         return tokenizer.apply_chat_template(
-            list(messages),
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **(options or {}),
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **more
         )
     except Exception as error:  # a template may raise anything
         cause = " ".join(str(error).split())
         raise ValueError(
             f"the chat template does not take these messages: {type(error).__name__}: {cause}"
         ) from error
+
+
+# Hides transformers' `strftime_now`, which gives the time of now in the zone of the machine.
+_DATED = (
+    "{%- macro strftime_now(format) -%}{%- set found = namespace(text=format) -%}"
+    "{%- for code, part in date_parts.items() -%}"
+    "{%- set found.text = found.text.replace(code, part) -%}"
+    "{%- endfor -%}{{ found.text }}{%- endmacro %}\n"
+)
+
+
+@functools.lru_cache(maxsize=8)
+def _date_parts(date: str) -> dict[str, str]:
+    """What each format code of `strftime` writes on a date; the time is midnight, UTC."""
+    day = datetime.datetime.fromisoformat(date).replace(tzinfo=datetime.UTC)
+    codes = [
+        f"%{flag}{letter}" for letter in "aAwdbBmyYHIpMSfzZjUWcxXGuVeFDTR" for flag in ("-", "")
+    ]
+    return {code: day.strftime(code) for code in codes}
+
+
+def reads_date(tokenizer) -> bool:
+    """Whether a chat template can write the date: it reads `strftime_now`."""
+    template = getattr(tokenizer, "chat_template", None)
+    several = template.values() if isinstance(template, Mapping) else [template]
+    return any("strftime_now" in (one or "") for one in several)
 
 
 def chat_ids(

@@ -63,7 +63,7 @@ def test_a_template_writes_bos_and_nobody_else_does(tokenizer, kind, adding):
 @pytest.mark.parametrize("adding", ADDING)
 def test_training_reads_what_generation_reads(tokenizer, adding):
     made = tokenizer("sentencepiece", adding)
-    prompt, response = encode_demonstration(made, Demonstration("the cat", " the end"))
+    prompt, response, _ = encode_demonstration(made, Demonstration("the cat", " the end"))
     assert prompt == encode_prompt(made, "the cat") == prompt_ids(made, "the cat")
     assert made.bos_token_id not in response and response[-1] == made.eos_token_id
 

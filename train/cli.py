@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,9 +15,9 @@ from specjax.checkpoint.weights import TOKENIZER
 from specjax.command_line import ConfigError, parse_config
 from specjax.engine.request import InvalidLogitsError
 from specjax.interrupts import INTERRUPTED
-from specjax.parallel.distributed import DistributedError
+from specjax.parallel.distributed import DistributedError, of_first
 from train.reward_workers import WorkerError
-from train.run_files import METRICS_FILE, RunFileError, check_files
+from train.run_files import METRICS_FILE, RunFileError, check_files, first_date
 from train.scoring import RewardsFailedError
 from train.tasks.files import InputFileError
 
@@ -64,6 +65,23 @@ def run_program(
         where = str(error) or "interrupted before the run began; nothing was saved yet"
         print(f"\n{prog}: {where}", file=sys.stderr, flush=True)
         sys.exit(INTERRUPTED)
+
+
+def settle_date(cfg: Any, run: Path | None) -> None:
+    """Fills in `data.date`: the date of a run's first start, else today's, in UTC.
+
+    All processes of a job must call it, and get the same date.
+
+    Args:
+      cfg: settings of a program.
+      run: directory of the run that goes on, or that is evaluated; None for a new run.
+
+    Raises:
+      RunFileError: a file of the run is damaged.
+    """
+    if cfg.data.date is None:
+        today = datetime.datetime.now(datetime.UTC).date().isoformat()
+        cfg.data.date = of_first(lambda: (run and first_date(run)) or today, "date")
 
 
 class Progress:

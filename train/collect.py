@@ -38,6 +38,7 @@ from specjax.engine.sequence import Finished, Progress
 from specjax.engine.sequence import Sequence as Added
 from specjax.engine.stops import StopStrings
 from specjax.parallel import distributed
+from specjax.tokenizer import decode
 from train.algo import REWARD, FilterGroups
 from train.groups import (
     Filter,
@@ -102,7 +103,7 @@ class Rollouts:
         roll, algo = cfg.rollout, cfg.algo
         self.cfg, self._order, self._prompts = cfg, order, prompts
         self._eos_ids, self._scorer = eos_ids, scorer
-        self._text = ResponseText(prompts.tokenizer, roll.sampling_params())
+        self._text = ResponseText(prompts.tokenizer, roll.sampling_params(), eos_ids)
         self.rule = Rule(
             roll.prompts,
             roll.in_flight,
@@ -620,25 +621,36 @@ def group_params(cfg: RLConfig, step: int, position: int) -> SamplingParams:
 class ResponseText:
     """Decodes a response to the text that rewards see.
 
-    The text has no special tokens, and ends at one of the rollout's stop strings, if any. It
-    depends on the tokens alone.
+    The text has special tokens, such as `<think>` where that is one, but not those that begin or
+    end a sample or pad it. It ends at one of the rollout's stop strings, if any. It depends on the
+    tokens alone.
+
+    Args:
+      tokenizer: tokenizer of the policy.
+      params: how responses are sampled.
+      eos_ids: end-of-sequence tokens of the policy.
     """
 
-    def __init__(self, tokenizer, params: SamplingParams):
+    def __init__(self, tokenizer, params: SamplingParams, eos_ids: Sequence[int] = ()):
         self._tokenizer, self._params = tokenizer, params
-        self._name = functools.cache(functools.partial(special_name, tokenizer))
+        named = (getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad"))
+        self._hidden = frozenset((*named, *eos_ids, *params.stop_token_ids))
+        self._name = functools.cache(self._name_of)
 
     def __call__(self, tokens: Sequence[int]) -> str:
         params, cut = self._params, None
         if params.stop:
             include = params.include_stop_str_in_output
-            cut = StopStrings(
-                params.stop, self._decode, include, params.min_tokens, self._name
-            ).feed(tokens)
-        return self._decode(tokens) if cut is None else cut.text
+            plain = functools.partial(decode, self._tokenizer)
+            stops = StopStrings(params.stop, plain, include, params.min_tokens, self._name)
+            cut = stops.feed(tokens)
+        if cut is not None:
+            return cut.whole
+        shown = [token for token in tokens if token not in self._hidden]
+        return decode(self._tokenizer, shown, skip_special_tokens=False)
 
-    def _decode(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+    def _name_of(self, token: int) -> str:
+        return "" if token in self._hidden else special_name(self._tokenizer, token)
 
 
 def to_samples(

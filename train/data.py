@@ -21,18 +21,21 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from specjax.config import ModelConfig
 from specjax.interfaces import Task
 from specjax.tokenizer import (
     chat_text,
+    decode,
     has_chat_template,
     prompt_ids,
     require_template_options,
     template_variables,
     transformers_class,
+    with_tokenizer_end,
 )
 from train import tasks
 from train.answers.extract import each_gold
@@ -41,14 +44,20 @@ from train.schema import GENERATED, REASONING_GYM, DataConfig, fill_template
 from train.tasks import reasoning_gym, sums
 from train.tasks.files import find_files, read_rows
 from train.tasks.layout import (
+    PARTS,
+    REASONING,
     Demonstration,
     Example,
     Message,
     Problem,
+    Response,
+    Row,
     RowError,
     Unread,
     check_split,
     split_of,
+    text_of_response,
+    tools_of,
 )
 from train.tasks.prompt import keyed
 
@@ -117,11 +126,12 @@ def demonstrations(cfg: DataConfig, split: str, chat: bool = False) -> Sequence[
         response = response_of(example, task, place, "there is nothing to imitate")
         if cfg.strip_calculator and task.name == "gsm8k":
             response = _CALCULATOR.sub("", response)
-        found.append(Demonstration(prompt_of(cfg, task, example, chat), response))
+        prompt = prompt_of(cfg, task, example, chat)
+        found.append(Demonstration(prompt, response, tools_of(example.row), place))
     return found
 
 
-def response_of(example: Example, task: Task, place: str, otherwise: str) -> str:
+def response_of(example: Example, task: Task, place: str, otherwise: str) -> Response:
     """The demonstration of a row.
 
     Args:
@@ -131,16 +141,22 @@ def response_of(example: Example, task: Task, place: str, otherwise: str) -> str
       otherwise: what to do without one, for messages.
 
     Raises:
-      ValueError: the row has none, or one that cannot be read.
+      ValueError: the row has none, an empty one, or one that cannot be read.
     """
-    if isinstance(example.response, Unread):
-        raise ValueError(f"{place}: {example.response.why}; fix or delete the row")
-    if example.response is None:
+    response = example.response
+    if isinstance(response, Unread):
+        raise ValueError(f"{place}: {response.why}; fix or delete the row")
+    if response is None:
         raise ValueError(
             f"{place}: a row of task {task.name} without a demonstration (a worked answer, a "
             f"completion, or a last message of the assistant); {otherwise}"
         )
-    return example.response
+    if not text_of_response(response).strip() and not {*PARTS} & {*response}:
+        raise ValueError(
+            f"{place}: the demonstration is empty, so that the end token alone would be imitated; "
+            "delete the row, or fill in its answer"
+        )
+    return response
 
 
 def find_task(cfg: DataConfig) -> Task | None:
@@ -230,6 +246,23 @@ def _stamp(file: Path) -> tuple[int, int] | None:
     return status.st_mtime_ns, status.st_size
 
 
+def read_row(task: Task, row: Row, place: str) -> Example:
+    """Reads a row, whose place is for messages.
+
+    Raises:
+      ValueError: the task cannot read it; the message names another task that can.
+    """
+    try:
+        return task.read(row)
+    except RowError as error:
+        other = tasks.other_reader(task, row)
+        remedy = f"set data.task={other.name}, which reads such rows, or" if other else ""
+        raise ValueError(
+            f"{place}: {error}; read as task {task.name} ({task.columns}), the row has the columns "
+            f"{', '.join(row)}; {remedy} fix or delete it".replace("  ", " ")
+        ) from error
+
+
 class _Identity:
     """A task that equals itself alone, for a user's own need not be hashable."""
 
@@ -247,13 +280,7 @@ class _Identity:
 def _read_table(paths: tuple[str, ...], stamps: Any, identity: _Identity, duplicates: str) -> Table:
     task, examples, seen, repeated = identity.task, [], {}, 0
     for place, row in read_rows(paths):
-        try:
-            example = dataclasses.replace(task.read(row), row=row)
-        except RowError as error:
-            raise ValueError(
-                f"{place}: {error}; read as task {task.name} ({task.columns}), the row has "
-                f"the columns {', '.join(row)}; fix or delete it"
-            ) from error
+        example = dataclasses.replace(read_row(task, row, place), row=row)
         answer = example.answer
         told = repr(answer.value) if isinstance(answer, Unread) else each_gold(answer)
         key = (question_of(example.prompt), told)
@@ -275,7 +302,13 @@ def question_of(prompt: str | Sequence[Message]) -> str:
     """The text of a prompt, which identifies duplicates and decides the split."""
     if isinstance(prompt, str):
         return prompt
-    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+    return "\n".join(f"{message['role']}: {_said(message)}" for message in prompt)
+
+
+def _said(message: Message) -> str:
+    """The content of a message, or the calls of one that has no content."""
+    calls = message.get("tool_calls")
+    return message.get("content") or (json.dumps(calls, sort_keys=True) if calls else "")
 
 
 def asked_by(problem: Problem) -> str:
@@ -367,17 +400,18 @@ def uses_chat(cfg: DataConfig, tokenizer) -> bool:
     return has_template and cfg.chat != "off"
 
 
-def without_unread_options(saved: Mapping[str, Any], tokenizer) -> dict[str, Any]:
-    """Returns the settings in a checkpoint without options that the chat template does not read.
+def saved_settings(saved: Mapping[str, Any], cfg: DataConfig, tokenizer) -> dict[str, Any]:
+    """Returns the settings in a checkpoint of an earlier version as this one would save them.
 
-    Earlier versions took such options, which changed no prompt; a run that has them is refused.
+    Earlier versions did not keep the date, and took options that the chat template does not read,
+    which changed no prompt; a run that has them is refused.
     """
-    options = saved.get("data", {}).get("chat_template_kwargs")
+    rows = {"date": cfg.date, **saved.get("data", {})}
+    options = rows.get("chat_template_kwargs")
     known = template_variables(tokenizer) if options else None
-    if known is None:
-        return dict(saved)
-    read = {name: value for name, value in options.items() if name in known}
-    return {**saved, "data": {**saved["data"], "chat_template_kwargs": read}}
+    if known is not None:
+        rows["chat_template_kwargs"] = {n: value for n, value in options.items() if n in known}
+    return {**saved, "data": rows}
 
 
 def prompt_text(
@@ -385,24 +419,63 @@ def prompt_text(
     prompt: str | Sequence[Message],
     chat: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
+    date: str | None = None,
 ) -> str:
     """The text of a prompt, with the chat template applied to conversations.
 
-    With `chat` a prompt that is text becomes one message of the user.
+    Args:
+      tokenizer: tokenizer of the model.
+      prompt: text, or a conversation.
+      chat: whether a prompt that is text becomes one message of the user.
+      template_kwargs: further variables of the template.
+      tools: JSON schemas of the functions that may be called.
+      date: date that the template may write, as YYYY-MM-DD; None for today's.
 
     Raises:
-      ValueError: the tokenizer has no template for a conversation, or it refuses this one.
+      ValueError: the tokenizer has no template for a conversation, or it refuses this one, or the
+        prompt has tools or calls of tools that no template writes.
     """
-    if isinstance(prompt, str):
-        if not chat:
-            return prompt
-        prompt = [{"role": "user", "content": prompt}]
-    if not has_chat_template(tokenizer):
+    messages = _as_messages(prompt, chat)
+    if messages and not has_chat_template(tokenizer):
         raise ValueError(
             "prompts that are conversations need a chat template, and the model's tokenizer has "
             "none; use the instruct model's tokenizer files, or rows whose prompts are text"
         )
-    return chat_text(tokenizer, prompt, template_kwargs)
+    render = functools.partial(chat_text, tokenizer, options=template_kwargs, date=date)
+    text = render(messages, tools=tools) if messages else prompt
+    if tools and not (messages and _differs(text, render, messages)):
+        raise ValueError(
+            "the row has a column `tools`, and no chat template writes it; delete or rename the "
+            "column, write the tools into a message, or use a model whose template does"
+        )
+    if any("tool_calls" in message for message in messages):
+        without = [_without(message, "tool_calls") for message in messages]
+        if not _differs(text, render, without, tools=tools):
+            raise ValueError(
+                "the prompt has messages with `tool_calls`, and the chat template does not write "
+                "them; write them into the content, or use a model whose template does"
+            )
+    return text
+
+
+def _as_messages(prompt: str | Sequence[Message], chat: bool) -> Sequence[Message]:
+    """A conversation, or a text as one message of the user; empty for text without a template."""
+    if not isinstance(prompt, str):
+        return prompt
+    return [{"role": "user", "content": prompt}] if chat else []
+
+
+def _without(message: Message, *names: str) -> Message:
+    return {key: value for key, value in message.items() if key not in names}
+
+
+def _differs(text: str, render: Callable[..., str], messages: Sequence[Message], **options) -> bool:
+    """Whether a template writes other messages in another way, or refuses them."""
+    try:
+        return render(messages, **options) != text
+    except ValueError:
+        return True
 
 
 def encode_prompt(
@@ -410,15 +483,32 @@ def encode_prompt(
     prompt: str | Sequence[Message],
     chat: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
+    date: str | None = None,
 ) -> list[int]:
     """Token ids of a prompt, the same in training, rollouts and generation.
 
     Arguments and errors are those of `prompt_text`. A chat template writes all special tokens.
     """
+    text = prompt_text(tokenizer, prompt, chat, template_kwargs, tools, date)
     if isinstance(prompt, str) and not chat:
-        return prompt_ids(tokenizer, prompt)
-    text = prompt_text(tokenizer, prompt, chat, template_kwargs)
+        return prompt_ids(tokenizer, text)
     return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+class Encoded(NamedTuple):
+    """A demonstration as token ids.
+
+    Attributes:
+      prompt: ids of the prompt, as generation reads it.
+      response: ids of the response, with the token that ends it.
+      dropped: keys of the assistant's message that are not imitated, because the chat template does
+        not write them.
+    """
+
+    prompt: list[int]
+    response: list[int]
+    dropped: tuple[str, ...] = ()
 
 
 def encode_demonstration(
@@ -426,11 +516,127 @@ def encode_demonstration(
     demonstration: Demonstration,
     chat: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
-) -> tuple[list[int], list[int]]:
-    """(prompt ids, response ids with the stop token), encoded separately, as in generation."""
-    response = tokenizer.encode(demonstration.response, add_special_tokens=False)
-    prompt = encode_prompt(tokenizer, demonstration.prompt, chat, template_kwargs)
-    return prompt, [*response, tokenizer.eos_token_id]
+    ends: Sequence[int] | None = None,
+    date: str | None = None,
+) -> Encoded:
+    """Encodes a prompt and what is imitated after it.
+
+    In a conversation that is what the chat template writes of the assistant's message beyond the
+    prompt that generation reads. The ids are those of the whole text, up to the first token that
+    ends the response, which is added if there is none. Where a token of the whole text would reach
+    from the prompt into the response, which generation cannot produce, the prompt keeps its ids and
+    the response is encoded as a text that goes on (`_continuation`).
+
+    Args:
+      tokenizer, chat, template_kwargs, date: see `prompt_text`.
+      demonstration: the demonstration.
+      ends: ids that end a response, of which the first is added; None for `end_tokens`.
+
+    Raises:
+      ValueError: see `prompt_text` and `end_tokens`; or nothing would be imitated.
+    """
+    ends = end_tokens(tokenizer) if ends is None else ends
+    prompt, response = demonstration.prompt, demonstration.response
+    begun = prompt_text(tokenizer, prompt, chat, template_kwargs, demonstration.tools, date)
+    own = list(tokenizer.encode(begun, add_special_tokens=False))
+    messages = _as_messages(prompt, chat)
+    if messages:
+        render = functools.partial(
+            chat_text, tokenizer, options=template_kwargs, tools=demonstration.tools, date=date
+        )
+        text, dropped = _written(render, messages, response, begun)
+    else:
+        text, dropped = text_of_response(response), _parts(response)
+    whole = list(tokenizer.encode(begun + text, add_special_tokens=False))
+    rest = whole[len(own) :] if whole[: len(own)] == own else _continuation(tokenizer, text)
+    imitated = _ended(tokenizer, rest, ends)
+    said = text_of_response(response).strip() or {*PARTS} & {*_parts(response)} - {*dropped}
+    if len(imitated) < 2 or not said:
+        raise ValueError(
+            "the end token alone would be imitated: the demonstration is empty, or the chat "
+            f"template writes nothing of its {', '.join(dropped) or 'content'}; delete the row"
+        )
+    return Encoded(own if messages else prompt_ids(tokenizer, begun), imitated, dropped)
+
+
+def _parts(response: Response) -> tuple[str, ...]:
+    """The keys of a response that is a message, beside role and content."""
+    return () if isinstance(response, str) else tuple(_without(response, "role", "content"))
+
+
+def _written(
+    render: Callable[..., str], messages: Sequence[Message], response: Response, begun: str
+) -> tuple[str, tuple[str, ...]]:
+    """What a chat template writes of a response, and the keys that it does not write.
+
+    Args:
+      render: function that applies the template to messages.
+      messages: the messages of the prompt.
+      response: the response.
+      begun: text of the prompt.
+    """
+    message = {"role": "assistant", "content": response} if isinstance(response, str) else response
+    content = message.get("content", "")
+    render = functools.partial(render, add_generation_prompt=False)
+    whole = render([*messages, message])
+    if not whole.startswith(begun):
+        if _parts(response):
+            raise ValueError(
+                f"the assistant's message has {', '.join(_parts(response))}, and the chat template "
+                "does not go on with it where it ends a prompt; write them into the content"
+            )
+        return content, ()
+    dropped = []
+    for name in _parts(response):
+        names = REASONING if name in REASONING else (name,)
+        if not _differs(whole, render, [*messages, _without(message, *names)]):
+            dropped.append(name)
+    text = whole[len(begun) :]
+    if "".join(content.split()) not in "".join(text.split()):
+        dropped.append("content")
+    # Sampling ends with the answer, and not with the spaces that the template writes after it.
+    spaces, more = (t[len(t.rstrip()) :] for t in (content, text))
+    return text.rstrip() + (spaces if more.startswith(spaces) else ""), tuple(dropped)
+
+
+def _continuation(tokenizer, text: str) -> list[int]:
+    """The ids of a text that goes on: without the space that tokenizers put before a first word."""
+    for before in ("\n", "a"):
+        head = tokenizer.encode(before, add_special_tokens=False)
+        ids = tokenizer.encode(before + text, add_special_tokens=False)
+        if ids[: len(head)] == head:
+            return list(ids[len(head) :])
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _ended(tokenizer, ids: Sequence[int], ends: Sequence[int]) -> list[int]:
+    """A response with one token that ends it, even where its text ends with several."""
+    last = len(ids)
+    while last and (ids[last - 1] in ends or not decode(tokenizer, [ids[last - 1]], False).strip()):
+        last -= 1
+    first = next((i for i in range(last, len(ids)) if ids[i] in ends), None)
+    return [*ids, ends[0]] if first is None else [*ids[: first + 1]]
+
+
+def end_tokens(tokenizer, model: ModelConfig | None = None) -> tuple[int, ...]:
+    """The ids that end a response, first the one that demonstrations end with.
+
+    That is the tokenizer's, or the model's if the model does not know the tokenizer's.
+
+    Raises:
+      ValueError: neither names an end-of-sequence token.
+    """
+    end = tokenizer.eos_token_id
+    if model is None:
+        known = () if end is None else (end,)
+    else:
+        known = with_tokenizer_end(model, tokenizer).eos_token_ids
+    if not known:
+        raise ValueError(
+            "neither config.json nor the tokenizer names an end-of-sequence token to end "
+            "demonstrations with; set eos_token_id in config.json"
+        )
+    return (end, *(token for token in known if token != end)) if end in known else known
 
 
 def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int, out_dir: str | Path):

@@ -15,10 +15,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from specjax.checkpoint.weights import tokenizer_dir
+from specjax.checkpoint.weights import read_config, tokenizer_dir
 from specjax.command_line import parse_config
+from specjax.config import ModelConfig
 from specjax.hub import find_model
 from specjax.schema import describe
+from specjax.tokenizer import decode
 from specjax.weights import load_tokenizer
 from train import data
 from train.cli import USER_ERRORS
@@ -37,6 +39,7 @@ def report(
     rows: int = 10,
     check: int = 2000,
     longest: int | None = None,
+    target: ModelConfig | None = None,
 ) -> Iterator[str]:
     """The lines of the report.
 
@@ -47,15 +50,16 @@ def report(
       rows: number of rows to show.
       check: number of gold answers to check.
       longest: number of tokens beyond which prompts are counted as too long; None for no count.
+      target: config of the model, which must have all tokens of the prompts; None: not checked.
 
     Raises:
       ValueError: as in a run with these settings.
       FileNotFoundError: as in a run with these settings.
     """
-    prompts = Prompts(tokenizer, cfg)
+    prompts = Prompts(tokenizer, cfg, model=target)
     scorer = Scorer(data.default_reward(cfg) if reward == "auto" else reward.split(","))
     problems = data.problems(cfg, "train", prompts.chat)
-    yield describe_data(cfg, prompts.chat, None, scorer.name)
+    yield describe_data(cfg, prompts.chat, None, scorer.name, date=prompts.date)
     if cfg.task in GENERATED:
         yield f"{len(problems)} are for training, and {cfg.heldout_size} are held out"
     elif not cfg.heldout_path:
@@ -87,7 +91,7 @@ def report(
 def _row(prompts: Prompts, problem: Problem) -> Iterator[str]:
     ids = prompts.whole(problem)
     yield f"\n--- {row_name(problem)}: {len(ids)} tokens, {shown_gold(problem)}"
-    yield prompts.tokenizer.decode(ids, skip_special_tokens=False)
+    yield decode(prompts.tokenizer, ids, skip_special_tokens=False)
 
 
 def _gold(scorer: Scorer, problems: Sequence[Problem], count: int) -> Iterator[str]:
@@ -169,9 +173,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         model = find_model(flags.model, flags.revision, weights=False)
         tokenizer = load_tokenizer(tokenizer_dir(model))
-        lines = report(
-            cfg, tokenizer, flags.reward, flags.rows, flags.check, flags.max_prompt_tokens
-        )
+        most, target = flags.max_prompt_tokens, read_config(model)
+        lines = report(cfg, tokenizer, flags.reward, flags.rows, flags.check, most, target)
         for line in lines:
             print(line, flush=True)
     except BrokenPipeError:  # the reader closed the pipe

@@ -61,7 +61,14 @@ from specjax.spelling import spelled
 from specjax.tokenizer import has_chat_template, with_tokenizer_end
 from specjax.weights import load_tokenizer
 from train import data, draft_curve
-from train.cli import CHECKPOINTS, Interrupted, can_resume, interruptible, run_program
+from train.cli import (
+    CHECKPOINTS,
+    Interrupted,
+    can_resume,
+    interruptible,
+    run_program,
+    settle_date,
+)
 from train.describe import describe_run, settings_of
 from train.draft_curve import Curve
 from train.draft_data import (
@@ -200,11 +207,12 @@ class Run:
                 f"{cfg.rollout.longest}"
             )
         self.tokenizer = load_tokenizer(tokenizer_dir(cfg.model).absolute())
-        self.prompts = Prompts(self.tokenizer, cfg.data, cfg.rollout.max_prompt_tokens)
+        longest = cfg.rollout.max_prompt_tokens
+        self.prompts = Prompts(self.tokenizer, cfg.data, longest, target)
         self.texts: Texts | None = None
         self.problems = self.heldout = ()
         if cfg.data.texts is not None:
-            self.texts = read_texts(cfg, self.tokenizer, self.prompts)
+            self.texts = read_texts(cfg, self.prompts)
             self.notes += describe_texts(cfg, self.texts)
         if cfg.data.texts is None or cfg.data.path is not None:
             self._read_problems()
@@ -214,7 +222,9 @@ class Run:
         if cfg.data.texts is None:
             self.problems = data.problems(cfg.data, "train", self.prompts.chat)
             require_template(cfg, self.problems[0].prompt)
-        self.notes.append(describe_data(cfg.data, self.prompts.chat, self.named))
+        self.notes.append(
+            describe_data(cfg.data, self.prompts.chat, self.named, date=self.prompts.date)
+        )
         if cfg.eval.problems:
             try:
                 heldout = data.problems(cfg.data, "heldout", self.prompts.chat)
@@ -497,7 +507,7 @@ class Run:
           CheckpointError: the checkpoint cannot be read.
         """
         _, meta = checkpoints.restore(step, {})
-        saved = data.without_unread_options(meta.get("settings", {}), self.tokenizer)
+        saved = data.saved_settings(meta.get("settings", {}), self.cfg.data, self.tokenizer)
         require_same_settings(saved, self.fingerprint(), type(self.cfg))
         require_same_head(meta, self.about, self.model)
         if meta["step"] > self.total:
@@ -533,7 +543,7 @@ def describe_texts(cfg: DraftRunConfig, texts: Texts) -> list[str]:
             f"WARNING: {texts.passed_over} demonstrations have more than packing.row_length="
             f"{cfg.packing.row_length} tokens and are left out; raise it"
         )
-    return lines
+    return lines + ([f"WARNING: {texts.dropped}"] if texts.dropped else [])
 
 
 def template_warning(cfg: DraftRunConfig, tokenizer, problems: Sequence) -> str | None:
@@ -615,6 +625,7 @@ def train(cfg: DraftRunConfig, resume: bool = False, resume_step: int | None = N
             "--resume"
         )
     restores = resume and can_resume(out, resume_step, print)
+    settle_date(cfg, out if resume else None)
     stop = Stop()
     run = Run(cfg, stop)
     for line in run.notes:

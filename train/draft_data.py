@@ -24,14 +24,15 @@ from specjax.command_line import ConfigError, require_same_settings
 from specjax.engine.engine import Engine
 from specjax.engine.request import Totals, make_jobs, require_valid
 from specjax.hub import portable
+from specjax.tokenizer import prompt_ids
 from train import data, tasks
 from train.collect import group_seed
 from train.draft_schema import DraftRunConfig
 from train.heads import FIELDS
-from train.inputs import Prompts
+from train.inputs import Prompts, dropped_warning
 from train.packing import PackedBatch, Sample, pack
 from train.tasks.files import read_rows
-from train.tasks.layout import Demonstration, Problem, RowError, split_of
+from train.tasks.layout import Demonstration, Problem, split_of, tools_of
 from train.tasks.prompt import keyed
 
 SAMPLES, SETTINGS = "samples", "settings.yaml"  # which is JSON, but no file of rows
@@ -58,12 +59,14 @@ class Texts(NamedTuple):
       train, heldout: the pairs of each split; those of `heldout` give prompts to evaluate.
       cut: number of texts that were cut because a row of training is shorter.
       passed_over: number of demonstrations that were left out for that reason.
+      dropped: warning about parts of demonstrations that are not imitated; None: there are none.
     """
 
     train: list[Pair]
     heldout: list[Pair]
     cut: int = 0
     passed_over: int = 0
+    dropped: str | None = None
 
 
 def takes_prompts(cfg: DraftRunConfig) -> bool:
@@ -71,7 +74,7 @@ def takes_prompts(cfg: DraftRunConfig) -> bool:
     return cfg.data.texts is not None and cfg.data.path is None
 
 
-def read_texts(cfg: DraftRunConfig, tokenizer, prompts: Prompts) -> Texts:
+def read_texts(cfg: DraftRunConfig, prompts: Prompts) -> Texts:
     """Reads and encodes the texts to train on.
 
     One question in sixteen is held out, unless `data.path` has others or nothing is evaluated.
@@ -82,7 +85,8 @@ def read_texts(cfg: DraftRunConfig, tokenizer, prompts: Prompts) -> Texts:
     """
     length, splits, cut, passed_over = cfg.packing.row_length, {"train": [], "heldout": []}, 0, 0
     own = takes_prompts(cfg) and cfg.eval.problems > 0
-    for key, pair, is_text in _pairs(cfg, tokenizer, prompts):
+    encoded: list[data.Encoded] = []
+    for key, pair, is_text in _pairs(cfg, prompts, encoded):
         split = split_of(key) if own else "train"
         longer = len(pair.prompt) + len(pair.tokens) > length
         if is_text and split == "heldout":
@@ -97,7 +101,8 @@ def read_texts(cfg: DraftRunConfig, tokenizer, prompts: Prompts) -> Texts:
             passed_over += 1
         elif pair.tokens:
             splits[split].append(pair)
-    found = Texts(splits["train"], splits["heldout"], cut, passed_over)
+    dropped = dropped_warning(encoded)
+    found = Texts(splits["train"], splits["heldout"], cut, passed_over, dropped)
     if not found.train:
         why = f": {passed_over} are longer than packing.row_length={length}; raise it"
         raise ValueError(
@@ -112,25 +117,28 @@ def shown_paths(paths: str | Sequence[str]) -> str:
     return paths if isinstance(paths, str) else ", ".join(paths)
 
 
-def _pairs(cfg: DraftRunConfig, tokenizer, prompts: Prompts) -> Iterator[tuple[str, Pair, bool]]:
-    """Yields (text that decides the split, pair, whether it is text without a prompt) of rows."""
+def _pairs(
+    cfg: DraftRunConfig, prompts: Prompts, encoded: list[data.Encoded]
+) -> Iterator[tuple[str, Pair, bool]]:
+    """Yields (text that decides the split, pair, whether it is text without a prompt) of rows.
+
+    What demonstrations were encoded to is added to `encoded`.
+    """
     task = None
     for place, row in read_rows(cfg.data.texts):
         if {"prompt_token_ids", "token_ids"} <= row.keys():
             ids = row["prompt_token_ids"], row["token_ids"]
-            pair = Pair(*(_token_ids(value, place, prompts.tokenizer) for value in ids))
+            pair = Pair(*(_token_ids(value, place, prompts) for value in ids))
             yield str(pair.prompt), pair, False
             continue
         if isinstance(row.get("text"), str) and "prompt" not in row:
-            first, *rest = tokenizer.encode(row["text"]) or [None]
+            ids = prompt_ids(prompts.tokenizer, row["text"])
+            first, *rest = prompts.known(ids, f"the row {place}") or [None]
             if rest:
                 yield row["text"], Pair([first], rest), True
             continue
         task = task or _task_of(cfg, row, place)
-        try:
-            example = task.read(row)
-        except RowError as error:
-            raise ValueError(f"{place}: {error}; fix or delete the row") from error
+        example = data.read_row(task, row, place)
         response = data.response_of(
             example,
             task,
@@ -139,10 +147,9 @@ def _pairs(cfg: DraftRunConfig, tokenizer, prompts: Prompts) -> Iterator[tuple[s
             "prompts itself",
         )
         prompt = data.prompt_of(cfg.data, task, example, prompts.chat)
-        demonstration = Demonstration(prompt, response)
-        kwargs = cfg.data.chat_template_kwargs
-        pair = data.encode_demonstration(tokenizer, demonstration, prompts.chat, kwargs)
-        yield data.question_of(example.prompt), Pair(*pair), False
+        found = prompts.demonstration(Demonstration(prompt, response, tools_of(row), place))
+        encoded.append(found._replace(prompt=[], response=[]))  # of which `dropped` is read
+        yield data.question_of(example.prompt), Pair(found.prompt, found.response), False
 
 
 def _task_of(cfg: DraftRunConfig, row: dict[str, Any], place: str):
@@ -159,15 +166,10 @@ def _task_of(cfg: DraftRunConfig, row: dict[str, Any], place: str):
     return task
 
 
-def _token_ids(value: Any, place: str, tokenizer) -> list[int]:
-    size = len(tokenizer)
-    right = isinstance(value, list) and all(type(token) is int for token in value) and value
-    if not right or not 0 <= min(value) <= max(value) < size:
-        raise ValueError(
-            f"{place}: expected a list of token ids of the policy's tokenizer, 0 to {size - 1}, "
-            f"got {str(value)[:60]}; were the samples made with another model?"
-        )
-    return value
+def _token_ids(value: Any, place: str, prompts: Prompts) -> Sequence[int]:
+    if not isinstance(value, list) or not value or any(type(token) is not int for token in value):
+        raise ValueError(f"{place}: expected a list of token ids, got {str(value)[:60]}")
+    return prompts.known(value, f"the row {place}, whose samples must be the policy's,")
 
 
 # --- the policy's own samples ---------------------------------------------------------------------
@@ -188,7 +190,7 @@ def check_samples(cfg: DraftRunConfig, out: Path, resume: bool, tokenizer) -> No
     folder, now = out / SAMPLES, json.loads(json.dumps(cfg.sampled()))
     file = folder / SETTINGS
     if resume and file.exists():
-        saved = data.without_unread_options(json.loads(file.read_text()), tokenizer)
+        saved = data.saved_settings(json.loads(file.read_text()), cfg.data, tokenizer)
         saved["model"] = portable(saved["model"])  # earlier versions wrote the path
         require_same_settings(saved, now, DraftRunConfig)
         return

@@ -54,7 +54,7 @@ from specjax.spelling import spelled
 from specjax.tokenizer import with_tokenizer_end
 from specjax.weights import load_tokenizer
 from train import data
-from train.cli import CHECKPOINTS, USER_ERRORS
+from train.cli import CHECKPOINTS, USER_ERRORS, settle_date
 from train.describe import data_files, git_state, versions
 from train.evaluation import Evaluated, Judged, ProblemSet, evaluate, prefix_of, problem_sets
 from train.inputs import Inputs, Prompts, describe_data, read_heldout
@@ -116,9 +116,11 @@ def run(cfg: EvalConfig) -> dict[str, Any]:
         ) from error
     try:
         _, places = make_meshes(cfg)
-        settle_length(cfg, read_config(path))
+        target = read_config(path)
+        settle_length(cfg, target)
+        settle_date(cfg, path)
         tokenizer = load_tokenizer(tokenizer_dir(path).absolute())
-        inputs = _read_heldout(cfg, tokenizer, named)
+        inputs = _read_heldout(cfg, tokenizer, named, target)
         sets, about_sets = problem_sets(cfg, inputs, named)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -221,14 +223,16 @@ def _draft_with_trained_head(cfg: EvalConfig, is_run: bool) -> None:
         cfg.rollout.draft = "checkpoint"
 
 
-def _read_heldout(cfg: EvalConfig, tokenizer, named: str) -> Inputs:
+def _read_heldout(cfg: EvalConfig, tokenizer, named: str, target) -> Inputs:
     """The held-out problems of the data, if they are evaluated; no problem of training is read."""
-    prompts = Prompts(tokenizer, cfg.data, cfg.rollout.max_prompt_tokens)
+    prompts = Prompts(tokenizer, cfg.data, cfg.rollout.max_prompt_tokens, target)
     reward = data.default_reward(cfg.data) if cfg.reward == "auto" else cfg.reward
     scorer = Scorer(reward, options=cfg.rewards)
     heldout, notes = read_heldout(cfg, prompts, scorer)
     if heldout:
-        said = describe_data(cfg.data, prompts.chat, named, scorer.described, trains=False)
+        said = describe_data(
+            cfg.data, prompts.chat, named, scorer.described, trains=False, date=prompts.date
+        )
         notes = [said, *notes]
     return Inputs([], heldout, prompts, scorer, notes)
 

@@ -87,7 +87,7 @@ def problem_sets(cfg: RLConfig, inputs: Inputs, model: str) -> tuple[list[Proble
             found.append(ProblemSet(asked, inputs.heldout, inputs.prompts, inputs.scorer))
             continue
         try:
-            each, lines = _read_set(cfg, asked, inputs.prompts.tokenizer, model, scorers, names)
+            each, lines = _read_set(cfg, asked, inputs.prompts, model, scorers, names)
         except (ValueError, OSError, ModuleNotFoundError) as error:
             raise ConfigError(f"{asked.key}: {_spelled(str(error), asked)}") from error
         each = dataclasses.replace(each, alone=each.scorer is not inputs.scorer)
@@ -127,7 +127,7 @@ _DRAWS = 2000  # problems of training that are compared with those of sets
 def _read_set(
     cfg: RLConfig,
     asked: Asked,
-    tokenizer,
+    run_prompts: Prompts,
     model: str,
     scorers: dict[Any, Scorer],
     run_names: tuple[str, ...],
@@ -137,14 +137,15 @@ def _read_set(
     Args:
       cfg: settings of the run.
       asked: what the set asks of the engine.
-      tokenizer: tokenizer of the model.
+      run_prompts: encoder of the run's prompts.
       model: name of the model in messages.
       scorers: the rewards that sets share, by names and weights; a new one is added.
       run_names: names of the run's rewards.
     """
     chosen = cfg.eval.sets[asked.name]
     rows = _data_of(cfg, chosen)
-    prompts = Prompts(tokenizer, rows, asked.max_prompt_tokens)
+    longest = asked.max_prompt_tokens
+    prompts = Prompts(run_prompts.tokenizer, rows, longest, run_prompts.model)
     problems = data.problems(rows, "heldout", prompts.chat)
     text = isinstance(problems[0].prompt, str)
     if chosen.chat_template_kwargs and rows.chat == "off" and text:
@@ -162,7 +163,8 @@ def _read_set(
     if not is_seed(cfg.eval.seed + len(problems)):
         raise ValueError(f"has {len(problems)} problems, too many for eval.seed={cfg.eval.seed}")
     asked.params(cfg.eval.seed)
-    said = describe_data(rows, prompts.chat, model, scorer.described, trains=False)
+    rewards = scorer.described
+    said = describe_data(rows, prompts.chat, model, rewards, trains=False, date=prompts.date)
     lines = [f"{asked.key}: {said.removeprefix('data: ')}"]
     for warning in check_rows(prompts, scorer, problems, "prompts", ""):
         text = _spelled(warning.removeprefix("WARNING: "), asked)
@@ -299,7 +301,7 @@ def evaluate(
             params = each.asked.params(seed + row.index)
             jobs += make_jobs(ids, params, eos_ids, each.prompts.tokenizer, len(jobs), where)
     kept = [[row for row, _ in rows] for rows in fitting]
-    judges = [_Judge(each, rows) for each, rows in zip(sets, kept, strict=True)]
+    judges = [_Judge(each, rows, eos_ids) for each, rows in zip(sets, kept, strict=True)]
     places = [(judge, place) for judge in judges for place in range(judge.count)]
 
     def begin_score(index: int, sample: SampleOutput) -> None:
@@ -348,16 +350,17 @@ class _Judge:
     Args:
       each: the set.
       problems: its problems that are sampled.
+      eos_ids: tokens that end a response.
 
     Attributes:
       each: the set.
       count: number of samples of all problems.
     """
 
-    def __init__(self, each: ProblemSet, problems: Sequence[Problem]):
+    def __init__(self, each: ProblemSet, problems: Sequence[Problem], eos_ids: Sequence[int]):
         self.each, self._problems = each, problems
         self.count = len(problems) * each.asked.n
-        self._read = ResponseText(each.prompts.tokenizer, each.asked.params())
+        self._read = ResponseText(each.prompts.tokenizer, each.asked.params(), eos_ids)
         self._begun: dict[int, Scoring] = {}  # by the number of the problem
         self._texts: dict[int, str] = {}  # of samples, by their place
 

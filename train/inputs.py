@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import datetime
+import functools
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from specjax.command_line import ConfigError, typed_in
+from specjax.config import ModelConfig
 from specjax.schema import show
+from specjax.tokenizer import check_ids, reads_date
 from train import data
 from train.answers.extract import each_gold
+from train.data import Encoded
 from train.schema import REASONING_GYM, SUMS, DataConfig, RLConfig, SFTConfig
 from train.scoring import Scorer, check_gold, evenly, is_hopeless, row_name, unwinnable_message
-from train.tasks.layout import Message, Problem
+from train.tasks.layout import Demonstration, Message, Problem, tools_of
 
 # Number of prompts whose lengths are checked before a run: of a file, and of generated problems.
 FILE_ROWS, GENERATED_ROWS = 20_000, 500
@@ -41,13 +48,24 @@ def require_template(cfg: RLConfig | SFTConfig, prompt: str | Sequence[Message])
         )
 
 
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Adds the name of a row to the errors about it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
 class Prompts:
-    """Encodes problems, in the same way in training, evaluation and reports.
+    """Encodes problems and demonstrations, in the same way in all programs.
 
     Args:
       tokenizer: tokenizer of the model.
       cfg: settings of the data.
       longest: largest number of tokens of a prompt; None for no limit.
+      model: config of the model, which must have all tokens of what is encoded; None: nothing is
+        checked.
 
     Attributes:
       chat: whether prompts that are text become messages of a conversation.
@@ -56,25 +74,59 @@ class Prompts:
       ValueError: the tokenizer cannot apply the chat template as the settings say.
     """
 
-    def __init__(self, tokenizer, cfg: DataConfig, longest: int | None = None):
-        self.tokenizer, self.cfg, self.longest = tokenizer, cfg, longest
+    def __init__(
+        self,
+        tokenizer,
+        cfg: DataConfig,
+        longest: int | None = None,
+        model: ModelConfig | None = None,
+    ):
+        self.tokenizer, self.cfg, self.longest, self.model = tokenizer, cfg, longest, model
         self.chat = data.uses_chat(cfg, tokenizer)
+        date = cfg.date or datetime.datetime.now(datetime.UTC).date().isoformat()
+        self._options = {
+            "chat": self.chat,
+            "template_kwargs": cfg.chat_template_kwargs,
+            "date": date,
+        }
+        self.date = date if reads_date(tokenizer) else None
 
     def text(self, problem: Problem) -> str:
         """A prompt with the chat template applied; a ValueError of the template names the row."""
-        try:
-            kwargs = self.cfg.chat_template_kwargs
-            return data.prompt_text(self.tokenizer, problem.prompt, self.chat, kwargs)
-        except ValueError as error:
-            raise ValueError(f"{row_name(problem)}: {error}") from error
+        with _naming(row_name(problem)):
+            tools = tools_of(problem.row)
+            return data.prompt_text(self.tokenizer, problem.prompt, tools=tools, **self._options)
 
     def whole(self, problem: Problem) -> list[int]:
         """All token ids of a prompt, without regard to its length."""
-        try:
-            kwargs = self.cfg.chat_template_kwargs
-            return data.encode_prompt(self.tokenizer, problem.prompt, self.chat, kwargs)
-        except ValueError as error:
-            raise ValueError(f"{row_name(problem)}: {error}") from error
+        with _naming(row_name(problem)):
+            tools = tools_of(problem.row)
+            ids = data.encode_prompt(self.tokenizer, problem.prompt, tools=tools, **self._options)
+        return self.known(ids, row_name(problem))
+
+    def demonstration(self, item: Demonstration) -> Encoded:
+        """Encodes a demonstration, see `data.encode_demonstration`; errors name the row."""
+        name = f"the row {item.place}" if item.place else "a generated demonstration"
+        with _naming(name):
+            found = data.encode_demonstration(
+                self.tokenizer, item, ends=self._ends, **self._options
+            )
+        self.known((*found.prompt, *found.response), name)
+        return found
+
+    @functools.cached_property
+    def _ends(self) -> tuple[int, ...]:
+        return data.end_tokens(self.tokenizer, self.model)
+
+    def known(self, ids: Sequence[int], where: str) -> Sequence[int]:
+        """Returns token ids of `where`, which the model must have; see `specjax.tokenizer`.
+
+        Raises:
+          ValueError: the model has no such token.
+        """
+        if self.model is not None:
+            check_ids(where, ids, self.model.vocab_size, self.tokenizer)
+        return ids
 
     def fit(self, problem: Problem) -> tuple[list[int] | None, str | None]:
         """Encodes a prompt, and drops or cuts it if it is too long (`data.overlong_prompts`).
@@ -142,6 +194,31 @@ class Prompts:
         )
 
 
+DEMONSTRATIONS = 2000  # number of demonstrations that are encoded before a run
+
+
+def check_demonstrations(prompts: Prompts, demonstrations: Sequence[Demonstration]) -> str | None:
+    """Encodes some demonstrations before a run; returns the warning about what is not imitated.
+
+    Raises:
+      ValueError: one cannot be encoded; the message names the row.
+    """
+    rows = [demonstrations[i] for i in evenly(demonstrations, DEMONSTRATIONS)]
+    return dropped_warning([prompts.demonstration(row) for row in rows])
+
+
+def dropped_warning(found: Sequence[Encoded]) -> str | None:
+    """The warning about parts of demonstrations that the chat template does not write."""
+    counts = Counter(name for one in found for name in one.dropped)
+    if not counts:
+        return None
+    named = ", ".join(f"{name} of {count}" for name, count in counts.most_common())
+    return (
+        f"not all of {len(found)} demonstrations checked is imitated, because the chat template "
+        f"does not write it: {named}; write it into the content, or delete these keys"
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Inputs:
     """The data of a run.
@@ -161,20 +238,21 @@ class Inputs:
     notes: list[str]
 
 
-def read_inputs(cfg: RLConfig, tokenizer, model: str) -> Inputs:
+def read_inputs(cfg: RLConfig, tokenizer, model: str, target: ModelConfig | None = None) -> Inputs:
     """Reads the data, and checks prompts and gold answers.
 
     Args:
       cfg: settings of the run.
       tokenizer: tokenizer of the model.
       model: name of the model in messages, as the user typed it.
+      target: its config; None: token ids are not checked.
 
     Raises:
       ValueError: there is a mistake in the settings or the rows.
       FileNotFoundError: a file does not exist.
       ModuleNotFoundError: the reward needs a library that is not installed.
     """
-    prompts = Prompts(tokenizer, cfg.data, cfg.rollout.max_prompt_tokens)
+    prompts = Prompts(tokenizer, cfg.data, cfg.rollout.max_prompt_tokens, target)
     name = data.default_reward(cfg.data) if cfg.reward == "auto" else cfg.reward
     scorer = Scorer(name, options=cfg.rewards)
     problems = data.problems(cfg.data, "train", prompts.chat, held_out(cfg))
@@ -186,7 +264,7 @@ def read_inputs(cfg: RLConfig, tokenizer, model: str) -> Inputs:
             "rewards.workers, or leave it out"
         )
     scorer.check(problems[0])
-    notes = [describe_data(cfg.data, prompts.chat, model, scorer.described)]
+    notes = [describe_data(cfg.data, prompts.chat, model, scorer.described, date=prompts.date)]
     if hidden := scorer.hidden(problems[0]):
         notes.append(f"WARNING: {hidden}")
     if over := prompts.overlong_warning(problems):
@@ -279,7 +357,12 @@ def check_rows(
 
 
 def describe_data(
-    cfg: DataConfig, chat: bool, model: object, reward: str | None = None, trains: bool = True
+    cfg: DataConfig,
+    chat: bool,
+    model: object,
+    reward: str | None = None,
+    trains: bool = True,
+    date: str | None = None,
 ) -> str:
     """The line at start about the rows: their origin, layout, encoding and reward.
 
@@ -289,6 +372,7 @@ def describe_data(
       model: name of the model whose tokenizer reads them, as the user typed it; None for no name.
       reward: name of the reward; None for no name.
       trains: whether the rows are trained on.
+      date: date that the chat template writes; None: it writes none.
     """
     task = data.find_task(cfg)
     if task is None:
@@ -308,12 +392,15 @@ def describe_data(
             said += f", {several} with several gold answers, of which any is right"
         conversations = not isinstance(table.examples[0][1].prompt, str)
     said += f", through the tokenizer of {model}" if model else ""
-    if task is not None and conversations:
+    templated = task is not None and conversations
+    if templated:
         said += "; conversations through the chat template"
     elif chat:
         said += "; each prompt one message of the user, through the chat template"
     else:
         said += "; prompts as plain text"
+    if date and (templated or chat):
+        said += f", which writes the date {date} (data.date)"
     if trains and task is None and cfg.task != REASONING_GYM:
         said += "; data.path=FILE trains on rows of your own"
     return said + (f"; reward {reward}" if reward else "")

@@ -50,6 +50,7 @@ from train.cli import (
     can_resume,
     interruptible,
     run_program,
+    settle_date,
 )
 from train.describe import describe_run, settings_of
 from train.evaluation import described
@@ -134,6 +135,7 @@ def run(cfg: RLConfig, resume: bool = False, resume_step: int | None = None) -> 
         except ValueError as error:
             raise ConfigError(str(error)) from error
     distributed.start(cfg.distributed, max(cfg.mesh.size, cfg.rollout_devices))
+    settle_date(cfg, out if resume else None)
     if not resume:
         out = distributed.of_first(lambda: _fresh(out), "run directory")
         if out != Path(cfg.out):  # files of the run, and those that name it, are of this directory

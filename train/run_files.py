@@ -107,6 +107,17 @@ def read_config(run: Path) -> dict[str, Any]:
     return unescaped(settings)
 
 
+def first_date(run: Path) -> str | None:
+    """The date that a run's templates write, else that of its first start; None: not recorded.
+
+    Raises:
+        RunFileError: a file is damaged.
+    """
+    settings, starts = read_config(run).get("data"), read_starts(run)
+    date = settings.get("date") if isinstance(settings, dict) else None
+    return date or (starts[0]["time"][:10] if starts else None)
+
+
 def check_files(run: Path) -> None:
     """Reads what `--resume` will need of a run's files, so that damage is found at start.
 

@@ -42,6 +42,7 @@ from typing import TextIO
 from specjax.engine.request import UNKNOWN
 from specjax.engine.stops import TextStream
 from specjax.parallel import distributed
+from specjax.tokenizer import decode
 from train.evaluation import Judged, ProblemSet
 from train.groups import Group, Response
 from train.run_files import SAMPLES_FILE, RunFileError, keep_before, lines_of, move_aside
@@ -77,7 +78,7 @@ class SampleLog:
     ):
         self.path = Path(out_dir) / SAMPLES_FILE
         self._count, self._seed, self._labels = count, seed, tuple(labels)
-        self._decode: Decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+        self._decode: Decode = lambda ids: decode(tokenizer, ids, skip_special_tokens=False)
         self._followed: int | None = None
         self._file: TextIO | None = None
         if not distributed.is_first():

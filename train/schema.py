@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 import re
 from collections.abc import Mapping
@@ -127,6 +128,7 @@ class DataConfig:
       chat: whether a prompt that is text becomes one message of the user: auto, when the tokenizer
         has a chat template; on; off. Conversations always go through the template.
       chat_template_kwargs: given to the chat template, such as {enable_thinking: false}.
+      date: date that chat templates write, as YYYY-MM-DD; null: that of the run's first start, UTC.
       overlong_prompts: treatment of prompts of more than rollout.max_prompt_tokens tokens: drop
         (verl: filter_overlong_prompts), truncate (on the left, as verl's truncation=left), error.
       duplicates: keep, or drop rows whose prompt and answer an earlier row has.
@@ -169,6 +171,7 @@ class DataConfig:
     prompt_template: str | None = None
     chat: str = "auto"
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    date: str | None = None
     overlong_prompts: str = "drop"
     duplicates: str = "keep"
     unwinnable: str = "error"
@@ -210,6 +213,11 @@ class DataConfig:
                 f"data.task={self.task} is generated and reads no file, but data.path="
                 f"{self.path} is set; leave out data.task to read the file"
             )
+        if self.date is not None:
+            try:
+                datetime.date.fromisoformat(self.date)
+            except ValueError as error:
+                raise ValueError(f"data.date: expected YYYY-MM-DD, got {self.date!r}") from error
         for name in ("slip", "impatience"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"data.{name} is a probability, got {getattr(self, name)}")

@@ -32,15 +32,16 @@ from specjax.parallel.context import context_of
 from specjax.tokenizer import with_tokenizer_end
 from specjax.weights import load_tokenizer
 from train import data
-from train.cli import CHECKPOINTS, Progress, can_resume, interruptible, run_program
+from train.cli import CHECKPOINTS, Progress, can_resume, interruptible, run_program, settle_date
 from train.describe import describe_run, settings_of
 from train.heads import DraftTrainer, draft_metrics
-from train.inputs import describe_data, require_template
+from train.inputs import Prompts, check_demonstrations, describe_data, require_template
 from train.log import MetricsLogger
 from train.loss import count_denominators, sft_loss
 from train.packing import pack_demonstrations
 from train.policy import PolicyTrainer, own_family
 from train.schema import SFTConfig, as_run
+from train.tasks.layout import text_of_response
 
 if TYPE_CHECKING:  # slow to import
     from transformers import PreTrainedTokenizerBase
@@ -59,18 +60,25 @@ CONSOLE = (
 class PackedDemonstrations:
     """An endless stream of packed updates.
 
+    Args:
+      cfg: settings of the run.
+      tokenizer: tokenizer of the model.
+      model: config of the model; None: token ids are not checked.
+
     Attributes:
+      warning: warning about demonstrations, to print at start; None: there is none.
       position: number of demonstrations taken; the stream resumes from it.
       passed_over: number of demonstrations that were skipped, because they are longer than a row.
     """
 
-    def __init__(self, cfg: SFTConfig, tokenizer, position: int = 0):
-        self._chat = data.uses_chat(cfg.data, tokenizer)
-        source = data.demonstrations(cfg.data, "train", self._chat)
+    def __init__(self, cfg: SFTConfig, tokenizer, model: ModelConfig | None = None):
+        self.prompts = Prompts(tokenizer, cfg.data, model=model)
+        source = data.demonstrations(cfg.data, "train", self.prompts.chat)
         require_template(cfg, source[0].prompt)
         _require_calculator(cfg)
+        self.warning = check_demonstrations(self.prompts, source)
         self._source = data.endless(source, cfg.data.seed)
-        self._cfg, self.tokenizer, self.position = cfg, tokenizer, position
+        self._cfg, self.tokenizer, self.position = cfg, tokenizer, 0
         self.passed_over = 0
 
     def next_update(self) -> list[dict[str, np.ndarray]]:
@@ -85,9 +93,8 @@ class PackedDemonstrations:
         room = [packing.row_length] * (packing.rows * packing.microbatches)
         pairs, in_a_row = [], 0
         while True:
-            item = self._source[self.position]
-            kwargs = self._cfg.data.chat_template_kwargs
-            pair = data.encode_demonstration(self.tokenizer, item, self._chat, kwargs)
+            found = self.prompts.demonstration(self._source[self.position])
+            pair = found.prompt, found.response
             size = len(pair[0]) + len(pair[1])
             if size > packing.row_length:
                 self.position += 1
@@ -136,7 +143,7 @@ def start_model(
     if cfg.init:
         tokenizer = load_tokenizer(cfg.init)
         model, params, head = hf.load_checkpoint(cfg.init, cfg.dtype.params, mesh)
-        model = with_end(model.running(**as_run(cfg)), tokenizer)
+        model = with_tokenizer_end(model.running(**as_run(cfg)), tokenizer)
         if head is None:
             model = model.replace(**cfg.model.head_switches())
             head = init_head_params(model, cfg.seed + 1)
@@ -148,25 +155,6 @@ def start_model(
     return model, init_params(model, cfg.seed), init_head_params(model, cfg.seed + 1), tokenizer
 
 
-def with_end(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
-    """Settles the end-of-sequence token of demonstrations, and adds it to the model config.
-
-    It is the tokenizer's, or the model's if the model does not know the tokenizer's.
-
-    Raises:
-      ConfigError: neither names an end-of-sequence token.
-    """
-    model = with_tokenizer_end(model, tokenizer)
-    if tokenizer.eos_token_id not in model.eos_token_ids:
-        if not model.eos_token_ids:
-            raise ConfigError(
-                "neither config.json nor the tokenizer of init names an end-of-sequence token to "
-                "end demonstrations with; set eos_token_id in config.json"
-            )
-        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.eos_token_ids[0])
-    return model
-
-
 def train_tokenizer(cfg: SFTConfig) -> PreTrainedTokenizerBase:
     """Trains a tokenizer on the first `cfg.tokenizer_texts` demonstrations, and saves it."""
     source = data.demonstrations(cfg.data, "train")
@@ -176,7 +164,7 @@ def train_tokenizer(cfg: SFTConfig) -> PreTrainedTokenizerBase:
         )
     texts = []
     for i in range(min(cfg.tokenizer_texts, len(source))):
-        texts += [source[i].prompt, source[i].response]
+        texts += [source[i].prompt, text_of_response(source[i].response)]
     return data.train_bpe_tokenizer(texts, cfg.vocab_size, tokenizer_dir(cfg))
 
 
@@ -205,7 +193,7 @@ class Run:
             self.mesh = sharding.make_mesh(cfg.mesh)
             self.dtype_line = cfg.dtype.settle(stored, sharding.platform_of(self.mesh))
             model, params, head, tokenizer = start_model(cfg, self.mesh, keep_tokenizer)
-            self.stream = PackedDemonstrations(cfg, tokenizer)
+            self.stream = PackedDemonstrations(cfg, tokenizer, model)
         except hf.UnsupportedModelError:
             raise
         except ValueError as error:
@@ -275,7 +263,7 @@ class Run:
         """
         cfg = self.cfg
         _, meta = checkpoints.restore(step, {})
-        saved = data.without_unread_options(meta.get("settings", {}), self.stream.tokenizer)
+        saved = data.saved_settings(meta.get("settings", {}), self.cfg.data, self.stream.tokenizer)
         require_same_settings(saved, self.fingerprint(), type(self.cfg))
         step, finished = meta["step"], meta["stage"] == "head"
         if finished and (step, meta["policy_steps"]) != (cfg.steps + cfg.draft_steps, cfg.steps):
@@ -377,6 +365,7 @@ def train(cfg: SFTConfig, resume: bool = False, resume_step: int | None = None) 
         raise ConfigError(
             f"{cfg.out} holds checkpoints of an earlier run; set out= to another, or use --resume"
         )
+    settle_date(cfg, Path(cfg.out) if resume else None)
     resume = resume and can_resume(Path(cfg.out), resume_step, print)
     with interruptible(Path(cfg.out)) as progress:
         return _train(cfg, directory, resume, resume_step, progress)
@@ -387,7 +376,10 @@ def _train(
 ) -> Path:
     named = cfg.init  # as the user typed it; `Run` replaces it by a path
     run = Run(cfg, keep_tokenizer=resume)
-    print(describe_data(cfg.data, data.uses_chat(cfg.data, run.stream.tokenizer), named))
+    prompts = run.stream.prompts
+    print(describe_data(cfg.data, prompts.chat, named, date=prompts.date))
+    if run.stream.warning:
+        print(f"WARNING: {run.stream.warning}")
     print(f"{run.describe()}\n{run.dtype_line}")
     print(describe_stages(cfg), flush=True)
     with Checkpointer(directory, cfg.checkpoint.keep_last) as checkpoints:

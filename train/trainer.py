@@ -158,10 +158,11 @@ class Trainer:
             self.copies = copies_for(cfg, self.mesh, self.replica_meshes)
             warnings = idle_device_warnings(self.mesh, self.replica_meshes)
             self.replica_meshes = self.copies.own if self.copies else self.replica_meshes
-            fitted = settle_length(cfg, read_config(cfg.model))
+            target = read_config(cfg.model)
+            fitted = settle_length(cfg, target)
             self.tokenizer_dir = tokenizer_dir(cfg.model).absolute()
             self.tokenizer = load_tokenizer(self.tokenizer_dir)
-            inputs = read_inputs(cfg, self.tokenizer, named)
+            inputs = read_inputs(cfg, self.tokenizer, named, target)
             self.eval_sets, about_sets = problem_sets(cfg, inputs, named)
         except ValueError as error:
             raise ConfigError(str(error)) from error
@@ -682,7 +683,7 @@ class Trainer:
         _, meta = checkpoints.restore(step, {})
         # Settings that the checkpoint does not have yet count as their defaults.
         saved = with_draft_key(meta.get("settings", {}))
-        saved = data.without_unread_options(saved, self.tokenizer)
+        saved = data.saved_settings(saved, self.cfg.data, self.tokenizer)
         require_same_settings(saved, self.fingerprint(), RLConfig)
         require_same_head(meta, self.about_head, self.model)
         # The first process made the record; others may have no device of its engine.

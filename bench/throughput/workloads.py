@@ -132,7 +132,7 @@ def long_prompts(source: Sequence, tokenizer, length: int, count: int) -> list[l
     """
     encoded = []
     for index in range(min(len(source), 4096)):
-        problem, answer = data.encode_demonstration(tokenizer, source[index])
+        problem, answer, _ = data.encode_demonstration(tokenizer, source[index])
         encoded.append((problem, problem + answer))
         if sum(len(whole) for _, whole in encoded) > length * count:
             break

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ from specjax import interrupts
 from specjax.config import SamplingParams
 from specjax.speculation import as_flags, settings_of
 from specjax.spelling import flags, spelled
+from specjax.tokenizer import decode
 
 if TYPE_CHECKING:  # they import jax
     from specjax import LLM
@@ -229,7 +231,7 @@ def _ask(llm: LLM, prompt: Prompt, params: SamplingParams, args: argparse.Namesp
         params = dataclasses.replace(params, **prompt.settings)
     ids = _ids(llm, prompt, args.chat_template_kwargs)
     where, eos = "the prompt", llm.cfg.eos_token_ids  # the caller's message names it
-    ids = check_prompt(where, ids, llm.cfg.vocab_size)
+    ids = check_prompt(where, ids, llm.cfg.vocab_size, llm.tokenizer)
     jobs = make_jobs(ids, params, eos, llm.tokenizer, prompt.index, where)
     llm.engine.check(jobs[0])
     local = Path(args.model).exists()
@@ -331,7 +333,7 @@ def _run(
 
 
 def _decoder(llm: LLM):
-    return lambda ids: llm.tokenizer.decode(ids, skip_special_tokens=True)
+    return functools.partial(decode, llm.tokenizer)
 
 
 def _with_text(llm: LLM, sample: SampleOutput) -> SampleOutput:

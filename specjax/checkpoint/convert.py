@@ -59,13 +59,12 @@ from specjax.drafts.mtp import MTPSource
 from specjax.error_text import first_line
 from specjax.hub import find_model
 from specjax.interfaces import Draft
-from specjax.tokenizer import check_files
+from specjax.tokenizer import MORE_TEMPLATES, TOKENIZER_FILES, check_files
 from specjax.weights import AUTO, load_tokenizer, open_checkpoint, recognised
 from specjax.weights.safetensors import (
     CONFIG,
     HEAD_FILE,
     INDEX,
-    TOKENIZER_FILES,
     WEIGHTS,
     open_files,
 )
@@ -391,7 +390,7 @@ def _is_checkpoint(path: Path) -> bool:
         return names <= {CHECKPOINTS, TOKENIZER}
     if "_CHECKPOINT_METADATA" in names:
         return names <= _HEAD_NAMES
-    known = {"config.json", "generation_config.json", INDEX, *TOKENIZER_FILES}
+    known = {"config.json", "generation_config.json", INDEX, *TOKENIZER_FILES, MORE_TEMPLATES}
     return all(name in known or name.endswith(".safetensors") for name in names)
 
 

@@ -57,6 +57,7 @@ from specjax.models.families import common, family_of
 from specjax.models.generation_config import sampling_of
 from specjax.models.transformer import Params
 from specjax.parallel import sharding
+from specjax.tokenizer import MORE_TEMPLATES, TOKENIZER_FILES
 from specjax.weights import AUTO, load_tokenizer, open_checkpoint
 from specjax.weights.pickled import Pickled
 from specjax.weights.safetensors import (
@@ -64,7 +65,6 @@ from specjax.weights.safetensors import (
     GENERATION,
     HEAD_FILE,
     INDEX,
-    TOKENIZER_FILES,
     WEIGHTS,
     open_files,
     weight_files,
@@ -730,7 +730,7 @@ def _is_empty_dir(path: Path) -> bool:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copies tokenizer files and chat template, or writes the tokenizer of another format.
+    """Copies tokenizer files and chat templates, or writes the tokenizer of another format.
 
     Raises:
       CheckpointError: the source has no tokenizer.
@@ -743,6 +743,8 @@ def copy_tokenizer(source: Path, target: Path) -> None:
         tokenizer.save_pretrained(target)
     for name in found:
         shutil.copyfile(source / name, target / name)
+    if found and (source / MORE_TEMPLATES).is_dir():
+        shutil.copytree(source / MORE_TEMPLATES, target / MORE_TEMPLATES, dirs_exist_ok=True)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

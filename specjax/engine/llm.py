@@ -56,6 +56,7 @@ from specjax.spelling import SettingError, Spell, checks_keywords, python
 from specjax.telemetry import Collector
 from specjax.tokenizer import (
     chat_ids,
+    decode,
     has_chat_template,
     prompt_ids,
     with_tokenizer_end,
@@ -374,7 +375,7 @@ class LLM:
         outputs = [RequestOutput(prompt, []) for prompt in ids]
         for job, sample in zip(jobs, samples, strict=True):
             if sample.text is None and self.tokenizer is not None:
-                text = self.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+                text = decode(self.tokenizer, sample.token_ids)
                 sample = dataclasses.replace(sample, text=text)
             outputs[job.request].samples.append(sample)
         return outputs
@@ -479,7 +480,7 @@ class LLM:
                         "ids, or LLM(..., tokenizer=...)"
                     )
                 prompt = prompt_ids(self.tokenizer, prompt)
-            ids.append(check_prompt(where, prompt, self.cfg.vocab_size))
+            ids.append(check_prompt(where, prompt, self.cfg.vocab_size, self.tokenizer))
             eos = self.cfg.eos_token_ids
             mine = make_jobs(ids[-1], sampling, eos, self.tokenizer, index)
             check_job(where, mine[0], self.engine.limits)

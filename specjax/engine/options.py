@@ -16,9 +16,9 @@ from specjax.decode.options import (
     Options,
     neutral,
 )
-from specjax.engine.prompts import check_ids
 from specjax.engine.request import NO_LIMIT, Job
 from specjax.spelling import SettingError
+from specjax.tokenizer import check_ids
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from specjax.config import SamplingParams
+from specjax.tokenizer import check_ids
 
 Prompt = str | Sequence[int]
 PromptDict = Mapping[str, Any]  # {"prompt": text} or {"prompt_token_ids": ids}
@@ -145,8 +146,8 @@ def _named(value: Any) -> str:
     return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"
 
 
-def check_prompt(where: str, prompt: Iterable, vocab: int) -> list[int]:
-    """The prompt as a list of token ids.
+def check_prompt(where: str, prompt: Iterable, vocab: int, tokenizer=None) -> list[int]:
+    """The prompt as a list of token ids; the tokenizer gives errors the token's text.
 
     Raises:
       ValueError: the prompt is empty, or holds something that is no token id below `vocab`.
@@ -158,14 +159,8 @@ def check_prompt(where: str, prompt: Iterable, vocab: int) -> list[int]:
     if not prompt:
         raise ValueError(f"{where} is empty; expected at least one token")
     ids = [int(t) for t in prompt]
-    check_ids(where, ids, vocab)
+    check_ids(where, ids, vocab, tokenizer)
     return ids
-
-
-def check_ids(where: str, ids: Sequence[int], vocab: int) -> None:
-    bad = [t for t in ids if not 0 <= t < vocab]
-    if bad:
-        raise ValueError(f"{where} holds token id {bad[0]}; expected 0 <= id < {vocab}")
 
 
 def padded_widths(max_len: int) -> list[int]:

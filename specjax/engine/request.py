@@ -11,6 +11,7 @@ import numpy as np
 
 from specjax.config import SamplingParams
 from specjax.decode.noise import request_words
+from specjax.tokenizer import decode as text_of_ids
 
 NO_LIMIT = (1 << 31) - 1
 ERROR = "error"  # finish reason of a sample whose logits were no distribution
@@ -219,10 +220,7 @@ def make_jobs(
                 "tokenizer to find them with; pass one (LLM(..., tokenizer=...)), or use "
                 "stop_token_ids"
             )
-
-        def decode(ids):
-            return tokenizer.decode(ids, skip_special_tokens=True)
-
+        decode = functools.partial(text_of_ids, tokenizer)
         name = functools.cache(functools.partial(special_name, tokenizer))
     stop_ids = tuple(dict.fromkeys(stops))
     return [
@@ -245,9 +243,9 @@ def make_jobs(
 
 def special_name(tokenizer, token: int) -> str:
     """The text of a special token, which decoding leaves out; empty for any other token."""
-    if tokenizer.decode([token], skip_special_tokens=True):
+    if text_of_ids(tokenizer, [token]):
         return ""
-    return tokenizer.decode([token], skip_special_tokens=False)
+    return text_of_ids(tokenizer, [token], skip_special_tokens=False)
 
 
 def bad_word_ids(words: Sequence[str | tuple[int, ...]], tokenizer) -> tuple[tuple[int, ...], ...]:

@@ -96,10 +96,17 @@ class TextStream:
 
 
 class Cut(NamedTuple):
-    """The end of a sample: how many of its generated tokens it keeps, and its text."""
+    """The end of a sample.
+
+    Attributes:
+      tokens: number of generated tokens that it keeps.
+      text: its text.
+      whole: its text with the names of special tokens in their places.
+    """
 
     tokens: int
     text: str
+    whole: str
 
 
 class _Named(NamedTuple):
@@ -163,13 +170,17 @@ class StopStrings:
             self._count += 1
             if self._count <= self._min_tokens:
                 continue
-            found = self._find(self._stream.text, searched)
+            matches = self._find(self._stream.text, searched)
+            found = [(at, len(string), self._with_names(at), string) for at, string in matches]
             if self._names:
                 named = self._find(self._whole, searched_whole, self._cuts_a_name)
-                found += [(self._without_names(at), string) for at, string in named]
+                found += [(self._without_names(at), len(s), at, s) for at, s in named]
             if found:
-                at, string = min(found, key=lambda each: (each[0], len(each[1])))
-                return Cut(self._count, self._stream.text[:at] + string * self._include)
+                at, _, at_whole, string = min(found)
+                more = string * self._include
+                return Cut(
+                    self._count, self._stream.text[:at] + more, self._whole[:at_whole] + more
+                )
         return None
 
     def _push(self, token: int) -> None:
@@ -208,6 +219,14 @@ class StopStrings:
             if name.at < end and (name.at < start or after > end):
                 return True
         return False
+
+    def _with_names(self, at: int) -> int:
+        """The index in the text with names of an index in the text without names."""
+        for name in self._names:
+            if name.at > at:
+                break
+            at += name.length
+        return at
 
     def _without_names(self, at: int) -> int:
         """The index in the text without names of an index in the text with names."""

@@ -10,21 +10,10 @@ import numpy as np
 import safetensors
 
 from specjax.checked_json import CheckpointError, Keys, pointer_problem, read_json
-from specjax.tokenizer import load_tokenizer
+from specjax.tokenizer import TOKENIZER_FILES, load_tokenizer
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 WEIGHTS, INDEX, HEAD_FILE = "model.safetensors", "model.safetensors.index.json", "mtp.safetensors"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 _DTYPES = {
     "F64": "float64",
     "F32": "float32",

@@ -238,7 +238,7 @@ def test_digits_stand_alone_and_connectives_are_single_tokens(tokenizer):
 
 
 def test_prompt_and_response_are_encoded_apart_with_the_stop_token_last(tokenizer):
-    prompt, response = encode_demonstration(tokenizer, Demonstration("1+2=", " #### 3"))
+    prompt, response, _ = encode_demonstration(tokenizer, Demonstration("1+2=", " #### 3"))
     assert prompt == encode_prompt(tokenizer, "1+2=")
     assert response[-1] == tokenizer.eos_token_id
     assert tokenizer.decode(prompt + response[:-1]) == "1+2= #### 3"

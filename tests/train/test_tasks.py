@@ -361,7 +361,7 @@ TURNS = [SAYS, *USER, SAYS]
     ("name", "changes", "answer", "message"),
     [
         ("TRL with messages", {"completion": TURNS}, "3", ":2: column 'completion': expected text"),
-        ("TRL with messages", {"completion": 5}, "3", ":2: column 'completion': expected a list"),
+        ("TRL with messages", {"completion": 5}, "3", ":2: column 'completion': expected text"),
         ("MATH with both", {"solution": TARGET}, "\\frac12", ":2: column 'solution': expected"),
         ("gsm8k", {"answer": TARGET}, "", ":2: column 'answer': expected"),
         (

@@ -14,11 +14,17 @@ from typing import Any, TypeVar
 from train.answers.extract import Gold, gold_answer
 
 Message = dict[str, Any]  # {"role": ..., "content": text, ...}
+Response = str | Message  # text, or a message of the assistant with more than text
 Row = Mapping[str, Any]
 T = TypeVar("T")
 
 
 SPLITS = ("train", "heldout")
+
+# What a message may have beside or in the place of content: its reasoning, by the names that data
+# sets give it, and calls of tools.
+REASONING = ("reasoning_content", "reasoning", "thinking")
+PARTS = (*REASONING, "tool_calls")
 
 # One question in this many is held out.
 HELDOUT_SHARE = 16
@@ -77,10 +83,19 @@ class Problem:
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A prompt with a response to imitate, stop token not included."""
+    """A prompt with a response to imitate, stop token not included.
+
+    Attributes:
+      prompt: text, or a conversation.
+      response: text, or the assistant's message with its reasoning or calls of tools.
+      tools: JSON schemas of the functions that may be called.
+      place: place of its row in a file, for messages.
+    """
 
     prompt: str | tuple[Message, ...]
-    response: str
+    response: Response
+    tools: tuple[Mapping[str, Any], ...] = ()
+    place: str = field(default="", compare=False)
 
 
 class RowError(ValueError):
@@ -102,7 +117,7 @@ class Example:
 
     prompt: str | tuple[Message, ...]
     answer: Gold | Unread
-    response: str | Unread | None = None
+    response: Response | Unread | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
     row: Mapping[str, Any] = field(default_factory=dict)
 
@@ -167,11 +182,10 @@ _JSON_LIST = re.compile(r'\s*\[\s*"')  # `[1, 2]` is an interval
 
 
 def _from_json(text: str) -> str | list[str]:
-    try:
-        found = json.loads(text)
-    except ValueError:
+    found = _parsed(text)
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
         return text
-    return found if all(isinstance(one, str) for one in found) else text
+    return found
 
 
 def _answer(value: Any) -> str | None:
@@ -233,7 +247,7 @@ def messages_of(value: Any, column: str) -> tuple[Message, ...]:
 
 def split_response(
     conversation: Any, column: str
-) -> tuple[tuple[Message, ...], str | Unread | None]:
+) -> tuple[tuple[Message, ...], Response | Unread | None]:
     """Splits the assistant's message that ends a conversation off it, as a demonstration.
 
     Raises:
@@ -245,11 +259,46 @@ def split_response(
     if len(conversation) == 1:
         raise RowError(f"column {column!r}: expected a message before the assistant's, got none")
     place = f"{column}[{len(conversation) - 1}]"
-    return messages_of(conversation[:-1], column), unless_unread(_content_of, last, place)
+    return messages_of(conversation[:-1], column), unless_unread(response_in, last, place)
 
 
-def _content_of(entry: Any, place: str) -> str:
-    return _message(entry, place)["content"]
+def response_in(entry: Any, place: str) -> Response:
+    """A message as a demonstration: its text if it has nothing else.
+
+    Raises:
+      RowError: it is no message.
+    """
+    message = _message(entry, place)
+    return message["content"] if message.keys() == {"role", "content"} else message
+
+
+def text_of_response(response: Response) -> str:
+    """The text of a demonstration, without reasoning and calls."""
+    return response if isinstance(response, str) else response.get("content", "")
+
+
+def tools_of(row: Row) -> tuple[Mapping[str, Any], ...]:
+    """The schemas in the column `tools`, a list or its JSON; empty if it holds anything else."""
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        tools = _parsed(tools)
+    if not isinstance(tools, (list, tuple)) or not all(isinstance(t, Mapping) for t in tools):
+        return ()
+    return tuple(_without_nulls(tool) for tool in tools)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _without_nulls(value: Any) -> Any:
+    """The value without null entries at any depth: tables have them where a row lacks a key."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [*map(_without_nulls, value)] if isinstance(value, (list, tuple)) else value
 
 
 def _message(entry: Any, place: str) -> Message:
@@ -261,12 +310,13 @@ def _message(entry: Any, place: str) -> Message:
     if isinstance(content, (list, tuple)):
         parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+    more = {key: _without_nulls(one) for key, one in entry.items() if one not in (None, "", [], {})}
+    if entry.get("content") is None and any(part in more for part in PARTS):
+        return more
     if not isinstance(content, str):
         raise RowError(
             f"column {place!r}: expected content that is text, got {shown(entry.get('content'))}"
         )
-    # Tables of several kinds of messages have null where a message lacks a key.
-    more = {key: value for key, value in entry.items() if value is not None}
     return {**more, "role": entry["role"], "content": content}
 
 

@@ -16,15 +16,18 @@ from train.tasks.layout import (
     Example,
     Layout,
     Message,
+    Response,
     Row,
     RowError,
     Unread,
     gold_of,
     messages_of,
     others,
+    response_in,
     shown,
     split_response,
     text_of,
+    text_of_response,
     unless_unread,
     up_to_answer,
 )
@@ -40,7 +43,7 @@ def read_prompt(row: Row, column: str = "prompt") -> str | tuple[Message, ...]:
     return up_to_answer(messages_of(row.get(column), column), column)
 
 
-def gold_of_row(row: Row, response: str | Unread | None = None) -> Gold | Unread:
+def gold_of_row(row: Row, response: Response | Unread | None = None) -> Gold | Unread:
     """The gold answer, or answers, in the row's columns; "" if there is none.
 
     Without any of `GOLD_COLUMNS` it is that of verl's rows, in `reward_model`, or else that which a
@@ -51,7 +54,9 @@ def gold_of_row(row: Row, response: str | Unread | None = None) -> Gold | Unread
         return gold_of(row[column], column)
     if _truth(row) is not None:
         return gold_in_rule(row["reward_model"])
-    return (final_answer(response) if isinstance(response, str) else None) or ""
+    if response is None or isinstance(response, Unread):
+        return ""
+    return final_answer(text_of_response(response)) or ""
 
 
 def gold_in_rule(rule: Any) -> Gold | Unread:
@@ -72,7 +77,7 @@ def _read(row: Row) -> Example:
     return Example(read_prompt(row), gold_of_row(row), _completion(row), others(row, "prompt"))
 
 
-def _completion(row: Row) -> str | Unread | None:
+def _completion(row: Row) -> Response | Unread | None:
     """The demonstration in the column `completion`; None without one."""
     completion = row.get("completion")
     if completion is None or isinstance(completion, str):
@@ -80,15 +85,14 @@ def _completion(row: Row) -> str | Unread | None:
     return unless_unread(_one_turn, completion, "completion")
 
 
-def _one_turn(completion: Any, column: str) -> str:
-    """The content of a conversation of one message."""
-    turns = messages_of(completion, column)
-    if len(turns) != 1:
+def _one_turn(completion: Any, column: str) -> Response:
+    """The message of a conversation of one message."""
+    if not isinstance(completion, (list, tuple)) or len(completion) != 1:
         raise RowError(
             f"column {column!r}: expected text or one message of the assistant, got "
             f"{shown(completion)}"
         )
-    return turns[0]["content"]
+    return response_in(completion[0], f"{column}[0]")
 
 
 TASK = Layout(
