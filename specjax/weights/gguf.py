@@ -25,6 +25,7 @@ import numpy as np
 from specjax.checked_json import CheckpointError, Keys, UnsupportedModelError, shown
 from specjax.tokenizer import load_tokenizer
 from specjax.weights.gguf_file import GGUFFile
+from specjax.weights.gguf_tokenizer import end_names, tokenizer_of
 
 SUFFIX = ".gguf"
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -342,11 +343,18 @@ class GGUF:
                 f'{self.file}: {self.architecture}.rope.scaling.type "yarn" is not supported in '
                 "GGUF files; use the model's safetensors files"
             )
-        if kind != "none" and not (kind == "linear" and factor in (0.0, 1.0)):
+        scaled = kind != "none" and not (kind == "linear" and factor in (0.0, 1.0))
+        factors = Tensor(self._held, _ROPE_FACTORS)[:] if self._has_factors else np.ones(1)
+        if scaled and not (factors == 1).all():
+            raise UnsupportedModelError(
+                f"{self.file}: {_ROPE_FACTORS} is not supported beside rope.scaling.type "
+                f"{shown(kind)} with factor {factor:g}, which llama.cpp applies together; use the "
+                "model's safetensors files"
+            )
+        if scaled:
             return {"rope_type": kind, "factor": factor}
         if not self._has_factors:
             return None
-        factors = Tensor(self._held, _ROPE_FACTORS)[:]
         theta = keys.number("rope.freq_base", 10_000.0)
         if factors.shape == (head_dim // 2,):
             largest = float(str(factors.max()))
@@ -375,8 +383,12 @@ class GGUF:
         return self._keys.integer(f"tokenizer.ggml.{name}_token_id", None, least=0)
 
     def _ends(self) -> list[int]:
-        """Returns the token ids that end a text, a turn or a message."""
+        """Returns the token ids that end a text, a turn or a message, by their keys or names."""
         ids = [self._id(name) for name in ("eos", "eot", "eom")]
+        tokens = self._held.metadata.get("tokenizer.ggml.tokens")
+        if isinstance(tokens, list):
+            ends = end_names(tokens)
+            ids += [i for i, token in enumerate(tokens) if token in ends]
         return list(dict.fromkeys(token for token in ids if token is not None))
 
     def _dtype(self) -> str:
@@ -433,8 +445,6 @@ class GGUF:
         Raises:
           CheckpointError, UnsupportedModelError: see `tokenizer_of`.
         """
-        from specjax.weights.gguf_tokenizer import tokenizer_of
-
         if not self.has_tokenizer:
             return None
         if self._beside is not None:

@@ -18,6 +18,16 @@ from specjax.error_text import first_line
 from specjax.tokenizer import transformers_class
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6  # `tokenizer.ggml.token_type`
+# Tokens that end a turn or a message wherever a file has them, as in llama.cpp (`llama-vocab.cpp`):
+# many files name only one of theirs as `eos_token_id`.
+END_NAMES = frozenset(
+    (
+        "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>",
+        "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+        "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
+        "<｜end▁of▁sentence｜>", "[e~[",
+    )
+)  # fmt: skip
 _SPACE = "\u2581"  # SentencePiece's symbol for a space
 _IDS = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
 _REMEDY = (
@@ -193,7 +203,19 @@ def _vocabulary(keys: Keys) -> _Vocabulary:
         kinds = [1] * len(tokens)
     if not isinstance(kinds, list) or len(kinds) != len(tokens):
         raise keys.error("tokenizer.ggml.token_type", f"{len(tokens)} integers, one per token")
+    ends = end_names(tokens)
+    kinds = [_CONTROL if t in ends else kind for t, kind in zip(tokens, kinds, strict=True)]
     return _Vocabulary(tokens, kinds)
+
+
+def end_names(tokens: Sequence[str]) -> frozenset[str]:
+    """Returns the tokens that end a turn by their names.
+
+    In vocabularies with `<|return|>` and `<|call|>`, or `<|flush|>`, `<|end|>` ends a part of one.
+    """
+    found = END_NAMES & {*tokens}
+    harmony = {"<|call|>", "<|calls|>"} & found and {"<|return|>", "<|flush|>"} & found
+    return found - {"<|end|>"} if harmony else found
 
 
 def _byte_level(keys: Keys, vocabulary: _Vocabulary) -> dict[str, Any]:
