@@ -1,0 +1,234 @@
+"""What of a row is imitated, and as which token ids; ids that the model does not have."""
+
+import json
+import shutil
+
+import pytest
+import small_tokenizers
+
+from specjax.checkpoint.weights import read_config
+from specjax.command_line import parse_config
+from specjax.tokenizer import load_tokenizer
+from train import data_report, draft, rl, sft
+from train import eval as evaluation
+from train.draft_data import read_texts
+from train.draft_schema import DraftRunConfig
+from train.inputs import Prompts
+from train.schema import SFTConfig
+
+# Writes tools, reasoning and calls as templates of instruct models do.
+TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}\n{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}"
+    "{% if m.role == 'assistant' %}<|eos|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+PLAIN = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+ASKS = {"role": "user", "content": "1+2?"}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "integer"}}}}
+
+
+def says(content="3", **more):
+    return {"role": "assistant", "content": content, **more}
+
+
+@pytest.fixture
+def policy(thin_policy, tmp_path):
+    """Copies the thin policy; returns a function that changes its tokenizer's settings."""
+    path = shutil.copytree(thin_policy, tmp_path / "policy")
+
+    def change(template=None, **settings):
+        file = path / "tokenizer_config.json"
+        changed = json.loads(file.read_text()) | settings
+        file.write_text(json.dumps(changed | ({"chat_template": template} if template else {})))
+        return path
+
+    return change
+
+
+def rows_in(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def held_beside(rows):
+    return rows_in(rows.with_name("held.jsonl"), {"prompt": "another", "completion": "1"})
+
+
+def refusal(program, path, at, rows):
+    """What a program says that ends at start; `at` is the setting that names the rows."""
+    argv = [f"init={path}" if program is sft else f"model={path}", f"{at}={rows}"]
+    argv.append(f"out={rows.parent / 'run'}")
+    if at == "data.path":
+        argv.append(f"data.heldout_path={held_beside(rows)}")
+    elif at == "data.texts":
+        argv.append("eval.problems=0")
+    if program is draft:
+        argv += ["rollout.max_prompt_tokens=16", "rollout.max_tokens=16"]
+    if program is data_report:
+        argv = [str(rows), "--model", str(path)]
+    with pytest.raises(SystemExit) as ended:
+        program.main(argv)
+    return str(ended.value)
+
+
+def imitated(path, rows, *more, tokenizer=None):
+    """The text of the first prompt, and of what is imitated after it."""
+    argv = [f"init={path}", f"data.path={rows}", f"data.heldout_path={held_beside(rows)}"]
+    cfg, _ = parse_config(SFTConfig, [*argv, "packing.row_length=512", "packing.rows=1", *more])
+    tokenizer = tokenizer or load_tokenizer(path)
+    stream = sft.PackedDemonstrations(cfg, tokenizer)
+    batch = stream.next_update()[0]
+    first = batch["segment_ids"][0] == 1
+    ids, mask = batch["tokens"][0][first], batch["loss_mask"][0][first] > 0
+    return ids[~mask].tolist(), ids[mask].tolist(), stream.warning
+
+
+@pytest.mark.parametrize(
+    ("row", "taught"),
+    [
+        ({"messages": [ASKS, says()]}, "3<|eos|>"),
+        ({"messages": [ASKS, says("3<|eos|>")]}, "3<|eos|>"),
+        ({"messages": [ASKS, says(reasoning_content="why")]}, "<think>why</think>3<|eos|>"),
+        (
+            {"messages": [ASKS, says("", tool_calls=[CALL])], "tools": [TOOL]},
+            f"<call>{json.dumps(CALL['function'])}</call><|eos|>",
+        ),
+        (
+            {"messages": [ASKS, {**says(), "content": None, "tool_calls": [CALL]}]},
+            f"<call>{json.dumps(CALL['function'])}</call><|eos|>",
+        ),
+        ({"messages": [ASKS, says("", tool_calls=[CALL]), {"role": "tool", "content": "3"}, says()],
+          "tools": json.dumps([TOOL])}, "3<|eos|>"),
+        ({"prompt": [ASKS], "completion": [says(reasoning_content="why")]},
+         "<think>why</think>3<|eos|>"),
+        ({"prompt": "1+2?", "completion": " 3<|eos|>"}, " 3<|eos|>"),
+    ],
+    ids=["text", "end twice", "reasoning", "calls", "no content", "turns", "completion", "string"],
+)  # fmt: skip
+def test_what_is_imitated_is_what_the_template_writes_after_the_prompt(
+    policy, tmp_path, row, taught
+):
+    path = policy(TEMPLATE)
+    prompt, response, warning = imitated(path, rows_in(tmp_path / "rows.jsonl", row))
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.decode(response) == taught and warning is None
+    tools = row.get("tools")
+    tools = json.loads(tools) if isinstance(tools, str) else tools
+    prompts = row.get("messages", [ASKS, None])[:-1]
+    written = tokenizer.apply_chat_template(
+        prompts, tools=tools, tokenize=False, add_generation_prompt=True
+    )
+    assert tokenizer.decode(prompt) == written
+    whole = tokenizer.encode(written + taught, add_special_tokens=False)
+    assert [*prompt, *response] == whole
+
+
+@pytest.mark.parametrize(
+    ("message", "taught", "named"),
+    [
+        (says(reasoning="why"), "3<|eos|>", "reasoning of 1"),
+        (says(tool_calls=[CALL], weight=1), "3<|eos|>", "tool_calls of 1"),
+    ],
+)
+def test_parts_that_the_template_does_not_write_are_counted_at_start(
+    policy, tmp_path, message, taught, named
+):
+    path = policy(PLAIN)
+    rows = rows_in(tmp_path / "rows.jsonl", {"messages": [ASKS, message]})
+    _, response, warning = imitated(path, rows)
+    assert load_tokenizer(path).decode(response) == taught
+    assert named in warning
+
+
+@pytest.mark.parametrize(
+    ("program", "row", "named"),
+    [
+        (sft, {"prompt": "1+2=", "completion": " "}, "the demonstration is empty"),
+        (sft, {"messages": [ASKS, says("")]}, "the demonstration is empty"),
+        (sft, {"messages": [ASKS, says("", tool_calls=[CALL])]}, "nothing of its tool_calls"),
+        (sft, {"messages": [ASKS, says()], "tools": [TOOL]}, "a column `tools`"),
+        (draft, {"prompt": "1+2=", "completion": ""}, "the demonstration is empty"),
+        (draft, {"messages": [ASKS, says("", tool_calls=[CALL])]}, "nothing of its tool_calls"),
+        (rl, {"prompt": [ASKS], "answer": "3", "tools": [TOOL]}, "a column `tools`"),
+        (rl, {"prompt": [ASKS, says("x", tool_calls=[CALL]), ASKS], "answer": "3"}, "tool_calls"),
+        (rl, {"messages": [ASKS, says()], "label": "3"}, "set data.task=messages"),
+    ],
+)
+def test_rows_of_which_nothing_would_be_imitated_or_read_are_refused(
+    policy, tmp_path, program, row, named
+):
+    at = "data.texts" if program is draft else "data.path"
+    said = refusal(program, policy(PLAIN), at, rows_in(tmp_path / "rows.jsonl", row))
+    assert named in said and "rows.jsonl:1" in said
+
+
+WORDS = "<|extra|>"  # a token of the tokenizer for which the model has no row
+
+
+@pytest.mark.parametrize(
+    ("program", "at", "row"),
+    [
+        (rl, "data.path", {"prompt": f"1{WORDS}", "answer": "1"}),
+        (evaluation, "eval.sets.x.path", {"prompt": f"1{WORDS}", "answer": "1"}),
+        (sft, "data.path", {"prompt": "1+2=", "completion": f" {WORDS}3"}),
+        (sft, "data.path", {"prompt": f"1{WORDS}", "completion": " 3"}),
+        (draft, "data.path", {"prompt": f"1{WORDS}", "answer": "1"}),
+        (draft, "data.texts", {"prompt": "1+2=", "completion": f" {WORDS}"}),
+        (draft, "data.texts", {"text": f"one {WORDS} two"}),
+        (draft, "data.texts", {"prompt_token_ids": [3], "token_ids": [5, 272]}),
+        (data_report, "data.path", {"prompt": f"1{WORDS}", "answer": "1"}),
+    ],
+)
+def test_ids_that_the_model_does_not_have_are_refused_by_every_program(
+    policy, tmp_path, program, at, row
+):
+    path, rows = policy(), rows_in(tmp_path / "rows.jsonl", row)
+    tokenizer = load_tokenizer(path)
+    tokenizer.add_tokens([WORDS])
+    assert len(tokenizer) == 273, "one more than the model has rows"
+    tokenizer.save_pretrained(path)
+    said = refusal(program, path, at, rows)
+    assert "rows.jsonl:1" in said and f"token id 272 ({WORDS!r})" in said
+
+
+@pytest.mark.parametrize("kind", small_tokenizers.KINDS)
+@pytest.mark.parametrize("asks", ["the cat", "the cat\n", "the cat "])
+@pytest.mark.parametrize("answers", ["the end", " the end", "\nthe"])
+def test_a_response_has_the_ids_that_it_has_in_the_whole_text(tmp_path, kind, asks, answers):
+    """Where no token of the whole text reaches over the boundary; there, the prompt keeps its ids.
+
+    Alone, a tokenizer of SentencePiece's kind begins every text with a space.
+    """
+    path = small_tokenizers.save(tmp_path / "tokenizer", kind)
+    tokenizer = load_tokenizer(path)
+    rows = rows_in(tmp_path / "rows.jsonl", {"prompt": asks, "completion": answers})
+    more = ("data.prompt_template='{question}'",)
+    prompt, response, _ = imitated(path, rows, *more, tokenizer=tokenizer)
+    assert prompt == tokenizer.encode(asks)
+    assert response[-1] == tokenizer.eos_token_id
+    whole = tokenizer.encode(asks + answers)
+    if whole[: len(prompt)] == prompt:
+        assert response[:-1] == whole[len(prompt) :]
+    assert tokenizer.decode([*prompt, *response[:-1]]) == tokenizer.decode(whole)
+
+
+def test_a_text_that_begins_with_bos_has_it_once(policy, tmp_path):
+    """And a tokenizer that names no end token is no obstacle where the model names one."""
+    path = policy()
+    small_tokenizers.save(path, "byte level", prepends=True, eos_token=None)
+    tokenizer = load_tokenizer(path)
+    rows = [{"text": "<s>the end"}, {"prompt": "a", "completion": "b"}]
+    argv = [f"model={path}", f"data.texts={rows_in(tmp_path / 't.jsonl', *rows)}"]
+    cfg, _ = parse_config(DraftRunConfig, [*argv, "eval.problems=0"])
+    pairs = read_texts(cfg, Prompts(tokenizer, cfg.data, model=read_config(path))).train
+    assert pairs[0].prompt == [tokenizer.bos_token_id]
+    assert tokenizer.decode(pairs[0].tokens) == "the end"
+    assert pairs[1].tokens[-1] in read_config(path).eos_token_ids
