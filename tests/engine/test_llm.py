@@ -1,5 +1,6 @@
 """What `LLM` accepts, returns and counts, and that it compiles once."""
 
+import dataclasses
 import functools
 import itertools
 from types import SimpleNamespace
@@ -11,6 +12,8 @@ import pytest
 from flax import nnx
 from shared import compilations_of
 from tiny import apt, prompts_of, tiny_config, tiny_model
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from specjax import LLM, EngineConfig, SamplingParams, SpecConfig
 from specjax.decode.noise import request_words
@@ -490,3 +493,19 @@ def test_seeds_of_64_bits_are_words_of_their_own():
     for kind in (np.int64, np.uint64):
         assert SamplingParams(seed=kind(5)).seed == 5
     assert request_words(np.uint64(7), [1], 0).tolist() == request_words(7, [1], 0).tolist()
+
+
+def test_no_space_is_lost_where_a_tokenizer_asks_to_clean_up(plain_llm, monkeypatch):
+    """transformers would remove those before punctuation, and a stop string would not be found."""
+    pieces = [f" {mark}" for mark in ".?!,'"] + [f" {chr(97 + i)}" for i in range(VOCAB - 5)]
+    made = Tokenizer(models.WordLevel(dict(zip(pieces, range(VOCAB), strict=True)), pieces[0]))
+    made.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=True)
+    assert tokenizer.decode([5, 0]) == " a."
+    monkeypatch.setattr(plain_llm, "tokenizer", tokenizer)
+    params = SamplingParams(max_tokens=16, ignore_eos=True, allowed_token_ids=[0, 1, 5], seed=0)
+    [whole] = plain_llm.generate([2, 0, 1], params)[0].samples
+    spelled = "".join(pieces[token] for token in whole.token_ids)
+    assert whole.text == spelled and " ." in spelled
+    [cut] = plain_llm.generate([2, 0, 1], dataclasses.replace(params, stop=[" ."]))[0].samples
+    assert (cut.text, cut.finish_reason) == (spelled[: spelled.index(" .")], "stop")

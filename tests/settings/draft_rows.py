@@ -55,7 +55,7 @@ def started(cfg: DraftRunConfig) -> draft.Run:
 
 
 def texts(cfg: DraftRunConfig):
-    return outcome(lambda: read_texts(cfg, tokenizer(), Prompts(tokenizer(), cfg.data)))
+    return outcome(lambda: read_texts(cfg, Prompts(tokenizer(), cfg.data)))
 
 
 def head(cfg: DraftRunConfig):

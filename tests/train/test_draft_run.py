@@ -558,7 +558,7 @@ def test_values_that_make_no_sense_are_refused(argv, said, capsys):
 def texts_of(path: Path, rows, tokenizer, **changes) -> draft_data.Texts:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     cfg = settings(data__texts=path, rollout__prompts=None, rollout__n=None, **changes)
-    return read_texts(cfg, tokenizer, Prompts(tokenizer, cfg.data))
+    return read_texts(cfg, Prompts(tokenizer, cfg.data))
 
 
 @pytest.fixture(scope="module")
@@ -600,7 +600,6 @@ def test_texts_longer_than_a_row_are_cut_and_demonstrations_left_out(tokenizer, 
         ([], "no text is left to train on, add more rows"),
         ([{"prompt": "1+1="}], "a row of task prompt without a demonstration"),
         ([{"colour": "red"}], "cannot tell what the rows of data.texts mean"),
-        ([{"prompt_token_ids": [1], "token_ids": [99999]}], "made with another model"),
         ([{"prompt_token_ids": [1], "token_ids": "1 2"}], "expected a list of token ids"),
     ],
 )
