@@ -41,6 +41,7 @@ from tqdm import tqdm
 
 from specjax.checkpoint.weights import RUN, layout_of, load_model, read_config, tokenizer_dir
 from specjax.command_line import ConfigError, fingerprint, given_in, parse_config, typed_in
+from specjax.config import ModelConfig
 from specjax.engine.compiling import CompileProgress
 from specjax.engine.request import Totals
 from specjax.engine.sources import head_class, load_source
@@ -223,7 +224,9 @@ def _draft_with_trained_head(cfg: EvalConfig, is_run: bool) -> None:
         cfg.rollout.draft = "checkpoint"
 
 
-def _read_heldout(cfg: EvalConfig, tokenizer, named: str, target) -> Inputs:
+def _read_heldout(
+    cfg: EvalConfig, tokenizer, named: str, target: ModelConfig | None = None
+) -> Inputs:
     """The held-out problems of the data, if they are evaluated; no problem of training is read."""
     prompts = Prompts(tokenizer, cfg.data, cfg.rollout.max_prompt_tokens, target)
     reward = data.default_reward(cfg.data) if cfg.reward == "auto" else cfg.reward

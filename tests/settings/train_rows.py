@@ -83,9 +83,11 @@ def tokenizer():
 
 @functools.cache
 def templated():
-    """A tokenizer with a chat template that takes a variable."""
+    """A tokenizer with a chat template that takes a variable, and writes the year."""
     found = load_tokenizer(PLACES.policy)
-    found.chat_template = "{{ mark }}{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    found.chat_template = (
+        "{{ mark }}{{ strftime_now('%Y') }}{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    )
     return found
 
 
@@ -447,6 +449,7 @@ DATA = {
     "data.prompt_template": Row("Q: {question}", problems, {"data.path": GSM8K}),
     "data.chat": Row("off", first_prompt),
     "data.chat_template_kwargs": Row({"mark": "!"}, first_prompt),
+    "data.date": Row("2020-02-03", first_prompt),
     "data.duplicates": Row("drop", problems, {"data.path": GSM8K}),
     "data.train_size": Row(100, problems),
     "data.min_terms": Row(8, problems),

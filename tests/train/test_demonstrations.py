@@ -1,5 +1,6 @@
 """What of a row is imitated, and as which token ids; ids that the model does not have."""
 
+import datetime
 import json
 import shutil
 
@@ -232,3 +233,44 @@ def test_a_text_that_begins_with_bos_has_it_once(policy, tmp_path):
     assert pairs[0].prompt == [tokenizer.bos_token_id]
     assert tokenizer.decode(pairs[0].tokens) == "the end"
     assert pairs[1].tokens[-1] in read_config(path).eos_token_ids
+
+
+# --- templates that write the date ---------------------------------------------------------------
+
+DATED = "{{ strftime_now('%d %b %Y') }}\n" + PLAIN
+
+
+@pytest.mark.slow
+def test_a_run_keeps_the_date_of_its_first_start(policy, tmp_path, capsys):
+    """On another day it has the same prompts, and so has what evaluates it."""
+    path, out = policy(DATED), tmp_path / "run"
+    rows = rows_in(tmp_path / "rows.jsonl", {"messages": [ASKS, says()]})
+    argv = [f"init={path}", f"data.path={rows}", f"data.heldout_path={held_beside(rows)}"]
+    argv += [f"out={out}", "packing.row_length=64", "packing.rows=1", "draft_steps=0"]
+    sft.main([*argv, "steps=1", "data.date=2020-02-03"])
+    sft.main([*argv, "steps=2", "--resume"])
+    assert capsys.readouterr().out.count("which writes the date 2020-02-03") == 2
+    with pytest.raises(SystemExit, match="data.date=2020-02-03"):
+        sft.main([*argv, "steps=3", "--resume", "data.date=2020-02-04"])
+    empty = rows_in(tmp_path / "empty.yaml")
+    argv = ["--config", str(empty), f"model={out}", f"eval.sets.x.path={rows}", "eval.sets.x.n=1"]
+    argv += ["eval.sets.x.max_tokens=2", "rollout.strategy=off", "rollout.max_batch=1"]
+    argv += ["eval.sets.x.reward=format", "eval.max_batch=1", f"out={tmp_path / 'eval'}"]
+    evaluation.main(argv)
+    assert "which writes the date 2020-02-03" in capsys.readouterr().out
+
+
+def test_a_template_writes_the_date_that_is_set_and_else_today_s(policy, tmp_path, capsys):
+    path = policy(
+        DATED + "{% if strftime_now is defined %}{{ '%s' % strftime_now('%j') }}{% endif %}"
+    )
+    rows = rows_in(tmp_path / "rows.jsonl", {"prompt": "1+2?", "answer": "3"})
+    held = f"data.heldout_path={held_beside(rows)}"
+    data_report.main([str(rows), "--model", str(path), held, "date=2020-02-03"])
+    assert "03 Feb 2020\n<user>1+2?\n<assistant>034" in capsys.readouterr().out
+    data_report.main([str(rows), "--model", str(path), held])
+    today = datetime.datetime.now(datetime.UTC)
+    assert f"{today:%d %b %Y}\n<user>" in capsys.readouterr().out
+    for said in ("2020-13-01", "today"):
+        with pytest.raises(SystemExit):
+            data_report.main([str(rows), "--model", str(path), f"date={said}"])

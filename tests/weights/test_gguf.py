@@ -228,6 +228,42 @@ def test_tensors_that_are_not_understood_are_refused_by_name(tmp_path, small, te
     assert words in str(caught.value) and str(file) in str(caught.value)
 
 
+def test_factors_of_rope_beside_another_scaling_are_refused(tmp_path, small):
+    """llama.cpp applies both. Factors of 1 change nothing."""
+    file, metadata = tmp_path / "m.gguf", {"llama.rope.scaling.factor": 2.0}
+    write(file, small, metadata=metadata, tensors={"rope_freqs.weight": np.ones(4, np.float32)})
+    assert read_config(file).layers[0].mixer.rope.scaling == LinearScaling(2.0)
+    factors = format_gguf.llama3_factors(8, 50_000.0, 32.0, 8192).astype(np.float32)
+    write(file, small, metadata=metadata, tensors={"rope_freqs.weight": factors})
+    with pytest.raises(UnsupportedModelError, match="rope_freqs.weight is not supported beside"):
+        load_model(file)
+
+
+@pytest.mark.parametrize(
+    ("names", "ends"),
+    [
+        (("<|eot_id|>", "<|eom_id|>"), {"<|eot_id|>", "<|eom_id|>"}),
+        (("<end_of_turn>", "<tool>"), {"<end_of_turn>"}),
+        (("<|end|>", "<EOT>"), {"<|end|>", "<EOT>"}),
+        (("<|end|>", "<|return|>", "<|call|>"), {"<|return|>", "<|call|>"}),
+    ],
+    ids=str,
+)
+def test_turns_end_at_tokens_known_by_name(tmp_path, small, names, ends):
+    """Whatever type the file gives them; they are special tokens, as in llama.cpp."""
+    metadata = gguf_files.byte_level()
+    tokens = metadata["tokenizer.ggml.tokens"]
+    tokens.extend(names)
+    metadata["tokenizer.ggml.token_type"].extend([1] * len(names))
+    metadata = {**metadata, "tokenizer.ggml.eot_token_id": None}
+    write(tmp_path / "m.gguf", small, metadata=metadata, leave_out=("llama.vocab_size",))
+    tokenizer = load_tokenizer(tmp_path / "m.gguf")
+    found = open_checkpoint(tmp_path / "m.gguf").config()["eos_token_id"]
+    assert {*tokenizer.convert_ids_to_tokens(found)} == {"</s>", "<|im_end|>", *ends}
+    for end in ends:
+        assert tokenizer.encode(f"the{end}")[-1:] == [tokens.index(end)]
+
+
 def test_without_the_package_the_error_says_what_to_install(tmp_path, small, monkeypatch):
     write(tmp_path / "m.gguf", small)
     monkeypatch.setitem(sys.modules, "gguf", None)
