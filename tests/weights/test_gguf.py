@@ -243,7 +243,7 @@ def test_factors_of_rope_beside_another_scaling_are_refused(tmp_path, small):
     ("names", "ends"),
     [
         (("<|eot_id|>", "<|eom_id|>"), {"<|eot_id|>", "<|eom_id|>"}),
-        (("<end_of_turn>", "<tool>"), {"<end_of_turn>"}),
+        (("<end_of_turn>", "<other>"), {"<end_of_turn>"}),
         (("<|end|>", "<EOT>"), {"<|end|>", "<EOT>"}),
         (("<|end|>", "<|return|>", "<|call|>"), {"<|return|>", "<|call|>"}),
     ],
