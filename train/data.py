@@ -582,8 +582,9 @@ def _written(
     if not whole.startswith(begun):
         if _parts(response):
             raise ValueError(
-                f"the assistant's message has {', '.join(_parts(response))}, and the chat template "
-                "does not go on with it where it ends a prompt; write them into the content"
+                f"the assistant's message has {', '.join(_parts(response))}, and what the chat "
+                "template writes of the conversation does not begin with the prompt that "
+                "generation reads; change data.chat_template_kwargs, or write them into the content"
             )
         return content, ()
     dropped = []

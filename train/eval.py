@@ -119,7 +119,7 @@ def run(cfg: EvalConfig) -> dict[str, Any]:
         _, places = make_meshes(cfg)
         target = read_config(path)
         settle_length(cfg, target)
-        settle_date(cfg, path)
+        settle_date(cfg, path.parent if path.name in (CHECKPOINTS, "hf") else path)
         tokenizer = load_tokenizer(tokenizer_dir(path).absolute())
         inputs = _read_heldout(cfg, tokenizer, named, target)
         sets, about_sets = problem_sets(cfg, inputs, named)

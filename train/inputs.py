@@ -54,7 +54,7 @@ def _naming(name: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
+        raise ConfigError(f"{name}: {error}") from error
 
 
 class Prompts:
@@ -92,7 +92,7 @@ class Prompts:
         self.date = date if reads_date(tokenizer) else None
 
     def text(self, problem: Problem) -> str:
-        """A prompt with the chat template applied; a ValueError of the template names the row."""
+        """A prompt with the chat template applied; the error of a template names the row."""
         with _naming(row_name(problem)):
             tools = tools_of(problem.row)
             return data.prompt_text(self.tokenizer, problem.prompt, tools=tools, **self._options)
@@ -122,10 +122,13 @@ class Prompts:
         """Returns token ids of `where`, which the model must have; see `specjax.tokenizer`.
 
         Raises:
-          ValueError: the model has no such token.
+          ConfigError: the model has no such token.
         """
         if self.model is not None:
-            check_ids(where, ids, self.model.vocab_size, self.tokenizer)
+            try:
+                check_ids(where, ids, self.model.vocab_size, self.tokenizer)
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
         return ids
 
     def fit(self, problem: Problem) -> tuple[list[int] | None, str | None]:
@@ -203,7 +206,8 @@ def check_demonstrations(prompts: Prompts, demonstrations: Sequence[Demonstratio
     Raises:
       ValueError: one cannot be encoded; the message names the row.
     """
-    rows = [demonstrations[i] for i in evenly(demonstrations, DEMONSTRATIONS)]
+    most = DEMONSTRATIONS if demonstrations[0].place else GENERATED_ROWS
+    rows = [demonstrations[i] for i in evenly(demonstrations, most)]
     return dropped_warning([prompts.demonstration(row) for row in rows])
 
 
