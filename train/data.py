@@ -256,10 +256,10 @@ def read_row(task: Task, row: Row, place: str) -> Example:
         return task.read(row)
     except RowError as error:
         other = tasks.other_reader(task, row)
-        remedy = f"set data.task={other.name}, which reads such rows, or" if other else ""
+        remedy = f"set data.task={other.name}, which reads such rows, or " if other else ""
         raise ValueError(
             f"{place}: {error}; read as task {task.name} ({task.columns}), the row has the columns "
-            f"{', '.join(row)}; {remedy} fix or delete it".replace("  ", " ")
+            f"{', '.join(row)}; {remedy}fix or delete it"
         ) from error
 
 

@@ -110,7 +110,8 @@ class Example:
       prompt: a question as text, or a conversation up to the assistant's turn.
       answer: the gold answer, or several, of which any is right; "" if the row has none, and
         `Unread` if a column should hold one that cannot be read.
-      response: a demonstration without stop token; None if the row has none, and `Unread` likewise.
+      response: a demonstration without stop token, text or the assistant's message; None if the row
+        has none, and `Unread` likewise.
       columns: further columns, for rewards with parameters of their names.
       row: all columns as they are; `train.data` sets it, and not the task.
     """
