@@ -5,21 +5,29 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from specjax.checked_json import CheckpointError, UnsupportedModelError
+from specjax.checkpoint.store import Checkpointer
 from specjax.checkpoint.weights import TOKENIZER
 from specjax.command_line import ConfigError, parse_config
 from specjax.engine.request import InvalidLogitsError
 from specjax.interrupts import INTERRUPTED
 from specjax.parallel.distributed import DistributedError, of_first
+from train.log import MetricsLogger
 from train.reward_workers import WorkerError
 from train.run_files import METRICS_FILE, RunFileError, check_files, first_date
 from train.scoring import RewardsFailedError
 from train.tasks.files import InputFileError
+
+
+class NotFiniteError(ArithmeticError):
+    """An update was not finite: what it was made of, or the weights that it gave, are lost."""
+
 
 # Errors of a user's mistake, a missing package or a damaged file: printed without traceback.
 USER_ERRORS = (
@@ -32,6 +40,7 @@ USER_ERRORS = (
     FileNotFoundError,
     InputFileError,
     ModuleNotFoundError,
+    NotFiniteError,
     RewardsFailedError,
     RunFileError,
 )
@@ -121,6 +130,61 @@ def interruptible(out: Path) -> Iterator[Progress]:
 def complete_steps(out: Path) -> list[int]:
     """The steps of a run's checkpoints, without those whose save was killed."""
     return sorted(int(p.name) for p in (out / CHECKPOINTS).glob("*") if p.name.isdigit())
+
+
+# Metrics that are finite as long as weights are: of the policy's updates, and of the head's.
+_OF_UPDATES = {
+    "optim.lr": ("train/loss", "train/grad_norm"),
+    "draft.optim.lr": ("train/mtp_loss", "train/mtp_update_norm"),
+}
+
+
+def require_finite(
+    step: int,
+    metrics: Mapping[str, float],
+    log: MetricsLogger,
+    checkpoints: Checkpointer,
+    source: str,
+) -> None:
+    """Ends a program at the first update that is not finite, before its weights are saved.
+
+    Args:
+      step: number of the step that made the update.
+      metrics: its metrics, which are logged if it is not finite.
+      log: log of the run.
+      checkpoints: checkpoints of the run, of which the message names the steps.
+      source: see `after_loss`.
+
+    Raises:
+      NotFiniteError: a loss, or the norm of an update or its gradient, is not finite.
+    """
+    for setting, names in _OF_UPDATES.items():
+        if wrong := [n for n in names if not math.isfinite(metrics.get(n, 0.0))]:
+            log.log(step, metrics)
+            whose = "policy" if setting == "optim.lr" else "draft head"
+            raise NotFiniteError(
+                f"step {step}: the update of the {whose} is not finite ({', '.join(wrong)}), and "
+                f"its weights are lost. {after_loss(checkpoints, source, setting)}"
+            )
+
+
+def after_loss(checkpoints: Checkpointer, source: str, setting: str) -> str:
+    """What a user can do when weights are lost: a run that is resumed would lose them again.
+
+    Args:
+      checkpoints: checkpoints of the run, which end being written.
+      source: setting that starts a run from the weights of another, whose directory is {run}.
+      setting: learning rate of what was lost.
+    """
+    checkpoints.wait()
+    saved, run = checkpoints.all_steps(), Path(checkpoints.directory).parent
+    instead = f"a smaller {setting} or {setting.removesuffix('lr')}clip_norm"
+    if not saved:
+        return f"Nothing was saved yet: start again with {instead}"
+    return (
+        f"Steps {', '.join(map(str, saved))} are saved in {checkpoints.directory}: start a run "
+        f"from the last one with {source.format(run=run)}, another out and {instead}"
+    )
 
 
 def can_resume(out: Path, step: int | None, say: Callable[[str], None]) -> bool:

@@ -698,7 +698,7 @@ def score_new_tokens(
     groups: Sequence[Group],
     logprobs: Callable[[PackedBatch], np.ndarray],
     row_length: int,
-    rows: int,
+    rows: Sequence[int],
 ) -> None:
     """Sets `old_logprobs` of carried responses for the tokens of this step, before the update.
 
@@ -709,7 +709,7 @@ def score_new_tokens(
       groups: groups that are carried.
       logprobs: function that scores a packed micro-batch [R S] with the weights of the step.
       row_length: number of tokens per row.
-      rows: number of rows per micro-batch.
+      rows: numbers of rows that a micro-batch may have.
     """
     responses = [r for group in groups for r in group.responses]
     prompts = [group.prompt for group in groups for _ in group.responses]
@@ -809,11 +809,11 @@ def rollout_metrics(
         ),
     }
     if totals.steps and totals.rounds:  # 0 if the step only has carried samples
-        metrics["rollout/spec_accept_length"] = totals.accept_length
+        metrics["rollout/tokens_per_round"] = totals.accept_length
         metrics["rollout/spec_accept_rate"] = totals.accept_rate
         metrics["rollout/drafted_share"] = totals.drafted_rounds / totals.rounds
         if totals.drafted_rounds:
-            metrics["rollout/drafted_accept_length"] = totals.drafted_accept_length
+            metrics["rollout/spec_accept_length"] = totals.drafted_accept_length
         for depth, rate in enumerate(totals.per_depth(), start=1):
             if np.isfinite(rate):  # not finite if no tree of the step was so deep
                 metrics[f"rollout/accept_rate_depth_{depth}"] = rate

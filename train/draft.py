@@ -66,6 +66,7 @@ from train.cli import (
     Interrupted,
     can_resume,
     interruptible,
+    require_finite,
     run_program,
     settle_date,
 )
@@ -97,6 +98,7 @@ from train.inputs import Prompts, describe_data, require_template
 from train.log import MetricsLogger, read_metrics
 from train.loss import sft_loss
 from train.optim import OptimConfig
+from train.packing import padding_share
 from train.policy import PolicyTrainer, own_family
 
 HEAD = "head"  # directory of the exported head
@@ -162,6 +164,7 @@ class Run:
       step: number of updates so far.
       about: metadata of a checkpoint, by which its head is loaded elsewhere.
       tokens: number of tokens that the loss has seen, each as often as it was trained on.
+      padding_share: share of the positions of all micro-batches that hold no token.
       notes: lines to print at start.
       given_head: the head at `init`, until `begin` takes it; None: a new one is made.
     """
@@ -299,14 +302,17 @@ class Run:
                 "one and those after it: is the prompt what the policy expects? See `python -m "
                 "train.data`"
             )
+        self.padding_share = padding_share(self.batches)
         self.total = cfg.epochs * len(self.batches) if cfg.steps is None else cfg.steps
         tokens = sum(len(pair.tokens) for pair in pairs)
+        sizes = {len(batch["tokens"]) for batch in self.batches}
         self.vocabulary: Vocabulary = choose_vocabulary(
             cfg, pairs, self.model.vocab_size, self.model.eos_token_ids
         )
         print(
             f"training: {len(pairs)} samples with {tokens} tokens in {len(self.batches)} "
-            f"micro-batches of {cfg.packing.rows} x {cfg.packing.row_length}; {self.total} updates"
+            f"micro-batches of {' or '.join(map(str, sorted(sizes, reverse=True)))} x "
+            f"{cfg.packing.row_length}; {self.total} updates"
         )
         if self.vocabulary.ids is not None:
             print(
@@ -681,15 +687,20 @@ def _updates(run: Run, log: MetricsLogger, checkpoints: Checkpointer) -> None:
     try:
         while True:
             metrics: dict[str, float] = {}
-            if waiting and (run.step % cfg.log_every == 0 or run.step == run.total):
+            last = run.step == run.total
+            saves = last or (cfg.save_every and run.step and run.step % cfg.save_every == 0)
+            if waiting and (run.step % cfg.log_every == 0 or saves):
                 sums: dict | None = None
-                for one in waiting:
-                    sums = add_sums(sums, sharding.fetch(one))
+                for step, one in enumerate(waiting, run.step - len(waiting) + 1):
+                    one = sharding.fetch(one)
+                    require_finite(step, draft_metrics(one), log, checkpoints, "init={run}")
+                    sums = add_sums(sums, one)
                 metrics = draft_metrics(sums)
                 now = time.perf_counter()
                 metrics["train/accept_estimate"] = accept_estimate(metrics)
                 metrics["train/tokens_per_sec"] = positions / max(now - since, 1e-9)
                 metrics["train/tokens"] = run.tokens
+                metrics["train/padding_share"] = run.padding_share
                 rate = (run.step - first) / max(now - began - evaluating, 1e-9)
                 metrics["time/left"] = (run.total - run.step) / rate
                 waiting, positions = [], 0
@@ -707,8 +718,7 @@ def _updates(run: Run, log: MetricsLogger, checkpoints: Checkpointer) -> None:
             if metrics:
                 bar.clear()
                 log.log(run.step, metrics)
-            last = run.step == run.total
-            if last or (cfg.save_every and run.step and run.step % cfg.save_every == 0):
+            if saves:
                 _save(run, checkpoints, block=last)
             if last:
                 return

@@ -24,6 +24,7 @@ from specjax.command_line import ConfigError, require_same_settings
 from specjax.engine.engine import Engine
 from specjax.engine.request import Totals, make_jobs, require_valid
 from specjax.hub import portable
+from specjax.parallel.sharding import MeshConfig
 from specjax.tokenizer import prompt_ids
 from train import data, tasks
 from train.collect import group_seed
@@ -309,11 +310,12 @@ def pack_pairs(cfg: DraftRunConfig, pairs: Sequence[Pair]) -> list[PackedBatch]:
     """
     packing, batches = cfg.packing, []
     shuffled = np.random.default_rng([cfg.seed, 0]).permutation(len(pairs))
-    room = packing.rows * packing.row_length * PACKED_TOGETHER
+    sizes = packing.sizes(MeshConfig())
+    room = sizes[0] * packing.row_length * PACKED_TOGETHER
     part, tokens = [], 0
 
     def close() -> None:
-        for batch in pack(part, packing.row_length, packing.rows):
+        for batch in pack(part, packing.row_length, sizes):
             batches.append({name: batch[name] for name in FIELDS})
 
     for index in shuffled.tolist():

@@ -112,8 +112,7 @@ class MetricsLogger:
             self._console.print(line_of(self._fields, step, record))
         if nonfinite:
             self._console.print(
-                f"WARNING: step {step}: not finite: {', '.join(nonfinite)}. The run continues, "
-                "but its parameters may be lost: look at the last checkpoint before going on.",
+                f"WARNING: step {step}: not finite: {', '.join(nonfinite)}",
                 style="bold white on red",
                 markup=False,
             )

@@ -1,6 +1,7 @@
 """Packing of variable-length samples into fixed rows.
 
-A micro-batch is a dict of numpy arrays [R S] of one fixed shape, so that nothing is compiled twice:
+A micro-batch is a dict of numpy arrays [R S]. R is one of few numbers, so that few programs are
+compiled (`row_counts`):
 
     tokens               int32    prompt and response, one sample after the other; 0 in padding
     positions            int32    restart at 0 in every sample
@@ -82,10 +83,23 @@ class Sample:
         return len(self.prompt_ids) + len(self.response_ids)
 
 
+def row_counts(needed: int, sizes: Sequence[int]) -> list[int]:
+    """The rows of each micro-batch, by which `needed` rows are filled with the fewest of padding.
+
+    Micro-batches of the largest size come first; with no row there is one of the smallest. For
+    example, 23 rows in sizes 16, 4 and 1 are 16 + 4 + 1 + 1 + 1.
+    """
+    counts, sizes = [], sorted(sizes)
+    while needed > 0 or not counts:
+        counts.append(next((size for size in reversed(sizes) if size <= needed), sizes[0]))
+        needed -= counts[-1]
+    return counts
+
+
 def pack(
     samples: Iterable[Sample],
     row_length: int,
-    rows: int,
+    rows: int | Sequence[int],
     num_batches: int | None = None,
     loss_on: str = "response",
 ) -> list[PackedBatch]:
@@ -96,9 +110,10 @@ def pack(
     Args:
       samples: samples with distinct `sample_id`s.
       row_length: number of tokens per row, S.
-      rows: number of rows per micro-batch, R; the last micro-batch is filled up with padding.
-      num_batches: number of micro-batches, the last ones perhaps all padding; None for as many as
-        are needed.
+      rows: number of rows per micro-batch, R, or several numbers to choose from (`row_counts`); the
+        last micro-batch is filled up with padding.
+      num_batches: number of micro-batches, the last ones perhaps all padding, with one number of
+        rows; None for as many as are needed.
       loss_on: `response`, or `all` for every token that has a predecessor (pretraining style).
 
     Returns:
@@ -111,26 +126,34 @@ def pack(
     """
     if loss_on not in LOSS_ON:
         raise ValueError(f"loss_on must be one of {', '.join(LOSS_ON)}, got {loss_on!r}")
-    if rows < 1 or row_length < 1:
+    sizes = (rows,) if isinstance(rows, int) else rows
+    if min(sizes) < 1 or row_length < 1:
         raise ValueError(f"expected rows and row_length >= 1, got {rows} and {row_length}")
     samples = _in_order(samples, row_length)
     layout = _first_fit(samples, row_length)
-    needed = max(-(-len(layout) // rows), 1)
-    if num_batches is None:
-        num_batches = needed
-    elif len(layout) > num_batches * rows:
-        raise ValueError(
-            f"the samples need {len(layout)} rows of {row_length} tokens, but {num_batches} "
-            f"micro-batches of {rows} rows hold {num_batches * rows}; raise one of the three"
-        )
+    counts = row_counts(len(layout), sizes)
+    if num_batches is not None:
+        if len(layout) > num_batches * rows:
+            raise ValueError(
+                f"the samples need {len(layout)} rows of {row_length} tokens, but {num_batches} "
+                f"micro-batches of {rows} rows hold {num_batches * rows}; raise one of the three"
+            )
+        counts = [rows] * num_batches
     facts = next((s.records.shape[1:] for s in samples if s.records is not None), None)
-    batches = [empty_batch(rows, row_length, facts) for _ in range(num_batches)]
-    for row, members in enumerate(layout):
+    batches = [empty_batch(count, row_length, facts) for count in counts]
+    places = [(batch, row) for batch in batches for row in range(len(batch["tokens"]))]
+    for (batch, row), members in zip(places, layout, strict=False):
         start = 0
         for segment, sample in enumerate(members, start=1):
-            _write(batches[row // rows], row % rows, start, segment, sample, loss_on)
+            _write(batch, row, start, segment, sample, loss_on)
             start += len(sample)
     return batches
+
+
+def padding_share(batches: Iterable[PackedBatch]) -> float:
+    """The share of positions in micro-batches that hold no token of a sample."""
+    padding = [batch["segment_ids"] == 0 for batch in batches]
+    return float(sum(each.sum() for each in padding) / sum(each.size for each in padding))
 
 
 def pack_demonstrations(

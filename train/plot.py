@@ -56,7 +56,7 @@ class Panel:
     title: str
     unit: str
     lines: tuple[Line, ...]
-    kind: str = "lines"  # "lines", "reward", "depths", "stack"
+    kind: str = "lines"  # "lines", "reward", "depths", "stack"; "nonzero": lines that are not 0
     bottom: float | None = None
     top: float | None = None
 
@@ -72,7 +72,7 @@ PANELS = (
     Panel(
         "Accept length: tokens per verification",
         "tokens emitted per round (1 = no gain)",
-        (Line("rollout/spec_accept_length", "all rollouts", _BLUE),),
+        (Line("rollout/spec_accept_length", "rounds that draft", _BLUE),),
         bottom=1.0,
     ),
     Panel(
@@ -130,6 +130,7 @@ PANELS = (
         "Size of the policy update: clipping",
         "share of tokens clipped",
         (Line("train/clip_fraction", "clipped", _BLUE),),
+        kind="nonzero",  # with one update of a rollout nothing can be clipped
         bottom=0.0,
     ),
     Panel(
@@ -196,7 +197,8 @@ def _has_data(panel: Panel, records: Records) -> bool:
         metrics.append("eval/reward")
     if panel.kind == "depths":
         metrics += [name for _, name in _depth_metrics(records)]
-    return any(_series(records, metric)[0] for metric in metrics)
+    values = [value for metric in metrics for value in _series(records, metric)[1]]
+    return any(values) if panel.kind == "nonzero" else bool(values)
 
 
 def _draw_panel(axis: Axes, panel: Panel, records: Records) -> None:

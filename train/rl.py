@@ -47,8 +47,10 @@ from train.cli import (
     USER_ERRORS,
     Interrupted,
     Progress,
+    after_loss,
     can_resume,
     interruptible,
+    require_finite,
     run_program,
     settle_date,
 )
@@ -96,7 +98,7 @@ class StepWarnings:
           short: warning that dynamic sampling did not fill the batch, if so.
         """
         warnings = []
-        length = metrics.get("rollout/drafted_accept_length")  # without plain rounds
+        length = metrics.get("rollout/spec_accept_length")
         if length is not None:
             self.flat = self.flat + 1 if length < LEAST else 0
             if self.flat == self.patience:
@@ -109,6 +111,11 @@ class StepWarnings:
             warnings.append(f"every response so far scored 0, so the policy learns nothing; {zero}")
         elif short is not None:
             warnings.append(short)
+        elif metrics.get("train/microbatches") == 0:
+            warnings.append(
+                "no sample is trained on: all reached rollout.max_tokens, and algo.mask_truncated "
+                "leaves these out. Raise rollout.max_tokens"
+            )
         elif metrics.get("rollout/zero_std") == 1:
             warnings.append(
                 "no group has differing rewards: the policy learns nothing from this step. Is the "
@@ -311,6 +318,7 @@ def _steps(
             except RewardsFailedError as error:
                 raise RewardsFailedError(f"{error}; {_saved(trainer, checkpoints)}") from error
         step = trainer.done_steps
+        require_finite(step, metrics, log, checkpoints, "model={run}")
         last = step == cfg.steps
         due = cfg.eval.every and step % cfg.eval.every == 0
         if trainer.eval_engine is not None and (last or due):
@@ -321,8 +329,8 @@ def _steps(
             _say(f"evaluation after step {step}: {described(evaluated)}")
         samples.log(step, trainer.last_rollout)
         log.log(step, metrics)
-        if first and "rollout/drafted_accept_length" in metrics:
-            length = metrics["rollout/drafted_accept_length"]
+        if first and "rollout/spec_accept_length" in metrics:
+            length = metrics["rollout/spec_accept_length"]
             _say(f"Acceptance length: {length:.2f} at step {step}; each step's line has its own")
             first = False
         zero, short = trainer.rollouts.zero_reward_example(), trainer.rollouts.short
@@ -352,16 +360,9 @@ def _naming_step(step: int, checkpoints: Checkpointer) -> Iterator[None]:
     try:
         yield
     except InvalidLogitsError as error:
-        checkpoints.wait()
-        saved = checkpoints.all_steps()
-        advice = "the policy was like this before training began: look at its checkpoint"
-        if saved:
-            advice = (
-                f"steps {', '.join(map(str, saved))} are saved in {checkpoints.directory}; go on "
-                "from one of them with --resume_step, a smaller optim.lr or optim.clip_norm"
-            )
-        elif step > 1:
-            advice = "nothing was saved yet: start again with a smaller optim.lr or optim.clip_norm"
+        advice = "The policy was like this before training began: look at its checkpoint"
+        if step > 1:
+            advice = after_loss(checkpoints, "model={run}", "optim.lr")
         raise InvalidLogitsError(f"step {step}: {error}. {advice}") from error
 
 

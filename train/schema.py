@@ -280,6 +280,9 @@ def fill_template(template: str, question: str) -> str:
         ) from error
 
 
+MOST_POSITIONS = 4096  # of a micro-batch on each device, where steps decide its rows
+
+
 @dataclass
 class PackingSection:
     """Packed micro-batches: R rows of S tokens."""
@@ -289,12 +292,29 @@ class PackingSection:
         "tokens per row S; no sample may be longer; null: 256, or for longer rollouts the "
         "smallest multiple of 128 with room for one",
     )
-    rows: int = option(16, "rows per micro-batch R")
+    rows: int | None = option(
+        None,
+        "rows per micro-batch R; null: as many as a step fills, in micro-batches of at most three "
+        f"sizes, the largest of {MOST_POSITIONS} tokens per device",
+        least=1,
+    )
 
     def __post_init__(self):
-        at_least("packing", self, rows=1)
         if self.row_length is not None:
             at_least("packing", self, row_length=1)
+
+    def sizes(self, mesh: MeshConfig) -> tuple[int, ...]:
+        """The numbers of rows that a micro-batch may have, the largest first.
+
+        With `rows` null they are multiples of the devices that rows are split over: 16, 4 and 1
+        times as many, and fewer where so many rows have more than `MOST_POSITIONS` tokens.
+        `row_length` must be settled.
+        """
+        if self.rows is not None:
+            return (self.rows,)
+        most = min(16, max(1, MOST_POSITIONS // self.row_length))
+        times = dict.fromkeys((most, max(1, most // 4), 1))
+        return tuple(mesh.row_devices * each for each in times)
 
     def settle(self, longest: int, multiple: int) -> None:
         """Fills in `row_length` if it is null.
@@ -312,6 +332,10 @@ class PackingSection:
 class SFTPackingSection(PackingSection):
     """An update of `train.sft` has a fixed number of micro-batches (RL: what samples fill)."""
 
+    row_length: int | None = option(
+        1024, "tokens per row S; longer demonstrations are passed over", least=1
+    )
+    rows: int = option(4, "rows per micro-batch R", least=1)
     microbatches: int = option(2, "micro-batches per update A (gradient accumulation)")
 
     def __post_init__(self):
@@ -626,6 +650,11 @@ class RLConfig:
             self.draft.mode = "frozen"
 
     @property
+    def row_sizes(self) -> tuple[int, ...]:
+        """The numbers of rows that a micro-batch may have, see `PackingSection.sizes`."""
+        return self.packing.sizes(self.mesh)
+
+    @property
     def rollout_devices(self) -> int:
         """The number of devices that rollouts run on."""
         roll = self.rollout
@@ -639,10 +668,10 @@ def check_short_seed(key: str, seed: int) -> None:
 
 
 def _rows_divide(packing: PackingSection, mesh: MeshConfig) -> None:
-    ways = mesh.data * mesh.fsdp
-    if packing.rows % ways:
+    if packing.rows is not None and packing.rows % mesh.row_devices:
         raise ValueError(
-            f"packing.rows must be a multiple of mesh.data * mesh.fsdp = {ways}, got {packing.rows}"
+            f"packing.rows must be a multiple of mesh.data * mesh.fsdp = {mesh.row_devices}, got "
+            f"{packing.rows}"
         )
     if packing.row_length % mesh.row_multiple:
         why = []
@@ -658,7 +687,7 @@ def _rows_divide(packing: PackingSection, mesh: MeshConfig) -> None:
 
 def _check_spot(cfg: RLConfig) -> None:
     """Refuses settings with which spot training cannot train a head."""
-    spot, positions = cfg.draft.spot, cfg.packing.rows * cfg.packing.row_length
+    spot, positions = cfg.draft.spot, max(cfg.row_sizes) * cfg.packing.row_length
     if not spot.enabled:
         return
     trained = cfg.draft.mode in ("auto", "online") and cfg.draft.moves
@@ -679,8 +708,8 @@ def _check_spot(cfg: RLConfig) -> None:
     spot.settle(max(1, cfg.draft.max_microbatches) * positions)
     if spot.buffer_tokens < positions:
         raise ValueError(
-            "draft.spot.buffer_tokens: expected room for a micro-batch of packing.rows * "
-            f"packing.row_length = {positions} positions, got {spot.buffer_tokens}"
+            f"draft.spot.buffer_tokens: expected room for a micro-batch of {max(cfg.row_sizes)} "
+            f"rows * packing.row_length = {positions} positions, got {spot.buffer_tokens}"
         )
 
 

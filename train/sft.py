@@ -32,13 +32,21 @@ from specjax.parallel.context import context_of
 from specjax.tokenizer import with_tokenizer_end
 from specjax.weights import load_tokenizer
 from train import data
-from train.cli import CHECKPOINTS, Progress, can_resume, interruptible, run_program, settle_date
+from train.cli import (
+    CHECKPOINTS,
+    Progress,
+    can_resume,
+    interruptible,
+    require_finite,
+    run_program,
+    settle_date,
+)
 from train.describe import describe_run, settings_of
 from train.heads import DraftTrainer, draft_metrics
 from train.inputs import Prompts, check_demonstrations, describe_data, require_template
 from train.log import MetricsLogger
 from train.loss import count_denominators, sft_loss
-from train.packing import pack_demonstrations
+from train.packing import pack_demonstrations, padding_share
 from train.policy import PolicyTrainer, own_family
 from train.schema import SFTConfig, as_run
 from train.tasks.layout import text_of_response
@@ -46,6 +54,7 @@ from train.tasks.layout import text_of_response
 if TYPE_CHECKING:  # slow to import
     from transformers import PreTrainedTokenizerBase
 
+FROM_RUN = "init=DIR, which `specjax convert {run} DIR` makes"
 CONSOLE = (
     ("train/loss", "loss", "{:.4f}"),
     ("train/entropy", "entropy", "{:.3f}"),
@@ -288,26 +297,29 @@ class Run:
     def train_policy(self, log: MetricsLogger, checkpoints: Checkpointer) -> None:
         """Runs the rest of the policy stage, and saves a checkpoint at its end."""
         cfg = self.cfg
-        since, tokens = time.perf_counter(), 0.0
+        since, tokens, padding = time.perf_counter(), 0.0, []
         while self.stage == "policy" and self.step < cfg.steps:
             batches = self.stream.next_update()
+            padding.append(padding_share(batches))
             placed = [self.policy.place(b) for b in batches]
             self.params, self.opt_state, _, sums = self.policy.update(
                 self.params, self.opt_state, placed, count_denominators(batches)
             )
             self.step += 1
             tokens += sum(float((b["segment_ids"] > 0).sum()) for b in batches)
+            now = time.perf_counter()
+            metrics = {
+                "train/loss": sums["loss"],
+                "train/entropy": sums["entropy"] / sums["tokens"],
+                "train/grad_norm": sums["grad_norm"],
+                "train/tokens_per_sec": tokens / (now - since),
+                "train/padding_share": float(np.mean(padding)),
+                "train/demonstrations_passed_over": self.stream.passed_over,
+            }
+            require_finite(self.step, metrics, log, checkpoints, FROM_RUN)
             if self.step % cfg.log_every == 0 or self.step == cfg.steps:
-                now = time.perf_counter()
-                metrics = {
-                    "train/loss": sums["loss"],
-                    "train/entropy": sums["entropy"] / sums["tokens"],
-                    "train/grad_norm": sums["grad_norm"],
-                    "train/tokens_per_sec": tokens / (now - since),
-                    "train/demonstrations_passed_over": self.stream.passed_over,
-                }
                 log.log(self.step, metrics)
-                since, tokens = now, 0.0
+                since, tokens, padding = now, 0.0, []
             if cfg.checkpoint.every and self.step % cfg.checkpoint.every == 0:
                 self.save(checkpoints)
         checkpoints.wait()
@@ -336,8 +348,10 @@ class Run:
                 self.head, opt_state, self.params, batches, states
             )
             self.step += 1
+            metrics = draft_metrics(sums)
+            require_finite(self.step, metrics, log, checkpoints, FROM_RUN)
             if self.step % cfg.log_every == 0:
-                log.log(self.step, draft_metrics(sums))
+                log.log(self.step, metrics)
         self.save(checkpoints, block=True)
 
     def export(self) -> Path:

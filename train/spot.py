@@ -107,6 +107,7 @@ class ReplayBuffer:
         """The buffer's steps and shapes, as JSON for a checkpoint's metadata."""
         return {
             "steps": [entry.step for entry in self.entries],
+            "rows": [len(entry.states) for entry in self.entries],
             "arrays": {
                 name: [list(array.shape), str(array.dtype)]
                 for name, array in (_arrays(self.entries[0]) if self.entries else {}).items()
@@ -128,11 +129,18 @@ class ReplayBuffer:
           mesh: mesh on which the policy is trained.
         """
         where = None if mesh is None else sharding.rows_sharding(mesh)
-        arrays = {
-            name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), sharding=where)
-            for name, (shape, dtype) in state["arrays"].items()
-        }
-        return {f"{i:04d}": dict(arrays) for i in range(len(state["steps"]))}
+
+        def arrays(rows: int | None) -> dict[str, jax.ShapeDtypeStruct]:
+            return {
+                name: jax.ShapeDtypeStruct(
+                    (rows or shape[0], *shape[1:]), jnp.dtype(dtype), sharding=where
+                )
+                for name, (shape, dtype) in state["arrays"].items()
+            }
+
+        # In checkpoints of an older version all have as many rows as the first.
+        every = state.get("rows", [None] * len(state["steps"]))
+        return {f"{i:04d}": arrays(rows) for i, rows in enumerate(every)}
 
     def load(self, state: Mapping[str, Any], tree: Mapping[str, Mapping[str, Array]]) -> None:
         """Restores a buffer from the return values of `state` and `tree`."""
@@ -237,7 +245,7 @@ class SpotTraining:
       buffer: micro-batches that the head is trained on, with tokens in the order of the rows.
       in_gaps: number of updates of this step in gaps of its rollout.
       after: number of updates of this step after its rollout.
-      seconds: duration of the last update in seconds; 0 before the first.
+      seconds: duration in seconds of the last update, by the rows of its micro-batch.
     """
 
     def __init__(
@@ -258,25 +266,31 @@ class SpotTraining:
         self._remaining: deque[Entry] = deque()
         self._running: _Running | None = None
         self.in_gaps = self.after = 0
-        self.seconds = 0.0
+        self.seconds: dict[int, float] = {}
 
-    def warm_up(self, head: Params, opt_state, policy: Params, shape: jax.ShapeDtypeStruct) -> None:
+    def warm_up(
+        self, head: Params, opt_state, policy: Params, shapes: Sequence[jax.ShapeDtypeStruct]
+    ) -> None:
         """Compiles the update for every replica, by running it on padding, which has no gradient.
 
         Args:
           head: weights of the head.
           opt_state: state of the head's optimizer.
           policy: weights of the policy.
-          shape: shape of a micro-batch's states, see `PolicyTrainer.states_shape`.
+          shapes: shapes of micro-batches' states, see `PolicyTrainer.states_shape`.
         """
-        batch, states = empty_batch(*shape.shape[:2]), np.zeros(shape.shape, shape.dtype)
-        entry = Entry(0, {name: batch[name] for name in FIELDS}, states)
-        self._begin([entry], head, opt_state, policy)
         replicas = [*range(len(self.places) if self.in_rollouts else 1)] if self.places else []
-        for replica in [*replicas, *replicas[-1:]]:  # the last run measures its duration
-            self._remaining = deque([entry])
-            self._start(replica, in_gap=False)
-            self.wait()
+        entries = []
+        for shape in shapes:
+            batch, states = empty_batch(*shape.shape[:2]), np.zeros(shape.shape, shape.dtype)
+            entries.append(Entry(0, {name: batch[name] for name in FIELDS}, states))
+        self._begin(entries, head, opt_state, policy)
+        self._remaining.clear()
+        for replica in [*replicas, *replicas[-1:]]:  # the last runs measure their durations
+            for entry in entries:
+                self._remaining.append(entry)
+                self._start(replica, in_gap=False)
+                self.wait()
         self.finish()
 
     def begin(self, step: int, head: Params, opt_state, policy: Params) -> None:
@@ -317,8 +331,10 @@ class SpotTraining:
 
     @property
     def seconds_needed(self) -> float:
-        """Seconds that an update takes; 0 if none remains, or none is made in gaps."""
-        return self.seconds if self.in_rollouts and self._remaining else 0.0
+        """Seconds that the next update takes; 0 if none remains, or none is made in gaps."""
+        if not self.in_rollouts or not self._remaining:
+            return 0.0
+        return self.seconds.get(len(self._remaining[0].states), 0.0)
 
     def use_idle(self, replicas: Sequence[int], seconds: float = math.inf) -> bool:
         """Ends an update that is done, and starts the next one; never waits.
@@ -335,7 +351,7 @@ class SpotTraining:
             if not all(a.is_ready() for a in jax.tree.leaves(self._running.sums)):
                 return True
             self._end_update()
-        if self._remaining and replicas and self.in_rollouts and self.seconds <= seconds:
+        if self._remaining and replicas and self.in_rollouts and self.seconds_needed <= seconds:
             # On the replica that has the head, if possible: moving it takes time.
             self._start(self._place if self._place in replicas else replicas[0], in_gap=True)
         return self._running is not None
@@ -404,7 +420,7 @@ class SpotTraining:
         batch, states = place.rows((entry.batch, entry.states))
         head, opt_state, sums = place.draft.start_update(*self._trees, self._here, batch, states)
         self._trees = head, opt_state
-        self._running = _Running(sums, started, in_gap, moves)
+        self._running = _Running(sums, started, in_gap, moves, len(entry.states))
 
     def _end_update(self) -> None:
         """Adds the metrics of the update that is done, and records it."""
@@ -414,7 +430,7 @@ class SpotTraining:
         self.in_gaps += update.in_gap
         self.after += not update.in_gap
         if not update.moved:
-            self.seconds = time.perf_counter() - update.started
+            self.seconds[update.rows] = time.perf_counter() - update.started
         self._trace.draft(self._place, update.started, update.in_gap)
 
 
@@ -426,9 +442,11 @@ class _Running(NamedTuple):
       started: time of `time.perf_counter` at its start.
       in_gap: whether it was started in a gap of the rollout.
       moved: whether the head was moved to another replica for it.
+      rows: rows of its micro-batch.
     """
 
     sums: dict
     started: float
     in_gap: bool
     moved: bool
+    rows: int

@@ -51,7 +51,7 @@ from train.heads import DraftTrainer, draft_metrics
 from train.inputs import held_out, read_inputs
 from train.log import TRACE_FILE, Trace
 from train.loss import KL, count_denominators, finalize_metrics
-from train.packing import Sample, empty_batch, pack
+from train.packing import Sample, empty_batch, pack, padding_share
 from train.policy import own_family
 from train.processes import (
     control_metrics,
@@ -319,12 +319,13 @@ class Trainer:
         if self.eval_engine is not None:
             self._warm_up_evaluation()
         if self.cfg.rollout.partial:
-            rows, length = self.cfg.packing.rows, self.cfg.packing.row_length
-            batch = empty_batch(rows, length, record_shape(self.model))
-            self.policy.logprobs(self.params, self.policy.place(batch))
+            length = self.cfg.packing.row_length
+            for rows in self.cfg.row_sizes:
+                batch = empty_batch(rows, length, record_shape(self.model))
+                self.policy.logprobs(self.params, self.policy.place(batch))
         if self.spot is not None:
-            shape = self.cfg.packing.rows, self.cfg.packing.row_length
-            states = self.policy.states_shape(*shape)
+            length = self.cfg.packing.row_length
+            states = [self.policy.states_shape(rows, length) for rows in self.cfg.row_sizes]
             self.spot.warm_up(self.head, self.draft_opt, self.params, states)
         return self._start_up
 
@@ -466,7 +467,7 @@ class Trainer:
                 self.policy.logprobs(self.params, self.policy.place(batch))
             ),
             self.cfg.packing.row_length,
-            self.cfg.packing.rows,
+            self.cfg.row_sizes,
         )
 
     def _update_policy(self, groups: list[Group], metrics: dict, step: int):
@@ -484,6 +485,7 @@ class Trainer:
         responses = [response for group in groups for response in group.responses]
         for sample in samples:
             responses[sample.sample_id].advantage = float(np.mean(sample.advantage))
+        metrics["train/microbatches"] = 0.0
         if not samples:  # all were truncated, and masked
             return [], []
         if cfg.algo.logprobs == "processed" and any(s.loss_mask is not None for s in samples):
@@ -495,9 +497,10 @@ class Trainer:
         for shard in np.array_split(np.arange(len(responses)), cfg.algo.updates_per_rollout):
             places = set(shard.tolist())
             if own := [sample for sample in samples if sample.sample_id in places]:
-                updates.append(pack(own, cfg.packing.row_length, cfg.packing.rows))
+                updates.append(pack(own, cfg.packing.row_length, cfg.row_sizes))
                 # Samples that are masked as truncated count, as in TRL.
                 denominators.append(count_denominators(updates[-1], len(shard)))
+        metrics["train/padding_share"] = padding_share(b for batches in updates for b in batches)
         updates = [[self._scored(batch) for batch in batches] for batches in updates]
         jax.block_until_ready(updates)
         all_batches, all_states, total, started = [], [], {}, time.perf_counter()
@@ -524,7 +527,7 @@ class Trainer:
     def _kl_to_reference(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """Estimates KL(policy || reference), see `algo.kl_penalty`, at each response token."""
         estimate, found = KL[self.cfg.algo.kl_penalty], [None] * len(samples)
-        for batch in pack(samples, self.cfg.packing.row_length, self.cfg.packing.rows):
+        for batch in pack(samples, self.cfg.packing.row_length, self.cfg.row_sizes):
             placed = self.policy.place(batch)
             kl = np.asarray(
                 estimate(

@@ -81,6 +81,11 @@ class MeshConfig:
         return math.prod(getattr(self, name) for name in MESH_AXES)
 
     @property
+    def row_devices(self) -> int:
+        """The number of devices among which packed rows are divided."""
+        return self.data * self.fsdp
+
+    @property
     def row_multiple(self) -> int:
         """The number that must divide the length of a packed row."""
         chunks = 2 if self.cp > 1 and self.cp_order == "zigzag" else 1

@@ -296,15 +296,15 @@ def _count(program: Program, given: Mapping[str, float], shapes: Shapes) -> Cost
     read = sum(size for name, size in given.items() if name not in ("cache", "state"))
     devices = shapes.mesh.size if shapes.mesh is not None else 1
     if kind in ("accumulate", "score"):
-        tokens = cfg.packing.rows * cfg.packing.row_length
+        tokens = max(cfg.row_sizes) * cfg.packing.row_length
         passes = 1 if kind == "score" else 4 if cfg.remat else 3
         # The most pairs of positions: each row is one causal sequence.
-        pairs = cfg.packing.rows * cfg.packing.row_length**2 // 2
+        pairs = max(cfg.row_sizes) * cfg.packing.row_length**2 // 2
         attention = chips.attention_operations(model.layers, pairs)
         return Cost(passes * (2 * weights * tokens + attention) / devices, passes * read)
     if kind == "draft":
         outputs = model.vocab_size * model.hidden_size  # for the policy's distributions
-        tokens = cfg.packing.rows * cfg.packing.row_length
+        tokens = max(cfg.row_sizes) * cfg.packing.row_length
         each = cfg.draft.unroll_steps * draft_weights(shapes) + fused_weights(shapes) + outputs
         return Cost(3 * 2 * each * tokens / devices, read)
     if kind in ("apply", "convert", "reshard", "place"):

@@ -235,18 +235,18 @@ class Shapes:
         return self.built.engines[0]
 
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the shapes of a micro-batch for the policy's update."""
+        """Returns the shapes of a micro-batch for the policy's update, of the most rows."""
         cfg = self.cfg
         facts = record_shape(self.model)
-        host = empty_batch(cfg.packing.rows, cfg.packing.row_length, facts)
+        host = empty_batch(max(cfg.row_sizes), cfg.packing.row_length, facts)
         scores = scores_to_add(cfg) + ["ref_logprobs"] * bool(cfg.algo.kl_loss_coef)
         host |= {name: host["old_logprobs"] for name in scores}
         return {name: self._rows(array) for name, array in host.items()}
 
     def states(self) -> jax.ShapeDtypeStruct:
         """Returns the shape of the policy's states of a micro-batch."""
-        packing = self.cfg.packing
-        return self._rows(self.built.policy.states_shape(packing.rows, packing.row_length))
+        rows, length = max(self.cfg.row_sizes), self.cfg.packing.row_length
+        return self._rows(self.built.policy.states_shape(rows, length))
 
     def _rows(self, array) -> jax.ShapeDtypeStruct:
         return sharding.shapes(array, self.mesh, lambda mesh, _: sharding.rows_sharding(mesh))
@@ -320,7 +320,7 @@ class Shapes:
         """Returns the number of micro-batches of a step with responses of the largest length."""
         roll, packing = self.cfg.rollout, self.cfg.packing
         each = packing.row_length // (roll.max_prompt_tokens + roll.max_tokens)
-        return math.ceil(roll.prompts * roll.n / (each * packing.rows))
+        return math.ceil(roll.prompts * roll.n / (each * max(self.cfg.row_sizes)))
 
     def resident(self) -> dict[str, float]:
         """Returns the bytes on a device by kind; `GONE` says when a kind is released."""

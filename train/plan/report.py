@@ -525,7 +525,7 @@ def _remedy(plan: Plan, kind: str) -> str:
         return f"of {name!r}: a larger rollout.tp (now {cfg.rollout.tp})"
     remat = "" if cfg.remat else "remat=true, "
     return (
-        f"of {name!r}: {remat}fewer packing.rows (now {cfg.packing.rows}, at least mesh.data x "
+        f"of {name!r}: {remat}fewer packing.rows (now {max(cfg.row_sizes)}, at least mesh.data x "
         f"mesh.fsdp), a shorter packing.row_length (now {cfg.packing.row_length}), or a larger "
         "mesh.tp"
     )
