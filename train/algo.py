@@ -145,7 +145,7 @@ class AlgoSection:
         choices=LOGPROBS,
     )
     updates_per_rollout: int = 1
-    dynamic_sampling: bool = True
+    dynamic_sampling: bool = False
     max_num_gen_batches: int = 10
     filter_groups: FilterGroups = option(
         FilterGroups, "further conditions of dynamic sampling (verl's filter_groups)"

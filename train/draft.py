@@ -94,7 +94,7 @@ from train.draft_schema import SPELL, DraftRunConfig
 from train.draft_states import States, weights_digest
 from train.head_files import require_same_head
 from train.heads import DraftTrainer, add_sums, draft_metrics, frozen_policy_parts, inner_taps
-from train.inputs import Prompts, describe_data, require_template
+from train.inputs import Prompts, describe_data, fit_lengths, require_template
 from train.log import MetricsLogger, read_metrics
 from train.loss import sft_loss
 from train.optim import OptimConfig
@@ -203,12 +203,8 @@ class Run:
         cfg = self.cfg
         target = read_config(cfg.model)
         self.stored = target.run.param_dtype
-        if cfg.rollout.longest > target.max_position:
-            raise ConfigError(
-                "rollout.max_prompt_tokens + rollout.max_tokens must be at most "
-                f"{target.max_position}, the longest sequence of {self.named}; got "
-                f"{cfg.rollout.longest}"
-            )
+        if line := fit_lengths(cfg, self.named, target.max_position):
+            self.notes.append(line)
         self.tokenizer = load_tokenizer(tokenizer_dir(cfg.model).absolute())
         longest = cfg.rollout.max_prompt_tokens
         self.prompts = Prompts(self.tokenizer, cfg.data, longest, target)

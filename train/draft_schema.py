@@ -17,7 +17,6 @@ from specjax.parallel.sharding import MeshConfig
 from specjax.schema import Needs, at_least, option
 from specjax.spelling import Spell, dotted, spelled
 from train.heads import DraftConfig
-from train.optim import OptimConfig
 from train.rollout_schema import FILTERS
 from train.rules import DATA_RULES, DEPTH_RULE, decay_rule
 from train.schema import CHUNK_DOC, DataConfig, LogSection, PackingSection, check_short_seed
@@ -61,9 +60,9 @@ class SamplesSection:
     top_k: int = option(0, "keep the k most likely tokens; 0 or -1: all")
     top_p: float = option(1.0, "keep the fewest most likely tokens with this share of the mass")
     min_p: float = option(0.0, "keep tokens at least so many times as likely as the likeliest one")
-    max_tokens: int = option(256, "response tokens at most")
+    max_tokens: int = option(512, "response tokens at most")
     max_prompt_tokens: int = option(
-        256, "prompt tokens at most; data.overlong_prompts says what becomes of longer prompts"
+        512, "prompt tokens at most; data.overlong_prompts says what becomes of longer prompts"
     )
     max_batch: int = option(32, "slots that run at once")
     scan_layers: bool = option(
@@ -280,9 +279,7 @@ class DraftRunConfig:
     )
     data: DraftDataConfig = option(DraftDataConfig, "prompts, or texts")
     rollout: SamplesSection = option(SamplesSection, "the policy's own samples")
-    draft: DraftConfig = option(
-        DraftConfig(unroll_steps=4, optim=OptimConfig(lr=1e-3)), "the head's training"
-    )
+    draft: DraftConfig = option(DraftConfig(unroll_steps=4), "the head's training")
     packing: PackingSection = option(PackingSection(rows=4), "batches: one per update")
     eval: CurveSection = option(CurveSection, "held-out accept length")
     save_every: int = option(100, "updates between checkpoints; 0 saves only at the end", least=0)
@@ -317,6 +314,7 @@ class DraftRunConfig:
         except ValueError as error:
             raise ValueError(f"draft_overrides: {error}") from error
         self.draft.settle(self.strategy.steps)
+        self.draft.optim.settle(is_new=self.init is None)
         self.packing.settle(self.rollout.longest, MeshConfig().row_multiple)
         if self.data.texts is None and self.packing.row_length < self.rollout.longest:
             raise ValueError(

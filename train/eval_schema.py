@@ -115,7 +115,7 @@ class EvalSet:
 class EvalSection:
     """Held-out problems, sampled as the rollout samples, and further named sets."""
 
-    problems: int = option(512, "held-out problems of data; 0: they are not evaluated")
+    problems: int = option(128, "held-out problems of data; 0: they are not evaluated")
     sets: dict[str, EvalSet] = option(
         {}, "further sets of problems by name, such as {aime: {path: aime24.parquet, n: 16}}"
     )

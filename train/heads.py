@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -43,7 +43,7 @@ from train.logits import (
     no_matrix_gradient,
     settled_chunk,
 )
-from train.optim import OptimConfig
+from train.optim import HEAD_LR, HeadOptimConfig
 from train.policy import abstract_opt_state, init_opt_state, with_attention
 
 
@@ -378,10 +378,7 @@ class DraftConfig:
     )
     epochs: int = option(1, "passes over the step's micro-batches")
     max_microbatches: int = option(0, "micro-batches of each step used at most; 0 is all", least=0)
-    optim: OptimConfig = field(
-        default_factory=lambda: OptimConfig(lr=1e-3),
-        metadata={"doc": "the head's own optimizer", "choices": None},
-    )
+    optim: HeadOptimConfig = option(HeadOptimConfig, "the head's own optimizer")
     spot: SpotConfig = option(SpotConfig, "training in the gaps of rollouts on several replicas")
 
     def __post_init__(self):
@@ -427,7 +424,8 @@ class DraftConfig:
         head's share of an update. Here the head has an optimizer of its own, whose clip and moments
         would cancel a factor on the loss, so the factor multiplies the update.
         """
-        rate = self.mtp_loss_scaling_factor * self.optim.lr
+        lr = HEAD_LR if self.optim.lr is None else self.optim.lr
+        rate = self.mtp_loss_scaling_factor * lr
         return dataclasses.replace(self.optim, lr=rate).build()
 
 

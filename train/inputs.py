@@ -8,8 +8,9 @@ import datetime
 import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from specjax.command_line import ConfigError, typed_in
+from specjax.command_line import ConfigError, given_in, typed_in
 from specjax.config import ModelConfig
 from specjax.schema import show
 from specjax.tokenizer import check_ids, reads_date
@@ -19,6 +20,9 @@ from train.data import Encoded
 from train.schema import REASONING_GYM, SUMS, DataConfig, RLConfig, SFTConfig
 from train.scoring import Scorer, check_gold, evenly, is_hopeless, row_name, unwinnable_message
 from train.tasks.layout import Demonstration, Message, Problem, tools_of
+
+if TYPE_CHECKING:  # which imports this module
+    from train.draft_schema import DraftRunConfig
 
 # Number of prompts whose lengths are checked before a run: of a file, and of generated problems.
 FILE_ROWS, GENERATED_ROWS = 20_000, 500
@@ -55,6 +59,48 @@ def _naming(name: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ConfigError(f"{name}: {error}") from error
+
+
+def fit_lengths(cfg: RLConfig | DraftRunConfig, model: str, most: int) -> str | None:
+    """Fits the default lengths of prompts and responses to a model of fewer positions.
+
+    Prompts get half of the positions at most, and responses the rest; a length that is set stays.
+
+    Args:
+      cfg: settings of the run.
+      model: name of the model in messages.
+      most: number of its positions.
+
+    Returns:
+      A line for the user; None if nothing had to be changed.
+
+    Raises:
+      ConfigError: the user set lengths that the model has too few positions for.
+    """
+    roll, names = cfg.rollout, ("max_prompt_tokens", "max_tokens")
+    asked = {name: getattr(roll, name) for name in names}
+    if sum(asked.values()) <= most:
+        return None
+    kept = {
+        name: value
+        for name, value in asked.items()
+        if f"rollout.{name}" in given_in(cfg) or value != getattr(type(roll), name)
+    }
+    if len(kept) == 2 or sum(kept.values()) >= most:
+        raise ConfigError(
+            "rollout.max_prompt_tokens + rollout.max_tokens must be at most "
+            f"{most}, the longest sequence of {model}; got {sum(asked.values())}"
+        )
+    if "max_tokens" in kept:
+        roll.max_prompt_tokens = most - roll.max_tokens
+    elif not kept:
+        roll.max_prompt_tokens = min(roll.max_prompt_tokens, most // 2)
+    roll.max_tokens = min(roll.max_tokens, most - roll.max_prompt_tokens)
+    return (
+        f"the longest sequence of {model} is {most} tokens: rollout.max_prompt_tokens="
+        f"{roll.max_prompt_tokens} and rollout.max_tokens={roll.max_tokens} in place of "
+        f"{asked['max_prompt_tokens']} and {asked['max_tokens']}"
+    )
 
 
 class Prompts:

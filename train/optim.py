@@ -14,8 +14,8 @@ from specjax.schema import option
 class OptimConfig:
     """Settings of one optimizer; policy and draft head have one each."""
 
-    lr: float = option(3e-4, "peak learning rate", least=0)
-    warmup_steps: int = option(0, "updates of linear warm-up", least=0)
+    lr: float = option(1e-6, "peak learning rate", least=0)
+    warmup_steps: int = option(10, "updates of linear warm-up", least=0)
     decay_steps: int = option(
         0, "updates of cosine decay after warm-up; 0 keeps the rate constant", least=0
     )
@@ -24,7 +24,7 @@ class OptimConfig:
     )
     weight_decay: float = option(0.0, "decoupled weight decay, on weight matrices only", least=0)
     b1: float = option(0.9, "Adam's first moment decay", least=0, below=1)
-    b2: float = option(0.95, "Adam's second moment decay", least=0, below=1)
+    b2: float = option(0.999, "Adam's second moment decay", least=0, below=1)
     clip_norm: float = option(
         1.0, "global gradient norm at most; inf: whatever it is", least=0, infinite=True
     )
@@ -53,6 +53,28 @@ class OptimConfig:
                 mask=weight_matrices,
             ),
         )
+
+
+# Of a draft head that was trained before, and of one that starts at random: it has far to go, and
+# what a few updates of such a rate do to a trained head takes many to mend.
+HEAD_LR, NEW_HEAD_LR = 1e-4, 1e-3
+
+
+@dataclass
+class HeadOptimConfig(OptimConfig):
+    """Settings of the optimizer of a draft head."""
+
+    lr: float | None = option(
+        None,
+        f"peak learning rate; null: {HEAD_LR:g}, or {NEW_HEAD_LR:g} of a head that starts at "
+        "random",
+        least=0,
+    )
+
+    def settle(self, is_new: bool) -> None:
+        """Fills in `lr` if it is null."""
+        if self.lr is None:
+            self.lr = NEW_HEAD_LR if is_new else HEAD_LR
 
 
 def weight_matrices(params):

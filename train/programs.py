@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 
 from specjax.checkpoint.weights import run_as
-from specjax.command_line import ConfigError, given_in, require_effect
+from specjax.command_line import ConfigError, require_effect
 from specjax.config import ModelConfig, SpecConfig
 from specjax.config.dtype import AUTO
 from specjax.control import ControlConfig
@@ -35,10 +35,11 @@ from train.collect import group_params
 from train.draft_losses import Sampling
 from train.eval_schema import asked_sets
 from train.heads import DraftTrainer, head_of, inner_taps
+from train.inputs import fit_lengths
 from train.logprobs import Transforms
 from train.loss import rl_loss
 from train.policy import PolicyTrainer
-from train.rollout_schema import SPELL, RolloutSection
+from train.rollout_schema import SPELL
 from train.schema import RLConfig, as_run
 
 Mesh = jax.sharding.Mesh | None  # None is one device, the first
@@ -375,9 +376,7 @@ def scores_to_add(cfg: RLConfig) -> list[str]:
 
 
 def settle_length(cfg: RLConfig, model: ModelConfig) -> str | None:
-    """Fits the default lengths of prompts and responses to a model of fewer positions.
-
-    Prompts get half of the positions at most, and responses the rest.
+    """Fits the default lengths of prompts and responses to the model, see `fit_lengths`.
 
     Returns:
       A line for the user; None if nothing had to be changed.
@@ -385,7 +384,7 @@ def settle_length(cfg: RLConfig, model: ModelConfig) -> str | None:
     Raises:
       ConfigError: the user set lengths that the model has too few positions for.
     """
-    line = _fit_rollouts(cfg, model)
+    line = fit_lengths(cfg, cfg.model, model.max_position)
     for each in asked_sets(cfg.eval, cfg.rollout):
         if each.longest > model.max_position:
             raise ConfigError(
@@ -394,30 +393,6 @@ def settle_length(cfg: RLConfig, model: ModelConfig) -> str | None:
                 f"sequence of {cfg.model}"
             )
     return line
-
-
-def _fit_rollouts(cfg: RLConfig, model: ModelConfig) -> str | None:
-    roll, most = cfg.rollout, model.max_position
-    longest = roll.max_prompt_tokens + roll.max_tokens
-    if longest <= most:
-        return None
-    names = "max_prompt_tokens", "max_tokens"
-    asked = any(
-        f"rollout.{name}" in given_in(cfg) or getattr(roll, name) != getattr(RolloutSection, name)
-        for name in names
-    )
-    if asked or most < 2:
-        raise ConfigError(
-            "rollout.max_prompt_tokens + rollout.max_tokens must be at most "
-            f"{most}, the longest sequence of {cfg.model}; got {longest}"
-        )
-    roll.max_prompt_tokens = min(roll.max_prompt_tokens, most // 2)
-    roll.max_tokens = min(roll.max_tokens, most - roll.max_prompt_tokens)
-    return (
-        f"the longest sequence of {cfg.model} is {most} tokens: rollout.max_prompt_tokens="
-        f"{roll.max_prompt_tokens} and rollout.max_tokens={roll.max_tokens} in place of the "
-        f"defaults {RolloutSection.max_prompt_tokens} and {RolloutSection.max_tokens}"
-    )
 
 
 def as_computed(cfg: RLConfig, model: ModelConfig) -> ModelConfig:

@@ -26,7 +26,7 @@ class SamplingSection:
     """How the samples of a rollout, and those of the evaluation, are drawn."""
 
     temperature: float = option(1.0, "sampling temperature; 0 is greedy")
-    max_tokens: int = option(160, "response tokens at most")
+    max_tokens: int = option(512, "response tokens at most")
     min_tokens: int = option(
         0, "stop tokens are masked, and stop strings ignored, before so many response tokens"
     )
@@ -117,7 +117,7 @@ class RolloutSection(SamplingSection, SpeculationSettings):
         4, "steps since the oldest token of a carried group at most; older groups are dropped"
     )
     max_prompt_tokens: int = option(
-        64, "prompt tokens at most; data.overlong_prompts says what becomes of longer prompts"
+        512, "prompt tokens at most; data.overlong_prompts says what becomes of longer prompts"
     )
     max_batch: int = option(32, "slots that run at once, on each replica")
     replicas: int = option(

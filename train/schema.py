@@ -421,7 +421,7 @@ class SFTConfig:
     vocab_size: int = option(512, "BPE vocabulary at most, when starting from nothing")
     tokenizer_texts: int = option(5000, "demonstrations that the tokenizer is trained on")
     loss_on: str = option("response", "tokens in the loss", choices=("response", "all"))
-    log_every: int = option(20, "steps between records")
+    log_every: int = option(1, "steps between records")
     export_dtype: str = option(
         "bfloat16", "dtype of the exported <out>/hf", choices=("float32", "bfloat16")
     )
@@ -431,7 +431,7 @@ class SFTConfig:
     dtype: DtypeSection = option(DtypeSection, "dtypes")
     data: DataConfig = option(DataConfig, "demonstrations")
     packing: SFTPackingSection = option(SFTPackingSection, "batches")
-    optim: OptimConfig = option(OptimConfig, "the policy's optimizer")
+    optim: OptimConfig = option(OptimConfig(lr=2e-5), "the policy's optimizer")
     draft: DraftConfig = option(DraftConfig(unroll_steps=4), "the head's training")
     mesh: MeshConfig = option(MeshConfig, "devices per axis")
     remat: bool = option(False, "recompute activations in the backward pass")
@@ -442,7 +442,7 @@ class SFTConfig:
     )
     logprob_chunk_size: int | None = option(None, CHUNK_DOC, least=1)
     attention: str = option("auto", ATTENTION_DOC, choices=ATTENTION, own=True)
-    checkpoint: CheckpointSection = option(CheckpointSection, "checkpoints")
+    checkpoint: CheckpointSection = option(CheckpointSection(every=100), "checkpoints")
     log: LogSection = option(LogSection, "what the run shows")
 
     def __post_init__(self):
@@ -537,7 +537,7 @@ class RLConfig:
     )
     out: str = option("runs/rl", "directory of the run")
     seed: int = option(0, "run seed: with step and prompt it keys every token")
-    steps: int = option(16, "RL steps")
+    steps: int = option(100, "RL steps")
     reward: Any = option(
         "auto",
         f"{', '.join(REWARDS.names)}, or module:function, or a list of these, which are added; "
@@ -553,7 +553,7 @@ class RLConfig:
     data: DataConfig = option(DataConfig, "problems")
     rollout: RolloutSection = option(RolloutSection, "rollouts")
     algo: Algo = option(Algo, "what the policy is trained on")
-    optim: OptimConfig = option(OptimConfig(lr=1e-4), "the policy's optimizer")
+    optim: OptimConfig = option(OptimConfig, "the policy's optimizer")
     draft: DraftConfig = option(DraftConfig(unroll_steps=None), "the draft head")
     packing: PackingSection = option(PackingSection, "training batches")
     eval: EvalSection = option(EvalSection, "evaluation")
@@ -618,6 +618,7 @@ class RLConfig:
             asked.check()
         self._settle_draft_mode()
         self.draft.settle(max(strategy.steps for strategy in self.rollout.strategies))
+        self.draft.optim.settle(is_new=self.rollout.draft == "random")
         if self.rollout.draft == "ngram" and self.draft.mode == "online":
             raise ValueError(
                 "draft.mode=online trains the draft head, and with rollout.draft=ngram nothing "

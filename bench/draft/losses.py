@@ -209,7 +209,7 @@ def of_entropy(loss: str, entropy: np.ndarray, alpha: np.ndarray) -> dict[str, d
 
 def measure(bench: Bench, loss: str, args: argparse.Namespace) -> dict[str, dict]:
     """Trains a head with one loss, and measures it on the way."""
-    optim = OptimConfig(lr=args.lr, warmup_steps=args.warmup)
+    optim = OptimConfig(lr=args.lr, warmup_steps=args.warmup, b2=0.95)
     settings = DraftConfig(loss=loss, unroll_steps=STEPS, optim=optim)
     trainer = DraftTrainer(bench.cfg, settings, 1.0)
     head = jax.tree.map(jnp.array, bench.start)
