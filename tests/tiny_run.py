@@ -39,8 +39,11 @@ SETTINGS = {
     "rollout.strategy": "1_1_2",  # a third as much to compile as the default
     "packing.row_length": 64,
     "packing.rows": 2,
+    "algo.dynamic_sampling": True,
     "optim.lr": 1e-2,
+    "optim.warmup_steps": 0,
     "draft.optim.lr": 1e-2,
+    "draft.optim.warmup_steps": 0,
     "draft.unroll_steps": 1,
     "eval.problems": 0,
     "eval.max_batch": 1,

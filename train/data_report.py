@@ -25,6 +25,7 @@ from specjax.weights import load_tokenizer
 from train import data
 from train.cli import USER_ERRORS
 from train.inputs import FILE_ROWS, GENERATED_ROWS, Prompts, describe_data
+from train.rollout_schema import RolloutSection
 from train.schema import GENERATED, DataConfig
 from train.scoring import Scorer, check_gold, described_gold, evenly, row_name, shown_gold
 from train.tasks.layout import Problem
@@ -159,7 +160,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--check", type=int, default=2000, help="gold answers checked (default: %(default)s)"
     )
     parser.add_argument(
-        "--max-prompt-tokens", type=int, metavar="N", help="count prompts that are longer"
+        "--max-prompt-tokens",
+        type=int,
+        default=RolloutSection.max_prompt_tokens,
+        metavar="N",
+        help="prompts that are longer are counted (default: %(default)s, as in train.rl)",
     )
     flags, rest = parser.parse_known_args(argv)
     paths, settings = _paths_and_settings(rest)

@@ -30,7 +30,7 @@ from train import data, tasks
 from train.collect import group_seed
 from train.draft_schema import DraftRunConfig
 from train.heads import FIELDS
-from train.inputs import Prompts, dropped_warning
+from train.inputs import Prompts, dropped_warning, require_most
 from train.packing import PackedBatch, Sample, pack
 from train.tasks.files import read_rows
 from train.tasks.layout import Demonstration, Problem, split_of, tools_of
@@ -84,12 +84,14 @@ def read_texts(cfg: DraftRunConfig, prompts: Prompts) -> Texts:
       FileNotFoundError: there is no such file.
       ValueError: a row cannot be read, or none is left to train on.
     """
-    length, splits, cut, passed_over = cfg.packing.row_length, {"train": [], "heldout": []}, 0, 0
+    length, splits, cut, sizes = cfg.packing.row_length, {"train": [], "heldout": []}, 0, []
     own = takes_prompts(cfg) and cfg.eval.problems > 0
     encoded: list[data.Encoded] = []
     for key, pair, is_text in _pairs(cfg, prompts, encoded):
         split = split_of(key) if own else "train"
-        longer = len(pair.prompt) + len(pair.tokens) > length
+        size = len(pair.prompt) + len(pair.tokens)
+        longer = size > length
+        sizes += [] if is_text else [size]
         if is_text and split == "heldout":
             ids = [*pair.prompt, *pair.tokens]
             begun = min(cfg.rollout.max_prompt_tokens, len(ids) // 2)
@@ -98,17 +100,14 @@ def read_texts(cfg: DraftRunConfig, prompts: Prompts) -> Texts:
             ids, cut = [*pair.prompt, *pair.tokens], cut + 1
             pieces = [ids[i : i + length] for i in range(0, len(ids), length)]
             splits[split] += [Pair(piece[:1], piece[1:]) for piece in pieces if piece[1:]]
-        elif longer:
-            passed_over += 1
-        elif pair.tokens:
+        elif not longer and pair.tokens:
             splits[split].append(pair)
-    dropped = dropped_warning(encoded)
+    require_most(cfg.data, sizes, length, "packing.row_length", "demonstrations")
+    passed_over, dropped = sum(size > length for size in sizes), dropped_warning(encoded)
     found = Texts(splits["train"], splits["heldout"], cut, passed_over, dropped)
     if not found.train:
-        why = f": {passed_over} are longer than packing.row_length={length}; raise it"
         raise ValueError(
-            f"data.texts={shown_paths(cfg.data.texts)}: no text is left to train on"
-            f"{why if passed_over else ', add more rows'}"
+            f"data.texts={shown_paths(cfg.data.texts)}: no text is left to train on, add more rows"
         )
     return found
 

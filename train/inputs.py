@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -216,7 +217,8 @@ class Prompts:
           what: name of the prompts in messages.
 
         Raises:
-          ValueError: some are too long and that is an error, or all would be dropped.
+          ValueError: some are too long and that is an error, or too many would be dropped, see
+            `require_most`.
         """
         if self.longest is None:
             return None
@@ -224,18 +226,14 @@ class Prompts:
         rows = [problems[i] for i in evenly(problems, most)]
         sizes = [len(self.whole(row)) for row in rows]
         over = [(row, size) for row, size in zip(rows, sizes, strict=True) if size > self.longest]
+        if over and self.cfg.overlong_prompts == "error":
+            raise ValueError(self._too_long(*over[0]))
+        done = f"cut to their last {self.longest}"
+        if self.cfg.overlong_prompts != "truncate":
+            require_most(self.cfg, sizes, self.longest, "rollout.max_prompt_tokens", what)
+            done = "dropped"
         if not over:
             return None
-        if self.cfg.overlong_prompts == "error":
-            raise ValueError(self._too_long(*over[0]))
-        dropped = self.cfg.overlong_prompts == "drop"
-        if dropped and len(over) == len(rows):
-            raise ValueError(
-                f"all {len(rows)} {what} checked are longer than rollout.max_prompt_tokens="
-                f"{self.longest} (they have {min(sizes)} to {max(sizes)} tokens); raise it, and "
-                "packing.row_length with it"
-            )
-        done = "dropped" if dropped else f"cut to their last {self.longest}"
         return (
             f"{len(over)} of {len(rows)} {what} checked have more tokens than "
             f"rollout.max_prompt_tokens={self.longest} (the longest {max(sizes)}) and are {done} "
@@ -246,15 +244,14 @@ class Prompts:
 DEMONSTRATIONS = 2000  # number of demonstrations that are encoded before a run
 
 
-def check_demonstrations(prompts: Prompts, demonstrations: Sequence[Demonstration]) -> str | None:
-    """Encodes some demonstrations before a run; returns the warning about what is not imitated.
+def encode_some(prompts: Prompts, demonstrations: Sequence[Demonstration]) -> list[Encoded]:
+    """Encodes some demonstrations before a run, evenly spaced.
 
     Raises:
       ValueError: one cannot be encoded; the message names the row.
     """
     most = DEMONSTRATIONS if demonstrations[0].place else GENERATED_ROWS
-    rows = [demonstrations[i] for i in evenly(demonstrations, most)]
-    return dropped_warning([prompts.demonstration(row) for row in rows])
+    return [prompts.demonstration(demonstrations[i]) for i in evenly(demonstrations, most)]
 
 
 def dropped_warning(found: Sequence[Encoded]) -> str | None:
@@ -266,6 +263,38 @@ def dropped_warning(found: Sequence[Encoded]) -> str | None:
     return (
         f"not all of {len(found)} demonstrations checked is imitated, because the chat template "
         f"does not write it: {named}; write it into the content, or delete these keys"
+    )
+
+
+MOST_DROPPED = 0.1  # share of the rows that a run may drop for their length without being asked to
+
+
+def require_most(
+    cfg: DataConfig, sizes: Sequence[int], longest: int, setting: str, what: str
+) -> None:
+    """Refuses data of which a large part would be dropped because of its length.
+
+    Args:
+      cfg: settings of the data.
+      sizes: number of tokens of each row.
+      longest: largest number of tokens of a row that is kept.
+      setting: key of that number.
+      what: name of the rows in messages.
+
+    Raises:
+      ValueError: no row would be left, or less than nine in ten, and the settings do not say
+        `data.overlong_prompts=drop`.
+    """
+    lost = sum(size > longest for size in sizes)
+    allowed = len(sizes) - 1 if cfg.overlong_prompts == "drop" else MOST_DROPPED * len(sizes)
+    if lost <= max(allowed, 0):
+        return
+    kept = [(math.ceil(share * len(sizes)) - 1, share) for share in (0.9, 0.99, 1)]
+    enough = ", ".join(f"{sorted(sizes)[place]} keeps {share:.0%}" for place, share in kept)
+    drop = "" if lost == len(sizes) else ", or set data.overlong_prompts=drop to leave them out"
+    raise ValueError(
+        f"{lost} of {len(sizes)} {what} checked have more than {setting}={longest} tokens and "
+        f"would be dropped. Raise {setting} ({enough}){drop}"
     )
 
 

@@ -29,6 +29,11 @@ class OptimConfig:
         1.0, "global gradient norm at most; inf: whatever it is", least=0, infinite=True
     )
 
+    @property
+    def moves(self) -> bool:
+        """Whether an update changes anything."""
+        return self.lr != 0 and self.clip_norm > 0
+
     def schedule(self) -> optax.Schedule:
         """Learning rate of update i (from 0): lr (i + 1) / warmup_steps, then cosine or constant.
 

@@ -181,7 +181,7 @@ def _train(
             _say(f"WARNING: {warning}")
         _say(f"rollouts: {trainer.warm_up()}")
         dtype = trainer.engine.runner.cfg.run.compute_dtype
-        for warning in (precision_warning(cfg, dtype), slots_warning(cfg)):
+        for warning in (nothing_learnt(cfg), precision_warning(cfg, dtype), slots_warning(cfg)):
             if warning:
                 _say(f"WARNING: {warning}")
         first = trainer.done_steps + 1
@@ -284,6 +284,28 @@ def precision_warning(cfg: RLConfig, dtype: str) -> str | None:
         f"sampled in, {chosen}. What is learned is as good, but --resume will not repeat the "
         f"tokens of a run that was killed. For that set rollout.dtype=float32, {exact}"
     )
+
+
+def nothing_learnt(cfg: RLConfig) -> str | None:
+    """The warning that settings leave the policy as it is; None if it can learn."""
+    roll, algo = cfg.rollout, cfg.algo
+    if not cfg.optim.moves:
+        return (
+            f"the policy learns nothing: optim.lr={cfg.optim.lr:g} with optim.clip_norm="
+            f"{cfg.optim.clip_norm:g} makes every update 0"
+        )
+    if algo.mask_truncated and roll.min_tokens >= roll.max_tokens:
+        return (
+            f"the policy learns nothing: with rollout.min_tokens={roll.min_tokens} every sample "
+            "reaches rollout.max_tokens, and algo.mask_truncated leaves these out"
+        )
+    if roll.temperature == 0 and roll.n > 1:
+        return (
+            f"the policy learns nothing from rewards: with rollout.temperature=0 all rollout.n="
+            f"{roll.n} samples of a prompt are equal, and none is better than another; raise "
+            "rollout.temperature"
+        )
+    return None
 
 
 def slots_warning(cfg: RLConfig) -> str | None:

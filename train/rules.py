@@ -149,10 +149,6 @@ SFT_ABSENT_KEYS = {
     "data.unwinnable": (
         "it is about gold answers, which train.rl checks and train.sft does not; leave it out"
     ),
-    "data.overlong_prompts": (
-        "it is about rollout.max_prompt_tokens of train.rl; train.sft passes over demonstrations "
-        "longer than packing.row_length: raise that, and leave this out"
-    ),
     "draft.spot": "train.sft has no rollouts, and so no gaps in them; leave it out",
 }
 

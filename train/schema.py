@@ -129,8 +129,10 @@ class DataConfig:
         has a chat template; on; off. Conversations always go through the template.
       chat_template_kwargs: given to the chat template, such as {enable_thinking: false}.
       date: date that chat templates write, as YYYY-MM-DD; null: that of the run's first start, UTC.
-      overlong_prompts: treatment of prompts of more than rollout.max_prompt_tokens tokens: drop
-        (verl: filter_overlong_prompts), truncate (on the left, as verl's truncation=left), error.
+      overlong_prompts: treatment of prompts of more than rollout.max_prompt_tokens tokens: auto,
+        drop, and an error at start if they are more than a tenth; drop, however many they are
+        (verl: filter_overlong_prompts); truncate (on the left, as verl's truncation=left); error.
+        In train.sft of demonstrations that are longer than packing.row_length, without truncate.
       duplicates: keep, or drop rows whose prompt and answer an earlier row has.
       unwinnable: treatment of rows whose gold answer scores less than 1 by a built-in reward:
         error ends the run at start, drop skips them, keep only warns.
@@ -172,7 +174,7 @@ class DataConfig:
     chat: str = "auto"
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     date: str | None = None
-    overlong_prompts: str = "drop"
+    overlong_prompts: str = "auto"
     duplicates: str = "keep"
     unwinnable: str = "error"
     strip_calculator: bool = True
@@ -247,7 +249,7 @@ class DataConfig:
 
 _CHOICES = {
     "chat": ("auto", "on", "off"),
-    "overlong_prompts": ("drop", "truncate", "error"),
+    "overlong_prompts": ("auto", "drop", "truncate", "error"),
     "duplicates": ("keep", "drop"),
     "unwinnable": ("error", "drop", "keep"),
 }
@@ -447,6 +449,11 @@ class SFTConfig:
 
     def __post_init__(self):
         at_least("", self, steps=0, draft_steps=0, log_every=1, tokenizer_texts=1)
+        if self.data.overlong_prompts == "truncate":
+            raise ValueError(
+                "data.overlong_prompts=truncate cuts the prompts of train.rl, and train.sft cuts "
+                "no demonstration: raise packing.row_length, or set data.overlong_prompts=drop"
+            )
         if self.revision is not None and not self.init:
             raise ValueError(
                 "revision belongs to a Hugging Face id, and init names none; leave it out"

@@ -43,7 +43,14 @@ from train.cli import (
 )
 from train.describe import describe_run, settings_of
 from train.heads import DraftTrainer, draft_metrics
-from train.inputs import Prompts, check_demonstrations, describe_data, require_template
+from train.inputs import (
+    Prompts,
+    describe_data,
+    dropped_warning,
+    encode_some,
+    require_most,
+    require_template,
+)
 from train.log import MetricsLogger
 from train.loss import count_denominators, sft_loss
 from train.packing import pack_demonstrations, padding_share
@@ -85,10 +92,18 @@ class PackedDemonstrations:
         source = data.demonstrations(cfg.data, "train", self.prompts.chat)
         require_template(cfg, source[0].prompt)
         _require_calculator(cfg)
-        self.warning = check_demonstrations(self.prompts, source)
+        encoded = encode_some(self.prompts, source)
+        self.warning = dropped_warning(encoded)
         self._source = data.endless(source, cfg.data.seed)
         self._cfg, self.tokenizer, self.position = cfg, tokenizer, 0
         self.passed_over = 0
+        row = cfg.packing.row_length
+        sizes = [len(pair.prompt) + len(pair.response) for pair in encoded]
+        if cfg.data.overlong_prompts == "error" and max(sizes) > row:
+            raise ConfigError(
+                f"a demonstration has {max(sizes)} tokens, more than packing.row_length={row}"
+            )
+        require_most(cfg.data, sizes, row, "packing.row_length", "demonstrations")
 
     def next_update(self) -> list[dict[str, np.ndarray]]:
         """Fills the micro-batches of one update first-fit, until a demonstration does not fit.
@@ -429,6 +444,10 @@ def head_steps(cfg: SFTConfig) -> int:
 def describe_stages(cfg: SFTConfig) -> str:
     """The line at start about the number of updates of policy and head."""
     policy = f"trains the policy for {cfg.steps} updates (steps={cfg.steps})"
+    if cfg.steps and not cfg.optim.moves:
+        policy = (
+            f"WARNING: optim.lr or optim.clip_norm is 0, so the policy learns nothing; {policy}"
+        )
     if cfg.draft.mode != "online":
         return f"{policy}; {cfg.draft.describe_mode()}: the head is not trained, only exported"
     if not cfg.draft_steps:

@@ -300,7 +300,8 @@ def test_one_piece_at_a_time_is_sent_off_and_only_to_a_drained_replica():
     spot, sent = spot_of()
     spot.use_idle([])
     assert not sent
-    spot.seconds = 2.0
+    rows = len(spot.buffer.entries[0].states)
+    spot.seconds = {rows: 2.0}
     assert not spot.use_idle([2], 1.0) and spot.seconds_needed == 2  # it would not be done by then
     assert not sent
     assert spot.use_idle([2], 3.0)
@@ -308,7 +309,8 @@ def test_one_piece_at_a_time_is_sent_off_and_only_to_a_drained_replica():
     assert [s[:2] for s in sent] == [(100, jax.devices()[2].id)]
     sent[0][2].ready = True
     spot.use_idle([])  # all replicas have work again
-    assert len(sent) == 1 and spot.in_gaps == 1 and spot.seconds == 2  # without moving the head
+    # It is not known how long an update takes without moving the head.
+    assert len(sent) == 1 and spot.in_gaps == 1 and spot.seconds == {rows: 2}
     spot.use_idle([1, 2])  # the head stays where it is
     assert [s[:2] for s in sent[1:]] == [(101, jax.devices()[2].id)]
     head, _, sums = spot.finish()
