@@ -289,8 +289,9 @@ def require_most(
     allowed = len(sizes) - 1 if cfg.overlong_prompts == "drop" else MOST_DROPPED * len(sizes)
     if lost <= max(allowed, 0):
         return
-    kept = [(math.ceil(share * len(sizes)) - 1, share) for share in (0.9, 0.99, 1)]
-    enough = ", ".join(f"{sorted(sizes)[place]} keeps {share:.0%}" for place, share in kept)
+    ordered = sorted(sizes)
+    kept = {ordered[math.ceil(share * len(sizes)) - 1]: share for share in (0.9, 0.99, 1)}
+    enough = ", ".join(f"{size} keeps {share:.0%}" for size, share in kept.items())
     drop = "" if lost == len(sizes) else ", or set data.overlong_prompts=drop to leave them out"
     raise ValueError(
         f"{lost} of {len(sizes)} {what} checked have more than {setting}={longest} tokens and "

@@ -395,7 +395,8 @@ FEATURES: dict[str, list[Feature]] = {
         training("dynamic sampling", "algo.dynamic_sampling=true", trained=replaces),
         training(
             "bounds on a group's mean reward (`algo.filter_groups`)",
-            "algo.filter_groups.min=0.2", "algo.filter_groups.max=0.8",
+            "algo.dynamic_sampling=true", "algo.filter_groups.min=0.2",
+            "algo.filter_groups.max=0.8",
         ),
         training("over-sampling", "rollout.over_sample=1.5"),
         training("partial rollouts", "rollout.partial=true", "rollout.over_sample=1.5"),

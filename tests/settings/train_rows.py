@@ -295,8 +295,8 @@ def optimizer_rows(prefix: str, steps) -> dict:
         for name, value, beside in (
             ("lr", 0.02, {}),
             ("warmup_steps", 3, {}),
-            ("decay_steps", 3, {}),
-            ("final_lr_ratio", 0.5, {"decay_steps": 3}),
+            ("decay_steps", 3, {"warmup_steps": 0}),
+            ("final_lr_ratio", 0.5, {"warmup_steps": 0, "decay_steps": 3}),
             ("weight_decay", 0.1, {}),
             ("b1", 0.5, {}),
             ("b2", 0.5, {}),
@@ -518,12 +518,13 @@ def planned(cfg: RLConfig):
 def sent_in_gap(cfg: RLConfig):
     """Whether a replica that has nothing to do is sent an update."""
     run, sent = spot(cfg), []
-    run._remaining, run._running, run._place = [1], None, None
+    run._remaining, run._running, run._place = [types.SimpleNamespace(states=[0])], None, None
     run._start = lambda replica, in_gap: sent.append((replica, in_gap))
     run.use_idle([1])
     return sent
 
 
+REPLACES = {"algo.dynamic_sampling": True}
 SPOT = {
     "rollout.replicas": 2,
     "draft.spot.enabled": True,
@@ -687,7 +688,7 @@ RL = {
     "data.dataset": Row("twos", generated, GYM),
     "data.dataset_args": Row({"first": 3}, generated, GYM),
     **DATA,
-    "data.overlong_prompts": Row("truncate", looked_at),
+    "data.overlong_prompts": Row("truncate", looked_at, {"rollout.max_prompt_tokens": 40}),
     "data.unwinnable": Row("drop", unwinnable, {"data.path": UNWINNABLE}),
     "data.heldout_size": Row(4, heldout),
     "rollout.prompts": Row(2, chosen),
@@ -723,7 +724,7 @@ RL = {
     "rollout.include_stop_str_in_output": Reaches(
         True, asked, SamplingParams, "include_stop_str_in_output", {"rollout.stop": ["a"]}
     ),
-    "rollout.max_prompt_tokens": Row(200, looked_at),
+    "rollout.max_prompt_tokens": Row(40, looked_at),
     "rollout.max_batch": Row(4, runner("batch")),
     "rollout.replicas": Row(2, lambda cfg: len(built(cfg).engines)),
     "rollout.tp": Row(2, lambda cfg: engine(cfg).runner.mesh and engine(cfg).runner.mesh.size),
@@ -788,11 +789,11 @@ RL = {
     "algo.advantage_eps": Row(0.5, updates, TINY),
     "algo.std_correction": Row(1, updates, TINY),
     "algo.updates_per_rollout": Row(2, updates, TINY),
-    "algo.dynamic_sampling": Row(False, chosen, {"rollout.prompts": 3}),
-    "algo.max_num_gen_batches": Row(1, chosen, {"rollout.prompts": 3}),
-    "algo.filter_groups.metric": Row("format", kept, {"reward": ["exact", "format"]}),
-    "algo.filter_groups.min": Row(1.0, kept),
-    "algo.filter_groups.max": Row(0.5, kept),
+    "algo.dynamic_sampling": Row(True, chosen, {"rollout.prompts": 3}),
+    "algo.max_num_gen_batches": Row(1, chosen, {"rollout.prompts": 3, **REPLACES}),
+    "algo.filter_groups.metric": Row("format", kept, {"reward": ["exact", "format"], **REPLACES}),
+    "algo.filter_groups.min": Row(1.0, kept, REPLACES),
+    "algo.filter_groups.max": Row(0.5, kept, REPLACES),
     "algo.logprobs": Row(
         "processed",
         lambda cfg: (asked(cfg).transformed_logprobs, built(cfg).policy.transforms),

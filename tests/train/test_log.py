@@ -179,7 +179,8 @@ def test_only_the_panels_with_data_are_drawn(tmp_path, monkeypatch):
         plot, "_draw_panel", lambda axis, panel, r: (drawn.append(panel), original(axis, panel, r))
     )
     with MetricsLogger(tmp_path) as logger:
-        logger.log(0, {"train/entropy": 0.5, "rollout/accept_rate_depth_1": 0.5})
+        record = {"train/entropy": 0.5, "rollout/accept_rate_depth_1": 0.5}
+        logger.log(0, record | {"train/clip_fraction": 0.0})
     out = plot.draw(tmp_path, tmp_path / "some.png")
     assert out.stat().st_size > 1000
     assert [panel.title.split(":")[0] for panel in drawn] == [

@@ -31,7 +31,8 @@ CHANGES = {
     "rollout.n": 2,
     "rollout.scan_layers": "true",
     "rollout.chunk_tokens": 4,
-    "packing.rows": 1,
+    "packing.row_length": 32,  # a sample each, and micro-batches of four rows and of one
+    "packing.rows": "null",
     "draft.spot.enabled": "true",
     "draft.spot.updates": 5,
 }
@@ -118,7 +119,8 @@ def test_the_head_learns_in_gaps_while_other_replicas_run(pair):
 def test_nothing_is_compiled_in_a_gap(pair):
     (gaps, _), _, _ = pair
     (program,) = {place.draft for place in gaps.spot.places}
-    assert program._update._cache_size() == len(gaps.engines)
+    sizes = len(gaps.cfg.row_sizes)
+    assert program._update._cache_size() == sizes * len(gaps.engines)
 
 
 def test_a_resumed_run_has_the_replay_buffer_and_ends_with_the_same_bits(pair):
@@ -192,7 +194,7 @@ def test_a_mesh_and_replicas_of_several_devices_learn_what_one_device_does(
         ({}, "rollout.replicas=1"),
         ({**GAPS, "draft.mode": "frozen"}, "there is none to train"),
         ({**GAPS, "rollout.strategy": "off"}, "there is none to train"),
-        ({**GAPS, "draft.spot.buffer_tokens": 63}, "row_length = 64 positions, got 63"),
+        ({**GAPS, "draft.spot.buffer_tokens": 63}, "row_length = 512 positions, got 63"),
         ({**GAPS, "draft.spot.updates": -1}, "draft.spot.updates: expected at least 0"),
         ({"rollout.replicas": 0}, "rollout.replicas: expected at least 1"),
     ],
