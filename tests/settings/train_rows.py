@@ -960,6 +960,9 @@ SFT = {
     **DATA,
     "data.prompt_template": Row("Q: {question}", demonstrated, GSM8K_ROWS),
     "data.strip_calculator": Row(False, demonstrated, GSM8K_ROWS),
+    "data.overlong_prompts": Row(
+        "drop", lambda cfg: outcome(lambda: demonstrated(cfg)), {"packing.row_length": 32}
+    ),
     "data.slip": Row(0.9, demonstrated, SHORT),
     "data.impatience": Row(0.9, demonstrated, SHORT),
     "packing.row_length": Row(64, demonstrated, SHORT),

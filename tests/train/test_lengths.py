@@ -24,11 +24,19 @@ def policy(folder, positions: int):
     return tiny_run.write_policy(folder / "policy", num_layers=1, max_position=positions)
 
 
-@pytest.mark.parametrize(("positions", "prompt", "response"), [(48, 24, 24), (200, 64, 136)])
+@pytest.mark.parametrize(
+    ("positions", "asked", "prompt", "response"),
+    [
+        (48, [], 24, 24),
+        (600, [], 300, 300),
+        (48, ["rollout.max_tokens=36"], 12, 36),
+        (48, ["rollout.max_prompt_tokens=40"], 40, 8),
+    ],
+)
 def test_default_lengths_are_fitted_to_a_model_of_few_positions(
-    tmp_path, positions, prompt, response
+    tmp_path, positions, asked, prompt, response
 ):
-    argv = arguments(policy(tmp_path, positions), tmp_path / "run")
+    argv = arguments(policy(tmp_path, positions), tmp_path / "run", *asked)
     said = f"rollout.max_prompt_tokens={prompt} and rollout.max_tokens={response} in place of"
     trainer = Trainer(parse_config(RLConfig, argv)[0])
     shapes = Shapes(parse_config(RLConfig, argv)[0], jax.devices())
@@ -70,13 +78,12 @@ def test_lengths_that_were_asked_for_are_refused(tmp_path, asked, in_file):
 @pytest.mark.parametrize(
     ("argv", "length"),
     [
-        ([], 256),
-        (["rollout.max_tokens=192"], 256),
-        (["rollout.max_tokens=193"], 384),
-        (["rollout.max_tokens=448"], 512),
+        ([], 1024),
+        (["rollout.max_prompt_tokens=64", "rollout.max_tokens=192"], 256),
+        (["rollout.max_prompt_tokens=64", "rollout.max_tokens=193"], 384),
         (["rollout.max_tokens=20", "rollout.max_prompt_tokens=300"], 384),
-        (["mesh.cp=3"], 384),
-        (["rollout.max_tokens=400", "packing.row_length=600"], 600),
+        (["mesh.cp=3"], 1152),
+        (["rollout.max_tokens=40", "packing.row_length=600"], 600),
     ],
 )
 def test_rows_that_were_not_asked_for_have_room_for_a_sample(argv, length):
@@ -89,7 +96,7 @@ def test_rows_that_were_asked_for_stay_as_they_are(capsys):
             parse_config(RLConfig, ["rollout.max_tokens=300", f"packing.row_length={length}"])
         said = capsys.readouterr().err
         assert f"must fit a row, got packing.row_length={length}" in said
-    assert parse_config(SFTConfig, [])[0].packing.row_length == 256
+    assert parse_config(SFTConfig, [])[0].packing.row_length == 1024
     for program in (rl, sft):
         with pytest.raises(SystemExit):
             program.main(["packing.row_length=0"])
