@@ -587,8 +587,10 @@ def test_depths_that_no_tree_of_a_step_reached_are_no_metrics():
     response = Response(token_ids=[1, 2], logprobs=[-1.0, -1.0], finish_reason="stop")
     group = Group(0, 1, 4, Problem("", "", 0), [1], [response], rewards=[1.0])
     totals = Totals(3, np.zeros(5, np.int64))
-    totals.count_rounds(SpecStats(4, 4, 2, (0, 2, 2, 0, 0), depths=(0, 4, 0, 0)))
+    totals.count_rounds(SpecStats(8, 4, 2, (0, 6, 2, 0, 0), depths=(4, 4, 0, 0)))
     metrics = rollout_metrics([group], totals, 1)
+    assert metrics["rollout/spec_accept_length"] == 1.5, "of rounds that drafted, as vLLM has it"
+    assert metrics["rollout/tokens_per_round"] == 1.25
     assert metrics["rollout/accept_rate_depth_1"] == 0.5
     assert "rollout/accept_rate_depth_2" not in metrics
     assert all(np.isfinite(v) for v in metrics.values() if isinstance(v, float))
