@@ -638,14 +638,13 @@ class ResponseText:
         self._name = functools.cache(self._name_of)
 
     def __call__(self, tokens: Sequence[int]) -> str:
-        params, cut = self._params, None
+        params = self._params
         if params.stop:
             include = params.include_stop_str_in_output
             plain = functools.partial(decode, self._tokenizer)
             stops = StopStrings(params.stop, plain, include, params.min_tokens, self._name)
-            cut = stops.feed(tokens)
-        if cut is not None:
-            return cut.whole
+            if stops.feed(tokens) is not None:
+                return stops.named
         shown = [token for token in tokens if token not in self._hidden]
         return decode(self._tokenizer, shown, skip_special_tokens=False)
 

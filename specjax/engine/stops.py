@@ -96,17 +96,10 @@ class TextStream:
 
 
 class Cut(NamedTuple):
-    """The end of a sample.
-
-    Attributes:
-      tokens: number of generated tokens that it keeps.
-      text: its text.
-      whole: its text with the names of special tokens in their places.
-    """
+    """The end of a sample: how many of its generated tokens it keeps, and its text."""
 
     tokens: int
     text: str
-    whole: str
 
 
 class _Named(NamedTuple):
@@ -127,6 +120,9 @@ class StopStrings:
         are masked there, too.
       name: function that returns the text of a special token, and an empty one for other tokens;
         None: there are no special tokens.
+
+    Attributes:
+      named: text of a sample that was cut, with the names of special tokens in their places.
     """
 
     def __init__(
@@ -142,6 +138,7 @@ class StopStrings:
         self._whole = ""  # the text with the names of special tokens
         self._names: list[_Named] = []
         self._count = 0
+        self.named = ""
 
     @property
     def text(self) -> str:
@@ -178,9 +175,8 @@ class StopStrings:
             if found:
                 at, _, at_whole, string = min(found)
                 more = string * self._include
-                return Cut(
-                    self._count, self._stream.text[:at] + more, self._whole[:at_whole] + more
-                )
+                self.named = self._whole[:at_whole] + more
+                return Cut(self._count, self._stream.text[:at] + more)
         return None
 
     def _push(self, token: int) -> None:

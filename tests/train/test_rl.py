@@ -162,7 +162,7 @@ def test_the_samples_of_a_step_say_which_tokens_were_accepted_drafts(run):
     for row in sampled:
         assert len(row["origins"]) == len(row["token_ids"]) == len(row["tokens"])
         text = "".join(row["tokens"])
-        assert text == row["completion"] or "<|" in text, "rewards see no special tokens"
+        assert text.startswith(row["completion"]) or "<|" in text, "rewards do not see what ends it"
     assert any(row["advantage"] for row in sampled)
     for step in (1, 2, 3):
         origins = "".join(row["origins"] for row in sampled if row["step"] == step)

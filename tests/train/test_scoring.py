@@ -308,6 +308,7 @@ def failure(capsys, model, out, **changes) -> str:
 
 def test_a_run_survives_rewards_that_fail_now_and_then(thin_policy, tmp_path, caplog, capsys):
     changes = {"reward": "odd_rewards:sometimes", "max_failed_rewards": 0.9, "eval.problems": 4}
+    changes["algo.dynamic_sampling"] = "false"  # no group is replaced
     steps = run(thin_policy, tmp_path / "run", **PLAIN, **changes)
     failed = sum(r["reward/failed"] for r in steps)
     assert len(steps) == 2 and 0 < failed < 32
