@@ -317,7 +317,7 @@ def draw_arms(path: Path, result: Mapping) -> Figure:
     arms = [arm for arm in ARMS if any(r["arm"] == arm for r in records)]
     untimed, rate = figures["untimed_steps"]["value"], "tokens per second"
     figure, grid = plt.subplots(2, 4, figsize=(20, 10))
-    _curves(grid[0, 0], records, arms, "rollout/tokens_per_round", "Accept length",
+    _curves(grid[0, 0], records, arms, "rollout/spec_accept_length", "Accept length",
             "tokens per verification", bottom=1.0)  # fmt: skip
     _curves(grid[0, 1], records, arms, "rollout/reward", "Reward: what is learned",
             "mean per answer")  # fmt: skip

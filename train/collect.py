@@ -808,11 +808,11 @@ def rollout_metrics(
         ),
     }
     if totals.steps and totals.rounds:  # 0 if the step only has carried samples
-        metrics["rollout/tokens_per_round"] = totals.accept_length
+        metrics["rollout/spec_accept_length"] = totals.accept_length
         metrics["rollout/spec_accept_rate"] = totals.accept_rate
         metrics["rollout/drafted_share"] = totals.drafted_rounds / totals.rounds
         if totals.drafted_rounds:
-            metrics["rollout/spec_accept_length"] = totals.drafted_accept_length
+            metrics["rollout/drafted_accept_length"] = totals.drafted_accept_length
         for depth, rate in enumerate(totals.per_depth(), start=1):
             if np.isfinite(rate):  # not finite if no tree of the step was so deep
                 metrics[f"rollout/accept_rate_depth_{depth}"] = rate

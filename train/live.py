@@ -30,7 +30,7 @@ Fields = Sequence[tuple[str, str, str]]
 CONSOLE_FIELDS: Fields = (
     ("rollout/reward", "reward", "{:.3f}"),
     ("control/strategy", "strategy", "{}"),
-    ("rollout/spec_accept_length", "accept length", "{:.2f}"),
+    ("rollout/drafted_accept_length", "accept length", "{:.2f}"),
     ("rollout/tokens_per_sec", "tok/s", "{:.0f}"),
     ("rollout/response_length_mean", "length", "{:.0f}"),
     ("train/loss", "loss", "{:+.4f}"),

@@ -72,7 +72,7 @@ PANELS = (
     Panel(
         "Accept length: tokens per verification",
         "tokens emitted per round (1 = no gain)",
-        (Line("rollout/spec_accept_length", "rounds that draft", _BLUE),),
+        (Line("rollout/drafted_accept_length", "rounds that draft", _BLUE),),
         bottom=1.0,
     ),
     Panel(
@@ -297,7 +297,7 @@ def _headline(run: Path, records: Records) -> str:
     held_out = _series(records, "eval/reward")[1]
     if len(held_out) > 1:
         text += f", held-out reward {held_out[0]:.2f} -> {held_out[-1]:.2f}"
-    accept = _series(records, "rollout/spec_accept_length")[1]
+    accept = _series(records, "rollout/drafted_accept_length")[1]
     if accept:
         text += f", accept length {accept[0]:.2f} -> {accept[-1]:.2f} tokens per round"
     return text

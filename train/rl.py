@@ -98,7 +98,7 @@ class StepWarnings:
           short: warning that dynamic sampling did not fill the batch, if so.
         """
         warnings = []
-        length = metrics.get("rollout/spec_accept_length")
+        length = metrics.get("rollout/drafted_accept_length")
         if length is not None:
             self.flat = self.flat + 1 if length < LEAST else 0
             if self.flat == self.patience:
@@ -351,8 +351,8 @@ def _steps(
             _say(f"evaluation after step {step}: {described(evaluated)}")
         samples.log(step, trainer.last_rollout)
         log.log(step, metrics)
-        if first and "rollout/spec_accept_length" in metrics:
-            length = metrics["rollout/spec_accept_length"]
+        if first and "rollout/drafted_accept_length" in metrics:
+            length = metrics["rollout/drafted_accept_length"]
             _say(f"Acceptance length: {length:.2f} at step {step}; each step's line has its own")
             first = False
         zero, short = trainer.rollouts.zero_reward_example(), trainer.rollouts.short
@@ -424,7 +424,7 @@ def summary(records: list[dict]) -> list[dict]:
     names = {
         "eval/reward": "held-out reward",
         "rollout/reward": "rollout reward",
-        "rollout/spec_accept_length": "accept length",
+        "rollout/drafted_accept_length": "accept length",
         "rollout/tokens_per_sec": "rollout tok/s",
         "rollout/longest_sample_tokens_per_sec": "longest sample tok/s",
         "train/entropy": "policy entropy, nats",

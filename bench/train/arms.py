@@ -49,7 +49,7 @@ from train.trainer import Trainer
 JUDGED_AT_MOST = 8
 RATE = "rollout/tokens_per_sec"
 LONGEST = "rollout/longest_sample_tokens_per_sec"
-ACCEPT = "rollout/tokens_per_round"
+ACCEPT = "rollout/spec_accept_length"
 
 # Arms compared: the faster one expected first.
 PAIRS = (
@@ -387,7 +387,7 @@ def line(step: int, records: Sequence[Mapping], equality: Equality) -> str:
     parts = []
     for entry in sorted(records, key=lambda r: list(ARMS).index(r["arm"])):
         text = f"{entry['arm']} {entry['rollout/tokens_per_sec']:.0f} tok/s"
-        if "rollout/tokens_per_round" in entry:
+        if "rollout/spec_accept_length" in entry:
             text += f" ({entry['rollout/spec_accept_length']:.2f})"
         parts.append(text)
     return f"step {step:>3}  {'  '.join(parts)}  identical {equality.bit_identical}/{step}"

@@ -29,7 +29,7 @@ from train.schema import RLConfig
 FIGURES = {
     "reward": ("rollout/reward", "mean of a step's answers"),
     "held_out_reward": ("eval/reward", "mean of held-out answers"),
-    "accept_length": ("rollout/tokens_per_round", "tokens per round"),
+    "accept_length": ("rollout/spec_accept_length", "tokens per round"),
     "rollout_rate": ("rollout/tokens_per_sec", "tokens/s"),
     "entropy": ("train/entropy", "nats per token"),
     "draft_loss": ("train/mtp_loss", "nats per token"),

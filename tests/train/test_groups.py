@@ -589,8 +589,8 @@ def test_depths_that_no_tree_of_a_step_reached_are_no_metrics():
     totals = Totals(3, np.zeros(5, np.int64))
     totals.count_rounds(SpecStats(8, 4, 2, (0, 6, 2, 0, 0), depths=(4, 4, 0, 0)))
     metrics = rollout_metrics([group], totals, 1)
-    assert metrics["rollout/spec_accept_length"] == 1.5, "of rounds that drafted, as vLLM has it"
-    assert metrics["rollout/tokens_per_round"] == 1.25
+    assert metrics["rollout/drafted_accept_length"] == 1.5, "of rounds that drafted, as vLLM has it"
+    assert metrics["rollout/spec_accept_length"] == 1.25
     assert metrics["rollout/accept_rate_depth_1"] == 0.5
     assert "rollout/accept_rate_depth_2" not in metrics
     assert all(np.isfinite(v) for v in metrics.values() if isinstance(v, float))

@@ -11,7 +11,7 @@ from train.log import MetricsLogger
 STEP = {
     "rollout/reward": 0.25,
     "control/strategy": "4_1_5",
-    "rollout/spec_accept_length": 2.5,
+    "rollout/drafted_accept_length": 2.5,
     "rollout/tokens_per_sec": 1240.0,
     "train/loss": None,
     "nonfinite": ["train/loss"],

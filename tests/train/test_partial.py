@@ -211,7 +211,7 @@ def test_the_controllers_choices_are_in_the_logs(partial):
     assert any(s["rollout/drafted_share"] < 1 for s in steps), "rounds of off draft nothing"
     for step in steps:
         drafted = step["rollout/drafted_share"] * step["rollout/spec_accept_rate"]
-        assert step["rollout/tokens_per_round"] == pytest.approx(1 + drafted), "one draft each"
+        assert step["rollout/spec_accept_length"] == pytest.approx(1 + drafted), "one draft each"
 
 
 # --- exact mode -----------------------------------------------------------------------------------

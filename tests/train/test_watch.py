@@ -38,9 +38,9 @@ def test_the_alarms_are_printed_by_the_program(thin_policy, tmp_path, capsys):
 def test_a_healthy_head_raises_no_alarm():
     watch = rl.StepWarnings()
     fine = {
-        "rollout/spec_accept_length": 2.5, "train/mtp_tokens": 9, "train/mtp_update_norm": 0.1,
+        "rollout/drafted_accept_length": 2.5, "train/mtp_tokens": 9, "train/mtp_update_norm": 0.1,
     }  # fmt: skip
-    flat = {**fine, "rollout/spec_accept_length": 1.0}
+    flat = {**fine, "rollout/drafted_accept_length": 1.0}
     for step, metrics in enumerate([fine, flat, flat, fine, flat, flat]):
         assert watch.check(step, metrics) == []
     assert watch.check(7, {}) == []  # no speculation: nothing to watch

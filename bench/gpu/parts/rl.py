@@ -51,7 +51,7 @@ SMALL = {
 FINITE = ("rollout/reward", "train/loss", "train/grad_norm", "train/mtp_loss")
 NAMES = {
     "rollout/tokens_per_sec": "tok/s",
-    "rollout/tokens_per_round": "tokens per round",
+    "rollout/spec_accept_length": "tokens per round",
     "time/rollout": "s",
     "time/train": "s",
     "time/draft": "s",
