@@ -7,14 +7,13 @@ import dataclasses
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 
-from serve.detokenize import IncrementalDetokenizer
 from serve.engine_thread import (
     Asleep,
     ClientGone,
@@ -35,9 +34,18 @@ from serve.responses import (
     usage_of,
 )
 from serve.settings import SPELL, ServeConfig
+from specjax.engine.detokenize import IncrementalDetokenizer
 from specjax.engine.prompt_scores import PromptScorer, PromptScores, Started
 from specjax.engine.prompts import check_prompt
-from specjax.engine.request import InvalidLogitsError, Job, SampleOutput, SpecStats, make_jobs
+from specjax.engine.request import (
+    CallSeeds,
+    InvalidLogitsError,
+    Job,
+    SampleOutput,
+    SpecStats,
+    decoder_of,
+    make_jobs,
+)
 from specjax.models.generation_config import sampling_defaults
 from specjax.spelling import spelled
 from specjax.tokenizer import (
@@ -268,7 +276,7 @@ class Generation:
             prompts, default = [self._chat_prompt(body)], None
         else:
             prompts, default = body.prompts, DEFAULT_TOKENS
-        ids, jobs = [], []
+        ids, jobs, seeds = [], [], CallSeeds()
         for index, prompt in enumerate(prompts):
             try:
                 ids.append(self._ids(f"prompt {index}", prompt, body))
@@ -276,7 +284,7 @@ class Generation:
                 most = self._tokens(body, len(ids[-1]), default) or 1
                 params = body.params(most, body.top, self._defaults)
                 eos = self._llm.cfg.eos_token_ids
-                jobs += make_jobs(ids[-1], params, eos, self._tokenizer, index)
+                jobs += make_jobs(ids[-1], params, eos, self._tokenizer, index, seeds=seeds)
             except ValueError as error:
                 raise ApiError(400, spelled(error, SPELL)) from error
         return Parsed(body, ids, jobs)
@@ -395,7 +403,7 @@ class Generation:
                 raise _invalid(sample.error, index, len(parsed.jobs))
             written += len(sample.token_ids)
             tokens, values, top = sample.token_ids, sample.logprobs, sample.top_logprobs
-            text, scores = self._text(sample), self._scores(parsed, index)
+            text, scores = self._text(parsed, index, sample), self._scores(parsed, index)
             if parsed.body.echoes:
                 text = self._echo(parsed, index) + text
                 if scores is not None:
@@ -435,8 +443,7 @@ class Generation:
         self, parsed: Parsed, request: Request, response: CompletionResponse
     ) -> AsyncIterator[str]:
         """Server-sent events: chunks of choices as they come, then the usage if asked for."""
-        decode = self._decode if self._tokenizer is not None else None
-        texts = [IncrementalDetokenizer(decode, job.params.stop) for job in parsed.jobs]
+        texts = [IncrementalDetokenizer(self._decoder(job), job.params.stop) for job in parsed.jobs]
         offsets, written = [0] * len(parsed.jobs), 0
         for index in range(len(parsed.jobs)):
             opening = response.opening(index)
@@ -459,7 +466,7 @@ class Generation:
             if sample is None:
                 text, reason = texts[index].push(tokens, decoded), None
             else:
-                text = texts[index].finish(tokens, self._text(sample), decoded)
+                text = texts[index].finish(tokens, self._text(parsed, index, sample), decoded)
                 reason = sample.finish_reason
             logprobs = self._streamed_logprobs(parsed.body, response, update, offsets[index])
             if logprobs is not None:
@@ -512,14 +519,15 @@ class Generation:
             return None
         return response.logprobs(tokens, values, top, offset, body.top)
 
-    def _text(self, sample: SampleOutput) -> str:
+    def _text(self, parsed: Parsed, index: int, sample: SampleOutput) -> str:
         """The text of a whole sample, as `LLM` returns it."""
         if sample.text is not None:
             return sample.text
-        return "" if self._tokenizer is None else self._decode(sample.token_ids)
+        decode = self._decoder(parsed.jobs[index])
+        return "" if decode is None else decode(sample.token_ids)
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        return decode(self._tokenizer, ids)
+    def _decoder(self, job: Job) -> Callable[[Sequence[int]], str] | None:
+        return None if self._tokenizer is None else decoder_of(self._tokenizer, job.params)
 
 
 def _invalid(message: str, index: int = 0, choices: int = 1) -> ApiError:

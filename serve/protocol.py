@@ -67,7 +67,6 @@ UNSUPPORTED_SAMPLING: dict[str, Unsupported] = {
     "use_beam_search": Unsupported((False,), _BEAMS),
     "early_stopping": Unsupported((False,), _BEAMS),
     "length_penalty": Unsupported((1,), _BEAMS),
-    "skip_special_tokens": Unsupported((True,), "return_token_ids gives the tokens themselves"),
     "detokenize": Unsupported((True,), "return_token_ids gives the tokens beside the text"),
     "return_tokens_as_token_ids": Unsupported((False,), "return_token_ids gives the tokens"),
     "return_token_offsets": Unsupported((False,), "logprobs of completions have text_offset"),
@@ -325,8 +324,9 @@ class Sampling(with_unsupported(Body, UNSUPPORTED_SAMPLING)):
         "log-probability, under the raw logits",
     )
     return_token_ids: bool = Field(False, description="return token_ids and prompt_token_ids")
+    skip_special_tokens: bool = Field(True, description="leave special tokens out of the text")
     spaces_between_special_tokens: bool = Field(
-        True, description="ignored: special tokens have no text"
+        True, description="where the tokenizer's own decoder does not decide that"
     )
     # specjax's
     speculative: bool | Annotated[str, Field(min_length=1, max_length=64)] = Field(
@@ -371,7 +371,9 @@ class Sampling(with_unsupported(Body, UNSUPPORTED_SAMPLING)):
         try:
             return SamplingParams(
                 seed=self.seed,
-                top_logprobs=top_logprobs,
+                logprobs=top_logprobs or None,
+                skip_special_tokens=self.skip_special_tokens,
+                spaces_between_special_tokens=self.spaces_between_special_tokens,
                 include_stop_str_in_output=self.include_stop_str_in_output,
                 ignore_eos=self.ignore_eos,
                 min_tokens=self.min_tokens,

@@ -28,7 +28,7 @@ WARM_UP = {
     "all": (
         SamplingParams(),
         SamplingParams(top_p=0.9),
-        SamplingParams(top_logprobs=1, presence_penalty=0.1),
+        SamplingParams(logprobs=1, presence_penalty=0.1),
     ),
 }
 

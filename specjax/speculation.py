@@ -21,7 +21,14 @@ import yaml
 
 from specjax.command_line import require_effect
 from specjax.config.overrides import OVERRIDES
-from specjax.config.spec import ACCEPTANCE_MODES, DRAFT_KINDS, DRAFT_WORDS, OwnDraft, SpecConfig
+from specjax.config.spec import (
+    ACCEPTANCE_MODES,
+    DEFAULT_STRATEGY,
+    DRAFT_KINDS,
+    DRAFT_WORDS,
+    OwnDraft,
+    SpecConfig,
+)
 from specjax.config.strategy import OFF_NAMES, Strategy
 from specjax.control.config import CONTROLLERS, DEFAULT_STRATEGIES, ControlConfig
 from specjax.control.fastrl import FastRLSettings, read_fastrl
@@ -107,8 +114,11 @@ class SpeculationSettings:
 
     section: ClassVar[str] = "speculation"  # the section that has the keys
 
-    strategy: str = option(
-        "4_1_5", "what a round drafts, such as 4_1_5 (a chain) or 6_4_16 (a tree); off: nothing"
+    strategy: str | None = option(
+        None,
+        "what a round drafts, such as 4_1_5 (a chain) or 6_4_16 (a tree); off: nothing; null: "
+        "goodput chooses between 4_1_5 and off while running, or with acceptance=block and "
+        "recursive always 4_1_5",
     )
     acceptance: str = option(
         "coupled",
@@ -117,10 +127,9 @@ class SpeculationSettings:
     )
     draft: str = option(
         "auto",
-        "what drafts: auto, the checkpoint's head, or without one n-grams, with goodput choosing "
-        "between `strategy` and off; checkpoint, that head; random, a new head; ngram; the "
-        "directory or Hugging Face id of a head or a model; or your own class as "
-        "module:attribute[:PATH]",
+        "what drafts: auto, the checkpoint's head, or without one n-grams; checkpoint, that head; "
+        "random, a new head; ngram; the directory or Hugging Face id of a head or a model; or your "
+        "own class as module:attribute[:PATH]",
     )
     draft_kind: str = option("mtp", "kind of a new head, with draft=random", choices=DRAFT_KINDS)
     draft_overrides: dict[str, Any] = option(
@@ -171,7 +180,7 @@ class SpeculationSettings:
     control: ControlSection | None = option(
         None,
         "controller that chooses the strategy while running; null: always `strategy`, but goodput "
-        "if draft=auto takes n-grams",
+        "if that is null or draft=auto takes n-grams",
     )
 
     def __post_init__(self):
@@ -216,7 +225,7 @@ class SpeculationSettings:
         if self.control is None:
             return None
         try:
-            found = self.control.build(self.strategy)
+            found = self.control.build(self.strategy or DEFAULT_STRATEGY.name)
         except (ValueError, TypeError, OSError) as error:
             raise ValueError(f"{self.section}.control: {error}") from error
         return None if self.control.is_switched_off else found
@@ -230,27 +239,26 @@ class SpeculationSettings:
         values = {f.name: getattr(self, f.name) for f in fields(SpeculationSettings)}
         del values["control"]
         control = self.control_config()
-        strategy = self._own_strategy(control)
-        selectable = (strategy,) if control is None else control.arms
+        spec = SpecConfig(**{**values, "strategy": self._own_strategy(control)})
+        selectable = (spec.own_strategy,) if control is None else control.arms
         # Without a dynamic tree, the rules refuse `adaptive_width` of a user.
         adaptive = self.adaptive_width and any(one.is_dynamic for one in selectable)
-        return SpecConfig(**{**values, "strategy": strategy, "adaptive_width": adaptive})
+        return dataclasses.replace(spec, adaptive_width=adaptive)
 
-    def _own_strategy(self, control: ControlConfig | None) -> Strategy:
+    def _own_strategy(self, control: ControlConfig | None) -> Strategy | str | None:
         """The strategy of `spec()`.
 
         If `strategy` was not set, and FastRL's section or `strategies` does not have the default,
-        it is the first of the controller's strategies that drafts.
+        it is the first of the controller's strategies that drafts. None: neither was set.
         """
         if self.control is not None and self.control.is_switched_off:
             return Strategy.OFF
-        own, unset = Strategy.parse(self.strategy), self.strategy == SpeculationSettings.strategy
         # ema starts at the nearest tier, which need not be equal.
-        if control is None or control.controller == "ema" or not unset:
-            return own
+        if control is None or control.controller == "ema" or self.strategy is not None:
+            return self.strategy
         drafting = [strategy for strategy in control.arms if not strategy.is_off]
-        keeps_own = not drafting or (own in drafting and not self.control.fastrl)
-        return own if keeps_own else drafting[0]
+        keeps_own = not drafting or (DEFAULT_STRATEGY in drafting and not self.control.fastrl)
+        return DEFAULT_STRATEGY if keeps_own else drafting[0]
 
     @property
     def plain_by(self) -> str:
@@ -291,7 +299,11 @@ def is_switched_off(v: Values, section: str) -> bool:
 
 def is_off(v: Values, section: str) -> bool:
     """Whether the strategy or FastRL's section turns speculation off."""
-    return str(v[f"{section}.strategy"]).lower() in OFF_NAMES or is_switched_off(v, section)
+    return str(_strategy_of(v, section)).lower() in OFF_NAMES or is_switched_off(v, section)
+
+
+def _strategy_of(v: Values, section: str) -> str:
+    return v[f"{section}.strategy"] or DEFAULT_STRATEGY.name
 
 
 def switched_on(section: str, names: tuple[str, ...], unless: Any = None) -> Needs:
@@ -339,7 +351,7 @@ def speculation_rules(
         """The controller; None if there is none, or if its section raises an error itself."""
         asked = _control_of(v, section)
         try:
-            return None if asked is None else asked.build(v[f"{key}strategy"])
+            return None if asked is None else asked.build(_strategy_of(v, section))
         except (ValueError, TypeError, OSError):
             return None
 
@@ -347,7 +359,8 @@ def speculation_rules(
         """The strategies that draft and may be selected; None if one raises an error itself."""
         found = built(v)
         try:
-            every = (Strategy.parse(v[f"{key}strategy"]),) if found is None else found.arms
+            own = Strategy.parse(_strategy_of(v, section))
+            every = (own,) if found is None else found.arms
         except ValueError:
             return None
         return [strategy for strategy in every if not strategy.is_off]
@@ -362,7 +375,7 @@ def speculation_rules(
         if found is None or controlled_by("ema")(v) or is_off(v, section):
             return True
         try:
-            return Strategy.parse(v[f"{key}strategy"]) in found
+            return Strategy.parse(_strategy_of(v, section)) in found
         except ValueError:  # `SpecConfig` raises it, too
             return True
 

@@ -98,7 +98,7 @@ def _text(value: Any, none: str = "null") -> str:
 
 # Names of parameters in vLLM, transformers and others -> names in specjax.
 _FOREIGN_NAMES = {
-    "logprobs": "top_logprobs",
+    "top_logprobs": "logprobs",
     "max_new_tokens": "max_tokens",
     "max_model_len": "max_len",
     "max_num_seqs": "max_batch",

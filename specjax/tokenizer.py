@@ -167,14 +167,24 @@ def _with_bos(tokenizer, wanted: bool):
     return tokenizer
 
 
-def decode(tokenizer, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+def decode(
+    tokenizer,
+    ids: Sequence[int],
+    skip_special_tokens: bool = True,
+    spaces_between_special_tokens: bool = True,
+) -> str:
     """Returns the text of token ids, in which every space stays.
 
     A tokenizer whose settings have `clean_up_tokenization_spaces` would remove those before
     punctuation, and the text of a sample would not grow with its tokens.
     """
+    # Only some tokenizers of transformers take the option.
+    options = {} if spaces_between_special_tokens else {"spaces_between_special_tokens": False}
     return tokenizer.decode(
-        ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        ids,
+        skip_special_tokens=skip_special_tokens,
+        clean_up_tokenization_spaces=False,
+        **options,
     )
 
 

@@ -37,7 +37,7 @@ def policy(source: Path, path: Path, ends, token) -> Path:
 @pytest.fixture(scope="module")
 def whole(thin_policy) -> list[int]:
     """Tokens of a sample that nothing ends."""
-    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    params = SamplingParams(seed=0, max_tokens=24, ignore_eos=True)
     return LLM(thin_policy, OFF, **SIZES).generate(PROMPT, params)[0].samples[0].token_ids
 
 
@@ -63,11 +63,11 @@ def test_llm_and_the_server_stop_at_both(differing, whole):
     )
     for llm in (LLM(path, OFF, **SIZES), load_llm(served)):
         assert llm.cfg.eos_token_ids == (never, token)
-        sample = llm.generate(PROMPT, SamplingParams(max_tokens=24))[0].samples[0]
+        sample = llm.generate(PROMPT, SamplingParams(seed=0, max_tokens=24))[0].samples[0]
         assert sample.token_ids == expected and sample.finish_reason == "stop"
-        ends = SamplingParams(max_tokens=24, ignore_eos=True)
+        ends = SamplingParams(seed=0, max_tokens=24, ignore_eos=True)
         assert llm.generate(PROMPT, ends)[0].samples[0].token_ids == whole
-        stop = SamplingParams(max_tokens=24, stop_token_ids=whole[:1])
+        stop = SamplingParams(seed=0, max_tokens=24, stop_token_ids=whole[:1])
         assert llm.generate(PROMPT, stop)[0].samples[0].token_ids == whole[:1]
 
 

@@ -124,14 +124,20 @@ def test_they_are_the_defaults_of_the_batch_api(checkpoint):
     path = checkpoint(**ALL)
     llm = LLM(path, max_batch=1, max_len=96)
     expected = SamplingParams(
-        temperature=0.6, top_p=0.95, top_k=20, min_p=0.05, repetition_penalty=1.1, max_tokens=7
+        seed=0,
+        temperature=0.6,
+        top_p=0.95,
+        top_k=20,
+        min_p=0.05,
+        repetition_penalty=1.1,
+        max_tokens=7,
     )
     assert llm.get_default_sampling_params() == expected
     [by_default], [by_hand] = llm.generate(PROMPT), llm.generate(PROMPT, expected)
     assert by_default.samples == by_hand.samples
     neutral = LLM(path, max_batch=1, max_len=96, generation_config="none")
     assert neutral.get_default_sampling_params() == SamplingParams()
-    [output] = llm.generate(PROMPT, SamplingParams(max_tokens=12, ignore_eos=True))
+    [output] = llm.generate(PROMPT, SamplingParams(seed=0, max_tokens=12, ignore_eos=True))
     assert len(output.samples[0].token_ids) == 12, "what is said is not added to"
 
 

@@ -253,11 +253,11 @@ def settle_drafting(
             "of its own, or leave out draft.mode: then n-grams draft"
         )
     roll.draft = drafting.spec.draft
+    if drafting.control is not asked:
+        roll.control = ControlSection(
+            drafting.control.controller, [*map(str, drafting.control.strategies)]
+        )
     if drafting.by_default:
-        if drafting.control is not asked:
-            roll.control = ControlSection(
-                drafting.control.controller, [*map(str, drafting.control.strategies)]
-            )
         if roll.acceptance != "coupled":  # else tokens would depend on the batch
             roll.ngram_siblings = False
     with_head = trains(drafting.kind)

@@ -89,7 +89,7 @@ class Request:
 
     def body(self, model: str) -> bytes:
         fields = {**self.options, "model": model, "stream": self.stream, "return_token_ids": True}
-        top = fields.pop("top_logprobs", None)
+        top = fields.pop("logprobs", None)
         if self.chat:
             fields["messages"] = [{"role": "user", "content": self.prompt}]
         else:
@@ -207,7 +207,7 @@ def _request(random: np.random.Generator, prompt: str, longest: int) -> Request:
     if now_and_then(0.2):
         options["stop"] = [str(random.choice([";", " so", "####", "3", " then"]))]
     if now_and_then(0.2):
-        options["top_logprobs"] = int(random.integers(1, 6))
+        options["logprobs"] = int(random.integers(1, 6))
     if now_and_then(0.15):
         options["ignore_eos"] = True
     if now_and_then(0.1):

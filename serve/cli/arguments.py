@@ -17,14 +17,16 @@ from specjax.speculation import add_flags
 EPILOG = """Prompts are arguments, or lines of --file: text, or JSON lines (--json-lines, or a file
 name that ends in .jsonl) with "prompt" (text or token ids) or "messages" (for the chat template). A
 JSON line may set sampling options by their Python names ("max_tokens": 9) and
-"chat_template_kwargs"; its "id" is copied to the output, and other keys are ignored. A file whose
-name ends in .json holds an array of such objects. If a line cannot be used, or the model's logits
-are NaN, the command says so, generates the other samples, and exits with 1.
+"chat_template_kwargs"; its "id", any value, is copied to the output. A line with another key ends
+the command before anything is generated. A file whose name ends in .json holds an array of such
+objects. If a line cannot be used, or the model's logits are NaN, the command says so, generates the
+other samples, and exits with 1.
 
 One sample is printed while it is generated, several are printed in the order of their prompts.
 --output writes a JSON line per sample when it ends, in the order in which they end ("index" is the
 prompt's line minus 1), so that a killed call keeps all finished samples. --resume then generates
-the missing samples, which are those of a call without interruption. It refuses a file whose samples
+the missing samples, which are those of a call without interruption, with the seed that the file
+names unless --seed gives one. It refuses a file whose samples
 come from other weights (the model is a training run that has gone on), --dtype or --acceptance.
 
 examples:
@@ -39,7 +41,7 @@ _SAMPLING = (
     ("--temperature", "temperature", float, "0 is greedy"),
     ("--max-tokens", "max_tokens", str, "most tokens to generate; none: as many as fit"),
     ("-n", "n", int, "samples of each prompt"),
-    ("--seed", "seed", str, "equal prompts with equal seeds give equal samples; none: draw one"),
+    ("--seed", "seed", str, "seed of the samples; none: one is drawn, and a line says which"),
     ("--top-p", "top_p", float, "keep the fewest most likely tokens with this total probability"),
     ("--top-k", "top_k", int, "keep the N most likely tokens; 0: all"),
     ("--min-p", "min_p", float, "keep tokens at least X times as likely as the most likely one"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,6 @@ from serve.cli.arguments import build_parser, sampling_params
 from serve.cli.outputs import (
     EXACT,
     JsonLines,
-    StreamedText,
     TextInOrder,
     closing,
     key_of,
@@ -29,12 +27,11 @@ from specjax import interrupts
 from specjax.config import SamplingParams
 from specjax.speculation import as_flags, settings_of
 from specjax.spelling import flags, spelled
-from specjax.tokenizer import decode
 
 if TYPE_CHECKING:  # they import jax
     from specjax import LLM
     from specjax.engine.compare import Difference
-    from specjax.engine.request import Job, SampleOutput, Totals
+    from specjax.engine.request import CallSeeds, Job, SampleOutput, Totals
 
 
 class Asked(NamedTuple):
@@ -130,16 +127,19 @@ def _generate(
     counts = [prompt.settings.get("n", params.n) for prompt in given]
     with interrupts.at_once("specjax generate"):
         from specjax.engine.compiling import no_messages
+        from specjax.engine.request import CallSeeds
 
         llm = _load(args, sum(count for count in counts if isinstance(count, int)))
     params = _with_defaults(llm, args)
     _require_template_options(llm, args)
     if lines is not None:
         lines.require_same(_origin(llm, args), args.model)
-    asked = []
+    if params.seed is None:
+        params = _seeded(llm, params, given, lines)
+    asked, seeds = [], CallSeeds()
     for prompt in given:
         try:
-            asked.append(_ask(llm, prompt, params, args))
+            asked.append(_ask(llm, prompt, params, args, seeds))
         except (ValueError, TypeError) as error:
             failed += 1
             _print(f"{prompt.where}: {spelled(error, flags)}")
@@ -157,6 +157,8 @@ def _generate(
     invalid = sum(sample.error is not None for _, sample in ended)
     if args.stats:
         _print(_stats(llm, totals, len(missing), compiling))
+        for line in llm.engine.slower_than_plain():
+            _print(f"{line}; --strategy off decodes plainly")
     if llm.telemetry is not None:
         _print_rejections(llm)
     if failed:
@@ -222,7 +224,23 @@ def _load(args: argparse.Namespace, samples: int) -> LLM:
     return llm
 
 
-def _ask(llm: LLM, prompt: Prompt, params: SamplingParams, args: argparse.Namespace) -> Asked:
+def _seeded(
+    llm: LLM, params: SamplingParams, given: Sequence[Prompt], lines: JsonLines | None
+) -> SamplingParams:
+    """The parameters with a seed: that of the samples to go on with, or one that is drawn."""
+    from specjax.engine.request import draw_seed
+
+    known = {} if lines is None else lines.seeds
+    found = [known[p.index] for p in given if "seed" not in p.settings and p.index in known]
+    params = dataclasses.replace(params, seed=found[0] if found else draw_seed())
+    if params.temperature > 0 and lines is None:
+        _print(f"--seed {params.seed} repeats these samples")
+    return params
+
+
+def _ask(
+    llm: LLM, prompt: Prompt, params: SamplingParams, args: argparse.Namespace, seeds: CallSeeds
+) -> Asked:
     """Encodes a prompt; raises ValueError or TypeError where the model cannot take it."""
     from specjax.engine.prompts import check_prompt
     from specjax.engine.request import make_jobs
@@ -232,12 +250,11 @@ def _ask(llm: LLM, prompt: Prompt, params: SamplingParams, args: argparse.Namesp
     ids = _ids(llm, prompt, args.chat_template_kwargs)
     where, eos = "the prompt", llm.cfg.eos_token_ids  # the caller's message names it
     ids = check_prompt(where, ids, llm.cfg.vocab_size, llm.tokenizer)
-    jobs = make_jobs(ids, params, eos, llm.tokenizer, prompt.index, where)
+    jobs = make_jobs(ids, params, eos, llm.tokenizer, prompt.index, where, seeds)
     llm.engine.check(jobs[0])
     local = Path(args.model).exists()
     place = str(Path(args.model).resolve()) if local else f"{args.model}@{args.revision or 'main'}"
-    key = key_of(place, ids, params)
-    return Asked(prompt, ids, params, jobs, key)
+    return Asked(prompt, ids, params, jobs, key_of(place, jobs[0]))
 
 
 def _ids(llm: LLM, prompt: Prompt, options: Mapping[str, Any]) -> Sequence[int]:
@@ -287,7 +304,7 @@ def _run(
     streamed = ordered = None
     origin = _origin(llm, args)
     if lines is None and len(jobs) == 1 and llm.tokenizer is not None:
-        streamed = StreamedText(_decoder(llm), jobs[0][0].params.stop)
+        streamed = _StreamedText(jobs[0][1], llm.tokenizer)
         for engine in llm.engine.engines:
             engine.watcher = streamed
     elif lines is None:
@@ -304,7 +321,7 @@ def _run(
                 compiled = compiled or time.perf_counter()
                 for event in events:
                     one, job = added.pop(event.sequence)
-                    sample = ended = _with_text(llm, event.sample)
+                    sample = ended = llm.with_text(job, event.sample)
                     totals.add(sample)
                     samples.append((job, sample))
                     if sample.error is not None:
@@ -312,7 +329,7 @@ def _run(
                         if ordered is not None:
                             ordered.leave_out(one.prompt, job.sample)
                     elif lines is not None:
-                        row = row_of(one.prompt, job.sample, one.key, one.ids, sample, origin)
+                        row = row_of(one.prompt, job, one.key, sample, origin)
                         lines.write(row)
                     elif ordered is not None:
                         ordered.add(one.prompt, job.sample, _text(sample))
@@ -332,14 +349,28 @@ def _run(
     return totals, compiled - start, samples
 
 
-def _decoder(llm: LLM):
-    return functools.partial(decode, llm.tokenizer)
+class _StreamedText:
+    """Prints the text of one sample while it is generated; a watcher of the engine."""
 
+    def __init__(self, job: Job, tokenizer):
+        from specjax.engine.detokenize import SampleStream
+        from specjax.engine.request import decoder_of
 
-def _with_text(llm: LLM, sample: SampleOutput) -> SampleOutput:
-    if sample.text is not None or llm.tokenizer is None:
-        return sample
-    return dataclasses.replace(sample, text=_decoder(llm)(sample.token_ids))
+        self._stream = SampleStream(decoder_of(tokenizer, job.params), job.params.stop)
+
+    def chunk(self, strategy: str, bucket: int, rounds: int) -> None:
+        """See `specjax.engine.sequence.Watcher`."""
+
+    def news(self, sequence, news) -> None:
+        self._stream.add(news)
+
+    def step(self, text: str | None) -> None:
+        """Prints the new text, after each step of the engine.
+
+        Args:
+          text: the whole text, once the sample has ended.
+        """
+        print(self._stream.take(text)[1], end="" if text is None else "\n", flush=True)
 
 
 def _text(sample: SampleOutput) -> str:

@@ -7,24 +7,30 @@ import dataclasses
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from serve.cli import Failure, UsageError
 from serve.cli.prompts import STDIN, Prompt
-from serve.detokenize import IncrementalDetokenizer
-from specjax.config import SamplingParams
+
+if TYPE_CHECKING:  # they import jax
+    from specjax.engine.request import Job, SampleOutput
 
 _SPECULATION = ("speculative", "strategy", "n")  # options that change no token of a sample
 EXACT = ("coupled", "greedy")  # acceptance modes with the tokens of plain decoding
 
 
-def key_of(model: str, prompt: Sequence[int], params: SamplingParams) -> str:
-    """A hash of model, prompt and options; samples with equal keys and numbers are equal."""
-    options = dataclasses.asdict(params)
+def key_of(model: str, job: Job) -> str:
+    """A hash of model, prompt and options; samples with equal keys and numbers are equal.
+
+    Args:
+      model: name of the model.
+      job: the first sample of the request.
+    """
+    options = dataclasses.asdict(job.params)
     options = {name: value for name, value in options.items() if name not in _SPECULATION}
-    text = json.dumps([model, list(prompt), options], sort_keys=True)
+    text = json.dumps([model, list(job.prompt), job.words.tolist(), options], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -46,21 +52,24 @@ def origin_of(llm, acceptance: str, drafts: str) -> dict[str, str]:
 
 
 def row_of(
-    prompt: Prompt, sample: int, key: str, ids: Sequence[int], out, origin: Mapping[str, str]
+    prompt: Prompt, job: Job, key: str, out: SampleOutput, origin: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The JSON line of a sample (`SampleOutput` with its text)."""
+    """The JSON line of a sample with its text."""
     stats = out.stats
+    more = {"transformed_logprobs": out.transformed_logprobs, "top_logprobs": out.top_logprobs}
     asked = {"messages": prompt.messages} if prompt.text is None else {"prompt": prompt.text}
     return {
         "index": prompt.index,
-        "sample": sample,
+        "sample": job.sample,
+        "seed": job.params.seed,
         **({} if prompt.id is None else {"id": prompt.id}),
         **asked,
         "text": out.text,
         "finish_reason": out.finish_reason,
-        "prompt_tokens": len(ids),
+        "prompt_tokens": len(job.prompt),
         "token_ids": out.token_ids,
         "logprobs": out.logprobs,
+        **{name: values for name, values in more.items() if values is not None},
         "accept_length": stats.accept_length if stats.rounds else None,
         "rounds": stats.rounds,
         "drafted": stats.drafted,
@@ -80,6 +89,7 @@ class JsonLines:
 
     Attributes:
       known: keys of the samples that the file has, by index and number of the sample.
+      seeds: seeds of these samples, by index.
       origins: the origins of these samples, see `origin_of`.
 
     Raises:
@@ -90,6 +100,7 @@ class JsonLines:
     def __init__(self, name: str, resume: bool = False, replace: bool = False):
         self._name = name
         self.known: dict[tuple[int, int], str] = {}
+        self.seeds: dict[int, int] = {}
         self.origins: list[dict[str, str]] = []
         if name == STDIN:
             self._file = sys.stdout
@@ -115,6 +126,7 @@ class JsonLines:
             try:
                 row = json.loads(line)
                 self.known[row["index"], row["sample"]] = row["key"]
+                self.seeds[row["index"]] = row["seed"]
                 if row["origin"] not in self.origins:
                     self.origins.append(row["origin"])
             except (ValueError, KeyError, TypeError) as error:
@@ -203,36 +215,6 @@ class TextInOrder:
                 print()
             print(self._texts.pop(self._open.pop()), flush=True)
             self._first = False
-
-
-class StreamedText:
-    """Prints the text of one sample while it is generated; a watcher of the engine."""
-
-    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str]):
-        self._stream = IncrementalDetokenizer(decode, stop)
-        self._news: list[int] = []
-        self._text: str | None = None
-        self._known = 0
-
-    def chunk(self, strategy: str, bucket: int, rounds: int) -> None:
-        """See `specjax.engine.sequence.Watcher`."""
-
-    def news(self, sequence, news) -> None:
-        self._news += news.since(self._known).tokens
-        self._text = news.text
-        self._known = max(self._known, news.at + len(news.tokens))
-
-    def step(self, text: str | None) -> None:
-        """Prints the new text, after each step of the engine.
-
-        Args:
-          text: the whole text, once the sample has ended; it may end before its last tokens.
-        """
-        tokens, self._news = self._news, []
-        if text is None:
-            print(self._stream.push(tokens, self._text), end="", flush=True)
-        else:
-            print(self._stream.finish(tokens, text, self._text), flush=True)
 
 
 @contextlib.contextmanager

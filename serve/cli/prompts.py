@@ -6,6 +6,7 @@ A line that cannot be used is reported by its number, and the others keep their 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,12 +15,16 @@ from typing import Any
 
 from serve.cli import UsageError
 from specjax.config import SamplingParams
+from specjax.spelling import foreign
 
 STDIN = "-"
 JSON_SUFFIXES = (".jsonl", ".ndjson")
-_SETTINGS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+_SETTINGS = {field.name for field in dataclasses.fields(SamplingParams)} - {
+    "prompt_logprobs", "detokenize",  # the output has a text, and nothing of the prompt
+}  # fmt: skip
 JSON_SUFFIX = ".json"
 _KEYS = ("prompt", "messages")
+_KNOWN = {*_KEYS, *_SETTINGS, "id", "chat_template_kwargs"}
 _NO_MESSAGES = "messages must be a list of objects with 'role' and 'content', which is text, got "
 
 
@@ -63,7 +68,7 @@ def of_file(name: str, json_lines: bool, chat: bool) -> tuple[list[Prompt], list
       the prompts, and a message for each line that cannot be used. Empty lines are skipped.
 
     Raises:
-      UsageError: the file cannot be read.
+      UsageError: the file cannot be read, or a line has a key that nothing reads.
     """
     try:
         raw = sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()
@@ -123,6 +128,7 @@ def _of_value(index: int, where: str, value: Any, chat: bool) -> Prompt:
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, got {type(value).__name__}")
     json.dumps(value, ensure_ascii=False).encode()  # lone surrogates, which no output could hold
+    _require_known(where, value)
     if sum(key in value for key in _KEYS) != 1:
         raise ValueError(f"expected either {_KEYS[0]!r} or {_KEYS[1]!r}, got {sorted(value)}")
     settings = {key: value[key] for key in value.keys() & _SETTINGS}
@@ -139,6 +145,20 @@ def _of_value(index: int, where: str, value: Any, chat: bool) -> Prompt:
     if isinstance(text, list) and text and all(type(token) is int for token in text):
         return Prompt(index, where, text, None, settings, value.get("id"))
     raise ValueError(f"prompt must be a string or a list of token ids, got {_short(text)}")
+
+
+def _require_known(where: str, value: Mapping[str, Any]) -> None:
+    """Raises UsageError for a key that nothing reads, which may be a misspelt option."""
+    for key in value:
+        if key in _KNOWN:
+            continue
+        meant, _ = foreign(key) or (None, None)
+        close = [meant] if meant in _KNOWN else difflib.get_close_matches(key, _KNOWN, 1, 0.7)
+        hint = f"did you mean {close[0]!r}? If not, leave" if close else "leave"
+        raise UsageError(
+            f"{where}: nothing reads the key {key!r}; {hint} it out, or put it into 'id', which "
+            "takes any value and is copied to the output"
+        )
 
 
 def _checked(messages: Any) -> list[dict]:

@@ -17,9 +17,13 @@ SEED_RANGE = f"an integer of 64 bits, {SEEDS[0]} to {SEEDS[-1]}"
 
 _INTEGER, _REAL = (numbers.Integral,), (numbers.Real,)
 _TYPES = (
-    *((name, _INTEGER, "an integer") for name in ("n", "min_tokens", "top_k", "top_logprobs")),
+    *((name, _INTEGER, "an integer") for name in ("n", "min_tokens", "top_k")),
     ("seed", (*_INTEGER, type(None)), "an integer, or None to draw one"),
     ("max_tokens", (*_INTEGER, type(None)), "an integer, or None for as many as fit"),
+    *(
+        (name, (*_INTEGER, type(None)), "an integer, or None for none")
+        for name in ("logprobs", "prompt_logprobs")
+    ),
     *((name, _REAL, "a number") for name in ("temperature", "top_p", "min_p")),
     *((f"{name}_penalty", _REAL, "a number") for name in ("repetition", "presence", "frequency")),
 )
@@ -38,8 +42,9 @@ class SamplingParams:
       max_tokens: largest number of tokens to generate; None: as many as fit.
       min_tokens: number of tokens before which stop tokens are masked and stop strings ignored.
       seed: the request's seed, of 64 bits with or without a sign (`SEEDS`). With the prompt's token
-        ids it keys every random number, so equal prompts with equal seeds give equal samples. None
-        draws a seed for every request.
+        ids and the number of the sample it keys every random number. Equal prompts with equal seeds
+        in one call are numbered on: three of them with n=1 give the samples of one with n=3. None
+        draws a seed for every call, which `RequestOutput.seed` reports.
       n: number of samples of this prompt, each with its own noise.
       top_k: keep the k most likely tokens (ties with the last one kept); 0 or -1 keeps all.
       top_p: keep the fewest most likely tokens whose mass is at least top_p.
@@ -58,10 +63,18 @@ class SamplingParams:
       stop: strings that end a sample; the text is cut before them. They may be, or hold, the names
         of special tokens, which the text itself leaves out.
       include_stop_str_in_output: leave the stop string in the text.
+      detokenize: whether samples have a text; without one there are no stop strings.
+      skip_special_tokens: whether the text leaves out special tokens.
+      spaces_between_special_tokens: whether the text has spaces between special tokens, where the
+        tokenizer's own decoder does not decide that (those of the library `tokenizers` do).
       transformed_logprobs: also return each token's log-probability under the distribution that was
-        sampled, after all transforms; `logprobs` is always that of the temperature-scaled logits.
-      top_logprobs: number of most likely tokens to return per position, of the temperature-scaled
-        distribution and, with `transformed_logprobs`, of the transformed one.
+        sampled, after all transforms; `SampleOutput.logprobs` is that of the temperature-scaled
+        logits.
+      logprobs: number of most likely tokens to return per generated token, of the
+        temperature-scaled distribution and, with `transformed_logprobs`, of the transformed one;
+        None: the generated token's log-probability alone.
+      prompt_logprobs: number of most likely tokens to return per token of the prompt, under the raw
+        logits; None: nothing of the prompt.
       speculative: whether this request is drafted for; False decodes it plainly.
       strategy: name of the strategy for this request, one of those that the engine compiled; None:
         the engine's controller chooses. Samples that ask for different strategies take turns.
@@ -69,7 +82,7 @@ class SamplingParams:
 
     temperature: float = 1.0
     max_tokens: int | None = 256
-    seed: int | None = 0
+    seed: int | None = None
     n: int = 1
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
@@ -85,8 +98,12 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str | tuple[int, ...], ...] = ()
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
     transformed_logprobs: bool = False
-    top_logprobs: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     speculative: bool = True
     strategy: str | None = None
 
@@ -147,8 +164,10 @@ class SamplingParams:
         yield "allowed_token_ids", some, "at least one token id (None allows all)"
         yield "bad_words", all(len(w) > 0 for w in self.bad_words), "words that are not empty"
         yield "stop", all(isinstance(s, str) and s for s in self.stop), "strings that are not empty"
-        within = 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS
-        yield "top_logprobs", within, f"between 0 and {MAX_TOP_LOGPROBS}"
+        yield "stop", self.detokenize or not self.stop, "none where detokenize is False"
+        for name in ("logprobs", "prompt_logprobs"):
+            within = 0 <= (getattr(self, name) or 0) <= MAX_TOP_LOGPROBS
+            yield name, within, f"between 0 and {MAX_TOP_LOGPROBS}"
 
 
 def is_seed(value: numbers.Integral) -> bool:

@@ -20,6 +20,7 @@ DRAFT_WORDS = (AUTO_DRAFT, CHECKPOINT_DRAFT, RANDOM_DRAFT, NGRAM_DRAFT)
 DRAFT_KINDS = ("mtp", "eagle3")  # names of `specjax.registry.DRAFTS` of which a head can be made
 NGRAM_LIMIT = 127  # match lengths are kept as int8
 TELEMETRY_VARIABLE = "SPECJAX_TELEMETRY"
+DEFAULT_STRATEGY = Strategy.chain(4)
 
 
 _OWN_CLASS = re.compile(r"(?P<name>[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)(?::(?P<path>.+))?")
@@ -50,7 +51,8 @@ class SpecConfig:
 
     Attributes:
       strategy: a `Strategy`, or a value that `Strategy.parse` reads, such as `"4_1_5"`; `"off"`
-        is plain decoding.
+        is plain decoding. None: a controller chooses between `4_1_5` and `off` while running, or,
+        where tokens depend on the strategy (`block`, `recursive`), `4_1_5`.
       acceptance: `coupled` (any tree, token-identical to plain decoding), `block` (chains,
         identical in distribution), `recursive` (chains and static trees, identical in
         distribution) or `greedy` (any tree, for requests of temperature 0 only; token-identical).
@@ -94,7 +96,7 @@ class SpecConfig:
         SPECJAX_TELEMETRY says.
     """
 
-    strategy: Strategy | str | Sequence[Sequence[int]] = Strategy.chain(4)
+    strategy: Strategy | str | Sequence[Sequence[int]] | None = None
     acceptance: str = "coupled"
     draft: str = AUTO_DRAFT
     draft_kind: str = "mtp"
@@ -115,7 +117,8 @@ class SpecConfig:
 
     def __post_init__(self):
         choice("acceptance", self.acceptance, ACCEPTANCE_MODES)
-        object.__setattr__(self, "strategy", Strategy.parse(self.strategy))
+        if self.strategy is not None:
+            object.__setattr__(self, "strategy", Strategy.parse(self.strategy))
         if self.draft is None:
             raise SettingError(
                 lambda spell: (
@@ -186,7 +189,7 @@ class SpecConfig:
 
     def _refuse_what_is_not_exact(self) -> None:
         strategy = self.resolve()
-        where = f"got strategy {self.strategy.name!r}"
+        where = f"got strategy {self.own_strategy.name!r}"
         if self.acceptance == "block" and not strategy.is_chain:
             nearest = "'coupled'" if strategy.is_dynamic else "'recursive' or 'coupled'"
             raise ValueError(
@@ -226,8 +229,13 @@ class SpecConfig:
         return OwnDraft.parse(self.draft)
 
     @property
+    def own_strategy(self) -> Strategy:
+        """The strategy that drafts unless a controller chooses another one."""
+        return DEFAULT_STRATEGY if self.strategy is None else self.strategy
+
+    @property
     def is_off(self) -> bool:
-        return self.strategy.is_off
+        return self.own_strategy.is_off
 
     @property
     def telemetry_on(self) -> bool:
@@ -237,4 +245,4 @@ class SpecConfig:
 
     def resolve(self) -> Strategy:
         """The strategy, cut to `spec_verify_tokens`."""
-        return self.strategy.capped(self.spec_verify_tokens)
+        return self.own_strategy.capped(self.spec_verify_tokens)

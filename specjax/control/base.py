@@ -242,6 +242,13 @@ class Controller(abc.ABC):
         """
         return {}
 
+    def slower_than_plain(self) -> str | None:
+        """Says that drafting took longer than plain decoding would have, by measured costs.
+
+        None where it did not, or where the costs of either were not measured.
+        """
+        return None
+
     def state(self) -> dict[str, Any]:
         """Returns, for JSON, all that a restored controller needs to continue identically."""
         return {

@@ -33,6 +33,7 @@ _WAIT = 2  # choices until both chunks of a probe have been observed
 _SHORT = 8  # rounds below which a first chunk says too little of its rounds' seconds
 _START_STEP = 4.0  # largest step of the average start, in plain rounds
 _LONGEST_START = 64  # plain rounds; anything longer is taken for another process's doing
+_SLOWER = 0.02  # share of all seconds; what drafting loses beyond it is worth a line
 _ENDS_WITHIN = 4096.0  # tokens after which an observed end of a sample counts half
 
 
@@ -240,6 +241,8 @@ class Goodput(Controller):
       regret_seconds: estimated seconds lost, by probes and late switches, against the strategy
         that scored best when each chunk was observed.
       seconds: duration of all chunks.
+      drafting_seconds: duration of the chunks that drafted, where the cost of `off` was measured.
+      plain_seconds: what plain decoding would have taken for the tokens of these chunks.
       probes: number of probes so far.
     """
 
@@ -257,6 +260,7 @@ class Goodput(Controller):
         self.costs = CostTable.from_state((costs or CostTable()).state())
         self.acceptance = Acceptance(self.strategies, self.config.half_life, self.config.prior)
         self.regret_seconds = self.seconds = 0.0
+        self.drafting_seconds = self.plain_seconds = 0.0
         self.probes = 0
         self._best: dict[int, str] = {}  # the strategy in use, by bucket
         self._drafting = 1.0  # share of slots that are drafted for
@@ -475,6 +479,20 @@ class Goodput(Controller):
         self.seconds += seconds
         self.regret_seconds += lost
         self._credit += self.config.probe_fraction * seconds
+        if seen.strategy != OFF and OFF in self.arms and self.costs.known(OFF, seen.batch_size):
+            rounds = seen.tokens / seen.batch_size
+            self.drafting_seconds += seconds
+            self.plain_seconds += rounds * self.round_seconds(OFF, seen.batch_size, seen.context)
+
+    def slower_than_plain(self) -> str | None:
+        lost = self.drafting_seconds - self.plain_seconds
+        if lost <= _SLOWER * self.seconds:
+            return None
+        return (
+            f"drafting took {self.drafting_seconds:.1f} s, and plain decoding of the same tokens "
+            f"would have taken {self.plain_seconds:.1f} s, by the costs that the controller "
+            "measured"
+        )
 
     def log_fields(self) -> dict[str, float | str]:
         fields = {
@@ -514,10 +532,10 @@ class Goodput(Controller):
         self._probe = Probe(**state["probe"]) if state["probe"] else None
         self._probed, self._starts = set(state["probed"]), dict(state["late"])
         for name in _NUMBERS:
-            setattr(self, name, state[name])
+            setattr(self, name, state.get(name, 0.0))  # earlier versions kept fewer
 
 
 _NUMBERS = (
-    "regret_seconds", "seconds", "probes", "_drafting", "_emitted", "_ended", "_chunk_tokens",
+    "regret_seconds", "seconds", "drafting_seconds", "plain_seconds", "probes", "_drafting", "_emitted", "_ended", "_chunk_tokens",
     "_last", "_credit", "_pairs_to_judge", "_rounds", "_probed_at", "_length",
 )  # fmt: skip

@@ -18,7 +18,7 @@ from specjax.engine.options import Limits
 from specjax.engine.request import Job, SampleOutput, Totals
 from specjax.engine.runner import Runner
 from specjax.engine.sequence import Finished, Progress, Sequence
-from specjax.engine.start_up import StartUp, calibrate, compile_ahead
+from specjax.engine.start_up import Programs, StartUp, calibrate, compile_ahead
 from specjax.engine.unfinished import Unfinished
 from specjax.models.transformer import Params
 from specjax.telemetry import Collector
@@ -96,12 +96,21 @@ class BaseEngine(abc.ABC):
                     "warm_up would overwrite the caches of samples that run; call it before "
                     "add(), or suspend() them and add them again"
                 )
-            engine.is_warm = True
         programs = [engine.programs() for engine in self.engines]
+        return self._prepare(programs, features, on_program)
+
+    def _prepare(
+        self,
+        programs: Several[Programs],
+        features: Several[Features],
+        on_program: OnProgram | None = None,
+    ) -> StartUp:
+        """As `warm_up`, of some programs of each engine; no samples run."""
         start_up = compile_ahead(programs, features, on_program)
-        for engine in self.engines:
+        for engine, own in zip(self.engines, programs, strict=True):
+            engine.is_warm = True
             if engine.control is not None and engine.control.controller == "goodput":
-                costs, seconds = calibrate(engine.programs(), features[0])
+                costs, seconds = calibrate(own, features[0])
                 engine.controller.calibrated(costs)
                 seconds += start_up.calibration_seconds
                 start_up = dataclasses.replace(start_up, calibration_seconds=seconds)
@@ -202,6 +211,11 @@ class BaseEngine(abc.ABC):
         """Raises ValueError if `add` cannot take the job."""
         self.make(job, progress)
 
+    def slower_than_plain(self) -> list[str]:
+        """The lines of `Controller.slower_than_plain` of this process's engines."""
+        lines = [engine.controller.slower_than_plain() for engine in self.engines]
+        return [line for line in lines if line is not None]
+
     @abc.abstractmethod
     def step(self) -> list[Finished]:
         """Enqueues work and takes in results, once; returns the samples that ended."""
@@ -217,6 +231,14 @@ class BaseEngine(abc.ABC):
     @abc.abstractmethod
     def clear(self) -> None:
         """Drops all samples that wait or run."""
+
+    def require_no_work(self) -> None:
+        """Raises RuntimeError if samples of `add` are not finished."""
+        if self.has_work:
+            raise RuntimeError(
+                "samples that were added are not finished; step() until they are, or abort them, "
+                "before generating others"
+            )
 
     def generate(
         self,
@@ -240,11 +262,7 @@ class BaseEngine(abc.ABC):
           ValueError: a job does not fit; nothing has run.
           RuntimeError: samples of `add` are not finished; nothing has run.
         """
-        if self.has_work:
-            raise RuntimeError(
-                "samples that were added are not finished; step() until they are, or abort them, "
-                "before generate()"
-            )
+        self.require_no_work()
         start, steps = time.perf_counter(), self.runner.steps
         totals = Totals(steps, np.zeros(steps + 2, np.int64))
         outputs: list[SampleOutput | None] = [None] * len(jobs)

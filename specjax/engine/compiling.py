@@ -130,10 +130,10 @@ def announce_if_slow(what: str, say: Callable[[str], None] = log.warning) -> Ite
     """A context that logs what is compiled in it, if that takes longer than `SILENT_SECONDS`."""
 
     def late() -> None:
-        say(
-            f"compiling {what} takes more than {SILENT_SECONDS:.0f} s, and samples wait for it; "
-            "JAX_COMPILATION_CACHE_DIR=DIR keeps what was compiled for the next start"
-        )
+        text = f"compiling {what} takes more than {SILENT_SECONDS:.0f} s, and samples wait for it"
+        if not jax.config.jax_compilation_cache_dir:
+            text += "; JAX_COMPILATION_CACHE_DIR=DIR keeps what was compiled for the next start"
+        say(text)
 
     timer = threading.Timer(SILENT_SECONDS, late)
     timer.daemon = True
@@ -188,6 +188,7 @@ class Executables:
       plain_forms: programs by key that were also compiled without graphs, the first one of each
         program and features, until `end_check`.
       compilations: number of programs that were compiled so far.
+      seconds: time that compiling each program took, but for those compiled side by side.
       before_build: function called before a program is compiled, which takes seconds.
       build: function that makes the executable of a program from its key, a function that lowers
         it, and the indices of its donated inputs.
@@ -205,6 +206,7 @@ class Executables:
         self._graph_keys: set[tuple] = set()
         self._may_fail: set[tuple] = set()
         self.compilations = 0
+        self.seconds: dict[tuple, float] = {}
         self.before_build: Callable[[], None] = lambda: None
         self.build: Callable = self._build
         self.threads = threads_for(mesh)
@@ -251,11 +253,14 @@ class Executables:
                 lambda: self._attempt(key, lambda: lowered, donate),
                 lambda built: self._keep(key, built),
             )
-        elif self._is_ahead:  # the caller of `ahead` reports the progress
+            return self.by_key[key]
+        began = time.perf_counter()
+        if self._is_ahead:  # the caller of `ahead` reports the progress
             self._keep(key, self._attempt(key, lower, donate))
         else:
             with announce_if_slow(described(key)):
                 self._keep(key, self._attempt(key, lower, donate))
+        self.seconds[key] = time.perf_counter() - began
         return self.by_key[key]
 
     def _attempt(self, key: tuple, lower: Callable[[], jax.stages.Lowered], donate: tuple):

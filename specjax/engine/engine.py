@@ -16,6 +16,7 @@ where a sequence runs, by which strategy, or how often it is interrupted.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import time
@@ -26,7 +27,7 @@ import numpy as np
 
 from specjax.config import ModelConfig, SpecConfig
 from specjax.config.spec import RANDOM_DRAFT
-from specjax.control import ControlConfig, Controller, Observation, make_controller
+from specjax.control import OFF, ControlConfig, Controller, Observation, Static, make_controller
 from specjax.decode.chunk import Result
 from specjax.decode.options import Features
 from specjax.decode.state import RUNNING
@@ -62,6 +63,8 @@ from specjax.models.transformer import Params
 from specjax.telemetry import Collector, SlotInfo, active_transforms
 
 PREFILL_ROWS = 8  # the most prompts that one prefill reads
+# Programs that draft take about so many times as long to compile as those of plain decoding.
+DRAFTING_COST = 3
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +148,7 @@ class Engine(BaseEngine):
         self.batch, self.max_len = batch, max_len
         self.size_for(platform)
         self.unfinished = Unfinished(self.runner, self.limits)
-        self.controller = self._controller()
+        self.controller, self._plain = self._controller(), Static(OFF)
         self.telemetry = Collector() if spec and spec.telemetry_on else None
         self.watcher: Watcher | None = None
         self.lengths = LengthHistory()
@@ -163,8 +166,9 @@ class Engine(BaseEngine):
         self._own_ids: np.ndarray | None = None  # the tokens that the head drafts; None: all
         self._to_feed: list[FinishedSample] = []
         self.clear()
-        # With several strategies, `step` first compiles all of them.
+        # With several strategies `step` compiles all of them, at first or later.
         self.is_warm = len(self.runner.plans) == 1
+        self._worked, self._since = 0.0, None  # seconds in which samples ran, and the last step
 
     @property
     def engines(self) -> tuple[Engine]:
@@ -278,7 +282,8 @@ class Engine(BaseEngine):
 
         Later the controller logs the strategy and the accept length, see `specjax.control`.
         """
-        plans, using = self.runner.plans, f"Using strategy: {self.controller.active}"
+        first = self.controller if self.is_warm or not self._starts_plain else self._plain
+        plans, using = self.runner.plans, f"Using strategy: {first.active}"
         if len(plans) > 1:
             kind = self.control.controller
             using += f" at first; the controller {kind} chooses among {', '.join(plans)}"
@@ -475,8 +480,7 @@ class Engine(BaseEngine):
                 "there are no weights to run with: they were released, or never set; call "
                 "set_params() before step()"
             )
-        if not self.is_warm:  # compile for the samples that were added, before they run
-            self.warm_up([all_of(self.unfinished.asked or [Features()]).widened()])
+        self._warm_up_if_due()
         executables = runner.executables
         if executables.graphs.wanted and not executables.is_checked and self.unfinished:
             self._check_graphs()
@@ -508,6 +512,54 @@ class Engine(BaseEngine):
         self._in_flight.pause()
         return events
 
+    @property
+    def _starts_plain(self) -> bool:
+        """Whether samples are decoded plainly until compiling programs that draft seems worth it.
+
+        Several hosts of a replica have clocks that differ, and compile all programs at first.
+        """
+        asked = self.control is not None and self.control.controller == "goodput"
+        return asked and OFF in self.runner.plans and not self.runner.agreement.is_shared
+
+    def _warm_up_if_due(self) -> None:
+        """Compiles all strategies, unless that may take longer than the work that is left.
+
+        Where plain decoding is a choice of the controller, samples are decoded plainly until that
+        has taken as long as compiling the chunks that are needed will take, by those compiled so
+        far. So short work costs what plain decoding costs, and long work at most about twice as
+        much. Samples that run are then read again.
+        """
+        if self.is_warm:
+            return
+        features = all_of(self.unfinished.asked or [Features()]).widened()
+        if not self._starts_plain:
+            self.warm_up([features])
+            return
+        now = time.perf_counter()
+        if self._since is not None:
+            self._worked += now - self._since
+        self._since = now if self.unfinished else None
+        executables = self.runner.executables
+        if not executables.seconds or not self.unfinished:
+            return
+        most = next(b for b in self.buckets if b >= min(self.batch, len(self.unfinished)))
+        programs = self.programs()
+        strategies = {b: names for b, names in programs.strategies.items() if b <= most}
+        programs = dataclasses.replace(programs, rows={}, strategies=strategies)
+        missing = [
+            1 if name == OFF else DRAFTING_COST
+            for name, bucket in programs.chunks
+            if bucket not in self.runner.buckets(name, features)
+        ]
+        expected = max(executables.seconds.values()) * sum(missing) / executables.threads
+        if self._worked - sum(executables.seconds.values()) < expected:
+            return
+        self.drain()
+        if self.unfinished:
+            self._preempt_all()
+            self.scheduler.forget_prompts()
+            self._prepare([programs], [features])
+
     def _check_graphs(self) -> None:
         """Compiles the program of the first chunk, and checks CUDA graphs by it.
 
@@ -515,7 +567,7 @@ class Engine(BaseEngine):
         the caches.
         """
         runner, first = self.runner, list(self.unfinished)[: self.slots]
-        [strategy] = runner.plans
+        strategy = next(iter(runner.plans)) if self.is_warm else OFF
         features, bucket = choose_program(runner, self.buckets, self.unfinished, strategy, first)
         compile_ahead([Programs(runner, {}, {bucket: [strategy]})], [features])
         runner.reset()
@@ -663,7 +715,7 @@ class Engine(BaseEngine):
             self.slots,
             self._rows,
             self.buckets,
-            self.controller,
+            self.controller if self.is_warm else self._plain,
             self.unfinished,
             self._others_wait,
         )
@@ -766,7 +818,7 @@ class Engine(BaseEngine):
             ended=ended,
             context=context / rounds if rounds else None,
         )
-        observe = self.controller.observe
+        observe = (self.controller if self.is_warm else self._plain).observe
         self.runner.agreement.ask(seconds, lambda agreed: observe(seen(seconds=agreed)))
 
     def _finish(self, sequence: Sequence, sample: SampleOutput) -> None:

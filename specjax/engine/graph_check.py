@@ -128,7 +128,7 @@ def _sequences(
     # The first one ends in the first chunk, and a waiting one takes its row over.
     first, longest = 1 + max(1, rounds // 2), min(most, each * size)
     options = _options(runner, features, longest // 2)
-    params = SamplingParams(temperature=1.0, max_tokens=None, n=count, ignore_eos=True, **options)
+    params = SamplingParams(seed=0, max_tokens=None, n=count, ignore_eos=True, **options)
     found = []
     for slot, job in enumerate(make_jobs([0], params, ())):
         limit = min(first + slot * max(longest - first, 0) // max(count - 1, 1), longest)

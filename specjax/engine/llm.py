@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from tqdm import tqdm
@@ -18,8 +18,10 @@ from specjax.control import ControlConfig
 from specjax.engine.cache_budget import cache_budget, longest_that_fits
 from specjax.engine.compare import Difference, first_differences
 from specjax.engine.compiling import OnProgram
+from specjax.engine.detokenize import SampleStream
 from specjax.engine.engine import Engine
 from specjax.engine.options import check_job, features_of
+from specjax.engine.prompt_scores import PromptScorer
 from specjax.engine.prompts import (
     Message,
     Prompt,
@@ -31,13 +33,18 @@ from specjax.engine.prompts import (
 )
 from specjax.engine.replicas import Replicas
 from specjax.engine.request import (
+    CallSeeds,
     Job,
     RequestOutput,
     SampleOutput,
     Totals,
+    decoder_of,
+    draw_seed,
     make_jobs,
     require_valid,
 )
+from specjax.engine.sequence import News
+from specjax.engine.sequence import Sequence as Sample
 from specjax.engine.settings import EngineConfig
 from specjax.engine.sources import (
     head_class,
@@ -56,7 +63,6 @@ from specjax.spelling import SettingError, Spell, checks_keywords, python
 from specjax.telemetry import Collector
 from specjax.tokenizer import (
     chat_ids,
-    decode,
     has_chat_template,
     prompt_ids,
     with_tokenizer_end,
@@ -66,6 +72,35 @@ from specjax.weights import load_tokenizer
 log = logging.getLogger(__name__)
 
 LEAST_LENGTH = 2048  # tokens of a sample that fit by default, whatever memory there is
+
+
+class Piece(NamedTuple):
+    """What a sample of `LLM.stream` has grown by.
+
+    Attributes:
+      sample: number of the sample.
+      text: the new text; no later token changes it.
+      token_ids: the new tokens. Text that they begin, such as a part of a character, comes later.
+      output: the whole sample, in its last piece; else None.
+    """
+
+    sample: int
+    text: str
+    token_ids: list[int]
+    output: SampleOutput | None
+
+
+class _Streams:
+    """A watcher of engines that passes the news of samples on to their streams."""
+
+    def __init__(self):
+        self.by_sample: dict[Sample, SampleStream] = {}
+
+    def chunk(self, strategy: str, bucket: int, rounds: int) -> None:
+        """See `specjax.engine.sequence.Watcher`."""
+
+    def news(self, sequence: Sample, news: News) -> None:
+        self.by_sample[sequence].add(news)
 
 
 @checks_keywords
@@ -347,13 +382,15 @@ class LLM:
           prompts: strings (see `specjax.tokenizer.prompt_ids`), lists of token ids, or vLLM's
             {"prompt": text} and {"prompt_token_ids": ids}; a single prompt need not be in a list.
           params: sampling parameters for all prompts, or a list with one for each; None:
-            `get_default_sampling_params()`.
-          progress: whether to show a bar with tok/s and accept length.
+            `get_default_sampling_params()`. Without a seed, one is drawn for the call.
+          progress: whether to show a bar with tok/s and accept length, and a warning in the log
+            if drafting was slower than plain decoding would have been.
           sampling_params: vLLM's name of `params`; give one of the two.
 
         Returns:
-          one `RequestOutput` per prompt, in order. A sample whose logits were no distribution has
-          the finish reason `error` and a message in `error`; other samples are not affected.
+          one `RequestOutput` per prompt, in order, with the seed of its samples. A sample whose
+          logits were no distribution has the finish reason `error` and a message in `error`; other
+          samples are not affected.
 
         Raises:
           ValueError: prompts or params have another form, a prompt is empty or too long, an id is
@@ -372,13 +409,86 @@ class LLM:
             self.differences = self.compare_samples(jobs, samples)
             for difference in self.differences:
                 log.warning("speculative and plain decoding differ: %s", difference)
-        outputs = [RequestOutput(prompt, []) for prompt in ids]
+        asked: dict[int, SamplingParams] = {job.request: job.params for job in jobs}
+        scores = self._prompt_logprobs(ids, asked)
+        outputs = [
+            RequestOutput(prompt, [], asked[index].seed, scores.get(index))
+            for index, prompt in enumerate(ids)
+        ]
         for job, sample in zip(jobs, samples, strict=True):
-            if sample.text is None and self.tokenizer is not None:
-                text = decode(self.tokenizer, sample.token_ids)
-                sample = dataclasses.replace(sample, text=text)
-            outputs[job.request].samples.append(sample)
+            outputs[job.request].samples.append(self.with_text(job, sample))
         return outputs
+
+    def stream(
+        self,
+        prompt: Prompt | PromptDict | Sequence[Message],
+        params: SamplingParams | None = None,
+    ) -> Iterator[Piece]:
+        """Generates the samples of one prompt, and yields them in pieces while they grow.
+
+        The pieces of a sample together are its text and its tokens in `generate`. A caller that
+        leaves the loop aborts the samples.
+
+        Args:
+          prompt: a prompt as in `generate`, or a conversation as in `chat`.
+          params: as in `generate`.
+
+        Raises:
+          ValueError: as in `generate` and `chat`.
+        """
+        given = prompt if isinstance(prompt, (str, Mapping)) else list(prompt)
+        if isinstance(given, list) and given and isinstance(given[0], Mapping):
+            [given] = self._chat_prompts(given)
+        _, jobs = self._jobs(*self._normalise([given], params))
+        return self._streamed(jobs)
+
+    def _streamed(self, jobs: list[Job]) -> Iterator[Piece]:
+        streams, engines = _Streams(), self.engine.engines
+        self.engine.require_no_work()
+        added = {self.engine.add(job): job for job in jobs}
+        for sequence, job in added.items():
+            decode = decoder_of(self.tokenizer, job.params) if self._has_text(job) else None
+            streams.by_sample[sequence] = SampleStream(decode, job.params.stop)
+        for each in engines:
+            each.watcher = streams
+        try:
+            while self.engine.has_work:
+                ended = {event.sequence: event.sample for event in self.engine.step()}
+                for sequence, job in added.items():
+                    output = ended.get(sequence)
+                    if output is not None:
+                        output = self.with_text(job, output)
+                    text = None if output is None else output.text or ""
+                    tokens, text = streams.by_sample[sequence].take(text)
+                    if tokens or text or output is not None:
+                        yield Piece(job.sample, text, tokens, output)
+        finally:
+            for each in engines:
+                each.watcher = None
+            if self.engine.has_work:
+                self.engine.clear()
+
+    def _has_text(self, job: Job) -> bool:
+        return self.tokenizer is not None and job.params.detokenize
+
+    def with_text(self, job: Job, sample: SampleOutput) -> SampleOutput:
+        """Returns the sample of a job with its text, if the job asks for one."""
+        if sample.text is not None or not self._has_text(job):
+            return sample
+        text = decoder_of(self.tokenizer, job.params)(sample.token_ids)
+        return dataclasses.replace(sample, text=text)
+
+    def _prompt_logprobs(
+        self, prompts: list[list[int]], asked: dict[int, SamplingParams]
+    ) -> dict[int, list[dict[int, float] | None]]:
+        """See `RequestOutput.prompt_logprobs`; by index of the prompts that ask for them."""
+        found = {}
+        for most in {params.prompt_logprobs for params in asked.values()} - {None}:
+            scorer = PromptScorer(self.engine, self.max_len)
+            those = [index for index, params in asked.items() if params.prompt_logprobs == most]
+            scores = scorer.read(scorer.start([prompts[index] for index in those]), most)
+            found |= {index: each.top for index, each in zip(those, scores, strict=True)}
+        return found
 
     def chat(
         self,
@@ -405,18 +515,22 @@ class LLM:
           ValueError: there is no tokenizer, it has no chat template, the template refuses the
             messages, or as in `generate`.
         """
+        params = _one_of(params, sampling_params)
+        prompts = self._chat_prompts(messages, chat_template_kwargs, add_generation_prompt)
+        return self.generate(prompts, params, progress)
+
+    def _chat_prompts(self, messages, options=None, add_generation_prompt=True) -> list[list[int]]:
+        """The prompts of conversations, as token ids."""
         if self.tokenizer is None or not has_chat_template(self.tokenizer):
             missing = "no tokenizer" if self.tokenizer is None else "a tokenizer without one"
             raise ValueError(
                 f"chat needs a tokenizer with a chat template, and the checkpoint has {missing}; "
                 "pass LLM(..., tokenizer=...), or use generate"
             )
-        params = _one_of(params, sampling_params)
-        prompts = [
-            chat_ids(self.tokenizer, conversation, chat_template_kwargs, add_generation_prompt)
+        return [
+            chat_ids(self.tokenizer, conversation, options, add_generation_prompt)
             for conversation in as_conversations(messages)
         ]
-        return self.generate(prompts, params, progress)
 
     def compare_with_plain(
         self,
@@ -470,7 +584,7 @@ class LLM:
         self, prompts: list[Prompt], params: list[SamplingParams]
     ) -> tuple[list[list[int]], list[Job]]:
         """Checks prompts and params; returns the prompts as token ids, and one job per sample."""
-        ids, jobs = [], []
+        ids, jobs, seeds = [], [], CallSeeds(self._draw_seed)
         for index, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
             where = f"prompt {index}"
             if isinstance(prompt, str):
@@ -482,10 +596,14 @@ class LLM:
                 prompt = prompt_ids(self.tokenizer, prompt)
             ids.append(check_prompt(where, prompt, self.cfg.vocab_size, self.tokenizer))
             eos = self.cfg.eos_token_ids
-            mine = make_jobs(ids[-1], sampling, eos, self.tokenizer, index)
+            mine = make_jobs(ids[-1], sampling, eos, self.tokenizer, index, seeds=seeds)
             check_job(where, mine[0], self.engine.limits)
             jobs += mine
         return ids, jobs
+
+    def _draw_seed(self) -> int:
+        """Draws the seed of a call; all processes of a replica draw the same."""
+        return int(self.engine.runner.agreement.agree(float(draw_seed())))
 
     def _run(self, jobs: list[Job], progress: bool) -> tuple[list[SampleOutput], Totals]:
         if not progress:
@@ -497,7 +615,10 @@ class LLM:
                 rate = totals.tokens / max(totals.seconds, 1e-9)
                 bar.set_postfix_str(f"{rate:.0f} tok/s, accept length {totals.accept_length:.2f}")
 
-            return self.engine.generate(jobs, show)
+            found = self.engine.generate(jobs, show)
+        for line in self.engine.slower_than_plain():
+            log.warning("%s", line)
+        return found
 
 
 def _one_of(params, sampling_params):

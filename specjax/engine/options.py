@@ -139,7 +139,7 @@ def features_of(job: Job, vocab: int) -> Features:
         bad_words=bool(job.bad_words),
         min_tokens=p.min_tokens > 0 and bool(job.stop_ids),
         transformed_logprobs=p.transformed_logprobs,
-        top_logprobs=p.top_logprobs > 0,
+        top_logprobs=bool(p.logprobs),
     )
 
 

@@ -153,7 +153,7 @@ def row_block(device: Device, batch: int, strategies: Mapping[str, StrategyProgr
 def own_name(spec: SpecConfig | None, plans: Mapping[str, Plan]) -> str:
     """The name of the plan for `spec`'s own strategy; the first name if it has none."""
     if spec is not None and not spec.is_off:
-        for name in (spec.strategy.name, spec.resolve().name):
+        for name in (spec.own_strategy.name, spec.resolve().name):
             if name in plans:
                 return name
     return next(iter(plans))

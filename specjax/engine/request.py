@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from specjax.config import SamplingParams
 from specjax.decode.noise import request_words
-from specjax.tokenizer import decode as text_of_ids
+from specjax.tokenizer import decode
 
 NO_LIMIT = (1 << 31) - 1
 ERROR = "error"  # finish reason of a sample whose logits were no distribution
@@ -62,8 +63,8 @@ class SampleOutput:
 
     Attributes:
       token_ids: the generated tokens.
-      text: text of these tokens without special tokens, cut at a stop string; None without a
-        tokenizer.
+      text: text of these tokens, cut at a stop string; None without a tokenizer, or where it was
+        not asked for.
       logprobs: log-probability of each token in the temperature-scaled distribution.
       finish_reason: `stop` (a stop token or stop string), `length`, `abort`, or `error` (the logits
         of the next token hold NaN or +inf, or are all -inf; see `error`).
@@ -137,10 +138,19 @@ def require_valid(
 
 @dataclasses.dataclass(frozen=True)
 class RequestOutput:
-    """All samples of one prompt."""
+    """All samples of one prompt.
+
+    Attributes:
+      seed: seed of the samples. `SamplingParams(seed=...)` with this one repeats the call.
+      prompt_logprobs: token id -> logprob of the most likely tokens, best first, and of the
+        prompt's own token, for each of its tokens but the first, which has None; under the raw
+        logits. None unless asked for.
+    """
 
     prompt_token_ids: list[int]
     samples: list[SampleOutput]
+    seed: int
+    prompt_logprobs: list[dict[int, float] | None] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +162,7 @@ class Job:
       limit: the most prompt and generated tokens; NO_LIMIT: as many as fit.
       words: the five uint32 words that key its randomness.
       stop_ids: tokens that end it.
-      params: how it is sampled.
+      params: how it is sampled, with a seed.
       bad_words: its bad words as token ids.
       decode: function from token ids to text, to find stop strings; None: there are none.
       name: function that returns the text of a special token, to find it in stop strings.
@@ -183,6 +193,45 @@ class Job:
         return dataclasses.replace(self, params=dataclasses.replace(self.params, speculative=False))
 
 
+def draw_seed() -> int:
+    """Draws a seed, of as many bits as JSON numbers keep."""
+    return secrets.randbits(53)
+
+
+class CallSeeds:
+    """The seeds of the requests of one call, and the numbers of their samples.
+
+    Requests without a seed share one that is drawn. The samples of a prompt that comes again with
+    the same seed are numbered after those of the earlier ones.
+
+    Args:
+      draw: function that draws the seed.
+    """
+
+    def __init__(self, draw: Callable[[], int] = draw_seed):
+        self._draw = functools.cache(draw)
+        self._samples: Counter[tuple[int, tuple[int, ...]]] = Counter()
+
+    def take(self, prompt: Sequence[int], params: SamplingParams) -> tuple[SamplingParams, int]:
+        """Returns the parameters with a seed, and the number of the request's first sample."""
+        if params.seed is None:
+            params = dataclasses.replace(params, seed=self._draw())
+        key = params.seed, tuple(prompt)
+        first = self._samples[key]
+        self._samples[key] += params.n
+        return params, first
+
+
+def decoder_of(tokenizer, params: SamplingParams) -> Callable[[Sequence[int]], str]:
+    """The function from token ids to text that the parameters of a request ask for."""
+    return functools.partial(
+        decode,
+        tokenizer,
+        skip_special_tokens=params.skip_special_tokens,
+        spaces_between_special_tokens=params.spaces_between_special_tokens,
+    )
+
+
 def make_jobs(
     prompt: Sequence[int],
     params: SamplingParams,
@@ -190,6 +239,7 @@ def make_jobs(
     tokenizer=None,
     request: int = 0,
     where: str | None = None,
+    seeds: CallSeeds | None = None,
 ) -> list[Job]:
     """One job per sample of a request.
 
@@ -200,6 +250,7 @@ def make_jobs(
       tokenizer: tokenizer for stop strings, and for bad words that are strings.
       request: index of the request.
       where: name of the prompt in messages; None: `prompt` and the index of the request.
+      seeds: seeds of the call; None: the request is a call of its own.
 
     Raises:
       ValueError: there are strings and no tokenizer.
@@ -207,7 +258,7 @@ def make_jobs(
     where = where or f"prompt {request}"
     stops = tuple(params.stop_token_ids) + (() if params.ignore_eos else tuple(eos_ids))
     most = NO_LIMIT if params.max_tokens is None else len(prompt) + params.max_tokens
-    seed = secrets.randbits(63) if params.seed is None else params.seed
+    params, first = (seeds or CallSeeds()).take(prompt, params)
     try:
         bad_words = bad_word_ids(params.bad_words, tokenizer)
     except ValueError as error:
@@ -220,14 +271,15 @@ def make_jobs(
                 "tokenizer to find them with; pass one (LLM(..., tokenizer=...)), or use "
                 "stop_token_ids"
             )
-        decode = functools.partial(text_of_ids, tokenizer)
-        name = functools.cache(functools.partial(special_name, tokenizer))
+        decode = decoder_of(tokenizer, params)
+        if params.skip_special_tokens:  # else they are in the text
+            name = functools.cache(functools.partial(special_name, tokenizer))
     stop_ids = tuple(dict.fromkeys(stops))
     return [
         Job(
             prompt=prompt,
             limit=most,
-            words=request_words(seed, prompt, sample),
+            words=request_words(params.seed, prompt, first + sample),
             stop_ids=stop_ids,
             params=params,
             bad_words=bad_words,
@@ -243,9 +295,9 @@ def make_jobs(
 
 def special_name(tokenizer, token: int) -> str:
     """The text of a special token, which decoding leaves out; empty for any other token."""
-    if text_of_ids(tokenizer, [token]):
+    if decode(tokenizer, [token]):
         return ""
-    return text_of_ids(tokenizer, [token], skip_special_tokens=False)
+    return decode(tokenizer, [token], skip_special_tokens=False)
 
 
 def bad_word_ids(words: Sequence[str | tuple[int, ...]], tokenizer) -> tuple[tuple[int, ...], ...]:

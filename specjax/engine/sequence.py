@@ -210,7 +210,7 @@ class Sequence:
         self._records = [] if given.records is None else [given.records]
         # One piece per chunk, because a string cannot grow.
         self._origins = [given.origins[: len(self.tokens)].ljust(len(self.tokens), UNKNOWN)]
-        self._top = _Top([], []) if params.top_logprobs else None
+        self._top = _Top([], []) if params.logprobs is not None else None
         self._histogram = [0] * (self._steps + 2)
         self._drafted = self._accepted = 0
         self._depths = [0] * (self._steps + 1)
@@ -299,7 +299,7 @@ class Sequence:
             # A view would keep the whole result of the chunk in memory until the sample ends.
             self._records.append(report.records[row, :count].copy())
         if self._top is not None:
-            self._top.add(report.top, row, count, self.job.params.top_logprobs)
+            self._top.add(report.top, row, count, self.job.params.logprobs)
         kept = count if cut is None else cut.tokens - before
         rounds = self._count_rounds(lists.counts[row], kept)
         drafts = tree is not None and self.job.params.speculative
@@ -404,6 +404,10 @@ class _Top(NamedTuple):
     transformed: list[dict[int, float]] | None
 
     def add(self, top: TopLogprobs, row: int, count: int, best: int) -> None:
+        if not best:  # `with_chosen` adds the generated tokens
+            self.scaled.extend({} for _ in range(count))
+            self.transformed.extend({} for _ in range(count))
+            return
         _add(self.scaled, top.ids, top.logprobs, row, count, best)
         if top.transformed_ids is not None:
             _add(self.transformed, top.transformed_ids, top.transformed_logprobs, row, count, best)

@@ -109,7 +109,8 @@ class Drafting(NamedTuple):
     """The draft source and controller that will run, as `settle_draft` decided.
 
     Attributes:
-      spec: how to speculate, with a `draft` that is not `auto`; None: plain decoding.
+      spec: how to speculate, with a strategy and a `draft` that is not `auto`; None: plain
+        decoding.
       control: settings of the controller; None: always the strategy of `spec`.
       by_default: whether `auto` became n-grams because the checkpoint has no head.
       kind: class of what drafts; None: plain decoding.
@@ -192,10 +193,11 @@ def settle_draft(
 ) -> Drafting:
     """Decides what `SpecConfig.draft` stands for.
 
-    `auto` is the checkpoint's head, or else n-grams. N-grams that find nothing cost time. So if
-    the user chose neither n-grams nor a controller, the `goodput` controller chooses between the
-    strategy and `off` while running. In `block` and `recursive` mode it does not, because there
-    the tokens would depend on its choices.
+    `auto` is the checkpoint's head, or else n-grams. Drafting may cost more time than it saves. So
+    if the user chose neither a strategy nor a controller, the `goodput` controller chooses between
+    the default strategy and `off` while running; with n-grams that nobody chose, between the given
+    one and `off`. In `block` and `recursive` mode it does not, because there the tokens would
+    depend on its choices.
 
     Args:
       spec: how to speculate; None: plain decoding.
@@ -216,14 +218,14 @@ def settle_draft(
     settled = Drafting(spec, control)
     if spec is None or spec.is_off:
         return settled
+    by_default, is_open = spec.draft == AUTO_DRAFT and head is None, spec.strategy is None
+    spec = dataclasses.replace(spec, strategy=spec.own_strategy)
     if spec.draft == AUTO_DRAFT:
-        name = NGRAM_DRAFT if head is None else CHECKPOINT_DRAFT
-        spec = dataclasses.replace(spec, draft=name)
-        free = spec.acceptance in ("coupled", "greedy") and may_stop
-        if control is None and free and head is None:
-            control = ControlConfig(strategies=(Strategy.OFF, spec.strategy))
-        settled = Drafting(spec, control, by_default=head is None)
-    return settled._replace(kind=_class_of(spec, head, target, find or find_draft_at))
+        spec = dataclasses.replace(spec, draft=NGRAM_DRAFT if by_default else CHECKPOINT_DRAFT)
+    if control is None and (by_default or is_open) and spec.by_token and may_stop:
+        control = ControlConfig(strategies=(Strategy.OFF, spec.strategy))
+    kind = _class_of(spec, head, target, find or find_draft_at)
+    return Drafting(spec, control, by_default, kind)
 
 
 def _class_of(

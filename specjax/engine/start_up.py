@@ -425,7 +425,7 @@ def _most_rounds(
 def _starts(runner: Runner, count: int, length: int) -> list[Start]:
     """Artificial sequences for the first `count` slots, which will not end soon."""
     prompt = (np.arange(max(length, 1)) % runner.cfg.vocab_size).tolist()
-    params = SamplingParams(temperature=1.0, max_tokens=None, n=count, ignore_eos=True)
+    params = SamplingParams(seed=0, max_tokens=None, n=count, ignore_eos=True)
     starts = []
     for slot, job in enumerate(make_jobs(prompt, params, ())):
         job = dataclasses.replace(job, limit=runner.max_len)

@@ -108,7 +108,7 @@ class Unfinished:
 
 def _check_progress(job: Job, progress: Progress, room: int) -> None:
     """Raises ValueError if a sample of at most `room` tokens cannot continue from `progress`."""
-    if job.params.top_logprobs:
+    if job.params.logprobs is not None:
         raise ValueError(
             f"{job.where} continues an earlier run and asks for top logprobs, which are not "
             "kept across runs; leave them out"

@@ -152,7 +152,7 @@ def test_traffic_is_of_all_kinds_and_the_same_for_a_seed():
     assert 160 <= sum(request.disconnects for request in requests) <= 240
     assert {request.speculative for request in requests} == {None, True, False, "off", "2_1_3"}
     options = {name for request in requests for name in request.options}
-    assert {"n", "stop", "top_logprobs", "presence_penalty", "top_p", "min_tokens"} <= options
+    assert {"n", "stop", "logprobs", "presence_penalty", "top_p", "min_tokens"} <= options
     assert {(request.chat, request.stream) for request in requests} == {
         (a, b) for a in (0, 1) for b in (0, 1)
     }

@@ -240,7 +240,7 @@ class TestTokensOfPlainDecoding:
 
     def test_with_samples_and_requests_that_share_a_prompt(self, mixed, name, mix):
         llm, prompt = mixed(name, mix), list(range(20, 60))
-        params = SamplingParams(max_tokens=20, n=2, ignore_eos=True)
+        params = SamplingParams(seed=0, max_tokens=20, n=2, ignore_eos=True)
         jobs = [
             *jobs_of(prompt, params),
             *jobs_of([*prompt[:33], 3], params, 1),

@@ -14,8 +14,8 @@ from specjax.engine.settings import EngineConfig
 
 VOCAB, MAX_LEN = CFG.vocab_size, 96
 ARMS = ("off", "1_1_2", "3_1_4")
-ONE = SamplingParams(max_tokens=40, ignore_eos=True)
-LONG = SamplingParams(max_tokens=80, ignore_eos=True)
+ONE = SamplingParams(seed=0, max_tokens=40, ignore_eos=True)
+LONG = SamplingParams(seed=0, max_tokens=80, ignore_eos=True)
 
 
 class AtRandom(Controller):

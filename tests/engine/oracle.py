@@ -51,7 +51,7 @@ def _noise(words, position):
 def decode(cfg, params, prompt, sampling, sample=0) -> ByHand:
     """One sample, token by token; the noise is that of its request and each token's position."""
     stops = [*sampling.stop_token_ids, *(() if sampling.ignore_eos else cfg.eos_token_ids)]
-    words = request_words(sampling.seed, prompt, sample)
+    words = request_words(sampling.seed or 0, prompt, sample)
     out = ByHand([], [], [])
     while len(out.tokens) < sampling.max_tokens and not (out.tokens and out.tokens[-1] in stops):
         logits = logits_at(cfg, params, [*prompt, *out.tokens])

@@ -29,10 +29,10 @@ EVERYTHING = SamplingParams(
     allowed_token_ids=range(60),
     bad_words=[(4, 5)],
     transformed_logprobs=True,
-    top_logprobs=2,
+    logprobs=2,
     stop="never there",
 )
-NOTHING = SamplingParams(max_tokens=24, ignore_eos=True)
+NOTHING = SamplingParams(seed=0, max_tokens=24, ignore_eos=True)
 ENGINES = {"speculative": SpecConfig("4x2x1"), "plain": None}
 
 

@@ -47,7 +47,7 @@ def test_an_engine_warns_once_of_a_head_that_is_wrong(thin_policy, caplog):
         lambda path, a: -50 * a if path[-1].key == "norm" else a, head
     )
     llm = LLM((cfg, params, wrong), SpecConfig("1_1_2"), max_batch=8, max_len=64)
-    many = SamplingParams(n=8, max_tokens=48, ignore_eos=True, temperature=0.5)
+    many = SamplingParams(seed=0, n=8, max_tokens=48, ignore_eos=True, temperature=0.5)
     for _ in range(2):
         llm.generate([5, 6, 7], many)
     assert len([x for x in warned(caplog) if "speculation only costs time" in x]) == 1

@@ -66,7 +66,9 @@ MODES = {
 
 
 def params_of(transform: str) -> SamplingParams:
-    return SamplingParams(**{"ignore_eos": True, "max_tokens": TOKENS, **TRANSFORMS[transform]})
+    return SamplingParams(
+        **{"seed": 0, "ignore_eos": True, "max_tokens": TOKENS, **TRANSFORMS[transform]}
+    )
 
 
 PAIR = (0, 4.0)

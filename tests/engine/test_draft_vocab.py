@@ -140,7 +140,7 @@ def test_what_is_drafted_follows_what_is_emitted_and_nothing_is_compiled(monkeyp
     spec = SpecConfig("4x2x1", draft_vocab=16)
     llm = LLM((CFG, *weights()), spec, max_batch=BATCH, max_len=MAX_LEN)
     above = {token: 30.0 for token in range(40, 48)}
-    params = SamplingParams(max_tokens=24, ignore_eos=True, logit_bias=above)
+    params = SamplingParams(seed=0, max_tokens=24, ignore_eos=True, logit_bias=above)
     expected = [o.samples[0].token_ids for o in shared_llm("plain").generate(PROMPTS, params)]
     lengths = []
     for _ in range(2):
@@ -157,7 +157,7 @@ def test_ids_that_are_given_stay_and_change_neither_tokens_nor_programs(monkeypa
     monkeypatch.setattr(vocabulary, "FIRST_COUNT", 20)
     spec = SpecConfig("4x2x1", draft_vocab=16)
     llm = LLM((CFG, *weights()), spec, max_batch=BATCH, max_len=MAX_LEN)
-    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    params = SamplingParams(seed=0, max_tokens=24, ignore_eos=True)
     expected = [o.samples[0].token_ids for o in shared_llm("plain").generate(PROMPTS, params)]
     llm.generate(PROMPTS, params)
     before, chosen = llm.engine.runner.compilations, llm.engine.runner.ids.tolist()
@@ -200,7 +200,7 @@ def test_replicas_draft_from_the_same_ids(monkeypatch):
     monkeypatch.setattr(vocabulary, "FIRST_COUNT", 20)
     spec = SpecConfig("1_1_2", draft_vocab=16)
     llm = LLM((CFG, *weights()), spec, 1, MAX_LEN, replicas=2)
-    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    params = SamplingParams(seed=0, max_tokens=24, ignore_eos=True)
     expected = [o.samples[0].token_ids for o in shared_llm("plain").generate(PROMPTS, params)]
     for _ in range(2):
         assert [o.samples[0].token_ids for o in llm.generate(PROMPTS, params)] == expected

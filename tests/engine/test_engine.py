@@ -135,7 +135,7 @@ def test_rows_are_taken_over_within_a_chunk():
 def test_what_a_chunk_tells_of_one_that_takes_over_is_what_it_tells_of_one_alone():
     """Whatever is told by round or by token, with counts of its own for penalties."""
     asks = dataclasses.replace(
-        ONE, top_logprobs=2, transformed_logprobs=True, frequency_penalty=0.5, max_tokens=24
+        ONE, logprobs=2, transformed_logprobs=True, frequency_penalty=0.5, max_tokens=24
     )
     jobs = [job for i in range(5) for job in jobs_of([i + 1, 2, 3], asks, i)]
     engine = engine_of(batch=1, stretch=8)

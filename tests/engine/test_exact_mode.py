@@ -18,8 +18,8 @@ from specjax.engine.request import make_jobs
 
 OPTIONS = [
     SamplingParams(max_tokens=20, temperature=0.0, repetition_penalty=1.3),
-    SamplingParams(max_tokens=20, temperature=0.7, top_p=0.8, n=2),
-    SamplingParams(max_tokens=20, temperature=1.0, top_k=5, frequency_penalty=0.5),
+    SamplingParams(seed=0, max_tokens=20, temperature=0.7, top_p=0.8, n=2),
+    SamplingParams(seed=0, max_tokens=20, temperature=1.0, top_k=5, frequency_penalty=0.5),
     SamplingParams(max_tokens=20, temperature=1.0, min_p=0.1, bad_words=[(3,)], seed=4),
 ]
 
@@ -228,6 +228,7 @@ def test_gaps_are_those_of_the_scores_after_penalties_and_bias(llm):
 
 def random_filters(rng) -> SamplingParams:
     return SamplingParams(
+        seed=0,
         temperature=1.0,
         top_k=int(rng.choice([0, 3, 8])),
         top_p=float(rng.choice([1.0, 0.5, 0.9])),
@@ -266,5 +267,5 @@ def test_masked_tokens_are_never_kept_and_greedy_scores_are_never_filtered():
     scores = np.array([0.0, -np.inf, -1.0, -9.0])
     greedy = support(scores, SamplingParams(temperature=0.0, top_k=1, top_p=0.1, min_p=0.9), 0.1)
     assert greedy.possible.tolist() == greedy.certain.tolist() == [True, False, True, True]
-    loose = support(scores, SamplingParams(top_k=3, top_p=0.999999, min_p=1e-9), 0.1)
+    loose = support(scores, SamplingParams(seed=0, top_k=3, top_p=0.999999, min_p=1e-9), 0.1)
     assert not loose.possible[1] and not loose.certain[1]

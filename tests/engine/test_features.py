@@ -41,7 +41,7 @@ def any_options(rng) -> SamplingParams:
         **maybe({"bad_words": [ids(int(rng.integers(1, 4))) for _ in range(3)]}),
         **maybe({"stop_token_ids": ids(3), "min_tokens": int(rng.integers(0, 6))}),
         **maybe({"transformed_logprobs": True}),
-        **maybe({"top_logprobs": int(rng.integers(1, 20))}),
+        **maybe({"logprobs": int(rng.integers(1, 20))}),
         **maybe({"speculative": False}),
     )
 
@@ -96,8 +96,8 @@ def test_what_is_warmed_up_compiles_no_more_and_requests_that_need_less_take_the
     engine = small_engine(batch=1)
     engine.warm_up([Features(), Features.all()])
     seen = asked(engine)
-    options = SamplingParams(max_tokens=20, top_p=0.5, frequency_penalty=0.1)
-    bare = SamplingParams(max_tokens=20)
+    options = SamplingParams(seed=0, max_tokens=20, top_p=0.5, frequency_penalty=0.1)
+    bare = SamplingParams(seed=0, max_tokens=20)
     assert compilations_of(lambda: engine.generate(jobs(bare, bare))) == 0
     assert {ran for _, ran in seen} == {Features()}
     assert compilations_of(lambda: engine.generate(jobs(bare, options))) == 0
@@ -146,7 +146,7 @@ def test_greedy_requests_ask_for_no_noise(asked):
 def test_telemetry_is_collected_through_llm_when_on_and_absent_when_off():
     llm = LLM((CFG, *weights()), SpecConfig("1_1_2", telemetry=True), max_batch=2, max_len=40)
     llm.tokenizer = Pieces()
-    base = SamplingParams(max_tokens=20, ignore_eos=True, stop="never there")
+    base = SamplingParams(seed=0, max_tokens=20, ignore_eos=True, stop="never there")
     params = [
         dataclasses.replace(base, n=2),
         dataclasses.replace(base, frequency_penalty=0.5),
@@ -164,8 +164,11 @@ def test_telemetry_is_collected_through_llm_when_on_and_absent_when_off():
     text = outs[0].samples[0].text
     llm.telemetry.clear()
     stops = [dataclasses.replace(base, stop=text[i : i + 2]) for i in range(4, 12)]
-    llm.generate([PROMPTS[0]] * 8, stops)
-    assert llm.telemetry.summary().rounds == llm.totals.rounds, "rounds past the end were counted"
+    rounds = 0
+    for params in stops:
+        llm.generate([PROMPTS[0]], params)
+        rounds += llm.totals.rounds
+    assert llm.telemetry.summary().rounds == rounds, "rounds past the end were counted"
     assert shared_llm("speculative").telemetry is None and shared_llm("plain").telemetry is None
 
 
@@ -183,7 +186,7 @@ def test_options_asked_for_one_after_the_other_compile_a_few_programs_and_no_mor
         {"allowed_token_ids": [3, 4]},
         {"bad_words": [[3]]},
         {"transformed_logprobs": True},
-        {"top_logprobs": 2},
+        {"logprobs": 2},
     ):
         engine.generate(jobs(SamplingParams(max_tokens=2, **option)))
     assert engine.runner.compilations - built == 3  # filters; all of sampling; everything

@@ -257,7 +257,7 @@ def plain_of_one_layer():
 
 def tree_differences():
     llm = LLM(model(layers=1), SpecConfig(strategy="2x2"), 2, MAX_LEN)
-    params = SamplingParams(max_tokens=50, ignore_eos=True, n=2)
+    params = SamplingParams(seed=0, max_tokens=50, ignore_eos=True, n=2)
     jobs = make_jobs([5, 9, 2], params, ())
     plain, _ = plain_of_one_layer().engine.generate(jobs)
     samples, totals = llm.engine.generate(jobs)

@@ -84,9 +84,7 @@ def llm(mode: str) -> LLM:
 def generated(mode: str):
     temperature = 0.0 if mode == "greedy" else 1.0
     best = 2 if mode == "coupled tree" else 0
-    params = SamplingParams(
-        temperature=temperature, max_tokens=TOKENS, seed=3, n=2, top_logprobs=best
-    )
+    params = SamplingParams(temperature=temperature, max_tokens=TOKENS, seed=3, n=2, logprobs=best)
     return [s for out in llm(mode).generate(PROMPTS, params) for s in out.samples]
 
 

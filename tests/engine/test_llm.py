@@ -54,7 +54,7 @@ def llm(request):
 
 
 def sample(llm, prompt=PROMPT, **params):
-    return llm.generate([prompt], SamplingParams(**params))[0].samples[0]
+    return llm.generate([prompt], SamplingParams(**{"seed": 0, **params}))[0].samples[0]
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def test_what_are_no_messages_is_refused_with_what_messages_are(plain_llm, monke
 
 
 def test_prompts_are_taken_in_vllms_forms_and_params_by_vllms_name(plain_llm):
-    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     forms = [
         [5, 9], (5, 9), np.array([5, 9]), jnp.array([5, 9]), {"prompt_token_ids": [5, 9]},
         {"prompt_token_ids": np.array([5, 9])},
@@ -212,8 +212,8 @@ def test_a_batch_of_no_slots_is_refused():
 def test_max_tokens_is_met_exactly_wherever_in_a_path_it_falls(llm):
     full = sample(llm, max_tokens=24, ignore_eos=True).token_ids
     assert len(full) == 24
-    cut = [SamplingParams(max_tokens=n, ignore_eos=True) for n in range(1, 13)]
-    for n, out in enumerate(llm.generate([PROMPT] * 12, cut), start=1):
+    cut = [SamplingParams(seed=0, max_tokens=n, ignore_eos=True) for n in range(1, 13)]
+    for n, out in enumerate((llm.generate([PROMPT], p)[0] for p in cut), start=1):
         assert out.samples[0].token_ids == full[:n]
         assert out.samples[0].finish_reason == "length"
 
@@ -221,17 +221,21 @@ def test_max_tokens_is_met_exactly_wherever_in_a_path_it_falls(llm):
 def test_a_sample_ends_with_its_stop_token_wherever_in_a_path_it_falls(llm):
     full = sample(llm, max_tokens=24, ignore_eos=True).token_ids
     firsts = list(dict.fromkeys(full))  # the first occurrence of each token
-    stops = [SamplingParams(max_tokens=24, stop_token_ids=(t,), ignore_eos=True) for t in firsts]
-    for token, out in zip(firsts, llm.generate([PROMPT] * len(firsts), stops), strict=True):
-        got = out.samples[0]
+    stops = [
+        SamplingParams(seed=0, max_tokens=24, stop_token_ids=(t,), ignore_eos=True) for t in firsts
+    ]
+    for token, params in zip(firsts, stops, strict=True):
+        got = llm.generate([PROMPT], params)[0].samples[0]
         assert got.token_ids == full[: full.index(token) + 1]
         assert got.finish_reason == "stop"
         assert len(got.logprobs) == len(got.token_ids)
 
 
 def test_the_models_eos_ends_a_sample_unless_it_is_ignored(llm):
-    ended = llm.generate(prompts_of(12, VOCAB), SamplingParams(max_tokens=40))
-    ignored = llm.generate(prompts_of(12, VOCAB), SamplingParams(max_tokens=40, ignore_eos=True))
+    ended = llm.generate(prompts_of(12, VOCAB), SamplingParams(seed=0, max_tokens=40))
+    ignored = llm.generate(
+        prompts_of(12, VOCAB), SamplingParams(seed=0, max_tokens=40, ignore_eos=True)
+    )
     stopped = 0
     for a, b in zip(ended, ignored, strict=True):
         a, b = a.samples[0], b.samples[0]
@@ -262,7 +266,8 @@ def test_a_request_gives_the_same_tokens_alone_and_in_a_crowd(llm):
 
 def test_seeds_and_samples_have_noise_of_their_own_and_greedy_has_none(llm):
     def tokens(**params):
-        out = llm.generate([PROMPT], SamplingParams(max_tokens=12, ignore_eos=True, **params))
+        usual = {"seed": 0, "max_tokens": 12, "ignore_eos": True}
+        out = llm.generate([PROMPT], SamplingParams(**{**usual, **params}))
         return [tuple(s.token_ids) for s in out[0].samples]
 
     assert tokens(seed=1, n=3) == tokens(seed=1, n=3)
@@ -295,7 +300,7 @@ def full_forward(params, tokens):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_logprobs_are_the_targets_by_an_independent_forward_pass(llm, temperature):
-    params = SamplingParams(max_tokens=20, temperature=temperature, n=2)
+    params = SamplingParams(seed=0, max_tokens=20, temperature=temperature, n=2)
     for out in llm.generate(prompts_of(4, VOCAB), params):
         for s in out.samples:
             expected = independent_logprobs(
@@ -305,7 +310,7 @@ def test_logprobs_are_the_targets_by_an_independent_forward_pass(llm, temperatur
 
 
 def test_stats_count_rounds_drafts_and_accepted_tokens(spec_llm, plain_llm):
-    outs = spec_llm.generate(prompts_of(7, VOCAB), SamplingParams(max_tokens=30, n=2))
+    outs = spec_llm.generate(prompts_of(7, VOCAB), SamplingParams(seed=0, max_tokens=30, n=2))
     rows, steps = 1 + 4 + 8, 2
     samples = [s for out in outs for s in out.samples]
     for s in samples:
@@ -333,7 +338,9 @@ def test_stats_count_rounds_drafts_and_accepted_tokens(spec_llm, plain_llm):
 
 def test_outputs_come_in_the_order_of_the_prompts_however_long_each_takes(llm):
     prompts = prompts_of(11, VOCAB, seed=5)
-    params = [SamplingParams(max_tokens=1 + (7 * i) % 20, ignore_eos=True) for i in range(11)]
+    params = [
+        SamplingParams(seed=0, max_tokens=1 + (7 * i) % 20, ignore_eos=True) for i in range(11)
+    ]
     outs = llm.generate(prompts, params)
     assert [o.prompt_token_ids for o in outs] == prompts
     assert [len(o.samples[0].token_ids) for o in outs] == [p.max_tokens for p in params]
@@ -344,7 +351,7 @@ def test_one_prompt_may_be_given_bare_and_text_is_encoded_and_decoded(plain_llm,
         encode=lambda text: [ord(c) - ord("a") for c in text],
         decode=lambda ids, skip_special_tokens, **_: "".join(chr(ord("a") + i) for i in ids),
     )
-    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    params = SamplingParams(seed=0, max_tokens=5, ignore_eos=True)
     by_ids = plain_llm.generate([2, 0, 1], params)[0]
     assert by_ids.samples[0].text is None
     monkeypatch.setattr(plain_llm, "tokenizer", tokenizer)
@@ -377,7 +384,7 @@ class Chatty:
 def test_chat_makes_a_prompt_of_the_conversation_by_the_tokenizers_template(plain_llm, monkeypatch):
     greeting = [{"role": "user", "content": "hi"}]
     longer = [*greeting, {"role": "assistant", "content": "yo"}, {"role": "user", "content": "ok"}]
-    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    params = SamplingParams(seed=0, max_tokens=4, ignore_eos=True)
     with pytest.raises(ValueError, match="chat template.*no tokenizer.*generate"):
         plain_llm.chat(greeting)
     monkeypatch.setattr(plain_llm, "tokenizer", Chatty())
@@ -430,7 +437,7 @@ def test_nothing_compiles_after_warm_up_whatever_is_asked_for():
 
 
 def test_new_weights_change_the_output_and_old_ones_bring_it_back_without_a_compilation(llm):
-    params = SamplingParams(max_tokens=16, temperature=0.7, ignore_eos=True)
+    params = SamplingParams(seed=0, max_tokens=16, temperature=0.7, ignore_eos=True)
     old = sample(llm, max_tokens=16, temperature=0.7, ignore_eos=True)
     built = llm.engine.runner.compilations
     llm.update_weights(*weights(4))
@@ -444,7 +451,7 @@ def test_new_weights_change_the_output_and_old_ones_bring_it_back_without_a_comp
 
 
 def test_a_new_head_alone_changes_the_rounds_and_not_the_tokens(spec_llm):
-    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    params = SamplingParams(seed=0, max_tokens=40, ignore_eos=True)
     prompts = prompts_of(6, VOCAB)
     good, good_rounds = spec_llm.generate(prompts, params), spec_llm.totals.rounds
     spec_llm.update_weights(weights()[0], weights(4)[1])

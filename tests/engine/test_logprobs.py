@@ -1,5 +1,6 @@
 """Logprobs of both distributions, of chosen and best tokens, against float64 from full forwards."""
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -37,9 +38,9 @@ def outputs(engine, best=5):
     """For each case: params, the sample decoded by hand, and the engine's, all in one batch."""
     params = [
         SamplingParams(
-            max_tokens=20, ignore_eos=True, transformed_logprobs=True, top_logprobs=best, **case
+            seed=i, max_tokens=20, ignore_eos=True, transformed_logprobs=True, logprobs=best, **case
         )
-        for case in CASES.values()
+        for i, case in enumerate(CASES.values())
     ]
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(params))]
     outs = shared_llm(engine).generate(prompts, params)
@@ -93,20 +94,21 @@ def test_the_two_distributions_differ_exactly_where_transforms_act():
 
 @pytest.mark.parametrize("engine", ["speculative", "plain"])
 def test_a_request_gets_what_it_asked_for_whatever_its_neighbours_ask_for(engine):
-    asked = [(False, 0), (True, 0), (False, 3), (True, 1), (False, 20)]
+    asked = [(False, None), (True, 0), (False, 3), (True, 1), (False, 20)]
     params = [
-        SamplingParams(max_tokens=7, ignore_eos=True, transformed_logprobs=t, top_logprobs=n)
+        SamplingParams(seed=0, max_tokens=7, ignore_eos=True, transformed_logprobs=t, logprobs=n)
         for t, n in asked
     ]
     outs = shared_llm(engine).generate([PROMPTS[0]] * len(asked), params)
     for (transformed, best), out in zip(asked, outs, strict=True):
         sample = out.samples[0]
         assert (sample.transformed_logprobs is not None) == transformed
-        assert (sample.top_logprobs is not None) == (best > 0)
-        assert (sample.top_transformed_logprobs is not None) == (transformed and best > 0)
+        assert (sample.top_logprobs is not None) == (best is not None)
+        assert (sample.top_transformed_logprobs is not None) == (transformed and best is not None)
         for top in sample.top_logprobs or []:
             assert len(top) in (best, best + 1)
-    assert len({tuple(out.samples[0].token_ids) for out in outs}) == 1
+    [alone] = shared_llm(engine).generate(PROMPTS[:1], dataclasses.replace(params[0], n=len(asked)))
+    assert [out.samples[0].token_ids for out in outs] == [s.token_ids for s in alone.samples]
 
 
 @pytest.mark.parametrize("engine", ["speculative", "plain"])
@@ -118,7 +120,7 @@ def test_logprobs_of_a_long_sample_are_in_place_over_many_chunks_and_slots(engin
             max_tokens=30 - 3 * i,
             ignore_eos=True,
             transformed_logprobs=True,
-            top_logprobs=1,
+            logprobs=1,
             seed=i,
         )
         for i in range(7)
@@ -140,7 +142,12 @@ def test_logprobs_of_a_long_sample_are_in_place_over_many_chunks_and_slots(engin
 def test_transformed_logprobs_of_what_is_suspended_are_kept():
     llm = shared_llm("plain")
     asks = SamplingParams(
-        max_tokens=30, ignore_eos=True, transformed_logprobs=True, top_p=0.8, presence_penalty=0.5
+        seed=0,
+        max_tokens=30,
+        ignore_eos=True,
+        transformed_logprobs=True,
+        top_p=0.8,
+        presence_penalty=0.5,
     )
     [whole] = llm.generate([PROMPTS[0]], asks)[0].samples
     engine, [job] = llm.engine, make_jobs(PROMPTS[0], asks, (EOS,))
@@ -167,9 +174,9 @@ def test_transformed_logprobs_of_what_is_suspended_are_kept():
 
 
 def test_at_most_twenty_best_tokens_are_returned_and_the_generated_one():
-    best = SamplingParams(max_tokens=2, top_logprobs=20)
+    best = SamplingParams(seed=0, max_tokens=2, logprobs=20)
     sample = shared_llm("plain").generate([PROMPTS[0]], best)[0].samples[0]
     assert all(len(top) in (20, 21) for top in sample.top_logprobs)
     assert all(0 <= t < VOCAB for top in sample.top_logprobs for t in top)
-    with pytest.raises(ValueError, match="top_logprobs must be between 0 and 20, got 21"):
-        SamplingParams(top_logprobs=21)
+    with pytest.raises(ValueError, match="logprobs must be between 0 and 20, got 21"):
+        SamplingParams(logprobs=21)

@@ -3,6 +3,7 @@
 The loop runs one full forward pass per token and applies the transforms in plain Python.
 """
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -16,7 +17,7 @@ from specjax.decode.options import BAD_WORD_LENGTH, BAD_WORDS, BIAS_WIDTH
 from specjax.engine.options import Limits, check_job, features_of, option_rows
 from specjax.engine.request import bad_word_ids, make_jobs
 
-BASE = {"max_tokens": 24, "ignore_eos": True}
+BASE = {"seed": 0, "max_tokens": 24, "ignore_eos": True}
 FILTERS = {"top_k": {"top_k": 2}, "top_p": {"top_p": 0.5}, "min_p": {"min_p": 0.3}}
 
 
@@ -49,7 +50,7 @@ def requests(temperature: float):
     for i, (name, settings) in enumerate(options_at(temperature).items()):
         stops = {k: v for k, v in settings.items() if k == "stop_token_ids"}
         for k in range(2):
-            base = {**BASE, "temperature": temperature, "seed": i}
+            base = {**BASE, "temperature": temperature, "seed": 2 * i + (temperature > 0)}
             yield (
                 name,
                 PROMPTS[(i + k) % len(PROMPTS)],
@@ -132,7 +133,7 @@ def test_penalties_count_the_tokens_of_a_prompt_and_its_samples_apart():
 
 def test_masks_hold_at_every_position_of_sampled_text():
     """What is forbidden never comes, however hot the sampling."""
-    hot = {"temperature": 3.0, "max_tokens": 40, "n": 4, "ignore_eos": True}
+    hot = {"seed": 0, "temperature": 3.0, "max_tokens": 40, "n": 4, "ignore_eos": True}
     allowed = (1, 2, 3, 5, 8, 13, 21, 34, 55)
     words = [(1,), (2, 3), (5, 5), (8, 13, 21)]
     params = [
@@ -155,7 +156,7 @@ def test_a_request_that_opts_out_drafts_nothing_and_gives_the_same_tokens():
     llm = shared_llm("speculative")
     params = [SamplingParams(**BASE, temperature=t, speculative=s) for t in (0, 1) for s in (0, 1)]
     plain, spec, hot_plain, hot_spec = (
-        out.samples[0] for out in llm.generate([PROMPTS[0]] * 4, params)
+        llm.generate([PROMPTS[0]], each)[0].samples[0] for each in params
     )
     assert plain.token_ids == spec.token_ids and hot_plain.token_ids == hot_spec.token_ids
     for sample in (plain, hot_plain):
@@ -163,17 +164,35 @@ def test_a_request_that_opts_out_drafts_nothing_and_gives_the_same_tokens():
     assert spec.stats.accepted > 0 and spec.stats.drafted > 0
 
 
-def test_a_seed_of_none_is_drawn_for_every_request():
+def test_a_seed_that_is_drawn_for_a_call_repeats_it_and_equal_prompts_are_numbered_on():
     llm = shared_llm("speculative")
-    drawn = SamplingParams(max_tokens=12, seed=None)
-    outs = llm.generate([PROMPTS[0]] * 3, drawn) + llm.generate([PROMPTS[0]], drawn)
-    assert len({tuple(out.samples[0].token_ids) for out in outs}) == 4
-    assert llm.compare_with_plain([PROMPTS[0]], drawn) == []
+
+    def tokens(prompts, params):
+        outs = llm.generate(prompts, params)
+        return {out.seed for out in outs}, [s.token_ids for out in outs for s in out.samples]
+
+    first, other = PROMPTS[:2]
+    drawn = SamplingParams(max_tokens=12)
+    [seed], three = tokens([first, other, first, first], drawn)
+    assert len(set(map(tuple, three))) == 4 and tokens([first], drawn)[0] != {seed}
+    same = dataclasses.replace(drawn, seed=seed)
+    assert tokens([first, other, first, first], same) == ({seed}, three)
+    _, of_one = tokens([first], dataclasses.replace(same, n=3))
+    assert of_one == [three[0], three[2], three[3]]
+    # The numbers go on whatever else is asked for, and another seed begins anew.
+    mixed = [
+        same,
+        dataclasses.replace(same, n=2, top_k=VOCAB - 1),
+        dataclasses.replace(same, seed=0),
+    ]
+    _, counted = tokens([first] * 3, mixed)
+    assert counted[:3] == of_one and counted[3:] == tokens([first], mixed[2])[1]
+    assert llm.compare_with_plain([first] * 3, drawn) == []
 
 
 def test_max_tokens_of_none_goes_on_to_the_end_of_the_room():
     llm = shared_llm("speculative")
-    endless = SamplingParams(max_tokens=None, ignore_eos=True)
+    endless = SamplingParams(seed=0, max_tokens=None, ignore_eos=True)
     [out] = llm.generate([PROMPTS[0]], endless)
     assert len(PROMPTS[0]) + len(out.samples[0].token_ids) == llm.max_len
     with pytest.raises(ValueError, match="leaves no room below max_len"):
@@ -288,7 +307,7 @@ def job_of(**settings):
         ({"min_tokens": 3}, {"sampled", "min_tokens"}),
         ({"min_tokens": 3, "ignore_eos": True}, {"sampled"}),
         ({"transformed_logprobs": True}, {"sampled", "transformed_logprobs"}),
-        ({"top_logprobs": 1}, {"sampled", "top_logprobs"}),
+        ({"logprobs": 1}, {"sampled", "top_logprobs"}),
         ({"stop": "x"}, {"sampled"}),
     ],
     ids=lambda value: str(sorted(value)) if isinstance(value, set) else str(value),
@@ -331,7 +350,7 @@ def test_a_bad_word_that_is_a_string_is_banned_with_and_without_a_space_before_i
 
 def test_bad_words_as_strings_never_occur_in_the_text():
     llm = shared_llm("speculative")
-    hot = {"temperature": 2.0, "max_tokens": 48, "n": 8, "ignore_eos": True}
+    hot = {"seed": 0, "temperature": 2.0, "max_tokens": 48, "n": 8, "ignore_eos": True}
     some = ["a", "b", "c", "d", "ab", " a", " b", " "]
     ids = [i for text in some for i in Pieces().encode(text, add_special_tokens=False)]
     llm.tokenizer = Pieces()

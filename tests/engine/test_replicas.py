@@ -18,7 +18,7 @@ from specjax.parallel.distributed import DistributedError
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 
-PARAMS = SamplingParams(max_tokens=20, ignore_eos=True, n=3)
+PARAMS = SamplingParams(seed=0, max_tokens=20, ignore_eos=True, n=3)
 PROMPTS = prompts_of(6, CFG.vocab_size, seed=4)
 
 
@@ -287,7 +287,7 @@ def test_replicas_choose_programs_by_what_all_samples_ask_for():
     """In `invariant` mode the bits of a sample must not depend on who else its replica got."""
     engine = replicated().engine
     [narrow], [wide] = (
-        make_jobs([1, 2], SamplingParams(top_k=k, max_tokens=8), ()) for k in (0, 3)
+        make_jobs([1, 2], SamplingParams(seed=0, top_k=k, max_tokens=8), ()) for k in (0, 3)
     )
     for job in [narrow] * 5 + [wide]:
         engine.add(job)

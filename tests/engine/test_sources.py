@@ -108,7 +108,9 @@ def warmed(built):
 
 def sampling(temperature, penalty=0.0):
     most = 12 * (STEPS + 1)
-    return SamplingParams(temperature=temperature, frequency_penalty=penalty, max_tokens=most, n=2)
+    return SamplingParams(
+        seed=0, temperature=temperature, frequency_penalty=penalty, max_tokens=most, n=2
+    )
 
 
 def tokens_of(outputs):

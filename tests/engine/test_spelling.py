@@ -20,7 +20,7 @@ from specjax.models.rope import RopeScaling
 @pytest.mark.parametrize(
     ("build", "keyword", "meant"),
     [
-        (SamplingParams, "max_token", "max_tokens"), (SamplingParams, "logprobs", "top_logprobs"),
+        (SamplingParams, "max_token", "max_tokens"), (SamplingParams, "top_logprobs", "logprobs"),
         (SamplingParams, "max_new_tokens", "max_tokens"),
         (SamplingParams, "temprature", "temperature"),
         (LLM, "max_model_len", "max_len"), (LLM, "tensor_parallel_size", "tp"),

@@ -14,7 +14,7 @@ from shared import PROMPTS, shared_llm
 from specjax import SamplingParams
 from specjax.engine.stops import StopStrings, TextStream
 
-LONG = SamplingParams(max_tokens=40, ignore_eos=True)
+LONG = SamplingParams(seed=0, max_tokens=40, ignore_eos=True)
 
 
 class Bytes:
@@ -212,7 +212,7 @@ def requests():
                 include_stop_str_in_output=include,
                 min_tokens=least,
                 transformed_logprobs=True,
-                top_logprobs=1,
+                logprobs=1,
             )
             yield index, params
 
@@ -223,7 +223,7 @@ def requests():
 def test_a_sample_ends_where_its_stop_string_does(engine, rounds):
     cases = list(requests())
     with with_text(shared_llm(engine), rounds) as llm:
-        outs = llm.generate([PROMPTS[i] for i, _ in cases], [p for _, p in cases])
+        outs = [llm.generate([PROMPTS[i]], params)[0] for i, params in cases]
     ended = 0
     for (index, params), out in zip(cases, outs, strict=True):
         whole, got = unstopped("plain")[index], out.samples[0]
@@ -293,12 +293,11 @@ def test_a_stop_token_and_a_stop_string_end_a_sample_whichever_comes_first():
     token, place = firsts[3], whole.token_ids.index(firsts[3])
     early = Pieces().decode(whole.token_ids[:2], True)
     with with_text(shared_llm("speculative")) as llm:
-        both, late = llm.generate(
-            [PROMPTS[1]] * 2,
-            [
-                dataclasses.replace(LONG, stop_token_ids=(token,), stop=(early,)),
-                dataclasses.replace(LONG, stop_token_ids=(token,), stop=("never there",)),
-            ],
+        both, late = (
+            llm.generate(
+                PROMPTS[1:2], dataclasses.replace(LONG, stop_token_ids=(token,), stop=(text,))
+            )[0]
+            for text in (early, "never there")
         )
     assert both.samples[0].text == "" and both.samples[0].finish_reason == "stop"
     assert both.samples[0].token_ids == whole.token_ids[:2]

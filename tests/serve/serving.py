@@ -16,7 +16,7 @@ KEY, ADMIN = "a key", "another key"
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 BATCH, MAX_LEN, QUEUE = 4, 96, 24
 # Asks for everything, with all slots: what is compiled for this serves every request.
-WIDEST = SamplingParams(max_tokens=2, top_logprobs=2, presence_penalty=0.1, n=BATCH)
+WIDEST = SamplingParams(max_tokens=2, logprobs=2, presence_penalty=0.1, n=BATCH)
 
 
 def config(policy, **changes) -> ServeConfig:

@@ -3,7 +3,7 @@
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from serve.detokenize import IncrementalDetokenizer
+from specjax.engine.detokenize import IncrementalDetokenizer
 from specjax.engine.stops import StopStrings
 
 

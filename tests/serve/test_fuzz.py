@@ -42,7 +42,7 @@ def spread(thin_policy):
     cfg.speculation.strategy = "1_1_2"
     cfg.limits.max_tokens, cfg.limits.n, cfg.limits.prompts = 24, 2, 2
     llm = load_llm(cfg)
-    llm.warm_up([SamplingParams(top_logprobs=1, presence_penalty=0.1)])
+    llm.warm_up([SamplingParams(logprobs=1, presence_penalty=0.1)])
     PromptScorer(llm.engine, llm.max_len).warm_up()
     with served(cfg, llm) as running:
         yield running

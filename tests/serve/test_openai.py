@@ -182,7 +182,7 @@ def test_a_stop_string_may_be_long(server: Server):
 def test_logprobs_of_completions_are_the_batch_apis(server: Server, plain):
     asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 8, "seed": 1, "logprobs": 2}
     [sample] = samples_of(
-        plain, PROMPT, max_tokens=8, seed=1, top_logprobs=2, ignore_eos=True
+        plain, PROMPT, max_tokens=8, seed=1, logprobs=2, ignore_eos=True
     )  # fmt: skip
     choice = server.client().completions.create(**asked, extra_body=LONG).choices[0]
     assert choice.token_ids == sample.token_ids

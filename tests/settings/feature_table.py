@@ -251,7 +251,7 @@ def chat(name: str, template: str, prompt: str, **variables: Any) -> Feature:
         llm = make(tokenizer=known)
         with mock.patch.object(LLM, "_run", side_effect=Stopped) as run:
             with contextlib.suppress(Stopped):
-                params = SamplingParams(max_tokens=4)
+                params = SamplingParams(seed=0, max_tokens=4)
                 llm.chat(messages, params, chat_template_kwargs=variables)
         (job,) = run.call_args.args[0]
         assert job.prompt == known.encode(prompt, add_special_tokens=False), job.prompt
@@ -342,7 +342,7 @@ FEATURES: dict[str, list[Feature]] = {
             "processed",
             rl=["algo.logprobs=processed", "rollout.top_p=0.9"],
         ),
-        sampling("top_logprobs", 2, "of the most likely tokens", body={"logprobs": 2}),
+        sampling("logprobs", 2, "of the most likely tokens"),
         sampling("prompt_logprobs", 1, "of the prompt"),
     ],
     "Prompts": [

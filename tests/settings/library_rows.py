@@ -24,7 +24,7 @@ from specjax.drafts.eagle3 import Eagle3Source
 from specjax.drafts.mtp import init_head_params
 from specjax.engine.engine import Engine
 from specjax.engine.plans import make_plans
-from specjax.engine.request import make_jobs
+from specjax.engine.request import decoder_of, make_jobs
 from specjax.engine.sources import load_source
 from specjax.engine.vocabulary import draft_ids
 from specjax.interfaces import Device
@@ -44,10 +44,15 @@ def sampled(params: SamplingParams):
     finally:
         llm.tokenizer = None
     samples = [sample for out in outs for sample in out.samples]
-    return [
+    return [out.prompt_logprobs for out in outs], [
         (s.token_ids, s.text, s.finish_reason, s.logprobs, s.transformed_logprobs, s.top_logprobs)
         for s in samples
     ]
+
+
+def decoded(params: SamplingParams):
+    """What a tokenizer is asked for that has no decoder of the library `tokenizers`."""
+    return decoder_of(Pieces(), params).keywords
 
 
 def drafted(params: SamplingParams):
@@ -97,7 +102,11 @@ SAMPLING = {
         "allowed_token_ids": Row((1, 2, 3), sampled),
         "bad_words": Row(lambda: (_first(1),), sampled),
         "transformed_logprobs": Row(True, sampled, {"top_k": 3}),
-        "top_logprobs": Row(2, sampled),
+        "logprobs": Row(2, sampled),
+        "prompt_logprobs": Row(2, sampled),
+        "detokenize": Row(False, sampled),
+        "skip_special_tokens": Row(False, sampled, {"logit_bias": ((0, 50.0),)}),
+        "spaces_between_special_tokens": Row(False, decoded),
         "speculative": Row(False, drafted),
         "strategy": Row("9_1_10", followed_strategy),
     }.items()
@@ -217,7 +226,7 @@ def first_to_start(config: EngineConfig):
     """Which of two prompts is read first, where the second has had long samples."""
     engine = engine_of(None, config)
     for prompt, length in (((1, 2, 3), 4), ((4, 5, 6), 40)):
-        [job] = make_jobs(list(prompt), SamplingParams(max_tokens=8), (7,), None)
+        [job] = make_jobs(list(prompt), SamplingParams(seed=0, max_tokens=8), (7,), None)
         engine.lengths.add(job.prompt_hash, length)
         engine.add(job)
     return engine.scheduler._next_key()

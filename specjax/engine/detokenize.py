@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from specjax.engine.sequence import News
 from specjax.engine.stops import TextStream
 
 Decode = Callable[[Sequence[int]], str]
@@ -72,3 +73,35 @@ class IncrementalDetokenizer:
             if any(len(string) > count and string.startswith(end) for string in self._stop):
                 return count
         return 0
+
+
+class SampleStream:
+    """The text of one sample while the engine generates it.
+
+    Args:
+      decode: as in `IncrementalDetokenizer`.
+      stop: strings that end the sample.
+    """
+
+    def __init__(self, decode: Decode | None, stop: Sequence[str] = ()):
+        self._stream = IncrementalDetokenizer(decode, stop)
+        self._tokens: list[int] = []
+        self._text: str | None = None
+        self._known = 0
+
+    def add(self, news: News) -> None:
+        """Takes in the tokens of a chunk; `invariant` mode may report the same ones again."""
+        self._tokens += news.since(self._known).tokens
+        self._text = news.text
+        self._known = max(self._known, news.at + len(news.tokens))
+
+    def take(self, text: str | None = None) -> tuple[list[int], str]:
+        """Returns the tokens since the last call, and the text that is final since then.
+
+        Args:
+          text: the text of the whole sample, once it has ended; it may end before its last tokens.
+        """
+        tokens, self._tokens = self._tokens, []
+        if text is None:
+            return tokens, self._stream.push(tokens, self._text)
+        return tokens, self._stream.finish(tokens, text, self._text)
