@@ -34,7 +34,7 @@ from serve.responses import (
     usage_of,
 )
 from serve.settings import SPELL, ServeConfig
-from specjax.engine.detokenize import IncrementalDetokenizer
+from specjax.engine.detokenize import IncrementalDetokenizer, TextOffsets
 from specjax.engine.prompt_scores import PromptScorer, PromptScores, Started
 from specjax.engine.prompts import check_prompt
 from specjax.engine.request import (
@@ -404,13 +404,16 @@ class Generation:
             written += len(sample.token_ids)
             tokens, values, top = sample.token_ids, sample.logprobs, sample.top_logprobs
             text, scores = self._text(parsed, index, sample), self._scores(parsed, index)
-            if parsed.body.echoes:
-                text = self._echo(parsed, index) + text
-                if scores is not None:
-                    prompt = parsed.jobs[index].prompt
-                    tokens, values = [*prompt, *tokens], [*scores.logprobs, *values]
-                    top = [*scores.top, *(top or ())] if parsed.body.top else None
-            logprobs = self._logprobs(parsed.body, response, tokens, values, top, 0)
+            echo = self._echo(parsed, index) if parsed.body.echoes else ""
+            places = self._offsets(parsed, index, echo).extend(tokens)
+            text = echo + text
+            if parsed.body.echoes and scores is not None:
+                prompt = parsed.jobs[index].prompt
+                tokens, values = [*prompt, *tokens], [*scores.logprobs, *values]
+                places = [*self._prompt_offsets(prompt, echo), *places]
+                top = [*scores.top, *(top or ())] if parsed.body.top else None
+            places = [min(place, len(text)) for place in places]  # a stop string is cut off
+            logprobs = self._logprobs(parsed.body, response, tokens, values, top, places)
             choice = response.choice(index, text, sample.finish_reason, logprobs, streams=False)
             if parsed.body.prompt_logprobs is not None:
                 prompt = parsed.jobs[index].prompt
@@ -439,16 +442,30 @@ class Generation:
             return prompt
         return "" if self._tokenizer is None else self.detokenize(prompt)
 
+    def _offsets(self, parsed: Parsed, index: int, echo: str = "") -> TextOffsets:
+        """Counts the places of a choice's tokens, where completions report them."""
+        reports = parsed.body.wants_logprobs and isinstance(parsed.body, CompletionRequest)
+        return TextOffsets(self._decoder(parsed.jobs[index]) if reports else None, len(echo))
+
+    def _prompt_offsets(self, prompt: Sequence[int], echo: str) -> list[int]:
+        """The places of a prompt's tokens in its text."""
+        offsets = TextOffsets(None if self._tokenizer is None else self.detokenize)
+        places = offsets.extend(prompt)
+        begun = max(offsets.end - len(echo), 0)  # the tokenizer has begun a text with BOS
+        return [max(place - begun, 0) for place in places]
+
     async def _events(
         self, parsed: Parsed, request: Request, response: CompletionResponse
     ) -> AsyncIterator[str]:
         """Server-sent events: chunks of choices as they come, then the usage if asked for."""
         texts = [IncrementalDetokenizer(self._decoder(job), job.params.stop) for job in parsed.jobs]
-        offsets, written = [0] * len(parsed.jobs), 0
+        offsets = [self._offsets(parsed, index) for index in range(len(parsed.jobs))]
+        written = 0
         for index in range(len(parsed.jobs)):
             opening = response.opening(index)
             if parsed.body.echoes:
-                opening, offsets[index] = self._echoed(parsed, response, index)
+                opening, echo = self._echoed(parsed, response, index)
+                offsets[index] = self._offsets(parsed, index, echo)
             if opening is not None:
                 yield self._event(response.body([opening], None, streams=True), parsed, written)
         async for update in _updates(request):
@@ -468,9 +485,11 @@ class Generation:
             else:
                 text = texts[index].finish(tokens, self._text(parsed, index, sample), decoded)
                 reason = sample.finish_reason
-            logprobs = self._streamed_logprobs(parsed.body, response, update, offsets[index])
-            if logprobs is not None:
-                offsets[index] += sum(len(self._texts.text(token)) for token in tokens)
+            places = offsets[index].extend(tokens)
+            if sample is not None:  # a stop string is cut off
+                end = texts[index].returned + offsets[index].start
+                places = [min(place, end) for place in places]
+            logprobs = self._streamed_logprobs(parsed.body, response, update, places)
             details = self._details(parsed, update, tokens)
             if text or reason or logprobs or details:
                 choice = response.choice(index, text, reason, logprobs, streams=True) | details
@@ -487,14 +506,15 @@ class Generation:
             body = {**body, "usage": None}
         return f"data: {json.dumps(body)}\n\n"
 
-    def _echoed(self, parsed: Parsed, response: CompletionResponse, index: int) -> tuple[dict, int]:
-        """The first chunk of a choice that begins with its prompt, and the length of its text."""
+    def _echoed(self, parsed: Parsed, response: CompletionResponse, index: int) -> tuple[dict, str]:
+        """The first chunk of a choice that begins with its prompt, and the text of the prompt."""
         scores, prompt, logprobs = self._scores(parsed, index), parsed.jobs[index].prompt, None
+        echo = self._echo(parsed, index)
         if scores is not None:
             top = scores.top if parsed.body.top else None
-            logprobs = self._logprobs(parsed.body, response, prompt, scores.logprobs, top, 0)
-        piece = response.choice(index, self._echo(parsed, index), None, logprobs, streams=True)
-        return piece, sum(len(self._texts.text(token)) for token in prompt)
+            places = self._prompt_offsets(prompt, echo)
+            logprobs = self._logprobs(parsed.body, response, prompt, scores.logprobs, top, places)
+        return response.choice(index, echo, None, logprobs, streams=True), echo
 
     def _details(self, parsed: Parsed, update: Update, tokens: Sequence[int]) -> dict:
         """Fields of a chunk that OpenAI does not have."""
@@ -506,18 +526,18 @@ class Generation:
             details["spec_details"] = {**whole, "origins": origins(update.news)}
         return details
 
-    def _streamed_logprobs(self, body, response, update: Update, offset: int) -> dict | None:
+    def _streamed_logprobs(self, body, response, update: Update, places) -> dict | None:
         tokens = [token for news in update.news for token in news.tokens]
         values = [value for news in update.news for value in news.logprobs]
         top = [entry for news in update.news for entry in news.top or ()]
         return (
-            self._logprobs(body, response, tokens, values, top or None, offset) if tokens else None
+            self._logprobs(body, response, tokens, values, top or None, places) if tokens else None
         )
 
-    def _logprobs(self, body, response, tokens, values, top, offset: int) -> dict | None:
+    def _logprobs(self, body, response, tokens, values, top, places) -> dict | None:
         if not body.wants_logprobs:
             return None
-        return response.logprobs(tokens, values, top, offset, body.top)
+        return response.logprobs(tokens, values, top, places, body.top)
 
     def _text(self, parsed: Parsed, index: int, sample: SampleOutput) -> str:
         """The text of a whole sample, as `LLM` returns it."""

@@ -17,7 +17,6 @@ If the request asks for them, a choice also has vLLM's `token_ids` and `prompt_t
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import re
 import time
@@ -186,18 +185,17 @@ class CompletionResponse:
     ) -> dict:
         return {"index": index, "text": text, "finish_reason": reason, "logprobs": logprobs}
 
-    def logprobs(self, tokens, values, top, offset: int, most: int) -> dict:
+    def logprobs(self, tokens, values, top, offsets: Sequence[int], most: int) -> dict:
         """The log-probabilities of some tokens.
 
         Args:
           tokens: token ids.
           values: log-probability of each token; None for the first token of a prompt.
           top: most likely tokens at each position, see `News`; None: not asked for.
-          offset: number of characters before these tokens.
+          offsets: place of each token in the text of the choice, in characters.
           most: number of likely tokens that were asked for, beside the generated one.
         """
         texts = [self._texts.text(token) for token in tokens]
-        offsets = list(itertools.accumulate(map(len, texts), initial=offset))[:-1]
         likely = None
         if top is not None:
             likely = [
@@ -208,7 +206,7 @@ class CompletionResponse:
             "tokens": texts,
             "token_logprobs": [None if value is None else _clipped(value) for value in values],
             "top_logprobs": likely,
-            "text_offset": offsets,
+            "text_offset": list(offsets),
         }
 
     def prompt_logprobs(self, prompt: Sequence[int], scores: PromptScores) -> list[dict | None]:
@@ -246,7 +244,7 @@ class ChatResponse(CompletionResponse):
         message = {"role": "assistant", "content": text, "refusal": None}
         return {**choice, "message": message}
 
-    def logprobs(self, tokens, values, top, offset: int, most: int) -> dict:
+    def logprobs(self, tokens, values, top, offsets: Sequence[int], most: int) -> dict:
         content = []
         for i, (token, value) in enumerate(zip(tokens, values, strict=True)):
             entry = self._entry(token, value)

@@ -248,17 +248,18 @@ class SpeculationSettings:
     def _own_strategy(self, control: ControlConfig | None) -> Strategy | str | None:
         """The strategy of `spec()`.
 
-        If `strategy` was not set, and FastRL's section or `strategies` does not have the default,
-        it is the first of the controller's strategies that drafts. None: neither was set.
+        If `strategy` is the default, and FastRL's section or `strategies` does not have it, it is
+        the first of the controller's strategies that drafts. None: it is not set.
         """
         if self.control is not None and self.control.is_switched_off:
             return Strategy.OFF
         # ema starts at the nearest tier, which need not be equal.
-        if control is None or control.controller == "ema" or self.strategy is not None:
+        is_default = self.strategy in (None, DEFAULT_STRATEGY.name)
+        if control is None or control.controller == "ema" or not is_default:
             return self.strategy
         drafting = [strategy for strategy in control.arms if not strategy.is_off]
         keeps_own = not drafting or (DEFAULT_STRATEGY in drafting and not self.control.fastrl)
-        return DEFAULT_STRATEGY if keeps_own else drafting[0]
+        return self.strategy if keeps_own else drafting[0]
 
     @property
     def plain_by(self) -> str:

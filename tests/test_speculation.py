@@ -154,7 +154,7 @@ CHANGED = [
     ),
     (
         {"adaptive_width": "true", "tau": "0.5", "control.strategies": "[off,4_1_5,8_4_32]"},
-        SpecConfig("4_1_5", adaptive_width=True, tau=0.5),
+        SpecConfig(adaptive_width=True, tau=0.5),
         ControlConfig(strategies=("off", "4_1_5", "8_4_32")),
     ),
     (  # the strategy was not set, and the default is none of these
@@ -580,7 +580,8 @@ def test_a_head_at_a_path_drafts(entry, layout, heads, thin_policy):
     assert llm.drafting.with_head
     for found, there in zip(jax.tree.leaves(llm.head), jax.tree.leaves(head), strict=True):
         np.testing.assert_array_equal(found, there)
-    assert f"draft: the head {paths[layout]}; always 4_1_5" in llm.drafting.described()
+    how = "always 4_1_5" if entry == "verify" else "the controller goodput chooses among off, 4_1_5"
+    assert f"draft: the head {paths[layout]}; {how}" in llm.drafting.described()
 
 
 @pytest.mark.parametrize("entry", ["LLM", "serve", "generate", "verify"])
@@ -626,7 +627,7 @@ PYTHON_REFUSED = [
     (None, ControlConfig(), "give a SpecConfig"),
     (SpecConfig(), {"controler": "ema"}, "unknown control setting 'controler'"),
     (SpecConfig(), "best", "controller must be one of goodput"),
-    (SpecConfig(adaptive_width=True), None, "got strategies 4_1_5; use one such as '6_4_16'"),
+    (SpecConfig(adaptive_width=True), None, "got strategies off, 4_1_5; use one such as '6_4_16'"),
     (
         SpecConfig("4_4_16", adaptive_width=True),
         ControlConfig(strategies=("off", "2_1_3")),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import errno
 import importlib
 import importlib.metadata
 import importlib.util
@@ -39,6 +40,7 @@ EXAMPLES = """examples:
 
 JAX_PLATFORMS chooses the device; JAX_COMPILATION_CACHE_DIR=DIR keeps compiled programs."""
 BROKEN_PIPE = 141
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of writing
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,8 +65,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\n{name}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in NO_ROOM or error.filename is not None:
+            raise
+        _drop_output()
+        print(f"{name}: error: writing the output failed: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _drop_output() -> None:
+    """Makes what standard output still holds vanish, which would fail again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(args: list[str]) -> int:

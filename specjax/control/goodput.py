@@ -536,6 +536,7 @@ class Goodput(Controller):
 
 
 _NUMBERS = (
-    "regret_seconds", "seconds", "drafting_seconds", "plain_seconds", "probes", "_drafting", "_emitted", "_ended", "_chunk_tokens",
-    "_last", "_credit", "_pairs_to_judge", "_rounds", "_probed_at", "_length",
+    "regret_seconds", "seconds", "drafting_seconds", "plain_seconds", "probes", "_drafting",
+    "_emitted", "_ended", "_chunk_tokens", "_last", "_credit", "_pairs_to_judge", "_rounds",
+    "_probed_at", "_length",
 )  # fmt: skip

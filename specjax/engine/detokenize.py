@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from specjax.engine.sequence import News
-from specjax.engine.stops import TextStream
+from specjax.engine.stops import INCOMPLETE, TextStream
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -73,6 +73,40 @@ class IncrementalDetokenizer:
             if any(len(string) > count and string.startswith(end) for string in self._stop):
                 return count
         return 0
+
+
+class TextOffsets:
+    """The places of the tokens of a growing text.
+
+    A token that begins or continues a character of several tokens has the place of the character,
+    and a token without text, such as a special one that is left out, that of what follows.
+
+    Args:
+      decode: as in `IncrementalDetokenizer`.
+      start: number of characters before the text.
+    """
+
+    def __init__(self, decode: Decode | None, start: int = 0):
+        self._stream, self.start = None if decode is None else TextStream(decode), start
+
+    @property
+    def end(self) -> int:
+        """The place of the next token."""
+        return self.start + (0 if self._stream is None else len(self._stream.text))
+
+    def extend(self, tokens: Sequence[int]) -> list[int]:
+        """Adds tokens; returns the place of each, in characters."""
+        if self._stream is None:
+            return [self.start] * len(tokens)
+        places = []
+        for token in tokens:
+            place = self.end
+            self._stream.push(token)
+            news = self._stream.text[place - self.start :]
+            # Bytes of earlier tokens that turn out to be no character come first.
+            others = len(news) - len(news.lstrip(INCOMPLETE))
+            places.append(place + others % max(len(news), 1))
+        return places
 
 
 class SampleStream:

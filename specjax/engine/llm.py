@@ -15,6 +15,7 @@ from specjax.checkpoint.weights import Head, load_model
 from specjax.config import ModelConfig, SamplingParams, SpecConfig, Strategy
 from specjax.config.dtype import AUTO, about_dtype
 from specjax.control import ControlConfig
+from specjax.engine.base import BaseEngine
 from specjax.engine.cache_budget import cache_budget, longest_that_fits
 from specjax.engine.compare import Difference, first_differences
 from specjax.engine.compiling import OnProgram
@@ -72,6 +73,7 @@ from specjax.weights import load_tokenizer
 log = logging.getLogger(__name__)
 
 LEAST_LENGTH = 2048  # tokens of a sample that fit by default, whatever memory there is
+PLAINLY = "decoding plainly"  # name of a bar
 
 
 class Piece(NamedTuple):
@@ -406,7 +408,7 @@ class LLM:
                 log.error("prompt %d, sample %d: %s", job.request, job.sample, sample.error)
         self.differences = None
         if self.spec is not None and self.spec.exact_mode:
-            self.differences = self.compare_samples(jobs, samples)
+            self.differences = self.compare_samples(jobs, samples, progress)
             for difference in self.differences:
                 log.warning("speculative and plain decoding differ: %s", difference)
         asked: dict[int, SamplingParams] = {job.request: job.params for job in jobs}
@@ -536,8 +538,13 @@ class LLM:
         self,
         prompts: Prompt | PromptDict | Sequence[Prompt | PromptDict],
         params: SamplingParams | Sequence[SamplingParams],
+        progress: bool = False,
     ) -> list[Difference]:
         """Generates with and without speculation and explains every sample that differs.
+
+        Args:
+          prompts, params: as in `generate`; a seed that is drawn is drawn once.
+          progress: whether to show a bar for each of the two.
 
         Returns:
           one `Difference` per differing sample, none when all tokens are equal. In `block` and
@@ -548,26 +555,28 @@ class LLM:
           InvalidLogitsError: a sample has the finish reason `error`: there is nothing to compare.
         """
         _, jobs = self._jobs(*self._normalise(prompts, params))
-        samples, self.totals = self._run(jobs, progress=False)
+        samples, self.totals = self._run(jobs, progress)
         require_valid(samples, lambda index: f"prompt {jobs[index].request}")
-        return self.compare_samples(jobs, samples)
+        return self.compare_samples(jobs, samples, progress)
 
     def compare_samples(
-        self, jobs: Sequence[Job], samples: Sequence[SampleOutput]
+        self, jobs: Sequence[Job], samples: Sequence[SampleOutput], progress: bool = False
     ) -> list[Difference]:
         """Decodes the jobs plainly as well and explains every sample that differs.
 
         Args:
           jobs: jobs that were decoded with speculation.
           samples: the sample of each job.
+          progress: whether to show a bar.
         """
         if self.spec is not None and self.spec.invariant:
-            plain, _ = self.engine.generate([job.without_speculation() for job in jobs])
+            again = [job.without_speculation() for job in jobs]
+            plain, _ = self._run(again, progress, self.engine, PLAINLY)
         else:
             if self._plain is None:
                 self._plain = self._engine(None, mesh=self.mesh)
                 self._plain.set_params(self.params)
-            plain, _ = self._plain.generate(jobs)
+            plain, _ = self._run(jobs, progress, self._plain, PLAINLY)
         return first_differences(
             self.engine.runner, jobs, [x.token_ids for x in plain], [y.token_ids for y in samples]
         )
@@ -605,18 +614,31 @@ class LLM:
         """Draws the seed of a call; all processes of a replica draw the same."""
         return int(self.engine.runner.agreement.agree(float(draw_seed())))
 
-    def _run(self, jobs: list[Job], progress: bool) -> tuple[list[SampleOutput], Totals]:
+    def _run(
+        self,
+        jobs: Sequence[Job],
+        progress: bool,
+        engine: BaseEngine | None = None,
+        doing: str | None = None,
+    ) -> tuple[list[SampleOutput], Totals]:
+        """Runs jobs; shows a bar, and whether drafting was slow, if asked for.
+
+        Args:
+          engine: the engine that runs them; None: the LLM's own.
+          doing: name of the bar.
+        """
+        engine = self.engine if engine is None else engine
         if not progress:
-            return self.engine.generate(jobs)
-        with tqdm(total=len(jobs), unit="sample", dynamic_ncols=True) as bar:
+            return engine.generate(jobs)
+        with tqdm(total=len(jobs), desc=doing, unit="sample", dynamic_ncols=True) as bar:
 
             def show(finished: int, totals: Totals) -> None:
                 bar.update(finished - bar.n)
                 rate = totals.tokens / max(totals.seconds, 1e-9)
                 bar.set_postfix_str(f"{rate:.0f} tok/s, accept length {totals.accept_length:.2f}")
 
-            found = self.engine.generate(jobs, show)
-        for line in self.engine.slower_than_plain():
+            found = engine.generate(jobs, show)
+        for line in engine.slower_than_plain():
             log.warning("%s", line)
         return found
 

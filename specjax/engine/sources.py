@@ -114,12 +114,14 @@ class Drafting(NamedTuple):
       control: settings of the controller; None: always the strategy of `spec`.
       by_default: whether `auto` became n-grams because the checkpoint has no head.
       kind: class of what drafts; None: plain decoding.
+      has_head: whether the checkpoint has a head.
     """
 
     spec: SpecConfig | None
     control: ControlConfig | None
     by_default: bool = False
     kind: type[Draft] | None = None
+    has_head: bool = False
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:
@@ -148,7 +150,7 @@ class Drafting(NamedTuple):
         spec = self.spec
         if self.strategies == (Strategy.OFF,):
             return "draft: none, by plain decoding"
-        known = RANDOM_DRAFT if self.by_default else CHECKPOINT_DRAFT
+        known = CHECKPOINT_DRAFT if self.has_head else RANDOM_DRAFT
         others = [name for name in (known, NGRAM_DRAFT) if name != spec.draft]
         if spec.draft_path is None:
             others.append("DIR")
@@ -225,7 +227,7 @@ def settle_draft(
     if control is None and (by_default or is_open) and spec.by_token and may_stop:
         control = ControlConfig(strategies=(Strategy.OFF, spec.strategy))
     kind = _class_of(spec, head, target, find or find_draft_at)
-    return Drafting(spec, control, by_default, kind)
+    return Drafting(spec, control, by_default, kind, head is not None)
 
 
 def _class_of(

@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from specjax.checkpoint.weights import read_config, read_head
@@ -35,6 +36,7 @@ from specjax.engine.request import InvalidLogitsError
 from specjax.engine.settings import EngineConfig
 from specjax.engine.sources import settle_draft
 from specjax.hub import find_model
+from specjax.kernels.dispatch import device_of
 from specjax.spelling import Spell, python
 from specjax.tokenizer import prompt_ids
 from specjax.verify.chi_square import ALPHA, LENGTH, WIDTH, chi_square_checks
@@ -45,7 +47,11 @@ __all__ = ["ALPHA", "Check", "InputError", "Verdict", "check", "load"]
 
 DEFAULT_PROMPT = 8  # random tokens in the default prompt
 MAX_TOKENS = 48  # max_tokens of a request of the identity check
-NOISE_NUMBERS = 1 << 26  # noise numbers that a round may draw; bounds the batch
+# Noise numbers that a round may draw. They bound the batch, whose caches and logits take memory.
+NOISE_NUMBERS = 1 << 23
+MOST_SAMPLES, FEWEST_SAMPLES = 20_000, 1_000
+# Parameters times samples that two cores decode in about a minute.
+CPU_WORK = 1.3e11
 LARGEST_BATCH = 256
 
 
@@ -108,10 +114,11 @@ def check(
     spec: SpecConfig | None = None,
     *,
     prompt: str | Sequence[int] | None = None,
-    samples: int = 20_000,
+    samples: int | None = None,
     requests: int = 32,
     dtype: str = AUTO,
     seed: int = 0,
+    progress: bool = False,
 ) -> Verdict:
     """Checks identity with plain decoding, and the distribution of tokens.
 
@@ -120,8 +127,9 @@ def check(
         are its own).
       spec: how to speculate; None is `SpecConfig()`.
       prompt: text, or token ids, after which the distribution is checked; None draws eight tokens.
-      samples: number of samples for each set of sampling options.
+      samples: number of samples for each set of sampling options; None: `usual_samples`.
       requests: number of requests of the identity check, with one or two samples each.
+      progress: whether to show a bar for each check.
 
     Returns:
       the verdict, which is true iff no check failed.
@@ -137,14 +145,15 @@ def check(
         llm, name = load(model, spec, dtype), str(model)
     if llm.spec is None:
         raise InputError("this LLM decodes plainly, which leaves nothing to check; give it a spec")
+    samples = usual_samples(llm) if samples is None else samples
     if samples < 1 or requests < 1:
         raise InputError(f"expected samples and requests >= 1, got {samples} and {requests}")
     ids = _prompt_ids(llm, prompt, seed)
     max_tokens = min(MAX_TOKENS, llm.max_len - 1)
     try:
-        checks = [identity_check(llm, requests, max_tokens, seed)]
+        checks = [identity_check(llm, requests, max_tokens, seed, progress)]
         if llm.spec.acceptance != "greedy":  # `greedy` takes requests of temperature 0 only
-            checks += chi_square_checks(llm, ids, samples, seed)
+            checks += chi_square_checks(llm, ids, samples, seed, progress)
     except InvalidLogitsError as error:
         raise InputError(f"there is nothing to compare: {error}") from error
     return Verdict(
@@ -156,6 +165,14 @@ def check(
         checks=tuple(checks),
         notes=tuple(_notes(llm)),
     )
+
+
+def usual_samples(llm: LLM) -> int:
+    """The samples of a chi-square check: on CPUs so few that a check takes about a minute."""
+    if device_of(llm.mesh).platform != "cpu":
+        return MOST_SAMPLES
+    size = sum(leaf.size for leaf in jax.tree.leaves(llm.params))
+    return int(np.clip(CPU_WORK // size, FEWEST_SAMPLES, MOST_SAMPLES))
 
 
 def _prompt_ids(llm: LLM, prompt, seed: int) -> list[int]:

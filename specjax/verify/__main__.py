@@ -19,7 +19,7 @@ from specjax.config.dtype import AUTO, ENGINE_DTYPES
 from specjax.models.families import add_family
 from specjax.speculation import add_flags, as_flags, settings_of
 from specjax.spelling import flags, spelled
-from specjax.verify import InputError, Verdict, check, load
+from specjax.verify import FEWEST_SAMPLES, MOST_SAMPLES, InputError, Verdict, check, load
 
 # Flags that are refused here, and why.
 _REFUSED = {
@@ -73,6 +73,7 @@ def _check(args: argparse.Namespace, prog: str) -> Verdict:
             samples=args.samples,
             requests=args.requests,
             seed=args.seed,
+            progress=True,
         )
     except ValueError as error:  # a request that this model cannot serve
         raise InputError(spelled(error, flags)) from error
@@ -94,10 +95,20 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "if there is one",
     )
     add_flags(parser.add_argument_group("speculation"), _REFUSED)
-    parser.add_argument("--samples", type=int, default=20_000, help="number per chi-square check")
-    parser.add_argument("--requests", type=int, default=32, help="number for the identity check")
+    parser.add_argument(
+        "--samples",
+        type=int,
+        help=f"number per chi-square check (default: {MOST_SAMPLES}, on CPUs as many as take about "
+        f"a minute, at least {FEWEST_SAMPLES})",
+    )
+    parser.add_argument(
+        "--requests", type=int, default=32, help="number for the identity check (default: 32)"
+    )
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--prompt", help="text after which the distribution is checked")
+    group.add_argument(
+        "--prompt",
+        help="text after which the distribution is checked (default: random tokens)",
+    )
     group.add_argument("--tokens", help="the prompt as token ids, such as 5,17,3")
     parser.add_argument(
         "--dtype",
@@ -105,7 +116,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         choices=ENGINE_DTYPES,
         help="default: auto, the checkpoint's on GPU and TPU, float32 on CPU",
     )
-    parser.add_argument("--seed", type=_seed, default=0)
+    parser.add_argument("--seed", type=_seed, default=0, help="of all samples (default: 0)")
     parser.add_argument("--json", metavar="FILE", help="also write the verdict there")
     return parser
 

@@ -12,7 +12,9 @@ MOST_DETAILS = 5  # largest number of differences that are printed
 OPTION_SHARE = 0.3  # share of the requests that have an option, for each option
 
 
-def identity_check(llm: LLM, requests: int, max_tokens: int, seed: int) -> Check:
+def identity_check(
+    llm: LLM, requests: int, max_tokens: int, seed: int, progress: bool = False
+) -> Check:
     """Decodes random requests with every option, with and without speculation.
 
     In `block` and `recursive` mode sampled tokens equal those of plain decoding only in
@@ -22,7 +24,7 @@ def identity_check(llm: LLM, requests: int, max_tokens: int, seed: int) -> Check
     rng = np.random.default_rng(seed)
     longest = max(1, min(12, llm.max_len - max_tokens))
     prompts, params = random_requests(rng, llm.cfg, requests, max_tokens, longest, greedy)
-    found = llm.compare_with_plain(prompts, params)
+    found = llm.compare_with_plain(prompts, params, progress)
     unexplained = [d for d in found if not d.explained]
     totals = llm.totals
     figures = {

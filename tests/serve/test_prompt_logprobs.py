@@ -1,6 +1,7 @@
 """What the policy makes of a prompt: echo, prompt_logprobs, max_tokens 0."""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -54,8 +55,8 @@ def test_an_echo_says_how_likely_every_token_of_the_prompt_was(server: Server, p
             assert (value == max(top.values())) == greedy and len(top) == (1 if greedy else 2)
         assert told.token_logprobs[-1] == pytest.approx(right[-1].max(), abs=1e-4)
         assert choice.token_ids == [right[-1].argmax()]
-        pieces = [len(token) for token in told.tokens]
-        assert told.text_offset == [sum(pieces[:i]) for i in range(len(pieces))]
+        for token, offset in zip(told.tokens, told.text_offset, strict=True):
+            assert token.startswith("bytes:") or choice.text.startswith(token, offset)
         assert choice.text.startswith(plain.tokenizer.decode(prompt))
     assert answer.usage.completion_tokens == 4
 
@@ -104,6 +105,33 @@ def test_a_stream_begins_with_its_echo(server: Server):
         for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
             joined = [value for part in told for value in getattr(part, name)]
             assert joined == getattr(choice.logprobs, name), name
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_are_places_in_the_text_also_of_parts_of_characters(server: Server, stream):
+    part = server.post("/tokenize", json={"prompt": "é✓", "add_special_tokens": False}).json()[
+        "tokens"
+    ]
+    asked = {
+        "prompt": "1é✓2",
+        "allowed_token_ids": part,
+        "logprobs": 0,
+        "max_tokens": 24,
+        "seed": 5,
+    }
+    body = {"model": "tiny", "echo": True, "ignore_eos": True, "stream": stream, **asked}
+    answer = server.post("/v1/completions", json=body)
+    events = [line[6:] for line in answer.text.split("\n\n") if line.startswith("data: {")]
+    choices = [json.loads(each)["choices"][0] for each in (events if stream else [answer.text])]
+    text = "".join(choice["text"] for choice in choices)
+    told = [c["logprobs"] for c in choices if c["logprobs"]]
+    tokens = [token for each in told for token in each["tokens"]]
+    offsets = [offset for each in told for offset in each["text_offset"]]
+    assert len(part) > 2 and any(token.startswith("bytes:") for token in tokens[4:])
+    assert offsets == sorted(offsets) and offsets[0] == 0 and offsets[-1] <= len(text)
+    for token, offset in zip(tokens, offsets, strict=True):
+        assert token.startswith("bytes:") or text.startswith(token, offset)
+    assert text[offsets[tokens.index("2")]] == "2"
 
 
 @pytest.mark.parametrize("stream", [False, True])
