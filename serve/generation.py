@@ -309,6 +309,8 @@ class Generation:
                 variables,
                 body.add_generation_prompt,
                 add_special_tokens=bool(body.add_special_tokens),
+                tools=body.tools,
+                continue_final_message=body.continue_final_message,
             )
         except (TypeError, ValueError) as error:
             raise ApiError(400, str(error), "messages") from error

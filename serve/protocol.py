@@ -53,6 +53,7 @@ _BEAMS = "there is no beam search; ask for several samples (n)"
 _REASONING = "chat_template_kwargs hands options to the chat template"
 _WHOLE_PROMPTS = "prompts are never truncated; send a shorter one"
 _TEXT = "this server reads and writes text"
+_NO_TEMPLATE = "completions have no chat template"
 
 _GUIDED_FIELDS = (
     "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
@@ -84,7 +85,6 @@ UNSUPPORTED_SAMPLING: dict[str, Unsupported] = {
     "watermarking": Unsupported((False,), "text is not marked"),
     "logits_processors": Unsupported(([],), "logit_bias and bad_words change logits"),
     **dict.fromkeys(_TRANSFERS, Unsupported(({},))),
-    "tools": Unsupported(([],), _TOOLS),
     "tool_choice": Unsupported(("none", "auto"), _TOOLS),
     "functions": Unsupported(([],), _TOOLS),
     "function_call": Unsupported(("none", "auto"), _TOOLS),
@@ -100,7 +100,6 @@ UNSUPPORTED_SAMPLING: dict[str, Unsupported] = {
     "moderation": Unsupported((), "texts are not moderated"),
     "prompt_cache_options": Unsupported(({},), "the server decides what it keeps"),
     "prompt_cache_retention": Unsupported(("in_memory",), "cached prompts are kept in memory"),
-    "continue_final_message": Unsupported((False,), "use /v1/completions with the text so far"),
     "documents": Unsupported(([],), "put them into a message, or into chat_template_kwargs"),
     "chat_template": Unsupported((), "the server is started with its template (chat_template)"),
     "return_prompt_text": Unsupported((False,), "return_token_ids gives the prompt's tokens"),
@@ -115,8 +114,10 @@ UNSUPPORTED_COMPLETION: dict[str, Unsupported] = {
     "messages": Unsupported((), "use /v1/chat/completions"),
     "max_completion_tokens": Unsupported((), "completions say max_tokens"),
     "top_logprobs": Unsupported((0,), "completions say logprobs"),
-    "add_generation_prompt": Unsupported((True,), "completions have no chat template"),
-    "chat_template_kwargs": Unsupported(({},), "completions have no chat template"),
+    "add_generation_prompt": Unsupported((True,), _NO_TEMPLATE),
+    "continue_final_message": Unsupported((False,), _NO_TEMPLATE),
+    "chat_template_kwargs": Unsupported(({},), _NO_TEMPLATE),
+    "tools": Unsupported(([],), _NO_TEMPLATE),
 }
 # Fields of messages in responses, which OpenAI's client sends back in the next request.
 UNSUPPORTED_MESSAGE: dict[str, Unsupported] = {
@@ -137,11 +138,8 @@ UNSUPPORTED_STREAM_OPTIONS: dict[str, Unsupported] = {
 }
 UNSUPPORTED_TOKENIZE: dict[str, Unsupported] = {
     name: UNSUPPORTED_SAMPLING[name]
-    for name in (
-        "tools", "continue_final_message", "chat_template", "media_io_kwargs",
-        "mm_processor_kwargs",
-    )
-}  # fmt: skip
+    for name in ("chat_template", "media_io_kwargs", "mm_processor_kwargs")
+}
 
 
 def with_unsupported(base: type[Model], table: dict[str, Unsupported]) -> type[Model]:
@@ -485,7 +483,32 @@ class Message(with_unsupported(Body, UNSUPPORTED_MESSAGE)):
         return {"role": self.role, "content": content, **given}
 
 
-class ChatRequest(with_unsupported(Sampling, UNSUPPORTED_CHAT)):
+class Templated(BaseModel):
+    """The fields of requests whose prompt is written by the chat template."""
+
+    add_generation_prompt: bool = Field(
+        True, description="end the prompt with the beginning of the assistant's message"
+    )
+    continue_final_message: bool = Field(
+        False, description="end the prompt within the last message; not with add_generation_prompt"
+    )
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=128, fail_fast=True)] | None = Field(
+        None, description="functions that the template describes; none is called"
+    )
+
+    def require_one_end(self) -> None:
+        """Raises ApiError if the prompt is to end in two ways."""
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ApiError(
+                400,
+                "continue_final_message: expected false where add_generation_prompt is true, which "
+                "is its default; set add_generation_prompt to false",
+                "continue_final_message",
+            )
+
+
+class ChatRequest(Templated, with_unsupported(Sampling, UNSUPPORTED_CHAT)):
     """POST /v1/chat/completions."""
 
     messages: Several[Message]
@@ -493,8 +516,6 @@ class ChatRequest(with_unsupported(Sampling, UNSUPPORTED_CHAT)):
     max_completion_tokens: int | None = Field(None, ge=0, description="the same")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -512,6 +533,14 @@ class ChatRequest(with_unsupported(Sampling, UNSUPPORTED_CHAT)):
 
     def require_supported(self) -> None:
         super().require_supported()
+        self.require_one_end()
+        if self.tools and self.tool_choice != "none":
+            raise ApiError(
+                400,
+                f"tools: expected null or [], or tool_choice none, got {short(self.tools)}: {_TOOLS}, "
+                "and with tool_choice none the template describes them",
+                "tools",
+            )
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
         both = (self.max_tokens, self.max_completion_tokens)
@@ -522,7 +551,7 @@ class ChatRequest(with_unsupported(Sampling, UNSUPPORTED_CHAT)):
             )  # fmt: skip
 
 
-class TokenizeRequest(with_unsupported(Body, UNSUPPORTED_TOKENIZE)):
+class TokenizeRequest(Templated, with_unsupported(Body, UNSUPPORTED_TOKENIZE)):
     """POST /tokenize, as in vLLM: token ids of a prompt, or of messages by the chat template."""
 
     model: str | None = None
@@ -532,10 +561,9 @@ class TokenizeRequest(with_unsupported(Body, UNSUPPORTED_TOKENIZE)):
         None, description="the tokenizer's own (BOS); default: not where a chat template wrote them"
     )
     return_token_strs: bool = Field(False, description="the tokens as the tokenizer writes them")
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
 
     def require_supported(self) -> None:
+        self.require_one_end()
         given = [name for name in ("prompt", "messages") if getattr(self, name) is not None]
         if len(given) != 1:
             got = " and ".join(given) or "none of them"

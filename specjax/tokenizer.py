@@ -254,6 +254,7 @@ def chat_text(
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
     date: str | None = None,
+    continue_final_message: bool = False,
 ) -> str:
     """Applies the tokenizer's chat template to a conversation.
 
@@ -263,6 +264,7 @@ def chat_text(
       add_generation_prompt: whether to end with the beginning of the assistant's message.
       tools: JSON schemas of the functions that may be called.
       date: date, as YYYY-MM-DD, that the template's `strftime_now` gives; None for today's.
+      continue_final_message: whether to end within the last message, which is to be continued.
 
     Raises:
       ValueError: there is no template, an option has the name of an argument of transformers' own,
@@ -279,7 +281,11 @@ def chat_text(
             more["chat_template"] = _DATED + tokenizer.get_chat_template(tools=tools or None)
             more["date_parts"] = _date_parts(date)
         return tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **more
+            list(messages),
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **more,
         )
     except Exception as error:  # a template may raise anything
         cause = " ".join(str(error).split())
@@ -320,6 +326,7 @@ def chat_ids(
     options: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
     add_special_tokens: bool = False,
+    **more: Any,
 ) -> list[int]:
     """Encodes a conversation by the tokenizer's chat template.
 
@@ -329,8 +336,9 @@ def chat_ids(
     Args:
       messages, options, add_generation_prompt: see `chat_text`, also for errors.
       add_special_tokens: whether to add the tokenizer's special tokens to the template's text.
+      more: further arguments of `chat_text`.
     """
-    text = chat_text(tokenizer, messages, options, add_generation_prompt)
+    text = chat_text(tokenizer, messages, options, add_generation_prompt, **more)
     return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 

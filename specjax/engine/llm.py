@@ -499,6 +499,8 @@ class LLM:
         progress: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
@@ -511,6 +513,9 @@ class LLM:
           progress: as in `generate`.
           chat_template_kwargs: further variables of the template, such as `enable_thinking`.
           add_generation_prompt: whether the prompt ends with the beginning of the assistant's turn.
+          continue_final_message: whether the prompt ends within the last message, which is then
+            continued; not with `add_generation_prompt`.
+          tools: JSON schemas of functions that the template describes; none is called.
           sampling_params: as in `generate`.
 
         Raises:
@@ -518,11 +523,17 @@ class LLM:
             messages, or as in `generate`.
         """
         params = _one_of(params, sampling_params)
-        prompts = self._chat_prompts(messages, chat_template_kwargs, add_generation_prompt)
+        prompts = self._chat_prompts(
+            messages,
+            chat_template_kwargs,
+            add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+        )
         return self.generate(prompts, params, progress)
 
-    def _chat_prompts(self, messages, options=None, add_generation_prompt=True) -> list[list[int]]:
-        """The prompts of conversations, as token ids."""
+    def _chat_prompts(self, messages, *args, **named) -> list[list[int]]:
+        """The prompts of conversations, as token ids; further arguments are those of `chat_ids`."""
         if self.tokenizer is None or not has_chat_template(self.tokenizer):
             missing = "no tokenizer" if self.tokenizer is None else "a tokenizer without one"
             raise ValueError(
@@ -530,7 +541,7 @@ class LLM:
                 "pass LLM(..., tokenizer=...), or use generate"
             )
         return [
-            chat_ids(self.tokenizer, conversation, options, add_generation_prompt)
+            chat_ids(self.tokenizer, conversation, *args, **named)
             for conversation in as_conversations(messages)
         ]
 

@@ -13,7 +13,10 @@ from serve.settings import ServeConfig
 from specjax import SamplingParams
 
 KEY, ADMIN = "a key", "another key"
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+TEMPLATE = (
+    "{% for t in tools or [] %}tool: {{ t.function.name }}\n{% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+)
 BATCH, MAX_LEN, QUEUE = 4, 96, 24
 # Asks for everything, with all slots: what is compiled for this serves every request.
 WIDEST = SamplingParams(max_tokens=2, logprobs=2, presence_penalty=0.1, n=BATCH)

@@ -28,7 +28,7 @@ DEFAULTS = {
     "temperature": (1, 1.0), "top_p": (1,), "top_k": (0,), "min_p": (0,),
     "presence_penalty": (0,), "frequency_penalty": (0.0,), "repetition_penalty": (1,),
     "stop_token_ids": ([],), "bad_words": ([],), "ignore_eos": (False,), "min_tokens": (0,),
-    "include_stop_str_in_output": (False,), "spaces_between_special_tokens": (True, False),
+    "include_stop_str_in_output": (False,), "spaces_between_special_tokens": (True,),
     "return_token_ids": (False,), "speculative": (True,), "return_spec_details": (False,),
 }  # fmt: skip
 # Values that ask for what is not implemented.
@@ -300,6 +300,28 @@ def test_tokens_of_messages_are_those_of_a_chat(server: Server):
         )
     assert refusal(server.post("/detokenize", json={"tokens": [9999]}))["param"] == "tokens"
     TokenizeRequest.model_validate({"prompt": "1", "tools": [], "chat_template": None})
+
+
+def test_tools_are_described_and_a_last_message_is_continued(server: Server):
+    tokenizer, tools = server.llm.tokenizer, MORE["tools"]
+    told = {"tools": tools, "tool_choice": "none"}
+    begun = {"continue_final_message": True, "add_generation_prompt": False}
+    for asked, text in [(told, f"tool: f\nuser: {PROMPT}\n"), (begun, f"user: {PROMPT}")]:
+        body = {**CHAT, **asked, "return_token_ids": True}
+        ids = tokenizer.encode(text)
+        answer = server.post("/v1/chat/completions", json=body).json()
+        assert answer["choices"][0]["prompt_token_ids"] == ids
+        counted = {name: value for name, value in asked.items() if name != "tool_choice"}
+        body = {"messages": CHAT["messages"], **counted}
+        assert server.post("/tokenize", json=body).json()["tokens"] == ids
+    for wrong, name in [
+        ({"tools": tools}, "tools"),
+        ({"tools": tools, "tool_choice": "auto"}, "tools"),
+        ({**told, "tool_choice": "required"}, "tool_choice"),
+        ({"continue_final_message": True}, "continue_final_message"),
+    ]:
+        answer = server.post("/v1/chat/completions", json={**CHAT, **wrong})
+        assert refusal(answer)["param"] == name
 
 
 def test_a_client_learns_the_special_tokens(server: Server):
