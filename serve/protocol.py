@@ -537,8 +537,8 @@ class ChatRequest(Templated, with_unsupported(Sampling, UNSUPPORTED_CHAT)):
         if self.tools and self.tool_choice != "none":
             raise ApiError(
                 400,
-                f"tools: expected null or [], or tool_choice none, got {short(self.tools)}: {_TOOLS}, "
-                "and with tool_choice none the template describes them",
+                f"tools: expected null or [], or tool_choice none, got {short(self.tools)}: "
+                f"{_TOOLS}, and with tool_choice none the template describes them",
                 "tools",
             )
         if self.top_logprobs and not self.logprobs:
