@@ -488,7 +488,7 @@ def test_a_filter_says_which_groups_teach_something(rewards, parts, keep, inform
     ],
 )
 def test_settings_of_the_filter_arrive_in_the_rule_of_a_run(settings, keep):
-    cfg, _ = parse_config(RLConfig, settings)
+    cfg, _ = parse_config(RLConfig, ["algo.dynamic_sampling=true", *settings])
     scorer = Scorer("exact" if cfg.reward == "auto" else cfg.reward)
     prompts = SimpleNamespace(tokenizer=None)
     rollouts = Rollouts(cfg, [], prompts, (), scorer)
@@ -508,7 +508,7 @@ def test_settings_of_the_filter_arrive_in_the_rule_of_a_run(settings, keep):
 )
 def test_a_filter_that_makes_no_sense_is_refused(settings, said, capsys):
     with pytest.raises(SystemExit):
-        parse_config(RLConfig, settings)
+        parse_config(RLConfig, ["algo.dynamic_sampling=true", *settings])
     assert said in capsys.readouterr().err
 
 

@@ -156,6 +156,7 @@ def test_a_reward_that_is_called_reward_can_be_the_metric_of_groups():
     assert labels_of(both) == ("my_module.reward", "format")
     assert labels_of(both[:1]) == ("reward",)
     argv = [f"reward=[{','.join(both)}]", "algo.filter_groups.metric=my_module.reward"]
+    argv.append("algo.dynamic_sampling=true")
     cfg, _ = parse_config(RLConfig, argv)
     scorer = types.SimpleNamespace(labels=labels_of(both))
     assert group_filter(cfg.algo.filter_groups, scorer).part == 0
