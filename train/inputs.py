@@ -87,7 +87,7 @@ def fit_lengths(cfg: RLConfig | DraftRunConfig, model: str, most: int) -> str | 
         for name, value in asked.items()
         if f"rollout.{name}" in given_in(cfg) or value != getattr(type(roll), name)
     }
-    if len(kept) == 2 or sum(kept.values()) >= most:
+    if len(kept) == 2 or sum(kept.values()) >= most or most < 2:
         raise ConfigError(
             "rollout.max_prompt_tokens + rollout.max_tokens must be at most "
             f"{most}, the longest sequence of {model}; got {sum(asked.values())}"

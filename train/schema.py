@@ -335,7 +335,9 @@ class SFTPackingSection(PackingSection):
     """An update of `train.sft` has a fixed number of micro-batches (RL: what samples fill)."""
 
     row_length: int | None = option(
-        1024, "tokens per row S; longer demonstrations are passed over", least=1
+        None,
+        "tokens per row S; longer demonstrations are passed over; null: 1024, or the "
+        "next length that the mesh can split",
     )
     rows: int = option(4, "rows per micro-batch R", least=1)
     microbatches: int = option(2, "micro-batches per update A (gradient accumulation)")
@@ -465,7 +467,7 @@ class SFTConfig:
         self.draft.settle(MOST_STEPS)  # nothing drafts here
         check_short_seed("seed", self.seed)
         check_short_seed("data.seed", self.data.seed)
-        self.packing.settle(0, self.mesh.row_multiple)
+        self.packing.settle(1024, self.mesh.row_multiple)
         _rows_divide(self.packing, self.mesh)
 
 

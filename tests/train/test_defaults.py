@@ -10,6 +10,7 @@ import yaml
 
 from specjax import schema
 from train import draft, rl, sft
+from train import eval as evaluation
 from train.draft_schema import DraftRunConfig
 from train.log import read_metrics
 from train.schema import RLConfig, SFTConfig
@@ -32,6 +33,9 @@ def programs():
 
 def arguments(name: str, model: Path, out: Path, **changes) -> list[str]:
     """`key=value` arguments of a short run of a program."""
+    if name == "eval":
+        settings = {"model": model, "out": out, "rollout.max_prompt_tokens": 12, **changes}
+        return [f"{key}={value}" for key, value in settings.items()]
     if name == "rl":
         return tiny_run.arguments(model, out, **{"steps": 1, **changes})
     config, settings = (SFTConfig, SFT) if name == "sft" else (DraftRunConfig, DRAFT)
@@ -39,7 +43,7 @@ def arguments(name: str, model: Path, out: Path, **changes) -> list[str]:
     return tiny_run.with_effect(config, {**settings, **source, **changes})
 
 
-PROGRAMS = {"rl": rl.main, "sft": sft.main, "draft": draft.main}
+PROGRAMS = {"rl": rl.main, "eval": evaluation.main, "sft": sft.main, "draft": draft.main}
 
 
 def test_the_defaults_are_those_of_the_table_beside_other_frameworks():
@@ -78,6 +82,7 @@ def test_the_defaults_are_those_of_the_table_beside_other_frameworks():
                 "eval.sets.own.max_prompt_tokens": 12,
             },
         ),
+        ("eval", "rollout.max_prompt_tokens", {"reward": "tiny_run:coin", "rewards.workers": 0}),
         ("draft", "rollout.max_prompt_tokens", {}),
         ("sft", "packing.row_length", {}),
         ("draft", "packing.row_length", {"data.texts": "rows"}),
