@@ -586,7 +586,9 @@ def _written(
                 "template writes of the conversation does not begin with the prompt that "
                 "generation reads; change data.chat_template_kwargs, or write them into the content"
             )
-        return content, ()
+        # The prompt of some templates opens the reasoning, which the content may open itself.
+        opened = next((n for n in range(32, 0, -1) if begun.endswith(content[:n])), 0)
+        return content[opened if content[:opened].strip() else 0 :], ()
     dropped = []
     for name in _parts(response):
         names = REASONING if name in REASONING else (name,)

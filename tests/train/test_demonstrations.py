@@ -132,6 +132,19 @@ def test_what_is_imitated_is_what_the_template_writes_after_the_prompt(
     assert [*prompt, *response] == whole
 
 
+@pytest.mark.parametrize("content", ["<think>\nwhy</think>3", "why</think>3"])
+def test_reasoning_that_the_prompt_opens_is_not_opened_twice(policy, tmp_path, content):
+    """Templates that leave reasoning out of earlier turns open it for the next one."""
+    path = policy(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
+    )
+    rows = rows_in(tmp_path / "rows.jsonl", {"messages": [ASKS, says(content)]})
+    prompt, response, _ = imitated(path, rows)
+    whole = load_tokenizer(path).decode([*prompt, *response])
+    assert whole == "<user>1+2?\n<assistant><think>\nwhy</think>3<|eos|>"
+
+
 @pytest.mark.parametrize(
     ("message", "taught", "named"),
     [
