@@ -33,7 +33,9 @@ from specjax.tokenizer import load_tokenizer
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}="
-SMALL = ["--max-tokens", "24", "--strategy", "2_1_3", "--ignore-eos", "--max-len", "96"]
+SMALL = [
+    "--max-tokens", "24", "--strategy", "2_1_3", "--ignore-eos", "--max-len", "96", "--seed", "0",
+]  # fmt: skip
 
 
 pytestmark = pytest.mark.usefixtures("logging_as_it_was")  # `specjax serve` sets it up
@@ -298,7 +300,7 @@ def test_several_samples_come_in_the_order_of_their_prompts(run, plain):
     assert (status, said) == (0, "\n".join(wanted))
 
 
-LINES = """{"prompt": "17+25+8=", "id": "a", "answer": 50}
+LINES = """{"prompt": "17+25+8=", "id": "a", "logprobs": 2}
 {"prompt": "1+1=", "seed": 4, "max_tokens": 9}
 
 no JSON
@@ -339,7 +341,8 @@ def test_bad_lines_of_a_file_are_named_and_the_others_are_generated(run, plain, 
         (5, 0): plain((5, 6, 7))[0].token_ids,
     }
     first = next(row for row in rows if row["index"] == 0)
-    assert first["id"] == "a" and first["prompt"] == "17+25+8=" and "answer" not in first
+    assert first["id"] == "a" and first["prompt"] == "17+25+8=" and first["seed"] == 0
+    assert {len(top) for top in first["top_logprobs"]} <= {2, 3}
     assert first["text"] == plain("17+25+8=")[0].text and first["finish_reason"] == "length"
     assert 1 <= first["accept_length"] <= 3 and len(first["logprobs"]) == 24
     assert re.search(r"5 samples, 105 tokens in [\d.]+ s \(\d+ tok/s\), after [\d.]+ s", errors)
@@ -435,6 +438,47 @@ def test_an_interrupted_call_has_lost_nothing_and_is_resumed(run, thin_policy, t
     assert tokens_of(rows) == tokens_of(rows_of(whole))
     assert run(*asked, "--output", output, "--force")[0] == 0
     assert len(rows_of(output)) == 30
+
+
+def test_a_seed_that_is_drawn_is_told_and_kept_by_resume(run, tmp_path):
+    asked = ["1+1=", "1+1=", "2+3=", "--seed", "none", "--temperature", "1"]
+    status, said, errors = run(*asked)
+    [seed] = re.findall(r"--seed (\d+) repeats these samples", errors)
+    assert status == 0 and run(*asked, "--seed", seed)[1] == said != run(*asked)[1]
+    output = tmp_path / "samples.jsonl"
+    assert run(*asked, "--output", output)[0] == 0
+    rows = rows_of(output)
+    assert len({row["seed"] for row in rows}) == 1
+    output.write_text(json.dumps(rows[1]) + "\n")
+    assert run(*asked, "--output", output, "--resume")[0] == 0
+    assert tokens_of(rows_of(output)) == tokens_of(rows)
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [("temprature", "did you mean 'temperature'?"), ("max_new_tokens", "did you mean 'max_tokens'"),
+     ("chat_template_kwarg", "did you mean 'chat_template_kwargs'"), ("answer", "put it into 'id'"),
+     ("prompt_logprobs", "nothing reads the key 'prompt_logprobs'")],
+)  # fmt: skip
+def test_a_key_that_nothing_reads_ends_the_call_before_a_model_is_loaded(
+    key, said, tmp_path, capsys
+):
+    file = tmp_path / "in.jsonl"
+    file.write_text('{"prompt": "1+1="}\n' + json.dumps({"prompt": "2+3=", key: 1}))
+    assert main(["generate", "--model", "/no/such/model", "--file", str(file)]) == 2
+    errors = capsys.readouterr().err
+    assert f"{file} line 2: nothing reads the key {key!r}" in errors and said in errors
+
+
+@pytest.mark.parametrize("command", [["--help"], ["--version"], ["bench", "list"]])
+def test_a_full_standard_output_is_one_line(command):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "serve.cli", *command],
+            env=ENVIRONMENT, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=600,
+        )  # fmt: skip
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "No space left on device" in done.stderr
 
 
 def test_a_full_disk_under_the_output_is_a_message(run):
@@ -594,7 +638,8 @@ def test_options_of_the_template_come_from_the_command_line_and_from_lines(run, 
     asked = ["--file", file, *chat[2:], '{"enable_thinking": false}', "--output", "-", "--chat"]
     status, said, errors = run(*asked)
     rows = sorted(map(json.loads, said.splitlines()), key=lambda row: row["index"])
-    texts = [plain(prompt)[0].text for prompt in ("2+3+1=", "2+3=4", "2+3+1=", "2+3+1=")]
+    of_one = [sample.text for sample in plain("2+3+1=", n=3)]
+    texts = [of_one[0], plain("2+3=4")[0].text, *of_one[1:]]
     assert status == 1 and [row["text"] for row in rows] == texts
     assert "conversations.json entry 5: chat_template_kwargs must be a JSON object" in errors
     assert "conversations.json entry 6: messages must be a list" in errors

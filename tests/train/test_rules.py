@@ -317,11 +317,11 @@ def settled(*argv, has_head):
 
 def test_a_head_is_trained_and_n_grams_are_not():
     cfg, said = settled(has_head=True)
-    assert (cfg.rollout.draft, cfg.draft.mode, cfg.rollout.control) == (
-        "checkpoint",
-        "online",
-        None,
-    )
+    assert (cfg.rollout.draft, cfg.draft.mode) == ("checkpoint", "online")
+    assert arms_of(cfg) == ["off", "4_1_5"]
+    assert said.startswith("draft: the checkpoint's head; the controller goodput chooses among off")
+    cfg, said = settled("rollout.strategy=4_1_5", has_head=True)
+    assert cfg.rollout.control is None
     assert said.startswith("draft: the checkpoint's head; always 4_1_5; to change it: rollout.")
     cfg, said = settled("rollout.strategy=3_1_4", has_head=False)
     assert (cfg.rollout.draft, cfg.draft.mode) == ("ngram", "frozen")
@@ -330,12 +330,16 @@ def test_a_head_is_trained_and_n_grams_are_not():
 
 
 def test_a_choice_of_the_user_is_followed():
-    cfg, said = settled("rollout.draft=ngram", has_head=True)
-    assert (cfg.rollout.draft, cfg.draft.mode, cfg.rollout.control) == ("ngram", "frozen", None)
-    assert said.startswith("draft: n-grams; always 4_1_5; to change it: rollout.draft=checkpoint")
+    for has_head, other in ((True, "checkpoint"), (False, "random")):
+        cfg, said = settled("rollout.draft=ngram", "rollout.strategy=4_1_5", has_head=has_head)
+        assert (cfg.rollout.draft, cfg.draft.mode, cfg.rollout.control) == ("ngram", "frozen", None)
+        how = f"always 4_1_5; to change it: rollout.draft={other}, "
+        assert said.startswith(f"draft: n-grams; {how}")
     cfg, said = settled("rollout.draft=random", has_head=False)
     assert (cfg.rollout.draft, cfg.draft.mode) == ("random", "online")
-    assert said.startswith("draft: a random head; always 4_1_5; to change it: ")
+    assert said.startswith("draft: a random head; the controller goodput chooses among off, 4_1_5")
+    cfg, _ = settled("rollout.draft=random", "rollout.acceptance=block", has_head=False)
+    assert cfg.rollout.control is None, "tokens would depend on its choices"
     strategies = ["rollout.control.controller=bandit", "rollout.control.strategies=[off,2_1_3]"]
     cfg, said = settled(*strategies, has_head=False)
     assert cfg.rollout.control.controller == "bandit" and "bandit chooses among off, 2_1_3" in said
