@@ -154,11 +154,12 @@ def with_unsupported(base: type[Model], table: dict[str, Unsupported]) -> type[M
 def _type(field: Unsupported) -> Any:
     expected = " or ".join(["null", *map(json.dumps, field.accepted)])
 
-    def check(value: Any) -> None:
+    def check(value: Any) -> Any:
         if value is not None and not any(_same(value, each) for each in field.accepted):
             message = "expected {expected}, got {got}: {instead}"
             values = {"expected": expected, "got": short(value), "instead": field.instead}
             raise PydanticCustomError(UNSUPPORTED_VALUE, message, values)
+        return value
 
     schema = {"enum": [None, *field.accepted]}
     return Annotated[Any, AfterValidator(check), WithJsonSchema(schema)]

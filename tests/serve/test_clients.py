@@ -310,7 +310,7 @@ def test_tools_are_described_and_a_last_message_is_continued(server: Server):
         body = {**CHAT, **asked, "return_token_ids": True}
         ids = tokenizer.encode(text)
         answer = server.post("/v1/chat/completions", json=body).json()
-        assert answer["choices"][0]["prompt_token_ids"] == ids
+        assert answer.get("choices", [answer])[0].get("prompt_token_ids") == ids, answer
         counted = {name: value for name, value in asked.items() if name != "tool_choice"}
         body = {"messages": CHAT["messages"], **counted}
         assert server.post("/tokenize", json=body).json()["tokens"] == ids
