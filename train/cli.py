@@ -181,8 +181,10 @@ def after_loss(checkpoints: Checkpointer, source: str, setting: str) -> str:
     instead = f"a smaller {setting} or {setting.removesuffix('lr')}clip_norm"
     if not saved:
         return f"Nothing was saved yet: start again with {instead}"
+    names = ", ".join(map(str, saved))
+    what = f"Steps {names} are" if saved[1:] else f"Step {names} is"
     return (
-        f"Steps {', '.join(map(str, saved))} are saved in {checkpoints.directory}: start a run "
+        f"{what} saved in {checkpoints.directory}: start a run "
         f"from the last one with {source.format(run=run)}, another out and {instead}"
     )
 

@@ -82,7 +82,11 @@ def test_the_defaults_are_those_of_the_table_beside_other_frameworks():
                 "eval.sets.own.max_prompt_tokens": 12,
             },
         ),
-        ("eval", "rollout.max_prompt_tokens", {"reward": "tiny_run:coin", "rewards.workers": 0}),
+        (
+            "eval",
+            "rollout.max_prompt_tokens",
+            {"data.heldout_path": "rows", "reward": "tiny_run:coin", "rewards.workers": 0},
+        ),
         ("draft", "rollout.max_prompt_tokens", {}),
         ("sft", "packing.row_length", {}),
         ("draft", "packing.row_length", {"data.texts": "rows"}),

@@ -148,7 +148,7 @@ def test_init_continues_a_policy_with_its_tokenizer_and_head(run, tmp_path):
         ({"data.task": "gsm8k"}, "set data.path=/path/to/train.jsonl"),
         ({"init": "no/such/dir"}, "no/such/dir"),
         ({"vocab_size": 100}, "vocab_size must be at least 258"),
-        ({"packing.row_length": 8}, "raise it"),
+        ({"packing.row_length": 8}, "Raise packing.row_length"),
         ({"mesh.data": 64, "packing.rows": 64}, "needs 64 devices"),
         ({"model.num_heads": 5}, "num_heads must be a multiple"),
         ({"lr": 1}, "did you mean"),
@@ -365,7 +365,7 @@ def test_weight_decay_is_on_weight_matrices_only(run):
         **dict.fromkeys(["q_bias", "k_bias", "v_bias"], False),
         **dict.fromkeys(["embed_norm", "hidden_norm"], False),
     }
-    config = OptimConfig(lr=0.1, weight_decay=0.5)
+    config = OptimConfig(lr=0.1, warmup_steps=0, weight_decay=0.5)
     weights = {"q": jnp.ones((2, 3, 3)), "input_norm": jnp.ones((2, 3))}
     optimizer = config.build()
     zero = jax.tree.map(jnp.zeros_like, weights)
