@@ -71,7 +71,7 @@ LONG = {"max_tokens": 24, "ignore_eos": True}
 
 def _first(count: int = 1) -> tuple[int, ...]:
     """The tokens that the first prompt is continued with."""
-    return tuple(sampled(NOTHING)[0][0][:count])
+    return tuple(sampled(NOTHING)[1][0][0][:count])
 
 
 def _stop() -> tuple[str, ...]:

@@ -609,7 +609,7 @@ def trained_by(cfg, field: str):
 
 ONE_ROW = {"packing.rows": 1, "packing.row_length": 32}
 PARTIAL = {"rollout.partial": True, "rollout.over_sample": 1.5}
-ARMS = ["off", "4_1_5"]
+ARMS = ["off", "2_1_3"]
 FASTRL = {"enable": True, "eagle": {"tune_algorithm": "BEG", "mab_configs": ["2_1_3"]}}
 
 
