@@ -277,6 +277,8 @@ def chat_text(
     try:
         if tools:
             more["tools"] = list(tools)
+        if continue_final_message:
+            more["continue_final_message"] = True
         if date is not None and reads_date(tokenizer):
             more["chat_template"] = _DATED + tokenizer.get_chat_template(tools=tools or None)
             more["date_parts"] = _date_parts(date)
@@ -284,7 +286,6 @@ def chat_text(
             list(messages),
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
             **more,
         )
     except Exception as error:  # a template may raise anything
