@@ -466,7 +466,7 @@ def test_a_directory_without_a_run_cannot_be_resumed(thin_policy, tmp_path):
             {"init": "nowhere"},
             "init: expected the directory or Hugging Face id of a head, got 'now",
         ),
-        ({"rollout.max_prompt_tokens": 2}, "longer than rollout.max_prompt_tokens=2"),
+        ({"rollout.max_prompt_tokens": 2}, "more than rollout.max_prompt_tokens=2 tokens"),
         ({"rollout.max_tokens": 4000, "packing.row_length": 8192}, "the longest sequence of"),
         ({"family": "nowhere:FAMILY"}, "nowhere"),
     ],
@@ -588,10 +588,11 @@ def test_texts_longer_than_a_row_are_cut_and_demonstrations_left_out(tokenizer, 
     ids = [token for pair in found.train for token in (*pair.prompt, *pair.tokens)]
     assert tokenizer.decode(ids) == "1+2=3 " * 40
     rows = [{"prompt": "1+2=", "completion": " 3" * 99}, {"prompt": "1+3=", "completion": " 4"}]
-    found = texts_of(tmp_path / "b.jsonl", rows, tokenizer, eval__problems=0)
+    asked = {"eval__problems": 0, "data__overlong_prompts": "drop"}
+    found = texts_of(tmp_path / "b.jsonl", rows, tokenizer, **asked)
     assert (found.passed_over, len(found.train)) == (1, 1)
-    with pytest.raises(ValueError, match="1 are longer than packing.row_length=64; raise it"):
-        texts_of(tmp_path / "b.jsonl", rows[:1], tokenizer, eval__problems=0)
+    with pytest.raises(ValueError, match="Raise packing.row_length"):
+        texts_of(tmp_path / "b.jsonl", rows[:1], tokenizer, **asked)
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ SFT = [
     (["data.duplicates=drop"], "generated and has no rows; set data.path=FILE"),
     (["data.unwinnable=drop"], "which train.rl checks and train.sft does not"),
     (["data.unwinnable=keep", "data.path=f"], "unknown key 'data.unwinnable': it is about gold"),
-    (["data.overlong_prompts=truncate"], "longer than packing.row_length: raise that"),
+    (["data.overlong_prompts=truncate"], "train.sft cuts no demonstration: raise packing.row"),
     (["data.strip_calculator=false", "data.task=math", "data.path=f"], "and data.task=math has"),
     (["data.chat=off", "data.chat_template_kwargs={a: 1}"], "with data.chat=off no chat template"),
     (["data.path=f", "data.slip=0.5"], "data.path=f is imitated"),
@@ -139,14 +139,14 @@ SERVE = [
 # Keys that something reads whatever the others say; what is here or in a rule was thought about.
 RUN_KEYS = """
     family out revision seed steps data.task data.path data.seed data.prompt_template
-    data.chat packing.row_length packing.rows dtype.params dtype.compute mesh.data mesh.fsdp
+    data.chat data.overlong_prompts packing.row_length packing.rows dtype.params dtype.compute mesh.data mesh.fsdp
     mesh.tp mesh.cp remat logprob_chunk_size attention checkpoint.every checkpoint.keep_last
     log.tensorboard log.wandb log.live
 """
 ALWAYS_READ = {
     RLConfig: f"""{RUN_KEYS}
         model reward rewards.weights rewards.workers max_failed_rewards
-        data.overlong_prompts rollout.prompts rollout.n
+        rollout.prompts rollout.n
         rollout.over_sample rollout.partial rollout.temperature rollout.max_tokens
         rollout.max_prompt_tokens rollout.max_batch rollout.replicas rollout.tp rollout.order
         rollout.page_size rollout.cache_bytes rollout.chunk_tokens rollout.stretch
