@@ -139,7 +139,8 @@ SERVE = [
 # Keys that something reads whatever the others say; what is here or in a rule was thought about.
 RUN_KEYS = """
     family out revision seed steps data.task data.path data.seed data.prompt_template
-    data.chat data.overlong_prompts packing.row_length packing.rows dtype.params dtype.compute mesh.data mesh.fsdp
+    data.chat data.overlong_prompts packing.row_length packing.rows dtype.params dtype.compute
+    mesh.data mesh.fsdp
     mesh.tp mesh.cp remat logprob_chunk_size attention checkpoint.every checkpoint.keep_last
     log.tensorboard log.wandb log.live
 """
