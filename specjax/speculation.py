@@ -525,6 +525,7 @@ def add_flags(group: Any, refused: Mapping[str, str] = MappingProxyType({})) -> 
         if key.choices:
             doc += f" [one of {', '.join(key.choices)}]"
         doc = doc.replace("%", "%%")
+        shown = f" (default: {show(key.default)})" if default is not None else ""
         if name in refused:
             group.add_argument(
                 flag,
@@ -535,10 +536,12 @@ def add_flags(group: Any, refused: Mapping[str, str] = MappingProxyType({})) -> 
             )
         elif kind is bool or kind == (bool | None):
             group.add_argument(
-                flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=doc
+                flag,
+                action=argparse.BooleanOptionalAction,
+                default=argparse.SUPPRESS,
+                help=doc + shown,
             )
         else:
-            shown = f" (default: {show(key.default)})" if default is not None else ""
             group.add_argument(
                 flag,
                 type=_reader(name, key),

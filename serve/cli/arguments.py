@@ -177,7 +177,7 @@ def _add_engine(group) -> None:
         "--max-stop-tokens",
         type=int,
         default=8,
-        help="most stop tokens of a prompt, the model's own included",
+        help="most stop tokens of a prompt, the model's own included (default: 8)",
     )
 
 

@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
         default="auto",
         metavar="NAME",
         help="file format of the source: auto, or one of "
-        f"{', '.join(READERS.names)}, or your own as package.module:attribute",
+        f"{', '.join(READERS.names)}, or your own as package.module:attribute (default: auto)",
     )
     add(
         "--family",
