@@ -72,7 +72,7 @@ class EngineSection:
     cache_bytes: int | None = option(
         None,
         "bytes of all cache pages; null: enough for all slots at full length, but at most a "
-        "sixteenth of a computer's memory, or 0.9 of an accelerator's together with the weights",
+        "sixteenth of a computer's memory, or what the weights leave of 0.9 of an accelerator's",
     )
     prefill_chunk: int = option(512, "most prompt tokens of one prefill program")
     products: str = option(

@@ -136,9 +136,7 @@ class RolloutSection(SamplingSection, SpeculationSettings):
         None, "positions per cache page; 0: one page per sample; null: the engine chooses"
     )
     cache_bytes: int | None = option(
-        None,
-        "bytes of all cache pages; null: what all slots need at full length, but at most a "
-        "sixteenth of a computer's memory, or 0.9 of an accelerator's together with the weights",
+        None, "memory for all cache pages; null: what all slots need at full length"
     )
     chunk_tokens: int = option(32, "tokens per slot between two looks of the host")
     stretch: int = option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -19,10 +20,13 @@ HOST_SHARE = 1 / 16
 PAGE = 128  # positions
 
 
-def cache_budget(cfg: ModelConfig, mesh: jax.sharding.Mesh | None) -> int | None:
-    """The most bytes that all caches of a replica take where no setting says it.
+def cache_budget(
+    cfg: ModelConfig, source: Draft | None, mesh: jax.sharding.Mesh | None
+) -> int | None:
+    """Computes the most bytes that the caches of an `LLM`'s replica take where no setting says it.
 
-    It depends on the machine and the model alone, so that every start compiles the same programs.
+    The budget depends on the machine and the model alone, so that every start compiles the same
+    programs.
 
     Returns:
       bytes over all devices of the replica; None: not known (the devices of several processes, or
@@ -37,8 +41,10 @@ def cache_budget(cfg: ModelConfig, mesh: jax.sharding.Mesh | None) -> int | None
         limits = [memory_limit(device) for device in devices]
         if None in limits:
             return None
-        weights = bytes_of(jax.eval_shape(lambda: init_params(cfg))) // len(devices)
-        on_one = max(int(min(limits) * DEVICE_SHARE) - weights, 0)
+        models = [cfg, source.network] if source and source.network else [cfg]
+        weights = sum(bytes_of(jax.eval_shape(lambda m=m: init_params(m))) for m in models)
+        # `LLM` keeps the weights beside those in the layout in which the engine decodes.
+        on_one = max(int(min(limits) * DEVICE_SHARE) - 2 * weights // len(devices), 0)
     page = jax.eval_shape(lambda: empty(cfg, Room(slots=0, pages=1, page_size=PAGE)).pages)
     # Heads that the devices cannot divide among themselves lie on each of them.
     ways = bytes_of(page) / max(device_bytes(shapes(page, mesh, state_shardings)), 1)
@@ -46,24 +52,31 @@ def cache_budget(cfg: ModelConfig, mesh: jax.sharding.Mesh | None) -> int | None
 
 
 def memory_limit(device: jax.Device) -> int | None:
-    """The bytes of an accelerator that a process may use; None: not known."""
+    """Returns the bytes of an accelerator that a process may use; None: not known."""
     try:
         return (device.memory_stats() or {}).get("bytes_limit")
-    except jax.errors.JaxRuntimeError:  # a device that programs are only compiled for
+    except (
+        jax.errors.JaxRuntimeError,
+        NotImplementedError,
+    ):  # a device that programs are only compiled for
         return None
 
 
+# Limits of the control group of a container, in both versions of control groups.
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
 def host_memory() -> int:
-    """The bytes of memory of this computer, or of the container that it runs in."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):  # there is no control group, or it has no limit
-        return total
+    """Returns the bytes of memory of this computer, or of the container that it runs in."""
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in _LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # there is no such file, or no limit
+            sizes.append(int(Path(file).read_text()))
+    return min(sizes)
 
 
 def longest_that_fits(cfg: ModelConfig, source: Draft | None, budget: int) -> int:
-    """The most tokens of a sample whose caches, the draft's included, fit into `budget` bytes."""
+    """Returns the most tokens of a sample whose caches, the draft's too, fit into a budget."""
     page = cost(cfg, PAGE).page + (source.cost(PAGE).page if source else 0)
     # Further pages: the null page, copies of a prompt's last page, and those past the last token.
     return max(budget // max(page, 1) - 4, 0) * PAGE

@@ -84,6 +84,8 @@ class Engine(BaseEngine):
       source: the draft source, see `Runner`.
       config: how the device is used.
       control: how strategies are chosen; None: always `spec`'s own.
+      most_cache_bytes: largest size of the pages of all caches where `config` sets none; None: what
+        all slots need.
 
     Attributes:
       alarm: looks at the accept length of each head once; None: nothing is to be expected of it.
@@ -120,6 +122,7 @@ class Engine(BaseEngine):
         source: Draft | None = None,
         config: EngineConfig | None = None,
         control: ControlConfig | None = None,
+        most_cache_bytes: int | None = None,
     ):
         self.config = config or EngineConfig()
         platform = device_of(mesh).platform
@@ -143,6 +146,7 @@ class Engine(BaseEngine):
             products=self.config.products,
             stretch=self.config.stretch,
             enforce_eager=self.config.enforce_eager,
+            most_cache_bytes=most_cache_bytes,
         )
         self.limits = Limits(cfg, max_len, stop_width, spec.acceptance if spec else None)
         self.batch, self.max_len = batch, max_len

@@ -230,8 +230,10 @@ class LLM:
         self.generation = cfg.generation if generation is None else generation
         self.max_batch, self.max_stop_tokens = max_batch, max_stop_tokens
         self.max_len = min(max_len or cfg.max_position, cfg.max_position)
+        given = engine.cache_bytes if engine else None
+        self._cache_budget = cache_budget(cfg, source, meshes[0]) if given is None else given
         if max_len is None:
-            self._shorten(source, engine.cache_bytes if engine else None, meshes[0], spell)
+            self._shorten(source, self._cache_budget, spell)
         if source is not None and (line := source.described()):
             self.notes.append(f"draft: {line}")
             if spell is python:  # other programs print the notes
@@ -263,22 +265,21 @@ class LLM:
             source=source,
             config=self._engine_config,
             control=control,
+            most_cache_bytes=self._cache_budget,
         )
 
-    def _shorten(self, source, cache_bytes: int | None, mesh, spell: Spell) -> None:
-        """Lowers `max_len` to what the caches have room for, and says so in a note."""
-        budget = cache_budget(self.cfg, mesh) if cache_bytes is None else cache_bytes
-        if budget is None:
+    def _shorten(self, source, room: int | None, spell: Spell) -> None:
+        """Lowers `max_len` to what `room` bytes of caches hold, and says so in a note."""
+        fits = 0 if room is None else longest_that_fits(self.cfg, source, room)
+        fits = max(fits, LEAST_LENGTH)
+        if fits >= self.max_len:
             return
-        room = max(longest_that_fits(self.cfg, source, budget), LEAST_LENGTH)
-        if room >= self.max_len:
-            return
-        self.max_len = room
-        share = "" if cache_bytes is not None else ", their share of this machine's memory"
+        self.max_len = fits
+        size = "memory that is not known" if room is None else f"{room / 1e9:.2g} GB"
         self.notes.append(
-            f"a prompt and its sample have at most {room:,} tokens, of the model's "
-            f"{self.cfg.max_position:,}: the caches have {budget / 1e9:.2g} GB{share}; raise "
-            f"{spell('cache_bytes')}, or set {spell('max_len')}"
+            f"a prompt and its sample have at most {fits:,} tokens, of the model's "
+            f"{self.cfg.max_position:,}, because caches have {size}; raise {spell('cache_bytes')}, "
+            f"or set {spell('max_len')}"
         )
 
     def get_default_sampling_params(self) -> SamplingParams:

@@ -36,7 +36,6 @@ from specjax.decode.chunk import Result, Until, run_chunk
 from specjax.decode.options import Features
 from specjax.decode.state import DecodeState, Plan, RowMap, StateSizes, empty_state
 from specjax.engine.agreement import agreement_of
-from specjax.engine.cache_budget import cache_budget
 from specjax.engine.checksum import Checksum, require_same
 from specjax.engine.compiling import Executables
 from specjax.engine.graphs import Graphs
@@ -83,6 +82,7 @@ class Runner:
       strategies: strategies that chunks can run; None: `spec`'s alone.
       page_size: positions per page; None: 128; 0: each sequence has one page of full length.
       cache_bytes: largest size of the pages of all caches in bytes, see `EngineConfig`.
+      most_cache_bytes: largest size where `cache_bytes` is None, see `Engine`.
       widths: lengths that pieces of prompts are padded to, ascending; all start at multiples of the
         last one. Empty: at any position, and none is longer than the rest of the table.
       attention: name of the attention kernel, see `specjax.kernels.check.settle`.
@@ -140,6 +140,7 @@ class Runner:
         products: str = "auto",
         stretch: int = 1,
         enforce_eager: bool = False,
+        most_cache_bytes: int | None = None,
     ):
         record_shape(cfg)  # raises if the report has no room for the model's records
         drafts = spec is not None and not spec.is_off
@@ -188,7 +189,7 @@ class Runner:
         self.table_width = max(full + past, read)
         self.extra_slots = EXTRA_SLOTS
         self.slots, self.prompts = batch + self.extra_slots + 1, max(batch, FEW) + 1
-        self.pages = self._pages_by_default(full)
+        self.pages = self._pages_by_default(full, most_cache_bytes)
         if cache_bytes is not None:
             self.pages = (cache_bytes - self.slot_bytes) // max(self.page_bytes, 1)
             if self.pages < 2:
@@ -247,17 +248,16 @@ class Runner:
         copied = 1 + pages_for(self.rewritten, self.page_size)
         return pages_for(positions, self.page_size) + copied
 
-    def _pages_by_default(self, full: int) -> int:
+    def _pages_by_default(self, full: int, most_bytes: int | None) -> int:
         """The number of pages for rows of `full` pages each, and for sequences that wait.
 
         There is one more for a copy of a prompt's last page, and page 0. There are no more than
-        `cache_budget` has room for, but one sample of full length always fits.
+        `most_bytes` have room for, but one sample of full length always fits.
         """
         waiting = min(full, pages_for(WAITING_TOKENS, self.page_size))
         slots = full * self.batch + waiting * (self.slots - self.batch)
-        budget = cache_budget(self.cfg, self.mesh)
-        if budget is not None:
-            slots = min(slots, (budget - self.slot_bytes) // max(self.page_bytes, 1) - 2)
+        if most_bytes is not None:
+            slots = min(slots, (most_bytes - self.slot_bytes) // max(self.page_bytes, 1) - 2)
         return 2 + max(slots, self.pages_of(self.max_len) - 1)
 
     @property

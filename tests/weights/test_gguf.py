@@ -247,7 +247,7 @@ def test_factors_of_rope_beside_another_scaling_are_refused(tmp_path, small):
         (("<|end|>", "<EOT>"), {"<|end|>", "<EOT>"}),
         (("<|end|>", "<|return|>", "<|call|>"), {"<|return|>", "<|call|>"}),
     ],
-    ids=str,
+    ids=["two names", "a name", "of Phi and others", "of harmony"],
 )
 def test_turns_end_at_tokens_known_by_name(tmp_path, small, names, ends):
     """Whatever type the file gives them; they are special tokens, as in llama.cpp."""
