@@ -72,7 +72,7 @@ from train.programs import (
     settle_length,
 )
 from train.rollout_schema import SPELL
-from train.run_files import CONFIG_FILE
+from train.run_files import CONFIG_FILE, RUN_FILE
 from train.samples import HELD_OUT
 from train.schema import RLConfig
 from train.scoring import Scorer
@@ -119,7 +119,7 @@ def run(cfg: EvalConfig) -> dict[str, Any]:
         _, places = make_meshes(cfg)
         target = read_config(path)
         settle_length(cfg, target)
-        settle_date(cfg, path.parent if path.name in (CHECKPOINTS, "hf") else path)
+        settle_date(cfg, _run_of(path))
         tokenizer = load_tokenizer(tokenizer_dir(path).absolute())
         inputs = _read_heldout(cfg, tokenizer, named, target)
         sets, about_sets = problem_sets(cfg, inputs, named)
@@ -376,6 +376,17 @@ def _table(results: dict[str, Any]) -> Table:
     return table
 
 
+def _run_of(model: Path) -> Path | None:
+    """The directory of the run whose checkpoints, or whose export, a model is; None if it is none.
+
+    A directory of another program may have files of the same names.
+    """
+    if model.name == "hf" and os.path.isfile(model.parent / RUN_FILE):  # which raises nothing
+        return model.parent
+    run = model.parent if model.name == CHECKPOINTS else model
+    return run if os.path.isdir(run / CHECKPOINTS) else None
+
+
 def _own_config(argv: Sequence[str]) -> list[str]:
     """The arguments that name the configuration of the run that is evaluated; none for others."""
     names = [argument.partition("=")[0] for argument in argv]
@@ -384,7 +395,8 @@ def _own_config(argv: Sequence[str]) -> list[str]:
     named = [argument.partition("=")[2] for argument in argv if argument.startswith("model=")]
     named += [argument.partition("=")[2] for argument in argv if argument.startswith("--model=")]
     named += [argv[i + 1] for i, name in enumerate(argv[:-1]) if name == "--model"]
-    found = [path for name in named if os.path.isfile(path := Path(name) / CONFIG_FILE)]
+    runs = [path for name in named if _run_of(path := Path(name)) == path]
+    found = [run / CONFIG_FILE for run in runs if os.path.isfile(run / CONFIG_FILE)]
     return ["--config", str(found[-1])] if found else []
 
 

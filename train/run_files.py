@@ -75,9 +75,12 @@ def read_starts(run: Path) -> list[dict[str, Any]]:
         raise RunFileError(
             f"{path}: expected what a run writes of its starts, got no JSON ({error}); move it away"
         ) from error
-    if not isinstance(starts, list):
+    if not isinstance(starts, list) or not all(
+        isinstance(start, dict) and isinstance(start.get("time"), str) for start in starts
+    ):
         raise RunFileError(
-            f"{path}: expected a list of starts, got {type(starts).__name__}; move it away"
+            f"{path}: expected a list of starts, each with its `time`, got {str(starts)[:60]}; "
+            "move it away"
         )
     return starts
 

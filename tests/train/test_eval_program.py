@@ -15,7 +15,7 @@ from train.schema import RLConfig
 
 
 def run_directory(path: Path, text: str) -> Path:
-    path.mkdir(parents=True)
+    (path / "checkpoints").mkdir(parents=True)
     (path / "config.yaml").write_text(text)
     return path
 

@@ -35,7 +35,8 @@ def test_a_damaged_line_is_named_and_leaves_the_file_as_it_was(tmp_path):
     [
         ("run.json", b"[{", "run.json: expected what a run writes of its starts, got no JSON"),
         ("run.json", b"\xff", "run.json: expected what a run writes"),
-        ("run.json", b"{}", "run.json: expected a list of starts, got dict"),
+        ("run.json", b"{}", "run.json: expected a list of starts"),
+        ("run.json", b"[{}]", "run.json: expected a list of starts"),
         ("config.yaml", b"a: [", "config.yaml: expected settings, got no YAML"),
         ("config.yaml", b"\xff", "config.yaml: expected settings, got no YAML"),
         ("config.yaml", b"- a", "config.yaml: expected settings in sections, got list"),
