@@ -178,14 +178,11 @@ def decode(
     A tokenizer whose settings have `clean_up_tokenization_spaces` would remove those before
     punctuation, and the text of a sample would not grow with its tokens.
     """
-    # Only some tokenizers of transformers take the option.
+    # A tokenizer of the user's own need not take an option that it does not need.
     options = {} if spaces_between_special_tokens else {"spaces_between_special_tokens": False}
-    return tokenizer.decode(
-        ids,
-        skip_special_tokens=skip_special_tokens,
-        clean_up_tokenization_spaces=False,
-        **options,
-    )
+    if getattr(tokenizer, "clean_up_tokenization_spaces", False):
+        options["clean_up_tokenization_spaces"] = False
+    return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, **options)
 
 
 def check_ids(where: str, ids: Sequence[int], vocab: int, tokenizer=None) -> None:
@@ -273,20 +270,21 @@ def chat_text(
     if not has_chat_template(tokenizer):
         raise ValueError("the model has no chat template")
     check_template_options(tokenizer, options)
-    more = dict(options or {})
+    arguments = dict(options or {})
     try:
         if tools:
-            more["tools"] = list(tools)
+            arguments["tools"] = list(tools)
         if continue_final_message:
-            more["continue_final_message"] = True
+            arguments["continue_final_message"] = True
         if date is not None and reads_date(tokenizer):
-            more["chat_template"] = _DATED + tokenizer.get_chat_template(tools=tools or None)
-            more["date_parts"] = _date_parts(date)
+            template = tokenizer.get_chat_template(tools=tools or None)
+            arguments["chat_template"] = _DATE_MACRO + template
+            arguments["date_parts"] = _date_parts(date)
         return tokenizer.apply_chat_template(
             list(messages),
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
-            **more,
+            **arguments,
         )
     except Exception as error:  # a template may raise anything
         cause = " ".join(str(error).split())
@@ -296,11 +294,11 @@ def chat_text(
 
 
 # Hides transformers' `strftime_now`, which gives the time of now in the zone of the machine.
-_DATED = (
-    "{%- macro strftime_now(format) -%}{%- set found = namespace(text=format) -%}"
+_DATE_MACRO = (
+    "{%- macro strftime_now(format) -%}{%- set date = namespace(text=format) -%}"
     "{%- for code, part in date_parts.items() -%}"
-    "{%- set found.text = found.text.replace(code, part) -%}"
-    "{%- endfor -%}{{ found.text }}{%- endmacro %}\n"
+    "{%- set date.text = date.text.replace(code, part) -%}"
+    "{%- endfor -%}{{ date.text }}{%- endmacro %}\n"
 )
 
 
@@ -327,7 +325,7 @@ def chat_ids(
     options: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
     add_special_tokens: bool = False,
-    **more: Any,
+    **arguments: Any,
 ) -> list[int]:
     """Encodes a conversation by the tokenizer's chat template.
 
@@ -337,9 +335,9 @@ def chat_ids(
     Args:
       messages, options, add_generation_prompt: see `chat_text`, also for errors.
       add_special_tokens: whether to add the tokenizer's special tokens to the template's text.
-      more: further arguments of `chat_text`.
+      arguments: further arguments of `chat_text`.
     """
-    text = chat_text(tokenizer, messages, options, add_generation_prompt, **more)
+    text = chat_text(tokenizer, messages, options, add_generation_prompt, **arguments)
     return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 

@@ -24,5 +24,5 @@ class Pieces:
             at += len(piece)
         return ids
 
-    def decode(self, ids, skip_special_tokens=False, **_):
+    def decode(self, ids, skip_special_tokens=False):
         return "".join(PIECES[i] for i in ids if i or not skip_special_tokens)

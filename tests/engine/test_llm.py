@@ -349,7 +349,7 @@ def test_outputs_come_in_the_order_of_the_prompts_however_long_each_takes(llm):
 def test_one_prompt_may_be_given_bare_and_text_is_encoded_and_decoded(plain_llm, monkeypatch):
     tokenizer = SimpleNamespace(
         encode=lambda text: [ord(c) - ord("a") for c in text],
-        decode=lambda ids, skip_special_tokens, **_: "".join(chr(ord("a") + i) for i in ids),
+        decode=lambda ids, skip_special_tokens: "".join(chr(ord("a") + i) for i in ids),
     )
     params = SamplingParams(seed=0, max_tokens=5, ignore_eos=True)
     by_ids = plain_llm.generate([2, 0, 1], params)[0]
@@ -377,7 +377,7 @@ class Chatty:
     def encode(self, text, add_special_tokens=True):
         return [1] * add_special_tokens + [ord(c) - ord("a") for c in text]
 
-    def decode(self, ids, skip_special_tokens, **_):
+    def decode(self, ids, skip_special_tokens):
         return "".join(chr(ord("a") + i) for i in ids)
 
 

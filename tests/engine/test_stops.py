@@ -21,7 +21,7 @@ class Bytes:
     """Token i is byte i: a character of more than one byte takes as many tokens."""
 
     @staticmethod
-    def decode(ids, skip_special_tokens=True, **_):
+    def decode(ids, skip_special_tokens=True):
         return bytes(ids).decode(errors="replace")
 
 
@@ -30,7 +30,7 @@ class Words:
 
     pieces = ("<s>", " the", " cat", "s", " sat", ".")
 
-    def decode(self, ids, skip_special_tokens=True, **_):
+    def decode(self, ids, skip_special_tokens=True):
         return "".join(self.pieces[i] for i in ids if i).removeprefix(" ")
 
 

@@ -18,7 +18,7 @@ from train.tasks.layout import Problem
 class Letters:
     """A tokenizer of one letter per token."""
 
-    def decode(self, ids, skip_special_tokens, **_):
+    def decode(self, ids, skip_special_tokens):
         assert not skip_special_tokens
         return "".join(map(chr, ids))
 
