@@ -250,8 +250,13 @@ def read_row(task: Task, row: Row, place: str) -> Example:
     """Reads a row, whose place is for messages.
 
     Raises:
-      ValueError: the task cannot read it; the message names another task that can.
+      ValueError: the task cannot read it, and the message names another task that can; or the
+        column `tools` cannot be read.
     """
+    try:
+        tools_of(row)
+    except RowError as error:
+        raise ValueError(f"{place}: {error}") from error
     try:
         return task.read(row)
     except RowError as error:
@@ -302,10 +307,10 @@ def question_of(prompt: str | Sequence[Message]) -> str:
     """The text of a prompt, which identifies duplicates and decides the split."""
     if isinstance(prompt, str):
         return prompt
-    return "\n".join(f"{message['role']}: {_said(message)}" for message in prompt)
+    return "\n".join(f"{message['role']}: {_text_of_message(message)}" for message in prompt)
 
 
-def _said(message: Message) -> str:
+def _text_of_message(message: Message) -> str:
     """The content of a message, or the calls of one that has no content."""
     calls = message.get("tool_calls")
     return message.get("content") or (json.dumps(calls, sort_keys=True) if calls else "")
@@ -322,8 +327,8 @@ def _examples(cfg: DataConfig, task: Task, split: str) -> list[tuple[str, Exampl
     check_split(split)
     every = read_table(cfg.path, task, cfg.duplicates).examples
     if cfg.heldout_path:
-        own = _task_of(cfg, cfg.heldout_path)
-        found = read_table(cfg.heldout_path, own, cfg.duplicates).examples
+        heldout_task = _task_of(cfg, cfg.heldout_path)
+        found = read_table(cfg.heldout_path, heldout_task, cfg.duplicates).examples
         if split == "train":
             heldout = {question_of(example.prompt) for _, example in found}
             found = [row for row in every if question_of(row[1].prompt) not in heldout]
@@ -523,9 +528,10 @@ def encode_demonstration(
 
     In a conversation that is what the chat template writes of the assistant's message beyond the
     prompt that generation reads. The ids are those of the whole text, up to the first token that
-    ends the response, which is added if there is none. Where a token of the whole text would reach
-    from the prompt into the response, which generation cannot produce, the prompt keeps its ids and
-    the response is encoded as a text that goes on (`_continuation`).
+    ends the response, which is added if there is none. A token of the whole text may hold the end
+    of the prompt and the beginning of the response. Generation cannot sample it, because it begins
+    after the last token of the prompt. Then the ids of the prompt are those that generation reads,
+    and the response is encoded by itself (`_continuation`).
 
     Args:
       tokenizer, chat, template_kwargs, date: see `prompt_text`.
@@ -537,73 +543,83 @@ def encode_demonstration(
     """
     ends = end_tokens(tokenizer) if ends is None else ends
     prompt, response = demonstration.prompt, demonstration.response
-    begun = prompt_text(tokenizer, prompt, chat, template_kwargs, demonstration.tools, date)
-    own = list(tokenizer.encode(begun, add_special_tokens=False))
+    context = prompt_text(tokenizer, prompt, chat, template_kwargs, demonstration.tools, date)
+    context_ids = list(tokenizer.encode(context, add_special_tokens=False))
     messages = _as_messages(prompt, chat)
     if messages:
         render = functools.partial(
             chat_text, tokenizer, options=template_kwargs, tools=demonstration.tools, date=date
         )
-        text, dropped = _written(render, messages, response, begun)
+        text, dropped = _written(render, messages, response, context)
     else:
-        text, dropped = text_of_response(response), _parts(response)
-    whole = list(tokenizer.encode(begun + text, add_special_tokens=False))
-    rest = whole[len(own) :] if whole[: len(own)] == own else _continuation(tokenizer, text)
+        text, dropped = text_of_response(response), _keys(response)
+    whole = list(tokenizer.encode(context + text, add_special_tokens=False))
+    size = len(context_ids)
+    rest = whole[size:] if whole[:size] == context_ids else _continuation(tokenizer, text)
     imitated = _ended(tokenizer, rest, ends)
-    said = text_of_response(response).strip() or {*PARTS} & {*_parts(response)} - {*dropped}
-    if len(imitated) < 2 or not said:
+    has_content = text_of_response(response).strip() or {*PARTS} & {*_keys(response)} - {*dropped}
+    if len(imitated) < 2 or not has_content:
         raise ValueError(
             "the end token alone would be imitated: the demonstration is empty, or the chat "
             f"template writes nothing of its {', '.join(dropped) or 'content'}; delete the row"
         )
-    return Encoded(own if messages else prompt_ids(tokenizer, begun), imitated, dropped)
+    return Encoded(context_ids if messages else prompt_ids(tokenizer, context), imitated, dropped)
 
 
-def _parts(response: Response) -> tuple[str, ...]:
+def _keys(response: Response) -> tuple[str, ...]:
     """The keys of a response that is a message, beside role and content."""
     return () if isinstance(response, str) else tuple(_without(response, "role", "content"))
 
 
 def _written(
-    render: Callable[..., str], messages: Sequence[Message], response: Response, begun: str
+    render: Callable[..., str], messages: Sequence[Message], response: Response, context: str
 ) -> tuple[str, tuple[str, ...]]:
-    """What a chat template writes of a response, and the keys that it does not write.
+    """Returns what a chat template writes of a response, and the keys that are not imitated.
 
     Args:
       render: function that applies the template to messages.
       messages: the messages of the prompt.
       response: the response.
-      begun: text of the prompt.
+      context: text of the prompt.
+
+    Raises:
+      ValueError: reasoning or calls of the response cannot be told from the prompt.
     """
     message = {"role": "assistant", "content": response} if isinstance(response, str) else response
     content = message.get("content", "")
     render = functools.partial(render, add_generation_prompt=False)
     whole = render([*messages, message])
-    if not whole.startswith(begun):
-        if _parts(response):
+    if not whole.startswith(context):
+        if parts := [name for name in PARTS if name in message]:
             raise ValueError(
-                f"the assistant's message has {', '.join(_parts(response))}, and what the chat "
-                "template writes of the conversation does not begin with the prompt that "
-                "generation reads; change data.chat_template_kwargs, or write them into the content"
+                f"the assistant's message has {', '.join(parts)}, and what the chat template "
+                "writes of the conversation does not begin with the prompt that generation reads; "
+                "change data.chat_template_kwargs, or write them into the content"
             )
-        # The prompt of some templates opens the reasoning, which the content may open itself.
-        opened = next((n for n in range(32, 0, -1) if begun.endswith(content[:n])), 0)
-        return content[opened if content[:opened].strip() else 0 :], ()
+        return _without_opened_tag(content, context), _keys(response)
     dropped = []
-    for name in _parts(response):
+    for name in _keys(response):
         names = REASONING if name in REASONING else (name,)
         if not _differs(whole, render, [*messages, _without(message, *names)]):
             dropped.append(name)
-    text = whole[len(begun) :]
+    text = whole[len(context) :]
     if "".join(content.split()) not in "".join(text.split()):
         dropped.append("content")
     # Sampling ends with the answer, and not with the spaces that the template writes after it.
-    spaces, more = (t[len(t.rstrip()) :] for t in (content, text))
-    return text.rstrip() + (spaces if more.startswith(spaces) else ""), tuple(dropped)
+    spaces, written_spaces = (t[len(t.rstrip()) :] for t in (content, text))
+    return text.rstrip() + (spaces if written_spaces.startswith(spaces) else ""), tuple(dropped)
+
+
+def _without_opened_tag(content: str, context: str) -> str:
+    """Removes from content the tag that a prompt ends with, such as `<think>`, and its spaces."""
+    opened = re.search(r"(<[^<>/\s][^<>\s]*>)(\s*)\Z", context)
+    if opened is None or not content.lstrip().startswith(opened[1]):
+        return content
+    return content.lstrip().removeprefix(opened[1]).removeprefix(opened[2])
 
 
 def _continuation(tokenizer, text: str) -> list[int]:
-    """The ids of a text that goes on: without the space that tokenizers put before a first word."""
+    """Encodes a text without the space that some tokenizers put before a first word."""
     for before in ("\n", "a"):
         head = tokenizer.encode(before, add_special_tokens=False)
         ids = tokenizer.encode(before + text, add_special_tokens=False)
@@ -613,7 +629,7 @@ def _continuation(tokenizer, text: str) -> list[int]:
 
 
 def _ended(tokenizer, ids: Sequence[int], ends: Sequence[int]) -> list[int]:
-    """A response with one token that ends it, even where its text ends with several."""
+    """Cuts a response after the first token that ends it, or adds one."""
     last = len(ids)
     while last and (ids[last - 1] in ends or not decode(tokenizer, [ids[last - 1]], False).strip()):
         last -= 1

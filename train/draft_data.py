@@ -33,7 +33,7 @@ from train.heads import FIELDS
 from train.inputs import Prompts, dropped_warning, require_most
 from train.packing import PackedBatch, Sample, pack
 from train.tasks.files import read_rows
-from train.tasks.layout import Demonstration, Problem, split_of, tools_of
+from train.tasks.layout import Demonstration, Problem, shown, split_of, tools_of
 from train.tasks.prompt import keyed
 
 SAMPLES, SETTINGS = "samples", "settings.yaml"  # which is JSON, but no file of rows
@@ -86,11 +86,12 @@ def read_texts(cfg: DraftRunConfig, prompts: Prompts) -> Texts:
     """
     length, splits, cut, sizes = cfg.packing.row_length, {"train": [], "heldout": []}, 0, []
     own = takes_prompts(cfg) and cfg.eval.problems > 0
-    encoded: list[data.Encoded] = []
-    for key, pair, is_text in _pairs(cfg, prompts, encoded):
+    dropped = []
+    for key, pair, is_text, keys in _pairs(cfg, prompts):
         split = split_of(key) if own else "train"
         size = len(pair.prompt) + len(pair.tokens)
         longer = size > length
+        dropped += [] if keys is None else [keys]
         sizes += [] if is_text else [size]
         if is_text and split == "heldout":
             ids = [*pair.prompt, *pair.tokens]
@@ -103,13 +104,12 @@ def read_texts(cfg: DraftRunConfig, prompts: Prompts) -> Texts:
         elif not longer and pair.tokens:
             splits[split].append(pair)
     require_most(cfg.data, sizes, length, "packing.row_length", "demonstrations")
-    passed_over, dropped = sum(size > length for size in sizes), dropped_warning(encoded)
-    found = Texts(splits["train"], splits["heldout"], cut, passed_over, dropped)
-    if not found.train:
+    if not splits["train"]:
         raise ValueError(
             f"data.texts={shown_paths(cfg.data.texts)}: no text is left to train on, add more rows"
         )
-    return found
+    passed_over = sum(size > length for size in sizes)
+    return Texts(**splits, cut=cut, passed_over=passed_over, dropped=dropped_warning(dropped))
 
 
 def shown_paths(paths: str | Sequence[str]) -> str:
@@ -118,24 +118,27 @@ def shown_paths(paths: str | Sequence[str]) -> str:
 
 
 def _pairs(
-    cfg: DraftRunConfig, prompts: Prompts, encoded: list[data.Encoded]
-) -> Iterator[tuple[str, Pair, bool]]:
-    """Yields (text that decides the split, pair, whether it is text without a prompt) of rows.
+    cfg: DraftRunConfig, prompts: Prompts
+) -> Iterator[tuple[str, Pair, bool, tuple[str, ...] | None]]:
+    """Yields what `read_texts` needs of each row.
 
-    What demonstrations were encoded to is added to `encoded`.
+    That is the text that decides the split, the pair, whether it is text without a prompt, and the
+    keys of a demonstration that are not imitated (None if the row is no demonstration).
     """
     task = None
     for place, row in read_rows(cfg.data.texts):
         if {"prompt_token_ids", "token_ids"} <= row.keys():
-            ids = row["prompt_token_ids"], row["token_ids"]
-            pair = Pair(*(_token_ids(value, place, prompts) for value in ids))
-            yield str(pair.prompt), pair, False
+            pair = Pair(
+                _token_ids(row, "prompt_token_ids", place, prompts),
+                _token_ids(row, "token_ids", place, prompts),
+            )
+            yield str(pair.prompt), pair, False, None
             continue
         if isinstance(row.get("text"), str) and "prompt" not in row:
             ids = prompt_ids(prompts.tokenizer, row["text"])
             first, *rest = prompts.known(ids, f"the row {place}") or [None]
             if rest:
-                yield row["text"], Pair([first], rest), True
+                yield row["text"], Pair([first], rest), True, None
             continue
         task = task or _task_of(cfg, row, place)
         example = data.read_row(task, row, place)
@@ -147,9 +150,8 @@ def _pairs(
             "prompts itself",
         )
         prompt = data.prompt_of(cfg.data, task, example, prompts.chat)
-        found = prompts.demonstration(Demonstration(prompt, response, tools_of(row), place))
-        encoded.append(found._replace(prompt=[], response=[]))  # of which `dropped` is read
-        yield data.question_of(example.prompt), Pair(found.prompt, found.response), False
+        ids = prompts.demonstration(Demonstration(prompt, response, tools_of(row), place))
+        yield data.question_of(example.prompt), Pair(ids.prompt, ids.response), False, ids.dropped
 
 
 def _task_of(cfg: DraftRunConfig, row: dict[str, Any], place: str):
@@ -166,9 +168,13 @@ def _task_of(cfg: DraftRunConfig, row: dict[str, Any], place: str):
     return task
 
 
-def _token_ids(value: Any, place: str, prompts: Prompts) -> Sequence[int]:
+def _token_ids(row: dict[str, Any], column: str, place: str, prompts: Prompts) -> Sequence[int]:
+    value = row[column]
     if not isinstance(value, list) or not value or any(type(token) is not int for token in value):
-        raise ValueError(f"{place}: expected a list of token ids, got {str(value)[:60]}")
+        raise ValueError(
+            f"{place}: column {column!r}: expected a list of token ids that is not empty, got "
+            f"{shown(value)}; correct or delete the row"
+        )
     return prompts.known(value, f"the row {place}, whose samples must be the policy's,")
 
 

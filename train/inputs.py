@@ -9,7 +9,6 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from specjax.command_line import ConfigError, given_in, typed_in
 from specjax.config import ModelConfig
@@ -18,12 +17,10 @@ from specjax.tokenizer import check_ids, reads_date
 from train import data
 from train.answers.extract import each_gold
 from train.data import Encoded
+from train.draft_schema import DraftRunConfig
 from train.schema import REASONING_GYM, SUMS, DataConfig, RLConfig, SFTConfig
 from train.scoring import Scorer, check_gold, evenly, is_hopeless, row_name, unwinnable_message
 from train.tasks.layout import Demonstration, Message, Problem, tools_of
-
-if TYPE_CHECKING:  # which imports this module
-    from train.draft_schema import DraftRunConfig
 
 # Number of prompts whose lengths are checked before a run: of a file, and of generated problems.
 FILE_ROWS, GENERATED_ROWS = 20_000, 500
@@ -254,14 +251,14 @@ def encode_some(prompts: Prompts, demonstrations: Sequence[Demonstration]) -> li
     return [prompts.demonstration(demonstrations[i]) for i in evenly(demonstrations, most)]
 
 
-def dropped_warning(found: Sequence[Encoded]) -> str | None:
-    """The warning about parts of demonstrations that the chat template does not write."""
-    counts = Counter(name for one in found for name in one.dropped)
+def dropped_warning(dropped: Sequence[Sequence[str]]) -> str | None:
+    """The warning about the keys of each demonstration that are not imitated, if there are any."""
+    counts = Counter(name for keys in dropped for name in keys)
     if not counts:
         return None
     named = ", ".join(f"{name} of {count}" for name, count in counts.most_common())
     return (
-        f"not all of {len(found)} demonstrations checked is imitated, because the chat template "
+        f"not all of {len(dropped)} demonstrations checked is imitated, because the chat template "
         f"does not write it: {named}; write it into the content, or delete these keys"
     )
 

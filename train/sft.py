@@ -93,7 +93,7 @@ class PackedDemonstrations:
         require_template(cfg, source[0].prompt)
         _require_calculator(cfg)
         encoded = encode_some(self.prompts, source)
-        self.warning = dropped_warning(encoded)
+        self.warning = dropped_warning([pair.dropped for pair in encoded])
         self._source = data.endless(source, cfg.data.seed)
         self._cfg, self.tokenizer, self.position = cfg, tokenizer, 0
         self.passed_over = 0

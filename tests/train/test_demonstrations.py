@@ -106,13 +106,17 @@ def imitated(path, rows, *more, tokenizer=None):
             {"messages": [ASKS, {**says(), "content": None, "tool_calls": [CALL]}]},
             f"<call>{json.dumps(CALL['function'])}</call><|eos|>",
         ),
+        ({"messages": [ASKS, says()], "tools": [json.dumps(TOOL)]}, "3<|eos|>"),
+        ({"messages": [ASKS, says()], "tools": json.dumps(TOOL)}, "3<|eos|>"),
+        ({"messages": [ASKS, says()], "tools": "[]"}, "3<|eos|>"),
         ({"messages": [ASKS, says("", tool_calls=[CALL]), {"role": "tool", "content": "3"}, says()],
           "tools": json.dumps([TOOL])}, "3<|eos|>"),
         ({"prompt": [ASKS], "completion": [says(reasoning_content="why")]},
          "<think>why</think>3<|eos|>"),
         ({"prompt": "1+2?", "completion": " 3<|eos|>"}, " 3<|eos|>"),
     ],
-    ids=["text", "end twice", "reasoning", "calls", "no content", "turns", "completion", "string"],
+    ids=["text", "end twice", "reasoning", "calls", "no content", "tools of text", "one tool",
+         "no tools", "turns", "completion", "string"],
 )  # fmt: skip
 def test_what_is_imitated_is_what_the_template_writes_after_the_prompt(
     policy, tmp_path, row, taught
@@ -121,8 +125,7 @@ def test_what_is_imitated_is_what_the_template_writes_after_the_prompt(
     prompt, response, warning = imitated(path, rows_in(tmp_path / "rows.jsonl", row))
     tokenizer = load_tokenizer(path)
     assert tokenizer.decode(response) == taught and warning is None
-    tools = row.get("tools")
-    tools = json.loads(tools) if isinstance(tools, str) else tools
+    tools = [TOOL] if row.get("tools", "[]") != "[]" else None
     prompts = row.get("messages", [ASKS, None])[:-1]
     written = tokenizer.apply_chat_template(
         prompts, tools=tools, tokenize=False, add_generation_prompt=True
@@ -132,17 +135,29 @@ def test_what_is_imitated_is_what_the_template_writes_after_the_prompt(
     assert [*prompt, *response] == whole
 
 
-@pytest.mark.parametrize("content", ["<think>\nwhy</think>3", "why</think>3"])
-def test_reasoning_that_the_prompt_opens_is_not_opened_twice(policy, tmp_path, content):
+@pytest.mark.parametrize(
+    ("opening", "content", "taught"),
+    [
+        ("<think>\n", "<think>\nwhy</think>3", "why</think>3"),
+        ("<think>\n", "<think>why</think>3", "why</think>3"),
+        ("<think>\n", "why</think>3", "why</think>3"),
+        ("<think>", "> why</think>3", "> why</think>3"),
+        ("<think>Why:", ": why</think>3", ": why</think>3"),
+    ],
+)
+def test_reasoning_that_the_prompt_opens_is_not_opened_twice(
+    policy, tmp_path, opening, content, taught
+):
     """Templates that leave reasoning out of earlier turns open it for the next one."""
+    rows = rows_in(tmp_path / "rows.jsonl", {"messages": [ASKS, says(content, weight=1)]})
     path = policy(
         "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}\n{% endfor %}"
-        "{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
+        f"{{% if add_generation_prompt %}}<assistant>{opening}{{% endif %}}"
     )
-    rows = rows_in(tmp_path / "rows.jsonl", {"messages": [ASKS, says(content)]})
-    prompt, response, _ = imitated(path, rows)
-    whole = load_tokenizer(path).decode([*prompt, *response])
-    assert whole == "<user>1+2?\n<assistant><think>\nwhy</think>3<|eos|>"
+    prompt, response, warning = imitated(path, rows)
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.decode(prompt) == f"<user>1+2?\n<assistant>{opening}"
+    assert tokenizer.decode(response) == f"{taught}<|eos|>" and "weight of 1" in warning
 
 
 @pytest.mark.parametrize(
@@ -169,6 +184,10 @@ def test_parts_that_the_template_does_not_write_are_counted_at_start(
         (sft, {"messages": [ASKS, says("")]}, "the demonstration is empty"),
         (sft, {"messages": [ASKS, says("", tool_calls=[CALL])]}, "nothing of its tool_calls"),
         (sft, {"messages": [ASKS, says()], "tools": [TOOL]}, "a column `tools`"),
+        (sft, {"messages": [ASKS, says()], "tools": "[{"}, "column 'tools'"),
+        (draft, {"prompt": "1+2=", "completion": " 3", "tools": ["add"]}, "column 'tools'"),
+        (rl, {"prompt": [ASKS], "answer": "3", "tools": [3]}, "column 'tools'"),
+        (draft, {"prompt_token_ids": [3], "token_ids": "4"}, "column 'token_ids'"),
         (draft, {"prompt": "1+2=", "completion": ""}, "the demonstration is empty"),
         (draft, {"messages": [ASKS, says("", tool_calls=[CALL])]}, "nothing of its tool_calls"),
         (rl, {"prompt": [ASKS], "answer": "3", "tools": [TOOL]}, "a column `tools`"),
@@ -271,6 +290,16 @@ def test_a_run_keeps_the_date_of_its_first_start(policy, tmp_path, capsys):
     argv += ["eval.sets.x.reward=format", "eval.max_batch=1", f"out={tmp_path / 'eval'}"]
     evaluation.main(argv)
     assert "which writes the date 2020-02-03" in capsys.readouterr().out
+
+
+def test_a_model_is_evaluated_beside_files_that_are_no_run_s(policy, tmp_path):
+    """Its rows are read, and only they are refused."""
+    path = policy().rename(tmp_path / "hf")
+    (path / "config.yaml").write_text("- 1")
+    (path / "run.json").write_text("{}")
+    (tmp_path / "config.yaml").write_text("- 1")
+    rows = rows_in(tmp_path / "rows.jsonl", {"prompt": "1", "answer": "1", "tools": [3]})
+    assert "rows.jsonl:1" in refusal(evaluation, path, "eval.sets.x.path", rows)
 
 
 def test_a_template_writes_the_date_that_is_set_and_else_today_s(policy, tmp_path, capsys):

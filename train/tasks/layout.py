@@ -183,10 +183,9 @@ _JSON_LIST = re.compile(r'\s*\[\s*"')  # `[1, 2]` is an interval
 
 
 def _from_json(text: str) -> str | list[str]:
-    found = _parsed(text)
-    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
-        return text
-    return found
+    values = _parsed(text)
+    is_list = isinstance(values, list) and all(isinstance(value, str) for value in values)
+    return values if is_list else text
 
 
 def _answer(value: Any) -> str | None:
@@ -279,20 +278,29 @@ def text_of_response(response: Response) -> str:
 
 
 def tools_of(row: Row) -> tuple[Mapping[str, Any], ...]:
-    """The schemas in the column `tools`, a list or its JSON; empty if it holds anything else."""
-    tools = row.get("tools")
-    if isinstance(tools, str):
-        tools = _parsed(tools)
-    if not isinstance(tools, (list, tuple)) or not all(isinstance(t, Mapping) for t in tools):
-        return ()
-    return tuple(_without_nulls(tool) for tool in tools)
+    """The schemas in the column `tools`: a list or a single one, as they are or as JSON.
+
+    They are empty if the row has no such column, or nothing in it.
+
+    Raises:
+      RowError: the column holds anything else.
+    """
+    tools = _parsed(row.get("tools")) or ()
+    tools = [*map(_parsed, tools)] if isinstance(tools, (list, tuple)) else [tools]
+    if not all(isinstance(tool, Mapping) for tool in tools):
+        raise RowError(
+            "column 'tools': expected JSON schemas of functions (mappings, or their JSON), got "
+            f"{shown(row['tools'])}; correct it, or rename the column if it holds something else"
+        )
+    return tuple(map(_without_nulls, tools))
 
 
-def _parsed(text: str) -> Any:
+def _parsed(value: Any) -> Any:
+    """What JSON text holds; any other value as it is."""
     try:
-        return json.loads(text)
+        return json.loads(value) if isinstance(value, str) else value
     except ValueError:
-        return None
+        return value
 
 
 def _without_nulls(value: Any) -> Any:
@@ -311,14 +319,14 @@ def _message(entry: Any, place: str) -> Message:
     if isinstance(content, (list, tuple)):
         parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
-    more = {key: _without_nulls(one) for key, one in entry.items() if one not in (None, "", [], {})}
-    if entry.get("content") is None and any(part in more for part in PARTS):
-        return more
+    keys = {key: _without_nulls(one) for key, one in entry.items() if one not in (None, "", [], {})}
+    if entry.get("content") is None and any(part in keys for part in PARTS):
+        return keys
     if not isinstance(content, str):
         raise RowError(
             f"column {place!r}: expected content that is text, got {shown(entry.get('content'))}"
         )
-    return {**more, "role": entry["role"], "content": content}
+    return {**keys, "role": entry["role"], "content": content}
 
 
 def up_to_answer(conversation: Sequence[Message], column: str) -> tuple[Message, ...]:
