@@ -73,17 +73,17 @@ def load_tokenizer(path: str | Path, required: bool = True):
     named = keys and keys.text("tokenizer_class", None)
     plain = named in ("PreTrainedTokenizerFast", "TokenizersBackend")
     # `AutoTokenizer` takes seconds to import where torch is installed.
-    tokenizer = transformers_class("PreTrainedTokenizerFast" if plain else "AutoTokenizer")
+    tokenizer_class = transformers_class("PreTrainedTokenizerFast" if plain else "AutoTokenizer")
     options = {} if plain else {"trust_remote_code": False}
     try:
-        found = tokenizer.from_pretrained(path, **options)
+        tokenizer = tokenizer_class.from_pretrained(path, **options)
     except Exception as error:  # tokenizers raises bare Exceptions
         _diagnose(path)
         raise CheckpointError(
             f"{path}: the tokenizer cannot be read ({first_line(error)}); fetch its files again, "
             "or use versions of transformers and tokenizers that know it"
         ) from error
-    return _with_bos(found, bool(keys and keys.flag("add_bos_token", None)))
+    return _with_bos(tokenizer, bool(keys and keys.flag("add_bos_token", None)))
 
 
 def check_files(path: Path) -> None:
@@ -235,8 +235,8 @@ def prompt_ids(tokenizer, text: str, add_special_tokens: bool = True) -> list[in
         return [bos, *ids] if getattr(tokenizer, "add_bos_token", False) else ids
     if ids[:2] != [bos, bos]:
         return ids
-    own = list(tokenizer.encode(text, add_special_tokens=False))
-    return ids[1:] if ids[1 : 1 + len(own)] == own else ids  # drop the second of the two
+    text_ids = list(tokenizer.encode(text, add_special_tokens=False))
+    return ids[1:] if ids[1 : 1 + len(text_ids)] == text_ids else ids  # drop the second of the two
 
 
 def has_chat_template(tokenizer) -> bool:
@@ -345,9 +345,9 @@ def check_template_options(tokenizer, options: Mapping[str, Any] | None) -> None
     """Raises ValueError if an option has the name of an argument of transformers."""
     if not options:
         return
-    own = inspect.signature(tokenizer.apply_chat_template).parameters.values()
-    own = {p.name for p in own if p.kind is not inspect.Parameter.VAR_KEYWORD}
-    if taken := sorted(own & set(options)):
+    parameters = inspect.signature(tokenizer.apply_chat_template).parameters.values()
+    arguments = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD}
+    if taken := sorted(arguments & set(options)):
         raise ValueError(f"{taken[0]} is an argument of transformers and no variable of a template")
 
 

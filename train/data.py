@@ -98,12 +98,12 @@ def problems(
         return reasoning_gym.Generated(cfg, split, given, held_out)
     if task is None:
         return sums.Sums(cfg, split, False)
-    found = []
+    rows = []
     for i, (place, example) in enumerate(_examples(cfg, task, split)):
         unread = example.answer if isinstance(example.answer, Unread) else None
         answer, prompt = "" if unread else example.answer, prompt_of(cfg, task, example, chat)
-        found.append(Problem(prompt, answer, i, place, example.columns, example.row, unread))
-    return found
+        rows.append(Problem(prompt, answer, i, place, example.columns, example.row, unread))
+    return rows
 
 
 def demonstrations(cfg: DataConfig, split: str, chat: bool = False) -> Sequence[Demonstration]:
@@ -121,14 +121,14 @@ def demonstrations(cfg: DataConfig, split: str, chat: bool = False) -> Sequence[
         )
     if task is None:
         return sums.Sums(cfg, split, True)
-    found = []
+    rows = []
     for place, example in _examples(cfg, task, split):
         response = response_of(example, task, place, "there is nothing to imitate")
         if cfg.strip_calculator and task.name == "gsm8k":
             response = _CALCULATOR.sub("", response)
         prompt = prompt_of(cfg, task, example, chat)
-        found.append(Demonstration(prompt, response, tools_of(example.row), place))
-    return found
+        rows.append(Demonstration(prompt, response, tools_of(example.row), place))
+    return rows
 
 
 def response_of(example: Example, task: Task, place: str, otherwise: str) -> Response:
@@ -328,25 +328,25 @@ def _examples(cfg: DataConfig, task: Task, split: str) -> list[tuple[str, Exampl
     every = read_table(cfg.path, task, cfg.duplicates).examples
     if cfg.heldout_path:
         heldout_task = _task_of(cfg, cfg.heldout_path)
-        found = read_table(cfg.heldout_path, heldout_task, cfg.duplicates).examples
+        rows = read_table(cfg.heldout_path, heldout_task, cfg.duplicates).examples
         if split == "train":
-            heldout = {question_of(example.prompt) for _, example in found}
-            found = [row for row in every if question_of(row[1].prompt) not in heldout]
-            if len(found) < len(every):
+            heldout = {question_of(example.prompt) for _, example in rows}
+            rows = [row for row in every if question_of(row[1].prompt) not in heldout]
+            if len(rows) < len(every):
                 log.warning(
                     "left out %d questions of %s that %s holds out",
-                    len(every) - len(found), cfg.named, cfg.heldout_path,
+                    len(every) - len(rows), cfg.named, cfg.heldout_path,
                 )  # fmt: skip
     else:
-        found = [row for row in every if split_of(question_of(row[1].prompt)) == split]
+        rows = [row for row in every if split_of(question_of(row[1].prompt)) == split]
     if split == "heldout":
-        found = found[: cfg.heldout_size]
-    if not found:
+        rows = rows[: cfg.heldout_size]
+    if not rows:
         raise EmptySplitError(
             f"{cfg.named}: no question is left for the split {split!r}; add more rows, or set "
             "data.heldout_path"
         )
-    return found
+    return rows
 
 
 def prompt_of(

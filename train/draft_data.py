@@ -85,18 +85,18 @@ def read_texts(cfg: DraftRunConfig, prompts: Prompts) -> Texts:
       ValueError: a row cannot be read, or none is left to train on.
     """
     length, splits, cut, sizes = cfg.packing.row_length, {"train": [], "heldout": []}, 0, []
-    own = takes_prompts(cfg) and cfg.eval.problems > 0
+    holds_out = takes_prompts(cfg) and cfg.eval.problems > 0
     dropped = []
     for key, pair, is_text, keys in _pairs(cfg, prompts):
-        split = split_of(key) if own else "train"
+        split = split_of(key) if holds_out else "train"
         size = len(pair.prompt) + len(pair.tokens)
         longer = size > length
         dropped += [] if keys is None else [keys]
         sizes += [] if is_text else [size]
         if is_text and split == "heldout":
             ids = [*pair.prompt, *pair.tokens]
-            begun = min(cfg.rollout.max_prompt_tokens, len(ids) // 2)
-            splits[split].append(Pair(ids[:begun], ids[begun:]))
+            prompt_size = min(cfg.rollout.max_prompt_tokens, len(ids) // 2)
+            splits[split].append(Pair(ids[:prompt_size], ids[prompt_size:]))
         elif longer and is_text:
             ids, cut = [*pair.prompt, *pair.tokens], cut + 1
             pieces = [ids[i : i + length] for i in range(0, len(ids), length)]

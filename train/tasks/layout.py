@@ -170,13 +170,13 @@ def answers_of(value: Any, column: str) -> list[str]:
     values = value if isinstance(value, (list, tuple)) else [value]
     while len(values) == 1 and isinstance(values[0], (list, tuple)):
         values = values[0]
-    found = [_answer(one) for one in values]
-    if not found or None in found:
+    answers = [_answer(one) for one in values]
+    if not answers or None in answers:
         raise RowError(
             f"column {column!r}: expected an answer (text, a number, or a list of these, of which "
             f"any is right), got {shown(value)}"
         )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(answers))
 
 
 _JSON_LIST = re.compile(r'\s*\[\s*"')  # `[1, 2]` is an interval
@@ -219,7 +219,7 @@ def gold_of(value: Any, column: str) -> Gold | Unread:
 
 
 def _gold_of(value: Any, column: str) -> Gold:
-    found = []
+    answers = []
     for written in answers_of(value, column):
         gold = gold_answer(written)
         if not gold:
@@ -227,9 +227,9 @@ def _gold_of(value: Any, column: str) -> Gold:
                 f"column {column!r}: expected an answer after '####', got text that ends in "
                 f"{written[-40:]!r}"
             )
-        found.append(gold)
-    found = list(dict.fromkeys(found))
-    return found[0] if len(found) == 1 else tuple(found)
+        answers.append(gold)
+    answers = list(dict.fromkeys(answers))
+    return answers[0] if len(answers) == 1 else tuple(answers)
 
 
 def messages_of(value: Any, column: str) -> tuple[Message, ...]:
