@@ -72,13 +72,13 @@ def test_the_generated_token_keeps_its_text_where_another_has_the_same(tmp_path)
     byte, letter, other = (made.convert_tokens_to_ids(p) for p in ("<0x61>", "a", "b"))
     top = [{byte: -0.5, other: -1.0, letter: -2.0}, {byte: -0.5, letter: -float("inf")}]
     reply = CompletionResponse("m", TokenTexts(made))
-    said = reply.logprobs([letter, byte], [-2.0, -0.5], top, 0, 2)
+    said = reply.logprobs([letter, byte], [-2.0, -0.5], top, [0, 1], 2)
     assert said["top_logprobs"] == [
         {f"token_id:{byte}": -0.5, "b": -1.0, "a": -2.0},
         {"a": -0.5, f"token_id:{letter}": MIN_LOGPROB},
     ]
     assert said["tokens"] == ["a", "a"]
-    chat = ChatResponse("m", TokenTexts(made)).logprobs([letter], [-2.0], top, 0, 3)
+    chat = ChatResponse("m", TokenTexts(made)).logprobs([letter], [-2.0], top, [0], 3)
     entries = chat["content"][0]["top_logprobs"]
     assert [entry["bytes"] for entry in entries] == [[0x61], [0x62], [0x61]]
     json.dumps([said, chat], allow_nan=False)

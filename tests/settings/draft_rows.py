@@ -169,7 +169,11 @@ DRAFT = {
     "data.answer_key": Row("question", answers, {"data.path": GSM8K}),
     "data.dataset": Row("twos", generated, GYM),
     "data.dataset_args": Row({"first": 3}, generated, GYM),
-    "data.texts": Row(TEXTS, lambda cfg: len(started(cfg).problems), SMALL),
+    "data.texts": Row(
+        TEXTS,
+        lambda cfg: len(started(cfg).problems),
+        {**SMALL, "data.overlong_prompts": "drop"},
+    ),
     "data.overlong_prompts": Row("truncate", looked_at, {"rollout.max_prompt_tokens": 40}),
     "data.heldout_size": Row(4, heldout),
     "rollout.prompts": Row(7, sampled, SMALL),
