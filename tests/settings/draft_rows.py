@@ -136,10 +136,12 @@ def batches(cfg: DraftRunConfig):
     return pack_pairs(cfg, PAIRS)
 
 
-LENGTHS = {"rollout.max_tokens": 20, "rollout.max_prompt_tokens": 12}
+LENGTHS = {
+    "rollout.max_tokens": 20, "rollout.max_prompt_tokens": 12, "data.overlong_prompts": "drop",
+}  # fmt: skip
 SMALL = {
-    "kind": "mtp", "eval.problems": 0, "packing.row_length": 64, "packing.rows": 1,
-    "rollout.max_tokens": 20, "rollout.max_prompt_tokens": 12, "draft.unroll_steps": 1,
+    **LENGTHS, "kind": "mtp", "eval.problems": 0, "packing.row_length": 64, "packing.rows": 1,
+    "draft.unroll_steps": 1,
 }  # fmt: skip
 MEASURED = {**SMALL, "eval.problems": 3, "eval.strategy": "1_1_2", "eval.max_batch": 1}
 PASSES = {**SMALL, "epochs": 2}
@@ -169,11 +171,7 @@ DRAFT = {
     "data.answer_key": Row("question", answers, {"data.path": GSM8K}),
     "data.dataset": Row("twos", generated, GYM),
     "data.dataset_args": Row({"first": 3}, generated, GYM),
-    "data.texts": Row(
-        TEXTS,
-        lambda cfg: len(started(cfg).problems),
-        {**SMALL, "data.overlong_prompts": "drop"},
-    ),
+    "data.texts": Row(TEXTS, lambda cfg: len(started(cfg).problems), SMALL),
     "data.overlong_prompts": Row("truncate", looked_at, {"rollout.max_prompt_tokens": 40}),
     "data.heldout_size": Row(4, heldout),
     "rollout.prompts": Row(7, sampled, SMALL),
