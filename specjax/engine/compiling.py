@@ -36,6 +36,22 @@ MESSAGE_SECONDS = 10.0  # time between two messages
 POLL_SECONDS = 1.0  # `CompilePool.finish` calls `on_built` at least this often
 
 
+_of_thread = threading.local()  # has `saved`, see `_saved_seconds`
+
+
+def _count_saved_seconds(event: str, seconds: float, **_: object) -> None:
+    if event.endswith("/compile_time_saved_sec"):  # JAX keeps whole seconds, rounded down
+        _of_thread.saved = _saved_seconds() + max(seconds, 0.0) + 1.0
+
+
+def _saved_seconds() -> float:
+    """The seconds of compiling that JAX's cache directory has saved on this thread."""
+    return getattr(_of_thread, "saved", 0.0)
+
+
+jax.monitoring.register_event_duration_secs_listener(_count_saved_seconds)
+
+
 class CompilePool:
     """Threads that compile programs while the caller traces further ones.
 
@@ -188,7 +204,8 @@ class Executables:
       plain_forms: programs by key that were also compiled without graphs, the first one of each
         program and features, until `end_check`.
       compilations: number of programs that were compiled so far.
-      seconds: time that compiling each program took, but for those compiled side by side.
+      seconds: time that compiling each program took, or would have taken if the cache directory
+        had not had it.
       before_build: function called before a program is compiled, which takes seconds.
       build: function that makes the executable of a program from its key, a function that lowers
         it, and the indices of its donated inputs.
@@ -254,23 +271,24 @@ class Executables:
                 lambda built: self._keep(key, built),
             )
             return self.by_key[key]
-        began = time.perf_counter()
         if self._is_ahead:  # the caller of `ahead` reports the progress
             self._keep(key, self._attempt(key, lower, donate))
         else:
             with announce_if_slow(described(key)):
                 self._keep(key, self._attempt(key, lower, donate))
-        self.seconds[key] = time.perf_counter() - began
         return self.by_key[key]
 
     def _attempt(self, key: tuple, lower: Callable[[], jax.stages.Lowered], donate: tuple):
         """Makes the executable of a program, or `DoesNotCompile` if it may fail and does."""
+        began, saved = time.perf_counter(), _saved_seconds()
         try:
             return self.build(key, lower, donate)
         except jax.errors.JaxRuntimeError as error:
             if key not in self._may_fail:
                 raise
             return DoesNotCompile(error)
+        finally:
+            self.seconds[key] = time.perf_counter() - began + _saved_seconds() - saved
 
     def _build(self, key: tuple, lower: Callable[[], jax.stages.Lowered], donate: tuple[int, ...]):
         """Compiles a program; may run on any thread.

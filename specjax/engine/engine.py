@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 import time
 from collections.abc import Sequence as Several
 
@@ -63,8 +64,11 @@ from specjax.models.transformer import Params
 from specjax.telemetry import Collector, SlotInfo, active_transforms
 
 PREFILL_ROWS = 8  # the most prompts that one prefill reads
-# Programs that draft take about so many times as long to compile as those of plain decoding.
-DRAFTING_COST = 3
+# Bounds of the time that a program takes, in units of the time to compile the plain program that
+# takes longest: to run it once and measure it, and to compile it. On two busy cores, compiling
+# and measuring the 9 missing chunks of assets/sums for 16 rows (4 plain, 5 that draft) took 103 s,
+# which is 17 units. These give 29.
+MEASURING_COST, PLAIN_COST, DRAFTING_COST = 1, 1, 3
 
 log = logging.getLogger(__name__)
 
@@ -104,11 +108,14 @@ class Engine(BaseEngine):
       others_wait: whether samples outside this engine wait for slots that become free.
       latest: strategy and bucket of the last chunk whose result was read; None before the first.
       replica: index of this engine among the replicas.
+      replicas: number of replicas, which compile one after the other.
+      warm_rows: the largest batch that the controller chooses for: the programs of larger ones are
+        not compiled and measured yet.
       preemptions: number of samples that were preempted for lack of pages so far.
       stale_positions: number of cache positions that were kept when the weights changed, so far.
     """
 
-    version, replica = 0, 0
+    version, replica, replicas = 0, 0, 1
 
     def __init__(
         self,
@@ -171,8 +178,8 @@ class Engine(BaseEngine):
         self._to_feed: list[FinishedSample] = []
         self.clear()
         # With several strategies `step` compiles all of them, at first or later.
-        self.is_warm = len(self.runner.plans) == 1
-        self._worked, self._since = 0.0, None  # seconds in which samples ran, and the last step
+        self.warm_rows = batch if len(self.runner.plans) == 1 else 0
+        self._plain_seconds = 0.0  # duration of plain chunks since programs were compiled last
 
     @property
     def engines(self) -> tuple[Engine]:
@@ -286,7 +293,7 @@ class Engine(BaseEngine):
 
         Later the controller logs the strategy and the accept length, see `specjax.control`.
         """
-        first = self.controller if self.is_warm or not self._starts_plain else self._plain
+        first = self.controller if self.warm_rows or not self._starts_plain else self._plain
         plans, using = self.runner.plans, f"Using strategy: {first.active}"
         if len(plans) > 1:
             kind = self.control.controller
@@ -522,47 +529,49 @@ class Engine(BaseEngine):
 
         Several hosts of a replica have clocks that differ, and compile all programs at first.
         """
-        asked = self.control is not None and self.control.controller == "goodput"
-        return asked and OFF in self.runner.plans and not self.runner.agreement.is_shared
+        has_goodput = self.control is not None and self.control.controller == "goodput"
+        return has_goodput and OFF in self.runner.plans and not self.runner.agreement.is_shared
 
     def _warm_up_if_due(self) -> None:
-        """Compiles all strategies, unless that may take longer than the work that is left.
+        """Compiles and measures all strategies, unless the work may be too short for that.
 
-        Where plain decoding is a choice of the controller, samples are decoded plainly until that
-        has taken as long as compiling the chunks that are needed will take, by those compiled so
-        far. So short work costs what plain decoding costs, and long work at most about twice as
-        much. Samples that run are then read again.
+        Where plain decoding is a choice of the controller, samples are decoded plainly until their
+        chunks took as long as compiling and measuring will take at most, for batches as large as
+        the present one. Samples that run are then read again. The same holds when larger batches
+        come.
         """
-        if self.is_warm:
+        rows = min(self.batch, max(len(self.unfinished), 1))
+        if rows <= self.warm_rows:
             return
         features = all_of(self.unfinished.asked or [Features()]).widened()
         if not self._starts_plain:
             self.warm_up([features])
             return
-        now = time.perf_counter()
-        if self._since is not None:
-            self._worked += now - self._since
-        self._since = now if self.unfinished else None
-        executables = self.runner.executables
-        if not executables.seconds or not self.unfinished:
+        programs, plain = self.programs(), self.runner.strategies[OFF].program
+        timed = self.runner.executables.seconds.items()
+        seconds = [s for key, s in timed if key[0] != "chunk" or key[1] == plain]
+        if not seconds or not self.unfinished:
             return
-        most = next(b for b in self.buckets if b >= min(self.batch, len(self.unfinished)))
-        programs = self.programs()
-        strategies = {b: names for b, names in programs.strategies.items() if b <= most}
+        largest = next(bucket for bucket in self.buckets if bucket >= rows)
+        strategies = {b: names for b, names in programs.strategies.items() if b <= largest}
         programs = dataclasses.replace(programs, rows={}, strategies=strategies)
-        missing = [
-            1 if name == OFF else DRAFTING_COST
+        units = MEASURING_COST * sum(map(len, strategies.values())) + sum(
+            PLAIN_COST if name == OFF else DRAFTING_COST
             for name, bucket in programs.chunks
             if bucket not in self.runner.buckets(name, features)
-        ]
-        expected = max(executables.seconds.values()) * sum(missing) / executables.threads
-        if self._worked - sum(executables.seconds.values()) < expected:
+        )
+        if self._plain_seconds < max(seconds) * units * self.replicas:
             return
         self.drain()
         if self.unfinished:
             self._preempt_all()
             self.scheduler.forget_prompts()
             self._prepare([programs], [features])
+            self._plain_seconds = 0.0
+
+    def _controller_for(self, rows: int) -> Controller:
+        """The controller of chunks of so many rows."""
+        return self.controller if rows <= self.warm_rows else self._plain
 
     def _check_graphs(self) -> None:
         """Compiles the program of the first chunk, and checks CUDA graphs by it.
@@ -571,7 +580,7 @@ class Engine(BaseEngine):
         the caches.
         """
         runner, first = self.runner, list(self.unfinished)[: self.slots]
-        strategy = next(iter(runner.plans)) if self.is_warm else OFF
+        strategy = next(iter(runner.plans)) if self.warm_rows else OFF
         features, bucket = choose_program(runner, self.buckets, self.unfinished, strategy, first)
         compile_ahead([Programs(runner, {}, {bucket: [strategy]})], [features])
         runner.reset()
@@ -719,7 +728,7 @@ class Engine(BaseEngine):
             self.slots,
             self._rows,
             self.buckets,
-            self.controller if self.is_warm else self._plain,
+            self._controller_for(min(len(sequences), self.slots)),
             self.unfinished,
             self._others_wait,
         )
@@ -822,7 +831,9 @@ class Engine(BaseEngine):
             ended=ended,
             context=context / rounds if rounds else None,
         )
-        observe = (self.controller if self.is_warm else self._plain).observe
+        if chunk.bucket > self.warm_rows and chunk.strategy == OFF and math.isfinite(seconds):
+            self._plain_seconds += seconds
+        observe = self._controller_for(chunk.bucket).observe
         self.runner.agreement.ask(seconds, lambda agreed: observe(seen(seconds=agreed)))
 
     def _finish(self, sequence: Sequence, sample: SampleOutput) -> None:

@@ -48,7 +48,7 @@ class Replicas(BaseEngine):
         self.runner, self.spec, self.limits = first.runner, first.spec, first.limits
         self.unfinished, self.telemetry = first.unfinished, first.telemetry
         for replica, engine in enumerate(self.engines):
-            engine.replica = replica
+            engine.replica, engine.replicas = replica, len(self.engines)
             engine.telemetry, engine.lengths = first.telemetry, first.lengths
             engine.counts = first.counts
             engine.runner.executables.graphs = first.runner.executables.graphs
