@@ -173,6 +173,8 @@ def run(cfg: EvalConfig) -> dict[str, Any]:
 
         evaluated = evaluate(engine, sets, model.eos_token_ids, cfg.eval.seed, show)
     inputs.scorer.close()
+    if (line := engine.slower_than_plain()) is not None:
+        print(f"{line}; rollout.strategy=off decodes plainly", flush=True)
     results = about | _results(cfg, sets, evaluated)
     Console(highlight=False).print(_table(results))
     _write(out, results, evaluated)

@@ -216,7 +216,7 @@ def _train(
     if cfg.checkpoint.export:
         _export(cfg, trainer, out / "hf")
     picture = plot.draw(out) if distributed.is_first() else out / plot.PICTURE
-    for line in trainer.engine.slower_than_plain():
+    if (line := trainer.engine.slower_than_plain()) is not None:
         _say(f"{line}; rollout.strategy=off decodes plainly")
     _say(f"total {_since(started)}\nplot: {picture}\npage: python -m train.view {out}")
     return picture

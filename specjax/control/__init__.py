@@ -1,7 +1,7 @@
 """Which strategy next: controllers that watch chunks and choose between them."""
 
 from specjax.control.bandit import Bandit, BanditConfig
-from specjax.control.base import OFF, Controller, Observation
+from specjax.control.base import OFF, Controller, Observation, slower_than_plain
 from specjax.control.config import ControlConfig, from_fastrl, make_controller
 from specjax.control.costs import CostTable
 from specjax.control.ema import EmaConfig, EmaTiers
@@ -27,4 +27,5 @@ __all__ = [
     "from_fastrl",
     "make_controller",
     "read_fastrl",
+    "slower_than_plain",
 ]

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("specjax.control")
 
 OFF = Strategy.OFF.name
+SLOWER = 0.02  # share of all seconds; what drafting loses beyond it is worth a line
 LOG_EVERY = 100  # chunks between two lines with a strategy, or with an accept length
 
 
@@ -138,6 +139,22 @@ class Observation:
         return seconds / rounds if rounds and math.isfinite(seconds) and seconds > 0 else None
 
 
+def slower_than_plain(controllers: Sequence[Controller]) -> str | None:
+    """Says that drafting took longer than plain decoding would have; None: it did not.
+
+    Args:
+      controllers: the controllers of all replicas, whose seconds are summed.
+    """
+    times = [controller.seconds_of_drafting() for controller in controllers]
+    drafting, plain, total = map(sum, zip(*times, strict=True)) if times else (0.0, 0.0, 0.0)
+    if drafting - plain <= SLOWER * total:
+        return None
+    return (
+        f"drafting took {drafting:.1f} s, and plain decoding of the same tokens would have taken "
+        f"{plain:.1f} s, by the costs that the controller measured"
+    )
+
+
 class Controller(abc.ABC):
     """Chooses the strategy of the next chunk.
 
@@ -242,12 +259,13 @@ class Controller(abc.ABC):
         """
         return {}
 
-    def slower_than_plain(self) -> str | None:
-        """Says that drafting took longer than plain decoding would have, by measured costs.
+    def seconds_of_drafting(self) -> tuple[float, float, float]:
+        """Returns the seconds of chunks that drafted, of plain decoding instead, and of all chunks.
 
-        None where it did not, or where the costs of either were not measured.
+        The second is what the tokens of the first would have taken by measured costs; chunks
+        without such a cost are left out of both.
         """
-        return None
+        return 0.0, 0.0, 0.0
 
     def state(self) -> dict[str, Any]:
         """Returns, for JSON, all that a restored controller needs to continue identically."""

@@ -33,7 +33,6 @@ _WAIT = 2  # choices until both chunks of a probe have been observed
 _SHORT = 8  # rounds below which a first chunk says too little of its rounds' seconds
 _START_STEP = 4.0  # largest step of the average start, in plain rounds
 _LONGEST_START = 64  # plain rounds; anything longer is taken for another process's doing
-_SLOWER = 0.02  # share of all seconds; what drafting loses beyond it is worth a line
 _ENDS_WITHIN = 4096.0  # tokens after which an observed end of a sample counts half
 
 
@@ -484,15 +483,8 @@ class Goodput(Controller):
             self.drafting_seconds += seconds
             self.plain_seconds += rounds * self.round_seconds(OFF, seen.batch_size, seen.context)
 
-    def slower_than_plain(self) -> str | None:
-        lost = self.drafting_seconds - self.plain_seconds
-        if lost <= _SLOWER * self.seconds:
-            return None
-        return (
-            f"drafting took {self.drafting_seconds:.1f} s, and plain decoding of the same tokens "
-            f"would have taken {self.plain_seconds:.1f} s, by the costs that the controller "
-            "measured"
-        )
+    def seconds_of_drafting(self) -> tuple[float, float, float]:
+        return self.drafting_seconds, self.plain_seconds, self.seconds
 
     def log_fields(self) -> dict[str, float | str]:
         fields = {

@@ -71,8 +71,8 @@ class Gate(Controller):
     def gains(self, batch_size: int) -> dict[str, float]:
         return self.inner.gains(batch_size)
 
-    def slower_than_plain(self) -> str | None:
-        return self.inner.slower_than_plain()
+    def seconds_of_drafting(self) -> tuple[float, float, float]:
+        return self.inner.seconds_of_drafting()
 
     def weights_changed(self) -> None:
         self.inner.weights_changed()

@@ -12,6 +12,7 @@ from collections.abc import Sequence as Several
 import numpy as np
 
 from specjax.config import SpecConfig
+from specjax.control import slower_than_plain
 from specjax.decode.options import Features
 from specjax.engine.compiling import OnProgram
 from specjax.engine.options import Limits
@@ -108,7 +109,7 @@ class BaseEngine(abc.ABC):
         """As `warm_up`, of some programs of each engine; no samples run."""
         start_up = compile_ahead(programs, features, on_program)
         for engine, own in zip(self.engines, programs, strict=True):
-            engine.is_warm = True
+            engine.warm_rows = max(own.strategies)
             if engine.control is not None and engine.control.controller == "goodput":
                 costs, seconds = calibrate(own, features[0])
                 engine.controller.calibrated(costs)
@@ -211,10 +212,9 @@ class BaseEngine(abc.ABC):
         """Raises ValueError if `add` cannot take the job."""
         self.make(job, progress)
 
-    def slower_than_plain(self) -> list[str]:
-        """The lines of `Controller.slower_than_plain` of this process's engines."""
-        lines = [engine.controller.slower_than_plain() for engine in self.engines]
-        return [line for line in lines if line is not None]
+    def slower_than_plain(self) -> str | None:
+        """See `specjax.control.slower_than_plain`, of this process's engines."""
+        return slower_than_plain([engine.controller for engine in self.engines])
 
     @abc.abstractmethod
     def step(self) -> list[Finished]:

@@ -24,6 +24,7 @@ from specjax.control import (
     GoodputConfig,
     Observation,
     make_controller,
+    slower_than_plain,
 )
 from specjax.control.base import Controller
 from specjax.control.costs import CostTable
@@ -93,23 +94,25 @@ def test_several_strategies_are_compiled_at_the_first_request_if_not_before():
 
 def test_short_work_compiles_what_plain_decoding_does_and_long_work_drafts():
     how = EngineConfig(prefill_chunk=16, stretch=1)
-    llm, plain = (LLM((CFG, *weights()), spec, 1, 64, engine=how) for spec in (SpecConfig(), None))
+    llm, plain = (LLM((CFG, *weights()), spec, 2, 64, engine=how) for spec in (SpecConfig(), None))
     prompts = prompts_of(5, VOCAB, seed=8)
     expected = [o.samples[0].token_ids for o in plain.generate(prompts, ONE)]
     assert [o.samples[0].token_ids for o in llm.generate(prompts, ONE)] == expected
-    assert llm.totals.drafted_rounds == 0 and not llm.engine.is_warm
+    assert llm.totals.drafted_rounds == 0
     assert llm.engine.runner.compilations == plain.engine.runner.compilations
 
     executables = llm.engine.runner.executables
     executables.seconds = dict.fromkeys(executables.seconds, 0.0)  # as if it had taken no time
-    begun = {}
-    for piece in llm.stream(prompts[0], dataclasses.replace(ONE, n=2)):
-        begun.setdefault(piece.sample, []).extend(piece.token_ids)
-    assert llm.engine.is_warm, "it became long while samples ran"
-    [whole] = plain.generate(prompts[:1], dataclasses.replace(ONE, n=2))
-    assert [begun[i] for i in range(2)] == [sample.token_ids for sample in whole.samples]
-    assert all(llm.engine.controller.costs.known(arm, 1) for arm in ("off", "4_1_5"))
+    streamed = [t for piece in llm.stream(prompts[0], ONE) for t in piece.token_ids]
+    assert streamed == expected[0] and llm.totals.drafted_rounds, "it became long meanwhile"
+    executables.seconds = dict.fromkeys(executables.seconds, 1e6)
+    built = llm.engine.runner.compilations
     assert [o.samples[0].token_ids for o in llm.generate(prompts, ONE)] == expected
+    assert llm.engine.runner.compilations == built, "larger batches are short work again"
+    executables.seconds = dict.fromkeys(executables.seconds, 0.0)
+    assert [o.samples[0].token_ids for o in llm.generate(prompts, ONE)] == expected
+    known = llm.engine.controller.costs.known
+    assert all(known(arm, batch) for arm in ("off", "4_1_5") for batch in (1, 2))
 
 
 @pytest.mark.parametrize("slower", [False, True])
@@ -118,12 +121,12 @@ def test_drafting_that_loses_is_told_by_measured_costs(slower):
     seen = Observation.of_rounds(1, "4_1_5", [[0 if slower else 1]] * 20, 32.0)
     controller = make_controller(ControlConfig(strategies=("off", "4_1_5")), costs=costs)
     controller.observe(seen)
-    line = controller.slower_than_plain()
-    assert (line is not None) == slower
-    assert not slower or "drafting took 32.0 s" in line and "would have taken 20.0 s" in line
     unmeasured = make_controller(ControlConfig(strategies=("off", "4_1_5")))
     unmeasured.observe(seen)
-    assert unmeasured.slower_than_plain() is None
+    assert slower_than_plain([unmeasured]) is None
+    line = slower_than_plain([controller, controller, unmeasured])  # as of replicas
+    assert (line is not None) == slower
+    assert not slower or "drafting took 64.0 s" in line and "would have taken 40.0 s" in line
 
 
 def test_control_without_speculation_and_over_what_has_no_common_program_is_refused():
