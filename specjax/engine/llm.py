@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from tqdm import tqdm
 
 from specjax.checkpoint.weights import Head, load_model
@@ -386,8 +388,9 @@ class LLM:
             {"prompt": text} and {"prompt_token_ids": ids}; a single prompt need not be in a list.
           params: sampling parameters for all prompts, or a list with one for each; None:
             `get_default_sampling_params()`. Without a seed, one is drawn for the call.
-          progress: whether to show a bar with tok/s and accept length, and a warning in the log
-            if drafting was slower than plain decoding would have been.
+          progress: whether to show a bar with tok/s and accept length. If drafting was slower
+            than plain decoding would have been, the log says so: with a bar as a warning, else as
+            information.
           sampling_params: vLLM's name of `params`; give one of the two.
 
         Returns:
@@ -437,19 +440,27 @@ class LLM:
           params: as in `generate`.
 
         Raises:
-          ValueError: as in `generate` and `chat`.
+          ValueError: as in `generate` and `chat`; or the call asks for `prompt_logprobs` or
+            `exact_mode`, which `generate` alone has.
         """
+        if self.spec is not None and self.spec.exact_mode:
+            raise ValueError("exact_mode compares whole samples; use generate in place of stream")
         given = prompt if isinstance(prompt, (str, Mapping)) else list(prompt)
         if isinstance(given, list) and given and isinstance(given[0], Mapping):
             [given] = self._chat_prompts(given)
         _, jobs = self._jobs(*self._normalise([given], params))
+        if jobs[0].params.prompt_logprobs is not None:
+            raise ValueError("stream has no prompt_logprobs; leave it out, or use generate")
         return self._streamed(jobs)
 
     def _streamed(self, jobs: list[Job]) -> Iterator[Piece]:
         streams, engines = _Streams(), self.engine.engines
         self.engine.require_no_work()
-        added = {self.engine.add(job): job for job in jobs}
-        for sequence, job in added.items():
+        started, steps = time.perf_counter(), self.engine.runner.steps
+        self.totals = totals = Totals(steps, np.zeros(steps + 2, np.int64))
+        self.differences = None
+        running = {self.engine.add(job): job for job in jobs}
+        for sequence, job in running.items():
             decode = decoder_of(self.tokenizer, job.params) if self._has_text(job) else None
             streams.by_sample[sequence] = SampleStream(decode, job.params.stop)
         for each in engines:
@@ -457,11 +468,13 @@ class LLM:
         try:
             while self.engine.has_work:
                 ended = {event.sequence: event.sample for event in self.engine.step()}
-                for sequence, job in added.items():
-                    output = ended.get(sequence)
-                    if output is not None:
-                        output = self.with_text(job, output)
-                    text = None if output is None else output.text or ""
+                totals.seconds = time.perf_counter() - started
+                for sequence, job in list(running.items()):
+                    output = text = None
+                    if sequence in ended:
+                        output = self.with_text(running.pop(sequence), ended[sequence])
+                        text = output.text or ""
+                        totals.add(output)
                     tokens, text = streams.by_sample[sequence].take(text)
                     if tokens or text or output is not None:
                         yield Piece(job.sample, text, tokens, output)
@@ -633,26 +646,27 @@ class LLM:
         engine: BaseEngine | None = None,
         doing: str | None = None,
     ) -> tuple[list[SampleOutput], Totals]:
-        """Runs jobs; shows a bar, and whether drafting was slow, if asked for.
+        """Runs jobs; shows a bar if asked for, and logs whether drafting was slow.
 
         Args:
           engine: the engine that runs them; None: the LLM's own.
           doing: name of the bar.
         """
         engine = self.engine if engine is None else engine
-        if not progress:
-            return engine.generate(jobs)
-        with tqdm(total=len(jobs), desc=doing, unit="sample", dynamic_ncols=True) as bar:
+        bar = tqdm(
+            total=len(jobs), desc=doing, unit="sample", dynamic_ncols=True, disable=not progress
+        )
 
-            def show(finished: int, totals: Totals) -> None:
-                bar.update(finished - bar.n)
-                rate = totals.tokens / max(totals.seconds, 1e-9)
-                bar.set_postfix_str(f"{rate:.0f} tok/s, accept length {totals.accept_length:.2f}")
+        def show(finished: int, totals: Totals) -> None:
+            bar.update(finished - bar.n)
+            rate = totals.tokens / max(totals.seconds, 1e-9)
+            bar.set_postfix_str(f"{rate:.0f} tok/s, accept length {totals.accept_length:.2f}")
 
-            found = engine.generate(jobs, show)
-        for line in engine.slower_than_plain():
-            log.warning("%s", line)
-        return found
+        with bar:
+            result = engine.generate(jobs, show if progress else None)
+        if (line := engine.slower_than_plain()) is not None:
+            log.log(logging.WARNING if progress else logging.INFO, "%s", line)
+        return result
 
 
 def _one_of(params, sampling_params):

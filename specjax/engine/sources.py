@@ -197,9 +197,9 @@ def settle_draft(
 
     `auto` is the checkpoint's head, or else n-grams. Drafting may cost more time than it saves. So
     if the user chose neither a strategy nor a controller, the `goodput` controller chooses between
-    the default strategy and `off` while running; with n-grams that nobody chose, between the given
-    one and `off`. In `block` and `recursive` mode it does not, because there the tokens would
-    depend on its choices.
+    the default strategy and `off` while running; with n-grams that the user did not name, between
+    the given one and `off`. In `block` and `recursive` mode it does not, because there the tokens
+    would depend on its choices.
 
     Args:
       spec: how to speculate; None: plain decoding.

@@ -303,3 +303,40 @@ def test_a_stop_token_and_a_stop_string_end_a_sample_whichever_comes_first():
     assert both.samples[0].token_ids == whole.token_ids[:2]
     assert late.samples[0].token_ids == whole.token_ids[: place + 1]
     assert late.samples[0].text == Pieces().decode(whole.token_ids[: place + 1], True)
+
+
+class Halves:
+    """Letters, and the two halves of a character of two bytes."""
+
+    table = bytes(range(ord("a"), ord("a") + 24)) + b"\xc3" * 20 + b"\xa9" * 20
+
+    def decode(self, ids, **_):
+        return bytes(self.table[i] for i in ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize("engine", ["speculative", "plain"])
+def test_the_pieces_of_a_stream_are_the_samples_of_generate(engine, monkeypatch):
+    llm = shared_llm(engine)
+    monkeypatch.setattr(llm, "tokenizer", Halves())
+    monkeypatch.setattr(llm.engine.controller, "rounds_hint", 1)
+    params = dataclasses.replace(LONG, n=2)
+    [whole] = llm.generate(PROMPTS[:1], params)
+    texts = [sample.text for sample in whole.samples]
+    assert all("é" in text and "\ufffd" in text for text in texts)
+    end = next(texts[0][at:][:2] for at in range(5, 20) if texts[0][at:][:2] not in texts[1])
+    params = dataclasses.replace(params, stop=end)
+    for _ in llm.stream(PROMPTS[0], params):
+        break  # which aborts the samples
+    [expected] = llm.generate(PROMPTS[:1], params)
+    assert expected.samples[0].finish_reason == "stop" != expected.samples[1].finish_reason
+    counted = llm.totals.tokens
+    pieces = list(llm.stream(PROMPTS[0], params))
+    assert llm.totals.tokens == counted and len(pieces) > 10
+    for index, sample in enumerate(expected.samples):
+        own = [piece for piece in pieces if piece.sample == index]
+        assert "".join(piece.text for piece in own) == sample.text
+        assert [token for piece in own for token in piece.token_ids] == sample.token_ids
+        assert [piece.output is None for piece in own] == [True] * (len(own) - 1) + [False]
+        assert own[-1].output.text == sample.text
+    with pytest.raises(ValueError, match="prompt_logprobs"):
+        llm.stream(PROMPTS[0], dataclasses.replace(params, prompt_logprobs=1))
