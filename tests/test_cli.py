@@ -452,6 +452,12 @@ def test_a_seed_that_is_drawn_is_told_and_kept_by_resume(run, tmp_path):
     output.write_text(json.dumps(rows[1]) + "\n")
     assert run(*asked, "--output", output, "--resume")[0] == 0
     assert tokens_of(rows_of(output)) == tokens_of(rows)
+    unset = dict.fromkeys(("seed", "temperature", "max_tokens", "n"))  # null in a line of JSON
+    lines = [json.dumps({"prompt": prompt, **unset}) + "\n" for prompt in asked[:3]]
+    (tmp_path / "prompts.jsonl").write_text("".join(lines))
+    asked[:3] = "--file", tmp_path / "prompts.jsonl"
+    assert run(*asked, "--output", output, "--resume")[0] == 0
+    assert tokens_of(rows_of(output)) == tokens_of(rows), "they are the same requests"
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ def _generate(
     invalid = sum(sample.error is not None for _, sample in ended)
     if args.stats:
         _print(_stats(llm, totals, len(missing), compiling))
-        for line in llm.engine.slower_than_plain():
+        if (line := llm.engine.slower_than_plain()) is not None:
             _print(f"{line}; --strategy off decodes plainly")
     if llm.telemetry is not None:
         _print_rejections(llm)
@@ -230,9 +230,9 @@ def _seeded(
     """The parameters with a seed: that of the samples to go on with, or one that is drawn."""
     from specjax.engine.request import draw_seed
 
-    known = {} if lines is None else lines.seeds
-    found = [known[p.index] for p in given if "seed" not in p.settings and p.index in known]
-    params = dataclasses.replace(params, seed=found[0] if found else draw_seed())
+    seeds = {} if lines is None else lines.seeds
+    kept = [seeds[p.index] for p in given if "seed" not in p.settings and p.index in seeds]
+    params = dataclasses.replace(params, seed=kept[0] if kept else draw_seed())
     if params.temperature > 0 and lines is None:
         _print(f"--seed {params.seed} repeats these samples")
     return params

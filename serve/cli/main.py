@@ -65,18 +65,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\n{name}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        _drop_output()
+        _discard_output()
         return BROKEN_PIPE
     except OSError as error:
         if error.errno not in NO_ROOM or error.filename is not None:
             raise
-        _drop_output()
+        _discard_output()
         print(f"{name}: error: writing the output failed: {error.strerror}", file=sys.stderr)
         return 1
 
 
-def _drop_output() -> None:
-    """Makes what standard output still holds vanish, which would fail again at exit."""
+def _discard_output() -> None:
+    """Discards the buffered output, whose write would fail again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -37,7 +37,8 @@ class Prompt:
       where: name of the prompt in messages.
       text: text or token ids of the prompt; None for a conversation.
       messages: messages of a conversation, for the chat template.
-      settings: sampling options of this prompt, by their names in `SamplingParams`.
+      settings: sampling options of this prompt, by their names in `SamplingParams`; null in a
+        file is as if left out.
       template: variables of the chat template.
       id: value of `id` in the line, which is copied to the output.
     """
@@ -131,7 +132,7 @@ def _of_value(index: int, where: str, value: Any, chat: bool) -> Prompt:
     _require_known(where, value)
     if sum(key in value for key in _KEYS) != 1:
         raise ValueError(f"expected either {_KEYS[0]!r} or {_KEYS[1]!r}, got {sorted(value)}")
-    settings = {key: value[key] for key in value.keys() & _SETTINGS}
+    settings = {key: value[key] for key in _SETTINGS if value.get(key) is not None}
     template = value.get("chat_template_kwargs") or {}
     if not isinstance(template, dict):
         raise ValueError(f"chat_template_kwargs must be a JSON object, got {_short(template)}")
