@@ -103,6 +103,10 @@ def test_a_watcher_hears_of_every_replica_and_of_its_samples():
             one.watcher = None
     assert [seen[s] for s in added] == [samples[s] for s in added]
     assert set(chunks) == {"1_1_2"}
+    streamed = collections.defaultdict(list)
+    for piece in llm.stream(PROMPTS[0], PARAMS):
+        streamed[piece.sample] += piece.token_ids
+    assert [streamed[i] for i in range(PARAMS.n)] == [samples[s] for s in added[: PARAMS.n]]
 
 
 def test_samples_may_be_added_aborted_suspended_and_continued_anywhere():
