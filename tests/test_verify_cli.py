@@ -168,9 +168,10 @@ def test_bad_input_is_refused_with_status_2_before_anything_runs(
 
 
 def test_an_llm_that_decodes_plainly_leaves_nothing_to_check(weights):
-    llm = LLM((CFG, weights[0], None), None, max_batch=2)
-    with pytest.raises(checker.InputError, match="nothing to check"):
-        checker.check(llm)
+    for spec in (None, SpecConfig()):  # a controller decodes plainly as long as work is short
+        llm = LLM((CFG, *weights), spec, max_batch=1, max_len=128)
+        with pytest.raises(checker.InputError, match="nothing to check"):
+            checker.check(llm, requests=1)
 
 
 # --- its statistics -------------------------------------------------------------------------------
