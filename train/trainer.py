@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -108,6 +109,8 @@ class Trainer:
       last_evaluation: the first problems of each evaluation set with their samples of the last
         evaluation, by the set's name, `log.samples` of each; in the first process.
       notes: lines to print at start.
+      row_sizes: numbers of rows that a micro-batch may have, which a resumed run that
+        trains a head keeps.
     """
 
     def __init__(self, cfg: RLConfig):
@@ -135,7 +138,7 @@ class Trainer:
         self.rollouts = Rollouts(
             cfg, self.order, self.prompts, self.model.eos_token_ids, self.scorer
         )
-        self.done_steps = 0
+        self.done_steps, self.row_sizes = 0, cfg.row_sizes
         self._start_up: StartUp | None = None
         self.last_rollout: list[Group] = []
         self.last_evaluation: dict[str | None, list[Judged]] = {}
@@ -320,12 +323,12 @@ class Trainer:
             self._warm_up_evaluation()
         if self.cfg.rollout.partial:
             length = self.cfg.packing.row_length
-            for rows in self.cfg.row_sizes:
+            for rows in self.row_sizes:
                 batch = empty_batch(rows, length, record_shape(self.model))
                 self.policy.logprobs(self.params, self.policy.place(batch))
         if self.spot is not None:
             length = self.cfg.packing.row_length
-            states = [self.policy.states_shape(rows, length) for rows in self.cfg.row_sizes]
+            states = [self.policy.states_shape(rows, length) for rows in self.row_sizes]
             self.spot.warm_up(self.head, self.draft_opt, self.params, states)
         return self._start_up
 
@@ -467,7 +470,7 @@ class Trainer:
                 self.policy.logprobs(self.params, self.policy.place(batch))
             ),
             self.cfg.packing.row_length,
-            self.cfg.row_sizes,
+            self.row_sizes,
         )
 
     def _update_policy(self, groups: list[Group], metrics: dict, step: int):
@@ -497,20 +500,22 @@ class Trainer:
         for shard in np.array_split(np.arange(len(responses)), cfg.algo.updates_per_rollout):
             places = set(shard.tolist())
             if own := [sample for sample in samples if sample.sample_id in places]:
-                updates.append(pack(own, cfg.packing.row_length, cfg.row_sizes))
+                updates.append(pack(own, cfg.packing.row_length, self.row_sizes))
                 # Samples that are masked as truncated count, as in TRL.
                 denominators.append(count_denominators(updates[-1], len(shard)))
         metrics["train/padding_share"] = padding_share(b for batches in updates for b in batches)
         updates = [[self._scored(batch) for batch in batches] for batches in updates]
         jax.block_until_ready(updates)
-        all_batches, all_states, total, started = [], [], {}, time.perf_counter()
+        for_head, states_of_head, total, started = [], [], {}, time.perf_counter()
+        most = max(len(batch["tokens"]) for batches in updates for batch in batches)
         for batches, counts in zip(updates, denominators, strict=True):
-            keep = self._states_to_keep(len(all_states))
+            full = sum(len(batch["tokens"]) == most for batch in batches)  # the first ones
+            keep = self._states_to_keep(len(for_head), full)
             self.params, self.opt_state, states, sums = self.policy.update(
                 self.params, self.opt_state, batches, counts, keep
             )
-            all_batches += batches
-            all_states += states
+            for_head += batches[: len(states)]
+            states_of_head += states
             norm = float(sums.pop("grad_norm"))
             total = {k: total.get(k, 0.0) + v for k, v in sums.items()}
             metrics["train/grad_norm"] = max(norm, metrics.get("train/grad_norm", 0.0))
@@ -521,13 +526,13 @@ class Trainer:
         for name in {"loss", "policy_loss", "kl_loss", "entropy_loss"} & final.keys():
             final[name] /= len(updates)
         metrics |= {f"train/{name}": value for name, value in final.items()}
-        metrics["train/microbatches"] = float(len(all_batches))
-        return all_batches[: len(all_states)], all_states
+        metrics["train/microbatches"] = float(sum(map(len, updates)))
+        return for_head, states_of_head
 
     def _kl_to_reference(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """Estimates KL(policy || reference), see `algo.kl_penalty`, at each response token."""
         estimate, found = KL[self.cfg.algo.kl_penalty], [None] * len(samples)
-        for batch in pack(samples, self.cfg.packing.row_length, self.cfg.row_sizes):
+        for batch in pack(samples, self.cfg.packing.row_length, self.row_sizes):
             placed = self.policy.place(batch)
             kl = np.asarray(
                 estimate(
@@ -550,16 +555,18 @@ class Trainer:
         if self.reference is not None and every and step % every == 0:
             self.reference = jax.tree.map(jnp.copy, self.params)
 
-    def _states_to_keep(self, kept: int) -> int | None:
-        """The number of further micro-batches whose states to keep for the head; None for all.
+    def _states_to_keep(self, kept: int, full: int) -> int:
+        """The number of micro-batches of an update whose states to keep for the head.
 
         Args:
           kept: number of states kept so far.
+          full: number of micro-batches of the update that are as large as any of the step. The
+            head has an update of the same rate for each, and those of the rest would be noisy.
         """
         if self.draft is None:
             return 0
         most = self.cfg.draft.max_microbatches
-        return max(most - kept, 0) if most else None
+        return min(full, max(most - kept, 0)) if most else full
 
     def _scored(self, batch: dict) -> dict:
         """Moves a micro-batch to the devices, and adds old and reference log-probabilities."""
@@ -651,6 +658,7 @@ class Trainer:
             "replay": None if self.spot is None else self.spot.buffer.state(),
             "draft_vocab": None if self.vocabulary is None else self.vocabulary.state(),
             "settings": self.fingerprint(),
+            "row_sizes": [*self.row_sizes],
             "determinism": determinism.record(self._kernels),
             **describe(self.model, self.tokenizer_dir, self.about_head),
         }
@@ -676,6 +684,20 @@ class Trainer:
             for name in ("attention", "products")
         }
 
+    def _keep_row_sizes(self, sizes: Sequence[int]) -> None:
+        """Takes a checkpoint's sizes of micro-batches, for each of which the head has an update."""
+        devices = self.cfg.mesh.row_devices
+        if self.draft is None:  # then they decide last bits alone
+            return
+        if any(size % devices for size in sizes):
+            raise ConfigError(
+                f"the run trains its draft head on micro-batches of {', '.join(map(str, sizes))} "
+                f"rows, and mesh.data * mesh.fsdp = {devices} does not divide them; resume with a "
+                f"divisor of {math.gcd(*sizes)}. A run that begins with a number as packing.rows "
+                "may change to each divisor of that number"
+            )
+        self.row_sizes = tuple(sizes)
+
     def restore(self, checkpoints: Checkpointer, step: int | None) -> None:
         """Restores a checkpoint; later steps are those of a run that was never stopped.
 
@@ -689,6 +711,7 @@ class Trainer:
         saved = data.saved_settings(saved, self.cfg.data, self.tokenizer)
         require_same_settings(saved, self.fingerprint(), RLConfig)
         require_same_head(meta, self.about_head, self.model)
+        self._keep_row_sizes(meta.get("row_sizes", self.row_sizes))
         # The first process made the record; others may have no device of its engine.
         kernels = distributed.of_first(lambda: self._kernels, "kernels")
         other = determinism.difference(meta.get("determinism"), kernels)

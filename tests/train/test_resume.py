@@ -160,6 +160,24 @@ def test_resuming_with_other_settings_names_them(thin_policy, reference):
     assert (reference / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
+def test_on_fewer_devices_a_head_goes_on_with_micro_batches_of_the_same_rows(thin_policy, tmp_path):
+    changes = {"packing.rows": "null", "checkpoint.every": 1, "checkpoint.export": "false"}
+    first, fewer = tmp_path / "two", tmp_path / "one"
+    rl.main(tiny_run.arguments(thin_policy, first, **changes, steps=1, mesh__data=2))
+    shutil.copytree(first, fewer)
+    for out, devices in ((first, 2), (fewer, 1)):
+        argv = tiny_run.arguments(thin_policy, out, **changes, steps=2, mesh__data=devices)
+        rl.main([*argv, "--resume"])
+    ours, theirs = (learned(out)[-1] for out in (fewer, first))
+    for name in ("train/microbatches", "train/mtp_tokens", "rollout/tokens_sha"):
+        assert ours[name] == theirs[name]
+    for name in ("train/mtp_loss", "train/mtp_update_norm"):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-3)
+    argv = tiny_run.arguments(thin_policy, first, **changes, steps=3, mesh__data=4)
+    assert "resume with a divisor of 2" in refusal([*argv, "--resume"])
+
+
 def test_nothing_to_resume_is_said_before_any_work(thin_policy, tmp_path):
     argv = tiny_run.arguments(thin_policy, tmp_path / "none")
     assert "run without --resume" in refusal([*argv, "--resume"])
