@@ -94,7 +94,13 @@ from train.draft_schema import SPELL, DraftRunConfig
 from train.draft_states import States, weights_digest
 from train.head_files import require_same_head
 from train.heads import DraftTrainer, add_sums, draft_metrics, frozen_policy_parts, inner_taps
-from train.inputs import Prompts, describe_data, fit_lengths, require_template
+from train.inputs import (
+    DropWarning,
+    Prompts,
+    describe_data,
+    fit_lengths,
+    require_template,
+)
 from train.log import MetricsLogger, read_metrics
 from train.loss import sft_loss
 from train.optim import OptimConfig
@@ -281,6 +287,8 @@ class Run:
             print(f"samples: generated in {time.perf_counter() - started:.0f} s", flush=True)
         if sampler.dropped:
             print(f"samples: {sampler.dropped} prompts were dropped (data.overlong_prompts)")
+        for warning in DropWarning(cfg.data).check(sampler.dropped, sampler.drawn):
+            print(f"WARNING: {warning}")
         return read_samples(self.out)
 
     def begin(self, pairs: Sequence[Pair]) -> None:
@@ -301,14 +309,13 @@ class Run:
         self.padding_share = padding_share(self.batches)
         self.total = cfg.epochs * len(self.batches) if cfg.steps is None else cfg.steps
         tokens = sum(len(pair.tokens) for pair in pairs)
-        sizes = {len(batch["tokens"]) for batch in self.batches}
         self.vocabulary: Vocabulary = choose_vocabulary(
             cfg, pairs, self.model.vocab_size, self.model.eos_token_ids
         )
         print(
             f"training: {len(pairs)} samples with {tokens} tokens in {len(self.batches)} "
-            f"micro-batches of {' or '.join(map(str, sorted(sizes, reverse=True)))} x "
-            f"{cfg.packing.row_length}; {self.total} updates"
+            f"micro-batches of {len(self.batches[0]['tokens'])} x {cfg.packing.row_length}; "
+            f"{self.total} updates"
         )
         if self.vocabulary.ids is not None:
             print(
@@ -537,13 +544,12 @@ def describe_texts(cfg: DraftRunConfig, texts: Texts) -> list[str]:
         lines[0] += f", {len(texts.heldout)} held out"
     if texts.cut:
         lines.append(
-            f"{texts.cut} texts have more than packing.row_length={cfg.packing.row_length} tokens "
-            "and are cut into pieces"
+            f"{texts.cut} texts have more tokens than {texts.limit} and are cut into pieces"
         )
     if texts.passed_over:
         lines.append(
-            f"WARNING: {texts.passed_over} demonstrations have more than packing.row_length="
-            f"{cfg.packing.row_length} tokens and are left out; raise it"
+            f"WARNING: {texts.passed_over} demonstrations have more tokens than {texts.limit} and "
+            f"are left out; {texts.limit.remedy} to train on them"
         )
     return lines + ([f"WARNING: {texts.dropped}"] if texts.dropped else [])
 

@@ -30,7 +30,7 @@ from train import data, tasks
 from train.collect import group_seed
 from train.draft_schema import DraftRunConfig
 from train.heads import FIELDS
-from train.inputs import Prompts, dropped_warning, require_most
+from train.inputs import Limit, Prompts, dropped_warning, require_most
 from train.packing import PackedBatch, Sample, pack
 from train.tasks.files import read_rows
 from train.tasks.layout import Demonstration, Problem, shown, split_of, tools_of
@@ -58,13 +58,15 @@ class Texts(NamedTuple):
 
     Attributes:
       train, heldout: the pairs of each split; those of `heldout` give prompts to evaluate.
-      cut: number of texts that were cut because a row of training is shorter.
-      passed_over: number of demonstrations that were left out for that reason.
+      limit: largest number of tokens that are trained on together.
+      cut: number of texts that were cut into pieces of that many.
+      passed_over: number of demonstrations that were left out because they have more.
       dropped: warning about parts of demonstrations that are not imitated; None: there are none.
     """
 
     train: list[Pair]
     heldout: list[Pair]
+    limit: Limit
     cut: int = 0
     passed_over: int = 0
     dropped: str | None = None
@@ -84,15 +86,18 @@ def read_texts(cfg: DraftRunConfig, prompts: Prompts) -> Texts:
       FileNotFoundError: there is no such file.
       ValueError: a row cannot be read, or none is left to train on.
     """
-    length, splits, cut, sizes = cfg.packing.row_length, {"train": [], "heldout": []}, 0, []
+    limit = Limit.of_rows(cfg.packing.row_length, prompts.model)
+    length, splits, cut, sizes, names = limit.tokens, {"train": [], "heldout": []}, 0, [], []
     holds_out = takes_prompts(cfg) and cfg.eval.problems > 0
     dropped = []
-    for key, pair, is_text, keys in _pairs(cfg, prompts):
+    for name, key, pair, is_text, keys in _pairs(cfg, prompts):
         split = split_of(key) if holds_out else "train"
         size = len(pair.prompt) + len(pair.tokens)
         longer = size > length
         dropped += [] if keys is None else [keys]
-        sizes += [] if is_text else [size]
+        if not is_text:
+            sizes.append(size)
+            names.append(name)
         if is_text and split == "heldout":
             ids = [*pair.prompt, *pair.tokens]
             prompt_size = min(cfg.rollout.max_prompt_tokens, len(ids) // 2)
@@ -103,13 +108,20 @@ def read_texts(cfg: DraftRunConfig, prompts: Prompts) -> Texts:
             splits[split] += [Pair(piece[:1], piece[1:]) for piece in pieces if piece[1:]]
         elif not longer and pair.tokens:
             splits[split].append(pair)
-    require_most(cfg.data, sizes, length, "packing.row_length", "demonstrations")
+    require_most(cfg.data, sizes, names, limit, "demonstrations")
     if not splits["train"]:
+        held = ""
+        if splits["heldout"]:
+            held = f"{len(splits['heldout'])} are held out (eval.problems=0 holds none out), and "
         raise ValueError(
-            f"data.texts={shown_paths(cfg.data.texts)}: no text is left to train on, add more rows"
+            f"data.texts={shown_paths(cfg.data.texts)}: no row is left to train on: "
+            f"{held}the others have more tokens than {limit}, or a single "
+            "one; add more rows"
         )
     passed_over = sum(size > length for size in sizes)
-    return Texts(**splits, cut=cut, passed_over=passed_over, dropped=dropped_warning(dropped))
+    return Texts(
+        **splits, limit=limit, cut=cut, passed_over=passed_over, dropped=dropped_warning(dropped)
+    )
 
 
 def shown_paths(paths: str | Sequence[str]) -> str:
@@ -119,26 +131,27 @@ def shown_paths(paths: str | Sequence[str]) -> str:
 
 def _pairs(
     cfg: DraftRunConfig, prompts: Prompts
-) -> Iterator[tuple[str, Pair, bool, tuple[str, ...] | None]]:
+) -> Iterator[tuple[str, str, Pair, bool, tuple[str, ...] | None]]:
     """Yields what `read_texts` needs of each row.
 
-    That is the text that decides the split, the pair, whether it is text without a prompt, and the
+    That is its name, the text that decides the split, the pair, whether it is text without a prompt, and the
     keys of a demonstration that are not imitated (None if the row is no demonstration).
     """
     task = None
     for place, row in read_rows(cfg.data.texts):
+        name = f"the row {place}"
         if {"prompt_token_ids", "token_ids"} <= row.keys():
             pair = Pair(
                 _token_ids(row, "prompt_token_ids", place, prompts),
                 _token_ids(row, "token_ids", place, prompts),
             )
-            yield str(pair.prompt), pair, False, None
+            yield name, str(pair.prompt), pair, False, None
             continue
         if isinstance(row.get("text"), str) and "prompt" not in row:
             ids = prompt_ids(prompts.tokenizer, row["text"])
-            first, *rest = prompts.known(ids, f"the row {place}") or [None]
+            first, *rest = prompts.known(ids, name) or [None]
             if rest:
-                yield row["text"], Pair([first], rest), True, None
+                yield name, row["text"], Pair([first], rest), True, None
             continue
         task = task or _task_of(cfg, row, place)
         example = data.read_row(task, row, place)
@@ -151,7 +164,8 @@ def _pairs(
         )
         prompt = data.prompt_of(cfg.data, task, example, prompts.chat)
         ids = prompts.demonstration(Demonstration(prompt, response, tools_of(row), place))
-        yield data.question_of(example.prompt), Pair(ids.prompt, ids.response), False, ids.dropped
+        pair = Pair(ids.prompt, ids.response)
+        yield name, data.question_of(example.prompt), pair, False, ids.dropped
 
 
 def _task_of(cfg: DraftRunConfig, row: dict[str, Any], place: str):
@@ -232,7 +246,7 @@ class Sampler:
         self.sizes = [
             min(size, cfg.rollout.prompts - i) for i in range(0, cfg.rollout.prompts, size)
         ]
-        self.dropped = 0
+        self.dropped = self.drawn = 0
 
     def _file(self, block: int) -> Path:
         return self._folder / f"{block:05d}.jsonl"
@@ -295,6 +309,7 @@ class Sampler:
         most = 1000
         for at in range(position, position + most):
             ids, _ = self._prompts.fit(self._order[at])
+            self.drawn += 1
             if ids is not None:
                 return at, ids
             self.dropped += 1
@@ -315,12 +330,12 @@ def pack_pairs(cfg: DraftRunConfig, pairs: Sequence[Pair]) -> list[PackedBatch]:
     """
     packing, batches = cfg.packing, []
     shuffled = np.random.default_rng([cfg.seed, 0]).permutation(len(pairs))
-    sizes = packing.sizes(MeshConfig())
-    room = sizes[0] * packing.row_length * PACKED_TOGETHER
+    rows = packing.sizes(MeshConfig())[0]  # one size, for each micro-batch is an update
+    room = rows * packing.row_length * PACKED_TOGETHER
     part, tokens = [], 0
 
     def close() -> None:
-        for batch in pack(part, packing.row_length, sizes):
+        for batch in pack(part, packing.row_length, rows):
             batches.append({name: batch[name] for name in FIELDS})
 
     for index in shuffled.tolist():

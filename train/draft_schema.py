@@ -306,6 +306,12 @@ class DraftRunConfig:
     def __post_init__(self):
         check_short_seed("seed", self.seed)
         check_short_seed("data.seed", self.data.seed)
+        if self.data.texts is not None and self.data.overlong_prompts == "truncate":
+            raise ValueError(
+                "data.overlong_prompts=truncate cuts prompts that are answered, and the "
+                "demonstrations of data.texts are not cut: raise packing.row_length, or set "
+                "data.overlong_prompts=drop"
+            )
         # A held-out prompt adds its number to the seed.
         if not (is_seed(self.eval.seed) and is_seed(self.eval.seed + self.eval.problems)):
             raise ValueError(f"eval.seed: expected {SEED_RANGE}, got {self.eval.seed}")

@@ -9,6 +9,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from specjax.command_line import ConfigError, given_in, typed_in
 from specjax.config import ModelConfig
@@ -150,7 +151,7 @@ class Prompts:
 
     def demonstration(self, item: Demonstration) -> Encoded:
         """Encodes a demonstration, see `data.encode_demonstration`; errors name the row."""
-        name = f"the row {item.place}" if item.place else "a generated demonstration"
+        name = demonstration_name(item)
         with _naming(name):
             found = data.encode_demonstration(
                 self.tokenizer, item, ends=self._ends, **self._options
@@ -200,11 +201,11 @@ class Prompts:
         return found
 
     def _too_long(self, problem: Problem, size: int) -> str:
-        return (
-            f"{row_name(problem)} has a prompt of {size} tokens, more than "
-            f"rollout.max_prompt_tokens={self.longest}; raise it, or set data.overlong_prompts to "
-            "drop or truncate"
-        )
+        return self._limit.exceeded(row_name(problem), size)
+
+    @property
+    def _limit(self) -> Limit:
+        return Limit(self.longest, PROMPT_LIMIT)
 
     def overlong_warning(self, problems: Sequence[Problem], what: str = "prompts") -> str | None:
         """The warning about prompts that are too long, before a run; None if there are none.
@@ -222,17 +223,15 @@ class Prompts:
         most = FILE_ROWS if problems[0].place else GENERATED_ROWS
         rows = [problems[i] for i in evenly(problems, most)]
         sizes = [len(self.whole(row)) for row in rows]
-        over = [(row, size) for row, size in zip(rows, sizes, strict=True) if size > self.longest]
-        if over and self.cfg.overlong_prompts == "error":
-            raise ValueError(self._too_long(*over[0]))
+        over = sum(size > self.longest for size in sizes)
         done = f"cut to their last {self.longest}"
         if self.cfg.overlong_prompts != "truncate":
-            require_most(self.cfg, sizes, self.longest, "rollout.max_prompt_tokens", what)
+            require_most(self.cfg, sizes, [*map(row_name, rows)], self._limit, what)
             done = "dropped"
         if not over:
             return None
         return (
-            f"{len(over)} of {len(rows)} {what} checked have more tokens than "
+            f"{over} of {len(rows)} {what} checked have more tokens than "
             f"rollout.max_prompt_tokens={self.longest} (the longest {max(sizes)}) and are {done} "
             f"(data.overlong_prompts={self.cfg.overlong_prompts})"
         )
@@ -241,14 +240,25 @@ class Prompts:
 DEMONSTRATIONS = 2000  # number of demonstrations that are encoded before a run
 
 
-def encode_some(prompts: Prompts, demonstrations: Sequence[Demonstration]) -> list[Encoded]:
+def demonstration_name(item: Demonstration) -> str:
+    """The name of a demonstration in messages."""
+    return f"the row {item.place}" if item.place else "a generated demonstration"
+
+
+def encode_some(
+    prompts: Prompts, demonstrations: Sequence[Demonstration]
+) -> tuple[list[str], list[Encoded]]:
     """Encodes some demonstrations before a run, evenly spaced.
+
+    Returns:
+      (their names in messages, what they are encoded to).
 
     Raises:
       ValueError: one cannot be encoded; the message names the row.
     """
     most = DEMONSTRATIONS if demonstrations[0].place else GENERATED_ROWS
-    return [prompts.demonstration(demonstrations[i]) for i in evenly(demonstrations, most)]
+    some = [demonstrations[i] for i in evenly(demonstrations, most)]
+    return [*map(demonstration_name, some)], [*map(prompts.demonstration, some)]
 
 
 def dropped_warning(dropped: Sequence[Sequence[str]]) -> str | None:
@@ -264,36 +274,106 @@ def dropped_warning(dropped: Sequence[Sequence[str]]) -> str | None:
 
 
 MOST_DROPPED = 0.1  # share of the rows that a run may drop for their length without being asked to
+PROMPT_LIMIT = "rollout.max_prompt_tokens"
+
+
+class Limit(NamedTuple):
+    """The largest number of tokens of a row that is kept.
+
+    Attributes:
+      tokens: the number.
+      setting: key that decides it; None: the positions of the model do.
+    """
+
+    tokens: int
+    setting: str | None
+
+    @classmethod
+    def of_rows(cls, row_length: int, model: ModelConfig | None) -> Limit:
+        """The limit of rows of `packing.row_length` tokens, for a model that may have fewer."""
+        if model is None or row_length <= model.max_position:
+            return cls(row_length, "packing.row_length")
+        return cls(model.max_position, None)
+
+    def __str__(self) -> str:
+        if self.setting is None:
+            return f"the model's longest sequence of {self.tokens}"
+        return f"{self.setting}={self.tokens}"
+
+    @property
+    def remedy(self) -> str:
+        """What keeps rows that are longer."""
+        return f"raise {self.setting}" if self.setting else "shorten the rows"
+
+    def exceeded(self, name: str, size: int) -> str:
+        """The error about one row that is longer."""
+        other = " or truncate" if self.setting == PROMPT_LIMIT else ""
+        return (
+            f"{name} has {size} tokens, more than {self}; {self.remedy}, or set "
+            f"data.overlong_prompts to drop{other}"
+        )
 
 
 def require_most(
-    cfg: DataConfig, sizes: Sequence[int], longest: int, setting: str, what: str
+    cfg: DataConfig, sizes: Sequence[int], names: Sequence[str], limit: Limit, what: str
 ) -> None:
     """Refuses data of which a large part would be dropped because of its length.
 
     Args:
       cfg: settings of the data.
       sizes: number of tokens of each row.
-      longest: largest number of tokens of a row that is kept.
-      setting: key of that number.
+      names: name of each row in messages.
+      limit: largest number of tokens of a row that is kept.
       what: name of the rows in messages.
 
     Raises:
-      ValueError: no row would be left, or less than nine in ten, and the settings do not say
-        `data.overlong_prompts=drop`.
+      ValueError: no row would be left; or one would be dropped under `data.overlong_prompts=error`,
+        or more than a tenth of them and it is not `drop`.
     """
-    lost = sum(size > longest for size in sizes)
+    lost = [i for i, size in enumerate(sizes) if size > limit.tokens]
+    if lost and cfg.overlong_prompts == "error":
+        raise ValueError(limit.exceeded(names[lost[0]], sizes[lost[0]]))
     allowed = len(sizes) - 1 if cfg.overlong_prompts == "drop" else MOST_DROPPED * len(sizes)
-    if lost <= max(allowed, 0):
+    if len(lost) <= max(allowed, 0):
         return
     ordered = sorted(sizes)
     kept = {ordered[math.ceil(share * len(sizes)) - 1]: share for share in (0.9, 0.99, 1)}
     enough = ", ".join(f"{size} keeps {share:.0%}" for size, share in kept.items())
-    drop = "" if lost == len(sizes) else ", or set data.overlong_prompts=drop to leave them out"
+    drop = ""
+    if len(lost) < len(sizes):
+        drop = ", or set data.overlong_prompts=drop to leave them out"
     raise ValueError(
-        f"{lost} of {len(sizes)} {what} checked have more than {setting}={longest} tokens and "
-        f"would be dropped. Raise {setting} ({enough}){drop}"
+        f"{len(lost)} of {len(sizes)} {what} checked have more tokens than {limit} and would be "
+        f"dropped; {limit.remedy} ({enough}){drop}"
     )
+
+
+class DropWarning:
+    """Warns once if a run drops a large part of its rows for their length as it goes on.
+
+    Before a run only some rows are checked.
+
+    Args:
+      cfg: settings of the data.
+    """
+
+    def __init__(self, cfg: DataConfig):
+        self._waits = cfg.overlong_prompts == "auto"
+
+    def check(self, dropped: int, drawn: int) -> list[str]:
+        """The warning, when it is due.
+
+        Args:
+          dropped: number of rows that were dropped, ten of which are too few to judge by.
+          drawn: number of rows that were drawn, these included.
+        """
+        if not self._waits or dropped < max(10, MOST_DROPPED * drawn):
+            return []
+        self._waits = False
+        return [
+            f"{dropped} of the {drawn} rows drawn so far are left out for their length; "
+            "data.overlong_prompts=drop says that this is meant"
+        ]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,6 +57,7 @@ from train.cli import (
 from train.describe import describe_run, settings_of
 from train.evaluation import described
 from train.head_files import HeadCheckpoints
+from train.inputs import DropWarning
 from train.log import MetricsLogger, read_metrics
 from train.rollout_schema import SPELL
 from train.samples import SampleLog
@@ -329,6 +330,7 @@ def _steps(
 ) -> None:
     """Runs the remaining steps, and evaluates, logs and saves in between."""
     step_warnings, first = StepWarnings(source=trainer.source), True
+    dropping, dropped, position = DropWarning(cfg.data), 0, trainer.rollouts.position
     if cfg.eval.before and not resumed and trainer.eval_engine is not None:
         with _naming_step(0, checkpoints):
             metrics = trainer.evaluate()
@@ -359,6 +361,8 @@ def _steps(
             first = False
         zero, short = trainer.rollouts.zero_reward_example(), trainer.rollouts.short
         warnings = step_warnings.check(step, metrics, zero, short)
+        dropped += int(metrics.get("rollout/prompts_overlong", 0))
+        warnings += dropping.check(dropped, trainer.rollouts.position - position)
         if trainer.exact is not None:
             warnings += [
                 f"speculative and plain decoding differ (a request's number is the place of its "

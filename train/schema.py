@@ -132,7 +132,8 @@ class DataConfig:
       overlong_prompts: treatment of prompts of more than rollout.max_prompt_tokens tokens: auto,
         drop, and an error at start if they are more than a tenth; drop, however many they are
         (verl: filter_overlong_prompts); truncate (on the left, as verl's truncation=left); error.
-        In train.sft of demonstrations that are longer than packing.row_length, without truncate.
+        In train.sft, and of data.texts, it is about demonstrations of more tokens than
+        packing.row_length or the model's positions, without truncate.
       duplicates: keep, or drop rows whose prompt and answer an earlier row has.
       unwinnable: treatment of rows whose gold answer scores less than 1 by a built-in reward:
         error ends the run at start, drop skips them, keep only warns.
@@ -336,8 +337,8 @@ class SFTPackingSection(PackingSection):
 
     row_length: int | None = option(
         None,
-        "tokens per row S; longer demonstrations are passed over; null: 1024, or the "
-        "next length that the mesh can split",
+        "tokens per row S; longer demonstrations, and those of more tokens than the model has "
+        "positions, are passed over; null: 1024, or the next length that the mesh can split",
     )
     rows: int = option(4, "rows per micro-batch R", least=1)
     microbatches: int = option(2, "micro-batches per update A (gradient accumulation)")

@@ -44,7 +44,10 @@ from train.cli import (
 from train.describe import describe_run, settings_of
 from train.heads import DraftTrainer, draft_metrics
 from train.inputs import (
+    DropWarning,
+    Limit,
     Prompts,
+    demonstration_name,
     describe_data,
     dropped_warning,
     encode_some,
@@ -84,7 +87,8 @@ class PackedDemonstrations:
     Attributes:
       warning: warning about demonstrations, to print at start; None: there is none.
       position: number of demonstrations taken; the stream resumes from it.
-      passed_over: number of demonstrations that were skipped, because they are longer than a row.
+      passed_over: number of demonstrations that were skipped, because they are longer than `limit`.
+      limit: largest number of tokens of a demonstration: a row, or the positions of the model.
     """
 
     def __init__(self, cfg: SFTConfig, tokenizer, model: ModelConfig | None = None):
@@ -92,42 +96,42 @@ class PackedDemonstrations:
         source = data.demonstrations(cfg.data, "train", self.prompts.chat)
         require_template(cfg, source[0].prompt)
         _require_calculator(cfg)
-        encoded = encode_some(self.prompts, source)
+        names, encoded = encode_some(self.prompts, source)
         self.warning = dropped_warning([pair.dropped for pair in encoded])
         self._source = data.endless(source, cfg.data.seed)
         self._cfg, self.tokenizer, self.position = cfg, tokenizer, 0
         self.passed_over = 0
-        row = cfg.packing.row_length
+        self.limit = Limit.of_rows(cfg.packing.row_length, model)
         sizes = [len(pair.prompt) + len(pair.response) for pair in encoded]
-        if cfg.data.overlong_prompts == "error" and max(sizes) > row:
-            raise ConfigError(
-                f"a demonstration has {max(sizes)} tokens, more than packing.row_length={row}"
-            )
-        require_most(cfg.data, sizes, row, "packing.row_length", "demonstrations")
+        require_most(cfg.data, sizes, names, self.limit, "demonstrations")
 
     def next_update(self) -> list[dict[str, np.ndarray]]:
         """Fills the micro-batches of one update first-fit, until a demonstration does not fit.
 
-        Demonstrations longer than a row are skipped and counted.
+        Demonstrations that are too long are skipped and counted.
 
         Raises:
-          ConfigError: a thousand demonstrations in a row were skipped.
+          ConfigError: a demonstration is too long and `data.overlong_prompts` is `error`, or a
+            thousand in a row were skipped.
         """
         packing = self._cfg.packing
         room = [packing.row_length] * (packing.rows * packing.microbatches)
         pairs, in_a_row = [], 0
         while True:
-            found = self.prompts.demonstration(self._source[self.position])
+            item = self._source[self.position]
+            found = self.prompts.demonstration(item)
             pair = found.prompt, found.response
             size = len(pair[0]) + len(pair[1])
-            if size > packing.row_length:
+            if size > self.limit.tokens:
+                if self._cfg.data.overlong_prompts == "error":
+                    raise ConfigError(self.limit.exceeded(demonstration_name(item), size))
                 self.position += 1
                 self.passed_over += 1
                 in_a_row += 1
                 if in_a_row == 1000:
                     raise ConfigError(
-                        f"{in_a_row} demonstrations in a row have more than packing.row_length = "
-                        f"{packing.row_length} tokens (the last one {size}); raise it"
+                        f"{in_a_row} demonstrations in a row have more tokens than {self.limit} "
+                        f"(the last one {size}); {self.limit.remedy}"
                     )
                 continue
             in_a_row = 0
@@ -316,6 +320,7 @@ class Run:
         """Runs the rest of the policy stage, and saves a checkpoint at its end."""
         cfg = self.cfg
         since, tokens, padding = time.perf_counter(), 0.0, []
+        dropping = DropWarning(cfg.data)
         while self.stage == "policy" and self.step < cfg.steps:
             batches = self.stream.next_update()
             padding.append(padding_share(batches))
@@ -335,6 +340,8 @@ class Run:
                 "train/demonstrations_passed_over": self.stream.passed_over,
             }
             require_finite(self.step, metrics, log, checkpoints, FROM_RUN)
+            for warning in dropping.check(self.stream.passed_over, self.stream.position):
+                print(f"WARNING: step {self.step}: {warning}", flush=True)
             if self.step % cfg.log_every == 0 or self.step == cfg.steps:
                 log.log(self.step, metrics)
                 since, tokens, padding = now, 0.0, []
@@ -412,6 +419,8 @@ def _train(
     print(describe_data(cfg.data, prompts.chat, named, date=prompts.date))
     if run.stream.warning:
         print(f"WARNING: {run.stream.warning}")
+    if run.stream.limit.setting is None:
+        print(f"demonstrations that exceed {run.stream.limit} tokens are left out")
     print(f"{run.describe()}\n{run.dtype_line}")
     print(describe_stages(cfg), flush=True)
     with Checkpointer(directory, cfg.checkpoint.keep_last) as checkpoints:

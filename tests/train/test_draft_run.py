@@ -591,14 +591,14 @@ def test_texts_longer_than_a_row_are_cut_and_demonstrations_left_out(tokenizer, 
     asked = {"eval__problems": 0, "data__overlong_prompts": "drop"}
     found = texts_of(tmp_path / "b.jsonl", rows, tokenizer, **asked)
     assert (found.passed_over, len(found.train)) == (1, 1)
-    with pytest.raises(ValueError, match="Raise packing.row_length"):
+    with pytest.raises(ValueError, match="raise packing.row_length"):
         texts_of(tmp_path / "b.jsonl", rows[:1], tokenizer, **asked)
 
 
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        ([], "no text is left to train on, add more rows"),
+        ([], "no row is left to train on"),
         ([{"prompt": "1+1="}], "a row of task prompt without a demonstration"),
         ([{"colour": "red"}], "cannot tell what the rows of data.texts mean"),
         ([{"prompt_token_ids": [1], "token_ids": "1 2"}], "expected a list of token ids"),

@@ -1,11 +1,13 @@
 """Lengths of prompts, responses and rows that were not set follow the model and each other."""
 
+import json
+
 import jax
 import pytest
 import tiny_run
 
 from specjax.command_line import parse_config
-from train import rl, sft
+from train import draft, rl, sft
 from train.plan import __main__ as plan
 from train.plan.programs import Shapes
 from train.schema import RLConfig, SFTConfig
@@ -101,3 +103,24 @@ def test_rows_that_were_asked_for_stay_as_they_are(capsys):
         with pytest.raises(SystemExit):
             program.main(["packing.row_length=0"])
         assert "packing.row_length: expected at least 1, got 0" in capsys.readouterr().err
+
+
+def test_nothing_longer_than_the_positions_of_a_model_is_imitated(tmp_path, capsys):
+    """Half of the rows are longer, and none of those that are checked at start."""
+    model, rows, texts = policy(tmp_path, 32), tmp_path / "rows.jsonl", tmp_path / "texts.jsonl"
+    pairs = [{"prompt": f"{i:04d}", "completion": "1" * (40 if i % 2 else 4)} for i in range(4000)]
+    rows.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    held = tmp_path / "held.jsonl"
+    held.write_text(json.dumps({"prompt": "one", "completion": "2"}) + "\n")
+    short = ["steps=1", "packing.row_length=256", "packing.rows=1"]
+    argv = [f"init={model}", f"data.path={rows}", f"data.heldout_path={held}", "draft_steps=0"]
+    sft.main([f"out={tmp_path / 'sft'}", *argv, *short])
+    said = capsys.readouterr().out
+    assert "exceed the model's longest sequence of 32 tokens are left out" in said
+    assert "rows drawn so far are left out for their length" in said
+    with pytest.raises(SystemExit, match=r"rows.jsonl:\d+ has \d\d tokens, more than the model's"):
+        sft.main([f"out={tmp_path / 'error'}", *argv, *short, "data.overlong_prompts=error"])
+    texts.write_text(json.dumps({"text": "1+2=3 " * 40}) + "\n")
+    argv = [f"model={model}", f"data.texts={texts}", "kind=mtp", "eval.problems=0", "export=none"]
+    draft.main([f"out={tmp_path / 'draft'}", *argv, *short])
+    assert "than the model's longest sequence of 32 and are cut into" in capsys.readouterr().out

@@ -556,7 +556,7 @@ def test_prompts_that_are_too_long_are_counted_and_dropped_cut_or_refused(thin_p
         rollouts.position = rollouts._at
         assert rollouts._prompt_metrics()["rollout/prompts_overlong"] > 0
     assert sizes == {"drop": {6}, "truncate": {6, 12}}
-    with pytest.raises(ValueError, match=r"the row \S+rows.jsonl:\d+ has a prompt of 22 tokens"):
+    with pytest.raises(ValueError, match=r"the row \S+rows.jsonl:\d+ has 22 tokens"):
         read(thin_policy, path, **common, **{"data.overlong_prompts": "error"})
     with pytest.raises(ValueError, match=r"rollout.max_prompt_tokens \(22 keeps 100%\)"):
         read(thin_policy, path, **common, **{"rollout.max_prompt_tokens": 3})

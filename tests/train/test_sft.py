@@ -148,7 +148,7 @@ def test_init_continues_a_policy_with_its_tokenizer_and_head(run, tmp_path):
         ({"data.task": "gsm8k"}, "set data.path=/path/to/train.jsonl"),
         ({"init": "no/such/dir"}, "no/such/dir"),
         ({"vocab_size": 100}, "vocab_size must be at least 258"),
-        ({"packing.row_length": 8}, "Raise packing.row_length"),
+        ({"packing.row_length": 8}, "raise packing.row_length"),
         ({"mesh.data": 64, "packing.rows": 64}, "needs 64 devices"),
         ({"model.num_heads": 5}, "num_heads must be a multiple"),
         ({"lr": 1}, "did you mean"),
