@@ -243,7 +243,9 @@ def settle_drafting(
         return Drafting(None, None)
     asked = roll.control_config()
     try:
-        drafting = settle_draft(roll.spec(), asked, head, target=target, find=find)
+        # Its choices follow the clock, and with TIS they would reach the weights of the policy.
+        may_stop = roll.invariant or not cfg.algo.tis
+        drafting = settle_draft(roll.spec(), asked, head, may_stop, target, find)
     except (ValueError, OSError) as error:
         raise ConfigError(spelled(error, SPELL)) from error
     if drafting.by_default and mode != "auto":

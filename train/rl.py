@@ -271,7 +271,10 @@ def precision_warning(cfg: RLConfig, dtype: str) -> str | None:
     if not cfg.rollout.by_the_clock:
         return None
     chosen = "and rollout.control or rollout.replicas choose these by time or load"
-    exact = "rollout.invariant=true, or rollout.control.controller=static and rollout.replicas=1"
+    roll, static = cfg.rollout, "rollout.control.controller=static"
+    if roll.draft != "ngram":  # by default these have a controller beside a strategy
+        static = f"rollout.strategy={roll.spec().own_strategy} without rollout.control"
+    exact = f"rollout.invariant=true, or {static} and rollout.replicas=1"
     if cfg.algo.tis:
         return (
             "algo.tis weighs the loss by the log-probabilities of rollouts, whose last bits depend "

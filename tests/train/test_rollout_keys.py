@@ -220,7 +220,9 @@ def test_a_run_says_where_the_last_bits_of_its_weights_depend_on_the_clock(chang
 
     told = said("algo.tis=true", changed)
     assert "parameters, and hence later tokens, may differ between repetitions" in told
-    assert "set rollout.invariant=true, or rollout.control.controller=static" in told
+    assert "set rollout.invariant=true, or rollout.strategy=" in told
+    ngrams = said("algo.tis=true", changed, "rollout.draft=ngram")
+    assert "set rollout.invariant=true, or rollout.control.controller=static" in ngrams
     assert said("algo.tis=true", changed, dtype="bfloat16") == told
     assert said(changed) is None and "rollout.invariant=true" in said(changed, dtype="bfloat16")
     for dtype in ("float32", "bfloat16"):

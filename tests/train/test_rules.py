@@ -109,6 +109,7 @@ SFT = [
 DRAFT = [
     (["data.texts=f", "rollout.n=2"], "the policy generates none; leave out one of them"),
     (["data.texts=f", "data.max_terms=3"], "data.texts=f gives the texts to train on"),
+    (["data.texts=f", "data.overlong_prompts=truncate"], "of data.texts are not cut"),
     (["data.prompt_key=q"], "name no rows with columns"),
     (["data.duplicates=drop"], "names no rows, of which some might be equal"),
     (["rollout.temperature=0", "rollout.top_p=0.9"], "takes the most likely token each time"),
@@ -426,13 +427,15 @@ def test_where_tokens_must_not_depend_on_the_clock_nothing_is_chosen_by_it(accep
     assert "always 4_1_5" in said and not cfg.rollout.ngram_siblings
 
 
-@pytest.mark.parametrize("invariant", [False, True])
-def test_where_only_bits_could_depend_on_the_clock_it_is_chosen_by(invariant):
-    argv = ["algo.tis=true", f"rollout.invariant={invariant}"]
-    cfg, said = settled(*argv, has_head=False)
+@pytest.mark.parametrize("has_head", [False, True])
+def test_where_bits_would_reach_the_weights_nothing_is_chosen_by_the_clock(has_head):
+    cfg, said = settled("algo.tis=true", has_head=has_head)
+    assert cfg.rollout.control is None and not cfg.rollout.by_the_clock and "always 4_1_5" in said
+    cfg, said = settled("algo.tis=true", "rollout.control={}", has_head=has_head)
+    assert cfg.rollout.by_the_clock, "asked for"
+    cfg, said = settled("algo.tis=true", "rollout.invariant=true", has_head=has_head)
     assert arms_of(cfg) == ["off", "4_1_5"] and "goodput chooses" in said
-    assert cfg.rollout.by_the_clock != invariant and cfg.rollout.ngram_siblings
-    assert cfg.rollout.spec().invariant == invariant
+    assert not cfg.rollout.by_the_clock and cfg.rollout.ngram_siblings
 
 
 @pytest.mark.parametrize(
