@@ -43,7 +43,7 @@ from train.logits import (
     no_matrix_gradient,
     settled_chunk,
 )
-from train.optim import HEAD_LR, HeadOptimConfig
+from train.optim import HeadOptimConfig
 from train.policy import abstract_opt_state, init_opt_state, with_attention
 
 
@@ -377,7 +377,11 @@ class DraftConfig:
         least=0,
     )
     epochs: int = option(1, "passes over the step's micro-batches")
-    max_microbatches: int = option(0, "micro-batches of each step used at most; 0 is all", least=0)
+    max_microbatches: int = option(
+        0,
+        "micro-batches of each step used at most; 0 is all of those with the most rows in the step",
+        least=0,
+    )
     optim: HeadOptimConfig = option(HeadOptimConfig, "the head's own optimizer")
     spot: SpotConfig = option(SpotConfig, "training in the gaps of rollouts on several replicas")
 
@@ -420,12 +424,13 @@ class DraftConfig:
     def optimizer(self) -> optax.GradientTransformation:
         """The head's optimizer, whose updates are scaled by `mtp_loss_scaling_factor`.
 
+        The learning rate must be settled, see `HeadOptimConfig.settle`.
+
         Where policy and head share an optimizer, as in Megatron, a factor on the head's loss is the
         head's share of an update. Here the head has an optimizer of its own, whose clip and moments
         would cancel a factor on the loss, so the factor multiplies the update.
         """
-        lr = HEAD_LR if self.optim.lr is None else self.optim.lr
-        rate = self.mtp_loss_scaling_factor * lr
+        rate = self.mtp_loss_scaling_factor * self.optim.lr
         return dataclasses.replace(self.optim, lr=rate).build()
 
 

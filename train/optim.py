@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import optax
@@ -60,26 +61,40 @@ class OptimConfig:
         )
 
 
-# Of a draft head that was trained before, and of one that starts at random: it has far to go, and
-# what a few updates of such a rate do to a trained head takes many to mend.
-HEAD_LR, NEW_HEAD_LR = 1e-4, 1e-3
+# Weights that start at random have far to go, and what a few updates of such a rate do to trained
+# ones takes many to mend.
+NEW_LR, SFT_LR, HEAD_LR = 1e-3, 2e-5, 1e-4
 
 
 @dataclass
-class HeadOptimConfig(OptimConfig):
-    """Settings of the optimizer of a draft head."""
+class SFTOptimConfig(OptimConfig):
+    """Settings of the optimizer of a policy that is trained on demonstrations."""
+
+    trained_lr: ClassVar[float] = SFT_LR
 
     lr: float | None = option(
         None,
-        f"peak learning rate; null: {HEAD_LR:g}, or {NEW_HEAD_LR:g} of a head that starts at "
-        "random",
+        f"peak learning rate; null: {SFT_LR:g}, or {NEW_LR:g} of a policy from nothing",
         least=0,
     )
 
     def settle(self, is_new: bool) -> None:
-        """Fills in `lr` if it is null."""
+        """Fills in `lr` if it is null, for weights that start at random or were trained before."""
         if self.lr is None:
-            self.lr = NEW_HEAD_LR if is_new else HEAD_LR
+            self.lr = NEW_LR if is_new else self.trained_lr
+
+
+@dataclass
+class HeadOptimConfig(SFTOptimConfig):
+    """Settings of the optimizer of a draft head."""
+
+    trained_lr: ClassVar[float] = HEAD_LR
+
+    lr: float | None = option(
+        None,
+        f"peak learning rate; null: {HEAD_LR:g}, or {NEW_LR:g} of a head that starts at random",
+        least=0,
+    )
 
 
 def weight_matrices(params):

@@ -23,7 +23,7 @@ from train.algo import DEFAULT, algo_section, with_objective, with_preset
 from train.eval_schema import EvalSection, asked_sets
 from train.foreign_names import FOREIGN_NAMES
 from train.heads import MOST_STEPS, DraftConfig
-from train.optim import OptimConfig
+from train.optim import OptimConfig, SFTOptimConfig
 from train.registry import REWARDS, TASKS
 from train.rewards import THINKS_FIRST
 from train.rollout_schema import PENALTIES, SPELL, RolloutSection, SamplingSection
@@ -436,7 +436,7 @@ class SFTConfig:
     dtype: DtypeSection = option(DtypeSection, "dtypes")
     data: DataConfig = option(DataConfig, "demonstrations")
     packing: SFTPackingSection = option(SFTPackingSection, "batches")
-    optim: OptimConfig = option(OptimConfig(lr=2e-5), "the policy's optimizer")
+    optim: SFTOptimConfig = option(SFTOptimConfig, "the policy's optimizer")
     draft: DraftConfig = option(DraftConfig(unroll_steps=4), "the head's training")
     mesh: MeshConfig = option(MeshConfig, "devices per axis")
     remat: bool = option(False, "recompute activations in the backward pass")
@@ -465,6 +465,9 @@ class SFTConfig:
             raise ValueError("family is of a checkpoint, and init names none; leave it out")
         if self.draft.mode == "auto":
             self.draft.mode = "online" if self.draft.moves else "frozen"
+        self.optim.settle(is_new=self.init is None)
+        if self.init is None:  # else the checkpoint decides
+            self.draft.optim.settle(is_new=True)
         self.draft.settle(MOST_STEPS)  # nothing drafts here
         check_short_seed("seed", self.seed)
         check_short_seed("data.seed", self.data.seed)

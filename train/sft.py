@@ -172,13 +172,11 @@ def start_model(
         tokenizer = load_tokenizer(cfg.init)
         model, params, head = hf.load_checkpoint(cfg.init, cfg.dtype.params, mesh)
         model = with_tokenizer_end(model.running(**as_run(cfg)), tokenizer)
+        cfg.draft.optim.settle(is_new=head is None)
         if head is None:
-            cfg.draft.optim.settle(is_new=True)
             model = model.replace(**cfg.model.head_switches())
             head = init_head_params(model, cfg.seed + 1)
-        cfg.draft.optim.settle(is_new=False)
         return model, params, head, tokenizer
-    cfg.draft.optim.settle(is_new=True)
     tokenizer = load_tokenizer(tokenizer_dir(cfg)) if keep_tokenizer else train_tokenizer(cfg)
     vocab = -(-len(tokenizer) // 16) * 16  # divides by any small tensor-parallel degree
     model = cfg.model.build(vocab, tokenizer.eos_token_id, tokenizer.pad_token_id, cfg.dtype)

@@ -283,7 +283,8 @@ def losses(kernel, mesh) -> list[float]:
             for x in (params, head)
         )
     policy = PolicyTrainer(cfg, sft_loss, OptimConfig().build(), mesh, attention=kernel)
-    draft = DraftTrainer(cfg, DraftConfig(unroll_steps=2), mesh=mesh, attention=kernel)
+    settings = DraftConfig(unroll_steps=2, optim=OptimConfig(lr=1e-4))
+    draft = DraftTrainer(cfg, settings, mesh=mesh, attention=kernel)
     opt, draft_opt = policy.init_opt_state(params), draft.init_opt_state(head)
     placed = [policy.place(b) for b in batches]
     params, _, states, sums = policy.update(params, opt, placed, count_denominators(batches))

@@ -112,7 +112,7 @@ def test_losses_and_gradient_norms_equal_those_of_one_device(tiny_policy, mesh, 
     for place in (None, mesh):
         model, params, head = hf.load_checkpoint(tiny_policy, "float32", place)
         policy = PolicyTrainer(model, rl_loss(algo()), OptimConfig().build(), place)
-        draft = DraftTrainer(model, DraftConfig(), mesh=place)
+        draft = DraftTrainer(model, DraftConfig(optim=OptimConfig(lr=1e-4)), mesh=place)
         placed = [policy.place(b) for b in batches]
         opt, draft_opt = policy.init_opt_state(params), draft.init_opt_state(head)
         numbers = []

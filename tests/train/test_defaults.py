@@ -9,6 +9,7 @@ import tiny_run
 import yaml
 
 from specjax import schema
+from specjax.command_line import parse_config
 from train import draft, rl, sft
 from train import eval as evaluation
 from train.draft_schema import DraftRunConfig
@@ -112,7 +113,11 @@ def test_rows_are_not_lost_to_their_length_without_being_asked_for(
     with pytest.raises(SystemExit) as end:
         PROGRAMS[program](argv)
     said = str(end.value)
-    assert f"Raise {setting} (" in said and "keeps 100%" in said and "overlong_prompts=drop" in said
+    assert f"raise {setting} (" in said and "keeps 100%" in said and "overlong_prompts=drop" in said
+    with pytest.raises(
+        SystemExit, match=rf"rows.jsonl:\d+ has \d+ tokens, .*raise {setting}, or set"
+    ):
+        PROGRAMS[program]([*argv, "data.overlong_prompts=error"])
 
 
 @pytest.mark.parametrize(
@@ -143,14 +148,24 @@ def test_weights_that_are_lost_end_a_run_and_are_not_its_result(
 def test_rows_that_follow_a_step_have_the_same_loss_with_less_padding(thin_policy, tmp_path):
     found = {}
     for rows in ("null", 16):
-        changes = {"packing.rows": rows, "draft.mode": "frozen"}
-        rl.main(arguments("rl", thin_policy, tmp_path / str(rows), **changes))
+        rl.main(arguments("rl", thin_policy, tmp_path / str(rows), **{"packing.rows": rows}))
         found[rows] = read_metrics(tmp_path / str(rows))[-1]
     fitted, fixed = found["null"], found[16]
     assert fitted["rollout/tokens_sha"] == fixed["rollout/tokens_sha"]
     for name in ("train/loss", "train/grad_norm", "train/entropy"):
         assert fitted[name] == pytest.approx(fixed[name], rel=1e-4, abs=1e-6)
     assert fitted["train/padding_share"] < 0.5 < fixed["train/padding_share"] < 1
+    # The head has one update in both, here on the largest of the micro-batches.
+    assert fitted["train/microbatches"] > fixed["train/microbatches"] == 1
+    assert 0 < fitted["train/mtp_tokens"] < fixed["train/mtp_tokens"]
+    assert fitted["train/mtp_update_norm"] < 1.5 * fixed["train/mtp_update_norm"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "rate"), [([], 1e-3), (["init=DIR"], 2e-5), (["optim.lr=3e-4"], 3e-4)]
+)
+def test_demonstrations_have_a_larger_rate_where_the_policy_starts_from_nothing(argv, rate):
+    assert parse_config(SFTConfig, argv)[0].optim.lr == rate
 
 
 @pytest.mark.parametrize(
