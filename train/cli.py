@@ -133,7 +133,7 @@ def complete_steps(out: Path) -> list[int]:
 
 
 # Metrics that are finite as long as weights are: of the policy's updates, and of the head's.
-_OF_UPDATES = {
+_FINITE_METRICS = {
     "optim.lr": ("train/loss", "train/grad_norm"),
     "draft.optim.lr": ("train/mtp_loss", "train/mtp_update_norm"),
 }
@@ -153,23 +153,23 @@ def require_finite(
       metrics: its metrics, which are logged if it is not finite.
       log: log of the run.
       checkpoints: checkpoints of the run, of which the message names the steps.
-      source: see `after_loss`.
+      source: see `recovery_advice`.
 
     Raises:
       NotFiniteError: a loss, or the norm of an update or its gradient, is not finite.
     """
-    for setting, names in _OF_UPDATES.items():
+    for setting, names in _FINITE_METRICS.items():
         if wrong := [n for n in names if not math.isfinite(metrics.get(n, 0.0))]:
             log.log(step, metrics)
             whose = "policy" if setting == "optim.lr" else "draft head"
             raise NotFiniteError(
                 f"step {step}: the update of the {whose} is not finite ({', '.join(wrong)}), and "
-                f"its weights are lost. {after_loss(checkpoints, source, setting)}"
+                f"its weights are lost. {recovery_advice(checkpoints, source, setting)}"
             )
 
 
-def after_loss(checkpoints: Checkpointer, source: str, setting: str) -> str:
-    """What a user can do when weights are lost: a run that is resumed would lose them again.
+def recovery_advice(checkpoints: Checkpointer, source: str, setting: str) -> str:
+    """Says what to do when weights are lost: a run that is resumed would lose them again.
 
     Args:
       checkpoints: checkpoints of the run, which end being written.

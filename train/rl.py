@@ -47,9 +47,9 @@ from train.cli import (
     USER_ERRORS,
     Interrupted,
     Progress,
-    after_loss,
     can_resume,
     interruptible,
+    recovery_advice,
     require_finite,
     run_program,
     settle_date,
@@ -393,7 +393,7 @@ def _naming_step(step: int, checkpoints: Checkpointer) -> Iterator[None]:
     except InvalidLogitsError as error:
         advice = "The policy was like this before training began: look at its checkpoint"
         if step > 1:
-            advice = after_loss(checkpoints, "model={run}", "optim.lr")
+            advice = recovery_advice(checkpoints, "model={run}", "optim.lr")
         raise InvalidLogitsError(f"step {step}: {error}. {advice}") from error
 
 
