@@ -115,8 +115,7 @@ def read_texts(cfg: DraftRunConfig, prompts: Prompts) -> Texts:
             held = f"{len(splits['heldout'])} are held out (eval.problems=0 holds none out), and "
         raise ValueError(
             f"data.texts={shown_paths(cfg.data.texts)}: no row is left to train on: "
-            f"{held}the others have more tokens than {limit}, or a single "
-            "one; add more rows"
+            f"{held}the others have more tokens than {limit}, or a single one; add more rows"
         )
     passed_over = sum(size > length for size in sizes)
     return Texts(
@@ -134,8 +133,8 @@ def _pairs(
 ) -> Iterator[tuple[str, str, Pair, bool, tuple[str, ...] | None]]:
     """Yields what `read_texts` needs of each row.
 
-    That is its name, the text that decides the split, the pair, whether it is text without a prompt, and the
-    keys of a demonstration that are not imitated (None if the row is no demonstration).
+    That is its name, the text that decides the split, the pair, whether it is text without a
+    prompt, and the keys of a demonstration that are not imitated (None if it is none).
     """
     task = None
     for place, row in read_rows(cfg.data.texts):
