@@ -140,8 +140,8 @@ SERVE = [
 # Keys that something reads whatever the others say; what is here or in a rule was thought about.
 RUN_KEYS = """
     family out revision seed steps data.task data.path data.seed data.prompt_template
-    data.chat data.overlong_prompts packing.row_length packing.rows dtype.params dtype.compute
-    mesh.data mesh.fsdp
+    data.chat data.date data.overlong_prompts packing.row_length packing.rows dtype.params
+    dtype.compute mesh.data mesh.fsdp
     mesh.tp mesh.cp remat logprob_chunk_size attention checkpoint.every checkpoint.keep_last
     log.tensorboard log.wandb log.live
 """
@@ -167,8 +167,8 @@ ALWAYS_READ = {
     """,
     DraftRunConfig: """
         model revision family kind init out seed steps data.task data.path data.texts
-        data.prompt_template data.chat data.overlong_prompts rollout.temperature rollout.max_tokens
-        rollout.max_prompt_tokens rollout.scan_layers draft.loss draft.loss_top_k
+        data.prompt_template data.chat data.date data.overlong_prompts rollout.temperature
+        rollout.max_tokens rollout.max_prompt_tokens rollout.scan_layers draft.loss draft.loss_top_k
         draft.unroll_steps draft.optim.lr draft.optim.warmup_steps draft.optim.decay_steps
         draft.optim.weight_decay draft.optim.b1 draft.optim.b2 draft.optim.clip_norm
         packing.row_length packing.rows eval.problems save_every keep_last log_every dtype
