@@ -32,6 +32,7 @@ from specjax.tokenizer import (
     decode,
     has_chat_template,
     prompt_ids,
+    reads_date,
     require_template_options,
     template_variables,
     transformers_class,
@@ -406,12 +407,14 @@ def uses_chat(cfg: DataConfig, tokenizer) -> bool:
 
 
 def saved_settings(saved: Mapping[str, Any], cfg: DataConfig, tokenizer) -> dict[str, Any]:
-    """Returns the settings in a checkpoint of an earlier version as this one would save them.
+    """Returns the settings in a checkpoint without differences that change no prompt.
 
-    Earlier versions did not keep the date, and took options that the chat template does not read,
-    which changed no prompt; a run that has them is refused.
+    These are a date that the chat template does not read, or that is not settled, and options that
+    it does not read; earlier versions took such options, and did not keep the date.
     """
     rows = {"date": cfg.date, **saved.get("data", {})}
+    if cfg.date is None or not reads_date(tokenizer):
+        rows["date"] = cfg.date
     options = rows.get("chat_template_kwargs")
     known = template_variables(tokenizer) if options else None
     if known is not None:

@@ -254,6 +254,7 @@ def updates(cfg: RLConfig):
     run = Trainer.__new__(Trainer)
     run.cfg, run.policy, run.params, run.opt_state = cfg, Handed(), None, None
     run.reference, run.draft = "reference", cfg.draft.mode == "online" or None
+    run.row_sizes = cfg.row_sizes
     run._speed = UpdateSpeed(policy(), jax.devices())
     groups = []
     for prompt, rewards in (([1, 2], [0.0, 1.0]), ([3], [0.0, 3.0])):
