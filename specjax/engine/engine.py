@@ -28,7 +28,15 @@ import numpy as np
 
 from specjax.config import ModelConfig, SpecConfig
 from specjax.config.spec import RANDOM_DRAFT
-from specjax.control import OFF, ControlConfig, Controller, Observation, Static, make_controller
+from specjax.control import (
+    OFF,
+    ControlConfig,
+    Controller,
+    Goodput,
+    Observation,
+    Static,
+    make_controller,
+)
 from specjax.decode.chunk import Result
 from specjax.decode.options import Features
 from specjax.decode.state import RUNNING
@@ -529,8 +537,9 @@ class Engine(BaseEngine):
 
         Several hosts of a replica have clocks that differ, and compile all programs at first.
         """
-        has_goodput = self.control is not None and self.control.controller == "goodput"
-        return has_goodput and OFF in self.runner.plans and not self.runner.agreement.is_shared
+        controller = getattr(self.controller, "inner", self.controller)  # of a `Gate`
+        chooses = isinstance(controller, Goodput) and OFF in self.runner.plans
+        return chooses and not self.runner.agreement.is_shared
 
     def _warm_up_if_due(self) -> None:
         """Compiles and measures all strategies, unless the work may be too short for that.
