@@ -671,7 +671,7 @@ def test_the_servers_ema_starts_at_the_tier_next_to_its_strategy():
 # --- --print-config ------------------------------------------------------------------------------
 
 PRINTS = [
-    (rl.main, [], "steps: 16"),
+    (rl.main, [], "steps: 100"),
     (sft.main, [], "draft_steps: 300"),
     (serve, ["model=d"], "model: d"),
 ]

@@ -466,7 +466,7 @@ def test_a_directory_without_a_run_cannot_be_resumed(thin_policy, tmp_path):
             {"init": "nowhere"},
             "init: expected the directory or Hugging Face id of a head, got 'now",
         ),
-        ({"rollout.max_prompt_tokens": 2}, "more than rollout.max_prompt_tokens=2 tokens"),
+        ({"rollout.max_prompt_tokens": 2}, "rollout.max_prompt_tokens=2"),
         ({"rollout.max_tokens": 4000, "packing.row_length": 8192}, "the longest sequence of"),
         ({"family": "nowhere:FAMILY"}, "nowhere"),
     ],

@@ -377,7 +377,9 @@ class Stub:
         self.done_steps, self.evaluated, self.eval_engine = done, [], "engine"
         self.source = self.exact = None
         self.last_rollout, self.eval_sets, self.last_evaluation = [], [], {}
-        self.rollouts = types.SimpleNamespace(zero_reward_example=lambda: None, short=None)
+        self.rollouts = types.SimpleNamespace(
+            zero_reward_example=lambda: None, short=None, position=0
+        )
 
     def evaluate(self):
         self.evaluated.append(self.done_steps)

@@ -580,7 +580,12 @@ def test_a_file_too_small_to_hold_anything_out_is_trained_on_all_the_same(thin_p
 def test_held_out_rows_are_looked_at_too(thin_policy, tmp_path):
     held = rows(tmp_path / "held.jsonl", count=6, answer="Paris")
     held.write_text(held.read_text().replace("1+1=", "1+1+1+1+1+1+1+1="))
-    common = {"data.heldout_path": held, "reward": "number", "eval.problems": 6}
+    common = {
+        "data.heldout_path": held,
+        "data.overlong_prompts": "drop",
+        "reward": "number",
+        "eval.problems": 6,
+    }
     path = rows(tmp_path / "rows.jsonl", count=9)
     path.write_text(path.read_text().replace("+1=", "+2="))
     _, inputs = read(thin_policy, path, **common)
