@@ -304,7 +304,7 @@ _DATE_MACRO = (
 
 @functools.lru_cache(maxsize=8)
 def _date_parts(date: str) -> dict[str, str]:
-    """What each format code of `strftime` writes on a date; the time is midnight, UTC."""
+    """Returns what each format code of `strftime` writes at midnight of a date, in UTC."""
     day = datetime.datetime.fromisoformat(date).replace(tzinfo=datetime.UTC)
     codes = [
         f"%{flag}{letter}" for letter in "aAwdbBmyYHIpMSfzZjUWcxXGuVeFDTR" for flag in ("-", "")

@@ -55,11 +55,8 @@ def memory_limit(device: jax.Device) -> int | None:
     """Returns the bytes of an accelerator that a process may use; None: not known."""
     try:
         return (device.memory_stats() or {}).get("bytes_limit")
-    except (
-        jax.errors.JaxRuntimeError,
-        NotImplementedError,
-    ):  # a device that programs are only compiled for
-        return None
+    except (jax.errors.JaxRuntimeError, NotImplementedError):
+        return None  # programs are only compiled for this device
 
 
 # Limits of the control group of a container, in both versions of control groups.
@@ -76,7 +73,7 @@ def host_memory() -> int:
 
 
 def longest_that_fits(cfg: ModelConfig, source: Draft | None, budget: int) -> int:
-    """Returns the most tokens of a sample whose caches, the draft's too, fit into a budget."""
+    """Returns the most tokens of a sample whose caches, the draft's too, fit into the budget."""
     page = cost(cfg, PAGE).page + (source.cost(PAGE).page if source else 0)
     # Further pages: the null page, copies of a prompt's last page, and those past the last token.
     return max(budget // max(page, 1) - 4, 0) * PAGE
