@@ -270,7 +270,7 @@ async function alone(body, signal) {
 $("try").addEventListener("submit", async (event) => {
   event.preventDefault();
   if (leaving) return;
-  for (const id of ["try-error", "same", "ratio", "spread"]) say($(id), "");
+  for (const id of ["try-status", "try-error", "same", "ratio", "spread"]) say($(id), "");
   leaving = new AbortController();
   updateForm();
   try {
