@@ -107,7 +107,8 @@ def check(mode: str, transform: str, samples: int):
 class EveryTransform:
     """One class per mode and shape, which workers take as a whole.
 
-    Fast: each rule on the richest shape that it takes. Slow: its other shapes as well.
+    Fast: the rules that are equal in distribution alone. Slow: other shapes, and coupled, whose
+    tokens are compared with plain decoding's elsewhere.
     """
 
     mode: str
@@ -133,6 +134,7 @@ class TestCoupledStaticTree(EveryTransform):
 
 
 class TestCoupledDynamicTree(EveryTransform):
+    pytestmark = pytest.mark.slow
     mode = "coupled dynamic tree"
 
 
