@@ -36,7 +36,7 @@ def test_graphs_are_wanted_on_one_gpu_without_cudnn(device, kernels, eager, want
     assert found.options(read) == (NO_GRAPH if gpu and eager else {})
 
 
-def made(batch=2, wrap=None, **options):
+def made(wrap=None):
     """An engine that takes its device for a GPU.
 
     Args:
@@ -45,7 +45,7 @@ def made(batch=2, wrap=None, **options):
     Returns:
       the engine, and the compiler options of each program by key, in order.
     """
-    engine = engine_of("2_1_3", batch, page_size=16, prefill_chunk=16, **options)
+    engine = engine_of("2_1_3", 2, page_size=16, prefill_chunk=16)
     executables, seen = engine.runner.executables, {}
     executables.graphs = Graphs(H100, ["gpu"])
     build = executables.build
@@ -111,11 +111,10 @@ def others_are(kind, bucket):
         (Wrong, 1, "strategy 2_1_3 for a batch of 1 gives other results than without graphs: 1 of"),
         pytest.param(
             Faulty,
-            1,
-            "2_1_3 for a batch of 1 fails at the start: JaxRuntimeError: INTERNAL: CUDA_",
+            2,
+            "2_1_3 for a batch of 2 fails at the start: JaxRuntimeError: INTERNAL: CUDA_",
             marks=pytest.mark.slow,
         ),
-        (Faulty, 2, "2_1_3 for a batch of 2 fails at the start: JaxRuntimeError: INTERNAL: CUDA_"),
     ],
 )
 def test_a_graph_that_is_wrong_or_fails_is_replaced_with_one_line(kind, bucket, line, caplog):

@@ -90,10 +90,8 @@ def test_not_a_bit_depends_on_speculation_in_invariant_mode(dtype, strategy, lay
     assert differing(make_llm(dtype, strategy, layers, invariant=True), count) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "count", "layers"),
-    [("float32", 8, 1), pytest.param("bfloat16", 48, 2, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "count", "layers"), [("float32", 8, 1), ("bfloat16", 48, 2)])
 def test_bits_do_depend_on_it_without_invariant_mode(dtype, count, layers):
     """Else the test above would prove nothing. In bfloat16 rounding hides most of it."""
     assert differing(make_llm(dtype, "2x2", layers), count)[1] > 0
