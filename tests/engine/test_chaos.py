@@ -1,13 +1,10 @@
 """The engine under load: whatever happens to a request, its tokens are those of plain decoding."""
 
-import dataclasses
-
 import numpy as np
 import pytest
-from engines import LONG, ONE, jobs_of, random_jobs, restless, tokens_of
+from engines import random_jobs, restless, tokens_of
 from shared import weights
 
-from specjax.control import make_controller
 from specjax.engine.compare import first_difference
 
 
@@ -80,23 +77,3 @@ def test_chaos_would_notice_a_sequence_that_continues_with_another_ones_pages(mo
 
     monkeypatch.setattr(module, "admission_of", wrong)
     assert chaos(4_000, seed=2)[1]
-
-
-def test_a_pool_too_small_for_all_preempts_the_latest_and_changes_no_token():
-    engine = restless()
-    before = engine.preemptions
-    jobs = [j for i in range(4) for j in jobs_of([i + 1], LONG)]
-    samples, _ = engine.generate(jobs)
-    assert engine.preemptions > before
-    assert [s.token_ids for s in samples] == tokens_of(jobs)
-
-
-@pytest.mark.parametrize(("strategy", "plain"), [("off", 1.0), ("3_1_4", 0.0)])
-def test_rounds_that_drafted_nothing_are_counted_apart(strategy, plain):
-    """The head is not to blame for rounds in which it was not asked."""
-    engine = restless()
-    before, engine.controller = engine.controller, make_controller("static", (strategy,))
-    _, totals = engine.generate(jobs_of([3, 4], dataclasses.replace(ONE, n=2)))
-    engine.controller = before
-    assert totals.depths[0] == totals.rounds - totals.drafted_rounds == plain * totals.rounds
-    assert np.isnan(totals.drafted_accept_length) == (strategy == "off")

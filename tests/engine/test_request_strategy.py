@@ -40,7 +40,6 @@ def watched():
     engine.controller, engine.watcher = at_random, None
 
 
-@pytest.mark.slow
 def test_each_sample_runs_by_the_strategy_that_it_asks_for_and_no_token_changes():
     """Four in a batch, of which two groups and a free one take turns."""
     engine, jobs = restless(), []
@@ -59,15 +58,6 @@ def test_a_strategy_that_was_not_compiled_is_refused():
         restless().add(jobs_of([1, 2], params)[0])
 
 
-def test_those_who_name_what_the_controller_chooses_do_not_wait_for_a_turn(watched):
-    engine, chunks = watched
-    params = [dataclasses.replace(LONG, strategy=n, max_tokens=12) for n in (None, "3_1_4") * 2]
-    jobs = [job for i, each in enumerate(params) for job in jobs_of([3, 1 + i], each)]
-    samples, _ = engine.generate(jobs)
-    assert chunks.ran[:2] == [("3_1_4", 4)] * 2
-    assert [sample.token_ids for sample in samples] == plainly(jobs)
-
-
 def test_where_nobody_speculates_the_plain_program_runs(watched):
     engine, chunks = watched
     params = dataclasses.replace(LONG, speculative=False, max_tokens=12)
@@ -77,20 +67,3 @@ def test_where_nobody_speculates_the_plain_program_runs(watched):
     assert [sample.token_ids for sample in samples] == plainly(jobs)
     engine.generate(jobs_of([3, 4], dataclasses.replace(LONG, max_tokens=12)) + jobs)
     assert {"off", "3_1_4"} == {strategy for strategy, _ in chunks.ran}
-
-
-def test_who_wants_plain_decoding_does_not_keep_the_others_waiting_for_longer(watched, monkeypatch):
-    """A chunk has 8 tokens: 8 rounds of plain decoding, 2 of three drafts."""
-    engine, chunks = watched
-    monkeypatch.setattr(engine.runner, "stretch", 1)
-    off = dataclasses.replace(LONG, strategy="off", max_tokens=10)
-    engine.controller.select(1)  # what those who name none would run by is known
-    jobs = jobs_of([3, 4], off) + jobs_of([3, 5], dataclasses.replace(LONG, max_tokens=60))
-    samples, _ = engine.generate(jobs)
-    pairs = zip(chunks.ran, chunks.rounds, strict=True)
-    rounds = [count for (name, _), count in pairs if name == "off"]
-    assert len(rounds) >= 5 and max(rounds) == 2
-    assert [sample.token_ids for sample in samples] == plainly(jobs)
-    chunks.rounds.clear()
-    engine.generate(jobs_of([3, 4], off))
-    assert chunks.rounds[0] == 8, "alone it has the whole chunk"
