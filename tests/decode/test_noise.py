@@ -174,7 +174,7 @@ def test_the_next_noise_of_a_large_vocabulary_is_drawn_for_those_who_want_it_onl
     np.testing.assert_array_equal(some, jnp.where(wanted[:, None, None], everyone, 0.0))
 
 
-@settings(max_examples=10)
+@settings(max_examples=4)
 @given(st.integers(0, 2**31), st.integers(1, 5), st.integers(1, 9), st.booleans())
 def test_what_a_tpu_or_gpu_draws_ahead_is_what_a_cpu_keeps_in_the_ring(seed, count, rows, static):
     """At depths that the program knows and at others, of all tokens and of some."""
@@ -214,8 +214,8 @@ def test_known_answers_of_the_paper():
         assert tuple(map(int, got)) == wanted
 
 
-@settings(max_examples=10)
-@given(WORDS, WORDS, WORDS, st.sampled_from([(), (1,), (7,), (3, 40), (2, 3, 5)]))
+@settings(max_examples=6)
+@given(WORDS, WORDS, WORDS, st.sampled_from([(), (3, 40), (2, 3, 5)]))
 def test_numbers_are_those_of_jax(a, b, data, shape):
     words = jnp.array([a, b], jnp.uint32)
     mine, theirs = noise.key_of(words), jax.random.wrap_key_data(words, impl="threefry2x32")
