@@ -2,40 +2,40 @@
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 
-from bench.control.predict import PartCosts
 from specjax.config.strategy import Strategy
 from specjax.control import OFF, Controller, CostTable, Observation
 
 ARMS = ("off", "1_1_2", "2_1_3", "4_1_5", "7_1_8")
 GOOD = (0.85, 0.82, 0.8, 0.78, 0.76, 0.75, 0.74)
 BAD = (0.02,) * 7
-_COSTS = Path(__file__).parents[2] / "bench" / "costs"
+
+
+# Milliseconds of a round with so many rows [T] for so many slots [B], and of a draft step. Rows
+# cost on a CPU; on a large GPU they are free until they fill it, and tokens in caches cost.
+MACHINES = {
+    "cpu": (lambda b, t: 0.55 + 0.17 * b if t == 1 else 0.9 + b * (0.15 + 0.05 * t),
+            lambda b: 0.06 + 0.02 * b, 0.0),
+    "h200_8b": (lambda b, t: max(3.18 + 0.031 * b, 0.016 * b * t), lambda b: 0.354 + 0.001 * b,
+                3e-5),
+}  # fmt: skip
 
 
 def cost_table(name: str, arms=ARMS, times: Mapping[str, float] | None = None) -> CostTable:
-    """Of a machine that was measured; `times`: factors of arms whose rounds cost otherwise."""
-    times = times or {}
-    parts = PartCosts.load(_COSTS / f"{name}.json")
-    batches = parts.batches.astype(int).tolist()
+    """Of one of `MACHINES`; `times`: factors of arms whose rounds cost otherwise."""
+    batches, contexts = (1, 2, 4, 8, 16, 32, 64), (1024, 2048)
+    round_of, draft, per_token = MACHINES[name]
 
-    def rows(context: int | None) -> dict[str, list[float]]:
-        def seconds(arm: str, batch: int) -> float:
-            steps, whole = Strategy.parse(arm).steps, context and batch * context
-            cost = (
-                parts.spec_round(batch, steps, whole) if steps else parts.plain_step(batch, whole)
-            )
-            return times.get(arm, 1.0) * cost
+    def seconds(arm: str, batch: int, context: int) -> float:
+        steps = Strategy.parse(arm).steps
+        cost = round_of(batch, 1 + steps) + steps * draft(batch) + per_token * batch * context
+        return (times or {}).get(arm, 1.0) * cost / 1000
 
-        return {arm: [seconds(arm, b) for b in batches] for arm in arms}
-
-    if parts.rises is None:
-        return CostTable(batches, rows(None))
-    contexts = parts.context, 2 * parts.context
-    return CostTable(batches, rows(contexts[0]), None, contexts, rows(contexts[1]))
+    short, long = ({arm: [seconds(arm, b, c) for b in batches] for arm in arms} for c in contexts)
+    grown = (None, contexts, long) if per_token else ()
+    return CostTable(batches, short, *grown)
 
 
 @dataclasses.dataclass
@@ -71,15 +71,13 @@ class World:
       slower: by what factor a strategy's rounds take longer than `costs` says, given its name and
         how many rounds have run; None: 1.
       catch_up: what a draft takes to read 128 tokens of plain decoding, in plain rounds.
-      cold: what a strategy takes longer in the first chunk after another one, likewise.
       length: tokens in the cache of each slot, to which every chunk adds what it emits; None: costs
         do not depend on them, and nobody is told.
     """
 
     def __init__(self, costs: CostTable, rates=GOOD, noise=0.03, outliers=0.01, wide=1.6, seed=0,
-                 slower=None, catch_up=0.0, cold=0.0, length=None):  # fmt: skip
+                 slower=None, catch_up=0.0, length=None):  # fmt: skip
         self.length = length
-        self.cold, self.last = cold, None
         self.slower, self.at, self.catch_up, self.behind = slower, 0, catch_up, 0
         self.costs, self.rates, self.noise, self.outliers = costs, rates, noise, outliers
         self.wide = wide
@@ -109,8 +107,7 @@ class World:
         """Before the first round of a chunk that comes now; a draft reads 32 tokens at a time."""
         behind = min(self.behind, 128)
         rows = 0 if name == OFF or behind <= 1 + self.steps(name) else 32 * -(-behind // 32)
-        cold = self.cold if name != self.last else 0.0
-        return (self.catch_up * rows / 128 + cold) * self.seconds(OFF, batch)
+        return self.catch_up * rows / 128 * self.seconds(OFF, batch)
 
     def oracle(self, arms, batch: int) -> float:
         return max(batch * self.tokens(a) / self.seconds(a, batch) for a in arms)
@@ -122,7 +119,7 @@ class World:
         seconds = rounds * self.seconds(name, batch) + self.begin_seconds(name, batch)
         seconds += self.costs.beside(batch)
         seconds *= np.exp(self.random.normal(0, self.noise))
-        behind, self.last = self.behind, name
+        behind = self.behind
         self.behind = self.behind + rounds if name == OFF else 0
         if self.random.random() < self.outliers:
             seconds *= 10

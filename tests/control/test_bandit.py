@@ -52,13 +52,6 @@ def test_groups_of_batch_sizes():
     assert {size: bandit.group(size) for size in sizes} == sizes
 
 
-def test_groups_learn_apart():
-    bandit = greedy()
-    bandit.observe(chunk("off", 0, 1.0, batch=1))
-    assert bandit.scores(0)["off"] == 4.0
-    assert bandit.scores(1)["off"] == math.inf
-
-
 def test_untried_arms_come_first_and_each_once_although_rewards_come_late():
     bandit = greedy()
     assert [bandit.select(1) for _ in range(3)] == list(ARMS)  # nothing observed in between
@@ -103,30 +96,6 @@ def test_off_is_an_arm_that_can_be_left_again():
     assert bandit.select(1) == "8_4_16"
 
 
-def test_the_score_is_the_median_or_the_mean_of_the_window():
-    rewards = (1.0, 1.0, 10.0)
-    median, mean, short = greedy(), greedy(score="mean"), greedy(window=1)
-    for bandit in (median, mean, short):
-        for reward in rewards:
-            bandit.observe(chunk("off", 0, 4 / reward))
-    assert median.scores(0)["off"] == pytest.approx(1.0)
-    assert mean.scores(0)["off"] == pytest.approx(4.0)
-    assert short.scores(0)["off"] == pytest.approx(10.0)
-
-
-def test_scores_compare_alike_in_any_unit_of_time():
-    """In a peer a bonus of order one stood beside rewards in thousands of tokens per second."""
-    choices = []
-    for unit in (1e-6, 1.0, 1e6):
-        bandit, names = Bandit(ARMS, BanditConfig(epsilon=0.2, seed=3)), []
-        for _ in range(60):
-            names.append(bandit.select(1))
-            seconds = unit * (1 + ARMS.index(names[-1]))
-            bandit.observe(chunk(names[-1], 1, seconds))
-        choices.append(names)
-    assert choices[0] == choices[1] == choices[2]
-
-
 def test_it_explores_every_arm_about_epsilon_of_the_time():
     """A peer's default had one arm per group, so that it never explored."""
     bandit = Bandit(ARMS, BanditConfig(epsilon=0.3))
@@ -138,52 +107,10 @@ def test_it_explores_every_arm_about_epsilon_of_the_time():
     assert names.count("8_4_32") / 3000 == pytest.approx(0.1, abs=0.03)
 
 
-def test_a_single_arm_is_warned_of(caplog):
-    Bandit(["off"])
-    assert "nothing to explore" in caplog.text
-
-
-def test_log_lines_and_fields_carry_the_scores(caplog):
-    caplog.set_level("DEBUG", "specjax.control")
-    bandit = greedy()
-    name = bandit.select(1)
-    bandit.observe(chunk(name, 1, 1.0))
-    levels = {record.levelname: record.getMessage() for record in caplog.records}
-    assert "MAB selected: 8_4_32" in levels["DEBUG"]
-    messages = [r.getMessage() for r in caplog.records if r.levelname == "INFO"]
-    assert messages[0].startswith("Using strategy: 8_4_32")
-    assert messages[1].startswith("Acceptance length: 2.00")
-    assert bandit.log_fields() == {
-        "strategy": "8_4_32",
-        "controller": "bandit",
-        "accept_length": 2.0,
-        "tokens_per_sec": 8.0,
-        "bandit_group": 0.0,
-        "arm_score/8_4_32": 8.0,
-    }
-
-
 def test_a_state_of_other_groups_is_refused():
     state = greedy().state()
     with pytest.raises(ValueError, match="restore with the thresholds"):
         Bandit(ARMS, BanditConfig(thresholds=(1, 8))).load_state(state)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"thresholds": ()},
-        {"thresholds": (2, 2)},
-        {"thresholds": (0, 2)},
-        {"epsilon": 1.5},
-        {"window": 0},
-        {"reward": "speed"},
-        {"score": "max"},
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        BanditConfig(**wrong)
 
 
 def test_fastrls_section_is_read_as_it_stands(caplog):

@@ -22,18 +22,6 @@ def test_a_chunk_of_what_ran_before_moves_all_strategies_alike():
     assert table.seconds("off", 1) == pytest.approx(table.seconds("4_1_5", 1) / 2)
 
 
-def test_the_first_chunk_after_another_strategy_moves_its_own_cost_alone():
-    table = CostTable([1], {"off": [1.0], "4_1_5": [2.0]})
-    seen(table, "4_1_5", 2.0)
-    doubt = table.slack("off", 1)
-    for _ in range(12):
-        seen(table, "off", 1.25)
-        seen(table, "4_1_5", 2.0)
-    assert table.seconds("off", 1) == pytest.approx(1.25, rel=0.03)
-    assert table.seconds("4_1_5", 1) == pytest.approx(2.0, rel=0.01)
-    assert 0 < table.slack("off", 1) < doubt, "it was compared often"
-
-
 def test_one_outlier_moves_nothing_and_a_lasting_change_is_followed():
     table = CostTable([1], {"off": [1.0]})
     seen(table, "off", 1.0, times=3)
@@ -88,16 +76,6 @@ def test_a_cost_is_linear_in_the_tokens_of_all_slots_together():
     assert GROWING.seconds("off", 4, context=0) == pytest.approx(2.0 - 400 * 2.0 / 4000)
 
 
-def test_a_growth_that_was_not_measured_is_that_of_other_sizes_and_then_of_others():
-    per_token = 0.2 / 1000  # seconds, as for one slot
-    assert GROWING.seconds("4_1_5", 4, context=4400) == pytest.approx(4.0 + 4000 * per_token)
-    table = CostTable([1], {"off": [1.0], "2_1_3": [1.0], "4_1_5": [3.0]}, contexts=(100, 1100),
-                      long={"off": [2.0], "2_1_3": [1.5]})  # fmt: skip
-    assert table.seconds("4_1_5", 1, context=1100) == pytest.approx(3.75), "the median of both"
-    flat = CostTable([1], {"off": [1.0]}, contexts=(100, 1100))
-    assert flat.seconds("off", 1, context=9999) == 1.0, "nobody's was measured"
-
-
 def test_a_growing_context_is_no_change_of_the_machine():
     """Or costs would be too high once samples are short again, and the growth would count twice."""
     table = growing()
@@ -115,86 +93,6 @@ def test_a_slower_machine_is_slower_at_all_contexts():
     for name, context in itertools.product(("off", "4_1_5"), (100, 1100)):
         expected = 2 * GROWING.seconds(name, 1, context=context)
         assert table.seconds(name, 1, context=context) == pytest.approx(expected, rel=0.02)
-
-
-def test_a_comparison_corrects_the_cost_at_the_context_that_it_was_made_at():
-    """`off` grows half as much as was measured; the other one shows how fast the machine is."""
-    table = growing()
-    for _ in range(40):
-        table.observe("4_1_5", 1, 2.2, 16, 1100)
-        table.observe("off", 1, 1.5, 16, 1100)
-    assert table.seconds("off", 1, context=1100) == pytest.approx(1.5, rel=0.02)
-    assert table.seconds("off", 1, context=100) == pytest.approx(1.0, rel=0.02)
-    for _ in range(40):
-        table.observe("4_1_5", 1, 2.0, 16, 100)
-        table.observe("off", 1, 1.2, 16, 100)
-    assert table.seconds("off", 1, context=100) == pytest.approx(1.2, rel=0.02)
-    assert table.seconds("off", 1, context=1100) == pytest.approx(1.5, rel=0.03)
-    assert table.seconds("4_1_5", 1, context=600) == pytest.approx(2.1, rel=0.02)
-
-
-def test_beyond_the_long_context_a_comparison_corrects_the_growth():
-    table = growing()
-    for _ in range(60):
-        table.observe("4_1_5", 1, GROWING.seconds("4_1_5", 1, context=5100), 16, 5100)
-        table.observe("off", 1, 4.0, 16, 5100)
-    assert table.seconds("off", 1, context=5100) == pytest.approx(4.0, rel=0.02)
-    assert table.seconds("off", 1, context=100) == pytest.approx(1.0, rel=0.02)
-
-
-def test_costs_never_fall_with_the_context():
-    table = CostTable([1], {"off": [1.0]}, contexts=(100, 1100), long={"off": [0.9]})
-    assert table.seconds("off", 1, context=1100) == 1.0, "a measurement that was luckier"
-    table = growing()
-    for _ in range(60):
-        table.observe("4_1_5", 1, 2.0, 16, 100)
-        table.observe("off", 1, 5.0, 16, 100)
-    assert table.seconds("off", 1, context=1100) >= table.seconds("off", 1, context=100)
-
-
-def test_of_several_measurements_the_least_counts():
-    table = CostTable.from_samples({("off", 1): [3.0, 2.0, 4.0], ("off", 2): [4.0]})
-    assert table.seconds("off", 1) == pytest.approx(2.0)
-    assert table.seconds("off", 2) == pytest.approx(4.0)
-    at = {("off", 1): [9.0, 6.0]}
-    table = CostTable.from_samples({("off", 1): [3.0], ("off", 2): [4.0]}, None, (10, 20), at)
-    assert table.seconds("off", 1, context=20) == pytest.approx(6.0)
-
-
-@pytest.mark.parametrize(
-    ("buckets", "seconds", "beside"),
-    [
-        ([], {}, None),
-        ([4, 2], {}, None),
-        ([0, 2], {}, None),
-        ([1, 2], {"off": [1.0]}, None),
-        ([1], {"off": [0.0]}, None),
-        ([1], {"off": [math.inf]}, None),
-        ([1], {}, [-1.0]),
-        ([1], {}, [math.nan]),
-        ([1, 2], {}, [0.1]),
-    ],
-)
-def test_tables_that_make_no_sense_are_refused(buckets, seconds, beside):
-    with pytest.raises(ValueError):
-        CostTable(buckets, seconds, beside)
-
-
-@pytest.mark.parametrize(
-    ("contexts", "long", "said"),
-    [
-        (None, {"off": [1.0]}, "does not say at which"),
-        ((0, 10), {}, "the fewer first"),
-        ((10, 10), {}, "the fewer first"),
-        ((10,), {}, "the fewer first"),
-        ((10, 20), {"off": [1.0, 2.0]}, "2 costs for 1 buckets"),
-        ((10, 20), {"off": [-1.0]}, "more than 0 s"),
-        ((10, 20), {"4_1_5": [1.0]}, "none at 10; give both"),
-    ],
-)
-def test_contexts_that_make_no_sense_are_refused(contexts, long, said):
-    with pytest.raises(ValueError, match=said):
-        CostTable([1], {"off": [1.0]}, None, contexts, long)
 
 
 def test_a_state_is_json_and_goes_on_the_same():

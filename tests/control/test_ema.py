@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from specjax.control import EmaConfig, EmaTiers, Observation, make_controller
+from specjax.control import EmaConfig, EmaTiers, Observation
 
 EAGER = {"ema_alpha": 1.0, "warmup_batches": 0, "update_interval": 1}
 
@@ -49,11 +49,6 @@ def test_defaults_decide_first_at_batch_15(accepted, ema, tier):
     assert controller.ema == pytest.approx(ema, abs=5e-4)
 
 
-def test_defaults_are_the_documented_ones():
-    assert EmaConfig() == EmaConfig((1, 3, 7), 0.2, 10, 5, -0.25, 0.0)
-    assert tiers(3).ema == 2.0  # steps - 1
-
-
 def test_an_empty_round_is_ignored_and_uses_no_warm_up():
     controller = tiers(3, **{**EAGER, "warmup_batches": 1})
     assert feed(controller, [], [], [3, 3]) == [3, 3, 3]
@@ -70,12 +65,6 @@ def test_equality_drops_but_does_not_rise():
     assert feed(tiers(1, **EAGER, up_hysteresis=0.5), [1, 1]) == [1]
 
 
-def test_no_way_up_after_a_way_down():
-    # 1.2 drops from 3 (threshold 1.5) and would rise again from 1 (threshold -0.5).
-    controller = tiers(3, **EAGER, down_hysteresis=1.0, up_hysteresis=-1.0)
-    assert feed(controller, [1, 1, 1, 1, 2]) == [1]
-
-
 def test_tier_zero_freezes_the_average_and_tries_the_smallest_tier_again():
     controller = tiers(1, **{**EAGER, "update_interval": 2}, candidate_steps=(0, 1, 3))
     assert feed(controller, [0, 0], [0, 0]) == [1, 0]
@@ -88,25 +77,11 @@ def test_tier_zero_freezes_the_average_and_tries_the_smallest_tier_again():
     assert feed(controller, [1, 1], [1, 1]) == [1, 3]  # the head has become good
 
 
-def test_beginning_at_tier_zero_tries_the_first_tier_without_prejudice():
-    controller = tiers(0, **EAGER, candidate_steps=(0, 1, 3))
-    assert feed(controller, [0]) == [1]
-    assert controller.ema == 0.0
-
-
 def test_a_chunk_changes_the_tier_once_at_most():
     controller = tiers(1, **EAGER)
     controller.observe(Observation.of_rounds(2, "1_1_2", [[1, 1]] * 8, 1.0))
     assert controller.steps == 3  # one round at a time, [1, 1] then [3, 3] would reach 7
     assert controller.count == 8
-
-
-def test_a_chunk_replays_its_rounds_in_order():
-    one, many = tiers(3, update_interval=20), tiers(3, update_interval=20)
-    rounds = [[0, 1], [3], [2, 2], [1, 0, 3]]
-    feed(one, *rounds)
-    many.observe(Observation.of_rounds(3, "3_1_4", rounds, 1.0))
-    assert (many.ema, many.count) == (pytest.approx(one.ema), one.count)
 
 
 def test_a_chunk_of_another_tier_is_not_counted():
@@ -127,34 +102,3 @@ def test_the_file_has_exactly_the_known_keys(tmp_path):
     (tmp_path / "b.json").write_text('{"candidate_step": [1]}')
     with pytest.raises(ValueError, match="unknown adaptive setting 'candidate_step'; the keys are"):
         EmaConfig.from_file(tmp_path / "b.json")
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"candidate_steps": []},
-        {"candidate_steps": [-1, 3]},
-        {"candidate_steps": [1.5]},
-        {"ema_alpha": 0.0},
-        {"ema_alpha": float("nan")},
-        {"warmup_batches": -1},
-        {"update_interval": 0},
-        {"up_hysteresis": float("nan")},
-    ],
-)
-def test_values_that_make_no_sense_are_refused(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        EmaConfig.from_dict(wrong)
-
-
-def test_a_tree_falls_back_to_static_and_says_why(caplog):
-    controller = make_controller({"controller": "ema", "initial": "8_4_32"})
-    assert controller.kind == "static"
-    assert controller.select(4) == "8_4_32"
-    assert "fall back to static 8_4_32" in caplog.text
-    assert "topk 1" in caplog.text
-
-
-def test_tiers_are_chains_and_off():
-    tiers = EmaTiers(EmaConfig(candidate_steps=(0, 1, 3, 7)))
-    assert list(tiers.arms) == ["off", "1_1_2", "3_1_4", "7_1_8"]

@@ -1,10 +1,8 @@
 """Goodput control on a simulated machine: near the best strategy, and never far below `off`."""
 
-import dataclasses
 import itertools
 import json
 import logging
-import math
 
 import numpy as np
 import pytest
@@ -40,17 +38,16 @@ def tree_costs(row: float) -> CostTable:
 
 @pytest.mark.parametrize("table", ["cpu", "h200_8b"])
 @pytest.mark.parametrize("rates", [GOOD, (0.6,) * 7, (0.9, 0.5, 0.9, 0.5, 0.9, 0.5, 0.9), BAD])
-@pytest.mark.parametrize("noise", [0.03, 0.2])
-def test_it_is_within_5_percent_of_the_best_static_strategy_after_200_rounds(table, rates, noise):
+def test_it_is_within_5_percent_of_the_best_static_strategy_after_200_rounds(table, rates):
     shares = []
     for batch in BATCHES:
-        world = World(cost_table(table), rates, seed=batch, noise=noise)
+        world = World(cost_table(table), rates, seed=batch)
         run = drive(Goodput(ARMS, cost_table(table)), world, batch, 1000)
         shares.append(run.rate(200) / world.oracle(ARMS, batch))
-    assert np.mean(shares) >= 0.96 and min(shares) >= (0.95 if noise < 0.1 else 0.85), shares
+    assert np.mean(shares) >= 0.96 and min(shares) >= 0.95, shares
 
 
-@pytest.mark.parametrize("table", ["cpu", "h200_8b", "v5e_4_8b"])
+@pytest.mark.parametrize("table", ["cpu", "h200_8b"])
 def test_a_useless_head_costs_at_most_3_percent_of_plain_decoding(table):
     """From the first chunk on, learning included."""
     for batch in BATCHES[::2]:
@@ -59,12 +56,11 @@ def test_a_useless_head_costs_at_most_3_percent_of_plain_decoding(table):
         assert run.rate() >= 0.97 * batch / world.seconds("off", batch), batch
 
 
-@pytest.mark.parametrize("catch_up", [4.0, 12.0])
-def test_new_weights_again_and_again_do_not_make_a_useless_head_dear(catch_up):
+def test_new_weights_again_and_again_do_not_make_a_useless_head_dear():
     """Each asks for a probe, and before each probe the draft reads what it has missed."""
     shares = []
     for batch in BATCHES[::2]:
-        world = World(cost_table("cpu"), (0.0,) * 7, seed=batch, catch_up=catch_up)
+        world = World(cost_table("cpu"), (0.0,) * 7, seed=batch, catch_up=12.0)
         run = drive(Goodput(ARMS, cost_table("cpu")), world, batch, 4000, swap_every=200)
         plain = batch / world.seconds("off", batch)
         assert run.rate() >= 0.93 * plain, batch
@@ -72,8 +68,8 @@ def test_new_weights_again_and_again_do_not_make_a_useless_head_dear(catch_up):
     assert np.mean(shares) >= 0.97, shares
 
 
-@pytest.mark.parametrize("batch", [1, 4, 32])
-@pytest.mark.parametrize(("table", "catch_up"), [("h200_8b", 0.0), ("cpu", 4.0), ("cpu", 12.0)])
+@pytest.mark.parametrize("batch", [1, 32])
+@pytest.mark.parametrize(("table", "catch_up"), [("h200_8b", 0.0), ("cpu", 12.0)])
 def test_a_swapped_head_is_followed_within_50_rounds(table, batch, catch_up):
     shares = []
     for seed in range(3):
@@ -101,8 +97,7 @@ def test_acceptance_that_changes_midway_is_followed_unannounced(table):
     assert min(there) >= 0.95 and np.mean(back) >= 0.95, (there, back)
 
 
-@pytest.mark.parametrize("row", [0.002, 0.02])
-@pytest.mark.parametrize("wide", [1.2, 2.2])
+@pytest.mark.parametrize(("row", "wide"), [(0.002, 2.2), (0.02, 1.2)])
 def test_trees_are_told_from_chains_whatever_they_gain(row, wide):
     for batch in BATCHES[::2]:
         world = World(tree_costs(row), (0.8,) * 8, seed=batch, wide=wide)
@@ -170,65 +165,6 @@ def test_the_strategy_changes_as_samples_grow_and_back_as_they_are_short_again(b
         assert now.seconds(name, batch, context=batch * length) == pytest.approx(expected, rel=0.1)
 
 
-def test_costs_that_leave_the_context_out_stay_with_what_was_best_for_short_samples():
-    """The counter-test: probes are all that such a table has to find out with."""
-    flat = CostTable([1], {"off": [1e-3], "4_1_5": [2e-3]})
-    world = World(BY_CONTEXT, (0.5,) * 7, length=3000.0)
-    settings = GoodputConfig(probe_fraction=0.0)
-    known = Goodput(("off", "4_1_5"), BY_CONTEXT, settings)
-    found = drive(Goodput(("off", "4_1_5"), flat, settings), world, 1, 400)
-    assert set(found.names[10:]) == {"off"}, "after it has seen which drafts are accepted"
-    world.length = 3000.0
-    assert set(drive(known, world, 1, 400).names) == {"4_1_5"}
-
-
-def test_gains_are_those_of_the_lengths_that_samples_have():
-    controller = Goodput(("off", "4_1_5"), BY_CONTEXT)
-    controller.observe(Observation.of_rounds(1, "4_1_5", [[2]] * 64, seconds=0.0))
-    short = controller.gains(1)["4_1_5"]
-    controller.select(6, context=6 * 4096)
-    assert controller.gains(1)["4_1_5"] == pytest.approx(short * (4 / 4.8) / (1 / 2.6), rel=0.01)
-
-
-class Unsteady(World):
-    """A small virtual machine: chunks take a fifth longer or shorter by chance, and for seconds
-    at a time all of them take a third longer."""
-
-    def __init__(self, costs, rates, seed):
-        super().__init__(costs, rates, noise=0.0, seed=seed, catch_up=4.0, cold=0.5)
-        self.clock = self.until = 0.0
-        self.factor = 1.35
-
-    def seconds(self, name, batch):
-        while self.clock >= self.until:
-            self.factor = 2.35 - self.factor  # 1 or 1.35
-            self.until += self.random.exponential(1.5)
-        return super().seconds(name, batch) * self.factor
-
-    def chunk(self, *args):
-        seen = super().chunk(*args)
-        seconds = float(seen.seconds) * math.exp(self.random.gamma(1.0, 0.18) - 0.18)
-        self.clock += seconds
-        return dataclasses.replace(seen, seconds=seconds)
-
-
-def test_strategies_an_eighth_apart_are_told_apart_on_an_unsteady_machine():
-    """Calibrated as well as costs are in a few milliseconds."""
-    rates, shares = (0.87, 0.86, 0.85, 0.85, 0.84, 0.83, 0.82), []
-    per_second = dict(zip(ARMS, (2497, 2795, 3072, 3522, 3116), strict=True))
-    tokens = World(CostTable([1]), rates).tokens
-    true = {arm: tokens(arm) / rate for arm, rate in per_second.items()}
-    for seed in range(4):
-        off_by = 1.2 * np.random.default_rng(seed).lognormal(0, 0.12, len(ARMS))
-        found = {arm: [s * f] for (arm, s), f in zip(true.items(), off_by, strict=True)}
-        world = Unsteady(CostTable([1], {arm: [s] for arm, s in true.items()}), rates, seed)
-        controller, runs = Goodput(ARMS, CostTable([1], found)), []
-        while world.clock < 10.0:
-            runs.append(drive(controller, world, 1, 256, chunk_tokens=32))
-        shares.append(sum(sum(r.least) for r in runs) / sum(sum(r.seconds) for r in runs))
-    assert np.mean(shares) >= 0.95, shares
-
-
 # --- probes --------------------------------------------------------------------------------------
 
 
@@ -243,37 +179,11 @@ def test_probes_lose_no_more_than_their_share_of_the_time():
     assert 0 < lost < 0.008
 
 
-def test_without_probes_it_stays_off_for_ever():
-    """The counter-test: it is the probes that find out that the head became good."""
-    world = World(cost_table("cpu"), BAD)
-    controller = Goodput(ARMS, cost_table("cpu"), GoodputConfig(probe_fraction=0.0))
-    drive(controller, world, 4, 600)
-    world.rates = GOOD
-    assert set(drive(controller, world, 4, 1500).names) == {"off"}
-
-
 def test_nothing_is_probed_that_would_lose_with_perfect_drafts():
     costs = CostTable([64], {"off": [1.0], "4_1_5": [8.0]})
     controller = Goodput(["off", "4_1_5"], costs)
     assert set(drive(controller, World(costs), 64, 2000).names) == {"off"}
     assert controller.probes == 0
-
-
-def test_a_probe_is_one_round_and_then_a_chunk_that_is_measured():
-    """The first chunk after another strategy's shows drafts, but not what its rounds take."""
-    world = World(cost_table("cpu"), BAD, noise=0.0, outliers=0.0, catch_up=12.0)
-    controller = Goodput(ARMS, cost_table("cpu"))
-    drive(controller, world, 4, 600)
-    controller.weights_changed()
-    assert controller.select(4) == "1_1_2" and controller.rounds_hint == 1
-    first = world.chunk("1_1_2", 4, 1)
-    assert controller.select(4) == "1_1_2" and controller.rounds_hint == 4
-    before = controller.costs.state()
-    controller.observe(first)
-    assert controller.costs.state() == before
-    assert controller.select(4) == "off" and controller.rounds_hint is None
-    controller.observe(world.chunk("1_1_2", 4, 4))
-    assert controller.costs.chunks("1_1_2", 4) == before["chunks"][2].get("1_1_2", 0) + 1
 
 
 def test_a_probe_whose_chunks_are_never_observed_is_given_up():
@@ -283,39 +193,6 @@ def test_a_probe_whose_chunks_are_never_observed_is_given_up():
 
 
 # --- what is learned of drafts -------------------------------------------------------------------
-
-
-def test_chains_teach_each_other():
-    model = Acceptance(parse_arms(["2_1_3", "4_1_5"]), half_life=100.0, prior=0.7)
-    for _ in range(20):
-        model.learn("4_1_5", [0, 0, 16 * 8], 16)  # always one draft, never two
-    assert model.expected_tokens("2_1_3") == pytest.approx(2.0, abs=0.05)
-    assert model.expected_tokens("4_1_5") == pytest.approx(2.0, abs=0.05)
-
-
-def test_depths_beyond_a_chain_are_taken_to_be_like_its_last_and_may_be_good():
-    model = Acceptance(parse_arms(["2_1_3", "4_1_5"]), half_life=100.0, prior=0.7)
-    for _ in range(200):
-        model.learn("2_1_3", [0, 8, 8, 16], 4)
-    rates = model.rates("chain")
-    assert rates[:2] == pytest.approx([0.75, 2 / 3], abs=0.01)
-    assert rates[2:] == pytest.approx([2 / 3, 2 / 3], abs=0.05)
-    assert model.most_tokens("2_1_3", "2_1_3") == pytest.approx(model.expected_tokens("2_1_3"))
-    assert model.most_tokens("4_1_5", "2_1_3") > 1.1 * model.expected_tokens("4_1_5")
-
-
-def test_a_tree_begins_with_the_acceptance_of_the_chains_and_then_learns_its_own():
-    model = Acceptance(parse_arms(["8_1_9", "8_4_32"]), half_life=100.0, prior=0.7)
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        drafted = np.cumprod(rng.random((16, 8, 8)) < 0.5, axis=-1)
-        model.learn("8_1_9", np.bincount(1 + drafted.sum(axis=-1).ravel()).tolist(), 16)
-    chain = model.expected_tokens("8_1_9")
-    assert model.expected_tokens("8_4_32") == pytest.approx(chain, rel=0.02)
-    for _ in range(20):
-        model.learn("8_4_32", [0, 0, 0, 0, 16 * 8], 16)
-    assert model.expected_tokens("8_4_32") == pytest.approx(4.0, abs=0.1)
-    assert model.expected_tokens("8_1_9") == chain
 
 
 def test_a_sudden_change_overrules_what_was_counted():
@@ -385,40 +262,7 @@ def test_gains_are_told_only_where_costs_and_acceptance_were_measured():
     assert make_controller("bandit").gains(1) == {}
 
 
-def test_gains_are_what_a_round_brings_over_what_it_takes():
-    """With its share of what a chunk takes beside its rounds; the server's page explains them."""
-    rounds_take = {"off": [1.0], "4_1_5": [2.0]}
-    controller = Goodput(["off", "4_1_5"], CostTable((1,), rounds_take, beside=[6.0]))
-    controller.observe(Observation.of_rounds(1, "4_1_5", [[3]] * 64, seconds=64 * 2.0 + 6.0))
-    takes = {arm: controller.round_seconds(arm, 1) for arm in controller.arms}
-    assert takes["4_1_5"] > takes["off"] > 1.0
-    brings = controller.acceptance.expected_tokens("4_1_5")
-    assert controller.gains(1)["4_1_5"] == pytest.approx(brings * takes["off"] / takes["4_1_5"])
-
-
 # --- settings, metrics, state --------------------------------------------------------------------
-
-
-def test_regret_and_choices_are_in_the_log_fields():
-    controller = make_controller(ControlConfig(strategies=("off", "4_1_5")))
-    name = controller.select(1)
-    controller.observe(Observation.of_rounds(1, name, [[4]] * 8, 0.01))
-    fields = controller.log_fields()
-    assert controller.kind == "goodput", "the default"
-    assert fields["strategy"] == name
-    assert fields["accept_length"] == 5.0
-    assert 0 <= fields["regret_share"] < 1
-    assert {"regret_seconds", "probes", "acceptance_depth_1"} <= set(fields)
-
-
-def test_fresh_costs_replace_learned_ones_and_acceptance_is_kept():
-    costs = cost_table("cpu")
-    controller = Goodput(ARMS, costs)
-    drive(controller, World(costs, GOOD), 4, 800)
-    learned = controller.acceptance.state()
-    controller.calibrated(cost_table("h200_8b"))
-    assert controller.acceptance.state() == learned
-    assert controller.costs.state() == cost_table("h200_8b").state()
 
 
 def test_a_state_of_an_earlier_version_is_not_used_and_that_is_said(caplog):
@@ -432,19 +276,3 @@ def test_a_state_of_an_earlier_version_is_not_used_and_that_is_said(caplog):
     assert "saved by an earlier version" in caplog.text
     assert controller.costs.state() == own["costs"]
     assert controller.select(4) in ARMS
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"hysteresis": -0.1},
-        {"probe_fraction": 1.0},
-        {"probe_slot_rounds": 0},
-        {"half_life": 0.0},
-        {"prior": 1.5},
-        {"prior": math.nan},
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        GoodputConfig(**wrong)

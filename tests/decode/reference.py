@@ -151,13 +151,6 @@ def recursive_accept(
     return [*emitted, pick(left)], path
 
 
-def greedy_accept(
-    parent: Sequence[int], tokens: Sequence[int], p: Sequence[np.ndarray]
-) -> tuple[list[int], list[int]]:
-    """Temperature 0: the walk along the target's first argmax."""
-    return coupled_accept(parent, tokens, [int(np.argmax(row)) for row in p])
-
-
 def children_of(parent: Sequence[int], row: int) -> list[int]:
     """The rows below a row, in the order in which they were drawn; row 0 is the child of no row."""
     return [child for child in range(1, len(parent)) if parent[child] == row]

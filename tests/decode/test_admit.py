@@ -10,7 +10,7 @@ from flax import nnx
 
 from specjax.config import Strategy
 from specjax.decode.admit import Admission, Piece, empty_prompts, place, prefill
-from specjax.decode.noise import request_keys, request_words
+from specjax.decode.noise import request_words
 from specjax.decode.options import neutral
 from specjax.decode.state import (
     RUNNING,
@@ -108,10 +108,7 @@ def admitted(run: Models, prompts, width) -> DecodeState:
     return jax.jit(lambda *x: place(plan, *x))(state, kept, new)
 
 
-SLOWLY = [pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 4), (2, 8))]
-
-
-@pytest.mark.parametrize(("modules", "width"), [(2, 4), (1, 16), *SLOWLY])
+@pytest.mark.parametrize(("modules", "width"), [(2, 4), (1, 16)])
 def test_target_and_head_know_a_prompt_as_if_they_had_seen_it_at_once(modules, width):
     """Siblings on one page, on a copy and on the page itself; a prompt that fills its pages."""
     run = models(modules)
@@ -161,19 +158,3 @@ def test_target_and_head_know_a_prompt_as_if_they_had_seen_it_at_once(modules, w
             np.testing.assert_allclose(first[i], wanted[1][i, root - 1], atol=1e-4)
             np.testing.assert_allclose(second[i], wanted[2][i, root - 1], atol=1e-4)
     assert np.std(target) > 0.5 and np.std(first) > 0.5
-
-
-def test_a_slot_is_started_with_nothing_of_what_it_held():
-    run = models(1)
-    prompts = [list(range(n)) for n in PROMPTS]
-    state = admitted(run, prompts, 16)
-    for slot, (prompt, _, _) in SLOTS.items():
-        length = PROMPTS[prompt]
-        assert state.tokens[slot].tolist() == [*range(length), *[0] * (MAX_LEN - length)]
-        assert (state.length[slot], state.limit[slot]) == (length, length + 5)
-        assert state.noise.until[slot] == 0, "another request's noise"
-        assert state.draft.slots.pending[slot] == 1 and state.draft.slots.skipped[slot] == 0
-        words = request_words(slot, [1], 0)
-        np.testing.assert_array_equal(state.keys[slot], request_keys(words[None])[0])
-    spare = next(slot for slot in range(7) if slot not in SLOTS)
-    assert state.finish[spare] != RUNNING and state.noise.until[spare] == 99

@@ -53,7 +53,7 @@ def case(seed, kind, size):
     return Proposal(scores, ids), Proposal(dense), shared
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("mode", "dynamic"), [("coupled", False), ("coupled", True)])
 def test_the_noise_of_a_position_picks_the_tokens_that_it_picks_among_all(
@@ -71,7 +71,7 @@ def test_the_noise_of_a_position_picks_the_tokens_that_it_picks_among_all(
         np.testing.assert_allclose(ours.gain, all_of_them.gain, atol=1e-5)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", KINDS)
 def test_q_is_a_distribution_over_the_vocabulary_and_what_was_drawn_from(kind, seed):
     some, dense, shared = case(seed, kind, 12)
@@ -80,15 +80,6 @@ def test_q_is_a_distribution_over_the_vocabulary_and_what_was_drawn_from(kind, s
     np.testing.assert_array_equal(ours.tokens, all_of_them.tokens)
     assert ((np.asarray(ours.q) > 0).any(-1) == (np.asarray(ours.tokens)[..., 0] >= 0)).all()
     assert (np.asarray(ours.tokens)[..., 0] >= 0).mean() > 0.5
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_node_has_no_more_children_than_there_are_tokens(kind):
-    some, dense, shared = case(1, kind, COUNT - 1)
-    ours, all_of_them = (found(p, *shared, "coupled") for p in (some, dense))
-    assert ours.tokens.shape == (SLOTS, ROWS, COUNT)
-    np.testing.assert_array_equal(ours.tokens, all_of_them.tokens)
-    assert (np.asarray(ours.tokens)[..., -1] == -1).all()
 
 
 @pytest.mark.parametrize("seed", range(4))

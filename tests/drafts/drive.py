@@ -243,16 +243,11 @@ def dense(source, proposal):
     if proposal.ids is None:
         return proposal.scores
     batch, rows, _ = proposal.scores.shape
+    vocab = source.cfg.target_vocab if hasattr(source, "taps_width") else source.vocab
     ids = jnp.broadcast_to(proposal.ids, proposal.scores.shape)
     slot, row = jnp.ogrid[:batch, :rows]
-    logits = jnp.full((batch, rows, source.vocab), -jnp.inf)
+    logits = jnp.full((batch, rows, vocab), -jnp.inf)
     return logits.at[slot[..., None], row[..., None], ids].set(proposal.scores, mode="drop")
-
-
-@functools.partial(jax.jit, static_argnums=(0, 3, 4))
-def begin(source, params, state, steps, total, model=None):
-    proposal, work = source.begin(model, params, state, steps, total)
-    return dense(source, proposal), work
 
 
 def accept(

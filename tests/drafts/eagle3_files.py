@@ -98,13 +98,8 @@ class Eagle3:
         rng = np.random.default_rng(self.seed + 1000)
         return np.sort(rng.permutation(body.vocab)[: self.vocab])
 
-    def tensors(self, body: Body, guess: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        """Random weights, by the names of a plain layout; matrices are [out, in].
-
-        Args:
-          guess: [V D] rows that are a fair guess of the state after each token: the mlp and the
-            attention are small beside what the embedding says. None: wholly random.
-        """
+    def tensors(self, body: Body) -> dict[str, np.ndarray]:
+        """Random weights, by the names of a plain layout; matrices are [out, in]."""
         rng = np.random.default_rng(self.seed)
         d, dims = self.width, self.head_dim
         tokens = self.draft_tokens(body)
@@ -208,9 +203,7 @@ class Eagle3:
             switches["eagle_config"] = {"use_aux_hidden_state": True, **nested}
         if layout == "safeailab":
             return {
-                "architectures": [f"{self.backbone.capitalize()}ForCausalLMEagle3"]
-                if self.backbone == "qwen3"
-                else ["LlamaForCausalLMEagle3"],
+                "architectures": [f"{self.backbone.capitalize()}ForCausalLMEagle3"],
                 **self.layer_config(body),
                 **switches,
             }

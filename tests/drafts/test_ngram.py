@@ -3,12 +3,11 @@
 import math
 
 import drive
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from specjax.decode.state import EMPTY, STOPPED
-from specjax.drafts.ngram import HALF_FULL, OCCURRENCES, PER_TOKEN, NgramSource, prompt_hash
+from specjax.drafts.ngram import HALF_FULL, OCCURRENCES, PER_TOKEN, NgramSource
 
 MAX_LEN = 24
 
@@ -98,48 +97,3 @@ def test_every_row_is_looked_up_as_a_plain_search_does(siblings, vocab, longest,
         count = rng.integers(0, steps + 2, batch)
         emitted = rng.integers(0, vocab, (batch, steps + 1))
         state = drive.accept(state, source, work, emitted, count)
-
-
-def drafted(source, tokens):
-    """Logits below the last of some tokens, all of them the prompt."""
-    state = drive.empty_state(source, 1, MAX_LEN, 2)
-    state = drive.place(state, source, {}, [tokens], len(tokens))
-    return np.asarray(drive.begin(source, {}, state, 2, 0)[0])[0, 0]
-
-
-def test_the_longest_match_wins_over_many_short_ones():
-    source = NgramSource(9)
-    logits = drafted(source, [1, 2, 5] + [2, 6] * 8 + [1, 2])
-    assert np.argmax(logits) == 5 and np.isfinite(logits[6])
-
-
-def test_a_row_without_a_token_has_no_draft():
-    source = NgramSource(5)
-    state = drive.empty_state(source, 1, MAX_LEN, 2)
-    state = drive.place(state, source, {}, [[1, 2, 1, 2]], 4)
-    rng = np.random.default_rng(0)
-    grown = drive.random_tree(rng, 1, (2,), 5, True)._replace(tokens=[np.array([[1, -1]])])
-    below = drive.propose(source, {}, state, grown, True)[0][1][0]
-    assert np.argmax(below[0]) == 2 and np.all(np.isneginf(below[1]))
-
-
-def test_a_prompt_has_one_group_however_it_is_padded():
-    rng = np.random.default_rng(0)
-    prompts = [[0], [0, 0], [1], [1, 0], [0, 1], [2, 1], [1, 2], *rng.integers(0, 3, (40, 6))]
-    prompts = [tuple(int(t) for t in p) for p in prompts]
-
-    def groups(width, fill):
-        tokens = np.full((len(prompts), width), fill, np.int32)
-        for row, prompt in zip(tokens, prompts, strict=True):
-            row[: len(prompt)] = prompt
-        lengths = jnp.array([len(p) for p in prompts])
-        return [tuple(g) for g in np.asarray(prompt_hash(jnp.asarray(tokens), lengths)).tolist()]
-
-    assert groups(8, 0) == groups(16, 2)
-    assert len(set(groups(8, 0))) == len(set(prompts))
-    assert all(any(g) for g in groups(8, 0))
-
-
-def test_lengths_out_of_order_are_refused():
-    with pytest.raises(ValueError, match="expected 1 <= shortest <= longest <= 127.*got 3 and 2"):
-        NgramSource(8, longest=2, shortest=3)

@@ -1,6 +1,6 @@
 """A draft of one's own that is fed: what followed each token last in the samples that have ended.
 
-No part of the package knows it; `test_history` names it by its path.
+No part of the package knows it; `test_every_source` names it by its path.
 """
 
 import dataclasses

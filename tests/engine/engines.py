@@ -76,8 +76,8 @@ def tokens_of(jobs) -> list[list[int]]:
 
 @functools.cache
 def warm() -> Engine:
-    """Everything compiled, batches of up to 8."""
-    engine = engine_of(batch=8, page_size=16, prefill_chunk=16)
+    """Everything compiled, batches of up to 4."""
+    engine = engine_of(batch=4, page_size=16, prefill_chunk=16)
     engine.warm_up()
     return engine
 

@@ -7,37 +7,10 @@ import pytest
 
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
-from specjax.engine.alarm import ROUNDS, AcceptanceAlarm, advice
-from specjax.interfaces import Draft
-
-
-class Doubtful(Draft):
-    def suspects(self) -> str:
-        return "the taps may be wrong"
-
-
-class Certain(Draft):
-    pass
 
 
 def warned(caplog) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-
-
-@pytest.mark.parametrize(("accepted", "times"), [(0, 1), (14, 1), (15, 0), (600, 0)])
-def test_the_first_rounds_decide_once_and_name_the_settings(accepted, times, caplog):
-    alarm = AcceptanceAlarm(Doubtful())
-    assert not alarm.add(ROUNDS - 1, 0)
-    assert warned(caplog) == []
-    assert alarm.add(1, accepted) and alarm.add(1000, 0)
-    said = warned(caplog)
-    assert len(said) == times
-    assert all(x.endswith(f"for {ROUNDS} rounds: speculation only costs time. The taps may be "
-                          "wrong") for x in said)  # fmt: skip
-
-
-def test_without_settings_to_suspect_the_draft_itself_is_named():
-    assert advice(None) == advice(Certain()) == "Is the draft the one that belongs to this policy?"
 
 
 @pytest.mark.usefixtures("logging_as_it_was")

@@ -1,16 +1,11 @@
 """Options are data: what the running requests ask for chooses a program; none is built twice."""
 
-import dataclasses
-import functools
-
 import jax
 import numpy as np
 import pytest
-from pieces import Pieces
 from shared import CFG, EOS, NOTHING, PROMPTS, VOCAB, compilations_of, shared_llm, weights
 
-from specjax import LLM, SamplingParams, SpecConfig
-from specjax.decode import sampling
+from specjax import SamplingParams
 from specjax.decode.options import Features
 from specjax.engine.engine import Engine
 from specjax.engine.request import make_jobs
@@ -104,17 +99,6 @@ def test_what_is_warmed_up_compiles_no_more_and_requests_that_need_less_take_the
     assert seen[-1][1] == Features.all()
 
 
-@pytest.mark.slow
-def test_requests_like_those_that_an_llm_was_warmed_up_for_compile_nothing():
-    llm = LLM((CFG, weights()[0], None), None, max_batch=1, max_len=16)
-    llm.warm_up([SamplingParams(), SamplingParams(top_p=0.5)])
-    for option in ({}, {"top_p": 0.7}, {"top_k": 3, "temperature": 0.4}):
-        params = SamplingParams(max_tokens=4, **option)
-        assert compilations_of(lambda params=params: llm.generate([[1, 2]], params)) == 0
-    biased = SamplingParams(max_tokens=4, logit_bias={3: 1.0})
-    assert compilations_of(lambda: llm.generate([[1, 2]], biased)) > 0
-
-
 def test_a_call_compiles_one_program_for_all_its_requests_before_its_first_chunk(asked):
     engine = small_engine()
     engine.warm_up()
@@ -135,43 +119,6 @@ def test_a_call_compiles_one_program_for_all_its_requests_before_its_first_chunk
     assert Features() in ran and both in ran
 
 
-def test_greedy_requests_ask_for_no_noise(asked):
-    engine = small_engine()
-    seen = asked(engine)
-    engine.generate(jobs(SamplingParams(max_tokens=3, temperature=0.0, top_p=0.3)))
-    assert seen == [(Features.none(), Features.none())]
-
-
-@pytest.mark.slow  # so does test_rejections
-def test_telemetry_is_collected_through_llm_when_on_and_absent_when_off():
-    llm = LLM((CFG, *weights()), SpecConfig("1_1_2", telemetry=True), max_batch=2, max_len=40)
-    llm.tokenizer = Pieces()
-    base = SamplingParams(seed=0, max_tokens=20, ignore_eos=True, stop="never there")
-    params = [
-        dataclasses.replace(base, n=2),
-        dataclasses.replace(base, frequency_penalty=0.5),
-        dataclasses.replace(base, speculative=False),
-    ]
-    outs = llm.generate(PROMPTS[:3], params)
-    summary = llm.telemetry.summary()
-    assert summary.rounds == llm.totals.rounds - 20, "a request that opts out has no drafts"
-    # Telemetry counts what the walk accepted, before the limit cuts a sample's last round.
-    assert 0 <= summary.accepts[0] - sum(llm.totals.histogram[2:]) <= 3
-    assert {(r.request, r.sample) for r in llm.telemetry.records} == {(0, 0), (0, 1), (1, 0)}
-    for record in llm.telemetry.records:
-        assert record.prompt_len == len(PROMPTS[record.request]) <= record.position
-        assert ("penalties" in record.transforms) == (record.request == 1)
-    text = outs[0].samples[0].text
-    llm.telemetry.clear()
-    stops = [dataclasses.replace(base, stop=text[i : i + 2]) for i in range(4, 12)]
-    rounds = 0
-    for params in stops:
-        llm.generate([PROMPTS[0]], params)
-        rounds += llm.totals.rounds
-    assert llm.telemetry.summary().rounds == rounds, "rounds past the end were counted"
-    assert shared_llm("speculative").telemetry is None and shared_llm("plain").telemetry is None
-
-
 def test_options_asked_for_one_after_the_other_compile_a_few_programs_and_no_more():
     engine = small_engine()
     engine.generate(jobs(SamplingParams(max_tokens=2)))
@@ -190,39 +137,3 @@ def test_options_asked_for_one_after_the_other_compile_a_few_programs_and_no_mor
     ):
         engine.generate(jobs(SamplingParams(max_tokens=2, **option)))
     assert engine.runner.compilations - built == 3  # filters; all of sampling; everything
-
-
-def test_what_a_program_holds_and_nobody_asks_for_is_skipped_when_it_runs(monkeypatch):
-    ran = set()
-    for module, function, name in (
-        *((sampling, f"{name}_threshold", name) for name in ("top_k", "top_p", "min_p")),
-        (sampling, "_penalised", "frequency_penalty"),
-        (sampling, "_biased", "logit_bias"),
-        (sampling, "_allowed", "allowed_token_ids"),
-        (sampling, "_among", "min_tokens"),
-        (sampling, "_completing", "bad_words"),
-    ):
-        exact = getattr(module, function)
-
-        def watched(*args, exact=exact, name=name, **settings):
-            jax.debug.callback(functools.partial(ran.add, name))
-            return exact(*args, **settings)
-
-        monkeypatch.setattr(module, function, watched)
-    engine = small_engine()
-    for option in (
-        {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"frequency_penalty": 0.3},
-        {"logit_bias": {3: 1.0}}, {"allowed_token_ids": [3, 4]}, {"min_tokens": 2},
-        {"bad_words": [[3]]},
-    ):  # fmt: skip
-        ran.clear()
-        engine.generate(jobs(SamplingParams(max_tokens=2, **option)))
-        jax.effects_barrier()
-        assert ran == set(option)
-
-
-def test_a_set_of_features_is_widened_to_one_that_covers_it():
-    for names in ({}, {"sampled": True}, {"top_p": True}, {"bias": True}, {"top_logprobs": True}):
-        features = dataclasses.replace(Features.none(), **names)
-        assert features.widened().covers(features)
-        assert features.widened().widened() == features.widened()

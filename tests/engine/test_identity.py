@@ -18,7 +18,7 @@ from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
 from specjax.decode import round as decode_round
 from specjax.decode.tree import chain_bits
-from specjax.engine.compare import first_difference, first_differences
+from specjax.engine.compare import first_differences
 from specjax.engine.request import make_jobs
 from specjax.interfaces import Where
 from specjax.memory import commit
@@ -204,11 +204,6 @@ def test_greedy_requests_are_plain_decodings_in_every_mode(acceptance, strategy)
     assert totals.accepted > 20
 
 
-@pytest.fixture(scope="module")
-def chain_llm():
-    return LLM(model(layers=1), SpecConfig(strategy="2_1_3"), max_batch=4, max_len=MAX_LEN)
-
-
 def test_speculation_without_a_head_is_refused_before_anything_runs():
     cfg, params, _ = model()
     with pytest.raises(ValueError, match="no draft head.*draft='random'"):
@@ -289,26 +284,3 @@ def test_verify_as_rewritten_here_is_right_when_nothing_is_changed(monkeypatch):
     """Else the test above would prove nothing."""
     monkeypatch.setattr(decode_round, "verify", verify_with())
     assert not unexplained(tree_differences())
-
-
-def test_a_tie_is_explained_and_reported_with_its_position_and_gaps(chain_llm):
-    """Tokens 5 and 6 always have the same logit here, and greedy decoding adds no noise."""
-    cfg, params, head = model(layers=1)
-    twins = dict(params, lm_head=params["lm_head"].at[:, 6].set(params["lm_head"][:, 5]))
-    prompt, greedy = [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=4)
-    job = make_jobs(prompt, greedy, ())[0]
-    runner = chain_llm.engine.runner
-    chain_llm.update_weights(twins, head)
-    try:
-        named = dataclasses.replace(job, request=3, sample=1)
-        tie = first_difference(runner, named, [9, 5, 1], [9, 6, 2])
-        other = first_difference(runner, job, [9, 5, 1], [9, 8, 2])
-        short = first_difference(runner, job, [9, 5], [9])
-    finally:
-        chain_llm.update_weights(params, head)
-    assert tie.explained and abs(tie.plain_gap) < 1e-4 and abs(tie.spec_gap) < 1e-4
-    assert (tie.request, tie.sample, tie.position) == (3, 1, 4)
-    assert (tie.plain_token, tie.spec_token) == (5, 6)
-    assert "explained by floating point" in str(tie)
-    assert not other.explained and abs(other.plain_gap) > other.logit_difference
-    assert not short.explained and short.spec_token == -1

@@ -9,7 +9,6 @@ import pytest
 from tiny import apt, tiny_config, tiny_model
 
 from specjax import LLM, SamplingParams, SpecConfig
-from specjax.decode import sampling
 from specjax.engine.request import InvalidLogitsError
 from specjax.models.families.dense import change_dense
 from specjax.models.transformer import Transformer
@@ -24,16 +23,15 @@ KINDS = {47: "NaN", 24: "+inf", 33: "nothing"}
 MODES = {
     "plain": None,
     "n-gram": SpecConfig("4_1_5", draft="ngram"),
-    "coupled tree": SpecConfig("3_4_12", telemetry=True),
+    "coupled tree": SpecConfig("2_3_6", telemetry=True),
     "greedy": SpecConfig("4_1_5", acceptance="greedy"),
     "block": SpecConfig("3_1_4", acceptance="block"),
     "recursive": SpecConfig("4x2x1", acceptance="recursive"),
-    "invariant": SpecConfig("2_1_3", invariant=True),
     "plain, wide": None,
     "coupled tree, wide": SpecConfig("3_4_12"),
 }
 # Of each kind of round one mode; the others when there is time.
-FAST = ("plain", "n-gram", "coupled tree", "block")
+FAST = ("plain", "coupled tree", "block")
 
 
 def often(modes):
@@ -92,57 +90,10 @@ def prompt_of(index: int) -> list[int]:
     return PROMPTS[index // 2]
 
 
-def test_a_row_is_valid_if_it_has_a_finite_sum_and_no_infinity():
-    nan, inf = np.nan, np.inf
-    rows = {
-        "plain": ([0.0, 1.0, 2.0], True),
-        "masked": ([-inf, 1.0, -inf], True),
-        "wide": ([-3e38, 0.0, 3e38], True),
-        "large": ([3e38, 3e38, 3e38], True),
-        "nan": ([0.0, nan, 2.0], False),
-        "-nan": ([0.0, -nan, -inf], False),
-        "inf": ([0.0, inf, 2.0], False),
-        "inf and -inf": ([-inf, inf, -inf], False),
-        "infs": ([inf, inf, inf], False),
-        "nan and inf": ([nan, inf, 0.0], False),
-        "nothing": ([-inf, -inf, -inf], False),
-    }
-    logits = np.array([[row] for row, _ in rows.values()], np.float32)
-    for t in (0.0, 1e-6, 0.5, 1.0, 50.0):
-        temperature = np.full(len(rows), t, np.float32)
-        found = jax.jit(sampling.normaliser)(logits, temperature)
-        assert dict(zip(rows, found.valid[:, 0].tolist(), strict=True)) == {
-            name: valid for name, (_, valid) in rows.items()
-        }
-    many = np.zeros((2, 1, 100_000), np.float32)  # other programs than those of few
-    many[1, 0, 77_777] = nan
-    assert sampling.normaliser(many, np.ones(2, np.float32)).valid[:, 0].tolist() == [True, False]
-
-
-def test_all_kinds_come_up():
+def test_samples_end_in_the_middle_and_others_go_on():
     ends = [(s.finish_reason, len(s.token_ids)) for s in generated("plain")]
     assert {reason for reason, _ in ends} == {"error", "length"}
     assert any(0 < count < TOKENS for reason, count in ends if reason == "error")
-    seen = set()
-    for index, sample in enumerate(generated("plain")[:12]):
-        if sample.error is not None:
-            seen.add(best_after(prompt_of(index) + sample.token_ids))
-    assert seen == set(KINDS)
-
-
-def best_after(tokens) -> int:
-    """The best token of the logits before they are spoilt, by the training forward."""
-    from flax import nnx
-
-    from specjax.models.transformer import graphdef
-
-    params, _ = weights()
-    model = nnx.merge(graphdef(CFG), params)
-    ids = jnp.asarray([tokens])
-    x = model.hidden(ids, jnp.arange(len(tokens))[None], jnp.ones_like(ids)).x
-    logits = np.array(model.final_norm(x)[0, -1] @ model.head_weight())
-    logits[MASKED:] = logits[UNHEARD] = -np.inf
-    return int(np.argmax(logits))
 
 
 @pytest.mark.parametrize("mode", often(MODES))
@@ -167,7 +118,7 @@ def test_a_sample_ends_where_its_logits_are_no_distribution(mode):
         assert last.finish_reason == "error" and before.finish_reason == "length"
 
 
-EQUAL = {mode: "plain" for mode in ("coupled tree", "n-gram", "invariant")}
+EQUAL = {mode: "plain" for mode in ("coupled tree", "n-gram")}
 EQUAL |= {"coupled tree, wide": "plain, wide"}
 
 

@@ -4,22 +4,17 @@ strategy a controller chooses, on whichever replica, and however often it is int
 import dataclasses
 import functools
 
-import jax
 import numpy as np
 import pytest
 from scripted import Flips
 from tiny import apt, tiny_config, tiny_model
 
 from specjax import LLM, RunConfig, SamplingParams, SpecConfig
-from specjax.config import Strategy
 from specjax.control import ControlConfig
 from specjax.decode.options import Features
 from specjax.engine import graph_check, plain_check, plans, runner
 from specjax.engine.plans import StrategyProgram
-from specjax.engine.request import make_jobs
-from specjax.engine.sequence import Progress
 from specjax.engine.settings import EngineConfig
-from specjax.interfaces import Device
 from specjax.models.families.dense import change_dense
 from specjax.verify.identity import random_requests
 
@@ -82,11 +77,7 @@ def differing(llm: LLM, count: int = 16) -> tuple[int, int]:
 
 
 FAST = [("float32", "2x2", 1)]
-SLOW = [
-    ("bfloat16", "2x2", 2), ("bfloat16", "3_2_5", 2), ("float32", "2x2", 2),
-    ("bfloat16", "3_1_4", 2), ("float32", "3_1_4", 2), ("float32", "3_2_5", 2),
-    ("bfloat16", "4x2x1", 2), ("bfloat16", "7_1_8", 2), ("bfloat16", "6_4_16", 2),
-]  # fmt: skip
+SLOW = [("bfloat16", "2x2", 2), ("float32", "3_1_4", 2), ("bfloat16", "6_4_16", 2)]
 
 
 @pytest.mark.parametrize(
@@ -99,11 +90,8 @@ def test_not_a_bit_depends_on_speculation_in_invariant_mode(dtype, strategy, lay
     assert differing(make_llm(dtype, strategy, layers, invariant=True), count) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "count", "layers"),
-    [("float32", 8, 1)]
-    + [pytest.param(*c, marks=pytest.mark.slow) for c in [("float32", 16, 2), ("bfloat16", 48, 2)]],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "count", "layers"), [("float32", 8, 1), ("bfloat16", 48, 2)])
 def test_bits_do_depend_on_it_without_invariant_mode(dtype, count, layers):
     """Else the test above would prove nothing. In bfloat16 rounding hides most of it."""
     assert differing(make_llm(dtype, "2x2", layers), count)[1] > 0
@@ -139,23 +127,18 @@ def restless_llm(dtype: str, layers: int, arms) -> LLM:
 
 
 FEW = ("off", "1_1_2", "3_2_6")
-restless = functools.cache(lambda: restless_llm("float32", 1, FEW))
 
 
 @pytest.mark.parametrize(
     ("dtype", "arms", "layers"),
-    [("float32", FEW, 1)]
-    + [
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in [
-            ("bfloat16", ("off", "3_1_4", "7_1_8"), 2),
-            ("bfloat16", ("2x2", "4x2x1", "off"), 2),
-        ]
+    [
+        ("float32", FEW, 1),
+        pytest.param("bfloat16", ("2x2", "4x2x1", "off"), 2, marks=pytest.mark.slow),
     ],
 )
 def test_not_a_bit_depends_on_who_chooses_which_strategy_in_invariant_mode(dtype, arms, layers):
     """Nor on who is preempted, on how many prompts are read at once, or on who runs beside whom."""
-    llm = restless() if arms is FEW else restless_llm(dtype, layers, arms)
+    llm = restless_llm(dtype, layers, arms)
     everything, accepted = range(8), []
 
     def ran(names, order=everything, **more) -> dict:
@@ -178,34 +161,6 @@ def test_not_a_bit_depends_on_who_chooses_which_strategy_in_invariant_mode(dtype
     assert llm.engine.preemptions == before
     chunks = [key for key in llm.engine.runner.executables.by_key if key[0] == "chunk"]
     assert len(chunks) == 1
-
-
-def test_samples_that_go_on_give_the_same_bits_whoever_chooses_what_in_invariant_mode():
-    """Their tokens are read, not generated: the bits are not those of an uninterrupted run."""
-    llm, prompts = restless(), requests(8)[0]
-    engine, params = llm.engine, SamplingParams(max_tokens=40, ignore_eos=True, seed=3)
-    engine.controller = Flips(FEW, FEW)
-    jobs = [job for i, p in enumerate(prompts) for job in make_jobs(p, params, (), request=i)]
-    whole, _ = engine.generate(jobs)
-    given = [Progress(s.token_ids[: 3 + i], s.logprobs[: 3 + i], []) for i, s in enumerate(whole)]
-
-    def gone_on(names, jobs, given):
-        engine.controller = Flips(FEW, names)
-        at = {engine.add(job, g): i for i, (job, g) in enumerate(zip(jobs, given, strict=True))}
-        found = {}
-        while engine.has_work:
-            found |= {
-                at[e.sequence]: (e.sample.token_ids, e.sample.logprobs) for e in engine.step()
-            }
-        return [found[i] for i in range(len(jobs))]
-
-    before = engine.preemptions
-    first = gone_on(FEW, jobs, given)
-    assert engine.preemptions > before, "some had to be generated anew from where they were given"
-    assert [tokens for tokens, _ in first] == [sample.token_ids for sample in whole]
-    assert gone_on(FEW[::-1], jobs[::-1], given[::-1]) == first[::-1]
-    alone = [gone_on(["3_2_6"], [job], [g])[0] for job, g in zip(jobs, given, strict=True)]
-    assert alone == first
 
 
 @pytest.mark.slow
@@ -246,14 +201,9 @@ def blocks_on_cpu(monkeypatch) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "arms", "layers"),
-    [("bfloat16", ("off", "2x2"), 1)]
-    + [
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in [
-            ("float32", ("off", "2x2"), 2),
-            ("bfloat16", ("off", "3_2_6"), 2),
-            ("bfloat16", ("off", "3_1_4", "7_1_8"), 2),
-        ]
+    [
+        ("bfloat16", ("off", "2x2"), 1),
+        pytest.param("bfloat16", ("off", "3_1_4", "7_1_8"), 2, marks=pytest.mark.slow),
     ],
 )
 def test_plain_decoding_has_a_program_of_its_own_and_the_same_bits(
@@ -273,10 +223,7 @@ def test_plain_decoding_has_a_program_of_its_own_and_the_same_bits(
     assert len(chunks) == 2 and own in [key[:3] for key in chunks]
 
 
-@pytest.mark.parametrize(
-    ("number", "where"), [pytest.param(2, "2x2", marks=pytest.mark.slow), (3, "plain")]
-)
-def test_it_has_none_where_a_bit_differs(number, where, monkeypatch, caplog):
+def test_it_has_none_where_a_bit_differs(monkeypatch, caplog):
     """Nor where its bits are those of a plain round of the tree, but not those of a drafted one."""
     blocks_on_cpu(monkeypatch)
     results = []
@@ -284,7 +231,7 @@ def test_it_has_none_where_a_bit_differs(number, where, monkeypatch, caplog):
     def spoilt(runner, *args):
         results.append(graph_check.run_chunks(runner, *args))
         first, *later = results[-1]
-        if len(results) == number:  # the last bit of a number
+        if len(results) == 3:  # the last bit of a number
             logprobs = first.report.logprobs.copy()
             row = int(np.argmax(first.report.counts.sum(0)))
             logprobs[row, 0] = np.nextafter(logprobs[row, 0], 0)
@@ -297,89 +244,5 @@ def test_it_has_none_where_a_bit_differs(number, where, monkeypatch, caplog):
         llm.engine.warm_up([Features.all()])
     assert len(results) == 3 and not llm.engine.runner.exact_plain
     assert "runs the program of the tree, for 1 of" in caplog.text
-    assert f"log-probabilities have other bits than the tree's ({where})" in caplog.text
+    assert "log-probabilities have other bits than the tree's (plain)" in caplog.text
     assert {key[1] for key in llm.engine.runner.executables.by_key if key[0] == "chunk"} == {"2x2"}
-
-
-class Fails:
-    """A program that takes its inputs and fails."""
-
-    def __init__(self, compiled):
-        self.compiled = compiled
-
-    def __call__(self, *inputs):
-        self.compiled(*inputs)
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory")
-
-
-@pytest.mark.parametrize("compiles", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_where_it_fails_plain_decoding_runs_the_program_of_the_tree(compiles, monkeypatch, caplog):
-    blocks_on_cpu(monkeypatch)
-    llm = make_llm("float32", "2x2", 1, ("off", "2x2"), invariant=True)
-    executables = llm.engine.runner.executables
-    build, told = executables.build, []
-
-    def failing(key, lower, donate):
-        if key[:2] != ("chunk", "off"):
-            return build(key, lower, donate)
-        if not compiles:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory")
-        return Fails(build(key, lower, donate))
-
-    executables.build = failing
-    with caplog.at_level("INFO"):
-        llm.engine.warm_up([Features()], on_program=lambda *count: told.append(count))
-    [line] = [r.message for r in caplog.records if "invariant: plain" in r.message]
-    assert "for its own fails: JaxRuntimeError: RESOURCE_EXHAUSTED" in line
-    assert told[-1][0] == told[-1][1] == max(told)[0]
-    assert {key[1] for key in executables.by_key if key[0] == "chunk"} == {"2x2"}
-    [output] = llm.generate([[1, 2]], SamplingParams(max_tokens=6, speculative=False))
-    assert output.samples[0].token_ids
-
-
-@pytest.mark.slow
-def test_its_chunks_are_long_serve_fewer_features_and_leave_tokens_to_the_draft(monkeypatch):
-    blocks_on_cpu(monkeypatch)
-    arms = ("off", "2x2")
-    small = {"chunk_tokens": 6, "stretch": 1}
-    llm = make_llm("float32", "2x2", 1, arms, small, invariant=True)
-    engine, seen = llm.engine, []
-    runner = engine.runner
-    engine.warm_up([Features.all()])
-    observe = engine._observe
-
-    def watched(chunk, result, seconds, ended, catch_up, context):
-        seen.append((chunk.strategy, chunk.run.program, chunk.rounds, catch_up))
-        observe(chunk, result, seconds, ended, catch_up, context)
-
-    engine._observe = watched
-    engine.controller = Flips(arms, arms)
-    built = runner.compilations
-    llm.generate([[1, 2], [3]], SamplingParams(seed=0, max_tokens=40, ignore_eos=True))
-    assert runner.compilations == built, "programs for all features serve requests with few"
-    off, drafting = ([s for s in seen if s[0] == arm] for arm in arms)
-    assert runner.rounds("off", 4) == 2 and runner.rounds("off", 4, Features()) == 6
-    assert {(program, rounds) for _, program, rounds, _ in off} == {("off", 6)}
-    assert {program for _, program, _, _ in drafting} == {"2x2"}
-    assert any(catch_up == 6 for *_, catch_up in drafting), "the draft read what plain chunks left"
-
-
-@pytest.mark.parametrize(
-    ("platform", "count", "batch", "strategies", "size"),
-    [
-        ("gpu", 1, 8, ("off", "4_1_5"), 64),
-        ("gpu", 1, 32, ("off", "4_1_5", "2_1_3"), 192),
-        ("gpu", 1, 64, ("off", "4_4_16"), 256),
-        ("gpu", 1, 8, ("2_1_3", "4_1_5"), None),
-        ("gpu", 1, 8, ("off",), None),
-        ("gpu", 2, 8, ("off", "4_1_5"), None),
-        ("cpu", 1, 8, ("off", "4_1_5"), None),
-        ("tpu", 1, 8, ("off", "4_1_5"), None),
-    ],
-)
-def test_one_gpu_multiplies_blocks_of_all_rows(platform, count, batch, strategies, size):
-    cfg = model("float32", 1)[0]
-    strategies = [*map(Strategy.parse, strategies)]
-    made = plans.make_plans(cfg, SpecConfig("4_1_5", invariant=True), None, strategies)
-    programs = plans.programs_of(made, 64)
-    assert plans.row_block(Device(platform, "any", count), batch, programs) == size

@@ -6,11 +6,9 @@ import functools
 import numpy as np
 import oracle
 import pytest
-from shared import CFG, EOS, PROMPTS, VOCAB, shared_llm, weights
+from shared import CFG, PROMPTS, shared_llm, weights
 
 from specjax import SamplingParams
-from specjax.engine.request import make_jobs
-from specjax.engine.sequence import Progress
 
 CASES = {
     "nothing asked for": {},
@@ -137,46 +135,3 @@ def test_logprobs_of_a_long_sample_are_in_place_over_many_chunks_and_slots(engin
         assert len(a.transformed_logprobs) == len(a.top_logprobs) == sampling.max_tokens
         assert a == b
         assert all(t in top for t, top in zip(a.token_ids, a.top_logprobs, strict=True))
-
-
-def test_transformed_logprobs_of_what_is_suspended_are_kept():
-    llm = shared_llm("plain")
-    asks = SamplingParams(
-        seed=0,
-        max_tokens=30,
-        ignore_eos=True,
-        transformed_logprobs=True,
-        top_p=0.8,
-        presence_penalty=0.5,
-    )
-    [whole] = llm.generate([PROMPTS[0]], asks)[0].samples
-    engine, [job] = llm.engine, make_jobs(PROMPTS[0], asks, (EOS,))
-    engine.controller.rounds_hint = 2
-    try:
-        sequence = engine.add(job)
-        while not sequence.tokens:
-            engine.step()
-        assert engine.suspend() == [sequence]
-        progress = sequence.progress()
-        assert 0 < len(progress.transformed) == len(progress.tokens) < 30
-        engine.add(job, progress)
-        while engine.has_work:
-            ended = engine.step()
-    finally:
-        engine.controller.rounds_hint = None
-    assert ended[0].sample.token_ids == whole.token_ids
-    np.testing.assert_allclose(
-        ended[0].sample.transformed_logprobs, whole.transformed_logprobs, atol=1e-5
-    )
-    plain = Progress([1, 2], [-1.0] * 2, [(0, 1)])
-    with pytest.raises(ValueError, match="expected 2 of them, got 0; leave them out"):
-        engine.check(job, plain)
-
-
-def test_at_most_twenty_best_tokens_are_returned_and_the_generated_one():
-    best = SamplingParams(seed=0, max_tokens=2, logprobs=20)
-    sample = shared_llm("plain").generate([PROMPTS[0]], best)[0].samples[0]
-    assert all(len(top) in (20, 21) for top in sample.top_logprobs)
-    assert all(0 <= t < VOCAB for top in sample.top_logprobs for t in top)
-    with pytest.raises(ValueError, match="logprobs must be between 0 and 20, got 21"):
-        SamplingParams(logprobs=21)

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -28,24 +27,3 @@ def test_a_tree_comes_out_as_it_went_in_to_the_bit(arrays):
     opened = Packed.of(jax.tree.map(jnp.asarray, tree)).open()
     assert jax.tree.structure(opened) == jax.tree.structure(tree)
     jax.tree.map(same_bits, tree, opened)
-
-
-def test_a_compiled_program_gives_one_array_which_can_be_opened():
-    def program(x):
-        return x + 1, Packed.of({"sum": x.sum(), "odd": x % 2 == 1, "half": x / 2})
-
-    x = jnp.arange(4)
-    compiled = jax.jit(program).lower(x).compile()
-    _, packed = compiled(x)
-    assert len(jax.tree.leaves(packed)) == 1
-    packed.send()
-    opened = packed.open()
-    assert packed.is_ready and opened["sum"] == 6
-    np.testing.assert_array_equal(opened["odd"], [False, True, False, True])
-    np.testing.assert_array_equal(opened["half"], np.float32([0, 0.5, 1, 1.5]))
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
-def test_what_has_no_32_bits_is_refused(dtype):
-    with pytest.raises(TypeError, match=r"expected an array of booleans or 32-bit numbers, got "):
-        Packed.of([jnp.zeros(2, dtype)])

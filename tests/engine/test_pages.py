@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from specjax import SamplingParams
 from specjax.engine.pages import PagePool, pages_for
 from specjax.engine.request import make_jobs
-from specjax.engine.scheduler import LengthHistory, Scheduler
+from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import Sequence
 
 PAGE = 4
@@ -42,9 +42,9 @@ def test_wrong_use_of_pages_is_refused():
 class Device:
     """Stands in for the device: reads prompts at once, emits a few tokens per chunk."""
 
-    def __init__(self, slots, pages, ahead, rewritten=0, expected=None):
+    def __init__(self, slots, pages, ahead, rewritten=0):
         self.pool = PagePool(pages)
-        self.scheduler = Scheduler(slots, slots, self.pool, PAGE, rewritten, expected)
+        self.scheduler = Scheduler(slots, slots, self.pool, PAGE, rewritten)
         self.scheduler.ahead = ahead
         self.ahead, self.rewritten = ahead, rewritten
         self.finished, self.started = [], []
@@ -128,17 +128,6 @@ def test_every_sequence_ends_and_every_page_comes_back(seed):
     assert len(set(device.started)) >= len(added)
 
 
-def test_prompts_that_wait_give_way_where_nobody_could_start():
-    """The second was read while the first could not know that its sample needs all but one page."""
-    device = Device(4, 9, ahead=16)
-    device.add(list(range(8)), 16, n=2)
-    device.add(list(range(1, 9)), 1)
-    for _ in range(100):
-        device.turn(np.random.default_rng(0))
-    assert len(device.finished) == 3, "stuck"
-    assert device.pool.used == 0
-
-
 def test_the_samples_of_a_prompt_share_its_full_pages_and_get_copies_of_the_last_one():
     device = Device(4, 40, 4)
     a, b, c = device.add(list(range(1, 12)), 4, n=3)  # 10 positions to read: 2 pages and a half
@@ -146,71 +135,3 @@ def test_the_samples_of_a_prompt_share_its_full_pages_and_get_copies_of_the_last
     device.turn(np.random.default_rng(0))
     assert a.pages[:2] == b.pages[:2] == c.pages[:2]
     assert len({a.pages[2], b.pages[2], c.pages[2]}) == 3
-
-
-def test_the_longest_expected_start_first_and_unknown_prompts_are_taken_for_average():
-    history = LengthHistory()
-    assert history.expected(1) is None
-    for prompt, length in ((1, 4), (2, 20), (3, 9), (2, 30)):
-        history.add(prompt, length)
-    assert history.expected(1) < history.expected(9) < history.expected(2)
-    device = Device(1, 40, 4, 0, lambda sequence: history.expected(sequence.job.prompt[0]))
-    added = [s for prompt in ([1], [3], [2], [9]) for s in device.add(prompt, 4)]
-    rng = np.random.default_rng(0)
-    while len(device.finished) < 4:
-        device.turn(rng)
-    lengths = [history.expected(s.job.prompt[0]) for s in device.finished]
-    assert lengths == sorted(lengths, reverse=True) and device.started != added
-
-
-def test_an_aborted_sample_says_that_its_prompt_is_long_if_it_was_longer_than_expected():
-    history = LengthHistory()
-    for prompt, length in ((1, 4), (2, 20)):
-        history.add(prompt, length)
-    for prompt in (2, 9):
-        expected = history.expected(prompt)
-        history.add_longer_than(prompt, 1)
-        assert history.expected(prompt) == expected
-    history.add_longer_than(9, 25)
-    assert history.expected(9) == 25
-    history.add_longer_than(2, 30)
-    assert 20 < history.expected(2) < 30
-
-
-def test_a_preempted_sequence_goes_first_and_is_read_with_what_it_has_generated():
-    device = Device(1, 40, 4)
-    [first] = device.add([1, 2, 3], 8)
-    rng = np.random.default_rng(1)
-    while not first.tokens:
-        device.turn(rng)
-    device.add([4, 5], 8)
-    device.scheduler.preempt(first)
-    assert next(iter(device.scheduler._queue)) == (1, 2, 3, *first.tokens)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32 - 1))
-def test_rows_of_full_length_and_a_share_for_those_that_wait_are_enough(seed):
-    """As `Runner` makes the pool by default, with shares down to one page."""
-    rng = np.random.default_rng(seed)
-    longest, ahead = int(rng.integers(12, 49)), int(rng.integers(2, 33))
-    batch, extra, rewritten = int(rng.integers(1, 4)), 9, int(rng.integers(0, 3))
-    full = pages_for(longest, PAGE)
-    share = min(full, int(rng.integers(1, 4)))
-    least = full + 1 + pages_for(rewritten, PAGE)
-    device = Device(
-        batch + extra - 1, 2 + max(full * batch + share * extra, least - 1), ahead, rewritten
-    )
-    added = []
-    for _ in range(30):
-        size = int(rng.integers(1, longest - 1))
-        prompt = rng.integers(0, 3, size).tolist()
-        added += device.add(
-            prompt, int(rng.integers(1, longest - size + 1)), int(rng.integers(1, 4))
-        )
-    for _ in range(5000):
-        device.turn(rng)
-        if len(device.finished) == len(added):
-            break
-    assert len(device.finished) == len(added), "stuck"
-    assert device.pool.used == 0 and not device.scheduler.has_waiting

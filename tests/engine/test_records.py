@@ -19,11 +19,7 @@ from tiny import apt, prompts_of, sharpened
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.config import ModelConfig
 from specjax.config.model import Layer
-from specjax.decode.state import LENGTH, RUNNING
 from specjax.drafts.mtp import init_head_params
-from specjax.engine.hosts import joined, rest_of
-from specjax.engine.request import SampleOutput, SpecStats, make_jobs
-from specjax.engine.sequence import ResultLists, Sequence
 from specjax.models.mixers.attention import Attention
 from specjax.models.mlps.dense import Dense
 from specjax.models.transformer import graphdef, init_params, record_shape
@@ -62,7 +58,9 @@ def training(cfg, params, batch, given):
     return forward(*map(jnp.asarray, rows), given=given)
 
 
-@pytest.fixture(scope="module", params=[("2x2", False), ("3_2_6", True)], ids=str)
+@pytest.fixture(
+    scope="module", params=[("2x2", True), pytest.param(("3_2_6", False), marks=pytest.mark.slow)]
+)
 def rollout(request):
     """Samples of a tree of drafts, many of which are rejected, and the rows that train on them."""
     strategy, scan = request.param
@@ -103,49 +101,6 @@ def test_training_takes_the_experts_that_it_is_given_and_chooses_for_other_rows(
     assert np.abs(forced.x - own.x)[known.all(-1)].max() > 0.1
 
 
-# --- on the host ----------------------------------------------------------------------------------
-
-
-def test_a_sample_keeps_its_records_and_not_the_chunk_that_they_came_in():
-    [job] = make_jobs([1, 2], SamplingParams(max_tokens=4), ())
-    sequence, facts = Sequence(job, steps=2), np.arange(24, dtype=np.int32).reshape(2, 6, 2)
-    kept = []
-    for length, finish, count in ((5, RUNNING, 3), (6, LENGTH, 1)):
-        words = facts.copy()
-        report = types.SimpleNamespace(records=words)
-        tokens, logprobs = [[7] * count] * 2, [[-1.0] * count] * 2
-        lists = ResultLists(tokens, logprobs, [0, length], [finish] * 2, [[count]] * 2, report)
-        done = sequence.take_in(1, lists, None, 1)
-        kept.append(facts[1, :count])
-        words[:] = -7  # what is a view of the chunk would see it
-    assert done.token_ids == [7] * 4
-    np.testing.assert_array_equal(done.records, np.concatenate(kept))
-
-
-@pytest.mark.parametrize("recorded", [True, False])
-def test_hosts_tell_each_other_the_records_of_new_tokens_alone(recorded):
-    facts = np.arange(24, dtype=np.int32).reshape(6, 2, 2)
-
-    def sample(count):
-        nothing = SpecStats(rounds=0, drafted=0, accepted=0, histogram=())
-        ids, records = list(range(count)), facts[:count] if recorded else None
-        came = "pdbdbb"[:count]
-        return SampleOutput(
-            ids, None, [-1.0] * count, "abort", nothing, records=records, origins=came
-        )
-
-    known = sample(1)  # it goes on from an earlier step
-    for count in (1, 4, 6, 6):
-        begin = len(known.token_ids)
-        news = rest_of(sample(count), begin)
-        assert len(news.token_ids) == len(news.logprobs) == count - begin
-        assert not recorded or len(news.records) == count - begin
-        known = joined(known, begin, news)
-        assert known == sample(count) and known.transformed_logprobs is None
-        assert known.origins == sample(count).origins and len(news.origins) == count - begin
-        np.testing.assert_array_equal(known.records, sample(count).records)
-
-
 # --- what is refused ------------------------------------------------------------------------------
 
 
@@ -162,7 +117,7 @@ def recording(dtype=jnp.int32, repeat=1):
     return dataclasses.dataclass(frozen=True)(Other)()
 
 
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint32, jnp.float32, jnp.bool_], ids=str)
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float32], ids=str)
 def test_records_of_another_type_are_refused_when_the_engine_is_made(dtype):
     cfg, params, _ = model()
     layers = (cfg.layers[0], dataclasses.replace(cfg.layers[1], mlp=recording(dtype)))

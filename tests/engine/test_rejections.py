@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import numpy as np
+import oracle
 import pytest
 from tiny import apt, prompts_of, tiny_config, tiny_model
 
@@ -22,12 +24,12 @@ PARAMS = (
         max_tokens=35, allowed_token_ids=tuple(range(0, VOCAB, 2)), stop_token_ids=(4,), seed=2
     ),
     SamplingParams(temperature=0.8, max_tokens=38, n=2, seed=4),
-    SamplingParams(max_tokens=9, speculative=False),
+    SamplingParams(max_tokens=9, speculative=False, seed=5),
 )
 UNDRAFTED = 4
 # (acceptance mode, strategy, aligned); the first drafts without knowing of any transform.
 CHAIN, BLOCK = ("coupled", "2_1_3", False), ("block", "2_1_3", True)
-STATIC, DYNAMIC = ("recursive", "2x2", True), ("coupled", "2_3_5", True)
+DYNAMIC = ("coupled", "2_3_5", True)
 
 
 @functools.cache
@@ -58,13 +60,7 @@ def rounds_with_drafts(samples) -> int:
     return sum(x.stats.rounds for (request, _), x in samples.items() if request != UNDRAFTED)
 
 
-def each_of(*runs, slow=(STATIC,)):
-    """These runs, and `slow` ones, trees that compile for long."""
-    slow = [pytest.param(run, marks=pytest.mark.slow) for run in slow]
-    return pytest.mark.parametrize("run", [*runs, *slow], ids=lambda run: "-".join(run[:2]))
-
-
-@each_of(CHAIN, slow=(BLOCK, DYNAMIC, STATIC))
+@pytest.mark.parametrize("run", [CHAIN, BLOCK, pytest.param(DYNAMIC, marks=pytest.mark.slow)])
 def test_records_agree_with_the_tokens_that_came_out(run):
     llm, samples = ran(*run)
     assert len(llm.telemetry.records) > 20
@@ -82,7 +78,26 @@ def test_records_agree_with_the_tokens_that_came_out(run):
             assert record.target_logprob == pytest.approx(logprob, abs=1e-4)
 
 
-@each_of(CHAIN, BLOCK)
+def test_records_hold_the_numbers_of_a_full_forward_pass():
+    (cfg, params, _), (llm, samples) = model(), ran(*CHAIN)
+    for record in [r for r in llm.telemetry.records if r.emitted]:
+        prompt, sampling = PROMPTS[record.request], PARAMS[record.request]
+        output = samples[record.request, record.sample].token_ids[: record.offset]
+        logits = oracle.logits_at(cfg, params, [*prompt, *output])
+        scores = oracle.reference.transform(logits, sampling, prompt, output, [])
+        logp, scaled = (
+            oracle.log_softmax(scores),
+            np.exp(oracle.log_softmax(logits / (sampling.temperature or 1))),
+        )
+        found = record.target_logprob, record.draft_token_target_logprob, record.entropy
+        wanted = logp[record.target_token], logp[record.draft_token], -scaled @ np.log(scaled)
+        np.testing.assert_allclose(found, wanted, atol=1e-3)
+        kept = scaled[np.isfinite(scores)].sum()
+        assert record.top_p_mass == pytest.approx(kept, abs=1e-3)
+        assert record.outside_filter <= (scores[record.draft_token] == -np.inf)
+
+
+@pytest.mark.parametrize("run", [CHAIN, BLOCK])
 def test_there_are_as_many_rejections_as_the_histograms_imply(run):
     llm, samples = ran(*run)
     summary, steps = llm.telemetry.summary(), llm.engine.runner.steps
@@ -99,17 +114,6 @@ def test_there_are_as_many_rejections_as_the_histograms_imply(run):
     # Every path of these trees is `steps` long: a walk ends in a rejection or at that depth.
     assert summary.attempts[0] == summary.rounds and len(summary.attempts) == steps
     assert summary.rejections + summary.accepts[-1] == summary.rounds
-
-
-@pytest.mark.slow
-def test_a_walk_that_ends_at_a_leaf_of_a_dynamic_tree_is_no_rejection():
-    llm, samples = ran(*DYNAMIC)
-    summary = llm.telemetry.summary()
-    assert summary.rounds == rounds_with_drafts(samples)
-    tried_below = (*summary.attempts[1:], 0)
-    leaves = [a - b for a, b in zip(summary.accepts, tried_below, strict=True)]
-    assert sum(leaves[:-1]) > 0  # leaves that are not at the greatest depth
-    assert summary.rejections == summary.rounds - sum(leaves) == len(llm.telemetry.records)
 
 
 def test_requests_are_labelled_with_their_own_transforms_and_causes():
@@ -131,12 +135,6 @@ def test_requests_are_labelled_with_their_own_transforms_and_causes():
     }
     shares = llm.telemetry.summary().causes
     assert all(share > 0 for share in shares.values()) and sum(shares.values()) == pytest.approx(1)
-
-
-def test_an_aligned_draft_proposes_nothing_that_the_target_masks():
-    llm, _ = ran(*BLOCK)
-    assert llm.telemetry.records
-    assert not any(record.outside_mask for record in llm.telemetry.records)
 
 
 def test_telemetry_changes_no_token_and_is_absent_unless_asked_for(monkeypatch):

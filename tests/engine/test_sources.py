@@ -9,9 +9,6 @@ from tiny import prompts_of, tiny_config, tiny_model
 
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
-from specjax.drafts.mtp import MTPSource
-from specjax.drafts.ngram import NgramSource
-from specjax.engine.runner import Runner
 from specjax.engine.sources import check_vocabulary, load_draft_model
 from specjax.models.transformer import to_decode_layout
 from specjax.parallel import sharding
@@ -21,17 +18,6 @@ VOCAB, STEPS = 48, 2
 CFG, PARAMS, HEAD = tiny_model(tiny_config(VOCAB), seed=3)
 SMALL = 32
 DRAFT = tiny_config(SMALL, mtp=0, layers=2)
-
-
-def test_a_runner_drafts_with_what_the_settings_name():
-    def source(**settings):
-        spec = SpecConfig("2_1_3", **settings)
-        return Runner(tiny_config(SMALL), spec, 1, 8, products="xla").plan.source
-
-    assert source() == MTPSource(tiny_config(SMALL))
-    assert source(draft="ngram", ngram_max=3) == NgramSource(vocab=SMALL, longest=3)
-    with pytest.raises(ValueError, match="weights of its own; load it with"):
-        source(draft="somewhere")
 
 
 def test_vocabularies_are_compared_by_what_ids_mean():
@@ -147,53 +133,3 @@ def test_a_draft_model_that_is_the_target_is_always_accepted(by_itself, strategy
         assert tokens_of(outputs) == plain(temperature, penalty)
         assert both.totals.accept_length == STEPS + 1
     assert plain(0.0, 2.0) != plain(0.0)
-
-
-def test_ngrams_speed_up_repetitive_text_and_change_no_token():
-    looked_up = llm(SpecConfig(strategy="2_2_5", draft="ngram"))
-    for temperature in (0.0, 0.9):
-        outputs = looked_up.generate(prompts_of(6, VOCAB), sampling(temperature))
-        assert tokens_of(outputs) == plain(temperature)
-        if temperature == 0:  # greedy text of a tiny model soon repeats itself
-            assert looked_up.totals.accept_length > 1.5
-
-
-def test_siblings_raise_the_accept_length():
-    """Three greedy samples of a prompt on two slots: the last finds its text in the others."""
-    request = SamplingParams(temperature=0.0, max_tokens=16, n=3)
-    lengths = []
-    for siblings in (False, True):
-        spec = SpecConfig(strategy="3_1_4", draft="ngram", ngram_siblings=siblings)
-        looked_up = llm(spec, batch=2)
-        looked_up.generate(prompts_of(2, VOCAB, shortest=6), request)
-        lengths.append(looked_up.totals.accept_length)
-    assert lengths[1] > lengths[0] + 0.2
-
-
-def test_a_draft_model_of_another_vocabulary_is_refused(directory):
-    target = tiny_model(tiny_config(VOCAB + 16, mtp=1))
-    with pytest.raises(ValueError, match="draft model has a vocabulary of 48, the target of 64"):
-        LLM(target, SpecConfig(draft=directory), max_len=64)
-
-
-def test_what_has_ended_is_drafted_from_and_no_token_changes():
-    fed = llm(SpecConfig("2_1_3", draft="bigrams:Bigrams"))
-    prompts, accepted = prompts_of(6, VOCAB), []
-    for temperature in (0.0, 0.0, 0.9):
-        assert tokens_of(fed.generate(prompts, sampling(temperature))) == plain(temperature)
-        accepted.append(fed.totals.accept_length)
-        built = fed.engine.runner.compilations
-        fed.engine.runner.set_params(PARAMS, {})  # what was fed is no weight
-    assert accepted[1] > max(1.2, accepted[0])
-    assert fed.engine.runner.compilations == built
-    store = fed.engine.runner.store
-    followed = {pair for ids in plain(0.0) for pair in zip(ids, ids[1:], strict=False)}
-    assert any(store[token] == following for token, following in followed)
-    np.testing.assert_array_equal(fed.engine.runner.history, store)
-
-
-@pytest.mark.parametrize(("acceptance", "strategy"), [("block", "2_1_3"), ("recursive", "2x1")])
-def test_rules_that_divide_by_q_feed_nothing(acceptance, strategy):
-    spec = SpecConfig(strategy, draft="bigrams:Bigrams", acceptance=acceptance)
-    runner = llm(spec).engine.runner
-    assert runner.store is not None and not runner.takes_samples

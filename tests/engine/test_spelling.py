@@ -9,30 +9,17 @@ import pytest
 from tiny import tiny_config
 
 from specjax import LLM, ControlConfig, EngineConfig, RunConfig, SamplingParams, SpecConfig
-from specjax.config.model import ModelConfig
-from specjax.control.bandit import BanditConfig
-from specjax.control.ema import EmaConfig
-from specjax.control.fastrl import FastRLSettings, read_fastrl
 from specjax.control.goodput import GoodputConfig
-from specjax.models.rope import RopeScaling
 
 
 @pytest.mark.parametrize(
     ("build", "keyword", "meant"),
     [
-        (SamplingParams, "max_token", "max_tokens"), (SamplingParams, "top_logprobs", "logprobs"),
         (SamplingParams, "max_new_tokens", "max_tokens"),
-        (SamplingParams, "temprature", "temperature"),
         (LLM, "max_model_len", "max_len"), (LLM, "tensor_parallel_size", "tp"),
-        (LLM, "max_num_seqs", "max_batch"), (LLM, "tokeniser", "tokenizer"),
-        (LLM, "speculative_config", "spec"),
-        (SpecConfig, "stratgy", "strategy"), (SpecConfig, "prompt_lookup_max", "ngram_max"),
-        (SpecConfig, "draft_kin", "draft_kind"), (EngineConfig, "block_size", "page_size"),
-        (EngineConfig, "chunk_token", "chunk_tokens"), (ControlConfig, "control", "controller"),
-        (ControlConfig, "strategy", "strategies"), (EmaConfig, "alpha", "ema_alpha"),
-        (BanditConfig, "epsilom", "epsilon"), (GoodputConfig, "hysterisis", "hysteresis"),
-        (FastRLSettings, "strategy", "strategies"), (ModelConfig, "hidden_sizes", "hidden_size"),
-        (RopeScaling, "factors", "factor"), (RunConfig, "compute_type", "compute_dtype"),
+        (LLM, "speculative_config", "spec"), (SpecConfig, "stratgy", "strategy"),
+        (EngineConfig, "block_size", "page_size"), (ControlConfig, "control", "controller"),
+        (GoodputConfig, "hysterisis", "hysteresis"), (RunConfig, "compute_type", "compute_dtype"),
     ],
 )  # fmt: skip
 def test_an_unknown_keyword_names_the_parameter_here(build, keyword, meant):
@@ -46,12 +33,8 @@ def test_an_unknown_keyword_names_the_parameter_here(build, keyword, meant):
 
 @pytest.mark.parametrize(
     ("build", "keyword", "owner"),
-    [(LLM, "page_size", "EngineConfig"), (SpecConfig, "bs_threshold", "ControlConfig and "),
-     (EngineConfig, "spec_verify_tokens", "FastRLSettings and SpecConfig have it"),
-     (ControlConfig, "ngram_max", "SpecConfig has it"),
-     (ModelConfig, "remat", "RunConfig has it"),
-     (ControlConfig, "strategy", "did you mean strategies. SamplingParams and SpecConfig have it")],
-)  # fmt: skip
+    [(LLM, "page_size", "EngineConfig"), (ControlConfig, "ngram_max", "SpecConfig has it")],
+)
 def test_a_keyword_of_another_class_names_that(build, keyword, owner):
     with pytest.raises(TypeError, match=f"has no parameter {keyword}; {owner}"):
         build(**{keyword: 3})
@@ -59,9 +42,7 @@ def test_a_keyword_of_another_class_names_that(build, keyword, owner):
 
 INSTANCES = [
     SamplingParams(seed=3), SpecConfig("off", tau=0.5), EngineConfig(page_size=64),
-    ControlConfig(strategies=["off"]), EmaConfig(), BanditConfig(), GoodputConfig(),
-    read_fastrl({"enable": False}), tiny_config(64), RopeScaling(8.0, 1.0, 4.0, 8192),
-    RunConfig(remat=True),
+    ControlConfig(strategies=["off"]), tiny_config(64),
 ]  # fmt: skip
 
 

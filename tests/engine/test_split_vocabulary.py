@@ -81,27 +81,6 @@ def test_no_device_ever_holds_a_row_of_logits_or_of_noise():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "settings"),
-    [
-        ("off", {}),
-        ("6_4_16", {}),
-        ("3_12_16", {"adaptive_width": True}),
-        ("4_1_5", {"acceptance": "block"}),
-        ("4x2x1", {"acceptance": "recursive"}),
-        ("4x2x1", {"draft": "ngram"}),
-        ("4_1_5", {"draft_vocab": 160}),
-        ("4x2x1", {"draft_vocab": 160, "acceptance": "recursive"}),
-    ],
-)
-def test_no_option_no_rule_and_no_source_does_so_either(strategy, settings):
-    spec = None if strategy == "off" else SpecConfig(strategy, telemetry=True, **settings)
-    text = chunk_text(llm_on(2, 4, spec), Features.all())
-    assert rows_in(text, VOCAB // 4)
-    assert not rows_in(text)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("broken", ["operations", "noise"])
 def test_without_either_half_of_it_rows_are_gathered(monkeypatch, broken):
     """The partitioner left alone gathers what it has to sort, and the noise after every chunk."""

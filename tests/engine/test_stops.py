@@ -17,23 +17,6 @@ from specjax.engine.stops import StopStrings, TextStream
 LONG = SamplingParams(seed=0, max_tokens=40, ignore_eos=True)
 
 
-class Bytes:
-    """Token i is byte i: a character of more than one byte takes as many tokens."""
-
-    @staticmethod
-    def decode(ids, skip_special_tokens=True):
-        return bytes(ids).decode(errors="replace")
-
-
-class Words:
-    """As SentencePiece: a token begins with a space, and the text loses its first one."""
-
-    pieces = ("<s>", " the", " cat", "s", " sat", ".")
-
-    def decode(self, ids, skip_special_tokens=True):
-        return "".join(self.pieces[i] for i in ids if i).removeprefix(" ")
-
-
 def by_definition(decode, tokens, strings, include=False, min_tokens=0):
     """(tokens, text) up to the first stop string; everything is decoded anew for each token."""
     before = ""
@@ -70,13 +53,6 @@ def test_a_part_of_the_name_of_a_special_token_is_not_in_the_text(string, text):
 # --- the text of growing tokens -------------------------------------------------------------------
 
 
-def test_the_stream_keeps_a_space_that_depends_on_what_came_before():
-    stream = TextStream(Words().decode)
-    for token in (0, 1, 2, 3, 0, 4, 5, 0, 1):
-        stream.push(token)
-    assert stream.text == "the cats sat. the"
-
-
 SPECIAL = 300  # a token without any text
 
 
@@ -108,45 +84,6 @@ def test_the_stream_is_the_text_of_all_tokens_up_to_its_last_whole_character(tok
         assert stream.text + stream.rest == decoded
 
 
-@pytest.mark.parametrize(
-    ("run", "window"),
-    [
-        ([0xC3, 0xA9], 4), ([SPECIAL], 40), ([0x80], 40), ([0xE2, 0x82], 40), ([ord("a"), 0xE2], 40)
-    ],
-)  # fmt: skip
-def test_few_tokens_are_decoded_at_a_time_however_many_bring_no_character(run, window):
-    """Without a bound the last of 2,000 tokens costs 2,000 times as much as the first."""
-    seen = []
-
-    def decode(ids):
-        seen.append(len(ids))
-        return some_bytes(ids)
-
-    stream = TextStream(decode)
-    for token in [*b"text ", *(run * 2000)[:2000]]:
-        stream.push(token)
-    assert max(seen) <= window and sum(seen) <= 2005 * 80
-    assert stream.text + stream.rest == some_bytes([*b"text ", *(run * 2000)[:2000]])
-
-
-def test_where_one_bad_byte_spoils_all_that_follow_the_window_stays_small():
-    """As byte fallback: bytes are characters only if all that follow each other are."""
-    seen = []
-
-    def decode(ids):
-        seen.append(len(ids))
-        try:
-            return bytes(ids).decode()
-        except UnicodeDecodeError:
-            return "\ufffd" * len(ids)
-
-    stream, tokens = TextStream(decode), [0xE2, *b"abcdefgh" * 100]
-    for token in tokens:
-        stream.push(token)
-    assert stream.text == "" and stream.rest == "\ufffd" * len(tokens)
-    assert max(seen) <= 40
-
-
 def random_tokens(seed, length=60):
     """Text over few letters, so that short strings come up again and again."""
     some = [i for i, p in enumerate(PIECES) if set(p) <= set("abcd ") or not i]
@@ -168,14 +105,6 @@ def test_the_end_is_that_of_the_definition_whatever_pieces_the_tokens_come_in(in
             assert (cut and tuple(cut)) == expected, (tokens, strings)
         found += expected is not None
     assert 100 < found < 300
-
-
-def test_a_stop_string_may_hold_characters_of_several_tokens():
-    tokens = list("ein Kaffee – schön. Ende".encode())
-    search = StopStrings(["schön"], Bytes.decode)
-    cut = search.feed(tokens)
-    assert cut.text == "ein Kaffee – "
-    assert bytes(tokens[: cut.tokens]).decode() == "ein Kaffee – schön"
 
 
 # --- through LLM ----------------------------------------------------------------------------------
@@ -251,58 +180,6 @@ def test_a_sample_ends_where_its_stop_string_does(engine, rounds):
         assert sum(n * rounds for n, rounds in enumerate(stats.histogram)) == count
         assert sum(stats.histogram) == stats.rounds == count - stats.accepted
     assert ended > 10
-
-
-def test_stats_of_a_cut_sample_do_not_depend_on_the_size_of_the_chunks():
-    cases = list(requests())
-    stats = []
-    for rounds in (None, 1, 2):
-        with with_text(shared_llm("speculative"), rounds) as llm:
-            outs = llm.generate([PROMPTS[i] for i, _ in cases], [p for _, p in cases])
-        stats.append([out.samples[0].stats for out in outs])
-        assert llm.totals.tokens == sum(len(o.samples[0].token_ids) for o in outs)
-        assert llm.totals.accepted == llm.totals.tokens - llm.totals.rounds
-    assert stats[0] == stats[1] == stats[2]
-    assert any(s.accepted for s in stats[0])
-
-
-def test_the_slot_of_a_cut_sample_is_free_after_two_chunks(monkeypatch):
-    """Two long samples and one that is cut: its slot runs one chunk more at most beside them."""
-    llm = shared_llm("speculative")
-    string = unstopped("plain")[0].text[:2]
-    with with_text(llm, chunk_rounds=1):
-        seen = []
-        params = [dataclasses.replace(LONG, stop=(string,)), LONG, LONG]
-        run = llm.engine.runner.chunk
-
-        def chunk(strategy, features, row_map, until, program):
-            seen.append(int(row_map.active.sum()))
-            return run(strategy, features, row_map, until, program)
-
-        monkeypatch.setattr(llm.engine.runner, "chunk", chunk)
-        cut = llm.generate(PROMPTS[:3], params)[0].samples[0]
-    assert cut.finish_reason == "stop"
-    together = seen.count(3)
-    assert cut.stats.rounds <= together <= cut.stats.rounds + 1
-    assert seen == sorted(seen, reverse=True) and len(seen) > together + 3
-
-
-def test_a_stop_token_and_a_stop_string_end_a_sample_whichever_comes_first():
-    whole = unstopped("plain")[1]
-    firsts = list(dict.fromkeys(whole.token_ids))
-    token, place = firsts[3], whole.token_ids.index(firsts[3])
-    early = Pieces().decode(whole.token_ids[:2], True)
-    with with_text(shared_llm("speculative")) as llm:
-        both, late = (
-            llm.generate(
-                PROMPTS[1:2], dataclasses.replace(LONG, stop_token_ids=(token,), stop=(text,))
-            )[0]
-            for text in (early, "never there")
-        )
-    assert both.samples[0].text == "" and both.samples[0].finish_reason == "stop"
-    assert both.samples[0].token_ids == whole.token_ids[:2]
-    assert late.samples[0].token_ids == whole.token_ids[: place + 1]
-    assert late.samples[0].text == Pieces().decode(whole.token_ids[: place + 1], True)
 
 
 class Halves:

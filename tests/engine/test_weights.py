@@ -58,25 +58,6 @@ def test_caches_of_old_weights_may_be_kept_and_are_counted():
         engine.set_params(*new, running="drop")
 
 
-def test_samples_that_wait_read_their_prompts_again_with_new_weights():
-    """They have had no row of the batch yet, and so no token of the old weights."""
-    engine = warm()
-    old, new = weights(), weights(seed=5)
-    jobs = jobs_of([7, 8, 9], dataclasses.replace(ONE, n=engine.batch + 2))
-    added = [engine.add(job) for job in jobs]
-    engine.step(), engine.drain()
-    assert len(engine.scheduler.running) > engine.batch
-    stale = engine.stale_positions
-    engine.set_params(*new, running="keep")
-    run = added[: engine.batch]
-    assert engine.stale_positions - stale == sum(3 + len(s.tokens) for s in run)
-    ended = {e.sequence: e.sample for _ in range(99) if engine.has_work for e in engine.step()}
-    late = [ended[sequence].token_ids for sequence in added[engine.batch :]]
-    assert late == [s.token_ids for s in engine.generate(jobs[engine.batch :])[0]]
-    engine.set_params(*old)
-    assert late != tokens_of(jobs[engine.batch :])
-
-
 def test_weights_that_do_not_arrive_as_they_were_sent_stop_everything(monkeypatch, caplog):
     engine = engine_of()
     before = dict(engine.runner.checksums)
@@ -146,25 +127,6 @@ def test_a_head_that_went_to_nan_is_forgotten_with_the_next():
     assert sorted(during) == sorted(tokens_of(jobs))
     after, _ = engine.generate(jobs)
     assert [s.stats for s in after] == [s.stats for s in before], "it drafts as if nothing had been"
-
-
-@pytest.mark.slow  # what it hands on to the engine, which is tested above
-def test_llm_keeps_the_caches_of_what_runs_if_asked_for():
-    often = EngineConfig(chunk_tokens=8, stretch=1)  # a long chunk would be the whole sample
-    llm = LLM((CFG, *weights()), SpecConfig("1_1_2"), max_batch=1, max_len=64, engine=often)
-    first, second = jobs_of([7, 8, 9], dataclasses.replace(ONE, n=2))
-    added = [llm.engine.add(first), llm.engine.add(second)]
-    llm.engine.step()
-    new = weights(seed=5)
-    llm.update_weights(*new, running="keep")
-    runs = 3 + len(added[0].tokens)
-    assert 3 < runs < 43, "it runs"
-    assert llm.engine.stale_positions == runs, "the prompt of the one that waits is read again"
-    ended = [event for _ in range(99) if llm.engine.has_work for event in llm.engine.step()]
-    fresh = LLM((CFG, new[0], None), None, max_batch=1, max_len=64).engine.generate([second])[0][0]
-    assert ended[1].sequence is added[1] and ended[1].sample.token_ids == fresh.token_ids
-    with pytest.raises(ValueError, match="'recompute' or 'keep', got 'drop'"):
-        llm.update_weights(*weights(), running="drop")
 
 
 def test_what_was_generated_stays_when_weights_change_in_invariant_mode():
