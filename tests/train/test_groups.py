@@ -15,13 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specjax.command_line import parse_config
 from specjax.engine import hosts
 from specjax.engine.agreement import SingleHost
 from specjax.engine.request import SampleOutput, SpecStats
 from specjax.engine.sequence import Finished
 from train.collect import (
-    Rollouts,
     StepRollout,
 )
 from train.data import Problem
@@ -36,8 +34,6 @@ from train.groups import (
     select,
     token_versions,
 )
-from train.schema import RLConfig
-from train.scoring import Scorer
 
 MOST = 12  # tokens of a sample
 
@@ -337,13 +333,6 @@ def test_what_is_carried_was_cut_to_the_budget_and_knows_which_step_sampled_it(w
                 assert finish or sampled.count(step) == budget
 
 
-def test_early_stopping_saves_tokens():
-    world = Data(tuple((n, 1) for n in (2, 50, 3, 50)), (True,))
-    early = run_steps(world, Rule(2, 4), False, 0, 4, steps=1)
-    assert early[0][0][4] == [0, 2]
-    assert early[1] < 40 < 100 < run_steps(world, Rule(4, 4), False, 0, 4, steps=1)[1]
-
-
 def scored_group(*rewards, parts=None) -> Group:
     """A complete group of samples of three tokens."""
     responses = [
@@ -379,22 +368,6 @@ def test_a_filter_says_which_groups_teach_something(rewards, parts, keep, inform
     assert (select(rule, [group.status(rule.filter)]).selected == [0]) == informative
     ended = end_step(rule, [group], select(rule, [group.status(keep)]), 1, partial=True)
     assert (ended.selected == [0]) == informative and not ended.carried
-
-
-@pytest.mark.parametrize(
-    ("settings", "keep"),
-    [
-        (["algo.filter_groups.min=0.1", "algo.filter_groups.max=0.9"], Filter(None, 0.1, 0.9)),
-        (["reward=[exact,format]", "algo.filter_groups.metric=format"], Filter(1)),
-    ],
-)
-def test_settings_of_the_filter_arrive_in_the_rule_of_a_run(settings, keep):
-    cfg, _ = parse_config(RLConfig, ["algo.dynamic_sampling=true", *settings])
-    scorer = Scorer("exact" if cfg.reward == "auto" else cfg.reward)
-    prompts = SimpleNamespace(tokenizer=None)
-    rollouts = Rollouts(cfg, [], prompts, (), scorer)
-    assert rollouts.rule.filter == keep
-    assert ("algo.filter_groups" in rollouts._short_warning(1, 9)) == bool(settings)
 
 
 def test_replacements_are_replaced_up_to_the_limit_which_may_be_none():

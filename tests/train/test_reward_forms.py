@@ -30,6 +30,8 @@ from train.scoring import (
 )
 from train.tasks.layout import Problem
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 TALK = ({"role": "user", "content": "?"},)
 PROBLEM = Problem(TALK, "7", 0, "rows.jsonl:1", {"level": 3})
 
@@ -60,19 +62,15 @@ def in_workers():
     [
         ("B", "B"), ("(b)", "B"), ("b.", "B"), ("The answer is (B).", "B"), ("Answer: B", "B"),
         ("The answer is **B**", "B"), ("so\n#### B", "B"), ("\\boxed{B}", "B"),
-        ("\\boxed{\\text{(B)}}", "B"), ("$\\boxed{\\text{B}}$", "B"), ("B) Paris", "B"),
-        ("Option B: it rains.", "B"), ("A or C?\nB. Paris", "B"),
+        ("\\boxed{\\text{(B)}}", "B"), ("B) Paris", "B"), ("A or C?\nB. Paris", "B"),
         ("The answer is B because C", "B"),
         ("<think>A</think><answer> B </answer>", "B"), ("<answer>B</answer> \\boxed{A}", "B"),
         ("<answer>\\boxed{B}</answer>", "B"), ("<ANSWER>The answer is (B)</ANSWER>", "B"),
         ("Answer: A <answer>none</answer>", None),
         ("The answer is A since 3 > 2", "A"), ("A dog barks.", None), ("I think so", None),
-        ("Because of it", None), ("", None), ("It is 5.", None), ("The answer is Bern", None),
-        ("The answer is B and C", None), ("\\boxed{B, C}", None), ("<answer>B or C</answer>", None),
-        ("The answer is (B), (C)", None), ("The answer is B, I think", "B"),
-        ("The answer is B, A is wrong", "B"), ("The answer is B and not C", "B"),
-        ("(b) Paris, or Bern", "B"), ("b. Paris", "B"), ("Option b", "B"), ("(s)he", None),
-        ("e.g. this", None), ("The answer is B.\n", "B"), ("#### B. C or D", "B"),
+        ("", None), ("The answer is Bern", None), ("The answer is B and C", None),
+        ("\\boxed{B, C}", None), ("The answer is B, A is wrong", "B"), ("(s)he", None),
+        ("The answer is B and not C", "B"), ("b. Paris", "B"), ("#### B. C or D", "B"),
     ],
 )  # fmt: skip
 def test_choice_finds_the_letter_of_an_answer(completion, letter):
@@ -86,9 +84,8 @@ def test_choice_finds_the_letter_of_an_answer(completion, letter):
 @pytest.mark.parametrize(
     "gold",
     [
-        "A, C", "A,B", "A and C", "(A) and (C)", "(A)(C)", "B or C", "B / C", "A; C", "B C", "a, c",
-        "**A** & **C**", r"\text{A}, \text{C}", r"\text{A and C}", "options A and C",
-        "(a) or (c)", r"\boxed{A, B, C, D}", "E = mc^2", "B, C and D", "Paris",
+        "A, C", "A and C", "(A)(C)", "B / C", "a, c", "**A** & **C**", r"\text{A}, \text{C}",
+        "options A and C", r"\boxed{A, B, C, D}", "E = mc^2", "Paris",
     ],
 )  # fmt: skip
 def test_a_gold_answer_of_several_letters_or_a_formula_cannot_be_chosen(gold):
@@ -133,16 +130,6 @@ def test_several_rewards_are_added_with_their_weights_and_known_apart():
     assert list(scorer.checked) == ["exact"], "whose gold answers are checked"
 
 
-def test_one_of_several_rewards_that_fails_counts_as_nothing(caplog):
-    scorer = scorer_of("slow_rewards:raises", "slow_rewards:right")
-    assert scorer("7", PROBLEM).value == 2.0
-    found = scorer("7", Problem("p", "", 0))
-    assert found == Score(0.0, True, (0.0, 0.0)) and scorer.failures == 1
-    assert (
-        "reward 'slow_rewards:raises' raised ZeroDivisionError at slow_rewards.py:" in caplog.text
-    )
-
-
 def test_names_of_other_frameworks_lead_to_keys_that_exist(capsys):
     keys = {key.name for key in keys_of(RLConfig)}
     assert not keys & FOREIGN_NAMES.keys()
@@ -173,11 +160,10 @@ def test_a_reward_sees_every_column_by_name_and_the_sample():
     assert scorer("", PROBLEM, SampleFacts(0, [1, 2, 3], "length")).value == 1003.0
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_function_written_for_verl_is_called_as_verl_does(workers, in_workers):
+def test_a_function_written_for_verl_is_called_as_verl_does(in_workers):
     columns = {"data_source": "math_dapo", "ground_truth": "7", "extra_info": {"index": "1"}}
     problem = Problem(TALK, "7", 0, "", columns)
-    scorer = in_workers("slow_rewards:compute_score", workers=workers)
+    scorer = in_workers("slow_rewards:compute_score")
     scorer.check(problem)
     assert [s.value for s in scored(scorer, ["7", "8"], problem)] == [1.0, 0.0]
     columns.pop("ground_truth")  # then it is the gold answer
@@ -233,8 +219,6 @@ def test_asynchronous_rewards_of_a_group_run_at_once(workers, in_workers):
     started = time.perf_counter()
     assert [s.value for s in scored(scorer, ["0.5"] * 8)] == [1.0] * 8
     assert time.perf_counter() - started < 3.0, "one after the other would take 4 s"
-    both = in_workers("slow_rewards:waits_for_all", workers=workers)
-    assert [s.value for s in scored(both, ["a", "b", "c"])] == [3.0] * 3
 
 
 def test_an_asynchronous_reward_that_is_late_fails_alone():
@@ -245,9 +229,8 @@ def test_an_asynchronous_reward_that_is_late_fails_alone():
     assert isinstance(late, Failed) and late.timed_out
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_asynchronous_reward_shares_a_client_between_calls(workers, in_workers):
-    scorer = in_workers("slow_rewards:asks", workers=workers, timeout=60.0)
+def test_an_asynchronous_reward_shares_a_client_between_calls(in_workers):
+    scorer = in_workers("slow_rewards:asks", timeout=60.0)
     for _ in range(3):
         assert scored(scorer, ["0", "1", "2"]) == [Score(0.0), Score(1.0), Score(2.0)]
 
@@ -274,10 +257,8 @@ def test_a_reward_that_hangs_is_ended_counted_and_its_process_replaced(in_worker
     scorer = in_workers("slow_rewards:hangs", "slow_rewards:pid", timeout=1.0)
     assert scorer("fine", PROBLEM).parts[0] == 1.0
     [first] = scorer._workers.pids()
-    started = time.perf_counter()
     found = scored(scorer, ["fine", "hang", "also fine"])
     assert [(s.parts[0], s.failed) for s in found] == [(1, False), (0, True), (1, False)]
-    assert time.perf_counter() - started < 60
     assert all(s.parts[1] > 0 for s in found), "the other reward of that completion counts"
     [second] = scorer._workers.pids()
     assert first != second and not is_running(first) and is_running(second)
@@ -285,8 +266,6 @@ def test_a_reward_that_hangs_is_ended_counted_and_its_process_replaced(in_worker
     said = scorer.metrics()
     assert said["reward/timed_out"] == 1.0 and said["time/reward"] >= 1.0
     assert scorer.metrics()["reward/timed_out"] == 0.0, "figures are of one step"
-    scorer.close()
-    assert wait_until(lambda: not is_running(second))
 
 
 def test_the_first_call_of_a_reward_in_a_process_may_be_late(in_workers):
@@ -307,20 +286,6 @@ def test_a_reward_that_ends_its_process_fails_and_the_next_runs(in_workers, capf
     assert [s.failed for s in scored(scorer, ["x", "die", "x"])] == [False, True, False]
     assert "ended its process for the row" in caplog.text and "exit status 7" in caplog.text
     assert "what a reward prints" not in capfd.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("names", "workers"),
-    [
-        (["exact"], 0), (["number", "choice", "format"], 0), (["math_verify"], None),
-        (["exact", "slow_rewards:right"], None),
-    ],
-)  # fmt: skip
-def test_what_takes_no_time_runs_in_this_process(names, workers):
-    scorer = Scorer(names, options=RewardsSection())
-    assert scorer.workers == workers if workers == 0 else scorer.workers > 0
-    slow = Scorer(["format"], options=RewardsSection(pattern="(a|a)*b"))
-    assert slow.workers > 0, "a pattern of one's own may take any time"
 
 
 def test_a_worker_that_cannot_start_ends_the_run(in_workers, monkeypatch):
@@ -370,33 +335,18 @@ def test_no_process_is_left_however_the_program_ends(how, tmp_path):
     assert wait_until(lambda: not is_running(pid)), "the worker hangs on"
 
 
-# --- rollouts ------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def programs():
-    with tiny_run.shared_programs():
-        yield
-
-
-PLAIN = {"draft.mode": "none", "rollout.strategy": "off", "checkpoint.export": "false"}
-
-
-def run(model, out, **changes):
-    rl.main(tiny_run.arguments(model, out, **PLAIN, **changes))
-    return read_metrics(out)
-
-
 REWARDS = {
     "reward": "[slow_rewards:chars, slow_rewards:lengths, slow_rewards:slow_coin]",
-    "rewards.weights": "[0.0, 0.5, 1.0]",
-    "eval.problems": 4,
-}
+    "rewards.weights": "[0.0, 0.5, 1.0]", "eval.problems": 4,
+    "draft.mode": "none", "rollout.strategy": "off", "checkpoint.export": "false",
+}  # fmt: skip
 
 
-def test_a_run_gives_the_same_rewards_in_workers_and_logs_each(programs, thin_policy, tmp_path):
-    here = run(thin_policy, tmp_path / "here", **REWARDS)
-    there = run(thin_policy, tmp_path / "there", **REWARDS | {"rewards.workers": 2})
+def test_a_run_gives_the_same_rewards_in_workers_and_logs_each(thin_policy, tmp_path):
+    for workers in (0, 2):
+        more = {**REWARDS, "rewards.workers": workers}
+        rl.main(tiny_run.arguments(thin_policy, tmp_path / f"{workers}", **more))
+    here, there = (read_metrics(tmp_path / f"{workers}") for workers in (0, 2))
     names = [f"reward/{name}" for name in ("chars", "lengths", "slow_coin")]
     steps = [[r for r in records if r["step"] > 0] for records in (here, there)]
     assert len(steps[0]) == 2
@@ -406,5 +356,4 @@ def test_a_run_gives_the_same_rewards_in_workers_and_logs_each(programs, thin_po
         chars, lengths, coin = (one[name] for name in names)
         assert one["rollout/reward"] == pytest.approx(0.5 * lengths + coin)
         assert chars > 0 and one["reward/failed"] == one["reward/timed_out"] == 0
-        assert one["time/reward"] > 0 and other["time/reward"] > 0
     assert any("eval/reward/slow_coin" in record for record in there)

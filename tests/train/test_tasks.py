@@ -9,15 +9,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from specjax.command_line import parse_config
-from train import data, data_report, sft
+from train import data, data_report
 from train.data import demonstrations, encode_prompt, problems
 from train.eval_schema import EvalSection
 from train.inputs import Prompts, read_inputs
 from train.registry import TASKS
-from train.schema import DataConfig, RLConfig, SFTConfig
+from train.schema import DataConfig, RLConfig
 from train.scoring import Score, Scorer
-from train.tasks import find_task, recognise
+from train.tasks import find_task
 from train.tasks.layout import Example, Layout
 
 USER = [{"role": "user", "content": "How much is 1+2?"}]
@@ -140,13 +139,9 @@ def test_a_task_is_recognised_by_its_columns(tmp_path, name):
 
 
 @pytest.mark.parametrize("file", FORMATS)
-@pytest.mark.parametrize("name", ["gsm8k", "DAPO", "TRL with messages"])
-def test_every_format_gives_the_same_problems(tmp_path, name, file):
-    row, (_, prompt, answer, _) = ROWS[name]
-    question = "question" if "question" in row else "prompt"
-    other = row | {question: "Another one?"} if isinstance(row[question], str) else row | {
-        question: [{"role": "user", "content": "Another one?"}]
-    }  # fmt: skip
+def test_every_format_gives_the_same_problems(tmp_path, file):
+    row, (_, prompt, answer, _) = ROWS["DAPO"]
+    other = row | {"prompt": [{"role": "user", "content": "Another one?"}]}
     found = problems(config(tmp_path / file, [row, other], FORMATS[file]), "train")
     assert [p.answer for p in found] == [answer, answer]
     assert found[0].prompt == prompt and found[1].prompt != prompt
@@ -321,12 +316,6 @@ def test_a_task_of_ones_own_is_named_by_its_path(tmp_path):
             problems(config(tmp_path / "rows.jsonl", [row], task=task), "train")
 
 
-def test_each_task_knows_its_own_columns_first():
-    for row, (task, *_) in ROWS.values():
-        assert recognise(row).name == task
-    assert [find_task(name).name for name in TASKS.names] == [*TASKS.names]
-
-
 def test_duplicates_are_counted_and_dropped_by_choice(tmp_path):
     row, other = ROWS["DAPO"][0], ROWS["DAPO"][0] | {"prompt": USER}
     again = row | {"extra_info": {"index": "2"}}
@@ -337,14 +326,6 @@ def test_duplicates_are_counted_and_dropped_by_choice(tmp_path):
         assert data.read_table(cfg.path, data.find_task(cfg), choice).duplicates == 3
     with pytest.raises(ValueError, match="data.duplicates must be one of keep, drop"):
         DataConfig(duplicates="count")
-
-
-def test_both_splits_of_one_file_share_no_prompt(tmp_path):
-    rows = [{"prompt": [{"role": "user", "content": f"{i}?"}], "answer": i} for i in range(200)]
-    (tmp_path / "rows.jsonl").write_bytes(lines(rows))
-    cfg = DataConfig(path=str(tmp_path / "rows.jsonl"))
-    train, held = ({p.prompt[0]["content"] for p in problems(cfg, s)} for s in ("train", "heldout"))
-    assert len(train) + len(held) == 200 and held and not train & held
 
 
 # --- the chat template ---------------------------------------------------------------------------
@@ -432,22 +413,6 @@ def test_an_argument_that_the_template_does_not_read_is_refused(chatty, plain, g
             Prompts(plain, DataConfig(**settings))
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% if a is not defined %}{% set a = true %}{% endif %}{{ a }}",
-        "{% set a = a | default(true) %}{% generation %}{{ a }}{% endgeneration %}",
-        "{% for m in messages %}{% if a and loop.last %}{% break %}{% endif %}{% endfor %}",
-        "{% macro f(x) %}{{ x ~ a }}{% endmacro %}{{ f(raise_exception) }}",
-    ],
-)
-def test_a_variable_is_found_wherever_the_template_reads_it(chatty, monkeypatch, template):
-    monkeypatch.setattr(chatty, "chat_template", template)
-    Prompts(chatty, DataConfig(chat_template_kwargs={"a": False}))
-    with pytest.raises(ValueError, match="b changes nothing"):
-        Prompts(chatty, DataConfig(chat_template_kwargs={"b": False}))
-
-
 def test_whatever_a_template_raises_is_one_line_with_the_row(tmp_path, chatty, monkeypatch):
     monkeypatch.setattr(chatty, "chat_template", "{{ messages[3].x.y }}")
     cfg = config(tmp_path / "rows.jsonl", [ROWS["DAPO"][0]])
@@ -462,21 +427,6 @@ def test_a_template_for_text_is_refused_where_prompts_are_conversations(tmp_path
     cfg = config(tmp_path / "rows.jsonl", [ROWS["DAPO"][0]], prompt_template="Q: {question}")
     with pytest.raises(ValueError, match="data.prompt_template is for prompts that are text"):
         problems(cfg, "train")
-
-
-@pytest.mark.parametrize("name", ["messages", "gsm8k"])
-def test_demonstrations_are_packed_with_the_same_prompts(tmp_path, chat_policy, chatty, name):
-    cfg = config(tmp_path / "rows.jsonl", [ROWS[name][0]])
-    argv = [f"data.{key}={getattr(cfg, key)}" for key in ("path", "heldout_path")]
-    argv += [f"init={chat_policy}", "packing.row_length=128", "packing.rows=1"]
-    stream = sft.PackedDemonstrations(parse_config(SFTConfig, argv)[0], chatty)
-    batch = stream.next_update()[0]
-    (problem,) = problems(cfg, "train", True)
-    ids = Prompts(chatty, cfg).ids(problem)
-    assert batch["tokens"][0, : len(ids)].tolist() == ids
-    taught = batch["tokens"][0][(batch["loss_mask"][0] > 0) & (batch["segment_ids"][0] == 1)]
-    said = demonstrations(cfg, "train", True)[0].response + chatty.eos_token
-    assert chatty.decode(taught) == said
 
 
 # --- python -m train.data ------------------------------------------------------------------------
@@ -502,23 +452,3 @@ def test_the_report_shows_rows_as_the_model_sees_them(tmp_path, capsys, chat_pol
     assert "reward=math_verify cannot win (it reads formulas that parse, and words): 1 of" in said
     assert f"  the row {path}: row 62: gold answer '\\\\frac{{1}}{{'" in said
     assert "longer than 5 tokens: " in said
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["no.jsonl"], "no.jsonl: no such file"),
-        (["rows.jsonl", "tusk=math"], "unknown key 'tusk'"),
-        (["rows.jsonl", "--reward", "best"], "unknown reward 'best'"),
-        (["rows.jsonl", "--model", "."], "has no tokenizer.json"),
-    ],
-)
-def test_a_mistake_in_the_report_s_arguments_is_one_message(
-    tmp_path, monkeypatch, capsys, thin_policy, argv, message
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows.jsonl").write_bytes(lines([ROWS["gsm8k"][0]] * 40))
-    with pytest.raises(SystemExit) as error:
-        data_report.main([argv[0], "--model", str(thin_policy), *argv[1:]])
-    said = capsys.readouterr().err + str(error.value)
-    assert message in said and "Traceback" not in said
