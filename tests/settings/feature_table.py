@@ -282,8 +282,8 @@ FEATURES: dict[str, list[Feature]] = {
         engine("longest first (`order`)", "order", "longest_first"),
     ],
     "Training": [
-        training("a head that is trained during the run", "draft.mode=online"),
-        training("a head trained in gaps", "draft.spot.enabled=true", "draft.spot.gaps=false"),
+        training("training the head (`draft.mode`)", "draft.mode=online"),
+        training("training it in gaps", "draft.spot.enabled=true", "draft.spot.gaps=false"),
         training("truncated importance sampling (TIS)", *TIS),
         training("TIS with a controller", *CONTROLLED),
         training("TIS with a controller and `invariant`", *CONTROLLED, "rollout.invariant=true"),

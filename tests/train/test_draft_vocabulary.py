@@ -1,5 +1,7 @@
 """`rollout.draft_vocab` in a run: follows what is emitted, changes no token, compiles nothing."""
 
+import functools
+
 import numpy as np
 import pytest
 import tiny_run
@@ -32,19 +34,21 @@ def used(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def runs(thin_policy, tmp_path_factory):
-    """Records of a run that chooses at every step, and of one that keeps its first ids."""
-    found = {}
-    for every in (1, 0):
-        out = tmp_path_factory.mktemp("vocabulary") / "run"
+def run(thin_policy, tmp_path_factory):
+    """A function that returns the directory of a run that chooses so often; 0: it keeps its ids."""
+
+    @functools.cache
+    def out(every: int):
+        folder = tmp_path_factory.mktemp("vocabulary") / "run"
         changes = {**SOME, "rollout.draft_vocab_every": every}
-        rl.main(tiny_run.arguments(thin_policy, out, **changes))
-        found[every] = out
-    return found
+        rl.main(tiny_run.arguments(thin_policy, folder, **changes))
+        return folder
+
+    return out
 
 
 @pytest.mark.slow
-def test_tokens_and_what_is_learned_do_not_depend_on_the_choice(runs):
+def test_tokens_and_what_is_learned_do_not_depend_on_the_choice(run):
     names = (
         "rollout/tokens_sha",
         "rollout/reward",
@@ -52,7 +56,7 @@ def test_tokens_and_what_is_learned_do_not_depend_on_the_choice(runs):
         "train/grad_norm",
         "train/mtp_loss",
     )
-    chosen, kept = (read_metrics(runs[every]) for every in (1, 0))
+    chosen, kept = (read_metrics(run(every)) for every in (1, 0))
     assert len(chosen) == len(kept) == 4
     for one, other in zip(chosen, kept, strict=True):
         assert [one.get(name) for name in names] == [other.get(name) for name in names]
@@ -62,8 +66,9 @@ def test_tokens_and_what_is_learned_do_not_depend_on_the_choice(runs):
     assert chosen[-1]["rollout/spec_accept_length"] >= kept[-1]["rollout/spec_accept_length"]
 
 
-def test_a_run_that_goes_on_drafts_from_the_same_ids(runs, thin_policy, tmp_path, used):
-    whole, part = read_metrics(runs[1]), tmp_path / "run"
+def test_a_run_that_goes_on_drafts_from_the_same_ids(run, thin_policy, tmp_path, used):
+    whole, part = read_metrics(run(1)), tmp_path / "run"
+    used.clear()
     changes = {**SOME, "rollout.draft_vocab_every": 1}
     rl.main(tiny_run.arguments(thin_policy, part, **{**changes, "steps": 2}))
     rl.main([*tiny_run.arguments(thin_policy, part, **changes), "--resume"])

@@ -7,7 +7,7 @@ import pytest
 import tiny_run
 
 from specjax.command_line import parse_config
-from train import draft, rl, sft
+from train import rl, sft
 from train.plan import __main__ as plan
 from train.plan.programs import Shapes
 from train.schema import RLConfig
@@ -69,7 +69,7 @@ def test_rows_that_were_not_asked_for_have_room_for_a_sample(argv, length):
 
 def test_nothing_longer_than_the_positions_of_a_model_is_imitated(tmp_path, capsys):
     """Half of the rows are longer, and none of those that are checked at start."""
-    model, rows, texts = policy(tmp_path, 32), tmp_path / "rows.jsonl", tmp_path / "texts.jsonl"
+    model, rows = policy(tmp_path, 32), tmp_path / "rows.jsonl"
     pairs = [{"prompt": f"{i:04d}", "completion": "1" * (40 if i % 2 else 4)} for i in range(4000)]
     rows.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     held = tmp_path / "held.jsonl"
@@ -82,7 +82,3 @@ def test_nothing_longer_than_the_positions_of_a_model_is_imitated(tmp_path, caps
     assert "rows drawn so far are left out for their length" in said
     with pytest.raises(SystemExit, match=r"rows.jsonl:\d+ has \d\d tokens, more than the model's"):
         sft.main([f"out={tmp_path / 'error'}", *argv, *short, "data.overlong_prompts=error"])
-    texts.write_text(json.dumps({"text": "1+2=3 " * 40}) + "\n")
-    argv = [f"model={model}", f"data.texts={texts}", "kind=mtp", "eval.problems=0", "export=none"]
-    draft.main([f"out={tmp_path / 'draft'}", *argv, *short])
-    assert "than the model's longest sequence of 32 and are cut into" in capsys.readouterr().out

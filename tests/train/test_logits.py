@@ -131,11 +131,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("axes", LAYOUTS)
-@pytest.mark.parametrize(("case", "chunk"), [("filters", 9), ("penalties", 3)])
+@pytest.mark.parametrize(
+    ("case", "chunk", "axes"),
+    [("penalties", 3, {}), pytest.param("filters", 9, MESH, marks=needs_devices)],
+)
 def test_scores_after_all_transforms_in_blocks_of_tokens(axes, case, chunk):
-    if case == "penalties" and "cp" in axes:
-        pytest.skip("such a run is refused")
     mesh, context, rows = placed(axes)
     normed, matrix = arrays()
     transforms = Transforms.of(SamplingParams(**CASES[case], max_tokens=9), (3, 4), VOCAB)
@@ -159,8 +159,10 @@ def test_scores_after_all_transforms_in_blocks_of_tokens(axes, case, chunk):
     np.testing.assert_allclose(d_matrix, d_matrix_b, rtol=2e-5, atol=4e-5)
 
 
-@pytest.mark.parametrize("axes", LAYOUTS)
-@pytest.mark.parametrize(("loss", "chunk"), [("kl", 5), ("tv_e2e", 9)])
+@pytest.mark.parametrize(
+    ("loss", "chunk", "axes"),
+    [("kl", 5, {}), pytest.param("tv_e2e", 9, MESH, marks=needs_devices)],
+)
 def test_losses_of_the_head_over_several_steps_in_blocks_of_tokens(axes, loss, chunk):
     cfg, settings = config(tied=False), DraftConfig(loss=loss, unroll_steps=3, step_decay=0.8)
     mesh, context, rows = placed(axes)

@@ -14,10 +14,8 @@ ROWS, LENGTH, VOCAB, STOPS = 2, 32, 13, (3, 4)
 FILTERS = {"top_k": 6, "top_p": 0.8, "min_p": 0.05}
 PENALTIES = {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.2}
 CASES = {
-    "top_p": {"top_p": 0.7},
     "filters": {"temperature": 0.7, **FILTERS},
     "masks": {"logit_bias": {2: 1.5, 7: -3.0}, "min_tokens": 3, "top_k": 4},
-    "penalties": {"temperature": 1.3, **PENALTIES},
     "everything": {**FILTERS, **PENALTIES, "logit_bias": {5: 2.0}, "min_tokens": 2},
     "greedy": {"temperature": 0.0, **PENALTIES},
 }
