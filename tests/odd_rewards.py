@@ -26,11 +26,6 @@ def sometimes(completion: str, answer: str):
     return value
 
 
-def by_level(completion: str, level: int, *, answer: str, prompt: str) -> float:
-    """Asks for a further column, and for the prompt."""
-    return float(level) + 0.1 * len(prompt) + 0.001 * float(answer)
-
-
 def asks_for_too_much(completion: str, answer: str, difficulty: int) -> float:
     return 0.0
 
@@ -41,7 +36,3 @@ KEPT: list[dict] = []  # what `keeps` got
 def keeps(completion: str, answer, **columns) -> float:
     KEPT.append({"answer": answer, **columns})
     return 1.0
-
-
-def nothing(completion, answer):
-    return None

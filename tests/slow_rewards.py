@@ -3,13 +3,9 @@
 import asyncio
 import os
 import re
-import signal
 import subprocess
 import time
 import zlib
-from pathlib import Path
-
-from train import rewards
 
 
 def right(completion, answer):
@@ -28,20 +24,11 @@ def hangs(completion, answer):
     return 1.0
 
 
-def sleeps(completion, answer):
-    time.sleep(float(completion))
-    return 1.0
-
-
 def dies(completion, answer):
     if completion == "die":
         os._exit(7)
     print("what a reward prints is no output of the program")
     return 1.0
-
-
-def raises(completion, answer):
-    return 1 / len(answer)
 
 
 def takes_all(completion, **columns):
@@ -63,21 +50,11 @@ def ranks(prompts, completions, answer, level):
     return [float(order.index(i)) for i in range(len(texts))]
 
 
-def sleeps_for_all(completions, answer):
-    time.sleep(0.3)
-    return [2.0] * len(completions)
-
-
 def count_ids(completions, completion_ids, **columns):
     """Batch form with TRL's names: text where the prompt is text."""
     return [
         len(ids) + 10 * len(text) for text, ids in zip(completions, completion_ids, strict=True)
     ]
-
-
-def row_as_it_is(completion, row):
-    """Asks for a column that rewards otherwise get something else by the name of."""
-    return float(len(row["sample"]) + (row["answer"] == "so #### 7"))
 
 
 def if_long(completion, answer):
@@ -96,11 +73,6 @@ def some_fail(completions, answer):
 async def waits(completion, answer):
     await asyncio.sleep(float(completion))
     return 1.0
-
-
-async def waits_for_all(completions, answer):
-    await asyncio.sleep(0.01)
-    return [float(len(completions))] * len(completions)
 
 
 class Client:
@@ -134,46 +106,6 @@ async def asks(completion, answer):
     return await client.ask(float(completion))
 
 
-async def waits_in_a_thread(completion, answer):
-    await asyncio.to_thread(time.sleep, float(completion))
-    return 1.0
-
-
-async def stops_itself(completion, answer):
-    """Ends at a signal, which only the main thread may ask for, as math-verify does."""
-
-    def stop(*_):
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, 0.01)
-    try:
-        while True:
-            zlib.crc32(completion.encode())
-    except TimeoutError:
-        return 1.0
-    finally:
-        signal.signal(signal.SIGALRM, before)
-
-
-async def cleans_up(completion, answer):
-    """Waits, and when it is given up, takes a while to write the file that the answer names."""
-    try:
-        await asyncio.sleep(float(completion))
-    except asyncio.CancelledError:
-        await asyncio.sleep(0.05)
-        Path(answer).write_text("clean")
-        raise
-    return 1.0
-
-
-async def gives_up_a_thread(completion, answer):
-    try:
-        await asyncio.wait_for(asyncio.to_thread(time.sleep, 600.0), 0.01)
-    except TimeoutError:
-        return 1.0
-
-
 def chars(completion):
     return float(len(completion))
 
@@ -186,11 +118,6 @@ def lengths(completions, sample):
 
 async def slow_coin(completion, answer):
     return await client.ask(float(zlib.crc32(f"{completion}|{answer}".encode()) % 2))
-
-
-def sometimes_hangs(completion, answer):
-    place = zlib.crc32(f"{completion}|{answer}".encode()) % 3
-    return hangs("hang" if place == 0 else "go on", answer) * place
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -207,10 +134,6 @@ def starts_slowly(completion, answer, _loaded=[]):  # noqa: B006
     return 1.0
 
 
-async def starts_slowly_async(completion, answer):
-    return starts_slowly(completion, answer)
-
-
 def starts_a_process(completion, answer):
     """Waits for a process of its own, whose id it writes to the file that the answer names."""
     process = subprocess.Popen(["sleep", "600"])
@@ -220,11 +143,3 @@ def starts_a_process(completion, answer):
         os._exit(7)
     process.wait()
     return 1.0
-
-
-def compares(completion, answer):
-    """Compares answers as the built-in reward does, in whatever process does that for it."""
-    found = rewards.math_verify(completion, answer)
-    own = f"/proc/self/task/{os.getpid()}/children"
-    with open(own) as file:
-        return found + 10 * len(file.read().split())

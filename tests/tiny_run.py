@@ -113,6 +113,9 @@ OF_PLAIN = (
 )  # fmt: skip
 
 
+KNOWN = {}  # what compiled what, of this process
+
+
 @contextlib.contextmanager
 def shared_programs():
     """Within it, runs with the same settings take programs from the first of them.
@@ -120,13 +123,13 @@ def shared_programs():
     What a program may depend on is not only what it does depend on: runs that train their heads
     otherwise have policy programs of their own, so that a test can find them different.
     """
-    known, build = {}, trainer.build_programs
+    build = trainer.build_programs
 
     def settings(section, without) -> dict:
         return {key: value for key, value in vars(section).items() if key not in without}
 
     def first(program, *key):
-        return known.setdefault(str((type(program), *key)), program)
+        return KNOWN.setdefault(str((type(program), *key)), program)
 
     def share(engine, *key) -> None:
         runner = engine.runner
@@ -157,6 +160,8 @@ def shared_programs():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "build_programs", shared)
         yield
+    if len(KNOWN) > 150:  # a process has room for some 65,000 memory maps; programs take dozens
+        KNOWN.clear()
 
 
 def write_policy(path: Path, with_head: bool = True, **changes) -> Path:

@@ -1,12 +1,10 @@
 """`python -m uneven_hosts`: `train.rl` in a process whose clock says other things than its peers'.
 
 By turns plain decoding takes long, or drafting does; in every second process it is the other way
-round. What the controllers choose is noted in `out`, one file per process. The process whose number
-is in the environment as UNEVEN_HOSTS_DISOBEY soon runs what was not chosen.
+round. What the controllers choose is noted in `out`, one file per process.
 """
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -33,8 +31,6 @@ def main() -> None:
 
     def noted(controller, *seen):
         name = select(controller, *seen)
-        if os.environ.get("UNEVEN_HOSTS_DISOBEY") == str(jax.process_index()) and choices[8:]:
-            name = next(arm for arm in controller.arms if arm != choices[-1])
         choices.append(name)
         return name
 

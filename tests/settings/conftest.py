@@ -1,12 +1,11 @@
-"""The tiny models of the engine's tests serve here, too, and so do the policies of training's."""
+"""The tiny models of the engine's tests serve here, too, and so does the policy of training's."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-for folder in ("engine", "serve"):
-    sys.path.append(str(Path(__file__).resolve().parent.parent / folder))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "engine"))
 
 
 @pytest.fixture(scope="module", autouse=True)

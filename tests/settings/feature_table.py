@@ -1,9 +1,9 @@
 """Which program takes which feature: the table of docs/features.md, computed by the programs.
 
 An entry point is `LLM`, `specjax generate`, the server, or `train.rl`; the latter on one device,
-with replicas, on a mesh and in several processes. A `Feature` says how each of them is asked for
-it. A cell of the table is what the entry point's own code does with that, up to where it would
-compile: `yes`, or the reason why it refuses.
+with replicas, and on a mesh. A `Feature` says how each of them is asked for it. A cell of the table
+is what the entry point's own code does with that, up to where it would compile: `yes`, or the
+reason why it refuses.
 """
 
 from __future__ import annotations
@@ -18,18 +18,13 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import jax
-from fake_devices import four_and_four
 from rows import PLACES, Stopped
 from shared import MAX_LEN
-from train_rows import policy, tokenizer
 
 from serve import settings
-from serve.api import create_app
 from serve.cli import generate
 from serve.protocol import ChatRequest, CompletionRequest
 from serve.settings import ServeConfig, load_llm
@@ -38,20 +33,9 @@ from specjax.checkpoint import huggingface as hf
 from specjax.command_line import parse_config
 from specjax.config import ModelConfig
 from specjax.drafts.mtp import MTPSource
-from specjax.engine.hosts import Copies
-from specjax.engine.sources import Drafting, load_source, new_source
-from specjax.tokenizer import load_tokenizer
-from train import processes
-from train.collect import Rollouts
-from train.groups import GroupStatus, select
-from train.programs import (
-    Programs,
-    as_computed,
-    build_programs,
-    drafts,
-    make_meshes,
-    settle_drafting,
-)
+from specjax.engine.sources import load_source, new_source
+from specjax.tokenizer import load_tokenizer, with_tokenizer_end
+from train.programs import as_computed, build_programs, drafts, make_meshes, settle_drafting
 from train.schema import RLConfig
 
 Settings = Sequence[str]
@@ -68,8 +52,6 @@ class Feature:
       rl: settings of `train.rl`.
       server: settings of the server.
       body: body of a request to the server.
-      trained: function that uses what `train.rl` builds from `rl`, given the configuration, the
-        programs and the `Copies` that bring weights to replicas of several processes.
     """
 
     name: str
@@ -78,7 +60,6 @@ class Feature:
     rl: Settings
     server: Settings = ()
     body: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    trained: Callable[[RLConfig, Programs, Copies | None], Any] | None = None
 
 
 class NoSuchSetting(Exception):
@@ -149,7 +130,7 @@ def engine(name: str, field: str, value: Any, **other: Any) -> Feature:
     return dataclasses.replace(feature, **other)
 
 
-def training(name: str, *given: str, trained: Callable | None = None) -> Feature:
+def training(name: str, *given: str) -> Feature:
     """A feature that training alone has; other entry points are asked for it by its key."""
     pairs = {key.rpartition(".")[2]: value for key, _, value in (s.partition("=") for s in given)}
 
@@ -158,7 +139,7 @@ def training(name: str, *given: str, trained: Callable | None = None) -> Feature
         raise NoSuchSetting
 
     flags = [x for key, value in pairs.items() for x in (_flag_name(key), value)]
-    return Feature(name, ask, flags, given, given, trained=trained)
+    return Feature(name, ask, flags, given, given)
 
 
 def sampled(**given) -> Callable:
@@ -196,52 +177,6 @@ def _settings(section: str, keys: Mapping[str, Any]) -> list[str]:
     return [f"{section}{key}={text}" for key, text in texts.items()]
 
 
-# --- what a feature does --------------------------------------------------------------------------
-
-
-def new_weights(make: Callable[..., LLM]) -> None:
-    llm, (params, head) = make(), weights_of_policy()
-    params, version = jax.tree.map(lambda a: 2 * a, params), llm.engine.version
-    llm.update_weights(params, head)
-    assert llm.params is params and llm.engine.version > version
-
-
-def new_head(make: Callable[..., LLM]) -> None:
-    llm, (_, head) = make(), weights_of_policy()
-    head = jax.tree.map(lambda a: 2 * a, head)
-    llm.update_head(head)
-    assert llm.head is head
-
-
-def synchronised(cfg: RLConfig, built: Programs, copies: Copies | None) -> None:
-    """Gives the engines new weights, as at the end of each step."""
-    if copies is None:  # devices of other processes are not there to put weights on
-        processes.join_engines(built.engines, None).set_params(*weights_of_policy())
-    assert copies is None or copies.group.count == 2
-
-
-def head_trains(cfg: RLConfig, built: Programs, copies: Copies | None) -> None:
-    assert cfg.draft.mode == "online" and built.draft is not None
-
-
-def evaluates(cfg: RLConfig, built: Programs, copies: Copies | None) -> None:
-    """There is an engine for the sets, although no held-out problem is evaluated."""
-    assert built.eval_engines and not cfg.eval.problems
-
-
-def replaces(cfg: RLConfig, built: Programs, copies: Copies | None) -> None:
-    """A group that teaches nothing is replaced by another one, and is not selected."""
-    prompts = SimpleNamespace(tokenizer=tokenizer())
-    rule = Rollouts(cfg, order=(), prompts=prompts, eos_ids=(), scorer=None).rule
-    seen = [
-        GroupStatus(2, 2, informative=False), *[GroupStatus(2, 2)] * (rule.in_flight - 1)
-    ]  # fmt: skip
-    choice = select(rule, seen)
-    assert choice.candidates == rule.in_flight + 1 and not choice.final
-    choice = select(rule, [*seen, GroupStatus(2, 2)])
-    assert choice.final and 0 not in choice.selected and len(choice.selected) == rule.prompts
-
-
 def chat(name: str, template: str, prompt: str, **variables: Any) -> Feature:
     """A chat template; `prompt`: what it makes of one message, `a`, with these variables."""
 
@@ -274,6 +209,10 @@ TREE = {"strategy": "2_2_4"}
 FASTRL = {"enable": True, "eagle": {"tune_algorithm": "BEG", "mab_configs": ["2_1_3"]}}
 TIS = ("algo.tis=true",)
 CONTROLLED = (*TIS, "rollout.control.controller=goodput")
+NUMBERS = {
+    "temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1,
+    "presence_penalty": 0.1, "frequency_penalty": 0.1, "min_tokens": 2,
+}  # fmt: skip
 FEATURES: dict[str, list[Feature]] = {
     "Strategies": [
         speculation("a chain (`4_1_5`)", strategy="4_1_5"),
@@ -289,9 +228,7 @@ FEATURES: dict[str, list[Feature]] = {
         speculation("`coupled`", acceptance="coupled"),
         speculation("`block`", acceptance="block"),
         speculation("`recursive` (a static tree)", strategy="2x1", acceptance="recursive"),
-        speculation(
-            "`greedy` (temperature 0)", rl=["rollout.temperature=0"], acceptance="greedy"
-        ),
+        speculation("`greedy` (temperature 0)", ["rollout.temperature=0"], acceptance="greedy"),
         speculation("`invariant`", invariant=True),
         speculation("`telemetry`", telemetry=True),
         speculation("`exact_mode`", exact_mode=True),
@@ -316,19 +253,7 @@ FEATURES: dict[str, list[Feature]] = {
         control("`goodput` with `block`", {"acceptance": "block"}, controller="goodput"),
     ],
     "Sampling": [
-        *(
-            sampling(name, value)
-            for name, value in {
-                "temperature": 0.7,
-                "top_p": 0.9,
-                "top_k": 20,
-                "min_p": 0.1,
-                "repetition_penalty": 1.1,
-                "presence_penalty": 0.1,
-                "frequency_penalty": 0.1,
-                "min_tokens": 2,
-            }.items()
-        ),
+        *itertools.starmap(sampling, NUMBERS.items()),
         sampling("stop", ["a"], text="a"),
         sampling("logit_bias", {5: 1.0}, text="5:1", body={"logit_bias": {"5": 1.0}}),
         sampling("n", 3, "several samples of a prompt", flags=["-n", "3"]),
@@ -336,25 +261,16 @@ FEATURES: dict[str, list[Feature]] = {
         sampling("allowed_token_ids", [5, 6], text="5,6"),
     ],
     "Log-probabilities": [
-        sampling(
-            "transformed_logprobs",
-            True,
-            "processed",
-            rl=["algo.logprobs=processed", "rollout.top_p=0.9"],
-        ),
+        sampling("transformed_logprobs", True, "processed",
+                 rl=["algo.logprobs=processed", "rollout.top_p=0.9"]),
         sampling("logprobs", 2, "of the most likely tokens"),
         sampling("prompt_logprobs", 1, "of the prompt"),
     ],
     "Prompts": [
         chat("a chat template", "<{{ messages[0].content }}>", "<a>"),
         chat("variables of the template", "{{ a }}", "1", a=1),
-        engine(
-            "defaults of generation_config.json",
-            "generation_config",
-            "auto",
-            rl=["generation_config=auto"],
-            server=["generation_config=auto"],
-        ),
+        engine("defaults of generation_config.json", "generation_config", "auto",
+               rl=["generation_config=auto"], server=["generation_config=auto"]),
     ],
     "Devices and memory": [
         engine("`replicas`", "replicas", 2, rl=["rollout.replicas=8"]),
@@ -365,45 +281,21 @@ FEATURES: dict[str, list[Feature]] = {
         engine("`enforce_eager`", "enforce_eager", True),
         engine("longest first (`order`)", "order", "longest_first"),
     ],
-    "Weights": [
-        Feature(
-            "new weights",
-            python=new_weights,
-            flags=["--update"],
-            rl=[],
-            server=["route:/update_weights"],
-            trained=synchronised,
-        ),
-        Feature(
-            "a head that is trained during the run",
-            python=new_head,
-            flags=["--online"],
-            rl=["draft.mode=online"],
-            server=["route:/update_weights"],
-            trained=head_trains,
-        ),
-        training("a head trained in gaps", "draft.spot.enabled=true", "draft.spot.gaps=false"),
-    ],
     "Training": [
+        training("training the head (`draft.mode`)", "draft.mode=online"),
+        training("training it in gaps", "draft.spot.enabled=true", "draft.spot.gaps=false"),
         training("truncated importance sampling (TIS)", *TIS),
         training("TIS with a controller", *CONTROLLED),
         training("TIS with a controller and `invariant`", *CONTROLLED, "rollout.invariant=true"),
-        training(
-            "TIS of processed log-probabilities",
-            *TIS, "algo.logprobs=processed", "rollout.top_p=0.9",
-        ),
-        training("dynamic sampling", "algo.dynamic_sampling=true", trained=replaces),
-        training(
-            "bounds on a group's mean reward (`algo.filter_groups`)",
-            "algo.dynamic_sampling=true", "algo.filter_groups.min=0.2",
-            "algo.filter_groups.max=0.8",
-        ),
+        training("TIS of processed log-probabilities",
+                 *TIS, "algo.logprobs=processed", "rollout.top_p=0.9"),
+        training("dynamic sampling", "algo.dynamic_sampling=true"),
+        training("bounds on a group's mean reward (`algo.filter_groups`)",
+                 "algo.dynamic_sampling=true", "algo.filter_groups.min=0.2"),
         training("over-sampling", "rollout.over_sample=1.5"),
         training("partial rollouts", "rollout.partial=true", "rollout.over_sample=1.5"),
-        training(
-            "named sets of evaluation (`eval.sets`)",
-            "eval.sets={a: {path: a.jsonl, n: 2, temperature: 1}}", trained=evaluates,
-        ),
+        training("named sets of evaluation (`eval.sets`)",
+                 "eval.sets={a: {path: a.jsonl, n: 2, temperature: 1}}"),
         training("a penalty on KL to the reference", "algo.kl_loss_coef=0.1"),
         training("equal bits from every process on a GPU (`deterministic`)", "deterministic=true"),
         training("samples of each step (`log.samples`)", "log.samples=8"),
@@ -427,8 +319,8 @@ def _filled(settings: Settings) -> list[str]:
 
 
 @functools.cache
-def _model():
-    return (policy(), *weights_of_policy())
+def policy() -> ModelConfig:
+    return with_tokenizer_end(hf.read_config(PLACES.policy), load_tokenizer(PLACES.policy))
 
 
 @functools.cache
@@ -454,7 +346,7 @@ def make_llm(model: Any = None, **given) -> LLM:
     # A new tokenizer each time, for the server may give it a chat template.
     defaults = {"max_batch": 2, "max_len": MAX_LEN, "tokenizer": load_tokenizer(PLACES.policy)}
     given.pop("revision", None)
-    return LLM(_model(), **{**defaults, **given})
+    return LLM((policy(), *weights_of_policy()), **{**defaults, **given})
 
 
 def python(feature: Feature) -> None:
@@ -476,14 +368,9 @@ def command(feature: Feature) -> None:
 def server(feature: Feature) -> None:
     """The server, up to where it would compile, and a request to it."""
     given = _filled(feature.server)
-    routes = [text.removeprefix("route:") for text in given if text.startswith("route:")]
-    given = [text for text in given if not text.startswith("route:")]
     cfg, _ = parse_config(ServeConfig, [f"model={PLACES.policy}", *given])
     with mock.patch.object(settings, "LLM", make_llm):
-        llm = load_llm(cfg)
-    if routes:
-        paths = {getattr(route, "path", None) for route in create_app(cfg, llm).routes}
-        assert paths.issuperset(routes), f"there is no route {routes}"
+        load_llm(cfg)
     body = dict(feature.body)
     kind = ChatRequest if "messages" in body else CompletionRequest
     asked = kind.model_validate({"prompt": "1+1="} | body if kind is CompletionRequest else body)
@@ -491,7 +378,7 @@ def server(feature: Feature) -> None:
     asked.params(4, asked.top)
 
 
-def trainer(*more: str, several: bool = False) -> Callable[[Feature], None]:
+def trainer(*more: str) -> Callable[[Feature], None]:
     """`train.rl`, up to where it would compile."""
 
     def entry(feature: Feature) -> None:
@@ -499,35 +386,20 @@ def trainer(*more: str, several: bool = False) -> Callable[[Feature], None]:
         named = {setting.partition("=")[0] for setting in own}
         argv = [f"model={PLACES.policy}", "rollout.max_batch=2", "eval.problems=0"]
         argv += [setting for setting in more if setting.partition("=")[0] not in named]
-        if several and "rollout.tp=2" in own:  # as many devices, in fewer replicas
-            own = [*own, "rollout.replicas=4"]
         cfg, _ = parse_config(RLConfig, [*argv, *own])
         cfg.dtype.settle("float32", "cpu")
         drafting = settle_drafting(cfg, MTPSource)
         model = as_computed(cfg, policy())
-        # No weights can lie on devices of the stand-in for two processes.
-        source = _source(cfg, model, None, drafting) if several else None
-        with four_and_four() if several else contextlib.nullcontext():
-            mesh, places = make_meshes(cfg)
-            copies = processes.copies_for(cfg, mesh, places)
-            if several:  # half of the replicas are this process's, and the others come after
-                assert copies.before == 0 and 2 * len(copies.own) == len(places), copies.own
-            places = (copies.own if copies else places)[:2]
-            source = source or _source(cfg, model, mesh, drafting)
-            built = build_programs(cfg, model, source, mesh, places)
-            if feature.trained is not None:
-                feature.trained(cfg, built, copies)
+        mesh, places = make_meshes(cfg)
+        source = None
+        if cfg.rollout.draft == "random":
+            source = new_source(model, cfg.rollout.spec())[1]
+        elif drafts(cfg) and not drafting.with_head:
+            tokenizer = load_tokenizer(PLACES.policy)
+            source = load_source(model, cfg.rollout.spec(), None, tokenizer, mesh)[1]
+        build_programs(cfg, model, source, mesh, places[:2])
 
     return entry
-
-
-def _source(cfg: RLConfig, model: ModelConfig, mesh: jax.sharding.Mesh | None, drafting: Drafting):
-    """What drafts in the place of the model's own head, if anything does."""
-    if cfg.rollout.draft == "random":
-        return new_source(model, cfg.rollout.spec())[1]
-    if not drafts(cfg) or drafting.with_head:
-        return None
-    return load_source(model, cfg.rollout.spec(), None, tokenizer(), mesh)[1]
 
 
 MESH = ("mesh.data=2", "mesh.fsdp=4", "packing.rows=8")
@@ -540,7 +412,6 @@ TRAINED: dict[str, Callable[[Feature], None]] = {
     "one device": trainer(),
     "replicas": trainer("rollout.replicas=2"),
     "a mesh": trainer(*MESH),
-    "several processes": trainer(*MESH, "rollout.replicas=8", several=True),
 }
 
 # --- the table ------------------------------------------------------------------------------------
@@ -592,9 +463,8 @@ for each feature by its own argument, flag, key or request. `yes`: it accepts th
 builds what they ask for, up to compiling. `–`: it has no such setting. A number: it refuses, for
 the reason below the table.
 
-`train.rl` does the same on one device, with `rollout.replicas=2`, on a mesh (`mesh.data=2
-mesh.fsdp=4`), and in the first of two processes (the same mesh, `rollout.replicas=8`). The model
-has a draft head, and a tokenizer without a chat template.
+`train.rl` does the same on one device, with `rollout.replicas=2`, and on a mesh (`mesh.data=2
+mesh.fsdp=4`). The model has a draft head, and a tokenizer without a chat template.
 """
 
 

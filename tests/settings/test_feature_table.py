@@ -3,8 +3,7 @@
 import os
 from pathlib import Path
 
-import pytest
-from feature_table import NONE, Feature, NoSuchSetting, cell, engine, speculation, table
+from feature_table import table
 
 DOCUMENT = Path(__file__).resolve().parent.parent.parent / "docs" / "features.md"
 
@@ -16,23 +15,3 @@ def test_the_document_says_what_the_programs_do():
     assert DOCUMENT.read_text(encoding="utf-8") == found, (
         "run `make features`, and look at what changed"
     )
-
-
-def raising(error: Exception):
-    def entry(feature):
-        raise error
-
-    return entry
-
-
-def test_a_mistake_of_a_row_fails_and_is_no_cell():
-    feature = Feature("any", python=None, flags=[], rl=[])
-    assert cell(raising(ValueError("it cannot be")), feature) == "it cannot be"
-    assert cell(raising(NoSuchSetting()), feature) == NONE
-    assert cell(lambda feature: None, feature) == "yes"
-    for kind in (TypeError, AttributeError, AssertionError, LookupError, NameError):
-        with pytest.raises(kind, match="of the row"):
-            cell(raising(kind("of the row")), feature)
-    for mistake in (speculation("any", strategies="off"), engine("any", "kernel", "none")):
-        with pytest.raises(TypeError, match="has no parameter|unexpected keyword"):
-            cell(lambda feature: feature.python(lambda **given: None), mistake)

@@ -45,13 +45,6 @@ def centred(rewards):
     return (rewards - rewards.mean(1, keepdims=True)).ravel()
 
 
-def test_without_options_advantages_are_the_objectives_and_nothing_is_logged():
-    cfg = algo("grpo")
-    samples, metrics = made(cfg)
-    assert [s.advantage for s in samples] == cfg.build().advantages(REWARDS).ravel().tolist()
-    assert metrics == {}
-
-
 def test_the_soft_penalty_is_that_of_dapo():
     """Equation 13 of arXiv 2503.14476 with L_max = 20,480 and L_cache = 4,096."""
     lengths = np.array([[1, 16_384, 16_385], [18_432, 20_480, 20_481]])
@@ -119,21 +112,3 @@ def test_truncated_samples_are_left_out_and_count_for_the_others_of_their_group(
         assert rest.mean() == pytest.approx(0, abs=1e-6) and rest.std() == pytest.approx(
             1, rel=1e-4
         )
-
-
-def test_the_kl_of_a_truncated_sample_counts_for_the_others_of_its_group_like_its_reward():
-    options = {"normalize_std": False, "kl_coef": 0.5}
-    every, all_of = made(algo("grpo", **options), slope)
-    samples, metrics = made(algo("grpo", mask_truncated=True, **options), slope)
-    assert [s.advantage for s in samples] == [s.advantage for s in every if s.sample_id != 2]
-    assert metrics["train/reward_kl_penalty"] == all_of["train/reward_kl_penalty"]
-
-
-def test_a_step_of_truncated_samples_alone_trains_on_nothing():
-    cut = groups()
-    for group in cut:
-        for response in group.responses:
-            response.finish_reason = "length"
-    for objective in ("grpo", "reinforce_pp"):
-        cfg = algo(objective, mask_truncated=True)
-        assert training_samples(cfg, cut, MOST, None, no_kl)[0] == []

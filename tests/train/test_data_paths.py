@@ -1,10 +1,7 @@
 """Directories, lists and patterns of files, folders of `datasets.save_to_disk`, columns by name."""
 
-import errno
 import gzip
 import json
-import os
-import pathlib
 import sys
 
 import pyarrow
@@ -12,8 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from specjax.command_line import parse_config
-from train import data, data_report, draft, rl, sft
-from train import eval as evaluate
+from train import data
 from train.inputs import describe_data
 from train.schema import DataConfig, RLConfig, SFTConfig
 from train.scoring import Scorer
@@ -85,19 +81,14 @@ def prompts_of(cfg, split="train"):
 EVERY = [row["problem"] for row in PROBLEMS]
 
 
-@pytest.mark.parametrize("program", [RLConfig, SFTConfig])
-def test_a_directory_is_all_of_its_files_in_the_order_of_their_names(program, folder, held):
-    cfg = of_settings(program, f"path={folder}", f"heldout_path={held}")
+def test_a_directory_is_all_of_its_files_in_the_order_of_their_names(folder, held):
+    cfg = of_settings(RLConfig, f"path={folder}", f"heldout_path={held}")
     assert prompts_of(cfg) == EVERY and prompts_of(cfg, "heldout") == [HELD["problem"]]
 
 
-@pytest.mark.parametrize("in_file", [False, True])
-def test_a_list_is_read_in_its_own_order(in_file, folder, held, tmp_path):
+def test_a_list_is_read_in_its_own_order(folder, held):
     names = [str(folder / "d.arrow"), str(folder / "a.parquet")]
     argv = [f"data.path=[{', '.join(names)}]", f"data.heldout_path={held}"]
-    if in_file:
-        (tmp_path / "c.yaml").write_text(json.dumps({"data": {"path": names}}))
-        argv[0] = f"--config={tmp_path / 'c.yaml'}"
     cfg = parse_config(RLConfig, argv)[0].data
     assert cfg.path == names and prompts_of(cfg) == EVERY[30:] + EVERY[:10]
     places = [problem.place for problem in data.problems(cfg, "train")]
@@ -111,27 +102,12 @@ def test_a_pattern_is_its_matches(folder, held):
         data.problems(DataConfig(path=str(folder / "x*")), "train")
 
 
-def test_a_name_with_characters_of_a_pattern_is_a_name_first(tmp_path, held):
-    path = tmp_path / "rows[1].jsonl"
-    path.write_bytes(lines(PROBLEMS))
-    assert prompts_of(DataConfig(path=str(path), heldout_path=str(held))) == EVERY
-
-
-@pytest.mark.parametrize("shards", [1, 3])
-def test_a_folder_of_save_to_disk_is_read_without_datasets(shards, tmp_path, held, monkeypatch):
+def test_a_folder_of_save_to_disk_is_read_without_datasets(tmp_path, held, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)  # importing it fails
-    folder = saved_to_disk(tmp_path / "saved", PROBLEMS, shards)
+    folder = saved_to_disk(tmp_path / "saved", PROBLEMS, 3)
     (folder / "cache-1234.arrow").write_bytes(arrow([HELD]))  # what `datasets` leaves beside it
     cfg = of_settings(RLConfig, f"path={folder}", f"heldout_path={held}")
     assert prompts_of(cfg) == EVERY
-
-
-def test_conversations_and_their_answers_come_through_arrow(tmp_path, held):
-    said = [{"role": "user", "content": "How much?"}]
-    rows = [{"prompt": said, "reward_model": {"ground_truth": ["34", "35"], "style": "rule"}}]
-    folder = saved_to_disk(tmp_path / "saved", rows, 1)
-    (problem,) = data.problems(DataConfig(path=str(folder), heldout_path=str(held)), "train")
-    assert problem.prompt == tuple(said) and problem.answer == ("34", "35")
 
 
 def test_rows_of_several_files_are_duplicates_of_each_other(folder):
@@ -143,115 +119,27 @@ def test_rows_of_several_files_are_duplicates_of_each_other(folder):
     assert "40 rows" in describe_data(dropped, chat=False, model=None)
 
 
-def test_what_changed_on_disk_is_read_again(folder, held):
-    cfg = DataConfig(path=str(folder), heldout_path=str(held))
-    assert len(prompts_of(cfg)) == 40
-    (folder / "z.jsonl").write_bytes(lines([{"problem": "new", "answer": "1"}]))
-    assert prompts_of(cfg)[-1] == "new"
-
-
 def test_what_is_no_directory_of_rows_says_what_to_name(tmp_path, folder):
     saved_to_disk(tmp_path / "both" / "train", PROBLEMS)
     (tmp_path / "both" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     old = saved_to_disk(tmp_path / "old", PROBLEMS, _indices_data_files=[{"filename": "i.arrow"}])
     odd = saved_to_disk(tmp_path / "odd", PROBLEMS, _data_files=None)
-    empty = tmp_path / "empty"
-    (empty / "inside").mkdir(parents=True)
     mixed = tmp_path / "mixed"
     mixed.mkdir()
     for name in ("train-00000-of-00001.parquet", "test-00000-of-00001.parquet"):
         (mixed / name).write_bytes(parquet(PROBLEMS))
-    named = tmp_path / "named"
-    named.mkdir()
-    for name in ("gsm8k_train.jsonl", "gsm8k_test.jsonl", "contest.jsonl"):
-        (named / name).write_bytes(lines(PROBLEMS))
-    twice = [str(folder / "b.jsonl"), str(folder)]
-    damaged = []
-    for number, (name, text, said) in enumerate(
-        (
-            ("dataset_dict.json", "{", "dataset_dict.json: expected what datasets.save_to_disk"),
-            ("dataset_dict.json", '["train"]', "with a list splits, got something else"),
-            ("dataset_dict.json", '{"splits": "train"}', "splits is 'train'"),
-            ("dataset_dict.json", '{"splits": [1]}', "splits is \\[1\\]"),
-            ("state.json", '{"_data_files": []}', "wrote no rows to it; save it again"),
-            ("state.json", "[]", "state.json: expected what datasets.save_to_disk writes"),
-        )
-    ):
-        inside = tmp_path / f"damaged{number}"
-        inside.mkdir()
-        (inside / name).write_text(text)
-        damaged.append((inside, f"damaged{number}.*{said}"))
+    (tmp_path / "rows.arrow").write_bytes(arrow(PROBLEMS)[:-400])
     for path, said in (
-        *damaged,
         (tmp_path / "both", r"several splits \(train, test\); name one .*both/train"),
         (old, "flatten_indices"),
         (odd, "state.json: expected what datasets.save_to_disk writes"),
-        (empty, "got none; its subdirectories are inside: name one"),
         (mixed, r"of several splits \(test, train\); name one, such as .*/\*train\*, and"),
-        (named, r"of several splits \(test, train\); name one, such as .*/\*train\*, and"),
-        ([str(folder / "b.jsonl"), str(folder / ".." / folder.name / "b.jsonl")], "named twice"),
-        (twice, "b.jsonl: the file is named twice"),
+        ([str(folder / "b.jsonl"), str(folder)], "b.jsonl: the file is named twice"),
         ([str(folder), str(tmp_path / "no.jsonl")], "no.jsonl: no such file"),
+        (tmp_path / "rows.arrow", "rows.arrow: the Arrow file is damaged"),
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=said):
             data.problems(DataConfig(path=path if isinstance(path, list) else str(path)), "train")
-    for path in ([], [""], ""):
-        with pytest.raises(ValueError, match="data.path: expected a path"):
-            DataConfig(path=path)
-
-
-def test_a_damaged_arrow_file_is_one_message(tmp_path):
-    path = tmp_path / "rows.arrow"
-    path.write_bytes(arrow(PROBLEMS)[:-400])
-    with pytest.raises(ValueError, match="rows.arrow: the Arrow file is damaged .*fetch it again"):
-        data.problems(DataConfig(path=str(path)), "train")
-
-
-def named_by(program, path, policy, out) -> list[str]:
-    """Arguments of a program that is to read rows from a path."""
-    if program is data_report:
-        return [str(path), "--model", str(policy)]
-    if program is evaluate:
-        return [f"model={policy}", f"eval.sets.x.path={path}", f"out={out}"]
-    of_program = {
-        rl: [f"model={policy}"],
-        sft: [],
-        draft: [f"model={policy}", "rollout.max_tokens=64", "rollout.max_prompt_tokens=64"],
-    }
-    return [*of_program[program], f"data.path={path}", f"out={out}"]
-
-
-@pytest.mark.parametrize("program", [rl, sft, draft, evaluate, data_report])
-@pytest.mark.parametrize("kind", ["a loop", "a long name", "a pipe", "no access"])
-def test_rows_that_the_system_does_not_let_be_read_are_one_message(
-    program, kind, tmp_path, thin_policy, monkeypatch
-):
-    path, said = tmp_path / "rows.jsonl", "cannot be read ("
-    if kind == "a loop":
-        path.symlink_to(path)
-    elif kind == "a long name":
-        path = tmp_path / ("rows" * 100)
-    elif kind == "a pipe":
-        said = "expected a file, which is read more than once, got a pipe"
-        os.mkfifo(path)
-    else:
-        path.mkdir()
-        refuse(monkeypatch, path)
-    with pytest.raises(SystemExit) as ended:
-        program.main(named_by(program, path, thin_policy, tmp_path / "run"))
-    assert f"{path}: {said}" in str(ended.value) and "\n" not in str(ended.value)
-
-
-def refuse(monkeypatch, folder) -> None:
-    """Has the system refuse to list a directory, as it does not refuse root."""
-    listed = pathlib.Path.iterdir
-
-    def iterdir(path):
-        if path == folder:
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return listed(path)
-
-    monkeypatch.setattr(pathlib.Path, "iterdir", iterdir)
 
 
 # --- columns by name -----------------------------------------------------------------------------
@@ -284,19 +172,6 @@ def test_prompt_and_answer_are_in_the_columns_that_are_named(tmp_path, held):
         data.problems(of_settings(RLConfig, *files), "train")
 
 
-def test_one_of_the_two_columns_may_be_named_alone(tmp_path, held):
-    path = tmp_path / "rows.jsonl"
-    talk = [{"role": "user", "content": "?"}]
-    row = {"question": "How much?", "talk": talk, "answer": ["1", "2"], "target": 5}
-    path.write_bytes(lines([row]))
-    held.write_bytes(lines([row | {"question": "No?", "talk": [{**talk[0], "content": "No?"}]}]))
-    files = f"path={path}", f"heldout_path={held}"
-    (problem,) = data.problems(of_settings(RLConfig, *files, "answer_key=target"), "train", True)
-    assert (problem.prompt, problem.answer) == ("How much?", "5")
-    (problem,) = data.problems(of_settings(RLConfig, *files, "prompt_key=talk"), "train", True)
-    assert (problem.prompt, problem.answer) == (tuple(talk), ("1", "2"))
-
-
 def test_named_columns_can_be_imitated(tmp_path, held):
     path = tmp_path / "rows.jsonl"
     talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "it is 5"}]
@@ -321,7 +196,6 @@ def test_named_columns_can_be_imitated(tmp_path, held):
     [
         (["prompt_key=nothing"], r"rows.jsonl:1: expected a column 'nothing' \(data.prompt_key\)"),
         (["answer_key=label.no"], r"expected a column 'label.no' \(data.answer_key\)"),
-        (["prompt_key=level"], "column 'level': expected"),
     ],
 )
 def test_a_row_without_the_named_column_is_named(tmp_path, settings, said):
@@ -329,26 +203,3 @@ def test_a_row_without_the_named_column_is_named(tmp_path, settings, said):
     path.write_bytes(lines([ROW | {"prompt": "How?"}]))
     with pytest.raises(ValueError, match=said):
         data.problems(of_settings(RLConfig, f"path={path}", *settings), "train")
-
-
-def test_columns_are_named_or_a_task_is(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        of_settings(RLConfig, "path=rows.jsonl", "task=gsm8k", "prompt_key=question")
-    assert "data.prompt_key and data.answer_key say which columns" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        of_settings(RLConfig, "prompt_key=question")
-    assert "data.prompt_key=question changes nothing" in capsys.readouterr().err
-
-
-# --- python -m train.data ------------------------------------------------------------------------
-
-
-def test_the_report_takes_directories_lists_and_columns(folder, tmp_path, capsys, thin_policy):
-    data_report.main([str(folder), "--model", str(thin_policy), "--rows=1"])
-    said = capsys.readouterr().out
-    assert said.startswith(f"data: {folder}, 40 rows read as math")
-    first, second = str(folder / "b.jsonl"), str(folder / "a.parquet")
-    data_report.main([first, second, "--model", str(thin_policy), "answer_key=problem"])
-    said = capsys.readouterr().out
-    assert said.startswith(f"data: {first}, {second}, 20 rows read as prompt (prompt, messages")
-    assert f"the row {first}:1: " in said and "gold answer '10+1='" in said

@@ -7,14 +7,10 @@ import shutil
 import pytest
 import small_tokenizers
 
-from specjax.checkpoint.weights import read_config
 from specjax.command_line import parse_config
 from specjax.tokenizer import load_tokenizer
 from train import data_report, draft, rl, sft
 from train import eval as evaluation
-from train.draft_data import read_texts
-from train.draft_schema import DraftRunConfig
-from train.inputs import Prompts
 from train.schema import SFTConfig
 
 # Writes tools, reasoning and calls as templates of instruct models do.
@@ -107,16 +103,14 @@ def imitated(path, rows, *more, tokenizer=None):
             f"<call>{json.dumps(CALL['function'])}</call><|eos|>",
         ),
         ({"messages": [ASKS, says()], "tools": [json.dumps(TOOL)]}, "3<|eos|>"),
-        ({"messages": [ASKS, says()], "tools": json.dumps(TOOL)}, "3<|eos|>"),
-        ({"messages": [ASKS, says()], "tools": "[]"}, "3<|eos|>"),
         ({"messages": [ASKS, says("", tool_calls=[CALL]), {"role": "tool", "content": "3"}, says()],
           "tools": json.dumps([TOOL])}, "3<|eos|>"),
         ({"prompt": [ASKS], "completion": [says(reasoning_content="why")]},
          "<think>why</think>3<|eos|>"),
         ({"prompt": "1+2?", "completion": " 3<|eos|>"}, " 3<|eos|>"),
     ],
-    ids=["text", "end twice", "reasoning", "calls", "no content", "tools of text", "one tool",
-         "no tools", "turns", "completion", "string"],
+    ids=["text", "end twice", "reasoning", "calls", "no content", "tools of text", "turns",
+         "completion", "string"],
 )  # fmt: skip
 def test_what_is_imitated_is_what_the_template_writes_after_the_prompt(
     policy, tmp_path, row, taught
@@ -125,7 +119,7 @@ def test_what_is_imitated_is_what_the_template_writes_after_the_prompt(
     prompt, response, warning = imitated(path, rows_in(tmp_path / "rows.jsonl", row))
     tokenizer = load_tokenizer(path)
     assert tokenizer.decode(response) == taught and warning is None
-    tools = [TOOL] if row.get("tools", "[]") != "[]" else None
+    tools = [TOOL] if "tools" in row else None
     prompts = row.get("messages", [ASKS, None])[:-1]
     written = tokenizer.apply_chat_template(
         prompts, tools=tools, tokenize=False, add_generation_prompt=True
@@ -139,10 +133,8 @@ def test_what_is_imitated_is_what_the_template_writes_after_the_prompt(
     ("opening", "content", "taught"),
     [
         ("<think>\n", "<think>\nwhy</think>3", "why</think>3"),
-        ("<think>\n", "<think>why</think>3", "why</think>3"),
         ("<think>\n", "why</think>3", "why</think>3"),
         ("<think>", "> why</think>3", "> why</think>3"),
-        ("<think>Why:", ": why</think>3", ": why</think>3"),
     ],
 )
 def test_reasoning_that_the_prompt_opens_is_not_opened_twice(
@@ -161,37 +153,14 @@ def test_reasoning_that_the_prompt_opens_is_not_opened_twice(
 
 
 @pytest.mark.parametrize(
-    ("message", "taught", "named"),
-    [
-        (says(reasoning="why"), "3<|eos|>", "reasoning of 1"),
-        (says(tool_calls=[CALL], weight=1), "3<|eos|>", "tool_calls of 1"),
-    ],
-)
-def test_parts_that_the_template_does_not_write_are_counted_at_start(
-    policy, tmp_path, message, taught, named
-):
-    path = policy(PLAIN)
-    rows = rows_in(tmp_path / "rows.jsonl", {"messages": [ASKS, message]})
-    _, response, warning = imitated(path, rows)
-    assert load_tokenizer(path).decode(response) == taught
-    assert named in warning
-
-
-@pytest.mark.parametrize(
     ("program", "row", "named"),
     [
         (sft, {"prompt": "1+2=", "completion": " "}, "the demonstration is empty"),
-        (sft, {"messages": [ASKS, says("")]}, "the demonstration is empty"),
         (sft, {"messages": [ASKS, says("", tool_calls=[CALL])]}, "nothing of its tool_calls"),
         (sft, {"messages": [ASKS, says()], "tools": [TOOL]}, "a column `tools`"),
-        (sft, {"messages": [ASKS, says()], "tools": "[{"}, "column 'tools'"),
         (draft, {"prompt": "1+2=", "completion": " 3", "tools": ["add"]}, "column 'tools'"),
-        (rl, {"prompt": [ASKS], "answer": "3", "tools": [3]}, "column 'tools'"),
         (draft, {"prompt_token_ids": [3], "token_ids": "4"}, "column 'token_ids'"),
-        (draft, {"prompt": "1+2=", "completion": ""}, "the demonstration is empty"),
-        (draft, {"messages": [ASKS, says("", tool_calls=[CALL])]}, "nothing of its tool_calls"),
         (rl, {"prompt": [ASKS], "answer": "3", "tools": [TOOL]}, "a column `tools`"),
-        (rl, {"prompt": [ASKS, says("x", tool_calls=[CALL]), ASKS], "answer": "3"}, "tool_calls"),
         (rl, {"messages": [ASKS, says()], "label": "3"}, "set data.task=messages"),
     ],
 )
@@ -212,9 +181,6 @@ WORDS = "<|extra|>"  # a token of the tokenizer for which the model has no row
         (rl, "data.path", {"prompt": f"1{WORDS}", "answer": "1"}),
         (evaluation, "eval.sets.x.path", {"prompt": f"1{WORDS}", "answer": "1"}),
         (sft, "data.path", {"prompt": "1+2=", "completion": f" {WORDS}3"}),
-        (sft, "data.path", {"prompt": f"1{WORDS}", "completion": " 3"}),
-        (draft, "data.path", {"prompt": f"1{WORDS}", "answer": "1"}),
-        (draft, "data.texts", {"prompt": "1+2=", "completion": f" {WORDS}"}),
         (draft, "data.texts", {"text": f"one {WORDS} two"}),
         (draft, "data.texts", {"prompt_token_ids": [3], "token_ids": [5, 272]}),
         (data_report, "data.path", {"prompt": f"1{WORDS}", "answer": "1"}),
@@ -253,20 +219,6 @@ def test_a_response_has_the_ids_that_it_has_in_the_whole_text(tmp_path, kind, as
     assert tokenizer.decode([*prompt, *response[:-1]]) == tokenizer.decode(whole)
 
 
-def test_a_text_that_begins_with_bos_has_it_once(policy, tmp_path):
-    """And a tokenizer that names no end token is no obstacle where the model names one."""
-    path = policy()
-    small_tokenizers.save(path, "byte level", prepends=True, eos_token=None)
-    tokenizer = load_tokenizer(path)
-    rows = [{"text": "<s>the end"}, {"prompt": "a", "completion": "b"}]
-    argv = [f"model={path}", f"data.texts={rows_in(tmp_path / 't.jsonl', *rows)}"]
-    cfg, _ = parse_config(DraftRunConfig, [*argv, "eval.problems=0"])
-    pairs = read_texts(cfg, Prompts(tokenizer, cfg.data, model=read_config(path))).train
-    assert pairs[0].prompt == [tokenizer.bos_token_id]
-    assert tokenizer.decode(pairs[0].tokens) == "the end"
-    assert pairs[1].tokens[-1] in read_config(path).eos_token_ids
-
-
 # --- templates that write the date ---------------------------------------------------------------
 
 DATED = "{{ strftime_now('%d %b %Y') }}\n" + PLAIN
@@ -292,16 +244,6 @@ def test_a_run_keeps_the_date_of_its_first_start(policy, tmp_path, capsys):
     assert "which writes the date 2020-02-03" in capsys.readouterr().out
 
 
-def test_a_model_is_evaluated_beside_files_that_are_no_run_s(policy, tmp_path):
-    """Its rows are read, and only they are refused."""
-    path = policy().rename(tmp_path / "hf")
-    (path / "config.yaml").write_text("- 1")
-    (path / "run.json").write_text("{}")
-    (tmp_path / "config.yaml").write_text("- 1")
-    rows = rows_in(tmp_path / "rows.jsonl", {"prompt": "1", "answer": "1", "tools": [3]})
-    assert "rows.jsonl:1" in refusal(evaluation, path, "eval.sets.x.path", rows)
-
-
 def test_a_template_writes_the_date_that_is_set_and_else_today_s(policy, tmp_path, capsys):
     path = policy(
         DATED + "{% if strftime_now is defined %}{{ '%s' % strftime_now('%j') }}{% endif %}"
@@ -313,6 +255,3 @@ def test_a_template_writes_the_date_that_is_set_and_else_today_s(policy, tmp_pat
     data_report.main([str(rows), "--model", str(path), held])
     today = datetime.datetime.now(datetime.UTC)
     assert f"{today:%d %b %Y}\n<user>" in capsys.readouterr().out
-    for said in ("2020-13-01", "today"):
-        with pytest.raises(SystemExit):
-            data_report.main([str(rows), "--model", str(path), f"date={said}"])

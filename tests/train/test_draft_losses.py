@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.config import SamplingParams
 from specjax.interfaces import Draft, DraftNeeds
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
@@ -22,7 +21,6 @@ from train.draft_losses import DRAFT_LOSSES, Objective, Sampling, Target
 from train.heads import (
     DraftConfig,
     DraftTrainer,
-    draft_metrics,
     frozen_policy_parts,
     head_loss,
     trained_part,
@@ -36,6 +34,7 @@ HOW = {
     "filters": Sampling(0.8, top_k=6, top_p=0.85, min_p=0.02),
     "not aligned": Sampling(0.8, top_p=0.7, aligned=False),
 }
+PART = [1, 2, 5, 7, 10]  # of the vocabulary, which is the head's
 
 # --- the reference --------------------------------------------------------------------------------
 
@@ -140,8 +139,11 @@ def computed(q, p, labels, how, ids=None, names=tuple(DRAFT_LOSSES), top_k=0):
     return _computed(names, how, top_k, jnp.float32(q), jnp.float32(p), labels, ids)
 
 
-@pytest.mark.parametrize("ids", [None, [1, 2, 5, 7, 10]], ids=["all", "part"])
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(
+    ("how", "ids"),
+    [("temperature", PART), ("filters", None), ("filters", PART), ("not aligned", None)],
+    ids=["temperature, part", "filters, all", "filters, part", "not aligned, all"],
+)
 def test_losses_and_their_gradients_equal_the_reference(how, ids):
     how = HOW[how]
     q, p, labels = inputs(columns=VOCAB if ids is None else len(ids))
@@ -154,34 +156,6 @@ def test_losses_and_their_gradients_equal_the_reference(how, ids):
         np.testing.assert_allclose(values, wanted[0], rtol=2e-5, atol=2e-6, err_msg=name)
         np.testing.assert_allclose(gradient, wanted[1], rtol=2e-4, atol=2e-6, err_msg=name)
         np.testing.assert_allclose(overlap, 1 - rejected, atol=2e-6, err_msg=name)
-
-
-@pytest.mark.parametrize("name", ["tv", "tv_e2e"])
-def test_gradients_of_the_total_variation_are_its_finite_differences(name):
-    how, (q, p, labels) = HOW["temperature"], inputs(1)
-    pairs = (
-        distributions(*x, how, None)[1:]
-        for x in zip(q.reshape(-1, VOCAB), p.reshape(-1, VOCAB), strict=True)
-    )
-    assert min(np.abs(a - b).min() for a, b in pairs) > 1e-6  # no two are nearly equal
-    _, gradient, _ = computed(q, p, labels, how)[name]
-    rng = np.random.default_rng(2)
-    for _ in range(4):
-        along = rng.normal(size=q.shape)
-        up, down = (
-            reference(name, q + sign * 1e-7 * along, labels, p, how)[0].sum() for sign in (1, -1)
-        )
-        np.testing.assert_allclose(
-            (gradient * along).sum(), (up - down) / 2e-7, rtol=1e-3, atol=1e-4
-        )
-
-
-def test_losses_are_zero_where_the_head_equals_the_policy():
-    _, p, labels = inputs(4)
-    for name, (values, _, overlap) in computed(p, p, labels, HOW["temperature"]).items():
-        np.testing.assert_allclose(overlap, 1, atol=2e-6)
-        if name != "ce":
-            np.testing.assert_allclose(values, 0, atol=4e-6, err_msg=name)
 
 
 def test_kl_over_the_likeliest_tokens_holds_these_alone():
@@ -201,38 +175,6 @@ def test_kl_over_the_likeliest_tokens_holds_these_alone():
     whole = [computed(q, p, labels, how, names=("kl",), top_k=top)["kl"] for top in (0, VOCAB)]
     for found, wanted in zip(*whole, strict=True):
         np.testing.assert_array_equal(found, wanted)
-
-
-def test_an_acceptance_of_zero_has_a_finite_loss_and_no_gradient():
-    how = Sampling(1.0, top_k=1)
-    q, p = (jnp.zeros((STEPS, 1, 1, 3)).at[..., i].set(5.0) for i in (0, 1))
-    labels = np.ones((STEPS, 1, 1), int)
-    found = computed(q, p, labels, how)
-    for name in ("lk_alpha", "tv", "tv_e2e"):
-        values, gradient, overlap = found[name]
-        assert np.isfinite(values).all() and not np.any(overlap)
-        np.testing.assert_array_equal(gradient, 0)
-    assert np.any(found["lk_lambda"][1])  # its divergence knows no filter
-
-
-def test_transforms_are_those_of_the_rollout_and_greedy_counts_as_one():
-    params = SamplingParams(temperature=0.6, top_k=-1, top_p=0.9, min_p=0.1)
-    how = Sampling.of(params, aligned=False)
-    assert how == Sampling(0.6, -1, 0.9, 0.1, aligned=False)
-    assert (how.features.top_k, how.features.top_p, how.features.min_p) == (False, True, True)
-    assert Sampling.of(0.6) == Sampling(0.6)
-    x = jnp.float32(inputs()[0])[0]
-    greedy = Sampling(0.0, top_k=2, top_p=0.5)
-    np.testing.assert_array_equal(greedy.filtered(greedy.tempered(x)), x)
-
-
-def test_names_are_checked_and_a_former_name_says_the_new_one():
-    with pytest.raises(ValueError, match="unknown draft loss 'lk'; choose one of ce, kl, lk_alpha"):
-        Objective("lk")
-    with pytest.raises(ValueError, match="soft_ce is now called kl"):
-        Objective("soft_ce")
-    with pytest.raises(ValueError, match="draft.loss_top_k=8 is of draft.loss=kl"):
-        DraftConfig(loss="tv", loss_top_k=8)
 
 
 # --- heads with a vocabulary, or a language-model head, of their own -----------------------------
@@ -317,15 +259,13 @@ def loss_and_gradient(source, settings, axes=None, chunk=None, how=1.0, head=Non
     return jax.jit(jax.value_and_grad(value, has_aux=True))(trained_part(source, head), given)
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["own", "borrowed"])
 @pytest.mark.parametrize(
-    ("axes", "loss", "chunk"),
+    ("own", "axes", "loss", "chunk"),
     [
-        ({}, "ce", 7),
-        ({}, "tv_e2e", 9),
-        pytest.param({"fsdp": 2, "cp": 2, "tp": 2}, "tv_e2e", 5, marks=needs_devices),
-        pytest.param({"data": 2, "tp": 2}, "lk_lambda", 5, marks=needs_devices),
+        (True, {}, "ce", 7),
+        pytest.param(False, {"fsdp": 2, "cp": 2, "tp": 2}, "tv_e2e", 5, marks=needs_devices),
     ],
+    ids=["own", "borrowed, on a mesh"],
 )
 def test_heads_with_a_vocabulary_of_their_own_in_blocks_of_tokens(axes, loss, chunk, own):
     settings = DraftConfig(loss=loss, unroll_steps=3, step_decay=0.8)
@@ -336,19 +276,6 @@ def test_heads_with_a_vocabulary_of_their_own_in_blocks_of_tokens(axes, loss, ch
     blocks = loss_and_gradient(source, settings, axes, chunk, how)
     for a, b in zip(*map(jax.tree.leaves, (whole, blocks)), strict=True):
         np.testing.assert_allclose(a, b, rtol=3e-5, atol=3e-5)
-
-
-def test_a_borrowed_head_of_fewer_ids_is_the_columns_of_the_policys():
-    settings = DraftConfig(loss="lk_alpha", unroll_steps=2)
-    policy, _ = policy_and_states()
-    own = Mixing().init(3) | {"lm_head": policy["lm_head"][:, list(IDS)]}
-    borrowed = {name: own[name] for name in own if name != "lm_head"}
-    found = [
-        loss_and_gradient(source, settings, head=head)[0]
-        for source, head in ((Mixing(), own), (Mixing(own=False), borrowed))
-    ]
-    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
 def test_labels_that_the_vocabulary_lacks_have_no_cross_entropy_and_are_counted():
@@ -368,13 +295,6 @@ def test_labels_that_the_vocabulary_lacks_have_no_cross_entropy_and_are_counted(
     np.testing.assert_array_equal(sums["mtp_outside"], (mask & ~inside).sum((1, 2)))
     np.testing.assert_array_equal(sums["mtp_terms"], (mask & inside).sum((1, 2)))
     assert (sums["mtp_outside"] > 10).all()
-    metrics = draft_metrics({**sums, "draft_update_norm": 0.0})
-    assert metrics["train/mtp_outside"] == sums["mtp_outside"][0]
-    np.testing.assert_allclose(
-        metrics["train/mtp_loss"], sums["mtp_loss_sum"][0] / sums["mtp_terms"][0], rtol=1e-6
-    )
-    (_, others), _ = loss_and_gradient(Mixing(), DraftConfig(loss="tv", unroll_steps=2))
-    np.testing.assert_array_equal(others["mtp_terms"], others["mtp_tokens"])
 
 
 def test_fixed_parameters_and_integers_are_not_trained():
@@ -395,8 +315,3 @@ def test_fixed_parameters_and_integers_are_not_trained():
         assert head[name].dtype == before[name].dtype
     assert np.any(head["lm_head"] != before["lm_head"])
     assert np.any(head["inner"]["mix"] != before["inner"]["mix"])
-
-
-def test_integers_beside_other_arrays_in_a_list_are_refused():
-    with pytest.raises(ValueError, match="parameters at layer hold integers beside other arrays"):
-        trained_part(Mixing(), {"layer": [jnp.zeros(2), jnp.zeros(2, jnp.int32)]})

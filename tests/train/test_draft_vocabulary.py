@@ -1,26 +1,19 @@
 """`rollout.draft_vocab` in a run: follows what is emitted, changes no token, compiles nothing."""
 
-import json
+import functools
 
-import jax
 import numpy as np
 import pytest
 import tiny_run
 
-from specjax.command_line import parse_config
 from train import rl
 from train.log import read_metrics
 from train.vocabulary import DraftVocabulary
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 SOME = {"rollout.draft_vocab": 24, "steps": 4, "checkpoint.every": 2, "checkpoint.keep_last": 2}
 COVERAGE = "rollout/draft_vocab_coverage"
-needs_devices = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs():
-    with tiny_run.shared_programs():
-        yield
 
 
 @pytest.fixture
@@ -41,19 +34,21 @@ def used(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def runs(thin_policy, tmp_path_factory):
-    """Records of a run that chooses at every step, and of one that keeps its first ids."""
-    found = {}
-    for every in (1, 0):
-        out = tmp_path_factory.mktemp("vocabulary") / "run"
+def run(thin_policy, tmp_path_factory):
+    """A function that returns the directory of a run that chooses so often; 0: it keeps its ids."""
+
+    @functools.cache
+    def out(every: int):
+        folder = tmp_path_factory.mktemp("vocabulary") / "run"
         changes = {**SOME, "rollout.draft_vocab_every": every}
-        rl.main(tiny_run.arguments(thin_policy, out, **changes))
-        found[every] = out
-    return found
+        rl.main(tiny_run.arguments(thin_policy, folder, **changes))
+        return folder
+
+    return out
 
 
 @pytest.mark.slow
-def test_tokens_and_what_is_learned_do_not_depend_on_the_choice(runs):
+def test_tokens_and_what_is_learned_do_not_depend_on_the_choice(run):
     names = (
         "rollout/tokens_sha",
         "rollout/reward",
@@ -61,7 +56,7 @@ def test_tokens_and_what_is_learned_do_not_depend_on_the_choice(runs):
         "train/grad_norm",
         "train/mtp_loss",
     )
-    chosen, kept = (read_metrics(runs[every]) for every in (1, 0))
+    chosen, kept = (read_metrics(run(every)) for every in (1, 0))
     assert len(chosen) == len(kept) == 4
     for one, other in zip(chosen, kept, strict=True):
         assert [one.get(name) for name in names] == [other.get(name) for name in names]
@@ -71,8 +66,9 @@ def test_tokens_and_what_is_learned_do_not_depend_on_the_choice(runs):
     assert chosen[-1]["rollout/spec_accept_length"] >= kept[-1]["rollout/spec_accept_length"]
 
 
-def test_a_run_that_goes_on_drafts_from_the_same_ids(runs, thin_policy, tmp_path, used):
-    whole, part = read_metrics(runs[1]), tmp_path / "run"
+def test_a_run_that_goes_on_drafts_from_the_same_ids(run, thin_policy, tmp_path, used):
+    whole, part = read_metrics(run(1)), tmp_path / "run"
+    used.clear()
     changes = {**SOME, "rollout.draft_vocab_every": 1}
     rl.main(tiny_run.arguments(thin_policy, part, **{**changes, "steps": 2}))
     rl.main([*tiny_run.arguments(thin_policy, part, **changes), "--resume"])
@@ -85,26 +81,6 @@ def test_a_run_that_goes_on_drafts_from_the_same_ids(runs, thin_policy, tmp_path
     assert all((first != later).any() for later in rest), "the ids did change"
     for _, before, after in used:
         assert before == after, "what is drafted from is data of the programs"
-
-
-@needs_devices
-@pytest.mark.parametrize(
-    "where", [{"rollout.replicas": 2}, {"rollout.tp": 2}, {"mesh.data": 2}], ids=str
-)
-def test_all_devices_draft_from_the_same_ids(thin_policy, tmp_path, where):
-    argv = tiny_run.arguments(thin_policy, tmp_path, **SOME, **where)
-    trainer = rl.Trainer(parse_config(rl.RLConfig, argv)[0])
-    trainer.vocabulary.end_step([[200, 201, 202] * 5])
-    trainer._give_vocabulary()
-    trainer.sync_weights()
-    for engine in trainer.engines:
-        ids = engine.runner.ids
-        assert {200, 201, 202} < set(ids.tolist()) and len(ids) == 24
-        assert engine.counts is None, "it does not choose any of its own"
-        np.testing.assert_array_equal(np.asarray(engine.runner.vocabulary["ids"]), ids)
-        matrix = np.asarray(trainer.params["embed"], np.float32).T  # the tied head
-        drafted = np.asarray(engine.runner.vocabulary["lm_head"], np.float32)
-        np.testing.assert_array_equal(drafted, matrix[:, ids])
 
 
 def vocabulary(every=1, decay=0.5, always=(9,)) -> DraftVocabulary:
@@ -121,30 +97,3 @@ def test_earlier_steps_count_less_and_the_end_is_always_there():
     found.end_step([[7, 7, 8, 8, 8]])
     assert found.ids.tolist() == [7, 8, 9], "and 1, beside 1.5 of 6"
     assert found.end_step([]) == {}
-
-
-def test_a_choice_lasts_for_some_steps_unless_it_covers_less():
-    found = vocabulary(every=3, decay=1.0)
-    found.end_step([[0, 0, 5]])
-    found.end_step([[0, 0, 5]])
-    assert found.ids.tolist() == [0, 1, 9], "two steps of three"
-    found.end_step([[0, 0, 5]])
-    assert found.ids.tolist() == [0, 5, 9]
-    found.end_step([[0, 5, 5]])
-    found.end_step([[4] * 9])
-    assert found.ids.tolist() == [0, 4, 9], "at once"
-    kept = vocabulary(every=0)
-    kept.end_step([[4] * 9])
-    assert kept.ids.tolist() == [0, 1, 2]
-
-
-def test_a_state_is_json_and_goes_on_the_same():
-    found, again = vocabulary(every=2), vocabulary(every=2)
-    found.end_step([[4, 4, 5]])
-    again.load_state(json.loads(json.dumps(found.state())))
-    for each in (found, again):
-        each.end_step([[6, 5]])
-    assert found.ids.tolist() == again.ids.tolist() and found.state() == again.state()
-    other = DraftVocabulary(10, np.arange(4), (), 1, 0.5)
-    with pytest.raises(ValueError, match="expected 4 ids to draft from, below 10, got 3"):
-        other.load_state(found.state())

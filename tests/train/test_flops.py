@@ -1,13 +1,11 @@
 """Operations of an update: against a count by hand, XLA's own, and on devices of known peaks."""
 
-import dataclasses
 import types
 
 import numpy as np
 import pytest
 
 from specjax import chips
-from specjax.chips import CHIPS, chip_of
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
 from train.algo import algo
@@ -35,14 +33,6 @@ def test_an_update_is_three_times_what_a_count_by_hand_finds_for_the_forward_pas
     assert UpdateFlops(twice).forward([5, 3]) == forward + per_layer
 
 
-@pytest.mark.parametrize(("length", "window"), [(7, None), (7, 3), (7, 1), (3, 7), (7, 7)])
-def test_pairs_are_those_that_a_mask_lets_through(length, window):
-    at = np.arange(length)
-    behind = at[:, None] - at
-    seen = (behind >= 0) & (behind < (length if window is None else window))
-    assert visible_pairs(length, window) == seen.sum()
-
-
 @pytest.mark.parametrize("program", ["score", "accumulate"])
 def test_xla_counts_about_as_many(program):
     """It also counts norms and softmax, and attention over whole rows, so rows are one sample."""
@@ -63,10 +53,6 @@ def test_xla_counts_about_as_many(program):
     assert counted == pytest.approx(expected, rel=0.12)
 
 
-class Odd:
-    kind = "experts"
-
-
 def device(kind):
     return types.SimpleNamespace(device_kind=kind)
 
@@ -80,25 +66,3 @@ def test_the_share_is_of_the_peak_of_all_devices_together():
         "perf/mfu/actor": pytest.approx(rate / 989e12),
     }
     assert speed.notes == []
-
-
-def test_without_a_known_peak_the_operations_per_second_are_told_and_the_reason():
-    speed = UpdateSpeed(CFG, [device("cpu")])
-    assert set(speed.metrics([10], 1.0)) == {"perf/tflops/actor"}
-    assert len(speed.notes) == 1 and "the peak of 'cpu' is not known" in speed.notes[0]
-
-
-def test_a_model_whose_operations_are_not_known_has_no_such_metric():
-    odd = types.SimpleNamespace(
-        layers=[dataclasses.replace(CFG.layers[0], mlp=Odd())], hidden_size=64, vocab_size=256
-    )
-    speed = UpdateSpeed(odd, [device("NVIDIA H200")])
-    assert speed.metrics([10], 1.0) == {}
-    assert "layers with experts are not known" in speed.notes[0]
-
-
-def test_devices_are_known_by_what_jax_calls_them_and_slices_of_them_are_not():
-    assert chip_of("NVIDIA H100 80GB HBM3") is CHIPS["h100"]
-    assert chip_of("TPU v5 lite") is CHIPS["v5e"] and chip_of("TPU v5p") is CHIPS["v5p"]
-    assert chip_of("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
-    assert set(CHIPS) == set(chips._KINDS.values()), "every chip can be found"

@@ -1,6 +1,7 @@
 """Which groups a step takes depends on lengths and rewards, and on no speed, slot or order."""
 
 import dataclasses
+import functools
 import json
 import pickle
 import random
@@ -14,18 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specjax.command_line import parse_config
 from specjax.engine import hosts
 from specjax.engine.agreement import SingleHost
-from specjax.engine.request import SampleOutput, SpecStats, Totals
+from specjax.engine.request import SampleOutput, SpecStats
 from specjax.engine.sequence import Finished
-from specjax.parallel import distributed
 from train.collect import (
-    Rollouts,
     StepRollout,
-    long_step_warning,
-    rollout_metrics,
-    selection_metrics,
 )
 from train.data import Problem
 from train.groups import (
@@ -34,14 +29,11 @@ from train.groups import (
     GroupStatus,
     Response,
     Rule,
-    StepGroups,
     begin_step,
     end_step,
     select,
     token_versions,
 )
-from train.schema import RLConfig
-from train.scoring import Score, Scorer
 
 MOST = 12  # tokens of a sample
 
@@ -246,38 +238,12 @@ def contents(group: Group):
     ]
 
 
-@given(worlds(), rules(), st.booleans(), st.integers(1, 3), st.integers(1, 9))
-def test_neither_speed_nor_order_nor_slots_change_what_is_selected_or_carried(
-    world, rule, partial, seed, slots
+@given(worlds(), rules(), st.booleans(), st.integers(1, 3), st.integers(1, 9), st.integers(0, 5))
+def test_no_speed_order_slot_or_late_reward_changes_what_is_selected_or_carried(
+    world, rule, partial, seed, slots, late
 ):
     expected, _ = run_steps(world, rule, partial, 0, 50)
-    assert run_steps(world, rule, partial, seed, slots)[0] == expected
-
-
-def said_of(caplog, rule: Rule, informative: tuple[bool, ...]) -> list[str]:
-    """What is logged of a step in a world of such groups, over and over."""
-    caplog.clear()
-    run_steps(Data(((2, 3),), informative), rule, False, 1, 4, steps=1)
-    return [record.message for record in caplog.records if record.levelname == "WARNING"]
-
-
-def test_a_step_that_does_not_fill_says_so_every_ten_batches(caplog, monkeypatch):
-    # In batches of 3: 32 groups teach nothing, then come three that do.
-    rare = (*[False] * 32, True, True, True)
-    lines = said_of(caplog, Rule(3, 3, True, batches=0), rare)
-    assert len(lines) == 1
-    assert "step 1 has started 30 groups" in lines[0] and "=0 sets no limit" in lines[0]
-    assert "0 have differing rewards, of rollout.prompts=3" in lines[0]
-    assert "all rewards are equal (1 in " in lines[0]
-    rarer = (*[False] * 64, True, True, True)
-    assert len(said_of(caplog, Rule(3, 3, True, batches=0), rarer)) == 2
-    (line,) = said_of(caplog, Rule(3, 3, True, batches=15), rarer)
-    assert "=15 allows 45 groups" in line
-    # What ends with ten batches has a line of its own, after the step.
-    assert not said_of(caplog, Rule(3, 3, True, batches=10), rarer)
-    assert not said_of(caplog, Rule(3, 3, False), rarer)
-    monkeypatch.setattr(distributed, "is_first", lambda: False)
-    assert not said_of(caplog, Rule(3, 3, True, batches=0), rarer)
+    assert run_steps(world, rule, partial, seed, slots, late=late)[0] == expected
 
 
 class Meeting:
@@ -286,7 +252,7 @@ class Meeting:
     def __init__(self, processes: int):
         self._told, self._all = [None] * processes, threading.Barrier(processes, timeout=60)
 
-    def tell(self, process: int, news) -> list:
+    def tell(self, process: int, news, place: str) -> list:
         self._told[process] = pickle.dumps(news)
         self._all.wait()
         told = [pickle.loads(data) for data in self._told]
@@ -298,91 +264,32 @@ class Meeting:
         self._all.abort()
 
 
-class Later:
-    """A judgement that is done when it was asked for a few times."""
-
-    def __init__(self, times: int):
-        self._left = times
-
-    def done(self) -> bool:
-        self._left -= 1
-        return self._left < 0
-
-    def wait(self, seconds: float) -> None:
-        self._left = min(self._left, 1)
-
-    def result(self) -> Score:
-        assert self._left < 0, "nothing waits for it"
-        return Score(0.0)
-
-
-def run_on_hosts(world, rule, partial, seeds, slots, sharing=1, late=0):
-    """`run_steps` in as many processes as there are seeds; what each saw, judged and sampled.
-
-    Args:
-      sharing: processes that share a replica, which have the same seed.
-      late: how often a judgement is asked for at most before it is done; 0: there is none.
-    """
-    meeting, judged = Meeting(len(seeds)), []
+def run_on_hosts(world, rule, partial, seeds, slots):
+    """What `run_steps` sees in each of as many processes as there are seeds."""
+    meeting = Meeting(len(seeds))
 
     def one(process):
-        def judge(job, sample):
-            judged.append((process, job.place, job.sample))
-            return Later(hash((job.place, job.sample, process)) % (late + 1)) if late else None
-
         def wrap(fake):
-            return hosts.Hosts(
-                fake,
-                copies=None,
-                judge=judge,
-                group=hosts.ProcessGroup(
-                    process // sharing, len(seeds) // sharing, reports=process % sharing == 0
-                ),
-                exchange=lambda news, place: meeting.tell(process, news),
-            )
+            group = hosts.ProcessGroup(process, len(seeds), reports=True)
+            exchange = functools.partial(meeting.tell, process)
+            return hosts.Hosts(fake, None, judge=lambda *_: None, group=group, exchange=exchange)
 
         try:
-            return run_steps(world, rule, partial, seeds[process], slots, wrap=wrap)
+            return run_steps(world, rule, partial, seeds[process], slots, wrap=wrap)[0]
         except BaseException:
             meeting.end()
             raise
 
     with ThreadPoolExecutor(len(seeds)) as pool:
-        seen = list(pool.map(one, range(len(seeds))))
-    return [what for what, _ in seen], judged, [sampled for _, sampled in seen]
+        return list(pool.map(one, range(len(seeds))))
 
 
-@given(
-    worlds(), rules(), st.booleans(), st.lists(st.integers(1, 99), min_size=2, max_size=4),
-    st.integers(0, 4),
-)  # fmt: skip
-def test_every_host_selects_and_carries_what_one_engine_would(world, rule, partial, seeds, late):
+@given(worlds(), rules(), st.booleans(), st.lists(st.integers(1, 99), min_size=2, max_size=4))
+def test_every_host_selects_and_carries_what_one_engine_would(world, rule, partial, seeds):
     expected, _ = run_steps(world, rule, partial, 0, 50)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hosts, "EXCHANGE", 0.0)  # else a test would be over before anything is told
-        seen, judged, _ = run_on_hosts(world, rule, partial, seeds, slots=2, late=late)
-    assert seen == [expected] * len(seeds)
-    complete = {place for step in expected for place in step[3]}
-    assert complete <= {place for _, place, _ in judged}, "rewards are found where samples ran"
-
-
-@given(worlds(), rules(), st.lists(st.integers(1, 99), min_size=1, max_size=2))
-def test_hosts_that_share_a_replica_have_one_home_and_tell_and_judge_once(world, rule, seeds):
-    expected, _ = run_steps(world, rule, True, 0, 50)
-    twice = [seed for seed in seeds for _ in range(2)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hosts, "EXCHANGE", 0.0)
-        seen, judged, sampled = run_on_hosts(world, rule, True, twice, slots=2, sharing=2, late=2)
-    assert seen == [expected] * len(twice)
-    assert {process % 2 for process, *_ in judged} <= {0}
-    assert sampled[::2] == sampled[1::2], "both run all samples"
-
-
-def test_hosts_share_the_work():
-    world = Data(tuple((8, 8) for _ in range(12)), (True,))
-    _, judged, sampled = run_on_hosts(world, Rule(12, 12), False, [1, 2, 3], slots=4)
-    assert max(sampled) <= 1.5 * min(sampled)
-    assert len({who for who, *_ in judged}) == 3 and len(set(judged)) == len(judged)
+        assert run_on_hosts(world, rule, partial, seeds, slots=2) == [expected] * len(seeds)
 
 
 @given(worlds(), rules(), st.integers(1, 9))
@@ -426,21 +333,6 @@ def test_what_is_carried_was_cut_to_the_budget_and_knows_which_step_sampled_it(w
                 assert finish or sampled.count(step) == budget
 
 
-def test_early_stopping_saves_tokens():
-    world = Data(tuple((n, 1) for n in (2, 50, 3, 50)), (True,))
-    early = run_steps(world, Rule(2, 4), False, 0, 4, steps=1)
-    assert early[0][0][4] == [0, 2]
-    assert early[1] < 40 < 100 < run_steps(world, Rule(4, 4), False, 0, 4, steps=1)[1]
-
-
-def test_a_group_that_teaches_nothing_is_replaced_at_once():
-    rule = Rule(prompts=2, in_flight=2, dynamic=True, batches=3)
-    running = [GroupStatus(1), GroupStatus(5, 5, informative=False)]
-    assert select(rule, running).candidates == 3
-    assert select(dataclasses.replace(rule, batches=1), running).candidates == 2
-    assert select(dataclasses.replace(rule, dynamic=False), running).candidates == 2
-
-
 def scored_group(*rewards, parts=None) -> Group:
     """A complete group of samples of three tokens."""
     responses = [
@@ -478,51 +370,6 @@ def test_a_filter_says_which_groups_teach_something(rewards, parts, keep, inform
     assert (ended.selected == [0]) == informative and not ended.carried
 
 
-@pytest.mark.parametrize(
-    ("settings", "keep"),
-    [
-        ([], Filter()),
-        (["algo.filter_groups.min=0.1", "algo.filter_groups.max=0.9"], Filter(None, 0.1, 0.9)),
-        (["reward=[exact,format]", "algo.filter_groups.metric=format"], Filter(1)),
-        (["reward=[exact,format]", "algo.filter_groups.min=0.1"], Filter(None, 0.1)),
-    ],
-)
-def test_settings_of_the_filter_arrive_in_the_rule_of_a_run(settings, keep):
-    cfg, _ = parse_config(RLConfig, ["algo.dynamic_sampling=true", *settings])
-    scorer = Scorer("exact" if cfg.reward == "auto" else cfg.reward)
-    prompts = SimpleNamespace(tokenizer=None)
-    rollouts = Rollouts(cfg, [], prompts, (), scorer)
-    assert rollouts.rule.filter == keep
-    assert ("algo.filter_groups" in rollouts._short_warning(1, 9)) == bool(settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (["algo.filter_groups.min=0.9", "algo.filter_groups.max=0.1"], "got 0.9 and 0.1"),
-        (["reward=[exact,format]", "algo.filter_groups.metric=acc"], "rewards (exact, format), go"),
-        (["algo.filter_groups.metric=exact", "reward=exact"], "is one reward"),
-        (["algo.filter_groups.metric=acc"], "expected reward, for reward=auto is one reward, got"),
-        (["algo.dynamic_sampling=false", "algo.filter_groups.min=1"], "replaces no group"),
-    ],
-)
-def test_a_filter_that_makes_no_sense_is_refused(settings, said, capsys):
-    with pytest.raises(SystemExit):
-        parse_config(RLConfig, ["algo.dynamic_sampling=true", *settings])
-    assert said in capsys.readouterr().err
-
-
-def test_a_long_step_says_how_many_groups_the_filter_leaves_out():
-    groups = [scored_group(1, 0), scored_group(1, 1), scored_group(0, 0, 1)]
-    rule = Rule(3, 3, True, 0, Filter(least=0.4))
-    said = long_step_warning(rule, groups)
-    assert "1 all rewards are equal (1 in 1)" in said
-    assert "and algo.filter_groups leaves out 1 more" in said
-    assert "filter_groups" not in long_step_warning(
-        dataclasses.replace(rule, filter=Filter()), groups
-    )
-
-
 def test_replacements_are_replaced_up_to_the_limit_which_may_be_none():
     rule = Rule(prompts=2, in_flight=2, dynamic=True, batches=3)
     dull = [GroupStatus(5, 5, informative=False)]
@@ -540,23 +387,6 @@ def test_replacements_are_replaced_up_to_the_limit_which_may_be_none():
     )
 
 
-def test_a_choice_waits_for_what_may_still_be_shorter():
-    rule = Rule(prompts=1, in_flight=2)
-    assert select(rule, [GroupStatus(4, 4), GroupStatus(4)]) == (4, 2, [0], False)
-    assert select(rule, [GroupStatus(4, 4), GroupStatus(5)]) == (4, 2, [0], True)
-    assert select(rule, [GroupStatus(4, 4), GroupStatus(4, 4)]) == (4, 2, [0], True)
-    assert select(rule, [GroupStatus(4, 4), GroupStatus(3, 3)]) == (3, 2, [1], True)
-
-
-def test_groups_drawn_beyond_the_places_that_count_are_drawn_again():
-    # Place 1 ends late and teaches nothing; by the time this is known place 2 was drawn for it.
-    rule = Rule(prompts=1, in_flight=2, dynamic=True, batches=2)
-    selection = select(
-        rule, [GroupStatus(3, 3), GroupStatus(9, 9, informative=False), GroupStatus(1)]
-    )
-    assert selection == (3, 2, [0], True)
-
-
 def test_groups_of_which_a_token_is_too_old_are_dropped_whole():
     def group(*versions):
         responses = [Response(token_ids=[1] * 4, weight_versions=[(0, v)]) for v in versions]
@@ -566,34 +396,6 @@ def test_groups_of_which_a_token_is_too_old_are_dropped_whole():
     kept, stale = begin_step(groups, step=6, max_staleness=3)
     assert kept == [groups[0], groups[2]] and stale == [groups[1]]
     assert all(r.num_carried == len(r.token_ids) for g in kept for r in g.responses)
-
-
-def test_groups_that_were_dropped_as_stale_count_in_the_length_bias():
-    """They are among those that were passed over because they were long."""
-
-    def group(length):
-        response = Response(token_ids=[1] * length, weight_versions=[(0, 4)], finish_reason="stop")
-        return Group(0, 1, 4, Problem("", "", 0), [1], [response])
-
-    ended = StepGroups([group(4), group(6)], [0, 1], [group(9)], [group(11)], drawn=4, cut=0)
-    bias = {n: selection_metrics(ended, [group(20)] * n, 8, 5) for n in (0, 1)}
-    assert bias[0]["rollout/length_bias"] == 5 - np.mean([4, 6, 9, 11])
-    assert bias[1]["rollout/length_bias"] == 5 - np.mean([4, 6, 9, 11, 20])
-    assert bias[1]["rollout/groups_dropped_stale"] == 1
-
-
-def test_depths_that_no_tree_of_a_step_reached_are_no_metrics():
-    """A controller that chose short chains is no reason to warn of numbers that are not finite."""
-    response = Response(token_ids=[1, 2], logprobs=[-1.0, -1.0], finish_reason="stop")
-    group = Group(0, 1, 4, Problem("", "", 0), [1], [response], rewards=[1.0])
-    totals = Totals(3, np.zeros(5, np.int64))
-    totals.count_rounds(SpecStats(8, 4, 2, (0, 6, 2, 0, 0), depths=(4, 4, 0, 0)))
-    metrics = rollout_metrics([group], totals, 1)
-    assert metrics["rollout/drafted_accept_length"] == 1.5, "of rounds that drafted, as vLLM has it"
-    assert metrics["rollout/spec_accept_length"] == 1.25
-    assert metrics["rollout/accept_rate_depth_1"] == 0.5
-    assert "rollout/accept_rate_depth_2" not in metrics
-    assert all(np.isfinite(v) for v in metrics.values() if isinstance(v, float))
 
 
 def test_a_group_survives_json_bit_by_bit():
@@ -611,10 +413,3 @@ def test_a_group_survives_json_bit_by_bit():
     group.responses[1].parts = (None, 0.5)
     again = Group.from_json(json.loads(json.dumps(group.to_json())), group.problem, group.prompt)
     assert again == group
-
-
-@pytest.mark.parametrize("runs", [[(0, 4)], [(0, 2), (3, 5)], []])
-def test_versions_of_tokens(runs):
-    count = 5 if runs else 0
-    expected = [v for i in range(count) for v in [max(r for r in runs if r[0] <= i)[1]]]
-    assert token_versions(runs, count).tolist() == expected

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from specjax.checked_json import CheckpointError
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.store import load_draft
 from specjax.checkpoint.weights import Head, describe_head
@@ -33,17 +32,6 @@ def test_a_policy_without_a_head_takes_one_with_its_switches(thin_policy, tmp_pa
     got, loaded = starting_head(SpecConfig(draft=str(tmp_path / "7")), bare, None, None)
     assert got == trained and same(loaded.params, head)
     assert loaded.source == MTPSource(trained)
-
-
-def test_a_head_of_another_policy_is_refused_by_the_name_of_its_array(thin_policy, tmp_path):
-    model, _, _ = hf.load_checkpoint(thin_policy)
-    wide = model.replace(hidden_size=32)
-    with HeadCheckpoints(tmp_path, wide, keep_last=1) as heads:
-        heads.save(1, init_head_params(wide, 0))
-    with pytest.raises(CheckpointError, match="in the checkpoint and .* in the model"):
-        starting_head(SpecConfig(draft=str(tmp_path / "1")), model, None, None)
-    with pytest.raises(ConfigError, match="expected auto, checkpoint, random, ngram, the dir"):
-        starting_head(SpecConfig(draft=str(tmp_path / "2")), model, None, None)
 
 
 def test_a_run_gone_back_overwrites_the_heads_of_its_abandoned_future(thin_policy, tmp_path):

@@ -1,20 +1,18 @@
-"""The loss, with GRPO, against a reference of plain loops over samples, and its identities."""
+"""The loss, with GRPO, and its identities; test_objectives has the reference."""
 
 import itertools
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from omegaconf import OmegaConf
 
 from specjax.interfaces import Denominators
-from train.algo import algo, algo_section
+from train.algo import algo
 from train.logprobs import token_logprobs
-from train.loss import count_denominators, finalize_metrics, k3, policy_loss
+from train.loss import count_denominators, finalize_metrics, policy_loss
 from train.objectives.grpo import GRPO
-from train.objectives.shared import group_advantages, zero_variance_groups
+from train.objectives.shared import group_advantages
 from train.packing import Sample, pack
 
 ROWS, LENGTH, VOCAB = 2, 16, 11
@@ -49,79 +47,6 @@ def random_logprobs(batch, seed):
     return np.where(batch["loss_mask"] > 0, near, -7.0 * rng.random((ROWS, LENGTH))).astype("f4")
 
 
-def reference_loss(scored, cfg):
-    """`scored`: list of (batch, logprobs, ref_logprobs). Loops, math module, float64."""
-    samples = {}
-    for batch, lp, ref in scored:
-        for r, t in itertools.product(range(ROWS), range(LENGTH)):
-            if batch["loss_mask"][r, t]:
-                samples.setdefault(int(batch["sample_ids"][r, t]), []).append(
-                    tuple(float(x[r, t]) for x in (
-                        lp, batch["old_logprobs"], batch["behaviour_logprobs"],
-                        batch["advantages"], ref,
-                    ))
-                )  # fmt: skip
-    names = ("ratio", "clip_fraction", "ppo_kl", "kl", "train_rollout_logprob_abs_diff", "tis")
-    totals = dict.fromkeys(names, 0.0)
-    losses = []
-    for tokens in samples.values():
-        losses.append([])
-        for lp, old, behaviour, advantage, ref in tokens:
-            ratio = math.exp(lp - old)
-            bounded = min(max(ratio, 1 - cfg.clip_ratio), 1 + cfg.clip_ratio_high)
-            value = -min(ratio * advantage, bounded * advantage)
-            tis = min(math.exp(old - behaviour), cfg.tis_cap)
-            kl = math.exp(ref - lp) - (ref - lp) - 1
-            losses[-1].append((tis if cfg.tis else 1.0) * value + cfg.kl_loss_coef * kl)
-            clipped = (advantage > 0 and ratio > 1 + cfg.clip_ratio_high) or (
-                advantage < 0 and ratio < 1 - cfg.clip_ratio
-            )
-            seen = (ratio, clipped, old - lp, kl, abs(old - behaviour), tis)
-            for name, x in zip(names, seen, strict=True):
-                totals[name] += x
-    count = sum(map(len, losses))
-    if cfg.loss_aggregation == "token":
-        loss = sum(map(sum, losses)) / count
-    else:
-        loss = sum(sum(one) / len(one) for one in losses) / len(losses)
-    return loss, {name: total / count for name, total in totals.items()}
-
-
-OPTIONS = list(itertools.product(("token", "sequence"), (0.0, 0.3), (False, True), (0.2, 0.5)))
-
-
-@pytest.mark.parametrize("aggregation,kl_coef,tis,clip_high", OPTIONS)
-def test_loss_and_metrics_equal_the_loop_reference(aggregation, kl_coef, tis, clip_high):
-    cfg = algo(
-        clip_ratio_high=clip_high,
-        loss_aggregation=aggregation,
-        kl_loss_coef=kl_coef,
-        tis=tis,
-        tis_cap=1.3,
-    )
-    for seed in range(3):
-        batches = packed_batches(seed)
-        assert max(batch["segment_ids"].max() for batch in batches) >= 2
-        denominators = count_denominators(batches)
-        total, sums, scored = 0.0, {}, []
-        for i, batch in enumerate(batches):
-            lp, ref = random_logprobs(batch, seed + i), random_logprobs(batch, seed + i + 50)
-            scored.append((batch, lp, ref))
-            loss, part = policy_loss(jnp.asarray(lp), batch, cfg, denominators, ref)
-            total += float(loss)
-            sums = {name: sums.get(name, 0.0) + float(x) for name, x in part.items()}
-        expected, expected_metrics = reference_loss(scored, cfg)
-        metrics = finalize_metrics(sums)
-        assert total == pytest.approx(expected, rel=2e-5, abs=1e-6)
-        assert metrics["loss"] == pytest.approx(
-            metrics["policy_loss"] + metrics["kl_loss"], rel=1e-5, abs=1e-6
-        )
-        assert ("tis" in metrics) == tis
-        for name, value in expected_metrics.items():
-            if name in metrics:
-                assert metrics[name] == pytest.approx(value, rel=2e-5, abs=1e-6), name
-
-
 @pytest.mark.parametrize("aggregation", ("token", "sequence"))
 def test_gradients_of_micro_batches_add_up_to_the_gradient_of_the_batch(aggregation):
     cfg = algo(loss_aggregation=aggregation, kl_loss_coef=0.1, tis=True)
@@ -139,31 +64,6 @@ def test_gradients_of_micro_batches_add_up_to_the_gradient_of_the_batch(aggregat
     together = gradient(np.concatenate(lps), whole, np.concatenate(refs))
     np.testing.assert_allclose(np.concatenate(apart), together, rtol=1e-6, atol=1e-8)
     assert np.all(np.asarray(together)[whole["loss_mask"] == 0] == 0)
-
-
-def test_on_policy_gradient_is_minus_the_mean_advantage():
-    batch = packed_batches(4, samples=3, num_batches=1)[0]
-    denominators = count_denominators([batch])
-    loss, _ = policy_loss(batch["old_logprobs"], batch, algo(), denominators)
-    grad = jax.grad(lambda x: policy_loss(x, batch, algo(), denominators)[0])(
-        jnp.asarray(batch["old_logprobs"])
-    )
-    np.testing.assert_allclose(grad, -batch["advantages"] / denominators.tokens, rtol=1e-6)
-    assert float(loss) == pytest.approx(-batch["advantages"].sum() / denominators.tokens, rel=1e-5)
-
-
-def test_clipped_tokens_have_no_gradient_and_the_upper_bound_is_its_own():
-    batch = packed_batches(5, samples=3, num_batches=1)[0]
-    batch["advantages"] = np.abs(batch["advantages"]) + batch["loss_mask"]
-    lp = jnp.asarray(batch["old_logprobs"] + math.log(1.25))
-
-    def grad(high):
-        cfg = algo(clip_ratio_high=high)
-        return jax.grad(lambda x: policy_loss(x, batch, cfg, count_denominators([batch]))[0])(lp)
-
-    inside = batch["loss_mask"] > 0
-    assert np.all(np.asarray(grad(0.2)) == 0)
-    assert np.all(np.asarray(grad(0.28))[inside] < 0)
 
 
 def test_tis_weight_carries_no_gradient_and_is_capped():
@@ -194,14 +94,6 @@ def test_extreme_log_ratios_keep_loss_and_gradient_finite():
             )[0]
         )(lp)
         assert np.isfinite(loss) and np.isfinite(grad).all()
-
-
-def test_k3_is_nonnegative_and_unbiased():
-    rng = np.random.default_rng(0)
-    p, q = rng.dirichlet(np.ones(6), 2)
-    values = np.asarray(k3(jnp.log(p)[None], jnp.log(q)[None]))[0]
-    assert (values >= 0).all()
-    assert (p * values).sum() == pytest.approx((p * np.log(p / q)).sum(), rel=1e-4)
 
 
 def test_an_all_padding_micro_batch_contributes_nothing():
@@ -245,12 +137,10 @@ def test_token_logprob_gradient_is_onehot_minus_softmax_and_entropy_has_none():
     assert np.all(np.asarray(none) == 0)
 
 
-def test_group_advantages_equal_the_formula_with_and_without_std():
+def test_advantages_are_scaled_by_the_deviation_of_group_or_batch():
     rewards = np.random.default_rng(0).random((5, 4))
     centred = rewards - rewards.mean(1, keepdims=True)
     np.testing.assert_allclose(group_advantages(rewards, False), centred, atol=1e-6)
-    scaled = centred / (rewards.std(1, keepdims=True) + 1e-4)
-    np.testing.assert_allclose(group_advantages(rewards, True, 1e-4), scaled, rtol=1e-5)
     for over_batch, axis in ((False, 1), (True, None)):  # torch.std, as TRL and verl
         scale = rewards.std(axis=axis, ddof=1, keepdims=True) + 1e-4
         found = GRPO(
@@ -259,27 +149,3 @@ def test_group_advantages_equal_the_formula_with_and_without_std():
             normalize_over="batch" if over_batch else "group",
         ).advantages(rewards)
         np.testing.assert_allclose(found, centred / scale, rtol=1e-5)
-
-
-def test_zero_variance_groups_are_found_and_get_exactly_zero():
-    rewards = np.array([[0.1, 0.1, 0.1], [0.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
-    assert zero_variance_groups(rewards).tolist() == [True, False, True]
-    advantages = group_advantages(rewards, True, eps=0.0)
-    assert (advantages[[0, 2]] == 0).all() and (advantages[1] != 0).all()
-
-
-@pytest.mark.parametrize("rewards", ([1.0, 2.0], [[1.0], [2.0]], [[1.0, float("nan")]]))
-def test_rewards_that_cannot_be_compared_are_refused(rewards):
-    with pytest.raises(ValueError):
-        group_advantages(np.array(rewards))
-
-
-def test_config_merges_with_omegaconf_and_refuses_nonsense():
-    schema = OmegaConf.structured(algo_section("grpo"))
-    cfg = OmegaConf.to_object(OmegaConf.merge(schema, {"tis": True, "clip_ratio_high": 0.3}))
-    assert cfg == algo(tis=True, clip_ratio_high=0.3)
-    for bad in ({"loss_aggregation": "mean"}, {"clip_ratio": 1.5}, {"tis_cap": 0.0}):
-        with pytest.raises(ValueError, match=next(iter(bad))):
-            algo(**bad)
-    with pytest.raises(ValueError, match="ref_logprobs"):
-        policy_loss(jnp.zeros((1, 1)), {}, algo(kl_loss_coef=0.1), Denominators(1.0, 1.0))

@@ -45,44 +45,24 @@ def steps_seen(monkeypatch):
     return watch
 
 
+PARTIAL = {
+    "seed": 14, "rollout.prompts": 2, "rollout.n": 2, "rollout.over_sample": 2,
+    "rollout.partial": "true", "rollout.chunk_tokens": 4, "rollout.control.controller": "bandit",
+    "rollout.control.strategies": "[off,1_1_2]", "algo.max_num_gen_batches": 2,
+    "algo.updates_per_rollout": 2, "draft.mode": "frozen", "packing.row_length": 48,
+    "packing.rows": 1,
+}  # fmt: skip
+EVERYTHING_SAVED = {
+    "rollout.prompts": 3, "algo.updates_per_rollout": 2, "algo.kl_loss_coef": 0.1,
+    "algo.max_num_gen_batches": 3, "reward": "tiny_run:rare", "draft.epochs": 2,
+    "eval.problems": 3, "eval.every": 5, "checkpoint.every": 4, "checkpoint.draft_only": "true",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("steps", "changes"),
-    [
-        (
-            6,
-            {
-                "seed": 14,
-                "rollout.prompts": 2,
-                "rollout.n": 2,
-                "rollout.over_sample": 2,
-                "rollout.partial": "true",
-                "rollout.chunk_tokens": 4,
-                "rollout.control.controller": "bandit",
-                "rollout.control.strategies": "[off,1_1_2]",
-                "algo.max_num_gen_batches": 2,
-                "algo.updates_per_rollout": 2,
-                "draft.mode": "frozen",
-                "packing.row_length": 48,
-                "packing.rows": 1,
-            },
-        ),
-        pytest.param(
-            20,
-            {
-                "rollout.prompts": 3,
-                "algo.updates_per_rollout": 2,
-                "algo.kl_loss_coef": 0.1,
-                "algo.max_num_gen_batches": 3,
-                "reward": "tiny_run:rare",
-                "draft.epochs": 2,
-                "eval.problems": 3,
-                "eval.every": 5,
-                "checkpoint.every": 4,
-                "checkpoint.draft_only": "true",
-            },
-            marks=pytest.mark.slow,
-        ),
-    ],
+    [(6, PARTIAL), pytest.param(20, EVERYTHING_SAVED, marks=pytest.mark.slow)],
+    ids=["partial", "everything is saved"],
 )
 def test_nothing_is_compiled_after_the_first_step(
     thin_policy, tmp_path, compiled, steps_seen, steps, changes

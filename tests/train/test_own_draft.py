@@ -10,11 +10,10 @@ import tiny_run
 
 from specjax.command_line import parse_config
 from specjax.config import ModelConfig
-from specjax.drafts.ngram import NgramSource
 from specjax.interfaces import Draft, DraftNeeds
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import embed_tokens, init_params
-from train.heads import DraftConfig, DraftTrainer, frozen_policy_parts, head_loss, inner_taps
+from train.heads import DraftConfig, DraftTrainer, inner_taps
 from train.loss import sft_loss
 from train.optim import OptimConfig
 from train.packing import Sample, pack
@@ -72,41 +71,6 @@ def test_an_own_draft_learns_and_the_policy_stays(setting):
     assert sums["draft_update_norm"] > 0 and losses[-1].shape == (2,)
     assert (losses[-1] < 0.7 * losses[0]).all()
     jax.tree.map(np.testing.assert_array_equal, params, before)
-
-
-def test_it_is_given_the_taps_in_its_own_order(setting):
-    source, trainer, params, batches, states = setting
-    shape = jax.ShapeDtypeStruct((2, 32, 2 * CFG.hidden_size), np.float32)
-    assert {(x.shape, x.dtype) for x in states} == {(shape.shape, shape.dtype)}
-    before, inner = np.split(np.asarray(states[0]), 2, axis=-1)
-    given = []
-
-    @dataclasses.dataclass(frozen=True)
-    class Noting(TwoTaps):
-        def unroll(self, params, policy, states, *rest):
-            given.append(np.asarray(states))
-            return super().unroll(params, policy, states, *rest)
-
-    parts = frozen_policy_parts(params)
-    head_loss(
-        CFG, DraftConfig(), 1.0, source.init(0), parts, batches[0], states[0], source=Noting(CFG)
-    )
-    root = np.sqrt((before**2).mean(-1, keepdims=True) + CFG.rms_norm_eps)
-    normed = before / root * np.asarray(params["norm"])
-    width = CFG.hidden_size
-    np.testing.assert_allclose(given[0][..., :width], normed, atol=1e-5)
-    np.testing.assert_array_equal(given[0][..., width:], inner)
-
-
-def test_states_that_lack_a_tap_and_drafts_that_cannot_learn_are_refused(setting):
-    source, _, params, batches, states = setting
-    parts, width = frozen_policy_parts(params), CFG.hidden_size
-    rest = source.init(0), parts, batches[0]
-    with pytest.raises(ValueError, match=r"taps \[1\], 32 numbers a row; got 16"):
-        head_loss(CFG, DraftConfig(), 1.0, *rest, states[0][..., :width], source=source)
-    with pytest.raises(NotImplementedError, match="NgramSource cannot be trained"):
-        ngrams = NgramSource(32)
-        head_loss(CFG, DraftConfig(), 1.0, *rest, states[0][..., :width], source=ngrams)
 
 
 def test_the_programs_of_a_run_collect_what_its_draft_is_trained_on(thin_policy):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train.packing import Sample, empty_batch, pack, pack_demonstrations
+from train.packing import Sample, pack, pack_demonstrations
 
 ROW_LENGTH = 16
 
@@ -85,37 +85,6 @@ def test_packing_depends_on_sample_ids_and_not_on_arrival(sizes, num_rows, rando
             assert (np.diff(ids[ids >= 0]) >= 0).all()
 
 
-@settings(max_examples=40, deadline=None)
-@given(lengths, rows)
-def test_first_fit_leaves_no_row_that_an_earlier_one_had_room_for(sizes, num_rows):
-    batches = pack(make_samples(sizes), ROW_LENGTH, num_rows)
-    ids = np.concatenate([b["sample_ids"] for b in batches])
-    free = (ids < 0).sum(1)
-    firsts = [row[row >= 0][0] if (row >= 0).any() else -1 for row in ids]
-    for later, first in enumerate(firsts):
-        size = (ids[later] == first).sum()
-        if first >= 0:
-            # Room is only ever used up: what is free at the end was free when `first` came.
-            assert all(free[earlier] < size for earlier in range(later))
-
-
-def test_the_example_of_the_docstring():
-    batch = pack([Sample(0, [5, 6], [7, 2]), Sample(1, [8], [9, 2])], 8, 1)[0]
-    assert batch["tokens"].tolist() == [[5, 6, 7, 2, 8, 9, 2, 0]]
-    assert batch["positions"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 0]]
-    assert batch["segment_ids"].tolist() == [[1, 1, 1, 1, 2, 2, 2, 0]]
-    assert batch["loss_mask"].tolist() == [[0, 0, 1, 1, 0, 1, 1, 0]]
-
-
-def test_the_number_of_micro_batches_can_be_fixed():
-    samples = make_samples([(8, 8)] * 3)
-    batches = pack(samples, ROW_LENGTH, 2, num_batches=4)
-    assert len(batches) == 4
-    assert all((batches[3][k] == v).all() for k, v in empty_batch(2, ROW_LENGTH).items())
-    with pytest.raises(ValueError, match="need 3 rows"):
-        pack(samples, ROW_LENGTH, 2, num_batches=1)
-
-
 def test_demonstrations_can_be_learnt_from_the_response_or_from_all_tokens():
     pairs = [([1, 2, 3], [4, 5]), ([6], [7])]
     response = pack_demonstrations(pairs, 8, 1)[0]
@@ -130,9 +99,7 @@ def test_demonstrations_can_be_learnt_from_the_response_or_from_all_tokens():
     "samples,message",
     [
         ([Sample(7, [1] * 10, [2] * 7)], r"sample 7 has 10 \+ 7 tokens, more than a row of 16"),
-        ([Sample(1, [1], [2]), Sample(1, [1], [2])], "unique"),
         ([Sample(2, [], [2])], "at least one prompt"),
-        ([Sample(2, [1], [])], "at least one prompt"),
         ([Sample(2, [1], [2, 3], behaviour_logprobs=[-1.0])], "expected 2 behaviour_logprobs"),
     ],
 )

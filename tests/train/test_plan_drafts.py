@@ -6,15 +6,13 @@ import pytest
 
 from specjax.checkpoint.draft_files import save_draft_files
 from specjax.checkpoint.store import Checkpointer
-from specjax.checkpoint.weights import Head, describe, describe_head, head_shapes_of, read_head
-from specjax.command_line import ConfigError, parse_config
-from specjax.config import ModelConfig, SpecConfig
+from specjax.checkpoint.weights import Head, describe, describe_head, head_shapes_of
+from specjax.command_line import parse_config
+from specjax.config import ModelConfig
 from specjax.drafts.dflash import DFlashConfig, DFlashSource
 from specjax.drafts.eagle3 import Eagle3Source
-from specjax.drafts.mtp import MTPSource
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
-from train.head_files import head_shapes
 from train.plan import programs
 from train.schema import RLConfig
 
@@ -72,24 +70,9 @@ def test_the_eagle_3_head_of_a_run_is_planned_as_it_is_trained(eagle3_run, asked
     cfg, model, source = planned(monkeypatch, f"model={eagle3_run}", *asked)
     assert (cfg.rollout.draft, cfg.draft.mode) == ("checkpoint", "online")
     assert isinstance(source, Eagle3Source) and model.mtp_num_layers == 0
-    assert cfg.rollout.control is None
 
 
 def test_a_dflash_head_is_planned_as_a_head_and_not_as_a_model(eagle3_run, dflash, monkeypatch):
     argv = f"model={eagle3_run}", f"rollout.draft={dflash}", "rollout.strategy=4_1_5"
     cfg, _, source = planned(monkeypatch, *argv)
     assert isinstance(source, DFlashSource) and cfg.draft.mode == "frozen"
-
-
-def test_what_drafts_is_read_without_weights(eagle3_run, tmp_path):
-    source, new = read_head(eagle3_run, MODEL), Eagle3Source.of(MODEL)
-    assert isinstance(source, Eagle3Source) and source.cfg.taps == new.cfg.taps
-    shapes = head_shapes(SpecConfig(draft="checkpoint"), MODEL, source)[1].params
-    assert shapes == head_shapes_of(new)
-    assert read_head(run_with(None, tmp_path / "bare"), MODEL) is None
-    with pytest.raises(ConfigError, match="the checkpoint has no draft head"):
-        head_shapes(SpecConfig(draft="checkpoint"), MODEL, None)
-    (tmp_path / "files").mkdir()
-    with_head = MODEL.replace(mtp_num_layers=1)
-    assert read_head(tmp_path / "files", with_head) == MTPSource(with_head)
-    assert read_head(tmp_path / "files", MODEL) is None

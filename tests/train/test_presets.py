@@ -54,10 +54,6 @@ def test_dr_grpo_divides_by_the_largest_length():
     "argv",
     [
         ["algo=dapo"],
-        ["--algo", "dapo"],
-        ["--algo=dapo"],
-        ["algo.preset=dapo"],
-        ["--algo.preset", "dapo"],
         ["algo={preset: dapo}"],
         ["algo=gspo", "algo=dapo"],
         ["--config", "SHORT"],
@@ -89,39 +85,3 @@ def test_keys_that_are_set_win_wherever_they_stand(tmp_path):
     assert "algo.overlong_buffer_len=0.2" in line and "clip_ratio_high=0.28" not in line
     # A default of the section wins, too, where the preset has another value.
     assert read("algo=grpo", "algo.dynamic_sampling=true").algo.dynamic_sampling
-
-
-def test_another_objective_keeps_what_is_common():
-    cfg = read("algo=dapo", "algo.objective=gspo").algo
-    assert (cfg.objective, cfg.overlong_buffer_len, cfg.dynamic_sampling) == ("gspo", 0.2, True)
-    assert (cfg.clip_ratio, cfg.loss_aggregation) == (3e-4, "sequence")
-    line = preset_line(cfg)
-    assert line.endswith("; you set algo.objective=gspo for grpo"), "no more than that"
-    assert "clip_ratio" not in line and "algo.overlong_buffer_len=0.2" in line
-
-
-def test_without_a_preset_there_is_no_line():
-    assert preset_line(read().algo) is None and read().algo.preset is None
-    assert read("algo.preset=null") == read()
-
-
-def test_a_mistake_is_one_message(capsys):
-    for argv, said in (
-        (["algo=dapa"], "algo.preset: unknown preset 'dapa'; choose one of grpo, dr_grpo, dapo"),
-        (["algo=dapo", "algo.preset=gspo"], "algo is another name of algo.preset"),
-        (["algo=dapo", "algo.sharpness=1"], "unknown key 'algo.sharpness'"),
-        (["algo=rloo", "algo.normalize_std=false"], "unknown key 'algo.normalize_std'"),
-        (["algo=dapo", "algo.overlong_buffer_len=2000", "rollout.max_tokens=100"], "at most"),
-    ):
-        with pytest.raises(SystemExit):
-            read(*argv)
-        assert said in capsys.readouterr().err
-    with pytest.raises(ValueError, match=r"make it by train.algo.algo\(preset='dapo'"):
-        algo(preset=None, **{}).__class__(preset="dapo")
-
-
-def test_help_has_the_defaults_of_the_preset(capsys):
-    with pytest.raises(SystemExit):
-        read("--help", "algo=dr_grpo")
-    said = capsys.readouterr().out
-    assert "algo.normalize_std=false" in said and "algo.loss_aggregation=constant" in said

@@ -8,20 +8,17 @@ import socket
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
-import fake_devices
 import jax
 import numpy as np
 import pytest
 import tiny_run
 
 from specjax.checkpoint.store import Checkpointer
-from specjax.command_line import ConfigError, parse_config
-from specjax.parallel import distributed, sharding
+from specjax.command_line import parse_config
 from specjax.telemetry.collector import read_jsonl
-from train import processes, programs, rl
+from train import rl
 from train.log import TRACE_FILE, read_lines, read_metrics
 from train.run_files import read_starts
 from train.schema import RLConfig
@@ -42,18 +39,9 @@ CHANGES = {
 
 
 def start(
-    model,
-    out,
-    count,
-    *flags,
-    devices=1,
-    slow=0.0,
-    last=(),
-    module="train.rl",
-    env=(),
-    last_env=(),
+    model, out, count, *flags, devices=1, slow=0.0, last=(), module="train.rl", env=(), last_env=(),
     **changes,
-) -> list[subprocess.Popen]:
+) -> list[subprocess.Popen]:  # fmt: skip
     """`python -m train.rl` in each process of a job.
 
     Args:
@@ -76,13 +64,10 @@ def start(
             [sys.executable, "-m", module, *argv, f"distributed.process_id={i}", *flags]
             + (list(last) if i == count - 1 else []),
             env=environment | (dict(last_env) if i == count - 1 else {}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
         )
         for i in range(count)
-    ]
+    ]  # fmt: skip
 
 
 def outputs(job: list[subprocess.Popen], seconds: float = 600) -> list[str]:
@@ -298,116 +283,6 @@ def test_processes_that_share_a_replica_choose_alike_and_one_goes_on(thin_policy
     assert [learned(r) for r in read_metrics(out)] == [learned(r) for r in one[1][:4]]
 
 
-@pytest.mark.slow
-def test_two_replicas_of_two_processes_each(thin_policy, tmp_path, one):
-    out = tmp_path / "run"
-    layout = {"steps": 2, "rollout.replicas": 2, "rollout.tp": 2, "eval.problems": 3}
-    finish(start(thin_policy, out, 4, module="uneven_hosts", **{**SHARED, **layout}))
-    records = [r for r in read_metrics(out) if r["step"]]
-    assert [learned(r) for r in records] == [learned(r) for r in one[1][:2]]
-    assert "eval/reward" in records[-1] and "control/replica_1/strategy" in records[-1]
-    assert "control/replica_2/strategy" not in records[-1], "one host tells of each replica"
-    chosen = choices(out, 4)
-    assert chosen[0] == chosen[1] and chosen[2] == chosen[3]
-
-
-@pytest.mark.slow
-def test_a_process_that_chooses_otherwise_ends_the_job_with_its_name(thin_policy, tmp_path):
-    env = {"UNEVEN_HOSTS_DISOBEY": "1"}
-    job = start(
-        thin_policy, tmp_path / "run", 2, devices=2, module="uneven_hosts", env=env, **SHARED
-    )
-    printed = outputs(job, 300)
-    assert [process.returncode for process in job] == [1, 1], printed
-    assert any("processes [0, 1] share a replica, and process" in said for said in printed)
-    assert any("run something else" in said for said in printed), printed
-
-
-# --- what is refused ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "words, waits",
-    [
-        ("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes", False),
-        ("INTERNAL: Connection closed by peer", True),
-    ],
-)
-def test_who_is_out_of_memory_does_not_wait_to_hear_whom_it_lost(words, waits):
-    assert processes._may_be_loss(jax.errors.JaxRuntimeError(words)) == waits
-
-
-@pytest.fixture
-def four_and_four():
-    with fake_devices.four_and_four() as devices:
-        yield devices
-
-
-def laid_out(**changes):
-    changes = {"packing.rows": 8, **changes}
-    cfg = parse_config(RLConfig, tiny_run.arguments("model", "out", **changes))[0]
-    return cfg, *programs.make_meshes(cfg)
-
-
-@pytest.mark.parametrize(
-    ("changes", "training", "rollouts", "said"),
-    [
-        ({"mesh.data": 8, "rollout.replicas": 8}, range(8), range(8), []),
-        (
-            {"mesh.data": 2, "rollout.replicas": 2},
-            (0, 4),
-            (0, 4),
-            ["training: 6 of the job's 8 devices", "rollouts: 6 of the job's 8 devices"],
-        ),
-        (
-            {"rollout.replicas": 3},
-            (0,),
-            (0, 1, 4),
-            ["come to 1); processes [1] have none for it", "rollouts: 5 of", "memory of the hosts"],
-        ),
-        (
-            {"mesh.data": 2, "mesh.tp": 4, "rollout.tp": 3, "rollout.replicas": 2},
-            range(8),
-            (0, 1, 2, 4, 5, 6),
-            ["rollouts: 2 of the job's 8", "memory of the hosts"],
-        ),
-        ({"mesh.data": 8}, range(8), (0,), ["processes [1] have none", "memory of the hosts"]),
-    ],
-)
-def test_devices_without_work_are_shared_out_and_named(
-    four_and_four, changes, training, rollouts, said
-):
-    cfg, mesh, places = laid_out(**changes)
-    copies = processes.copies_for(cfg, mesh, places)
-    assert [d.id for d in mesh.devices.flat] == [*training]
-    assert [d.id for place in places for d in place.devices.flat] == [*rollouts]
-    assert copies.through_hosts == (set(training) != set(rollouts))
-    lines = processes.idle_device_warnings(mesh, places)
-    assert len(lines) == len(said) and all(map(str.__contains__, lines, said)), lines
-
-
-def test_a_replica_of_one_process_and_a_part_of_the_next_is_refused(four_and_four):
-    cfg, mesh, places = laid_out(**{"mesh.data": 8, "rollout.tp": 3, "rollout.replicas": 2})
-    places = sharding.replica_meshes(2, 3, four_and_four)
-    with pytest.raises(ValueError, match="Make rollout.tp a multiple, or a divisor"):
-        processes.copies_for(cfg, mesh, places)
-
-
-def test_exact_mode_is_refused_where_a_replica_has_devices_of_several_processes(
-    four_and_four, monkeypatch
-):
-    monkeypatch.setattr(jax, "local_device_count", lambda: 4)
-    cfg, mesh, places = laid_out(**{"mesh.tp": 8, "rollout.tp": 8, **EXACT})
-    with pytest.raises(ValueError, match="has devices of several processes, which have 4 each"):
-        programs.build_engines(cfg, None, True, mesh, places)
-
-
-def test_processes_with_different_numbers_of_devices_are_refused(four_and_four, monkeypatch):
-    monkeypatch.setattr(jax, "local_device_count", lambda: 3)
-    with pytest.raises(ValueError, match="set distributed.local_devices to the smallest number"):
-        processes.copies_for(None, None, [])
-
-
 # --- how it ends before its time ------------------------------------------------------------------
 
 
@@ -469,65 +344,6 @@ def test_processes_with_other_settings_do_not_begin(thin_policy, tmp_path, given
     assert any(f"was started with another value of {name} than" in said for said in printed)
 
 
-def agree_with(monkeypatch, environment, *settings, **config) -> None:
-    """What a process says to one that has these variables, and these settings of jax."""
-    cfg = parse_config(RLConfig, tiny_run.arguments("model", "out") + [*settings])[0]
-    with monkeypatch.context() as patch:
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        before = {name: getattr(jax.config, name) for name in config}
-        for name, value in config.items():
-            jax.config.update(name, value)
-        theirs = processes._must_agree(cfg), processes._should_agree(os.environ)
-        for name, value in before.items():
-            jax.config.update(name, value)
-    alone = types.SimpleNamespace(missing=list)
-    with monkeypatch.context() as patch:
-        patch.setattr(distributed, "gather", lambda mine, place: [mine, theirs])
-        processes._agree(cfg, Path("out"), alone)
-
-
-@pytest.mark.parametrize(
-    ("environment", "config", "name"),
-    [
-        ({"SPECJAX_TELEMETRY": "1"}, {}, "SPECJAX_TELEMETRY"),
-        ({}, {"jax_default_matmul_precision": "high"}, "JAX_DEFAULT_MATMUL_PRECISION"),
-        ({}, {"jax_default_prng_impl": "rbg"}, "JAX_DEFAULT_PRNG_IMPL"),
-        ({}, {"jax_enable_x64": True}, "JAX_ENABLE_X64"),
-    ],
-)
-def test_variables_that_change_what_processes_run_must_be_alike(
-    monkeypatch, environment, config, name
-):
-    monkeypatch.delenv("SPECJAX_TELEMETRY", raising=False)
-    with pytest.raises(ConfigError, match=f"process 1 was started with another value of {name} th"):
-        agree_with(monkeypatch, environment, **config)
-
-
-def test_what_the_settings_decide_the_variable_does_not(monkeypatch, capsys):
-    monkeypatch.delenv("SPECJAX_TELEMETRY", raising=False)
-    agree_with(monkeypatch, {"SPECJAX_TELEMETRY": "1"}, "rollout.telemetry=false")
-    assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "warns"),
-    [
-        ("XLA_FLAGS", "--xla_gpu_deterministic_ops=true", True),
-        ("JAX_EXEC_TIME_OPTIMIZATION_EFFORT", "0.5", True),
-        ("SPECJAX_CPU_TARGET", "-march=x86-64-v3", True),
-        ("JAX_PROCESS_ID", "1", False),
-        ("JAX_COMPILATION_CACHE_DIR", "/elsewhere", False),
-        ("JAX_TRACEBACK_FILTERING", "off", False),
-    ],
-)
-def test_variables_that_may_change_last_bits_are_told(monkeypatch, capsys, name, value, warns):
-    agree_with(monkeypatch, {name: value})
-    said = capsys.readouterr().out
-    assert (f"WARNING: process 1 has another value of {name} in its environment" in said) == warns
-    assert warns or not said
-
-
 @pytest.mark.slow
 def test_sigterm_saves_and_ends_all_processes_together(thin_policy, tmp_path):
     out = tmp_path / "run"
@@ -539,19 +355,3 @@ def test_sigterm_saves_and_ends_all_processes_together(thin_policy, tmp_path):
     assert all("error: ended by SIGTERM after step" in said for said in printed), printed
     last = read_metrics(out)[-1]["step"]
     assert [p.name for p in (out / "checkpoints").iterdir() if p.name.isdigit()] == [str(last)]
-
-
-@pytest.mark.slow
-def test_hosts_of_several_devices_in_any_layout(thin_policy, tmp_path, one):
-    """2 x 2 devices: two replicas of one on each host, then one of two; evaluation, and export."""
-    out = tmp_path / "run"
-    more = {"eval.problems": 3, "checkpoint.export": "true", "steps": 2}
-    layout = {"mesh.data": 2, "mesh.tp": 2, "rollout.replicas": 4}
-    finish(start(thin_policy, out, 2, devices=2, **layout, **more))
-    layout = {"mesh.data": 1, "mesh.fsdp": 2, "mesh.tp": 2}
-    layout |= {"rollout.replicas": 2, "rollout.tp": 2}
-    finish(start(thin_policy, out, 2, "--resume", devices=2, **layout, **more | {"steps": 3}))
-    records = [r for r in read_metrics(out) if r["step"]]
-    assert [learned(r) for r in records] == [learned(r) for r in one[1][:3]]
-    assert all(r["sync/bytes_per_device"] > 0 for r in records)
-    assert "eval/reward" in records[-1] and (out / "hf" / "config.json").exists()

@@ -1,15 +1,13 @@
 """Problems that reasoning-gym generates, and its own scores."""
 
-import importlib.util
-import json
 import sys
 import types
 
 import pytest
 
-from specjax.command_line import ConfigError, parse_config, require_same_settings
+from specjax.command_line import ConfigError, require_same_settings
 from specjax.tokenizer import load_tokenizer
-from train import data, data_report
+from train import data
 from train.eval_schema import EvalSection
 from train.evaluation import problem_sets
 from train.inputs import describe_data, read_inputs
@@ -17,9 +15,6 @@ from train.schema import DataConfig, RLConfig
 from train.scoring import Scorer
 from train.tasks import reasoning_gym
 from train.trainer import Trainer
-
-INSTALLED = importlib.util.find_spec("reasoning_gym") is not None
-needs_it = pytest.mark.skipif(not INSTALLED, reason="reasoning-gym is not installed")
 
 
 class Doubles:
@@ -95,10 +90,10 @@ def test_no_question_is_in_both_splits(doubles):
         few[0]
 
 
-def read_sets(policy, steps=1000, args=None, **sets):
+def read_sets(policy, **sets):
     """The problems of training, the sets of evaluation, and the warnings about questions."""
-    cfg = RLConfig(data=config(dataset_args=args or {}), eval=EvalSection(problems=0, sets=sets))
-    cfg.steps, cfg.rewards.workers = steps, 0
+    cfg = RLConfig(data=config(), eval=EvalSection(problems=0, sets=sets))
+    cfg.rewards.workers = 0
     inputs = read_inputs(cfg, load_tokenizer(policy), "policy")
     found, notes = problem_sets(cfg, inputs, "policy")
     asked = [[problem.columns["entry"]["question"] for problem in each.problems] for each in found]
@@ -111,23 +106,13 @@ def doubles_set(problems, **args):
     return {**given, "problems": problems}
 
 
-@pytest.mark.parametrize("spelled", [{}, {"most": 1000}])
-def test_no_question_of_a_set_of_the_same_data_set_is_trained_on(doubles, thin_policy, spelled):
-    few, many = doubles_set(10), doubles_set(400, **spelled)
+def test_no_question_of_a_set_of_the_same_data_set_is_trained_on(doubles, thin_policy):
+    few, many = doubles_set(10), doubles_set(400)
     trained, (first, second), notes = read_sets(thin_policy, few=few, many=many)
     assert len(second) == 400 > config().heldout_size and set(first) <= set(second)
     assert len(trained) == 60 and not trained & set(second) and not notes
     later = [f"2 * {(i * 31) % 1000} =" for i in range(60, 460)]
     assert second == later, "the entries after those of training"
-
-
-def test_a_set_of_other_arguments_that_shares_questions_is_warned_of(doubles, thin_policy):
-    shared = doubles_set(30, most=90)
-    trained, ((*asked,),), [note] = read_sets(thin_policy, args={"most": 95}, x=shared)
-    both = sum(question in trained for question in asked)
-    assert f"eval.sets.x: {both} of its 30 questions are among the first 60 that" in note and both
-    _, _, [note] = read_sets(thin_policy, steps=1, args={"most": 95}, x=shared)
-    assert "are among the first 16 that are trained on; choose other dataset_args" in note
 
 
 def test_a_run_is_not_resumed_with_sets_that_hold_out_other_problems(doubles):
@@ -136,35 +121,11 @@ def test_a_run_is_not_resumed_with_sets_that_hold_out_other_problems(doubles):
         return Trainer.fingerprint(types.SimpleNamespace(cfg=cfg))
 
     others = {"file": {"path": "rows.jsonl", "problems": 900}}
-    others |= {"other": {**doubles_set(900), "dataset": "triples"}}
     few, many, more = settings(), *(settings(many=doubles_set(n), **others) for n in (400, 401))
     require_same_settings(few, settings(few=doubles_set(20), **others), RLConfig)
-    require_same_settings(many, settings(a=doubles_set(400, most=9), b=doubles_set(3)), RLConfig)
-    before = {name: value for name, value in few.items() if name != "eval"}  # of earlier versions
-    require_same_settings(before, few, RLConfig)
-    said = "eval.sets={dataset: doubles, problems: 400}"
-    for saved, current in ((few, many), (many, few), (many, more), (before, many)):
-        with pytest.raises(ConfigError, match="made with other settings of eval; ") as refused:
+    for saved, current in ((few, many), (many, few), (many, more)):
+        with pytest.raises(ConfigError, match="made with other settings of eval; "):
             require_same_settings(saved, current, RLConfig)
-        assert (said if saved is many else "eval.sets={}") in str(refused.value)
-
-
-def test_sets_from_files_are_not_compared_with_generated_problems(
-    doubles, thin_policy, tmp_path, monkeypatch
-):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"question": "2 * 31 =", "answer": "62"}) + "\n")
-    sets = {"file": {"path": str(path), "reward": "number"}}
-    cfg = RLConfig(data=config(), eval=EvalSection(problems=0, sets=sets))
-    cfg.rewards.workers = 0
-    inputs = read_inputs(cfg, load_tokenizer(thin_policy), "policy")
-    made = []
-    entry = Doubles.__getitem__
-    monkeypatch.setattr(Doubles, "__getitem__", lambda self, i: made.append(i) or entry(self, i))
-    assert inputs.problems[0] and made, "it sees those that are made"
-    made.clear()
-    problem_sets(cfg, inputs, "policy")
-    assert not made
 
 
 @pytest.mark.parametrize(
@@ -184,44 +145,6 @@ def test_completions_are_scored_by_the_data_set(doubles, completion, share):
     assert scorer(completion.format(right=problem.answer, wrong=wrong), problem).value == share
 
 
-def test_a_run_reads_it_without_a_path(doubles, thin_policy):
-    argv = ["data.task=reasoning_gym", "data.dataset=doubles", "data.train_size=60"]
-    argv += ["data.heldout_size=20", "eval.problems=8", "rewards.workers=0"]
-    cfg = parse_config(RLConfig, argv)[0]
-    inputs = read_inputs(cfg, load_tokenizer(thin_policy), "policy")
-    assert len(inputs.problems) == 60 and len(inputs.heldout) == 8
-    assert inputs.scorer.name == "reasoning_gym"
-    assert inputs.scorer(f"#### {inputs.heldout[3].answer}", inputs.heldout[3]).value == 1.0
-    assert "data: doubles of reasoning-gym" in inputs.notes[0]
-
-
-def test_the_report_shows_what_is_generated(doubles, thin_policy, capsys):
-    argv = ["--model", str(thin_policy), "--rows=2", "task=reasoning_gym", "dataset=doubles"]
-    data_report.main([*argv, "train_size=60", "heldout_size=20"])
-    said = capsys.readouterr().out
-    assert said.startswith("data: doubles of reasoning-gym, generated with seed 0")
-    assert "60 are for training, and 20 are held out" in said
-    assert said.count("\n--- problem ") == 2 and "duplicates" not in said
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (["task=reasoning_gym"], "set data.dataset, such as"),
-        (["task=reasoning_gym", "dataset=doubles", "path=x"], "is generated and reads no file"),
-        (["task=reasoning_gym", "dataset=doubles", "max_terms=3"], "max_terms=3 changes nothing"),
-        (["task=reasoning_gym", "dataset=doubles", "duplicates=drop"], "duplicates=drop changes"),
-        (["task=reasoning_gym", "dataset=doubles", "unwinnable=drop"], "unwinnable=drop changes"),
-        (["dataset=doubles"], "data.dataset=doubles changes nothing"),
-        (["path=x", "dataset_args={a: 1}"], "changes nothing"),
-    ],
-)
-def test_settings_that_do_not_go_with_it_are_refused(settings, said, capsys):
-    with pytest.raises(SystemExit):
-        parse_config(RLConfig, [f"data.{setting}" for setting in settings])
-    assert said in capsys.readouterr().err
-
-
 def test_what_reasoning_gym_does_not_have_is_named(doubles):
     with pytest.raises(ValueError, match="no data set 'double'; similar ones are doubles"):
         data.problems(config(dataset="double"), "train")
@@ -231,8 +154,6 @@ def test_what_reasoning_gym_does_not_have_is_named(doubles):
     for given, said in (({"size": 5}, "data.train_size"), ({"seed": 3}, "data.seed")):
         with pytest.raises(ValueError, match=f"data.dataset_args: .* is what {said} sets"):
             data.problems(config(dataset_args=given), "train")
-    with pytest.raises(ValueError, match="no worked answers to imitate"):
-        data.demonstrations(config(), "train")
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
@@ -240,21 +161,3 @@ def test_without_the_package_the_extra_is_named(monkeypatch):
     reasoning_gym._data_set.cache_clear()
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'specjax\[reasoning-gym\]'"):
         data.problems(config(), "train")
-
-
-@needs_it
-@pytest.mark.parametrize(
-    ("name", "given"),
-    [("basic_arithmetic", {"min_terms": 2, "max_terms": 2}), ("chain_sum", {}),
-     ("gcd", {}), ("letter_counting", {}), ("countdown", {})],
-)  # fmt: skip
-def test_data_sets_of_the_package_score_their_own_answers(name, given):
-    cfg = config(dataset=name, dataset_args=given)
-    found, again = (data.problems(cfg, "train", chat=True) for _ in range(2))
-    scorer = Scorer("reasoning_gym")
-    for i in (0, 1, 59):
-        problem = found[i]
-        assert problem.prompt == again[i].prompt
-        assert scorer(f"<answer>{problem.answer}</answer>", problem).value == 1.0
-        assert scorer("<answer>no answer</answer>", problem).value < 0.5
-    assert not set(prompts_of(cfg)) & set(prompts_of(cfg, "heldout"))

@@ -1,6 +1,5 @@
 """Rewards: what counts as the right answer, and what must never break a run."""
 
-import threading
 import time
 
 import pytest
@@ -16,12 +15,10 @@ from train.rewards import exact, get_reward, math_verify, number
 @pytest.mark.parametrize(
     "text,answer",
     [
-        (" so 1+2=3; #### 3", "3"),
         ("#### 3 \nignored", "3"),
         ("#### 1 no #### 2", "2"),
         ("####", ""),
         ("the answer is 3", None),
-        ("", None),
     ],
 )
 def test_the_answer_is_the_line_after_the_last_mark(text, answer):
@@ -34,15 +31,10 @@ def test_the_answer_is_the_line_after_the_last_mark(text, answer):
         # the last box, wherever it stands
         (r"#### Step 1: add\nSo \boxed{42}.", "42"),
         (r"\boxed{1}, no: \boxed{2}. #### 3", "2"),
-        (r"\fbox{7} and more text", "7"),
         (r"\boxed {7}", "7"),
-        (r"\boxed 7$", "7"),
         (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
         (r"\boxed{\boxed{5}}", "5"),
-        (r"\boxed{\fbox{3} + x}", "{3} + x"),
         (r"\boxed{3} then cut off: \boxed{4", "3"),
-        (r"\boxed{3} \boxed{}", "3"),
         # else after the last mark, when that is no heading
         ("work\n#### 12", "12"),
         ("work\n####\n12\n", "12"),
@@ -79,40 +71,7 @@ def test_what_counts_as_the_answer(text, answer):
 
 def test_an_answer_that_is_endless_is_none():
     assert final_answer("\\boxed{" + "1+" * 5000 + "1}") is None
-    start = time.monotonic()
-    assert final_answer("\\boxed{" * 20_000 + "5" + "}" * 19_999) is None
-    assert final_answer("\\boxed{" * 20_000 + "5}") == "5"
-    final_answer("####" * 50_000 + "answer is " * 50_000)
-    assert time.monotonic() - start < 5
-
-
-@pytest.mark.parametrize("spaces", ["$", "~", "$ "])
-def test_no_answer_that_is_short_enough_to_be_read_takes_long(spaces):
-    text = "(" + spaces * (990 // len(spaces)) + "x"
-    start = time.process_time()
-    for _ in range(5):
-        assert number(f"\\boxed{{{text}}}", "5") == 0.0
-    # Where two runs of spaces may share them, the third power of the length is above 3 s.
-    assert time.process_time() - start < 1
-
-
-def test_boxes_in_boxes_are_not_copied():
-    # There would be a terabyte.
     assert final_answer("\\boxed{" * 500_000 + "5" + "}" * 500_000) is None
-
-
-def test_choice_reads_texts_of_any_length():
-    size = 100_000
-    letters = {"*" * size: 0, "B" + " ," * size: 1, "B" + ")" * size + "x": 1, "B and " * size: 0}
-    for text, right in {
-        **letters,
-        "(" * size: 0,
-        " " * size + "B": 1,
-        "." * size + "B.": 0,
-    }.items():
-        for written in (text, f"<answer>{text}</answer>", f"so\n{text}"):
-            assert rewards.choice(written, "B") == right
-    assert rewards.choice("<answer>" * size + "B</answer>", "B") == 1.0
 
 
 def test_answers_of_any_length_take_time_that_grows_with_it():
@@ -126,45 +85,31 @@ def test_answers_of_any_length_take_time_that_grows_with_it():
     assert read_quantity("5" + " " * size + "x") is None
     assert not is_readable("(" * size) and not is_readable("1" + " " * size + "+")
     assert math_verify("\\boxed{5}", "5" + " ." * size) == 0.0
+    for text in ("B" + " ," * size, "B" + ")" * size + "x", " " * size + "B"):
+        assert rewards.choice(text, "B") == 1.0
+    for text in ("\n" * size, "</think>" * size, "<think>" + " " * size, "<" * size):
+        assert get_reward("format")(text) == 0.0
 
 
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("#### 42", "#### Final Answer: 42"),
-        ("#### Final Answer: 42", "42"),
-        ("#### Answer: $5", "so\n#### The final answer is $5$."),
-        ("\\boxed{1/3}", "0.333333"),
-        ("\\boxed{0.0000333333}", "1/30000"),
-        ("#### 3 dozen eggs", "36"),
-        ("#### 6.63e-34", r"6.63\times10^{-34}"),
+        ("#### 42", "#### Final Answer: 42"), ("#### Answer: $5", "The final answer is $5$."),
+        ("\\boxed{1/3}", "0.333333"), ("\\boxed{0.0000333333}", "1/30000"),
+        ("#### 3 dozen eggs", "36"), ("#### 6.63e-34", r"6.63\times10^{-34}"),
     ],
-)
+)  # fmt: skip
 def test_number_reads_what_stands_around_and_how_it_is_rounded(text, answer):
     assert number(text, answer) == 1.0
 
 
-def test_a_gold_answer_that_is_announced_can_win_and_exact_keeps_all_of_it():
-    for gold in ("#### Final Answer: 42", "The answer is $42$.", "**Answer:** 42"):
-        assert rewards.NUMBER.can_win(gold)
-        assert math_verify("\\boxed{42}", gold) == 1.0 == number("#### 42", gold)
-        assert math_verify("\\boxed{41}", gold) == 0.0 == number("#### 41", gold)
-    assert exact("#### Final Answer: 42", "#### Final Answer: 42") == 1.0
-
-
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("#### 0.000000", "1e-7"),
-        ("#### 0.000000", r"10^{-9}"),
-        ("#### 0.0000014", "0.000001"),
-        ("#### 0.00001", "0.00002"),
-        ("#### 5 liters", "5 gallons"),
-        ("#### 5 dozen", "5"),
-        ("#### 3 squared", "3"),
-        ("#### 20%", "20 degrees"),
+        ("#### 0.000000", "1e-7"), ("#### 0.0000014", "0.000001"), ("#### 0.00001", "0.00002"),
+        ("#### 5 liters", "5 gallons"), ("#### 5 dozen", "5"), ("#### 20%", "20 degrees"),
     ],
-)
+)  # fmt: skip
 def test_number_refuses_other_units_and_numbers_that_round_to_nothing(text, answer):
     assert number(text, answer) == 0.0
 
@@ -179,17 +124,10 @@ def test_exact_wants_every_character():
 @pytest.mark.parametrize(
     "text,answer",
     [
-        ("#### 1,234,567", "1234567"),
-        ("#### $5.50.", "5.5"),
-        ("#### -$3", "-3"),
-        ("#### $ -3", "-3"),
-        ("#### 40%", "40"),
-        ("#### 7.", "7"),
-        ("#### .50", "0.5"),
-        ("#### +072", "72"),
-        ("#### 10$", "$10"),
+        ("#### 1,234,567", "1234567"), ("#### $5.50.", "5.5"), ("#### -$3", "-3"),
+        ("#### 40%", "40"), ("#### 7.", "7"), ("#### .50", "0.5"), ("#### +072", "72"),
     ],
-)
+)  # fmt: skip
 def test_number_ignores_how_a_number_is_written(text, answer):
     assert number(text, answer) == 1.0
     assert math_verify(text, answer) == 1.0
@@ -200,11 +138,6 @@ def test_number_ignores_how_a_number_is_written(text, answer):
 )
 def test_number_refuses_what_is_not_that_number(text):
     assert number(text, "12") == 0.0
-
-
-def test_nothing_equals_an_answer_that_is_no_number():
-    assert number("#### nan", "nan") == 0.0
-    assert number("no mark", "no number") == 0.0
 
 
 def test_math_verify_sees_equivalence_and_boxed_answers():
@@ -221,34 +154,6 @@ def test_math_verify_gives_zero_for_what_it_cannot_parse(text):
     assert math_verify(text, "3") == 0.0
 
 
-def test_math_verify_works_in_a_thread():
-    got = []
-    thread = threading.Thread(target=lambda: got.append(math_verify("#### 2x/4", "x/2")))
-    thread.start()
-    thread.join(60)
-    assert got == [1.0]
-
-
-def test_answers_are_compared_after_the_thread_that_compared_first_has_ended():
-    rewards.WORKER.close()
-    got = []
-    thread = threading.Thread(target=lambda: got.append(math_verify("#### 2x/4", "x/2")))
-    thread.start()
-    thread.join()
-    child = rewards.WORKER._process
-    time.sleep(0.2)  # the kernel ends children of a thread soon after it
-    assert child.poll() is None, "the process ended with the thread"
-    assert [*got, math_verify("#### 2x/4", "x/2")] == [1.0, 1.0]
-    assert rewards.WORKER._process is child
-
-
-def test_an_answer_is_compared_although_the_process_is_found_dead():
-    math_verify("#### 2x/4", "x/2")
-    rewards.WORKER._process.kill()
-    rewards.WORKER._process.wait()
-    assert math_verify("#### 2x/4", "x/2") == 1.0
-
-
 def test_math_verify_gives_up_in_time_and_works_afterwards(monkeypatch):
     math_verify("#### 2x/4", "x/2")
     monkeypatch.setattr(rewards, "SECONDS", 0.5)
@@ -257,13 +162,6 @@ def test_math_verify_gives_up_in_time_and_works_afterwards(monkeypatch):
     assert time.monotonic() - start < 5
     monkeypatch.undo()
     assert math_verify("#### 2x/4", "x/2") == 1.0
-
-
-def test_a_missing_library_is_named(monkeypatch):
-    rewards.WORKER.close()
-    monkeypatch.setattr(rewards.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match="math-verify"):
-        math_verify("#### 2x/4", "x/2")
 
 
 def test_rewards_are_found_by_name_or_dotted_path(tmp_path, monkeypatch):
@@ -279,9 +177,7 @@ def test_rewards_are_found_by_name_or_dotted_path(tmp_path, monkeypatch):
     for bad, message in [
         ("exakt", "choose one of exact, number, math_verify"),
         ("own_reward_module:missing", "cannot load"),
-        ("no_such_module_anywhere:f", "cannot load"),
         ("own_reward_module:not_one", "is a int"),
-        ("own_reward_module:", "unknown reward"),
     ]:
         with pytest.raises(ValueError, match=message):
             get_reward(bad)

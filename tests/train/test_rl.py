@@ -1,11 +1,10 @@
-"""`train.rl` as a user runs it: a short run, its files, its options, and what it refuses."""
+"""`train.rl` as a user runs it: a short run, its files, and its options."""
 
 import json
 import math
 import shutil
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_run
@@ -22,20 +21,12 @@ from train import eval as evaluation
 from train import rl
 from train.head_files import starting_head
 from train.log import read_metrics
-from train.loss import count_denominators, sft_loss
-from train.optim import OptimConfig
-from train.policy import PolicyTrainer
 from train.schema import RLConfig, SFTConfig
 from train.sft import PackedDemonstrations
-from train.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 HEAD = {"rollout.strategy": "2_1_3", "draft.unroll_steps": 2}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs():
-    with tiny_run.shared_programs():
-        yield
 
 
 def train(model, out, steps=2, /, **changes):
@@ -65,25 +56,8 @@ def run(thin_policy, tmp_path_factory):
     rows.write_text("".join(f'{{"prompt": "{i}+1=", "answer": {i + 1}}}\n' for i in range(3)))
     changes |= {"eval.sets.own.path": rows, "eval.sets.own.n": 3, "eval.sets.own.reward": "number"}
     changes |= {"eval.sets.greedy": f"{{path: {rows}, temperature: 0}}"}
-    evaluate = Trainer.evaluate
-
-    def watched(self):
-        caches = self.engine.runner.state
-        found, runner = evaluate(self), self.eval_engine.runner
-        HELD.append((caches, runner.params, runner.state))
-        return found
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "evaluate", watched)
-        rl.main(tiny_run.arguments(thin_policy, out, **changes, **HEAD))
+    rl.main(tiny_run.arguments(thin_policy, out, **changes, **HEAD))
     return out
-
-
-HELD: list[tuple] = []  # the rollout's caches before each evaluation; its own weights, caches after
-
-
-def test_evaluations_have_no_caches_beside_them_and_leave_nothing(run):
-    assert HELD == [(None, None, None)] * 3
 
 
 def test_every_step_has_finite_metrics_under_the_known_names(run):
@@ -134,18 +108,6 @@ def test_the_program_that_evaluates_gives_the_numbers_of_a_run(run, tmp_path, ca
     assert "avg@3" in capsys.readouterr().out
 
 
-def test_the_program_that_evaluates_takes_no_setting_of_training(tmp_path, capsys):
-    for argv, said in (
-        (["optim.lr=1"], "optim.lr is about training, and train.eval trains nothing"),
-        (["rollout.n=3"], "rollout.n is about training"),
-        (["distributed.num_processes=2"], "train.eval runs in one process"),
-        (["model=nowhere"], "nowhere does not exist"),
-    ):
-        with pytest.raises(SystemExit) as error:
-            evaluation.main([f"out={tmp_path}", *argv])
-        assert said in f"{error.value}{capsys.readouterr().err}"
-
-
 def test_a_run_leaves_a_plot_checkpoints_and_a_policy_that_generates(run):
     assert (run / "metrics.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(p.name for p in (run / "checkpoints").iterdir() if p.name.isdigit()) == ["2", "3"]
@@ -178,17 +140,6 @@ def test_the_samples_of_a_step_say_which_tokens_were_accepted_drafts(run):
         assert all(set(row["origins"]) <= {"d", "b", "p"} for row in of_set)
 
 
-def test_a_run_says_how_it_was_started(run, capsys):
-    [start] = json.loads((run / "run.json").read_text())
-    assert start["program"] == "train.rl" and f"out={run}" in start["command"]
-    assert start["first_step"] == 1 and start["versions"]["jax"] == jax.__version__
-    sets = {f"eval.sets.{name}.path" for name in ("own", "greedy")}
-    assert {file["setting"] for file in start["data"]} == sets
-    with pytest.raises(SystemExit):
-        rl.main(["--config", str(run / "config.yaml"), "--print-config"])
-    assert "steps: 3" in capsys.readouterr().out, "the file must be taken as it is"
-
-
 def test_the_last_heads_of_a_run_lie_in_a_directory_of_their_own(run):
     assert sorted(p.name for p in (run / "draft").iterdir()) == ["2", "3"]
     head, meta = load_draft(run / "draft" / "3")
@@ -199,18 +150,13 @@ def test_the_last_heads_of_a_run_lie_in_a_directory_of_their_own(run):
     assert meta["step"] == 3 and meta["mtp_concat"] == "embedding_first"
 
 
-@pytest.mark.parametrize("source", ["draft/3", "hf", "hf/mtp.safetensors"])
+@pytest.mark.parametrize("source", ["draft/3", "hf"])
 def test_a_run_starts_from_a_head_that_lies_alone(run, thin_policy, source):
     model, _, own = hf.load_checkpoint(thin_policy)
     own_head = Head(MTPSource(model), own)
     _, found = starting_head(SpecConfig(draft=str(run / source)), model, own_head, None)
     head = found.params
     assert same(head, hf.load_checkpoint(run / "hf")[2]) and not same(head, own)
-
-
-def test_a_run_goes_to_the_first_directory_without_checkpoints(run):
-    assert rl._fresh(run) == run.with_name("run-2")
-    assert rl._fresh(run / "new") == run / "new"
 
 
 # --- wrong arguments ------------------------------------------------------------------------------
@@ -229,78 +175,12 @@ def refusal(capsys, argv) -> str:
     return message
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"rollout.temprature": 1}, "unknown key 'rollout.temprature'; did you mean"),
-        ({"model": "no/such/dir"}, "expected a checkpoint directory, got 'no/such/dir'"),
-        ({"rollout.strategy": "5_1_4"}, "5_1_4"),
-        ({"rollout.strategy": "wide"}, "strategy 'wide' is not understood"),
-        (
-            {"rollout.strategy": "8_4_32", "rollout.acceptance": "recursive"},
-            "re-ranking is biased",
-        ),
-        (
-            {"rollout.strategy": "4x2x1", "rollout.acceptance": "block"},
-            "acceptance 'block' is exact for chains only",
-        ),
-        ({"rollout.acceptance": "typical"}, "rollout.acceptance: expected one of coupled, block"),
-        ({"rollout.temperature": -1}, "temperature must be a finite number >= 0"),
-        ({"rollout.n": 1}, "rollout.n: expected at least 2, got 1"),
-        ({"rollout.prompts": 0}, "rollout.prompts: expected at least 1"),
-        ({"rollout.max_tokens": 0}, "max_tokens must be at least 1"),
-        ({"rollout.draft": "eagle"}, "rollout.draft: expected auto, checkpoint, random, ngram, "),
-        ({"packing.row_length": 31}, "must fit a row, got packing.row_length=31"),
-        ({"rollout.max_tokens": 250, "packing.row_length": 262}, "the longest sequence of"),
-        ({"packing.microbatches": 2}, "unknown key 'packing.microbatches'"),
-        ({"algo.updates_per_rollout": 0}, "algo.updates_per_rollout: expected at least 1"),
-        ({"algo.loss_aggregation": "mean"}, "loss_aggregation must be one of token, sequence"),
-        ({"draft.mode": "sometimes"}, "draft.mode: expected one of auto, none, frozen, online"),
-        ({"draft.unroll_steps": 0}, "draft.unroll_steps and draft.epochs >= 1"),
-        ({"draft.loss": "mse"}, "mse"),
-        ({"reward": "close_enough"}, "unknown reward 'close_enough'"),
-        ({"reward": "tiny_run:missing"}, "cannot load reward 'tiny_run:missing'"),
-        ({"data.task": "gsm8k"}, "set data.path=/path/to/train.jsonl"),
-        ({"data.task": "gsm8k", "data.path": "no.jsonl"}, "no.jsonl: no such file"),
-        ({"mesh.data": 64, "packing.rows": 64}, "needs 64 devices"),
-        ({"mesh.tp": 0}, "mesh.tp: expected at least 1"),
-        ({"mesh.data": 2, "packing.rows": 3}, "packing.rows must be a multiple of"),
-        ({"checkpoint.keep_last": 0}, "checkpoint.keep_last: expected at least 1"),
-        ({"steps": 0}, "steps: expected at least 1"),
-    ],
-)  # fmt: skip
-def test_a_wrong_setting_is_one_clear_message_before_any_work(
-    thin_policy, tmp_path, capsys, changes, expected
-):
-    argv = tiny_run.arguments(thin_policy, tmp_path / "run", **changes)
-    assert expected in refusal(capsys, argv)
-    assert not (tmp_path / "run").exists()
-
-
-def test_strategy_off_is_no_speculation(tmp_path):
-    (tmp_path / "off.yaml").write_text("rollout: {strategy: off}\n")
-    for argv in (["rollout.strategy=off"], ["--config", str(tmp_path / "off.yaml")]):
-        assert SpecConfig(parse_config(RLConfig, argv)[0].rollout.strategy).is_off
-
-
-@pytest.mark.parametrize("mode", ["frozen", "online"])
-def test_speculation_without_a_head_says_how_to_get_one(tmp_path, capsys, mode):
+def test_speculation_without_a_head_says_how_to_get_one(tmp_path, capsys):
     model = tiny_run.write_policy(tmp_path / "headless", with_head=False)
-    argv = tiny_run.arguments(model, tmp_path / "run", draft__mode=mode)
+    argv = tiny_run.arguments(model, tmp_path / "run", draft__mode="online")
     message = refusal(capsys, argv)
     assert "no draft head" in message and "rollout.draft=random" in message
     assert not (tmp_path / "run").exists()
-
-
-def test_a_damaged_policy_is_one_clear_message(tmp_path, thin_policy, capsys):
-    import shutil
-
-    model = shutil.copytree(thin_policy, tmp_path / "damaged")
-    (model / "model.safetensors").write_bytes(b"nothing")
-    assert "damaged" in refusal(capsys, tiny_run.arguments(model, tmp_path / "run"))
-    config = json.loads((thin_policy / "config.json").read_text()) | {"model_type": "mamba"}
-    (model / "config.json").write_text(json.dumps(config))
-    assert "mamba" in refusal(capsys, tiny_run.arguments(model, tmp_path / "run"))
 
 
 # --- options of GRPO ------------------------------------------------------------------------------
@@ -335,23 +215,12 @@ def test_a_kl_term_is_added_with_its_coefficient(vary, base):
     assert second["train/loss"] == pytest.approx(total, rel=1e-4, abs=1e-7)
 
 
-def test_several_updates_per_rollout_are_off_policy_and_clipped_by_two_bounds(vary, base):
-    changes = {"algo.updates_per_rollout": 2, "algo.clip_ratio": 0.9}
-    trainer, steps = vary(2, **changes, **{"algo.clip_ratio_high": 9.0})
-    assert base[1][0]["train/ratio"] == 1 and base[1][0]["train/ppo_kl"] == 0
-    assert steps[0]["train/ratio"] != 1 and steps[0]["train/ppo_kl"] != 0
-    counts = [int(x) for x in leaves(trainer.opt_state) if x.ndim == 0]
-    assert counts and set(counts) == {4}  # two steps of two updates
-    tight = vary(**changes, **{"algo.clip_ratio_high": 0.0})[1]
-    assert tight[0]["train/clip_fraction"] > 0 == steps[0]["train/clip_fraction"]
-
-
 def test_dynamic_sampling_drops_and_replaces_groups_that_teach_nothing(thin_policy, tmp_path):
     changes = {"reward": "tiny_run:rare", "draft.mode": "none"}
     one = {"algo.max_num_gen_batches": 1}
     off = train(thin_policy, tmp_path, 1, **changes, **{"algo.dynamic_sampling": "false"})[1][0]
-    trainer, (on,) = train(thin_policy, tmp_path, 1, **changes, **one)
-    replacing, (more,) = train(thin_policy, tmp_path, 1, **changes)
+    _, (on,) = train(thin_policy, tmp_path, 1, **changes, **one)
+    _, (more,) = train(thin_policy, tmp_path, 1, **changes)
     informative = round(4 * (1 - off["rollout/zero_std"]))
     assert off["rollout/groups_selected"] == 4 and 0 < informative < 4
     assert on["rollout/groups_selected"] == informative
@@ -362,11 +231,6 @@ def test_dynamic_sampling_drops_and_replaces_groups_that_teach_nothing(thin_poli
     assert more["rollout/tokens"] > on["rollout/tokens"]
     assert off["train/tokens"] == off["rollout/tokens"]
     assert on["train/tokens"] < on["rollout/tokens"]
-    said = trainer.rollouts.short
-    assert said.startswith(f"{informative} groups of 4 have differing rewards, fewer than rollout.")
-    assert "algo.max_num_gen_batches=1" in said
-    assert said in rl.StepWarnings().check(1, on, short=said)
-    assert replacing.rollouts.short is None
 
 
 def test_a_step_in_which_every_group_is_dropped_moves_nothing(thin_policy, tmp_path):
@@ -380,33 +244,6 @@ def test_a_step_in_which_every_group_is_dropped_moves_nothing(thin_policy, tmp_p
     assert metrics["rollout/groups_drawn"] == metrics["rollout/groups_dropped"] == 8
     assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
     assert all(math.isfinite(v) for v in metrics.values() if not isinstance(v, str))
-
-
-def test_rematerialisation_changes_no_loss(vary, base):
-    _, steps = vary(2, remat="true")
-    for mine, theirs in zip(steps, base[1], strict=False):
-        assert mine["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-4, abs=1e-6)
-        assert mine["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-4)
-
-
-def test_scanned_and_looped_layers_give_the_same_loss_and_gradient(tiny_policy):
-    model, start, _ = hf.load_checkpoint(tiny_policy, "float32")
-    rng = np.random.default_rng(0)
-    batch = {
-        "tokens": rng.integers(0, 272, (2, 24)).astype(np.int32),
-        "positions": np.tile(np.arange(24, dtype=np.int32), (2, 1)),
-        "segment_ids": np.ones((2, 24), np.int32),
-        "loss_mask": np.ones((2, 24), np.float32),
-    }
-    results = []
-    for scan in (True, False):
-        policy = PolicyTrainer(model, sft_loss, OptimConfig().build())
-        policy.cfg = model.running(scan_layers=scan)
-        counts = count_denominators([batch])
-        params = jax.tree.map(jnp.copy, start)
-        *_, sums = policy.update(params, policy.init_opt_state(params), [batch], counts)
-        results.append((float(sums["loss"]), float(sums["grad_norm"])))
-    assert results[0] == pytest.approx(results[1], rel=1e-5)
 
 
 # --- modes of the draft head ----------------------------------------------------------------------
@@ -463,17 +300,6 @@ def test_an_online_head_learns_from_its_rollouts(modes):
         assert all(step["rollout/spec_accept_length"] >= 1 for step in modes[mode][1])
 
 
-@pytest.mark.slow
-def test_a_static_tree_soft_targets_and_bfloat16_go_together(thin_policy, tmp_path):
-    changes = {"rollout.strategy": "4x2x1", "rollout.temperature": 0.7, "draft.loss": "kl"}
-    changes |= {"draft.unroll_steps": 3, "draft.epochs": 2}
-    changes |= {"dtype.compute": "bfloat16", "dtype.params": "bfloat16"}
-    _, steps = train(thin_policy, tmp_path, 2, **changes)
-    for step in steps:
-        assert all(math.isfinite(v) for v in step.values() if not isinstance(v, str))
-        assert step["train/mtp_update_norm"] > 0
-
-
 # --- a policy that gives no numbers ---------------------------------------------------------------
 
 
@@ -490,29 +316,6 @@ def test_a_policy_of_nan_is_one_message_at_the_first_step(thin_policy, tmp_path)
     said = str(end.value)
     assert said.startswith("train.rl: error: step 1: the rollout of problem ")
     assert "NaN" in said and "before training began" in said and "\n" not in said
-
-
-def test_a_policy_that_goes_to_nan_ends_the_run_with_what_is_saved(
-    thin_policy, tmp_path, monkeypatch
-):
-    update = Trainer._update_policy
-
-    def diverges(self, *given):
-        done = update(self, *given)
-        if self.done_steps == 1:
-            self.params = of_nan(self.params)
-        return done
-
-    monkeypatch.setattr(Trainer, "_update_policy", diverges)
-    changes = HEAD | {"steps": 5, "checkpoint.every": 1, "draft.mode": "frozen"}
-    with pytest.raises(SystemExit) as end:
-        rl.main(tiny_run.arguments(thin_policy, tmp_path / "out", **changes))
-    said = str(end.value)
-    assert "step 3: " in said and "Steps 1, 2 are saved in" in said
-    assert f"model={tmp_path / 'out'}" in said
-    for record in read_metrics(tmp_path / "out"):
-        json.dumps(record, allow_nan=False)
-    assert [record["step"] for record in read_metrics(tmp_path / "out")] == [1, 2]
 
 
 # --- the beginning-of-sequence token --------------------------------------------------------------

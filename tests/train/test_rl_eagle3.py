@@ -1,4 +1,4 @@
-"""EAGLE-3 heads in `train.rl`: trained online, frozen, saved, resumed and loaded again."""
+"""EAGLE-3 heads in `train.rl`: trained online, frozen, saved and loaded again."""
 
 import dataclasses
 
@@ -9,7 +9,6 @@ import tiny_run
 
 from serve.admin import read_weights
 from specjax import LLM, SpecConfig
-from specjax.checkpoint.draft_files import save_draft_files
 from specjax.checkpoint.format import named_leaves
 from specjax.checkpoint.weights import Head, load_model
 from specjax.command_line import parse_config
@@ -17,8 +16,9 @@ from specjax.drafts.eagle3 import Eagle3Source
 from specjax.drafts.mtp import MTPSource
 from specjax.engine.sources import kind_of, load_head
 from train import rl
-from train.plan.programs import Shapes
 from train.schema import RLConfig
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 EAGLE3 = {"rollout.draft": "random", "rollout.draft_kind": "eagle3"}
 
@@ -30,12 +30,6 @@ def trainer(model, out, **changes) -> rl.Trainer:
 def same(a, b) -> bool:
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in pairs)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared():
-    with tiny_run.shared_programs():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -74,35 +68,6 @@ def test_the_head_is_trained_and_moves_no_bit_of_the_policy(modes):
     assert not still, f"{sorted(still)} are not trained"
 
 
-def test_a_new_head_starts_with_the_policys_language_model_head(modes, thin_model):
-    policy = load_model(thin_model, "float32").policy
-    start = modes["frozen"][1]
-    expected = policy["lm_head"] if "lm_head" in policy else policy["embed"].T
-    np.testing.assert_array_equal(start["lm_head"], expected)
-    np.testing.assert_array_equal(start["norm"], policy["norm"])
-
-
-def test_switches_of_a_head_in_files_are_set_by_hand(modes, thin_model, tmp_path):
-    source, head = modes["frozen"][0].source, modes["frozen"][1]
-    save_draft_files(tmp_path / "head", source, head, "safeailab", "float32")
-    changes = {"rollout.draft": tmp_path / "head", "draft.mode": "frozen"}
-    changes["rollout.draft_overrides"] = "{norm_output: true}"
-    one = trainer(thin_model, tmp_path / "run", **changes)
-    assert one.source.cfg == dataclasses.replace(source.cfg, norm_output=True)
-    cfg = parse_config(RLConfig, tiny_run.arguments(thin_model, tmp_path, **changes))[0]
-    planned = Shapes(cfg, jax.devices()[:1])
-    assert planned.source.cfg == one.source.cfg
-
-
-def test_spot_training_trains_the_head_and_leaves_the_policy(modes, thin_model, tmp_path):
-    spot = {"draft.mode": "online", "draft.spot.enabled": True, "draft.spot.gaps": False}
-    one = trainer(thin_model, tmp_path, **EAGLE3, **spot)
-    start = jax.tree.map(np.asarray, one.head)
-    for plain in modes["frozen"][2]:
-        assert one.step()["rollout/tokens_sha"] == plain["rollout/tokens_sha"]
-    assert same(one.params, modes["frozen"][0].params) and not same(one.head, start)
-
-
 def test_what_was_saved_is_the_head_that_was_trained(run, modes, thin_model):
     cfg = load_model(thin_model, "float32").cfg
     online = modes["online"][0]
@@ -113,15 +78,6 @@ def test_what_was_saved_is_the_head_that_was_trained(run, modes, thin_model):
         assert head.source.cfg.taps == online.source.cfg.taps
     whole = load_model(run, "float32")
     assert same(whole.head.params, online.head) and whole.cfg.mtp_num_layers == 0
-
-
-def test_a_run_that_is_resumed_ends_with_the_same_head(run, thin_model, tmp_path):
-    out = tmp_path / "run"
-    saved = {"checkpoint.every": 1, "checkpoint.draft_only": True}
-    rl.main(tiny_run.arguments(thin_model, out, **EAGLE3, **saved, steps=1))
-    rl.main([*tiny_run.arguments(thin_model, out, **EAGLE3, **saved), "--resume"])
-    ended, whole = load_model(out), load_model(run)
-    assert same(ended.head.params, whole.head.params) and same(ended.policy, whole.policy)
 
 
 def test_the_saved_head_drafts_in_other_programs(run, thin_model, tmp_path):
@@ -147,6 +103,4 @@ def test_a_head_of_another_kind_or_with_other_taps_does_not_take_its_place(run, 
     assert llm.head is before
     _, head = read_weights(run, llm.cfg, True, None)  # POST /update_weights, what=head
     llm.update_head(head)
-    assert same(llm.head, before)
-    llm.update_head(Head(source, jax.tree.map(lambda a: 1 * a, before)))
     assert same(llm.head, before)

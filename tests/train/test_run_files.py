@@ -10,15 +10,6 @@ from train.run_files import RunFileError, keep_before, read_lines
 CUT = json.dumps({"step": 2, "text": "\u00e9"}, ensure_ascii=False).encode()[:-3]
 
 
-def test_a_last_line_that_ends_within_a_character_is_dropped(tmp_path):
-    path = tmp_path / "samples.jsonl"
-    first = json.dumps({"step": 1, "text": "a\u2028b"}, ensure_ascii=False).encode() + b"\n"
-    path.write_bytes(first + CUT)
-    assert [record["step"] for record in read_lines(path)] == [1]
-    keep_before(path, 9)
-    assert path.read_bytes() == first
-
-
 def test_a_damaged_line_is_named_and_leaves_the_file_as_it_was(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for bad, said in ((CUT, "line 1: not JSON"), (b"[1]", "line 1: expected an object")):
@@ -34,13 +25,8 @@ def test_a_damaged_line_is_named_and_leaves_the_file_as_it_was(tmp_path):
     ("name", "text", "said"),
     [
         ("run.json", b"[{", "run.json: expected what a run writes of its starts, got no JSON"),
-        ("run.json", b"\xff", "run.json: expected what a run writes"),
         ("run.json", b"{}", "run.json: expected a list of starts"),
-        ("run.json", b"[{}]", "run.json: expected a list of starts"),
         ("config.yaml", b"a: [", "config.yaml: expected settings, got no YAML"),
-        ("config.yaml", b"\xff", "config.yaml: expected settings, got no YAML"),
-        ("config.yaml", b"- a", "config.yaml: expected settings in sections, got list"),
-        ("config.yaml", b"3", "config.yaml: expected settings, got no YAML"),
         ("metrics.jsonl", b'{\n{"step": 1}\n', "metrics.jsonl, line 1: not JSON"),
     ],
 )

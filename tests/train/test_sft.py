@@ -1,10 +1,7 @@
-"""`train.sft` makes a policy and a head from nothing, or goes on with them; then `train.rl`."""
+"""`train.sft` makes a policy and a head from nothing, or goes on with them."""
 
-import json
 import math
-import re
 import shutil
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +9,14 @@ import numpy as np
 import optax
 import pytest
 import tiny_run
-import yaml
 
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.store import Checkpointer
-from specjax.command_line import ConfigError, parse_config
 from specjax.drafts.mtp import init_head_params
 from specjax.models.families.dense import change_dense
 from specjax.models.transformer import init_params
-from train import rl, sft
-from train.cli import can_resume
+from train import sft
 from train.log import read_metrics
 from train.optim import OptimConfig, weight_matrices
 from train.schema import SFTConfig
@@ -87,13 +81,6 @@ def series(run, name) -> list[float]:
     return [r[name] for r in read_metrics(run) if name in r]
 
 
-def test_a_run_says_how_it_was_started_and_with_which_settings(run):
-    [start] = json.loads((run / "run.json").read_text())
-    assert (start["program"], start["first_step"], start["model"]) == ("train.sft", 1, None)
-    settings = yaml.safe_load((run / "config.yaml").read_text())
-    assert settings["out"] == str(run) and "draft_steps" in settings
-
-
 def test_the_policy_learns_and_then_its_head(run):
     losses = series(run, "train/loss")
     assert losses[0] < math.log(272) and losses[-1] < 0.6 * losses[0]
@@ -114,22 +101,6 @@ def test_the_export_generates_with_its_own_tokenizer_and_head(run):
     assert llm.totals.accept_length > 1.3, "the trained head is of no use"
 
 
-@pytest.mark.slow  # so is the export of train.rl, and each family in test_parity
-@pytest.mark.torch
-def test_the_export_is_what_transformers_loads(run):
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    theirs = AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32)
-    ids = AutoTokenizer.from_pretrained(run / "hf")("4+17=", add_special_tokens=False)["input_ids"]
-    with torch.no_grad():
-        scores = torch.log_softmax(theirs(torch.tensor([ids])).logits[0, -1], -1).numpy()
-    sample = LLM(run / "hf", max_batch=1, max_len=64).generate(
-        "4+17=", SamplingParams(max_tokens=1, temperature=1.0)
-    )[0].samples[0]  # fmt: skip
-    assert abs(scores[sample.token_ids[0]] - sample.logprobs[0]) < 1e-4
-
-
 def test_init_continues_a_policy_with_its_tokenizer_and_head(run, tmp_path):
     changes = {"init": run / "hf", "steps": 5, "draft_steps": 5, "log_every": 1}
     sft.main(arguments(tmp_path / "more", **changes))
@@ -142,31 +113,6 @@ def test_init_continues_a_policy_with_its_tokenizer_and_head(run, tmp_path):
     assert not np.array_equal(np.asarray(before), np.asarray(after))
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"data.task": "gsm8k"}, "set data.path=/path/to/train.jsonl"),
-        ({"init": "no/such/dir"}, "no/such/dir"),
-        ({"vocab_size": 100}, "vocab_size must be at least 258"),
-        ({"packing.row_length": 8}, "raise packing.row_length"),
-        ({"mesh.data": 64, "packing.rows": 64}, "needs 64 devices"),
-        ({"model.num_heads": 5}, "num_heads must be a multiple"),
-        ({"lr": 1}, "did you mean"),
-        ({"draft.loss": "mse"}, "draft.loss: expected one of ce, kl"),
-        ({"draft.loss": "soft_ce"}, "got soft_ce, which is called kl now"),
-        ({"packing.rows": 0}, "packing.rows: expected at least 1"),
-        ({"packing.microbatches": 0}, "packing.microbatches: expected at least 1"),
-        ({"checkpoint.draft_only": "true"}, "unknown key 'checkpoint.draft_only'"),
-        ({"model.mtp_concat": "both"}, "expected one of embedding_first, hidden_first"),
-    ],
-)
-def test_a_wrong_setting_is_one_clear_message(tmp_path, capsys, changes, expected):
-    with pytest.raises(SystemExit) as exit_info:
-        sft.main(arguments(tmp_path / "run", **changes))
-    message = capsys.readouterr().err + str(exit_info.value.code)
-    assert expected in message and "Traceback" not in message
-
-
 def test_a_directory_with_checkpoints_is_not_trained_over(run, capsys):
     before = (run / "metrics.jsonl").read_bytes()
     with pytest.raises(SystemExit, match="holds checkpoints of an earlier run"):
@@ -175,23 +121,6 @@ def test_a_directory_with_checkpoints_is_not_trained_over(run, capsys):
 
 
 # --- resuming -------------------------------------------------------------------------------------
-
-
-class Killed(Exception):
-    pass
-
-
-def kill_after(monkeypatch, trainer: type, updates: int, error: type = Killed) -> None:
-    """The program dies in place of the update after so many."""
-    update, done = trainer.update, []
-
-    def counted(*arguments):
-        if len(done) == updates:
-            raise error
-        done.append(1)
-        return update(*arguments)
-
-    monkeypatch.setattr(trainer, "update", counted)
 
 
 def learned(run) -> list[dict]:
@@ -218,27 +147,6 @@ def test_a_run_resumed_in_the_policy_stage_ends_as_one_that_was_not(run, tmp_pat
         np.testing.assert_array_equal(mine, theirs)
 
 
-@pytest.mark.slow  # runs of train.rl are killed in every test run
-def test_a_run_killed_in_both_stages_ends_as_one_that_was_not(run, tmp_path, monkeypatch):
-    out = tmp_path / "run"
-    for flags, trainer, updates in (
-        ([], sft.PolicyTrainer, 45),  # the last checkpoint is that of step 30
-        (["--resume"], sft.DraftTrainer, 25),  # and now the end of the policy stage, step 60
-    ):
-        with monkeypatch.context() as patch, pytest.raises(Killed):
-            kill_after(patch, trainer, updates)
-            sft.main([*arguments(out), *flags])
-    assert not (out / "hf").exists()
-    sft.main([*arguments(out), "--resume"])
-    assert learned(out) == learned(run)
-    for mine, theirs in zip(final_state(out), final_state(run), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
-    assert (out / "hf/tokenizer.json").read_bytes() == (run / "hf/tokenizer.json").read_bytes()
-    mine, theirs = (hf.load_checkpoint(path / "hf") for path in (out, run))
-    assert mine[0] == theirs[0]
-    jax.tree.map(np.testing.assert_array_equal, mine[1:], theirs[1:])
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -251,75 +159,6 @@ def test_a_run_is_not_resumed_as_another(run, changes, expected):
     with pytest.raises(SystemExit, match=expected):
         sft.main([*arguments(run, **changes), "--resume"])
     assert (run / "metrics.jsonl").read_bytes() == before
-
-
-def test_how_a_run_is_computed_may_change_when_it_is_resumed():
-    def settings(*given) -> dict:
-        cfg, _ = parse_config(SFTConfig, ["data.path=d.jsonl", *given])
-        return sft.Run.fingerprint(SimpleNamespace(cfg=cfg))
-
-    changed = ("remat=true", "remat_policy=full", "mesh.data=2", "logprob_chunk_size=64")
-    assert settings(*changed) == settings()
-    assert settings("optim.lr=0.5") != settings()
-
-
-def test_fewer_steps_than_the_checkpoint_has_are_refused(run):
-    with pytest.raises(SystemExit, match="at step 60 of the policy, expected at most steps=50"):
-        sft.main([*arguments(run, steps=50), "--resume_step", "60"])
-
-
-def test_without_a_checkpoint_there_is_nothing_to_resume_and_a_partial_one_is_no_checkpoint(
-    tmp_path, monkeypatch
-):
-    with pytest.raises(SystemExit, match="nothing to resume"):
-        sft.main([*arguments(tmp_path / "none"), "--resume"])
-    assert not (tmp_path / "none").exists()
-    partial = tmp_path / "early" / "checkpoints" / "30.orbax-checkpoint-tmp-17"
-    partial.mkdir(parents=True)
-    kill_after(monkeypatch, sft.PolicyTrainer, 0)
-    with pytest.raises(Killed):  # it starts again, without a tokenizer from before
-        sft.main([*arguments(tmp_path / "early"), "--resume"])
-    assert (tmp_path / "early" / "tokenizer" / "tokenizer.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("updates", "said"),
-    [
-        (1, "interrupted at step 2; nothing was saved yet"),
-        (4, r"interrupted at step 5; steps 2, 4 are saved in \S+checkpoints; go on with --resume"),
-    ],
-)
-def test_ctrl_c_is_one_line_that_says_what_is_saved(tmp_path, monkeypatch, capsys, updates, said):
-    out, changes = tmp_path / "run", {"steps": 6, "draft_steps": 0, "checkpoint.every": 2}
-    with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
-        kill_after(patch, sft.PolicyTrainer, updates, KeyboardInterrupt)
-        sft.main(arguments(out, **changes))
-    told = capsys.readouterr()
-    assert ended.value.code == 130 and "Traceback" not in told.err
-    assert re.fullmatch(rf"train\.sft: {said}", told.err.strip().splitlines()[-1])
-    assert "policy for 6 updates (steps=6); draft_steps=0: the head" in told.out
-
-
-@pytest.mark.parametrize("left", ["checkpoints/", "metrics.jsonl", "tokenizer/"])
-def test_what_a_run_left_is_resumed_at_step_one(tmp_path, capsys, left):
-    path = tmp_path / left
-    path.mkdir() if left.endswith("/") else path.write_text("")
-    assert not can_resume(tmp_path, None, print)
-    assert f"{tmp_path} holds no complete checkpoint: starting again at step 1" in (
-        capsys.readouterr().out
-    )
-    with pytest.raises(ConfigError, match="--resume_step asks for step 3; leave it out"):
-        can_resume(tmp_path, 3, print)
-    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
-    assert can_resume(tmp_path, None, print)
-
-
-@pytest.mark.parametrize("file", [None, "notes.txt", "config.json"])
-def test_a_directory_of_no_run_is_not_resumed(tmp_path, file):
-    if file:
-        (tmp_path / file).write_text("")
-    with pytest.raises(ConfigError, match="nothing to resume: .* run without --resume"):
-        can_resume(tmp_path, None, print)
 
 
 # --- the head's settings, the export's dtype ------------------------------------------------------
@@ -347,10 +186,6 @@ def test_a_head_that_is_not_trained_is_exported_as_it_started(tmp_path, capsys):
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
 
 
-def test_the_export_is_bfloat16_by_default(run):
-    assert json.loads((run / "hf" / "config.json").read_text())["torch_dtype"] == "bfloat16"
-
-
 # --- the optimizer --------------------------------------------------------------------------------
 
 
@@ -374,8 +209,7 @@ def test_weight_decay_is_on_weight_matrices_only(run):
     assert np.allclose(after["q"], 0.95) and np.all(np.asarray(after["input_norm"]) == 1)
 
 
-@pytest.mark.parametrize("warmup", [0, 1, 4])
-@pytest.mark.parametrize("decay", [0, 8])
+@pytest.mark.parametrize(("warmup", "decay"), [(0, 8), (1, 0), (4, 8)])
 def test_the_rate_rises_from_its_first_share_to_the_peak_and_falls(warmup, decay):
     schedule = OptimConfig(
         lr=2.0, warmup_steps=warmup, decay_steps=decay, final_lr_ratio=0.25
@@ -390,37 +224,3 @@ def test_the_rate_rises_from_its_first_share_to_the_peak_and_falls(warmup, decay
     assert all(a > b for a, b in zip(tail[:8], tail[1:9], strict=True))
     assert tail[4] == pytest.approx((2.0 + 0.5) / 2)
     assert tail[8:] == pytest.approx([0.5] * len(tail[8:]))
-
-
-# --- GSM8K's format, end to end -------------------------------------------------------------------
-
-
-def gsm8k(model, out, path, **changes) -> list[dict]:
-    """Two RL steps on GSM8K-format lines; returns their records."""
-    settings = {
-        "data.task": "gsm8k",
-        "data.path": path,
-        "reward": "number",
-        "rollout.max_prompt_tokens": 40,
-        "rollout.max_tokens": 24,
-        "rollout.strategy": "2_1_3",
-        "algo.dynamic_sampling": "false",
-        "eval.problems": 2,
-        **changes,
-    }
-    rl.main(tiny_run.arguments(model, out, **settings))
-    records = read_metrics(out)
-    assert not any("nonfinite" in r for r in records)
-    steps = [r for r in records if r["step"] > 0]
-    assert all(r["rollout/spec_accept_length"] >= 1 for r in steps)
-    assert all(0 <= r["rollout/reward"] <= 1 and r["train/tokens"] > 0 for r in steps)
-    return steps
-
-
-@pytest.mark.slow
-def test_gsm8k_lines_go_through_sft_and_rl_with_numbers_as_rewards(tmp_path):
-    path = tiny_run.write_gsm8k(tmp_path / "train.jsonl")
-    common = {"data.task": "gsm8k", "data.path": path, "loss_on": "all"}
-    few = {"steps": 10, "draft_steps": 5, "checkpoint.every": 0}
-    sft.main(arguments(tmp_path / "sft", **common, **few))
-    assert len(gsm8k(tmp_path / "sft" / "hf", tmp_path / "rl", path)) == 2

@@ -1,7 +1,6 @@
 """Rollouts on several replicas, the head trained in their gaps: what is learned stays the same."""
 
 import copy
-import types
 
 import jax
 import numpy as np
@@ -11,15 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specjax.checkpoint.store import Checkpointer
-from specjax.command_line import ConfigError, parse_config
-from specjax.engine import hosts
-from specjax.engine.replicas import Replicas
+from specjax.command_line import parse_config
 from train import rl
-from train.heads import DraftConfig, SpotConfig
-from train.log import TRACE_FILE, Trace, read_lines
+from train.log import TRACE_FILE, read_lines
 from train.schema import RLConfig
 from train.scoring import RewardsFailedError
-from train.spot import HeadDevices, ReplayBuffer, SpotTraining
+from train.spot import ReplayBuffer
 
 # Groups are carried, steps end early, the head is trained: all that could depend on the clock does.
 CHANGES = {
@@ -99,10 +95,6 @@ def test_the_head_learns_in_gaps_while_other_replicas_run(pair):
     assert sum(m["draft/updates_in_gaps"] for m in some) > 0
     assert [m["draft/updates"] for m in some] == [0, 5, 5, 5]  # nothing to learn from, at first
     assert not any(m["draft/updates_in_gaps"] for m in others)
-    assert {some[0][f"control/{of}strategy"] for of in ("", "replica_1/")} == {
-        gaps.engine.spec.resolve().name
-    }
-    assert "control/replica_1/strategy" not in others[0]
     events = read_lines(out / "gaps" / TRACE_FILE)
     assert {e["step"] for e in events} == set(range(1, STEPS + 1))
     pieces = [e for e in events if e["event"] == "draft_gap"]
@@ -188,28 +180,6 @@ def test_a_mesh_and_replicas_of_several_devices_learn_what_one_device_does(
         assert same(tree, learnt[name]), name
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, "rollout.replicas=1"),
-        ({**GAPS, "draft.mode": "frozen"}, "there is none to train"),
-        ({**GAPS, "rollout.strategy": "off"}, "there is none to train"),
-        ({**GAPS, "draft.spot.buffer_tokens": 63}, "row_length = 512 positions, got 63"),
-        ({**GAPS, "draft.spot.updates": -1}, "draft.spot.updates: expected at least 0"),
-        ({"rollout.replicas": 0}, "rollout.replicas: expected at least 1"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(capsys, tmp_path, changes, expected):
-    with pytest.raises(SystemExit):
-        config(tmp_path, tmp_path, **changes)
-    assert expected in capsys.readouterr().err
-
-
-def test_more_replicas_than_devices_are_refused(thin_policy, tmp_path):
-    with pytest.raises(ConfigError, match="64 replicas of 1 devices need 64"):
-        rl.Trainer(config(thin_policy, tmp_path, **{"rollout.replicas": 64}))
-
-
 # --- the replay buffer ----------------------------------------------------------------------------
 
 
@@ -244,159 +214,3 @@ def test_a_plan_never_holds_the_step_itself_and_the_buffer_is_bounded(counts, to
         )
     everything = [100 * s + i for s, count in enumerate(counts, start=1) for i in range(count)]
     assert marks(buffer.entries) == everything[max(0, len(everything) - tokens // 8) :]
-
-
-def test_a_buffer_comes_back_from_its_state_and_arrays():
-    buffer, other = ReplayBuffer(100), ReplayBuffer(100)
-    buffer.add(3, *microbatches(3, 2))
-    buffer.add(4, *microbatches(4, 1))
-    shapes = jax.tree.map(lambda a: (a.shape, a.dtype), buffer.tree())
-    abstract = jax.tree.map(lambda a: (a.shape, a.dtype), ReplayBuffer.abstract(buffer.state()))
-    assert shapes == abstract
-    other.add(9, *microbatches(9, 1))
-    other.load(buffer.state(), buffer.tree())
-    assert [e.step for e in other.entries] == [3, 3, 4]
-    assert same([tuple(e) for e in other.entries], [tuple(e) for e in buffer.entries])
-
-
-# --- pieces ---------------------------------------------------------------------------------------
-
-
-class Later:
-    """A result that is there when the test says so."""
-
-    def __init__(self):
-        self.ready = False
-
-    def is_ready(self) -> bool:
-        return self.ready
-
-    def __array__(self, *unused, **more):
-        return np.float32(1)
-
-    def block_until_ready(self):
-        self.ready = True
-        return self
-
-
-def spot_of(gaps: bool = True):
-    """(spot training of three micro-batches for three replicas, the pieces it sent off)."""
-    sent = []
-
-    def start_update(head, opt_state, policy, batch, states):
-        sent.append((int(batch["tokens"][0, 0]), list(head.devices())[0].id, Later()))
-        return head + 1, opt_state, {"count": sent[-1][2]}
-
-    draft = types.SimpleNamespace(start_update=start_update, mesh=None, context=None)
-    places = [HeadDevices(draft, jax.devices()[i % jax.device_count()]) for i in range(3)]
-    spot = SpotConfig(enabled=True, gaps=gaps, buffer_tokens=100)
-    cfg = DraftConfig(spot=spot, max_microbatches=3)
-    spot = SpotTraining(places, cfg, Trace(3))
-    spot.store(1, *microbatches(1, 5))
-    head = jax.numpy.zeros(())
-    spot.begin(2, head, jax.numpy.zeros(()), {"embed": head, "norm": head})
-    return spot, sent
-
-
-def test_one_piece_at_a_time_is_sent_off_and_only_to_a_drained_replica():
-    spot, sent = spot_of()
-    spot.use_idle([])
-    assert not sent
-    rows = len(spot.buffer.entries[0].states)
-    spot.seconds = {rows: 2.0}
-    assert not spot.use_idle([2], 1.0) and spot.seconds_needed == 2  # it would not be done by then
-    assert not sent
-    assert spot.use_idle([2], 3.0)
-    spot.use_idle([1, 2])
-    assert [s[:2] for s in sent] == [(100, jax.devices()[2].id)]
-    sent[0][2].ready = True
-    spot.use_idle([])  # all replicas have work again
-    # It is not known how long an update takes without moving the head.
-    assert len(sent) == 1 and spot.in_gaps == 1 and spot.seconds == {rows: 2}
-    spot.use_idle([1, 2])  # the head stays where it is
-    assert [s[:2] for s in sent[1:]] == [(101, jax.devices()[2].id)]
-    head, _, sums = spot.finish()
-    assert [s[0] for s in sent] == [100, 101, 102] and float(head) == 3
-    assert (spot.in_gaps, spot.after, float(sums["count"])) == (2, 1, 3)
-    assert head.devices() == {jax.devices()[0]}
-
-
-class Noted:
-    """Work of four seconds a piece that does nothing, and records its calls."""
-
-    seconds_needed = 4.0
-
-    def __init__(self):
-        self.asked, self.waited = [], 0
-
-    def use_idle(self, replicas, seconds) -> bool:
-        self.asked.append((list(replicas), round(seconds)))
-        return len(self.asked) == 1  # it is done at the second call
-
-    def wait(self) -> None:
-        self.waited += 1
-
-
-def test_processes_tell_each_other_less_often_while_a_gap_is_used():
-    """A process whose own samples have ended, while another's run."""
-    told, agreement = [], types.SimpleNamespace(now=0.0)
-    own = types.SimpleNamespace(
-        has_work=False, clear=lambda: None, runner=types.SimpleNamespace(agreement=agreement)
-    )
-    own.spec = own.limits = own.telemetry = own.unfinished = None
-    own.engines, own.drained = (own,), [0]
-
-    def tell(mine, place):
-        told.append(mine)
-        return [mine, ([], 0.0)]
-
-    host = hosts.Hosts(own, None, group=hosts.ProcessGroup(0, 2, reports=True), exchange=tell)
-    host.idle_work = noted = Noted()
-    host._load = [0, 3]
-    host.step()
-    assert noted.asked == [([0], hosts.EXCHANGE), ([0], hosts.EXCHANGE)] and noted.waited == 1
-    host.step()
-    assert noted.asked[2:] == [([0], 5)]  # an update has room until the next exchange
-    host._load = [0, 0]
-    host.step()
-    assert noted.asked[3:] == [([], 5)]  # no replica runs: the rollout is over
-    assert [needed for _, needed in told] == [4.0, 4.0, 0.0] and host._interval == hosts.EXCHANGE
-
-
-def test_switched_off_all_pieces_come_after_the_rollout():
-    spot, sent = spot_of(gaps=False)
-    spot.use_idle([1])
-    assert not sent
-    assert spot.seconds_needed == 0
-    spot.finish()
-    assert [s[0] for s in sent] == [100, 101, 102] and (spot.in_gaps, spot.after) == (0, 3)
-
-
-def test_a_replica_is_in_a_gap_only_while_others_run():
-    busy, idle = (types.SimpleNamespace(has_work=work) for work in (True, False))
-    for engines, expected in (([busy, idle, idle], [1, 2]), ([idle, idle], []), ([busy], [])):
-        replicas = object.__new__(Replicas)
-        replicas._unfed, replicas.engines = {}, engines
-        assert replicas.idle_replicas == expected
-
-
-# --- the trace ------------------------------------------------------------------------------------
-
-
-def test_a_run_that_goes_back_drops_the_events_of_steps_that_it_runs_again(tmp_path):
-    path = tmp_path / TRACE_FILE
-    for steps in ((1, 2, 3), (2, 3)):
-        trace = Trace(2)
-        for step in steps:
-            trace.begin(step)
-            trace.record_idle([1])
-            trace.record_idle([])
-            trace.end()
-            trace.write(path)
-        with path.open("a") as stream:
-            stream.write('{"step": 3, "repl')  # killed while it wrote
-    events = read_lines(path)
-    assert [e["step"] for e in events if e["event"] == "rollout"] == [1, 2, 3]
-    mine = [e for e in events if e["step"] == 2 and e["replica"] == 1]
-    assert [e["event"] for e in mine] == ["busy", "idle", "busy"]
-    assert all(a["end"] == b["start"] for a, b in zip(mine, mine[1:], strict=False))

@@ -12,8 +12,9 @@ from specjax.checkpoint.store import Checkpointer
 from specjax.command_line import ConfigError, parse_config
 from specjax.engine import engine, sequence
 from train import rl
-from train.log import read_metrics
 from train.schema import RLConfig
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 ARMS = ("off", "1_1_2", "2_1_3")
 # By XLA, whose bits depend on what stands beside: specjax's kernels for CPUs would hide it.
@@ -31,12 +32,6 @@ CHANGES = {
     "draft.mode": "frozen",  # one program less
 }
 STEPS = 3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs():
-    with tiny_run.shared_programs():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -125,26 +120,6 @@ def test_in_invariant_mode_runs_repeat_exactly_whoever_chooses_what(
         pytest.raises(ConfigError, match="made with other settings of rollout"),
     ):
         resumed.restore(checkpoints, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
-def test_without_that_mode_they_run_and_say_that_parameters_may_differ(
-    wide_policy, tmp_path, monkeypatch, capsys
-):
-    arms = ("off", "1_1_2")
-    few = {"rollout.control.strategies": f"[{','.join(arms)}]", "rollout.max_batch": 1}
-    changes = {**CHANGES, **few, "checkpoint.export": "false", "steps": 1}
-    choosing(monkeypatch, *[["off"]] * 2, arms=arms)
-    rl.main(tiny_run.arguments(wide_policy, tmp_path, **changes))
-    assert "parameters, and hence later tokens, may differ between" in capsys.readouterr().out
-    [plain] = [r for r in read_metrics(tmp_path) if r["step"] == 1]
-    choosing(monkeypatch, *[["1_1_2"]] * 2, arms=arms)
-    drafted = rl.Trainer(config(wide_policy, tmp_path, **changes)).step()
-    assert plain["rollout/tokens_sha"] == drafted["rollout/tokens_sha"]
-    assert plain["train/tis"] == pytest.approx(drafted["train/tis"], abs=1e-4)
-    bits = "train/train_rollout_logprob_abs_diff"
-    assert 0 < plain[bits] != drafted[bits], "else the test above would prove nothing"
 
 
 def test_the_weight_is_that_of_the_log_probabilities_that_came_with_the_tokens(

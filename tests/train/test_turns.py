@@ -7,17 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.command_line import parse_config
-from specjax.engine.request import SampleOutput, SpecStats
 from train.algo import algo
 from train.collect import to_samples
 from train.groups import Group, Response
 from train.heads import draft_targets
 from train.loss import count_denominators, policy_loss
-from train.packing import Sample, pack
+from train.packing import pack
 from train.registry import OBJECTIVES
-from train.schema import RLConfig
-from train.trainer import Trainer
 
 # Two turns of the policy with two tokens of a tool between them.
 TURNS = [1, 1, 0, 0, 1]
@@ -47,13 +43,6 @@ def test_the_mask_goes_from_the_record_into_the_batch():
     assert (batch["advantages"] != 0).tolist() == [[x == 1 for x in expected]]
     assert batch["tokens"].tolist() == [[5, 6, *range(10, 15), 5, 6, *range(20, 25), 0, 0]]
     assert count_denominators([batch]) == (8, 2)
-
-
-def test_a_record_without_masks_is_packed_as_ever():
-    plain = batch_of([group((None, None))])
-    for masks in (([1] * 5, [1] * 5), (None, [1] * 5)):
-        batch = batch_of([group(masks)])
-        assert all(np.array_equal(plain[name], batch[name]) for name in plain)
 
 
 @pytest.mark.parametrize("garbage", [(-50.0, 7.0), (-np.inf, -np.inf), (-np.inf, 0.0), (np.nan, 0)])
@@ -94,44 +83,6 @@ def test_a_carried_record_keeps_its_mask_and_is_cut_with_it():
     saved = json.loads(json.dumps(again.to_json()))
     restored = Group.from_json(saved, None, again.prompt)
     assert [r.loss_mask for r in restored.responses] == [TURNS, None]
-    for response in saved["responses"]:
-        del response["loss_mask"]  # as an older version wrote it
-    old = Group.from_json(saved, None, again.prompt)
-    assert [r.loss_mask for r in old.responses] == [None, None]
     cut = Response(list(range(5)), [-1.0] * 5, loss_mask=[*TURNS])
     assert cut.end_step(1, 3) == 2
     assert (cut.token_ids, cut.loss_mask) == ([0, 1, 2], TURNS[:3])
-
-
-@pytest.mark.parametrize(("mask", "expected"), [(TURNS[:4], [1, 1, 0, 0, 1, 1]), (None, None)])
-def test_what_the_engine_adds_to_a_response_counts_as_sampled(mask, expected):
-    response = Response(list(range(4)), [-1.0] * 4, loss_mask=mask)
-    for count in (4, 5, 6):  # the engine gives back what it was given, too
-        nothing = SpecStats(rounds=0, drafted=0, accepted=0, histogram=())
-        sample = SampleOutput(list(range(count)), None, [-1.0] * count, "stop", nothing)
-        response.update(sample, finished=count == 6)
-    response.end_step(1, None)
-    assert response.loss_mask == expected
-    again = Group(0, 1, 1, None, [5, 6], [response] * 2, [0.0, 1.0])
-    inside = batch_of([again])["loss_mask"][0, 2:8]
-    assert inside.tolist() == (expected or [1] * 6)
-
-
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        ([1, 0], "expected 3 loss_mask, one per response token, got 2"),
-        ([1, 0.5, 1], r"expected a loss_mask of 0 and 1, got \[1, 0.5, 1\]"),
-    ],
-)
-def test_a_mask_that_does_not_fit_is_refused(mask, message):
-    with pytest.raises(ValueError, match=f"sample 4: {message}"):
-        pack([Sample(4, [1], [2, 3, 4], loss_mask=mask)], 16, 1)
-
-
-def test_processed_logprobs_are_those_of_one_response_and_refuse_several_turns():
-    trainer = Trainer.__new__(Trainer)
-    argv = ["rollout.top_p=0.9", "algo.logprobs=processed"]
-    trainer.cfg = parse_config(RLConfig, argv)[0]
-    with pytest.raises(ValueError, match="processed scores a sample as one response"):
-        trainer._update_policy([group()], {}, 1)
