@@ -32,7 +32,7 @@ FILES = {
         checkpoint/test_store weights/test_matrix test_memory
     """,
     "settings of jax: dtypes, and what is logged of programs": """
-        test_dtype test_suite_report
+        test_dtype
     """,
     "the server and the command lines in their own processes": """
         serve/test_openai test_cli
