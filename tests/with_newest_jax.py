@@ -13,7 +13,7 @@ FILES = {
         decode/test_noise decode/test_sampling decode/test_state decode/test_tree
     """,
     "attention, its kernels in interpret mode, and the layers of a policy": """
-        decode/test_kernels kernels/test_check kernels/test_soft_cap kernels/test_windows
+        decode/test_kernels kernels/test_check kernels/test_windows
         models/test_attention models/test_parity models/test_stacks
     """,
     "speculative tokens are those of plain decoding, and an engine compiles what it should": """
