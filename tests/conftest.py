@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import time
+import zlib
 from pathlib import Path
 
 # Tests run on CPU with 8 fake devices unless another platform is asked for by name.
@@ -58,7 +59,8 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("specjax")
 
-_TESTS = os.environ.get("SPECJAX_TESTS", "all")  # `jax`: see `with_newest_jax.py`
+# `jax`: see `with_newest_jax.py`; `third`: see `keep_a_third`.
+_TESTS = os.environ.get("SPECJAX_TESTS", "all")
 _EXPECT_TORCH = os.environ.get("SPECJAX_EXPECT_TORCH") == "1"
 
 
@@ -147,8 +149,7 @@ def pytest_terminal_summary(terminalreporter) -> None:
     terminalreporter.write_line(report_line(_totals, time.monotonic() - _BEGAN))
     if _left_out["tests"]:
         terminalreporter.write_line(
-            f"left out of the run with the newest jax: {_left_out['tests']:,} tests "
-            "(tests/with_newest_jax.py says what stays)"
+            f"left out by SPECJAX_TESTS={_TESTS}: {_left_out['tests']:,} tests"
         )
 
 
@@ -170,8 +171,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.path.stem not in LONG)
     if _TESTS == "jax":
         leave_out(config, items)
+    elif _TESTS == "third":
+        keep_a_third(config, items)
     elif _TESTS != "all":
-        raise pytest.UsageError(f"SPECJAX_TESTS must be 'all' or 'jax', got {_TESTS!r}")
+        raise pytest.UsageError(f"SPECJAX_TESTS must be 'all', 'jax' or 'third', got {_TESTS!r}")
 
 
 _left_out = {"tests": 0}  # how many of them
@@ -182,11 +185,20 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     from with_newest_jax import files
 
     kept, here = files(), Path(__file__).parent
-    stays = [item.path.relative_to(here).as_posix() in kept for item in items]
-    gone = [item for item, stay in zip(items, stays, strict=True) if not stay]
+    _keep(config, items, lambda item: item.path.relative_to(here).as_posix() in kept)
+
+
+def keep_a_third(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps a third of the tests in a list: another one each day, and all of them in three."""
+    day = int(time.time() // 86_400)
+    _keep(config, items, lambda item: (zlib.crc32(item.nodeid.encode()) + day) % 3 == 0)
+
+
+def _keep(config: pytest.Config, items: list[pytest.Item], stays) -> None:
+    gone = [item for item in items if not stays(item)]
     _left_out["tests"] += len(gone)
     config.hook.pytest_deselected(items=gone)
-    items[:] = [item for item, stay in zip(items, stays, strict=True) if stay]
+    items[:] = [item for item in items if stays(item)]
 
 
 def pytest_collection_finish():
@@ -197,11 +209,14 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="module", autouse=True)
 def programs_are_dropped():
-    """Forgets compiled programs after a module, when there are many: a process has room for some
-    65,000 memory maps, each program on CPU takes dozens, and the compiler crashes where there are
-    none left. Before that, what modules have in common is traced and loaded once."""
+    """Forgets compiled programs after a module when there are many.
+
+    A process has room for 65,530 memory maps, each program on CPU takes dozens, and the compiler
+    crashes where there are none left. Before that, what modules have in common is traced and loaded
+    once.
+    """
     yield
-    if _memory_maps() > 6_000:
+    if _memory_maps() > 35_000:
         jax.clear_caches()
     gc.collect()
 

@@ -25,9 +25,9 @@ from specjax.command_line import parse_config
 from specjax.drafts.mtp import init_head_params
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
-from train import rl, sft
+from train import rl
 from train.head_files import starting_head
-from train.schema import RLConfig, SFTConfig
+from train.schema import RLConfig
 
 MIMO = dense_config(
     vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2,
@@ -177,15 +177,6 @@ def test_a_run_of_training_to_hugging_face_and_back(thin_policy, convert, tmp_pa
     assert (out / "metrics.jsonl").exists()
 
 
-def test_a_run_of_sft_says_what_it_is(thin_policy, convert, tmp_path):
-    cfg, _ = parse_config(SFTConfig, [f"init={thin_policy}", f"out={tmp_path}/out", "steps=1"])
-    run = sft.Run(cfg)
-    with Checkpointer(tmp_path / "out" / "checkpoints") as checkpoints:
-        run.save(checkpoints, block=True)
-    assert convert(tmp_path / "out", tmp_path / "hf")[0] == 0
-    assert_same_directory(thin_policy, tmp_path / "hf")
-
-
 def test_a_head_alone_goes_both_ways(thin_policy, convert, tmp_path):
     asked = ["--what", "head"]
     assert convert(thin_policy, tmp_path / "orbax", *asked)[0] == 0
@@ -273,15 +264,3 @@ def test_a_disk_that_fills_up_leaves_nothing_and_what_was_there(
     status, _, errors = convert(thin_policy, here / "new", "--to", to)
     assert status == 1 and "3 MiB free" in errors
     assert sorted(str(path) for path in here.rglob("*")) == before
-
-
-def test_sources_that_are_none_are_named(convert, tmp_path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    for source, words in (
-        ("missing", "does not exist"),
-        ("empty", "is damaged or not a checkpoint"),
-        ("run", "holds no complete checkpoint"),
-    ):
-        status, _, errors = convert(tmp_path / source, tmp_path / "out")
-        assert status == 1 and words in errors and not (tmp_path / "out").exists()

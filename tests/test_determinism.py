@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import pytest
 import tiny_run
 
@@ -89,51 +88,6 @@ def test_a_run_sets_flags_before_backends_start_and_says_that_cpus_need_none(
     [cache] = [flag for flag in flags if flag.startswith(determinism.CACHE)]
     assert f"{determinism.NO_ATOMICS}=true" in flags
     assert Path(cache.partition("=")[2]).parent == out / "autotune"
-
-
-def test_backends_are_seen_to_run():
-    done = run(
-        "import jax; from specjax import determinism as d; before = d.backends_run()\n"
-        "count = jax.config.jax_num_cpu_devices; jax.devices()\n"
-        "print(before, d.backends_run(), count, jax.config.jax_num_cpu_devices)"
-    )
-    before, after, *counts = done.stdout.split()
-    assert (before, after) == ("False", "True") and len(set(counts)) == 1
-
-
-def test_on_a_gpu_it_is_refused_once_backends_run(undone, tmp_path):
-    jnp.zeros(())
-    undone.setattr(determinism, "platform", lambda: "gpu")
-    flag = f"{determinism.NO_ATOMICS}=true"
-    with pytest.raises(ValueError, match=f"too late: .* XLA_FLAGS='.*{flag}"):
-        determinism.set_up(tmp_path)
-    assert not determinism.is_set_up() and "gpu" not in os.environ["XLA_FLAGS"]
-    undone.setattr(determinism, "platform", lambda: "cpu")
-    determinism.set_up(tmp_path)
-    assert not determinism.is_set_up() and "gpu" not in os.environ["XLA_FLAGS"]
-
-
-def test_flags_of_the_user_stay(in_time, tmp_path):
-    mine = f"{determinism.CACHE}={tmp_path / 'mine'} {determinism.NO_AUTOTUNING}=true"
-    in_time.setenv("XLA_FLAGS", mine)
-    determinism.set_up(tmp_path / "run")
-    assert os.environ["XLA_FLAGS"] == mine and (tmp_path / "mine").is_dir()
-    assert determinism.record({})["flags"] == [f"{determinism.NO_AUTOTUNING}=true"]
-
-
-def test_flags_that_contradict_are_refused(in_time, tmp_path):
-    in_time.setenv("XLA_FLAGS", f"{determinism.NO_ATOMICS}=false")
-    with pytest.raises(ValueError, match="nondeterministic_ops=false; remove it"):
-        determinism.set_up(tmp_path)
-
-
-def test_the_cache_lies_beside_compiled_programs_where_these_are_kept(in_time, tmp_path):
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "compiled"))
-    determinism.set_up(tmp_path / "run")
-    jax.config.update("jax_compilation_cache_dir", None)
-    assert f"{determinism.CACHE}={tmp_path / 'compiled' / 'autotune'}" in os.environ["XLA_FLAGS"]
-    # Else jax would name another directory for every program.
-    assert getattr(jax.config, determinism._XLA_CACHES) == "none"
 
 
 def test_a_process_with_other_algorithms_is_found(in_time, tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import types
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from serve.settings import EngineSection, ServeConfig, SpeculationSection, load_
 from specjax import LLM, SpecConfig, verify
 from specjax.checkpoint import huggingface as hf
 from specjax.command_line import parse_config
-from specjax.config.dtype import about_dtype, resolve_dtype
+from specjax.config.dtype import resolve_dtype
 from specjax.parallel import sharding
 from train import rl, sft
 from train.schema import DtypeSection, RLConfig, SFTConfig
@@ -45,13 +44,6 @@ def test_the_rule(stored):
     for asked in ("int8", "half", "", "Auto"):
         with pytest.raises(ValueError, match="dtype must be one of auto, float32"):
             resolve_dtype(asked, stored, "gpu")
-
-
-def test_one_line_says_what_was_chosen_and_how_to_ask_for_another():
-    said = about_dtype("auto", "float32", "bfloat16", "--dtype bfloat16")
-    assert "in float32" in said and "on CPU" in said and "(--dtype bfloat16 is the che" in said
-    assert "the checkpoint's" in about_dtype("auto", "bfloat16", "bfloat16", "x")
-    assert "as asked" in about_dtype("float32", "float32", "bfloat16", "x")
 
 
 def dtypes(tree) -> set[str]:
@@ -123,10 +115,3 @@ def test_a_config_that_names_no_dtype_has_that_of_its_weights(stored, thin_polic
     config |= {"dtype": None, "torch_dtype": None}
     (path / "config.json").write_text(json.dumps(config))
     assert hf.load_checkpoint(path)[0].run.param_dtype == stored
-
-
-def test_a_mesh_tells_its_own_platform():
-    assert sharding.platform_of(None) == jax.default_backend()
-    device = types.SimpleNamespace(platform="tpu")
-    mesh = types.SimpleNamespace(devices=types.SimpleNamespace(flat=[device]))
-    assert sharding.platform_of(mesh) == "tpu"

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from serve.admin import read_weights
-from serve.cli.main import main
 from serve.settings import EngineSection, ServeConfig, SpeculationSection, load_llm
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
@@ -71,14 +70,6 @@ def test_llm_and_the_server_stop_at_both(differing, whole):
         assert llm.generate(PROMPT, stop)[0].samples[0].token_ids == whole[:1]
 
 
-def test_generate_stops_at_both(differing, whole, tmp_path, capsys):
-    path, token, _ = differing
-    asked = ["generate", "--model", str(path), PROMPT, "--max-tokens", "24", "--no-speculation"]
-    assert main([*asked, "--max-len", "64", "--output", str(tmp_path / "out.jsonl")]) == 0
-    row = json.loads((tmp_path / "out.jsonl").read_text())
-    assert row["token_ids"] == whole[: whole.index(token) + 1]
-
-
 def test_rl_stops_at_both_and_exports_both(differing, tmp_path):
     path, token, never = differing
     cfg, _ = parse_config(RLConfig, [f"model={path}", f"out={tmp_path}/rl"])
@@ -104,21 +95,6 @@ def test_sft_ends_with_the_model_s_token_where_the_tokenizer_has_none(ends, thin
     run = sft.Run(parse_config(SFTConfig, [f"init={path}", f"out={tmp_path}/sft"])[0])
     first = ends if isinstance(ends, int) else ends[0]
     assert run.stream.tokenizer.eos_token_id == first == run.model.eos_token_ids[0]
-
-
-def test_sft_without_any_end_is_refused(thin_policy, tmp_path, capsys):
-    path = policy(thin_policy, tmp_path / "policy", None, None)
-    with pytest.raises(SystemExit) as end:
-        sft.main([f"init={path}", f"out={tmp_path}/sft"])
-    assert "neither config.json nor the tokenizer of init names" in str(end.value.code)
-
-
-def test_equal_and_impossible_ends_change_nothing(thin_policy):
-    cfg, tokenizer = hf.read_config(thin_policy), load_tokenizer(thin_policy)
-    assert with_tokenizer_end(cfg, tokenizer) == cfg == with_tokenizer_end(cfg, None)
-    tokenizer.add_special_tokens({"eos_token": "<beyond the vocabulary>"})
-    assert tokenizer.eos_token_id >= cfg.vocab_size
-    assert with_tokenizer_end(cfg, tokenizer) == cfg
 
 
 def test_a_server_takes_new_weights_of_the_same_and_of_an_exported_config(differing, tmp_path):

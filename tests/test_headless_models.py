@@ -10,18 +10,12 @@ import logging
 import pytest
 import tiny_run
 
-from serve.__main__ import main as serve
-from serve.cli.main import main as command
 from serve.settings import ServeConfig, load_llm
-from specjax import LLM, SamplingParams, SpecConfig
+from specjax import LLM, SamplingParams
 from specjax.checkpoint import huggingface as hf
 from specjax.command_line import load_config
-from specjax.drafts.mtp import MTPSource
-from specjax.engine.sources import settle_draft
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
-from specjax.spelling import flags
-from specjax.verify.__main__ import _parser as verify_parser
 from train import data, rl, sft
 from train.log import read_metrics
 
@@ -78,13 +72,6 @@ def model(request, directories):
     return directories[request.param]
 
 
-def test_the_directories_have_no_head_and_are_saved_in_bfloat16(directories):
-    for name, path in directories.items():
-        config = json.loads((path / "config.json").read_text())
-        assert (config["model_type"], config["torch_dtype"]) == (name, "bfloat16")
-        assert not config.get("num_nextn_predict_layers")
-
-
 # --- decoding ------------------------------------------------------------------------------------
 
 
@@ -99,29 +86,6 @@ def test_llm_drafts_with_n_grams_and_gives_the_tokens_of_plain_decoding(model, c
     assert plain.drafting.described() == "draft: none, by plain decoding"
     tokens = [x.generate("1+1=", FEW)[0].samples[0].token_ids for x in (llm, plain)]
     assert tokens[0] == tokens[1] and len(tokens[0]) == 6
-
-
-@pytest.mark.parametrize("source", ["auto", "ngram", "checkpoint", "random", "a head", "a model"])
-@pytest.mark.parametrize("head", [None, MTPSource])
-def test_verify_advises_what_it_takes(source, head, directories, thin_policy):
-    paths = {"a head": thin_policy, "a model": directories["llama"]}
-    drafting = settle_draft(SpecConfig(draft=paths.get(source, source)), None, head)
-    line = drafting.described(flags, always_drafts=True)
-    advised = line.partition("to change it: ")[2].replace("or ", "").split(", ")
-    for advice in advised:
-        verify_parser("verify").parse_args(["--model", "x", "--prompt", "y", *advice.split()])
-    assert advised and "off" not in line.partition("to change it: ")[2]
-    assert "--strategy off" in drafting.described(flags)
-
-
-@pytest.mark.parametrize("chat", [[], ["--chat"]])
-def test_generate_needs_the_path_alone_and_says_what_drafts(model, chat, capsys):
-    asked = ["generate", "--model", str(model), *chat, "1+1=", "--max-tokens", "6"]
-    assert command([*asked, "--seed", "1", "--ignore-eos"]) == 0
-    captured = capsys.readouterr()
-    assert captured.out.strip()
-    assert "draft: n-grams, for the checkpoint has no draft head" in captured.err
-    assert "--draft random, --draft DIR, or --strategy off" in captured.err
 
 
 def test_the_server_needs_the_path_alone_and_says_what_drafts(model, caplog):
@@ -144,67 +108,6 @@ def test_the_server_needs_the_path_alone_and_says_what_drafts(model, caplog):
         body = {"model": cfg.name, "messages": messages, "max_tokens": 4}
         reply = client.post("/v1/chat/completions", json=body)
         assert reply.status_code == 200, reply.text
-
-
-@pytest.mark.slow  # thousands of samples
-def test_verify_needs_the_path_alone(directories, capsys):
-    few = ["--samples", "600", "--requests", "2"]
-    assert command(["verify", "--model", str(directories["llama"]), *few]) in (0, 3)
-    captured = capsys.readouterr()
-    assert "draft: n-grams, for the checkpoint has no draft head; always 4_1_5" in captured.err
-    # Plain decoding leaves nothing to verify, so it is not offered here.
-    assert "--draft random" in captured.err and "--strategy off" not in captured.err
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_convert_needs_the_path_alone(directories, family, tmp_path, capsys):
-    assert command(["convert", str(directories[family]), str(tmp_path / "orbax")]) == 0
-    assert command(["convert", str(tmp_path / "orbax"), str(tmp_path / "hf")]) == 0
-    assert capsys.readouterr().out
-    before, after = (p / "config.json" for p in (directories[family], tmp_path / "hf"))
-    assert json.loads(before.read_text()) == json.loads(after.read_text())
-
-
-def test_where_the_head_is_asked_for_each_program_says_what_to_type_there(directories, capsys):
-    path = str(directories["llama"])
-    with pytest.raises(ValueError, match=r"no draft head.*SpecConfig\(draft='ngram'\)"):
-        LLM(path, SpecConfig(draft="checkpoint"), max_batch=1, max_len=64)
-    assert command(["generate", "--model", path, "1+1=", "--draft=checkpoint"]) == 2
-    said = capsys.readouterr().err
-    assert "no draft head" in said and "--draft ngram" in said and "--draft random" in said
-    assert "SpecConfig" not in said and "speculation." not in said
-    with pytest.raises(SystemExit) as refused:
-        serve(["--model", path, "--speculation.draft", "checkpoint", "--port", "0"])
-    said = str(refused.value)
-    assert "no draft head" in said and "speculation.draft=ngram" in said
-    assert "speculation.draft=DIR" in said and "SpecConfig" not in said
-
-
-@pytest.mark.parametrize(
-    ("flag", "setting"),
-    [
-        (["--strategy", "9_1_3"], ["speculation.strategy=9_1_3"]),
-        (["--strategy", "60_1_61"], ["speculation.strategy=60_1_61"]),
-        (["--max-len", "1"], ["engine.max_len=1"]),
-        (["--draft", "/no/such"], ["speculation.draft=/no/such"]),
-        (["--draft", "model"], ["speculation.draft=model"]),
-        (["--controller", "ema", "--acceptance", "block"],
-         ["speculation.controller=ema", "speculation.acceptance=block",
-          "speculation.invariant=true"]),
-    ],
-)  # fmt: skip
-def test_no_program_names_settings_as_another(directories, flag, setting, capsys):
-    path = str(directories["llama"])
-    assert command(["generate", "--model", path, "1+1=", *flag]) in (1, 2)
-    said = capsys.readouterr().err
-    python = ("SpecConfig(", "LLM(", "EngineConfig(", "ControlConfig(", "Traceback")
-    assert said and not any(word in said for word in (*python, "speculation.", "engine."))
-    if flag[0] == "--max-len":
-        return  # a server may start, and refuses requests
-    with pytest.raises(SystemExit) as refused:
-        serve(["--model", path, *setting, "--port=0"])
-    said = f"{refused.value} {capsys.readouterr().err}"
-    assert not any(word in said for word in python), said
 
 
 # --- training ------------------------------------------------------------------------------------

@@ -155,21 +155,6 @@ def test_what_can_only_be_a_path_is_not_taken_for_an_id(name, home):
     assert f"{name} does not exist" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_neither_is_a_path_below_a_directory_or_a_path_object(home, tmp_path, monkeypatch):
-    (tmp_path / "runs").mkdir()
-    monkeypatch.chdir(tmp_path)
-    for name in ("runs/none", Path("owner/name")):
-        with pytest.raises(hub.ModelNotFoundError, match="does not exist"):
-            hub.find_model(name)
-
-
-def test_a_path_in_a_cache_is_compared_by_id_and_commit(tmp_path):
-    inside = tmp_path / "models--owner--name" / "snapshots" / COMMIT
-    assert hub.portable(inside) == hub.portable(Path("/cache") / inside.relative_to(tmp_path))
-    for other in ("assets/sums", "/a/snapshots/b", str(inside / "x")):
-        assert hub.portable(other) == other
-
-
 # --- the local cache ----------------------------------------------------------------------------
 
 
@@ -225,25 +210,6 @@ def test_what_is_read_is_downloaded_once_and_nothing_else(remote, home, monkeypa
 def test_a_complete_cache_is_used_without_asking_the_hub(remote, home, tiny_policy):
     folder = fill_cache(home, "someone/tiny", tiny_policy)
     assert hub.find_model("someone/tiny") == folder and not Hub.asked
-
-
-def test_shards_and_a_tokenizer_are_downloaded_too(remote):
-    (remote / "tokenizer.json").write_text("{}")
-    (remote / "chat_template.jinja").write_text("{{ messages }}")
-    (remote / "model.safetensors").rename(remote / "model-00001-of-00001.safetensors")
-    index = {"weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}
-    (remote / "model.safetensors.index.json").write_text(json.dumps(index))
-    there = {f.name for f in hub.find_model("someone/tiny", "v1").iterdir()}
-    assert {"tokenizer.json", "chat_template.jinja", "model-00001-of-00001.safetensors"} < there
-    assert not {"consolidated.safetensors", "pytorch_model.bin"} & there
-
-
-def test_files_of_torch_are_downloaded_where_there_are_no_safetensors(remote):
-    (remote / "model.safetensors").unlink()
-    path = hub.find_model("someone/tiny")
-    assert (path / "pytorch_model.bin").read_bytes() == b"and again"
-    assert not (path / "consolidated.safetensors").exists()
-    assert hub.find_model("someone/tiny") == path
 
 
 def test_what_was_interrupted_is_completed(remote, home):
@@ -316,35 +282,3 @@ def test_every_program_takes_an_id_and_a_revision(home, thin_policy, tmp_path, c
     asked = ["generate", "--model", "owner/thin", "--revision", "v1", "1+2=", "--max-tokens", "2"]
     assert main([*asked, "--no-speculation", "--max-len", "32"]) == 0
     assert capsys.readouterr().out
-
-
-def test_every_program_says_in_a_line_that_an_id_is_missing(home, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-    def ends(program, *arguments) -> str:
-        try:
-            assert program(list(arguments)) in (1, 2)
-        except SystemExit as end:
-            print(end.code)
-        captured = capsys.readouterr()
-        return captured.err + captured.out
-
-    for said in (
-        ends(main, "generate", "--model", "owner/none", "a"),
-        ends(main, "serve", "--model", "owner/none", "port=0"),
-        ends(main, "convert", "owner/none", "out"),
-        ends(main, "verify", "--model", "owner/none"),
-        ends(rl.main, "model=owner/none"),
-        ends(sft.main, "init=owner/none"),
-        ends(data_report.main, "rows.jsonl", "--model", "owner/none"),
-    ):
-        assert "owner/none is not in the local cache" in said and "Traceback" not in said, said
-    with pytest.raises(CheckpointError, match="owner/none is not in the local cache"):
-        LLM("owner/none")
-
-
-def test_a_draft_model_may_be_an_id(home, tiny_policy, thin_model):
-    fill_cache(home, "owner/thin", thin_model)
-    spec = SpecConfig(strategy="1_1_2", draft="owner/thin")
-    said = LLM(tiny_policy, spec, max_batch=1, max_len=32).drafting.described()
-    assert said.startswith("draft: the model owner/thin; always 1_1_2")

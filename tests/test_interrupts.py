@@ -11,19 +11,12 @@ ROOT = Path(__file__).resolve().parent.parent
 INTERRUPTED = 130
 
 
-@pytest.mark.parametrize("module", ["numpy", "jax"])
 @pytest.mark.parametrize(
     "program",
-    [
-        ["train.rl", "steps=1"],
-        ["train.sft", "steps=1"],
-        ["serve", "--model", "nowhere"],
-        ["serve.cli", "generate", "--model", "nowhere", "1+1="],
-        ["specjax.verify", "--model", "nowhere"],
-    ],
+    [["train.rl", "steps=1"], ["serve.cli", "generate", "--model", "nowhere", "1+1="]],
     ids=lambda program: program[0],
 )
-def test_ctrl_c_while_a_program_imports_is_no_traceback(program, module):
+def test_ctrl_c_while_a_program_imports_is_no_traceback(program):
     """It comes as soon as Python says that a module, of many that follow, is imported."""
     # A test that is a background job ignores Ctrl-C, and so would what it starts.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -41,7 +34,7 @@ def test_ctrl_c_while_a_program_imports_is_no_traceback(program, module):
     try:
         for line in process.stderr:
             said.append(line)
-            if line.rpartition("|")[2].strip() == module:
+            if line.rpartition("|")[2].strip() == "numpy":
                 process.send_signal(signal.SIGINT)
                 break
         said += process.communicate(timeout=120)[1].splitlines(keepends=True)

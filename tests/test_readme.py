@@ -97,18 +97,3 @@ def test_files_of_the_repository_that_are_named_exist(page):
     path = r"(?<![\w/.])((?:specjax|train|serve|bench|tests|configs|docs)/[\w./-]*\w\.[a-z]+)\b"
     named = [file for file in re.findall(path, PAGES[page]) if "/NAME." not in file]
     assert [file for file in named if not (ROOT / file).exists()] == []
-
-
-def test_the_sources_name_no_file_of_the_package_that_is_gone():
-    files = [f for f in (ROOT / "specjax").rglob("*") if f.suffix in (".py", ".cc", ".h")]
-    files += (ROOT / "train").rglob("*.py")
-    gone = {
-        (file.name, named)
-        for file in files
-        for named in re.findall(
-            r"(?<![\w/.])((?:specjax|train|tests)/[\w./-]*\w\.(?:py|cc|h|md))\b",
-            file.read_text(encoding="utf-8"),
-        )
-        if not (ROOT / named).exists()
-    }
-    assert gone == set()

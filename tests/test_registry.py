@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -22,15 +21,6 @@ TABLES = {
 def test_every_row_leads_somewhere(table):
     for name in TABLES[table].names:
         assert TABLES[table].named(name) is TABLES[table].find(name) is not None
-
-
-def test_all_tables_are_in_the_two_registries():
-    packages = (specjax.registry, train.registry)
-    files = [file for module in packages for file in Path(module.__file__).parent.rglob("*.py")]
-    held = [
-        f"{file.parent.name}/{file.name}" for file in files if "= Registry(" in file.read_text()
-    ]
-    assert held == ["specjax/registry.py", "train/registry.py"]
 
 
 def test_the_tables_import_nothing_that_they_name():

@@ -8,14 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specjax.decode.options import Features
 from specjax.decode.report import Rejections
 from specjax.telemetry import (
     CAUSES,
     Collector,
     Rejection,
     SlotInfo,
-    active_transforms,
     read_jsonl,
 )
 from specjax.telemetry.__main__ import main
@@ -78,12 +76,6 @@ def test_a_record_holds_what_the_device_said_and_who_ran_in_the_slot():
     assert [r.sample for r in collected().records].count(1) == 1  # its round to a leaf is none
 
 
-def test_empty_slots_are_not_counted():
-    collector = Collector()
-    collector.add(chunk(), [None] * 3)
-    assert collector.summary().rounds == 0 and not collector.records
-
-
 def test_acceptance_per_depth_counts_leaves_as_accepted_and_rejections_as_tried():
     summary = collected().summary()
     # Rounds: accepted 0, 1, 2, 3 and rejected (slot 0); 3 to a leaf, 0 and rejected (slot 1).
@@ -91,13 +83,6 @@ def test_acceptance_per_depth_counts_leaves_as_accepted_and_rejections_as_tried(
     assert summary.attempts == (6, 4, 3, 1)
     assert summary.accepts == (4, 3, 2, 0)
     assert summary.acceptance_per_depth == pytest.approx((4 / 6, 3 / 4, 2 / 3, 0))
-
-
-def test_positions_are_averaged_absolutely_and_from_the_end_of_the_prompt():
-    summary = collected().summary()
-    assert summary.mean_position == pytest.approx((5 + 6 + 7 + 8 + 5) / 5)
-    assert summary.mean_offset == pytest.approx(summary.mean_position - 3)
-    assert summary.offset_histogram == ((2, 2), (3, 1), (4, 1), (5, 1))
 
 
 def test_causes_are_exclusive_in_order_and_sum_to_one():
@@ -118,16 +103,6 @@ def test_causes_are_exclusive_in_order_and_sum_to_one():
     assert shares == pytest.approx(
         {"mask": 0.2, "filter": 0.2, "penalty": 0.4, "disagreement": 0.2}
     )
-
-
-def test_entropies_fall_into_bins_of_nats_whose_last_is_open():
-    entropy = np.full((4, 3), 0.25, np.float32)
-    entropy[0, 0], entropy[1, 0], entropy[2, 0] = -1e-7, 11.9, 5.99
-    histogram = collected(chunk(entropy=entropy)).summary().entropy_histogram
-    filled = {low: number for low, _, number in histogram if number}
-    assert filled == {0.0: 1, 0.25: 2, 5.75: 1, 6.0: 1}
-    assert histogram[-1][1] == math.inf
-    assert all(a[1] == b[0] for a, b in zip(histogram[:-1], histogram[1:], strict=True))
 
 
 def test_memory_is_bounded_and_dropped_records_are_counted_and_said():
@@ -152,24 +127,6 @@ def test_what_several_collected_does_not_depend_on_who_collected_which():
     assert [r.request for r in whole.records] == ["a"] * 5 + ["b"] * 5
     places = [(r.request, r.sample, r.position) for r in whole.records]
     assert places == sorted(places) and whole.summary().rejections == 10
-
-
-def test_a_batch_of_another_size_is_refused():
-    with pytest.raises(ValueError, match="got 2 slots for rejections of 3"):
-        Collector().add(chunk(), SLOTS[:2])
-
-
-def test_an_empty_collector_has_no_shares_but_a_summary():
-    summary = Collector().summary()
-    assert summary.rounds == 0 and summary.acceptance_per_depth == ()
-    assert all(math.isnan(share) for share in summary.causes.values())
-    assert math.isnan(summary.mean_position)
-
-
-def test_active_transforms_are_those_that_change_the_distribution():
-    features = Features(penalties=True, top_logprobs=True, transformed_logprobs=True)
-    assert active_transforms(features) == ("temperature", "penalties")
-    assert active_transforms(Features.none()) == ()
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -246,34 +203,3 @@ def test_the_command_prints_the_figures_and_writes_a_png_beside_the_file(
     for text in ("Acceptance per depth", "66.7%", "disagreement", "100.0%", "0.5 to 0.75 nats"):
         assert text in printed
     assert is_png(tmp_path / "run.png")
-
-
-def test_the_command_draws_a_damaged_and_a_shortened_run_and_says_so(tmp_path, capsys):
-    with pytest.warns(UserWarning):
-        path = collected(max_records=3).write_jsonl(tmp_path / "run.jsonl")
-    path.write_bytes(path.read_bytes()[:-10])
-    main([str(path), "--out", str(tmp_path / "other.png")])
-    printed = capsys.readouterr()
-    assert "skipped its damaged last line" in printed.err
-    assert "2 of 5 records were dropped" in printed.out
-    assert is_png(tmp_path / "other.png")
-
-
-def test_rounds_without_a_rejection_are_drawn(tmp_path):
-    perfect = collected(chunk(valid=np.zeros((4, 3), bool)))
-    main([str(perfect.write_jsonl(tmp_path / "perfect.jsonl"))])
-    assert is_png(tmp_path / "perfect.png")
-
-
-def test_the_command_says_what_is_wrong_in_one_line(tmp_path):
-    def refused(path, *arguments):
-        with pytest.raises(SystemExit) as error:
-            main([str(path), *map(str, arguments)])
-        assert str(error.value).startswith("specjax.telemetry: ")
-        return str(error.value)
-
-    assert "no such file" in refused(tmp_path / "absent.jsonl")
-    idle = Collector().write_jsonl(tmp_path / "idle.jsonl")
-    assert "no speculative round was recorded" in refused(idle)
-    path = collected().write_jsonl(tmp_path / "run.jsonl")
-    assert "ormat" in refused(path, "--out", tmp_path / "figure.txt1")

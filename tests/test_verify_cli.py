@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from specjax import LLM, SpecConfig
 from specjax import verify as checker
 from specjax.checkpoint import huggingface as hf
 from specjax.decode import accept
@@ -17,7 +16,6 @@ from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
 from specjax.verify.__main__ import main
 from specjax.verify.chi_square import goodness_of_fit
-from specjax.verify.identity import OPTION_SHARE, random_requests
 
 CFG = dense_config(
     vocab_size=32,
@@ -49,13 +47,6 @@ def weights():
 def checkpoint(tmp_path_factory, weights):
     path = tmp_path_factory.mktemp("verify") / "model"
     hf.save_checkpoint(path, CFG, *weights)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def headless(tmp_path_factory, weights):
-    path = tmp_path_factory.mktemp("verify") / "headless"
-    hf.save_checkpoint(path, CFG.replace(mtp_num_layers=0), weights[0])
     return str(path)
 
 
@@ -92,23 +83,6 @@ def test_a_biased_decoder_fails_both_checks(checkpoint, tmp_path, capsys, monkey
     assert [check["status"] for check in verdict["checks"]] == ["FAILED"] * 3
 
 
-@pytest.mark.slow
-def test_without_a_draft_head_a_random_one_may_draft_and_the_verdict_says_so(headless, capsys):
-    assert main(["--model", headless, *SMALL, "--acceptance", "block", "--draft", "random"]) == 0
-    said = capsys.readouterr().out
-    assert "source a random head" in said and "note: drafts come from a random head" in said
-    assert "identity with plain decoding, greedy requests" in said
-
-
-@pytest.mark.slow  # programs for two strategies
-def test_a_controller_is_verified_with_all_that_it_may_choose(checkpoint, tmp_path, capsys):
-    file = tmp_path / "verdict.json"
-    few = ["--model", checkpoint, *SMALL, "--json", str(file)]
-    assert main([*few, "--controller", "bandit", "--strategies", "off,1_1_2,2_1_3"]) == 0
-    assert json.loads(file.read_text())["strategy"] == "off, 1_1_2, 2_1_3"
-    assert "the controller bandit chooses among off, 1_1_2, 2_1_3" in capsys.readouterr().err
-
-
 @pytest.mark.slow  # a third engine
 def test_where_hardly_any_draft_is_accepted_the_verdict_is_inconclusive(
     weights, tmp_path, capsys, monkeypatch
@@ -134,27 +108,14 @@ def no_drafts(propose):
     return silent
 
 
-@pytest.mark.slow
-def test_n_grams_can_draft(headless):
-    spec = SpecConfig(strategy="3_2_5", draft="ngram")
-    verdict = checker.check(headless, spec, samples=3000, requests=6)
-    assert verdict and verdict.source == "ngram"
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--model", "/no/such/directory"], "/no/such/directory"),
-        (["--strategy", "4_4"], "strategy '4_4' is not understood"),
-        (["--strategy", "2x2", "--acceptance", "block"], "exact for chains only"),
         (["--strategy", "off"], "nothing to check"),
         (["--prompt", "hello"], "no tokenizer"),
-        (["--tokens", "one"], "token ids such as 5,17,3"),
         (["--tokens", "31,32"], "token id 32"),
-        (["--tokens", " "], "got none"),
-        (["--tokens", ",".join("1" * 63)], "63 tokens"),
         (["--samples", "0"], "got 0"),
-        (["--draft", "/no/such/draft"], "/no/such/draft"),
     ],
 )
 def test_bad_input_is_refused_with_status_2_before_anything_runs(
@@ -165,13 +126,6 @@ def test_bad_input_is_refused_with_status_2_before_anything_runs(
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert said in captured.err and not captured.out
-
-
-def test_an_llm_that_decodes_plainly_leaves_nothing_to_check(weights):
-    for spec in (None, SpecConfig()):  # a controller decodes plainly as long as work is short
-        llm = LLM((CFG, *weights), spec, max_batch=1, max_len=128)
-        with pytest.raises(checker.InputError, match="nothing to check"):
-            checker.check(llm, requests=1)
 
 
 # --- its statistics -------------------------------------------------------------------------------
@@ -206,27 +160,3 @@ def test_small_cells_count_together():
     fit = goodness_of_fit(np.r_[500, 440, [6] * 10], probabilities)
     assert fit.cells == 3 and fit.p_value < 1e-6
     assert goodness_of_fit(np.r_[500, 490, [2] * 5, [0] * 5], probabilities).p_value > 0.99
-
-
-def test_counts_and_probabilities_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="one shape"):
-        goodness_of_fit([1, 2], [1.0])
-    with pytest.raises(ValueError, match="sum to 1"):
-        goodness_of_fit([1, 2], [0.5, 0.4])
-
-
-def test_random_requests_ask_for_every_option():
-    rng = np.random.default_rng(0)
-    _, params = random_requests(rng, CFG, 60)
-    assert {p.temperature > 0 for p in params} == {True, False}
-    asked = {}
-    for p in params:
-        for name, value in vars(p).items():
-            asked.setdefault(name, set()).add(value)
-    for name in (
-        "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-        "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "stop_token_ids",
-        "ignore_eos", "n",
-    ):  # fmt: skip
-        assert len(asked[name]) > 1, name
-    assert OPTION_SHARE < 0.5, "requests must differ"

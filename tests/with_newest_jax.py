@@ -13,7 +13,7 @@ FILES = {
         decode/test_noise decode/test_sampling decode/test_state decode/test_tree
     """,
     "attention, its kernels in interpret mode, and the layers of a policy": """
-        decode/test_kernels kernels/test_check kernels/test_soft_cap kernels/test_windows
+        decode/test_kernels kernels/test_check kernels/test_windows
         models/test_attention models/test_parity models/test_stacks
     """,
     "speculative tokens are those of plain decoding, and an engine compiles what it should": """
@@ -32,7 +32,7 @@ FILES = {
         checkpoint/test_store weights/test_matrix test_memory
     """,
     "settings of jax: dtypes, and what is logged of programs": """
-        test_dtype test_suite_report
+        test_dtype
     """,
     "the server and the command lines in their own processes": """
         serve/test_openai test_cli

@@ -23,10 +23,8 @@ from specjax.checkpoint.weights import (
     save_model,
     source_in,
 )
-from specjax.drafts.dflash import DFlashConfig, DFlashSource
 from specjax.engine.sources import require_same_draft
 from specjax.interfaces import Draft
-from specjax.models.families.dense import dense_config
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "eagle3"
 POLICY = hf.read_config(GOLDEN / "policy")
@@ -52,20 +50,6 @@ def described(source: Draft, params) -> Draft:
     return again
 
 
-def test_a_head_for_the_final_state_with_the_names_of_speculators_is_described(tmp_path):
-    path = renamed("final_state", tmp_path / "head", "midlayer.", "layers.0.")
-    source, params = load_draft_files(path, POLICY)
-    assert source.layout == "speculators"
-    assert described(source, params).cfg.taps == ("post_norm",)
-
-
-def test_a_head_with_norm_output_and_the_names_of_safeailab_is_described(tmp_path):
-    path = renamed("speculators", tmp_path / "head", "layers.0.", "midlayer.", norm_output=True)
-    source, params = load_draft_files(path, POLICY)
-    assert source.layout == "safeailab"
-    assert described(source, params).cfg.norm_output
-
-
 def test_settings_by_hand_that_no_layout_can_express_are_described(tmp_path):
     source, params = load_draft_files(
         GOLDEN / "plain", POLICY, overrides={"aux_hidden_state_layer_ids": [3, 1, 2]}
@@ -77,17 +61,6 @@ def test_settings_by_hand_that_no_layout_can_express_are_described(tmp_path):
     _, policy, _ = hf.load_checkpoint(GOLDEN / "policy", "float32")
     assert not save_model(tmp_path / "hf", POLICY, policy, Head(source, params), None)
     assert (tmp_path / "hf" / "config.json").exists()
-
-
-def test_the_states_of_a_dflash_head_by_hand_are_described():
-    network = dense_config(
-        POLICY.vocab_size, POLICY.hidden_size, 8, 1, 2, 1, 4, qk_norm=True, model_type="qwen3",
-        tie_embeddings=False,
-    )  # fmt: skip
-    for taps in ((POLICY.num_layers,), (2, 1), (1, 1, 0)):
-        cfg = DFlashConfig(network, POLICY.hidden_size, POLICY.vocab_size, taps, 1, 4)
-        source = DFlashSource(cfg)
-        assert described(source, {"norm": np.ones(1, np.float32)}).cfg.taps == taps
 
 
 @pytest.mark.parametrize("name", sorted(p.parent.name for p in GOLDEN.glob("*/model.safetensors")))

@@ -16,11 +16,9 @@ from safetensors.numpy import load_file, save_file
 
 from serve.cli.main import main
 from specjax.checked_json import CheckpointError, UnsupportedModelError
-from specjax.checkpoint import draft_files
-from specjax.checkpoint.draft_files import find_draft, load_draft_files, save_draft_files
+from specjax.checkpoint.draft_files import load_draft_files, save_draft_files
 from specjax.checkpoint.huggingface import CheckpointWeightError, save_checkpoint
 from specjax.drafts import eagle3_config
-from specjax.drafts.eagle3 import Eagle3Source
 from specjax.interfaces import Draft, Param, Stored
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
@@ -87,25 +85,6 @@ def assert_same(actual, expected):
 # --- finding ------------------------------------------------------------------------------------
 
 
-def test_a_heads_directory_is_found_and_a_models_is_not(files, tmp_path):
-    assert find_draft(files) is Eagle3Source
-    assert find_draft(str(files)) is Eagle3Source
-    assert find_draft(GOLDEN / "mimo") is None
-    for path in (tmp_path, tmp_path / "none", files / "config.json"):
-        assert find_draft(path) is None
-
-
-def test_what_is_no_head_is_not_loaded():
-    with pytest.raises(CheckpointError, match="llama holds no draft head that is known"):
-        load_draft_files(GOLDEN / "llama", TARGET)
-
-
-def test_a_class_of_the_table_is_found_by_its_own_rule(files, monkeypatch):
-    monkeypatch.setitem(DRAFTS.rows, "eagle3", f"{__name__}:Scaled")
-    monkeypatch.setattr(draft_files, "DRAFTS", DRAFTS)
-    assert find_draft(files) is Scaled
-
-
 # --- loading ------------------------------------------------------------------------------------
 
 
@@ -125,18 +104,6 @@ def test_a_head_is_loaded_in_the_dtype_of_its_target_and_ids_stay_integers(files
     ):
         assert array.dtype == jnp.dtype(dtype)
         np.testing.assert_array_equal(np.asarray(array), expected.astype(jnp.dtype(dtype)))
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 3 * D), (1, 3 * D), (3 * D,)])
-def test_the_learned_state_of_masks_may_lack_its_leading_axes(shape, tmp_path):
-    raw, tensors = head("speculators", mask_token_id=3)
-    state = np.arange(3 * D, dtype=np.float16)
-    path = written(tmp_path / "head", raw, {**tensors, "mask_hidden": state.reshape(shape)})
-    source, params = load_draft_files(path, TARGET)
-    assert params["mask_hidden"].shape == (1, 1, 3 * D)
-    np.testing.assert_array_equal(params["mask_hidden"][0, 0], state)
-    save_draft_files(tmp_path / "again", source, params, "safeailab", "float32")
-    assert load_file(tmp_path / "again" / "model.safetensors")["mask_hidden"].shape == (1, 1, 48)
 
 
 def test_an_embedding_that_is_the_language_model_head_too_is_loaded_as_both(tmp_path):
@@ -312,29 +279,6 @@ def test_what_is_written_is_read_with_every_bit_the_same(tmp_path, layout, dtype
     expected = tensors["lm_head.weight"][order].astype(jnp.dtype(dtype))
     np.testing.assert_array_equal(saved["lm_head.weight"], expected)
     assert not list(tmp_path.glob(".*"))
-
-
-def test_a_new_head_is_written_and_read(tmp_path):
-    source, params = Eagle3Source.new(TARGET, ids=[5, 2, 31])
-    save_draft_files(tmp_path / "new", source, params, "safeailab", "float32")
-    again, same = load_draft_files(tmp_path / "new", TARGET)
-    assert again.cfg == source.cfg
-    assert_same(same, params)
-
-
-def test_a_directory_that_is_no_checkpoint_is_not_replaced(files, tmp_path):
-    source, params = load_draft_files(files, TARGET)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").write_text("keep")
-    with pytest.raises(CheckpointError, match="mine exists and is no checkpoint"):
-        save_draft_files(tmp_path / "mine", source, params, "safeailab", "float32")
-    assert (tmp_path / "mine" / "notes.txt").read_text() == "keep"
-    with pytest.raises(ValueError, match="layout must be one of"):
-        save_draft_files(tmp_path / "new", source, params, "hf", "float32")
-    del params["norm"]
-    with pytest.raises(CheckpointWeightError, match="missing: norm"):
-        save_draft_files(tmp_path / "new", source, params, "safeailab", "float32")
-    assert not (tmp_path / "new").exists()
 
 
 # --- any draft with rows ------------------------------------------------------------------------

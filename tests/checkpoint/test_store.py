@@ -161,18 +161,6 @@ def test_a_damaged_checkpoint_names_the_newest_intact_older_one(tmp_path, damage
         _assert_same(reader.restore(None, _abstract(_state()))[0], _state(22))
 
 
-def test_when_nothing_is_intact_the_error_says_so(tmp_path):
-    with Checkpointer(tmp_path) as saver:
-        with pytest.raises(CheckpointError, match="no complete checkpoint"):
-            saver.restore(None, {})
-        saver.save(4, _state(), {}, block=True)
-        with pytest.raises(CheckpointError, match=r"no step 3, only \[4\]"):
-            saver.restore(3, {})
-        _damage_truncate(tmp_path / "4")
-        with pytest.raises(CheckpointError, match="No older checkpoint is intact"):
-            saver.restore(None, _abstract(_state()))
-
-
 def test_a_checkpoint_of_another_model_is_refused_by_the_name_of_the_array(tmp_path):
     with Checkpointer(tmp_path) as saver:
         saver.save(0, {"policy": _params()}, {}, block=True)
@@ -205,15 +193,6 @@ def test_a_second_run_cannot_overwrite_newer_checkpoints_by_mistake(tmp_path):
     with Checkpointer(tmp_path) as saver:
         with pytest.raises(CheckpointError, match="already holds step 5"):
             saver.save(1, _state(), {})
-
-
-def test_what_is_not_an_array_is_refused_before_anything_is_written(tmp_path):
-    with Checkpointer(tmp_path) as saver:
-        with pytest.raises(TypeError, match="policy/lr: expected a jax array, got float"):
-            saver.save(0, {"policy": {"lr": 0.1}}, {})
-        with pytest.raises(TypeError, match="JSON"):
-            saver.save(0, {"policy": _params()}, {"step": object()})
-        assert saver.all_steps() == []
 
 
 _CHILD = """
@@ -317,13 +296,6 @@ def test_a_draft_head_is_saved_and_loaded_without_its_policy(tmp_path):
     struct = _abstract(head)
     struct["proj"] = jax.ShapeDtypeStruct((4, 2), jnp.float32, sharding=sharding)
     assert load_draft(tmp_path / "head", struct)[0]["proj"].sharding == sharding
-
-
-def test_a_draft_checkpoint_refuses_the_policys_tensors(tmp_path):
-    for shared in ("embed", "lm_head"):
-        with pytest.raises(CheckpointError, match=f"must not hold.*{shared}"):
-            save_draft(tmp_path / shared, {"proj": jnp.ones(2), shared: jnp.ones(2)}, {})
-        assert not (tmp_path / shared).exists()
 
 
 def test_loading_a_draft_head_that_is_not_one_is_a_clear_error(tmp_path):

@@ -52,16 +52,6 @@ def test_the_kernel_writes_what_scatters_write(seed, sizes):
     assert all((a != b).any() for a, b in zip(got, case[0], strict=True)), "nothing was written"
 
 
-def test_a_sequence_without_pages_writes_nothing():
-    before, rows, start, table = a_case(0, 40, 2, 16, 8, 3, 4, "float32", width=3)
-    table = table.at[1].set(0)
-    got = by_kernel(before, rows, start, table, interpret=True)
-    same(got, by_scatter(before, rows, start, table))
-    for old, new in zip(before, got, strict=True):
-        changed = np.flatnonzero((np.asarray(old) != np.asarray(new)).any((1, 2, 3)))
-        assert 0 not in changed and set(changed) <= set(np.delete(table, 1, 0).flat)
-
-
 @pytest.mark.parametrize("past", [0, 5])
 def test_rows_past_a_table_or_before_it_are_not_written(past):
     """A GPU does not stop at the end of a row of the table: the next sequence's pages come there.
@@ -86,21 +76,6 @@ def test_rows_past_a_table_or_before_it_are_not_written(past):
         want, row = np.array(old), np.array(row)
         want[0, :, :6], want[1, :, 4:], want[3, :, :3] = row[0], row[1, :, :4], row[3, :, 3:]
         np.testing.assert_array_equal(new, want)
-
-
-def test_more_arrays_than_one_call_takes_are_written_by_several(monkeypatch):
-    case = a_case(1, 20, 2, 16, 8, 3, 2, "float32", width=4)
-    monkeypatch.setattr(commit_kernel, "MOST_ARRAYS", 2)
-    same(by_kernel(*case, interpret=True), by_scatter(*case))
-
-
-def test_stacked_layers_and_arrays_on_a_mesh_are_left_to_scatters():
-    before, rows, start, table = a_case(2, 20, 2, 16, 8, 3, 2, "float32", width=4)
-    stacked = [x[None] for x in before], [x[None] for x in rows], start, table
-    with commit_kernel.unchecked():
-        same(by_kernel(*stacked), by_scatter(*stacked))
-        with jax.set_mesh(jax.make_mesh((2,), ("tp",))):
-            same(by_kernel(before, rows, start, table), by_scatter(before, rows, start, table))
 
 
 def test_scatters_write_until_the_kernel_was_compared_with_them(monkeypatch, caplog):

@@ -2,9 +2,7 @@
 
 import functools
 import logging
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -18,16 +16,10 @@ from tiny import prompts_of, tiny_config, tiny_model
 
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.decode.tree import chain_bits
-from specjax.drafts.model import ModelSource
-from specjax.engine.engine import Engine
-from specjax.engine.request import make_jobs
 from specjax.engine.settings import EngineConfig
 from specjax.kernels import cpu, dispatch
-from specjax.kernels.backend import choose
 from specjax.kernels.cpu import native
 from specjax.models.families.dense import change_dense
-from specjax.models.transformer import to_decode_layout
-from specjax.weights import matrix
 from specjax.weights.panels import Panels
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
@@ -68,13 +60,6 @@ def test_products_equal_the_reference(**case):
     compare_products(**case)
 
 
-@pytest.mark.slow
-@settings(max_examples=80)
-@given(**SHAPES)
-def test_products_equal_the_reference_on_many_shapes(**case):
-    compare_products(**case)
-
-
 @pytest.mark.parametrize("shape", [(192, 304), (640, 192), (7, 16)])  # several threads, and one
 def test_a_rows_product_is_the_same_bits_beside_any_others(shape):
     rng = np.random.default_rng(0)
@@ -84,16 +69,6 @@ def test_a_rows_product_is_the_same_bits_beside_any_others(shape):
     for rows in range(1, 13):
         np.testing.assert_array_equal(panels.dot(x[:, :rows]), whole[:, :rows])
         np.testing.assert_array_equal(panels.dot(x[1:, -rows:]), whole[1:, -rows:])
-
-
-@pytest.mark.parametrize("x, weight, message", [
-    (jnp.ones((2, 8), jnp.bfloat16), jnp.ones((1, 8, 16)), "float32, got bfloat16"),
-    (jnp.ones((2, 9)), jnp.ones((1, 8, 16)), "expected x"),
-    (jnp.ones((2, 8)), jnp.ones((1, 8, 8)), "expected x"),
-])  # fmt: skip
-def test_products_of_what_does_not_fit_are_refused(x, weight, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        dispatch.product(x, weight)
 
 
 # --- attention ------------------------------------------------------------------------------------
@@ -123,21 +98,6 @@ def compare_attention(seed, batch, kv_heads, group, rows, before, size, stretche
 def test_attention_equals_the_reference(**case):
     """What lies in a page past its prefix is NaN here, and is never read."""
     compare_attention(**case)
-
-
-@pytest.mark.slow
-@settings(max_examples=60)
-@given(**CASES)
-def test_attention_equals_the_reference_on_many_shapes(**case):
-    compare_attention(**case)
-
-
-def test_one_tree_for_all_slots_and_pages_of_their_own():
-    q, k, v, k_pages, v_pages, *_ = random_case(3, 3, 2, 3, 5, 32, 1, "float32", [32] * 3, head=32)
-    bits, prefix = chain_bits(5), np.array([0, 7, 32], np.int32)
-    own = q, k, v, k_pages[:3], v_pages[:3], prefix
-    wanted, _ = expected(*own, bits, None, window=None, sinks=None)
-    np.testing.assert_allclose(cpu.tree_attention(*own, bits), wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("prefix", [0, 5, 15, 16, 31])
@@ -247,32 +207,6 @@ def test_engines_on_cpu_run_the_kernels_unless_told_otherwise(caplog):
     assert not any("specjax_" in text for text in programs(without_kernels()[0]).values())
 
 
-def test_new_weights_and_heads_arrive_in_panels():
-    llm = llm_of()
-    runner, head = llm.engine.runner, llm.engine.runner.head
-    cfg, params, other = tiny_model(MODEL, seed=9)
-    llm.engine.set_params(params, None)
-    assert runner.head is head, "it was given back, not packed anew"
-    assert isinstance(runner.params["layers"][0]["qkv_proj"], Panels)
-    llm.engine.set_head(other)
-    assert [s.token_ids for s in samples_of(llm)] == [
-        s.token_ids for s in samples_of(LLM((cfg, params, None), None, max_batch=2, max_len=64))
-    ]
-
-
-def test_a_draft_model_of_another_dtype_does_without_panels():
-    small = change_dense(MODEL, num_layers=1).running(compute_dtype="bfloat16")
-    _, params, _ = tiny_model(small, seed=4)
-    source, layout = ModelSource(small, small.vocab_size), to_decode_layout(params, small)
-    llm = llm_of()
-    engine = Engine(MODEL, SpecConfig("2_1_3"), 2, 64, source=source)
-    engine.set_params(llm.params, layout)
-    jobs = make_jobs(PROMPTS[0], ASKED, (), None, 0)
-    found, _ = engine.generate(jobs)
-    assert [s.token_ids for s in found] == wanted()[: len(found)]
-    assert {leaf.ndim for leaf in jax.tree.leaves(engine.runner.head)} == {1, 2}
-
-
 def programs(llm) -> dict:
     return {key: p.as_text() for key, p in llm.engine.runner.executables.by_key.items()}
 
@@ -303,162 +237,7 @@ def test_a_kernel_that_is_asked_for_and_cannot_be_had_is_an_error(asked, no_comp
         llm_of(**asked)
 
 
-@pytest.mark.parametrize("cfg, devices, message", [
-    (MODEL.running(compute_dtype="bfloat16"), 1, "in float32"),
-    (change_dense(MODEL, head_dim=8), 1, "multiple of 16, got 8"),
-    (MODEL, 8, "the mesh has 8"),
-])  # fmt: skip
-def test_models_and_meshes_that_it_is_not_for(cfg, devices, message):
-    choice = choose("cpu", "cpu", cfg, devices=devices)
-    assert choice.name == "reference" and not choice.warn and message in choice.line
-    with pytest.raises(ValueError, match=message):
-        choose("cpu", "cpu", cfg, "cpu", devices=devices)
-
-
-@pytest.mark.parametrize("changes, message", [
-    ({"scan_layers": True}, "scanned"), ({"compute_dtype": "bfloat16"}, "in float32"),
-])  # fmt: skip
-def test_panels_are_for_unrolled_float32_layers(changes, message, caplog):
-    cfg = MODEL.running(**changes)
-    caplog.set_level(logging.INFO)
-    assert matrix.settle(cfg, None).run.products == "xla" and message in caplog.text
-    with pytest.raises(ValueError, match=message):
-        matrix.settle(cfg, None, "panels")
-
-
-def test_settings_of_the_engine_are_checked():
-    with pytest.raises(ValueError, match="products must be one of"):
-        EngineConfig(products="fast")
-
-
 # --- building -------------------------------------------------------------------------------------
-
-
-def test_it_is_built_once_and_kept(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = native.build()
-    made = path.stat().st_mtime_ns
-    assert path.parent == tmp_path / "specjax" and native.build() == path
-    assert path.stat().st_mtime_ns == made and list(path.parent.iterdir()) == [path]
-
-
-@pytest.fixture
-def no_flags_asked(monkeypatch):
-    """These tests may themselves be run for a target."""
-    for variable in (native.TARGET_VARIABLE, native.FLAGS_VARIABLE):
-        monkeypatch.delenv(variable, raising=False)
-
-
-def test_a_compiler_that_fails_is_named_with_its_error(monkeypatch, tmp_path, no_flags_asked):
-    compiler = tmp_path / "broken"
-    compiler.write_text("#!/bin/sh\necho 'common.h:1: error: out of luck' >&2\nexit 1\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(native.NoKernelError, match="broken failed: common.h:1: error: out of luck"):
-        native.build()
-
-
-def test_the_next_compiler_is_tried(monkeypatch, tmp_path):
-    broken, sound = tmp_path / "broken", tmp_path / "sound"
-    broken.write_text("#!/bin/sh\nexit 1\n")
-    sound.write_text('#!/bin/sh\n[ "$1" != -o ] || echo made > "$2"\n')
-    for compiler in (broken, sound):
-        compiler.chmod(0o755)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(native, "COMPILERS", (str(broken), str(sound)))
-    assert native.build().read_text() == "made\n"
-
-
-@pytest.mark.parametrize("cache", ["no home", "a file"])
-def test_where_the_cache_cannot_be_written_the_kernels_are_built_elsewhere(
-    monkeypatch, tmp_path, cache
-):
-    def unknown():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(native, "_compile", lambda *to: to[-1].touch())
-    monkeypatch.setattr(native.Path, "home", unknown)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    if cache == "a file":
-        (tmp_path / "file").write_text("")
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    built = native.build()
-    assert built.exists() and tmp_path not in built.parents
-
-
-def test_what_cannot_be_loaded_is_named(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(native, "_compile", lambda *to: to[-1].write_bytes(b"no library"))
-    native._try_to_load.cache_clear()
-    try:
-        for _ in range(2):
-            with pytest.raises(native.NoKernelError, match="cannot be loaded.*delete it"):
-                native.load()
-    finally:
-        native._try_to_load.cache_clear()
-
-
-def test_the_other_native_flag_is_tried_and_without_any_nothing_is_built(
-    monkeypatch, tmp_path, no_flags_asked
-):
-    tried = []
-
-    def run(command, **_):
-        tried.append(command)
-        refused = not known & set(command)
-        assert (*command[-len(native.EXACT) :],) == native.EXACT, "the last word about arithmetic"
-        if not refused:
-            Path(command[command.index("-o") + 1]).touch()
-        return subprocess.CompletedProcess(command, int(refused), "", "error: unknown flag")
-
-    monkeypatch.setattr(native.subprocess, "run", run)
-    known = {"-mcpu=native"}
-    native._compile("c++", native.NATIVE, tmp_path / "kernels.so")
-    assert (tmp_path / "kernels.so").exists() and len(tried) == len(native.NATIVE)
-    known = set()
-    with pytest.raises(native.NoKernelError, match="c.. failed: error: unknown flag"):
-        native._compile("c++", native.NATIVE, tmp_path / "others.so")
-    assert list(tmp_path.iterdir()) == [tmp_path / "kernels.so"]
-
-
-_BUSY = """
-import threading, jax, jax.numpy as jnp
-from specjax.kernels import dispatch
-
-weights = jnp.ones((16, 256, 16)) / 256
-
-def products(x):
-    return jax.lax.fori_loop(0, 1000, lambda _, x: dispatch.product(x, weights), x)
-
-run, x = jax.jit(products), jnp.ones((8, 256))
-sort, long = jax.jit(lambda x: [jnp.sort(x + i)[::100] for i in range(4)]), jnp.arange(2e6) % 1e3
-jax.block_until_ready((run(x), sort(long)))
-other = threading.Thread(target=lambda: jax.block_until_ready(sort(long)))
-other.start()
-while other.is_alive():
-    jax.block_until_ready(run(x))
-print("done")
-"""
-
-
-_THREADS = """
-import ctypes
-from specjax.kernels.cpu import native
-
-native.load()
-print(ctypes.CDLL(str(native.build())).specjax_most_threads())
-"""
-
-
-@pytest.mark.parametrize("flag", [native.ONE_THREAD, "--xla_cpu_multi_thread_eigen=true"])
-def test_a_call_has_one_thread_where_xla_is_told_so(flag):
-    done = subprocess.run(
-        [sys.executable, "-c", _THREADS], capture_output=True, text=True, timeout=120,
-        env=os.environ | {"XLA_FLAGS": flag},
-    )  # fmt: skip
-    assert (int(done.stdout) == 1) == (flag == native.ONE_THREAD), done.stderr
 
 
 def test_threads_share_stages_without_races(tmp_path):
@@ -476,12 +255,3 @@ def test_threads_share_stages_without_races(tmp_path):
             [program, str(threads), "150"], capture_output=True, text=True, timeout=120
         )
         assert done.returncode == 0 and done.stdout.endswith(", helped, 0 wrong\n"), done
-
-
-@pytest.mark.slow
-def test_threads_that_are_busy_elsewhere_do_not_block_a_call():
-    """Calls then leave more helpers waiting than the pool's queue holds."""
-    done = subprocess.run(
-        [sys.executable, "-c", _BUSY], capture_output=True, text=True, timeout=120
-    )
-    assert done.stdout == "done\n", done.stderr

@@ -16,7 +16,7 @@ from test_tpu import random_case
 from specjax.decode.tree import chain_bits
 from specjax.drafts.mtp import head_graphdef, init_head_params, to_format
 from specjax.interfaces import Memory, Room, Scratch, Where
-from specjax.kernels import cpu, dispatch
+from specjax.kernels import dispatch
 from specjax.kernels.cpu import native
 from specjax.memory import KVCache, commit_rows, empty
 from specjax.models.families.dense import change_dense
@@ -103,24 +103,6 @@ def test_layers_equal_those_of_xla(**case):
     compare_layers(**case)
 
 
-@pytest.mark.slow
-@settings(max_examples=150)
-@given(**CASES)
-def test_layers_equal_those_of_xla_on_many_shapes(**case):
-    compare_layers(**case)
-
-
-def test_it_is_one_operation():
-    shape = jax.ShapeDtypeStruct
-    cache = KVCache(*(tuple(shape((3, 2, 16, 16), jnp.float32) for _ in range(2)) for _ in "kv"))
-    ints = [shape(s, jnp.int32) for s in ((1, 5), (1, 5), (1,))]
-    text = decode_of(False, True, "cpu").lower(
-        *ints[:2], cache, ints[2], chain_bits(5), None, 0, None
-    ).as_text()  # fmt: skip
-    assert text.count("custom_call @" + native.LAYERS) == 1
-    assert not any(name in text for name in (native.PANELS, native.ATTENTION))
-
-
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_row_is_the_same_bits_beside_any_others(batch):
     """Of a chain of drafts, and as the next token of plain decoding: bit by bit."""
@@ -169,16 +151,6 @@ def test_a_head_drafts_what_it_drafts_by_xla():
             lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5),
             drafted(attention=kernel), wanted,
         )  # fmt: skip
-
-
-def test_layers_of_widths_that_fill_no_register_go_by_xla():
-    kernels = MODEL.running(products="panels", attention="cpu")
-    assert dispatch.runs_layers(kernels)
-    for other in (
-        change_dense(kernels, intermediate_size=40), change_dense(kernels, hidden_size=24),
-        kernels.running(products="xla"), kernels.running(attention="reference"),
-    ):  # fmt: skip
-        assert not dispatch.runs_layers(other)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,12 +210,6 @@ def test_layers_that_differ_from_the_kernel_s_decode_as_they_train(change):
     assert np.abs(wanted - trained(usual)).max() > 1e-3, "the change changes nothing"
 
 
-def test_layers_of_another_dtype_are_refused():
-    x = jnp.zeros((1, 1, 32), jnp.bfloat16)
-    with pytest.raises(TypeError, match="float32, got .*bfloat16"):
-        cpu.layers(MODEL, [{}], x, x, x, [(x, x)], np.zeros(1, np.int32), chain_bits(1))
-
-
 # --- commits --------------------------------------------------------------------------------------
 
 
@@ -267,15 +233,6 @@ def test_rows_are_committed_where_xla_commits_them(seed, batch, rows, stretches,
     wanted = commit_rows(cache, new, start, start, table)
     found = jax.jit(functools.partial(commit_rows, kernel="cpu"))(cache, new, start, start, table)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
-
-
-def test_a_commit_moves_nothing_else_and_rows_without_a_place_are_not_written():
-    cache = KVCache((jnp.zeros((3, 1, 16, 16)),), (jnp.zeros((3, 1, 16, 16)),))
-    rows = KVCache((jnp.ones((2, 1, 4, 16)),), (jnp.ones((2, 1, 4, 16)),))
-    start, table = jnp.array([14, -2]), jnp.array([[2], [7]], jnp.int32)  # 7: there is none
-    found = commit_rows(cache, rows, start, None, table, kernel="cpu")
-    for array in jax.tree.leaves(found):
-        assert np.asarray(array).sum() == 2 * 16 and (array[2, 0, 14:] == 1).all()
 
 
 def test_what_a_program_is_donated_is_written_in_place():

@@ -1,9 +1,6 @@
 """Who attends: the choice for a platform, and that what is chosen is what runs."""
 
 import functools
-import inspect
-import logging
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +10,6 @@ from test_tpu import expected, random_case
 from tiny import prompts_of, tiny_config, tiny_model
 
 from specjax import LLM, SamplingParams, SpecConfig
-from specjax.command_line import parse_config
 from specjax.drafts.mtp import weight_axes
 from specjax.engine.settings import EngineConfig
 from specjax.kernels import dispatch, reference, tpu
@@ -21,15 +17,11 @@ from specjax.kernels.backend import choose
 from specjax.models.families.dense import change_dense
 from specjax.parallel import sharding
 from specjax.parallel.sharding import MeshConfig, make_mesh
-from specjax.registry import BACKENDS
-from train import rl
 from train.heads import DraftConfig, DraftTrainer
 from train.loss import count_denominators, sft_loss
 from train.optim import OptimConfig
 from train.packing import Sample, pack
-from train.plan.programs import Shapes
 from train.policy import PolicyTrainer
-from train.schema import RLConfig
 
 WIDE = change_dense(tiny_config(), head_dim=128)
 HALF = WIDE.running(compute_dtype="bfloat16")
@@ -88,19 +80,6 @@ def test_each_platform_gets_its_kernel_and_a_missing_one_is_warned_of(
 def test_a_kernel_that_cannot_be_used_is_refused(device, cfg, asked, message):
     with pytest.raises(ValueError, match=message):
         choose(*device, cfg, asked)
-
-
-def test_training_on_a_gpu_is_by_flash_attention_without_a_warning():
-    for device in (H100, ("gpu", "NVIDIA A100-SXM4-80GB")):
-        for cfg in (HALF, WIDE):
-            choice = choose(*device, cfg, decoding=False)
-            assert (choice.name, choice.warn) == ("gpu:flash", False)
-
-
-def test_invariant_mode_says_that_rounds_do_without_the_kernel():
-    choice = choose(*V5E, HALF, "auto", invariant=True)
-    assert choice.warn and "rounds in invariant mode attend by position" in choice.line
-    assert not choose("cpu", "cpu", WIDE, "auto", invariant=True).warn
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -247,27 +226,6 @@ def test_a_rollout_runs_the_kernel_that_is_asked_for_and_gives_the_same_tokens(c
     assert "the draft's attention" in caplog.text
 
 
-@pytest.mark.parametrize("platform, kind, says", [
-    ("rocm", "MI300", "cuDNN attends on GPUs, and the device is 'rocm'"),
-    ("gpu", "NVIDIA H100", "cuDNN supports no float32 heads of 512"),
-    ("neuron", "trn1", "no kernel for platform 'neuron'"),
-])  # fmt: skip
-def test_engines_and_trainers_start_with_a_warning_where_a_kernel_is_missing(
-    platform, kind, says, monkeypatch, caplog
-):
-    monkeypatch.setattr(dispatch, "choose", lambda _, __, *rest: choose(platform, kind, *rest))
-    LLM(tiny_model(HUGE), None, max_batch=1, max_len=64)
-    PolicyTrainer(HUGE, sft_loss, OptimConfig().build())
-    warned = [r for r in caplog.records if r.levelno == logging.WARNING and says in r.getMessage()]
-    whose = {record.getMessage().partition(":")[0] for record in warned}
-    assert whose == {"attention", "training attention"}
-
-
-def test_a_kernel_that_the_devices_do_not_have_is_refused_by_the_engine():
-    with pytest.raises(ValueError, match="compiled for TPUs, and the device is 'cpu'"):
-        generated("tpu")
-
-
 def losses(kernel, mesh) -> list[float]:
     """Of the policy and of its head, and their gradients' norms."""
     rng = np.random.default_rng(0)
@@ -297,50 +255,3 @@ def test_training_runs_the_kernel_that_is_asked_for_and_gives_the_same_losses(me
     assert not calls["causal"]
     np.testing.assert_allclose(losses("tpu:interpret", mesh), wanted, rtol=1e-4)
     assert set(calls["causal"]) == {(1, 2, 128, 128)}
-
-
-POD = Path(__file__).resolve().parents[2] / "configs" / "pods" / "qwen3_8b_v5p_4x4x4.yaml"
-SMALLER = (
-    "rollout.max_tokens=96 rollout.max_prompt_tokens=32 rollout.max_batch=1 rollout.replicas=2 "
-    "rollout.cache_bytes=100000000 packing.row_length=128 packing.rows=2 mesh.fsdp=2"
-)
-
-
-@pytest.fixture(scope="module")
-def of_a_pod(mesh):
-    """What train.rl would run for a pod of eight chips, by name."""
-    argv = ["--config", str(POD), "attention=tpu:interpret", *SMALLER.split()]
-    shapes = Shapes(parse_config(RLConfig, argv)[0], jax.devices())
-    return {program.name: program for program in shapes.programs()}
-
-
-@pytest.mark.parametrize("name, kernel, rows", [
-    ("policy, a micro-batch", "causal", 128),
-    ("draft, a micro-batch", "causal", 128),
-    ("prefill 1 x 33", "tree", 32),
-    ("chunk 3_1_4 x 1", "tree", 4),
-    ("chunk off x 1", "tree", 1),
-])  # fmt: skip
-def test_each_program_of_train_rl_attends_by_the_kernel(of_a_pod, calls, name, kernel, rows):
-    """Plain decoding, too: it is a tree of one row. A device has 8 of 32 heads."""
-    of_a_pod[name].lower()
-    assert rows in {shape[2] for shape in calls[kernel]}
-    assert {shape[1] for shape in calls[kernel]} == {8}
-    other = {"causal": "tree", "tree": "causal"}[kernel]
-    assert not calls[other]
-
-
-def test_a_mistake_in_the_config_ends_train_rl_with_a_message(thin_policy, tmp_path):
-    with pytest.raises(SystemExit) as ended:
-        rl.main([f"model={thin_policy}", f"out={tmp_path / 'run'}", "attention=tpu"])
-    assert "compiled for TPUs, and the device is 'cpu'" in str(ended.value)
-
-
-@pytest.mark.parametrize("name", BACKENDS.names)
-def test_each_attention_of_a_backend_takes_windows_and_soft_caps(name):
-    """A call that a kernel cannot serve is declined, and never a TypeError."""
-    operations = BACKENDS.named(name).operations
-    for operation in ("tree_attention", "causal_attention", "context_attention"):
-        if operation in operations:
-            taken = inspect.signature(operations[operation])
-            taken.bind_partial(window=3, soft_cap=2.0)

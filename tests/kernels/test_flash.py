@@ -69,26 +69,6 @@ def test_keys_of_several_blocks_add_up_to_attention_and_its_gradients(window):
         np.testing.assert_allclose(both, wanted, atol=2e-4)
 
 
-def test_pairs_of_tiles_are_hidden_partial_or_whole():
-    segments = np.repeat([1, 2], [24, 8]).astype(np.int32)[None]
-    queries = keys = flash.Tokens.of(segments, np.arange(32), 8, flash.QUERY_PADDING)
-    kinds = flash.kinds_of_pairs(queries, keys, None)
-    assert kinds[0].tolist() == [[1, 0, 0, 0], [2, 1, 0, 0], [2, 2, 1, 0], [0, 0, 0, 1]]
-    assert flash._fetched(kinds)[0].tolist() == [[0] * 4, [0, 1, 1, 1], [0, 1, 2, 2], [3] * 4]
-    # A window of 9 reaches back into the tile before, and never over all of it.
-    assert flash.kinds_of_pairs(queries, keys, 9)[0].tolist()[2] == [0, 1, 1, 0]
-    assert flash.kinds_of_pairs(queries, keys, 16)[0].tolist()[2] == [1, 2, 1, 0]
-    padded = flash.Tokens.of(segments[:, :12], np.arange(12), 8, flash.KEY_PADDING)
-    assert flash.kinds_of_pairs(queries, padded, None)[0].tolist()[2] == [2, 1]
-
-
-def test_tiles_fit_the_length_of_a_row():
-    tiles = flash.Tiles()
-    assert tiles.size(3200) == 640 and tiles.size(25600) == 640 and tiles.size(128) == 128
-    assert tiles.size(1152) == 384 and tiles.size(100) == 128
-    assert all(tiles.size(n) % 128 == 0 for n in range(1, 5000, 37))
-
-
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 @pytest.mark.parametrize(
     ("attention", "order", "axes", "window"),

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from tiny import tiny_config
 
 from specjax.config.model import ATTENTION_RESIDUALS
-from specjax.kernels import dispatch, flash_gpu, reference
-from specjax.kernels.backend import choose
-from specjax.kernels.flash import Tokens, kinds_of_pairs
+from specjax.kernels import flash_gpu, reference
 from specjax.kernels.flash_gpu import Tile, Tiles
 from specjax.models.families.dense import change_dense
 
@@ -123,30 +121,6 @@ def test_bfloat16_rows_are_close_and_keep_their_dtype():
 # --- what is read ---------------------------------------------------------------------------------
 
 
-@given(
-    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=8),
-    sizes=st.sampled_from([(16, 16), (32, 16), (16, 32)]),
-    window=st.sampled_from([None, 1, 9, 40]),
-    by_keys=st.booleans(),
-)
-@settings(max_examples=60, deadline=None)
-def test_the_ranges_of_a_tile_are_exactly_the_tiles_that_it_sees(lengths, sizes, window, by_keys):
-    ids = segments_of(lengths, 128)
-    mask = np.asarray(reference.causal_segment_mask(jnp.asarray(ids[None]), window))[0]
-    ids[ids == 0] = flash_gpu._PADDING
-    q, k = (Tokens(ids[None], np.arange(128), size) for size in sizes)
-    kinds = kinds_of_pairs(q, k, window)
-    if by_keys:
-        mask, sizes, kinds = mask.T, sizes[::-1], kinds.swapaxes(1, 2)
-    tiles = mask.reshape(128 // sizes[0], sizes[0], 128 // sizes[1], sizes[1])
-    some, all_ = tiles.any(axis=(1, 3)), tiles.all(axis=(1, 3))
-    for i, (first, begin, end, last) in enumerate(np.asarray(flash_gpu.ranges_of(kinds))[0]):
-        seen = np.flatnonzero(some[i])
-        assert (first, last) == (seen[0], seen[-1] + 1)
-        assert first <= begin <= end <= last
-        assert all_[i, begin:end].all() and end - begin == all_[i].sum()
-
-
 def test_tiles_of_other_segments_and_later_ones_are_not_read():
     case = Case(length=96)
     q, k, v, _ = case.arrays()
@@ -185,13 +159,6 @@ def test_attention_runs_forward_once_where_layers_are_recomputed():
 # --- the backend ----------------------------------------------------------------------------------
 
 
-def test_every_head_size_and_dtype_has_tiles():
-    for itemsize in (2, 4):
-        for head in (64, 96, 128, 256):
-            tiles = flash_gpu.TILES[itemsize, flash_gpu._rounded(head)]
-            assert all(n >= 16 and n & (n - 1) == 0 for tile in tiles for n in tile[:2])
-
-
 @pytest.mark.parametrize("head, dtype, steps", [
     (64, "bfloat16", 0), (96, "float32", 1), (256, "float16", 0),
 ])  # fmt: skip
@@ -208,28 +175,3 @@ def test_it_is_lowered_for_gpus_without_sums_by_atomics(head, dtype, steps):
     assert text.count("__gpu$xla.gpu.triton") == 3
     for scores in ("330x330", "352x352", "384x384"):
         assert scores not in text, "no array has an entry for each pair of tokens"
-
-
-@pytest.mark.parametrize("head, dtype", [(64, "bfloat16"), (96, "float32"), (256, "bfloat16")])
-def test_training_on_a_gpu_is_by_flash_attention(head, dtype):
-    cfg = change_dense(WIDE, head_dim=head).running(compute_dtype=dtype)
-    choice = choose(*H100, cfg, decoding=False)
-    assert (choice.name, choice.warn) == ("gpu:flash", False)
-
-
-def test_what_flash_attention_does_not_support_is_left_to_the_library():
-    wide = change_dense(WIDE, head_dim=288).running(compute_dtype="bfloat16")
-    choice = choose(*H100, wide, decoding=False)
-    assert choice.name == "library:xla" and "heads of up to 256, got" in choice.line
-    half = WIDE.running(compute_dtype="bfloat16")
-    for kind, why in (("Tesla V100-SXM2-16GB", "Ampere"), ("NVIDIA A10", "shared memory")):
-        choice = choose("gpu", kind, half, decoding=False)
-        assert choice.name == "library:cudnn" and why in choice.line
-
-
-def test_it_is_called_by_dispatch():
-    case = Case(size=32, soft_cap=3.0)
-    q, k, v, _ = case.arrays()
-    ids = jnp.asarray(np.stack([segments_of([20, 30], 70)] * 2))
-    attend = functools.partial(dispatch.causal_attention, q, k, v, ids, soft_cap=3.0)
-    np.testing.assert_allclose(attend(kernel="gpu:flash-interpret"), attend(), atol=5e-6)

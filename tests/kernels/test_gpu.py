@@ -2,7 +2,6 @@
 
 import functools
 import os
-import types
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -16,8 +15,6 @@ from test_dispatch import finite
 from test_tpu import HEAD, TOLERANCE, random_case
 from tiny import tiny_config
 
-from specjax import SpecConfig
-from specjax.engine.runner import Runner
 from specjax.kernels import dispatch, gpu, reference
 from specjax.kernels.backend import choose
 from specjax.kernels.reference import NEG_INF
@@ -153,13 +150,6 @@ def test_its_items_masks_softmax_and_merge_equal_the_reference(**case):
     compare_emulated(**case)
 
 
-@pytest.mark.slow
-@settings(max_examples=60)
-@given(**CASES)
-def test_they_do_on_many_shapes(**case):
-    compare_emulated(**case)
-
-
 @pytest.mark.skipif(not ON_GPU, reason="needs a Hopper GPU: the kernel is compiled for it")
 @settings(max_examples=60)
 @given(**{**CASES, "dtype": st.just("bfloat16"), "processors": st.just(None)})
@@ -198,88 +188,6 @@ def test_the_kernel_equals_the_reference_without_races_in_the_interpreter(
 
 # --- the list of items ----------------------------------------------------------------------------
 
-LISTS = dict(
-    lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=12),
-    kv_heads=st.sampled_from([1, 3, 8]),
-    packed=st.sampled_from([1, 4, 64, 80, 500]),
-    tree=st.integers(1, 200),
-    window=st.none() | st.integers(1, 1000),
-)
-
-
-def list_of(lengths, kv_heads, packed, tree, window):
-    shape = gpu.shape_of(len(lengths), kv_heads, packed, HEAD, 64, 3008, tree, window)
-    return shape, *map(np.asarray, gpu.work_list(shape, jnp.asarray(lengths, jnp.int32), True))
-
-
-def test_no_chunk_lies_past_a_slots_pages_or_before_them():
-    sizes = dict(kv_heads=1, packed=4, tree=5, window=None)
-    for found, wanted in zip(
-        list_of([5000, 100, -200], **sizes), list_of([3008, 100, 0], **sizes), strict=True
-    ):
-        np.testing.assert_array_equal(found, wanted)
-
-
-@settings(max_examples=15)
-@given(**LISTS)
-@example(lengths=[0], kv_heads=1, packed=1, tree=1, window=None)
-@example(lengths=[3000] * 12, kv_heads=8, packed=500, tree=200, window=None)
-def test_every_chunk_of_every_slot_is_in_one_programs_list(**case):
-    shape, slots, work = list_of(**case)
-    lengths, blocks, chunks, first, first_item = slots
-    expected = [
-        (slot, unit, chunk)
-        for slot in range(shape.slots)
-        for unit in range(shape.units)
-        for chunk in range(chunks[slot])
-    ]
-    assert len(expected) <= shape.items and work[3, 0] == 0 and work[3, -1] == len(expected)
-    assert (np.diff(work[3]) >= 0).all()
-    for program in range(shape.programs):
-        if work[3, program] < work[3, program + 1]:
-            assert tuple(work[:3, program]) == expected[work[3, program]]
-    assert [expected.index((slot, 0, 0)) for slot in range(shape.slots)] == list(first_item)
-    # Every block once: the tree's, and those of the prefix that any row sees.
-    least = np.maximum(lengths - case["window"] + 1, 0) if case["window"] else 0 * lengths
-    assert (first == least // shape.block).all()
-    assert (blocks == shape.tree_blocks + -(-lengths // shape.block) - first).all()
-    for slot in range(shape.slots):
-        every = np.arange(chunks[slot], dtype=np.int32)
-        begin, end = map(np.asarray, gpu.share(blocks[slot], chunks[slot], every))
-        assert begin[0] == 0 and end[-1] == blocks[slot] and (begin[1:] == end[:-1]).all()
-        assert (begin < end).all() and np.ptp(end - begin) <= 1
-    # No program has more than its part and one item.
-    weight = np.concatenate([
-        np.full(chunks[slot] * shape.units, blocks[slot] // chunks[slot] + gpu.EPILOGUE)
-        for slot in range(shape.slots)
-    ])  # fmt: skip
-    loads = [weight[a:b].sum() for a, b in zip(work[3], work[3, 1:], strict=False)]
-    assert max(loads) <= -(-weight.sum() // shape.programs) + weight.max()
-
-
-@settings(max_examples=8)
-@given(**LISTS, others=st.integers(0, 3000))
-def test_a_slots_chunks_do_not_depend_on_other_slots(others, **case):
-    lengths = case.pop("lengths")
-    _, slots, _ = list_of(lengths, **case)
-    _, changed, _ = list_of([lengths[0]] + [others] * (len(lengths) - 1), **case)
-    np.testing.assert_array_equal(slots[:4, 0], changed[:4, 0])
-
-
-@pytest.mark.parametrize("batch, packed, chunks, busy", [
-    (1, 4, 33, 0.9), (1, 64, 16, 0.85), (8, 4, 16, 0.95), (8, 64, 12, 0.95), (64, 4, 4, 0.95),
-])  # fmt: skip
-def test_equal_slots_keep_all_multiprocessors_busy(batch, packed, chunks, busy):
-    """8 key/value heads and prefixes of 8192: the mean of the programs' blocks over the highest."""
-    shape = gpu.shape_of(batch, 8, packed, HEAD, 128, 8192, 16)
-    slots, work = map(np.asarray, gpu.work_list(shape, jnp.full(batch, 8192, jnp.int32), True))
-    assert (slots[2] == chunks).all()
-    sizes = np.tile(np.diff([i * slots[1, 0] // chunks for i in range(chunks + 1)]), batch * 8)
-    loads = [sizes[a:b].sum() for a, b in zip(work[3], work[3, 1:], strict=False)]
-    assert len(loads) <= gpu.MULTIPROCESSORS
-    assert sum(loads) / gpu.MULTIPROCESSORS / max(loads) >= busy
-
-
 # --- lowering, and the choice of the kernel -------------------------------------------------------
 
 
@@ -306,14 +214,6 @@ def lowered(rows, group, head, size, window, batch=2, kv_heads=2, stretches=8) -
 @pytest.mark.parametrize("window", [None, 512])
 def test_it_lowers_for_cuda_at_every_shape_of_its_table(head, rows, group, window):
     assert "mosaic_gpu" in lowered(rows, group, head, 128, window)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 8, 16, 32, 64])
-@pytest.mark.parametrize("group", [1, 4, 8])
-@pytest.mark.parametrize("head", sorted(gpu.TUNING))
-def test_it_lowers_for_cuda_at_many_trees(rows, group, head):
-    assert "mosaic_gpu" in lowered(rows, group, head, 64, None, batch=8, kv_heads=8)
 
 
 @pytest.mark.slow
@@ -347,17 +247,3 @@ def test_what_it_cannot_do_is_refused():
         choose("gpu", "NVIDIA A100-SXM4-80GB", half, "gpu")
     with pytest.raises(ValueError, match="got float32 heads of 128"):
         choose("gpu", "NVIDIA H200", half.running(compute_dtype="float32"), "gpu")
-
-
-@pytest.mark.parametrize("asked, max_len, size", [
-    (None, 100, 128), (48, 300, 64), (100, 300, 128), (0, 130, 192), (None, 1024, 128),
-])  # fmt: skip
-def test_pages_are_rounded_up_to_what_it_reads(asked, max_len, size, monkeypatch):
-    cfg = change_dense(tiny_config(mtp=1), head_dim=HEAD).running(compute_dtype="bfloat16")
-    named = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
-    monkeypatch.setattr(dispatch.jax, "devices", lambda *_: [named])
-    runner = Runner(cfg, SpecConfig("2_1_3"), 2, max_len, page_size=asked)
-    monkeypatch.undo()
-    assert runner.cfg.run.attention == "gpu" and runner.page_size == size
-    wide = gpu.shape_of(2, cfg.layers[0].mixer.num_kv_heads, 3, HEAD, runner.page_size, max_len, 3)
-    assert wide.per_page * wide.block == size

@@ -164,19 +164,6 @@ def test_a_block_that_is_not_waited_for_is_a_race(monkeypatch, capfd):
     assert RACE in said + capfd.readouterr().out
 
 
-def test_a_contiguous_cache_is_one_page_each():
-    q, k, v, k_pages, v_pages, prefix, bits, table = random_case(3, 3, 2, 2, 5, 96, 1, "float32")
-    k_rows, v_rows = (pages[table[:, 0]] for pages in (k_pages, v_pages))
-    found = attend(q, k, v, k_rows, v_rows, prefix, bits)
-    wanted, _ = expected(q, k, v, k_pages, v_pages, prefix, bits, table, window=None, sinks=None)
-    np.testing.assert_allclose(found, wanted, atol=1e-5, rtol=1e-5)
-
-
-def test_pages_that_cannot_be_cut_into_registers_are_refused():
-    with pytest.raises(ValueError, match="multiple of 16 positions on a TPU, got 24"):
-        check(random_case(0, 1, 1, 1, 1, 24, 1, "float32"), "float32")
-
-
 @pytest.mark.parametrize("generation", sorted(tpu.TUNING))
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
 @pytest.mark.parametrize("rows", [1, 5, 16, 64, 512])
@@ -188,15 +175,3 @@ def test_what_a_program_holds_fits_in_vmem(generation, kv_heads, rows):
     assert tile == min(rows, 64), "a verified tree is one program, a piece of a prompt a few"
     assert sizes.vmem_bytes(tile, blocks) <= tuning.vmem_bytes
     assert 2 * blocks.positions * kv_heads * HEAD * 2 == tuning.block_bytes
-
-
-def test_a_window_cuts_blocks_that_are_no_longer_than_it_needs():
-    sizes = tpu.Sizes(4, 5, 2, HEAD, 2, 128, 8192, window=128)
-    _, blocks = sizes.cut(tpu.TUNING["v5e"], 5)
-    assert (blocks.piece, blocks.part, blocks.positions) == (128, 128, 256)
-
-
-def test_heads_that_do_not_fit_in_vmem_are_refused():
-    sizes = tpu.Sizes(1, 512, 64, 256, 4, 128, 8192)
-    with pytest.raises(ValueError, match=r"64 key/value heads of 256.*\(tp\)"):
-        sizes.cut(tpu.TUNING["v5p"], 1)

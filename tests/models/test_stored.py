@@ -13,7 +13,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from specjax.checkpoint import huggingface as hf
-from specjax.checkpoint.huggingface_names import policy_leaves, tensors_of
 from specjax.config.model import Layer
 from specjax.drafts.mtp import init_head_params, weight_axes
 from specjax.interfaces import Param, Stored, TensorSlice
@@ -204,36 +203,3 @@ def test_a_tied_head_is_known_by_the_family_s_name(tmp_path, caplog):
     found, loaded, _ = hf.load_checkpoint(edited(tmp_path / "own", tmp_path / "other", changed))
     assert not found.tie_embeddings and "table and out.head differ" in caplog.text
     np.testing.assert_array_equal(loaded["lm_head"], 2 * params["embed"].T)
-
-
-@pytest.mark.parametrize(
-    "places, message",
-    [
-        ({"q": None}, "layers/0/q: expected a tensor in files, got none"),
-        ({"extra": Stored("x")}, "expected its family to name the arrays .*, got .*extra"),
-        (
-            {"q": Stored("qkv", True, TensorSlice(0, 0, 31, 64))},
-            r"has the shape \[32, 16\], got TensorSlice",
-        ),
-        (
-            {"v": Stored("qkv", True, TensorSlice(0, 40, 56, 64))},
-            "without overlapping, got .*layers/v",
-        ),
-        ({"v": Stored("alone", True)}, "tensor rock/0/qkv: expected one array, or parts"),
-        (
-            {"v": Stored("qkv", True, TensorSlice(0, 48, 64, 65))},
-            r"to be \[64, 16\], as for another array",
-        ),
-        ({"up": Stored("mlp.down_proj.weight")}, "expected one array, or parts|as for another"),
-        ({"o": (Stored("a"), Stored("b"))}, "expected 32 tensors in files, .* got 2"),
-    ],
-)
-def test_what_a_family_says_wrongly_of_files_is_refused(monkeypatch, places, message):
-    right = Boulder.stored
-
-    def wrong(self, cfg, layer):
-        return right(self, cfg, layer) | (places if layer else {})
-
-    monkeypatch.setattr(Boulder, "stored", wrong)
-    with pytest.raises(hf.UnsupportedModelError, match=message):
-        tensors_of(policy_leaves(config("boulder")))

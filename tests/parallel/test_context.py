@@ -16,7 +16,7 @@ from specjax.kernels import dispatch
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
 from specjax.parallel import sharding
-from specjax.parallel.context import Context, context_of, shift, split_over_tp
+from specjax.parallel.context import Context, context_of, shift
 from specjax.parallel.sharding import MeshConfig, make_mesh
 from train.algo import algo
 from train.heads import DraftConfig, DraftTrainer
@@ -128,22 +128,6 @@ def test_attention_over_devices_and_its_gradients_equal_the_reference(attention,
     np.testing.assert_allclose(np.asarray(split)[:, :, :, places], out, atol=1e-5)
     for ours, theirs in zip(split_gradients, gradients, strict=True):
         np.testing.assert_allclose(np.asarray(ours)[:, :, places], theirs, rtol=1e-5, atol=1e-4)
-
-
-def test_a_scan_over_layers_keeps_no_masks_of_a_ring():
-    """Left alone it computes what depends on segments alone once, and holds it for all layers."""
-    context = make_context(4)
-    x, segments = jnp.ones((1, 1, 512, 4)), jnp.ones((1, 512), jnp.int32)
-
-    def loss(x, segments):
-        def layer(x, _):
-            return dispatch.causal_attention(x, x, x, segments, context), None
-
-        return jax.lax.scan(jax.checkpoint(layer), x, None, length=3)[0].sum()
-
-    jaxpr = jax.make_jaxpr(jax.grad(loss))(x, segments)
-    assert sum(eqn.primitive.name == "scan" for eqn in jaxpr.eqns) == 2  # forward and backward
-    assert max(v.aval.size for eqn in jaxpr.eqns for v in eqn.outvars) <= 3 * x.size
 
 
 def test_the_ring_leaves_out_chunks_that_nothing_sees():
@@ -261,43 +245,3 @@ def test_losses_and_gradients_are_those_of_one_device_in_every_layout(batch, one
     np.testing.assert_allclose(states, one_device[1], rtol=1e-5, atol=1e-5)
     for sharded, whole in zip(gradients, one_device[2:], strict=True):
         assert relative(sharded, whole) < 1e-5
-
-
-def test_rows_that_do_not_divide_into_chunks_are_refused():
-    from specjax.command_line import parse_config
-    from train.schema import RLConfig
-
-    with pytest.raises(SystemExit):
-        parse_config(RLConfig, ["mesh.cp=4", "packing.row_length=252"])
-    assert parse_config(RLConfig, ["mesh.cp=4", "packing.row_length=256"])[0].mesh.row_multiple == 8
-    with pytest.raises(ValueError, match="cp_order: expected one of zigzag, contiguous"):
-        MeshConfig(cp=2, cp_order="striped")
-
-
-@pytest.mark.parametrize("axes, multiple", [
-    (dict(cp=2, tp=4), 8), (dict(cp=2, tp=3), 12), (dict(tp=4), 4),
-    (dict(cp=2, tp=2, cp_order="contiguous"), 4), (dict(cp=2, tp=4, sequence_parallel=False), 4),
-])  # fmt: skip
-def test_sequence_parallel_rows_also_divide_over_tp(axes, multiple):
-    assert MeshConfig(**{"sequence_parallel": True} | axes).row_multiple == multiple
-
-
-def test_sequence_parallel_refuses_rows_that_do_not_divide_over_tp(capsys):
-    """Else every device would hold the states of whole rows, between all layers."""
-    from specjax.command_line import parse_config
-    from train.schema import RLConfig
-
-    asked = ["mesh.cp=2", "mesh.tp=4", "mesh.sequence_parallel=true"]
-    with pytest.raises(SystemExit):
-        parse_config(RLConfig, [*asked, "packing.row_length=260"])
-    said = " ".join(capsys.readouterr().err.split())
-    assert (
-        "must be a multiple of 8, for mesh.cp=2 cuts rows into chunks in zigzag order and" in said
-    )
-    assert "mesh.sequence_parallel splits tokens over mesh.tp=4, got 260" in said
-    padded = parse_config(RLConfig, ["mesh.tp=3", "mesh.sequence_parallel=true"])[0]
-    assert padded.packing.row_length == 384
-    with sharding.ambient(make_mesh(MeshConfig(tp=4))):
-        jax.eval_shape(split_over_tp, jnp.zeros((1, 16, 8)))
-        with pytest.raises(ValueError, match="18 tokens do not divide over 4 devices of cp and tp"):
-            jax.eval_shape(split_over_tp, jnp.zeros((1, 18, 8)))

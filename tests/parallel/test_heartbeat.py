@@ -71,29 +71,6 @@ def test_who_failed_says_why(tmp_path, left, capfd):
     assert left == [STATUS] and "ended with an error (ValueError: no room); see its" in error
 
 
-def test_an_error_of_its_own_is_not_overwritten_by_what_is_seen_meanwhile(tmp_path, left):
-    line = watch(tmp_path, 1)
-
-    def look():
-        line.fail(ValueError("of my own"))
-        return "process 0 is lost"
-
-    line._look = look
-    line._thread.join()
-    told = json.loads((tmp_path / "1.json").read_text())
-    assert (told["state"], told["message"]) == ("failed", "ValueError: of my own") and not left
-
-
-def test_who_is_done_is_not_missed(tmp_path, left, capfd):
-    lines = [watch(tmp_path, process, lost_after=1.0) for process in range(3)]
-    assert not any(line.missing() for line in lines)
-    for line in (lines[2], lines[1]):
-        line.close()
-    time.sleep(1.5)
-    lines[0].close()
-    assert not left and capfd.readouterr().err == ""
-
-
 def test_a_process_that_is_killed_is_spoken_for(tmp_path):
     program = (
         "import os, pathlib; from specjax.parallel.heartbeat import Heartbeat; "

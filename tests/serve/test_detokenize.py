@@ -53,25 +53,11 @@ def test_no_stop_string_is_ever_seen_not_even_by_its_beginning(text, cuts, stops
         assert all(len("".join(given[:i])) <= end for end in ends)
 
 
-def test_text_comes_at_once_where_nothing_can_follow():
-    detokenizer = IncrementalDetokenizer(decode, ["stop"])
-    assert detokenizer.push(list(b"all of it")) == "all of it"
-    assert detokenizer.push(list(b" st")) == " ", "it may be the beginning of `stop`"
-    assert detokenizer.push(list(b"art")) == "start"
-    assert detokenizer.push("é".encode()[:1]) == ""
-    assert detokenizer.push("é".encode()[1:]) == "é"
-
-
 def test_a_character_that_is_never_completed_comes_at_the_end():
     detokenizer = IncrementalDetokenizer(decode)
     tokens = list("ab🙂".encode())[:-1]
     assert detokenizer.push(tokens) == "ab"
     assert detokenizer.finish([], decode(tokens)) == decode(tokens)[2:] != ""
-
-
-def test_without_a_tokenizer_there_is_no_text():
-    detokenizer = IncrementalDetokenizer(None)
-    assert detokenizer.push([1, 2]) == detokenizer.finish([3], "") == ""
 
 
 # --- stop strings that hold special tokens --------------------------------------------------------

@@ -1,27 +1,16 @@
 """A server without keys and without speculation, with narrow limits; what is refused where, and
 what a token costs the host."""
 
-import collections
-import dataclasses
 import json
-import re
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pydantic
 import pytest
 from serving import BATCH, QUEUE, WIDEST, Server, config, served
 
-from serve import engine_thread
-from serve.engine_thread import Request
 from serve.protocol import ChatRequest, CompletionRequest
-from serve.settings import WARM_UP, EngineSection, LimitSection, ServeConfig, load_llm
+from serve.settings import WARM_UP, ServeConfig, load_llm
 from specjax.command_line import load_config
-from specjax.decode.options import Features
-from specjax.engine.options import features_of
-from specjax.engine.request import make_jobs
 from specjax.shipped import find_shipped
 
 PROMPT, TOKENS = 20, 10  # limits
@@ -148,27 +137,6 @@ def test_the_queue_is_full_before_any_prompt_is_read(server: Server, monkeypatch
     assert post(server, {"prompt": "1+1=", "max_tokens": 2}).status_code == 200 and read
 
 
-def test_prompts_that_are_being_encoded_are_in_the_queue(server: Server, monkeypatch):
-    tokenizer, reading, go_on = server.llm.tokenizer, threading.Event(), threading.Event()
-    encode = type(tokenizer).encode
-
-    def slowly(self, text, **options):
-        reading.set()
-        go_on.wait(60)
-        return encode(self, text, **options)
-
-    monkeypatch.setattr(type(tokenizer), "encode", slowly)
-    with ThreadPoolExecutor(1) as threads:
-        texts = {"prompt": ["1+1=" * 500] * 3, "n": 8}  # too long, which is not known yet
-        waiting = threads.submit(post, server, texts)
-        assert reading.wait(60)
-        answer = post(server, {"prompt": [5], "n": 6})
-        go_on.set()
-        assert refusal(waiting.result())["code"] == "context_length_exceeded"
-    assert refusal(answer, 429)["code"] == "rate_limit_exceeded"
-    assert post(server, {"prompt": [5], "n": 6, "max_tokens": 1}).status_code == 200
-
-
 MANY = 1000
 NAMES = {f"a{i}": 1 for i in range(MANY)}
 PARTS = [{"role": "user", "content": [{}] * MANY}]
@@ -201,84 +169,6 @@ def test_of_a_thousand_mistakes_one_is_looked_at(server: Server, what):
 
 
 # --- what a token costs the host ------------------------------------------------------------------
-
-
-def events_of(server, body):
-    url, asked = f"{server.url}/v1/completions", {**body, "stream": True}
-    with httpx.stream("POST", url, json=asked, timeout=120) as stream:
-        return [line for line in stream.iter_lines() if line]
-
-
-LONG = {"prompt": "1+1=", "max_tokens": TOKENS, "seed": 3, "ignore_eos": True}
-
-
-def test_a_token_is_decoded_once(server: Server, monkeypatch):
-    """In a few calls per piece of a stream; or by the engine, where it looks for stop strings."""
-    kind, calls = type(server.llm.tokenizer), collections.Counter()
-    decode = kind.decode
-
-    def counted(self, *given, **options):
-        calls[threading.current_thread().name == "engine"] += 1
-        return decode(self, *given, **options)
-
-    monkeypatch.setattr(kind, "decode", counted)
-    pieces = len(events_of(server, LONG)) - 1  # [DONE]
-    assert calls[True] == 0 < calls[False] <= 2 * pieces + 1
-    calls.clear()
-    found = events_of(server, {**LONG, "stop": "§§"})
-    assert calls[True] >= TOKENS and calls[False] <= 1
-    texts = [json.loads(line[6:])["choices"][0]["text"] for line in found[:-1]]
-    whole = post(server, LONG).json()["choices"][0]["text"]
-    assert "".join(texts) == whole and len(texts) > 1
-    calls.clear()
-    assert post(server, LONG).json()["choices"][0]["text"] == whole
-    assert dict(calls) == {False: 1}
-
-
-def test_a_whole_answer_wakes_the_event_loop_once_and_a_stream_by_the_chunk(
-    server: Server, monkeypatch
-):
-    made = []
-
-    class Watched(Request):
-        def __init__(self, *given):
-            super().__init__(*given)
-            self.came, put = [], self.updates.put_nowait
-            self.updates.put_nowait = lambda update: self.came.append(update) or put(update)
-            made.append(self)
-
-    monkeypatch.setattr(engine_thread, "Request", Watched)
-    whole = post(server, {**LONG, "n": 2}).json()
-    events_of(server, LONG)
-    at_once, streamed = made
-    assert sorted(update.index for update in at_once.came) == [0, 1]
-    assert all(update.sample is not None for update in at_once.came)
-    assert len(streamed.came) > 1 and streamed.came[-1].sample is not None
-    counted = server.metrics()
-    assert len(whole["choices"]) == 2 and counted["time_to_first_token_seconds_count"] >= 3
-    buckets = [n for n in counted if n.startswith("inter_token_latency_seconds_bucket")]
-    assert counted[buckets[-1]] == counted["inter_token_latency_seconds_count"] > 0
-    assert [counted[n] for n in buckets] == sorted(counted[n] for n in buckets)
-
-
-def test_by_default_no_request_finds_anything_left_to_compile(server: Server):
-    found = {
-        features_of(job, 100).widened()
-        for params in WARM_UP[EngineSection().warm_up]
-        for job in make_jobs([1], params, ())
-    }
-    assert Features.all() in found, "which serves whatever a request asks for"
-    assert {Features(), Features(top_p=True).widened()} <= found, "and the usual ones cost less"
-
-
-def test_the_docs_name_every_limit_and_its_default():
-    page = (Path(__file__).resolve().parents[2] / "docs/serving.md").read_text(encoding="utf-8")
-    named = dict(re.findall(r"^\| `([a-z_.]+)` \| (\w+) \|", page, re.M))
-    defaults = {f"limits.{f.name}": f.default for f in dataclasses.fields(LimitSection)}
-    defaults |= {
-        f"engine.{name}": getattr(EngineSection(), name) for name in ("max_len", "max_stop_tokens")
-    }
-    assert named == {name: json.dumps(value) for name, value in defaults.items()}
 
 
 def test_the_settings_of_make_serve_can_be_used():

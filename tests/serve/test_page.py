@@ -1,6 +1,5 @@
 """The page at `/`, in a real browser; and what it and the dashboard read."""
 
-import itertools
 import json
 import re
 import threading
@@ -17,7 +16,7 @@ from serving import ADMIN, BATCH, KEY, Server, config, served
 from serve.dashboard import document
 from serve.settings import load_llm
 from specjax import SamplingParams
-from specjax.control import CostTable, Goodput, Observation, make_controller
+from specjax.control import make_controller
 from specjax.speculation import ControlSection
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,21 +135,6 @@ def test_side_by_side_the_tokens_are_the_same_and_times_are_compared(page: Page,
     assert "one side-by-side run" in page.text("#evidence")
 
 
-@pytest.mark.slow
-def test_repeated_pairs_turn_their_order_round_and_show_their_spread(page: Page):
-    page.do("live.compared = []; turns = 0")
-    for _ in range(2):
-        page.ask(compare=True, **ASKED)
-    runs = page.do("return live.compared")
-    assert [run["first"] for run in runs] == ["with", "without"]
-    said, ratios = page.text("#spread"), sorted(run["ratio"] for run in runs)
-    assert said.startswith("2 pairs of runs of this prompt")
-    found = re.search(r"in all ([\d.]+)x \(([\d.]+)x to ([\d.]+)x\); after the first", said)
-    expected = [sum(ratios) / 2, *ratios]
-    assert [float(x) for x in found.groups()] == pytest.approx(expected, abs=0.06)
-    page.says("#evidence", "2 side-by-side runs", 20)
-
-
 def test_different_tokens_are_shown_and_no_time_is_claimed(page: Page):
     """The page is told what no server of ours answers: two answers that differ."""
     page.do("""
@@ -224,48 +208,6 @@ def test_bars_are_what_the_counters_say(page: Page, server: Server):
     assert length == pytest.approx(1 + accepted / drafts)
 
 
-@pytest.fixture
-def goodput(server: Server):
-    """The server's controller measures costs, and has seen that drafts are worth it."""
-    engine = server.llm.engine
-    before, costs = engine.controller, {"off": (0.1,) * 3, "2_1_3": (0.1,) * 3}
-    engine.controller = Goodput(("off", "2_1_3"), CostTable((1, 2, 4), costs))
-    for _ in range(4):
-        engine.controller.observe(Observation.of_rounds(1, "2_1_3", [[2]] * 16, seconds=1.6))
-    engine.controller.observe(Observation.of_rounds(1, "off", [[0]] * 16, seconds=1.6))
-    yield engine.controller
-    engine.controller = before
-
-
-@pytest.mark.slow
-def test_the_estimate_is_of_the_size_that_runs_and_says_what_it_is_made_of(
-    page: Page, server: Server, goodput: Goodput
-):
-    def ask(n):
-        body = {"prompt": PROMPT, "max_tokens": TOKENS, "n": n, "ignore_eos": True}
-        server.post("/v1/completions", key=KEY, json=body)
-
-    told = {}
-    for n, size in ((1, 1), (4, 4)):
-        thread = threading.Thread(target=ask, args=(n,))
-        with server.slowly(0.1):
-            thread.start()
-            page.waits(f"live.gains?.size === {size} && live.gains.age < 2")
-            page.says("#verdict", f"x as fast at size {size}")
-            told[size] = page.do("return live.gains")
-            thread.join()
-    for found in told.values():
-        ratio, cost = found["ratios"]["2_1_3"], found["costs"]["2_1_3"]
-        assert ratio * cost == pytest.approx(goodput.acceptance.expected_tokens("2_1_3"), rel=0.2)
-        assert 0 <= found["slack"]["2_1_3"] < 1
-        assert (found["plain_age"] is None) == (not found["chunks"]["off"]), "calibrated alone"
-    assert min(told[1]["chunks"].values()) >= 1 and told[1]["plain_age"] >= 0
-    page.waits("!live.running")
-    page.do("live.ticks = []")  # as they are when nothing has run for a while
-    page.says("#verdict", "Nothing runs. Speculation")
-    assert " ago" in page.text("#verdict") and "as of" in page.text("#words"), "it is dated"
-
-
 def test_it_says_that_the_server_sleeps(page: Page, server: Server):
     server.post("/sleep")
     page.says("#verdict", "The server sleeps")
@@ -318,32 +260,6 @@ def test_the_live_stream_wants_the_key_and_forgets_who_leaves(server: Server):
     raise AssertionError("the closed stream still counts as open")
 
 
-def test_all_that_an_event_says_is_of_one_moment(server: Server):
-    body = {"prompt": PROMPT, "max_tokens": 80, "n": 3, "ignore_eos": True}
-    ask = {"key": KEY, "json": body}
-    with (
-        server.slowly(0.1),
-        httpx.stream("GET", f"{server.url}/live", headers=HEADERS, timeout=60) as live,
-    ):
-        lines = (line for line in live.iter_lines() if line)
-        tokens = json.loads(next(lines).removeprefix("data: "))["totals"]["tokens"]
-        thread = threading.Thread(target=server.post, args=("/v1/completions",), kwargs=ask)
-        thread.start()
-        ran = 0
-        for line in lines:
-            event = json.loads(line.removeprefix("data: "))
-            tokens += sum(tick["tokens"] for tick in event["ticks"])
-            assert event["totals"]["tokens"] == tokens
-            assert event["running"] == event["ticks"][-1]["running"]
-            lanes = sum(len(replica["lanes"]) for replica in event["replicas"])
-            assert lanes == event["running"]
-            ran = max(ran, lanes)
-            if ran and not lanes:
-                break
-        thread.join()
-    assert ran == 3
-
-
 def test_the_document_is_whole_and_is_shipped():
     html, policy = document(needs_key=False)
     assert "data-key=no" in html and "data-key=yes" in document(needs_key=True)[0]
@@ -369,32 +285,6 @@ def test_the_dashboard_shows_every_metric_and_no_other(server: Server):
     assert not missing, "exported, and on no panel"
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["data-files"]
     assert "configs/*.json" in data["share/specjax/configs"]
-
-
-@pytest.mark.slow
-def test_replicas_have_lanes_of_their_own(thin_policy):
-    cfg = config(thin_policy)
-    cfg.engine.replicas, cfg.engine.max_batch = 2, 2
-    llm = load_llm(cfg)
-    llm.generate(PROMPT, SamplingParams(max_tokens=2, n=4))  # compiles
-    body = {"prompt": PROMPT, "max_tokens": 80, "n": 4, "ignore_eos": True}
-    with served(cfg, llm) as server:
-        ask = {"key": KEY, "json": body}
-        thread = threading.Thread(target=server.post, args=("/v1/completions",), kwargs=ask)
-        with httpx.stream("GET", f"{server.url}/live", headers=HEADERS, timeout=60) as live:
-            lines = itertools.islice((line for line in live.iter_lines() if line), 400)
-            events = (json.loads(line.removeprefix("data: ")) for line in lines)
-            assert next(events)["state"] == "ok"
-            with server.slowly(0.1):
-                thread.start()
-                for event in events:
-                    assert event["state"] == "ok", event["error"]
-                    lanes = [len(replica["lanes"]) for replica in event["replicas"]]
-                    if lanes == [2, 2] and event["ticks"][-1]["bucket"] == 4:
-                        break
-                else:
-                    pytest.fail("in a hundred seconds both replicas never ran two samples each")
-        thread.join()
 
 
 def test_it_says_that_the_server_drains_and_has_gone(page: Page, server: Server):

@@ -1,7 +1,6 @@
 """What the policy makes of a prompt: echo, prompt_logprobs, max_tokens 0."""
 
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -81,18 +80,6 @@ def test_prompt_logprobs_are_vllms(server: Server, plain, expected, top):
     assert choice.text == ask(server, prompt=prompt, max_tokens=3).choices[0].text
 
 
-def test_a_chat_tells_of_its_one_prompt_beside_its_choices(server: Server, expected):
-    answer = server.client().chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": "1+2="}], n=2, max_tokens=2,
-        extra_body={"prompt_logprobs": 1},
-    )  # fmt: skip
-    ids = server.llm.tokenizer.encode("user: 1+2=\n")
-    right = expected(tuple(ids))
-    assert len(answer.prompt_logprobs) == len(ids)
-    for i, entry in enumerate(answer.prompt_logprobs[1:]):
-        assert entry[str(ids[i + 1])]["logprob"] == pytest.approx(right[i, ids[i + 1]], abs=1e-4)
-
-
 def test_a_stream_begins_with_its_echo(server: Server):
     asked = {"prompt": "17+25+8=", "echo": True, "logprobs": 2, "max_tokens": 5, "n": 2}
     whole = ask(server, **asked)
@@ -105,33 +92,6 @@ def test_a_stream_begins_with_its_echo(server: Server):
         for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
             joined = [value for part in told for value in getattr(part, name)]
             assert joined == getattr(choice.logprobs, name), name
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_offsets_are_places_in_the_text_also_of_parts_of_characters(server: Server, stream):
-    part = server.post("/tokenize", json={"prompt": "é✓", "add_special_tokens": False}).json()[
-        "tokens"
-    ]
-    asked = {
-        "prompt": "1é✓2",
-        "allowed_token_ids": part,
-        "logprobs": 0,
-        "max_tokens": 24,
-        "seed": 5,
-    }
-    body = {"model": "tiny", "echo": True, "ignore_eos": True, "stream": stream, **asked}
-    answer = server.post("/v1/completions", json=body)
-    events = [line[6:] for line in answer.text.split("\n\n") if line.startswith("data: {")]
-    choices = [json.loads(each)["choices"][0] for each in (events if stream else [answer.text])]
-    text = "".join(choice["text"] for choice in choices)
-    told = [c["logprobs"] for c in choices if c["logprobs"]]
-    tokens = [token for each in told for token in each["tokens"]]
-    offsets = [offset for each in told for offset in each["text_offset"]]
-    assert len(part) > 2 and any(token.startswith("bytes:") for token in tokens[4:])
-    assert offsets == sorted(offsets) and offsets[0] == 0 and offsets[-1] <= len(text)
-    for token, offset in zip(tokens, offsets, strict=True):
-        assert token.startswith("bytes:") or text.startswith(token, offset)
-    assert text[offsets[tokens.index("2")]] == "2"
 
 
 @pytest.mark.parametrize("stream", [False, True])

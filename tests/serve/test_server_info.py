@@ -5,7 +5,7 @@ from serving import KEY, config
 from starlette.testclient import TestClient
 
 from serve.api import create_app
-from specjax import LLM, ControlConfig, EngineConfig, SamplingParams, SpecConfig
+from specjax import LLM, ControlConfig, EngineConfig, SpecConfig
 from specjax.control import EmaConfig
 
 STRATEGIES = ("off", "1_1_2", "2_1_3")
@@ -81,16 +81,3 @@ def test_there_is_an_entry_for_each_replica_with_figures_of_its_own(thin_policy)
     [other] = [state for state in states if state is not ran[0]]
     assert (other["speculative_num_steps"], other["strategy"]) == (2, "2_1_3")
     assert info["num_queued_reqs"] == 0
-
-
-def test_waiting_samples_are_counted_where_they_wait(thin_policy):
-    llm = llm_of(thin_policy, "off", replicas=2)
-    thread = create_app(config(thin_policy), llm).state.thread
-    params = SamplingParams(max_tokens=3, n=5)
-    for job in llm._jobs([[1, 2]], [params])[1]:
-        llm.engine.add(job)
-    llm.engine._feed()
-    thread._take_snapshot()
-    now = thread.metrics.snapshot
-    assert [replica.waiting for replica in now.replicas] == [1, 1]
-    assert now.waiting - 2 == 3, "no replica has them yet"

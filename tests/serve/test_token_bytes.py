@@ -27,37 +27,6 @@ def test_bytes_of_a_text_are_those_of_its_tokens_one_after_the_other(tokenizer):
         assert b"".join(map(pieces.bytes_of, ids)).decode().removeprefix(" ") == text
 
 
-SPELT = {
-    "sentencepiece": {
-        "<0x0A>": (b"\n", "\n"),
-        "<0x41>": (b"A", "A"),
-        "<0xE2>": (b"\xe2", "bytes:\\xe2"),
-        "<0x00>": (b"\0", "\0"),
-        "▁the": (b" the", " the"),
-        "▁": (b" ", " "),
-        "é": ("é".encode(), "é"),
-        END: (END.encode(), END),
-    },
-    "metaspace": {"▁th": (b" th", " th"), "he": (b"he", "he"), "<s>": (b"<s>", "<s>")},
-    "byte level": {
-        "Ġthe": (b" the", " the"),
-        "Ċ": (b"\n", "\n"),
-        "Ã": (b"\xc3", "bytes:\\xc3"),
-        END: (END.encode(), END),
-    },
-}
-
-
-@pytest.mark.parametrize("kind", SPELT)
-def test_a_token_alone_has_its_own_bytes(kind, tmp_path):
-    made = load_tokenizer(small_tokenizers.save(tmp_path, kind))
-    pieces = TokenTexts(made)
-    for piece, (raw, text) in SPELT[kind].items():
-        token = made.convert_tokens_to_ids(piece)
-        assert (pieces.bytes_of(token), pieces.text(token)) == (raw, text)
-    assert pieces.bytes_of(len(made) + 3) == b"", "the model's table is longer"
-
-
 def test_no_two_tokens_share_a_key(tokenizer):
     pieces = TokenTexts(tokenizer)
     entry = {token: -float(token) for token in range(len(tokenizer) + 5)}

@@ -1,17 +1,12 @@
 """Checkpoints in GGUF: every type of tensor, what metadata mean, and what is refused."""
 
-import json
-import logging
-import shutil
 import struct
-import sys
 
 import jax
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.numpy import load_file, save_file
 
 from serve.cli.main import main
 from specjax.checked_json import CheckpointError, UnsupportedModelError
@@ -24,7 +19,6 @@ from specjax.models.transformer import init_params
 from specjax.weights import gguf as format_gguf
 from specjax.weights import load_tokenizer, open_checkpoint
 from specjax.weights.gguf import GGUF
-from specjax.weights.gguf_file import GGUFFile
 from tests.weights import gguf_files
 from tests.weights.gguf_files import gguf, write
 
@@ -91,13 +85,6 @@ def test_every_type_that_the_package_dequantises_is_read(tmp_path, kind):
         np.testing.assert_array_equal(tensor[part].astype(np.float32), meant[part])
 
 
-def test_a_matrix_of_more_rows_than_are_dequantised_at_a_time_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(format_gguf, "_BLOCK_ROWS", 7)
-    source = saved(tmp_path / "hf")
-    write(tmp_path / "m.gguf", source, "F32")
-    assert_same_model(tmp_path / "m.gguf", source)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -127,13 +114,6 @@ def test_what_the_metadata_leave_out_is_what_llama_cpp_takes(tmp_path, small):
     config = open_checkpoint(tmp_path / "m.gguf").config()
     assert (config["head_dim"], config["rope_theta"]) == (8, 10_000.0)
     assert config["vocab_size"] == len(gguf_files.byte_level()["tokenizer.ggml.tokens"])
-
-
-@pytest.mark.parametrize(("kind", "factor"), [("none", 4.0), ("linear", 1.0), ("linear", 0.0)])
-def test_scaling_of_rope_that_llama_cpp_leaves_out_changes_nothing(tmp_path, small, kind, factor):
-    metadata = {"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": factor}
-    write(tmp_path / "m.gguf", small, metadata=metadata)
-    assert_same_model(tmp_path / "m.gguf", small)
 
 
 def test_a_factor_of_rope_is_linear_where_the_file_names_no_type(tmp_path, small):
@@ -264,15 +244,6 @@ def test_turns_end_at_tokens_known_by_name(tmp_path, small, names, ends):
         assert tokenizer.encode(f"the{end}")[-1:] == [tokens.index(end)]
 
 
-def test_without_the_package_the_error_says_what_to_install(tmp_path, small, monkeypatch):
-    write(tmp_path / "m.gguf", small)
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    format_gguf._kind.cache_clear()
-    assert read_config(tmp_path / "m.gguf").num_layers == 2, "the config needs no package"
-    with pytest.raises(CheckpointError, match=r"pip install 'specjax\[gguf\]'"):
-        load_model(tmp_path / "m.gguf")
-
-
 # --- damage -------------------------------------------------------------------------------------
 
 
@@ -335,12 +306,6 @@ def test_what_is_no_gguf_file_is_named(tmp_path, capsys, content, words):
     assert len(lines) == 1 and words in lines[0] and str(file) in lines[0]
 
 
-def test_numbers_in_float32_are_read_as_they_were_meant(tmp_path, small):
-    write(tmp_path / "m.gguf", small, metadata={"llama.attention.layer_norm_rms_epsilon": 1e-6})
-    held = GGUFFile(tmp_path / "m.gguf").metadata
-    assert held["llama.attention.layer_norm_rms_epsilon"] == 1e-6
-
-
 # --- doors --------------------------------------------------------------------------------------
 
 
@@ -382,47 +347,3 @@ def test_convert_writes_what_transformers_and_specjax_load(pair, tmp_path):
     assert ours.chat_template == theirs.chat_template
     found = convert(file, tmp_path / "half", dtype="bfloat16", to="hf")
     assert found.dtype == "bfloat16" and found.tokenizer
-
-
-def test_a_run_begins_with_a_file(pair, tmp_path):
-    from specjax.checkpoint.weights import tokenizer_dir
-    from train.sft import SFTConfig, start_model
-
-    file, source = pair
-    assert load_tokenizer(tokenizer_dir(file)).get_vocab() == load_tokenizer(source).get_vocab()
-    cfg = SFTConfig(init=str(file))
-    cfg.dtype.params = cfg.dtype.compute = "float32"
-    model, params, _, tokenizer = start_model(cfg, None)
-    hf.save_checkpoint(tmp_path / "out", model, params, None, tokenizer_dir(file))
-    assert_same_model(tmp_path / "out", source, cfg_too=False)
-    assert load_tokenizer(tmp_path / "out").get_vocab() == tokenizer.get_vocab()
-
-
-def test_a_directory_with_several_files_is_refused(pair, tmp_path):
-    shutil.copy(pair[0], tmp_path / "a.gguf")
-    shutil.copy(pair[0], tmp_path / "b.GGUF")
-    with pytest.raises(CheckpointError, match=r"several GGUF files, a.gguf, b.GGUF; name one"):
-        load_model(tmp_path)
-
-
-def test_the_tokenizer_files_of_a_directory_are_taken_before_the_file_s_own(pair, tmp_path):
-    shutil.copy(pair[0], tmp_path / "m.gguf")
-    settings = json.loads((pair[1] / "tokenizer.json").read_text())
-    settings["model"]["merges"] = []
-    (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
-    assert len(load_tokenizer(tmp_path).encode("the")) == 3
-    assert len(load_tokenizer(tmp_path / "m.gguf").encode("the")) == 2
-
-
-def test_no_draft_head_is_looked_for_in_a_file(pair, caplog):
-    with caplog.at_level(logging.ERROR), pytest.raises(CheckpointError, match="no safetensors"):
-        hf.load_head(pair[0], read_config(pair[0]))
-
-
-def test_a_file_beside_safetensors_of_a_checkpoint_is_not_taken(pair, tmp_path):
-    out = shutil.copytree(pair[1], tmp_path / "both")
-    shutil.copy(pair[0], out / "m.gguf")
-    tensors = load_file(out / "model.safetensors")
-    tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1
-    save_file(tensors, out / "model.safetensors")
-    np.testing.assert_array_equal(load_model(out).policy["norm"], tensors["model.norm.weight"])

@@ -9,7 +9,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from specjax.checked_json import CheckpointError, UnsupportedModelError
 from specjax.tokenizer import transformers_class
-from specjax.weights.gguf_tokenizer import PRE, tokenizer_of
+from specjax.weights.gguf_tokenizer import tokenizer_of
 from tests.weights import gguf_files
 
 FILE = Path("some/model.gguf")
@@ -71,11 +71,6 @@ def test_a_text_is_cut_as_its_pre_tokenizer_does(names, expected):
         assert cuts(name)(SAMPLE) == expected, name
 
 
-def test_every_name_of_the_table_has_a_sample():
-    mark = test_a_text_is_cut_as_its_pre_tokenizer_does.pytestmark[0]
-    assert {name for names, _ in mark.args[1] for name in names} == PRE.keys()
-
-
 @given(TEXTS)
 def test_llama_cpp_s_own_cut_of_smollm_is_the_same(text):
     """It splits digits off and then by GPT-2's expression, which it writes without `|\\s+`."""
@@ -119,13 +114,6 @@ def test_special_tokens_are_taken_whole_and_user_s_own_are_not_left_out():
     assert named == ("<s>", "</s>", "<unk>") and tokenizer.model_max_length == 64
 
 
-def test_tokens_that_only_pad_the_embedding_are_no_text():
-    metadata = gguf_files.byte_level(**{"tokenizer.ggml.pre": "llama-bpe"})
-    padding = [t for t in metadata["tokenizer.ggml.tokens"] if t.startswith("[PAD")]
-    tokenizer = made(metadata)
-    assert padding and not set(padding) & tokenizer.get_vocab().keys()
-
-
 def test_a_piece_that_is_a_token_needs_no_merges_where_the_name_says_so():
     metadata = gguf_files.byte_level()
     metadata["tokenizer.ggml.merges"] = metadata["tokenizer.ggml.merges"][:1]
@@ -149,13 +137,6 @@ def test_what_stands_around_a_text_is_what_the_file_says(changes, first, last):
     metadata = {k: v for k, v in gguf_files.byte_level(**changes).items() if v is not None}
     ids, inside = (made(metadata).encode("ab", add_special_tokens=x) for x in (True, False))
     assert ids == [*([first] if first else []), *inside, *([last] if last else [])]
-
-
-def test_chat_templates_have_names():
-    metadata = gguf_files.byte_level(**{"tokenizer.chat_template.tool_use": "T"})
-    assert made(metadata).chat_template["tool_use"] == "T"
-    text = made(metadata).apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
-    assert text == "user: a\n"
 
 
 # --- SentencePiece ------------------------------------------------------------------------------
@@ -239,13 +220,6 @@ def test_a_tokenizer_that_is_not_known_exactly_is_refused(metadata, words):
         made(metadata)
     assert words in str(caught.value) and str(FILE) in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
-
-
-def test_scores_that_say_nothing_are_refused():
-    metadata = gguf_files.sentencepiece()
-    metadata["tokenizer.ggml.scores"] = [-1000.0] * len(metadata["tokenizer.ggml.tokens"])
-    with pytest.raises(UnsupportedModelError, match="scores are all equal"):
-        made(metadata)
 
 
 def test_what_is_built_is_a_tokenizer_json_that_the_library_writes_again():

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from specjax.chips import layer_weights
 from specjax.interfaces import Fused, Param
 from specjax.models.families.dense import dense_config
 from specjax.models.rows import fuse, layer_rows, param_axes
@@ -228,12 +227,6 @@ def test_experts_are_one_file_in_any_format(products, scan, monkeypatch):
     assert there == [jax.P(("fsdp", "cp"), ("tp",))] * 2
 
 
-def test_all_experts_are_weights_of_a_layer():
-    layer = dataclasses.replace(CFG.layers[0], mlp=TwoOfFour(48))
-    dense, experts = (layer_weights([of], 32) for of in (CFG.layers[0], layer))
-    assert experts - dense == 3 * 3 * 32 * 48  # four times the three matrices, and not once
-
-
 def test_a_matrix_in_a_format_is_split_over_devices_like_its_array():
     mesh = sharding.make_mesh(sharding.MeshConfig(data=2, fsdp=2, tp=2))
     cfg, axes = CFG.running(scan_layers=True), param_axes(CFG)
@@ -258,12 +251,6 @@ def test_projections_of_mixed_formats_are_fused_by_their_outputs():
     fused, expected = fuse(mixed, rows)["qkv_proj"], fuse(arrays, rows)["qkv_proj"]
     assert isinstance(fused, matrix.Joined) and fused.shape == expected.shape
     np.testing.assert_allclose(matrix.dot(x, fused), x @ expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["pannels", "no_such_module:Weight", "specjax:No"])
-def test_a_format_that_is_not_there_is_an_error(name):
-    with pytest.raises(ValueError, match="products must be one of|cannot load format of weights"):
-        matrix.settle(CFG, None, name)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,6 +1,5 @@
 """Files of torch.save: tensors as torch reads them, and nothing else of a pickle."""
 
-import io
 import json
 import pickle
 import shutil
@@ -17,9 +16,7 @@ from safetensors.numpy import load_file
 
 from specjax.checked_json import CheckpointError, UnsupportedModelError
 from specjax.checkpoint import huggingface as hf
-from specjax.checkpoint.convert import convert
 from specjax.weights import open_checkpoint
-from specjax.weights import pickled as pickled_module
 from specjax.weights.pickled import Pickled, read_tensors
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
@@ -168,15 +165,6 @@ def test_reading_a_part_does_not_read_the_file(tmp_path):
     assert part.shape == (2, 1 << 10) and peak < 1 << 20
 
 
-def test_a_truth_value_of_any_byte_is_true(tmp_path):
-    writer = Writer()
-    key = writer.add(np.array([0, 1, 2, 255], np.uint8))
-    content = writer.named({"mask": writer.view(key, "BoolStorage", 4, 0, (4,), (1,))})
-    writer.save(tmp_path / "file.bin", content)
-    mask = whole(read_tensors(tmp_path / "file.bin")["mask"])
-    assert mask.dtype == np.bool_ and mask.view(np.uint8).tolist() == [0, 1, 1, 1]
-
-
 # --- what is refused ----------------------------------------------------------------------------
 
 
@@ -235,89 +223,8 @@ def test_what_is_no_tensor_is_refused_by_its_name(tmp_path, content, name):
 W = Writer()
 
 
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        (b"", "pickle exhausted before seeing STOP"),
-        (b"\x80\x02}", "pickle exhausted before seeing STOP"),
-        (b"\x80\x02.", "empty stack"),
-        (b"\x80\x02(.", "empty stack"),
-        (b"\x80\x02u.", "it lacks a mark"),
-        (b"\x80\x02](u.", "expected dict, got list"),
-        (b"\x80\x02h\x05.", "damaged (5)"),
-        (b"\x80\x02}(\x8c\x01xu.", "damaged (zip"),
-        (b"\x80\x02K\x01)R.", "it calls int 1"),
-        (b"\x80\x02ccollections\nOrderedDict\nK\x01R.", "it calls"),
-        (b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n)R.", "_rebuild_tensor_v2"),
-        (b"\x80\x02K\x01Q.", "expected a storage, got int 1"),
-        (W.named({"x": W.view("0", "FloatStorage", 4, 1, (4,), (1,))}), "outside of its storage"),
-        (W.named({"x": W.view("0", "FloatStorage", 4, 0, (2, 2), (3, 1))}), "outside of its"),
-        (W.named({"x": W.view("0", "FloatStorage", 4, 0, (2, -2), (2, 1))}), "sizes or strides"),
-        (W.named({"x": W.view("0", "FloatStorage", 4, 0, (2, 2), (2,))}), "a stride for each"),
-        (W.named({"x": W.view("0", "FloatStorage", 4, -1, (2,), (1,))}), "an offset"),
-        (W.named({"x": W.view("0", "FloatStorage", 5, 0, (5,), (1,))}), "16 bytes, expected 20"),
-        (W.named({"x": W.view("0", "FloatStorage", 4, 0, (1,) * 65, (1,) * 65)}), "65 sizes"),
-        (W.named({"x": W.view("7", "FloatStorage", 4, 0, (4,), (1,))}), "lacks its entry"),
-        (W.named({"x": W.view("0", "FloatStorage", 4, 0, (0, 1 << 61), (1, 1))}), "damaged"),
-    ],
-)
-def test_a_damaged_pickle_is_an_error_of_one_line(tmp_path, content, text):
-    refused(tmp_path, content, text)
-
-
 SHARED = b"q\x00h\x00\x86" * 60  # a pair of the value before, 60 times: 2 ** 60 leaves in a walk
-NESTED = b"\x85" * 200_000  # a tuple of the value before; its hash needs a stack frame for each
 LONG = b"\x8b" + struct.pack("<i", 4000) + b"\x7f" * 4000  # a number of 9,630 digits
-
-
-@pytest.mark.parametrize(
-    ("content", "key"),
-    [
-        (b"}]K\x01s.", "list"),
-        (b"}K\x07Ns.", "int 7"),
-        (b"}(\x8c\x01xNK\x07Nu.", "int 7"),
-        (b"(NNd.", "NoneType"),
-        (b"})" + NESTED + b"Ns.", "tuple"),
-        (b"})" + SHARED + b"Ns.", "tuple"),
-        (b"}" + LONG + b"Ns.", "int, expected"),
-    ],
-    ids=["list", "number", "number of several", "new", "nested", "shared", "long"],
-)
-def test_keys_of_dictionaries_are_texts(tmp_path, content, key):
-    text = f"a dictionary with the key {key}"
-    refused(tmp_path, b"\x80\x04" + content, text, kind=UnsupportedModelError)
-
-
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        (b")" + SHARED + b"\x8c\x01x\x93.", "a module and a name, got tuple and str 'x'"),
-        (b"\x8c\x02osK\x01\x93.", "a module and a name, got str 'os' and int 1"),
-        (b"\x8c\x01x]" + b"q\x00(h\x00h\x00l" * 60 + b"\x93.", "a name, got list and list"),
-        (LONG + b"Q.", "expected a storage, got int)"),
-    ],
-    ids=["shared tuples", "number", "shared lists", "long"],
-)
-def test_nothing_is_printed_before_its_type_is_known(tmp_path, content, text):
-    refused(tmp_path, b"\x80\x04" + content, text)
-
-
-def test_values_that_are_no_tensors_are_refused_by_their_names(tmp_path):
-    kind = UnsupportedModelError
-    refused(tmp_path, pickle.dumps([1], 2), "holds list", kind=kind)
-    refused(tmp_path, pickle.dumps({"step": 3}, 2), "str 'step' is int 3", kind=kind)
-    refused(tmp_path, pickle.dumps({"model": {}}, 2), "is dict", "state_dict alone", kind=kind)
-    refused(tmp_path, LONG + b".", "holds int, expected", kind=kind)
-
-
-def test_other_formats_of_torch_are_refused_by_their_names(tmp_path):
-    empty, kind = pickle.dumps({}, 2), UnsupportedModelError
-    refused(tmp_path, empty, "TorchScript", kind=kind, extra=[("constants.pkl", b"")])
-    refused(tmp_path, empty, "byte order", kind=kind, extra=[("byteorder", b"big")])
-    legacy = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2)
-    (tmp_path / "old.bin").write_bytes(legacy)
-    with pytest.raises(kind, match="old.bin is in torch's legacy format, from before version 1.6"):
-        read_tensors(tmp_path / "old.bin")
 
 
 def test_files_that_are_no_archives_are_damaged(tmp_path):
@@ -336,29 +243,6 @@ def test_files_that_are_no_archives_are_damaged(tmp_path):
         archive.writestr("something", b"else")
     with pytest.raises(CheckpointError, match="with one data.pkl, got 0"):
         read_tensors(file)
-
-
-@pytest.mark.parametrize("name", ["data.pkl", "byteorder", "data/0"])
-@pytest.mark.parametrize("how", [zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA])
-def test_compressed_entries_are_refused(tmp_path, name, how):
-    """Else the size of a file would say nothing of what it unpacks to."""
-    writer = Writer()
-    entries = {"data.pkl": writer.named({"x": writer.tensor(np.zeros(4, np.float32))})}
-    entries |= {"byteorder": b"little", "data/0": writer.storages[0]}
-    with zipfile.ZipFile(tmp_path / "file.bin", "w") as archive:
-        for entry, data in entries.items():
-            archive.writestr(f"archive/{entry}", data, how if entry == name else None)
-    with pytest.raises(UnsupportedModelError, match=f"archive/{name} is compressed"):
-        read_tensors(tmp_path / "file.bin")
-
-
-def test_entries_longer_than_any_that_torch_writes_are_refused(tmp_path, monkeypatch):
-    long = [("byteorder", b"little" * 1000)]
-    refused(
-        tmp_path, pickle.dumps({}, 2), "byteorder has 6000 bytes, expected at most 16", extra=long
-    )
-    monkeypatch.setattr(pickled_module, "_LARGEST_PICKLE", 20)
-    refused(tmp_path, b"\x80\x02}" + b"0" * 20, "data.pkl has 23 bytes, expected at most 20")
 
 
 def test_any_changed_byte_is_read_or_refused(tmp_path):
@@ -405,14 +289,6 @@ def test_a_policy_in_a_file_of_torch_loads_as_from_safetensors(pickled):
     assert_same(params, expected)
 
 
-def test_its_dtype_is_that_of_its_weights_where_the_config_names_none(pickled):
-    config = json.loads((pickled / "config.json").read_text())
-    for name in ("dtype", "torch_dtype"):
-        config.pop(name, None)
-    (pickled / "config.json").write_text(json.dumps(config))
-    assert hf.read_config(pickled).run.param_dtype == "bfloat16"
-
-
 def test_a_policy_may_be_in_several_files(pickled, tmp_path):
     arrays = load_file(GOLDEN / "llama" / "model.safetensors")
     names, files = sorted(arrays), ["part-1.bin", "part-2.bin"]
@@ -430,32 +306,3 @@ def test_a_policy_may_be_in_several_files(pickled, tmp_path):
     (pickled / "part-2.bin").unlink()
     with pytest.raises(CheckpointError, match="lists files that are missing: part-2.bin"):
         hf.load_checkpoint(pickled)
-
-
-def test_a_policy_in_a_file_of_torch_is_converted_to_safetensors(pickled, tmp_path):
-    made = convert(pickled, tmp_path / "safe", to="hf")
-    assert made.dtype == "bfloat16" and (tmp_path / "safe" / "model.safetensors").exists()
-    assert_same(hf.load_checkpoint(tmp_path / "safe")[1], hf.load_checkpoint(GOLDEN / "llama")[1])
-
-
-def test_safetensors_are_read_where_a_directory_holds_both(pickled):
-    shutil.copy(GOLDEN / "llama" / "model.safetensors", pickled)
-    (pickled / "pytorch_model.bin").write_bytes(b"not read")
-    assert_same(hf.load_checkpoint(pickled)[1], hf.load_checkpoint(GOLDEN / "llama")[1])
-
-
-def test_the_writer_of_these_tests_makes_what_python_reads():
-    """Python's own unpickler, given torch's functions, agrees with the instructions above."""
-    writer = Writer()
-    content = writer.named({"x": writer.view("0", "HalfStorage", 6, 1, (2,), (3,))})
-
-    class Reads(pickle.Unpickler):
-        def persistent_load(self, given):
-            return given
-
-        def find_class(self, module, name):
-            return dict if name == "OrderedDict" else (lambda *values: (name, *values))
-
-    made = Reads(io.BytesIO(content)).load()["x"]
-    assert made[0] == "_rebuild_tensor_v2" and made[1][2:] == ("0", "cpu", 6)
-    assert made[2:] == (1, (2,), (3,), False, {})
