@@ -255,19 +255,19 @@ def test_serve_without_its_extra_says_what_to_install(thin_policy, monkeypatch):
 
 
 def test_bench_lists_every_bench_and_hands_its_arguments_over(monkeypatch, capsys):
-    assert {"throughput", "rollout", "train", "round", "serve", "gpu"} <= set(find_benches())
+    assert {"decode", "longtail", "rl", "serve", "gpu"} <= set(find_benches())
     assert not {"record", "command"} & set(find_benches())
     assert all(find_benches().values())
-    assert find_benches()["throughput"].startswith("tokens per second of generation")
+    assert find_benches()["decode"].startswith("engines that generate the same samples")
     got = []
     bench = types.SimpleNamespace(main=lambda argv: got.append(argv) or 1)
-    monkeypatch.setitem(sys.modules, "bench.rollout", bench)
-    assert main(["bench", "rollout", "longtail"]) == 1 and got == [["longtail"]]
-    assert main(["bench", "rolout"]) == 2
-    assert "did you mean 'rollout'" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "bench.longtail", bench)
+    assert main(["bench", "longtail", "x"]) == 1 and got == [["x"]]
+    assert main(["bench", "longtial"]) == 2
+    assert "did you mean 'longtail'" in capsys.readouterr().err
 
 
-def test_a_bench_may_be_a_package(monkeypatch, capsys):
+def test_a_bench_has_its_own_help(capsys):
     assert "measures on a Hopper GPU" in find_benches()["gpu"]
     with pytest.raises(SystemExit) as end:
         main(["bench", "gpu", "--help"])

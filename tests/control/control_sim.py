@@ -1,41 +1,53 @@
 """A simulated machine: true costs, true acceptance, chunks, and one chunk of lag."""
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
-from bench.control.predict import PartCosts
 from specjax.config.strategy import Strategy
 from specjax.control import OFF, Controller, CostTable, Observation
 
 ARMS = ("off", "1_1_2", "2_1_3", "4_1_5", "7_1_8")
 GOOD = (0.85, 0.82, 0.8, 0.78, 0.76, 0.75, 0.74)
 BAD = (0.02,) * 7
-_COSTS = Path(__file__).parents[2] / "bench" / "costs"
+_COSTS = Path(__file__).parent / "costs"
 
 
 def cost_table(name: str, arms=ARMS, times: Mapping[str, float] | None = None) -> CostTable:
-    """Of a machine that was measured; `times`: factors of arms whose rounds cost otherwise."""
-    times = times or {}
-    parts = PartCosts.load(_COSTS / f"{name}.json")
-    batches = parts.batches.astype(int).tolist()
+    """Of a file: seconds of a plain step, of a drafted token and of a verification by rows, for
+    numbers of running samples; `longer` at a longer context, null where memory is too small.
 
-    def rows(context: int | None) -> dict[str, list[float]]:
-        def seconds(arm: str, batch: int) -> float:
-            steps, whole = Strategy.parse(arm).steps, context and batch * context
-            cost = (
-                parts.spec_round(batch, steps, whole) if steps else parts.plain_step(batch, whole)
-            )
-            return times.get(arm, 1.0) * cost
+    Args:
+      times: factors of arms whose rounds cost otherwise.
+    """
+    raw, times = json.loads((_COSTS / f"{name}.json").read_text()), times or {}
+    batches, context = np.array(raw["batches"], float), raw["context"]
 
-        return {arm: [seconds(arm, b) for b in batches] for arm in arms}
+    def seconds(arm: str, parts: Mapping) -> np.ndarray:
+        plain, draft = (np.array(parts[part], float) for part in ("plain", "draft"))
+        steps = Strategy.parse(arm).steps
+        rows = {1: plain} | {int(n): np.array(row, float) for n, row in parts["verify"].items()}
+        listed = sorted(rows)
+        verify = [
+            np.interp(steps + 1, listed, c) for c in zip(*(rows[n] for n in listed), strict=True)
+        ]
+        return times.get(arm, 1.0) * (verify + steps * draft if steps else plain)
 
-    if parts.rises is None:
-        return CostTable(batches, rows(None))
-    contexts = parts.context, 2 * parts.context
-    return CostTable(batches, rows(contexts[0]), None, contexts, rows(contexts[1]))
+    near = {arm: seconds(arm, raw) for arm in arms}
+    counts = batches.astype(int).tolist()
+    listed = {arm: values.tolist() for arm, values in near.items()}
+    if "longer" not in raw:
+        return CostTable(counts, listed)
+    longer, twice = raw["longer"], {}
+    for arm in arms:
+        more = np.maximum(seconds(arm, longer) - near[arm], 0) / batches
+        known = np.isfinite(more)
+        per_token = np.interp(batches, batches[known], more[known]) / (longer["context"] - context)
+        twice[arm] = (near[arm] + per_token * batches * context).tolist()
+    return CostTable(counts, listed, None, (context, 2 * context), twice)
 
 
 @dataclasses.dataclass

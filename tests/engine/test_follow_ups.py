@@ -3,7 +3,7 @@ shrink."""
 
 import pytest
 
-from bench.rollout.chains import Watch
+from bench.longtail import Watch
 from specjax import LLM, SamplingParams
 from specjax.engine.settings import EngineConfig
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from test_tpu import random_case
 from tiny import prompts_of, tiny_config, tiny_model
 
-from bench.gpu.chunks import shape_of as model_shape
+from bench.programs import shape_of as model_shape
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.drafts.model import ModelSource
 from specjax.engine.runner import Runner

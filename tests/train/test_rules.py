@@ -292,8 +292,6 @@ def test_settings_that_need_each_other_go_together(argv):
 @pytest.mark.parametrize("file", ["sums", "gsm8k", "arms", "schedule", "spot"])
 def test_shipped_configurations_follow_the_rules_and_may_be_turned_off(file):
     for more in ([], ["rollout.strategy=off"], ["rollout.draft=ngram"], ["model=d"]):
-        if file == "arms":
-            continue  # its section `random` is bench.train arms's
         if file == "spot" and more and not more[0].startswith("model"):
             continue  # there is then no head to train in gaps
         if file != "gsm8k" and file != "sums" and more == ["rollout.draft=ngram"]:
