@@ -60,8 +60,8 @@ from train.optim import OptimConfig
 from train.packing import empty_batch
 from train.plan.copies import ENTRY, ROUND, copies
 from train.plan.cycles import PARTS, REST, part_of
-from train.plan.hlo import Module, Shape
-from train.plan.launches import launches, thunks
+from train.plan.hlo import Cost, Module, Shape
+from train.plan.launches import Thunks, thunks
 from train.policy import PolicyTrainer
 
 LAYERS = 36  # of Qwen3-8B
@@ -88,7 +88,7 @@ def figures_of(text: str, sequence: str | None = None, whole: bool = False) -> d
     within = module.entry if whole else module.round
     if within is None:
         raise ValueError("expected the text of a chunk, with a loop over rounds")
-    found = {}
+    cost, found = module.cost_of(within), {}
     for place in (ROUND, ENTRY):
         here = [copy for copy in copies(module) if copy.place == place]
         names = {copy.what: copy.kind for copy in here if copy.kind in ("weights", "cache")}
@@ -96,39 +96,31 @@ def figures_of(text: str, sequence: str | None = None, whole: bool = False) -> d
         found[f"copied_inputs/{place}"] = figure(names, "weights and caches that are copied")
     loops = [f"{part_of(op.text)} x {module.trips(op) or '?'}" for op in module.loops(within)]
     found["loops"] = figure(sorted(loops), "loops in a round, by part and how often they run")
-    return found | (
-        _on_tpu(module, within) if sequence is None else _on_gpu(module, within, sequence)
-    )
-
-
-def _on_tpu(module: Module, within: str) -> dict[str, dict]:
-    cost = module.cost_of(within)
+    found["bytes"] = figure(cost.bytes, "bytes to and from memory, without pages kernels read")
+    if sequence is not None:
+        return found | _on_gpu(cost, thunks(sequence))
     if not cost.cycles:
         raise ValueError("expected a program of a TPU compiler, with estimated cycles")
     outside = sum(module.cost.cycles.values()) - sum(cost.cycles.values())
-    found = {f"cycles/{p}": figure(cost.cycles.get(p, 0), "cycles") for p in EVERY}
+    found |= {f"cycles/{p}": figure(cost.cycles.get(p, 0), "cycles") for p in EVERY}
     found["counted_once"] = figure(sorted(cost.once), "parts with a loop of unknown length")
     found["cycles_outside"] = figure(outside, "cycles at a chunk's begin and end")
     found |= {f"unknown/{kind}": figure(n, "without cycles") for kind, n in cost.unknown.items()}
-    found["bytes"] = figure(cost.bytes, "bytes to and from HBM, without pages that kernels read")
     found["received"] = figure(cost.network, "bytes that collectives bring")
     found["kernels"] = figure(cost.kernels, "calls of Pallas kernels")
     found["flops"] = figure(cost.flops, "operations of products outside of kernels")
     return found | {f"calls/{kind}": figure(n, "of a round") for kind, n in cost.calls.items()}
 
 
-def _on_gpu(module: Module, within: str, sequence: str) -> dict[str, dict]:
-    one, host = launches(module, within), thunks(sequence)
-    found = {f"kernels/{part}": figure(one.kernels[part], "launches") for part in EVERY}
-    found |= {f"bytes/{part}": figure(one.bytes[part], "bytes") for part in EVERY}
-    found["kernels"] = figure(one.kernels.total(), "launches")
-    found["bytes"] = figure(one.bytes.total(), "bytes")
-    found["own_kernels"] = figure(one.own, "calls of Pallas kernels")
-    found["library"] = figure(one.library, "calls of cuDNN and cuBLAS")
-    found["gathers"] = figure(one.gathers.total(), "gathers of pages")
-    found["gathered"] = figure(one.gathered, "bytes of gathered pages")
-    branches = sorted(one.branches.elements())
-    found["branches"] = figure(branches, "conditionals in a round, by part")
+def _on_gpu(cost: Cost, host: Thunks) -> dict[str, dict]:
+    found = {f"kernels/{part}": figure(cost.launched.get(part, 0), "launches") for part in EVERY}
+    found |= {f"bytes/{part}": figure(cost.moved.get(part, 0), "bytes") for part in EVERY}
+    found["kernels"] = figure(sum(cost.launched.values()), "launches")
+    found["own_kernels"] = figure(cost.kernels, "calls of Pallas kernels")
+    found["library"] = figure(cost.library, "calls of cuDNN and cuBLAS")
+    found["gathers"] = figure(cost.gathers, "gathers of pages")
+    found["gathered"] = figure(cost.gathered, "bytes of gathered pages")
+    found["branches"] = figure(cost.branches, "conditionals in a round, by part")
     found["buffers"] = figure(host.buffers, "command buffers")
     found["decisions"] = figure(host.decisions, "loops and branches that the host reads")
     found["outside"] = figure(host.outside, "launches in no command buffer")
