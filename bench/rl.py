@@ -40,11 +40,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from omegaconf import OmegaConf
 
 from bench import plots
 from bench.command import user_errors
 from bench.record import RESULTS, figure, ratio_figure, report, turns, write_result
 from specjax.command_line import parse_config
+from specjax.shipped import find_shipped
 from train import draft, draft_curve
 from train.draft_losses import DRAFT_LOSSES
 from train.draft_schema import DraftRunConfig
@@ -304,6 +306,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Comparison, l
     )
     add = parser.add_argument
     add("comparison", choices=COMPARISONS, metavar="COMPARISON", help=", ".join(COMPARISONS))
+    add("--config", metavar="FILE", help="YAML file of settings of all arms")
     add("--arm", nargs="+", action="append", default=[], metavar=("NAME", "key=value"))
     add("--arms", nargs="+", metavar="NAME", help="only these arms of the comparison")
     add("--seeds", type=int, help="runs of each arm; they begin at `seed` and `data.seed`")
@@ -313,23 +316,28 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Comparison, l
     args, settings = parser.parse_known_args(argv)
     found = COMPARISONS[args.comparison]
     arms = {name: words for name, *words in args.arm} or found.arms or {"run": []}
-    if unknown := set(args.arms or ()) - set(arms):
-        parser.error(f"--arms: expected some of {', '.join(arms)}, got {', '.join(unknown)}")
     arms = {name: words for name, words in arms.items() if name in (args.arms or arms)}
     ratios = [pair for pair in found.ratios if set(pair) <= set(arms)]
     if args.arm:
         ratios = [(name, next(iter(arms))) for name in list(arms)[1:]]
-    if found.config and "--config" not in settings:
-        settings = ["--config", found.config, *settings]
+    args.config = args.config or found.config
     return args, found._replace(arms=arms, ratios=ratios), [*found.settings, *settings]
 
 
-def runs_of(comparison: Comparison, settings: Sequence[str], number: int, out: Path) -> list[Run]:
+def runs_of(
+    comparison: Comparison, config: str | None, settings: Sequence[str], number: int, out: Path
+) -> list[Run]:
     """Returns the runs of all arms with one seed; they write below `out`."""
     schema, _ = PROGRAMS[comparison.program]
+    out.mkdir(parents=True, exist_ok=True)
+    # In a file: an arm may leave settings of it without effect, and must use those of its own.
+    of_all = OmegaConf.load(find_shipped(config)) if config else OmegaConf.create()
+    of_all.merge_with_dotlist(list(settings))
+    OmegaConf.save(of_all, out / "settings.yaml")
     found = []
     for arm, words in comparison.arms.items():
-        cfg, _ = parse_config(schema, [*settings, *words], f"bench.rl, arm {arm}")
+        argv = ["--config", str(out / "settings.yaml"), *words]
+        cfg, _ = parse_config(schema, argv, f"bench.rl, arm {arm}")
         cfg.seed, cfg.data.seed = cfg.seed + number, cfg.data.seed + number
         cfg.out = str(out / f"{arm}-{number}")
         found.append(Run(arm, number, cfg))
@@ -351,7 +359,7 @@ def run(args: argparse.Namespace, comparison: Comparison, settings: Sequence[str
             print(f"{record['arm']} {record['seed']}.{record['step']}:", *shown, flush=True)
 
         for number in range(args.seeds or comparison.seeds):
-            runs = runs_of(comparison, settings, number, Path("runs", name))
+            runs = runs_of(comparison, args.config, settings, number, Path("runs", name))
             PROGRAMS[comparison.program][1](runs, comparison.equal, write)
     figures = figures_of(records, comparison, args.untimed)
     said = dataclasses.asdict(runs[0].cfg) | {"arms": comparison.arms, "untimed": args.untimed}
