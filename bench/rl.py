@@ -40,12 +40,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from omegaconf import OmegaConf
+import yaml
 
 from bench import plots
 from bench.command import user_errors
 from bench.record import RESULTS, figure, ratio_figure, report, turns, write_result
 from specjax.command_line import parse_config
+from specjax.schema import Yaml
 from specjax.shipped import find_shipped
 from train import draft, draft_curve
 from train.draft_losses import DRAFT_LOSSES
@@ -331,9 +332,15 @@ def runs_of(
     schema, _ = PROGRAMS[comparison.program]
     out.mkdir(parents=True, exist_ok=True)
     # In a file: an arm may leave settings of it without effect, and must use those of its own.
-    of_all = OmegaConf.load(find_shipped(config)) if config else OmegaConf.create()
-    of_all.merge_with_dotlist(list(settings))
-    OmegaConf.save(of_all, out / "settings.yaml")
+    of_all = yaml.load(find_shipped(config).read_text(), Yaml) if config else {}
+    for word in settings:
+        key, _, value = word.removeprefix("--").partition("=")
+        *sections, last = key.split(".")
+        at = of_all
+        for section in sections:
+            at = at.setdefault(section, {})
+        at[last] = yaml.load(value, Yaml)
+    (out / "settings.yaml").write_text(yaml.safe_dump(of_all), encoding="utf-8")
     found = []
     for arm, words in comparison.arms.items():
         argv = ["--config", str(out / "settings.yaml"), *words]
