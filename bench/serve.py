@@ -3,7 +3,7 @@
 Starts `python -m serve` with the given settings on loopback, has `guidellm` (0.8 or newer, on the
 PATH) send it --requests completions of random words from --clients clients at once, and writes what
 that measured to a result file: times to the first and between tokens, tokens and requests per
-second. Measure again with `speculation=off` for comparison.
+second. `speculation.strategy=off` is for comparison.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def server(settings: Sequence[str]) -> Iterator[str]:
       ValueError: it ended before it listened.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", "serve", "--config", "configs/serve.yaml", "port=0", *settings],
+        [sys.executable, "-m", "serve", "port=0", *settings],
         stderr=subprocess.PIPE,
         text=True,
     )
