@@ -222,6 +222,8 @@ def attention(job: Job, batch: int) -> None:
     job.tell(sizes=sizes._asdict(), batch=batch)
     kernels = _kernels_on(job.place, sizes.kernels, sizes.head)
 
+    copy = functools.cache(functools.partial(copy_rate, job))
+
     @functools.cache
     def built(prefix: int, table: int) -> Built:
         """Compiles shapes of the same lengths together, before the first of them is measured."""
@@ -250,7 +252,7 @@ def attention(job: Job, batch: int) -> None:
         for kernel, error in errors.items():
             job.not_measured([f"share/{kernel}/{cell.name}"], error)
         seconds, calls = alternate(runs, sizes.repeats), cell.calls(sizes)
-        least = calls * cell.bytes(sizes) / copy_rate(job)
+        least = calls * cell.bytes(sizes) / copy()
         for kernel, values in seconds.items():
             at, unit = f"{kernel}/{cell.name}", "of a copy's bytes/s"
             result[f"us/{at}"] = median_figure([1e6 * s / calls for s in values], "us a call")
@@ -618,10 +620,11 @@ def identity(job: Job, shape: str, batches: tuple[int, ...]) -> None:
     if job.small:
         shape, layers, strategy, length, repeats, batches = "tiny", 1, "2_1_3", 8, 2, (2,)
     job.tell(shape=shape, layers=layers)
-    model, arms = random_model(config_of(shape, layers, 2 * length), job.seed), {}
+    model = random_model(config_of(shape, layers, 2 * length), job.seed)
 
     def measure(batch: int) -> dict:
-        prompts, result, unit = _prompts(model[0], batch, length, job.seed), {}, f"of {batch}"
+        prompts, unit = _prompts(model[0], batch, length, job.seed), f"of {batch}"
+        result, arms = {}, {}
         for arm in ("invariant", "default"):
             spec = SpecConfig(strategy, invariant=arm == "invariant")
             # Compiles both, which `static` does not. Each request names its strategy.
@@ -633,10 +636,8 @@ def identity(job: Job, shape: str, batches: tuple[int, ...]) -> None:
                 outputs = llm.generate(prompts, _sampled(length, job.seed, name))
                 return [output.samples[0] for output in outputs]
 
-            arms[arm], pairs = (
-                functools.partial(run, OFF),
-                [*zip(run(strategy), run(OFF), strict=True)],
-            )
+            arms[arm] = functools.partial(run, OFF)
+            pairs = list(zip(run(strategy), run(OFF), strict=True))
             counts = {
                 "differ": sum(a.token_ids != b.token_ids for a, b in pairs),
                 "logprobs_differ": sum(a.logprobs != b.logprobs for a, b in pairs),

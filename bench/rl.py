@@ -187,7 +187,7 @@ def run_rl(runs: Sequence[Run], equal: Sequence[str], write: Callable[[dict], No
     Args:
       write: takes a record for each step and arm, and of evaluations before and at the end.
     """
-    trainers, digests = {run.arm: Trainer(run.cfg) for run in runs}, {}
+    trainers = {run.arm: Trainer(run.cfg) for run in runs}
     first, steps = next(iter(trainers.values())), runs[0].cfg.steps
     for run in runs:
         if equal:  # one compiled update of the policy serves all
@@ -204,7 +204,7 @@ def run_rl(runs: Sequence[Run], equal: Sequence[str], write: Callable[[dict], No
         found[BOTH] = metrics["time/rollout"] + metrics.get("time/draft", 0.0)
         if equal:
             made = digests_of(trainer, metrics["rollout/tokens_sha"])
-            digests[run.arm] = found["digests"] = {name: made[name] for name in equal}
+            found["digests"] = {name: made[name] for name in equal}
         write(run.record(step + 1, found))
 
 
