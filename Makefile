@@ -71,10 +71,10 @@ tpu-check: $(STAMP) $(PLAN_STAMP) ## compile for TPUs without one: rounds copy n
 	  $(BIN)/python -m pytest -q -m slow -rs tests/kernels/test_tpu_compiler.py $(ARGS)
 
 gpu-check: $(STAMP) ## compile for GPUs without one; downloads 4 GB into the user's cache, once
-	$(BIN)/python -m bench.gpu.check $(ARGS)
+	$(BIN)/python -m bench.gpu_check $(ARGS)
 
 gpu-wheels: $(STAMP) ## what a GPU machine without a network lacks, into .wheels
-	$(BIN)/python -m bench.gpu.wheels $(ARGS)
+	$(BIN)/python -m bench.gpu_check --wheels $(ARGS)
 
 clean: ## remove .venv, caches and build products (runs/ is kept)
 	rm -rf $(VENV) $(PLAN_VENV) .cache .wheels build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

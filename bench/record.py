@@ -123,11 +123,9 @@ def figures_in(path: Path, settings: Mapping[str, Any]) -> dict[str, dict]:
     if not path.exists():
         return {}
     known = json.loads(path.read_text(encoding="utf-8"))
-    before = {key: known["settings"].get(key) for key in settings} | known["versions"]
-    now = dict(settings) | versions()
-    for commits in (before, now):  # each program has its own
-        commits.pop("specjax", None)
-    if other := sorted(key for key in before.keys() | now if before.get(key) != now.get(key)):
+    before, now = known["settings"] | known["versions"], {**settings, **versions()}
+    now.pop("specjax", None)  # each figure has its own
+    if other := sorted(key for key in now if before.get(key) != now[key]):
         raise ValueError(
             f"--out: {path} has figures with other {', '.join(other)}; expected the same, so that "
             "figures of more programs can be added. Name another file, or delete it"
@@ -265,6 +263,18 @@ def paired_ratio_interval(
             f"{len(numerator)} and {len(denominator)}"
         )
     return median_interval(np.asarray(numerator, float) / np.asarray(denominator, float), level)
+
+
+def ratio_figure(numerator: Sequence[float], denominator: Sequence[float], unit: str) -> dict:
+    """Returns the figure of `paired_ratio_interval`."""
+    value, *ends = paired_ratio_interval(numerator, denominator)
+    return figure(value, unit, ends)
+
+
+def median_figure(values: Sequence[float], unit: str) -> dict:
+    """Returns the figure of a median, with its interval by bootstrap."""
+    value, *ends = median_interval(values)
+    return figure(value, unit, ends)
 
 
 def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float, float]:

@@ -1,7 +1,7 @@
-"""`python -m bench.results_page`: writes docs/results.md and README's table from the result files.
+"""Writes docs/results.md and tables of other pages from the files in `bench/results/`: `make
+results`.
 
-No figure is typed by hand: results_page.yaml names the keys of figures, and the pages show what
-the files in bench/results say. A test compares the pages with what this module makes.
+What they show is in `results_page.yaml`. A row that no file has is an error.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from typing import NamedTuple
 
 import yaml
 
-from bench.command import user_errors
 from specjax.command_line import ArgumentParser
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE, README = "bench/results", "docs/results.md", "README.md"
-BEGIN, END = "<!-- results: made by python -m bench.results_page -->", "<!-- end of results -->"
 
 
 def contents() -> dict:
@@ -33,15 +31,12 @@ def contents() -> dict:
 FORMS = {
     "x": (1, ".2f", "x"),
     "%": (100, ".0f", "%"),
-    "%.1": (100, ".1f", "%"),
-    "percent": (1, ".1f", "%"),
     "n": (1, ",.0f", ""),
-    "s": (1, ".2f", " s"),
-    "s in ms": (1000, ".0f", " ms"),
     "ms": (1, ".1f", " ms"),
     "plain": (1, ".2f", ""),
-    "rounds": (1, ".0f", " rounds"),
     "tok/s": (1, ",.0f", " tok/s"),
+    "M": (1e-6, ".2f", "M"),
+    "MB": (1e-6, ",.0f", " MB"),
 }
 
 
@@ -90,45 +85,52 @@ def cell(result: Mapping, row: Row, name: str = "") -> str:
     return f"{values} [{', '.join(map(number, first['interval']))}]"
 
 
-def source(labels: Sequence[str], file: str, result: Mapping) -> str:
-    """Says where columns come from: command, JSON, machine, version of jax, date."""
-    machine = result["machine"]
-    where = machine["device"]
-    if machine["platform"] == "cpu":
-        where = f"{machine['processor']}, {machine['cores']} cores"
-    return (
-        f"- {', '.join(labels)}: `{result['command']}` ([JSON](../{RESULTS}/{file}); {where}; jax "
-        f"{result['versions']['jax']}; {result['date'][:10]})"
-    )
-
-
-def table(section: Mapping) -> str:
-    """Writes one section of the page.
+def table(part: Mapping) -> str:
+    """Writes the table of one part of the contents.
 
     Raises:
       ValueError: no file has a row's figure.
     """
-    title, columns = section["title"], {}  # label -> file, its content, name
-    for label, words in section["files"].items():
+    columns = {}  # label -> content of its file, name
+    for label, words in part["files"].items():
         file, _, name = words.partition(" ")
-        columns[label] = file, load(file), name
-    lines = [f"## {title}", "", textwrap.fill(section["note"], 100), ""]
-    lines += [f"| | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
-    for row in (row for text in section["rows"] for row in rows(text)):
-        cells = [cell(result, row, name) for _, result, name in columns.values()]
+        columns[label] = load(file), name
+    lines = [f"| | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
+    for row in (row for text in part["rows"] for row in rows(text)):
+        cells = [cell(result, row, name) for result, name in columns.values()]
         if not any(cells):
-            raise ValueError(f"{title}: no file has the figure {' or '.join(row.keys)}")
+            raise ValueError(f"no file has the figure {' or '.join(row.keys)}")
         lines.append(f"| {row.what} | {' | '.join(cells)} |")
-    lines.append("")
+    return "\n".join(lines)
+
+
+def sources(part: Mapping) -> list[str]:
+    """Says where columns come from: command, JSON, device, commit, version of jax, date."""
     labels: dict[str, list[str]] = {}
-    for label, (file, _, _) in columns.items():
-        labels.setdefault(file, []).append(label)
-    lines += [source(named, file, load(file)) for file, named in labels.items()]
-    if section.get("picture"):
-        pictures = [f"../{RESULTS}/{Path(file).with_suffix('.png')}" for file in labels]
-        lines += ["", f"![{title}]({pictures[0]})"]
-        others = zip(list(labels.values())[1:], pictures[1:], strict=True)
-        lines += [f"([{', '.join(named)}]({picture}))" for named, picture in others]
+    for label, words in part["files"].items():
+        labels.setdefault(words.partition(" ")[0], []).append(label)
+    found = []
+    for file, named in labels.items():
+        result = load(file)
+        machine, versions = result["machine"], result["versions"]
+        where = f"{machine['device']}"
+        if machine["platform"] == "cpu":
+            where = f"{machine['processor']}, {machine['cores']} cores"
+        commit = f"commit {versions['specjax']}, " if "specjax" in versions else ""
+        found.append(
+            f"- {', '.join(named)}: `{result['command']}` ([JSON](../{RESULTS}/{file}); {where}; "
+            f"{commit}jax {versions['jax']}; {result['date'][:10]})"
+        )
+    return found
+
+
+def section(part: Mapping) -> str:
+    """Writes one section of the page."""
+    title, note = part["title"], textwrap.fill(part["note"], 100, break_on_hyphens=False)
+    lines = [f"## {title}", "", note, "", table(part), "", *sources(part)]
+    if part.get("picture"):
+        file = next(iter(part["files"].values())).partition(" ")[0]
+        lines += ["", f"![{title}](../{RESULTS}/{Path(file).with_suffix('.png')})"]
     return "\n".join(lines)
 
 
@@ -140,52 +142,57 @@ is compared took turns in one run. The embedded policy (`assets/sums`) has 12 la
 and adds numbers; the GSM8K policy was trained with specjax, and its weights are not in the
 repository. `4_1_5` is a chain of 4 drafted tokens.
 
-Commands, and the keys of some figures, were renamed on 27 November 2026, in older files too; the
-values are those that were measured. Each file names the commit that it measured; programs have
-changed since.
+The values are those of the commit that is named, or of the date where none is; programs have
+changed since. Commands and the keys of figures were renamed later, in older files too.
 """
 
 
 def page() -> str:
     """Returns the text of docs/results.md."""
-    return HEAD + "\n" + "\n\n".join(map(table, contents()["sections"])) + "\n"
+    return HEAD + "\n" + "\n\n".join(map(section, contents()["sections"])) + "\n"
 
 
 def readme_table() -> str:
-    """Returns README's table."""
+    """Returns README's table; commands are cut at their first option."""
     lines = ["| what | measured | command |", "|---|---|---|"]
     for text in contents()["readme"]:
         what, file, *figure = text.split(" | ")
         result, [row] = load(file), rows(" | ".join([what, *figure]))
-        lines.append(f"| {what} | {cell(result, row)} | `{short(result['command'])}` |")
+        command = result["command"].partition(" --")[0]
+        lines.append(f"| {what} | {cell(result, row)} | `{command}` |")
     return "\n".join(lines)
 
 
-def short(command: str) -> str:
-    """Returns a command up to its first option, and its config."""
-    words = command.split()
-    first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
-    kept = words[:first]
-    if "--config" in words:
-        kept += ["--config", words[words.index("--config") + 1]]
-    return " ".join(kept)
+def put(text: str, name: str, content: str) -> str:
+    """Returns a page with other content between the marks of a table.
+
+    Raises:
+      ValueError: the page has no such marks.
+    """
+    begin, end = f"<!-- table {name} of bench.results_page -->", f"<!-- end of table {name} -->"
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise ValueError(f"expected {begin} and {end}, in this order, in the page")
+    return f"{before}{begin}\n{content}\n{end}{after}"
 
 
-def with_table(readme: str) -> str:
-    """Replaces what lies between the two marks of README; without marks it is unchanged."""
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{readme_table()}\n{END}{after}" if begin and end else readme
+def made() -> dict[Path, str]:
+    """Returns the texts of all pages, as they should be."""
+    found, readme = {ROOT / PAGE: page()}, ROOT / README
+    found[readme] = put(readme.read_text(encoding="utf-8"), "results", readme_table())
+    for part in contents()["tables"]:
+        path = ROOT / part["page"]
+        text = found.get(path) or path.read_text(encoding="utf-8")
+        found[path] = put(text, part["name"], table(part))
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     ArgumentParser(prog="python -m bench.results_page", description=__doc__).parse_args(argv)
-    with user_errors("results_page"):
-        readme = ROOT / README
-        made = {ROOT / PAGE: page(), readme: with_table(readme.read_text(encoding="utf-8"))}
-        for path, text in made.items():
-            path.write_text(text, encoding="utf-8")
-            print(path.relative_to(ROOT))
+    for path, text in made().items():
+        path.write_text(text, encoding="utf-8")
+        print(path.relative_to(ROOT))
 
 
 if __name__ == "__main__":

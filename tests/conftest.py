@@ -156,8 +156,7 @@ def pytest_terminal_summary(terminalreporter) -> None:
 # Workers take modules in turn: those that take half a minute and more come first, so that no worker
 # is still at one when the others have nothing left.
 LONG = {
-    "test_bench_control", "test_bench_throughput", "test_bench_train", "test_chaos",
-    "test_chi_square",
+    "test_chaos", "test_chi_square",
     "test_control", "test_eagle3_parity", "test_engine", "test_every_source", "test_features",
     "test_fuzz",
     "test_identity", "test_invariant", "test_llm", "test_mutations", "test_no_recompile",

@@ -191,6 +191,19 @@ def test_serve_without_its_extra_says_what_to_install(thin_policy, monkeypatch):
         main(["serve", "--model", str(thin_policy)])
 
 
+def test_bench_lists_every_bench_and_hands_its_arguments_over(monkeypatch, capsys):
+    assert {"decode", "longtail", "rl", "serve", "gpu"} <= set(find_benches())
+    assert not {"record", "command"} & set(find_benches())
+    assert all(find_benches().values())
+    assert find_benches()["decode"].startswith("engines that generate the same samples")
+    got = []
+    bench = types.SimpleNamespace(main=lambda argv: got.append(argv) or 1)
+    monkeypatch.setitem(sys.modules, "bench.longtail", bench)
+    assert main(["bench", "longtail", "x"]) == 1 and got == [["x"]]
+    assert main(["bench", "longtial"]) == 2
+    assert "did you mean 'longtail'" in capsys.readouterr().err
+
+
 # --- generate -----------------------------------------------------------------------------------
 
 

@@ -61,7 +61,7 @@ def test_flags_of_specjax_exist(command, capsys):
 def test_the_commands_of_the_first_minutes_are_there():
     assert {"rl", "test"} <= set(re.findall(r"^make ([a-z-]+)", README, re.M))
     modules = set(re.findall(r"python -m ([\w.]+)", README))
-    assert {"train.rl", "train.data", "serve", "bench.throughput"} <= modules
+    assert {"train.rl", "train.data", "serve", "bench.decode"} <= modules
 
 
 LINKS = [

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 Options = Mapping[str, str | int]
 
 # Compiler options that make one graph of a chunk. What cuDNN computes is left out: with its
-# attention in such a graph other tokens were sampled (part `one_graph` of bench.gpu, on an H200).
+# attention in such a graph other tokens were sampled (on an H200, 26 November 2026).
 ONE_GRAPH: Options = MappingProxyType(
     {
         "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,WHILE,CONDITIONAL",

@@ -21,7 +21,7 @@ from specjax.kernels.dispatch import PANEL_WIDTH
 class Panels:
     """A matrix [K, N] stored as [N / 16, K, 16], a `specjax.interfaces.Weight`.
 
-    `cpu/product.h` says why, and `bench.throughput kernels` measures the gain. A row's bits do not
+    `cpu/product.h` says why, and `bench.decode kernels` measures the gain. A row's bits do not
     depend on the number of rows in the product.
     """
 

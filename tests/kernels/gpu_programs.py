@@ -23,11 +23,14 @@ import numpy as np
 from jax.experimental import topologies
 from tpu_programs import MODEL
 
-from bench.gpu.ahead import updates
-from bench.gpu.ahead.rounds import compiled_with_thunks, figures_of, layers_traced
-from bench.gpu.chunks import shape_of
-from bench.gpu.program import CARDS, Ahead
-from bench.tpu.programs import chunk, mesh_over, runner_of
+from bench.compiled import (
+    compiled_with_thunks,
+    figures_of,
+    layers_traced,
+    lowered_update,
+    update_figures,
+)
+from bench.programs import CARDS, Ahead, lowered_chunk, mesh_over, runner_of
 from specjax.config import ModelConfig, SpecConfig, Strategy
 from specjax.control import OFF
 from specjax.decode.admit import prefill
@@ -98,7 +101,7 @@ PROGRAMS = {
     "prefill by cuDNN": Wanted("prefill", (4, 128), attention="library"),
 }
 
-# Updates of the policy, by `bench.gpu.ahead.updates`; a length that is no width of the model.
+# Updates of the policy, by `bench.compiled update`; a length that is no width of the model.
 UPDATES = {"update": "135M:1x1088:chunk=256", "update, float32": "135M:1x1088:chunk=256,float32"}
 
 # The programs of plain decoding and of a tree in an engine in `invariant` mode.
@@ -166,7 +169,7 @@ def lowered(devices, wanted: Wanted) -> tuple[Runner, jax.stages.Lowered]:
     """A program, lowered for devices that need not be there."""
     if wanted.devices > 1:
         runner = runner_of(mesh_over(devices), wanted.model, SLOTS, (Strategy.OFF, CHAIN))
-        return runner, chunk(runner, wanted.what, *wanted.sizes)
+        return runner, lowered_chunk(runner, wanted.what, *wanted.sizes)
     with Ahead(CARD).seen():
         runner = engine_of(devices[0], wanted)
         return runner, traced(runner, devices[0], wanted).lower()
@@ -285,20 +288,17 @@ def of_invariant() -> dict:
 
 def of_update(name: str) -> dict:
     """What became of an update of the policy."""
-    update, place = updates.name_of(UPDATES[name]), Ahead(CARD)
+    update, place = UPDATES[name], Ahead(CARD)
     with place.seen():
-        traced = updates.traced_of(place, update, layers=2)
-        program = traced.lower()
+        program = lowered_update(place, update, layers=2)
     compiled = program.compile(DETERMINISTIC)
-    text, work = compiled.as_text(), updates.work_of(traced.jaxpr.jaxpr)
-    vocabulary = shape_of(update.shape).vocab_size
-    figures = updates.figures_of(update, vocabulary, compiled, work)
+    text, figures = compiled.as_text(), update_figures(update, program, compiled)
     scatters = [line for line in text.splitlines() if re.search(r"= (f|bf)\d+\[.* scatter\(", line)]
     return {
         "figures": {key: entry["value"] for key, entry in figures.items()},
         "atomics": [line.strip()[:200] for line in scatters if "unique_indices=true" not in line],
         "cudnn": text.count("__cudnn$fmha"),
-        "less_than_float32": less_than_float32(text) if "float32" in update.options else [],
+        "less_than_float32": less_than_float32(text) if "float32" in update else [],
     }
 
 

@@ -213,7 +213,7 @@ def programs(llm) -> dict:
 
 def test_log_probabilities_are_the_same_bits_with_and_without_speculation():
     """Not close, equal, at this batch size: between the kernels XLA may round otherwise at others
-    (`bench.throughput kernels`)."""
+    (`bench.decode kernels`)."""
     plain, drafted = samples_of(llm_of(None)), samples_of(llm_of("2_1_3"))
     tree = samples_of(llm_of("3_2_6"))
     for a, b, c in zip(plain, drafted, tree, strict=True):

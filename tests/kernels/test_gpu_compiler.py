@@ -15,8 +15,8 @@ import other_python
 import pytest
 from gpu_programs import INVARIANT, PROGRAMS, ROOM, SLOTS, UPDATES, Named, engine_of, traced
 
-from bench.gpu.ahead.rounds import layers_traced
-from bench.gpu.chunks import shape_of
+from bench.compiled import layers_traced
+from bench.programs import shape_of
 from specjax import ControlConfig, SpecConfig
 from specjax.decode.options import Features
 from specjax.engine.engine import Engine

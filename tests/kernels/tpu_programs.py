@@ -16,9 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.tpu.programs import MODEL as WIDE
-from bench.tpu.programs import chunk, mesh_over, runner_of, tpu_devices, wide_runner
-from bench.tpu.rounds import figures_of
+from bench.compiled import figures_of
+from bench.programs import WIDE, lowered_chunk, mesh_over, runner_of, tpu_devices, wide_runner
 from specjax.decode import admit
 from specjax.drafts.mtp import init_head_params, weight_axes
 from specjax.engine.inputs import piece_of
@@ -98,23 +97,23 @@ def small_runner(mesh):
 
 def small_chunk(mesh):
     """A whole rollout chunk, by the code that the engine runs it with."""
-    return chunk(small_runner(mesh), STRATEGY, 8)
+    return lowered_chunk(small_runner(mesh), STRATEGY, 8)
 
 
 def wide_chunk(mesh, name: str):
     strategy, bucket = WIDE_CHUNKS[name]
-    return chunk(wide_runner(mesh, strategy), strategy, bucket)
+    return lowered_chunk(wide_runner(mesh, strategy), strategy, bucket)
 
 
 def exact_chunk(mesh):
     """A chunk of plain decoding in float32."""
     model = MODEL.running(param_dtype="float32", compute_dtype="float32")
-    return chunk(runner_of(mesh, model, 8, STRATEGIES), "off", 8)
+    return lowered_chunk(runner_of(mesh, model, 8, STRATEGIES), "off", 8)
 
 
 def one_chunk(mesh):
     """A chunk of plain decoding of one sequence."""
-    return chunk(small_runner(mesh), "off", 1)
+    return lowered_chunk(small_runner(mesh), "off", 1)
 
 
 def of_products(text: str) -> dict:

@@ -139,6 +139,11 @@ class Cost:
         not in `cycles`.
       once: parts that have cycles in a loop whose end depends on data, of which one iteration is
         counted.
+      launched, moved: number of operations that a GPU launches, and their bytes to and from memory,
+        by part.
+      branches: number of conditionals, by part. Of the branches, the costliest counts.
+      library: number of calls of cuDNN and of cuBLAS.
+      gathers, gathered: number of gathers that read pages of a cache, and bytes that they write.
       chains: kind and bytes, by name, of collectives that TPUs spread over several fusions. Each
         of these fusions contains the whole collective, which must be counted once.
     """
@@ -151,6 +156,12 @@ class Cost:
     cycles: dict[str, float] = dataclasses.field(default_factory=dict)
     unknown: dict[str, float] = dataclasses.field(default_factory=dict)
     once: frozenset[str] = frozenset()
+    launched: dict[str, float] = dataclasses.field(default_factory=dict)
+    moved: dict[str, float] = dataclasses.field(default_factory=dict)
+    branches: dict[str, float] = dataclasses.field(default_factory=dict)
+    library: float = 0.0
+    gathers: float = 0.0
+    gathered: float = 0.0
     chains: dict[tuple, tuple[str, float]] = dataclasses.field(default_factory=dict)
 
     def receive(self, kind: str, count: float) -> None:
@@ -165,12 +176,11 @@ class Cost:
         self.chains = {}
 
     def add(self, other: Cost, times: float = 1.0) -> None:
-        self.flops += times * other.flops
-        self.bytes += times * other.bytes
-        self.kernels += times * other.kernels
         self.chains |= other.chains
         self.once |= other.once
-        for name in ("received", "calls", "cycles", "unknown"):
+        for name in ("flops", "bytes", "kernels", "library", "gathers", "gathered"):
+            setattr(self, name, getattr(self, name) + times * getattr(other, name))
+        for name in ("received", "calls", "cycles", "unknown", "launched", "moved", "branches"):
             for key, count in getattr(other, name).items():
                 _increase(getattr(self, name), key, times * count)
 
@@ -287,6 +297,7 @@ class Module:
             elif op.opcode == "conditional":
                 branches = [self.cost_of(called, fused) for called in op.called()]
                 total.add(max(branches, key=lambda cost: cost.size))
+                _increase(total.branches, part_of(op.text), 1)
             elif op.opcode in ("fusion", "call", "async-start"):
                 inside = op.opcode == "fusion" or fused
                 for called in op.called():
@@ -296,7 +307,15 @@ class Module:
             if op.is_kernel:
                 total.kernels += 1
             if not fused:
-                total.bytes += self.traffic(op, ops)
+                moved = self.traffic(op, ops)
+                total.bytes += moved
+                if op.launches:
+                    _increase(total.launched, part_of(op.text), 1)
+                    _increase(total.moved, part_of(op.text), moved)
+                    total.library += op.is_library
+                    for size in self._gathered(op, ops):
+                        total.gathers += 1
+                        total.gathered += size
                 if found := estimated(op.text):
                     _increase(total.cycles, part_of(op.text), found)
                 elif (kind := self._kind(op)) in _MOVES:
@@ -307,6 +326,19 @@ class Module:
             total.calls.pop("all-reduce", None)
             total.receive("reduce-scatter", total.received.pop("all-reduce", 0.0) / 2)
         return total
+
+    def _gathered(self, op: Op, ops: dict[str, Op]) -> Iterator[float]:
+        """Yields the bytes of every gather of pages in an operation, which may be a fusion."""
+        if op.opcode == "fusion":
+            inside = self.computations[next(op.called())]
+            for inner in inside.values():
+                yield from self._gathered(inner, inside)
+        elif op.opcode == "gather" and op.operands[0] in ops:
+            source = ops[op.operands[0]].shapes[0]
+            # A fusion may see the cache in other dimensions. Tables and tokens are integers.
+            sizes = {math.prod(dims) for dims in self.pages}
+            if source.kind[0] in "bf" and source.size in sizes:
+                yield op.shapes[0].bytes
 
     def _kind(self, op: Op) -> str:
         """Returns an operation's code; of a fusion that of its last operation."""

@@ -1,1 +1,0 @@
-"""Measurements of draft heads and of how they are trained."""

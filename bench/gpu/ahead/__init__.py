@@ -1,1 +1,0 @@
-"""Costs of rounds of decoding on GPUs, as XLA compiles them: `python -m bench.gpu.ahead`."""

@@ -1,0 +1,693 @@
+"""An engine's programs for devices that are here, or that are only described to a compiler.
+
+Models have the shapes of known ones and random weights. A `Runner` is built with shapes alone,
+which is enough to compile; then it may be given weights, and a state in which every slot has the
+same length. Caches hold random numbers: some chips multiply zeros faster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+
+from bench.record import alternate_prepared, figure, median_interval
+from specjax import ModelConfig, RunConfig, SpecConfig
+from specjax.checkpoint.huggingface import read_config
+from specjax.config import Strategy
+from specjax.decode.chunk import Result, Until
+from specjax.decode.noise import request_keys, request_words
+from specjax.decode.options import Features
+from specjax.decode.state import EMPTY, RUNNING, RowMap, prefix_lengths, take_positions, take_slots
+from specjax.decode.tree import chain_bits
+from specjax.drafts.mtp import init_head_params
+from specjax.engine.compiling import NotCompiled
+from specjax.engine.pages import NULL_PAGE
+from specjax.engine.runner import Runner
+from specjax.engine.sources import laid_out
+from specjax.interfaces import Where
+from specjax.kernels import commit_kernel
+from specjax.memory import cost
+from specjax.models.families.dense import dense_config
+from specjax.models.transformer import Params, init_params
+from specjax.parallel.sharding import MESH_AXES
+from specjax.shipped import find_shipped
+
+OFF = "off"
+DEFAULT = MappingProxyType({"": {}})  # one arm: the compiler's default options
+
+# --- shapes of models ----------------------------------------------------------------------------
+
+_SHAPES = {
+    "1.7B": {
+        "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144, "num_layers": 28,
+        "num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "rope_theta": 1e6,
+        "max_position": 40_960,
+    },
+    "135M": {
+        "vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536, "num_layers": 30,
+        "num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "rope_theta": 1e5, "max_position": 8192,
+        "model_type": "llama", "qk_norm": False,
+    },
+}  # fmt: skip
+
+
+@functools.cache
+def shape_of(name: str) -> ModelConfig:
+    """Returns a model's shape: `8B` and `1.7B` are Qwen3's, `135M` is SmolLM2's."""
+    if name == "8B":
+        cfg = read_config(find_shipped("assets/shapes/Qwen3-8B"))
+        return cfg.running(param_dtype="bfloat16", compute_dtype="bfloat16")
+    if name == "tiny":
+        sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2}
+        return dense_config(**sizes, num_heads=2, num_kv_heads=1, head_dim=16)
+    run = RunConfig(param_dtype="bfloat16", compute_dtype="bfloat16")
+    return dense_config(**_SHAPES[name], run=run)
+
+
+def config_of(shape: str, layers: int | None, max_len: int) -> ModelConfig:
+    """Returns a shape with so many layers (None: its own), a head of one module, and room."""
+    cfg = shape_of(shape)
+    kept = cfg.layers if layers is None else cfg.layers[:1] * layers
+    longest = max(cfg.max_position, max_len)
+    return cfg.replace(layers=kept, mtp_num_layers=1, max_position=longest)
+
+
+def random_weights(init: Callable[[], Params], seed: int) -> Params:
+    """Draws weights of the shapes that `init` makes, on the device and in their own dtype.
+
+    `init` draws all layers of a weight at once, in float32: of an 8B model more than a device
+    holds. Here one layer is drawn at a time. Scales are 1, all else is normal with deviation 0.02.
+    """
+    leaves, tree = jax.tree_util.tree_flatten_with_path(jax.eval_shape(init))
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    drawn = [
+        _draw(key, leaf.shape, leaf.dtype.name, "norm" in str(path[-1]))
+        for key, (path, leaf) in zip(keys, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(tree, drawn)
+
+
+def _draw(key, shape: tuple[int, ...], dtype: str, scale: bool) -> jax.Array:
+    def normal(key, shape):
+        return (0.02 * jax.random.normal(key, shape, dtype)).astype(dtype)
+
+    def make(key):
+        if scale:
+            return jnp.ones(shape, dtype)
+        if len(shape) < 3:
+            return normal(key, shape)
+        return jax.lax.map(lambda key: normal(key, shape[1:]), jax.random.split(key, shape[0]))
+
+    return jax.jit(make)(key)
+
+
+def random_model(cfg: ModelConfig, seed: int) -> tuple[ModelConfig, Params, Params]:
+    """Returns a config, random policy parameters, and a random head."""
+    policy = random_weights(functools.partial(init_params, cfg), seed)
+    return cfg, policy, random_weights(functools.partial(init_head_params, cfg), seed + 1)
+
+
+def forward_bytes(cfg: ModelConfig, params: Params, batch: int, rows: int, context: int) -> int:
+    """Returns the bytes of a policy forward over batch x rows tokens, `context` cached per sample:
+    weights (of the embedding a row per token), keys and values.
+
+    Args:
+      params: parameters, or shapes, in the decode layout.
+    """
+    embed = tree_bytes(params["embed"])
+    weights = tree_bytes(params) - (embed if "lm_head" in params else 0)
+    embedded = batch * rows * embed // cfg.vocab_size
+    return weights + embedded + batch * cost(cfg, context + rows).page
+
+
+def tree_bytes(tree) -> int:
+    """Returns the bytes of all arrays or shapes of a tree."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+# --- GPUs ----------------------------------------------------------------------------------------
+
+# XLA's compiler takes a device as a GpuTargetConfigProto; the numbers are NVIDIA's.
+SHARE = 0.92  # share of the memory that a process takes: XLA_PYTHON_CLIENT_MEM_FRACTION
+
+
+class Card(NamedTuple):
+    """A model of GPU: its `jax.Device.device_kind`, bytes of memory, nominal bytes per second."""
+
+    kind: str
+    memory: int
+    bandwidth: int
+
+    @property
+    def usable(self) -> int:
+        """Bytes that programs and their arguments may take."""
+        return int(SHARE * self.memory)
+
+    @property
+    def config(self) -> str:
+        """The GpuTargetConfigProto, as text."""
+        return _HOPPER % self._asdict()
+
+
+CARDS = {
+    "h100": Card("NVIDIA H100 80GB HBM3", 85_520_809_984, 3_350_000_000_000),
+    "h200": Card("NVIDIA H200", 151_397_597_184, 4_800_000_000_000),
+}
+
+_HOPPER = """
+gpu_device_info {
+  name: "%(kind)s" device_vendor: "NVIDIA Corporation"
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  memory_bandwidth: %(bandwidth)d device_memory_size: %(memory)d l2_cache_size: 52428800
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  device_address_bits: 64 platform_version: "Compute Capability 9.0a"
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.10.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 patch: 0 }
+device_description_str: "%(kind)s"
+"""
+
+
+def short_name(kind: str) -> str:
+    """Returns a card's name in file names: `h100`, `h200`, or the kind in plain letters."""
+    for name in CARDS:
+        if re.search(rf"\b{name}\b", kind, re.IGNORECASE):
+            return name
+    return re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-")
+
+
+class Place:
+    """The default device of this process; `card` is the described card, None for a real device."""
+
+    card: Card | None = None
+
+    @property
+    def platform(self) -> str:
+        return jax.devices()[0].platform
+
+    @property
+    def kind(self) -> str:
+        return jax.devices()[0].device_kind
+
+    def shapes(self, tree):
+        """Returns the shapes of a tree's arrays, on the device."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+    @contextlib.contextmanager
+    def seen(self) -> Iterator[None]:
+        """Within, `jax.devices` returns the place's."""
+        yield
+
+
+class Ahead(Place):
+    """A card that is not there. Needs jax's CUDA plugin, and no GPU.
+
+    Raises:
+      ValueError: the plugin is not installed.
+    """
+
+    platform = kind = ""
+
+    def __init__(self, name: str):
+        self.card = CARDS[name]
+        self.platform, self.kind = "gpu", self.card.kind
+        where = {"topology": "1x1x1", "target_config": self.card.config}
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_enable_compilation_cache", False)  # it cannot read such programs
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+        try:
+            [self._device] = topologies.get_topology_desc(name, "cuda", **where).devices
+        except Exception as error:  # jax raises several types, depending on the missing package
+            raise ValueError(
+                "it needs XLA's compiler for GPUs, jax-cuda13-plugin[with-cuda] (`make gpu-check "
+                "ARGS=--python` makes an environment with it and prints its Python); got "
+                f"{type(error).__name__}: {error}"
+            ) from None
+
+    def shapes(self, tree):
+        here = jax.sharding.SingleDeviceSharding(self._device)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), tree)
+
+    @contextlib.contextmanager
+    def seen(self) -> Iterator[None]:
+        device = mock.Mock(platform=self.platform, device_kind=self.kind)
+        # Pallas Triton asks the mesh in use, of no axes here, which GPU it lowers for.
+        described = jax.sharding.AbstractDevice(self.kind, None, self.platform)
+        mesh = jax.sharding.AbstractMesh((), (), abstract_device=described)
+        with (
+            mock.patch("jax.devices", lambda *_: [device]),
+            jax.sharding.use_abstract_mesh(mesh),
+            commit_kernel.unchecked(),
+        ):
+            yield
+
+
+class Program(NamedTuple):
+    """One program.
+
+    Attributes:
+      name: name, unique in its part.
+      lower: function that traces the program; programs with the same function are traced once.
+      options: compiler options, in addition to the process's flags.
+      beside: bytes that are held while the program runs, in addition to the program's own.
+    """
+
+    name: str
+    lower: Callable[[], jax.stages.Lowered]
+    options: Mapping[str, Any] = MappingProxyType({})
+    beside: int = 0
+
+    def compile(self) -> jax.stages.Compiled:
+        return self.lower().compile(dict(self.options))
+
+
+# --- chunks of rounds ----------------------------------------------------------------------------
+
+
+def fill(runner: Runner, context: int, options: Mapping[str, float] | None = None) -> None:
+    """Sets the state of a runner so that every slot runs, with `context` tokens.
+
+    No slot ends before the runner's `max_len`. The tokens are random: times do not depend on
+    values. No noise has been drawn yet, so that drawing it is timed.
+
+    Args:
+      options: sampling options of all slots, by the names of `Options`.
+    """
+    runner.state = None  # its buffers may be gone
+    runner.reset()
+    slots, state = runner.slots, runner.state
+    words = np.stack([request_words(0, [0], sample) for sample in range(slots)])
+    tokens = np.random.default_rng(0).integers(runner.cfg.vocab_size, size=state.tokens.shape)
+    wanted = {name: np.full(slots, value, np.float32) for name, value in (options or {}).items()}
+    wanted["prompt_len"] = np.full(slots, context // 2, np.int32)
+    state = state._replace(
+        tokens=tokens.astype(np.int32),
+        length=np.full(slots, context, np.int32),
+        limit=np.full(slots, runner.max_len, np.int32),
+        finish=np.where(np.arange(slots) < runner.batch, RUNNING, EMPTY).astype(np.int32),
+        keys=np.asarray(request_keys(words)),
+        options=state.options._replace(**wanted),
+    )
+    runner.state = jax.block_until_ready(jax.device_put(state))
+
+
+def full_row_map(runner: Runner) -> RowMap:
+    """Returns the row map of a full bucket.
+
+    No two slots share a page: a page that all of them read would be read from memory only once.
+    """
+    count, full = runner.batch, runner.table_width - 1
+    table = np.full((count, runner.table_width), NULL_PAGE, np.int32)
+    table[:, :full] = (NULL_PAGE + 1 + np.arange(count * full)).reshape(count, full)
+    return RowMap(np.arange(count, dtype=np.int32), np.ones(count, bool), table)
+
+
+class Size(NamedTuple):
+    """The sizes and settings of a chunk.
+
+    Attributes:
+      shape: name of a model's shape, see `shape_of`.
+      batch: number of slots.
+      context: largest number of tokens in a slot.
+      layers: number of layers; None: all of the model's.
+      strategy: strategy of the rounds.
+      rounds: number of rounds in a chunk.
+      attention: attention kernel, as in `EngineConfig`.
+      options: sampling options of all slots, by the names of `Options`.
+      features: features of the chunk's program.
+      draft_vocab: number of tokens that are drafted from; None: the whole vocabulary.
+    """
+
+    shape: str
+    batch: int
+    context: int
+    layers: int | None = None
+    strategy: str = OFF
+    rounds: int = 24
+    attention: str = "auto"
+    options: Mapping[str, float] = MappingProxyType({"temperature": 1.0})
+    features: Features = Features()
+    draft_vocab: int | None = None
+
+
+class Chunk:
+    """The engine's program for a full batch, run from the same state again and again.
+
+    Args:
+      place: device to compile for.
+      size: sizes and settings.
+      rule: acceptance rule that replaces the strategy's own, see `Plan.rule`.
+
+    Attributes:
+      runner: runner of the chunk; it holds shapes instead of arrays until `load`.
+      compiled: compiled programs, by name.
+    """
+
+    def __init__(self, place: Place, size: Size, rule: Callable | None = None):
+        self.size = size
+        spec = None
+        if size.strategy != OFF:
+            spec = SpecConfig(size.strategy, draft_vocab=size.draft_vocab)
+        emits = 1 if spec is None else spec.resolve().steps + 1  # tokens per round, at most
+        tokens = size.rounds * emits
+        longest = size.context + tokens + emits + 1
+        cfg = config_of(size.shape, size.layers, longest)
+        with place.seen():
+            self.runner = Runner(
+                cfg, spec, size.batch, longest, chunk_tokens=tokens, attention=size.attention
+            )
+        if rule is not None:
+            accept_by(rule, self.runner)
+        self.cfg, self.name = self.runner.cfg, next(iter(self.runner.plans))
+        head = None if spec is None else jax.eval_shape(lambda: init_head_params(cfg))
+        self.runner.hold_shapes(jax.eval_shape(lambda: init_params(cfg)), head)
+        held = self.runner.params, self.runner.head, self.runner.state
+        self.shapes = place.shapes(held)
+        if self.runner.vocabulary is not None:
+            self.runner.vocabulary = place.shapes(self.runner.vocabulary)
+        self.compiled: Mapping[str, jax.stages.Compiled] = {}
+        self._kept = None
+        self._at, self._place, self._seed = size.context, place, 0
+
+    def programs(
+        self,
+        name: str,
+        arms: Mapping[str, Mapping] = DEFAULT,
+        beside: int = 0,
+        as_engine: bool = True,
+    ) -> list[Program]:
+        """Returns a program for each arm's compiler options; they are traced once.
+
+        Args:
+          as_engine: whether an arm's options are added to those that the engine compiles a chunk
+            with, such as `ONE_GRAPH`; False: they are all.
+        """
+        lower = functools.cache(self._lower)
+        engine = self.runner.executables.graphs.options(("chunk",)) if as_engine else {}
+        return [
+            Program(f"{name}{arm}", lower, {**engine, **options}, beside)
+            for arm, options in arms.items()
+        ]
+
+    def _lower(self) -> jax.stages.Lowered:
+        """Lowers the chunk's program as the engine does."""
+        runner, found = self.runner, []
+
+        def build(key, lower, donate):
+            found.append(lower)
+            return NotCompiled(donate)
+
+        held = runner.params, runner.head, runner.state
+        runner.params, runner.head, runner.state = self.shapes
+        runner.executables.build, runner.executables.by_key = build, {}
+        try:
+            with self._place.seen():
+                runner.chunk(self.name, self.size.features, *self._place.shapes(self._inputs()))
+                [lower] = found
+                return lower()
+        finally:
+            runner.params, runner.head, runner.state = held
+            runner.executables.by_key = {}
+
+    def _inputs(self) -> tuple:
+        return self.runner.alone(full_row_map(self.runner)), Until.of(self.size.rounds)
+
+    def load(self, seed: int, like: Chunk | None = None) -> None:
+        """Makes random weights, or shares the policy of the chunk `like`, and makes a state."""
+        runner, cfg, self._seed = self.runner, self.cfg, seed
+        runner.params = runner.head = runner.state = runner.kept = None
+        head = None
+        if runner.longest.source is not None:
+            head = random_weights(functools.partial(init_head_params, cfg), seed + 1)
+        if like is None:
+            policy = random_weights(functools.partial(init_params, cfg), seed)
+            runner.set_params(policy, head)
+            del policy  # the runner has its own, in another layout
+        else:
+            runner.params = like.runner.params
+            if head is not None:
+                runner.set_head(head)
+        self._fill()
+
+    def _fill(self) -> None:
+        """Makes the state, and keeps a copy of its small arrays, to start again from."""
+        runner = self.runner
+        fill(runner, self._at, self.size.options)
+        (cache, drafts, noise), rest = _apart(runner.state)
+        runner.state = runner.kept = None
+        cache, drafts = _drawn(cache, self._seed + 2), _drawn(drafts, self._seed + 3)
+        runner.state = _together((cache, drafts, noise), rest)
+        self._kept = jax.device_get(rest)
+
+    def at(self, context: int) -> Chunk:
+        """Sets the number of tokens in every slot, up to those of the size; returns the chunk."""
+        self._at = context
+        self._kept = self._kept._replace(length=np.full(self.runner.slots, context, np.int32))
+        return self
+
+    def prepare(self) -> None:
+        """Restores the initial state; the content of the caches stays.
+
+        The state is made again if a failed run, out of memory for example, has consumed it.
+        """
+        state = self.runner.state
+        if state is None or any(x.is_deleted() for x in jax.tree.leaves(state)):
+            self._fill()
+        large, _ = _apart(self.runner.state)
+        self.runner.state = None
+        rest = jax.device_put(self._kept)
+        self.runner.state = jax.block_until_ready(_together(large, rest))
+
+    def run(self, name: str) -> Result:
+        """Runs one chunk by a compiled program, and waits for its result.
+
+        Raises:
+          ValueError: samples ended before the last round.
+        """
+        runner = self.runner
+        inputs = runner.params, runner.draft, runner.state, *self._inputs()
+        runner.state, packed = self.compiled[name](*inputs)
+        found = packed.open()
+        if int(found.rounds) != self.size.rounds:
+            raise ValueError(f"expected {self.size.rounds} rounds, got {int(found.rounds)}")
+        return found
+
+
+def accept_by(rule: Callable, runner: Runner) -> None:
+    """Replaces the acceptance rule of all strategies that draft."""
+    for name, run in runner.strategies.items():
+        if run.plan.tree is not None:
+            plan = dataclasses.replace(run.plan, rule=rule)
+            runner.strategies = runner.strategies | {name: run._replace(plan=plan)}
+
+
+def _apart(state) -> tuple[tuple, Any]:
+    """Splits a state into its large buffers and the rest."""
+    draft, noise = state.draft, state.noise
+    large = (
+        state.memory.pages,
+        None if draft is None else draft.pages,
+        None if noise is None else noise.rows,
+    )
+    return large, _together((None, None, None), state)
+
+
+def _together(large: tuple, rest):
+    cache, drafts, rows = large
+    return rest._replace(
+        memory=rest.memory._replace(pages=cache),
+        draft=None if rest.draft is None else rest.draft._replace(pages=drafts),
+        noise=None if rest.noise is None else rest.noise._replace(rows=rows),
+    )
+
+
+def _drawn(cache, seed: int):
+    """Replaces a cache's zeros by random numbers.
+
+    Its arrays are replaced one by one, because some caches take half of a card's memory.
+    """
+    leaves, tree = jax.tree.flatten(cache)
+    drawn = []
+    for key, leaf in zip(jax.random.split(jax.random.key(seed), len(leaves)), leaves, strict=True):
+        shape, dtype = leaf.shape, leaf.dtype
+        leaf.delete()
+        drawn.append(random_pages(key, shape, dtype))
+    return jax.tree.unflatten(tree, drawn)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def random_pages(key, shape: tuple[int, ...], dtype):
+    """Makes random numbers: 64 pages of them, repeated."""
+    few = min(64, shape[0])
+    block = jax.random.normal(key, (few, *shape[1:]), jnp.float32).astype(dtype)
+    return jnp.tile(block, (-(-shape[0] // few), *[1] * (len(shape) - 1)))[: shape[0]]
+
+
+def milliseconds_per_round(
+    arms: Mapping[str, tuple[Chunk, str]], repeats: int
+) -> dict[str, list[float]]:
+    """Measures arms, (chunk, name of program), in turns; returns milliseconds per round."""
+    jobs = {
+        arm: (chunk.prepare, functools.partial(chunk.run, name))
+        for arm, (chunk, name) in arms.items()
+    }
+    seconds = alternate_prepared(jobs, repeats)
+    return {arm: [1e3 * s / arms[arm][0].size.rounds for s in seconds[arm]] for arm in arms}
+
+
+def policy_pass(runner: Runner, rows: int) -> Callable:
+    """Returns a function that runs the policy over the last `rows` rows of every slot, with logits.
+
+    Its arguments are parameters, state, and the slots with their page tables.
+    """
+
+    def program(params, state, slots):
+        here = take_slots(state._replace(noise=None, draft=None), slots)
+        root, model = here.length - 1, runner.model(params)
+        where = Where(
+            "tree",
+            root[:, None] + jnp.arange(rows),
+            prefix=prefix_lengths(here),
+            visible=chain_bits(rows),
+            table=here.table,
+        )
+        tokens = take_positions(here.tokens, root - rows + 1, rows)
+        found = model.decode(tokens, where, here.memory)
+        return model.logits(found.x), found.scratch
+
+    return program
+
+
+def whole_model(
+    many: Sequence[float], few: Sequence[float], layers: tuple[int, int], total: int
+) -> list[float]:
+    """Extrapolates figures of a model with `total` layers from layers[0] and layers[1] layers.
+
+    One layer takes their difference, divided by the difference in layers.
+    """
+    more, less = layers
+    each = [(a - b) / (more - less) for a, b in zip(many, few, strict=True)]
+    return [b + (total - less) * e for b, e in zip(few, each, strict=True)]
+
+
+def figures_by_layers(
+    found: Mapping[int, Sequence[float]], at: str, layers: tuple[int, int], total: int, unit: str
+) -> tuple[list[float], dict[str, dict]]:
+    """Makes the figures `ms/<layers>_layers/<at>` of two models, and of the whole model.
+
+    Args:
+      found: number of layers -> milliseconds in each turn.
+      layers: numbers of layers that were measured, the larger one first.
+      total: number of layers of the whole model.
+
+    Returns:
+      the milliseconds of the whole model in each turn, and the figures.
+    """
+    whole, result = whole_model(*(found[n] for n in layers), layers, total), {}
+    from_both = f"{unit} of {total} layers, from those of {layers[0]} and {layers[1]}"
+    for count, values, what in [(n, found[n], unit) for n in layers] + [(total, whole, from_both)]:
+        value, *ends = median_interval(values)
+        result[f"ms/{count}_layers/{at}"] = figure(value, what, ends)
+    return whole, result
+
+
+# --- TPUs ----------------------------------------------------------------------------------------
+
+WIDE = config_of("8B", 4, 0)
+# More pages than any weight has numbers per layer: a copy of them is not taken for one of a weight.
+BATCH, PAGES, MAX_LEN = 64, 1600, 1024
+
+
+def tpu_devices(topology: str) -> Sequence[jax.Device]:
+    """Returns the devices of a topology, which need not be there.
+
+    Raises:
+      ModuleNotFoundError: the TPU compiler is not installed.
+    """
+    # The compiler asks for the host's metadata, and refuses a second process, unless it is told.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    if importlib.util.find_spec("libtpu") is None:
+        raise ModuleNotFoundError(
+            "the TPU compiler is not installed in this environment; `make tpu-check` makes one "
+            "that has it, whose Python is .venv-plan/bin/python"
+        )
+    return topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
+
+
+def mesh_over(devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
+    """Returns a mesh with all devices on the axis `tp`."""
+    return jax.sharding.Mesh(np.array(devices).reshape(1, 1, 1, -1), MESH_AXES)
+
+
+def runner_of(
+    mesh: jax.sharding.Mesh,
+    model: ModelConfig,
+    batch: int,
+    strategies: Sequence[str],
+    pages: int | None = None,
+) -> Runner:
+    """Makes the device side of an engine that holds shapes.
+
+    Args:
+      strategies: strategies that chunks can run; the last one is the engine's own.
+      pages: number of pages of the cache; None: enough for all slots.
+    """
+    model = laid_out(model, mesh)
+    parsed = [Strategy.parse(strategy) for strategy in strategies]
+    spec = SpecConfig(strategies[-1])
+    make = functools.partial(Runner, model, spec, batch, MAX_LEN, mesh=mesh, strategies=parsed)
+    runner = make()
+    if pages is not None:
+        runner = make(cache_bytes=pages * runner.page_bytes)
+    runner.executables.build = lambda key, lower, donate: lower()
+    runner.hold_shapes(
+        jax.eval_shape(lambda: init_params(model)), jax.eval_shape(lambda: init_head_params(model))
+    )
+    return runner
+
+
+def wide_runner(mesh: jax.sharding.Mesh, strategy: str, model: ModelConfig = WIDE) -> Runner:
+    """Makes the device side of an engine with 64 slots, for `off` and a strategy."""
+    own = strategy if strategy != OFF else "4_1_5"
+    return runner_of(mesh, model, BATCH, (OFF, own), PAGES)
+
+
+def lowered_chunk(
+    runner: Runner, strategy: str, bucket: int, features: Features | None = None
+) -> jax.stages.Lowered:
+    """Lowers a whole chunk of rounds, as the engine compiles it.
+
+    Args:
+      runner: as `runner_of` makes it.
+      bucket: number of rows.
+      features: sampling options of the program; None: those of a temperature.
+    """
+    features = features or Features(sampled=True)
+    table = np.zeros((bucket, runner.table_width), np.int32)
+    rows = RowMap(np.arange(bucket, dtype=np.int32), np.ones(bucket, bool), table)
+    inputs = runner.params, runner.head, runner.state, runner.alone(rows), Until.of(4)
+    plan = runner.program_of(strategy, features).plan
+    program = functools.partial(runner._chunk_program, plan, features, bucket)
+    return runner.executables.get(("chunk", strategy, bucket, features), program, inputs, (2,))
