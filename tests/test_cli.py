@@ -20,7 +20,7 @@ import serve.settings
 from serve.cli import generate as command
 from serve.cli import prompts
 from serve.cli.arguments import build_parser
-from serve.cli.main import BROKEN_PIPE, COMMANDS, INTERRUPTED, main
+from serve.cli.main import BROKEN_PIPE, COMMANDS, INTERRUPTED, find_benches, main
 from serve.settings import EngineSection, ServeConfig, SpeculationSection
 from specjax import LLM, SamplingParams
 from specjax.engine.compare import Difference
