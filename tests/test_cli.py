@@ -1,8 +1,6 @@
 """The command `specjax`: what it prints, what it leaves on disk, and how it ends."""
 
-import dataclasses
 import functools
-import importlib.metadata
 import json
 import os
 import re
@@ -10,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 import types
 from pathlib import Path
 
@@ -18,7 +15,6 @@ import pytest
 
 import serve.settings
 from serve.cli import generate as command
-from serve.cli import prompts
 from serve.cli.arguments import build_parser
 from serve.cli.main import BROKEN_PIPE, COMMANDS, INTERRUPTED, find_benches, main
 from serve.settings import EngineSection, ServeConfig, SpeculationSection
@@ -161,16 +157,6 @@ print("jax" in sys.modules)
     assert "no command 'generat'; did you mean 'generate'?" in done.stderr
 
 
-def test_the_module_and_the_installed_script_are_the_same_command():
-    done = python("-m", "serve.cli", "servr")
-    assert done.returncode == 2 and "did you mean 'serve'" in done.stderr
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    [(name, value)] = project["project"]["scripts"].items()
-    assert importlib.metadata.EntryPoint(name, value, "console_scripts").load() is main
-    assert name == "specjax" and (ROOT / "serve" / "cli" / "__init__.py").exists()
-    assert "serve*" in project["tool"]["setuptools"]["packages"]["find"]["include"]
-
-
 def test_a_reader_that_leaves_is_no_traceback():
     reader, writer = os.pipe()
     os.close(reader)
@@ -269,19 +255,6 @@ def test_bad_lines_of_a_file_are_named_and_the_others_are_generated(run, plain, 
     for line in ("Speculative decoding enabled: True", "Using strategy: 2_1_3", "attention kernel"):
         assert errors.count(f"specjax generate: {line}") == 1
     assert re.search(r"at depth 1: \d+%  2: \d+%", errors)
-
-
-def test_text_lines_come_from_standard_input_and_lines_go_to_standard_output(
-    run, plain, monkeypatch
-):
-    stdin = types.SimpleNamespace(buffer=types.SimpleNamespace(read=lambda: b"17+25+8=\r\n1+1="))
-    monkeypatch.setattr(sys, "stdin", stdin)
-    status, said, _ = run("--file", "-", "--output", "-", "--no-speculation")
-    rows = [json.loads(line) for line in said.splitlines()]
-    assert status == 0 and {row["drafted"] for row in rows} == {0}
-    assert tokens_of(rows) == {
-        (i, 0): plain(prompt)[0].token_ids for i, prompt in enumerate(("17+25+8=", "1+1="))
-    }
 
 
 # A shell's background job, as a test may be one, ignores Ctrl-C.
@@ -409,24 +382,6 @@ def test_compare_says_whether_every_token_is_plain_decodings(run, monkeypatch):
     assert "prompt 2: request 1 sample 0 position 7" in errors and "NOT explained" in errors
 
 
-def test_exact_mode_compares_what_was_generated(run, monkeypatch):
-    status, out, errors = run("17+25+8=", "1+1=", "-n", "2", "--exact-mode")
-    assert status == 0
-    assert "all 96 tokens of 4 samples are those of plain decoding" in errors
-    assert out == run("17+25+8=", "1+1=", "-n", "2")[1]
-
-    compare = LLM.compare_samples
-
-    def other_samples(llm, jobs, samples):
-        changed = dataclasses.replace(samples[1], token_ids=[*samples[1].token_ids[:-1], 1])
-        return compare(llm, jobs, [samples[0], changed, *samples[2:]])
-
-    monkeypatch.setattr(LLM, "compare_samples", other_samples)
-    status, _, errors = run("17+25+8=", "1+1=", "--exact-mode")
-    assert status == 1 and "1 of 2 samples differ from plain decoding" in errors
-    assert "sample 0 position 27: plain" in errors  # the last of 24 after a prompt of 4
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -469,53 +424,7 @@ def test_every_sampling_option_has_a_flag():
     assert settings_of(args) == SpeculationSettings()
 
 
-def test_a_file_of_text_is_read_line_by_line_whatever_the_lines_look_like(tmp_path):
-    file = tmp_path / "prompts.txt"
-    file.write_bytes('\ufeff{"prompt": 1}\r\n\n  two \n'.encode())
-    found, problems = prompts.of_file(str(file), json_lines=False, chat=True)
-    assert not problems and [prompt.index for prompt in found] == [0, 2]
-    assert [p.messages[0]["content"] for p in found] == ['{"prompt": 1}', "  two "]
-
-
 # --- text and numbers of a request ----------------------------------------------------------------
-
-THINKING = (
-    "{% for m in messages %}{{ m.content }}{% endfor %}"
-    "{{ '=' if enable_thinking is not defined or enable_thinking else '+1=' }}{{ mark }}"
-)
-
-
-def test_options_of_the_template_come_from_the_command_line_and_from_lines(run, plain, tmp_path):
-    chat = ["--chat", "17+25+8", "--chat-template", THINKING, "--chat-template-kwargs"]
-    assert run(*chat, "{}")[1] == plain("17+25+8=")[0].text + "\n"
-    assert run(*chat, '{"enable_thinking": false}')[1] == plain("17+25+8+1=")[0].text + "\n"
-    refused = run(*chat, '{"enable_thinkin": false}')
-    assert refused[0] == 2 and "did you mean 'enable_thinking'?" in refused[2]
-    messages = [{"role": "user", "content": [{"type": "text", "text": "2+"}]}]
-    messages += [{"role": "user", "content": "3"}]
-    entries = [
-        {"messages": messages},
-        {"messages": messages, "chat_template_kwargs": {"enable_thinking": True, "mark": "4"}},
-        messages,
-        {"prompt": "2+3"},
-        {"messages": messages, "chat_template_kwargs": 3},
-        {"messages": [{"role": "user"}]},
-    ]
-    file = tmp_path / "conversations.json"
-    file.write_text(json.dumps(entries))
-    asked = ["--file", file, *chat[2:], '{"enable_thinking": false}', "--output", "-", "--chat"]
-    status, said, errors = run(*asked)
-    rows = sorted(map(json.loads, said.splitlines()), key=lambda row: row["index"])
-    of_one = [sample.text for sample in plain("2+3+1=", n=3)]
-    texts = [of_one[0], plain("2+3=4")[0].text, *of_one[1:]]
-    assert status == 1 and [row["text"] for row in rows] == texts
-    assert "conversations.json entry 5: chat_template_kwargs must be a JSON object" in errors
-    assert "conversations.json entry 6: messages must be a list" in errors
-    # One conversation, and JSON lines under the name of a JSON file.
-    file.write_text(json.dumps(messages))
-    assert run("--file", file, *chat[2:], "{}")[1] == plain("2+3=")[0].text + "\n"
-    file.write_text("\n".join(json.dumps({"prompt": p}) for p in ("1+1=", "2+3=")))
-    assert run("--file", file)[1].count("==> ") == 2
 
 
 def test_chat_without_a_template_or_with_options_that_are_not_its_own_says_what_to_do(run):

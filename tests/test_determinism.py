@@ -3,7 +3,6 @@
 Nothing here compiles for a GPU: the flags, the refusals and the records are those of any process.
 """
 
-import json
 import os
 import re
 import subprocess
@@ -88,26 +87,6 @@ def test_a_run_sets_flags_before_backends_start_and_says_that_cpus_need_none(
     [cache] = [flag for flag in flags if flag.startswith(determinism.CACHE)]
     assert f"{determinism.NO_ATOMICS}=true" in flags
     assert Path(cache.partition("=")[2]).parent == out / "autotune"
-
-
-def test_a_process_with_other_algorithms_is_found(in_time, tmp_path):
-    determinism.set_up(tmp_path)
-    [folder] = (tmp_path / "autotune").iterdir()
-    (folder / "one").write_text("first")
-    kernels = {"attention of training": "gpu"}
-    saved = json.loads(json.dumps(determinism.record(kernels)))
-    (folder / "two").write_text("later")
-    assert determinism.difference(saved, kernels) is None
-    (folder / "one").write_text("another")
-    assert "1 files 1 are missing or changed" in determinism.difference(saved, kernels)
-    (folder / "one").unlink()
-    assert "1 files 1 are missing or changed" in determinism.difference(saved, kernels)
-    assert "device was 'H100'" in determinism.difference({**saved, "device": "H100"}, kernels)
-    assert "XLA's flags was ''" in determinism.difference({**saved, "flags": []}, kernels)
-    other = determinism.difference(saved, {"attention of training": "reference"})
-    assert other == "attention of training was by 'gpu' and is by 'reference'"
-    in_time.setattr(determinism, "platform", lambda: "cpu")
-    assert determinism.record(kernels) is None and determinism.difference(saved, kernels) is None
 
 
 def test_a_run_is_not_resumed_with_other_algorithms(in_time, thin_policy, tmp_path):

@@ -89,14 +89,6 @@ def test_sft_ends_with_the_tokenizer_s_token_and_exports_it(differing, tmp_path)
     assert generation["eos_token_id"] == [never, token]
 
 
-@pytest.mark.parametrize("ends", [5, [9, 5]])
-def test_sft_ends_with_the_model_s_token_where_the_tokenizer_has_none(ends, thin_policy, tmp_path):
-    path = policy(thin_policy, tmp_path / "policy", ends, None)
-    run = sft.Run(parse_config(SFTConfig, [f"init={path}", f"out={tmp_path}/sft"])[0])
-    first = ends if isinstance(ends, int) else ends[0]
-    assert run.stream.tokenizer.eos_token_id == first == run.model.eos_token_ids[0]
-
-
 def test_a_server_takes_new_weights_of_the_same_and_of_an_exported_config(differing, tmp_path):
     path, token, never = differing
     tokenizer = load_tokenizer(path)

@@ -198,20 +198,3 @@ def test_a_scatter_leaves_pages_with_the_devices_of_their_heads():
     for old, new in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
         assert new.sharding.spec[1] == "tp"
         np.testing.assert_array_equal(old, new)
-
-
-@pytest.mark.parametrize("kernel", ["reference", "tpu:v5e"])
-@pytest.mark.parametrize("batch", [1, BATCH])
-def test_the_layout_of_what_is_written_is_fixed_on_tpus_and_nowhere_else(kernel, batch):
-    """Left to itself the TPU compiler writes one row in a layout that nothing reads, and copies the
-    cache there and back; `tests/kernels/test_tpu_compiler.py` asks it."""
-    rng = np.random.default_rng(0)
-    cache = random_cache(rng, 1 + BATCH * STRETCHES, 16, stacked=True)
-    rows = random_cache(rng, batch, 1, stacked=True)
-    start, table = np.zeros(batch, np.int32), own_table(rng)[:batch]
-    traced = commit.trace(cache, rows, start, table=table, kernel=kernel)
-    found = {
-        platform: traced.lower(lowering_platforms=(platform,)).as_text().count("LayoutConstraint")
-        for platform in ("tpu", "cpu", "cuda")
-    }
-    assert found == {"tpu": 2, "cpu": 0, "cuda": 0}

@@ -17,9 +17,7 @@ from specjax.checkpoint import huggingface as hf
 from specjax.command_line import parse_config
 from specjax.control import ControlConfig
 from specjax.drafts.mtp import MTPSource, init_head_params
-from specjax.kernels import tpu
-from specjax.kernels.names import ATTENTION, GROUPS, OWN
-from specjax.registry import BACKENDS
+from specjax.kernels.names import ATTENTION
 from specjax.schema import keys_of
 from specjax.speculation import SpeculationSettings, settings_of
 from specjax.verify.__main__ import _parser as verify_parser
@@ -267,12 +265,6 @@ def test_a_kernel_may_be_named_in_every_program(name, capsys):
         assert "did you mean 'gpu'" in capsys.readouterr().err
 
 
-def test_the_names_of_kernels_are_those_that_are_known():
-    assert set(GROUPS["tpu"]) == {f"tpu:{generation}" for generation in tpu.TUNING}
-    members = {name for names in (*GROUPS.values(), *OWN.values()) for name in names}
-    assert members <= {*BACKENDS.names, *GROUPS}, "what stands for others, and for `auto`"
-
-
 # --- keys that are not known ---------------------------------------------------------------------
 
 MEANT = [
@@ -394,17 +386,6 @@ def test_python_takes_a_controller_by_name_by_map_or_by_configuration(control, t
     llm = LLM(str(thin_policy), max_batch=1, max_len=32, control=control)
     assert llm.engine.control == ControlConfig("ema")
     assert "the controller ema chooses among 1_1_2, 3_1_4, 7_1_8" in llm.drafting.described()
-
-
-@pytest.mark.parametrize("invariant", [False, True])
-def test_the_width_of_dynamic_trees_alone_is_adaptive(invariant, thin_policy):
-    spec = SpecConfig("4_4_16", adaptive_width=True, invariant=invariant)
-    control = ControlConfig(strategies=("off", "2_1_3", "4_4_16"))
-    engine = LLM(str(thin_policy), spec, max_batch=1, max_len=32, control=control).engine
-    widths = {name: plan.adaptive_width for name, plan in engine.runner.plans.items()}
-    assert widths == {"off": False, "2_1_3": False, "4_4_16": True}
-    programs = {name: plan.adaptive_width for name, plan in engine.runner.programs.items()}
-    assert programs == ({"4_4_16": True} if invariant else widths)
 
 
 # --- --print-config ------------------------------------------------------------------------------

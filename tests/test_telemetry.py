@@ -144,18 +144,6 @@ def test_what_is_written_is_read_back_infinities_included(tmp_path):
     assert back.summary() == collector.summary()
 
 
-def test_writing_again_replaces_and_appending_adds_up(tmp_path):
-    collector = collected()
-    path = collector.write_jsonl(tmp_path / "run.jsonl")
-    assert read_jsonl(collector.write_jsonl(path)).summary() == collector.summary()
-    collector.write_jsonl(path, append=True)
-    both = read_jsonl(path)
-    assert both.summary() == collected(chunk(), chunk()).summary()
-    assert both.records == collector.records * 2
-    collector.clear()
-    assert not collector.records and collector.summary().rounds == 0
-
-
 def test_a_last_line_that_a_kill_cut_short_is_skipped_and_said(tmp_path):
     path = collected().write_jsonl(tmp_path / "run.jsonl")
     path.write_bytes(path.read_bytes()[:-40])
@@ -165,26 +153,6 @@ def test_a_last_line_that_a_kill_cut_short_is_skipped_and_said(tmp_path):
     with pytest.warns(UserWarning, match="cut off its unfinished last line"):
         collected().write_jsonl(path, append=True)
     assert read_jsonl(path).records == collected().records[:-1] + collected().records
-
-
-@pytest.mark.parametrize(
-    "content, said",
-    [
-        ("", "empty; expected JSON lines"),
-        ("\n\n", "empty; expected JSON lines"),
-        ("not json\n", "line 1: expected a telemetry record"),
-        ('{"step": 1}\n{"step": 2}\n', "line 1: expected a telemetry record"),
-        ('{"kind": "other"}\n{}\n', "line 1: expected a telemetry record"),
-        ("{tally}\n{broken\n{rejection}\n", "line 2: expected a telemetry record.*'{broken'"),
-        ("{rejection}\n", "no tally among its 1 lines"),
-    ],
-)
-def test_a_file_that_is_no_telemetry_is_refused_by_line(tmp_path, content, said):
-    written = collected().write_jsonl(tmp_path / "good.jsonl").read_text().splitlines()
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text(content.replace("{tally}", written[0]).replace("{rejection}", written[1]))
-    with pytest.raises(ValueError, match=said):
-        read_jsonl(bad)
 
 
 # --- command line --------------------------------------------------------------------------------

@@ -2,9 +2,7 @@
 
 import dataclasses
 import json
-import pickle
 import shutil
-import zipfile
 from pathlib import Path
 
 import jax
@@ -17,9 +15,8 @@ from safetensors.numpy import load_file, save_file
 from serve.cli.main import main
 from specjax.checked_json import CheckpointError, UnsupportedModelError
 from specjax.checkpoint.draft_files import load_draft_files, save_draft_files
-from specjax.checkpoint.huggingface import CheckpointWeightError, save_checkpoint
+from specjax.checkpoint.huggingface import save_checkpoint
 from specjax.drafts import eagle3_config
-from specjax.interfaces import Draft, Param, Stored
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
 from specjax.parallel import sharding
@@ -138,79 +135,12 @@ def test_windows_and_biases_are_loaded_and_written(layout, tmp_path):
         assert_same(same, params)
 
 
-def test_both_layouts_and_files_of_torch_give_the_same_parameters(tmp_path):
+def test_both_layouts_give_the_same_parameters(tmp_path):
     raw, tensors = head("safeailab")
     one = load_draft_files(written(tmp_path / "a", raw, tensors), TARGET)
     two = load_draft_files(written(tmp_path / "b", *head("speculators")), TARGET)
-    (tmp_path / "c").mkdir()
-    (tmp_path / "c" / "config.json").write_text(json.dumps(raw))
-    save_torch(tmp_path / "c" / "pytorch_model.bin", tensors)
-    three = load_draft_files(tmp_path / "c", TARGET)
-    assert one[0] == three[0] == dataclasses.replace(two[0], layout="safeailab")
+    assert one[0] == dataclasses.replace(two[0], layout="safeailab")
     assert_same(two[1], one[1])
-    assert_same(three[1], one[1])
-
-
-def save_torch(path, tensors):
-    """Writes a file of torch.save with Python's pickle, by stand-ins of torch's classes."""
-    names = {
-        "float16": "HalfStorage", "float32": "FloatStorage", "int64": "LongStorage",
-        "bool": "BoolStorage",
-    }  # fmt: skip
-
-    class Storage:
-        def __init__(self, key, array):
-            self.key, self.array = key, array
-
-    class View:
-        def __init__(self, storage):
-            self.storage = storage
-
-        def __reduce__(self):
-            array = self.storage.array
-            strides = tuple(s // array.itemsize for s in array.strides)
-            return Named("torch._utils", "_rebuild_tensor_v2"), (
-                self.storage, 0, array.shape, strides, False, {},
-            )  # fmt: skip
-
-    class Named:
-        """A function of torch, written by its name."""
-
-        def __init__(self, module, name):
-            self.text = f"c{module}\n{name}\n"
-
-        def __call__(self):
-            raise AssertionError("it is only written")
-
-    class Pickler(pickle._Pickler):
-        def persistent_id(self, value):
-            if not isinstance(value, Storage):
-                return None
-            kind = Named("torch", names[value.array.dtype.name])
-            return ("storage", kind, value.key, "cpu", value.array.size)
-
-        def save(self, value, **rest):
-            if isinstance(value, Named):
-                self.write(value.text.encode())
-                return
-            super().save(value, **rest)
-
-    storages = [Storage(str(i), np.ascontiguousarray(t)) for i, t in enumerate(tensors.values())]
-    with zipfile.ZipFile(path, "w") as archive:
-        with archive.open("head/data.pkl", "w") as stream:
-            state = {n: View(s) for n, s in zip(tensors, storages, strict=True)}
-            Pickler(stream, 2).dump(state)
-        for storage in storages:
-            archive.writestr(f"head/data/{storage.key}", storage.array.tobytes())
-
-
-def test_settings_by_hand_reach_the_head(files):
-    source, _ = load_draft_files(
-        files, TARGET, overrides={"aux_hidden_state_layer_ids": [1, 2, 8], "norm_output": True}
-    )
-    assert source.cfg.taps == (1, 2, 8) and source.cfg.norm_output
-    with pytest.raises(ValueError, match="unknown setting of the head 'taps'"):
-        load_draft_files(files, TARGET, overrides={"taps": [1]})
 
 
 def test_a_head_is_placed_by_slices_on_a_mesh(files):
@@ -282,54 +212,6 @@ def test_what_is_written_is_read_with_every_bit_the_same(tmp_path, layout, dtype
 
 
 # --- any draft with rows ------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Scaled(Draft):
-    """A draft with experts in tensors of their own, a transposed matrix, and integers."""
-
-    fixed = frozenset({"table"})
-
-    @classmethod
-    def recognises(cls, raw, tensors):
-        return True
-
-    @classmethod
-    def read(cls, file, raw, tensors, target, overrides=None):
-        return cls()
-
-    def rows(self):
-        parts = tuple(Stored(f"e.{i}", True) for i in range(3))
-        return {
-            "experts": Param((3, 4, 2), (None, "embed", None), parts),
-            "inner": {"scale": Param((4,), (None,), Stored("s"))},
-            "table": Param((2,), (None,), Stored("ids")),
-        }
-
-    def axes(self):
-        return {"experts": (None, "embed", None)}
-
-
-def test_any_draft_with_rows_is_read_from_whole_names(tmp_path, monkeypatch):
-    monkeypatch.setitem(DRAFTS.rows, "eagle3", f"{__name__}:Scaled")
-    tensors = {f"e.{i}": np.arange(8, dtype=np.float32).reshape(2, 4) + i for i in range(3)}
-    tensors |= {"s": np.ones(4, np.float32), "ids": np.array([7, 2**31 - 1], np.int64)}
-    path = written(tmp_path / "own", {}, tensors)
-    source, params = load_draft_files(path, TARGET)
-    assert source == Scaled()
-    np.testing.assert_array_equal(params["experts"][2], tensors["e.2"].T)
-    assert params["table"].dtype == jnp.int32 and params["table"].tolist() == [7, 2**31 - 1]
-    tensors["s"] = np.ones(4, np.int64)  # a weight that is not fixed
-    save_file(tensors, path / "model.safetensors")
-    with pytest.raises(CheckpointWeightError, match="wrong dtype: s, .* got int64"):
-        load_draft_files(path, TARGET)
-    del tensors["e.1"]
-    tensors["s"] = np.ones(5, np.float32)
-    save_file(tensors, path / "model.safetensors")
-    with pytest.raises(CheckpointWeightError) as caught:
-        load_draft_files(path, TARGET)
-    assert "missing: e.1, expected [2, 4]" in str(caught.value)
-    assert "wrong shape: s, expected [4], got [5]" in str(caught.value)
 
 
 # --- converting ---------------------------------------------------------------------------------

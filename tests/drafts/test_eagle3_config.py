@@ -126,16 +126,6 @@ def test_keys_and_tensors_mean_what_those_who_write_them_mean(raw, switches, mea
     assert {name: getattr(cfg, name) for name in meant} == meant
 
 
-def test_what_programs_disagree_about_is_said():
-    unsaid = speculators()
-    del unsaid["norm_before_residual"]
-    assert "vLLM then takes true" in described(unsaid, tensors("speculators"))
-    tied = tensors(own_head=False, own_embedding=True)
-    assert "vLLM then uses the target's lm_head" in described(plain(tie_word_embeddings=True), tied)
-    copied = plain(num_hidden_layers=40)
-    assert "num_hidden_layers is 40, and the files hold 1" in described(copied, tensors())
-
-
 def test_default_states_depend_on_the_number_of_layers_and_are_refused_out_of_order():
     for count, states, wanted in ((36, 3, (2, 18, 33)), (6, 2, (2, 3))):
         target = dense_config(V, D, F, count, N, K, H)

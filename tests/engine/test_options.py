@@ -129,22 +129,6 @@ def test_a_seed_that_is_drawn_for_a_call_repeats_it_and_equal_prompts_are_number
     assert llm.compare_with_plain([first] * 3, drawn) == []
 
 
-def test_max_tokens_of_none_goes_on_to_the_end_of_the_room():
-    llm = shared_llm("speculative")
-    endless = SamplingParams(seed=0, max_tokens=None, ignore_eos=True)
-    [out] = llm.generate([PROMPTS[0]], endless)
-    assert len(PROMPTS[0]) + len(out.samples[0].token_ids) == llm.max_len
-    with pytest.raises(ValueError, match="leaves no room below max_len"):
-        llm.generate([[1] * llm.max_len], endless)
-
-
-def test_more_stop_tokens_than_usual_are_taken_where_there_is_room_for_them():
-    llm = LLM((CFG, *weights()), None, max_batch=1, max_len=16, max_stop_tokens=VOCAB)
-    params = SamplingParams(max_tokens=9, stop_token_ids=range(VOCAB))
-    [sample] = llm.generate([1, 2], params)[0].samples
-    assert len(sample.token_ids) == 1 and sample.finish_reason == "stop"
-
-
 # --- what is refused ------------------------------------------------------------------------------
 
 
@@ -193,11 +177,6 @@ def test_what_does_not_fit_is_refused_before_anything_runs(monkeypatch, settings
         llm.generate([[1], [2]], [NOTHING, SamplingParams(max_tokens=5, **settings)])
     for words in ("prompt 1", *said):
         assert words in str(error.value)
-
-
-def test_a_temperature_too_small_for_float32_is_greedy():
-    assert SamplingParams(temperature=1e-7).temperature == 0
-    assert SamplingParams(temperature=1e-5).temperature == 1e-5
 
 
 def test_acceptance_greedy_takes_greedy_requests_only_and_says_what_else_there_is():

@@ -163,31 +163,3 @@ def test_verify_gives_the_targets_distribution_after_any_history(name):
         emitted = drafted[: turn % 3] + [turn % VOCAB]
         both.commit(context, emitted)
         context = context + emitted
-
-
-def test_drafts_are_drawn_from_their_q_anew_each_time():
-    draft, draws = speculator("mtp"), 600
-    proposals = [draft.propose([1, 2, 3], 1) for _ in range(draws)]
-    q = proposals[0].probs[0].astype(np.float64)
-    seen = np.bincount([p.tokens[0] for p in proposals], minlength=VOCAB)
-    large = q * draws >= 5
-    statistic = (((seen - q * draws) ** 2) / (q * draws))[large].sum()
-    assert large.sum() >= 2 and statistic < 40  # chi-square, 7 degrees of freedom: p < 1e-6
-    again = speculator("mtp")
-    assert [again.propose([1, 2, 3], 1).tokens[0] for _ in range(9)] == [
-        p.tokens[0] for p in proposals[:9]
-    ]
-
-
-def test_what_cannot_be_served_is_refused_in_words():
-    both = speculator("ngram")
-    with pytest.raises(ValueError, match="context of 1 to 44 tokens, got 0"):
-        both.propose([], 1)
-    with pytest.raises(ValueError, match="context of 1 to 44 tokens, got 45"):
-        both.propose([1] * 45, 1)
-    with pytest.raises(ValueError, match="expected token ids below 8, got 8"):
-        both.verify([8], [])
-    with pytest.raises(ValueError, match="at most 3 tokens to verify, got 4"):
-        both.verify([1], [1, 2, 3, 4])
-    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
-        SourceSpeculator(CFG, PARAMS, *source_of("ngram"), steps=0)

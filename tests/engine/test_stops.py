@@ -36,20 +36,6 @@ def by_definition(decode, tokens, strings, include=False, min_tokens=0):
     return None
 
 
-@pytest.mark.parametrize(
-    ("string", "text"),
-    [("e", None), ("|eos|", None), ("n<|eos|", None), ("|>o", None), ("<|eos|>", ""),
-     ("<|eos|>on", ""), ("n", "o"), ("on", "")],
-)  # fmt: skip
-def test_a_part_of_the_name_of_a_special_token_is_not_in_the_text(string, text):
-    names = {1: "<|eos|>"}
-    search = StopStrings(
-        [string], lambda ids: "".join(chr(i) for i in ids if i != 1), name=lambda i: names.get(i)
-    )
-    cut = search.feed([1, *map(ord, "on")])
-    assert (cut and cut.text) == text
-
-
 # --- the text of growing tokens -------------------------------------------------------------------
 
 

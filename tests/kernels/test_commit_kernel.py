@@ -1,6 +1,5 @@
 """One kernel writes to all layers' pages what one scatter per array writes."""
 
-import functools
 import re
 
 import jax
@@ -76,48 +75,6 @@ def test_rows_past_a_table_or_before_it_are_not_written(past):
         want, row = np.array(old), np.array(row)
         want[0, :, :6], want[1, :, 4:], want[3, :, :3] = row[0], row[1, :, :4], row[3, :, 3:]
         np.testing.assert_array_equal(new, want)
-
-
-def test_scatters_write_until_the_kernel_was_compared_with_them(monkeypatch, caplog):
-    case = a_case(3, 20, 2, 16, 8, 3, 2, "float32", width=4)
-
-    def kernels():
-        return str(jax.make_jaxpr(lambda *case: by_kernel(*case))(*case)).count("pallas_call[")
-
-    monkeypatch.setattr(commit_kernel._Choice, "on", False)
-    assert kernels() == 0
-    monkeypatch.setattr(commit_kernel._Choice, "wrong", False)
-    here, true = jax.devices()[0], commit_kernel._written
-    sizes = commit_kernel.Sizes(4, 3, 16, 24, "bfloat16", (1, 9, 40))
-    assert commit_kernel.why_wrong(here, sizes, interpret=True) is None
-
-    def wrong(arrays, *rest, **named):
-        first, *others = true(arrays, *rest, **named)
-        return first.at[2, 0, 0].add(1), *others
-
-    def past_the_table(arrays, rows, start, table, *rest, **named):
-        table = jnp.pad(table, ((0, 0), (0, 1))).at[:-1, -1].set(table[1:, 0])
-        return true(arrays, rows, start, table, *rest, **named)
-
-    interpreted = functools.partial(commit_kernel.why_wrong.__wrapped__, interpret=True)
-    monkeypatch.setattr(commit_kernel, "why_wrong", interpreted)
-    check = functools.partial(commit_kernel.check, here, sizes)
-    for written in (wrong, past_the_table):
-        monkeypatch.setattr(commit_kernel, "_written", written)
-        monkeypatch.setattr(commit_kernel._Choice, "wrong", False)
-        check()
-        assert kernels() == 0 and " rows of 4 bfloat16 arrays of 3 heads of 24" in caplog.text
-        caplog.clear()
-    monkeypatch.setattr(commit_kernel, "_written", lambda *_, **__: 1 / 0)
-    monkeypatch.setattr(commit_kernel._Choice, "wrong", False)
-    check()
-    assert kernels() == 0 and "it fails here: ZeroDivisionError" in caplog.text
-    monkeypatch.setattr(commit_kernel, "_written", true)
-    check()
-    assert kernels() == 0, "it was wrong for another model"
-    monkeypatch.setattr(commit_kernel._Choice, "wrong", False)
-    check()
-    assert kernels() == 1
 
 
 @pytest.mark.parametrize("layers", [2, 36])

@@ -121,20 +121,6 @@ def test_bfloat16_rows_are_close_and_keep_their_dtype():
 # --- what is read ---------------------------------------------------------------------------------
 
 
-def test_tiles_of_other_segments_and_later_ones_are_not_read():
-    case = Case(length=96)
-    q, k, v, _ = case.arrays()
-    ids = jnp.asarray(np.stack([segments_of([32, 64], 96)] * 2))
-    here = (jnp.arange(96) >= 32)[:, None]
-    nan = [jnp.where(here, x, jnp.nan) for x in (q, k, v)]
-    arrays = [jnp.where(here, x, 0) for x in (q, k, v)]
-    (_, found), gradients = with_gradients(case, True)((*nan, []), ids)
-    (_, wanted), expected = with_gradients(case, True)((*arrays, []), ids)
-    assert np.isnan(found[:, :, :32]).all(), "the segment that has them reads them"
-    for ours, theirs in [(found, wanted), *zip(gradients[:3], expected[:3], strict=True)]:
-        np.testing.assert_array_equal(ours[:, :, 32:], theirs[:, :, 32:])
-
-
 def test_attention_runs_forward_once_where_layers_are_recomputed():
     case = Case()
     q, k, v, _ = case.arrays()

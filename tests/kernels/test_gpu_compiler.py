@@ -8,18 +8,12 @@ The others read programs that are lowered for GPUs and not compiled.
 
 import os
 import re
-from unittest import mock
 
 import jax
 import other_python
 import pytest
-from gpu_programs import INVARIANT, PROGRAMS, ROOM, SLOTS, UPDATES, Named, engine_of, traced
+from gpu_programs import INVARIANT, PROGRAMS, UPDATES, engine_of, traced
 
-from bench.compiled import layers_traced
-from bench.programs import shape_of
-from specjax import ControlConfig, SpecConfig
-from specjax.decode.options import Features
-from specjax.engine.engine import Engine
 from specjax.models.families.dense import change_dense
 
 PYTHON = os.environ.get("SPECJAX_GPU_PYTHON")
@@ -117,32 +111,6 @@ def test_drafts_multiply_by_the_columns_that_are_drafted_from():
         return sum(bool(head.search(product)) for product in products)
 
     assert whole_heads(256) == 1 < whole_heads(None)
-
-
-def test_layers_that_are_alike_are_traced_once():
-    """Each draft step has a layer of its own, whose row differs."""
-    device = jax.devices()[0]
-    for name, most in (("plain", 1), ("chain", 1 + 4)):
-        wanted = PROGRAMS[name]
-        runner = engine_of(device, wanted)
-        assert runner.cfg.num_layers > 1
-        with layers_traced() as layers:
-            traced(runner, device, wanted)
-        assert 0 < len(layers) <= most, name
-
-
-def test_an_8b_engine_with_three_strategies_starts_with_22_programs():
-    """Each takes the compiler up to a minute. On a CPU there are more sizes, and 39 programs."""
-    cfg = shape_of("8B").replace(mtp_num_layers=1)
-    control = ControlConfig(strategies=("off", "2_1_3", "4_1_5"))
-
-    def programs(devices):
-        with mock.patch("jax.devices", lambda *_: devices):
-            engine = Engine(cfg, SpecConfig("4_1_5"), SLOTS, ROOM, control=control)
-            return engine.buckets, engine.programs().count((Features(),))
-
-    assert programs([Named()]) == ([1, 4, 16, 64], 22)
-    assert programs(jax.devices()) == ([1, 2, 4, 8, 16, 32, 64], 39)
 
 
 # --- compiled ------------------------------------------------------------------------------------

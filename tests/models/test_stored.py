@@ -183,23 +183,3 @@ def test_what_does_not_fit_is_named_by_its_tensor(tmp_path):
         hf.load_checkpoint(source)
     assert "wrong shape: rock/0/qkv, expected [64, 16], got [65, 16]" in str(error.value)
     assert "not supported: rock/0/nothing is not zero" in str(error.value)
-
-
-def test_a_tied_head_is_known_by_the_family_s_name(tmp_path, caplog):
-    cfg = config("boulder", tie_embeddings=True)
-    params = init_params(cfg)
-    hf.save_checkpoint(tmp_path / "own", cfg, params)
-
-    def copied(tensors):
-        tensors["out.head"] = tensors["table"]
-
-    found, loaded, _ = hf.load_checkpoint(edited(tmp_path / "own", tmp_path / "copy", copied))
-    assert found.tie_embeddings and not caplog.text
-    assert_same(loaded, params)
-
-    def changed(tensors):
-        tensors["out.head"] = 2 * tensors["table"]
-
-    found, loaded, _ = hf.load_checkpoint(edited(tmp_path / "own", tmp_path / "other", changed))
-    assert not found.tie_embeddings and "table and out.head differ" in caplog.text
-    np.testing.assert_array_equal(loaded["lm_head"], 2 * params["embed"].T)

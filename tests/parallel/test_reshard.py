@@ -1,6 +1,5 @@
 """Weights go from the training layout to that of rollouts without a byte too many."""
 
-import dataclasses
 import functools
 
 import jax
@@ -118,24 +117,6 @@ def test_hosts_get_their_weights_by_the_same_program_where_tp_is_the_same():
         for new, old in zip(jax.tree.leaves(here), jax.tree.leaves(params), strict=True):
             np.testing.assert_array_equal(new, old)
     assert other.received > 0
-
-
-def test_hosts_with_more_tp_than_training_get_no_more_than_they_keep(monkeypatch):
-    from specjax.parallel import distributed
-    from train.programs import make_meshes
-    from train.rollout_schema import RolloutSection
-    from train.schema import RLConfig
-
-    monkeypatch.setattr(distributed, "is_several", lambda: True)
-    cfg = RLConfig(model="no/model", mesh=MeshConfig(fsdp=4, tp=2))
-    cfg = dataclasses.replace(cfg, rollout=RolloutSection(replicas=2, tp=4))
-    mesh, places = make_meshes(cfg)
-    params = init_params(TINY, 0)
-    copies = Copies(places)
-    copies(jax.device_put(params, split(mesh, params)), AXES)
-    [(program, received)] = copies._programs.values()
-    assert isinstance(program, Reshard) and not program.excess(program.collectives)
-    assert 0 < received < sum(program.shards.values())
 
 
 def test_replicas_get_their_weights_by_one_program_and_hold_them_where_they_arrived():

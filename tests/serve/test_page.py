@@ -2,7 +2,6 @@
 
 import json
 import re
-import threading
 import time
 import tomllib
 from pathlib import Path
@@ -149,63 +148,6 @@ def test_different_tokens_are_shown_and_no_time_is_claimed(page: Page):
     assert page.do("return document.querySelectorAll('.token.differs').length") == 2
     assert page.text(".answer .token") == "<b>1</b>", "what a model says is text"
     assert "says nothing about speculation, for the answers differ" in page.text("#ratio")
-
-
-@pytest.mark.slow
-def test_lanes_shrink_with_the_batch(page: Page, server: Server):
-    page.do("""
-        window.seen = [];
-        window.timer = setInterval(() => window.seen.push([
-            document.querySelectorAll('.lane:not(.idle)').length,
-            Number(document.querySelector('.size.now')?.innerText ?? 0),
-            document.querySelector('.lane:not(.idle) .track i.draft')?.offsetWidth ?? 0,
-            Math.max(0, ...[...document.querySelectorAll('.lane:not(.idle)')].map((lane) => {
-                const said = lane.querySelector('.count').innerText;
-                const [came, most] = said.split(' / ').map(Number);
-                const wide = (node) => node.getBoundingClientRect().width;
-                const bars = sum([...lane.querySelectorAll('.track i')].map(wide));
-                return Math.abs(bars / wide(lane.querySelector('.track')) - came / most);
-            }))]), 40)""")
-
-    def ask(tokens):
-        body = {"prompt": PROMPT, "max_tokens": tokens, "seed": tokens, "ignore_eos": True}
-        assert server.post("/v1/completions", key=KEY, json=body).status_code == 200
-
-    threads = [threading.Thread(target=ask, args=(tokens,)) for tokens in (20, 38, 56, 84)]
-    with server.slowly(0.25):  # the page is told four times a second
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    page.waits("!document.querySelector('.lane:not(.idle)')")
-    seen = page.do("clearInterval(window.timer); return window.seen")
-    assert max(row[0] for row in seen) == BATCH
-    whole = [row[1] for row in seen].index(BATCH)  # before that they were coming in
-    lanes, sizes = zip(*[(lanes, size) for lanes, size, *_ in seen[whole:] if lanes], strict=True)
-    assert list(lanes) == sorted(lanes, reverse=True) and lanes[-1] == 1
-    assert list(dict.fromkeys(sizes)) == [4, 2, 1], "compiled sizes, the smaller the fewer run"
-    assert max(row[2] for row in seen) > 3, "they fill as tokens come"
-    assert max(row[3] for row in seen) < 0.01, "and never to another share than is written there"
-    ended = page.do("return document.querySelectorAll('.lane.idle.used').length")
-    assert ended == BATCH and "thin: its sample has ended" in page.text("#lane-legend")
-    assert page.do("return document.querySelectorAll('#batch path[data-strategy]').length") >= 1
-    assert "2 deep, 1 branch (2_1_3)" in page.text("#strategies")
-
-
-def test_bars_are_what_the_counters_say(page: Page, server: Server):
-    body = {"prompt": PROMPT, "max_tokens": TOKENS, "n": 2}
-    server.post("/v1/completions", key=KEY, json=body)
-    found = server.metrics()
-    page.waits(f"live.totals.tokens === {found['generation_tokens_total']}")
-    name = "spec_decode_num_accepted_tokens_per_pos_total"
-    hits = [found.get(f'{name}{{position="{i}"}}', 0) for i in (0, 1)]
-    drafts = found["spec_decode_num_drafts_total"]
-    assert page.do("return live.depths.all") == [[drafts, hits[0]], [drafts, hits[1]]]
-    bars = page.do("return [...document.querySelectorAll('#depths li')].map((li) => li.innerText)")
-    assert len(bars) == 2 and all(re.search(r"depth \d\s+\d+%", bar) for bar in bars)
-    length = page.do("return live.totals.drafting_tokens / live.totals.drafting")
-    accepted = found["spec_decode_num_accepted_tokens_total"]
-    assert length == pytest.approx(1 + accepted / drafts)
 
 
 def test_it_says_that_the_server_sleeps(page: Page, server: Server):

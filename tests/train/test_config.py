@@ -15,7 +15,7 @@ from specjax.command_line import (
     parse_config,
     require_same_settings,
 )
-from specjax.schema import REQUIRED, Needs, option
+from specjax.schema import Needs, option
 from train.schema import RLConfig
 from train.trainer import Trainer
 
@@ -45,11 +45,6 @@ class Config:
     def __post_init__(self):
         if self.steps < 1:
             raise ValueError(f"steps: expected at least 1, got {self.steps}")
-
-
-@dataclass
-class NeedsModel:
-    model: str = option(REQUIRED, "directory of the model")
 
 
 def _error(capsys, *argv: str, schema=Config) -> str:
@@ -143,24 +138,6 @@ def test_numbers_and_strategies_are_read_as_they_are_written(tmp_path):
     assert (config.rollout.strategy, config.optimizer.lr, config.steps) == ("2_1_3", -50.0, 7)
 
 
-@pytest.mark.parametrize("word", ["off", "yes", "y"])
-def test_only_true_and_false_are_booleans(tmp_path, word):
-    """YAML 1.1 takes `off` for False, and so for the text 'False'."""
-    file = tmp_path / "c.yaml"
-    file.write_text(f"rollout:\n  strategy: {word}\nresume: TRUE\n")
-    config = load_config(Config, ["--config", str(file)])
-    assert config.rollout.strategy == word and config.resume is True
-    config = load_config(Config, [f"rollout.strategy={word}", "resume=True"])
-    assert config.rollout.strategy == word and config.resume is True
-    assert load_config(Config, ["resume=false"]).resume is False
-
-
-def test_a_missing_file_and_a_missing_required_key_are_named(capsys):
-    assert "no file nowhere.yaml" in _error(capsys, "--config", "nowhere.yaml")
-    assert "required keys ['model']" in _error(capsys, schema=NeedsModel)
-    assert load_config(NeedsModel, ["model=here"]).model == "here"
-
-
 @pytest.mark.parametrize(
     "argv",
     [
@@ -179,27 +156,6 @@ def test_a_setting_may_be_written_with_dashes_and_without(argv):
 class Words:
     start_from: str | None = option(None, "directory")
     template: str = option("{question}", "text")
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("{question} = ?", "{question} = ?"),
-        ("Q: {question}, A:", "Q: {question}, A:"),
-        (r"{question}\n\tA:", "{question}\n\tA:"),
-        (r"'{question}\n'", r"{question}\n"),
-        ('"a" or "b"', '"a" or "b"'),
-        ("0x10", "0x10"),
-        ("# no comment", "# no comment"),
-        ("${question}", "${question}"),
-        ("", ""),
-    ],
-)
-def test_the_text_of_a_text_is_taken_as_it_stands(text, value):
-    assert load_config(Words, [f"template={text}"]).template == value
-    assert load_config(Words, ["--template", text]).template == value
-    nullable = load_config(Words, [f"start_from={text}"]).start_from
-    assert nullable == (value if text else None)
 
 
 @dataclass

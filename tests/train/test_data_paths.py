@@ -86,15 +86,6 @@ def test_a_directory_is_all_of_its_files_in_the_order_of_their_names(folder, hel
     assert prompts_of(cfg) == EVERY and prompts_of(cfg, "heldout") == [HELD["problem"]]
 
 
-def test_a_list_is_read_in_its_own_order(folder, held):
-    names = [str(folder / "d.arrow"), str(folder / "a.parquet")]
-    argv = [f"data.path=[{', '.join(names)}]", f"data.heldout_path={held}"]
-    cfg = parse_config(RLConfig, argv)[0].data
-    assert cfg.path == names and prompts_of(cfg) == EVERY[30:] + EVERY[:10]
-    places = [problem.place for problem in data.problems(cfg, "train")]
-    assert places[0] == f"{names[0]}: row 1" and places[-1] == f"{names[1]}: row 10"
-
-
 def test_a_pattern_is_its_matches(folder, held):
     cfg = of_settings(RLConfig, f"path={folder / '[bc].json*'}", f"heldout_path={held}")
     assert prompts_of(cfg) == EVERY[10:30]
@@ -117,29 +108,6 @@ def test_rows_of_several_files_are_duplicates_of_each_other(folder):
     assert "44 rows" in said and "4 duplicates kept (data.duplicates)" in said
     dropped = DataConfig(path=str(folder), duplicates="drop")
     assert "40 rows" in describe_data(dropped, chat=False, model=None)
-
-
-def test_what_is_no_directory_of_rows_says_what_to_name(tmp_path, folder):
-    saved_to_disk(tmp_path / "both" / "train", PROBLEMS)
-    (tmp_path / "both" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    old = saved_to_disk(tmp_path / "old", PROBLEMS, _indices_data_files=[{"filename": "i.arrow"}])
-    odd = saved_to_disk(tmp_path / "odd", PROBLEMS, _data_files=None)
-    mixed = tmp_path / "mixed"
-    mixed.mkdir()
-    for name in ("train-00000-of-00001.parquet", "test-00000-of-00001.parquet"):
-        (mixed / name).write_bytes(parquet(PROBLEMS))
-    (tmp_path / "rows.arrow").write_bytes(arrow(PROBLEMS)[:-400])
-    for path, said in (
-        (tmp_path / "both", r"several splits \(train, test\); name one .*both/train"),
-        (old, "flatten_indices"),
-        (odd, "state.json: expected what datasets.save_to_disk writes"),
-        (mixed, r"of several splits \(test, train\); name one, such as .*/\*train\*, and"),
-        ([str(folder / "b.jsonl"), str(folder)], "b.jsonl: the file is named twice"),
-        ([str(folder), str(tmp_path / "no.jsonl")], "no.jsonl: no such file"),
-        (tmp_path / "rows.arrow", "rows.arrow: the Arrow file is damaged"),
-    ):
-        with pytest.raises((ValueError, FileNotFoundError), match=said):
-            data.problems(DataConfig(path=path if isinstance(path, list) else str(path)), "train")
 
 
 # --- columns by name -----------------------------------------------------------------------------

@@ -1,14 +1,12 @@
 """What the directory of a run says of the run."""
 
 import hashlib
-import shutil
-import subprocess
 
 import pytest
 import yaml
 
 from specjax.command_line import parse_config
-from train.describe import PACKAGES, describe_run, git_state
+from train.describe import PACKAGES, describe_run
 from train.run_files import read_starts
 from train.schema import RLConfig
 
@@ -67,35 +65,3 @@ def test_the_written_config_gives_the_same_settings_again(argv, tmp_path):
     cfg = parse_config(RLConfig, argv)[0]
     describe_run(tmp_path, cfg, "train.rl", None, 1, False)
     assert parse_config(RLConfig, ["--config", str(tmp_path / "config.yaml")])[0] == cfg
-
-
-def git(directory, *arguments):
-    who = ("-c", "user.name=n", "-c", "user.email=e@example.com", "-c", "commit.gpgsign=false")
-    subprocess.run(["git", *who, *arguments], cwd=directory, check=True, capture_output=True)
-
-
-@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
-def test_the_state_of_the_code_is_commit_patch_and_new_files(tmp_path, monkeypatch):
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
-    repository = tmp_path / "code"
-    (repository / "inner").mkdir(parents=True)
-    assert "not a git repository" in git_state(repository)["problem"]
-    git(repository, "init", "-b", "work")
-    assert git_state(repository)["problem"], "there is no commit yet"
-    (repository / "a.py").write_text("one = 1\n")
-    git(repository, "add", "a.py")
-    git(repository, "commit", "-m", "first")
-    clean = git_state(repository / "inner")
-    assert (clean["root"], clean["branch"]) == (str(repository), "work")
-    assert len(clean["commit"]) == 40
-    assert (clean["dirty"], clean["patch"], clean["untracked"]) == (False, None, [])
-    (repository / "a.py").write_text("one = 2\n")
-    (repository / "new.py").write_text("")
-    dirty = git_state(repository / "inner")
-    assert dirty["dirty"] and "+one = 2" in dirty["patch"]
-    assert dirty["untracked"] == ["new.py"]
-    (repository / "a.py").write_text("one = 2\n" * 50_000)
-    large = git_state(repository)
-    assert large["dirty"] and large["patch"] is None and large["patch_bytes"] > 200_000
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert git_state(repository) == {"problem": "git is not installed"}

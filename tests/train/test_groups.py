@@ -1,21 +1,14 @@
 """Which groups a step takes depends on lengths and rewards, and on no speed, slot or order."""
 
 import dataclasses
-import functools
-import json
-import pickle
 import random
-import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specjax.engine import hosts
 from specjax.engine.agreement import SingleHost
 from specjax.engine.request import SampleOutput, SpecStats
 from specjax.engine.sequence import Finished
@@ -246,52 +239,6 @@ def test_no_speed_order_slot_or_late_reward_changes_what_is_selected_or_carried(
     assert run_steps(world, rule, partial, seed, slots, late=late)[0] == expected
 
 
-class Meeting:
-    """What the threads of a test tell each other, in the place of `distributed.gather`."""
-
-    def __init__(self, processes: int):
-        self._told, self._all = [None] * processes, threading.Barrier(processes, timeout=60)
-
-    def tell(self, process: int, news, place: str) -> list:
-        self._told[process] = pickle.dumps(news)
-        self._all.wait()
-        told = [pickle.loads(data) for data in self._told]
-        self._all.wait()
-        return told
-
-    def end(self) -> None:
-        """No group waits for a failed sample."""
-        self._all.abort()
-
-
-def run_on_hosts(world, rule, partial, seeds, slots):
-    """What `run_steps` sees in each of as many processes as there are seeds."""
-    meeting = Meeting(len(seeds))
-
-    def one(process):
-        def wrap(fake):
-            group = hosts.ProcessGroup(process, len(seeds), reports=True)
-            exchange = functools.partial(meeting.tell, process)
-            return hosts.Hosts(fake, None, judge=lambda *_: None, group=group, exchange=exchange)
-
-        try:
-            return run_steps(world, rule, partial, seeds[process], slots, wrap=wrap)[0]
-        except BaseException:
-            meeting.end()
-            raise
-
-    with ThreadPoolExecutor(len(seeds)) as pool:
-        return list(pool.map(one, range(len(seeds))))
-
-
-@given(worlds(), rules(), st.booleans(), st.lists(st.integers(1, 99), min_size=2, max_size=4))
-def test_every_host_selects_and_carries_what_one_engine_would(world, rule, partial, seeds):
-    expected, _ = run_steps(world, rule, partial, 0, 50)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hosts, "EXCHANGE", 0.0)  # else a test would be over before anything is told
-        assert run_on_hosts(world, rule, partial, seeds, slots=2) == [expected] * len(seeds)
-
-
 @given(worlds(), rules(), st.integers(1, 9))
 def test_the_choice_is_the_one_of_the_rule_applied_to_everything(world, rule, slots):
     """The rule of the module's docstring, word by word, to groups whose ends are all known."""
@@ -396,20 +343,3 @@ def test_groups_of_which_a_token_is_too_old_are_dropped_whole():
     kept, stale = begin_step(groups, step=6, max_staleness=3)
     assert kept == [groups[0], groups[2]] and stale == [groups[1]]
     assert all(r.num_carried == len(r.token_ids) for g in kept for r in g.responses)
-
-
-def test_a_group_survives_json_bit_by_bit():
-
-    response = Response(
-        token_ids=[5, 7],
-        logprobs=[-0.1, -1e-30],
-        old_logprobs=[-0.125],
-        weight_versions=[(0, 3), (1, 4)],
-    )
-    response.transformed_logprobs = [-0.5, -0.25]
-    response.logprobs = np.float32(response.logprobs).tolist()
-    group = Group(8, 9, 3, Problem("a", "b", 2), [1, 2], [response, Response([3], [-1.0])])
-    group.responses[1].finish_reason, group.responses[1].reward = "stop", 0.25
-    group.responses[1].parts = (None, 0.5)
-    again = Group.from_json(json.loads(json.dumps(group.to_json())), group.problem, group.prompt)
-    assert again == group

@@ -50,28 +50,6 @@ def test_dr_grpo_divides_by_the_largest_length():
     assert read("rollout.max_tokens=77").algo.loss_scale_factor is None
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["algo=dapo"],
-        ["algo={preset: dapo}"],
-        ["algo=gspo", "algo=dapo"],
-        ["--config", "SHORT"],
-        ["--config", "LONG"],
-        ["--config", "OTHER", "algo=dapo"],
-    ],
-)
-def test_it_is_named_wherever_settings_are(argv, tmp_path):
-    for name, text in (
-        ("SHORT", "algo: dapo"),
-        ("LONG", "algo: {preset: dapo}"),
-        ("OTHER", "algo: gspo"),
-    ):
-        (tmp_path / name).write_text(text)
-    argv = [str(tmp_path / a) if (tmp_path / a).exists() else a for a in argv]
-    assert read(*argv).algo == algo(preset="dapo")
-
-
 def test_keys_that_are_set_win_wherever_they_stand(tmp_path):
     path = tmp_path / "own.yaml"
     path.write_text("algo: {clip_ratio_high: 0.5, updates_per_rollout: 2}")

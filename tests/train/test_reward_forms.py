@@ -1,7 +1,6 @@
 """Several rewards, their forms, their worker processes and time limits."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -13,15 +12,12 @@ import pytest
 import slow_rewards
 import tiny_run
 
-from specjax.command_line import parse_config
-from specjax.schema import keys_of
 from train import rl
-from train.foreign_names import FOREIGN_NAMES
 from train.log import read_metrics
 from train.reward_calls import Failed, RewardCall
 from train.reward_workers import WorkerError
 from train.rewards import get_reward
-from train.schema import RewardsSection, RLConfig
+from train.schema import RewardsSection
 from train.scoring import (
     SampleFacts,
     Score,
@@ -128,18 +124,6 @@ def test_several_rewards_are_added_with_their_weights_and_known_apart():
     assert scorer.part_means([good, other]) == {"exact": 0.5, "format": 0.5, "right": 0.5}
     assert scorer.described == "exact + 0.2 format + -2 slow_rewards:right"
     assert list(scorer.checked) == ["exact"], "whose gold answers are checked"
-
-
-def test_names_of_other_frameworks_lead_to_keys_that_exist(capsys):
-    keys = {key.name for key in keys_of(RLConfig)}
-    assert not keys & FOREIGN_NAMES.keys()
-    keys |= {"algo.importance_sampling_level"}  # of gspo
-    for theirs, here in FOREIGN_NAMES.items():
-        named = re.findall(r"[a-z_]+(?:\.[a-z_]+)+|^[a-z_]+$", here.replace("algo=", ""))
-        assert set(named) <= keys, theirs
-    with pytest.raises(SystemExit):
-        parse_config(RLConfig, ["actor_rollout_ref.actor.clip_ratio_high=0.28"])
-    assert "did you mean 'algo.clip_ratio_high'?" in capsys.readouterr().err
 
 
 # --- forms ---------------------------------------------------------------------------------------

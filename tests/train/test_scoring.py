@@ -119,13 +119,6 @@ def test_any_of_several_gold_answers_is_right(reward):
     assert unwinnable(scorer, Problem("p", ("", " "), 0)) == "the row has no answer"
 
 
-def test_a_reward_that_asks_for_what_no_column_has_is_refused():
-    scorer = Scorer("own:asks", odd_rewards.asks_for_too_much)
-    with pytest.raises(ValueError, match="asks for difficulty, .* are level, answer, prompt"):
-        scorer.check(Problem("p", "a", 0, "", {"level": 1}))
-    scorer.check(Problem("p", "a", 0, "", {"difficulty": 1}))
-
-
 # --- gold answers --------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from train import data, data_report
-from train.data import demonstrations, encode_prompt, problems
+from train.data import demonstrations, problems
 from train.eval_schema import EvalSection
 from train.inputs import Prompts, read_inputs
 from train.registry import TASKS
@@ -250,31 +250,6 @@ def test_a_demonstration_that_cannot_be_read_is_refused_where_it_is_imitated(
         demonstrations(cfg, "train")
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (
-            b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n",
-            "is a Git LFS pointer.*`git lfs pull`",
-        ),
-        (gzip.compress(lines([ROWS["gsm8k"][0]]) * 50, mtime=0)[:-20], "gzip file is damaged"),
-        (parquet([ROWS["gsm8k"][0]])[:-20], "parquet file is damaged"),
-        (b"question,answer\n1+1?,2\n", "rows:1: not JSON"),
-        (b'[{"prompt": "a"}, ', "not JSON"),
-        (b'[{"prompt": "a"}, 5]', "row 2: expected a JSON object"),
-        (b'[{"prompt": "a"}] []', "more text after the array"),
-        (b'[{"prompt": "\xff"}]', "not JSON"),
-        (b"[" * 100_000, "rows: row 1: not JSON .* nested too deeply"),
-        (b'{"question": "a\\ud800", "answer": "3"}', "column 'question' holds half of a character"),
-        (b"", "the file is empty"),
-    ],
-)
-def test_a_file_that_is_none_of_rows_is_one_clear_message(tmp_path, content, message):
-    (tmp_path / "rows").write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        problems(DataConfig(path=str(tmp_path / "rows")), "train")
-
-
 def test_a_task_may_be_named_and_must_fit_the_rows(tmp_path, monkeypatch):
     path = tmp_path / "rows.jsonl"
     row = {"question": "a", "answer": "1", "prompt": "b"}
@@ -385,34 +360,6 @@ def test_prompts_go_through_the_chat_template(tmp_path, chatty, name, changes, e
     assert prompts.ids(problem) == chatty.encode(expected, add_special_tokens=False)
 
 
-def test_without_a_template_text_stays_text_and_conversations_are_refused(tmp_path, plain):
-    cfg = config(tmp_path / "rows.jsonl", [ROWS["gsm8k"][0]])
-    prompts = Prompts(plain, cfg)
-    (problem,) = problems(cfg, "train", prompts.chat)
-    assert prompts.text(problem) == "Question: How much is 1+2?\nAnswer:"
-    assert prompts.ids(problem) == encode_prompt(plain, problem.prompt)
-    cfg = config(tmp_path / "rows.jsonl", [ROWS["DAPO"][0]])
-    (problem,) = problems(cfg, "train")
-    with pytest.raises(ValueError, match="rows.jsonl:1: .* need a chat template"):
-        Prompts(plain, cfg).ids(problem)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"think": "no", "thinks": "no"}, "thinks changes nothing: .* did you mean 'think'?"),
-        ({"enable": False}, r"enable changes nothing: .* \(it reads think\); leave it out"),
-        ({"tokenize": False}, "tokenize is an argument of transformers"),
-    ],
-)
-def test_an_argument_that_the_template_does_not_read_is_refused(chatty, plain, given, said):
-    with pytest.raises(ValueError, match=f"data.chat_template_kwargs: {said}"):
-        Prompts(chatty, DataConfig(chat_template_kwargs=given))
-    for settings in ({"chat": "on"}, {"chat_template_kwargs": given}):
-        with pytest.raises(ValueError, match="the model's tokenizer"):
-            Prompts(plain, DataConfig(**settings))
-
-
 def test_whatever_a_template_raises_is_one_line_with_the_row(tmp_path, chatty, monkeypatch):
     monkeypatch.setattr(chatty, "chat_template", "{{ messages[3].x.y }}")
     cfg = config(tmp_path / "rows.jsonl", [ROWS["DAPO"][0]])
@@ -421,12 +368,6 @@ def test_whatever_a_template_raises_is_one_line_with_the_row(tmp_path, chatty, m
     )
     with pytest.raises(ValueError, match=message):
         Prompts(chatty, cfg).ids(problems(cfg, "train")[0])
-
-
-def test_a_template_for_text_is_refused_where_prompts_are_conversations(tmp_path):
-    cfg = config(tmp_path / "rows.jsonl", [ROWS["DAPO"][0]], prompt_template="Q: {question}")
-    with pytest.raises(ValueError, match="data.prompt_template is for prompts that are text"):
-        problems(cfg, "train")
 
 
 # --- python -m train.data ------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import browser
 import pytest
 
 from train import view
-from train.view import Run, Server, check_run
+from train.view import Run, Server
 
 EVIL = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
 
@@ -122,29 +122,6 @@ def test_damaged_lines_are_left_out_and_named(directory):
     said = "\n".join(updates["notes"])
     for named in ("metrics.jsonl, line 4: ", "samples.jsonl, line 6: ", "run.json", "config.yaml"):
         assert named in said
-
-
-def test_whole_samples_are_found_by_step_and_by_problem(directory):
-    run = Run(directory)
-    append(directory / "samples.jsonl", sample(3, completion="é\u2028"))
-    by_step = run.samples({"set": "train", "step": "1"})
-    assert [row["problem"] for row in by_step] == [0, 7]
-    by_problem = run.samples({"set": "train", "problem": "0"})
-    assert [row["step"] for row in by_problem] == [1, 2, 3]
-    assert by_problem[2]["completion"] == "é\u2028"
-    assert run.samples({"set": "none", "step": "1"}) == []
-
-
-def test_what_is_no_run_is_refused_with_what_it_is(tmp_path, directory):
-    assert check_run(directory / "metrics.jsonl") == directory
-    for path, said in {
-        "missing": r"missing does not exist; expected the directory of a run \(out=\)",
-        ".": "holds runs: name one of .*run",
-    }.items():
-        with pytest.raises(ValueError, match=said):
-            check_run(tmp_path / path)
-    with pytest.raises(SystemExit, match="train.view: error: .* does not exist"):
-        view.main([str(tmp_path / "missing")])
 
 
 # --- the server -----------------------------------------------------------------------------------

@@ -189,25 +189,6 @@ def test_what_is_not_understood_is_refused_by_name(tmp_path, small, metadata, wo
     assert words in str(caught.value) and str(file) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("tensors", "words"),
-    [
-        ({"blk.0.attn_sinks.weight": np.ones(4, np.float32)}, "unexpected: blk.0.attn_sinks"),
-        ({"blk.1.ffn_up.bias": np.ones(64, np.float32)}, "unexpected: model.layers.1.mlp.up_proj"),
-        ({"rope_freqs.weight": np.full(4, 2.0, np.float32) ** np.arange(4)}, "rope_freqs.weight"),
-        ({"rope_freqs.weight": np.ones(3, np.float32)}, "rope_freqs.weight [3] is not supported"),
-        ({"counts": np.ones(4, np.int32)}, "tensor counts is of a type"),
-    ],
-    ids=["sinks", "bias", "other factors", "too few factors", "integers"],
-)
-def test_tensors_that_are_not_understood_are_refused_by_name(tmp_path, small, tensors, words):
-    file = tmp_path / "m.gguf"
-    write(file, small, tensors={k: v.astype(v.dtype) for k, v in tensors.items()})
-    with pytest.raises((CheckpointError, UnsupportedModelError)) as caught:
-        load_model(file)
-    assert words in str(caught.value) and str(file) in str(caught.value)
-
-
 def test_factors_of_rope_beside_another_scaling_are_refused(tmp_path, small):
     """llama.cpp applies both. Factors of 1 change nothing."""
     file, metadata = tmp_path / "m.gguf", {"llama.rope.scaling.factor": 2.0}

@@ -1,7 +1,6 @@
 """Matrices in any number format multiply alike, and only matrices are put into one."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -251,30 +250,3 @@ def test_projections_of_mixed_formats_are_fused_by_their_outputs():
     fused, expected = fuse(mixed, rows)["qkv_proj"], fuse(arrays, rows)["qkv_proj"]
     assert isinstance(fused, matrix.Joined) and fused.shape == expected.shape
     np.testing.assert_allclose(matrix.dot(x, fused), x @ expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("result", [None, jnp.float32])
-def test_one_row_is_multiplied_as_eight_on_tpus_alone(dtype, result):
-    """Whole numbers, whose sums are exact in any order."""
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.integers(-2, 3, (1, 1, 48)), dtype)
-    w = jnp.asarray(rng.integers(-2, 3, (48, 24)), dtype)
-    product = jax.jit(lambda x, w: matrix.dot(x, w, result))
-
-    def rows(x, platform: str) -> str:
-        text = product.trace(x, w).lower(lowering_platforms=(platform,)).as_text()
-        [line] = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
-        return line.rpartition("-> tensor<")[2].split("x24x")[0]
-
-    four = jnp.tile(x, (4, 1, 1))
-    assert (rows(x, "tpu"), rows(x, "cpu"), rows(x, "cuda")) == ("8", "1x1", "1x1")
-    assert rows(four, "tpu") == "4x1"
-    mesh = sharding.make_mesh(sharding.MeshConfig(fsdp=4))
-    with sharding.ambient(mesh):  # one row a device
-        assert (rows(four, "tpu"), rows(jnp.tile(four, (2, 1, 1)), "tpu")) == ("4x8", "8x1")
-    padded = jax.jit(functools.partial(matrix._padded, dtype=result))
-    for given in (x, four, x[0]):
-        np.testing.assert_array_equal(padded(given, w), product(given, w))
-        np.testing.assert_array_equal(padded(given, w), np.asarray(given) @ np.asarray(w))
-    assert padded(x, w).dtype == product(x, w).dtype == (result or dtype)
