@@ -15,7 +15,7 @@ and runs the interrupted part once more.
                                                nothing, and go to runs/gpu-small
     python -m bench.gpu --minutes 14           measure, on a GPU machine
     python -m bench.gpu --again own_model --model DIR --rows FILE
-                                               train a head for a real model, and the model by RL
+                                               train a real model by RL: off, static, goodput
     python -m bench.gpu --pack FILE            put all results into one file, to bring them back
     python -m bench.gpu --merge FILE           add the records of such files, see docs/gpu.md
     python -m bench.gpu --plot                 a picture per card, bench/results/gpu/<card>.png
@@ -406,7 +406,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--minutes", type=float, help=f"for the call; default: {MINUTES:g}, with --dry no limit")
     add("--parts", nargs="+", metavar="PART", default=[], help="not all of them")
     add("--again", nargs="+", metavar="PART", default=[], help="these although they were run")
-    what = "of a Hugging Face model, for the parts own_model/..; so is --rows, a file for data.path"
+    what = "of a Hugging Face model, for the part own_model; so is --rows, a file for data.path"
     add("--model", metavar="DIR", help=what)
     add("--rows", metavar="FILE", help="rows with prompts and answers, see --model")
     add("--small", action="store_true", help="tiny sizes, on a CPU")

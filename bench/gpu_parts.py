@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import math
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -743,7 +742,7 @@ def training(job: Job, arms: Mapping[str, Sequence[str]], own: bool = False) -> 
         if not os.environ.get(name):
             raise Absent("not given", "give python -m bench.gpu --model DIR --rows FILE")
         settings.append(f"{key}={os.environ[name]}")
-    seconds = job.left / len(arms)
+    seconds = job.left / (len(arms) + 1)  # what comes before and after them takes time, too
 
     def measure(words: Sequence[str]) -> dict:
         with tempfile.TemporaryDirectory() as scratch:
@@ -751,15 +750,18 @@ def training(job: Job, arms: Mapping[str, Sequence[str]], own: bool = False) -> 
             command = [sys.executable, "-m", "train.rl", *words, *settings, f"out={out}"]
             # The new process needs the device's memory. It ends with the part's process group.
             env = {k: v for k, v in os.environ.items() if k != "XLA_PYTHON_CLIENT_PREALLOCATE"}
-            process = subprocess.Popen(command, env=env)
+            process, code = subprocess.Popen(command, env=env), 0
             try:
                 code = process.wait(seconds)
             except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGTERM)
-                code = process.wait()
+                process.terminate()
+                try:
+                    process.wait(30)
+                except subprocess.TimeoutExpired:
+                    process.kill()
             found = read_metrics(out) if (out / METRICS_FILE).exists() else []
             found = [record for record in found if record["step"] > 0]
-        if len(found) < 2:
+        if code or len(found) < 2:
             raise RuntimeError(f"train.rl: {len(found)} steps logged, exit status {code}")
         return _of_steps(found)
 

@@ -10,8 +10,8 @@
 
 Settings are those of the program, for all arms. An arm of your own is `--arm NAME key=value ..`,
 behind the settings of all. The arms of `train.rl` live in one process and take turns step by step,
-in an order that alternates, so that the machine's noise hits all alike. Where a comparison says so,
-digests of tokens, rewards and parameters are compared after every step; the exit status is 1 if
+in an order that alternates, so that the machine's noise affects all alike. Where a comparison says
+so, digests of tokens, rewards and parameters are compared after every step; the exit status is 1 if
 they differ.
 
 Figures, NAME being one of `METRICS`:
@@ -248,10 +248,9 @@ def figures_of(records: Sequence[Mapping], comparison: Comparison, untimed: int)
             if values := [v for run in _runs(records, arm, name, untimed) for v in run]:
                 spread = [float(np.quantile(values, q)) for q in (0.25, 0.75)]
                 mean = float(np.mean(values))
-                result[f"mean/{name}/{arm}"] = figure(mean, "of steps; quartiles", None)
-                result[f"mean/{name}/{arm}"]["interval"] = spread
+                result[f"mean/{name}/{arm}"] = figure(mean, "of steps; quartiles", spread)
     for one, other in comparison.ratios:
-        for name in set(TIMED) & set(names):
+        for name in [name for name in TIMED if name in names]:
             mine, theirs = (sum(_runs(records, arm, name, untimed), []) for arm in (one, other))
             if mine and len(mine) == len(theirs):
                 ratio = ratio_figure(mine, theirs, "median of steps")
@@ -317,6 +316,10 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Comparison, l
     args, settings = parser.parse_known_args(argv)
     found = COMPARISONS[args.comparison]
     arms = {name: words for name, *words in args.arm} or found.arms or {"run": []}
+    if unknown := set(args.arms or ()) - arms.keys():
+        parser.error(
+            f"--arms: expected some of {', '.join(arms)}, got {', '.join(sorted(unknown))}"
+        )
     arms = {name: words for name, words in arms.items() if name in (args.arms or arms)}
     ratios = [pair for pair in found.ratios if set(pair) <= set(arms)]
     if args.arm:
@@ -335,7 +338,7 @@ def runs_of(
     of_all = yaml.load(find_shipped(config).read_text(), Yaml) if config else {}
     for word in settings:
         key, _, value = word.removeprefix("--").partition("=")
-        *sections, last = key.split(".")
+        *sections, last = getattr(schema, "aliases", {}).get(key, key).split(".")
         at = of_all
         for section in sections:
             at = at.setdefault(section, {})

@@ -79,7 +79,7 @@ def load(url: str, args: argparse.Namespace) -> dict[str, dict]:
             "--constraint": f"kind=max_requests,count={args.requests}",
             "--tokenizer": f"kind=hf_auto,model={args.model}",
             "--data": f"kind=synthetic_text,{lengths}",
-            "--seed": f"kind=static,seed={args.seed}",
+            "--seed": f"kind=static,value={args.seed}",
             "--output": f"kind=json,path={out}",
         }
         words = [word for option in options.items() for word in option]

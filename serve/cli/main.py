@@ -36,7 +36,7 @@ EXAMPLES = """examples:
   specjax generate --model DIR --file prompts.jsonl --output samples.jsonl --stats
   specjax serve --model DIR speculation.control.controller=goodput
   specjax convert runs/sums exported/
-  specjax bench throughput decode --model assets/sums
+  specjax bench decode speed --model assets/sums
 
 JAX_PLATFORMS chooses the device; JAX_COMPILATION_CACHE_DIR=DIR keeps compiled programs."""
 BROKEN_PIPE = 141
@@ -156,8 +156,6 @@ def bench(argv: Sequence[str]) -> int:
     try:
         with interrupts.at_once("specjax bench"):
             module = importlib.import_module(f"bench.{name}")
-            if not hasattr(module, "main"):  # a package, whose program is a module of its own
-                module = importlib.import_module(f"bench.{name}.__main__")
     except ModuleNotFoundError as error:
         raise Failure(f"{error}; pip install 'specjax[dev]' has what benches need") from error
     return module.main(rest) or 0
@@ -171,7 +169,6 @@ def find_benches() -> dict[str, str]:
     found = {}
     for folder in package.submodule_search_locations:
         files = {file.stem: file for file in Path(folder).glob("*.py")}
-        files |= {file.parent.name: file for file in Path(folder).glob("*/__main__.py")}
         for name, file in sorted(files.items()):
             tree = ast.parse(file.read_text(encoding="utf-8"))
             if _is_program(tree):

@@ -316,11 +316,6 @@ class Executables:
         """Whether a compiled program is one CUDA graph."""
         return key in self._graph_keys and key in self.by_key
 
-    @property
-    def has_graphs(self) -> bool:
-        """Whether any compiled program is one CUDA graph."""
-        return any(map(self.is_graph, self._graph_keys))
-
     def begin_check(self) -> None:
         """Lets chunks become CUDA graphs until `end_check`: the caller runs and compares them."""
         self._is_checking = True

@@ -404,11 +404,6 @@ def further_measurements(seconds: float) -> int:
     return IN_A_ROW if seconds < SLOW_SECONDS else 1 if seconds <= LONG_SECONDS else 0
 
 
-def calibration_rounds(seconds: float, most: int) -> int:
-    """The number of rounds that `calibrate` runs of a strategy, given the seconds of one."""
-    return 1 + further_measurements(seconds) * enough_rounds(seconds, most)
-
-
 def enough_rounds(seconds: float, most: int) -> int:
     """The number of rounds of a measurement, given the seconds of one and the most of a chunk."""
     return min(max(round(SAMPLE_SECONDS / seconds), 1), most)

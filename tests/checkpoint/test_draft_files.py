@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,6 @@ from specjax.models.transformer import init_params
 from specjax.parallel import sharding
 from specjax.registry import DRAFTS
 
-GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 D, V, L = 16, 40, 8
 TARGET = dense_config(V, D, 24, L, 4, 2, 4)
 IDS = [3, 1, 39, 9, 17]  # in the order of the files, which need not ascend

@@ -23,8 +23,6 @@ from specjax.decode.plain_arrays import (
     speculative_accept,
 )
 
-ALPHA = 1e-6
-
 
 def proposal(tokens, q):
     return DraftProposal(np.array(tokens, np.int32), np.array(q))

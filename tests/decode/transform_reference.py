@@ -57,15 +57,6 @@ def transform(
     return np.array(keep_min_p(scores, options["min_p"]))
 
 
-def probabilities(scores: Sequence[float], temperature: float) -> np.ndarray:
-    """The distribution of the next token: one-hot on the first best one at temperature 0."""
-    scores = np.asarray(scores, np.float64)
-    if temperature == 0:
-        return np.eye(len(scores))[int(np.argmax(scores))]
-    weights = np.exp(scores - scores.max())
-    return weights / weights.sum()
-
-
 def penalised(scores, options, prompt, generated):
     bias = options["logit_bias"] or ()
     bias = dict(bias.items() if isinstance(bias, Mapping) else bias)

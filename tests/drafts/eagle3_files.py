@@ -12,8 +12,6 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-LAYOUTS = ("safeailab", "speculators")
-
 
 @dataclasses.dataclass(frozen=True)
 class Body:

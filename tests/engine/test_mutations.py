@@ -1,7 +1,7 @@
 """Rules that look right and are biased must fail the chi-square of `test_chi_square`.
 
 Each is put into the public `LLM` path in place of the exact rule, on a target and draft on which
-its bias is large; on the very same pair the exact rule passes. The mutations are those which
+its bias is large; `test_chi_square` shows that exact rules pass. The mutations are those which
 published engines shipped, or which a plausible description of an algorithm leads to.
 """
 

@@ -167,3 +167,22 @@ def test_what_was_released_comes_again_and_nothing_runs_without_weights():
     engine.set_params(*weights())
     [again] = [e for _ in range(99) if engine.has_work for e in engine.step()]
     assert again.sample.token_ids == wanted.sample.token_ids
+
+
+def test_samples_that_wait_read_their_prompts_again_with_new_weights():
+    """They have had no row of the batch yet, and so no token of the old weights."""
+    engine = warm()
+    old, new = weights(), weights(seed=5)
+    jobs = jobs_of([7, 8, 9], dataclasses.replace(ONE, n=engine.batch + 2))
+    added = [engine.add(job) for job in jobs]
+    engine.step(), engine.drain()
+    assert len(engine.scheduler.running) > engine.batch
+    stale = engine.stale_positions
+    engine.set_params(*new, running="keep")
+    run = added[: engine.batch]
+    assert engine.stale_positions - stale == sum(3 + len(s.tokens) for s in run)
+    ended = {e.sequence: e.sample for _ in range(99) if engine.has_work for e in engine.step()}
+    late = [ended[sequence].token_ids for sequence in added[engine.batch :]]
+    assert late == [s.token_ids for s in engine.generate(jobs[engine.batch :])[0]]
+    engine.set_params(*old)
+    assert late != tokens_of(jobs[engine.batch :])

@@ -247,6 +247,8 @@ def printed() -> dict[str, object]:
             more = ["data.path=train.jsonl"]
         with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
             program(["--config", str(path), *more, "--print-config"])
+        if not text.getvalue():
+            raise ValueError(f"{path}: its program prints no settings; see above")
         recordings[f"configs: {path}"] = {"equal": text.getvalue(), "close": {}}
     return recordings
 

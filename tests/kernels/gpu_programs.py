@@ -26,7 +26,6 @@ from tpu_programs import MODEL
 from bench.compiled import (
     compiled_with_thunks,
     figures_of,
-    layers_traced,
     lowered_update,
     update_figures,
 )
@@ -245,8 +244,7 @@ def described(count: int):
 def of_engine(name: str) -> dict:
     """What became of a program of an engine."""
     wanted = PROGRAMS[name]
-    with layers_traced() as layers:
-        runner, program = lowered(described(wanted.devices), wanted)
+    runner, program = lowered(described(wanted.devices), wanted)
     compiled, text, sequence = compiled_with_thunks(program, ONE_GRAPH if wanted.graph else {})
     memory = compiled.memory_analysis()
     pages = jax.tree.leaves(runner.state.memory.pages)
@@ -257,7 +255,6 @@ def of_engine(name: str) -> dict:
         "cache": sum(x.size * x.dtype.itemsize for x in pages),
         "temporaries": memory.temp_size_in_bytes,
         "in_place": memory.alias_size_in_bytes,
-        "traced": len(layers),
         "less_than_float32": less_than_float32(text) if wanted.model is FLOAT32 else [],
         "figures": {key: entry["value"] for key, entry in figures.items()},
     }

@@ -9,17 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tiny import tiny_config
 
 from specjax.config.model import ATTENTION_RESIDUALS
 from specjax.kernels import flash_gpu, reference
 from specjax.kernels.flash_gpu import Tile, Tiles
-from specjax.models.families.dense import change_dense
 
 # Tiles of several sizes, so that a tile of queries has a part of a tile of keys, and the reverse.
 SMALL = Tiles(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(16, 32, 4, 1))
-WIDE = change_dense(tiny_config(), head_dim=128)
-H100 = ("gpu", "NVIDIA H100 80GB HBM3")
 
 
 @dataclasses.dataclass(frozen=True)

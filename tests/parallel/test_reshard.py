@@ -168,21 +168,6 @@ def test_a_mesh_decodes_with_layers_that_are_neither_stacked_nor_fused():
     assert Runner(cfg, None, 1, 32).cfg.run.fused
 
 
-LINES = [
-    ("%a = f32[2,64]{1,0} all-gather(%x), replica_groups=[2,4]<=[8], dimensions={1}", 384),
-    ("%a = (bf16[4]{0}, bf16[16]{0}) all-gather-start(%x), replica_groups={{0,1,2,3}}", 24),
-    ("%a = ((f32[2], f32[4]), (f32[4], f32[8])) all-gather-start(%x), replica_groups=[4,2]", 24),
-    ("%a = f32[8]{0} all-reduce-start(%x), replica_groups=[4,2]<=[8], to_apply=%add", 32),
-    ("%a = (f32[8], f32[4]) all-reduce-start(%x, %y), replica_groups=[4,2]<=[8]", 48),
-    ("%a = (f32[4]{0}, f32[4]{0}) all-to-all(%x, %y), replica_groups={{0,1},{2,3}}", 16),
-    ("%a = f32[8]{0} all-reduce(%x), replica_groups=mesh['a'=2,'b'=4] {'b'}, to_apply=%add", 48),
-    ("%a = f32[8]{0} all-reduce(%x), replica_groups=mesh['a'=2,'b'=4] {'b':(1)2}", 32),
-    ("%a = f32[8]{0} collective-permute(%x), source_target_pairs={{0,1},{1,0}}", 32),
-    ("%a = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%x), source_tar", 32),
-    ("%a = f32[8]{0} fusion(%all-gather), kind=kLoop", None),
-]
-
-
 @pytest.mark.parametrize(
     ("axes", "tp"),
     [({"fsdp": 4, "tp": 2}, 4), pytest.param({"fsdp": 8}, 4, marks=pytest.mark.slow)],

@@ -39,10 +39,6 @@ def shard(array) -> tuple[int, ...]:
     return array.addressable_shards[0].data.shape
 
 
-def copied(tree):
-    return jax.tree.map(jnp.copy, tree)
-
-
 @pytest.fixture(scope="module")
 def batches():
     """Packed samples with made-up advantages and log-probabilities: two micro-batches [4 32]."""

@@ -115,39 +115,6 @@ def test_the_client_sends_its_own_replies_back_as_history(server: Server):
     assert client.completions.create(**ASKED, prompt=PROMPT + text).usage.prompt_tokens > 8
 
 
-MISTAKES = {
-    "stop": (TEXT | {"stop": 5}, "stop: expected a string or a list, got 5"),
-    "prompt": (TEXT | {"prompt": {"a": 1}}, 'prompt: expected a string or a list, got {"a": 1}'),
-    "one of several prompts": (TEXT | {"prompt": ["a", 5]}, "prompt.1: expected a string, got 5"),
-    "a token": (TEXT | {"prompt": [[5], ["x"]]}, 'prompt.1.0: expected an integer, got "x"'),
-    "speculative": (TEXT | {"speculative": 5}, "expected true or false or a string, got 5"),
-    "stream_options": (TEXT | {"stream_options": 5}, "stream_options: expected an object, got 5"),
-    "a flag": (TEXT | {"ignore_eos": "yes"}, 'ignore_eos: expected true or false, got "yes"'),
-    "a picture": (
-        CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "messages.0.content.0.type: it should be 'text', got \"image_url\"",
-    ),
-    "a number for content": (
-        CHAT | {"messages": [{"role": "user", "content": 5}]},
-        "messages.0.content: expected a string or a list, got 5",
-    ),
-    "text in a list": (
-        CHAT | {"messages": [{"role": "user", "content": ["hi"]}]},
-        'messages.0.content.0: expected an object, got "hi"',
-    ),
-    "a call of a tool": (
-        CHAT | {"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]},
-        "messages.0.tool_calls: expected null or [], got",
-    ),
-    "an unknown field": (TEXT | {"temprature": 1}, "temprature: there is no such field here"),
-    "an unknown field of a message": (
-        CHAT | {"messages": [{"role": "user", "content": "a", "strange": 1}]},
-        "messages.0.strange: there is no such field here, got 1",
-    ),
-    "nothing": ({}, "is required, and missing"),
-}
-
-
 # --- headers --------------------------------------------------------------------------------------
 
 

@@ -10,8 +10,6 @@ import numpy as np
 from train import plot
 from train.log import MetricsLogger, read_metrics
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def _steps(run: Path) -> list[int]:
     return [record["step"] for record in read_metrics(run)]

@@ -6,6 +6,7 @@ platform, so programs are lowered for GPUs as well, with the attention that runs
 """
 
 import collections
+import functools
 import re
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from specjax.engine.compare import first_difference
 from specjax.engine.request import make_jobs
 from specjax.engine.settings import EngineConfig
 from specjax.engine.speculate import SourceSpeculator, speculate
-from specjax.kernels import library
+from specjax.kernels import flash_gpu, library, triton
 from specjax.models.families.dense import dense_config
 from specjax.registry import BACKENDS
 from specjax.verify.chi_square import full_forward
@@ -140,33 +141,39 @@ def _is_jaxpr(x) -> bool:
     return hasattr(x, "eqns") or hasattr(x, "jaxpr")
 
 
-def tree_attention_of(dtype: str):
+def tree_attention_of(attend, dtype: str):
     q, tree, pages = (
         jnp.zeros(s, dtype) for s in ((1, 4, 5, 128), (1, 2, 5, 128), (9, 2, 16, 128))
     )
     given = np.array([20], np.int32), chain_bits(5), np.array([[1, 2, 3, 4]], np.int32)
-    attend = BACKENDS.find("tpu:v5e").operations["tree_attention"]
     return jax.make_jaxpr(attend)(q, tree, tree, pages, pages, *given)
 
 
-def splash_of(dtype: str):
+def causal_of(attend, dtype: str):
     """With its gradient, which is traced after the attention itself."""
     q, k = jnp.zeros((1, 4, 128, 128), dtype), jnp.zeros((1, 2, 128, 128), dtype)
     ids = jnp.ones((1, 128), jnp.int32)
 
     def loss(q, k, v):
-        return library.splash_attention(q, k, v, [], ids).astype(jnp.float32).sum()
+        return attend(q, k, v, [], ids).astype(jnp.float32).sum()
 
     return jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(q, k, k)
 
 
-@pytest.mark.parametrize("attention", [tree_attention_of, splash_of])
-def test_kernels_for_tpus_are_exact_in_float32_alone(attention):
+TREE = BACKENDS.find("tpu:v5e").operations["tree_attention"]
+TRITON = functools.partial(triton.tree_attention, tuning=triton.INTERPRETED, interpret=True)
+FLASH = functools.partial(flash_gpu.causal_attention, interpret=True)
+
+
+@pytest.mark.parametrize(("trace", "attend"), [
+    (tree_attention_of, TREE), (causal_of, library.splash_attention), (tree_attention_of, TRITON),
+    (causal_of, FLASH),
+])  # fmt: skip
+def test_kernels_are_exact_in_float32_alone(trace, attend):
+    attention = functools.partial(trace, attend)
     with precision_of(CFG):
         assert precisions(attention("float32").jaxpr) == {("float32", "HIGHEST")}
-    assert precisions(attention("bfloat16").jaxpr) <= {
-        ("bfloat16", "DEFAULT"), ("float32", "DEFAULT"), ("bfloat16/float32", "DEFAULT"),
-    }  # fmt: skip
+    assert not any("HIGHEST" in asked for _, asked in precisions(attention("bfloat16").jaxpr))
 
 
 @pytest.fixture
