@@ -267,7 +267,7 @@ def test_every_program_takes_an_id_and_a_revision(home, thin_policy, tmp_path, c
     assert (tmp_path / "run" / "checkpoints" / "0").is_dir()
     settings = ["model=owner/thin", "revision=v1", f"out={tmp_path}/rl"]
     trainer = rl.Trainer(parse_config(RLConfig, settings)[0])
-    assert "through the tokenizer of owner/thin;" in trainer.notes[0]
+    assert any("through the tokenizer of owner/thin;" in note for note in trainer.notes)
     assert trainer.cfg.model == str(folder)  # of this commit, whatever becomes of the tag
     assert trainer.fingerprint()["model"] == f"owner/thin@{COMMIT}"  # wherever the cache lies
     run = sft.Run(parse_config(SFTConfig, ["init=owner/thin", "revision=v1", "out=sft"])[0])

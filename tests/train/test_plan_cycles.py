@@ -42,5 +42,8 @@ def test_figures_are_read_back_as_they_were_written(chunk):
     found.cost, found.outside, found.copies = chunk.turn, 360.0, copies(chunk)
     program = Program(found.name, found.part, found.key, lambda: None, {})
     again = Figures.read(program, found.as_json())
-    assert dataclasses.replace(again.cost, chains={}) == dataclasses.replace(found.cost, chains={})
+    of_others = {"chains": {}, "launched": {}, "moved": {}}  # plans of TPUs show none of these
+    assert dataclasses.replace(again.cost, **of_others) == dataclasses.replace(
+        found.cost, **of_others
+    )
     assert (again.outside, again.copies) == (found.outside, found.copies)
