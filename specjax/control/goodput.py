@@ -4,7 +4,7 @@
 
 Seconds come from a `CostTable`, tokens from `Acceptance`. What the running strategy cannot show
 (deeper drafts, the costs of other strategies and, under plain decoding, any draft) is learned from
-probes. `docs/control.md` describes it and says what each rule buys.
+probes. `docs/control.md` describes it.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ PRODUCTS = ("chunk", "chunk in float32", "chunk of one")
 
 WIDE = tuple(tpu_programs.WIDE_CHUNKS)
 WIDE_TOPOLOGIES = ("v5e:2x2", "v5p:2x2x1")
-# What was measured with the remedies of docs/tpu.md in place, and by how much more a chunk may take
+# What the compiler estimated when docs/tpu.md was written, and by how much more a chunk may take
 # before a test fails: a share, and cycles or bytes that are noise of the compiler's choices.
 RESULTS = other_python.ROOT / "bench" / "results" / "tpu"
 SLACK, CYCLES, BYTES = 1.08, 20_000, 2**22
