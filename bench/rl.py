@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
 import json
 import os
 import sys
@@ -38,7 +37,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 import yaml
 
@@ -51,6 +49,7 @@ from specjax.shipped import find_shipped
 from train import draft, draft_curve
 from train.draft_losses import DRAFT_LOSSES
 from train.draft_schema import DraftRunConfig
+from train.draft_states import weights_digest
 from train.schema import RLConfig
 from train.trainer import Trainer
 
@@ -158,16 +157,7 @@ def digests_of(trainer: Trainer, tokens: str) -> dict[str, str]:
     """Returns digests of the step that a trainer has just done: equal for bit-identical steps."""
     rewards = np.array([group.rewards for group in trainer.last_rollout])
     trees = {"rewards": rewards, "policy": trainer.params, "head": trainer.head}
-    return {"tokens": tokens} | {name: digest(tree) for name, tree in trees.items()}
-
-
-def digest(tree) -> str:
-    """Returns the SHA-256 of the shapes, dtypes and bytes of a tree's arrays."""
-    found = hashlib.sha256()
-    for leaf in jax.tree.leaves(tree):
-        array = np.ascontiguousarray(jax.device_get(leaf))
-        found.update(f"{array.shape} {array.dtype}".encode() + array.tobytes())
-    return found.hexdigest()
+    return {"tokens": tokens} | {name: weights_digest(tree) for name, tree in trees.items()}
 
 
 class Run(NamedTuple):

@@ -174,9 +174,7 @@ CASES = {
 
 
 def fit(llm, pair, options):
-    """Chi-square of an engine's samples on a pair, whose weights it is given."""
-    cfg, params, head = joint.pair(*pair)
-    llm.update_weights(params, head)
+    """Chi-square of an engine's samples on its pair."""
     sampling = SamplingParams(seed=0, max_tokens=TOKENS, ignore_eos=True, **options)
     counts = Counted(llm, [sampling], SAMPLES).counts[0]
     return fit_of(counts, exact_joint(joint.next_logits(*pair), sampling))
