@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from specjax.command_line import ArgumentParser
-from train import data
+from train.data import rows as data
 
 
 def bench_parser(module: str, doc: str, out: str | None = None) -> argparse.ArgumentParser:

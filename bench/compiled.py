@@ -54,14 +54,14 @@ from specjax.interfaces import Denominators
 from specjax.kernels import dispatch
 from specjax.models.families.dense import change_dense
 from specjax.models.transformer import init_params
-from train.algo import algo
-from train.loss import rl_loss
-from train.optim import OptimConfig
-from train.packing import empty_batch
+from train.loss.algo import algo
+from train.loss.optim import OptimConfig
+from train.loss.packing import empty_batch
+from train.loss.policy import PolicyTrainer
+from train.loss.terms import rl_loss
 from train.plan.copies import ENTRY, ROUND, copies
 from train.plan.cycles import PARTS, REST, part_of
 from train.plan.hlo import Cost, Module, Shape
-from train.policy import PolicyTrainer
 
 LAYERS = 36  # of Qwen3-8B
 EVERY = (*PARTS, REST)

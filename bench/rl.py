@@ -46,10 +46,11 @@ from bench.record import RESULTS, figure, ratio_figure, report, turns, write_res
 from specjax.command_line import parse_config
 from specjax.schema import Yaml
 from specjax.shipped import find_shipped
-from train import draft, draft_curve
-from train.draft_losses import DRAFT_LOSSES
+from train import draft
 from train.draft_schema import DraftRunConfig
-from train.draft_states import weights_digest
+from train.heads import curve as draft_curve
+from train.heads.losses import DRAFT_LOSSES
+from train.heads.states import weights_digest
 from train.schema import RLConfig
 from train.trainer import Trainer
 

@@ -1145,7 +1145,7 @@ class Objective(Protocol):
 
     Arrays [R S] are the R packed rows of one micro-batch. A sample is in one row whole, but its
     tokens may be in any order, for a row may be split over devices: sum over samples by `segments`
-    (see `train.objectives.shared`).
+    (see `train.loss.objectives.shared`).
     """
 
     def advantages(self, rewards: Float[np.ndarray, "prompts G"]) -> Float[np.ndarray, "prompts G"]:
@@ -1164,8 +1164,8 @@ class Objective(Protocol):
     ) -> tuple[Float[Array, "R S"], dict[str, Float[Array, "R S"]]]:
         """Computes the loss of each token, and numbers to log by name as means over loss tokens.
 
-        Results outside of the loss mask may be any finite numbers. Names that `train.loss` logs
-        itself are refused.
+        Results outside of the loss mask may be any finite numbers. Names that
+        `train.loss.terms` logs itself are refused.
 
         Args:
           logprobs: log-probabilities of the tokens.
@@ -1191,7 +1191,7 @@ class Objective(Protocol):
 
 @runtime_checkable
 class Task(Protocol):
-    """The meaning of a row of a data set; `train.tasks.layout.Layout` makes one of functions.
+    """The meaning of a row of a data set; `train.data.tasks.layout.Layout` makes one of functions.
 
     Attributes:
       name: name of the task, as in `data.task`, for messages.
@@ -1210,8 +1210,8 @@ class Task(Protocol):
         """Says whether rows with these columns belong to this task."""
 
     def read(self, row: Mapping[str, Any]) -> Any:
-        """Reads a row as a `train.tasks.layout.Example`: prompt, gold answer, further columns.
+        """Reads a row as a `train.data.tasks.layout.Example`: prompt, gold answer, further columns.
 
         Raises:
-          train.tasks.layout.RowError: a column is not as expected.
+          train.data.tasks.layout.RowError: a column is not as expected.
         """

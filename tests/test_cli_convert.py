@@ -26,7 +26,7 @@ from specjax.drafts.mtp import init_head_params
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
 from train import rl
-from train.head_files import starting_head
+from train.heads.files import starting_head
 from train.schema import RLConfig
 
 MIMO = dense_config(

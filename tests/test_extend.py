@@ -46,8 +46,10 @@ from specjax.models.transformer import init_params
 from specjax.registry import FAMILIES, Registry
 from specjax.speculation import add_flags, settings_of
 from specjax.weights import matrix
-from train import data, data_report, rl
-from train.log import read_metrics
+from train import rl
+from train.data import __main__ as data_report
+from train.data import rows as data
+from train.run.log import read_metrics
 from train.schema import DataConfig
 from train.scoring import Scorer
 

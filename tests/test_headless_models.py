@@ -16,8 +16,9 @@ from specjax.checkpoint import huggingface as hf
 from specjax.command_line import load_config
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
-from train import data, rl, sft
-from train.log import read_metrics
+from train import rl, sft
+from train.data import rows as data
+from train.run.log import read_metrics
 
 pytestmark = pytest.mark.usefixtures("logging_as_it_was")
 FAMILIES = {

@@ -20,7 +20,8 @@ from specjax import LLM, SpecConfig, hub, verify
 from specjax.checked_json import CheckpointError
 from specjax.checkpoint import huggingface as hf
 from specjax.command_line import parse_config
-from train import data_report, rl, sft
+from train import rl, sft
+from train.data import __main__ as data_report
 from train.schema import RLConfig, SFTConfig
 
 GOLDEN = Path(__file__).resolve().parent / "golden" / "qwen3"

@@ -7,7 +7,7 @@ import small_tokenizers
 from small_tokenizers import BOS, KINDS, WITH_BOS, WITHOUT_BOS
 
 from specjax.tokenizer import chat_ids, has_chat_template, load_tokenizer, prompt_ids
-from train.data import Demonstration, encode_demonstration, encode_prompt
+from train.data.rows import Demonstration, encode_demonstration, encode_prompt
 
 TEXTS = ("the cat", "", " the", "naïve\n", f"the {BOS} cat")
 GREETING = [{"role": "user", "content": "the cat"}]

@@ -22,7 +22,7 @@ from specjax.schema import keys_of
 from specjax.speculation import SpeculationSettings, settings_of
 from specjax.verify.__main__ import _parser as verify_parser
 from train import rl, sft
-from train.head_files import HeadCheckpoints
+from train.heads.files import HeadCheckpoints
 from train.programs import describe_drafting, drafts, settle_drafting
 from train.schema import RLConfig, SFTConfig
 

@@ -21,7 +21,8 @@ from specjax.drafts.mtp import init_head_params
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
 from specjax.schema import read
-from train import data, trainer
+from train import trainer
+from train.data import rows as data
 from train.schema import RLConfig
 
 SETTINGS = {

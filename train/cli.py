@@ -18,11 +18,11 @@ from specjax.command_line import ConfigError, parse_config
 from specjax.engine.request import InvalidLogitsError
 from specjax.interrupts import INTERRUPTED
 from specjax.parallel.distributed import DistributedError, of_first
-from train.log import MetricsLogger
+from train.data.tasks.files import InputFileError
 from train.reward_workers import WorkerError
-from train.run_files import METRICS_FILE, RunFileError, check_files, first_date
+from train.run.files import METRICS_FILE, RunFileError, check_files, first_date
+from train.run.log import MetricsLogger
 from train.scoring import RewardsFailedError
-from train.tasks.files import InputFileError
 
 
 class NotFiniteError(ArithmeticError):

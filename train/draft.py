@@ -1,12 +1,12 @@
 """`python -m train.draft`: trains a draft head for a policy, before RL and for any model.
 
-    prompts -> samples of the policy itself, at the rollout's temperature (train.draft_data)
+    prompts -> samples of the policy itself, at the rollout's temperature (train.heads.samples)
             -> the tokens that the head drafts from: the most frequent ones
-            -> a new head, or one to go on with (train.draft_kinds)
-            -> per update: hidden states of the policy for a packed micro-batch (train.draft_states)
-               and an update of the head on them (train.heads)
+            -> a new head, or one to go on with (train.heads.kinds)
+            -> per update: hidden states of the policy for a packed micro-batch (train.heads.states)
+               and an update of the head on them (train.heads.training)
             -> held-out accept length by decoding with the head, beside that of n-grams
-               (train.draft_curve)
+               (train.heads.curve)
             -> the head's files in <out>/head
 
 The policy is never changed. `--resume` continues a run that was killed: samples that were written
@@ -60,7 +60,6 @@ from specjax.registry import DRAFTS
 from specjax.spelling import spelled
 from specjax.tokenizer import has_chat_template, with_tokenizer_end
 from specjax.weights import load_tokenizer
-from train import data, draft_curve
 from train.cli import (
     CHECKPOINTS,
     Interrupted,
@@ -70,9 +69,21 @@ from train.cli import (
     run_program,
     settle_date,
 )
-from train.describe import describe_run, settings_of
-from train.draft_curve import Curve
-from train.draft_data import (
+from train.data import rows as data
+from train.data.checks import (
+    DropWarning,
+    Prompts,
+    describe_data,
+    fit_lengths,
+    require_template,
+)
+from train.draft_schema import SPELL, DraftRunConfig
+from train.heads import curve as draft_curve
+from train.heads.curve import Curve
+from train.heads.files import require_same_head
+from train.heads.kinds import export_head, head_to_go_on_with, start_head
+from train.heads.losses import Sampling
+from train.heads.samples import (
     SAMPLES,
     Pair,
     Sampler,
@@ -88,24 +99,20 @@ from train.draft_data import (
     shown_paths,
     takes_prompts,
 )
-from train.draft_kinds import export_head, head_to_go_on_with, start_head
-from train.draft_losses import Sampling
-from train.draft_schema import SPELL, DraftRunConfig
-from train.draft_states import States, weights_digest
-from train.head_files import require_same_head
-from train.heads import DraftTrainer, add_sums, draft_metrics, frozen_policy_parts, inner_taps
-from train.inputs import (
-    DropWarning,
-    Prompts,
-    describe_data,
-    fit_lengths,
-    require_template,
+from train.heads.states import States, weights_digest
+from train.heads.training import (
+    DraftTrainer,
+    add_sums,
+    draft_metrics,
+    frozen_policy_parts,
+    inner_taps,
 )
-from train.log import MetricsLogger, read_metrics
-from train.loss import sft_loss
-from train.optim import OptimConfig
-from train.packing import padding_share
-from train.policy import PolicyTrainer, own_family
+from train.loss.optim import OptimConfig
+from train.loss.packing import padding_share
+from train.loss.policy import PolicyTrainer, own_family
+from train.loss.terms import sft_loss
+from train.run.describe import describe_run, settings_of
+from train.run.log import MetricsLogger, read_metrics
 
 HEAD = "head"  # directory of the exported head
 # A new head has learnt if its acceptance at depth 1 rose by so much, and if its held-out accept

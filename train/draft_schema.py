@@ -16,7 +16,7 @@ from specjax.kernels.names import ATTENTION, ATTENTION_DOC
 from specjax.parallel.sharding import MeshConfig
 from specjax.schema import Needs, at_least, option
 from specjax.spelling import Spell, dotted, spelled
-from train.heads import DraftConfig
+from train.heads.training import DraftConfig
 from train.rollout_schema import FILTERS
 from train.rules import DATA_RULES, DEPTH_RULE, decay_rule
 from train.schema import CHUNK_DOC, DataConfig, LogSection, PackingSection, check_short_seed

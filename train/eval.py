@@ -9,9 +9,9 @@ all of it but `out`: results are written to `runs/eval` unless `out` is typed.
 It speculates as the rollouts of a run would, with the draft head that the run trained, even if the
 run began with one in files or a random one. A `rollout.draft` that is typed decides instead.
 
-It prints a table of the metrics of `train.evaluation`, and writes `<out>/eval.json` with them and
-`<out>/eval-NAME.jsonl` with the samples of each set; those of an earlier evaluation are moved to
-`<out>/earlier-1` and so on. It runs in one process. The held-out problems of the data are
+It prints a table of the metrics of `train.rollout.evaluation`, and writes `<out>/eval.json` with
+them and `<out>/eval-NAME.jsonl` with the samples of each set; those of an earlier evaluation are
+moved to `<out>/earlier-1` and so on. It runs in one process. The held-out problems of the data are
 evaluated if their settings say so, or there is no other set.
 """
 
@@ -54,13 +54,10 @@ from specjax.shipped import find_shipped
 from specjax.spelling import spelled
 from specjax.tokenizer import with_tokenizer_end
 from specjax.weights import load_tokenizer
-from train import data
 from train.cli import CHECKPOINTS, USER_ERRORS, settle_date
-from train.describe import data_files, git_state, versions
-from train.evaluation import Evaluated, Judged, ProblemSet, evaluate, prefix_of, problem_sets
-from train.inputs import Inputs, Prompts, describe_data, read_heldout
-from train.policy import own_family
-from train.processes import join_engines
+from train.data import rows as data
+from train.data.checks import Inputs, Prompts, describe_data, read_heldout
+from train.loss.policy import own_family
 from train.programs import (
     as_computed,
     as_rolled_out,
@@ -71,9 +68,19 @@ from train.programs import (
     settle_drafting,
     settle_length,
 )
+from train.rollout.evaluation import (
+    Evaluated,
+    Judged,
+    ProblemSet,
+    evaluate,
+    prefix_of,
+    problem_sets,
+)
+from train.rollout.samples import HELD_OUT
 from train.rollout_schema import SPELL
-from train.run_files import CONFIG_FILE, RUN_FILE
-from train.samples import HELD_OUT
+from train.run.describe import data_files, git_state, versions
+from train.run.files import CONFIG_FILE, RUN_FILE
+from train.run.processes import join_engines
 from train.schema import RLConfig
 from train.scoring import Scorer
 

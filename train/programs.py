@@ -31,14 +31,14 @@ from specjax.parallel.context import context_of
 from specjax.registry import DRAFTS
 from specjax.speculation import ControlSection
 from specjax.spelling import spelled
-from train.collect import group_params
-from train.draft_losses import Sampling
+from train.data.checks import fit_lengths
 from train.eval_schema import asked_sets
-from train.heads import DraftTrainer, head_of, inner_taps
-from train.inputs import fit_lengths
-from train.logprobs import Transforms
-from train.loss import rl_loss
-from train.policy import PolicyTrainer
+from train.heads.losses import Sampling
+from train.heads.training import DraftTrainer, head_of, inner_taps
+from train.loss.logprobs import Transforms
+from train.loss.policy import PolicyTrainer
+from train.loss.terms import rl_loss
+from train.rollout.collect import group_params
 from train.rollout_schema import SPELL
 from train.schema import RLConfig, as_run
 

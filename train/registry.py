@@ -5,11 +5,11 @@ from specjax.registry import Registry
 OBJECTIVES = Registry(
     "objective",
     {
-        "grpo": "train.objectives.grpo:GRPO",
-        "gspo": "train.objectives.gspo:GSPO",
-        "cispo": "train.objectives.cispo:CISPO",
-        "rloo": "train.objectives.rloo:RLOO",
-        "reinforce_pp": "train.objectives.reinforce_pp:ReinforcePP",
+        "grpo": "train.loss.objectives.grpo:GRPO",
+        "gspo": "train.loss.objectives.gspo:GSPO",
+        "cispo": "train.loss.objectives.cispo:CISPO",
+        "rloo": "train.loss.objectives.rloo:RLOO",
+        "reinforce_pp": "train.loss.objectives.reinforce_pp:ReinforcePP",
     },
     "a specjax.interfaces.Objective, a frozen dataclass,",
 )
@@ -18,14 +18,14 @@ OBJECTIVES = Registry(
 TASKS = Registry(
     "task",
     {
-        "verl": "train.tasks.verl:TASK",
-        "math": "train.tasks.math:TASK",
-        "gsm8k": "train.tasks.gsm8k:TASK",
-        "slime": "train.tasks.slime:TASK",
-        "prompt": "train.tasks.prompt:TASK",
-        "messages": "train.tasks.messages:TASK",
+        "verl": "train.data.tasks.verl:TASK",
+        "math": "train.data.tasks.math:TASK",
+        "gsm8k": "train.data.tasks.gsm8k:TASK",
+        "slime": "train.data.tasks.slime:TASK",
+        "prompt": "train.data.tasks.prompt:TASK",
+        "messages": "train.data.tasks.messages:TASK",
     },
-    "a train.tasks.layout.Layout",
+    "a train.data.tasks.layout.Layout",
 )
 
 REWARDS = Registry(
@@ -36,8 +36,8 @@ REWARDS = Registry(
         "math_verify": "train.rewards:MATH_VERIFY",
         "choice": "train.rewards:CHOICE",
         "format": "train.rewards:FORMAT",
-        "reasoning_gym": "train.tasks.reasoning_gym:score",
+        "reasoning_gym": "train.data.tasks.reasoning_gym:score",
     },
     "a function",
 )
-SUMS_REWARD = "exact"  # of generated sums, see train.tasks.sums
+SUMS_REWARD = "exact"  # of generated sums, see train.data.tasks.sums

@@ -2,11 +2,11 @@
 
 One step (`Trainer.step`):
 
-    problems  -> rollout (train.collect, specjax.engine): speculative, with the tokens of plain
-                 decoding, until the groups to learn from are certain (train.groups)
-              -> rewards (train.scoring), advantages relative to the group (train.objectives)
-              -> packed micro-batches (train.packing)
-              -> policy update(s) (train.policy, train.loss), which return the policy's states, too
+    problems  -> rollout (train.rollout.collect, specjax.engine): speculative, with the tokens of
+                 plain decoding, until the groups to learn from are certain (train.rollout.groups)
+              -> rewards (train.scoring), advantages relative to the group (train.loss.objectives)
+              -> packed micro-batches (train.loss.packing)
+              -> policy update(s) (train.loss), which return the policy's states, too
               -> draft update on those states (train.heads): its own program, optimizer, clip norm
               -> both sets of weights back to the engine
               -> metrics, checkpoint
@@ -41,7 +41,6 @@ from specjax.engine.request import InvalidLogitsError
 from specjax.interfaces import Draft
 from specjax.models.generation_config import sampling_defaults
 from specjax.parallel import distributed, sharding
-from train import plot, processes
 from train.cli import (
     CHECKPOINTS,
     USER_ERRORS,
@@ -54,13 +53,15 @@ from train.cli import (
     run_program,
     settle_date,
 )
-from train.describe import describe_run, settings_of
-from train.evaluation import described
-from train.head_files import HeadCheckpoints
-from train.inputs import DropWarning
-from train.log import MetricsLogger, read_metrics
+from train.data.checks import DropWarning
+from train.heads.files import HeadCheckpoints
+from train.rollout.evaluation import described
+from train.rollout.samples import SampleLog
 from train.rollout_schema import SPELL
-from train.samples import SampleLog
+from train.run import picture as plot
+from train.run import processes
+from train.run.describe import describe_run, settings_of
+from train.run.log import MetricsLogger, read_metrics
 from train.schema import RLConfig
 from train.scoring import RewardsFailedError
 from train.trainer import Trainer

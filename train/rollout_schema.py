@@ -111,7 +111,7 @@ class RolloutSection(SamplingSection, SpeculationSettings):
     partial: bool = option(
         False,
         "the next step goes on with groups that are left (better with over_sample < 2, see "
-        "train.groups); otherwise they are dropped",
+        "train.rollout.groups); otherwise they are dropped",
     )
     max_staleness: int = option(
         4, "steps since the oldest token of a carried group at most; older groups are dropped"

@@ -1,8 +1,8 @@
 """Settings of `train.rl` and `train.sft` that have no effect unless others are set.
 
 Each row names settings, the condition under which they have an effect, and what to do if it does
-not hold. Rows about an objective's own options are with the objective (`train.objectives`). The
-sections themselves check for settings that contradict each other.
+not hold. Rows about an objective's own options are with the objective (`train.loss.objectives`).
+The sections themselves check for settings that contradict each other.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _set_rewards(v: Values) -> list[str]:
 def _may_use_workers(v: Values) -> bool:
     """Whether rewards may run in processes of their own, see `train.scoring.Scorer`.
 
-    With `auto` the rows of files decide, which `train.inputs` reads.
+    With `auto` the rows of files decide, which `train.data.checks` reads.
     """
     if v["rewards.workers"] is not None:
         return v["rewards.workers"] > 0

@@ -19,11 +19,11 @@ from specjax.parallel.distributed import DistributedConfig
 from specjax.parallel.sharding import MeshConfig
 from specjax.schema import Needs, at_least, option
 from specjax.spelling import Spell
-from train.algo import DEFAULT, algo_section, with_objective, with_preset
 from train.eval_schema import EvalSection, asked_sets
 from train.foreign_names import FOREIGN_NAMES
-from train.heads import MOST_STEPS, DraftConfig
-from train.optim import OptimConfig, SFTOptimConfig
+from train.heads.training import MOST_STEPS, DraftConfig
+from train.loss.algo import DEFAULT, algo_section, with_objective, with_preset
+from train.loss.optim import OptimConfig, SFTOptimConfig
 from train.registry import REWARDS, TASKS
 from train.rewards import THINKS_FIRST
 from train.rollout_schema import PENALTIES, SPELL, RolloutSection, SamplingSection

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, Protocol
 
 from specjax.error_text import shortened
 from train.answers.extract import each_gold
+from train.data.tasks.layout import Problem, gold_of, shown
 from train.reward_calls import ROW, Failed, Outcome, RewardCall
 from train.reward_loop import MOST_ABANDONED, abandoned_threads
 from train.reward_worker import Setup
 from train.reward_workers import Answer, Workers
 from train.rewards import THINKS_FIRST, AnswerReward, get_reward
-from train.tasks.layout import Problem, gold_of, shown
 
 # Number of rows, evenly spaced, whose gold answers are checked before a run.
 ROWS_CHECKED = 300

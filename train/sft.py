@@ -31,7 +31,6 @@ from specjax.parallel import sharding
 from specjax.parallel.context import context_of
 from specjax.tokenizer import with_tokenizer_end
 from specjax.weights import load_tokenizer
-from train import data
 from train.cli import (
     CHECKPOINTS,
     Progress,
@@ -41,9 +40,8 @@ from train.cli import (
     run_program,
     settle_date,
 )
-from train.describe import describe_run, settings_of
-from train.heads import DraftTrainer, draft_metrics
-from train.inputs import (
+from train.data import rows as data
+from train.data.checks import (
     DropWarning,
     Limit,
     Prompts,
@@ -54,12 +52,14 @@ from train.inputs import (
     require_most,
     require_template,
 )
-from train.log import MetricsLogger
-from train.loss import count_denominators, sft_loss
-from train.packing import pack_demonstrations, padding_share
-from train.policy import PolicyTrainer, own_family
+from train.data.tasks.layout import text_of_response
+from train.heads.training import DraftTrainer, draft_metrics
+from train.loss.packing import pack_demonstrations, padding_share
+from train.loss.policy import PolicyTrainer, own_family
+from train.loss.terms import count_denominators, sft_loss
+from train.run.describe import describe_run, settings_of
+from train.run.log import MetricsLogger
 from train.schema import SFTConfig, as_run
-from train.tasks.layout import text_of_response
 
 if TYPE_CHECKING:  # slow to import
     from transformers import PreTrainedTokenizerBase

@@ -39,30 +39,15 @@ from specjax.parallel import distributed, sharding
 from specjax.spelling import SettingError, spelled
 from specjax.tokenizer import with_tokenizer_end
 from specjax.weights import load_tokenizer
-from train import data
-from train.advantages import training_samples
-from train.algo import preset_line
-from train.collect import Rollouts, score_new_tokens
-from train.evaluation import Judged, evaluate, problem_sets
-from train.exact import ExactMode
-from train.flops import UpdateSpeed, training_devices
-from train.groups import Group
-from train.head_files import HeadCheckpoints, require_same_head, starting_head
-from train.heads import DraftTrainer, draft_metrics
-from train.inputs import held_out, read_inputs
-from train.log import TRACE_FILE, Trace
-from train.loss import KL, count_denominators, finalize_metrics
-from train.packing import Sample, empty_batch, pack, padding_share
-from train.policy import own_family
-from train.processes import (
-    control_metrics,
-    copies_for,
-    gather_events,
-    gather_replicas,
-    gather_telemetry,
-    idle_device_warnings,
-    join_engines,
-)
+from train.data import rows as data
+from train.data.checks import held_out, read_inputs
+from train.heads.files import HeadCheckpoints, require_same_head, starting_head
+from train.heads.training import DraftTrainer, draft_metrics
+from train.loss.algo import preset_line
+from train.loss.flops import UpdateSpeed, training_devices
+from train.loss.packing import Sample, empty_batch, pack, padding_share
+from train.loss.policy import own_family
+from train.loss.terms import KL, count_denominators, finalize_metrics
 from train.programs import (
     as_computed,
     as_rolled_out,
@@ -76,11 +61,26 @@ from train.programs import (
     settle_length,
     trains_in_replicas,
 )
+from train.rollout.advantages import training_samples
+from train.rollout.collect import Rollouts, score_new_tokens
+from train.rollout.evaluation import Judged, evaluate, problem_sets
+from train.rollout.exact import ExactMode
+from train.rollout.groups import Group
+from train.rollout.spot import HeadDevices, ReplayBuffer, SpotTraining, describe_spot
+from train.rollout.vocabulary import DraftVocabulary
 from train.rollout_schema import SPELL, with_draft_key
+from train.run.log import TRACE_FILE, Trace
+from train.run.processes import (
+    control_metrics,
+    copies_for,
+    gather_events,
+    gather_replicas,
+    gather_telemetry,
+    idle_device_warnings,
+    join_engines,
+)
 from train.schema import RLConfig
 from train.scoring import RewardsFailedError
-from train.spot import HeadDevices, ReplayBuffer, SpotTraining, describe_spot
-from train.vocabulary import DraftVocabulary
 
 
 class _Snapshot(NamedTuple):

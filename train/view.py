@@ -37,7 +37,7 @@ from typing import Any
 import yaml
 
 from specjax.command_line import ArgumentParser
-from train.run_files import CONFIG_FILE, METRICS_FILE, RUN_FILE, SAMPLES_FILE, read_starts
+from train.run.files import CONFIG_FILE, METRICS_FILE, RUN_FILE, SAMPLES_FILE, read_starts
 
 PAGE = Path(__file__).with_name("view.html")
 FILES = (METRICS_FILE, SAMPLES_FILE, RUN_FILE, CONFIG_FILE)

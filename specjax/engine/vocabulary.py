@@ -181,7 +181,7 @@ class TokenCounts:
         """The ids and the counts, for JSON.
 
         When a choice is due is not among them: only engines ask that, which keep no state, and
-        whoever restores one (`train.vocabulary`) chooses by steps.
+        whoever restores one (`train.rollout.vocabulary`) chooses by steps.
         """
         some = np.flatnonzero(self._counts).astype(np.int32)
         arrays = {"ids": self.ids, "counted": some, "counts": self._counts[some]}

@@ -7,7 +7,7 @@ import pytest
 import tiny_run
 
 from bench import rl
-from train.heads import frozen_policy_parts, head_loss
+from train.heads.training import frozen_policy_parts, head_loss
 from train.trainer import Trainer
 
 

@@ -23,7 +23,7 @@ from specjax.drafts.mtp import init_head_params
 from specjax.models.mixers.attention import Attention
 from specjax.models.mlps.dense import Dense
 from specjax.models.transformer import graphdef, init_params, record_shape
-from train.packing import Sample, pack
+from train.loss.packing import Sample, pack
 
 VOCAB, MAX_LEN = 64, 64
 PAGE = (Path(__file__).resolve().parents[2] / "docs/extend.md").read_text(encoding="utf-8")

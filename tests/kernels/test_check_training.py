@@ -8,9 +8,9 @@ from specjax.config import RunConfig
 from specjax.kernels import check, reference
 from specjax.kernels.backend import Kernels
 from specjax.models.families.dense import change_dense, dense_config
-from train.loss import sft_loss
-from train.optim import OptimConfig
-from train.policy import PolicyTrainer
+from train.loss.optim import OptimConfig
+from train.loss.policy import PolicyTrainer
+from train.loss.terms import sft_loss
 
 CFG = dense_config(
     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2,

@@ -17,11 +17,11 @@ from specjax.kernels.backend import choose
 from specjax.models.families.dense import change_dense
 from specjax.parallel import sharding
 from specjax.parallel.sharding import MeshConfig, make_mesh
-from train.heads import DraftConfig, DraftTrainer
-from train.loss import count_denominators, sft_loss
-from train.optim import OptimConfig
-from train.packing import Sample, pack
-from train.policy import PolicyTrainer
+from train.heads.training import DraftConfig, DraftTrainer
+from train.loss.optim import OptimConfig
+from train.loss.packing import Sample, pack
+from train.loss.policy import PolicyTrainer
+from train.loss.terms import count_denominators, sft_loss
 
 WIDE = change_dense(tiny_config(), head_dim=128)
 HALF = WIDE.running(compute_dtype="bfloat16")

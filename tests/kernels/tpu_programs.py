@@ -27,13 +27,13 @@ from specjax.models.transformer import init_params
 from specjax.parallel import sharding
 from specjax.parallel.context import context_of
 from specjax.parallel.sharding import MeshConfig, make_mesh
-from train.heads import DraftConfig, DraftTrainer, frozen_policy_parts
-from train.loss import count_denominators, sft_loss
-from train.optim import OptimConfig
+from train.heads.training import DraftConfig, DraftTrainer, frozen_policy_parts
+from train.loss.optim import OptimConfig
+from train.loss.policy import PolicyTrainer
+from train.loss.terms import count_denominators, sft_loss
 from train.plan.cycles import name_of
 from train.plan.hlo import Module
 from train.plan.windows import products
-from train.policy import PolicyTrainer
 
 # As Qwen3-8B, but for layers and vocabulary; in bfloat16, with heads of 128.
 MODEL = change_dense(WIDE, vocab_size=1024, hidden_size=512, intermediate_size=1024, num_layers=2)

@@ -18,11 +18,11 @@ from specjax.models.transformer import init_params
 from specjax.parallel import sharding
 from specjax.parallel.context import Context, context_of, shift
 from specjax.parallel.sharding import MeshConfig, make_mesh
-from train.algo import algo
-from train.heads import DraftConfig, DraftTrainer
-from train.loss import count_denominators, rl_loss
-from train.packing import Sample, pack
-from train.policy import PolicyTrainer
+from train.heads.training import DraftConfig, DraftTrainer
+from train.loss.algo import algo
+from train.loss.packing import Sample, pack
+from train.loss.policy import PolicyTrainer
+from train.loss.terms import count_denominators, rl_loss
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 

@@ -18,13 +18,13 @@ from specjax.models.rows import param_axes
 from specjax.parallel import sharding
 from specjax.parallel.sharding import MeshConfig, make_mesh, replicated_dims
 from train import rl
-from train.algo import algo
-from train.heads import DraftConfig, DraftTrainer
-from train.log import read_metrics
-from train.loss import count_denominators, rl_loss
-from train.optim import OptimConfig
-from train.packing import Sample, pack
-from train.policy import PolicyTrainer
+from train.heads.training import DraftConfig, DraftTrainer
+from train.loss.algo import algo
+from train.loss.optim import OptimConfig
+from train.loss.packing import Sample, pack
+from train.loss.policy import PolicyTrainer
+from train.loss.terms import count_denominators, rl_loss
+from train.run.log import read_metrics
 from train.schema import RLConfig
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from train.advantages import overlong_penalties, training_samples
-from train.algo import algo
-from train.groups import Group, Response
-from train.packing import pack
+from train.loss.algo import algo
+from train.loss.packing import pack
+from train.rollout.advantages import overlong_penalties, training_samples
+from train.rollout.groups import Group, Response
 
 REWARDS = ([1.0, 0.0, 0.5], [0.0, 2.0, 2.0])
 LENGTHS = ([2, 5, 10], [7, 8, 9])

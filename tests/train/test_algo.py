@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from specjax.command_line import parse_config
-from train.algo import algo
-from train.objectives.shared import GroupRelative
+from train.loss.algo import algo
+from train.loss.objectives.shared import GroupRelative
 from train.schema import RLConfig
 
 

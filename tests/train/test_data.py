@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from train.data import (
+from train.data.rows import (
     DataConfig,
     Demonstration,
     demonstrations,
@@ -14,8 +14,8 @@ from train.data import (
     split_of,
     train_bpe_tokenizer,
 )
+from train.data.tasks.sums import CONNECTIVES
 from train.rewards import exact
-from train.tasks.sums import CONNECTIVES
 
 STEP = re.compile(r" ([a-z]+) (\d+)\+(\d+)=(\d+);")
 

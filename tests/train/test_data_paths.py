@@ -9,8 +9,8 @@ import pyarrow.parquet
 import pytest
 
 from specjax.command_line import parse_config
-from train import data
-from train.inputs import describe_data
+from train.data import rows as data
+from train.data.checks import describe_data
 from train.schema import DataConfig, RLConfig, SFTConfig
 from train.scoring import Scorer
 

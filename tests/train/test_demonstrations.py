@@ -9,8 +9,9 @@ import small_tokenizers
 
 from specjax.command_line import parse_config
 from specjax.tokenizer import load_tokenizer
-from train import data_report, draft, rl, sft
+from train import draft, rl, sft
 from train import eval as evaluation
+from train.data import __main__ as data_report
 from train.schema import SFTConfig
 
 # Writes tools, reasoning and calls as templates of instruct models do.

@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from specjax.command_line import parse_config
-from train.describe import PACKAGES, describe_run
-from train.run_files import read_starts
+from train.run.describe import PACKAGES, describe_run
+from train.run.files import read_starts
 from train.schema import RLConfig
 
 ROWS = '{"question": "1+1", "answer": "2"}\n'

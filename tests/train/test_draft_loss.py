@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from train.heads import draft_targets, roll_left
-from train.packing import Sample, pack
+from train.heads.training import draft_targets, roll_left
+from train.loss.packing import Sample, pack
 
 VOCAB = 7
 

@@ -17,16 +17,16 @@ from specjax.models.transformer import init_params
 from specjax.parallel import sharding
 from specjax.parallel.context import context_of
 from specjax.parallel.sharding import MeshConfig, make_mesh
-from train.draft_losses import DRAFT_LOSSES, Objective, Sampling, Target
-from train.heads import (
+from train.heads.losses import DRAFT_LOSSES, Objective, Sampling, Target
+from train.heads.training import (
     DraftConfig,
     DraftTrainer,
     frozen_policy_parts,
     head_loss,
     trained_part,
 )
-from train.optim import OptimConfig
-from train.packing import Sample, pack
+from train.loss.optim import OptimConfig
+from train.loss.packing import Sample, pack
 
 VOCAB, STEPS, ROWS, LENGTH = 11, 3, 2, 5
 HOW = {

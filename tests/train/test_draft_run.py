@@ -12,11 +12,12 @@ from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint.store import Checkpointer
 from specjax.command_line import parse_config
 from specjax.engine.engine import Engine
-from train import draft, draft_data
-from train.draft_data import Pair, choose_vocabulary, order_of, pack_pairs, read_texts
+from train import draft
+from train.data.checks import Prompts
 from train.draft_schema import DraftRunConfig
-from train.inputs import Prompts
-from train.log import read_metrics
+from train.heads import samples as draft_data
+from train.heads.samples import Pair, choose_vocabulary, order_of, pack_pairs, read_texts
+from train.run.log import read_metrics
 
 SETTINGS = {
     "kind": "mtp",

@@ -8,7 +8,7 @@ import pytest
 from specjax import interrupts
 from specjax.command_line import parse_config
 from train import eval as program
-from train.evaluation import Evaluated
+from train.rollout.evaluation import Evaluated
 
 
 def run_directory(path: Path, text: str) -> Path:

@@ -12,8 +12,12 @@ from specjax.command_line import ConfigError, parse_config
 from specjax.engine.request import SampleOutput, SpecStats, Totals
 from specjax.schema import describe
 from specjax.tokenizer import load_tokenizer
+from train.data.checks import Inputs, Prompts
+from train.data.tasks.layout import Problem
 from train.eval_schema import EvalSection, asked_sets
-from train.evaluation import (
+from train.programs import settle_length
+from train.rewards import CHOICE, EXACT, MATH_VERIFY, NUMBER
+from train.rollout.evaluation import (
     described,
     evaluate,
     majority,
@@ -21,12 +25,8 @@ from train.evaluation import (
     problem_sets,
     same_answer,
 )
-from train.inputs import Inputs, Prompts
-from train.programs import settle_length
-from train.rewards import CHOICE, EXACT, MATH_VERIFY, NUMBER
 from train.schema import RLConfig
 from train.scoring import Scorer
-from train.tasks.layout import Problem
 
 # --- metrics of one problem ----------------------------------------------------------------------
 

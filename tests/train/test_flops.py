@@ -5,7 +5,7 @@ import types
 import pytest
 
 from specjax.models.families.dense import dense_config
-from train.flops import UpdateFlops, UpdateSpeed
+from train.loss.flops import UpdateFlops, UpdateSpeed
 
 SIZES = {"num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "mtp_num_layers": 1}
 CFG = dense_config(256, 64, 160, **SIZES)

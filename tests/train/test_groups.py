@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from specjax.engine.agreement import SingleHost
 from specjax.engine.request import SampleOutput, SpecStats
 from specjax.engine.sequence import Finished
-from train.collect import (
+from train.data.rows import Problem
+from train.rollout.collect import (
     StepRollout,
 )
-from train.data import Problem
-from train.groups import (
+from train.rollout.groups import (
     Filter,
     Group,
     GroupStatus,

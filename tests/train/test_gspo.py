@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train.algo import algo
-from train.loss import count_denominators, finalize_metrics, policy_loss
-from train.packing import Sample, pack
+from train.loss.algo import algo
+from train.loss.packing import Sample, pack
+from train.loss.terms import count_denominators, finalize_metrics, policy_loss
 
 ADVANTAGES = (1.5, -0.5, -2.0, 0.0, 0.75, -1.0)
 WIDE = {"clip_ratio": 0.1, "clip_ratio_high": 0.15}

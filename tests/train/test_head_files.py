@@ -14,7 +14,7 @@ from specjax.config import SpecConfig
 from specjax.drafts.eagle3 import Eagle3Source
 from specjax.drafts.mtp import MTPSource, init_head_params
 from specjax.models.families.dense import dense_config
-from train.head_files import HeadCheckpoints, require_same_head, starting_head
+from train.heads.files import HeadCheckpoints, require_same_head, starting_head
 
 
 def same(a, b) -> bool:

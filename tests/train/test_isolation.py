@@ -8,11 +8,11 @@ import tiny_run
 
 from specjax.checkpoint import huggingface as hf
 from specjax.command_line import parse_config
-from train.heads import DraftConfig, DraftTrainer, frozen_policy_parts, head_loss
-from train.loss import sft_loss
-from train.optim import OptimConfig
-from train.packing import Sample, pack
-from train.policy import PolicyTrainer
+from train.heads.training import DraftConfig, DraftTrainer, frozen_policy_parts, head_loss
+from train.loss.optim import OptimConfig
+from train.loss.packing import Sample, pack
+from train.loss.policy import PolicyTrainer
+from train.loss.terms import sft_loss
 from train.schema import RLConfig
 
 

@@ -5,8 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from train.live import CONSOLE_FIELDS, LiveTable
-from train.log import MetricsLogger
+from train.run.live import CONSOLE_FIELDS, LiveTable
+from train.run.log import MetricsLogger
 
 STEP = {
     "rollout/reward": 0.25,

@@ -7,8 +7,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from train import plot
-from train.log import MetricsLogger, read_metrics
+from train.run import picture as plot
+from train.run.log import MetricsLogger, read_metrics
 
 
 def _steps(run: Path) -> list[int]:

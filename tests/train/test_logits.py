@@ -13,14 +13,14 @@ from specjax.models.transformer import init_params
 from specjax.parallel import sharding
 from specjax.parallel.context import context_of
 from specjax.parallel.sharding import MeshConfig, make_mesh
-from train.algo import algo
-from train.heads import DraftConfig, frozen_policy_parts, head_loss, head_of
-from train.logits import Head
-from train.logprobs import Transforms, processed_state_logprobs, state_logprobs
-from train.loss import count_denominators, rl_loss, sft_loss
-from train.optim import OptimConfig
-from train.packing import Sample, pack
-from train.policy import PolicyTrainer
+from train.heads.training import DraftConfig, frozen_policy_parts, head_loss, head_of
+from train.loss.algo import algo
+from train.loss.logits import Head
+from train.loss.logprobs import Transforms, processed_state_logprobs, state_logprobs
+from train.loss.optim import OptimConfig
+from train.loss.packing import Sample, pack
+from train.loss.policy import PolicyTrainer
+from train.loss.terms import count_denominators, rl_loss, sft_loss
 from train.registry import OBJECTIVES
 
 ROWS, LENGTH, VOCAB, WIDTH = 4, 32, 40, 16

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from specjax.interfaces import Denominators
-from train.algo import algo
-from train.logprobs import token_logprobs
-from train.loss import count_denominators, finalize_metrics, policy_loss
-from train.objectives.grpo import GRPO
-from train.objectives.shared import group_advantages
-from train.packing import Sample, pack
+from train.loss.algo import algo
+from train.loss.logprobs import token_logprobs
+from train.loss.objectives.grpo import GRPO
+from train.loss.objectives.shared import group_advantages
+from train.loss.packing import Sample, pack
+from train.loss.terms import count_denominators, finalize_metrics, policy_loss
 
 ROWS, LENGTH, VOCAB = 2, 16, 11
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from reference_loss import Scored, differences, loss_of
 
-from train.algo import algo
-from train.loss import count_denominators, finalize_metrics, policy_loss
-from train.objectives.reinforce_pp import ReinforcePP
-from train.packing import Sample, pack
+from train.loss.algo import algo
+from train.loss.objectives.reinforce_pp import ReinforcePP
+from train.loss.packing import Sample, pack
+from train.loss.terms import count_denominators, finalize_metrics, policy_loss
 
 PROMPTS, GROUP, LENGTH = 2, 3, 40
 REWARDS = np.array([[1.0, 0.0, 0.5], [0.0, 0.0, 2.0]])

@@ -13,11 +13,11 @@ from specjax.config import ModelConfig
 from specjax.interfaces import Draft, DraftNeeds
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import embed_tokens, init_params
-from train.heads import DraftConfig, DraftTrainer, inner_taps
-from train.loss import sft_loss
-from train.optim import OptimConfig
-from train.packing import Sample, pack
-from train.policy import PolicyTrainer
+from train.heads.training import DraftConfig, DraftTrainer, inner_taps
+from train.loss.optim import OptimConfig
+from train.loss.packing import Sample, pack
+from train.loss.policy import PolicyTrainer
+from train.loss.terms import sft_loss
 from train.programs import build_programs
 from train.schema import RLConfig
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train.packing import Sample, pack, pack_demonstrations
+from train.loss.packing import Sample, pack, pack_demonstrations
 
 ROW_LENGTH = 16
 

@@ -11,11 +11,11 @@ from specjax.command_line import parse_config
 from specjax.decode import round as decode_round
 from specjax.interfaces import Denominators
 from train import rl
-from train.algo import algo
-from train.groups import token_versions
-from train.log import read_metrics
-from train.loss import rl_loss
-from train.packing import Sample, pack
+from train.loss.algo import algo
+from train.loss.packing import Sample, pack
+from train.loss.terms import rl_loss
+from train.rollout.groups import token_versions
+from train.run.log import read_metrics
 from train.schema import RLConfig
 
 pytestmark = pytest.mark.usefixtures("shared_programs")

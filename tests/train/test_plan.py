@@ -19,13 +19,13 @@ from specjax.engine.options import features_of
 from specjax.engine.request import make_jobs
 from specjax.parallel.sharding import MeshConfig, device_bytes, make_mesh
 from train import rl
-from train.collect import group_params
 from train.plan import __main__ as plan
 from train.plan import cost as plan_cost
 from train.plan import table as plan_table
 from train.plan.hlo import Module
 from train.plan.programs import SHAPES, Shapes
 from train.programs import chunk_features
+from train.rollout.collect import group_params
 from train.schema import RLConfig
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -3,8 +3,8 @@
 import pytest
 
 from specjax.command_line import parse_config
-from train.algo import algo, preset_line
-from train.objectives.shared import Clip, GroupRelative
+from train.loss.algo import algo, preset_line
+from train.loss.objectives.shared import Clip, GroupRelative
 from train.presets import PRESETS
 from train.schema import RLConfig
 

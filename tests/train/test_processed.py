@@ -7,8 +7,8 @@ import pytest
 from decode import transform_reference as reference
 
 from specjax.config import SamplingParams
-from train.logprobs import Transforms, processed_logprobs
-from train.packing import Sample, pack
+from train.loss.logprobs import Transforms, processed_logprobs
+from train.loss.packing import Sample, pack
 
 ROWS, LENGTH, VOCAB, STOPS = 2, 32, 13, (3, 4)
 FILTERS = {"top_k": 6, "top_p": 0.8, "min_p": 0.05}

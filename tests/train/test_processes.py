@@ -19,8 +19,8 @@ from specjax.checkpoint.store import Checkpointer
 from specjax.command_line import parse_config
 from specjax.telemetry.collector import read_jsonl
 from train import rl
-from train.log import TRACE_FILE, read_lines, read_metrics
-from train.run_files import read_starts
+from train.run.files import read_starts
+from train.run.log import TRACE_FILE, read_lines, read_metrics
 from train.schema import RLConfig
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,13 +7,13 @@ import pytest
 
 from specjax.command_line import ConfigError, require_same_settings
 from specjax.tokenizer import load_tokenizer
-from train import data
+from train.data import rows as data
+from train.data.checks import describe_data, read_inputs
+from train.data.tasks import reasoning_gym
 from train.eval_schema import EvalSection
-from train.evaluation import problem_sets
-from train.inputs import describe_data, read_inputs
+from train.rollout.evaluation import problem_sets
 from train.schema import DataConfig, RLConfig
 from train.scoring import Scorer
-from train.tasks import reasoning_gym
 from train.trainer import Trainer
 
 

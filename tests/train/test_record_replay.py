@@ -25,12 +25,12 @@ from specjax.models.mixers.attention import Attention
 from specjax.models.mlps.dense import Dense
 from specjax.models.transformer import init_params, record_shape
 from train import rl
-from train.collect import score_new_tokens
-from train.groups import Group, Response
-from train.loss import sft_loss
-from train.packing import Sample, pack
+from train.loss.packing import Sample, pack
+from train.loss.policy import PolicyTrainer
+from train.loss.terms import sft_loss
 from train.plan.programs import Shapes
-from train.policy import PolicyTrainer
+from train.rollout.collect import score_new_tokens
+from train.rollout.groups import Group, Response
 from train.schema import RLConfig
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/extend.md").read_text(encoding="utf-8")

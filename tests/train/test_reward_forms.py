@@ -13,10 +13,11 @@ import slow_rewards
 import tiny_run
 
 from train import rl
-from train.log import read_metrics
+from train.data.tasks.layout import Problem
 from train.reward_calls import Failed, RewardCall
 from train.reward_workers import WorkerError
 from train.rewards import get_reward
+from train.run.log import read_metrics
 from train.schema import RewardsSection
 from train.scoring import (
     SampleFacts,
@@ -24,7 +25,6 @@ from train.scoring import (
     Scorer,
     unwinnable,
 )
-from train.tasks.layout import Problem
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -285,7 +285,7 @@ from types import SimpleNamespace
 
 from train.rewards import THINKS_FIRST
 from train.scoring import Scorer
-from train.tasks.layout import Problem
+from train.data.tasks.layout import Problem
 
 if __name__ == "__main__":
     options = SimpleNamespace(weights=None, workers=1, timeout=600.0, pattern=THINKS_FIRST)

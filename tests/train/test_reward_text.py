@@ -6,8 +6,8 @@ from tokenizers import AddedToken
 
 from specjax import SamplingParams
 from specjax.tokenizer import load_tokenizer
-from train.collect import ResponseText
 from train.rewards import get_reward
+from train.rollout.collect import ResponseText
 
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 

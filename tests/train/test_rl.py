@@ -19,8 +19,8 @@ from specjax.drafts.mtp import MTPSource
 from specjax.tokenizer import load_tokenizer, prompt_ids
 from train import eval as evaluation
 from train import rl
-from train.head_files import starting_head
-from train.log import read_metrics
+from train.heads.files import starting_head
+from train.run.log import read_metrics
 from train.schema import RLConfig, SFTConfig
 from train.sft import PackedDemonstrations
 

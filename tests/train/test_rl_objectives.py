@@ -13,7 +13,7 @@ import tiny_run
 from reference_loss import Scored, differences, loss_of
 
 from specjax.command_line import parse_config
-from train.algo import algo
+from train.loss.algo import algo
 from train.schema import RLConfig
 from train.trainer import Trainer
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from train.cli import USER_ERRORS, can_resume
-from train.run_files import RunFileError, keep_before, read_lines
+from train.run.files import RunFileError, keep_before, read_lines
 
 CUT = json.dumps({"step": 2, "text": "\u00e9"}, ensure_ascii=False).encode()[:-3]
 

@@ -6,9 +6,9 @@ import pytest
 import small_tokenizers
 
 from specjax.tokenizer import load_tokenizer
-from train.groups import Group, Response
-from train.samples import SampleLog, token_texts
-from train.tasks.layout import Problem
+from train.data.tasks.layout import Problem
+from train.rollout.groups import Group, Response
+from train.rollout.samples import SampleLog, token_texts
 
 
 class Letters:

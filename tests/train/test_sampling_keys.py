@@ -8,9 +8,9 @@ import tiny_run
 from specjax import LLM
 from specjax.command_line import parse_config
 from train import rl
-from train.collect import group_params
-from train.groups import token_versions
-from train.packing import Sample, pack
+from train.loss.packing import Sample, pack
+from train.rollout.collect import group_params
+from train.rollout.groups import token_versions
 from train.schema import RLConfig
 
 pytestmark = pytest.mark.usefixtures("shared_programs")

@@ -14,17 +14,17 @@ import tiny_run
 from specjax.command_line import parse_config
 from specjax.tokenizer import load_tokenizer
 from train import rl
-from train.collect import Rollouts
-from train.inputs import Inputs, read_inputs
-from train.log import read_metrics
+from train.data.checks import Inputs, read_inputs
+from train.data.tasks.layout import Problem
 from train.reward_calls import as_number
+from train.rollout.collect import Rollouts
+from train.run.log import read_metrics
 from train.schema import RLConfig
 from train.scoring import (
     Score,
     Scorer,
     unwinnable,
 )
-from train.tasks.layout import Problem
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 

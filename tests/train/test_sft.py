@@ -17,8 +17,8 @@ from specjax.drafts.mtp import init_head_params
 from specjax.models.families.dense import change_dense
 from specjax.models.transformer import init_params
 from train import sft
-from train.log import read_metrics
-from train.optim import OptimConfig, weight_matrices
+from train.loss.optim import OptimConfig, weight_matrices
+from train.run.log import read_metrics
 from train.schema import SFTConfig
 
 SETTINGS = {

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from specjax.checkpoint.store import Checkpointer
 from specjax.command_line import parse_config
 from train import rl
-from train.log import TRACE_FILE, read_lines
+from train.rollout.spot import ReplayBuffer
+from train.run.log import TRACE_FILE, read_lines
 from train.schema import RLConfig
 from train.scoring import RewardsFailedError
-from train.spot import ReplayBuffer
 
 # Groups are carried, steps end early, the head is trained: all that could depend on the clock does.
 CHANGES = {

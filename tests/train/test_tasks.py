@@ -9,15 +9,16 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from train import data, data_report
-from train.data import demonstrations, problems
+from train.data import __main__ as data_report
+from train.data import rows as data
+from train.data.checks import Prompts, read_inputs
+from train.data.rows import demonstrations, problems
+from train.data.tasks import find_task
+from train.data.tasks.layout import Example, Layout
 from train.eval_schema import EvalSection
-from train.inputs import Prompts, read_inputs
 from train.registry import TASKS
 from train.schema import DataConfig, RLConfig
 from train.scoring import Score, Scorer
-from train.tasks import find_task
-from train.tasks.layout import Example, Layout
 
 USER = [{"role": "user", "content": "How much is 1+2?"}]
 SYSTEM = [{"role": "system", "content": "Be brief."}, *USER]

@@ -17,10 +17,10 @@ import optax
 import pytest
 
 from specjax.checkpoint.weights import load_model
-from train.algo import algo
-from train.loss import count_denominators, finalize_metrics, policy_loss
-from train.packing import Sample, pack
-from train.policy import PolicyTrainer
+from train.loss.algo import algo
+from train.loss.packing import Sample, pack
+from train.loss.policy import PolicyTrainer
+from train.loss.terms import count_denominators, finalize_metrics, policy_loss
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "trl"
 TRL = json.loads((GOLDEN / "trl.json").read_text())

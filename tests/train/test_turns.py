@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train.algo import algo
-from train.collect import to_samples
-from train.groups import Group, Response
-from train.heads import draft_targets
-from train.loss import count_denominators, policy_loss
-from train.packing import pack
+from train.heads.training import draft_targets
+from train.loss.algo import algo
+from train.loss.packing import pack
+from train.loss.terms import count_denominators, policy_loss
 from train.registry import OBJECTIVES
+from train.rollout.collect import to_samples
+from train.rollout.groups import Group, Response
 
 # Two turns of the policy with two tokens of a tool between them.
 TURNS = [1, 1, 0, 0, 1]

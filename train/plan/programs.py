@@ -40,10 +40,10 @@ from specjax.parallel import sharding
 from specjax.parallel.reshard import Mover, Reshard
 from specjax.parallel.sharding import device_bytes
 from specjax.shipped import find_shipped
-from train.head_files import head_shapes
-from train.heads import FIELDS, frozen_policy_parts
-from train.packing import empty_batch
-from train.policy import own_family
+from train.heads.files import head_shapes
+from train.heads.training import FIELDS, frozen_policy_parts
+from train.loss.packing import empty_batch
+from train.loss.policy import own_family
 from train.programs import (
     Mesh,
     Programs,

@@ -1,0 +1,41 @@
+"""GSM8K's rows: `question`, and `answer` with the working first and `#### n` last.
+
+Without the mark the whole column is the answer, which may be a number. `data.strip_calculator`
+removes annotations such as `<<48/2=24>>` from demonstrations.
+"""
+
+from typing import Any
+
+from train.answers.extract import ANSWER_MARK
+from train.data.tasks.layout import (
+    Example,
+    Layout,
+    Row,
+    answers_of,
+    gold_of,
+    others,
+    text_of,
+    unless_unread,
+)
+
+
+def _read(row: Row) -> Example:
+    question, answer = text_of(row, "question"), row.get("answer")
+    response, gold = unless_unread(_worked, answer, "answer"), gold_of(answer, "answer")
+    return Example(question, gold, response, others(row, "question", "answer"))
+
+
+def _worked(answer: Any, column: str) -> str:
+    """The worked answer, or the first of several."""
+    worked, *_ = answers_of(answer, column)
+    return worked if ANSWER_MARK in worked else f"{ANSWER_MARK} {worked}"
+
+
+TASK = Layout(
+    name="gsm8k",
+    columns="question, answer",
+    recognises=lambda columns: {"question", "answer"} <= set(columns),
+    read=_read,
+    reward="number",
+    template="Question: {question}\nAnswer:",
+)

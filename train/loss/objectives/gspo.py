@@ -1,0 +1,79 @@
+"""Group sequence policy optimisation: one ratio for all tokens of a sample, clipped as a whole.
+
+    s        = exp(mean_t(logprob_t - old_logprob_t))             over the sample's loss tokens
+    policy_t = -min(s_t * A, clip(s_t, 1 - clip_ratio, 1 + clip_ratio_high) * A)
+
+With `importance_sampling_level=sequence` s_t is s (arXiv 2507.18071, section 4.1; TRL's value of
+the same name). With `sequence_token`, the default, s_t has the value of s, and the gradient
+s * d logprob_t / d theta: the paper's GSPO-token (section 4.3; verl's `policy_loss.loss_mode=gspo`,
+TRL's experimental `sequence_token`). Where all tokens of a sample have the same advantage and
+weight, both have the same gradient. `sequence_token` is the one that can be weighed token by token,
+as `algo.tis` does.
+
+The clip range is that of the paper: s is a mean over tokens, and moves far less than their ratios.
+`loss_aggregation=token` is an option that the paper does not have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from specjax.interfaces import Logprobs
+from specjax.schema import Needs
+from train.loss.objectives.shared import Clipped, bounded_exp, one_of, sample_sums
+
+LEVELS = ("sequence_token", "sequence")
+
+
+@dataclass(frozen=True)
+class GSPO(Clipped):
+    """GSPO, averaged over the tokens of each sample and then over samples.
+
+    Attributes:
+      clip_ratio: distance below 1 at which a sample's ratio is clipped.
+      clip_ratio_high: distance above 1 at which a sample's ratio is clipped.
+      importance_sampling_level: `sequence_token`, the gradient of a token is that of its own
+        log-probability, or `sequence`, that of the sample's ratio.
+    """
+
+    rules: ClassVar[tuple[Needs, ...]] = (
+        *Clipped.rules,
+        Needs(
+            ("algo.importance_sampling_level",),
+            lambda v: v["algo.tis"] and v["algo.tis_level"] == "token",
+            "with [algo.tis] and [algo.tis_level] all tokens of a sample have the same weight, and "
+            "both levels the same gradient; set algo.tis=true with algo.tis_level=token, or leave "
+            "it out",
+        ),
+    )
+
+    loss_aggregation: str = "sequence"
+    clip_ratio: float = 3e-4
+    clip_ratio_high: float = 4e-4
+    importance_sampling_level: str = "sequence_token"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("importance_sampling_level", self.importance_sampling_level, LEVELS)
+
+    def per_token(
+        self,
+        logprobs: Logprobs,
+        advantages: Float[Array, "R S"],
+        segments: Int[Array, "R S"],
+        loss_mask: Float[Array, "R S"],
+    ) -> tuple[Float[Array, "R S"], dict[str, Float[Array, "R S"]]]:
+        """Computes policy_t, and the values to log, see `specjax.interfaces.Objective`."""
+        new = logprobs.new
+        lengths = jnp.maximum(sample_sums(loss_mask, segments), 1.0)
+        if self.importance_sampling_level == "sequence":
+            log_ratio = sample_sums(new - logprobs.old, segments) / lengths
+            return self.surrogate(bounded_exp(log_ratio), advantages)
+        fixed = jax.lax.stop_gradient(new)
+        log_ratio = sample_sums(fixed - logprobs.old, segments) / lengths  # 0 outside of the loss
+        return self.surrogate(bounded_exp(log_ratio + (new - fixed)), advantages)

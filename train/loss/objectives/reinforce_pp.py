@@ -1,0 +1,98 @@
+"""REINFORCE++: one advantage per token, normalised over all tokens of the step.
+
+    return_t = r - kl_coef * sum(kl_u, u >= t)
+    A_t      = (return_t - mean) / (std + advantage_eps)          over all loss tokens of the step
+    ratio_t  = exp(logprob_t - old_logprob_t)
+    policy_t = -min(ratio_t * A_t, clip(ratio_t, 1 - clip_ratio, 1 + clip_ratio_high) * A_t)
+
+(arXiv 2501.03262. Mean and standard deviation over tokens are those of verl and OpenRLHF, so that
+long samples count more.) With `group_baseline` the mean reward of its group is subtracted from r
+first: the paper's REINFORCE++-baseline, for several samples of each prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from specjax.interfaces import Logprobs
+from train.loss.objectives.shared import Clip, bounded_exp, comparable, zero_variance_groups
+
+
+@dataclass(frozen=True)
+class ReinforcePP(Clip):
+    """REINFORCE++, averaged over all tokens of the update.
+
+    Attributes:
+      clip_ratio_high: distance above 1 at which the ratio is clipped.
+      group_baseline: whether the mean reward of its group is subtracted from that of a sample.
+      advantage_eps: added to the standard deviation.
+    """
+
+    clip_ratio_high: float = 0.2
+    group_baseline: bool = False
+    advantage_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.advantage_eps < 0:
+            raise ValueError(f"expected advantage_eps >= 0, got {self.advantage_eps}")
+
+    @property
+    def least_samples(self) -> int:
+        """The smallest number of samples per prompt: without a baseline of the group it is 1."""
+        return 2 if self.group_baseline else 1
+
+    def advantages(self, rewards: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
+        """Computes advantages of samples of one token each, see `token_advantages`."""
+        one = [np.ones(1)] * np.size(rewards)
+        found = self.token_advantages(rewards, one, [np.zeros(1)] * len(one))
+        return np.concatenate(found).reshape(np.shape(rewards))
+
+    def token_advantages(
+        self,
+        rewards: Float[np.ndarray, "P G"],
+        masks: Sequence[Float[np.ndarray, " tokens"]],
+        penalties: Sequence[Float[np.ndarray, " tokens"]],
+    ) -> list[Float[np.ndarray, " tokens"]]:
+        """Computes the advantage of each token, see `train.rollout.advantages`.
+
+        Args:
+          rewards: one row per prompt.
+          masks: 1 on loss tokens of the response of each of the P * G samples, 0 elsewhere.
+          penalties: number to subtract from the reward at each token, 0 outside of the loss.
+
+        Raises:
+          ValueError: see `comparable`.
+        """
+        rewards = comparable(rewards, least=self.least_samples)
+        if self.group_baseline:
+            alike = zero_variance_groups(rewards)
+            rewards = rewards - rewards.mean(axis=1, keepdims=True)
+            rewards[alike] = 0.0  # the mean of equal numbers may differ from them in its last bit
+        returns = [
+            reward - np.cumsum(penalty[::-1])[::-1]
+            for reward, penalty in zip(rewards.ravel(), penalties, strict=True)
+        ]
+        inside = np.concatenate([r[m > 0] for r, m in zip(returns, masks, strict=True)])
+        if not len(inside) or inside.min() == inside.max():
+            return [np.zeros(len(mask), np.float32) for mask in masks]
+        # The standard deviation of all tokens; verl's divides by one token less.
+        mean, scale = inside.mean(), inside.std() + self.advantage_eps
+        return [
+            ((r - mean) / scale * (m > 0)).astype(np.float32)
+            for r, m in zip(returns, masks, strict=True)
+        ]
+
+    def per_token(
+        self,
+        logprobs: Logprobs,
+        advantages: Float[Array, "R S"],
+        segments: Int[Array, "R S"],
+        loss_mask: Float[Array, "R S"],
+    ) -> tuple[Float[Array, "R S"], dict[str, Float[Array, "R S"]]]:
+        """Computes policy_t, and the values to log, see `specjax.interfaces.Objective`."""
+        return self.surrogate(bounded_exp(logprobs.new - logprobs.old), advantages)

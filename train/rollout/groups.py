@@ -1,0 +1,492 @@
+"""Decides which groups a step trains on, from numbers of tokens and rewards, never from time.
+
+A group is one problem with its G samples. It is *informative* if the rewards of its samples differ
+and its filter keeps it (`Filter`). Its *budget* in a step is the number of tokens that its
+longest sample needs in this step; tokens that a carried sample has from earlier steps do not count.
+The candidates are the groups carried from the step before, then the next problems in order. With a
+budget T the step
+
+    considers  the first `in_flight` candidates, and one more for each considered group that has a
+               budget of T or less and is not informative, which it replaces (only with dynamic
+               sampling, and up to `max_candidates` in all)
+    accepts    the considered groups with a budget of T or less that are informative
+               (without dynamic sampling: all with a budget of T or less)
+
+and the budget of the step is the smallest T that accepts `prompts` groups. These groups, the first
+`prompts` by budget and then by position, are *selected*. If no T accepts so many, because
+`max_candidates` were considered, all of them run to their end, and the informative ones are
+selected: the step is short of groups, and says so. Of the other considered candidates,
+
+    those with a budget of T or less   are complete. With `partial` the informative ones are
+                                       carried to the next step; the others are dropped.
+    those with a larger budget         are carried to the next step with `partial`, every sample cut
+                                       to T tokens of this step, and dropped without.
+
+Groups that were started beyond them count as never drawn: the next step draws them again. Dropped
+problems come again in the next pass over the data.
+
+All this depends on lengths and rewards alone, and with a larger T more groups are accepted and more
+are replaced. So `select` can be called while samples run, and its budget can only fall: the groups
+that are known to be accepted give an upper bound, beyond which no sample has to run. The selection
+is final when no considered group could still have a budget of T or less. The speed of samples,
+their order and the number of slots decide when that is, and nothing else. Carried samples are cut
+for the same reason: they go on under other weights in the next step, so where they stop must not
+depend on speed.
+
+A step prefers short groups, as all early stopping does; `rollout/length_bias` says by how much.
+If `prompts` groups are carried that are nearly complete, the next step samples few tokens, and
+trains on stale ones. With fewer than 2 * `prompts` groups in flight, fewer than `prompts` are
+carried, and every step has some of its own.
+"""
+
+from __future__ import annotations
+
+import base64
+import bisect
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specjax.engine.request import SampleOutput, SpecStats
+from train.data.tasks.layout import Problem
+
+# --- the rule --------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Filter:
+    """Which complete groups are informative, by the values of one figure of their samples.
+
+    The values of a group must differ, and their mean must lie within the bounds. Samples to which
+    a reward does not apply have no value; a group without values is kept.
+
+    Attributes:
+      part: number of the reward whose values are meant, of several; None for their weighted sum.
+      least: smallest mean; None for no bound.
+      most: largest mean; None for no bound.
+    """
+
+    part: int | None = None
+    least: float | None = None
+    most: float | None = None
+
+    def keeps(self, values: Sequence[float]) -> bool:
+        """Whether a group with these values is kept; a single sample has nothing to differ from."""
+        if not len(values):
+            return True
+        mean = sum(values) / len(values)
+        within = (self.least is None or mean >= self.least) and (
+            self.most is None or mean <= self.most
+        )
+        return within and (len(values) == 1 or max(values) != min(values))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How many groups a step needs.
+
+    Attributes:
+      prompts: number of groups to select.
+      in_flight: number of groups to start with, at least `prompts`.
+      dynamic: whether only informative groups count, and the others are replaced.
+      batches: largest number of candidates of a step, in units of `in_flight`; 0 for no limit.
+      filter: the filter of informative groups.
+    """
+
+    prompts: int
+    in_flight: int
+    dynamic: bool = False
+    batches: int = 1
+    filter: Filter = Filter()
+
+    @property
+    def max_candidates(self) -> int | None:
+        """The largest number of candidates that a step considers; None for no limit."""
+        if not self.dynamic:
+            return self.in_flight
+        return self.in_flight * self.batches if self.batches > 0 else None
+
+
+class GroupStatus(NamedTuple):
+    """The facts about a group that are known while it runs.
+
+    Attributes:
+      at_least: lower bound of the number of tokens that it needs in this step.
+      budget: number of tokens that it needs; None until it is complete.
+      informative: whether its rewards differ and the filter keeps it; True until it is complete.
+    """
+
+    at_least: int
+    budget: int | None = None
+    informative: bool = True
+
+
+class Selection(NamedTuple):
+    """The selection of a step, as far as it is known while the step runs.
+
+    Attributes:
+      budget: budget of the step, or an upper bound of it; None while there is no bound.
+      candidates: number of candidates that the step considers, some perhaps not drawn yet.
+      selected: indices of the groups to train on.
+      final: whether nothing of this can change any more.
+    """
+
+    budget: int | None
+    candidates: int
+    selected: list[int]
+    final: bool
+
+
+def select(rule: Rule, groups: Sequence[GroupStatus]) -> Selection:
+    """Applies the rule to the candidates, in order, as far as they are known."""
+    budgets = sorted({g.budget for g in groups if g.budget is not None})
+    enough = bisect.bisect_left(
+        budgets, rule.prompts, key=lambda b: len(_accepted(rule, groups, b))
+    )
+    budget = budgets[enough] if enough < len(budgets) else None
+    count = _candidates(rule, groups, budget)
+    open_ends = any(
+        g.budget is None and (budget is None or g.at_least <= budget) for g in groups[:count]
+    )
+    final = count <= len(groups) and not open_ends
+    return Selection(budget, count, _accepted(rule, groups, budget)[: rule.prompts], final)
+
+
+def _within(group: GroupStatus, budget: int | None) -> bool:
+    """Whether a group is complete within a budget."""
+    return group.budget is not None and (budget is None or group.budget <= budget)
+
+
+def _candidates(rule: Rule, groups: Sequence[GroupStatus], budget: int | None) -> int:
+    """The number of candidates that a step with this budget considers."""
+    count = rule.in_flight
+    for index, group in enumerate(groups):
+        if index >= count or count == rule.max_candidates:
+            break
+        count += rule.dynamic and _within(group, budget) and not group.informative
+    return count
+
+
+def _accepted(rule: Rule, groups: Sequence[GroupStatus], budget: int | None) -> list[int]:
+    """Indices of the groups that a step with this budget accepts, the smallest budgets first."""
+    found = [
+        (group.budget, index)
+        for index, group in enumerate(groups[: _candidates(rule, groups, budget)])
+        if _within(group, budget) and (group.informative or not rule.dynamic)
+    ]
+    return [index for _, index in sorted(found)]
+
+
+_ANY = Filter()
+
+NO_ROUNDS = SpecStats(rounds=0, drafted=0, accepted=0, histogram=())
+
+# --- groups ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Response:
+    """A sample of a group, ended or not, with the attributes of `SampleOutput`.
+
+    Attributes:
+      token_ids: tokens received from the engine so far, in this step and before.
+      logprobs: the engine's log-probability of each token, of the temperature-scaled logits.
+      num_carried: number of tokens that earlier steps sampled.
+      old_logprobs: the trainer's log-probabilities of the carried tokens, each under the weights
+        that sampled it.
+      weight_versions: runs of tokens that the same weights sampled, as (index of the first, step).
+      finish_reason: reason why the sample ended; None while it has not.
+      reward: reward of the sample; None until it is known.
+      failed: whether a reward returned no number; it then counts as 0.
+      parts: value of each reward without its weight, if there are several; None of one that does
+        not apply to the row.
+      emitted: lower bound of the number of tokens of this step, some perhaps not received yet.
+      stats: speculation figures of this step, once the sample ended.
+      text: text that the reward sees, once the group is complete.
+      transformed_logprobs: the engine's log-probability of each token after all transforms; None
+        unless the run is trained with these.
+      loss_mask: 1 for each token that the policy sampled, and 0 for tokens that a tool or an
+        environment wrote between two turns; None if the policy sampled all. Code that adds tokens
+        of the second kind to `token_ids` sets it, for all tokens so far; later tokens of the engine
+        are marked 1 here. No reward or task of this package sets it.
+      records: records of the model, see `SampleOutput.records`.
+      origins: origin of each token, see `SampleOutput.origins`.
+      advantage: mean advantage of its tokens; None until it is trained on.
+    """
+
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    num_carried: int = 0
+    old_logprobs: list[float] = dataclasses.field(default_factory=list)
+    weight_versions: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
+    reward: float | None = None
+    failed: bool = False
+    parts: tuple[float | None, ...] = ()
+    emitted: int = 0
+    stats: SpecStats = NO_ROUNDS
+    text: str | None = None
+    transformed_logprobs: list[float] | None = None
+    loss_mask: list[int] | None = None
+    records: np.ndarray | None = None
+    origins: str = ""
+    advantage: float | None = None
+
+    @property
+    def num_new(self) -> int:
+        """The number of tokens of this step that were received from the engine."""
+        return len(self.token_ids) - self.num_carried
+
+    @property
+    def behaviour_logprobs(self) -> list[float]:
+        """The engine's log-probabilities of the kind that `algo.logprobs` names.
+
+        Only a run that trains with processed ones asks the engine for them.
+        """
+        return self.logprobs if self.transformed_logprobs is None else self.transformed_logprobs
+
+    def staleness(self, step: int) -> np.ndarray:
+        """[tokens]: number of weight updates between sampling and `step`'s own update."""
+        return step - token_versions(self.weight_versions, len(self.token_ids))
+
+    def update(self, sample: SampleOutput, finished: bool) -> None:
+        """Copies the sample's tokens, carried and new ones, from the engine's output."""
+        self.token_ids, self.logprobs = list(sample.token_ids), list(sample.logprobs)
+        if sample.transformed_logprobs is not None:
+            self.transformed_logprobs = list(sample.transformed_logprobs)
+        if self.loss_mask is not None:
+            more = len(self.token_ids) - len(self.loss_mask)
+            self.loss_mask = [*self.loss_mask, *[1] * more][: len(self.token_ids)]
+        self.records, self.origins = sample.records, sample.origins
+        self.stats, self.emitted = sample.stats, max(self.emitted, self.num_new)
+        self.finish_reason = sample.finish_reason if finished else None
+
+    def end_step(self, step: int, budget: int | None) -> int:
+        """Cuts the sample to `budget` new tokens, if not None, and records the step as theirs.
+
+        Returns:
+          The number of tokens that were cut off.
+        """
+        over = 0 if budget is None else max(0, self.num_new - budget)
+        if over:
+            del self.token_ids[-over:], self.logprobs[-over:]
+            for more in (self.transformed_logprobs, self.loss_mask):
+                if more is not None:
+                    del more[-over:]
+            if self.records is not None:
+                self.records = self.records[:-over]
+            self.origins = self.origins[: len(self.token_ids)]
+            self.finish_reason = None
+            self.forget_reward()
+        if self.num_new:
+            self.weight_versions.append((self.num_carried, step))
+        return over
+
+    def forget_reward(self) -> None:
+        """Makes the reward unknown, so that the response is scored when its group is complete."""
+        self.reward, self.failed, self.parts = None, False, ()
+
+
+@dataclasses.dataclass
+class Group:
+    """A problem and its samples.
+
+    Attributes:
+      position: place of the problem in the order of draws.
+      next_position: place from which the next problem is drawn.
+      step: step that drew it; with run seed and position it keys the samples' noise.
+      problem: the problem.
+      prompt: token ids of its prompt.
+      responses: its samples.
+      rewards: reward of each response; None until all have ended.
+    """
+
+    position: int
+    next_position: int
+    step: int
+    problem: Problem
+    prompt: list[int]
+    responses: list[Response]
+    rewards: list[float] | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all samples have ended."""
+        return all(r.finish_reason is not None for r in self.responses)
+
+    @property
+    def oldest_step(self) -> int | None:
+        """The step that sampled its oldest token; None if it has no token."""
+        firsts = (r.weight_versions[0][1] for r in self.responses if r.weight_versions)
+        return min(firsts, default=None)
+
+    def status(self, keep: Filter = _ANY) -> GroupStatus:
+        """The numbers by which the rule selects groups."""
+        # A sample that has not ended has at least one more token to come.
+        at_least = max(r.emitted + (r.finish_reason is None) for r in self.responses)
+        if self.rewards is None:
+            return GroupStatus(at_least)
+        # A group of equal rewards has no gradient, whatever the values of a part are.
+        informative = _ANY.keeps(self.rewards) and keep.keeps(self._values(keep.part))
+        return GroupStatus(at_least, at_least, informative)
+
+    def _values(self, part: int | None) -> list[float]:
+        """The rewards, or those values of one of several rewards that are known."""
+        if part is None:
+            return self.rewards
+        found = [value for r in self.responses for value in r.parts[part : part + 1]]
+        return [value for value in found if value is not None]
+
+    def to_json(self) -> dict[str, Any]:
+        """The group as a checkpoint stores it; the problem is found again by its position."""
+        return {
+            "place": self.position,
+            "after": self.next_position,
+            "step": self.step,
+            "responses": [
+                {
+                    "tokens": _encode(r.token_ids, "<i4"),
+                    "logprobs": _encode(r.logprobs, "<f4"),
+                    "transformed": r.transformed_logprobs
+                    and _encode(r.transformed_logprobs, "<f4"),
+                    "records": None
+                    if r.records is None
+                    else [list(r.records.shape[1:]), _encode(r.records.ravel(), "<i4")],
+                    "old": _encode(r.old_logprobs, "<f4"),
+                    "loss_mask": r.loss_mask and _encode(r.loss_mask, "<i4"),
+                    "versions": [list(run) for run in r.weight_versions],
+                    "origins": r.origins,
+                    "finish": r.finish_reason,
+                    "reward": r.reward,
+                    "failed": r.failed,
+                    "parts": list(r.parts),
+                }
+                for r in self.responses
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any], problem: Problem, prompt: list[int]) -> Group:
+        """The group that `to_json` stored."""
+        responses = [
+            Response(
+                token_ids=_decode(r["tokens"], "<i4"),
+                logprobs=_decode(r["logprobs"], "<f4"),
+                old_logprobs=_decode(r["old"], "<f4"),
+                weight_versions=[tuple(run) for run in r["versions"]],
+                finish_reason=r["finish"],
+                origins=r.get("origins", ""),
+                reward=r.get("reward"),  # older checkpoints have none: it is computed again
+                failed=r.get("failed", False),
+                parts=tuple(r.get("parts", ())),
+                transformed_logprobs=(t := r.get("transformed")) and _decode(t, "<f4"),
+                records=(f := r.get("records"))
+                and np.array(_decode(f[1], "<i4"), np.int32).reshape(-1, *f[0]),
+                loss_mask=(m := r.get("loss_mask")) and _decode(m, "<i4"),
+            )
+            for r in saved["responses"]
+        ]
+        return cls(saved["place"], saved["after"], saved["step"], problem, prompt, responses)
+
+
+def _encode(values: Sequence[float], kind: str) -> str:
+    """Numbers as base64 text; exact for float32."""
+    return base64.b64encode(np.asarray(values, kind).tobytes()).decode()
+
+
+def _decode(text: str, kind: str) -> list:
+    return np.frombuffer(base64.b64decode(text), kind).tolist()
+
+
+def token_versions(runs: Sequence[tuple[int, int]], count: int) -> np.ndarray:
+    """[count]: version of each token, from runs (index of the first token, version)."""
+    starts = [first for first, _ in runs] + [count]
+    return np.repeat(np.array([v for _, v in runs], np.int32), np.diff(starts))
+
+
+# --- begin and end of a step -----------------------------------------------------
+
+
+class StepGroups(NamedTuple):
+    """The groups of a step that has ended, each in one list.
+
+    Attributes:
+      complete: groups that are complete within the step's budget and not carried, in order.
+      selected: indices in `complete` of the groups that the step trains on.
+      carried: groups that the next step continues, or trains on if they are complete.
+      unfinished: groups that are not complete, and are dropped.
+      drawn: number of groups that were drawn in this step.
+      cut: number of tokens that were sampled and discarded.
+    """
+
+    complete: list[Group]
+    selected: list[int]
+    carried: list[Group]
+    unfinished: list[Group]
+    drawn: int
+    cut: int
+
+    @property
+    def dropped(self) -> int:
+        """The number of groups that no step trains on."""
+        return len(self.complete) - len(self.selected) + len(self.unfinished)
+
+
+def begin_step(
+    carried: Iterable[Group], step: int, max_staleness: int
+) -> tuple[list[Group], list[Group]]:
+    """Splits carried groups into those to continue, and those with a token that is too old."""
+    kept, stale = [], []
+    for group in carried:
+        oldest = group.oldest_step
+        (stale if oldest is not None and step - oldest > max_staleness else kept).append(group)
+    for group in kept:
+        group.rewards = None
+        for response in group.responses:
+            response.num_carried = len(response.token_ids)
+            response.emitted, response.stats = 0, NO_ROUNDS
+    return kept, stale
+
+
+def end_step(
+    rule: Rule,
+    groups: Sequence[Group],
+    selection: Selection,
+    step: int,
+    partial: bool,
+    together: bool = False,
+) -> StepGroups:
+    """Sorts the groups of a step by its final selection, and cuts the incomplete ones.
+
+    Args:
+      rule: rule that selects groups.
+      groups: groups of the step, in order.
+      selection: the final selection.
+      step: the step.
+      partial: whether incomplete groups are carried.
+      together: whether a reward depends on all responses of its group; then the responses of a
+        group that is carried incomplete have no rewards, for whether they were scored before one
+        of them was cut depends on how fast they were sampled.
+    """
+    here, beyond = groups[: selection.candidates], groups[selection.candidates :]
+    complete, selected, carried, unfinished, cut = [], [], [], [], 0
+    for index, group in enumerate(here):
+        status = group.status(rule.filter)
+        within = _within(status, selection.budget)
+        if index in selection.selected:
+            selected.append(len(complete))
+            complete.append(group)
+        elif partial and (not within or status.informative or not rule.dynamic):
+            carried.append(group)
+        else:
+            (complete if within else unfinished).append(group)
+        budget = None if within else selection.budget
+        cut += sum(r.end_step(step, budget) for r in group.responses)
+        if together and not group.is_complete:
+            for response in group.responses:
+                response.forget_reward()
+    cut += sum(r.num_new for group in (*unfinished, *beyond) for r in group.responses)
+    drawn = sum(group.step == step for group in here)
+    return StepGroups(complete, selected, carried, unfinished, drawn, cut)
