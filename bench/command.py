@@ -8,7 +8,9 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from specjax.command_line import ArgumentParser
-from train.data import rows as data
+from train.data import rows
+from train.data.prompts import Prompts
+from train.schema import DataConfig
 
 
 def bench_parser(module: str, doc: str, out: str | None = None) -> argparse.ArgumentParser:
@@ -59,10 +61,10 @@ def heldout_prompts(
     Raises:
       ValueError: there are too few problems.
     """
-    given = data.DataConfig(task=args.task, path=args.data, seed=args.seed, **problems)
-    source, prompts = data.problems(given, "heldout"), []
-    for index in range(len(source)):
-        prompt = data.encode_prompt(tokenizer, source[index].prompt)
+    given = DataConfig(task=args.task, path=args.data, seed=args.seed, chat="off", **problems)
+    encoder, prompts = Prompts(tokenizer, given), []
+    for problem in rows.problems(given, "heldout"):
+        prompt = encoder.whole(problem)
         if len(prompt) <= args.max_prompt_tokens:
             prompts.append(prompt)
         if len(prompts) == count:

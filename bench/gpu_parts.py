@@ -57,7 +57,7 @@ from specjax.indexing import take_along
 from specjax.kernels import check, dispatch, reference
 from specjax.kernels.backend import choose
 from specjax.models.families.dense import dense_config
-from train.run.log import METRICS_FILE, read_metrics
+from train.run.files import METRICS_FILE, read_metrics
 
 TIMES, LAYERS, SMALL_LAYERS = "times", (12, 4), (2, 1)
 TOP_P = {"temperature": 1.0, "top_p": 0.9}

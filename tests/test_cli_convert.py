@@ -27,6 +27,7 @@ from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
 from train import rl
 from train.heads.files import starting_head
+from train.run.start import save
 from train.schema import RLConfig
 
 MIMO = dense_config(
@@ -156,7 +157,7 @@ def test_a_run_of_training_to_hugging_face_and_back(thin_policy, convert, tmp_pa
         for step, factor in ((3, 2.0), (5, 4.0)):
             trainer.done_steps = step
             trainer.params = jax.tree.map(lambda x, f=factor: x * f, trainer.params)
-            trainer.save(checkpoints, block=True)
+            save(trainer, checkpoints, block=True)
     (out / "metrics.jsonl").write_text("")
     assert convert(out, tmp_path / "three", "--step", "3")[0] == 0
     _, policy, head = hf.load_checkpoint(tmp_path / "three")

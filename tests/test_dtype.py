@@ -91,7 +91,7 @@ def test_training_keeps_parameters_in_float32_and_computes_as_the_checkpoint(
     assert trainer.engines[0].runner.cfg.run.compute_dtype == "bfloat16"
     # What was chosen is what a resumed run must have.
     assert trainer.fingerprint()["dtype"] == {"params": "float32", "compute": "bfloat16"}
-    run = sft.Run(parse_config(SFTConfig, [f"init={half}", f"out={tmp_path}/sft"])[0])
+    run = sft.SFTTrainer(parse_config(SFTConfig, [f"init={half}", f"out={tmp_path}/sft"])[0])
     assert dtypes(run.params) == {"float32"} and run.model.run.compute_dtype == "bfloat16"
 
 

@@ -81,7 +81,7 @@ def test_rl_stops_at_both_and_exports_both(differing, tmp_path):
 
 def test_sft_ends_with_the_tokenizer_s_token_and_exports_it(differing, tmp_path):
     path, token, never = differing
-    run = sft.Run(parse_config(SFTConfig, [f"init={path}", f"out={tmp_path}/sft"])[0])
+    run = sft.SFTTrainer(parse_config(SFTConfig, [f"init={path}", f"out={tmp_path}/sft"])[0])
     assert run.stream.tokenizer.eos_token_id == token
     exported = run.export()
     assert hf.read_config(exported).eos_token_ids == (never, token)

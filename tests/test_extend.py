@@ -49,7 +49,7 @@ from specjax.weights import matrix
 from train import rl
 from train.data import __main__ as data_report
 from train.data import rows as data
-from train.run.log import read_metrics
+from train.run.files import read_metrics
 from train.schema import DataConfig
 from train.scoring import Scorer
 

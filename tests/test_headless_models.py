@@ -17,8 +17,10 @@ from specjax.command_line import load_config
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
 from train import rl, sft
-from train.data import rows as data
-from train.run.log import read_metrics
+from train.data.rows import demonstrations
+from train.data.tokenizer import train_bpe_tokenizer
+from train.run.files import read_metrics
+from train.schema import DataConfig
 
 pytestmark = pytest.mark.usefixtures("logging_as_it_was")
 FAMILIES = {
@@ -37,9 +39,9 @@ EACH = [
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     path = tmp_path_factory.mktemp("headless") / "tokenizer"
-    demonstrations = data.demonstrations(data.DataConfig(), "train")
-    texts = [t for i in range(200) for t in (demonstrations[i].prompt, demonstrations[i].response)]
-    found = data.train_bpe_tokenizer(texts, 272, path)
+    rows = demonstrations(DataConfig(), "train")[:200]
+    texts = [text for row in rows for text in (row.prompt, row.response)]
+    found = train_bpe_tokenizer(texts, 272, path)
     file = path / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": CHAT}))
     return path, found

@@ -271,7 +271,7 @@ def test_every_program_takes_an_id_and_a_revision(home, thin_policy, tmp_path, c
     assert any("through the tokenizer of owner/thin;" in note for note in trainer.notes)
     assert trainer.cfg.model == str(folder)  # of this commit, whatever becomes of the tag
     assert trainer.fingerprint()["model"] == f"owner/thin@{COMMIT}"  # wherever the cache lies
-    run = sft.Run(parse_config(SFTConfig, ["init=owner/thin", "revision=v1", "out=sft"])[0])
+    run = sft.SFTTrainer(parse_config(SFTConfig, ["init=owner/thin", "revision=v1", "out=sft"])[0])
     assert run.cfg.init == str(folder)
     assert run.fingerprint()["init"] == f"owner/thin@{COMMIT}"
     rows = (json.dumps({"prompt": f"{i}+2=", "answer": i + 2}) for i in range(40))

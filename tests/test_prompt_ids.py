@@ -7,7 +7,9 @@ import small_tokenizers
 from small_tokenizers import BOS, KINDS, WITH_BOS, WITHOUT_BOS
 
 from specjax.tokenizer import chat_ids, has_chat_template, load_tokenizer, prompt_ids
-from train.data.rows import Demonstration, encode_demonstration, encode_prompt
+from train.data.prompts import Prompts
+from train.data.tasks.layout import Demonstration, Problem
+from train.schema import DataConfig
 
 TEXTS = ("the cat", "", " the", "naïve\n", f"the {BOS} cat")
 GREETING = [{"role": "user", "content": "the cat"}]
@@ -63,8 +65,9 @@ def test_a_template_writes_bos_and_nobody_else_does(tokenizer, kind, adding):
 @pytest.mark.parametrize("adding", ADDING)
 def test_training_reads_what_generation_reads(tokenizer, adding):
     made = tokenizer("sentencepiece", adding)
-    prompt, response, _ = encode_demonstration(made, Demonstration("the cat", " the end"))
-    assert prompt == encode_prompt(made, "the cat") == prompt_ids(made, "the cat")
+    prompts = Prompts(made, DataConfig())
+    prompt, response, _ = prompts.demonstration(Demonstration("the cat", " the end"))
+    assert prompt == prompts.whole(Problem("the cat", "", 0)) == prompt_ids(made, "the cat")
     assert made.bos_token_id not in response and response[-1] == made.eos_token_id
 
 

@@ -22,8 +22,9 @@ from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
 from specjax.schema import read
 from train import trainer
-from train.data import rows as data
-from train.schema import RLConfig
+from train.data.rows import demonstrations
+from train.data.tokenizer import train_bpe_tokenizer
+from train.schema import DataConfig, RLConfig
 
 SETTINGS = {
     "reward": "tiny_run:coin",
@@ -167,9 +168,9 @@ def shared_programs():
 
 def write_policy(path: Path, with_head: bool = True, **changes) -> Path:
     """A random policy (D 16, 2 layers) with BPE tokenizer and draft head, Hugging Face layout."""
-    demonstrations = data.demonstrations(data.DataConfig(), "train")
-    texts = [t for i in range(200) for t in (demonstrations[i].prompt, demonstrations[i].response)]
-    tokenizer = data.train_bpe_tokenizer(texts, 272, path.with_name(f"{path.name}-tokenizer"))
+    rows = demonstrations(DataConfig(), "train")[:200]
+    texts = [text for row in rows for text in (row.prompt, row.response)]
+    tokenizer = train_bpe_tokenizer(texts, 272, path.with_name(f"{path.name}-tokenizer"))
     ends = [tokenizer.convert_tokens_to_ids(c) for c in "aeiostn"]
     cfg = dense_config(
         **{

@@ -41,11 +41,9 @@ from tqdm import tqdm
 
 from specjax.checkpoint.weights import RUN, layout_of, load_model, read_config, tokenizer_dir
 from specjax.command_line import ConfigError, fingerprint, given_in, parse_config, typed_in
-from specjax.config import ModelConfig
 from specjax.engine.compiling import CompileProgress
 from specjax.engine.request import Totals
 from specjax.engine.sources import head_class, load_source
-from specjax.hub import ModelNotFoundError, find_model
 from specjax.interrupts import INTERRUPTED
 from specjax.parallel import sharding
 from specjax.parallel.sharding import MeshConfig
@@ -53,11 +51,9 @@ from specjax.schema import option
 from specjax.shipped import find_shipped
 from specjax.spelling import spelled
 from specjax.tokenizer import with_tokenizer_end
+from specjax.versions import installed
 from specjax.weights import load_tokenizer
-from train.cli import CHECKPOINTS, USER_ERRORS, settle_date
-from train.data import rows as data
-from train.data.checks import Inputs, Prompts, describe_data, read_heldout
-from train.loss.policy import own_family
+from train.data.checks import read_inputs
 from train.programs import (
     as_computed,
     as_rolled_out,
@@ -68,21 +64,16 @@ from train.programs import (
     settle_drafting,
     settle_length,
 )
-from train.rollout.evaluation import (
-    Evaluated,
-    Judged,
-    ProblemSet,
-    evaluate,
-    prefix_of,
-    problem_sets,
-)
+from train.rollout.evaluation import Evaluated, evaluate
+from train.rollout.groups import Group
+from train.rollout.replicas import join_engines
 from train.rollout.samples import HELD_OUT
+from train.rollout.sets import ProblemSet, problem_sets
 from train.rollout_schema import SPELL
-from train.run.describe import data_files, git_state, versions
-from train.run.files import CONFIG_FILE, RUN_FILE
-from train.run.processes import join_engines
+from train.run.describe import PACKAGES, data_files, git_state
+from train.run.files import CHECKPOINTS, CONFIG_FILE, RUN_FILE, complete_steps
+from train.run.start import USER_ERRORS, find_policy, say, settle_date
 from train.schema import RLConfig
-from train.scoring import Scorer
 
 RESULT = "eval.json"
 
@@ -114,64 +105,56 @@ def run(cfg: EvalConfig) -> dict[str, Any]:
     Raises:
       ConfigError: settings do not fit together, the model or the rows.
     """
-    named = cfg.model
-    _settle(cfg)
-    try:
-        path = find_model(cfg.model, cfg.revision)
-    except ModelNotFoundError as error:
-        raise ConfigError(
-            f"model: expected a checkpoint directory, got {named!r}: {error}"
-        ) from error
+    _leave_training_out(cfg)
+    revision, named = cfg.revision, find_policy(cfg)
+    path, out = Path(cfg.model), Path(cfg.out)
+    cfg.model, cfg.revision = named, revision  # as results name them
     try:
         _, places = make_meshes(cfg)
         target = read_config(path)
         settle_length(cfg, target)
         settle_date(cfg, _run_of(path))
         tokenizer = load_tokenizer(tokenizer_dir(path).absolute())
-        inputs = _read_heldout(cfg, tokenizer, named, target)
+        inputs = read_inputs(cfg, tokenizer, named, target, trains=False)
         sets, about_sets = problem_sets(cfg, inputs, named)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     for line in (*inputs.notes, *about_sets):
-        print(line, flush=True)
+        say(line)
     if not sets:
         raise ConfigError("nothing is evaluated: set eval.sets, or data.path and eval.problems")
-    mesh = places[0]  # from which the other replicas get their weights
-    out = Path(cfg.out)
     _require_writable(out)
+    mesh = places[0]  # from which the other replicas get their weights
     is_run = layout_of(path) == RUN
-    step = _newest(path) if is_run and cfg.step is None else cfg.step
-    found = load_model(path, "auto", mesh, step)
-    print(cfg.dtype.settle(found.stored, sharding.platform_of(mesh)).partition("; ")[2], flush=True)
-    model = as_computed(cfg, with_tokenizer_end(found.cfg, tokenizer))
-    if found.head is not None:
+    step = cfg.step
+    if is_run and step is None:
+        run = path if (path / CHECKPOINTS).is_dir() else path.parent
+        step = max(complete_steps(run), default=None)
+    loaded = load_model(path, "auto", mesh, step)
+    say(cfg.dtype.settle(loaded.stored, sharding.platform_of(mesh)).partition("; ")[2])
+    model = as_computed(cfg, with_tokenizer_end(loaded.cfg, tokenizer))
+    if loaded.head is not None:
         _draft_with_trained_head(cfg, is_run)
-    drafting = settle_drafting(cfg, head_class(found.head), model)
-    print(describe_drafting(cfg, drafting), flush=True)
-    about = {
-        "model": named,
-        "step": step,
-        "draft": describe_drafting(cfg, drafting),
-        "data": _files_read(cfg),
-    }
+    drafting = settle_drafting(cfg, head_class(loaded.head), model)
+    draft = describe_drafting(cfg, drafting)
+    say(draft)
     decoder, source, weights = as_rolled_out(cfg, model), None, None
-    if drafting.spec is not None:
-        try:
-            decoder, source, weights = load_source(
-                decoder, drafting.spec, found.head, tokenizer, mesh, found.policy
-            )
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"rollout.draft: {spelled(error, SPELL)}") from error
+    prefix = "rollout.draft"
     try:
+        if drafting.spec is not None:
+            decoder, source, weights = load_source(
+                decoder, drafting.spec, loaded.head, tokenizer, mesh, loaded.policy
+            )
+        prefix = "rollout"
         engine = join_engines(evaluation_engines(cfg, decoder, source, places), None)
-    except ValueError as error:
-        raise ConfigError(f"rollout: {spelled(error, SPELL)}") from error
-    engine.set_params(found.policy, weights if engine.spec else None)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{prefix}: {spelled(error, SPELL)}") from error
+    engine.set_params(loaded.policy, weights if engine.spec else None)
     for line in engine.engines[0].start_lines():
-        print(line, flush=True)
+        say(line)
     features = chunk_features(cfg, model, evaluating=True)
-    print(engine.warm_up((features,), CompileProgress(print)), flush=True)
-    total = sum(len(each.problems) * each.asked.n for each in sets)
+    say(engine.warm_up((features,), CompileProgress(print)))
+    total = sum(len(own.problems) * own.asked.n for own in sets)
     with tqdm(total=total, unit="sample", dynamic_ncols=True, disable=None) as bar:
 
         def show(ended: int, totals: Totals) -> None:
@@ -181,15 +164,17 @@ def run(cfg: EvalConfig) -> dict[str, Any]:
         evaluated = evaluate(engine, sets, model.eos_token_ids, cfg.eval.seed, show)
     inputs.scorer.close()
     if (line := engine.slower_than_plain()) is not None:
-        print(f"{line}; rollout.strategy=off decodes plainly", flush=True)
-    results = about | _results(cfg, sets, evaluated)
+        say(f"{line}; rollout.strategy=off decodes plainly")
+    files = data_files(cfg if cfg.eval.problems else SimpleNamespace(data=None, eval=cfg.eval))
+    results = {"model": named, "step": step, "draft": draft, "data": files}
+    results |= _results(cfg, sets, evaluated)
     Console(highlight=False).print(_table(results))
     _write(out, results, evaluated)
-    print(f"results: {out / RESULT}", flush=True)
+    say(f"results: {out / RESULT}")
     return results
 
 
-def _settle(cfg: EvalConfig) -> None:
+def _leave_training_out(cfg: EvalConfig) -> None:
     """Refuses settings of training that were typed, and leaves out what a file says of it.
 
     Raises:
@@ -216,7 +201,6 @@ def _settle(cfg: EvalConfig) -> None:
         cfg.eval.problems = 0  # of the embedded task, which no setting names
     if "revision" not in typed and find_shipped(cfg.model).exists():
         cfg.revision = None  # of the model that the run began with
-    own_family(cfg.family)
 
 
 def _draft_with_trained_head(cfg: EvalConfig, is_run: bool) -> None:
@@ -233,42 +217,25 @@ def _draft_with_trained_head(cfg: EvalConfig, is_run: bool) -> None:
         cfg.rollout.draft = "checkpoint"
 
 
-def _read_heldout(
-    cfg: EvalConfig, tokenizer, named: str, target: ModelConfig | None = None
-) -> Inputs:
-    """The held-out problems of the data, if they are evaluated; no problem of training is read."""
-    prompts = Prompts(tokenizer, cfg.data, cfg.rollout.max_prompt_tokens, target)
-    reward = data.default_reward(cfg.data) if cfg.reward == "auto" else cfg.reward
-    scorer = Scorer(reward, options=cfg.rewards)
-    heldout, notes = read_heldout(cfg, prompts, scorer)
-    if heldout:
-        said = describe_data(
-            cfg.data, prompts.chat, named, scorer.described, trains=False, date=prompts.date
-        )
-        notes = [said, *notes]
-    return Inputs([], heldout, prompts, scorer, notes)
-
-
 # --- results -------------------------------------------------------------------------------------
 
 
 def _results(cfg: EvalConfig, sets: Sequence[ProblemSet], evaluated: Evaluated) -> dict[str, Any]:
     """The results of an evaluation, as JSON, without what says which weights were evaluated."""
-    totals, found = evaluated.totals, {}
-    for each in sets:
-        name = each.asked.name
-        prefix = prefix_of(each)
+    totals, about = evaluated.totals, {}
+    for own in sets:
+        name, prefix = own.asked.name, own.prefix
         metrics = {
             key.removeprefix(prefix): value
             for key, value in evaluated.metrics.items()
             if key.startswith(prefix)
             and (name is not None or key.split("/")[1] not in cfg.eval.sets)
         }
-        params = dataclasses.asdict(each.asked.sampling)
-        found[name or HELD_OUT] = {
-            "n": each.asked.n,
-            "reward": list(each.scorer.names),
-            "max_prompt_tokens": each.asked.max_prompt_tokens,
+        params = dataclasses.asdict(own.asked.sampling)
+        about[name or HELD_OUT] = {
+            "n": own.asked.n,
+            "reward": list(own.scorer.names),
+            "max_prompt_tokens": own.asked.max_prompt_tokens,
             "sampling": {key: params[key] for key in sorted(params)},
             "metrics": metrics,
         }
@@ -282,25 +249,13 @@ def _results(cfg: EvalConfig, sets: Sequence[ProblemSet], evaluated: Evaluated) 
     return {
         "seed": cfg.eval.seed,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": versions(),
+        "versions": installed(PACKAGES),
         "code": git_state(Path.cwd()),
         "device": jax.devices()[0].device_kind,
-        "sets": found,
+        "sets": about,
         "speed": speed,
         "settings": fingerprint(cfg, tuple(k for k in _OF_TRAINING if "." not in k)),
     }
-
-
-def _files_read(cfg: EvalConfig) -> list[dict[str, Any]]:
-    """`data_files` of what is evaluated."""
-    return data_files(cfg if cfg.eval.problems else SimpleNamespace(data=None, eval=cfg.eval))
-
-
-def _newest(path: Path) -> int | None:
-    """The newest step of a run, or of the directory of its checkpoints; None: there is none."""
-    directory = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-    steps = (int(child.name) for child in directory.iterdir() if child.name.isdigit())
-    return max(steps, default=None)
 
 
 def _require_writable(out: Path) -> None:
@@ -329,10 +284,11 @@ def _write(out: Path, results: dict[str, Any], evaluated: Evaluated) -> None:
     try:
         _move_aside(out)
         (out / RESULT).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-        for name, problems in evaluated.judged.items():
+        for name, groups in evaluated.groups.items():
             with (out / f"eval-{name or HELD_OUT}.jsonl").open("w", encoding="utf-8") as file:
-                for one in problems:
-                    file.writelines(json.dumps(line) + "\n" for line in _lines(one))
+                file.writelines(
+                    json.dumps(line) + "\n" for group in groups for line in _lines(group)
+                )
     except OSError as error:
         raise ConfigError(
             f"results could not be written, the metrics are in the table above: {error}"
@@ -341,8 +297,7 @@ def _write(out: Path, results: dict[str, Any], evaluated: Evaluated) -> None:
 
 def _move_aside(out: Path) -> None:
     """Moves the files of an earlier evaluation to the first free of `earlier-1`, `earlier-2`, .."""
-    files = [out / RESULT] if (out / RESULT).exists() else []
-    files += sorted(out.glob("eval-*.jsonl"))
+    files = [*out.glob(RESULT), *sorted(out.glob("eval-*.jsonl"))]
     if not files:
         return
     number = 1
@@ -351,42 +306,42 @@ def _move_aside(out: Path) -> None:
     aside.mkdir()
     for file in files:
         file.rename(aside / file.name)
-    print(f"results of an earlier evaluation in {out}: moved to {aside}", flush=True)
+    say(f"results of an earlier evaluation in {out}: moved to {aside}")
 
 
-def _lines(one: Judged) -> list[dict[str, Any]]:
-    problem, n = one.problem, len(one.samples)
+def _lines(group: Group) -> list[dict[str, Any]]:
+    problem = group.problem
     return [
         {
             "problem": problem.index,
             "place": problem.place,
-            "sample": g,
+            "sample": place,
             "prompt": problem.prompt,
             "answer": problem.answer,
-            "completion": one.texts[g],
-            "reward": one.scores[g].value,
-            "tokens": len(one.samples[g].token_ids),
-            "finish_reason": one.samples[g].finish_reason,
+            "completion": response.text,
+            "reward": response.reward,
+            "tokens": len(response.token_ids),
+            "finish_reason": response.finish_reason,
         }
-        for g in range(n)
+        for place, response in enumerate(group.responses)
     ]
 
 
 def _table(results: dict[str, Any]) -> Table:
-    """One column per set, and one row per metric."""
+    """Makes a table with one column per set, and one row per metric."""
     table = Table(title=results["model"], title_justify="left")
     table.add_column("metric")
     sets = results["sets"]
     for name in sets:
         table.add_column(name, justify="right")
-    for metric in dict.fromkeys(key for each in sets.values() for key in each["metrics"]):
-        values = [each["metrics"].get(metric) for each in sets.values()]
+    for metric in dict.fromkeys(key for own in sets.values() for key in own["metrics"]):
+        values = [own["metrics"].get(metric) for own in sets.values()]
         table.add_row(metric, *("-" if value is None else f"{value:.4g}" for value in values))
     return table
 
 
 def _run_of(model: Path) -> Path | None:
-    """The directory of the run whose checkpoints, or whose export, a model is; None if it is none.
+    """Returns the directory of the run whose checkpoints, or export, a model is; else None.
 
     A directory of another program may have files of the same names.
     """
@@ -396,22 +351,14 @@ def _run_of(model: Path) -> Path | None:
     return run if os.path.isdir(run / CHECKPOINTS) else None
 
 
-def _own_config(argv: Sequence[str]) -> list[str]:
-    """The arguments that name the configuration of the run that is evaluated; none for others."""
-    names = [argument.partition("=")[0] for argument in argv]
-    if "--config" in names:
-        return []
-    named = [argument.partition("=")[2] for argument in argv if argument.startswith("model=")]
-    named += [argument.partition("=")[2] for argument in argv if argument.startswith("--model=")]
-    named += [argv[i + 1] for i, name in enumerate(argv[:-1]) if name == "--model"]
-    runs = [path for name in named if _run_of(path := Path(name)) == path]
-    found = [run / CONFIG_FILE for run in runs if os.path.isfile(run / CONFIG_FILE)]
-    return ["--config", str(found[-1])] if found else []
-
-
 def parse(argv: Sequence[str]) -> EvalConfig:
     """Returns the settings of a command line; those of a run's `config.yaml` are under them."""
-    of_run = _own_config(argv)
+    values = dict(argument.removeprefix("--").partition("=")[::2] for argument in argv)
+    values |= {flag.removeprefix("--"): value for flag, value in zip(argv, argv[1:], strict=False)
+               if flag.startswith("--") and "=" not in flag}  # fmt: skip
+    model, of_run = Path(values.get("model") or os.devnull), []
+    if "config" not in values and _run_of(model) == model and os.path.isfile(model / CONFIG_FILE):
+        of_run = ["--config", str(model / CONFIG_FILE)]
     cfg, _ = parse_config(
         EvalConfig,
         [*of_run, *argv],

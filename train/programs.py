@@ -11,6 +11,7 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
@@ -38,7 +39,7 @@ from train.heads.training import DraftTrainer, head_of, inner_taps
 from train.loss.logprobs import Transforms
 from train.loss.policy import PolicyTrainer
 from train.loss.terms import rl_loss
-from train.rollout.collect import group_params
+from train.rollout.draws import group_params
 from train.rollout_schema import SPELL
 from train.schema import RLConfig, as_run
 
@@ -46,7 +47,7 @@ Mesh = jax.sharding.Mesh | None  # None is one device, the first
 
 
 def make_meshes(cfg: RLConfig, devices: sharding.Devices = None) -> tuple[Mesh, list[Mesh]]:
-    """The mesh of training, and the mesh of each rollout replica.
+    """Makes the mesh of training, and the mesh of each rollout replica.
 
     A rollout without devices of its own uses those of training: its slots are split over all axes
     but `tp`, and weights over `tp` alone, so that no step has to gather them. In a job of several
@@ -66,11 +67,19 @@ def make_meshes(cfg: RLConfig, devices: sharding.Devices = None) -> tuple[Mesh, 
     if several and mesh is None:
         mesh = sharding.replica_meshes(1)[0]
     if not roll.own_devices and not several:
-        return mesh, [_rollout_mesh(mesh)]
+        return mesh, [None if mesh is None else sharding.rollout_mesh(mesh)]
     # A replica must not straddle processes, and `rollout_mesh` keeps neighbours together only where
     # tp grows.
     near = mesh if not several or roll.tp % cfg.mesh.tp == 0 else None
     return mesh, sharding.replica_meshes(roll.replicas, roll.tp, devices, near)
+
+
+class _Sizes(NamedTuple):
+    """The sizes of an engine: slots, the most prompt tokens, and the most tokens beyond these."""
+
+    batch: int
+    prompt: int
+    response: int
 
 
 def build_engines(
@@ -106,13 +115,15 @@ def build_engines(
             f"{jax.local_device_count()} each; use a smaller rollout.tp, or leave out exact_mode"
         )
     plain = SpecConfig("off", invariant=roll.invariant)
-    spec = roll.spec() if speculate else plain
-    control = roll.control_config() if speculate else None
-    sizes = roll.max_batch, roll.max_prompt_tokens, roll.max_tokens
-    engines = [_engine(cfg, model, spec, on, sizes, source, control) for on in meshes]
+    sizes = _Sizes(roll.max_batch, roll.max_prompt_tokens, roll.max_tokens)
+    if speculate:
+        spec, control = roll.spec(), roll.control_config()
+        engines = _engines(cfg, model, meshes, sizes, spec, source, control)
+    else:
+        engines = _engines(cfg, model, meshes, sizes, plain, source)
     plain_engines = []
     if exact and not roll.invariant:  # in that mode one program has to decode both ways
-        plain_engines = [_engine(cfg, model, plain, on, sizes) for on in meshes]
+        plain_engines = _engines(cfg, model, meshes, sizes, plain)
     evaluating = evaluation_engines(cfg, model, source, meshes) if cfg.eval.any else []
     return engines, plain_engines, evaluating
 
@@ -124,71 +135,69 @@ def evaluation_engines(
 
     They decode plainly if the tokens of speculation would depend on the draft
     (`rollout.acceptance=block` and `recursive`), so that policies are compared on equal noise, or
-    if the acceptance mode does not take the temperature of a set.
+    if the acceptance mode does not take the temperature of a set. Their sizes are those of rollouts
+    where these are enough, so that programs can be shared.
 
     Raises:
       ValueError: the settings do not fit together.
     """
-    roll = cfg.rollout
-    greedy = all(each.sampling.temperature == 0 for each in asked_sets(cfg.eval, roll))
+    roll, asked = cfg.rollout, asked_sets(cfg.eval, cfg.rollout)
+    greedy = all(own.sampling.temperature == 0 for own in asked)
     speculate = roll.acceptance == "coupled" or (roll.acceptance == "greedy" and greedy)
     spec, control = SpecConfig("off", invariant=roll.invariant), None
     if speculate and drafts(cfg):
         spec, control = roll.spec(), roll.control_config()
-    sizes = _eval_sizes(cfg)
-    return [_engine(cfg, model, spec, on, sizes, source, control) for on in meshes]
+    prompt = max(roll.max_prompt_tokens, *(own.max_prompt_tokens for own in asked))
+    longest = max(roll.max_prompt_tokens + roll.max_tokens, *(own.longest for own in asked))
+    sizes = _Sizes(cfg.eval.max_batch or roll.max_batch, prompt, longest - prompt)
+    return _engines(cfg, model, meshes, sizes, spec, source, control)
 
 
-def _eval_sizes(cfg: RLConfig) -> tuple[int, int, int]:
-    """Slots, and the most prompt and response tokens, of an engine that runs all sets.
-
-    They are those of rollouts where these are enough, so that programs can be shared.
-    """
-    asked, roll = asked_sets(cfg.eval, cfg.rollout), cfg.rollout
-    prompt = max(roll.max_prompt_tokens, *(each.max_prompt_tokens for each in asked))
-    longest = max(roll.max_prompt_tokens + roll.max_tokens, *(each.longest for each in asked))
-    return cfg.eval.max_batch or roll.max_batch, prompt, longest - prompt
-
-
-def _engine(
+def _engines(
     cfg: RLConfig,
     model: ModelConfig,
+    meshes: Sequence[Mesh],
+    sizes: _Sizes,
     spec: SpecConfig,
-    mesh: Mesh,
-    sizes: tuple[int, int, int],
     source: Draft | None = None,
     control: ControlConfig | None = None,
-) -> Engine:
-    """Builds an engine.
+) -> list[Engine]:
+    """Builds an engine on each mesh.
 
     Args:
-      spec: how it speculates.
-      mesh: mesh on which it runs.
-      sizes: slots, the most prompt tokens, and the most tokens beyond these.
+      cfg: settings of the run.
+      model: config of the policy.
+      meshes: the meshes.
+      sizes: sizes of each engine.
+      spec: how they speculate.
       source: what drafts; None: the model's own head.
       control: how strategies are chosen.
     """
-    roll, (batch, prompt, response) = cfg.rollout, sizes
-    decoder = model.running(scan_layers=roll.scan_layers, remat=False, sequence_parallel=False)
-    if not spec.is_off and (source is None or trains(source)):
-        of = laid_out(decoder, mesh)
-        source = head_of(of) if source is None else run_as(source, of.run)
-    return Engine(
-        decoder,
-        spec,
-        batch,
-        prompt + response,
-        max(1, len(model.eos_token_ids)),
-        mesh,
-        [prompt],  # one width, one set of executables
-        source,
-        dataclasses.replace(roll.engine_config(), attention=cfg.attention, named_strategies=False),
-        control,
+    decoder = model.running(
+        scan_layers=cfg.rollout.scan_layers, remat=False, sequence_parallel=False
     )
+    config = cfg.rollout.engine_config()
+    config = dataclasses.replace(config, attention=cfg.attention, named_strategies=False)
 
+    def engine(mesh: Mesh) -> Engine:
+        drafts_with = source
+        if not spec.is_off and (source is None or trains(source)):
+            laid = laid_out(decoder, mesh)
+            drafts_with = head_of(laid) if source is None else run_as(source, laid.run)
+        return Engine(
+            decoder,
+            spec,
+            sizes.batch,
+            sizes.prompt + sizes.response,
+            max(1, len(model.eos_token_ids)),
+            mesh,
+            [sizes.prompt],  # one width, one set of executables
+            drafts_with,
+            config,
+            control,
+        )
 
-def _rollout_mesh(mesh: Mesh) -> Mesh:
-    return None if mesh is None else sharding.rollout_mesh(mesh)
+    return [engine(mesh) for mesh in meshes]
 
 
 @dataclasses.dataclass
@@ -216,7 +225,7 @@ class Programs:
 
 
 def drafts(cfg: RLConfig) -> bool:
-    """Whether rollouts speculate."""
+    """Returns whether rollouts speculate."""
     return cfg.draft.mode != "none" and not cfg.rollout.spec().is_off
 
 
@@ -241,11 +250,11 @@ def settle_drafting(
         if roll.draft == "auto":  # a checkpoint's settings need a value
             roll.draft = "ngram" if head is None else "checkpoint"
         return Drafting(None, None)
-    asked = roll.control_config()
+    given = roll.control_config()
     try:
         # Its choices follow the clock, and with TIS they would reach the weights of the policy.
         may_stop = roll.invariant or not cfg.algo.tis
-        drafting = settle_draft(roll.spec(), asked, head, may_stop, target, find)
+        drafting = settle_draft(roll.spec(), given, head, may_stop, target, find)
     except (ValueError, OSError) as error:
         raise ConfigError(spelled(error, SPELL)) from error
     if drafting.by_default and mode != "auto":
@@ -255,73 +264,56 @@ def settle_drafting(
             "of its own, or leave out draft.mode: then n-grams draft"
         )
     roll.draft = drafting.spec.draft
-    if drafting.control is not asked:
+    if drafting.control is not given:
         roll.control = ControlSection(
             drafting.control.controller, [*map(str, drafting.control.strategies)]
         )
-    if drafting.by_default:
-        if roll.acceptance != "coupled":  # else tokens would depend on the batch
-            roll.ngram_siblings = False
-    with_head = trains(drafting.kind)
+    if drafting.by_default and roll.acceptance != "coupled":  # tokens would depend on the batch
+        roll.ngram_siblings = False
     if mode == "auto":
+        with_head = trains(drafting.kind)
         cfg.draft.mode = "online" if with_head and cfg.draft.moves else "frozen"
     require_effect(cfg)
-    _require_head(cfg, drafting)
-    return drafting
-
-
-def _require_head(cfg: RLConfig, drafting: Drafting) -> None:
-    """Refuses settings about training a head where none drafts, or one that is not trained here."""
-    asked = {
+    trained = {
         "draft.mode=online": cfg.draft.mode == "online",
         "draft.spot.enabled=true": cfg.draft.spot.enabled,
         "checkpoint.draft_only=true": cfg.checkpoint.draft_only,
     }
-    wrong = [setting for setting, given in asked.items() if given]
-    if wrong and not trains(drafting.kind) and issubclass(drafting.kind, HeadSource):
+    wrong = [setting for setting, is_on in trained.items() if is_on]
+    if wrong and not trains(drafting.kind):
         known = " and ".join(name for name in DRAFTS.names if trains(DRAFTS.named(name)))
         raise ConfigError(
-            f"{wrong[0]} is about a draft head that is trained, and the head "
-            f"rollout.draft={cfg.rollout.draft} cannot be trained here ({drafting.kind.__name__}; "
-            f"heads of the kinds {known} can); leave it out: the head then drafts as it is"
+            f"{wrong[0]} is about a draft head that is trained, and rollout.draft={roll.draft} "
+            f"({drafting.kind.__name__}) is none; heads of the kinds {known} can be trained. Leave "
+            "it out, or set rollout.draft=random for a new head"
         )
-    if wrong and not trains(drafting.kind):
-        raise ConfigError(
-            f"{wrong[0]} is about a draft head, and rollout.draft={cfg.rollout.draft} is none; "
-            "leave it out, or set rollout.draft=random for a new head"
-        )
+    return drafting
 
 
 def describe_drafting(cfg: RLConfig, drafting: Drafting) -> str:
-    """The line for the user about what `settle_drafting` settled."""
+    """Writes the line for the user about what `settle_drafting` settled."""
     if drafting.spec is None:
         return f"draft: none, because of draft.mode={cfg.draft.mode} and {cfg.rollout.plain_by}"
     if not issubclass(drafting.kind, HeadSource) and not trains(drafting.kind):
         return drafting.described(SPELL)
-    how = cfg.draft.describe_mode()
-    if cfg.draft.mode == "online":
-        how += f", draft.unroll_steps={cfg.draft.unroll_steps}"
-    return f"{drafting.described(SPELL)} ({how}){_untrained_steps(cfg, drafting)}"
-
-
-def _untrained_steps(cfg: RLConfig, drafting: Drafting) -> str:
-    """The words for a head that is trained on fewer steps than it drafts; empty for others.
-
-    A head that was trained on all of them loses at the others what it had learnt.
-    """
-    longest = max(drafting.strategies, key=lambda strategy: strategy.steps)
+    text = f"{drafting.described(SPELL)} ({cfg.draft.describe_mode()}"
+    if cfg.draft.mode != "online":
+        return f"{text})"
     steps = cfg.draft.unroll_steps
-    if cfg.draft.mode != "online" or steps >= longest.steps:
-        return ""
+    text += f", draft.unroll_steps={steps})"
+    longest = max(drafting.strategies, key=lambda strategy: strategy.steps)
+    if steps >= longest.steps:
+        return text
+    # A head that was trained on all of them loses at the others what it had learnt.
     return (
-        f"; draft.unroll_steps={steps} trains {steps} of the {longest.steps} tokens that {longest} "
-        f"drafts in a row, and the others are accepted less often the more the head moves: "
-        f"draft.unroll_steps={longest.steps} trains all"
+        f"{text}; draft.unroll_steps={steps} trains {steps} of the {longest.steps} tokens that "
+        f"{longest} drafts in a row, and the others are accepted less often the more the head "
+        f"moves: draft.unroll_steps={longest.steps} trains all"
     )
 
 
 def chunk_features(cfg: RLConfig, model: ModelConfig, evaluating: bool = False) -> Features:
-    """The sampling features that the chunks of a rollout, or of an evaluation, are compiled with.
+    """Returns the sampling features that chunks of a rollout, or an evaluation, are compiled with.
 
     All samples of a rollout have the same ones, and those of an evaluation no further ones, so no
     further programs are compiled.
@@ -333,8 +325,8 @@ def chunk_features(cfg: RLConfig, model: ModelConfig, evaluating: bool = False) 
     asked = [("rollout", longest, group_params(cfg, 0, 0))]
     if evaluating:
         sets = asked_sets(cfg.eval, cfg.rollout)
-        asked = [(each.key, each.longest, each.params()) for each in sets]
-    found = []
+        asked = [(own.key, own.longest, own.params()) for own in sets]
+    features = []
     for where, longest, params in asked:
         # Stop strings are searched for on the host.
         [job] = make_jobs([0], dataclasses.replace(params, n=1, stop=()), model.eos_token_ids)
@@ -342,19 +334,19 @@ def chunk_features(cfg: RLConfig, model: ModelConfig, evaluating: bool = False) 
             check_job(where, job, Limits(model, longest, len(job.stop_ids), None))
         except ValueError as error:
             raise ConfigError(spelled(error, SPELL)) from error
-        found.append(features_of(job, model.vocab_size))
-    return functools.reduce(operator.or_, found)
+        features.append(features_of(job, model.vocab_size))
+    return functools.reduce(operator.or_, features)
 
 
 def transforms(cfg: RLConfig, model: ModelConfig) -> Transforms | None:
-    """The transforms with which training scores tokens; None for the temperature alone."""
+    """Returns the transforms with which training scores tokens; None for the temperature alone."""
     if cfg.algo.logprobs != "processed":
         return None
     return Transforms.of(cfg.rollout.sampling_params(), model.eos_token_ids, model.vocab_size)
 
 
 def trains_in_replicas(cfg: RLConfig, mesh: Mesh) -> bool:
-    """Whether spot training runs on the devices of replicas.
+    """Returns whether spot training runs on the devices of replicas.
 
     It does if each replica is in one process and has devices of its own, or if the run has a single
     device.
@@ -367,12 +359,12 @@ def trains_in_replicas(cfg: RLConfig, mesh: Mesh) -> bool:
 
 
 def on_policy(cfg: RLConfig) -> bool:
-    """Whether a rollout has a single update, so that the policy is its own old policy."""
+    """Returns whether a rollout has a single update, so that the policy is its own old policy."""
     return cfg.algo.updates_per_rollout == 1
 
 
 def scores_to_add(cfg: RLConfig) -> list[str]:
-    """Names of the log-probabilities that a micro-batch gets before the update."""
+    """Names the log-probabilities that a micro-batch gets before the update."""
     old = "fresh_logprobs" if cfg.rollout.partial else "old_logprobs"
     return [] if on_policy(cfg) else [old]
 
@@ -387,23 +379,23 @@ def settle_length(cfg: RLConfig, model: ModelConfig) -> str | None:
       ConfigError: the user set lengths that the model has too few positions for.
     """
     line = fit_lengths(cfg, cfg.model, model.max_position)
-    for each in asked_sets(cfg.eval, cfg.rollout):
-        if each.longest > model.max_position:
+    for own in asked_sets(cfg.eval, cfg.rollout):
+        if own.longest > model.max_position:
             raise ConfigError(
-                f"{each.key}: max_prompt_tokens={each.max_prompt_tokens} + max_tokens="
-                f"{each.sampling.max_tokens} must be at most {model.max_position}, the longest "
+                f"{own.key}: max_prompt_tokens={own.max_prompt_tokens} + max_tokens="
+                f"{own.sampling.max_tokens} must be at most {model.max_position}, the longest "
                 f"sequence of {cfg.model}"
             )
     return line
 
 
 def as_computed(cfg: RLConfig, model: ModelConfig) -> ModelConfig:
-    """A checkpoint's model config as the run computes (see `DtypeSection.settle` for the dtype)."""
+    """Returns a checkpoint's model config as the run computes, with the settled dtype."""
     return model.running(**as_run(cfg))
 
 
 def as_rolled_out(cfg: RLConfig, model: ModelConfig) -> ModelConfig:
-    """A model config of `as_computed` with the dtype of rollouts, for engines and sources."""
+    """Returns a config of `as_computed` with the dtype of rollouts, for engines and sources."""
     asked = cfg.rollout.dtype
     return model if asked == AUTO else model.running(compute_dtype=asked)
 

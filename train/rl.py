@@ -2,8 +2,8 @@
 
 One step (`Trainer.step`):
 
-    problems  -> rollout (train.rollout.collect, specjax.engine): speculative, with the tokens of
-                 plain decoding, until the groups to learn from are certain (train.rollout.groups)
+    problems  -> rollout (train.rollout, specjax.engine): speculative, with the tokens of plain
+                 decoding, until the groups to learn from are certain (train.rollout.groups)
               -> rewards (train.scoring), advantages relative to the group (train.loss.objectives)
               -> packed micro-batches (train.loss.packing)
               -> policy update(s) (train.loss), which return the policy's states, too
@@ -31,103 +31,26 @@ from pathlib import Path
 import numpy as np
 
 from specjax import determinism
-from specjax.checkpoint.store import Checkpointer
 from specjax.checkpoint.weights import Head, save_model
 from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
 from specjax.engine.alarm import LEAST, advice
 from specjax.engine.compiling import CompileProgress
 from specjax.engine.request import InvalidLogitsError
-from specjax.interfaces import Draft
 from specjax.models.generation_config import sampling_defaults
 from specjax.parallel import distributed, sharding
-from train.cli import (
-    CHECKPOINTS,
-    USER_ERRORS,
-    Interrupted,
-    Progress,
-    can_resume,
-    interruptible,
-    recovery_advice,
-    require_finite,
-    run_program,
-    settle_date,
-)
+from train.cli import run_program
 from train.data.checks import DropWarning
 from train.heads.files import HeadCheckpoints
 from train.rollout.evaluation import described
 from train.rollout.samples import SampleLog
 from train.rollout_schema import SPELL
-from train.run import picture as plot
-from train.run import processes
-from train.run.describe import describe_run, settings_of
-from train.run.log import MetricsLogger, read_metrics
+from train.run import picture
+from train.run.files import complete_steps, read_metrics
+from train.run.start import Run, say, start
 from train.schema import RLConfig
 from train.scoring import RewardsFailedError
 from train.trainer import Trainer
-
-
-class Terminated(RuntimeError):
-    """The job got SIGTERM, and has saved its state."""
-
-
-class StepWarnings:
-    """Warns about speculation without gain, and rewards or draft training without effect.
-
-    Args:
-      patience: number of steps without gain before the warning about speculation. It stands in
-        place of the engine's, which counts rounds: a head may learn.
-      source: what drafts.
-    """
-
-    def __init__(self, patience: int = 3, source: Draft | None = None):
-        self.patience, self.flat, self.zero_shown = patience, 0, False
-        self._advice = advice(source, SPELL)
-
-    def check(
-        self,
-        step: int,
-        metrics: dict[str, float],
-        zero: str | None = None,
-        short: str | None = None,
-    ) -> list[str]:
-        """Returns the warnings of a step.
-
-        Args:
-          step: number of the step.
-          metrics: metrics of the step.
-          zero: example of a response while every response of the run scored 0; printed once.
-          short: warning that dynamic sampling did not fill the batch, if so.
-        """
-        warnings = []
-        length = metrics.get("rollout/drafted_accept_length")
-        if length is not None:
-            self.flat = self.flat + 1 if length < LEAST else 0
-            if self.flat == self.patience:
-                warnings.append(
-                    f"accept length has been {length:.2f} for {self.flat} steps: speculation only "
-                    f"costs time. {self._advice}"
-                )
-        if zero is not None and not self.zero_shown:
-            self.zero_shown = True
-            warnings.append(f"every response so far scored 0, so the policy learns nothing; {zero}")
-        elif short is not None:
-            warnings.append(short)
-        elif metrics.get("train/microbatches") == 0:
-            warnings.append(
-                "no sample is trained on: all reached rollout.max_tokens, and algo.mask_truncated "
-                "leaves these out. Raise rollout.max_tokens"
-            )
-        elif metrics.get("rollout/zero_std") == 1:
-            warnings.append(
-                "no group has differing rewards: the policy learns nothing from this step. Is the "
-                "task too hard or too easy for it?"
-            )
-        if metrics.get("train/mtp_tokens") == 0:
-            warnings.append("draft training saw no token: is every response a single token?")
-        elif metrics.get("train/mtp_update_norm") == 0:
-            warnings.append("draft training changed nothing: draft.optim.lr or clip_norm is 0?")
-        return warnings
 
 
 def run(cfg: RLConfig, resume: bool = False, resume_step: int | None = None) -> Path:
@@ -137,116 +60,200 @@ def run(cfg: RLConfig, resume: bool = False, resume_step: int | None = None) -> 
     """
     out = Path(cfg.out)
     # Before the first call that starts jax's backends, and so before processes can agree on a
-    # directory. Each finds the same one, because they share `out`, which `processes` checks.
+    # directory. Each finds the same one, because they share `out`, which `start` checks.
     if cfg.deterministic:
         try:
             determinism.set_up(out if resume else _fresh(out))
         except ValueError as error:
             raise ConfigError(str(error)) from error
     distributed.start(cfg.distributed, max(cfg.mesh.size, cfg.rollout_devices))
-    settle_date(cfg, out if resume else None)
-    if not resume:
-        out = distributed.of_first(lambda: _fresh(out), "run directory")
-        if out != Path(cfg.out):  # files of the run, and those that name it, are of this directory
-            cfg = copy.copy(cfg)
-            cfg.out = str(out)
-    resume = resume and can_resume(out, resume_step, _say)
-    ends = (*USER_ERRORS, Terminated, Interrupted)
-    with processes.watched(cfg, out, ends), interruptible(out) as progress:
-        return _train(cfg, out, resume, resume_step, progress)
+    if not resume:  # files of the run, and those that name it, are of a directory of its own
+        cfg = copy.copy(cfg)
+        cfg.out = str(distributed.of_first(lambda: _fresh(out), "run directory"))
+    with start("train.rl", cfg, resume, resume_step) as run:
+        return _train(run, cfg)
 
 
-def _train(
-    cfg: RLConfig, out: Path, resume: bool, resume_step: int | None, progress: Progress
-) -> Path:
-    started = time.perf_counter()
+def _train(run: Run, cfg: RLConfig) -> Path:
+    began, out = time.perf_counter(), run.out
     trainer = Trainer(cfg)
-    for line in trainer.notes:
-        _say(line)
-    _say(trainer.drafting)
-    trainer.on_program = CompileProgress(_say)
-    keep = cfg.checkpoint.keep_last
-    heads = HeadCheckpoints(out / "draft", trainer.model, keep, trainer.about_head)
-    with Checkpointer(out / CHECKPOINTS, keep) as checkpoints, heads:
-        strategies = len(trainer.engine.runner.programs)
-        _say(compiling_line(cfg, trainer.programs_to_compile(), strategies))
-        if resume:  # which compiles, too
-            trainer.restore(checkpoints, resume_step)
-        for line in trainer.start_lines():
-            _say(line)
-        if line := generation_config_line(cfg, trainer.model):
-            _say(line)
-        _say(trainer.dtype_line)
-        if cfg.deterministic:
-            _say(determinism.line())
-        elif resume and (warning := determinism.without()):
-            _say(f"WARNING: {warning}")
-        _say(f"rollouts: {trainer.warm_up()}")
-        dtype = trainer.engine.runner.cfg.run.compute_dtype
-        for warning in (nothing_learnt(cfg), precision_warning(cfg, dtype), slots_warning(cfg)):
-            if warning:
-                _say(f"WARNING: {warning}")
-        first = trainer.done_steps + 1
-        progress.steps = lambda: (trainer.done_steps, cfg.steps)
-        for line in sharding.replicated_dims(trainer.mesh, trainer.params, trainer.policy.axes):
-            _say(f"kept whole on every device: {line}")
-        _say(f"run {out}: steps {first} to {cfg.steps}, set-up {_since(started)}")
-        begin = first if resume else None
-        describe_run(out, cfg, "train.rl", cfg.model, first, resume)
-        with (
-            MetricsLogger(
-                out,
-                cfg.log.tensorboard,
-                cfg.log.wandb,
-                begin,
-                live=cfg.log.live,
-                settings=settings_of(cfg),
-                steps=cfg.steps,
-            ) as log,
-            SampleLog(
-                out,
-                cfg.log.samples,
-                cfg.seed,
-                trainer.tokenizer,
-                trainer.scorer.labels,
-                begin,
-            ) as samples,
-        ):
-            _steps(cfg, trainer, log, samples, checkpoints, heads, resumed=resume)
-            if distributed.is_first():
-                log.summary_table(summary(read_metrics(out)), title=f"{out}")
+    for line in (*trainer.notes, trainer.drafting):
+        say(line)
+    trainer.on_program = CompileProgress(say)
+    strategies = len(trainer.engine.runner.programs)
+    say(compiling_line(cfg, trainer.programs_to_compile(), strategies))
+    run.restore(trainer, cfg.checkpoint.keep_last)  # which compiles, too
+    for line in _start_lines(run, trainer):
+        say(line)
+    run.begin(cfg.model, cfg.steps)
+    first = trainer.done_steps + 1
+    say(f"run {out}: steps {first} to {cfg.steps}, set-up {time.perf_counter() - began:.0f} s")
+    labels, begin = trainer.scorer.labels, run.first_logged
+    log = SampleLog(out, cfg.log.samples, cfg.seed, trainer.tokenizer, labels, begin)
+    keep, about = cfg.checkpoint.keep_last, trainer.about_head
+    with log as samples, HeadCheckpoints(out / "draft", trainer.model, keep, about) as heads:
+        _steps(run, trainer, samples, heads)
+    if distributed.is_first():
+        run.log.summary_table(summary(read_metrics(out)), title=f"{out}")
     if cfg.checkpoint.export:
         _export(cfg, trainer, out / "hf")
-    picture = plot.draw(out) if distributed.is_first() else out / plot.PICTURE
+    plot = picture.draw(out) if distributed.is_first() else out / picture.PICTURE
     if (line := trainer.engine.slower_than_plain()) is not None:
-        _say(f"{line}; rollout.strategy=off decodes plainly")
-    _say(f"total {_since(started)}\nplot: {picture}\npage: python -m train.view {out}")
-    return picture
+        say(f"{line}; rollout.strategy=off decodes plainly")
+    say(f"total {time.perf_counter() - began:.0f} s\nplot: {plot}")
+    say(f"page: python -m train.view {out}")
+    return plot
+
+
+def _steps(run: Run, trainer: Trainer, samples: SampleLog, heads: HeadCheckpoints) -> None:
+    """Runs the remaining steps, and evaluates, logs and saves in between."""
+    cfg, warnings = trainer.cfg, StepWarnings(trainer)
+
+    def evaluate(when: str) -> dict[str, float]:
+        metrics = trainer.evaluate()
+        for own in trainer.eval_sets:
+            name = own.asked.name
+            groups = trainer.last_evaluation[name]
+            samples.log_evaluation(trainer.done_steps, name, own.scorer.labels, groups)
+        say(f"evaluation {when}: {described(metrics)}")
+        return metrics
+
+    evaluates = trainer.eval_engine is not None
+    if cfg.eval.before and not run.resumed and evaluates:
+        with _naming_step(run, 0):
+            run.log.log(0, evaluate("before the first step"))
+    while run.goes_on():
+        step = trainer.done_steps + 1
+        with _naming_step(run, step):
+            try:
+                metrics = trainer.step()
+            except RewardsFailedError as error:
+                raise RewardsFailedError(f"{error}; {_saved(run)}") from error
+            run.require_finite(metrics)
+            due = cfg.eval.every and step % cfg.eval.every == 0
+            if evaluates and (due or not run.goes_on()):
+                metrics |= evaluate(f"after step {step}")
+        samples.log(step, trainer.last_rollout)
+        run.log.log(step, metrics)
+        for line in warnings.check(step, metrics):
+            say(line)
+        due = bool(cfg.checkpoint.every and step % cfg.checkpoint.every == 0)
+        if cfg.checkpoint.draft_only and trainer.head is not None:
+            if due or not run.goes_on():
+                heads.save(step, trainer.head)
+        run.end_step(due)
+
+
+@contextlib.contextmanager
+def _naming_step(run: Run, step: int) -> Iterator[None]:
+    """Adds the step and the saved steps to the error about NaN logits."""
+    try:
+        yield
+    except InvalidLogitsError as error:
+        remedy = "The policy was like this before training began: look at its checkpoint"
+        if step > 1:
+            remedy = run.recovery("optim.lr")
+        raise InvalidLogitsError(f"step {step}: {error}. {remedy}") from error
+
+
+def _saved(run: Run) -> str:
+    """Saves the finished steps, if any, and says how to continue."""
+    if run.state.done_steps == 0:
+        return "no step was done before it. Correct the reward and start again"
+    run.save(block=True)
+    return f"{run.saved()}. Correct the reward and start again with --resume to go on"
+
+
+def _export(cfg: RLConfig, trainer: Trainer, path: Path) -> None:
+    weights = trainer.params, trainer.head
+    if distributed.is_several():  # fetches what lies on other processes
+        weights = sharding.fetch(weights)
+    if distributed.is_first():
+        params, head = weights
+        head = head and Head(trainer.source, head)
+        if not save_model(path, trainer.model, params, head, trainer.tokenizer_dir):
+            say(f"{path} has no draft: no layout is known for {type(trainer.source).__name__}")
+
+
+def _fresh(out: Path) -> Path:
+    """Returns `out`, or the first `out-N` without checkpoints of an earlier run."""
+    candidate, number = out, 2
+    while complete_steps(candidate):
+        candidate, number = out.with_name(f"{out.name}-{number}"), number + 1
+    return candidate
+
+
+def summary(records: list[dict]) -> list[dict]:
+    """Returns first, last and mean value of the main metrics, for the table at the end."""
+    names = {
+        "eval/reward": "held-out reward",
+        "rollout/reward": "rollout reward",
+        "rollout/drafted_accept_length": "accept length",
+        "rollout/tokens_per_sec": "rollout tok/s",
+        "rollout/longest_sample_tokens_per_sec": "longest sample tok/s",
+        "train/entropy": "policy entropy, nats",
+        "train/mtp_loss": "draft loss, nats",
+        "time/rollout": "rollout, s",
+        "time/train": "policy update, s",
+        "time/draft": "draft update, s",
+    }
+    sets = dict.fromkeys(name for record in records for name in record if "/avg@" in name)
+    names |= {name: name.removeprefix("eval/") for name in sets}
+    table = []
+    for name, label in names.items():
+        values = [r[name] for r in records if r.get(name) is not None]
+        if values:
+            figures = {"first": values[0], "last": values[-1], "mean": float(np.mean(values))}
+            table.append({"metric": label, **figures})
+    return table
+
+
+# --- lines and warnings ---------------------------------------------------------------------------
+
+
+def _start_lines(run: Run, trainer: Trainer) -> Iterator[str]:
+    """Yields what a run says of its rollouts before the first step, and compiles them."""
+    cfg = trainer.cfg
+    yield from trainer.start_lines()
+    if line := generation_config_line(cfg, trainer.model):
+        yield line
+    yield trainer.dtype_line
+    if cfg.deterministic:
+        yield determinism.line()
+    elif run.resumed and (warning := determinism.without()):
+        yield f"WARNING: {warning}"
+    yield f"rollouts: {trainer.warm_up()}"
+    dtype = trainer.engine.runner.cfg.run.compute_dtype
+    for warning in (nothing_learnt(cfg), precision_warning(cfg, dtype), slots_warning(cfg)):
+        if warning:
+            yield f"WARNING: {warning}"
+    for line in sharding.replicated_dims(trainer.mesh, trainer.params, trainer.policy.axes):
+        yield f"kept whole on every device: {line}"
 
 
 def generation_config_line(cfg: RLConfig, model: ModelConfig) -> str | None:
-    """The line at start if generation_config.json differs from `rollout.*`; else None."""
+    """Writes the line at start if generation_config.json differs from `rollout.*`; else None."""
     own = cfg.rollout.sampling_params()
-    asked = sampling_defaults(model.generation)
-    asked = {name: value for name, value in asked.items() if value != getattr(own, name)}
-    if max(own.top_k, asked.get("top_k", 0)) <= 0:
-        asked.pop("top_k", None)  # 0 and -1 both keep all tokens
-    names = [*asked]
+    theirs = sampling_defaults(model.generation)
+    theirs = {name: value for name, value in theirs.items() if value != getattr(own, name)}
+    if max(own.top_k, theirs.get("top_k", 0)) <= 0:
+        theirs.pop("top_k", None)  # 0 and -1 both keep all tokens
+    names = [*theirs]
     if ("do_sample", False) in model.generation and own.temperature > 0:
-        asked["do_sample"] = False
-        names += [] if "temperature" in asked else ["temperature"]
-    if not asked:
+        theirs["do_sample"] = False
+        names += [] if "temperature" in theirs else ["temperature"]
+    if not theirs:
         return None
     ours = ", ".join(f"rollout.{name}={getattr(own, name)}" for name in names)
-    theirs = ", ".join(f"{name}={value}" for name, value in asked.items())
+    file = ", ".join(f"{name}={value}" for name, value in theirs.items())
     return (
-        f"rollouts sample with {ours}, and not as generation_config.json asks ({theirs}): the "
-        "policy is trained on its own samples; set these to sample as the file asks"
+        f"rollouts sample with {ours}, and not as generation_config.json asks ({file}): the policy "
+        "is trained on its own samples; set these to sample as the file asks"
     )
 
 
 def compiling_line(cfg: RLConfig, programs: int, strategies: int) -> str:
-    """The line before rollouts are compiled, which may take minutes.
+    """Writes the line before rollouts are compiled, which may take minutes.
 
     Args:
       cfg: settings of the run.
@@ -258,23 +265,23 @@ def compiling_line(cfg: RLConfig, programs: int, strategies: int) -> str:
         fewer = ["rollout.strategy=off", "fewer in rollout.control.strategies", *fewer]
     elif cfg.rollout.spec() is not None and not cfg.rollout.spec().is_off:
         fewer = ["rollout.strategy=off (smaller ones)", *fewer]
-    advice = f"; to compile less: {', or '.join(fewer)}" if fewer else ""
-    return f"rollouts: compiling {programs} programs, which may take minutes{advice}"
+    remedy = f"; to compile less: {', or '.join(fewer)}" if fewer else ""
+    return f"rollouts: compiling {programs} programs, which may take minutes{remedy}"
 
 
 def precision_warning(cfg: RLConfig, dtype: str) -> str | None:
-    """The warning that tokens or parameters may depend on time; None if they cannot.
+    """Writes the warning that tokens or parameters may depend on time; None if they cannot.
 
     Args:
       cfg: settings of the run.
       dtype: dtype in which rollouts compute.
     """
-    if not cfg.rollout.by_the_clock:
-        return None
-    chosen = "and rollout.control or rollout.replicas choose these by time or load"
     roll, static = cfg.rollout, "rollout.control.controller=static"
+    if not roll.by_the_clock or (dtype == "float32" and not cfg.algo.tis):
+        return None
     if roll.draft != "ngram":  # by default these have a controller beside a strategy
         static = f"rollout.strategy={roll.spec().own_strategy} without rollout.control"
+    chosen = "and rollout.control or rollout.replicas choose these by time or load"
     exact = f"rollout.invariant=true, or {static} and rollout.replicas=1"
     if cfg.algo.tis:
         return (
@@ -284,8 +291,6 @@ def precision_warning(cfg: RLConfig, dtype: str) -> str | None:
             f"this run, and from what --resume goes on with. For runs that repeat exactly set "
             f"{exact}"
         )
-    if dtype == "float32":
-        return None
     return (
         f"in {dtype} about one token in 500 depends on the strategy and the batch that it is "
         f"sampled in, {chosen}. What is learned is as good, but --resume will not repeat the "
@@ -294,7 +299,7 @@ def precision_warning(cfg: RLConfig, dtype: str) -> str | None:
 
 
 def nothing_learnt(cfg: RLConfig) -> str | None:
-    """The warning that settings leave the policy as it is; None if it can learn."""
+    """Writes the warning that settings leave the policy as it is; None if it can learn."""
     roll, algo = cfg.rollout, cfg.algo
     if not cfg.optim.moves:
         return (
@@ -316,160 +321,79 @@ def nothing_learnt(cfg: RLConfig) -> str | None:
 
 
 def slots_warning(cfg: RLConfig) -> str | None:
-    """The warning that over-sampling cannot end a step early; None if it can."""
+    """Writes the warning that over-sampling cannot end a step early; None if it can."""
     rollout = cfg.rollout
     samples, slots = rollout.in_flight * rollout.n, rollout.max_batch * rollout.replicas
     if rollout.in_flight == rollout.prompts or samples <= slots:
         return None
-    enough = -(-samples // rollout.replicas)
     return (
         f"rollout.over_sample={rollout.over_sample} has {samples} samples of a step share {slots} "
         "slots: a step cannot end before those that wait for one have started, so over-sampling "
-        f"makes it longer, not shorter. Set rollout.max_batch={enough}, or rollout.over_sample=1"
+        f"makes it longer, not shorter. Set rollout.max_batch={-(-samples // rollout.replicas)}, "
+        "or rollout.over_sample=1"
     )
 
 
-def _steps(
-    cfg: RLConfig, trainer: Trainer, log, samples, checkpoints, heads, resumed: bool
-) -> None:
-    """Runs the remaining steps, and evaluates, logs and saves in between."""
-    step_warnings, first = StepWarnings(source=trainer.source), True
-    dropping, dropped, position = DropWarning(cfg.data), 0, trainer.rollouts.position
-    if cfg.eval.before and not resumed and trainer.eval_engine is not None:
-        with _naming_step(0, checkpoints):
-            metrics = trainer.evaluate()
-        samples.log_evaluation(0, trainer.eval_sets, trainer.last_evaluation)
-        log.log(0, metrics)
-        _say(f"evaluation before the first step: {described(metrics)}")
-    while trainer.done_steps < cfg.steps:
-        with _naming_step(trainer.done_steps + 1, checkpoints):
-            try:
-                metrics = trainer.step()
-            except RewardsFailedError as error:
-                raise RewardsFailedError(f"{error}; {_saved(trainer, checkpoints)}") from error
-        step = trainer.done_steps
-        require_finite(step, metrics, log, checkpoints, "model={run}")
-        last = step == cfg.steps
-        due = cfg.eval.every and step % cfg.eval.every == 0
-        if trainer.eval_engine is not None and (last or due):
-            with _naming_step(step, checkpoints):
-                evaluated = trainer.evaluate()
-            metrics |= evaluated
-            samples.log_evaluation(step, trainer.eval_sets, trainer.last_evaluation)
-            _say(f"evaluation after step {step}: {described(evaluated)}")
-        samples.log(step, trainer.last_rollout)
-        log.log(step, metrics)
-        if first and "rollout/drafted_accept_length" in metrics:
-            length = metrics["rollout/drafted_accept_length"]
-            _say(f"Acceptance length: {length:.2f} at step {step}; each step's line has its own")
-            first = False
-        zero, short = trainer.rollouts.zero_reward_example(), trainer.rollouts.short
-        warnings = step_warnings.check(step, metrics, zero, short)
-        dropped += int(metrics.get("rollout/prompts_overlong", 0))
-        warnings += dropping.check(dropped, trainer.rollouts.position - position)
-        if trainer.exact is not None:
-            warnings += [
-                f"speculative and plain decoding differ (a request's number is the place of its "
+class StepWarnings:
+    """Warns about speculation without gain, and rewards or training without effect.
+
+    Args:
+      trainer: the trainer.
+      patience: number of steps without gain before the warning about speculation. It stands in
+        place of the engine's, which counts rounds: a head may learn.
+    """
+
+    def __init__(self, trainer: Trainer, patience: int = 3):
+        self._trainer, self._patience, self._flat = trainer, patience, 0
+        self._zero_shown = self._length_shown = False
+        self._dropping, self._dropped = DropWarning(trainer.cfg.data), 0
+        self._position = trainer.rollouts.draws.position
+
+    def check(self, step: int, metrics: dict[str, float]) -> Iterator[str]:
+        """Yields the lines about a step, from its metrics."""
+        length = metrics.get("rollout/drafted_accept_length")
+        if length is not None and not self._length_shown:
+            self._length_shown = True
+            yield f"Acceptance length: {length:.2f} at step {step}; each step's line has its own"
+        for warning in self._warnings(metrics):
+            yield f"WARNING: step {step}: {warning}"
+
+    def _warnings(self, metrics: dict[str, float]) -> Iterator[str]:
+        trainer, length = self._trainer, metrics.get("rollout/drafted_accept_length")
+        if length is not None:
+            self._flat = self._flat + 1 if length < LEAST else 0
+            if self._flat == self._patience:
+                yield (
+                    f"accept length has been {length:.2f} for {self._flat} steps: speculation only "
+                    f"costs time. {advice(trainer.source, SPELL)}"
+                )
+        rollouts = trainer.rollouts
+        if rollouts.zero is not None and not self._zero_shown:
+            self._zero_shown = True
+            yield f"every response so far scored 0, so the policy learns nothing; {rollouts.zero}"
+        elif rollouts.short is not None:
+            yield rollouts.short
+        elif metrics.get("train/microbatches") == 0:
+            yield (
+                "no sample is trained on: all reached rollout.max_tokens, and algo.mask_truncated "
+                "leaves these out. Raise rollout.max_tokens"
+            )
+        elif metrics.get("rollout/zero_std") == 1:
+            yield (
+                "no group has differing rewards: the policy learns nothing from this step. Is the "
+                "task too hard or too easy for it?"
+            )
+        if metrics.get("train/mtp_tokens") == 0:
+            yield "draft training saw no token: is every response a single token?"
+        elif metrics.get("train/mtp_update_norm") == 0:
+            yield "draft training changed nothing: draft.optim.lr or clip_norm is 0?"
+        self._dropped += int(metrics.get("rollout/prompts_overlong", 0))
+        yield from self._dropping.check(self._dropped, rollouts.draws.position - self._position)
+        for difference in trainer.exact.differences if trainer.exact else ():
+            yield (
+                "speculative and plain decoding differ (a request's number is the place of its "
                 f"problem in the order of draws): {difference}"
-                for difference in trainer.exact.differences
-            ]
-        for warning in warnings:
-            _say(f"WARNING: step {step}: {warning}")
-        end = distributed.told_to_end(step) and not last
-        if last or end or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
-            only = heads if cfg.checkpoint.draft_only else None
-            trainer.save(checkpoints, only, block=last or end)
-        if end:
-            raise Terminated(
-                f"ended by SIGTERM after step {step}, which is saved in {checkpoints.directory}; "
-                "start again with --resume to go on"
             )
-
-
-@contextlib.contextmanager
-def _naming_step(step: int, checkpoints: Checkpointer) -> Iterator[None]:
-    """Adds the step and the saved steps to the error about NaN logits."""
-    try:
-        yield
-    except InvalidLogitsError as error:
-        advice = "The policy was like this before training began: look at its checkpoint"
-        if step > 1:
-            advice = recovery_advice(checkpoints, "model={run}", "optim.lr")
-        raise InvalidLogitsError(f"step {step}: {error}. {advice}") from error
-
-
-def _saved(trainer: Trainer, checkpoints: Checkpointer) -> str:
-    """Saves the finished steps, if any, and returns a sentence about how to continue."""
-    step = trainer.done_steps
-    if step == 0:
-        return "no step was done before it. Correct the reward and start again"
-    checkpoints.wait()
-    if step not in checkpoints.all_steps():
-        trainer.save(checkpoints, block=True)
-    return (
-        f"step {step} is saved in {checkpoints.directory}. Correct the reward and start again with "
-        "--resume to go on"
-    )
-
-
-def _export(cfg: RLConfig, trainer: Trainer, path: Path) -> None:
-    weights = trainer.params, trainer.head
-    if distributed.is_several():  # fetches what lies on other processes
-        weights = sharding.fetch(weights)
-    if distributed.is_first():
-        params, head = weights
-        head = head and Head(trainer.source, head)
-        if not save_model(path, trainer.model, params, head, trainer.tokenizer_dir):
-            _say(f"{path} has no draft: no layout is known for {type(trainer.source).__name__}")
-
-
-def _say(text: str) -> None:
-    """Prints a line in the first process."""
-    if distributed.is_first():
-        print(text, flush=True)
-
-
-def summary(records: list[dict]) -> list[dict]:
-    """First, last and mean value of the main metrics, for the table at the end."""
-    names = {
-        "eval/reward": "held-out reward",
-        "rollout/reward": "rollout reward",
-        "rollout/drafted_accept_length": "accept length",
-        "rollout/tokens_per_sec": "rollout tok/s",
-        "rollout/longest_sample_tokens_per_sec": "longest sample tok/s",
-        "train/entropy": "policy entropy, nats",
-        "train/mtp_loss": "draft loss, nats",
-        "time/rollout": "rollout, s",
-        "time/train": "policy update, s",
-        "time/draft": "draft update, s",
-    }
-    sets = dict.fromkeys(name for record in records for name in record if "/avg@" in name)
-    names |= {name: name.removeprefix("eval/") for name in sets}
-    rows = []
-    for name, label in names.items():
-        values = [r[name] for r in records if r.get(name) is not None]
-        if values:
-            rows.append(
-                {
-                    "metric": label,
-                    "first": round(values[0], 3),
-                    "last": round(values[-1], 3),
-                    "mean": round(float(np.mean(values)), 3),
-                }
-            )
-    return rows
-
-
-def _fresh(out: Path) -> Path:
-    """The run directory: `out`, or the first `out-N` without checkpoints of an earlier run."""
-    candidate, number = out, 2
-    while any((candidate / CHECKPOINTS).glob("[0-9]*")):
-        candidate, number = out.with_name(f"{out.name}-{number}"), number + 1
-    return candidate
-
-
-def _since(start: float) -> str:
-    return f"{time.perf_counter() - start:.0f} s"
 
 
 def main(argv: list[str] | None = None) -> None:

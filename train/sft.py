@@ -13,16 +13,16 @@ if __name__ == "__main__":  # Ctrl-C from here on
     interrupts.begin("train.sft")
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from specjax.checkpoint import huggingface as hf
-from specjax.checkpoint.store import Checkpointer
 from specjax.checkpoint.weights import TOKENIZER, Head, describe, describe_head
-from specjax.command_line import ConfigError, fingerprint, require_same_settings, typed_in
+from specjax.command_line import ConfigError, fingerprint, typed_in
 from specjax.config import ModelConfig
 from specjax.drafts.mtp import MTPSource, init_head_params, weight_axes
 from specjax.hub import find_model, portable
@@ -31,40 +31,30 @@ from specjax.parallel import sharding
 from specjax.parallel.context import context_of
 from specjax.tokenizer import with_tokenizer_end
 from specjax.weights import load_tokenizer
-from train.cli import (
-    CHECKPOINTS,
-    Progress,
-    can_resume,
-    interruptible,
-    require_finite,
-    run_program,
-    settle_date,
-)
-from train.data import rows as data
+from train.cli import run_program
+from train.data import rows
 from train.data.checks import (
     DropWarning,
     Limit,
-    Prompts,
-    demonstration_name,
     describe_data,
-    dropped_warning,
+    dropped_warnings,
     encode_some,
     require_most,
     require_template,
 )
+from train.data.prompts import Prompts, demonstration_name
 from train.data.tasks.layout import text_of_response
+from train.data.tokenizer import train_bpe_tokenizer
 from train.heads.training import DraftTrainer, draft_metrics
-from train.loss.packing import pack_demonstrations, padding_share
-from train.loss.policy import PolicyTrainer, own_family
+from train.loss.packing import PackedBatch, pack_demonstrations, padding_share
+from train.loss.policy import PolicyTrainer
 from train.loss.terms import count_denominators, sft_loss
-from train.run.describe import describe_run, settings_of
-from train.run.log import MetricsLogger
+from train.run.start import Run, add_own_family, require_unused, say, start
 from train.schema import SFTConfig, as_run
 
 if TYPE_CHECKING:  # slow to import
     from transformers import PreTrainedTokenizerBase
 
-FROM_RUN = "init=DIR, which `specjax convert {run} DIR` makes"
 CONSOLE = (
     ("train/loss", "loss", "{:.4f}"),
     ("train/entropy", "entropy", "{:.3f}"),
@@ -85,7 +75,7 @@ class PackedDemonstrations:
       model: config of the model; None: token ids are not checked.
 
     Attributes:
-      warning: warning about demonstrations, to print at start; None: there is none.
+      warnings: warnings about demonstrations, to print at start.
       position: number of demonstrations taken; the stream resumes from it.
       passed_over: number of demonstrations that were skipped, because they are longer than `limit`.
       limit: largest number of tokens of a demonstration: a row, or the positions of the model.
@@ -93,19 +83,18 @@ class PackedDemonstrations:
 
     def __init__(self, cfg: SFTConfig, tokenizer, model: ModelConfig | None = None):
         self.prompts = Prompts(tokenizer, cfg.data, model=model)
-        source = data.demonstrations(cfg.data, "train", self.prompts.chat)
+        source = rows.demonstrations(cfg.data, "train", self.prompts.chat)
         require_template(cfg, source[0].prompt)
         _require_calculator(cfg)
         names, encoded = encode_some(self.prompts, source)
-        self.warning = dropped_warning([pair.dropped for pair in encoded])
-        self._source = data.endless(source, cfg.data.seed)
-        self._cfg, self.tokenizer, self.position = cfg, tokenizer, 0
-        self.passed_over = 0
+        self.warnings = dropped_warnings([pair.dropped for pair in encoded])
+        self._source, self._cfg = rows.endless(source, cfg.data.seed), cfg
+        self.tokenizer, self.position, self.passed_over = tokenizer, 0, 0
         self.limit = Limit.of_rows(cfg.packing.row_length, model)
         sizes = [len(pair.prompt) + len(pair.response) for pair in encoded]
         require_most(cfg.data, sizes, names, self.limit, "demonstrations")
 
-    def next_update(self) -> list[dict[str, np.ndarray]]:
+    def next_update(self) -> list[PackedBatch]:
         """Fills the micro-batches of one update first-fit, until a demonstration does not fit.
 
         Demonstrations that are too long are skipped and counted.
@@ -119,27 +108,21 @@ class PackedDemonstrations:
         pairs, in_a_row = [], 0
         while True:
             item = self._source[self.position]
-            found = self.prompts.demonstration(item)
-            pair = found.prompt, found.response
-            size = len(pair[0]) + len(pair[1])
+            pair = self.prompts.demonstration(item)
+            size = len(pair.prompt) + len(pair.response)
             if size > self.limit.tokens:
-                if self._cfg.data.overlong_prompts == "error":
+                in_a_row += 1
+                if self._cfg.data.overlong_prompts == "error" or in_a_row == 1000:
                     raise ConfigError(self.limit.exceeded(demonstration_name(item), size))
                 self.position += 1
                 self.passed_over += 1
-                in_a_row += 1
-                if in_a_row == 1000:
-                    raise ConfigError(
-                        f"{in_a_row} demonstrations in a row have more tokens than {self.limit} "
-                        f"(the last one {size}); {self.limit.remedy}"
-                    )
                 continue
             in_a_row = 0
             row = next((i for i, free in enumerate(room) if free >= size), None)
             if row is None:
                 break
             room[row] -= size
-            pairs.append(pair)
+            pairs.append((pair.prompt, pair.response))
             self.position += 1
         return pack_demonstrations(
             pairs, packing.row_length, packing.rows, packing.microbatches, self._cfg.loss_on
@@ -148,14 +131,158 @@ class PackedDemonstrations:
 
 def _require_calculator(cfg: SFTConfig) -> None:
     """Refuses `data.strip_calculator=false` for rows that are not GSM8K's."""
-    key, task = "data.strip_calculator", data.find_task(cfg.data)
+    key, task = "data.strip_calculator", rows.find_task(cfg.data)
     if cfg.data.strip_calculator or key not in typed_in(cfg) or task is None:
         return
     if task.name != "gsm8k":
         raise ConfigError(
-            f"{key}=false changes nothing: such annotations are GSM8K's, and {cfg.data.named} is "
+            f"{key}=false has no effect: such annotations are GSM8K's, and {cfg.data.named} is "
             f"read as {task.name}; leave it out"
         )
+
+
+class SFTTrainer:
+    """Policy, head, their optimizers, the data position, and the two stages of training.
+
+    Attributes:
+      done_steps: number of updates: those of the policy, then those of the head.
+      stream: the demonstrations.
+      notes: lines to print at start.
+    """
+
+    restart = "init=DIR, which `specjax convert {run} DIR` makes"
+
+    def __init__(self, cfg: SFTConfig, keep_tokenizer: bool = False):
+        self.cfg, named, stored = cfg, cfg.init, "float32"
+        add_own_family(cfg.family)
+        if cfg.init:
+            # From here on it is a path. The path of an id names one commit, as --resume needs.
+            path = find_model(cfg.init, cfg.revision)
+            cfg.init, cfg.revision = (cfg.init if Path(cfg.init).exists() else str(path)), None
+            stored = hf.read_config(cfg.init).run.param_dtype
+        try:
+            self.mesh = sharding.make_mesh(cfg.mesh)
+            dtypes = cfg.dtype.settle(stored, sharding.platform_of(self.mesh))
+            model, params, head, tokenizer = start_model(cfg, self.mesh, keep_tokenizer)
+            self.stream = PackedDemonstrations(cfg, tokenizer, model)
+        except hf.UnsupportedModelError:
+            raise
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        self.tokenizer = tokenizer
+        if self.mesh is not None:
+            axes = weight_axes(model)
+            params = jax.device_put(params, sharding.param_shardings(self.mesh, params, axes))
+            head = jax.device_put(head, sharding.param_shardings(self.mesh, head, axes))
+        self.model, self.params, self.head = model, params, head
+        common = {
+            "mesh": self.mesh,
+            "context": context_of(cfg.mesh, self.mesh),
+            "attention": cfg.attention,
+            "chunk": cfg.logprob_chunk_size,
+        }
+        self.policy = PolicyTrainer(model, sft_loss, cfg.optim.build(), **common)
+        self.opt_state = self.policy.init_opt_state(params)
+        self.draft, self.draft_opt = None, None
+        if head_steps(cfg):
+            self.draft = DraftTrainer(model, cfg.draft, **common)
+        self.done_steps = 0
+        sizes = [sum(a.size for a in jax.tree.leaves(tree)) / 1e6 for tree in (params, head)]
+        self.notes = [describe_data(self.stream.prompts, named)]
+        self.notes += [f"WARNING: {text}" for text in self.stream.warnings]
+        if self.stream.limit.setting is None:
+            self.notes.append(f"demonstrations that exceed {self.stream.limit} tokens are left out")
+        self.notes += [
+            f"policy {sizes[0]:.2f} M parameters, vocabulary {model.vocab_size}, head "
+            f"{sizes[1]:.2f} M",
+            dtypes,
+            describe_stages(cfg),
+        ]
+
+    def update_policy(self) -> tuple[dict[str, float], list[PackedBatch]]:
+        """Makes an update of the policy; returns its metrics, and what it was trained on."""
+        batches = self.stream.next_update()
+        placed = [self.policy.place(batch) for batch in batches]
+        self.params, self.opt_state, _, sums = self.policy.update(
+            self.params, self.opt_state, placed, count_denominators(batches)
+        )
+        self.done_steps += 1
+        metrics = {
+            "train/loss": sums["loss"],
+            "train/entropy": sums["entropy"] / sums["tokens"],
+            "train/grad_norm": sums["grad_norm"],
+            "train/demonstrations_passed_over": self.stream.passed_over,
+        }
+        return metrics, batches
+
+    def update_head(self) -> dict[str, float]:
+        """Makes an update of the head on the policy's states; returns its metrics."""
+        if self.draft_opt is None:
+            self.opt_state, self.draft_opt = None, self.draft.init_opt_state(self.head)
+        batches = [self.policy.place(batch) for batch in self.stream.next_update()]
+        states = [self.policy.states(self.params, batch) for batch in batches]
+        self.head, self.draft_opt, sums = self.draft.update(
+            self.head, self.draft_opt, self.params, batches, states
+        )
+        self.done_steps += 1
+        return draft_metrics(sums)
+
+    # --- state ---------------------------------------------------------------------------------
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns the settings that change the result; a resumed run must have the same."""
+        ignored = ("out", "steps", "draft_steps", "log_every", "export_dtype", "log", "checkpoint")
+        ignored += "mesh", "attention", "remat", "remat_policy", "logprob_chunk_size"
+        settings = fingerprint(self.cfg, ignored)
+        return settings | {"init": settings["init"] and portable(settings["init"])}
+
+    def trees(self, meta: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Returns the arrays that a checkpoint of the current stage holds, by name."""
+        if meta is not None and meta["step"] > meta["policy_steps"]:
+            self.opt_state, self.draft_opt = None, self.draft.init_opt_state(self.head)
+        trees = {"policy": self.params, "draft": self.head}
+        if self.draft_opt is not None:
+            return trees | {"draft_opt": self.draft_opt}
+        return trees | {"policy_opt": self.opt_state}
+
+    def meta(self) -> dict[str, Any]:
+        """Returns what else a checkpoint has."""
+        return {
+            "policy_steps": min(self.done_steps, self.cfg.steps),
+            "position": self.stream.position,
+            "passed_over": self.stream.passed_over,
+            # Relative to the run, where it lies in one.
+            **describe(
+                self.model,
+                Path(self.cfg.init).absolute() if self.cfg.init else TOKENIZER,
+                describe_head(Head(MTPSource(self.model), self.head)),
+            ),
+        }
+
+    def check(self, meta: Mapping[str, Any]) -> None:
+        """Raises ConfigError if the checkpoint is of other stages, or past the last step."""
+        cfg, step, policy = self.cfg, meta["step"], meta["policy_steps"]
+        if step > cfg.steps + head_steps(cfg) or (step > policy != cfg.steps):
+            raise ConfigError(
+                f"the checkpoint has {policy} updates of the policy and {step - policy} of the "
+                f"head, and settings are steps={cfg.steps} and draft_steps={head_steps(cfg)}; go "
+                f"on from it with init={Path(cfg.out) / 'hf'}, or from an earlier step with "
+                "--resume_step"
+            )
+
+    def load(self, trees: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+        """Takes the content of a checkpoint."""
+        self.params, self.head = trees["policy"], trees["draft"]
+        self.opt_state, self.draft_opt = trees.get("policy_opt"), trees.get("draft_opt")
+        self.stream.position, self.stream.passed_over = meta["position"], meta["passed_over"]
+
+    def export(self) -> Path:
+        """Writes the Hugging Face directory, and returns its path."""
+        path, cfg = Path(self.cfg.out) / "hf", self.cfg
+        hf.save_checkpoint(
+            path, self.model, self.params, self.head, tokenizer_dir(cfg), dtype=cfg.export_dtype
+        )
+        return path
 
 
 def start_model(
@@ -186,7 +313,7 @@ def start_model(
 
 def train_tokenizer(cfg: SFTConfig) -> PreTrainedTokenizerBase:
     """Trains a tokenizer on the first `cfg.tokenizer_texts` demonstrations, and saves it."""
-    source = data.demonstrations(cfg.data, "train")
+    source = rows.demonstrations(cfg.data, "train")
     if not isinstance(source[0].prompt, str):
         raise ValueError(
             "prompts that are conversations need a model's chat template; set init to its directory"
@@ -194,196 +321,33 @@ def train_tokenizer(cfg: SFTConfig) -> PreTrainedTokenizerBase:
     texts = []
     for i in range(min(cfg.tokenizer_texts, len(source))):
         texts += [source[i].prompt, text_of_response(source[i].response)]
-    return data.train_bpe_tokenizer(texts, cfg.vocab_size, tokenizer_dir(cfg))
+    return train_bpe_tokenizer(texts, cfg.vocab_size, tokenizer_dir(cfg))
 
 
 def tokenizer_dir(cfg: SFTConfig) -> Path:
-    """The directory of the run's tokenizer: `init`, or a directory in the run."""
+    """Returns the directory of the run's tokenizer: `init`, or a directory in the run."""
     return Path(cfg.init) if cfg.init else Path(cfg.out) / TOKENIZER
 
 
-class Run:
-    """Policy, head, the policy's optimizer, the data position, and the two stages of training.
+def head_steps(cfg: SFTConfig) -> int:
+    """Returns the number of updates of the head stage, which only `draft.mode=online` has."""
+    return cfg.draft_steps if cfg.draft.mode == "online" else 0
 
-    Checkpoints of the policy stage are complete. The head stage is short; if interrupted it starts
-    again from the end of the policy stage.
-    """
 
-    def __init__(self, cfg: SFTConfig, keep_tokenizer: bool = False):
-        self.cfg = cfg
-        stored = "float32"
-        own_family(cfg.family)
-        if cfg.init:
-            # From here on it is a path. The path of an id names one commit, as --resume needs.
-            path = find_model(cfg.init, cfg.revision)
-            cfg.init, cfg.revision = (cfg.init if Path(cfg.init).exists() else str(path)), None
-            stored = hf.read_config(cfg.init).run.param_dtype
-        try:
-            self.mesh = sharding.make_mesh(cfg.mesh)
-            self.dtype_line = cfg.dtype.settle(stored, sharding.platform_of(self.mesh))
-            model, params, head, tokenizer = start_model(cfg, self.mesh, keep_tokenizer)
-            self.stream = PackedDemonstrations(cfg, tokenizer, model)
-        except hf.UnsupportedModelError:
-            raise
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        if self.mesh is not None:
-            axes = weight_axes(model)
-            params = jax.device_put(params, sharding.param_shardings(self.mesh, params, axes))
-            head = jax.device_put(head, sharding.param_shardings(self.mesh, head, axes))
-        self.model, self.params, self.head = model, params, head
-        self.policy = PolicyTrainer(
-            model,
-            sft_loss,
-            cfg.optim.build(),
-            self.mesh,
-            context=context_of(cfg.mesh, self.mesh),
-            attention=cfg.attention,
-            chunk=cfg.logprob_chunk_size,
+def describe_stages(cfg: SFTConfig) -> str:
+    """Writes the line at start about the number of updates of policy and head."""
+    policy = f"trains the policy for {cfg.steps} updates (steps={cfg.steps})"
+    if cfg.steps and not cfg.optim.moves:
+        policy = (
+            f"WARNING: optim.lr or optim.clip_norm is 0, so the policy learns nothing; {policy}"
         )
-        self.opt_state = self.policy.init_opt_state(params)
-        self.step, self.stage = 0, "policy"
-
-    def describe(self) -> str:
-        """The line about sizes at start."""
-        policy, head = (sum(a.size for a in jax.tree.leaves(t)) for t in (self.params, self.head))
-        return (
-            f"policy {policy / 1e6:.2f} M parameters, vocabulary {self.model.vocab_size}, "
-            f"head {head / 1e6:.2f} M"
-        )
-
-    def trees(self) -> dict:
-        """The arrays that a checkpoint of the current stage holds, by name."""
-        trees = {"policy": self.params, "draft": self.head}
-        return trees | {"policy_opt": self.opt_state} if self.stage == "policy" else trees
-
-    def fingerprint(self) -> dict:
-        """The settings that change the result of training; a resumed run must have the same."""
-        ignored = ("out", "steps", "draft_steps", "log_every", "export_dtype")
-        ignored += "log", "checkpoint", "mesh", "attention", "remat", "remat_policy"
-        ignored += ("logprob_chunk_size",)
-        settings = fingerprint(self.cfg, ignored)
-        return settings | {"init": settings["init"] and portable(settings["init"])}
-
-    def save(self, checkpoints: Checkpointer, block: bool = False) -> None:
-        """Starts saving the state; `block` waits until it is on disk."""
-        meta = {
-            "stage": self.stage,
-            "step": self.step,
-            "policy_steps": min(self.step, self.cfg.steps),
-            "position": self.stream.position,
-            "passed_over": self.stream.passed_over,
-            "settings": self.fingerprint(),
-            # Relative to the run, where it lies in one.
-            **describe(
-                self.model,
-                Path(self.cfg.init).absolute() if self.cfg.init else TOKENIZER,
-                describe_head(Head(MTPSource(self.model), self.head)),
-            ),
-        }
-        checkpoints.save(self.step, self.trees(), meta, block)
-
-    def restore(self, checkpoints: Checkpointer, step: int | None) -> None:
-        """Restores a checkpoint; later updates are those of a run that was never stopped.
-
-        Raises:
-          ConfigError: the checkpoint was made with other settings, or is past the last step.
-          CheckpointError: the checkpoint cannot be read.
-        """
-        cfg = self.cfg
-        _, meta = checkpoints.restore(step, {})
-        saved = data.saved_settings(meta.get("settings", {}), self.cfg.data, self.stream.tokenizer)
-        require_same_settings(saved, self.fingerprint(), type(self.cfg))
-        step, finished = meta["step"], meta["stage"] == "head"
-        if finished and (step, meta["policy_steps"]) != (cfg.steps + cfg.draft_steps, cfg.steps):
-            raise ConfigError(
-                f"step {step} is the end of a run with other steps or draft_steps; go on from it "
-                f"with init={Path(cfg.out) / 'hf'}, or from an earlier step with --resume_step"
-            )
-        if not finished and step > cfg.steps:
-            raise ConfigError(
-                f"the checkpoint is at step {step} of the policy, expected at most "
-                f"steps={cfg.steps}; raise it, or take an earlier one with --resume_step"
-            )
-        self.stage, self.step = meta["stage"], step
-        abstract = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), self.trees()
-        )
-        trees, _ = checkpoints.restore(step, abstract)
-        self.params, self.head = trees["policy"], trees["draft"]
-        self.opt_state = trees.get("policy_opt")
-        self.stream.position, self.stream.passed_over = meta["position"], meta["passed_over"]
-
-    def train_policy(self, log: MetricsLogger, checkpoints: Checkpointer) -> None:
-        """Runs the rest of the policy stage, and saves a checkpoint at its end."""
-        cfg = self.cfg
-        since, tokens, padding = time.perf_counter(), 0.0, []
-        dropping = DropWarning(cfg.data)
-        while self.stage == "policy" and self.step < cfg.steps:
-            batches = self.stream.next_update()
-            padding.append(padding_share(batches))
-            placed = [self.policy.place(b) for b in batches]
-            self.params, self.opt_state, _, sums = self.policy.update(
-                self.params, self.opt_state, placed, count_denominators(batches)
-            )
-            self.step += 1
-            tokens += sum(float((b["segment_ids"] > 0).sum()) for b in batches)
-            now = time.perf_counter()
-            metrics = {
-                "train/loss": sums["loss"],
-                "train/entropy": sums["entropy"] / sums["tokens"],
-                "train/grad_norm": sums["grad_norm"],
-                "train/tokens_per_sec": tokens / (now - since),
-                "train/padding_share": float(np.mean(padding)),
-                "train/demonstrations_passed_over": self.stream.passed_over,
-            }
-            require_finite(self.step, metrics, log, checkpoints, FROM_RUN)
-            for warning in dropping.check(self.stream.passed_over, self.stream.position):
-                print(f"WARNING: step {self.step}: {warning}", flush=True)
-            if self.step % cfg.log_every == 0 or self.step == cfg.steps:
-                log.log(self.step, metrics)
-                since, tokens, padding = now, 0.0, []
-            if cfg.checkpoint.every and self.step % cfg.checkpoint.every == 0:
-                self.save(checkpoints)
-        checkpoints.wait()
-        if self.step not in checkpoints.all_steps():
-            self.save(checkpoints, block=True)
-
-    def train_head(self, log: MetricsLogger, checkpoints: Checkpointer) -> None:
-        """Runs the head stage, and saves a checkpoint at its end."""
-        cfg = self.cfg
-        if self.stage == "head" or head_steps(cfg) == 0:
-            return
-        self.stage, self.opt_state = "head", None
-        trainer = DraftTrainer(
-            self.model,
-            cfg.draft,
-            mesh=self.mesh,
-            context=self.policy.context,
-            attention=cfg.attention,
-            chunk=cfg.logprob_chunk_size,
-        )
-        opt_state = trainer.init_opt_state(self.head)
-        while self.step < cfg.steps + cfg.draft_steps:
-            batches = [self.policy.place(b) for b in self.stream.next_update()]
-            states = [self.policy.states(self.params, batch) for batch in batches]
-            self.head, opt_state, sums = trainer.update(
-                self.head, opt_state, self.params, batches, states
-            )
-            self.step += 1
-            metrics = draft_metrics(sums)
-            require_finite(self.step, metrics, log, checkpoints, FROM_RUN)
-            if self.step % cfg.log_every == 0:
-                log.log(self.step, metrics)
-        self.save(checkpoints, block=True)
-
-    def export(self) -> Path:
-        """Writes the Hugging Face directory, and returns its path."""
-        path, cfg = Path(self.cfg.out) / "hf", self.cfg
-        hf.save_checkpoint(
-            path, self.model, self.params, self.head, tokenizer_dir(cfg), dtype=cfg.export_dtype
-        )
-        return path
+    if not head_steps(cfg):
+        mode = cfg.draft.describe_mode() if cfg.draft.mode != "online" else "draft_steps=0"
+        return f"{policy}; {mode}: the head is not trained, only exported"
+    return (
+        f"{policy}, then the draft head for {cfg.draft_steps} (draft_steps={cfg.draft_steps}; 0 "
+        "leaves that out)"
+    )
 
 
 def train(cfg: SFTConfig, resume: bool = False, resume_step: int | None = None) -> Path:
@@ -397,72 +361,47 @@ def train(cfg: SFTConfig, resume: bool = False, resume_step: int | None = None) 
     Raises:
       ConfigError: `cfg.out` holds checkpoints without `resume`, or holds no run with it.
     """
-    directory = Path(cfg.out) / CHECKPOINTS
-    if not resume and any(directory.glob("*")):
-        raise ConfigError(
-            f"{cfg.out} holds checkpoints of an earlier run; set out= to another, or use --resume"
-        )
-    settle_date(cfg, Path(cfg.out) if resume else None)
-    resume = resume and can_resume(Path(cfg.out), resume_step, print)
-    with interruptible(Path(cfg.out)) as progress:
-        return _train(cfg, directory, resume, resume_step, progress)
+    if not resume:
+        require_unused(Path(cfg.out))
+    with start("train.sft", cfg, resume, resume_step) as run:
+        trainer = SFTTrainer(cfg, keep_tokenizer=run.resumed)
+        for line in trainer.notes:
+            say(line)
+        run.restore(trainer, cfg.checkpoint.keep_last)
+        if run.resumed:
+            say(f"resumed at step {trainer.done_steps}")
+        run.begin(cfg.init, cfg.steps + head_steps(cfg), CONSOLE)
+        _train_policy(run, trainer)
+        while run.goes_on():
+            metrics = trainer.update_head()
+            run.require_finite(metrics)
+            if trainer.done_steps % cfg.log_every == 0:
+                run.log.log(trainer.done_steps, metrics)
+            run.end_step()
+        run.save(block=True)
+    return trainer.export()
 
 
-def _train(
-    cfg: SFTConfig, directory: Path, resume: bool, resume_step: int | None, progress: Progress
-) -> Path:
-    named = cfg.init  # as the user typed it; `Run` replaces it by a path
-    run = Run(cfg, keep_tokenizer=resume)
-    prompts = run.stream.prompts
-    print(describe_data(cfg.data, prompts.chat, named, date=prompts.date))
-    if run.stream.warning:
-        print(f"WARNING: {run.stream.warning}")
-    if run.stream.limit.setting is None:
-        print(f"demonstrations that exceed {run.stream.limit} tokens are left out")
-    print(f"{run.describe()}\n{run.dtype_line}")
-    print(describe_stages(cfg), flush=True)
-    with Checkpointer(directory, cfg.checkpoint.keep_last) as checkpoints:
-        if resume:
-            run.restore(checkpoints, resume_step)
-            print(f"resumed at step {run.step}")
-        progress.steps = lambda: (run.step, cfg.steps + head_steps(cfg))
-        first = run.step + 1 if resume else None
-        describe_run(Path(cfg.out), cfg, "train.sft", cfg.init, run.step + 1, resume)
-        with MetricsLogger(
-            cfg.out,
-            cfg.log.tensorboard,
-            cfg.log.wandb,
-            first,
-            console_fields=CONSOLE,
-            live=cfg.log.live,
-            settings=settings_of(cfg),
-            steps=cfg.steps + head_steps(cfg),
-        ) as log:
-            run.train_policy(log, checkpoints)
-            run.train_head(log, checkpoints)
-    return run.export()
-
-
-def head_steps(cfg: SFTConfig) -> int:
-    """The number of updates of the head stage, which only `draft.mode=online` has."""
-    return cfg.draft_steps if cfg.draft.mode == "online" else 0
-
-
-def describe_stages(cfg: SFTConfig) -> str:
-    """The line at start about the number of updates of policy and head."""
-    policy = f"trains the policy for {cfg.steps} updates (steps={cfg.steps})"
-    if cfg.steps and not cfg.optim.moves:
-        policy = (
-            f"WARNING: optim.lr or optim.clip_norm is 0, so the policy learns nothing; {policy}"
-        )
-    if cfg.draft.mode != "online":
-        return f"{policy}; {cfg.draft.describe_mode()}: the head is not trained, only exported"
-    if not cfg.draft_steps:
-        return f"{policy}; draft_steps=0: the head is not trained, only exported"
-    return (
-        f"{policy}, then the draft head for {cfg.draft_steps} (draft_steps={cfg.draft_steps}; 0 "
-        "leaves that out)"
-    )
+def _train_policy(run: Run, trainer: SFTTrainer) -> None:
+    """Runs the rest of the policy stage, and saves a checkpoint at its end."""
+    cfg, since, tokens, padding = trainer.cfg, time.perf_counter(), 0.0, []
+    dropping = DropWarning(cfg.data)
+    while trainer.done_steps < cfg.steps:
+        metrics, batches = trainer.update_policy()
+        run.require_finite(metrics)
+        padding.append(padding_share(batches))
+        tokens += sum(float((batch["segment_ids"] > 0).sum()) for batch in batches)
+        for warning in dropping.check(trainer.stream.passed_over, trainer.stream.position):
+            say(f"WARNING: step {trainer.done_steps}: {warning}")
+        last = trainer.done_steps == cfg.steps
+        if trainer.done_steps % cfg.log_every == 0 or last:
+            now = time.perf_counter()
+            metrics["train/tokens_per_sec"] = tokens / (now - since)
+            metrics["train/padding_share"] = float(np.mean(padding))
+            run.log.log(trainer.done_steps, metrics)
+            since, tokens, padding = now, 0.0, []
+        every = cfg.checkpoint.every
+        run.end_step(due=last or bool(every and trainer.done_steps % every == 0))
 
 
 def main(argv: list[str] | None = None) -> None:

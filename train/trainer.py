@@ -1,4 +1,4 @@
-"""The trainer of `train.rl`: runs one RL step, saves and restores its state."""
+"""The trainer of `train.rl`: runs one RL step; a run saves and restores its state."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import determinism
-from specjax.checkpoint.store import Checkpointer
 from specjax.checkpoint.weights import (
     Head,
     describe,
@@ -24,29 +23,27 @@ from specjax.checkpoint.weights import (
     read_config,
     tokenizer_dir,
 )
-from specjax.command_line import ConfigError, fingerprint, require_same_settings
+from specjax.command_line import ConfigError, fingerprint
 from specjax.config import ModelConfig
 from specjax.config.dtype import AUTO
 from specjax.decode.options import Features
 from specjax.engine.compiling import OnProgram
-from specjax.engine.engine import Engine
 from specjax.engine.sources import Drafting, head_class, load_source, trains
 from specjax.engine.start_up import StartUp
 from specjax.engine.vocabulary import draft_ids, own_ids
-from specjax.hub import ModelNotFoundError, find_model, portable
+from specjax.hub import portable
 from specjax.models.transformer import Params, record_shape
 from specjax.parallel import distributed, sharding
 from specjax.spelling import SettingError, spelled
 from specjax.tokenizer import with_tokenizer_end
 from specjax.weights import load_tokenizer
-from train.data import rows as data
+from train.data import rows
 from train.data.checks import held_out, read_inputs
-from train.heads.files import HeadCheckpoints, require_same_head, starting_head
+from train.heads.files import require_same_head, starting_head
 from train.heads.training import DraftTrainer, draft_metrics
 from train.loss.algo import preset_line
 from train.loss.flops import UpdateSpeed, training_devices
 from train.loss.packing import Sample, empty_batch, pack, padding_share
-from train.loss.policy import own_family
 from train.loss.terms import KL, count_denominators, finalize_metrics
 from train.programs import (
     as_computed,
@@ -61,24 +58,25 @@ from train.programs import (
     settle_length,
     trains_in_replicas,
 )
-from train.rollout.advantages import training_samples
-from train.rollout.collect import Rollouts, score_new_tokens
-from train.rollout.evaluation import Judged, evaluate, problem_sets
+from train.rollout.advantages import score_new_tokens, training_samples
+from train.rollout.collect import Rollouts
+from train.rollout.evaluation import evaluate
 from train.rollout.exact import ExactMode
 from train.rollout.groups import Group
-from train.rollout.spot import HeadDevices, ReplayBuffer, SpotTraining, describe_spot
-from train.rollout.vocabulary import DraftVocabulary
-from train.rollout_schema import SPELL, with_draft_key
-from train.run.log import TRACE_FILE, Trace
-from train.run.processes import (
+from train.rollout.replicas import (
     control_metrics,
     copies_for,
-    gather_events,
     gather_replicas,
-    gather_telemetry,
     idle_device_warnings,
     join_engines,
+    write_telemetry,
 )
+from train.rollout.sets import problem_sets
+from train.rollout.spot import HeadDevices, ReplayBuffer, SpotTraining, describe_spot
+from train.rollout.trace import TRACE_FILE, Trace
+from train.rollout.vocabulary import DraftVocabulary
+from train.rollout_schema import SPELL
+from train.run.start import find_policy
 from train.schema import RLConfig
 from train.scoring import RewardsFailedError
 
@@ -107,21 +105,27 @@ class Trainer:
       exact: comparison of rollouts with plain decoding; None unless `rollout.exact_mode` is on.
       last_rollout: complete groups of the last step.
       last_evaluation: the first problems of each evaluation set with their samples of the last
-        evaluation, by the set's name, `log.samples` of each; in the first process.
+        evaluation, by the set's name, `log.samples` of each; scored in the first process.
       notes: lines to print at start.
+      done_steps: number of steps that are done.
       row_sizes: numbers of rows that a micro-batch may have, which a resumed run that
         trains a head keeps.
     """
 
+    restart = "model={run}"
+
     def __init__(self, cfg: RLConfig):
-        self.cfg = cfg
+        self.cfg, self.done_steps, self.row_sizes = cfg, 0, cfg.row_sizes
         self.on_program: OnProgram | None = None
+        self._start_up: StartUp | None = None
+        self.last_rollout: list[Group] = []
+        self.last_evaluation: dict[str | None, list[Group]] = {}
         self._read_inputs()
-        found = load_model(cfg.model, cfg.dtype.params, self.mesh)
-        self.dtype_line = cfg.dtype.settle(found.stored, sharding.platform_of(self.mesh))
+        loaded = load_model(cfg.model, cfg.dtype.params, self.mesh)
+        self.dtype_line = cfg.dtype.settle(loaded.stored, sharding.platform_of(self.mesh))
         if cfg.rollout.dtype not in (AUTO, cfg.dtype.compute):
             self.dtype_line += f"; rollouts and evaluation in {cfg.rollout.dtype} (rollout.dtype)"
-        model, self.params, head = found.cfg, found.policy, found.head
+        model, self.params, head = loaded.cfg, loaded.policy, loaded.head
         model = with_tokenizer_end(model, self.tokenizer)
         drafting = settle_drafting(cfg, head_class(head), model)
         self.drafting = describe_drafting(cfg, drafting)
@@ -135,34 +139,21 @@ class Trainer:
                 self.about_head = describe_head(Head(self.source, self.head))
             except ValueError as error:  # files have no key for a setting by hand
                 raise ConfigError(f"rollout.draft: {error}") from error
-        self.rollouts = Rollouts(
-            cfg, self.order, self.prompts, self.model.eos_token_ids, self.scorer
-        )
-        self.done_steps, self.row_sizes = 0, cfg.row_sizes
-        self._start_up: StartUp | None = None
-        self.last_rollout: list[Group] = []
-        self.last_evaluation: dict[str | None, list[Judged]] = {}
+        eos_ids = self.model.eos_token_ids
+        self.rollouts = Rollouts(cfg, self.order, self.prompts, eos_ids, self.scorer)
         self._build_programs()
 
     def _read_inputs(self) -> None:
         """Reads model config, tokenizer and data, and checks them before anything is computed."""
         cfg = self.cfg
-        named = cfg.model
-        own_family(cfg.family)
-        try:
-            # From here on it is a path. The path of an id names one commit, as --resume needs.
-            cfg.model, cfg.revision = str(find_model(cfg.model, cfg.revision)), None
-        except ModelNotFoundError as error:
-            raise ConfigError(
-                f"model: expected a checkpoint directory, got {cfg.model!r}: {error}"
-            ) from error
+        named = find_policy(cfg)
         try:
             self.mesh, self.replica_meshes = make_meshes(cfg)
-            self.copies = copies_for(cfg, self.mesh, self.replica_meshes)
+            self.copies = copies_for(self.mesh, self.replica_meshes)
             warnings = idle_device_warnings(self.mesh, self.replica_meshes)
             self.replica_meshes = self.copies.own if self.copies else self.replica_meshes
             target = read_config(cfg.model)
-            fitted = settle_length(cfg, target)
+            lines = [settle_length(cfg, target), preset_line(cfg.algo)]
             self.tokenizer_dir = tokenizer_dir(cfg.model).absolute()
             self.tokenizer = load_tokenizer(self.tokenizer_dir)
             inputs = read_inputs(cfg, self.tokenizer, named, target)
@@ -170,25 +161,30 @@ class Trainer:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         self.prompts, self.scorer = inputs.prompts, inputs.scorer
-        preset = preset_line(cfg.algo)
-        self.notes = warnings + [line for line in (fitted, preset) if line] + inputs.notes
-        self.notes += about_sets
-        self.order = data.endless(inputs.problems, cfg.data.seed)
+        self.notes = [*warnings, *filter(None, lines), *inputs.notes, *about_sets]
+        self.order = rows.endless(inputs.problems, cfg.data.seed)
 
     def _load_draft(self, drafting: Drafting, model: ModelConfig, head: Head | None) -> ModelConfig:
-        """Loads what drafts; returns the model's config with the switches of an MTP head."""
+        """Loads what drafts; returns the model's config with the switches of an MTP head.
+
+        Raises:
+          ConfigError: there is no such draft.
+          CheckpointError: its files are damaged, or do not fit the policy.
+        """
         spec = dataclasses.replace(drafting.spec, head_seed=self.cfg.seed)
-        if trains(drafting.kind):
-            model, (self.source, self.head) = starting_head(
-                spec, model, head, self.mesh, self.params
-            )
-        else:
-            decoder = as_rolled_out(self.cfg, as_computed(self.cfg, model))
-            try:
-                found = load_source(decoder, spec, head, self.tokenizer, self.mesh)
-            except (ValueError, OSError) as error:
-                raise ConfigError(f"rollout.draft: {spelled(error, SPELL)}") from error
-            _, self.source, self.source_params = found
+        try:
+            if trains(drafting.kind):
+                model, (self.source, self.head) = starting_head(
+                    spec, model, head, self.mesh, self.params
+                )
+            else:
+                decoder = as_rolled_out(self.cfg, as_computed(self.cfg, model))
+                loaded = load_source(decoder, spec, head, self.tokenizer, self.mesh)
+                _, self.source, self.source_params = loaded
+        except (ValueError, OSError) as error:
+            text = spelled(error, SPELL)
+            prefix = "" if isinstance(error, SettingError) else "rollout.draft: "
+            raise ConfigError(f"{prefix}{text}") from error
         if line := self.source.described():
             self.notes.append(f"draft: {line}")
         return model
@@ -201,7 +197,7 @@ class Trainer:
         self._speed = UpdateSpeed(self.model, training_devices(self.mesh))
         self.notes += self._speed.notes
         self.engines = built.engines if self.replica_meshes else []  # this process's replicas
-        for engine in built.engines:  # `train.rl.StepWarnings` has steps to judge by
+        for engine in (*built.engines, *built.eval_engines):  # `train.rl` has steps to judge by
             engine.alarm = None
         self._any_engine = built.engines[0]  # for settings; it may never run
         self.opt_state = self.policy.init_opt_state(self.params)
@@ -209,25 +205,19 @@ class Trainer:
         if cfg.algo.needs_reference:
             self.reference = jax.tree.map(jnp.copy, self.params)
         self.draft_opt = self.draft.init_opt_state(self.head) if self.draft else None
-        self.engine = join_engines(built.engines, self.copies, self.rollouts.score_sample)
+        self.engine = join_engines(built.engines, self.copies, self.rollouts.rewards.judge)
         self._build_vocabulary()
         self.exact, self._plain_engines = None, built.plain_engines if self.replica_meshes else []
         if cfg.rollout.exact_mode and drafts(cfg):
             plain = built.plain_engines and join_engines(built.plain_engines, self.copies)
             self.exact = ExactMode(self.engine, plain or None, self.sync_weights)
-        self._build_evaluation(built.eval_engines, built.engines)
+        self.eval_engine, self._shares_programs = None, False
+        if built.eval_engines:  # which take the programs of rollouts where they can
+            pairs = zip(built.eval_engines, built.engines, strict=True)
+            self._shares_programs = all([own.share_programs(roll) for own, roll in pairs])
+            self.eval_engine = join_engines(built.eval_engines, self.copies)
         self._build_spot(built.replica_drafts)
         self.sync_weights()
-
-    def _build_evaluation(self, own: Sequence[Engine], rollouts: Sequence[Engine]) -> None:
-        """Joins the engines that evaluate, which take the programs of rollouts where they can."""
-        self.eval_engine, self._shares_programs = None, False
-        if own:
-            shared = [mine.share_programs(roll) for mine, roll in zip(own, rollouts, strict=True)]
-            self._shares_programs = all(shared)
-            for engine in own:
-                engine.alarm = None
-            self.eval_engine = join_engines(own, self.copies)
 
     def _build_vocabulary(self) -> None:
         """Makes the choice of ids to draft from, if not all are."""
@@ -292,14 +282,14 @@ class Trainer:
         return self.source_params if self.head is None else self.head
 
     def start_lines(self) -> list[str]:
-        """The lines about rollouts at start."""
+        """Returns the lines about rollouts at start."""
         *lines, kernel = self._any_engine.start_lines()
         if self.exact is not None:
             lines.append(self.exact.describe())
         return [*lines, f"{kernel} for rollouts, {self.policy.cfg.run.attention} for training"]
 
     def programs_to_compile(self) -> int:
-        """The number of programs of rollouts that `warm_up` compiles."""
+        """Counts the programs of rollouts that `warm_up` compiles."""
         engines = [*self.engines, *self._plain_engines]
         return sum(engine.programs().count(self._features) for engine in engines)
 
@@ -321,14 +311,13 @@ class Trainer:
             self.exact.warm_up(self.params, self._features, self.on_program)
         if self.eval_engine is not None:
             self._warm_up_evaluation()
+        length = self.cfg.packing.row_length
         if self.cfg.rollout.partial:
-            length = self.cfg.packing.row_length
-            for rows in self.row_sizes:
-                batch = empty_batch(rows, length, record_shape(self.model))
+            for count in self.row_sizes:
+                batch = empty_batch(count, length, record_shape(self.model))
                 self.policy.logprobs(self.params, self.policy.place(batch))
         if self.spot is not None:
-            length = self.cfg.packing.row_length
-            states = [self.policy.states_shape(rows, length) for rows in self.row_sizes]
+            states = [self.policy.states_shape(count, length) for count in self.row_sizes]
             self.spot.warm_up(self.head, self.draft_opt, self.params, states)
         return self._start_up
 
@@ -356,7 +345,7 @@ class Trainer:
     # --- one step ----------------------------------------------------------------------------
 
     def step(self) -> dict[str, float]:
-        """One RL step; returns its metrics.
+        """Makes one RL step; returns its metrics.
 
         Raises:
           RewardsFailedError: a larger share of the step's rewards failed than
@@ -374,13 +363,17 @@ class Trainer:
                 f"than max_failed_rewards={self.cfg.max_failed_rewards:g} allows; the log above "
                 f"names rows and values of reward={self.scorer.name}"
             )
-        self._write_trace()
-        self._write_telemetry()
+        out = Path(self.cfg.out)
+        if self.trace is not None:
+            self.trace.write(out / TRACE_FILE, self.engines)
+        write_telemetry(self.engines, self.engine.telemetry, out / "telemetry.jsonl")
         # 2. Advantages, packed micro-batches, and the update(s) of the policy.
         started = time.perf_counter()
         self._score_carried()
         batches, states = self._update_policy(groups, metrics, step) if groups else ([], [])
-        self._update_reference(step)
+        every = self.cfg.algo.ref_update_steps
+        if self.reference is not None and every and step % every == 0:
+            self.reference = jax.tree.map(jnp.copy, self.params)
         jax.block_until_ready(self.params)
         metrics["time/train"] = time.perf_counter() - started
         # 3. The update of the draft head, on the states that the policy update returned.
@@ -388,7 +381,13 @@ class Trainer:
             self.spot.store(step, batches, states)
         elif self.draft is not None:
             started = time.perf_counter()
-            self._update_draft(batches, states, metrics)
+            if batches:  # else every group was dropped
+                # The states are those of the old policy; the head will draft with the new
+                # matrices, so they are in the target of the loss (docs/training.md).
+                self.head, self.draft_opt, sums = self.draft.update(
+                    self.head, self.draft_opt, self.params, batches, states
+                )
+                metrics |= draft_metrics(sums)
             metrics["time/draft"] = time.perf_counter() - started
         # 4. The ids to draft from, and both sets of weights, to the engines.
         if self.vocabulary is not None:
@@ -432,7 +431,7 @@ class Trainer:
         return groups, metrics
 
     def _snapshot(self) -> _Snapshot:
-        """The state that a rollout changes; spot training leaves its input arrays valid."""
+        """Keeps the state that a rollout changes; spot training leaves its input arrays valid."""
         controllers = [copy.deepcopy(engine.controller.state()) for engine in self.engines]
         return _Snapshot(self.rollouts.state(), self.head, self.draft_opt, controllers)
 
@@ -446,32 +445,17 @@ class Trainer:
             self.engine.telemetry.clear()
         self.sync_weights()  # the rollout released them at its end
 
-    def _write_trace(self) -> None:
-        """Appends the replicas' events of this step to their file."""
-        if self.trace is not None:
-            events = gather_events(self.engines, self.trace.events)
-            if distributed.is_first():
-                self.trace.write(Path(self.cfg.out) / TRACE_FILE, events)
-
-    def _write_telemetry(self) -> None:
-        """Appends the rejections of this step to their file, and clears them."""
-        collector = self.engine.telemetry
-        if collector is not None:
-            whole = gather_telemetry(self.engines)
-            if distributed.is_first():
-                whole.write_jsonl(Path(self.cfg.out) / "telemetry.jsonl", append=True)
-            collector.clear()
-
     def _score_carried(self) -> None:
         """Scores the new tokens of carried groups with the weights that sampled them."""
         score_new_tokens(
             self.rollouts.carried,
-            lambda batch: self.policy.fetch(
-                self.policy.logprobs(self.params, self.policy.place(batch))
-            ),
+            lambda batch: self._fetched_logprobs(self.params, self.policy.place(batch)),
             self.cfg.packing.row_length,
             self.row_sizes,
         )
+
+    def _fetched_logprobs(self, params: Params, placed: dict) -> np.ndarray:
+        return self.policy.fetch(self.policy.logprobs(params, placed))
 
     def _update_policy(self, groups: list[Group], metrics: dict, step: int):
         """Packs the groups and runs the policy's updates.
@@ -509,8 +493,13 @@ class Trainer:
         for_head, states_of_head, total, started = [], [], {}, time.perf_counter()
         most = max(len(batch["tokens"]) for batches in updates for batch in batches)
         for batches, counts in zip(updates, denominators, strict=True):
-            full = sum(len(batch["tokens"]) == most for batch in batches)  # the first ones
-            keep = self._states_to_keep(len(for_head), full)
+            # The head has an update of the same rate for each micro-batch, and those of fewer rows
+            # than the largest of the step would be noisy.
+            keep = 0
+            if self.draft is not None:
+                keep = sum(len(batch["tokens"]) == most for batch in batches)  # the first ones
+                if limit := cfg.draft.max_microbatches:
+                    keep = min(keep, max(limit - len(for_head), 0))
             self.params, self.opt_state, states, sums = self.policy.update(
                 self.params, self.opt_state, batches, counts, keep
             )
@@ -531,42 +520,15 @@ class Trainer:
 
     def _kl_to_reference(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """Estimates KL(policy || reference), see `algo.kl_penalty`, at each response token."""
-        estimate, found = KL[self.cfg.algo.kl_penalty], [None] * len(samples)
+        estimate, of_samples = KL[self.cfg.algo.kl_penalty], [None] * len(samples)
         for batch in pack(samples, self.cfg.packing.row_length, self.row_sizes):
-            placed = self.policy.place(batch)
-            kl = np.asarray(
-                estimate(
-                    *(
-                        self.policy.fetch(self.policy.logprobs(params, placed))
-                        for params in (self.params, self.reference)
-                    )
-                )
-            )
-            for i in np.unique(batch["sample_ids"][batch["sample_ids"] >= 0]).tolist():
-                own = (batch["sample_ids"] == i) & (
-                    batch["positions"] >= len(samples[i].prompt_ids)
-                )
-                found[i] = kl[own]
-        return found
-
-    def _update_reference(self, step: int) -> None:
-        """Makes the policy the reference, after each `algo.ref_update_steps` steps."""
-        every = self.cfg.algo.ref_update_steps
-        if self.reference is not None and every and step % every == 0:
-            self.reference = jax.tree.map(jnp.copy, self.params)
-
-    def _states_to_keep(self, kept: int, full: int) -> int:
-        """The number of micro-batches of an update whose states to keep for the head.
-
-        Args:
-          kept: number of states kept so far.
-          full: number of micro-batches of the update that are as large as any of the step. The
-            head has an update of the same rate for each, and those of the rest would be noisy.
-        """
-        if self.draft is None:
-            return 0
-        most = self.cfg.draft.max_microbatches
-        return min(full, max(most - kept, 0)) if most else full
+            placed, ids = self.policy.place(batch), batch["sample_ids"]
+            scores = [self._fetched_logprobs(p, placed) for p in (self.params, self.reference)]
+            kl = np.asarray(estimate(*scores))
+            for i in np.unique(ids[ids >= 0]).tolist():
+                generated = batch["positions"] >= len(samples[i].prompt_ids)
+                of_samples[i] = kl[(ids == i) & generated]
+        return of_samples
 
     def _scored(self, batch: dict) -> dict:
         """Moves a micro-batch to the devices, and adds old and reference log-probabilities."""
@@ -577,98 +539,73 @@ class Trainer:
             placed["ref_logprobs"] = self.policy.logprobs(self.reference, placed)
         return placed
 
-    def _update_draft(self, batches, states, metrics: dict) -> None:
-        """Trains the head on the update's states, with the updated embedding, norm and lm_head.
-
-        The states are those of the old policy; the head will draft with the new matrices, so they
-        are in the target of the loss. docs/training.md says what that means.
-        """
-        if not batches:  # every group was dropped
-            return
-        self.head, self.draft_opt, sums = self.draft.update(
-            self.head, self.draft_opt, self.params, batches, states
-        )
-        metrics |= draft_metrics(sums)
-
     # --- evaluation, checkpoints -------------------------------------------------------------
 
     def evaluate(self) -> dict[str, float]:
-        """Metrics of evaluation on all sets, with the same seeds every time."""
+        """Computes metrics of evaluation on all sets, with the same seeds every time."""
         self._give_evaluation()
         if self._shares_programs:  # it begins with what rollouts know, and keeps what it learns
             for own, rollouts in zip(self.eval_engine.engines, self.engines, strict=True):
                 own.controller.load_state(copy.deepcopy(rollouts.controller.state()))
-        eos_ids, seed = self.model.eos_token_ids, self.cfg.eval.seed
-        found = evaluate(self.eval_engine, self.eval_sets, eos_ids, seed)
-        most = self.cfg.log.samples
-        self.last_evaluation = {name: judged[:most] for name, judged in found.judged.items()}
+        eos_ids, most = self.model.eos_token_ids, self.cfg.log.samples
+        evaluated = evaluate(self.eval_engine, self.eval_sets, eos_ids, self.cfg.eval.seed)
+        self.last_evaluation = {name: sets[:most] for name, sets in evaluated.groups.items()}
         self.eval_engine.release()
         if self.eval_engine.telemetry is not None:
             self.eval_engine.telemetry.clear()  # it is about rollouts
-        return found.metrics
+        return evaluated.metrics
 
-    def trees(self) -> dict:
-        """The arrays that a checkpoint holds, by name."""
-        trees = {"policy": self.params, "policy_opt": self.opt_state}
-        if self.head is not None:
-            trees["draft"] = self.head
-        if self.draft_opt is not None:
-            trees["draft_opt"] = self.draft_opt
-        if self.reference is not None:
-            trees["reference"] = self.reference
-        if self.spot is not None and self.spot.buffer.entries:
+    def trees(self, meta: Mapping[str, Any] | None = None) -> dict:
+        """Returns the arrays that a checkpoint holds, by name."""
+        trees = {
+            "policy": self.params,
+            "policy_opt": self.opt_state,
+            "draft": self.head,
+            "draft_opt": self.draft_opt,
+            "reference": self.reference,
+        }
+        trees = {name: tree for name, tree in trees.items() if tree is not None}
+        if meta is not None and meta["replay"] is not None and meta["replay"]["steps"]:
+            trees["replay"] = ReplayBuffer.abstract(meta["replay"], self.mesh)
+        elif meta is None and self.spot is not None and self.spot.buffer.entries:
             trees["replay"] = self.spot.buffer.tree()
         return trees
 
     def fingerprint(self) -> dict:
-        """The settings that change the result of training; a resumed run must have the same."""
-        ignored = ("out", "steps", "log", "checkpoint", "eval", "max_failed_rewards")
-        ignored += "mesh", "distributed", "attention", "remat", "remat_policy"
-        ignored += ("logprob_chunk_size",)
-        settings = fingerprint(self.cfg, ignored)
+        """Returns the settings that change the result; a resumed run must have the same."""
+        cfg = self.cfg
+        ignored = ("out", "steps", "log", "checkpoint", "eval", "max_failed_rewards", "mesh")
+        ignored += "distributed", "attention", "remat", "remat_policy", "logprob_chunk_size"
+        settings = fingerprint(cfg, ignored)
         settings["model"] = portable(settings["model"])
         settings["algo"].pop("preset")  # the values that it sets are there
-        held = held_out(self.cfg)  # else what is evaluated decides nothing of what is trained on
-        sets = {"dataset": self.cfg.data.dataset, "problems": held} if held else {}
+        held = held_out(cfg)  # else what is evaluated decides nothing of what is trained on
+        sets = {"dataset": cfg.data.dataset, "problems": held} if held else {}
         settings["eval"] = {"sets": sets}
-        for name in self.cfg.rollout.may_change:
+        for name in cfg.rollout.may_change:
             settings["rollout"].pop(name)
-        if self.cfg.rollout.invariant and "replicas" in self.cfg.rollout.may_change:
-            settings["rollout"]["replicas"] = (
-                "any"  # any number of replicas with devices of their own
-            )
+        if cfg.rollout.invariant and "replicas" in cfg.rollout.may_change:
+            settings["rollout"]["replicas"] = "any"  # number, with devices of their own
         for name in ("workers", "timeout"):
             settings["rewards"].pop(name)  # they decide where rewards run, and when they fail
         settings["draft"]["spot"].pop("gaps")  # changes only when the head is trained
-        if self.cfg.draft.mode in ("none", "frozen"):  # no step of it is trained
+        if cfg.draft.mode in ("none", "frozen"):  # no step of it is trained
             settings["draft"].pop("unroll_steps")
         return settings
 
-    def save(
-        self, checkpoints: Checkpointer, heads: HeadCheckpoints | None = None, block: bool = False
-    ) -> None:
-        """Starts saving the whole state, and the head alone to `heads`; `block` waits for both."""
+    def meta(self) -> dict[str, Any]:
+        """Returns what else a checkpoint has; all processes of a job call it together."""
         controllers = gather_replicas(self.engines, lambda e: e.controller.state())
-        meta = {
-            "step": self.done_steps,
+        return {
             "seed": self.cfg.seed,
             "rollouts": self.rollouts.state(),
-            "controller": controllers[0],
-            "more_controllers": controllers[1:],
+            "controllers": controllers,
             "replay": None if self.spot is None else self.spot.buffer.state(),
             "draft_vocab": None if self.vocabulary is None else self.vocabulary.state(),
-            "settings": self.fingerprint(),
             "row_sizes": [*self.row_sizes],
             "determinism": determinism.record(self._kernels),
             **describe(self.model, self.tokenizer_dir, self.about_head),
         }
-        checkpoints.save(self.done_steps, self.trees(), meta)
-        if heads is not None and self.head is not None:
-            heads.save(self.done_steps, self.head)
-        if block:
-            checkpoints.wait()
-            if heads is not None:
-                heads.wait()
 
     @property
     def _kernels(self) -> dict[str, str]:
@@ -684,37 +621,25 @@ class Trainer:
             for name in ("attention", "products")
         }
 
-    def _keep_row_sizes(self, sizes: Sequence[int]) -> None:
-        """Takes a checkpoint's sizes of micro-batches, for each of which the head has an update."""
-        devices = self.cfg.mesh.row_devices
-        if self.draft is None:  # then they decide last bits alone
-            return
-        if any(size % devices for size in sizes):
-            raise ConfigError(
-                f"the run trains its draft head on micro-batches of {', '.join(map(str, sizes))} "
-                f"rows, and mesh.data * mesh.fsdp = {devices} does not divide them; resume with a "
-                f"divisor of {math.gcd(*sizes)}. A run that begins with a number as packing.rows "
-                "may change to each divisor of that number"
-            )
-        self.row_sizes = tuple(sizes)
-
-    def restore(self, checkpoints: Checkpointer, step: int | None) -> None:
-        """Restores a checkpoint; later steps are those of a run that was never stopped.
+    def check(self, meta: Mapping[str, Any]) -> None:
+        """Takes the sizes of a checkpoint's micro-batches.
 
         Raises:
-          ConfigError: the checkpoint was made with other settings.
-          CheckpointError: the checkpoint cannot be read.
+          ConfigError: the run would go on with another head, sizes of micro-batches, or bits.
         """
-        _, meta = checkpoints.restore(step, {})
-        # Settings that the checkpoint does not have yet count as their defaults.
-        saved = with_draft_key(meta.get("settings", {}))
-        saved = data.saved_settings(saved, self.cfg.data, self.tokenizer)
-        require_same_settings(saved, self.fingerprint(), RLConfig)
         require_same_head(meta, self.about_head, self.model)
-        self._keep_row_sizes(meta.get("row_sizes", self.row_sizes))
+        if self.draft is not None:  # which has an update for each; else they decide last bits alone
+            sizes, devices = meta["row_sizes"], self.cfg.mesh.row_devices
+            if any(size % devices for size in sizes):
+                raise ConfigError(
+                    "the run trains its draft head on micro-batches of "
+                    f"{', '.join(map(str, sizes))} rows, and mesh.data * mesh.fsdp = {devices} "
+                    f"does not divide them; resume with a divisor of {math.gcd(*sizes)}"
+                )
+            self.row_sizes = tuple(sizes)
         # The first process made the record; others may have no device of its engine.
         kernels = distributed.of_first(lambda: self._kernels, "kernels")
-        other = determinism.difference(meta.get("determinism"), kernels)
+        other = determinism.difference(meta["determinism"], kernels)
         # All processes raise, or none: the others would wait.
         for process, reason in enumerate(distributed.gather(other, "determinism")):
             if reason is not None:
@@ -722,30 +647,22 @@ class Trainer:
                     f"deterministic=true, and process {process} would not go on with the same "
                     f"bits: {reason}"
                 )
-        found = self.trees()
-        found.pop("replay", None)
-        abstract = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), found
-        )
-        replay = meta["replay"]
-        if replay is not None and replay["steps"]:
-            abstract["replay"] = ReplayBuffer.abstract(replay, self.mesh)
-        trees, meta = checkpoints.restore(meta["step"], abstract)
+
+    def load(self, trees: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+        """Takes the content of a checkpoint, and compiles, so that measured costs are new."""
         self.params, self.opt_state = trees["policy"], trees["policy_opt"]
-        self.head = trees.get("draft")
-        self.draft_opt = trees.get("draft_opt")
+        self.head, self.draft_opt = trees.get("draft"), trees.get("draft_opt")
         self.reference = trees.get("reference")
         if self.spot is not None:
-            self.spot.buffer.load(replay, trees.get("replay", {}))
-        self.done_steps = meta["step"]
+            self.spot.buffer.load(meta["replay"], trees.get("replay", {}))
         self.rollouts.load_state(meta["rollouts"])
-        if self.vocabulary is not None and meta.get("draft_vocab"):
+        if self.vocabulary is not None and meta["draft_vocab"]:
             self.vocabulary.load_state(meta["draft_vocab"])
             self._give_vocabulary()
         self.engine.release()  # frees the initial weights
         self.sync_weights()
-        states = [meta["controller"], *meta["more_controllers"]]
-        before = self.copies.before if self.copies else 0
-        for replica, engine in enumerate(self.engines, before):  # there may be more replicas now
+        states = meta["controllers"]
+        first = self.copies.before if self.copies else 0
+        for replica, engine in enumerate(self.engines, first):  # there may be more replicas now
             engine.controller.load_state(states[replica] if replica < len(states) else states[0])
-        self.warm_up()  # last, so that measured costs are those of this machine
+        self.warm_up()

@@ -24,7 +24,8 @@ from train.loss.optim import OptimConfig
 from train.loss.packing import Sample, pack
 from train.loss.policy import PolicyTrainer
 from train.loss.terms import count_denominators, rl_loss
-from train.run.log import read_metrics
+from train.run.files import read_metrics
+from train.run.start import restore
 from train.schema import RLConfig
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
@@ -224,7 +225,7 @@ def test_checkpoints_move_between_one_device_and_a_mesh(thin_policy, tmp_path, r
     trainer = rl.Trainer(parse_config(RLConfig, argv)[0])
     trainer.warm_up = lambda: None  # nothing is run
     with Checkpointer(runs / saved / "checkpoints") as checkpoints:
-        trainer.restore(checkpoints, None)
+        restore(trainer, checkpoints, None)
     assert trainer.done_steps == 2
     _, policy, head = hf.load_checkpoint(runs / saved / "hf", "float32")
     pairs = zip(

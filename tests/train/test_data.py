@@ -5,17 +5,12 @@ import re
 
 import pytest
 
-from train.data.rows import (
-    DataConfig,
-    Demonstration,
-    demonstrations,
-    endless,
-    problems,
-    split_of,
-    train_bpe_tokenizer,
-)
+from train.data.rows import demonstrations, endless, problems
+from train.data.tasks.layout import Demonstration, split_of
 from train.data.tasks.sums import CONNECTIVES
+from train.data.tokenizer import train_bpe_tokenizer
 from train.rewards import exact
+from train.schema import DataConfig
 
 STEP = re.compile(r" ([a-z]+) (\d+)\+(\d+)=(\d+);")
 

@@ -3,6 +3,7 @@
 import gzip
 import json
 import sys
+from types import SimpleNamespace
 
 import pyarrow
 import pyarrow.parquet
@@ -101,13 +102,17 @@ def test_a_folder_of_save_to_disk_is_read_without_datasets(tmp_path, held, monke
     assert prompts_of(cfg) == EVERY
 
 
+def described(cfg) -> str:
+    return describe_data(SimpleNamespace(cfg=cfg, chat=False, date=None), None)
+
+
 def test_rows_of_several_files_are_duplicates_of_each_other(folder):
     (folder / "z.jsonl").write_bytes(lines(PROBLEMS[:4]))
     kept = DataConfig(path=str(folder))
-    said = describe_data(kept, chat=False, model=None)
+    said = described(kept)
     assert "44 rows" in said and "4 duplicates kept (data.duplicates)" in said
     dropped = DataConfig(path=str(folder), duplicates="drop")
-    assert "40 rows" in describe_data(dropped, chat=False, model=None)
+    assert "40 rows" in described(dropped)
 
 
 # --- columns by name -----------------------------------------------------------------------------

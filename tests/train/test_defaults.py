@@ -12,7 +12,7 @@ from specjax import schema
 from train import draft, rl, sft
 from train import eval as evaluation
 from train.draft_schema import DraftRunConfig
-from train.run.log import read_metrics
+from train.run.files import read_metrics
 from train.schema import RLConfig, SFTConfig
 
 pytestmark = pytest.mark.usefixtures("shared_programs")

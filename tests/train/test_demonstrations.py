@@ -86,7 +86,7 @@ def imitated(path, rows, *more, tokenizer=None):
     batch = stream.next_update()[0]
     first = batch["segment_ids"][0] == 1
     ids, mask = batch["tokens"][0][first], batch["loss_mask"][0][first] > 0
-    return ids[~mask].tolist(), ids[mask].tolist(), stream.warning
+    return ids[~mask].tolist(), ids[mask].tolist(), next(iter(stream.warnings), None)
 
 
 @pytest.mark.parametrize(

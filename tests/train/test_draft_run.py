@@ -13,11 +13,12 @@ from specjax.checkpoint.store import Checkpointer
 from specjax.command_line import parse_config
 from specjax.engine.engine import Engine
 from train import draft
-from train.data.checks import Prompts
+from train.data.prompts import Prompts
+from train.data.rows import problems
 from train.draft_schema import DraftRunConfig
 from train.heads import samples as draft_data
 from train.heads.samples import Pair, choose_vocabulary, order_of, pack_pairs, read_texts
-from train.run.log import read_metrics
+from train.run.files import read_metrics
 
 SETTINGS = {
     "kind": "mtp",
@@ -58,7 +59,7 @@ def settings(**changes) -> DraftRunConfig:
 @pytest.fixture(scope="module", autouse=True)
 def programs():
     """Runs with the same settings take the programs of the first of them."""
-    known, made, begin = {}, draft.Run._engine, draft.Run.begin
+    known, made, begin = {}, draft.HeadTrainer.engine, draft.HeadTrainer.begin
 
     def engine(self, spec, source, batch):
         found = made(self, spec, source, batch)
@@ -76,8 +77,8 @@ def programs():
         self.trainer._update = first.trainer._update
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(draft.Run, "_engine", engine)
-        patch.setattr(draft.Run, "begin", begun)
+        patch.setattr(draft.HeadTrainer, "engine", engine)
+        patch.setattr(draft.HeadTrainer, "begin", begun)
         yield
 
 
@@ -169,8 +170,8 @@ def test_the_exported_head_has_the_accept_length_that_was_measured(kind, run, th
     cfg = settings()
     if kind == "eagle3":
         cfg = settings(**EAGLE, data__texts="unused", data__path=out.parent / "rows.jsonl")
-    problems = draft.data.problems(cfg.data, "heldout")[:6]
-    asked = [(problem.index, problem.prompt) for problem in problems]
+    heldout = problems(cfg.data, "heldout")[:6]
+    asked = [(problem.index, problem.prompt) for problem in heldout]
     curve = json.loads((out / "curve.json").read_text())
     assert curve["prompts"] == len(asked) > 0
     for temperature, measured in curve["points"][-1]["accept_length"].items():
@@ -196,7 +197,7 @@ class Killed(BaseException):
 
 
 def test_a_run_that_was_killed_twice_ends_with_the_same_bits(run, thin_policy, tmp_path, capsys):
-    out, generate, update = tmp_path / "run", Engine.generate, draft.Run.update
+    out, generate, update = tmp_path / "run", Engine.generate, draft.HeadTrainer.update
     calls = []
 
     def once(self, *arguments):
@@ -215,12 +216,12 @@ def test_a_run_that_was_killed_twice_ends_with_the_same_bits(run, thin_policy, t
     assert "holds samples or checkpoints of an earlier run" in said
 
     def until_5(self):
-        if self.step == 5:
+        if self.done_steps == 5:
             raise Killed
         return update(self)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(draft.Run, "update", until_5)
+        patch.setattr(draft.HeadTrainer, "update", until_5)
         draft.main([*arguments(thin_policy, out, **changes), "--resume"])
     assert "2 of 6 blocks are there already" in capsys.readouterr().out
     for name, time in blocks.items():
@@ -273,7 +274,9 @@ def test_resuming_with_other_settings_names_them(run, thin_policy):
 def test_mistakes_are_named_before_the_policy_answers(
     changes, said, thin_policy, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(draft.Run, "collect", lambda self: pytest.fail("it was sampled from"))
+    monkeypatch.setattr(
+        draft.HeadTrainer, "collect", lambda self: pytest.fail("it was sampled from")
+    )
     changes = {name: thin_policy if v == "POLICY" else v for name, v in changes.items()}
     assert said in refusal(arguments(thin_policy, tmp_path / "run", **changes))
 

@@ -8,7 +8,7 @@ import tiny_run
 
 from train import rl
 from train.rollout.vocabulary import DraftVocabulary
-from train.run.log import read_metrics
+from train.run.files import read_metrics
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 

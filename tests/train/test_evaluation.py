@@ -12,7 +12,8 @@ from specjax.command_line import ConfigError, parse_config
 from specjax.engine.request import SampleOutput, SpecStats, Totals
 from specjax.schema import describe
 from specjax.tokenizer import load_tokenizer
-from train.data.checks import Inputs, Prompts
+from train.data.checks import Inputs
+from train.data.prompts import Prompts
 from train.data.tasks.layout import Problem
 from train.eval_schema import EvalSection, asked_sets
 from train.programs import settle_length
@@ -22,9 +23,9 @@ from train.rollout.evaluation import (
     evaluate,
     majority,
     pass_at_k,
-    problem_sets,
     same_answer,
 )
+from train.rollout.sets import problem_sets
 from train.schema import RLConfig
 from train.scoring import Scorer
 
@@ -181,9 +182,9 @@ def test_a_set_whose_questions_are_trained_on_is_warned_of(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"path": "{}/odd.jsonl"}, r"cannot tell what .*eval\.sets\.bad\.prompt_key"),
+        ({"path": "{}/odd.jsonl"}, "cannot tell what .*data.prompt_key"),
         ({"path": "{}/rows.jsonl", "reward": "odd_rewards:asks_for_too_much"}, "difficulty"),
-        ({"path": "{}/rows.jsonl", "chat": "on"}, r"eval\.sets\.bad\.chat=on: .*no chat template"),
+        ({"path": "{}/rows.jsonl", "chat": "on"}, "chat=on: .*no chat template"),
     ],
 )
 def test_a_set_that_cannot_be_read_is_refused_by_its_name(tokenizer, tmp_path, settings, said):

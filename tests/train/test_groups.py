@@ -1,6 +1,7 @@
 """Which groups a step takes depends on lengths and rewards, and on no speed, slot or order."""
 
 import dataclasses
+import itertools
 import random
 from collections import Counter
 from types import SimpleNamespace
@@ -12,10 +13,7 @@ from hypothesis import strategies as st
 from specjax.engine.agreement import SingleHost
 from specjax.engine.request import SampleOutput, SpecStats
 from specjax.engine.sequence import Finished
-from train.data.rows import Problem
-from train.rollout.collect import (
-    StepRollout,
-)
+from train.data.tasks.layout import Problem
 from train.rollout.groups import (
     Filter,
     Group,
@@ -27,6 +25,7 @@ from train.rollout.groups import (
     select,
     token_versions,
 )
+from train.rollout.step import StepRollout
 
 MOST = 12  # tokens of a sample
 
@@ -149,6 +148,40 @@ def rules():
     )
 
 
+class FakeDraws:
+    """Problems in order, from a position on."""
+
+    def __init__(self, world: Data, position: int, step: int):
+        self._world, self._positions, self._step = world, itertools.count(position), step
+
+    def draw(self) -> Group:
+        place = next(self._positions)
+        problem, responses = Problem("", "", place), [Response(), Response()]
+        return Group(place, place + 1, self._step, problem, [1], responses)
+
+    def jobs(self, index, group):
+        place = {"place": group.position, "prompt_hash": group.position % 12}
+        lengths = [self._world.length(group.position, i) for i in range(2)]
+        return [SimpleNamespace(**place, sample=i, length=n) for i, n in enumerate(lengths)]
+
+
+class FakeRewards:
+    """Rewards that are known when they were asked for `late` times before."""
+
+    def __init__(self, world: Data, late: int):
+        self._world, self._late, self._times = world, late, Counter()
+
+    def rewards(self, group):
+        self._times[group.position] += 1
+        known = self._times[group.position] > self._late
+        return self._world.rewards(group.position) if known else None
+
+    def add(self, *unused):
+        pass
+
+    begin = wait = add
+
+
 def run_steps(
     world: Data,
     rule: Rule,
@@ -159,41 +192,17 @@ def run_steps(
     wrap=None,
     late: int = 0,
 ):
-    """What every step learned from and carried, and how many tokens all of them emitted.
-
-    A group's rewards are known when they were asked for `late` times before.
-    """
+    """What every step learned from and carried, and how many tokens all of them emitted."""
     fake = FakeEngine(random.Random(speeds), slots)
     engine = wrap(fake) if wrap else fake
     position, carried, seen = 0, [], []
     for step in range(1, steps + 1):
         fake.version = step
         carried, stale = begin_step(carried, step, max_staleness=2)
-        at = position
-
-        def draw(step=step):
-            nonlocal at
-            at += 1
-            problem = Problem("", "", at - 1)
-            return Group(at - 1, at, step, problem, [1], [Response(), Response()])
-
-        def jobs(index, group):
-            place = {"place": group.position, "prompt_hash": group.position % 12}
-            return [
-                SimpleNamespace(**place, sample=i, length=world.length(group.position, i))
-                for i in range(2)
-            ]
-
-        asked = Counter()
-
-        def score(group, asked=asked):
-            asked[group.position] += 1
-            return world.rewards(group.position) if asked[group.position] > late else None
-
         run = StepRollout(
-            engine, rule, partial, carried, draw, jobs, score, wait=lambda groups: None
+            engine, rule, partial, FakeDraws(world, position, step), FakeRewards(world, late)
         )
-        selection = run.run()
+        selection = run.run(carried)
         assert not engine.has_work
         ended = end_step(rule, run.groups, selection, step, partial)
         drawn = run.groups[len(carried) : selection.candidates]

@@ -7,8 +7,9 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from train.run import picture as plot
-from train.run.log import MetricsLogger, read_metrics
+from train.run import picture
+from train.run.files import read_metrics
+from train.run.log import MetricsLogger
 
 
 def _steps(run: Path) -> list[int]:
@@ -51,7 +52,7 @@ def test_a_resumed_run_has_every_step_once(tmp_path):
     assert [record["run"] for record in read_metrics(tmp_path)] == [1, 1, 1, 1, 2, 2, 2]
 
 
-def test_a_run_is_drawn_by_the_command(tmp_path):
+def test_a_run_is_drawn(tmp_path):
     with MetricsLogger(tmp_path) as logger:
         for step in range(15):
             metrics = {"rollout/reward": 0.5 + 0.01 * step, "time/rollout": 1.0, "time/train": 2.0}
@@ -59,5 +60,5 @@ def test_a_run_is_drawn_by_the_command(tmp_path):
             metrics |= {"eval/reward": 0.5} if step in (0, 14) else {}
             metrics |= {"train/mtp_loss": math.nan if step == 3 else 2.0}
             logger.log(step, metrics)
-    plot.main([str(tmp_path)])
+    picture.draw(tmp_path)
     assert (tmp_path / "metrics.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -8,7 +8,7 @@ import tiny_run
 
 from specjax.command_line import parse_config
 from train import rl
-from train.run.log import read_metrics
+from train.run.files import read_metrics
 
 _COMPILED: list[str] = []
 

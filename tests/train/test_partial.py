@@ -15,7 +15,8 @@ from train.loss.algo import algo
 from train.loss.packing import Sample, pack
 from train.loss.terms import rl_loss
 from train.rollout.groups import token_versions
-from train.run.log import read_metrics
+from train.run.files import read_metrics
+from train.run.start import restore, save
 from train.schema import RLConfig
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -87,7 +88,10 @@ def test_over_sampling_takes_the_shortest_groups_and_stops_early(thin_policy, tm
     lengths = [len(s.token_ids) for i in shortest for s in samples[i]]
     assert stopped["rollout/selected_length_mean"] == pytest.approx(np.mean(lengths))
     assert stopped["rollout/length_bias"] < 0 == full["rollout/length_bias"]
-    assert early.rollouts.position == whole.rollouts.position and not early.rollouts.carried
+    assert (
+        early.rollouts.draws.position == whole.rollouts.draws.position
+        and not early.rollouts.carried
+    )
 
 
 # --- partial rollouts -----------------------------------------------------------------------------
@@ -110,7 +114,7 @@ def partial(thin_policy, tmp_path_factory):
         taken.append(trainer.last_rollout)
         if step == 3:
             with Checkpointer(out / "checkpoints") as checkpoints:
-                trainer.save(checkpoints, block=True)
+                save(trainer, checkpoints, block=True)
     return trainer, steps, weights, taken, out / "checkpoints"
 
 
@@ -161,7 +165,7 @@ def test_a_run_with_carried_groups_resumes_with_the_same_tokens_and_parameters(
     trainer, steps, _, _, directory = partial
     resumed = make(thin_policy, tmp_path, **PARTIAL, **CONTROL)
     with Checkpointer(directory) as checkpoints:
-        resumed.restore(checkpoints, 3)
+        restore(resumed, checkpoints, 3)
         saved = checkpoints.restore(3, {})[1]
     assert resumed.engine.controller.state() == saved["controller"]
     assert resumed.rollouts.state() == saved["rollouts"]

@@ -25,7 +25,7 @@ from train.plan import table as plan_table
 from train.plan.hlo import Module
 from train.plan.programs import SHAPES, Shapes
 from train.programs import chunk_features
-from train.rollout.collect import group_params
+from train.rollout.draws import group_params
 from train.schema import RLConfig
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,8 +19,9 @@ from specjax.checkpoint.store import Checkpointer
 from specjax.command_line import parse_config
 from specjax.telemetry.collector import read_jsonl
 from train import rl
-from train.run.files import read_starts
-from train.run.log import TRACE_FILE, read_lines, read_metrics
+from train.rollout.trace import TRACE_FILE
+from train.run.files import read_lines, read_metrics, read_starts
+from train.run.start import restore
 from train.schema import RLConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -164,7 +165,7 @@ def test_the_head_learns_in_gaps_and_the_first_process_tells_of_all_replicas(two
 def test_one_process_goes_on_from_the_checkpoint_of_two(two, one):
     trainer, metrics, weights = one  # it is a step further, and goes back
     with Checkpointer(two[0] / "checkpoints") as checkpoints:
-        trainer.restore(checkpoints, None)
+        restore(trainer, checkpoints, None)
     assert trainer.done_steps == 5
     for mine, theirs in zip(leaves((trainer.params, trainer.head)), weights, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5)

@@ -2,6 +2,7 @@
 
 import sys
 import types
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,7 @@ from train.data import rows as data
 from train.data.checks import describe_data, read_inputs
 from train.data.tasks import reasoning_gym
 from train.eval_schema import EvalSection
-from train.rollout.evaluation import problem_sets
+from train.rollout.sets import problem_sets
 from train.schema import DataConfig, RLConfig
 from train.scoring import Scorer
 from train.trainer import Trainer
@@ -74,9 +75,9 @@ def test_problems_are_generated_by_name_seed_and_arguments(doubles):
     assert data.problems(cfg, "train")[7].prompt == f"{found[7].prompt}\nAnswer:"
     templated = config(prompt_template="Q: {question}")
     assert data.problems(templated, "train", chat=True)[7].prompt == f"Q: {found[7].prompt}"
-    assert describe_data(cfg, chat=True, model=None).startswith(
-        "data: doubles of reasoning-gym, generated with seed 0; each prompt one message"
-    )
+    said = describe_data(SimpleNamespace(cfg=cfg, chat=True, date=None), None)
+    beginning = "data: doubles of reasoning-gym, generated with seed 0; each prompt one message"
+    assert said.startswith(beginning)
 
 
 def test_no_question_is_in_both_splits(doubles):

@@ -29,7 +29,7 @@ from train.loss.packing import Sample, pack
 from train.loss.policy import PolicyTrainer
 from train.loss.terms import sft_loss
 from train.plan.programs import Shapes
-from train.rollout.collect import score_new_tokens
+from train.rollout.advantages import score_new_tokens
 from train.rollout.groups import Group, Response
 from train.schema import RLConfig
 

@@ -17,7 +17,7 @@ import tiny_run
 
 from specjax.checkpoint import huggingface as hf
 from train import rl
-from train.run.log import read_metrics
+from train.run.files import read_metrics
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 

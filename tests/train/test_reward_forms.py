@@ -17,7 +17,7 @@ from train.data.tasks.layout import Problem
 from train.reward_calls import Failed, RewardCall
 from train.reward_workers import WorkerError
 from train.rewards import get_reward
-from train.run.log import read_metrics
+from train.run.files import read_metrics
 from train.schema import RewardsSection
 from train.scoring import (
     SampleFacts,

@@ -20,7 +20,7 @@ from specjax.tokenizer import load_tokenizer, prompt_ids
 from train import eval as evaluation
 from train import rl
 from train.heads.files import starting_head
-from train.run.log import read_metrics
+from train.run.files import read_metrics
 from train.schema import RLConfig, SFTConfig
 from train.sft import PackedDemonstrations
 
@@ -333,8 +333,8 @@ def test_rollouts_and_demonstrations_begin_with_the_tokenizers_bos(thin_policy, 
     made, bos = load_tokenizer(policy), token[1]
     argv = tiny_run.arguments(policy, tmp_path / "out", **HEAD)
     trainer = rl.Trainer(parse_config(RLConfig, argv)[0])
-    trainer.rollouts._at = 0
-    for group in (trainer.rollouts._draw(1) for _ in range(3)):
+    trainer.rollouts.draws.begin(1)
+    for group in (trainer.rollouts.draws.draw() for _ in range(3)):
         bare = made.encode(group.problem.prompt, add_special_tokens=False)
         assert group.prompt == [bos, *bare] == prompt_ids(made, group.problem.prompt)
     argv = [f"init={policy}", "packing.rows=2", "packing.row_length=64", "data.max_terms=3"]

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from train.cli import USER_ERRORS, can_resume
 from train.run.files import RunFileError, keep_before, read_lines
+from train.run.start import USER_ERRORS, can_resume
 
 CUT = json.dumps({"step": 2, "text": "\u00e9"}, ensure_ascii=False).encode()[:-3]
 
@@ -24,9 +24,9 @@ def test_a_damaged_line_is_named_and_leaves_the_file_as_it_was(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("run.json", b"[{", "run.json: expected what a run writes of its starts, got no JSON"),
+        ("run.json", b"[{", "run.json: expected a list of starts, .* it cannot be read"),
         ("run.json", b"{}", "run.json: expected a list of starts"),
-        ("config.yaml", b"a: [", "config.yaml: expected settings, got no YAML"),
+        ("config.yaml", b"a: [", "config.yaml: expected settings in sections"),
         ("metrics.jsonl", b'{\n{"step": 1}\n', "metrics.jsonl, line 1: not JSON"),
     ],
 )
@@ -34,5 +34,5 @@ def test_resuming_names_a_damaged_file_before_anything_is_compiled(tmp_path, nam
     (tmp_path / "checkpoints" / "1").mkdir(parents=True)
     (tmp_path / name).write_bytes(text)
     with pytest.raises(RunFileError, match=said) as error:
-        can_resume(tmp_path, None, print)
+        can_resume(tmp_path, None)
     assert isinstance(error.value, USER_ERRORS), "printed without traceback"

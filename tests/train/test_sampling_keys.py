@@ -9,7 +9,7 @@ from specjax import LLM
 from specjax.command_line import parse_config
 from train import rl
 from train.loss.packing import Sample, pack
-from train.rollout.collect import group_params
+from train.rollout.draws import group_params
 from train.rollout.groups import token_versions
 from train.schema import RLConfig
 

@@ -17,8 +17,8 @@ from train import rl
 from train.data.checks import Inputs, read_inputs
 from train.data.tasks.layout import Problem
 from train.reward_calls import as_number
-from train.rollout.collect import Rollouts
-from train.run.log import read_metrics
+from train.rollout.draws import Draws
+from train.run.files import read_metrics
 from train.schema import RLConfig
 from train.scoring import (
     Score,
@@ -223,8 +223,10 @@ def read(policy, path, **changes) -> tuple[RLConfig, Inputs]:
     return cfg, read_inputs(cfg, load_tokenizer(policy), str(policy))
 
 
-def rollouts_of(cfg: RLConfig, inputs: Inputs) -> Rollouts:
-    return Rollouts(cfg, inputs.problems, inputs.prompts, (1,), inputs.scorer)
+def draws_of(cfg: RLConfig, inputs: Inputs) -> Draws:
+    draws = Draws(cfg, inputs.problems, inputs.prompts, (1,), inputs.scorer)
+    draws.begin(1)
+    return draws
 
 
 @pytest.mark.parametrize("choice", ["drop", "keep"])
@@ -235,12 +237,11 @@ def test_rows_that_cannot_be_won_are_dropped_or_kept_by_choice(thin_policy, tmp_
     cfg, inputs = read(thin_policy, path, reward="number", **{"data.unwinnable": choice})
     assert "cannot be won with reward=number, which" in inputs.notes[-1]
     assert inputs.notes[-1].endswith(f"(data.unwinnable={choice})")
-    rollouts = rollouts_of(cfg, inputs)
-    rollouts._at = 0
-    drawn = [rollouts._draw(1).problem.answer for _ in range(8)]
-    rollouts.position = rollouts._at
+    draws = draws_of(cfg, inputs)
+    drawn = [draws.draw().problem.answer for _ in range(8)]
     assert ("five" in drawn) == (choice == "keep")
-    assert (rollouts._prompt_metrics()["rollout/prompts_unwinnable"] > 0) == (choice == "drop")
+    metrics = draws.end(draws.position)
+    assert (metrics["rollout/prompts_unwinnable"] > 0) == (choice == "drop")
 
 
 def test_prompts_that_are_too_long_are_counted_and_dropped_cut_or_refused(thin_policy, tmp_path):
@@ -255,11 +256,9 @@ def test_prompts_that_are_too_long_are_counted_and_dropped_cut_or_refused(thin_p
         said = next(x for x in inputs.notes if "max_prompt_tokens" in x)
         assert re.search(r"WARNING: \d+ of \d+ prompts checked have more tokens", said)
         assert "the longest 22" in said and f"data.overlong_prompts={choice}" in said
-        rollouts = rollouts_of(cfg, inputs)
-        rollouts._at = 0
-        sizes[choice] = {len(rollouts._draw(1).prompt) for _ in range(8)}
-        rollouts.position = rollouts._at
-        assert rollouts._prompt_metrics()["rollout/prompts_overlong"] > 0
+        draws = draws_of(cfg, inputs)
+        sizes[choice] = {len(draws.draw().prompt) for _ in range(8)}
+        assert draws.end(draws.position)["rollout/prompts_overlong"] > 0
     assert sizes == {"drop": {6}, "truncate": {6, 12}}
     with pytest.raises(ValueError, match=r"the row \S+rows.jsonl:\d+ has 22 tokens"):
         read(thin_policy, path, **common, **{"data.overlong_prompts": "error"})

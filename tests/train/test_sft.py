@@ -18,7 +18,7 @@ from specjax.models.families.dense import change_dense
 from specjax.models.transformer import init_params
 from train import sft
 from train.loss.optim import OptimConfig, weight_matrices
-from train.run.log import read_metrics
+from train.run.files import read_metrics
 from train.schema import SFTConfig
 
 SETTINGS = {
@@ -53,7 +53,7 @@ def arguments(out, **changes) -> list[str]:
 @pytest.fixture(scope="module", autouse=True)
 def programs():
     """Runs with the same settings take the updates of the first of them."""
-    known, run, draft = {}, sft.Run.__init__, sft.DraftTrainer.__init__
+    known, run, draft = {}, sft.SFTTrainer.__init__, sft.DraftTrainer.__init__
 
     def begin(self, cfg, *arguments, **more):
         run(self, cfg, *arguments, **more)
@@ -65,7 +65,7 @@ def programs():
         self._update = known.setdefault(str((model, settings, self.mesh)), self._update)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sft.Run, "__init__", begin)
+        patch.setattr(sft.SFTTrainer, "__init__", begin)
         patch.setattr(sft.DraftTrainer, "__init__", begin_head)
         yield
 
@@ -134,7 +134,7 @@ def final_state(run) -> list[np.ndarray]:
     _, policy, head = hf.load_checkpoint(run / "hf", "float32")
     with Checkpointer(run / "checkpoints") as checkpoints:
         trees, meta = checkpoints.restore(None, {"policy": policy, "draft": head})
-    assert (meta["stage"], meta["step"]) == ("head", 100)
+    assert (meta["policy_steps"], meta["step"]) == (60, 100)
     return [np.asarray(leaf) for leaf in jax.tree.leaves(trees)]
 
 
@@ -151,7 +151,7 @@ def test_a_run_resumed_in_the_policy_stage_ends_as_one_that_was_not(run, tmp_pat
     ("changes", "expected"),
     [
         ({"optim.lr": 1e-3, "data.seed": 9}, "other settings of data, optim;"),
-        ({"draft_steps": 41}, "step 100 is the end of a run with other steps or draft_steps"),
+        ({"steps": 59}, "has 60 updates of the policy and 40 of the head"),
     ],
 )
 def test_a_run_is_not_resumed_as_another(run, changes, expected):

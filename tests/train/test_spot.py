@@ -13,7 +13,9 @@ from specjax.checkpoint.store import Checkpointer
 from specjax.command_line import parse_config
 from train import rl
 from train.rollout.spot import ReplayBuffer
-from train.run.log import TRACE_FILE, read_lines
+from train.rollout.trace import TRACE_FILE
+from train.run.files import read_lines
+from train.run.start import restore, save
 from train.schema import RLConfig
 from train.scoring import RewardsFailedError
 
@@ -75,7 +77,7 @@ def pair(thin_policy, tmp_path_factory):
             steps.append(trainer.step())
             if name == "gaps" and trainer.done_steps == 2:
                 with Checkpointer(out / "checkpoints") as checkpoints:
-                    trainer.save(checkpoints, block=True)
+                    save(trainer, checkpoints, block=True)
         found.append((trainer, steps))
     return *found, out
 
@@ -118,7 +120,7 @@ def test_nothing_is_compiled_in_a_gap(pair):
 def test_a_resumed_run_has_the_replay_buffer_and_ends_with_the_same_bits(pair):
     (gaps, some), (one, _), out = pair
     with Checkpointer(out / "checkpoints") as checkpoints:
-        one.restore(checkpoints, 2)  # another number of replicas, and no gaps
+        restore(one, checkpoints, 2)  # another number of replicas, and no gaps
     assert one.done_steps == 2 and {e.step for e in one.spot.buffer.entries} == {1, 2}
     assert [learned(one.step()) for _ in range(2)] == [learned(m) for m in some[2:]]
     for name, tree in gaps.trees().items():
@@ -128,7 +130,7 @@ def test_a_resumed_run_has_the_replay_buffer_and_ends_with_the_same_bits(pair):
 def test_a_step_whose_rewards_failed_leaves_nothing_and_can_be_made_again(pair, monkeypatch):
     (_, some), (trainer, _), out = pair
     with Checkpointer(out / "checkpoints") as checkpoints:
-        trainer.restore(checkpoints, 2)
+        restore(trainer, checkpoints, 2)
     before, state = trainer.trees(), trainer.rollouts.state()
     controllers = [copy.deepcopy(e.controller.state()) for e in trainer.engines]
     told = (out / "one" / TRACE_FILE).read_bytes()
@@ -143,9 +145,9 @@ def test_a_step_whose_rewards_failed_leaves_nothing_and_can_be_made_again(pair, 
     assert [e.controller.state() for e in trainer.engines] == controllers
     assert (out / "one" / TRACE_FILE).read_bytes() == told
     with Checkpointer(out / "saved") as checkpoints:  # as the program does before it ends
-        trainer.save(checkpoints, block=True)
+        save(trainer, checkpoints, block=True)
         assert learned(trainer.step()) == learned(some[2])
-        trainer.restore(checkpoints, 2)
+        restore(trainer, checkpoints, 2)
     assert learned(trainer.step()) == learned(some[2])
 
 
@@ -163,10 +165,10 @@ def test_a_mesh_and_replicas_of_several_devices_learn_what_one_device_does(
     trainer.warm_up()
     steps = [trainer.step()]
     with Checkpointer(tmp_path / "checkpoints") as checkpoints:
-        trainer.save(checkpoints, block=True)
+        save(trainer, checkpoints, block=True)
         steps += [trainer.step() for _ in range(STEPS - 1)]
         learnt = jax.device_get(trainer.trees())
-        trainer.restore(checkpoints, 1)
+        restore(trainer, checkpoints, 1)
     assert sum(m["draft/updates_in_gaps"] for m in steps) > 0
     for mine, theirs in zip(steps, expected, strict=True):
         for name, value in learned(theirs).items():

@@ -11,7 +11,8 @@ import pytest
 
 from train.data import __main__ as data_report
 from train.data import rows as data
-from train.data.checks import Prompts, read_inputs
+from train.data.checks import read_inputs
+from train.data.prompts import Prompts
 from train.data.rows import demonstrations, problems
 from train.data.tasks import find_task
 from train.data.tasks.layout import Example, Layout
@@ -356,9 +357,8 @@ def test_prompts_go_through_the_chat_template(tmp_path, chatty, name, changes, e
     cfg = config(tmp_path / "rows.jsonl", [ROWS[name][0]], **changes)
     prompts = Prompts(chatty, cfg)
     (problem,) = problems(cfg, "train", prompts.chat)
-    assert prompts.text(problem) == expected
-    assert chatty.decode(prompts.ids(problem)) == expected
-    assert prompts.ids(problem) == chatty.encode(expected, add_special_tokens=False)
+    assert chatty.decode(prompts.whole(problem)) == expected
+    assert prompts.whole(problem) == chatty.encode(expected, add_special_tokens=False)
 
 
 def test_whatever_a_template_raises_is_one_line_with_the_row(tmp_path, chatty, monkeypatch):
@@ -368,7 +368,7 @@ def test_whatever_a_template_raises_is_one_line_with_the_row(tmp_path, chatty, m
         r"^the row \S*rows.jsonl:1: the chat template does not take these messages: \w+: [^\n]*$"
     )
     with pytest.raises(ValueError, match=message):
-        Prompts(chatty, cfg).ids(problems(cfg, "train")[0])
+        Prompts(chatty, cfg).whole(problems(cfg, "train")[0])
 
 
 # --- python -m train.data ------------------------------------------------------------------------

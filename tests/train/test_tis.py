@@ -12,6 +12,7 @@ from specjax.checkpoint.store import Checkpointer
 from specjax.command_line import ConfigError, parse_config
 from specjax.engine import engine, sequence
 from train import rl
+from train.run.start import restore, save
 from train.schema import RLConfig
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -99,7 +100,7 @@ def test_in_invariant_mode_runs_repeat_exactly_whoever_chooses_what(
         steps = steps_of(trainer, 1)
         if not found:
             with Checkpointer(tmp_path / "checkpoints") as checkpoints:
-                trainer.save(checkpoints, block=True)
+                save(trainer, checkpoints, block=True)
         found.append((trainer, steps + steps_of(trainer, STEPS - 1)))
     (first, steps), (second, same) = found
     assert steps == same
@@ -110,7 +111,7 @@ def test_in_invariant_mode_runs_repeat_exactly_whoever_chooses_what(
     choosing(monkeypatch, ("1_1_2",), ("2_1_3", "off"))
     resumed = rl.Trainer(cfg)
     with Checkpointer(tmp_path / "checkpoints") as checkpoints:
-        resumed.restore(checkpoints, 1)
+        restore(resumed, checkpoints, 1)
     assert steps_of(resumed, STEPS - 1) == steps[1:]
     assert_same_weights(resumed, first)
 
@@ -119,7 +120,7 @@ def test_in_invariant_mode_runs_repeat_exactly_whoever_chooses_what(
         Checkpointer(tmp_path / "checkpoints") as checkpoints,
         pytest.raises(ConfigError, match="made with other settings of rollout"),
     ):
-        resumed.restore(checkpoints, 1)
+        restore(resumed, checkpoints, 1)
 
 
 def test_the_weight_is_that_of_the_log_probabilities_that_came_with_the_tokens(

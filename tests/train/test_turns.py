@@ -12,7 +12,7 @@ from train.loss.algo import algo
 from train.loss.packing import pack
 from train.loss.terms import count_denominators, policy_loss
 from train.registry import OBJECTIVES
-from train.rollout.collect import to_samples
+from train.rollout.advantages import to_samples
 from train.rollout.groups import Group, Response
 
 # Two turns of the policy with two tokens of a tool between them.

@@ -27,11 +27,11 @@ from specjax.hub import find_model
 from specjax.schema import describe
 from specjax.tokenizer import decode
 from specjax.weights import load_tokenizer
-from train.cli import USER_ERRORS
-from train.data import rows as data
-from train.data.checks import FILE_ROWS, GENERATED_ROWS, Prompts, describe_data
-from train.data.tasks.layout import Problem
+from train.data.checks import FILE_ROWS, GENERATED_ROWS, describe_data
+from train.data.prompts import Prompts
+from train.data.rows import default_reward, find_task, problems, read_table
 from train.rollout_schema import RolloutSection
+from train.run.start import USER_ERRORS
 from train.schema import GENERATED, DataConfig
 from train.scoring import Scorer, check_gold, described_gold, evenly, row_name, shown_gold
 
@@ -47,7 +47,7 @@ def report(
     longest: int | None = None,
     target: ModelConfig | None = None,
 ) -> Iterator[str]:
-    """The lines of the report.
+    """Yields the lines of the report.
 
     Args:
       cfg: settings of the data.
@@ -63,23 +63,25 @@ def report(
       FileNotFoundError: as in a run with these settings.
     """
     prompts = Prompts(tokenizer, cfg, model=target)
-    scorer = Scorer(data.default_reward(cfg) if reward == "auto" else reward.split(","))
-    problems = data.problems(cfg, "train", prompts.chat)
-    yield describe_data(cfg, prompts.chat, None, scorer.name, date=prompts.date)
+    scorer = Scorer(default_reward(cfg) if reward == "auto" else reward.split(","))
+    training = problems(cfg, "train", prompts.chat)
+    yield describe_data(prompts, None, scorer.name)
     if cfg.task in GENERATED:
-        yield f"{len(problems)} are for training, and {cfg.heldout_size} are held out"
+        yield f"{len(training)} are for training, and {cfg.heldout_size} are held out"
     elif not cfg.heldout_path:
         yield (
-            f"{len(problems)} of these are for training; the others are held out (set "
+            f"{len(training)} of these are for training; the others are held out (set "
             "data.heldout_path to hold out a file of its own)"
         )
-    scorer.check(problems[0])
-    if hidden := scorer.hidden(problems[0]):
+    scorer.check(training[0])
+    if hidden := scorer.hidden(training[0]):
         yield f"WARNING: {hidden}"
-    for problem in problems[: min(rows, len(problems))]:
-        yield from _row(prompts, problem)
+    for problem in training[: min(rows, len(training))]:
+        ids = prompts.whole(problem)
+        yield f"\n--- {row_name(problem)}: {len(ids)} tokens, {shown_gold(problem)}"
+        yield decode(tokenizer, ids, skip_special_tokens=False)
     most = GENERATED_ROWS if cfg.task in GENERATED else FILE_ROWS
-    sizes = [len(prompts.whole(problems[i])) for i in evenly(problems, most)]
+    sizes = [len(prompts.whole(training[i])) for i in evenly(training, most)]
     lengths = [
         f"{name} {int(np.quantile(sizes, q, method='nearest'))}" for q, name in QUANTILES.items()
     ]
@@ -87,30 +89,22 @@ def report(
     if longest is not None:
         yield f"longer than {longest} tokens: {sum(size > longest for size in sizes)}"
     if cfg.task not in GENERATED:
-        table = data.read_table(cfg.path, data.find_task(cfg), cfg.duplicates)
+        count = read_table(cfg.path, find_task(cfg), cfg.duplicates).duplicates
         done = "dropped" if cfg.duplicates == "drop" else "kept, data.duplicates=drop drops them"
-        duplicates = f"{table.duplicates} ({done})" if table.duplicates else "none"
-        yield f"duplicates (prompt and answer of an earlier row): {duplicates}"
-    yield from _gold(scorer, problems, check)
-
-
-def _row(prompts: Prompts, problem: Problem) -> Iterator[str]:
-    ids = prompts.whole(problem)
-    yield f"\n--- {row_name(problem)}: {len(ids)} tokens, {shown_gold(problem)}"
-    yield decode(prompts.tokenizer, ids, skip_special_tokens=False)
-
-
-def _gold(scorer: Scorer, problems: Sequence[Problem], count: int) -> Iterator[str]:
+        yield (
+            "duplicates (prompt and answer of an earlier row): "
+            f"{f'{count} ({done})' if count else 'none'}"
+        )
     if not scorer.checked:
         yield f"gold answers: reward={scorer.name} has no answer reward, so they are not checked"
         return
-    found, checked = check_gold(scorer, problems, count)
-    every = "" if checked == len(problems) else f" checked, of {len(problems)}"
+    lost, checked = check_gold(scorer, training, check)
+    part = "" if checked == len(training) else f" checked, of {len(training)}"
     yield (
         f"gold answers that reward={scorer.name} cannot win (it reads {described_gold(scorer)}): "
-        f"{len(found)} of {checked}{every}"
+        f"{len(lost)} of {checked}{part}"
     )
-    for row, reason in found:
+    for row, reason in lost:
         yield f"  {row_name(row)}: {reason}"
 
 

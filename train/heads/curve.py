@@ -8,12 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specjax.command_line import ConfigError
+from train.run.files import replace
 
 FILE, PICTURE = "curve.json", "curve.png"
-# What a point depends on apart from the head -> the setting, or the words, for messages. What else
-# `about` has cannot change while a run goes on.
-MEASURED = {"strategy": "eval.strategy", "seed": "eval.seed", "prompts": "number of prompts"}
 
 
 @dataclass
@@ -31,50 +28,19 @@ class Curve:
     ngram: dict[str, float] = field(default_factory=dict)
     points: list[dict[str, Any]] = field(default_factory=list)
 
-    def at(self, step: int) -> dict[str, Any] | None:
-        """The point of a step; None: it was not evaluated."""
-        return next((point for point in self.points if point["step"] == step), None)
-
     def state(self) -> dict[str, Any]:
-        """For a checkpoint's metadata."""
-        return {"about": self.about, **self._lengths()}
-
-    def _lengths(self) -> dict[str, Any]:
+        """Returns what a checkpoint's metadata has."""
         return {"ngram": self.ngram, "points": self.points}
 
-    def load_state(self, state: dict[str, Any], grows: bool = True) -> None:
-        """Takes the points of a checkpoint.
-
-        Args:
-          state: result of `state`; versions before it was compared have no `about` in it.
-          grows: whether further points are measured.
-
-        Raises:
-          ConfigError: these would be measured under other settings.
-        """
-        about = state.get("about", {})
-        other = [name for name in MEASURED if about.get(name, self.about[name]) != self.about[name]]
-        if other and grows and state["points"]:
-            was, now = (
-                ", ".join(f"{MEASURED[name]}={of[name]}" for name in other)
-                for of in (about, self.about)
-            )
-            raise ConfigError(
-                f"the points of the curve in the checkpoint were measured with {was}, further ones "
-                f"would be with {now}, and one curve has points that can be compared; resume with "
-                "the same settings of eval"
-            )
-        if not grows and state["points"]:
-            self.about = self.about | about
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Takes the points of a checkpoint."""
         self.ngram, self.points = dict(state["ngram"]), list(state["points"])
 
     def write(self, out: Path) -> None:
-        """Writes `curve.json` and `curve.png` to a directory; a file there is replaced at once."""
-        text = json.dumps({**self.about, **self._lengths()}, indent=2) + "\n"
-        partial = out / f"{FILE}.partial"
-        partial.write_text(text)
-        partial.replace(out / FILE)
-        draw(json.loads(text), out / PICTURE)
+        """Writes `curve.json` and `curve.png` to a directory."""
+        curve = {**self.about, **self.state()}
+        replace(out / FILE, [json.dumps(curve, indent=2).encode() + b"\n"])
+        draw(curve, out / PICTURE)
 
 
 def draw(curve: dict[str, Any], path: Path) -> None:

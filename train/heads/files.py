@@ -25,8 +25,6 @@ from specjax.interfaces import Draft
 from specjax.models.transformer import Params
 from specjax.parallel import distributed
 from specjax.registry import DRAFTS
-from specjax.spelling import SettingError, spelled
-from train.rollout_schema import SPELL
 
 
 def starting_head(
@@ -36,7 +34,7 @@ def starting_head(
     mesh: jax.sharding.Mesh | None,
     policy: Params | None = None,
 ) -> tuple[ModelConfig, Head]:
-    """The head that a run starts from, and the model config with the switches of an MTP head.
+    """Makes the head that a run starts from, and the model config with an MTP head's switches.
 
     Args:
       spec: how to speculate: its `draft` names a head.
@@ -46,41 +44,35 @@ def starting_head(
       policy: parameters of the policy, from which a new head starts; None: it is random.
 
     Raises:
-      ConfigError: the policy's checkpoint has no head, or the path does not exist.
+      SettingError: the policy's checkpoint has no head, or the path does not exist.
       CheckpointError: the head at the path is damaged or does not fit the policy.
     """
     # jax takes 32 bits of a seed. Seeds that differ in other bits give the same head, which
     # changes no token.
     spec = dataclasses.replace(spec, head_seed=spec.head_seed % (1 << 32))
-    try:
-        model, source, params = sources.load_source(model, spec, head, None, mesh, policy)
-    except SettingError as error:
-        raise ConfigError(spelled(error, SPELL)) from error
+    model, source, params = sources.load_source(model, spec, head, None, mesh, policy)
     return model, Head(source, params)
 
 
 def head_shapes(
     spec: SpecConfig, model: ModelConfig, own: Draft | None
 ) -> tuple[ModelConfig, Head]:
-    """`starting_head` with shapes instead of arrays, which reads no weights.
+    """Does what `starting_head` does with shapes instead of arrays, and reads no weights.
 
     Args:
       spec, model: as in `starting_head`.
       own: what `specjax.checkpoint.weights.read_head` returned of the policy's checkpoint.
 
     Raises:
-      ConfigError: as in `starting_head`.
+      SettingError: as in `starting_head`.
     """
     if spec.draft == "checkpoint":
         if own is None:
             return starting_head(spec, model, None, None)  # raises
         own = run_as(own, model.run)
         return model, Head(own, head_shapes_of(own))
-    try:
-        if spec.draft_path is not None:
-            return sources.head_shapes(spec.draft_path, model, dict(spec.draft_overrides))
-    except SettingError as error:
-        raise ConfigError(spelled(error, SPELL)) from error
+    if spec.draft_path is not None:
+        return sources.head_shapes(spec.draft_path, model, dict(spec.draft_overrides))
     source = sources.source_of(model, spec)
     if spec.draft == "random":
         model, source = sources.new_source(model, spec)

@@ -1,10 +1,14 @@
-"""The kinds of heads that `train.draft` makes: how each begins, goes on, and is written."""
+"""The kinds of heads that `train.draft` makes: how each begins, goes on, and is written.
+
+`cfg` are the settings of that program.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,18 +21,16 @@ from specjax.checkpoint.weights import head_shapes_of
 from specjax.command_line import ConfigError
 from specjax.config import ModelConfig, SpecConfig
 from specjax.drafts.eagle3 import Eagle3Source
-from specjax.drafts.model import ModelSource
 from specjax.drafts.mtp import MTPSource, new_head
-from specjax.engine.sources import kind_of, load_head, new_source
+from specjax.engine.sources import kind_of, load_head, new_source, trains
 from specjax.hub import ModelNotFoundError, find_model
 from specjax.interfaces import Draft
 from specjax.models.transformer import Params
 from specjax.registry import DRAFTS
 from specjax.spelling import SettingError, spelled
-from train.draft_schema import KINDS, SPELL, DraftRunConfig
 
 
-def head_to_go_on_with(cfg: DraftRunConfig, target: ModelConfig) -> tuple[Draft, Params] | None:
+def head_to_go_on_with(cfg: Any, target: ModelConfig) -> tuple[Draft, Params] | None:
     """Loads the head at `init`, with weights in float32.
 
     It is called before anything is computed: the policy's samples may take hours.
@@ -47,15 +49,23 @@ def head_to_go_on_with(cfg: DraftRunConfig, target: ModelConfig) -> tuple[Draft,
     """
     target = target.running(param_dtype="float32")
     with _explained(cfg):
-        if cfg.init is not None:
-            return _loaded(cfg, target)
-        _, source = new_source(target, SpecConfig(draft="random", draft_kind=cfg.kind))
-        head_shapes_of(source)
-    return None
+        if cfg.init is None:
+            _, source = new_source(target, SpecConfig(draft="random", draft_kind=cfg.kind))
+            head_shapes_of(source)
+            return None
+        try:
+            path = find_model(cfg.init)
+        except ModelNotFoundError as error:
+            raise ConfigError(
+                f"init: expected the directory or Hugging Face id of a head, got {cfg.init!r}: "
+                f"{error}"
+            ) from error
+        _require_kind(cfg, kind_of(path, target))
+        return load_head(str(path), target, overrides=cfg.draft_overrides)[1]
 
 
 def start_head(
-    cfg: DraftRunConfig, target: ModelConfig, policy: Params, ids: np.ndarray | None
+    cfg: Any, target: ModelConfig, policy: Params, ids: np.ndarray | None
 ) -> tuple[Draft, Params]:
     """Makes a new head, with weights in float32.
 
@@ -80,56 +90,34 @@ def start_head(
 
 
 @contextlib.contextmanager
-def _explained(cfg: DraftRunConfig) -> Iterator[None]:
+def _explained(cfg: Any) -> Iterator[None]:
     """Raises errors about the head as the user's."""
     try:
         yield
     except (CheckpointError, ConfigError):
         raise
     except SettingError as error:
-        raise ConfigError(spelled(error, SPELL)) from error
+        raise ConfigError(spelled(error, cfg.spell)) from error
     except ValueError as error:
         raise ConfigError(f"kind={cfg.kind}: {error}") from error
 
 
-def _loaded(cfg: DraftRunConfig, target: ModelConfig) -> tuple[Draft, Params]:
-    try:
-        path = find_model(cfg.init)
-    except ModelNotFoundError as error:
-        raise ConfigError(
-            f"init: expected the directory or Hugging Face id of a head, got {cfg.init!r}: {error}"
-        ) from error
-    _require_kind(cfg, kind_of(path, target))
-    return load_head(str(path), target, overrides=cfg.draft_overrides)[1]
-
-
-def _require_kind(cfg: DraftRunConfig, found: type[Draft]) -> None:
+def _require_kind(cfg: Any, kind: type[Draft]) -> None:
     """Refuses files at `init` that are not those of a head of the run's kind.
 
     Raises:
       ConfigError: they are of another kind; the message says what to set if it can be trained.
     """
-    if found is DRAFTS.named(cfg.kind):
+    if kind is DRAFTS.named(cfg.kind):
         return
-    if found is ModelSource:
-        raise ConfigError(
-            f"init={cfg.init} is a model without a head; name the files of a head of kind="
-            f"{cfg.kind}, or leave out init for a new one"
-        )
-    kind = next((name for name in DRAFTS.names if DRAFTS.named(name) is found), found.__name__)
-    if kind in KINDS:
-        raise ConfigError(
-            f"init={cfg.init} is a head of kind={kind}, and kind is {cfg.kind}; set kind={kind}, "
-            "or name another head"
-        )
-    raise ConfigError(
-        f"init={cfg.init} is a head of the kind {kind}, which train.draft does not train; it "
-        f"trains {' and '.join(KINDS)}: name a head of kind={cfg.kind}, or leave out init for a "
-        "new one"
-    )
+    name = next((name for name in DRAFTS.names if DRAFTS.named(name) is kind), kind.__name__)
+    remedy = f"set kind={name}, or name another head"
+    if not trains(kind):
+        remedy = "train.draft trains no such head: name another, or leave out init for a new one"
+    raise ConfigError(f"init={cfg.init} is a head of kind={name}, and kind is {cfg.kind}; {remedy}")
 
 
-def export_head(cfg: DraftRunConfig, source: Draft, head: Params, path: Path) -> Path:
+def export_head(cfg: Any, source: Draft, head: Params, path: Path) -> Path:
     """Writes the head to files that `LLM` and other engines load; returns their directory."""
     if cfg.kind == "eagle3":
         save_draft_files(path, source, head, cfg.export, cfg.export_dtype)

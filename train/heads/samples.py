@@ -1,7 +1,7 @@
-"""What `train.draft` trains on: samples of the policy, or given texts, as packed micro-batches.
+"""Samples of the policy, or given texts, that `train.draft` trains on, as packed micro-batches.
 
-The policy's own samples are written to `<out>/samples`, a file per block of prompts, each with one
-JSON line per sample:
+`cfg` are the settings of that program. The policy's own samples are written to `<out>/samples`, a
+file per block of prompts, each with one JSON line per sample:
 
     {"position": 17, "prompt_token_ids": [...], "token_ids": [...], "finish_reason": "stop"}
 
@@ -12,36 +12,30 @@ blocks that are missing. So the samples, to the last bit, are those of a run tha
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from specjax.checkpoint.huggingface import replacing
-from specjax.command_line import ConfigError, require_same_settings
+from specjax.command_line import ConfigError
 from specjax.engine.engine import Engine
 from specjax.engine.request import Totals, make_jobs, require_valid
-from specjax.hub import portable
 from specjax.parallel.sharding import MeshConfig
 from specjax.tokenizer import prompt_ids
-from train.data import rows as data
-from train.data import tasks
-from train.data.checks import Limit, Prompts, dropped_warning, require_most
+from train.data import rows
+from train.data.checks import Limit, dropped_warnings, require_most
+from train.data.prompts import Prompts
 from train.data.tasks.files import read_rows
 from train.data.tasks.layout import Demonstration, Problem, shown, split_of, tools_of
-from train.data.tasks.prompt import keyed
-from train.draft_schema import DraftRunConfig
 from train.heads.training import FIELDS
 from train.loss.packing import PackedBatch, Sample, pack
-from train.rollout.collect import group_seed
+from train.run.files import replace
+from train.run.start import require_same
 
 SAMPLES, SETTINGS = "samples", "settings.yaml"  # which is JSON, but no file of rows
 WAVES = 4  # a block has so many samples per slot, so that few slots wait for its last ones
 PACKED_TOGETHER = 8  # micro-batches that are filled from one part of the samples
-
-log = logging.getLogger(__name__)
 
 
 class Pair(NamedTuple):
@@ -62,23 +56,23 @@ class Texts(NamedTuple):
       limit: largest number of tokens that are trained on together.
       cut: number of texts that were cut into pieces of that many.
       passed_over: number of demonstrations that were left out because they have more.
-      dropped: warning about parts of demonstrations that are not imitated; None: there are none.
+      notes: lines to print at start.
     """
 
     train: list[Pair]
     heldout: list[Pair]
     limit: Limit
-    cut: int = 0
-    passed_over: int = 0
-    dropped: str | None = None
+    cut: int
+    passed_over: int
+    notes: list[str]
 
 
-def takes_prompts(cfg: DraftRunConfig) -> bool:
-    """Whether held-out prompts are taken from `data.texts`, which then are not trained on."""
-    return cfg.data.texts is not None and cfg.data.path is None
+def takes_prompts(cfg: Any) -> bool:
+    """Returns whether held-out prompts are from `data.texts`, which then are not trained on."""
+    return cfg.data.texts is not None and cfg.data.path is None and cfg.eval.problems > 0
 
 
-def read_texts(cfg: DraftRunConfig, prompts: Prompts) -> Texts:
+def read_texts(cfg: Any, prompts: Prompts) -> Texts:
     """Reads and encodes the texts to train on.
 
     One question in sixteen is held out, unless `data.path` has others or nothing is evaluated.
@@ -88,55 +82,64 @@ def read_texts(cfg: DraftRunConfig, prompts: Prompts) -> Texts:
       ValueError: a row cannot be read, or none is left to train on.
     """
     limit = Limit.of_rows(cfg.packing.row_length, prompts.model)
-    length, splits, cut, sizes, names = limit.tokens, {"train": [], "heldout": []}, 0, [], []
-    holds_out = takes_prompts(cfg) and cfg.eval.problems > 0
-    dropped = []
-    for name, key, pair, is_text, keys in _pairs(cfg, prompts):
-        split = split_of(key) if holds_out else "train"
-        size = len(pair.prompt) + len(pair.tokens)
-        longer = size > length
-        dropped += [] if keys is None else [keys]
-        if not is_text:
-            sizes.append(size)
-            names.append(name)
-        if is_text and split == "heldout":
-            ids = [*pair.prompt, *pair.tokens]
-            prompt_size = min(cfg.rollout.max_prompt_tokens, len(ids) // 2)
-            splits[split].append(Pair(ids[:prompt_size], ids[prompt_size:]))
-        elif longer and is_text:
-            ids, cut = [*pair.prompt, *pair.tokens], cut + 1
+    length, train, heldout, cut = limit.tokens, [], [], 0
+    sizes, names, dropped = [], [], []
+    for row in _text_rows(cfg, prompts):
+        ids = [*row.pair.prompt, *row.pair.tokens]
+        held = takes_prompts(cfg) and split_of(row.key) == "heldout"
+        dropped += [] if row.dropped is None else [row.dropped]
+        if not row.is_text:
+            sizes.append(len(ids))
+            names.append(row.name)
+        if row.is_text and held:
+            size = min(cfg.rollout.max_prompt_tokens, len(ids) // 2)
+            heldout.append(Pair(ids[:size], ids[size:]))
+        elif row.is_text and len(ids) > length:
+            cut += 1
             pieces = [ids[i : i + length] for i in range(0, len(ids), length)]
-            splits[split] += [Pair(piece[:1], piece[1:]) for piece in pieces if piece[1:]]
-        elif not longer and pair.tokens:
-            splits[split].append(pair)
+            train += [Pair(piece[:1], piece[1:]) for piece in pieces if piece[1:]]
+        elif len(ids) <= length and row.pair.tokens:
+            (heldout if held else train).append(row.pair)
     require_most(cfg.data, sizes, names, limit, "demonstrations")
-    if not splits["train"]:
-        held = ""
-        if splits["heldout"]:
-            held = f"{len(splits['heldout'])} are held out (eval.problems=0 holds none out), and "
+    paths = cfg.data.texts if isinstance(cfg.data.texts, str) else ", ".join(cfg.data.texts)
+    if not train:
         raise ValueError(
-            f"data.texts={shown_paths(cfg.data.texts)}: no row is left to train on: "
-            f"{held}the others have more tokens than {limit}, or a single one; add more rows"
+            f"data.texts={paths}: no row is left to train on: {len(heldout)} are held out "
+            f"(eval.problems=0 holds none out), and the others have more tokens than {limit}, or a "
+            "single one; add more rows"
         )
     passed_over = sum(size > length for size in sizes)
-    return Texts(
-        **splits, limit=limit, cut=cut, passed_over=passed_over, dropped=dropped_warning(dropped)
-    )
+    notes = [f"data: {paths}, {len(train)} texts to train on, {len(heldout)} held out"]
+    if cut:
+        notes.append(f"{cut} texts have more tokens than {limit} and are cut into pieces")
+    if passed_over:
+        notes.append(
+            f"WARNING: {passed_over} demonstrations have more tokens than {limit} and are left "
+            f"out; {limit.remedy} to train on them"
+        )
+    notes += [f"WARNING: {text}" for text in dropped_warnings(dropped)]
+    return Texts(train, heldout, limit, cut, passed_over, notes)
 
 
-def shown_paths(paths: str | Sequence[str]) -> str:
-    """A path, or several, for messages."""
-    return paths if isinstance(paths, str) else ", ".join(paths)
+class _TextRow(NamedTuple):
+    """A row of `data.texts`.
 
-
-def _pairs(
-    cfg: DraftRunConfig, prompts: Prompts
-) -> Iterator[tuple[str, str, Pair, bool, tuple[str, ...] | None]]:
-    """Yields what `read_texts` needs of each row.
-
-    That is its name, the text that decides the split, the pair, whether it is text without a
-    prompt, and the keys of a demonstration that are not imitated (None if it is none).
+    Attributes:
+      name: name of the row in messages.
+      key: text that decides the split.
+      pair: the row as token ids.
+      is_text: whether it is text without a prompt.
+      dropped: keys of a demonstration that are not imitated; None if it is none.
     """
+
+    name: str
+    key: str
+    pair: Pair
+    is_text: bool = False
+    dropped: tuple[str, ...] | None = None
+
+
+def _text_rows(cfg: Any, prompts: Prompts) -> Iterator[_TextRow]:
     task = None
     for place, row in read_rows(cfg.data.texts):
         name = f"the row {place}"
@@ -145,44 +148,29 @@ def _pairs(
                 _token_ids(row, "prompt_token_ids", place, prompts),
                 _token_ids(row, "token_ids", place, prompts),
             )
-            yield name, str(pair.prompt), pair, False, None
-            continue
-        if isinstance(row.get("text"), str) and "prompt" not in row:
-            ids = prompt_ids(prompts.tokenizer, row["text"])
-            first, *rest = prompts.known(ids, name) or [None]
-            if rest:
-                yield name, row["text"], Pair([first], rest), True, None
-            continue
-        task = task or _task_of(cfg, row, place)
-        example = data.read_row(task, row, place)
-        response = data.response_of(
-            example,
-            task,
-            place,
-            "data.texts are trained on: give data.path in its place, and the policy answers the "
-            "prompts itself",
-        )
-        prompt = data.prompt_of(cfg.data, task, example, prompts.chat)
-        ids = prompts.demonstration(Demonstration(prompt, response, tools_of(row), place))
-        pair = Pair(ids.prompt, ids.response)
-        yield name, data.question_of(example.prompt), pair, False, ids.dropped
-
-
-def _task_of(cfg: DraftRunConfig, row: dict[str, Any], place: str):
-    if cfg.data.prompt_key or cfg.data.answer_key:
-        return keyed(cfg.data.prompt_key, cfg.data.answer_key)
-    task = tasks.find_task(cfg.data.task) if cfg.data.task != "auto" else tasks.recognise(row)
-    if task is None:
-        raise ValueError(
-            f"{place}: cannot tell what the rows of data.texts mean: the columns are "
-            f"{', '.join(row) or '(none)'}, and what is known is text; prompt_token_ids with "
-            f"token_ids; {tasks.known_tasks()}; rename the columns, name that of the prompt as "
-            "data.prompt_key, or set data.task to module:attribute, a task of your own"
-        )
-    return task
+            yield _TextRow(name, str(pair.prompt), pair)
+        elif isinstance(row.get("text"), str) and "prompt" not in row:
+            ids = prompts.known(prompt_ids(prompts.tokenizer, row["text"]), name)
+            if len(ids) > 1:
+                yield _TextRow(name, row["text"], Pair(ids[:1], ids[1:]), is_text=True)
+        else:
+            task = task or rows.task_of(cfg.data, row, f"{place} of data.texts")
+            example = rows.read_row(task, row, place)
+            response = rows.response_of(
+                example,
+                task,
+                place,
+                "data.texts are trained on: give data.path in its place, and the policy answers "
+                "the prompts itself",
+            )
+            prompt = rows.prompt_of(cfg.data, task, example, prompts.chat)
+            ids = prompts.demonstration(Demonstration(prompt, response, tools_of(row), place))
+            pair = Pair(ids.prompt, ids.response)
+            yield _TextRow(name, rows.question_of(example.prompt), pair, dropped=ids.dropped)
 
 
 def _token_ids(row: dict[str, Any], column: str, place: str, prompts: Prompts) -> Sequence[int]:
+    """Reads a column of token ids, which the policy must have."""
     value = row[column]
     if not isinstance(value, list) or not value or any(type(token) is not int for token in value):
         raise ValueError(
@@ -195,7 +183,7 @@ def _token_ids(row: dict[str, Any], column: str, place: str, prompts: Prompts) -
 # --- the policy's own samples ---------------------------------------------------------------------
 
 
-def check_samples(cfg: DraftRunConfig, out: Path, resume: bool, tokenizer) -> None:
+def check_samples(cfg: Any, out: Path, resume: bool, tokenizer) -> None:
     """Checks that samples in the run's directory are of the same settings; notes the settings.
 
     Args:
@@ -207,27 +195,21 @@ def check_samples(cfg: DraftRunConfig, out: Path, resume: bool, tokenizer) -> No
     Raises:
       ConfigError: they are of other settings.
     """
-    folder, now = out / SAMPLES, json.loads(json.dumps(cfg.sampled()))
-    file = folder / SETTINGS
+    file, now = out / SAMPLES / SETTINGS, json.loads(json.dumps(cfg.sampled()))
     if resume and file.exists():
-        saved = data.saved_settings(json.loads(file.read_text()), cfg.data, tokenizer)
-        saved["model"] = portable(saved["model"])  # earlier versions wrote the path
-        require_same_settings(saved, now, DraftRunConfig)
+        require_same(json.loads(file.read_text()), now, type(cfg), tokenizer)
         return
-    with replacing(folder.absolute()) as partial:
-        (partial / SETTINGS).write_text(json.dumps(now, indent=2) + "\n")
-
-
-def block_prompts(cfg: DraftRunConfig) -> int:
-    """The number of prompts of a block."""
-    return max(1, -(-WAVES * cfg.rollout.max_batch // cfg.rollout.n))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for block in file.parent.glob("*.jsonl"):  # of settings that are not known
+        block.unlink()
+    replace(file, [json.dumps(now, indent=2).encode() + b"\n"])
 
 
 def read_samples(out: Path) -> list[Pair]:
-    """The samples of all blocks, in order."""
+    """Reads the samples of all blocks, in order."""
     files = sorted((out / SAMPLES).glob("[0-9]*.jsonl"))
-    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    return [Pair(row["prompt_token_ids"], row["token_ids"]) for row in rows]
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return [Pair(line["prompt_token_ids"], line["token_ids"]) for line in lines]
 
 
 class Sampler:
@@ -240,12 +222,11 @@ class Sampler:
       prompts: encoder of their prompts.
     """
 
-    def __init__(self, cfg: DraftRunConfig, out: Path, order: Sequence[Problem], prompts: Prompts):
+    def __init__(self, cfg: Any, out: Path, order: Sequence[Problem], prompts: Prompts):
         self.cfg, self._folder, self._order, self._prompts = cfg, out / SAMPLES, order, prompts
-        size = block_prompts(cfg)
-        self.sizes = [
-            min(size, cfg.rollout.prompts - i) for i in range(0, cfg.rollout.prompts, size)
-        ]
+        roll = cfg.rollout
+        size = max(1, -(-WAVES * roll.max_batch // roll.n))
+        self.sizes = [min(size, roll.prompts - i) for i in range(0, roll.prompts, size)]
         self.dropped = self.drawn = 0
 
     def _file(self, block: int) -> Path:
@@ -275,15 +256,14 @@ class Sampler:
             if file.exists():
                 position = json.loads(file.read_text().splitlines()[-1])["position"] + 1
                 continue
-            drawn = []
-            while len(drawn) < size:
-                position, ids = self._next(position)
-                drawn.append((position, ids))
-                position += 1
             jobs = []
-            for at, ids in drawn:
-                params = self.cfg.rollout.sampling_params(group_seed(self.cfg.seed, 0, at), n)
-                jobs += make_jobs(ids, params, eos_ids, request=at)
+            for _ in range(size):
+                place, ids = self._next(position)
+                params = self.cfg.rollout.sampling_params(
+                    rows.group_seed(self.cfg.seed, 0, place), n
+                )
+                jobs += make_jobs(ids, params, eos_ids, request=place)
+                position = place + 1
             before = sum(self.sizes[:block]) * n
 
             def show(ended: int, totals: Totals, before: int = before) -> None:
@@ -291,7 +271,7 @@ class Sampler:
 
             samples, _ = engine.generate(jobs, show)
             require_valid(samples, lambda i, jobs=jobs: f"the sample of row {jobs[i].request}")
-            rows = [
+            lines = [
                 {
                     "position": job.request,
                     "prompt_token_ids": [*job.prompt],
@@ -300,18 +280,16 @@ class Sampler:
                 }
                 for job, sample in zip(jobs, samples, strict=True)
             ]
-            partial = file.with_suffix(".partial")
-            partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            partial.replace(file)
+            replace(file, (json.dumps(line).encode() + b"\n" for line in lines))
 
     def _next(self, position: int) -> tuple[int, list[int]]:
-        """The first position from `position` on whose prompt can be used, and that prompt."""
+        """Returns the first position from `position` on whose prompt can be used, and its ids."""
         most = 1000
-        for at in range(position, position + most):
-            ids, _ = self._prompts.fit(self._order[at])
+        for place in range(position, position + most):
+            ids, _ = self._prompts.fit(self._order[place])
             self.drawn += 1
             if ids is not None:
-                return at, ids
+                return place, ids
             self.dropped += 1
         raise ConfigError(
             f"{most} prompts in a row are longer than rollout.max_prompt_tokens="
@@ -322,7 +300,7 @@ class Sampler:
 # --- micro-batches and the draft vocabulary -------------------------------------------------------
 
 
-def pack_pairs(cfg: DraftRunConfig, pairs: Sequence[Pair]) -> list[PackedBatch]:
+def pack_pairs(cfg: Any, pairs: Sequence[Pair]) -> list[PackedBatch]:
     """Packs pairs, shuffled by the run's seed, into the micro-batches of a pass.
 
     Returns:
@@ -350,8 +328,8 @@ def pack_pairs(cfg: DraftRunConfig, pairs: Sequence[Pair]) -> list[PackedBatch]:
     return batches
 
 
-def order_of(cfg: DraftRunConfig, batches: int, epoch: int) -> np.ndarray:
-    """The order [batches] of micro-batches in a pass."""
+def order_of(cfg: Any, batches: int, epoch: int) -> np.ndarray:
+    """Returns the order [batches] of micro-batches in a pass."""
     return np.random.default_rng([cfg.seed, 1 + epoch]).permutation(batches)
 
 
@@ -367,7 +345,7 @@ class Vocabulary(NamedTuple):
     covered: float = 1.0
 
 
-def always_drafted(cfg: DraftRunConfig, size: int, always: Sequence[int]) -> list[int]:
+def always_drafted(cfg: Any, size: int, always: Sequence[int]) -> list[int]:
     """Checks `draft_vocab`; returns those of the tokens `always` that the policy has, ascending.
 
     Args and errors are those of `choose_vocabulary`.
@@ -382,7 +360,7 @@ def always_drafted(cfg: DraftRunConfig, size: int, always: Sequence[int]) -> lis
 
 
 def choose_vocabulary(
-    cfg: DraftRunConfig, pairs: Sequence[Pair], size: int, always: Sequence[int]
+    cfg: Any, pairs: Sequence[Pair], size: int, always: Sequence[int]
 ) -> Vocabulary:
     """The `draft_vocab` tokens that are most frequent in what is trained on.
 

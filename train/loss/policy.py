@@ -22,31 +22,16 @@ from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
 from specjax.interfaces import Axes, Denominators
 from specjax.kernels import check, dispatch
-from specjax.models.families import add_family
 from specjax.models.rows import param_axes
 from specjax.models.transformer import Params, Taps, Transformer, graphdef, init_params
 from specjax.parallel import sharding
 from specjax.parallel.context import Context
-from specjax.spelling import SettingError, spelled
 from specjax.weights.matrix import precision_of
 from train.loss.logits import Head, head_name, settled_chunk
 from train.loss.logprobs import Transforms, processed_state_logprobs, state_logprobs
 from train.loss.terms import Batch, LossFn
-from train.rollout_schema import SPELL
 
 log = logging.getLogger(__name__)
-
-
-def own_family(path: str | None) -> None:
-    """Registers the model family that the setting `family` names, see `add_family`.
-
-    Raises:
-      ConfigError: the name leads to no model family.
-    """
-    try:
-        add_family(path)
-    except SettingError as error:
-        raise ConfigError(spelled(error, SPELL)) from error
 
 
 def init_opt_state(optimizer: optax.GradientTransformation, params: Params, mesh, axes: Axes):

@@ -29,11 +29,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from specjax.command_line import ConfigError, parse_config
-from train.cli import USER_ERRORS
 from train.plan.cost import Figures, compiled, counted
 from train.plan.programs import Program, Shapes
 from train.plan.report import Plan, lines
 from train.plan.topology import Topology, find_topology
+from train.run.start import USER_ERRORS
 from train.schema import RLConfig
 
 DOES_NOT_FIT = 3

@@ -40,10 +40,10 @@ from specjax.parallel import sharding
 from specjax.parallel.reshard import Mover, Reshard
 from specjax.parallel.sharding import device_bytes
 from specjax.shipped import find_shipped
+from specjax.spelling import SettingError, spelled
 from train.heads.files import head_shapes
 from train.heads.training import FIELDS, frozen_policy_parts
 from train.loss.packing import empty_batch
-from train.loss.policy import own_family
 from train.programs import (
     Mesh,
     Programs,
@@ -56,6 +56,8 @@ from train.programs import (
     settle_drafting,
     settle_length,
 )
+from train.rollout_schema import SPELL
+from train.run.start import add_own_family
 from train.schema import RLConfig
 
 SHAPES = "assets/shapes"  # config.json of models, without their weights
@@ -120,7 +122,7 @@ class Shapes:
         platform: str | None = None,
     ):
         self.cfg = cfg
-        own_family(cfg.family)
+        add_own_family(cfg.family)
         try:
             self.mesh, self.places = make_meshes(cfg, devices)
             several = len(self.places) > 1
@@ -139,7 +141,10 @@ class Shapes:
         drafting = settle_drafting(cfg, own and type(own), model, self._find_draft)
         self.source, self.head = None, None
         if drafting.spec is not None and trains(drafting.kind):
-            model, (self.source, head) = head_shapes(drafting.spec, model, own)
+            try:
+                model, (self.source, head) = head_shapes(drafting.spec, model, own)
+            except SettingError as error:
+                raise ConfigError(spelled(error, SPELL)) from error
             self.head = sharding.shapes(head, self.mesh, self._shardings(self.source.axes()))
         self.model = as_computed(cfg, model)
         self.params = self._params(self.model)

@@ -24,8 +24,7 @@ from jaxtyping import Float, Int
 
 from specjax.interfaces import Objective
 from train.loss.algo import AlgoSection
-from train.loss.packing import Sample
-from train.rollout.collect import to_samples
+from train.loss.packing import PackedBatch, Sample, pack
 from train.rollout.groups import Group
 
 KLOf = Callable[[Sequence[Sample]], list[Float[np.ndarray, " tokens"]]]
@@ -75,6 +74,47 @@ def training_samples(
     return samples, metrics
 
 
+def to_samples(
+    groups: Sequence[Group], advantages: Float[np.ndarray, "P G"], step: int | None = None
+) -> list[Sample]:
+    """Makes training samples of groups, in (group, sample) order.
+
+    Args:
+      groups: P complete groups of G samples.
+      advantages: advantages of the objective, see `specjax.interfaces.Objective`; each is a number,
+        or an array of the response's tokens.
+      step: step that trains on them, so that tokens of earlier steps are stale; None if no token is
+        stale.
+
+    Raises:
+      ValueError: the advantages have another shape than the rewards.
+    """
+    shape = (len(groups), len(groups[0].responses))
+    if np.shape(advantages) != shape:
+        raise ValueError(
+            f"algo.objective: expected advantages of the shape of the rewards, {shape}, got "
+            f"{np.shape(advantages)}"
+        )
+    samples = []
+    for p, group in enumerate(groups):
+        for g, response in enumerate(group.responses):
+            sample = Sample(
+                sample_id=len(samples),
+                prompt_ids=group.prompt,
+                response_ids=response.token_ids,
+                behaviour_logprobs=response.behaviour_logprobs,
+                loss_mask=response.loss_mask,
+                advantage=advantages[p, g],
+                records=response.records,
+            )
+            if step is not None:
+                sample.staleness = response.staleness(step)
+                sample.old_logprobs = np.zeros(len(response.token_ids), np.float32)
+                sample.old_logprobs[: len(response.old_logprobs)] = response.old_logprobs
+            samples.append(sample)
+    return samples
+
+
 def overlong_penalties(
     lengths: Int[np.ndarray, "P G"], max_tokens: int, buffer: int, factor: float
 ) -> Float[np.ndarray, "P G"]:
@@ -100,7 +140,41 @@ def _advantages(
             rewards = rewards - np.reshape([p.sum() for p in penalties], rewards.shape)
         return objective.advantages(rewards)
     penalties = [np.zeros(len(mask)) for mask in masks] if penalties is None else penalties
-    found = np.empty(len(masks), object)
-    for i, advantages in enumerate(by_token(rewards, masks, penalties)):
-        found[i] = advantages
-    return found.reshape(rewards.shape)
+    advantages = np.empty(len(masks), object)
+    for i, of_sample in enumerate(by_token(rewards, masks, penalties)):
+        advantages[i] = of_sample
+    return advantages.reshape(rewards.shape)
+
+
+def score_new_tokens(
+    groups: Sequence[Group],
+    logprobs: Callable[[PackedBatch], np.ndarray],
+    row_length: int,
+    rows: Sequence[int],
+) -> None:
+    """Sets `old_logprobs` of carried responses for the tokens of this step, before the update.
+
+    The last bits of the engine's log-probabilities depend on the program that decoded the token,
+    and so on time if a controller chooses it. The trainer's depend on tokens and weights alone.
+
+    Args:
+      groups: groups that are carried.
+      logprobs: function that scores a packed micro-batch [R S] with the weights of the step.
+      row_length: number of tokens per row.
+      rows: numbers of rows that a micro-batch may have.
+    """
+    responses = [r for group in groups for r in group.responses]
+    prompts = [group.prompt for group in groups for _ in group.responses]
+    samples = [
+        Sample(i, prompt, response.token_ids, records=response.records)
+        for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
+        if response.num_new
+    ]
+    if not samples:
+        return
+    for batch in pack(samples, row_length, rows):
+        scored, generated = logprobs(batch), batch["loss_mask"] > 0
+        for index in np.unique(batch["sample_ids"][generated]).tolist():
+            response, carried = responses[index], responses[index].num_carried
+            own = scored[generated & (batch["sample_ids"] == index)]
+            response.old_logprobs = response.old_logprobs[:carried] + own[carried:].tolist()

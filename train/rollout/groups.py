@@ -171,12 +171,12 @@ def _candidates(rule: Rule, groups: Sequence[GroupStatus], budget: int | None) -
 
 def _accepted(rule: Rule, groups: Sequence[GroupStatus], budget: int | None) -> list[int]:
     """Indices of the groups that a step with this budget accepts, the smallest budgets first."""
-    found = [
+    accepted = [
         (group.budget, index)
         for index, group in enumerate(groups[: _candidates(rule, groups, budget)])
         if _within(group, budget) and (group.informative or not rule.dynamic)
     ]
-    return [index for _, index in sorted(found)]
+    return [index for _, index in sorted(accepted)]
 
 
 _ANY = Filter()
@@ -336,68 +336,59 @@ class Group:
         """The rewards, or those values of one of several rewards that are known."""
         if part is None:
             return self.rewards
-        found = [value for r in self.responses for value in r.parts[part : part + 1]]
-        return [value for value in found if value is not None]
+        values = [value for r in self.responses for value in r.parts[part : part + 1]]
+        return [value for value in values if value is not None]
 
     def to_json(self) -> dict[str, Any]:
-        """The group as a checkpoint stores it; the problem is found again by its position."""
-        return {
-            "place": self.position,
-            "after": self.next_position,
-            "step": self.step,
-            "responses": [
-                {
-                    "tokens": _encode(r.token_ids, "<i4"),
-                    "logprobs": _encode(r.logprobs, "<f4"),
-                    "transformed": r.transformed_logprobs
-                    and _encode(r.transformed_logprobs, "<f4"),
-                    "records": None
-                    if r.records is None
-                    else [list(r.records.shape[1:]), _encode(r.records.ravel(), "<i4")],
-                    "old": _encode(r.old_logprobs, "<f4"),
-                    "loss_mask": r.loss_mask and _encode(r.loss_mask, "<i4"),
-                    "versions": [list(run) for run in r.weight_versions],
-                    "origins": r.origins,
-                    "finish": r.finish_reason,
-                    "reward": r.reward,
-                    "failed": r.failed,
-                    "parts": list(r.parts),
-                }
-                for r in self.responses
-            ],
-        }
+        """Returns the group as a checkpoint stores it; its position leads to the problem again."""
+        responses = []
+        for response in self.responses:
+            saved = {name: getattr(response, name) for name in _PLAIN}
+            saved |= {n: _encode(getattr(response, n), kind) for n, kind in _ARRAYS.items()}
+            if (records := response.records) is not None:
+                saved["records"] = [records.shape[1:], _encode(records.ravel(), "<i4")]
+            responses.append(saved)
+        about = {"place": self.position, "after": self.next_position, "step": self.step}
+        return {**about, "responses": responses}
 
     @classmethod
     def from_json(cls, saved: dict[str, Any], problem: Problem, prompt: list[int]) -> Group:
-        """The group that `to_json` stored."""
-        responses = [
-            Response(
-                token_ids=_decode(r["tokens"], "<i4"),
-                logprobs=_decode(r["logprobs"], "<f4"),
-                old_logprobs=_decode(r["old"], "<f4"),
-                weight_versions=[tuple(run) for run in r["versions"]],
-                finish_reason=r["finish"],
-                origins=r.get("origins", ""),
-                reward=r.get("reward"),  # older checkpoints have none: it is computed again
-                failed=r.get("failed", False),
-                parts=tuple(r.get("parts", ())),
-                transformed_logprobs=(t := r.get("transformed")) and _decode(t, "<f4"),
-                records=(f := r.get("records"))
-                and np.array(_decode(f[1], "<i4"), np.int32).reshape(-1, *f[0]),
-                loss_mask=(m := r.get("loss_mask")) and _decode(m, "<i4"),
-            )
-            for r in saved["responses"]
-        ]
+        """Makes the group that `to_json` stored."""
+        responses = []
+        for values in saved["responses"]:
+            response = Response(**{name: values[name] for name in _PLAIN})
+            response.parts = tuple(response.parts)
+            response.weight_versions = [tuple(run) for run in response.weight_versions]
+            for name, kind in _ARRAYS.items():
+                setattr(response, name, _decode(values[name], kind))
+            if "records" in values:
+                shape, text = values["records"]
+                response.records = np.array(_decode(text, "<i4"), np.int32).reshape(-1, *shape)
+            responses.append(response)
         return cls(saved["place"], saved["after"], saved["step"], problem, prompt, responses)
 
 
-def _encode(values: Sequence[float], kind: str) -> str:
-    """Numbers as base64 text; exact for float32."""
+# Of the fields of a response those that JSON takes as they are, and those that are numbers per
+# token, with their type.
+_PLAIN = ("weight_versions", "finish_reason", "origins", "reward", "failed", "parts")
+_ARRAYS = {
+    "token_ids": "<i4",
+    "logprobs": "<f4",
+    "old_logprobs": "<f4",
+    "transformed_logprobs": "<f4",
+    "loss_mask": "<i4",
+}
+
+
+def _encode(values: Sequence[float] | None, kind: str) -> str | None:
+    """Writes numbers as base64 text; exact for float32."""
+    if values is None:
+        return None
     return base64.b64encode(np.asarray(values, kind).tobytes()).decode()
 
 
-def _decode(text: str, kind: str) -> list:
-    return np.frombuffer(base64.b64decode(text), kind).tolist()
+def _decode(text: str | None, kind: str) -> list | None:
+    return None if text is None else np.frombuffer(base64.b64decode(text), kind).tolist()
 
 
 def token_versions(runs: Sequence[tuple[int, int]], count: int) -> np.ndarray:

@@ -35,7 +35,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -43,9 +43,7 @@ from specjax.engine.request import UNKNOWN
 from specjax.engine.stops import TextStream
 from specjax.parallel import distributed
 from specjax.tokenizer import decode
-from train.data.tasks.layout import Problem
-from train.rollout.evaluation import Judged, ProblemSet
-from train.rollout.groups import Group, Response
+from train.rollout.groups import Group
 from train.run.files import SAMPLES_FILE, RunFileError, keep_before, lines_of, move_aside
 
 TRAIN = "train"  # the set of the samples of rollouts
@@ -76,25 +74,24 @@ class SampleLog:
         labels: Sequence[str],
         resume_step: int | None = None,
     ):
-        self.path = Path(out_dir) / SAMPLES_FILE
+        path = Path(out_dir) / SAMPLES_FILE
         self._count, self._seed, self._labels = count, seed, tuple(labels)
         self._decode: Decode = lambda ids: decode(tokenizer, ids, skip_special_tokens=False)
         self._followed: int | None = None
         self._file: TextIO | None = None
         if not distributed.is_first():
             return
-        if resume_step is None and self.path.exists():
-            move_aside(self.path)
-        elif self.path.exists():
+        if resume_step is None and path.exists():
+            move_aside(path)
+        elif path.exists():
             try:
-                keep_before(self.path, resume_step)
-                self._followed = _followed_in(self.path)
+                keep_before(path, resume_step)
+                self._followed = _followed_in(path)
             except RunFileError as error:  # training needs no samples
-                move_aside(self.path, f"WARNING: {error}; the run goes on without its samples")
-        if not count:
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("a", encoding="utf-8")
+                move_aside(path, f"WARNING: {error}; the run goes on without its samples")
+        if count:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, groups: Sequence[Group]) -> None:
         """Writes some samples of a step; each step is written once.
@@ -112,64 +109,34 @@ class SampleLog:
         if again is not None and not any(g is again and place == 0 for g, place in chosen):
             chosen.append((again, 0))
         for group, place in chosen:
-            followed = group is again and place == 0
-            self._write(step, TRAIN, group.problem, group.prompt, group.responses, place, followed)
+            self._write(step, TRAIN, group, place, group is again and place == 0, self._labels)
 
     def log_evaluation(
-        self,
-        step: int,
-        sets: Sequence[ProblemSet],
-        judged: Mapping[str | None, Sequence[Judged]],
+        self, step: int, name: str | None, labels: Sequence[str], groups: Sequence[Group]
     ) -> None:
-        """Writes the first sample of the first problems of each set; each step is written once.
+        """Writes the first sample of the first problems of a set; each step is written once.
 
         Args:
-          step: step after which the sets were evaluated.
-          sets: the sets.
-          judged: problems of each set with their samples, by its name.
+          step: step after which the set was evaluated.
+          name: name of the set; None: the held-out problems of the data.
+          labels: names of its rewards.
+          groups: its problems with their samples.
         """
-        if self._file is None:
-            return
-        for each in sets:
-            for one in judged[each.asked.name][: self._count]:
-                score = one.scores[0]
-                response = Response(
-                    reward=score.value, failed=score.failed, parts=score.parts, text=one.texts[0]
-                )
-                response.update(one.samples[0], finished=True)
-                name, prompt = each.asked.name or HELD_OUT, each.prompts.ids(one.problem)
-                labels = each.scorer.labels
-                self._write(step, name, one.problem, prompt, [response], 0, True, labels)
-
-    def close(self) -> None:
-        """Closes the file; more than one call does no harm."""
-        if self._file is not None:
-            self._file.close()
-        self._file = None
+        for group in groups[: self._count] if self._file else ():
+            self._write(step, name or HELD_OUT, group, 0, True, labels)
 
     def __enter__(self) -> SampleLog:
         return self
 
     def __exit__(self, *unused: object) -> None:
-        self.close()
+        if self._file is not None:
+            self._file.close()
 
     def _write(
-        self,
-        step: int,
-        name: str,
-        problem: Problem,
-        prompt: Sequence[int],
-        responses: Sequence[Response],
-        place: int,
-        followed: bool,
-        labels: Sequence[str] | None = None,
+        self, step: int, name: str, group: Group, place: int, followed: bool, labels: Sequence[str]
     ) -> None:
-        """Writes one response to a problem; `labels` are those of its set's rewards."""
-        response = responses[place]
-        labels = self._labels if labels is None else labels
-        parts = response.parts or (response.reward,)
-        known = len(parts) == len(labels)  # checkpoints of older versions have no parts
-        answer = problem.answer
+        response, problem, answer = group.responses[place], group.problem, group.problem.answer
+        values, count = response.parts or (response.reward,), len(response.token_ids)
         row = {
             "step": int(step),
             "set": name,
@@ -177,13 +144,13 @@ class SampleLog:
             "row": problem.place,
             "sample": place,
             "followed": followed,
-            "prompt": self._decode(prompt),
+            "prompt": self._decode(group.prompt),
             "completion": response.text,
             "token_ids": list(response.token_ids),
             "tokens": token_texts(self._decode, response.token_ids),
-            "origins": _origins(response),
+            "origins": response.origins[:count].ljust(count, UNKNOWN),
             "reward": _finite(response.reward),
-            "rewards": dict(zip(labels, map(_finite, parts), strict=True)) if known else {},
+            "rewards": dict(zip(labels, map(_finite, values), strict=True)),
             "reward_failed": response.failed,
             "advantage": _finite(response.advantage),
             "finish_reason": response.finish_reason,
@@ -210,17 +177,17 @@ def choose(groups: Sequence[Group], count: int, seed: int, step: int) -> list[tu
         text = ":".join(map(str, (seed, step, *place)))
         return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
-    found = []
+    ranked = []
     for group in groups:
         places = sorted(range(len(group.responses)), key=lambda i: rank(group.position, i))
         for turn, place in enumerate(places):
-            found.append((turn, rank(group.position), group.position, group, place))
-    found.sort(key=lambda one: one[:3])
-    return [(group, place) for *_, group, place in found[:count]]
+            ranked.append((turn, rank(group.position), group.position, group, place))
+    ranked.sort(key=lambda one: one[:3])
+    return [(group, place) for *_, group, place in ranked[:count]]
 
 
 def token_texts(decode: Decode, token_ids: Sequence[int]) -> list[str]:
-    """The text that each token adds to those before it; joined they are the decoded text.
+    """Returns the text that each token adds to those before it; joined they are the decoded text.
 
     A token within a character adds "", and the last token of the character adds the character.
     """
@@ -236,17 +203,12 @@ def token_texts(decode: Decode, token_ids: Sequence[int]) -> list[str]:
 
 
 def _finite(value: float | None) -> float | None:
-    """The number; None, which is null in JSON, if it is not finite."""
+    """Returns the number; None, which is null in JSON, if it is not finite."""
     return value if value is not None and math.isfinite(value) else None
 
 
-def _origins(response: Response) -> str:
-    count = len(response.token_ids)
-    return response.origins[:count].ljust(count, UNKNOWN)
-
-
 def _followed_in(path: Path) -> int | None:
-    """The problem that the samples of an earlier start follow; None if there are none."""
+    """Returns the problem that the samples of an earlier start follow; None if there are none."""
     for _, row in lines_of(path):
         if row.get("set") == TRAIN and row.get("followed"):
             return row.get("problem")

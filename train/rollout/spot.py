@@ -50,7 +50,7 @@ from specjax.parallel.context import Context
 from specjax.parallel.distributed import gather
 from train.heads.training import FIELDS, DraftConfig, DraftTrainer, add_sums, frozen_policy_parts
 from train.loss.packing import empty_batch
-from train.run.log import Trace
+from train.rollout.trace import Trace
 from train.schema import RLConfig
 
 

@@ -28,6 +28,7 @@ import json
 import os
 import platform
 import subprocess
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,26 +42,13 @@ from specjax.hub import portable
 from specjax.parallel import distributed
 from specjax.versions import installed
 from train.data.tasks.files import find_files, open_file
-from train.run.files import CONFIG_FILE, RUN_FILE, read_config, read_starts
+from train.run.files import CONFIG_FILE, RUN_FILE, read_settings, read_starts, replace
 
 PACKAGES = (
-    "specjax",
-    "jax",
-    "jaxlib",
-    "flax",
-    "optax",
-    "orbax-checkpoint",
-    "numpy",
-    "transformers",
-    "tokenizers",
-    "pyarrow",
-    "reasoning-gym",
-    "math-verify",
-    "latex2sympy2-extended",
-    "sympy",
-)
+    "specjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers",
+    "tokenizers", "pyarrow", "reasoning-gym", "math-verify", "latex2sympy2-extended", "sympy",
+)  # fmt: skip
 PATCH_BYTES = 200_000  # of a larger patch only the size is written
-UNTRACKED = 100  # names of untracked files
 GIT_SECONDS = 20
 
 
@@ -82,28 +70,31 @@ def describe_run(
     if not distributed.is_first():
         return
     out.mkdir(parents=True, exist_ok=True)
-    settings = settings_of(cfg)
-    starts = read_starts(out) if resumed else []
-    before = read_config(out) if starts else {}
+    settings, starts = settings_of(cfg), read_starts(out) if resumed else []
+    before = dict(_leaves(read_settings(out))) if starts else {}
+    now = dict(_leaves(settings))
+    differing = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    code, source = git_state(Path.cwd()), git_state(Path(__file__).parent)
     entry = {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "program": program,
         "command": [*arguments_of(cfg)],
         "directory": os.getcwd(),
         "first_step": first_step,
-        "changed": changed(before, settings) if starts else {},
-        "versions": versions(),
+        "changed": {n: [before.get(n), now.get(n)] for n in differing} if starts else {},
+        "versions": installed(PACKAGES),
         "machine": machine(),
-        **code(Path.cwd()),
+        "code": code,
+        **({} if source.get("root") == code.get("root") else {"source": source}),
         "data": data_files(cfg),
         "model": None if model is None else portable(model),
     }
-    _replace(out / RUN_FILE, json.dumps([*starts, entry], indent=1) + "\n")
-    _replace(out / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(escaped(settings))))
+    replace(out / RUN_FILE, [json.dumps([*starts, entry], indent=1).encode()])
+    replace(out / CONFIG_FILE, [OmegaConf.to_yaml(OmegaConf.create(escaped(settings))).encode()])
 
 
 def settings_of(cfg: Any) -> dict[str, Any]:
-    """The settings of a configuration as `--config` takes them, in sections.
+    """Returns the settings of a configuration as `--config` takes them, in sections.
 
     A setting that has its default is written, too, unless other settings leave it without effect:
     a file that sets it would be refused.
@@ -111,123 +102,88 @@ def settings_of(cfg: Any) -> dict[str, Any]:
     keys = {key.name: key for key in schema.keys_of(type(cfg))}
     values = dict(_flat(dataclasses.asdict(cfg), keys))
     unread = {name for name, _ in schema.without_effect(type(cfg), values, set(values))}
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, value in values.items():
         if name in unread:
             continue
         *above, last = name.split(".")
-        section = found
+        section = settings
         for part in above:
             section = section.setdefault(part, {})
         section[last] = value
-    return json.loads(json.dumps(found))
-
-
-def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list]:
-    """The settings that differ, as {dotted key: [before, now]}; None where one is not set."""
-    old, new = dict(_leaves(before)), dict(_leaves(now))
-    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    return {name: [old.get(name), new.get(name)] for name in names}
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of `PACKAGES`."""
-    return installed(PACKAGES)
+    return json.loads(json.dumps(settings))
 
 
 def machine() -> dict[str, Any]:
-    """Host, operating system, and the devices of all processes of the job."""
-    devices: dict[str, int] = {}
-    for device in jax.devices():
-        name = f"{device.platform}: {device.device_kind}"
-        devices[name] = devices.get(name, 0) + 1
+    """Returns host, operating system, and the devices of all processes of the job."""
     return {
         "host": platform.node(),
         "system": platform.platform(),
         "processors": os.cpu_count(),
         "processes": jax.process_count(),
-        "devices": devices,
+        "devices": dict(Counter(f"{d.platform}: {d.device_kind}" for d in jax.devices())),
         "environment": {
             n: os.environ[n] for n in ("JAX_PLATFORMS", "XLA_FLAGS") if n in os.environ
         },
     }
 
 
-def code(directory: Path, package: Path = Path(__file__).parent) -> dict[str, Any]:
-    """The keys `code` and, if specjax is in another repository, `source`.
-
-    Args:
-      directory: working directory of the run.
-      package: directory of specjax's own files.
-    """
-    found, own = git_state(directory), git_state(package)
-    if own.get("root") == found.get("root"):
-        return {"code": found}
-    return {"code": found, "source": own}
-
-
 def git_state(directory: Path) -> dict[str, Any]:
-    """The state of the git repository of a directory, or why it is not known."""
+    """Returns the state of the git repository of a directory, or why it is not known."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(directory), *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=True,
+            timeout=GIT_SECONDS,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},
+        )
+        return done.stdout.decode("utf-8", "replace")
+
     try:
-        root = _git(directory, "rev-parse", "--show-toplevel").strip()
-        commit = _git(directory, "rev-parse", "--verify", "HEAD").strip()
-        branch = _git(directory, "rev-parse", "--abbrev-ref", "HEAD").strip()
-        status = _git(directory, "status", "--porcelain", "-z", "--untracked-files=normal")
-        patch = _git(directory, "diff", "--no-ext-diff", "--no-color", "HEAD")
-    except FileNotFoundError:
-        return {"problem": "git is not installed"}
-    except subprocess.TimeoutExpired:
-        return {"problem": f"git did not answer within {GIT_SECONDS} s"}
-    except subprocess.CalledProcessError as error:
-        return {"problem": (error.stderr.strip().splitlines() or ["git failed"])[0]}
-    untracked = [line[3:] for line in status.split("\0") if line.startswith("?? ")]
+        root = git("rev-parse", "--show-toplevel").strip()
+        commit = git("rev-parse", "--verify", "HEAD").strip()
+        branch = git("rev-parse", "--abbrev-ref", "HEAD").strip()
+        status = git("status", "--porcelain", "-z", "--untracked-files=normal")
+        patch = git("diff", "--no-ext-diff", "--no-color", "HEAD")
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error).encode()
+        return {"problem": said.decode("utf-8", "replace").strip().splitlines()[0]}
     size = len(patch.encode())
     return {
         "root": root,
         "commit": commit,
         "branch": branch,
         "dirty": bool(patch),
-        "untracked": untracked[:UNTRACKED],
+        "untracked": [line[3:] for line in status.split("\0") if line.startswith("?? ")][:100],
         "patch_bytes": size,
         "patch": patch if 0 < size <= PATCH_BYTES else None,
     }
 
 
 def data_files(cfg: Any) -> list[dict[str, Any]]:
-    """Path, size and SHA-256 of every file of rows; empty where problems are generated.
+    """Returns path, size and SHA-256 of every file of rows; empty where problems are generated.
 
     Args:
       cfg: configuration with a section `data`, and perhaps sets of evaluation.
     """
     named = {f"data.{n}": getattr(cfg.data, n, None) for n in ("path", "heldout_path", "texts")}
     sets = getattr(getattr(cfg, "eval", None), "sets", {})
-    named |= {f"eval.sets.{name}.path": each.path for name, each in sets.items()}
-    found = []
+    named |= {f"eval.sets.{name}.path": chosen.path for name, chosen in sets.items()}
+    entries = []
     for setting, paths in named.items():
         for file in find_files(paths) if paths else []:
             with open_file(file) as stream:
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
             size = file.stat().st_size
-            found.append({"setting": setting, "file": str(file), "bytes": size, "sha256": digest})
-    return found
-
-
-def _git(directory: Path, *arguments: str) -> str:
-    found = subprocess.run(
-        ["git", "-C", str(directory), *arguments],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        check=True,
-        timeout=GIT_SECONDS,
-        env={**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},
-        encoding="utf-8",
-        errors="surrogateescape",
-    )
-    return found.stdout.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+            entries.append({"setting": setting, "file": str(file), "bytes": size, "sha256": digest})
+    return entries
 
 
 def _flat(node: Mapping[str, Any], keys: Mapping[str, Any], prefix: str = "") -> Iterator:
-    """Dotted names and values of settings, without sections."""
+    """Yields dotted names and values of settings, without sections."""
     for name, value in node.items():
         key = keys.get(f"{prefix}{name}")
         if key is None:  # a key that this program does not have
@@ -244,10 +200,3 @@ def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from _leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    partial = path.with_name(f"{path.name}.tmp")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

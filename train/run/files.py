@@ -1,22 +1,24 @@
-"""The files that a run keeps in its directory, and its JSON lines: read, cut, moved aside.
-
-It imports nothing that takes time.
-"""
+"""The files that a run keeps in its directory, and its JSON lines: read, cut, moved aside."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from specjax.command_line import unescaped
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 CONFIG_FILE = "config.yaml"
 RUN_FILE = "run.json"
-_AWAY = "move it away: it is written anew, and --resume takes settings from the command line"
+CHECKPOINTS = "checkpoints"  # subdirectory of a run
 
 
 class RunFileError(ValueError):
@@ -52,7 +54,7 @@ def lines_of(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a .jsonl file, without a last line that is not complete.
+    """Reads the records of a .jsonl file, without a last line that is not complete.
 
     Raises:
         RunFileError: see `lines_of`.
@@ -60,79 +62,79 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [record for _, record in lines_of(path)]
 
 
+def read_metrics(run: str | Path) -> list[dict[str, Any]]:
+    """Reads the records of a run directory (or of a .jsonl file), in order of steps.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        RunFileError: see `lines_of`.
+    """
+    path = Path(run)
+    path = path / METRICS_FILE if path.is_dir() else path
+    return sorted(read_lines(path), key=lambda record: record["step"])
+
+
 def read_starts(run: Path) -> list[dict[str, Any]]:
-    """The starts of a run (see `train.run.describe`), the first one first; empty if there are none.
+    """Reads the starts of a run (`train.run.describe`), in order; empty if there are none.
 
     Raises:
         RunFileError: the file is damaged.
     """
-    path = run / RUN_FILE
-    if not path.is_file():
-        return []
-    try:
-        starts = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RunFileError(
-            f"{path}: expected what a run writes of its starts, got no JSON ({error}); move it away"
-        ) from error
+    starts = _content(run / RUN_FILE, json.loads, "a list of starts, each with its `time`", [])
     if not isinstance(starts, list) or not all(
         isinstance(start, dict) and isinstance(start.get("time"), str) for start in starts
     ):
         raise RunFileError(
-            f"{path}: expected a list of starts, each with its `time`, got {str(starts)[:60]}; "
-            "move it away"
+            f"{run / RUN_FILE}: expected a list of starts, each with its `time`, got "
+            f"{str(starts)[:60]}; move it away"
         )
     return starts
 
 
-def read_config(run: Path) -> dict[str, Any]:
-    """The settings of a run, in sections; empty if they are not recorded.
+def read_settings(run: Path) -> dict[str, Any]:
+    """Reads the settings of a run, in sections; empty if they are not recorded.
 
     Raises:
         RunFileError: the file is damaged.
     """
-    path = run / CONFIG_FILE
+
+    def parse(text: str) -> dict[str, Any]:
+        return unescaped(dict(OmegaConf.to_container(OmegaConf.create(text))))
+
+    return _content(run / CONFIG_FILE, parse, "settings in sections, as YAML", {})
+
+
+def _content(path: Path, parse: Callable[[str], Any], expected: str, absent: Any) -> Any:
+    """Parses a file; returns `absent` if there is none.
+
+    Raises:
+        RunFileError: the file is damaged.
+    """
     if not path.is_file():
-        return {}
-    import yaml
-    from omegaconf import OmegaConf
-
-    from specjax.command_line import unescaped
-
+        return absent
     try:
-        settings = OmegaConf.to_container(OmegaConf.load(path))
-    except (yaml.YAMLError, ValueError, OSError) as error:  # OSError: neither mapping nor list
-        raise RunFileError(f"{path}: expected settings, got no YAML ({error}); {_AWAY}") from error
-    if not isinstance(settings, dict):
+        return parse(path.read_text(encoding="utf-8"))
+    except (ValueError, TypeError, yaml.YAMLError) as error:
         raise RunFileError(
-            f"{path}: expected settings in sections, got {type(settings).__name__}; {_AWAY}"
-        )
-    return unescaped(settings)
+            f"{path}: expected {expected}, and it cannot be read ({error}); move it away: "
+            "--resume writes it anew"
+        ) from error
 
 
 def first_date(run: Path) -> str | None:
-    """The date that a run's templates write, else that of its first start; None: not recorded.
+    """Returns the date that a run's templates write, else that of its first start, else None.
 
     Raises:
         RunFileError: a file is damaged.
     """
-    settings, starts = read_config(run).get("data"), read_starts(run)
+    settings, starts = read_settings(run).get("data"), read_starts(run)
     date = settings.get("date") if isinstance(settings, dict) else None
     return date or (starts[0]["time"][:10] if starts else None)
 
 
-def check_files(run: Path) -> None:
-    """Reads what `--resume` will need of a run's files, so that damage is found at start.
-
-    Samples are not read: where they are damaged, a resumed run goes on without them.
-
-    Raises:
-        RunFileError: a file is damaged.
-    """
-    read_starts(run)
-    read_config(run)
-    if (run / METRICS_FILE).exists():
-        read_lines(run / METRICS_FILE)
+def complete_steps(run: Path) -> list[int]:
+    """Returns the steps of a run's checkpoints, without those whose save was killed."""
+    return sorted(int(path.name) for path in (run / CHECKPOINTS).glob("*") if path.name.isdigit())
 
 
 def keep_before(path: Path, step: int) -> None:
@@ -144,20 +146,21 @@ def keep_before(path: Path, step: int) -> None:
     Raises:
         RunFileError: see `lines_of`; the file is as it was.
     """
-    if not path.exists():
-        return
-    partial = path.with_suffix(".tmp")
+    if path.exists():
+        replace(path, (line + b"\n" for line, record in lines_of(path) if record["step"] < step))
+
+
+def replace(path: Path, pieces: Iterable[bytes]) -> None:
+    """Writes a file whole or not at all."""
+    partial = path.with_name(f"{path.name}.tmp")
     try:
         with partial.open("wb") as stream:
-            for line, record in lines_of(path):
-                if record["step"] < step:
-                    stream.write(line + b"\n")
+            stream.writelines(pieces)
             stream.flush()
             os.fsync(stream.fileno())
-    except RunFileError:
-        partial.unlink()
-        raise
-    partial.replace(path)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def move_aside(path: Path, why: str | None = None) -> None:

@@ -3,7 +3,7 @@
     step  reward  strategy  accept length  tok/s  ...
       11   0.250  4_1_5              2.31   1240
       12   0.281  4_1_5              2.34   1262
-    step 13 of 40  ━━━━━━━━━━━          running for 3:20, 7 min left
+    step 13 of 40  ━━━━━━━━━━━          running for 0:03:20, 0:07:00 left
 
 Steps that leave the table are printed above it as the lines that other outputs get, so that all of
 them can still be read.
@@ -11,6 +11,7 @@ them can still be read.
 
 from __future__ import annotations
 
+import datetime
 import re
 import time
 from collections import deque
@@ -46,7 +47,7 @@ RECENT = 10  # records whose steps' mean duration gives the time left
 
 
 def line_of(fields: Fields, step: int, record: Mapping[str, Any]) -> str:
-    """The line of a step, in rich's markup."""
+    """Returns the line of a step, in rich's markup."""
     parts = [f"step {step:>4}"]
     for name, label, form in fields:
         value = record.get(name)
@@ -110,14 +111,14 @@ class LiveTable:
         self._live.stop()
 
     def left(self) -> float | None:
-        """Seconds until the last step ends; None while no step has ended."""
+        """Returns the seconds until the last step ends; None while no step has ended."""
         if self._steps is None or len(self._ends) < 2:
             return None
         (first, began), (last, ended) = self._ends[0], self._ends[-1]
-        each = (ended - began) / (last - first)
+        mean = (ended - began) / (last - first)
         rest, running = self._steps - last, self._clock() - ended
         # The step that runs may take longer than the mean: then the others are left.
-        return max(each * rest - running, each * (rest - 1), 0.0)
+        return max(mean * rest - running, mean * (rest - 1), 0.0)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Group(self._table(), self._progress())
@@ -142,29 +143,27 @@ class LiveTable:
         return table
 
     def _evaluations(self) -> list[tuple[str, str, str]]:
-        """Columns of the mean rewards of evaluations, in order of appearance."""
+        """Returns columns of the mean rewards of evaluations, in order of appearance."""
         names = dict.fromkeys(name for _, record in self._rows for name in record)
-        found = [name for name in names if name == "eval/reward" or EVALUATION.fullmatch(name)]
         return [
             (name, "held out" if name == "eval/reward" else name.removeprefix("eval/"), "{:.3f}")
-            for name in found
+            for name in names
+            if name == "eval/reward" or EVALUATION.fullmatch(name)
         ]
 
     def _progress(self) -> Table:
-        since = _clock_time(self._clock() - self._started)
-        line = Table.grid(padding=(0, 2, 0, 0))
-        if self._steps is None:
-            line.add_row(Text(f"step {self._done + 1}"), Text(f"running for {since}", "dim"))
+        line, total = Table.grid(padding=(0, 2, 0, 0)), self._steps
+        text = f"running for {_duration(self._clock() - self._started)}"
+        if total is None:
+            line.add_row(Text(f"step {self._done + 1}"), Text(text, "dim"))
             return line
-        now = min(self._done + 1, self._steps)
-        left = self.left()
-        text = f"running for {since}"
-        if self._done >= self._steps:
-            text = f"done after {since}"
-        elif left is not None:
+        if self._done >= total:
+            text = text.replace("running for", "done after")
+        elif (left := self.left()) is not None:
             text += f", {_duration(left)} left"
-        bar = ProgressBar(total=max(self._steps, 1), completed=self._done, width=24)
-        line.add_row(Text(f"step {now} of {self._steps}", "bold"), bar, Text(text, "dim"))
+        bar = ProgressBar(total=max(total, 1), completed=self._done, width=24)
+        step = Text(f"step {min(self._done + 1, total)} of {total}", "bold")
+        line.add_row(step, bar, Text(text, "dim"))
         return line
 
 
@@ -177,20 +176,5 @@ def _cell(record: Mapping[str, Any], name: str, form: str) -> Text:
     return Text("")
 
 
-def _clock_time(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
 def _duration(seconds: float) -> str:
-    """A duration in words: 40 s, 7 min, 2 h 5 min, 3 d 4 h."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 90:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    if hours < 48:
-        return f"{hours} h {minutes} min"
-    return f"{hours // 24} d {hours % 24} h"
+    return str(datetime.timedelta(seconds=round(seconds)))

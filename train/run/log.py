@@ -8,11 +8,12 @@ while the run goes on (`train.run.live`); elsewhere each step prints a line.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from train.run.files import METRICS_FILE, keep_before, move_aside, read_lines
-from train.run.live import CONSOLE_FIELDS, LiveTable, line_of
+from train.run.files import METRICS_FILE, keep_before, move_aside
+from train.run.live import CONSOLE_FIELDS, Fields, LiveTable, line_of
 
 
 class MetricsLogger:
@@ -49,29 +50,30 @@ class MetricsLogger:
         tensorboard: bool = False,
         wandb: bool = False,
         resume_step: int | None = None,
-        console_fields: Sequence[tuple[str, str, str]] = CONSOLE_FIELDS,
+        console_fields: Fields = CONSOLE_FIELDS,
         live: bool = True,
         steps: int | None = None,
         settings: Mapping[str, Any] | None = None,
     ):
-        self.path = Path(out_dir) / METRICS_FILE
-        self._fields = console_fields
-        self._file = self._board = self._wandb = self._live = None
-        self._active = jax.process_index() == 0
-        self._console = Console(quiet=not self._active, highlight=False, soft_wrap=True)
-        if not self._active:
+        out, self._fields, self._live, self._stack = Path(out_dir), console_fields, None, None
+        active = jax.process_index() == 0
+        self._console = Console(quiet=not active, highlight=False, soft_wrap=True)
+        if not active:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
+        self._stack = contextlib.ExitStack()
         # Optional packages first, so that a missing one leaves the files of an earlier run alone.
+        self._senders: list[Callable[[int, dict[str, float]], None]] = []
         if tensorboard:
-            self._board = _tensorboard_writer(self.path.parent / "tensorboard", resume_step)
+            self._senders.append(self._stack.enter_context(_tensorboard(out, resume_step)))
         if wandb:
-            self._wandb = _wandb_run(self.path.parent, resume_step, settings)
+            self._senders.append(self._stack.enter_context(_wandb(out, resume_step, settings)))
+        path = out / METRICS_FILE
         if resume_step is not None:
-            keep_before(self.path, resume_step)
-        elif self.path.exists():
-            move_aside(self.path)
-        self._file = self.path.open("a", encoding="utf-8")
+            keep_before(path, resume_step)
+        elif path.exists():
+            move_aside(path)
+        self._file = self._stack.enter_context(path.open("a", encoding="utf-8"))
         if live and LiveTable.fits(self._console):
             first = 1 if resume_step is None else resume_step
             self._live = LiveTable(self._console, console_fields, first, steps)
@@ -84,63 +86,43 @@ class MetricsLogger:
             metrics: name -> number, 0-d array, string, or list of numbers. A value that is not
                 finite is stored as null, named under "nonfinite", and warned about.
         """
-        if self._file is None:
+        if self._stack is None:
             return
-        record: dict[str, Any] = {"step": int(step), "wall_time": round(time.time(), 3)}
-        nonfinite = []
-        for name, value in metrics.items():
-            record[name], finite = _plain(value)
-            if not finite:
-                nonfinite.append(name)
-        if nonfinite:
-            record["nonfinite"] = nonfinite
+        record = {name: _plain(value) for name, value in metrics.items()}
+        lost = [name for name, value in record.items() if not _is_finite(value)]
+        record |= dict.fromkeys(lost) | ({"nonfinite": lost} if lost else {})
+        record = {"step": int(step), "wall_time": round(time.time(), 3), **record}
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
-        numbers = {
-            name: value
-            for name, value in record.items()
-            if isinstance(value, (int, float)) and name not in ("step", "wall_time")
-        }
-        if self._board is not None:
-            for name, value in numbers.items():
-                _add_scalar(self._board, name, value, step)
-        if self._wandb is not None:
-            self._wandb.log(numbers, step=step)
+        numbers = {n: record[n] for n in metrics if isinstance(record[n], (int, float))}
+        for send in self._senders:
+            send(step, numbers)
         if self._live is not None:
             self._live.add(step, record)
         else:
             self._console.print(line_of(self._fields, step, record))
-        if nonfinite:
-            self._console.print(
-                f"WARNING: step {step}: not finite: {', '.join(nonfinite)}",
-                style="bold white on red",
-                markup=False,
-            )
+        if lost:
+            text = f"WARNING: step {step}: not finite: {', '.join(lost)}"
+            self._console.print(text, style="bold white on red", markup=False)
 
     def summary_table(self, rows: Sequence[Mapping[str, Any]], title: str = "") -> None:
-        """Prints rows (column name -> value) as one table; columns in order of appearance.
-
-        A live table ends here, with its last rows above.
-        """
+        """Prints rows (column name -> value) as one table, below the last rows of a live one."""
         self._stop_live()
-        columns = list(dict.fromkeys(name for row in rows for name in row))
         table = Table(title=title or None, title_justify="left")
-        for index, name in enumerate(columns):
-            numeric = index > 0 and all(not isinstance(row.get(name), str) for row in rows)
-            table.add_column(name, justify="right" if numeric else "left", overflow="fold")
+        first, *others = rows[0] if rows else [""]
+        table.add_column(first, overflow="fold")
+        for name in others:
+            table.add_column(name, justify="right")
         for row in rows:
-            table.add_row(*(_cell(row.get(name)) for name in columns))
+            table.add_row(*(v if isinstance(v, str) else f"{v:.4g}" for v in row.values()))
         self._console.print(table, soft_wrap=False)
 
     def close(self) -> None:
         """Flushes and closes everything; more than one call does no harm."""
         self._stop_live()
-        for sink in (self._file, self._board):
-            if sink is not None:
-                sink.close()
-        if self._wandb is not None:
-            self._wandb.finish()
-        self._file = self._board = self._wandb = None
+        if self._stack is not None:
+            self._stack.close()
+        self._stack = None
 
     def __enter__(self) -> MetricsLogger:
         return self
@@ -154,177 +136,60 @@ class MetricsLogger:
         self._live = None
 
 
-def read_metrics(run: str | Path) -> list[dict[str, Any]]:
-    """The records of a run directory (or of a .jsonl file), in order of steps.
-
-    An unfinished last line, left by a killed run, is ignored.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        RunFileError: a line before the last one is damaged; the message has its number.
-    """
-    path = Path(run)
-    path = path / METRICS_FILE if path.is_dir() else path
-    if not path.is_file():
-        raise FileNotFoundError(f"no metrics at {path}: expected the directory of a run")
-    return sorted(read_lines(path), key=lambda record: record["step"])
-
-
-def _plain(value: Any) -> tuple[Any, bool]:
-    """(JSON value, whether all numbers are finite); numbers that are not become None."""
+def _plain(value: Any) -> Any:
+    """The value as JSON has it."""
     if value is None or isinstance(value, (str, bool)):
-        return value, True
-    if isinstance(value, (list, tuple)):
-        pairs = [_plain(item) for item in value]
-        return [plain for plain, _ in pairs], all(finite for _, finite in pairs)
-    number = np.asarray(value)
-    if number.ndim > 0:
-        return _plain(number.tolist())
-    scalar = number.item()
-    if isinstance(scalar, float) and not math.isfinite(scalar):
-        return None, False
-    return scalar, True
+        return value
+    return np.asarray(value).tolist()
 
 
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
-    return str(value)
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
-def _need(module: str, setting: str) -> ModuleNotFoundError:
+def _need(module: str) -> ModuleNotFoundError:
     return ModuleNotFoundError(
-        f"{setting} needs {module}, but {module} is not installed: pip install 'specjax[log]'"
+        f"log.{module} needs a package that is not installed: pip install 'specjax[log]'"
     )
 
 
-def _tensorboard_writer(directory: Path, resume_step: int | None) -> Any:
+@contextlib.contextmanager
+def _tensorboard(out: Path, resume_step: int | None) -> Iterator[Callable]:
     try:
         from tensorboardX import SummaryWriter
+        from tensorboardX.proto.summary_pb2 import Summary
     except ModuleNotFoundError as error:
-        raise _need("tensorboardX", "TensorBoard") from error
-    return SummaryWriter(str(directory), purge_step=resume_step)
+        raise _need("tensorboard") from error
+
+    def send(step: int, numbers: Mapping[str, float]) -> None:
+        # `add_scalar` would replace characters such as that of avg@8; TensorBoard takes any name.
+        values = [Summary.Value(tag=n, simple_value=float(v)) for n, v in numbers.items()]
+        board.file_writer.add_summary(Summary(value=values), step)
+
+    with SummaryWriter(str(out / "tensorboard"), purge_step=resume_step) as board:
+        yield send
 
 
-def _add_scalar(board: Any, name: str, value: float, step: int) -> None:
-    """Writes a number under its own name: `add_scalar` replaces characters such as that of avg@8.
-
-    TensorBoard takes any name; tensorboardX keeps to those of an old version of TensorFlow.
-    """
-    from tensorboardX.proto.summary_pb2 import Summary
-
-    board.file_writer.add_summary(
-        Summary(value=[Summary.Value(tag=name, simple_value=float(value))]), step
-    )
-
-
-def _wandb_run(run_dir: Path, resume_step: int | None, settings: Mapping[str, Any] | None) -> Any:
+@contextlib.contextmanager
+def _wandb(out: Path, resume_step: int | None, settings: Mapping[str, Any] | None) -> Iterator:
     try:
         import wandb
     except ModuleNotFoundError as error:
-        raise _need("wandb", "wandb") from error
-    id_file = run_dir / "wandb_id"
+        raise _need("wandb") from error
+    id_file = out / "wandb_id"
     if resume_step is None or not id_file.exists():
         id_file.write_text(secrets.token_hex(4))
-    return wandb.init(
-        dir=str(run_dir),
-        name=run_dir.name,
+    run = wandb.init(
+        dir=str(out),
+        name=out.name,
         id=id_file.read_text(),
         resume="allow",
         config=dict(settings or {}),
         allow_val_change=True,  # a resumed run may have other steps
     )
-
-
-# --- replicas -----------------------------------------------------------------------------------
-
-TRACE_FILE = "replicas.jsonl"
-
-
-class Trace:
-    """Records the times in which each replica was busy, idle or training, as JSON lines.
-
-        {"step": 3, "replica": 1, "event": "busy", "start": 0.0, "end": 1.25}
-
-    `event` is `busy` (the replica has samples), `idle` (it has none), `draft_gap` (it trained the
-    draft head in a gap of the rollout), `draft_after` (it trained the head after the rollout), or
-    `rollout` (the whole rollout; `replica` is null). Times are in seconds since the rollout began.
-    An update of the draft head ends when the host notices that it is done.
-
-    Args:
-      replicas: number of replicas of this process.
-      first: number of the first of them in the job.
-
-    Attributes:
-      events: events of the current or last step.
-    """
-
-    def __init__(self, replicas: int, first: int = 0):
-        self.replicas, self._first = replicas, first
-        self.events: list[dict[str, Any]] = []
-        self._truncated = False
-        self.begin(0)
-
-    def begin(self, step: int) -> None:
-        """Starts the record of a rollout."""
-        self._step, self._zero, self.events = step, time.perf_counter(), []
-        self._since = [0.0] * self.replicas
-        self._busy = [True] * self.replicas  # until `record_idle` is called
-
-    def record_idle(self, replicas: Sequence[int]) -> None:
-        """Records which replicas are idle now; the others are busy."""
-        now = time.perf_counter() - self._zero
-        for replica in range(self.replicas):
-            busy = replica not in replicas
-            if busy != self._busy[replica]:
-                self._close(replica, now)
-                self._busy[replica] = busy
-
-    def draft(self, replica: int, started: float, in_gap: bool) -> None:
-        """Records an update of the draft head that began at `started` and is done by now."""
-        event = "draft_gap" if in_gap else "draft_after"
-        self._add(replica, event, started - self._zero, time.perf_counter() - self._zero)
-
-    def end(self) -> None:
-        """Ends the record of the rollout; updates of the head may follow."""
-        now = time.perf_counter() - self._zero
-        for replica in range(self.replicas):
-            self._close(replica, now)
-        self._add(None, "rollout", 0.0, now)
-
-    def write(self, path: Path, events: Sequence[dict[str, Any]] | None = None) -> None:
-        """Appends the events of the step to a file.
-
-        The first call drops this and later steps from the file, which a resumed run repeats.
-
-        Args:
-          path: file of JSON lines.
-          events: events of all processes; None for those of this process.
-        """
-        events = self.events if events is None else events
-        if not self._truncated:
-            kept = [e for e in read_lines(path) if e["step"] < self._step] if path.exists() else []
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(json.dumps(e) + "\n" for e in kept), encoding="utf-8")
-            self._truncated = True
-        with path.open("a", encoding="utf-8") as stream:
-            stream.writelines(json.dumps(event) + "\n" for event in events)
-
-    def _close(self, replica: int, now: float) -> None:
-        if now > self._since[replica]:
-            event = "busy" if self._busy[replica] else "idle"
-            self._add(replica, event, self._since[replica], now)
-        self._since[replica] = now
-
-    def _add(self, replica: int | None, event: str, start: float, end: float) -> None:
-        self.events.append(
-            {
-                "step": self._step,
-                "replica": None if replica is None else self._first + replica,
-                "event": event,
-                "start": round(start, 6),
-                "end": round(end, 6),
-            }
-        )
+    try:
+        yield lambda step, numbers: run.log(numbers, step=step)
+    finally:
+        run.finish()
