@@ -81,7 +81,7 @@ def _train(run: Run, cfg: RLConfig) -> Path:
         say(line)
     trainer.on_program = CompileProgress(say)
     strategies = len(trainer.engine.runner.programs)
-    say(compiling_line(cfg, trainer.programs_to_compile(), strategies))
+    say(compiling_line(trainer.programs_to_compile(), strategies))
     run.restore(trainer, cfg.checkpoint.keep_last)  # which compiles, too
     for line in _start_lines(run, trainer):
         say(line)
@@ -234,39 +234,34 @@ def _start_lines(run: Run, trainer: Trainer) -> Iterator[str]:
 def generation_config_line(cfg: RLConfig, model: ModelConfig) -> str | None:
     """Writes the line at start if generation_config.json differs from `rollout.*`; else None."""
     own = cfg.rollout.sampling_params()
-    theirs = sampling_defaults(model.generation)
-    theirs = {name: value for name, value in theirs.items() if value != getattr(own, name)}
-    if max(own.top_k, theirs.get("top_k", 0)) <= 0:
-        theirs.pop("top_k", None)  # 0 and -1 both keep all tokens
-    names = [*theirs]
-    if ("do_sample", False) in model.generation and own.temperature > 0:
-        theirs["do_sample"] = False
-        names += [] if "temperature" in theirs else ["temperature"]
-    if not theirs:
+    file = dict(sampling_defaults(model.generation))
+    if ("do_sample", False) in model.generation:
+        file["temperature"] = 0.0
+    differing = {name: value for name, value in file.items() if value != getattr(own, name)}
+    if max(own.top_k, differing.get("top_k", 0)) <= 0:
+        differing.pop("top_k", None)  # 0 and -1 both keep all tokens
+    if not differing:
         return None
-    ours = ", ".join(f"rollout.{name}={getattr(own, name)}" for name in names)
-    file = ", ".join(f"{name}={value}" for name, value in theirs.items())
+    ours = ", ".join(f"rollout.{name}={getattr(own, name)}" for name in differing)
+    theirs = ", ".join(f"{name}={value}" for name, value in differing.items())
     return (
-        f"rollouts sample with {ours}, and not as generation_config.json asks ({file}): the policy "
-        "is trained on its own samples; set these to sample as the file asks"
+        f"rollouts sample with {ours}, and not as generation_config.json asks ({theirs}): set "
+        "these to sample as the file asks"
     )
 
 
-def compiling_line(cfg: RLConfig, programs: int, strategies: int) -> str:
+def compiling_line(programs: int, strategies: int) -> str:
     """Writes the line before rollouts are compiled, which may take minutes.
 
     Args:
-      cfg: settings of the run.
       programs: number of programs to compile.
       strategies: number of strategies that they are for.
     """
-    fewer = ["a smaller rollout.max_batch"] if cfg.rollout.max_batch > 1 else []
-    if strategies > 1:
-        fewer = ["rollout.strategy=off", "fewer in rollout.control.strategies", *fewer]
-    elif cfg.rollout.spec() is not None and not cfg.rollout.spec().is_off:
-        fewer = ["rollout.strategy=off (smaller ones)", *fewer]
-    remedy = f"; to compile less: {', or '.join(fewer)}" if fewer else ""
-    return f"rollouts: compiling {programs} programs, which may take minutes{remedy}"
+    fewer = ", fewer in rollout.control.strategies" if strategies > 1 else ""
+    return (
+        f"rollouts: compiling {programs} programs, which may take minutes; to compile less: "
+        f"rollout.strategy=off{fewer}, or a smaller rollout.max_batch"
+    )
 
 
 def precision_warning(cfg: RLConfig, dtype: str) -> str | None:
@@ -276,61 +271,42 @@ def precision_warning(cfg: RLConfig, dtype: str) -> str | None:
       cfg: settings of the run.
       dtype: dtype in which rollouts compute.
     """
-    roll, static = cfg.rollout, "rollout.control.controller=static"
-    if not roll.by_the_clock or (dtype == "float32" and not cfg.algo.tis):
+    if not cfg.rollout.by_the_clock or (dtype == "float32" and not cfg.algo.tis):
         return None
-    if roll.draft != "ngram":  # by default these have a controller beside a strategy
-        static = f"rollout.strategy={roll.spec().own_strategy} without rollout.control"
-    chosen = "and rollout.control or rollout.replicas choose these by time or load"
-    exact = f"rollout.invariant=true, or {static} and rollout.replicas=1"
+    effect = f"in {dtype} about one token in 500 depends"
     if cfg.algo.tis:
-        return (
-            "algo.tis weighs the loss by the log-probabilities of rollouts, whose last bits depend "
-            f"on the strategy and the batch that a token is sampled in, {chosen}. What is learned "
-            "is as good, but parameters, and hence later tokens, may differ between repetitions of "
-            f"this run, and from what --resume goes on with. For runs that repeat exactly set "
-            f"{exact}"
-        )
+        effect = "algo.tis weighs the loss by log-probabilities of rollouts, whose last bits depend"
     return (
-        f"in {dtype} about one token in 500 depends on the strategy and the batch that it is "
-        f"sampled in, {chosen}. What is learned is as good, but --resume will not repeat the "
-        f"tokens of a run that was killed. For that set rollout.dtype=float32, {exact}"
+        f"{effect} on the strategy and batch that a token is sampled in, and rollout.control or "
+        "rollout.replicas choose these by time or load. What is learned is as good, but --resume "
+        "and repetitions may differ from this run. For runs that repeat exactly set "
+        "rollout.invariant=true, or one strategy without rollout.control and rollout.replicas=1"
+        f"{'' if cfg.algo.tis else ', with rollout.dtype=float32'}"
     )
 
 
 def nothing_learnt(cfg: RLConfig) -> str | None:
     """Writes the warning that settings leave the policy as it is; None if it can learn."""
-    roll, algo = cfg.rollout, cfg.algo
+    roll, reason = cfg.rollout, None
     if not cfg.optim.moves:
-        return (
-            f"the policy learns nothing: optim.lr={cfg.optim.lr:g} with optim.clip_norm="
-            f"{cfg.optim.clip_norm:g} makes every update 0"
-        )
-    if algo.mask_truncated and roll.min_tokens >= roll.max_tokens:
-        return (
-            f"the policy learns nothing: with rollout.min_tokens={roll.min_tokens} every sample "
-            "reaches rollout.max_tokens, and algo.mask_truncated leaves these out"
-        )
-    if roll.temperature == 0 and roll.n > 1:
-        return (
-            f"the policy learns nothing from rewards: with rollout.temperature=0 all rollout.n="
-            f"{roll.n} samples of a prompt are equal, and none is better than another; raise "
-            "rollout.temperature"
-        )
-    return None
+        reason = f"optim.lr={cfg.optim.lr:g} or optim.clip_norm makes every update 0"
+    elif cfg.algo.mask_truncated and roll.min_tokens >= roll.max_tokens:
+        reason = "by rollout.min_tokens every sample is long, and algo.mask_truncated leaves it out"
+    elif roll.temperature == 0 and roll.n > 1:
+        reason = "with rollout.temperature=0 all samples of a prompt are equal, and none is better"
+    return reason and f"the policy learns nothing: {reason}"
 
 
 def slots_warning(cfg: RLConfig) -> str | None:
     """Writes the warning that over-sampling cannot end a step early; None if it can."""
-    rollout = cfg.rollout
-    samples, slots = rollout.in_flight * rollout.n, rollout.max_batch * rollout.replicas
-    if rollout.in_flight == rollout.prompts or samples <= slots:
+    roll = cfg.rollout
+    samples, slots = roll.in_flight * roll.n, roll.max_batch * roll.replicas
+    if roll.in_flight == roll.prompts or samples <= slots:
         return None
     return (
-        f"rollout.over_sample={rollout.over_sample} has {samples} samples of a step share {slots} "
-        "slots: a step cannot end before those that wait for one have started, so over-sampling "
-        f"makes it longer, not shorter. Set rollout.max_batch={-(-samples // rollout.replicas)}, "
-        "or rollout.over_sample=1"
+        f"rollout.over_sample={roll.over_sample} has {samples} samples of a step share {slots} "
+        "slots: it cannot end before all have started, so over-sampling makes it longer. Set "
+        f"rollout.max_batch={-(-samples // roll.replicas)}, or rollout.over_sample=1"
     )
 
 

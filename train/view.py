@@ -23,7 +23,9 @@ import dataclasses
 import datetime
 import hashlib
 import http.server
+import itertools
 import json
+import os
 import re
 import sys
 import threading
@@ -34,10 +36,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from specjax.command_line import ArgumentParser
-from train.run.files import CONFIG_FILE, METRICS_FILE, RUN_FILE, SAMPLES_FILE, read_starts
+from train.run.files import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    RUN_FILE,
+    SAMPLES_FILE,
+    read_settings,
+    read_starts,
+)
 
 PAGE = Path(__file__).with_name("view.html")
 FILES = (METRICS_FILE, SAMPLES_FILE, RUN_FILE, CONFIG_FILE)
@@ -58,67 +65,53 @@ class RecordFile:
     Attributes:
       items: what is kept, in the order of the file.
       notes: what is wrong with the file.
-      generation: changes when earlier records are not there any more.
+      generation: changes when the file is another one, as a resumed run makes it.
     """
 
     def __init__(self, path: Path, keep: Callable[[dict[str, Any], int, int], Any]):
         self.path, self._keep = path, keep
         self.generation = time.time_ns()  # not that of a server before this one
-        self._stamp: tuple[int, ...] | None = None
-        self._forget()
+        self._file: int | None = None
+        self._forget(None)
 
     def refresh(self) -> None:
         """Reads what was written since the last call."""
         try:
-            status = self.path.stat()
+            with self.path.open("rb") as stream:
+                status = os.fstat(stream.fileno())
+                if status.st_ino != self._file or status.st_size < self._offset:
+                    self._forget(status.st_ino)
+                stream.seek(self._offset)
+                data = stream.read()
         except FileNotFoundError:
-            if self._stamp is not None:
-                self._stamp = None
-                self._forget()
+            if self._file is not None:
+                self._forget(None)
             return
-        stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
-        if stamp == self._stamp:
-            return
-        with self.path.open("rb") as stream:
-            if not self._goes_on(stream):
-                self._forget()
-            stream.seek(self._offset)
-            data = stream.read()
-        whole, newline, rest = data.rpartition(b"\n")
-        for line in whole.split(b"\n") if newline else []:
+        *lines, rest = data.split(b"\n")
+        for line in lines:
             self._add(line)
         self._unfinished = bool(rest.strip())
-        self._tail = (self._tail + whole + newline)[-256:]
-        self._stamp = stamp
 
     @property
     def notes(self) -> list[str]:
         """Sentences about lines that are left out."""
-        found = self._damaged[:NOTES]
+        notes = self._damaged[:NOTES]
         if len(self._damaged) > NOTES:
-            found.append(f"{self.path.name}: {len(self._damaged) - NOTES} more such lines")
+            notes.append(f"{self.path.name}: {len(self._damaged) - NOTES} more such lines")
         if self._unfinished:
-            found.append(
+            notes.append(
                 f"{self.path.name}: the last line is not complete yet and left out; if the run was "
                 "killed, --resume removes it"
             )
-        return found
+        return notes
 
-    def _goes_on(self, stream) -> bool:
-        """Whether the file still has what was read of it, before what is new."""
-        begin = self._offset - len(self._tail)
-        stream.seek(begin)
-        return stream.read(len(self._tail)) == self._tail
-
-    def _forget(self) -> None:
-        self.items: list[Any] = []
-        self._damaged: list[str] = []
-        self._offset, self._number, self._tail = 0, 0, b""
-        self._unfinished = False
+    def _forget(self, file: int | None) -> None:
+        self._file, self.items, self._damaged = file, [], []
+        self._offset, self._number, self._unfinished = 0, 0, False
         self.generation += 1
 
     def _add(self, line: bytes) -> None:
-        at, size = self._offset, len(line)
+        offset, size = self._offset, len(line)
         self._offset += size + 1
         self._number += 1
         if not line.strip():
@@ -127,7 +120,7 @@ class RecordFile:
             record = json.loads(line, parse_constant=_refuse)
             if not isinstance(record, dict) or not isinstance(record.get("step"), int):
                 raise ValueError("no object with a step")
-            self.items.append(self._keep(record, at, size))
+            self.items.append(self._keep(record, offset, size))
         except (ValueError, KeyError, TypeError) as error:
             self._damaged.append(
                 f"{self.path.name}, line {self._number}: no record of a step, left out ({error})"
@@ -148,7 +141,7 @@ class Place:
     size: int
 
 
-class Run:
+class RunView:
     """The files of a run, as the page is told of them.
 
     Args:
@@ -165,7 +158,7 @@ class Run:
         self._lock = threading.Lock()
 
     def updates(self, known: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """What the page does not know yet.
+        """Returns what the page does not know yet.
 
         Args:
           known: generation and number of what it knows: `metrics`, `records`, `samples`, `rows`.
@@ -185,7 +178,7 @@ class Run:
             }
 
     def samples(self, wanted: Mapping[str, str]) -> list[dict[str, Any]]:
-        """Whole samples whose `set`, `step` or `problem`, as text, are the wanted ones."""
+        """Returns whole samples whose `set`, `step` or `problem`, as text, are the wanted ones."""
         with self._lock:
             self._samples.refresh()
             places = [
@@ -196,53 +189,43 @@ class Run:
             return self._read(places)
 
     def html(self) -> str:
-        """The page as one file, with all metrics and the newest samples, up to `WHOLE_BYTES`."""
+        """Returns the page as one file, with all metrics and the newest samples.
+
+        There are `WHOLE_BYTES` of these at most.
+        """
         updates = self.updates()
         with self._lock:
-            kept, room = [], WHOLE_BYTES
-            for place in reversed(self._samples.items):
-                room -= place.size
-                if room < 0:
-                    break
-                kept.append(place)
-            kept.reverse()
+            places = self._samples.items
+            sizes = itertools.accumulate(place.size for place in reversed(places))
+            count = sum(size <= WHOLE_BYTES for size in sizes)
+            kept = places[len(places) - count :]
             whole = self._read(kept)
-        left_out = len(updates["samples"]["items"]) - len(kept)
-        if left_out:
+        if left_out := len(places) - count:
             updates["notes"].append(f"{left_out} samples of the first steps are not in this file")
         updates["samples"]["items"] = [place.row for place in kept]
         updates["about"]["written"] = datetime.datetime.now().isoformat(" ", timespec="seconds")
         return page({"updates": updates, "whole": whole})
 
     def _read(self, places: list[Place]) -> list[dict[str, Any]]:
-        if not places:
-            return []
-        with self._samples.path.open("rb") as stream:
-            found = []
-            for place in places:
+        rows = []
+        for place in places:
+            with self._samples.path.open("rb") as stream:
                 stream.seek(place.offset)
-                found.append(json.loads(stream.read(place.size)))
-        return found
+                rows.append(json.loads(stream.read(place.size)))
+        return rows
 
     def _about(self) -> tuple[dict[str, Any], list[str]]:
-        """What the run says of itself, and what is wrong with that."""
-        notes: list[str] = []
-        about: dict[str, Any] = {"name": self.directory.resolve().name, "starts": [], "steps": None}
-        about["config"] = ""
+        """Returns what the run says of itself, and what is wrong with that."""
+        run, notes, starts, settings = self.directory, [], [], {}
         try:
-            about["starts"] = read_starts(self.directory)
+            starts = read_starts(run)
+            settings = read_settings(run)
         except ValueError as error:
             notes.append(str(error))
-        try:
-            about["config"] = (self.directory / CONFIG_FILE).read_text(encoding="utf-8")
-            settings = yaml.safe_load(about["config"])
-            steps = settings.get("steps") if isinstance(settings, dict) else None
-            about["steps"] = steps if isinstance(steps, int) else None
-        except FileNotFoundError:
-            pass
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            notes.append(f"{CONFIG_FILE}: no YAML ({str(error).splitlines()[0]})")
-        return about, notes
+        file = run / CONFIG_FILE
+        config = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+        about = {"name": run.resolve().name, "starts": starts, "config": config}
+        return about | {"steps": settings.get("steps")}, notes
 
 
 def check_run(directory: Path) -> Path:
@@ -253,24 +236,18 @@ def check_run(directory: Path) -> Path:
     """
     if directory.is_file() and directory.name in FILES:
         directory = directory.parent
-    if not directory.exists():
-        raise ValueError(f"{directory} does not exist; expected the directory of a run (out=)")
-    wanted = f"expected the directory of a run, which holds {METRICS_FILE} or {RUN_FILE}"
-    if not directory.is_dir():
-        raise ValueError(f"{wanted}, and {directory} is a file")
     if any((directory / name).is_file() for name in FILES):
         return directory
     runs = sorted({file.parent for name in FILES for file in directory.glob(f"*/{name}")})
-    if runs:
-        some = ", ".join(map(str, runs[:5])) + (", .." if runs[5:] else "")
-        raise ValueError(f"{wanted}; {directory} holds runs: name one of {some}")
-    inside = sorted(path.name for path in directory.iterdir())
-    has = f"holds {', '.join(inside[:5])}{', ..' if inside[5:] else ''}" if inside else "is empty"
-    raise ValueError(f"{wanted}, and {directory} {has}")
+    holds = f"; it holds runs: name one of {', '.join(map(str, runs[:5]))}" if runs else ""
+    raise ValueError(
+        f"{directory}: expected the directory of a run (out=), which holds {METRICS_FILE} or "
+        f"{RUN_FILE}{holds}"
+    )
 
 
 def page(embedded: Mapping[str, Any] | None = None) -> str:
-    """The text of the page.
+    """Returns the text of the page.
 
     Args:
       embedded: data of a page that is one file; None for a page that asks the server.
@@ -308,7 +285,7 @@ class Server(http.server.ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, run: Run, port: int = 0):
+    def __init__(self, run: RunView, port: int = 0):
         super().__init__(("127.0.0.1", port), _Handler)
         self.run = run
         self.url = f"http://127.0.0.1:{self.server_port}/"
@@ -394,7 +371,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     try:
-        run = Run(args.run)
+        run = RunView(args.run)
         if args.html is not None:
             updates = run.updates()
             args.html.write_text(run.html(), encoding="utf-8")

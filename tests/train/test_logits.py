@@ -16,7 +16,7 @@ from specjax.parallel.sharding import MeshConfig, make_mesh
 from train.heads.training import DraftConfig, frozen_policy_parts, head_loss, head_of
 from train.loss.algo import algo
 from train.loss.logits import Head
-from train.loss.logprobs import Transforms, processed_state_logprobs, state_logprobs
+from train.loss.logprobs import Scoring, Transforms, score_states
 from train.loss.optim import OptimConfig
 from train.loss.packing import Sample, pack
 from train.loss.policy import PolicyTrainer
@@ -105,9 +105,7 @@ def test_scores_in_blocks_of_the_vocabulary_and_their_gradients(axes, name, chun
         assert head.is_whole == (chunk is None)
 
         def loss(normed, matrix):
-            found = state_logprobs(
-                head, normed, matrix, batch["tokens"], batch["segment_ids"], 0.7, context
-            )
+            found = score_states(Scoring(0.7, context=context), head, normed, matrix, batch)
             return jnp.sum(jnp.cos(found[0]) * batch["loss_mask"]) + found[1].sum(), found
 
         return jax.grad(loss, (0, 1), has_aux=True)(given, matrix)
@@ -144,7 +142,9 @@ def test_scores_after_all_transforms_in_blocks_of_tokens(axes, case, chunk):
         head = Head.of(mesh, AXES["lm_head"], matrix, (ROWS, LENGTH), chunk)
 
         def loss(normed, matrix):
-            found = processed_state_logprobs(head, normed, matrix, batch, transforms, context)
+            found = score_states(
+                Scoring(transforms=transforms, context=context), head, normed, matrix, batch
+            )
             return jnp.sum(jnp.cos(found[0]) * batch["loss_mask"]), found
 
         return jax.grad(loss, (0, 1), has_aux=True)(given, matrix)
@@ -202,12 +202,8 @@ def gradients_of_scores(scores, chunk):
     head = Head.of(None, AXES["lm_head"], matrix, (ROWS, LENGTH), chunk)
 
     def loss(normed, matrix):
-        if scores == "processed":
-            found, *_ = processed_state_logprobs(head, normed, matrix, batch, transforms)
-        else:
-            found, _ = state_logprobs(
-                head, normed, matrix, batch["tokens"], batch["segment_ids"], 0.7
-            )
+        how = Scoring(transforms=transforms) if scores == "processed" else Scoring(0.7)
+        found, _ = score_states(how, head, normed, matrix, batch)
         return UNEVEN * jnp.sum(found * batch["loss_mask"])
 
     return jax.jit(jax.grad(loss, (0, 1))), (jnp.bfloat16(normed), matrix)

@@ -1,5 +1,6 @@
 """The loss, with GRPO, and its identities; test_objectives has the reference."""
 
+import functools
 import itertools
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 
 from specjax.interfaces import Denominators
 from train.loss.algo import algo
-from train.loss.logprobs import token_logprobs
+from train.loss.logprobs import Scoring, score_logits
 from train.loss.objectives.grpo import GRPO
 from train.loss.objectives.shared import group_advantages
 from train.loss.packing import Sample, pack
@@ -111,8 +112,8 @@ def test_token_logprobs_equal_a_log_softmax_per_segment(temperature):
     logits = rng.normal(0, 3, (ROWS, LENGTH, VOCAB)).astype("f4")
     logits[0, 0, 0] = -np.inf
     batch["tokens"][0, 1] = 1
-    logprobs, entropy = jax.jit(token_logprobs)(
-        logits, batch["tokens"], batch["segment_ids"], temperature
+    logprobs, entropy = jax.jit(functools.partial(score_logits, Scoring(temperature)))(
+        logits, batch
     )
     for r, t in itertools.product(range(ROWS), range(LENGTH)):
         segment = batch["segment_ids"][r, t]
@@ -129,11 +130,11 @@ def test_token_logprob_gradient_is_onehot_minus_softmax_and_entropy_has_none():
     batch = packed_batches(10, samples=3, num_batches=1)[0]
     tokens, segments = batch["tokens"], batch["segment_ids"]
     logits = jnp.asarray(np.random.default_rng(2).normal(size=(ROWS, LENGTH, VOCAB)), jnp.float32)
-    grad = jax.grad(lambda x: token_logprobs(x, tokens, segments, 0.5)[0].sum())(logits)
+    grad = jax.grad(lambda x: score_logits(Scoring(0.5), x, batch)[0].sum())(logits)
     inside = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
     expected = (jax.nn.one_hot(tokens[:, 1:], VOCAB) - jax.nn.softmax(logits[:, :-1] / 0.5)) / 0.5
     np.testing.assert_allclose(grad[:, :-1], expected * inside[..., None], atol=1e-5)
-    none = jax.grad(lambda x: token_logprobs(x, tokens, segments)[1].sum())(logits)
+    none = jax.grad(lambda x: score_logits(Scoring(), x, batch)[1].sum())(logits)
     assert np.all(np.asarray(none) == 0)
 
 

@@ -7,7 +7,7 @@ import pytest
 from decode import transform_reference as reference
 
 from specjax.config import SamplingParams
-from train.loss.logprobs import Transforms, processed_logprobs
+from train.loss.logprobs import Scoring, Transforms, score_logits
 from train.loss.packing import Sample, pack
 
 ROWS, LENGTH, VOCAB, STOPS = 2, 32, 13, (3, 4)
@@ -64,7 +64,7 @@ def test_they_equal_a_reference_and_so_do_their_gradients(case):
     transforms, outside = transforms_of(case), 0
 
     def total(logits, weights):
-        logprobs, entropy = processed_logprobs(logits, batch, transforms)
+        logprobs, entropy = score_logits(Scoring(transforms=transforms), logits, batch)
         return jnp.sum(logprobs * weights), (logprobs, entropy)
 
     weights = np.random.default_rng(4).normal(size=(ROWS, LENGTH)).astype(np.float32)
@@ -96,7 +96,7 @@ def test_a_token_outside_of_what_filters_keep_has_a_logprob_and_a_gradient_that_
     transforms = transforms_of({"top_k": 3})
 
     def logprob(logits):
-        return processed_logprobs(logits, batch, transforms)[0][row, at]
+        return score_logits(Scoring(transforms=transforms), logits, batch)[0][row, at]
 
     value, gradient = jax.value_and_grad(logprob)(logits)
     best = np.sort(logits[row, at - 1])[-3:]

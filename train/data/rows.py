@@ -90,10 +90,7 @@ def demonstrations(cfg: DataConfig, split: str, chat: bool = False) -> Sequence[
     """
     task = find_task(cfg)
     if cfg.task == REASONING_GYM:
-        raise ValueError(
-            "data.task=reasoning_gym has no worked answers to imitate; set data.path to rows with "
-            "some"
-        )
+        raise ValueError("data.task=reasoning_gym has no worked answers to imitate")
     if task is None:
         return sums.Sums(cfg, split, True)
     rows = []
@@ -127,10 +124,7 @@ def response_of(example: Example, task: Task, place: str, otherwise: str) -> Res
             f"completion, or a last message of the assistant); {otherwise}"
         )
     if not text_of_response(response).strip() and not {*PARTS} & {*response}:
-        raise ValueError(
-            f"{place}: the demonstration is empty, so that the end token alone would be imitated; "
-            "delete the row, or fill in its answer"
-        )
+        raise ValueError(f"{place}: the demonstration is empty; delete the row")
     return response
 
 
@@ -143,10 +137,7 @@ def find_task(cfg: DataConfig) -> Task | None:
     """
     if cfg.task in GENERATED or (cfg.task == "auto" and not cfg.path):
         if cfg.heldout_path:
-            raise ValueError(
-                f"data.heldout_path={cfg.heldout_path} goes with data.path, which is not set; "
-                "the generated task holds out problems of its own"
-            )
+            raise ValueError("data.heldout_path goes with data.path, which is not set")
         return None
     cfg.require_path()
     return _task_of(cfg, cfg.path)
@@ -330,10 +321,7 @@ def prompt_of(
     """
     if not isinstance(example.prompt, str):
         if cfg.prompt_template is not None:
-            raise ValueError(
-                "data.prompt_template is for prompts that are text, and those of "
-                f"{cfg.named} are conversations; leave it out"
-            )
+            raise ValueError("data.prompt_template is for prompts that are text; leave it out")
         return example.prompt
     template = cfg.prompt_template
     if template is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -17,27 +16,22 @@ from jaxtyping import Array, Float
 
 from specjax.command_line import ConfigError
 from specjax.models.transformer import Params
+from train.run.files import replace
 
-KEY = "key"  # file that says of what run the states are
+KEY = "key"  # file that says which run the states are of
 
 
 def weights_digest(params: Params) -> str:
-    """A digest of the names, shapes, dtypes and bits of all weights.
+    """Digests the names, shapes, dtypes and bits of all weights.
 
     It says whether states on disk are of these weights. Files of weights may be copied or written
     again under their old name, and an update may leave any single array as it was.
     """
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        found.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}".encode())
-        found.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))
-    return found.hexdigest()
-
-
-class _Kept(NamedTuple):
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    data: np.ndarray | Path
+        digest.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}".encode())
+        digest.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))
+    return digest.hexdigest()
 
 
 class States:
@@ -51,7 +45,6 @@ class States:
         directory with another key are removed.
 
     Attributes:
-      computed: number of micro-batches whose states were computed.
       bytes: bytes that are kept.
 
     Raises:
@@ -65,14 +58,13 @@ class States:
         directory: str | Path | None = None,
         key: str = "",
     ):
-        self._compute, self._most, self._kept = compute, most, {}
+        self._compute, self._most, self.bytes = compute, most, 0
+        self._kept: dict[int, np.ndarray | Path] = {}
         self._directory = None if directory is None or not most else Path(directory)
-        self.computed = self.bytes = 0
         if self._directory is not None:
-            self._open(key)
+            self._open(self._directory, key)
 
-    def _open(self, key: str) -> None:
-        folder = self._directory
+    def _open(self, folder: Path, key: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         file, names = folder / KEY, {path.name for path in folder.iterdir()}
         if not file.exists() and names:
@@ -87,40 +79,27 @@ class States:
 
     def __call__(self, number: int, batch: dict[str, Array]) -> Float[Array, "R S N"]:
         """Returns the states of micro-batch `number`, which is `batch`."""
-        kept = self._kept.get(number) or self._found(number, batch)
-        if kept is not None:
-            data = kept.data
-            if isinstance(data, Path):
-                data = np.fromfile(data, np.uint8).view(kept.dtype).reshape(kept.shape)
-            return jax.device_put(data)
-        self.computed += 1
+        file = self._directory and self._directory / f"{number:06d}.states"
+        if file is not None and (number in self._kept or file.exists()):
+            shape = jax.eval_shape(self._compute, batch)
+            size = shape.size * shape.dtype.itemsize
+            if number in self._kept or self._has_room(size):
+                self._kept[number] = file
+                return jax.device_put(
+                    np.fromfile(file, np.uint8).view(shape.dtype).reshape(shape.shape)
+                )
+        if number in self._kept:
+            return jax.device_put(self._kept[number])
         states = self._compute(batch)
-        if self.bytes + states.nbytes <= self._most:
-            self._keep(number, np.asarray(states))
+        if self._has_room(states.nbytes):
+            self._kept[number] = np.asarray(states)
+            if file is not None:
+                replace(file, [np.ascontiguousarray(states).view(np.uint8).tobytes()])
+                self._kept[number] = file
         return states
 
-    def _file(self, number: int) -> Path:
-        return self._directory / f"{number:06d}.states"
-
-    def _found(self, number: int, batch: dict[str, Array]) -> _Kept | None:
-        """The states in the directory that an earlier start of the run wrote."""
-        if self._directory is None or not self._file(number).exists():
-            return None
-        shape = jax.eval_shape(self._compute, batch)
-        size = shape.size * shape.dtype.itemsize
-        file = self._file(number)
-        if file.stat().st_size != size or self.bytes + size > self._most:
-            return None
-        self.bytes += size
-        self._kept[number] = _Kept(shape.shape, shape.dtype, file)
-        return self._kept[number]
-
-    def _keep(self, number: int, states: np.ndarray) -> None:
-        data = states
-        if self._directory is not None:
-            data = self._file(number)
-            partial = data.with_suffix(".partial")
-            np.ascontiguousarray(states).view(np.uint8).tofile(partial)
-            partial.replace(data)
-        self.bytes += states.nbytes
-        self._kept[number] = _Kept(states.shape, states.dtype, data)
+    def _has_room(self, size: int) -> bool:
+        """Takes the bytes of states that are kept, if there is room for them."""
+        fits = self.bytes + size <= self._most
+        self.bytes += size * fits
+        return fits

@@ -81,8 +81,6 @@ def roll_left(
       shift: number of positions, static, >= 0.
       context: split of rows over devices, if any.
     """
-    if shift < 0:
-        raise ValueError(f"roll_left shifts left by {shift}: expected shift >= 0")
     there = shift_rows(segment_ids, shift, context)
     inside = (there == segment_ids) & (segment_ids > 0)
     values = shift_rows(x, shift, context)
@@ -454,18 +452,8 @@ def inner_taps(source: Draft) -> Taps:
 
 
 def _tapped(source: Draft, states: Array, normed: Array) -> Float[Array, "R S N"]:
-    """Concatenates `needs.taps`, from the states that the policy's forward returned.
-
-    Raises:
-      ValueError: the width of the states does not fit `inner_taps`.
-    """
-    inner, width = inner_taps(source), normed.shape[-1]
-    if states.shape[-1] != width * (1 + len(inner)):
-        raise ValueError(
-            f"{type(source).__name__} is trained on the states before the final norm and taps "
-            f"{list(inner)}, {width * (1 + len(inner))} numbers a row; got {states.shape[-1]}; "
-            "make the PolicyTrainer with taps=inner_taps(source)"
-        )
+    """Concatenates `needs.taps`, from the states that the policy's forward returned."""
+    inner = inner_taps(source)
     before, *behind = jnp.split(states, 1 + len(inner), axis=-1)
     named = {"pre_norm": before, "post_norm": normed, **dict(zip(inner, behind, strict=True))}
     taps = [named[tap] for tap in source.needs.taps]
@@ -567,21 +555,20 @@ def trained_part(source: Draft, params: Params) -> Params:
       ValueError: a list or another structure holds integers beside other arrays.
     """
 
-    def moving(tree, path):
+    def moving(tree):
         if isinstance(tree, Mapping):
-            found = {key: moving(value, (*path, key)) for key, value in tree.items()}
-            return {key: value for key, value in found.items() if value is not None}
+            parts = {key: moving(value) for key, value in tree.items()}
+            return {key: value for key, value in parts.items() if value is not None}
         kinds = {jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(tree)}
         if kinds == {True, False}:
             raise ValueError(
-                f"{type(source).__name__}: parameters at {'.'.join(map(str, path)) or 'the top'} "
-                "hold integers beside other arrays in one structure; keep arrays in nested dicts"
+                f"{type(source).__name__}: a structure of parameters holds integers beside other "
+                "arrays; keep arrays in nested dicts"
             )
         return tree if kinds == {True} else None
 
-    if not isinstance(params, Mapping):
-        return moving(params, ())
-    return moving({key: x for key, x in params.items() if key not in source.fixed}, ())
+    fixed = source.fixed if isinstance(params, Mapping) else ()
+    return moving({key: x for key, x in params.items() if key not in fixed} if fixed else params)
 
 
 def joined_parts(params: Params, trained: Params) -> Params:

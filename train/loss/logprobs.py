@@ -1,7 +1,7 @@
 """Log-probabilities of the tokens of packed rows, and the entropy of their distributions.
 
-`token_logprobs` uses logits divided by a temperature. `processed_logprobs` uses the distribution
-that a rollout sampled from, after all transforms, with the engine's own code
+Tokens are scored at logits divided by a temperature; or with `Transforms` under the distribution
+that a rollout sampled from, after all of them, with the engine's own code
 (`specjax.decode.sampling.transform`).
 """
 
@@ -30,87 +30,96 @@ from train.loss.logits import Cut, Head, next_token_scores, over_tokens
 LOGPROBS = ("temperature", "processed")
 
 
-def token_logprobs(
-    logits: Float[Array, "R S V"],
-    tokens: Int[Array, "R S"],
-    segment_ids: Int[Array, "R S"],
-    temperature: float | Float[Array, ""] = 1.0,
-    context: Context | None = None,
-    entropy_gradient: bool = False,
-) -> tuple[Float[Array, "R S"], Float[Array, "R S"]]:
-    """Log-probability of every token given those before it, and the entropy of its distribution.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scoring:
+    """How the tokens of packed rows are scored; static.
 
-    Index t describes tokens[t], which logits[t - 1] predicted. No array of probabilities [R S V]
-    outlives the reductions: the backward pass keeps the logits alone and recomputes.
-
-    Args:
-      logits: untempered logits of the policy, of any float type; arithmetic is float32.
-      tokens: token ids of packed rows.
-      segment_ids: number of each token's segment; 0 is padding.
+    Attributes:
       temperature: temperature of the rollout; ratios at another temperature compare two different
         policies. 0 (greedy) counts as 1.
+      transforms: transforms of the rollout, in the place of the temperature; None for that alone.
       context: split of rows over devices, if any; scores stay on the devices of their logits, and
         only the ends of chunks change devices.
       entropy_gradient: whether the entropy carries a gradient.
+    """
+
+    temperature: float = 1.0
+    transforms: Transforms | None = None
+    context: Context | None = None
+    entropy_gradient: bool = False
+
+    @property
+    def scale(self) -> Float[Array, ""]:
+        """The number that logits are divided by."""
+        temperature = jnp.asarray(self.temperature, jnp.float32)
+        return jnp.where(temperature > 0, temperature, 1.0)
+
+
+def score_logits(
+    how: Scoring, logits: Float[Array, "R S V"], batch: Mapping[str, Array]
+) -> tuple[Float[Array, "R S"], Float[Array, "R S"]]:
+    """Log-probability of every token given those before it, and the entropy of its distribution.
+
+    Index t describes token t, which logits[t - 1] predicted. No array of probabilities [R S V]
+    outlives the reductions: the backward pass keeps the logits alone and recomputes. With penalties
+    positions are scored one after the other, because each needs the counts of the tokens before it.
+
+    Args:
+      how: temperature or transforms.
+      logits: raw logits of the policy, of any float type; arithmetic is float32.
+      batch: `tokens` and `segment_ids` [R S], where 0 is padding; with transforms `positions` and
+        `loss_mask` as well, which is 1 exactly on generated tokens.
 
     Returns:
-      (logprobs, entropy in nats), float32, both 0 at segment starts and padding.
+      (logprobs, entropy in nats), float32, both 0 at segment starts and padding; with transforms
+      both are 0 except at generated tokens.
     """
-    following = shift(tokens, 1, context)
-    temperature = _above_zero(temperature)
-    logprobs, entropy = _score_next(entropy_gradient, logits, following, temperature)
-    return own_tokens(logprobs, entropy, segment_ids, context)
+    if how.transforms is not None:
+        counts, rows = _processed_rows(how, batch, logits.shape[-1])
+        _, scores = _score_block(how.transforms, how.entropy_gradient, counts, logits, rows)
+        return own_tokens(how, *scores, batch)
+    following = shift(batch["tokens"], 1, how.context)
+    return own_tokens(how, *_score_next(how.entropy_gradient, logits, following, how.scale), batch)
 
 
-def state_logprobs(
+def score_states(
+    how: Scoring,
     head: Head,
     normed: Float[Array, "R S D"],
     matrix: Array,
-    tokens: Int[Array, "R S"],
-    segment_ids: Int[Array, "R S"],
-    temperature: float | Float[Array, ""] = 1.0,
-    context: Context | None = None,
-    entropy_gradient: bool = False,
+    batch: Mapping[str, Array],
 ) -> tuple[Float[Array, "R S"], Float[Array, "R S"]]:
-    """`token_logprobs` from states after the final norm, without the logits of all tokens at once.
+    """Does what `score_logits` does from states, without the logits of all tokens at once.
 
     Args:
+      how, batch: see `score_logits`.
       head: the language-model head.
       normed: states after the final norm.
       matrix: the head's matrix, as it is stored.
     """
     if head.is_whole:
-        logits = head.all_logits(normed, matrix)
-        return token_logprobs(logits, tokens, segment_ids, temperature, context, entropy_gradient)
-    temperature, following = _above_zero(temperature), shift(tokens, 1, context)
-    found = next_token_scores(head, normed, matrix, following, temperature, entropy_gradient)
-    return own_tokens(*found, segment_ids, context)
-
-
-def _above_zero(temperature: float | Float[Array, ""]) -> Float[Array, ""]:
-    temperature = jnp.asarray(temperature, jnp.float32)
-    return jnp.where(temperature > 0, temperature, 1.0)
+        return score_logits(how, head.all_logits(normed, matrix), batch)
+    if how.transforms is None:
+        following = shift(batch["tokens"], 1, how.context)
+        scores = next_token_scores(head, normed, matrix, following, how.scale, how.entropy_gradient)
+        return own_tokens(how, *scores, batch)
+    cut = Cut.of(head, batch["tokens"].shape, how.context)
+    counts, rows = _processed_rows(how, batch, head.matrix.shape[head.axis])
+    score = functools.partial(_score_block, how.transforms, how.entropy_gradient)
+    return own_tokens(how, *over_tokens(cut, score, counts, normed, matrix, rows), batch)
 
 
 def own_tokens(
+    how: Scoring,
     logprobs: Float[Array, "R S"],
     entropy: Float[Array, "R S"],
-    segment_ids: Int[Array, "R S"],
-    context: Context | None = None,
-    among: Bool[Array, "R S"] | None = None,
+    batch: Mapping[str, Array],
 ) -> tuple[Float[Array, "R S"], Float[Array, "R S"]]:
-    """Moves values from the position that predicted a token to the token; 0 where none did.
-
-    Args:
-      logprobs: log-probability of the next token at each position.
-      entropy: entropy of the next token at each position.
-      segment_ids: number of each token's segment; 0 is padding.
-      context: split of rows over devices, if any.
-      among: tokens that get a value; None for all that have a predecessor in their segment.
-    """
-    predicted = (shift(segment_ids, 1, context) == segment_ids) & (segment_ids > 0)
-    if among is not None:
-        predicted &= shift(among, 1, context)
+    """Moves values from the position that predicted a token to the token; 0 where none did."""
+    segments, context = batch["segment_ids"], how.context
+    predicted = (shift(segments, 1, context) == segments) & (segments > 0)
+    if how.transforms is not None:
+        predicted &= shift(batch["loss_mask"] > 0, 1, context)
 
     def place(x):
         return shift(jnp.where(predicted, x, 0.0), -1, context)
@@ -224,68 +233,13 @@ class Transforms:
         return dataclasses.replace(own, top_k=False, top_p=False, min_p=False)
 
 
-def processed_logprobs(
-    logits: Float[Array, "R S V"],
-    batch: Mapping[str, Array],
-    transforms: Transforms,
-    context: Context | None = None,
-    entropy_gradient: bool = False,
-) -> tuple[Float[Array, "R S"], Float[Array, "R S"]]:
-    """Log-probability and entropy of generated tokens under the distribution they were drawn from.
-
-    It is `token_logprobs` after all transforms. With penalties positions are scored one after the
-    other, because each needs the counts of the tokens before it.
-
-    Args:
-      logits: raw logits of the policy, of any float type; arithmetic is float32.
-      batch: `tokens`, `positions`, `segment_ids` and `loss_mask` [R S]; the mask is 1 exactly on
-        generated tokens.
-      transforms: transforms of the rollout.
-      context: split of rows over devices, if any.
-      entropy_gradient: whether the entropy carries a gradient.
-
-    Returns:
-      (logprobs, entropy in nats), float32, both 0 except at generated tokens.
-    """
-    start, rows = _processed_rows(batch, transforms, logits.shape[-1], context)
-    _, found = _score_block(transforms, entropy_gradient, start, logits, rows)
-    return _of_generated(*found, batch, context)
-
-
-def processed_state_logprobs(
-    head: Head,
-    normed: Float[Array, "R S D"],
-    matrix: Array,
-    batch: Mapping[str, Array],
-    transforms: Transforms,
-    context: Context | None = None,
-    entropy_gradient: bool = False,
-) -> tuple[Float[Array, "R S"], Float[Array, "R S"]]:
-    """`processed_logprobs` from states after the final norm, without all logits at once.
-
-    Args:
-      head: the language-model head.
-      normed: states after the final norm.
-      matrix: the head's matrix, as it is stored.
-    """
-    if head.is_whole:
-        logits = head.all_logits(normed, matrix)
-        return processed_logprobs(logits, batch, transforms, context, entropy_gradient)
-    cut = Cut.of(head, batch["tokens"].shape, context)
-    vocab = head.matrix.shape[head.axis]
-    start, rows = _processed_rows(batch, transforms, vocab, context)
-    score = functools.partial(_score_block, transforms, entropy_gradient)
-    found = over_tokens(cut, score, start, normed, matrix, rows)
-    return _of_generated(*found, batch, context)
-
-
-def _processed_rows(batch, transforms: Transforms, vocab: int, context: Context | None) -> tuple:
-    """The counts before the first token, and what `_score_block` reads of each token."""
-    tokens, segments = batch["tokens"], batch["segment_ids"]
+def _processed_rows(how: Scoring, batch: Mapping[str, Array], vocab: int) -> tuple:
+    """Returns the counts before the first token, and what `_score_block` reads of each token."""
+    tokens, segments, context = batch["tokens"], batch["segment_ids"], how.context
     generated = batch["loss_mask"] > 0
     length = jnp.maximum(batch["positions"] + 1 - _prompt_lengths(generated, segments), 0)
     rows = shift(tokens, 1, context), length
-    if not transforms.features.penalties:
+    if not how.transforms.features.penalties:
         return None, rows
     shape = len(tokens), vocab
     nothing = Counts(jnp.zeros(shape, bool), jnp.zeros(shape, jnp.int32))
@@ -300,11 +254,6 @@ def _score_block(
     if counts is None:
         return None, _score(transforms, entropy_gradient, logits, *rows)
     return _score_in_order(transforms, entropy_gradient, counts, logits, *rows)
-
-
-def _of_generated(logprobs, entropy, batch, context: Context | None) -> tuple:
-    generated = batch["loss_mask"] > 0
-    return own_tokens(logprobs, entropy, batch["segment_ids"], context, generated)
 
 
 def _prompt_lengths(generated: Bool[Array, "R S"], segments: Int[Array, "R S"]) -> Array:

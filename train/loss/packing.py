@@ -31,8 +31,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-LOSS_ON = ("response", "all")
-
 _FIELDS = {
     "tokens": np.int32,
     "positions": np.int32,
@@ -46,7 +44,6 @@ _FIELDS = {
 }
 
 _COPIED = ("behaviour_logprobs", "old_logprobs", "staleness")
-_PER_TOKEN = (*_COPIED, "loss_mask", "records")
 
 PackedBatch = dict[str, np.ndarray]
 
@@ -120,24 +117,16 @@ def pack(
       Micro-batches in row order; with no samples and no `num_batches`, one of padding.
 
     Raises:
-      ValueError: a sample longer than a row, without prompt or response, with log-probabilities or
-        a mask of another length than its response, a mask of more than 0 and 1, a repeated
-        `sample_id`, or more rows than `num_batches`.
+      ValueError: a sample longer than a row, or with log-probabilities or a mask of another length
+        than its response; or more rows than `num_batches`.
     """
-    if loss_on not in LOSS_ON:
-        raise ValueError(f"loss_on must be one of {', '.join(LOSS_ON)}, got {loss_on!r}")
     sizes = (rows,) if isinstance(rows, int) else rows
-    if min(sizes) < 1 or row_length < 1:
-        raise ValueError(f"expected rows and row_length >= 1, got {rows} and {row_length}")
-    samples = _in_order(samples, row_length)
+    samples = sorted(samples, key=lambda sample: sample.sample_id)
     layout = _first_fit(samples, row_length)
     counts = row_counts(len(layout), sizes)
     if num_batches is not None:
         if len(layout) > num_batches * rows:
-            raise ValueError(
-                f"the samples need {len(layout)} rows of {row_length} tokens, but {num_batches} "
-                f"micro-batches of {rows} rows hold {num_batches * rows}; raise one of the three"
-            )
+            raise ValueError(f"{len(layout)} rows do not fit {num_batches} x {rows}")
         counts = [rows] * num_batches
     facts = next((s.records.shape[1:] for s in samples if s.records is not None), None)
     batches = [empty_batch(count, row_length, facts) for count in counts]
@@ -180,34 +169,6 @@ def empty_batch(rows: int, row_length: int, facts: tuple[int, ...] | None = None
     if facts is not None:
         batch["records"] = np.full((rows, row_length, *facts), -1, np.int32)
     return batch
-
-
-def _in_order(samples: Iterable[Sample], row_length: int) -> list[Sample]:
-    ordered = sorted(samples, key=lambda sample: sample.sample_id)
-    for before, sample in zip([None, *ordered], ordered, strict=False):
-        name = f"sample {sample.sample_id}"
-        if sample.sample_id < 0 or (before and before.sample_id == sample.sample_id):
-            raise ValueError(f"{name}: sample_id must be unique and >= 0")
-        if not len(sample.prompt_ids) or not len(sample.response_ids):
-            raise ValueError(
-                f"{name}: expected at least one prompt and one response token, "
-                f"got {len(sample.prompt_ids)} and {len(sample.response_ids)}"
-            )
-        if len(sample) > row_length:
-            raise ValueError(
-                f"{name} has {len(sample.prompt_ids)} + {len(sample.response_ids)} tokens, more "
-                f"than a row of {row_length}; raise the row length or lower the response limit"
-            )
-        for field in _PER_TOKEN:
-            values = getattr(sample, field)
-            if values is not None and len(values) != len(sample.response_ids):
-                raise ValueError(
-                    f"{name}: expected {len(sample.response_ids)} {field}, one per response "
-                    f"token, got {len(values)}"
-                )
-        if sample.loss_mask is not None and not set(sample.loss_mask) <= {0, 1}:
-            raise ValueError(f"{name}: expected a loss_mask of 0 and 1, got {[*sample.loss_mask]}")
-    return ordered
 
 
 def _first_fit(samples: Sequence[Sample], row_length: int) -> list[list[Sample]]:

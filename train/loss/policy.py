@@ -28,7 +28,7 @@ from specjax.parallel import sharding
 from specjax.parallel.context import Context
 from specjax.weights.matrix import precision_of
 from train.loss.logits import Head, head_name, settled_chunk
-from train.loss.logprobs import Transforms, processed_state_logprobs, state_logprobs
+from train.loss.logprobs import Scoring, Transforms, score_states
 from train.loss.terms import Batch, LossFn
 
 log = logging.getLogger(__name__)
@@ -110,12 +110,12 @@ class PolicyTrainer:
         chunk: int | None = None,
         entropy_gradient: bool = False,
     ):
-        self.entropy_gradient = entropy_gradient
+        self.how = Scoring(temperature, transforms, context, entropy_gradient)
         self.taps, self.chunk = taps, settled_chunk(chunk, mesh, cfg.vocab_size)
         cfg = with_attention(cfg, mesh, attention, "training attention", context)
         self.cfg, self.axes = cfg.running(scan_layers=True), param_axes(cfg)
         self.loss, self.optimizer, self.mesh = loss, optimizer, mesh
-        self.temperature, self.transforms, self.context = temperature, transforms, context
+        self.context = context
         params, opt_state, rows, whole = self._shardings()
         exact = precision_of(cfg)
         self._accumulate = jax.jit(
@@ -246,31 +246,8 @@ class PolicyTrainer:
 
     def _token_logprobs(self, params: Params, batch: Batch):
         model, x, states = self._forward(params, batch)
-        head, normed = self.head(params, batch), model.final_norm(x)
-        matrix = params[head_name(self.cfg)]
-        if self.transforms is not None:
-            found = processed_state_logprobs(
-                head,
-                normed,
-                matrix,
-                batch,
-                self.transforms,
-                self.context,
-                self.entropy_gradient,
-            )
-            return *found, states
-        tokens, segments = batch["tokens"], batch["segment_ids"]
-        logprobs, entropy = state_logprobs(
-            head,
-            normed,
-            matrix,
-            tokens,
-            segments,
-            self.temperature,
-            self.context,
-            self.entropy_gradient,
-        )
-        return logprobs, entropy, states
+        head, matrix = self.head(params, batch), params[head_name(self.cfg)]
+        return *score_states(self.how, head, model.final_norm(x), matrix, batch), states
 
     def _accumulate_program(self, params, gradients, batch, denominators):
         def loss(params):

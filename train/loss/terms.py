@@ -64,13 +64,13 @@ def count_denominators(
       samples: number of samples of the update, for some may be in no micro-batch; None counts those
         that have loss tokens.
     """
-    tokens = found = 0
+    tokens = counted = 0
     for batch in batches:
         mask = np.asarray(batch["loss_mask"]) > 0
         segments = np.asarray(batch["segment_ids"])
         tokens += int(mask.sum())
-        found += sum(len(np.unique(row[on])) for row, on in zip(segments, mask, strict=True))
-    samples = found if samples is None else samples
+        counted += sum(len(np.unique(row[on])) for row, on in zip(segments, mask, strict=True))
+    samples = counted if samples is None else samples
     return Denominators(np.float32(max(tokens, 1)), np.float32(max(samples, 1)))
 
 
@@ -130,20 +130,8 @@ def policy_loss(
       (loss, sums). Sums of several micro-batches are added and go to `finalize_metrics`.
 
     Raises:
-      ValueError: `kl_loss_coef` > 0 without reference log-probabilities, `entropy_coeff` > 0
-        without entropy, or an objective that returns arrays of another shape or logs a reserved
-        name.
+      ValueError: an objective returns arrays of another shape, or logs a reserved name.
     """
-    if cfg.kl_loss_coef > 0 and ref_logprobs is None:
-        raise ValueError(
-            f"kl_loss_coef is {cfg.kl_loss_coef} but no ref_logprobs were given; score the batch "
-            "with the reference policy or set kl_loss_coef=0"
-        )
-    if cfg.entropy_coeff > 0 and entropy is None:
-        raise ValueError(
-            f"entropy_coeff is {cfg.entropy_coeff} but no entropy was given; give that of each "
-            "token or set entropy_coeff=0"
-        )
     mask, segments, objective = batch["loss_mask"], batch["segment_ids"], cfg.build()
     # Outside of the loss values may be infinite, of which an objective could make NaN, and 0 times
     # NaN is NaN in the gradient. So they are set to 0.
@@ -230,18 +218,12 @@ def finalize_metrics(sums: Mapping[str, float]) -> dict[str, float]:
 
 def _check(policy: Array, weights: Array, logged: Mapping[str, Array], shape: tuple) -> None:
     """Refuses an objective that returns other than a value per token, or logs a reserved name."""
-    each = {"loss": policy, "weights": weights, **logged}
-    wrong = {name: jnp.shape(value) for name, value in each.items() if jnp.shape(value) != shape}
-    if wrong:
-        raise ValueError(
-            f"algo.objective: expected one value per token, of shape {shape}, from per_token and "
-            f"weights, got {', '.join(f'{name} of shape {had}' for name, had in wrong.items())}"
-        )
-    if taken := [name for name in logged if name in _COMMON]:
-        raise ValueError(
-            f"algo.objective: per_token logs {', '.join(taken)}, which is logged of every "
-            "objective; give it another name"
-        )
+    for name, value in {"loss": policy, "weights": weights, **logged}.items():
+        if jnp.shape(value) != shape or (name in logged and name in _COMMON):
+            raise ValueError(
+                f"algo.objective: expected one value per token, of shape {shape}, under a name "
+                f"that is not logged of every objective; got {name} of shape {jnp.shape(value)}"
+            )
 
 
 def _masked_sum(values: Array, weights: Array) -> Array:

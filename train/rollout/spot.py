@@ -129,18 +129,13 @@ class ReplayBuffer:
           mesh: mesh on which the policy is trained.
         """
         where = None if mesh is None else sharding.rows_sharding(mesh)
-
-        def arrays(rows: int | None) -> dict[str, jax.ShapeDtypeStruct]:
-            return {
-                name: jax.ShapeDtypeStruct(
-                    (rows or shape[0], *shape[1:]), jnp.dtype(dtype), sharding=where
-                )
+        return {
+            f"{i:04d}": {
+                name: jax.ShapeDtypeStruct((rows, *shape[1:]), jnp.dtype(dtype), sharding=where)
                 for name, (shape, dtype) in state["arrays"].items()
             }
-
-        # In checkpoints of an older version all have as many rows as the first.
-        every = state.get("rows", [None] * len(state["steps"]))
-        return {f"{i:04d}": arrays(rows) for i, rows in enumerate(every)}
+            for i, rows in enumerate(state["rows"])
+        }
 
     def load(self, state: Mapping[str, Any], tree: Mapping[str, Mapping[str, Array]]) -> None:
         """Restores a buffer from the return values of `state` and `tree`."""
@@ -156,21 +151,16 @@ def _arrays(entry: Entry) -> dict[str, Array]:
 
 
 def describe_spot(cfg: RLConfig, in_replicas: bool) -> str:
-    """The line that tells the user where and when the head is trained.
+    """Writes the line that tells the user where and when the head is trained.
 
     Args:
       cfg: the run's settings.
       in_replicas: return value of `train.programs.trains_in_replicas`.
     """
-    spot, tp = cfg.draft.spot, cfg.rollout.tp
     if not in_replicas:
-        why = "rollouts have no devices of their own"
-        if cfg.rollout.own_devices:
-            why = f"a replica of rollout.tp={tp} devices is spread over several processes"
-        return f"draft.spot: the training mesh trains the head after each rollout, because {why}"
-    devices = "one device" if tp == 1 else f"the {tp} devices"
-    when = "in gaps of rollouts and after them" if spot.gaps else "after each rollout"
-    return f"draft.spot: the head is trained {when}, on {devices} of a replica"
+        return "draft.spot: the training mesh trains the head after each rollout"
+    when = "in gaps of rollouts and after them" if cfg.draft.spot.gaps else "after each rollout"
+    return f"draft.spot: the head is trained {when}, on the devices of a replica"
 
 
 class HeadDevices:
@@ -369,19 +359,16 @@ class SpotTraining:
           (head, opt_state, metric sums of the step, or None if it had no update).
         """
         self.wait()
+        shardings = jax.tree.map(lambda a: a.sharding, self._given)
         if self._per_process and self._planned:
-            trees = self._finish_in_one_process()
+            trees = sharding.put(self._finish_in_one_process(), shardings)
         else:
             self._finish_here()
             trees = self._trees
             if self._place is not None and not self.places[self._place].trains:
-                trees = jax.device_put(trees, self._shardings)
+                trees = jax.device_put(trees, shardings)
         self._given = self._trees = self._here = self._policy = None
         return *trees, self._sums
-
-    @property
-    def _shardings(self):
-        return jax.tree.map(lambda a: a.sharding, self._given)
 
     def _finish_here(self) -> None:
         """Makes the remaining updates in this process."""
@@ -398,8 +385,7 @@ class SpotTraining:
             self._finish_here()
         gathered = gather((self._sums, self.in_gaps, self.after), "head's updates")
         self._sums, self.in_gaps, self.after = gathered[source]
-        trees = sharding.spread(self._trees, source)
-        return sharding.put(trees, self._shardings)
+        return sharding.spread(self._trees, source)
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the step that was finished."""

@@ -98,6 +98,30 @@ class Demonstration:
     place: str = field(default="", compare=False)
 
 
+class GeneratedProblems(Sequence):
+    """Problems or demonstrations of a split that `make` makes one by one, when they are read.
+
+    Args:
+      cfg: settings of the data.
+      split: name of the split.
+    """
+
+    def __init__(self, cfg: Any, split: str):
+        self.cfg, self.split = cfg, check_split(split)
+
+    def __len__(self) -> int:
+        return self.cfg.train_size if self.split == "train" else self.cfg.heldout_size
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self.make(i) for i in range(*index.indices(len(self)))]
+        return self.make(range(len(self))[index])
+
+    def make(self, index: int) -> Any:
+        """Makes the item with this number."""
+        raise NotImplementedError
+
+
 class RowError(ValueError):
     """A row that its task cannot read; the message names the column and the expected value."""
 

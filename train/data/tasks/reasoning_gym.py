@@ -13,11 +13,11 @@ from __future__ import annotations
 import difflib
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from train.answers.extract import final_answer, tagged_answer
-from train.data.tasks.layout import Problem, check_split
+from train.data.tasks.layout import GeneratedProblems, Problem
 
 if TYPE_CHECKING:
     from train.schema import DataConfig
@@ -26,7 +26,7 @@ REWARD, TEMPLATE = "reasoning_gym", "{question}\nAnswer:"
 _ATTEMPTS = 100  # entries that a training problem may be replaced by
 
 
-class Generated(Sequence):
+class Generated(GeneratedProblems):
     """The problems of a data set of reasoning-gym.
 
     Args:
@@ -42,50 +42,33 @@ class Generated(Sequence):
     """
 
     def __init__(self, cfg: DataConfig, split: str, template: str, held_out: int = 0):
-        self._held_out = max(held_out, cfg.heldout_size)
-        self._cfg, self._split, self._template = cfg, check_split(split), template
+        super().__init__(cfg, split)
+        self._held_out, self._template = max(held_out, cfg.heldout_size), template
         self._arguments = json.dumps(dict(cfg.dataset_args), sort_keys=True)
         self._entries = _data_set(cfg.dataset, self._arguments, cfg.seed)
 
-    def __len__(self) -> int:
-        return self._cfg.train_size if self._split == "train" else self._cfg.heldout_size
-
-    def __getitem__(self, index: int) -> Problem:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        index = index + len(self) if index < 0 else index
-        if not 0 <= index < len(self):
-            raise IndexError(f"problem {index} of a split of {len(self)}")
-        entry = self._train_entry(index) if self._split == "train" else self._heldout_entry(index)
+    def make(self, index: int) -> Problem:
+        """Makes the problem with this number."""
+        later = self.cfg.train_size + index
+        entry = self._train_entry(index) if self.split == "train" else self._entries[later]
         prompt = self._template.format(question=entry["question"])
-        answer = entry["answer"]
-        columns = {
-            "entry": entry,
-            "dataset": self._cfg.dataset,
-            "dataset_args": self._arguments,
-        }
-        return Problem(prompt, "" if answer is None else str(answer), index, "", columns)
-
-    def _heldout_entry(self, index: int) -> dict[str, Any]:
-        return self._entries[self._cfg.train_size + index]
+        columns = {"entry": entry, "dataset": self.cfg.dataset, "dataset_args": self._arguments}
+        answer = "" if entry["answer"] is None else str(entry["answer"])
+        return Problem(prompt, answer, index, "", columns)
 
     def _train_entry(self, index: int) -> dict[str, Any]:
-        cfg = self._cfg
+        cfg = self.cfg
         held = _held_out(cfg.dataset, self._arguments, cfg.seed, cfg.train_size, self._held_out)
-        entry = self._entries[index]
-        for attempt in range(_ATTEMPTS):
+        place = index
+        for attempt in range(1, _ATTEMPTS + 1):
+            entry = self._entries[place]
             if entry["question"] not in held:
                 return entry
-            later = cfg.train_size * (attempt + 1) + self._held_out + index
-            entry = self._entries[later]
+            place = cfg.train_size * attempt + self._held_out + index
         raise ValueError(
             f"data.dataset={cfg.dataset}: {_ATTEMPTS} questions in a row are held out, for the "
-            f"data set has few; lower data.heldout_size={cfg.heldout_size}"
-            + (
-                ""
-                if self._held_out == cfg.heldout_size
-                else f", and the {self._held_out} problems of a set of it in eval.sets"
-            )
+            f"data set has few; lower data.heldout_size={cfg.heldout_size}, or problems in "
+            "eval.sets"
         )
 
 
@@ -111,17 +94,16 @@ def _data_set(name: str, arguments: str, seed: int):
         ) from error
     if name not in DATASETS:
         close = difflib.get_close_matches(name, DATASETS, n=5, cutoff=0.4)
-        hint = f"; similar ones are {', '.join(close)}" if close else ""
         raise ValueError(
-            f"data.dataset: reasoning-gym has no data set {name!r}{hint} (it has {len(DATASETS)})"
+            f"data.dataset: reasoning-gym has no data set {name!r} of {len(DATASETS)}; similar "
+            f"ones are {', '.join(close) or 'none'}"
         )
     given = json.loads(arguments)
-    for argument, setting in (("size", "data.train_size"), ("seed", "data.seed")):
-        if argument in given:
-            raise ValueError(
-                f"data.dataset_args: {argument} is what {setting} sets; set that, and leave "
-                f"{argument} out"
-            )
+    if set_elsewhere := given.keys() & {"size", "seed"}:
+        raise ValueError(
+            f"data.dataset_args: leave out {', '.join(set_elsewhere)}; data.train_size and "
+            "data.seed say it"
+        )
     try:
         return create_dataset(name, **{**given, "seed": seed})
     except (TypeError, ValueError, AssertionError) as error:
@@ -131,17 +113,14 @@ def _data_set(name: str, arguments: str, seed: int):
 
 
 def final_part(completion: str) -> str | None:
-    """What is scored of a completion; None for one without text.
+    """Returns what is scored of a completion; None for one without text.
 
     It is what `train.answers.extract.tagged_answer` finds, else what `final_answer` finds, else the
     last line that is not empty.
     """
-    tagged = tagged_answer(completion)
-    if tagged is not None:
-        return tagged
-    found = final_answer(completion)
-    if found is not None:
-        return found
+    for read in (tagged_answer, final_answer):
+        if (answer := read(completion)) is not None:
+            return answer
     lines = [line.strip() for line in completion.splitlines() if line.strip()]
     return lines[-1] if lines else None
 

@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from train.answers.extract import ANSWER_MARK
-from train.data.tasks.layout import SPLITS, Demonstration, Problem, check_split, split_of
+from train.data.tasks.layout import (
+    SPLITS,
+    Demonstration,
+    GeneratedProblems,
+    Problem,
+    split_of,
+)
 
 if TYPE_CHECKING:
     from train.schema import DataConfig
@@ -36,42 +42,35 @@ CONNECTIVES = (
 _TERMS_DECAY = 0.8
 
 
-class Sums(Sequence):
+class Sums(GeneratedProblems):
     """Generated sums: either their problems or their demonstrations."""
 
     def __init__(self, cfg: DataConfig, split: str, demonstrate: bool) -> None:
-        self._cfg, self._split, self._demonstrate = cfg, check_split(split), demonstrate
-        self._template = cfg.prompt_template or TEMPLATE
+        super().__init__(cfg, split)
+        self._demonstrate, self._template = demonstrate, cfg.prompt_template or TEMPLATE
 
-    def __len__(self) -> int:
-        return self._cfg.train_size if self._split == "train" else self._cfg.heldout_size
-
-    def __getitem__(self, index: int) -> Problem | Demonstration:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        index = index + len(self) if index < 0 else index
-        if not 0 <= index < len(self):
-            raise IndexError(f"problem {index} of a split of {len(self)}")
-        key = [self._cfg.seed, SPLITS.index(self._split), index]
+    def make(self, index: int) -> Problem | Demonstration:
+        """Makes the item with this number."""
+        key = [self.cfg.seed, SPLITS.index(self.split), index]
         rng = np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
-        terms = draw_terms(self._cfg, rng)
-        while split_of(_sum_question(terms)) != self._split:
-            terms = draw_terms(self._cfg, rng)
+        terms = draw_terms(self.cfg, rng)
+        while split_of(_sum_question(terms)) != self.split:
+            terms = draw_terms(self.cfg, rng)
         prompt = self._template.format(question=_sum_question(terms))
         if self._demonstrate:
-            return Demonstration(prompt, demonstrate_sum(self._cfg, terms, rng))
+            return Demonstration(prompt, demonstrate_sum(self.cfg, terms, rng))
         return Problem(prompt, str(sum(terms)), index)
 
 
 def draw_terms(cfg: DataConfig, rng: np.random.Generator) -> list[int]:
-    """Numbers to add: mostly few, sometimes `max_terms` of them."""
+    """Draws numbers to add: mostly few, sometimes `max_terms` of them."""
     weights = _TERMS_DECAY ** np.arange(cfg.max_terms - cfg.min_terms + 1)
     count = cfg.min_terms + rng.choice(len(weights), p=weights / weights.sum())
     return rng.integers(1, cfg.max_number + 1, count).tolist()
 
 
 def demonstrate_sum(cfg: DataConfig, terms: Sequence[int], rng: np.random.Generator) -> str:
-    """A demonstration with the mistakes that the module's docstring describes."""
+    """Writes a demonstration with the mistakes that the module's docstring describes."""
     if rng.random() < cfg.impatience:
         noise = rng.normal(0.0, 0.1 * sum(terms))
         return f" {ANSWER_MARK} {max(round(sum(terms) + noise), 1)}"
