@@ -164,7 +164,7 @@ FORMATS = Registry(
 BACKENDS = Registry(
     "kernel backend",
     {
-        "reference": "specjax.kernels.reference:BACKEND",
+        "reference": "specjax.kernels.xla:BACKEND",
         "cpu": "specjax.kernels.cpu:BACKEND",
         "gpu": "specjax.kernels.gpu:BACKEND",
         "gpu:flash": "specjax.kernels.flash_gpu:BACKEND",

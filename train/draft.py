@@ -1,6 +1,6 @@
 """`python -m train.draft`: trains a draft head for a policy, before RL and for any model.
 
-    prompts -> samples of the policy itself, at the rollout's temperature (train.heads.samples)
+    prompts -> samples of the policy itself, at the rollout's temperature (train.data.samples)
             -> the tokens that the head drafts from: the most frequent ones
             -> a new head, or one to go on with (train.heads.kinds)
             -> per update: hidden states of the policy for a packed micro-batch
@@ -65,13 +65,7 @@ from train.data.checks import (
     require_template,
 )
 from train.data.prompts import Prompts
-from train.draft_schema import SPELL, DraftRunConfig
-from train.heads import curve as curves
-from train.heads.curve import Curve
-from train.heads.files import require_same_head
-from train.heads.kinds import export_head, head_to_go_on_with, start_head
-from train.heads.losses import Sampling
-from train.heads.samples import (
+from train.data.samples import (
     SAMPLES,
     Pair,
     Sampler,
@@ -84,6 +78,12 @@ from train.heads.samples import (
     read_samples,
     read_texts,
 )
+from train.draft_schema import SPELL, DraftRunConfig
+from train.heads import curve as curves
+from train.heads.curve import Curve
+from train.heads.files import require_same_head
+from train.heads.kinds import export_head, head_to_go_on_with, start_head
+from train.heads.losses import Sampling
 from train.heads.states import States, weights_digest
 from train.heads.training import (
     DraftTrainer,

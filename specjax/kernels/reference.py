@@ -18,8 +18,6 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from specjax.indexing import divide, take, take_slice
 from specjax.interfaces import Table
-from specjax.kernels import commit
-from specjax.kernels.backend import Kernels
 
 NEG_INF = -1e30
 PANEL_WIDTH = 16  # columns of a panel, see `product`
@@ -404,29 +402,3 @@ def product(x: Float[Array, "... K"], panels: Float[Array, "P K W"]) -> Float[Ar
     """Computes `specjax.kernels.dispatch.product`."""
     out = jnp.einsum("...k,pkw->...pw", x, panels, preferred_element_type=jnp.float32)
     return out.reshape(*x.shape[:-1], -1)
-
-
-def _causal_attention(q, k, v, own, segment_ids, *, window=None, soft_cap=None):
-    options = {"window": window, "soft_cap": soft_cap}
-    if not own:
-        return causal_attention(q, k, v, segment_ids, **options)
-    return causal_attention_with_own(q, k, v, own, segment_ids, **options)
-
-
-def _context_attention(*args, **named):
-    from specjax.kernels import context_parallel  # which imports this module
-
-    return context_parallel.attention(*args, **named)
-
-
-BACKEND = Kernels(
-    operations={
-        "tree_attention": tree_attention,
-        "causal_attention": _causal_attention,
-        "context_attention": _context_attention,
-        "commit": commit.write,
-        "product": product,
-    },
-    line="XLA reference",
-    by_device=False,
-)

@@ -13,11 +13,11 @@ from specjax.checkpoint.store import Checkpointer
 from specjax.command_line import parse_config
 from specjax.engine.engine import Engine
 from train import draft
+from train.data import samples as draft_data
 from train.data.prompts import Prompts
 from train.data.rows import problems
+from train.data.samples import Pair, choose_vocabulary, order_of, pack_pairs, read_texts
 from train.draft_schema import DraftRunConfig
-from train.heads import samples as draft_data
-from train.heads.samples import Pair, choose_vocabulary, order_of, pack_pairs, read_texts
 from train.run.files import read_metrics
 
 SETTINGS = {

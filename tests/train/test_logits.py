@@ -1,5 +1,6 @@
 """Logits in blocks have the values and gradients of all logits at once, also split over devices."""
 
+import dataclasses
 import functools
 
 import jax
@@ -93,9 +94,7 @@ def restored(context, rows):
     return np.asarray(rows) if context is None else context.restore(np.asarray(rows))
 
 
-@pytest.mark.parametrize("axes", LAYOUTS)
-@pytest.mark.parametrize(("name", "chunk"), [("lm_head", 5), ("embed", 13)])
-def test_scores_in_blocks_of_the_vocabulary_and_their_gradients(axes, name, chunk):
+def assert_blocks_equal_the_whole(scoring, axes, name, chunk):
     mesh, context, rows = placed(axes)
     normed, matrix = arrays()
     matrix = matrix.T if name == "embed" else matrix
@@ -103,24 +102,29 @@ def test_scores_in_blocks_of_the_vocabulary_and_their_gradients(axes, name, chun
     def scored(given, matrix, batch, mesh, context, chunk):
         head = Head.of(mesh, AXES[name], matrix, (ROWS, LENGTH), chunk)
         assert head.is_whole == (chunk is None)
+        how = dataclasses.replace(scoring, context=context)
 
         def loss(normed, matrix):
-            found = score_states(Scoring(0.7, context=context), head, normed, matrix, batch)
-            return jnp.sum(jnp.cos(found[0]) * batch["loss_mask"]) + found[1].sum(), found
+            found = score_states(how, head, normed, matrix, batch)
+            entropy = 0 if scoring.transforms else found[1].sum()
+            return jnp.sum(jnp.cos(found[0]) * batch["loss_mask"]) + entropy, found
 
         return jax.grad(loss, (0, 1), has_aux=True)(given, matrix)
 
     run = jax.jit(scored, static_argnums=(3, 4, 5))
     (d_normed, d_matrix), found = run(normed, matrix, packed(), None, None, None)
-    given = rows((normed, packed()))
-    in_blocks = run(given[0], weights(mesh, {name: matrix})[name], given[1], mesh, context, chunk)
-    (d_normed_b, d_matrix_b), found_b = in_blocks
+    given, matrix = rows((normed, packed())), weights(mesh, {name: matrix})[name]
+    (d_normed_b, d_matrix_b), found_b = run(given[0], matrix, given[1], mesh, context, chunk)
     for a, b in zip((d_normed, *found), (d_normed_b, *found_b), strict=True):
         np.testing.assert_allclose(a, restored(context, b), rtol=2e-5, atol=4e-5)
     np.testing.assert_allclose(d_matrix, d_matrix_b, rtol=2e-5, atol=4e-5)
-    if mesh is not None:
-        stored = weights(mesh, {name: matrix})[name].sharding
-        assert d_matrix_b.sharding.is_equivalent_to(stored, 2)
+    assert mesh is None or d_matrix_b.sharding.is_equivalent_to(matrix.sharding, 2)
+
+
+@pytest.mark.parametrize("axes", LAYOUTS)
+@pytest.mark.parametrize(("name", "chunk"), [("lm_head", 5), ("embed", 13)])
+def test_scores_in_blocks_of_the_vocabulary_and_their_gradients(axes, name, chunk):
+    assert_blocks_equal_the_whole(Scoring(0.7), axes, name, chunk)
 
 
 CASES = {
@@ -134,29 +138,8 @@ CASES = {
     [("penalties", 3, {}), pytest.param("filters", 9, MESH, marks=needs_devices)],
 )
 def test_scores_after_all_transforms_in_blocks_of_tokens(axes, case, chunk):
-    mesh, context, rows = placed(axes)
-    normed, matrix = arrays()
     transforms = Transforms.of(SamplingParams(**CASES[case], max_tokens=9), (3, 4), VOCAB)
-
-    def scored(given, matrix, batch, mesh, context, chunk):
-        head = Head.of(mesh, AXES["lm_head"], matrix, (ROWS, LENGTH), chunk)
-
-        def loss(normed, matrix):
-            found = score_states(
-                Scoring(transforms=transforms, context=context), head, normed, matrix, batch
-            )
-            return jnp.sum(jnp.cos(found[0]) * batch["loss_mask"]), found
-
-        return jax.grad(loss, (0, 1), has_aux=True)(given, matrix)
-
-    run = jax.jit(scored, static_argnums=(3, 4, 5))
-    (d_normed, d_matrix), found = run(normed, matrix, packed(), None, None, None)
-    given = rows((normed, packed()))
-    matrix = weights(mesh, {"lm_head": matrix})["lm_head"]
-    (d_normed_b, d_matrix_b), found_b = run(given[0], matrix, given[1], mesh, context, chunk)
-    for a, b in zip((d_normed, *found), (d_normed_b, *found_b), strict=True):
-        np.testing.assert_allclose(a, restored(context, b), rtol=2e-5, atol=4e-5)
-    np.testing.assert_allclose(d_matrix, d_matrix_b, rtol=2e-5, atol=4e-5)
+    assert_blocks_equal_the_whole(Scoring(transforms=transforms), axes, "lm_head", chunk)
 
 
 @pytest.mark.parametrize(
@@ -194,29 +177,24 @@ def assert_equal_but_for_rounding(found, wanted):
     np.testing.assert_allclose(factor, 1, atol=1e-3)
 
 
-def gradients_of_scores(scores, chunk):
-    """The program of the gradients of bfloat16 states and of the matrix, and its inputs."""
-    normed, matrix = arrays()
-    batch = packed()
-    transforms = Transforms.of(SamplingParams(**CASES["filters"], max_tokens=9), (3, 4), VOCAB)
-    head = Head.of(None, AXES["lm_head"], matrix, (ROWS, LENGTH), chunk)
-
-    def loss(normed, matrix):
-        how = Scoring(transforms=transforms) if scores == "processed" else Scoring(0.7)
-        found, _ = score_states(how, head, normed, matrix, batch)
-        return UNEVEN * jnp.sum(found * batch["loss_mask"])
-
-    return jax.jit(jax.grad(loss, (0, 1))), (jnp.bfloat16(normed), matrix)
-
-
 @pytest.mark.parametrize("scores", ["temperature", "processed"])
 def test_gradients_of_scores_of_bfloat16_states_are_the_same_in_blocks(scores):
-    program, given = gradients_of_scores(scores, None)
-    whole = program(*given)
-    program, given = gradients_of_scores(scores, 5)
-    d_normed, d_matrix = blocks = program(*given)
-    assert (d_normed.dtype, d_matrix.dtype) == (jnp.bfloat16, jnp.float32)
-    for found, wanted in zip(blocks, whole, strict=True):
+    (normed, matrix), batch = arrays(), packed()
+    transforms = Transforms.of(SamplingParams(**CASES["filters"], max_tokens=9), (3, 4), VOCAB)
+    how = Scoring(transforms=transforms) if scores == "processed" else Scoring(0.7)
+
+    def gradients(chunk):
+        head = Head.of(None, AXES["lm_head"], matrix, (ROWS, LENGTH), chunk)
+
+        def loss(normed, matrix):
+            found, _ = score_states(how, head, normed, matrix, batch)
+            return UNEVEN * jnp.sum(found * batch["loss_mask"])
+
+        return jax.jit(jax.grad(loss, (0, 1)))(jnp.bfloat16(normed), matrix)
+
+    blocks = gradients(5)
+    assert [gradient.dtype for gradient in blocks] == [jnp.bfloat16, jnp.float32]
+    for found, wanted in zip(blocks, gradients(None), strict=True):
         assert_equal_but_for_rounding(found, wanted)
 
 

@@ -167,7 +167,7 @@ def test_a_run_with_carried_groups_resumes_with_the_same_tokens_and_parameters(
     with Checkpointer(directory) as checkpoints:
         restore(resumed, checkpoints, 3)
         saved = checkpoints.restore(3, {})[1]
-    assert resumed.engine.controller.state() == saved["controller"]
+    assert [resumed.engine.controller.state()] == saved["controllers"]
     assert resumed.rollouts.state() == saved["rollouts"]
     assert resumed.done_steps == 3 and any(r.token_ids for r in responses(resumed))
     for expected in steps[3:]:

@@ -19,10 +19,9 @@ class Letters:
         return "".join(map(chr, ids))
 
 
-def groups(step=1, count=6, size=3, problems=None):
+def groups(step=1):
     found = []
-    for position in range(count):
-        index = position if problems is None else problems[position]
+    for position in range(6):
         responses = [
             Response(
                 token_ids=[97 + position, 97 + place, 60],
@@ -33,17 +32,17 @@ def groups(step=1, count=6, size=3, problems=None):
                 text=f"text {place}",
                 advantage=None if position == 0 else 0.25,
             )
-            for place in range(size)
+            for place in range(3)
         ]
-        answer = ("1", "2") if index == 1 else "1"
-        problem = Problem(f"p{index}", answer, index, f"rows.jsonl:{index}")
+        answer = ("1", "2") if position == 1 else "1"
+        problem = Problem(f"p{position}", answer, position, f"rows.jsonl:{position}")
         at = 10 * step + position
-        found.append(Group(at, at + 1, step, problem, [112, 63], responses, [0.0] * size))
+        found.append(Group(at, at + 1, step, problem, [112, 63], responses, [0.0] * 3))
     return found
 
 
-def log(path, count=4, resume=None, seed=3):
-    return SampleLog(path, count, seed, Letters(), ["exact", "format"], resume)
+def log(path, count, resume=None):
+    return SampleLog(path, count, 3, Letters(), ["exact", "format"], resume)
 
 
 def read(path):

@@ -9,6 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from specjax.tokenizer import load_tokenizer
 from train.data import __main__ as data_report
 from train.data import rows as data
 from train.data.checks import read_inputs
@@ -316,13 +317,6 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def plain(tiny_policy):
-    from specjax.tokenizer import load_tokenizer
-
-    return load_tokenizer(tiny_policy)
-
-
-@pytest.fixture(scope="module")
 def chat_policy(thin_policy, tmp_path_factory):
     """The tiny policy, its tokenizer with a chat template."""
     path = shutil.copytree(thin_policy, tmp_path_factory.mktemp("chat") / "policy")
@@ -334,8 +328,6 @@ def chat_policy(thin_policy, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def chatty(chat_policy):
-    from specjax.tokenizer import load_tokenizer
-
     return load_tokenizer(chat_policy)
 
 
@@ -374,17 +366,13 @@ def test_whatever_a_template_raises_is_one_line_with_the_row(tmp_path, chatty, m
 # --- python -m train.data ------------------------------------------------------------------------
 
 
-def show(capsys, *argv) -> str:
-    data_report.main([str(a) for a in argv])
-    return capsys.readouterr().out
-
-
 def test_the_report_shows_rows_as_the_model_sees_them(tmp_path, capsys, chat_policy):
     rows = [{"problem": f"How much is {i}+{i}?", "answer": 2 * i} for i in range(60)]
     rows += [rows[3], rows[3] | {"answer": "\\frac{1}{"}]
     path = tmp_path / "rows.parquet"
     path.write_bytes(parquet([r | {"answer": str(r["answer"])} for r in rows]))
-    said = show(capsys, path, "--model", chat_policy, "--max-prompt-tokens", 5)
+    data_report.main([str(path), "--model", str(chat_policy), "--max-prompt-tokens", "5"])
+    said = capsys.readouterr().out
     assert said.startswith(f"data: {path}, 62 rows read as math (problem, answer or solution), 1 ")
     assert "one message of the user, through the chat template; reward math_verify" in said
     assert said.count("\n--- the row ") == 10

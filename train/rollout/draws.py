@@ -97,7 +97,7 @@ class Draws:
     def restored(self, saved: dict) -> Group:
         """Makes a carried group of a checkpoint."""
         problem = self._order[saved["place"]]
-        return Group.from_json(saved, problem, self._prompts.ids(problem))
+        return Group.from_json(saved, problem, self._prompts.fit(problem)[0])
 
     def _is_lost(self, position: int) -> bool:
         """Returns whether the problem at this place is left out because it cannot be won.

@@ -1,0 +1,36 @@
+"""The backend of the table's name `reference`: XLA's own programs of every operation but `layers`.
+
+What they compute is in `reference.py`, and of rows that are split over devices in
+`context_parallel.py`.
+"""
+
+from __future__ import annotations
+
+from specjax.kernels import commit, context_parallel
+from specjax.kernels.backend import Kernels
+from specjax.kernels.reference import (
+    causal_attention,
+    causal_attention_with_own,
+    product,
+    tree_attention,
+)
+
+
+def _causal_attention(q, k, v, own, segment_ids, *, window=None, soft_cap=None):
+    options = {"window": window, "soft_cap": soft_cap}
+    if not own:
+        return causal_attention(q, k, v, segment_ids, **options)
+    return causal_attention_with_own(q, k, v, own, segment_ids, **options)
+
+
+BACKEND = Kernels(
+    operations={
+        "tree_attention": tree_attention,
+        "causal_attention": _causal_attention,
+        "context_attention": context_parallel.attention,
+        "commit": commit.write,
+        "product": product,
+    },
+    line="XLA reference",
+    by_device=False,
+)
