@@ -271,9 +271,9 @@ class HeadTrainer:
         given, self._given_head = self._given_head, None
         self.source, self.head = given or start_head(cfg, model, self.params, ids)
         del given
-        own = sum(a.size for a in jax.tree.leaves(self.head))
+        size = sum(a.size for a in jax.tree.leaves(self.head))
         begins = "a new one" if cfg.init is None else f"from init={cfg.init}"
-        say(f"head: {cfg.kind}, {begins}, {own / 1e6:.2f} M parameters")
+        say(f"head: {cfg.kind}, {begins}, {size / 1e6:.2f} M parameters")
         if line := self.source.described():
             say(line)
         common = {"attention": cfg.attention, "chunk": cfg.logprob_chunk_size}

@@ -154,7 +154,7 @@ def run(cfg: EvalConfig) -> dict[str, Any]:
         say(line)
     features = chunk_features(cfg, model, evaluating=True)
     say(engine.warm_up((features,), CompileProgress(print)))
-    total = sum(len(own.problems) * own.asked.n for own in sets)
+    total = sum(len(problem_set.problems) * problem_set.asked.n for problem_set in sets)
     with tqdm(total=total, unit="sample", dynamic_ncols=True, disable=None) as bar:
 
         def show(ended: int, totals: Totals) -> None:
@@ -196,8 +196,8 @@ def _leave_training_out(cfg: EvalConfig) -> None:
         cfg.draft.mode = "auto"
     cfg.draft.spot.enabled = cfg.checkpoint.draft_only = False
     cfg.mesh = MeshConfig()  # rollout.replicas and rollout.tp say which devices evaluate
-    own = {name for name in given_in(cfg) if name.startswith("data.")} | {"eval.problems"}
-    if cfg.eval.sets and not own & given_in(cfg):
+    names = {name for name in given_in(cfg) if name.startswith("data.")} | {"eval.problems"}
+    if cfg.eval.sets and not names & given_in(cfg):
         cfg.eval.problems = 0  # of the embedded task, which no setting names
     if "revision" not in typed and find_shipped(cfg.model).exists():
         cfg.revision = None  # of the model that the run began with
@@ -223,19 +223,19 @@ def _draft_with_trained_head(cfg: EvalConfig, is_run: bool) -> None:
 def _results(cfg: EvalConfig, sets: Sequence[ProblemSet], evaluated: Evaluated) -> dict[str, Any]:
     """The results of an evaluation, as JSON, without what says which weights were evaluated."""
     totals, about = evaluated.totals, {}
-    for own in sets:
-        name, prefix = own.asked.name, own.prefix
+    for problem_set in sets:
+        name, prefix = problem_set.asked.name, problem_set.prefix
         metrics = {
             key.removeprefix(prefix): value
             for key, value in evaluated.metrics.items()
             if key.startswith(prefix)
             and (name is not None or key.split("/")[1] not in cfg.eval.sets)
         }
-        params = dataclasses.asdict(own.asked.sampling)
+        params = dataclasses.asdict(problem_set.asked.sampling)
         about[name or HELD_OUT] = {
-            "n": own.asked.n,
-            "reward": list(own.scorer.names),
-            "max_prompt_tokens": own.asked.max_prompt_tokens,
+            "n": problem_set.asked.n,
+            "reward": list(problem_set.scorer.names),
+            "max_prompt_tokens": problem_set.asked.max_prompt_tokens,
             "sampling": {key: params[key] for key in sorted(params)},
             "metrics": metrics,
         }
@@ -334,8 +334,8 @@ def _table(results: dict[str, Any]) -> Table:
     sets = results["sets"]
     for name in sets:
         table.add_column(name, justify="right")
-    for metric in dict.fromkeys(key for own in sets.values() for key in own["metrics"]):
-        values = [own["metrics"].get(metric) for own in sets.values()]
+    for metric in dict.fromkeys(key for about in sets.values() for key in about["metrics"]):
+        values = [about["metrics"].get(metric) for about in sets.values()]
         table.add_row(metric, *("-" if value is None else f"{value:.4g}" for value in values))
     return table
 

@@ -141,14 +141,14 @@ def evaluation_engines(
     Raises:
       ValueError: the settings do not fit together.
     """
-    roll, asked = cfg.rollout, asked_sets(cfg.eval, cfg.rollout)
-    greedy = all(own.sampling.temperature == 0 for own in asked)
+    roll, sets = cfg.rollout, asked_sets(cfg.eval, cfg.rollout)
+    greedy = all(entry.sampling.temperature == 0 for entry in sets)
     speculate = roll.acceptance == "coupled" or (roll.acceptance == "greedy" and greedy)
     spec, control = SpecConfig("off", invariant=roll.invariant), None
     if speculate and drafts(cfg):
         spec, control = roll.spec(), roll.control_config()
-    prompt = max(roll.max_prompt_tokens, *(own.max_prompt_tokens for own in asked))
-    longest = max(roll.max_prompt_tokens + roll.max_tokens, *(own.longest for own in asked))
+    prompt = max(roll.max_prompt_tokens, *(entry.max_prompt_tokens for entry in sets))
+    longest = max(roll.max_prompt_tokens + roll.max_tokens, *(entry.longest for entry in sets))
     sizes = _Sizes(cfg.eval.max_batch or roll.max_batch, prompt, longest - prompt)
     return _engines(cfg, model, meshes, sizes, spec, source, control)
 
@@ -322,12 +322,12 @@ def chunk_features(cfg: RLConfig, model: ModelConfig, evaluating: bool = False) 
       ConfigError: a setting does not fit the model.
     """
     longest = cfg.rollout.max_prompt_tokens + cfg.rollout.max_tokens
-    asked = [("rollout", longest, group_params(cfg, 0, 0))]
+    cases = [("rollout", longest, group_params(cfg, 0, 0))]
     if evaluating:
         sets = asked_sets(cfg.eval, cfg.rollout)
-        asked = [(own.key, own.longest, own.params()) for own in sets]
+        cases = [(entry.key, entry.longest, entry.params()) for entry in sets]
     features = []
-    for where, longest, params in asked:
+    for where, longest, params in cases:
         # Stop strings are searched for on the host.
         [job] = make_jobs([0], dataclasses.replace(params, n=1, stop=()), model.eos_token_ids)
         try:
@@ -379,11 +379,11 @@ def settle_length(cfg: RLConfig, model: ModelConfig) -> str | None:
       ConfigError: the user set lengths that the model has too few positions for.
     """
     line = fit_lengths(cfg, cfg.model, model.max_position)
-    for own in asked_sets(cfg.eval, cfg.rollout):
-        if own.longest > model.max_position:
+    for entry in asked_sets(cfg.eval, cfg.rollout):
+        if entry.longest > model.max_position:
             raise ConfigError(
-                f"{own.key}: max_prompt_tokens={own.max_prompt_tokens} + max_tokens="
-                f"{own.sampling.max_tokens} must be at most {model.max_position}, the longest "
+                f"{entry.key}: max_prompt_tokens={entry.max_prompt_tokens} + max_tokens="
+                f"{entry.sampling.max_tokens} must be at most {model.max_position}, the longest "
                 f"sequence of {cfg.model}"
             )
     return line
@@ -396,8 +396,8 @@ def as_computed(cfg: RLConfig, model: ModelConfig) -> ModelConfig:
 
 def as_rolled_out(cfg: RLConfig, model: ModelConfig) -> ModelConfig:
     """Returns a config of `as_computed` with the dtype of rollouts, for engines and sources."""
-    asked = cfg.rollout.dtype
-    return model if asked == AUTO else model.running(compute_dtype=asked)
+    dtype = cfg.rollout.dtype
+    return model if dtype == AUTO else model.running(compute_dtype=dtype)
 
 
 def build_programs(

@@ -111,10 +111,10 @@ def _steps(run: Run, trainer: Trainer, samples: SampleLog, heads: HeadCheckpoint
 
     def evaluate(when: str) -> dict[str, float]:
         metrics = trainer.evaluate()
-        for own in trainer.eval_sets:
-            name = own.asked.name
+        for problem_set in trainer.eval_sets:
+            name = problem_set.asked.name
             groups = trainer.last_evaluation[name]
-            samples.log_evaluation(trainer.done_steps, name, own.scorer.labels, groups)
+            samples.log_evaluation(trainer.done_steps, name, problem_set.scorer.labels, groups)
         say(f"evaluation {when}: {described(metrics)}")
         return metrics
 
@@ -233,16 +233,16 @@ def _start_lines(run: Run, trainer: Trainer) -> Iterator[str]:
 
 def generation_config_line(cfg: RLConfig, model: ModelConfig) -> str | None:
     """Writes the line at start if generation_config.json differs from `rollout.*`; else None."""
-    own = cfg.rollout.sampling_params()
+    params = cfg.rollout.sampling_params()
     file = dict(sampling_defaults(model.generation))
     if ("do_sample", False) in model.generation:
         file["temperature"] = 0.0
-    differing = {name: value for name, value in file.items() if value != getattr(own, name)}
-    if max(own.top_k, differing.get("top_k", 0)) <= 0:
+    differing = {name: value for name, value in file.items() if value != getattr(params, name)}
+    if max(params.top_k, differing.get("top_k", 0)) <= 0:
         differing.pop("top_k", None)  # 0 and -1 both keep all tokens
     if not differing:
         return None
-    ours = ", ".join(f"rollout.{name}={getattr(own, name)}" for name in differing)
+    ours = ", ".join(f"rollout.{name}={getattr(params, name)}" for name in differing)
     theirs = ", ".join(f"{name}={value}" for name, value in differing.items())
     return (
         f"rollouts sample with {ours}, and not as generation_config.json asks ({theirs}): set "

@@ -214,7 +214,7 @@ class Trainer:
         self.eval_engine, self._shares_programs = None, False
         if built.eval_engines:  # which take the programs of rollouts where they can
             pairs = zip(built.eval_engines, built.engines, strict=True)
-            self._shares_programs = all([own.share_programs(roll) for own, roll in pairs])
+            self._shares_programs = all([engine.share_programs(roll) for engine, roll in pairs])
             self.eval_engine = join_engines(built.eval_engines, self.copies)
         self._build_spot(built.replica_drafts)
         self.sync_weights()
@@ -229,12 +229,12 @@ class Trainer:
         always = [token for token in dict.fromkeys(always) if token < size]
         spec = self._any_engine.spec
         every = roll.draft_vocab_every if spec.token_map is None and spec.by_token else 0
-        own = own_ids(self.source, self._draft_params)
+        ids = own_ids(self.source, self._draft_params)
         try:
-            first = draft_ids(self.model, spec, own)
+            first = draft_ids(self.model, spec, ids)
         except SettingError as error:
             raise ConfigError(spelled(error, SPELL)) from error
-        self.vocabulary = DraftVocabulary(size, first, always, every, roll.draft_vocab_decay, own)
+        self.vocabulary = DraftVocabulary(size, first, always, every, roll.draft_vocab_decay, ids)
         self._give_vocabulary()
 
     def _give_vocabulary(self) -> None:
@@ -483,8 +483,8 @@ class Trainer:
         updates, denominators = [], []
         for shard in np.array_split(np.arange(len(responses)), cfg.algo.updates_per_rollout):
             places = set(shard.tolist())
-            if own := [sample for sample in samples if sample.sample_id in places]:
-                updates.append(pack(own, cfg.packing.row_length, self.row_sizes))
+            if kept := [sample for sample in samples if sample.sample_id in places]:
+                updates.append(pack(kept, cfg.packing.row_length, self.row_sizes))
                 # Samples that are masked as truncated count, as in TRL.
                 denominators.append(count_denominators(updates[-1], len(shard)))
         metrics["train/padding_share"] = padding_share(b for batches in updates for b in batches)
@@ -545,8 +545,8 @@ class Trainer:
         """Computes metrics of evaluation on all sets, with the same seeds every time."""
         self._give_evaluation()
         if self._shares_programs:  # it begins with what rollouts know, and keeps what it learns
-            for own, rollouts in zip(self.eval_engine.engines, self.engines, strict=True):
-                own.controller.load_state(copy.deepcopy(rollouts.controller.state()))
+            for engine, rollouts in zip(self.eval_engine.engines, self.engines, strict=True):
+                engine.controller.load_state(copy.deepcopy(rollouts.controller.state()))
         eos_ids, most = self.model.eos_token_ids, self.cfg.log.samples
         evaluated = evaluate(self.eval_engine, self.eval_sets, eos_ids, self.cfg.eval.seed)
         self.last_evaluation = {name: sets[:most] for name, sets in evaluated.groups.items()}

@@ -259,8 +259,8 @@ def page(embedded: Mapping[str, Any] | None = None) -> str:
         f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
         "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'"
     )
-    head, found, tail = text.partition(_EMPTY)
-    if not found or 'content="POLICY"' not in head:
+    head, place, tail = text.partition(_EMPTY)
+    if not place or 'content="POLICY"' not in head:
         raise RuntimeError(f"{PAGE}: expected the places of data and policy; install it again")
     # `<` would end the script; json escapes all that is not ASCII.
     data = json.dumps(embedded).replace("<", "\\u003c")
@@ -302,14 +302,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._send(403, "text/plain", "this page is for 127.0.0.1 alone\n")
             return
         address = urllib.parse.urlsplit(self.path)
-        asked = dict(urllib.parse.parse_qsl(address.query))
+        query = dict(urllib.parse.parse_qsl(address.query))
         run = self.server.run
         if address.path == "/":
             self._send(200, "text/html", page())
         elif address.path == "/updates":
-            self._send(200, "application/json", json.dumps(run.updates(asked)))
+            self._send(200, "application/json", json.dumps(run.updates(query)))
         elif address.path == "/samples":
-            self._send(200, "application/json", json.dumps({"rows": run.samples(asked)}))
+            self._send(200, "application/json", json.dumps({"rows": run.samples(query)}))
         else:
             self._send(404, "text/plain", "there is /, /updates and /samples\n")
 

@@ -312,8 +312,8 @@ def held_out(cfg: RLConfig) -> int:
     many are held out in any case. Arguments of the data set are not compared: one that is given may
     equal its default.
     """
-    same = [own for own in cfg.eval.sets.values() if own.dataset == cfg.data.dataset is not None]
-    most = max((own.problems or 0 for own in same), default=0)
+    sets = [one for one in cfg.eval.sets.values() if one.dataset == cfg.data.dataset is not None]
+    most = max((one.problems or 0 for one in sets), default=0)
     return most if most > cfg.data.heldout_size else 0
 
 

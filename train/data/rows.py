@@ -250,8 +250,8 @@ def _read_table(paths: tuple[str, ...], stamps: Any, identity: _Identity, duplic
     for place, row in read_rows(paths):
         example = dataclasses.replace(read_row(task, row, place), row=row)
         answer = example.answer
-        told = repr(answer.value) if isinstance(answer, Unread) else each_gold(answer)
-        key = (question_of(example.prompt), told)
+        gold = repr(answer.value) if isinstance(answer, Unread) else each_gold(answer)
+        key = (question_of(example.prompt), gold)
         known = seen.setdefault(key, example)
         if known is not example:
             repeated += 1

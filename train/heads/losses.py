@@ -94,9 +94,10 @@ class Sampling:
             top_p=each(self.top_p, jnp.float32),
             min_p=each(self.min_p, jnp.float32),
         )
-        at = sampling.Rows(np.zeros(1, np.int32), jnp.zeros((rows, number, 0), jnp.int32))
+        places = sampling.Rows(np.zeros(1, np.int32), jnp.zeros((rows, number, 0), jnp.int32))
         kept = jax.lax.stop_gradient(scores)
-        kept = sampling.transform(kept, options, features, None, at)  # no filter reads the history
+        # No filter reads the history.
+        kept = sampling.transform(kept, options, features, None, places)
         return jnp.where(kept > -jnp.inf, scores, -jnp.inf)
 
 

@@ -159,8 +159,8 @@ class Comparison:
         """Adds up per token losses and aux over the tokens of each step."""
         losses = tuple(_masked_sum(x, y.terms) for x, y in zip(losses, labels, strict=True))
         aux = tuple(
-            {key: _masked_sum(x, label.mask) for key, x in found.items()}
-            for found, label in zip(aux, labels, strict=True)
+            {key: _masked_sum(x, label.mask) for key, x in sums.items()}
+            for sums, label in zip(aux, labels, strict=True)
         )
         return losses, aux
 
@@ -241,7 +241,7 @@ def _blocks_fwd(how: Comparison, outputs, matrix, normed, policy_matrix, ids, la
 
     def block(parts, now):
         outputs, policy, labels = now
-        target, found = objective.target(how.policy.logits(policy, policy_weight), ids), []
+        target, results = objective.target(how.policy.logits(policy, policy_weight), ids), []
         for group in groups:
 
             def losses(*logits, group=group):
@@ -256,15 +256,15 @@ def _blocks_fwd(how: Comparison, outputs, matrix, normed, policy_matrix, ids, la
             for k, value, more, (_, back), d in zip(
                 group, values, aux, made, d_logits, strict=True
             ):
-                found.append((value, more, *back(d)))
+                results.append((value, more, *back(d)))
                 if how.own:
                     parts = parts + matrix_gradient(how.draft, outputs[k], d)
-        return parts, found
+        return parts, results
 
     blocks = jax.tree.map(cut.cut, (outputs, labels))
     parts = no_matrix_gradient(how.draft) if how.own else None
-    parts, found = jax.lax.scan(block, parts, (blocks[0], policy, blocks[1]))
-    values, aux, gradients = zip(*jax.tree.map(cut.joined, found), strict=True)
+    parts, results = jax.lax.scan(block, parts, (blocks[0], policy, blocks[1]))
+    values, aux, gradients = zip(*jax.tree.map(cut.joined, results), strict=True)
     losses, aux = how.sums(values, aux, labels)
     d_matrix = added_up(how.draft, parts) if how.own else None
     return (how.mean_loss(losses, labels), (losses, aux)), (gradients, d_matrix, labels)

@@ -117,5 +117,5 @@ class UpdateSpeed:
         if self._flops.refusal is not None:
             return {}
         rate = self._flops.update(lengths) / max(seconds, 1e-9) / self._count
-        found = {"perf/tflops/actor": rate / 1e12}
-        return found if self.chip is None else {**found, "perf/mfu/actor": rate / self.chip.peak}
+        speed = {"perf/tflops/actor": rate / 1e12}
+        return speed if self.chip is None else {**speed, "perf/mfu/actor": rate / self.chip.peak}

@@ -184,12 +184,12 @@ def _scores_fwd(head: Head, entropy_gradient: bool, normed, matrix, labels, temp
         rows, label = normed.reshape(-1, normed.shape[-1]), _own_columns(head, labels)
         table = matrix.T if head.axis else matrix
 
-        def one(width, found, first):
-            peak, total, weighted, picked = found
+        def one(width, sums, first):
+            peak, total, weighted, picked = sums
             scores, _, columns = _block(rows, table, temperature, first, width)
             higher = jnp.maximum(peak, scores.max(axis=-1))
-            at = _finite(higher)
-            p, before = jnp.exp(scores - at[:, None]), jnp.exp(peak - at)
+            shift = _finite(higher)
+            p, before = jnp.exp(scores - shift[:, None]), jnp.exp(peak - shift)
             total = before * total + p.sum(axis=-1)
             weighted = before * weighted + jnp.where(p > 0, p * scores, 0.0).sum(axis=-1)
             picked += jnp.where(columns == label, scores, 0.0).sum(axis=-1)
@@ -204,8 +204,8 @@ def _scores_fwd(head: Head, entropy_gradient: bool, normed, matrix, labels, temp
             sums = scale * total, scale * weighted, picked
             peak, (total, weighted, picked) = highest, jax.lax.psum(sums, split)
         log_z = jnp.log(total) + _finite(peak)
-        found = picked - log_z, log_z - weighted / total, log_z
-        return tuple(x.reshape(labels.shape) for x in found)
+        scores = picked - log_z, log_z - weighted / total, log_z
+        return tuple(x.reshape(labels.shape) for x in scores)
 
     row, one = _specs(head)
     local = head.matrix.on_devices(local, (row, one, row, jax.P()), (row, row, row))
@@ -229,8 +229,8 @@ def _scores_bwd(head: Head, entropy_gradient: bool, residuals, cotangents):
             log_z, weight = of_rows
         weight = weight / temperature
 
-        def one(width, found, first):
-            d_rows, table = found
+        def one(width, gradients, first):
+            d_rows, table = gradients
             scores, part, columns = _block(rows, table, temperature, first, width)
             p = jnp.exp(scores - log_z)
             d = weight * ((columns == label) - p)
@@ -267,13 +267,13 @@ def _specs(head: Head) -> tuple[jax.P | None, jax.P | None]:
     return sharding.rows_sharding(mesh).spec, head.matrix.gathered_spec
 
 
-def _in_blocks(head: Head, one: Callable, found: Any) -> Any:
+def _in_blocks(head: Head, one: Callable, carry: Any) -> Any:
     """Runs `one(width, found, first column)` block by block; the last one may have fewer ids."""
     width, vocab = head.block_ids, head.vocab
     full = functools.partial(one, width)
     firsts = jnp.arange(0, vocab - vocab % width, width)
-    found, _ = jax.lax.scan(lambda found, first: (full(found, first), None), found, firsts)
-    return one(vocab % width, found, vocab - vocab % width) if vocab % width else found
+    carry, _ = jax.lax.scan(lambda carry, first: (full(carry, first), None), carry, firsts)
+    return one(vocab % width, carry, vocab - vocab % width) if vocab % width else carry
 
 
 def _own_columns(head: Head, ids: Int[Array, "R S"]) -> Int[Array, "T 1"]:
@@ -454,12 +454,12 @@ def _over_tokens_fwd(cut: Cut, function: Callable, normed, matrix, start, rows):
 
     def one(carry, now):
         normed, rows = now
-        new, found = function(carry, cut.head.logits(normed, matrix), rows)
-        return new, (found, carry)
+        new, result = function(carry, cut.head.logits(normed, matrix), rows)
+        return new, (result, carry)
 
     blocks = jax.tree.map(cut.cut, (normed, rows))
-    _, (found, carries) = jax.lax.scan(one, start, blocks)
-    return jax.tree.map(cut.joined, found), (normed, matrix, carries, rows)
+    _, (result, carries) = jax.lax.scan(one, start, blocks)
+    return jax.tree.map(cut.joined, result), (normed, matrix, carries, rows)
 
 
 def _over_tokens_bwd(cut: Cut, function: Callable, residuals, d_found):
@@ -502,8 +502,8 @@ def matrix_gradient(
     head: Head, normed: Float[Array, "N size D"], d_logits: Float[Array, "N size C"]
 ) -> Float[Array, "ways ..."]:
     """The gradient of a head's matrix from the states and the logits' gradient of a block."""
-    own = [x.reshape(head.ways, -1, x.shape[-1]) for x in (normed, d_logits)]
-    return _gradient(*(own if head.axis else own[::-1]), ((1,), (1,)), ((0,), (0,)))
+    parts = [x.reshape(head.ways, -1, x.shape[-1]) for x in (normed, d_logits)]
+    return _gradient(*(parts if head.axis else parts[::-1]), ((1,), (1,)), ((0,), (0,)))
 
 
 def added_up(head: Head, parts: Float[Array, "ways ..."]) -> Array:

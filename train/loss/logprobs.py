@@ -227,10 +227,10 @@ class Transforms:
 
     def _split(self, filters: bool) -> Features:
         """The filters alone, or the transforms before them."""
-        own = self.features
+        used = self.features
         if filters:
-            return Features(top_k=own.top_k, top_p=own.top_p, min_p=own.min_p)
-        return dataclasses.replace(own, top_k=False, top_p=False, min_p=False)
+            return Features(top_k=used.top_k, top_p=used.top_p, min_p=used.min_p)
+        return dataclasses.replace(used, top_k=False, top_p=False, min_p=False)
 
 
 def _processed_rows(how: Scoring, batch: Mapping[str, Array], vocab: int) -> tuple:
@@ -290,10 +290,10 @@ def _score_in_order(
 
     def one(counts: Counts, now):
         logits, following, length, token, is_generated, begins = now
-        found = jax.nn.one_hot(token, vocab, dtype=jnp.int32)
+        one_hot = jax.nn.one_hot(token, vocab, dtype=jnp.int32)
         made = is_generated[:, None]
-        prompt = (counts.prompt & ~begins[:, None]) | ((found > 0) & ~made)
-        counts = Counts(prompt, jnp.where(begins[:, None], 0, counts.output) + found * made)
+        prompt = (counts.prompt & ~begins[:, None]) | ((one_hot > 0) & ~made)
+        counts = Counts(prompt, jnp.where(begins[:, None], 0, counts.output) + one_hot * made)
         scores = transforms.scores(logits[:, None], following[:, None], length[:, None], counts)
         return counts, logprobs_and_entropy(scores[:, 0], following, entropy_gradient)
 
@@ -301,7 +301,7 @@ def _score_in_order(
         return jnp.moveaxis(x, 1, 0).reshape(positions // size, size, *x.shape[:1], *x.shape[2:])
 
     size = math.gcd(positions, BLOCK)
-    each = jax.tree.map(of_blocks, (logits, following, length, tokens, generated, begins))
+    blocks = jax.tree.map(of_blocks, (logits, following, length, tokens, generated, begins))
     block = jax.checkpoint(lambda counts, now: jax.lax.scan(one, counts, now))
-    counts, found = jax.lax.scan(block, counts, each)
-    return counts, jax.tree.map(lambda x: jnp.moveaxis(x.reshape(positions, rows), 0, 1), found)
+    counts, scores = jax.lax.scan(block, counts, blocks)
+    return counts, jax.tree.map(lambda x: jnp.moveaxis(x.reshape(positions, rows), 0, 1), scores)

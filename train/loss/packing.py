@@ -142,7 +142,7 @@ def pack(
 def padding_share(batches: Iterable[PackedBatch]) -> float:
     """The share of positions in micro-batches that hold no token of a sample."""
     padding = [batch["segment_ids"] == 0 for batch in batches]
-    return float(sum(each.sum() for each in padding) / sum(each.size for each in padding))
+    return float(sum(mask.sum() for mask in padding) / sum(mask.size for mask in padding))
 
 
 def pack_demonstrations(

@@ -234,7 +234,7 @@ class PolicyTrainer:
         params = {**params, **norm}
         model: Transformer = nnx.merge(graphdef(self.cfg), params)
         with sharding.ambient(self.mesh):
-            found = model.hidden(
+            states = model.hidden(
                 batch["tokens"],
                 batch["positions"],
                 batch["segment_ids"],
@@ -242,7 +242,7 @@ class PolicyTrainer:
                 taps=self.taps,
                 given=batch.get("records"),
             )
-        return model, found.x, jnp.concatenate([found.x, *found.taps], axis=-1)
+        return model, states.x, jnp.concatenate([states.x, *states.taps], axis=-1)
 
     def _token_logprobs(self, params: Params, batch: Batch):
         model, x, states = self._forward(params, batch)

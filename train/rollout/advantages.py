@@ -176,5 +176,5 @@ def score_new_tokens(
         scored, generated = logprobs(batch), batch["loss_mask"] > 0
         for index in np.unique(batch["sample_ids"][generated]).tolist():
             response, carried = responses[index], responses[index].num_carried
-            own = scored[generated & (batch["sample_ids"] == index)]
-            response.old_logprobs = response.old_logprobs[:carried] + own[carried:].tolist()
+            values = scored[generated & (batch["sample_ids"] == index)]
+            response.old_logprobs = response.old_logprobs[:carried] + values[carried:].tolist()

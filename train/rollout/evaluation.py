@@ -74,23 +74,23 @@ def evaluate(
     places: list[tuple[GroupRewards, Group, int]] = []  # of each job
     groups: dict[str | None, list[Group]] = {}
     rewards, overlong = [], []
-    for own in sets:
-        text = ResponseText(own.prompts.tokenizer, own.asked.params(), eos_ids)
-        rewards.append(GroupRewards(own.scorer, text))
-        groups[own.asked.name] = made = []
+    for problem_set in sets:
+        text = ResponseText(problem_set.prompts.tokenizer, problem_set.asked.params(), eos_ids)
+        rewards.append(GroupRewards(problem_set.scorer, text))
+        groups[problem_set.asked.name] = made = []
         overlong.append(0.0)
-        for problem in own.problems:
-            ids, why = own.prompts.fit(problem)
+        for problem in problem_set.problems:
+            ids, why = problem_set.prompts.fit(problem)
             overlong[-1] += why is not None
             if ids is None:
                 continue
-            n, index = own.asked.n, len(made)
+            n, index = problem_set.asked.n, len(made)
             group = Group(index, index + 1, 0, problem, ids, [Response() for _ in range(n)])
             made.append(group)
             places += [(rewards[-1], group, place) for place in range(n)]
-            params = own.asked.params(seed + problem.index)
-            where = f"{own.asked.key}: prompt {problem.index}"
-            jobs += make_jobs(ids, params, eos_ids, own.prompts.tokenizer, len(jobs), where)
+            params = problem_set.asked.params(seed + problem.index)
+            where = f"{problem_set.asked.key}: prompt {problem.index}"
+            jobs += make_jobs(ids, params, eos_ids, problem_set.prompts.tokenizer, len(jobs), where)
 
     def on_sample(index: int, sample: SampleOutput) -> None:
         scores, group, place = places[index]
@@ -102,33 +102,34 @@ def evaluate(
     try:
         outputs, totals = engine.generate(jobs, on_progress, on_sample)
         require_valid(outputs, lambda index: jobs[index].where)
-        for own, scores, dropped in zip(sets, rewards, overlong, strict=True):
+        for problem_set, scores, dropped in zip(sets, rewards, overlong, strict=True):
 
-            def judge(own=own, scores=scores) -> dict[str, float]:
-                for group in groups[own.asked.name]:
+            def judge(problem_set=problem_set, scores=scores) -> dict[str, float]:
+                for group in groups[problem_set.asked.name]:
                     scores.score(group)
-                return _metrics(own, groups[own.asked.name])
+                return _metrics(problem_set, groups[problem_set.asked.name])
 
             # Rewards may be random or take long: one process computes them, and all log the same.
             for name, value in distributed.of_first(judge, "evaluation").items():
                 metrics[name] = metrics.get(name, 0.0) + value  # times are of all sets together
-            metrics[f"{own.prefix}prompts_overlong"] = dropped
+            metrics[f"{problem_set.prefix}prompts_overlong"] = dropped
     finally:
         for scores in rewards:
             scores.end()
-    for own in sets:  # which may share their rewards
-        if own.alone:
-            own.scorer.close()
+    for problem_set in sets:  # which may share their rewards
+        if problem_set.alone:
+            problem_set.scorer.close()
     return Evaluated(metrics | {"time/eval": time.perf_counter() - started}, totals, groups)
 
 
 # --- metrics -------------------------------------------------------------------------------------
 
 
-def _metrics(own: ProblemSet, groups: Sequence[Group]) -> dict[str, float]:
+def _metrics(problem_set: ProblemSet, groups: Sequence[Group]) -> dict[str, float]:
     """Computes the metrics of a set, and the seconds in its rewards."""
     responses = [response for group in groups for response in group.responses]
-    prefix, n, figures = own.prefix, own.asked.n, own.scorer.metrics()
+    prefix, n, scorer = problem_set.prefix, problem_set.asked.n, problem_set.scorer
+    figures = scorer.metrics()
     reward = float(np.mean([response.reward for response in responses]))
     metrics = {
         "time/eval_reward": figures["time/reward"],
@@ -144,16 +145,17 @@ def _metrics(own: ProblemSet, groups: Sequence[Group]) -> dict[str, float]:
         f"{prefix}response_length_mean": float(np.mean([len(r.token_ids) for r in responses])),
     }
     scores = [[Score(r.reward, r.failed, r.parts) for r in group.responses] for group in groups]
-    if own.asked.name is None:
-        means = own.scorer.part_means([score for one in scores for score in one])
+    if problem_set.asked.name is None:
+        means = scorer.part_means([score for one in scores for score in one])
         metrics |= {f"eval/reward/{label}": mean for label, mean in means.items()}
         return metrics | {"eval/reward": reward} | lengths
     metrics[f"{prefix}avg@{n}"] = reward
-    right = [sum(is_right(own.scorer, score, own.pass_reward) for score in one) for one in scores]
+    least = problem_set.pass_reward
+    right = [sum(is_right(scorer, score, least) for score in one) for one in scores]
     for k in sorted({1 << i for i in range(n.bit_length())} | {n}):  # powers of two up to n, and n
         metrics[f"{prefix}pass@{k}"] = float(np.mean([pass_at_k(n, c, k) for c in right]))
-    if own.scorer.built_in is not None:
-        same, extract = same_answer(own.scorer.built_in), own.scorer.built_in.extract
+    if scorer.built_in is not None:
+        same, extract = same_answer(scorer.built_in), scorer.built_in.extract
         votes = [majority([extract(r.text) for r in g.responses], same) for g in groups]
         values = [g.responses[vote].reward for g, vote in zip(groups, votes, strict=True)]
         metrics[f"{prefix}maj@{n}"] = float(np.mean(values))
@@ -236,7 +238,7 @@ def described(metrics: Mapping[str, float]) -> str | None:
         label = _SHOWN.get(inside[0], inside[0] if "@" in inside[0] else None)
         if first == "eval" and name != "reward" and label is not None:
             sets.setdefault(name, []).append(f"{label} {value:.3f}")
-    return "; ".join(f"{name}: {', '.join(said)}" for name, said in sets.items()) or None
+    return "; ".join(f"{name}: {', '.join(figures)}" for name, figures in sets.items()) or None
 
 
 # Metrics of a set without @, and their names for the user.

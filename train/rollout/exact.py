@@ -90,7 +90,7 @@ class ExactMode:
         """The first difference of each sample that differs; the same list in all processes."""
         if self._plain is not None:
             self._load()
-        found = []
+        differences = []
         if self._engine.engines:
-            found = first_differences(self._engine.runner, jobs, plain, speculative)
-        return next(filter(None, distributed.gather(found, "exact mode")))
+            differences = first_differences(self._engine.runner, jobs, plain, speculative)
+        return next(filter(None, distributed.gather(differences, "exact mode")))

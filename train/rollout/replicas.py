@@ -85,8 +85,8 @@ def join_engines(
       copies: object that copies weights to all processes; None for one process.
       score: function that begins to score a finished sample in the process that ran it.
     """
-    own = Replicas(engines) if len(engines) > 1 else engines[0]
-    return own if copies is None else Hosts(own, copies, score)
+    engine = Replicas(engines) if len(engines) > 1 else engines[0]
+    return engine if copies is None else Hosts(engine, copies, score)
 
 
 def gather_replicas(own: Sequence[Engine], read: Callable[[Engine], Any]) -> list:

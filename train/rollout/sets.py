@@ -65,7 +65,7 @@ def problem_sets(cfg: RLConfig, inputs: Inputs, model: str) -> tuple[list[Proble
     scorers = {(names, tuple(cfg.rewards.weights or [1.0] * len(names))): inputs.scorer}
     from_files = isinstance(inputs.problems, list)
     # Generated problems take time to make, and are not compared with rows of files.
-    compared = {name for name, own in cfg.eval.sets.items() if from_files or not own.path}
+    compared = {name for name, chosen in cfg.eval.sets.items() if from_files or not chosen.path}
     training = _drawn(cfg, inputs.problems) if compared else []
     questions = {rows.asked_by(problem) for problem in training}
     for asked in asked_sets(cfg.eval, cfg.rollout):
@@ -173,7 +173,7 @@ def _weights_of(
 def _data_of(cfg: RLConfig, chosen: EvalSet) -> DataConfig:
     """Makes the settings of data that read a set: every row of its files is held out."""
     shared = ("chat", "chat_template_kwargs", "prompt_template")
-    own = {name: getattr(chosen, name) for name in shared if getattr(chosen, name) is not None}
+    given = {name: getattr(chosen, name) for name in shared if getattr(chosen, name) is not None}
     most = chosen.problems
     if most is None:
         most = cfg.data.heldout_size if chosen.path is None else _ALL
@@ -187,7 +187,7 @@ def _data_of(cfg: RLConfig, chosen: EvalSet) -> DataConfig:
         answer_key=chosen.answer_key,
         dataset=chosen.dataset,
         dataset_args=chosen.dataset_args,
-        **own,
+        **given,
     )
     if data.prompt_template is not None and chosen.prompt_template is None and data.path:
         first = rows.read_table(data.path, rows.find_task(data)).examples[0][1]

@@ -149,8 +149,8 @@ def git_state(directory: Path) -> dict[str, Any]:
         status = git("status", "--porcelain", "-z", "--untracked-files=normal")
         patch = git("diff", "--no-ext-diff", "--no-color", "HEAD")
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error).encode()
-        return {"problem": said.decode("utf-8", "replace").strip().splitlines()[0]}
+        text = getattr(error, "stderr", None) or str(error).encode()
+        return {"problem": text.decode("utf-8", "replace").strip().splitlines()[0]}
     size = len(patch.encode())
     return {
         "root": root,

@@ -47,13 +47,13 @@ def find_task(name: str) -> Task:
     """
     from specjax.interfaces import Task  # which imports jax: layouts alone need none
 
-    found = TASKS.find(name)
-    if not isinstance(found, Task):
+    task = TASKS.find(name)
+    if not isinstance(task, Task):
         raise ValueError(
-            f"task {name!r} is a {type(found).__name__}; expected {TASKS.expected}, or another "
+            f"task {name!r} is a {type(task).__name__}; expected {TASKS.expected}, or another "
             "object with the attributes and methods of specjax.interfaces.Task"
         )
-    return found
+    return task
 
 
 def _all() -> Iterator[Task]:

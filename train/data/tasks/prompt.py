@@ -158,9 +158,9 @@ def _value_of(row: Row, key: str, setting: str):
     """
     if key in row:
         return row[key]
-    found = row
+    value = row
     for part in key.split("."):
-        if not isinstance(found, Mapping) or part not in found:
+        if not isinstance(value, Mapping) or part not in value:
             raise RowError(f"expected a column {key!r} ({setting}), got a row without it")
-        found = found[part]
-    return found
+        value = value[part]
+    return value

@@ -49,8 +49,8 @@ class ReinforcePP(Clip):
     def advantages(self, rewards: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
         """Computes advantages of samples of one token each, see `token_advantages`."""
         one = [np.ones(1)] * np.size(rewards)
-        found = self.token_advantages(rewards, one, [np.zeros(1)] * len(one))
-        return np.concatenate(found).reshape(np.shape(rewards))
+        advantages = self.token_advantages(rewards, one, [np.zeros(1)] * len(one))
+        return np.concatenate(advantages).reshape(np.shape(rewards))
 
     def token_advantages(
         self,
