@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from train.answers.extract import ANSWER_MARK
 from train.data.tasks.layout import SPLITS, Demonstration, Problem, check_split, split_of
+from train.rewards.answers.extract import ANSWER_MARK
 
 if TYPE_CHECKING:
     from train.schema import DataConfig
