@@ -49,9 +49,9 @@ from specjax.weights import matrix
 from train import rl
 from train.data import __main__ as data_report
 from train.data import rows as data
+from train.rewards.scoring import Scorer
 from train.run.files import read_metrics
 from train.schema import DataConfig
-from train.scoring import Scorer
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/extend.md").read_text(encoding="utf-8")

@@ -31,11 +31,11 @@ TASKS = Registry(
 REWARDS = Registry(
     "reward",
     {
-        "exact": "train.rewards:EXACT",
-        "number": "train.rewards:NUMBER",
-        "math_verify": "train.rewards:MATH_VERIFY",
-        "choice": "train.rewards:CHOICE",
-        "format": "train.rewards:FORMAT",
+        "exact": "train.rewards.builtin:EXACT",
+        "number": "train.rewards.builtin:NUMBER",
+        "math_verify": "train.rewards.builtin:MATH_VERIFY",
+        "choice": "train.rewards.builtin:CHOICE",
+        "format": "train.rewards.builtin:FORMAT",
         "reasoning_gym": "train.data.tasks.reasoning_gym:score",
     },
     "a function",

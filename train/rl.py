@@ -4,7 +4,7 @@ One step (`Trainer.step`):
 
     problems  -> rollout (train.rollout, specjax.engine): speculative, with the tokens of plain
                  decoding, until the groups to learn from are certain (train.rollout.groups)
-              -> rewards (train.scoring), advantages relative to the group (train.loss.objectives)
+              -> rewards (train.rewards), advantages relative to the group (train.loss.objectives)
               -> packed micro-batches (train.loss.packing)
               -> policy update(s) (train.loss), which return the policy's states, too
               -> draft update on those states (train.heads): its own program, optimizer, clip norm
@@ -42,6 +42,7 @@ from specjax.parallel import distributed, sharding
 from train.cli import run_program
 from train.data.checks import DropWarning
 from train.heads.files import HeadCheckpoints
+from train.rewards.scoring import RewardsFailedError
 from train.rollout.evaluation import described
 from train.rollout.samples import SampleLog
 from train.rollout_schema import SPELL
@@ -49,7 +50,6 @@ from train.run import picture
 from train.run.files import complete_steps, read_metrics
 from train.run.start import Run, say, start
 from train.schema import RLConfig
-from train.scoring import RewardsFailedError
 from train.trainer import Trainer
 
 

@@ -19,7 +19,7 @@ from specjax.speculation import (
     switched_on,
 )
 from train.registry import SUMS_REWARD
-from train.rewards import THINKS_FIRST
+from train.rewards.builtin import THINKS_FIRST
 from train.rollout_schema import FILTERS, TRANSFORMS, transforms
 
 Values = Mapping[str, Any]
@@ -168,7 +168,7 @@ def _set_rewards(v: Values) -> list[str]:
 
 
 def _may_use_workers(v: Values) -> bool:
-    """Whether rewards may run in processes of their own, see `train.scoring.Scorer`.
+    """Whether rewards may run in processes of their own, see `train.rewards.scoring.Scorer`.
 
     With `auto` the rows of files decide, which `train.data.checks` reads.
     """

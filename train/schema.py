@@ -25,10 +25,10 @@ from train.heads.training import MOST_STEPS, DraftConfig
 from train.loss.algo import DEFAULT, algo_section, with_objective, with_preset
 from train.loss.optim import OptimConfig, SFTOptimConfig
 from train.registry import REWARDS, TASKS
-from train.rewards import THINKS_FIRST
+from train.rewards.builtin import THINKS_FIRST
+from train.rewards.scoring import labels_of
 from train.rollout_schema import PENALTIES, SPELL, RolloutSection, SamplingSection
 from train.rules import RL_ABSENT_KEYS, RL_RULES, SFT_ABSENT_KEYS, SFT_RULES
-from train.scoring import labels_of
 
 
 @dataclass

@@ -58,6 +58,7 @@ from train.programs import (
     settle_length,
     trains_in_replicas,
 )
+from train.rewards.scoring import RewardsFailedError
 from train.rollout.advantages import score_new_tokens, training_samples
 from train.rollout.collect import Rollouts
 from train.rollout.evaluation import evaluate
@@ -78,7 +79,6 @@ from train.rollout.vocabulary import DraftVocabulary
 from train.rollout_schema import SPELL
 from train.run.start import find_policy
 from train.schema import RLConfig
-from train.scoring import RewardsFailedError
 
 
 class _Snapshot(NamedTuple):

@@ -560,8 +560,12 @@ def largest_threshold(
     found = jax.lax.platform_dependent(
         *arguments,
         tpu=digits_side_by_side,
-        cuda=digits_unrolled if split else digits_by_one_reduction,
-        default=digits_in_a_row if split else by_halving,
+        # Several devices cannot share one reduction of many numbers, and a GPU's loops wait for the
+        # host.
+        cuda=functools.partial(digits_side_by_side, unroll=True)
+        if split
+        else digits_by_one_reduction,
+        default=digits_side_by_side if split else by_halving,
     )
     return _number(found)
 
@@ -581,33 +585,6 @@ def by_halving(scores, weights, need, enough, too_far) -> UInt32[Array, "*R"]:
 
     enough, _ = jax.lax.fori_loop(0, 32, halve, (enough, too_far))
     return enough
-
-
-def digits_in_a_row(
-    scores, weights, need, enough, too_far, unroll: bool = False
-) -> UInt32[Array, "*R"]:
-    """Finds one hexadecimal digit after the other; its sums lie along one more axis."""
-    digits = jnp.arange(1, 1 << _DIGIT, dtype=jnp.uint32)
-
-    def sums(candidate):
-        above = scores[..., None, :] >= _number(candidate)[..., None]
-        return jnp.where(above, weights[..., None, :], 0.0).sum(axis=-1)
-
-    def find(place, found):
-        shift = (32 - _DIGIT - _DIGIT * place).astype(jnp.uint32)
-        candidate = found[..., None] + (digits << shift)
-        reached = (candidate < too_far[..., None]) & (sums(candidate) >= need[..., None])
-        reached |= candidate <= enough[..., None]
-        return found + (reached.sum(axis=-1, dtype=jnp.uint32) << shift)
-
-    start = jnp.zeros(need.shape, jnp.uint32)
-    found = jax.lax.fori_loop(0, 32 // _DIGIT, find, start, unroll=unroll)
-    return jnp.maximum(found, enough)
-
-
-def digits_unrolled(*arguments) -> UInt32[Array, "*R"]:
-    """Computes `digits_in_a_row` without a loop: a GPU's loops wait for the host."""
-    return digits_in_a_row(*arguments, unroll=True)
 
 
 def digits_by_one_reduction(scores, weights, need, enough, too_far) -> UInt32[Array, "*R"]:
@@ -638,7 +615,9 @@ def digits_by_one_reduction(scores, weights, need, enough, too_far) -> UInt32[Ar
     return jnp.clip(found, enough, too_far - 1)
 
 
-def digits_side_by_side(scores, weights, need, enough, too_far) -> UInt32[Array, "*R"]:
+def digits_side_by_side(
+    scores, weights, need, enough, too_far, unroll: bool = False
+) -> UInt32[Array, "*R"]:
     """Finds one hexadecimal digit after the other, with a sum of its own for each candidate.
 
     The TPU compiler makes one operation of these that reads scores and weights once, and the slots
@@ -659,9 +638,9 @@ def digits_side_by_side(scores, weights, need, enough, too_far) -> UInt32[Array,
         below = sum(reached(found + digit).astype(jnp.uint32) for digit in digits)
         return found + (below << shift)
 
-    found = jax.lax.fori_loop(0, 32 // _DIGIT, find, jnp.zeros(need.shape, jnp.uint32))
-    found = jnp.maximum(found, enough)
-    return found.swapaxes(0, 1) if rank3 else found
+    start = jnp.zeros(need.shape, jnp.uint32)
+    order = jnp.maximum(jax.lax.fori_loop(0, 32 // _DIGIT, find, start, unroll=unroll), enough)
+    return order.swapaxes(0, 1) if rank3 else order
 
 
 def top_k_threshold(scores: Float[Array, "B R V"], top_k: Int[Array, " B"]) -> Float[Array, "B R"]:

@@ -14,8 +14,7 @@ import jax
 import other_python
 import pytest
 import tpu_programs
-
-from train.plan.windows import SUM
+from sum_windows import SUM
 
 PLAN = other_python.ROOT / ".venv-plan" / "bin" / "python"
 PYTHON = Path(os.environ.get("SPECJAX_TPU_PYTHON", PLAN))

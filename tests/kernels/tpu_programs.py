@@ -15,6 +15,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+from sum_windows import products
 
 from bench.compiled import figures_of
 from bench.programs import WIDE, lowered_chunk, mesh_over, runner_of, tpu_devices, wide_runner
@@ -33,7 +34,6 @@ from train.loss.policy import PolicyTrainer
 from train.loss.terms import count_denominators, sft_loss
 from train.plan.cycles import name_of
 from train.plan.hlo import Module
-from train.plan.windows import products
 
 # As Qwen3-8B, but for layers and vocabulary; in bfloat16, with heads of 128.
 MODEL = change_dense(WIDE, vocab_size=1024, hidden_size=512, intermediate_size=1024, num_layers=2)

@@ -9,7 +9,7 @@ from train.data.rows import demonstrations, endless, problems
 from train.data.tasks.layout import Demonstration, split_of
 from train.data.tasks.sums import CONNECTIVES
 from train.data.tokenizer import train_bpe_tokenizer
-from train.rewards import exact
+from train.rewards.builtin import exact
 from train.schema import DataConfig
 
 STEP = re.compile(r" ([a-z]+) (\d+)\+(\d+)=(\d+);")

@@ -12,8 +12,8 @@ import pytest
 from specjax.command_line import parse_config
 from train.data import rows as data
 from train.data.checks import describe_data
+from train.rewards.scoring import Scorer
 from train.schema import DataConfig, RLConfig, SFTConfig
-from train.scoring import Scorer
 
 PROBLEMS = [{"problem": f"{i}+1=", "answer": str(i + 1)} for i in range(40)]
 HELD = {"problem": "Which number is even?", "answer": "2"}

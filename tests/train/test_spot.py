@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from specjax.checkpoint.store import Checkpointer
 from specjax.command_line import parse_config
 from train import rl
+from train.rewards.scoring import RewardsFailedError
 from train.rollout.spot import ReplayBuffer
 from train.rollout.trace import TRACE_FILE
 from train.run.files import read_lines
 from train.run.start import restore, save
 from train.schema import RLConfig
-from train.scoring import RewardsFailedError
 
 # Groups are carried, steps end early, the head is trained: all that could depend on the clock does.
 CHANGES = {

@@ -19,8 +19,8 @@ from train.data.tasks import find_task
 from train.data.tasks.layout import Example, Layout
 from train.eval_schema import EvalSection
 from train.registry import TASKS
+from train.rewards.scoring import Score, Scorer
 from train.schema import DataConfig, RLConfig
-from train.scoring import Score, Scorer
 
 USER = [{"role": "user", "content": "How much is 1+2?"}]
 SYSTEM = [{"role": "system", "content": "Be brief."}, *USER]

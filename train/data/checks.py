@@ -14,12 +14,19 @@ from typing import Any, NamedTuple
 from specjax.command_line import ConfigError, given_in, typed_in
 from specjax.config import ModelConfig
 from specjax.schema import show
-from train.answers.extract import each_gold
 from train.data import rows
 from train.data.prompts import Encoded, Prompts, demonstration_name
 from train.data.tasks.layout import Demonstration, Message, Problem
+from train.rewards.answers.extract import each_gold
+from train.rewards.scoring import (
+    Scorer,
+    check_gold,
+    evenly,
+    is_hopeless,
+    row_name,
+    unwinnable_message,
+)
 from train.schema import REASONING_GYM, SUMS, DataConfig, RLConfig
-from train.scoring import Scorer, check_gold, evenly, is_hopeless, row_name, unwinnable_message
 
 # Number of prompts whose lengths are checked before a run: of a file, and of generated problems;
 # and of demonstrations that are encoded.
@@ -351,8 +358,7 @@ def _columns_and_lengths(
     where: str = "",
 ) -> list[str]:
     scorer.check(problems[0])
-    hidden = scorer.hidden(problems[0])
-    return [f"{where}{hidden}"] * bool(hidden) + overlong_warnings(prompts, problems, what)
+    return overlong_warnings(prompts, problems, what)
 
 
 def require_template(cfg: Any, prompt: str | Sequence[Message]) -> None:

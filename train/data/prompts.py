@@ -31,8 +31,8 @@ from train.data.tasks.layout import (
     text_of_response,
     tools_of,
 )
+from train.rewards.scoring import row_name
 from train.schema import DataConfig
-from train.scoring import row_name
 
 OVERLONG = "overlong"
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specjax.interfaces import Task
-from train.answers.extract import each_gold
 from train.data import tasks
 from train.data.tasks import reasoning_gym, sums
 from train.data.tasks.files import find_files, read_rows
@@ -39,6 +38,7 @@ from train.data.tasks.layout import (
 )
 from train.data.tasks.prompt import keyed
 from train.registry import SUMS_REWARD
+from train.rewards.answers.extract import each_gold
 from train.schema import GENERATED, REASONING_GYM, DataConfig, fill_template
 
 _CALCULATOR = re.compile(r"<<[^<>]*>>")

@@ -1,12 +1,9 @@
-"""`python -m train.plan --config C --topology v5e:8x8`: does a run fit, and how fast could it be?
+"""`python -m train.plan --config C --topology v5e:8x8`: does a run compile, and does it fit?
 
 Lowers the programs that `train.rl` would run with this configuration (a micro-batch and the
 optimizer's step of policy and head, moving the weights, prefill, placement, and a chunk for every
-strategy and batch size), compiles each for the named topology, and prints a table of their memory
-and times. It needs neither the chips nor the weights, only the model's config.json.
-
-Times are rooflines, at the chip's peaks: they are lower bounds, and the tokens per second computed
-from them are upper bounds.
+strategy and batch size), compiles each for the named topology, and prints a table of their memory.
+It needs neither the chips nor the weights, only the model's config.json.
 
 Exit status 0: every program compiles and fits; 3: one does not, and the table says which; 1 or 2:
 the command or the configuration is wrong.
@@ -29,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from specjax.command_line import ConfigError, parse_config
-from train.plan.cost import Figures, compiled, counted
+from train.plan.figures import Figures, compiled, counted
 from train.plan.programs import Program, Shapes
 from train.plan.report import Plan, lines
 from train.plan.topology import Topology, find_topology
@@ -40,7 +37,7 @@ DOES_NOT_FIT = 3
 # Keys that must be equal in two files of one plan.
 _IDENTITY = (
     "config", "versions", "topology", "compiler", "resident_bytes", "hbm_bytes", "replicas",
-    "context", "settings",
+    "settings",
 )  # fmt: skip
 
 
@@ -139,7 +136,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only", default="", metavar="REGEX", help="only programs whose names match"
     )
-    parser.add_argument("--chip", help="compare with this chip in place of the topology's")
     parser.add_argument(
         "--memory", type=float, metavar="GB", help="HBM per chip; default: the chip's"
     )
@@ -166,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         memory = None if flags.memory is None else 1e9 * flags.memory
-        topology = find_topology(flags.topology, flags.chip, memory, flags.count)
+        topology = find_topology(flags.topology, memory, flags.count)
         config = flags.config or "the defaults"
         plan = make_plan(cfg, topology, flags.only, config, flags.json, flags.resume, command)
     except USER_ERRORS as error:

@@ -7,17 +7,17 @@ import datetime
 import functools
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping
+import math
+from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+
+from specjax.chips import layer_weights
 from specjax.engine.pages import pages_for
 from specjax.parallel.sharding import device_bytes
 from specjax.versions import installed
-from train.plan import windows
-from train.plan.copies import ENTRY, ROUND, Copy
-from train.plan.cost import Figures, model_text, roofline, split, with_prefix
-from train.plan.cycles import PARTS, REST
-from train.plan.hlo import COLLECTIVES
+from train.plan.figures import Figures
 from train.plan.programs import (
     CACHE,
     EVALUATION,
@@ -54,8 +54,6 @@ class Plan:
     left_out: int = 0
     command: str = ""
 
-    # --- memory ----------------------------------------------------------------------------------
-
     @functools.cached_property
     def resident(self) -> dict[str, float]:
         return self.shapes.resident()
@@ -77,12 +75,9 @@ class Plan:
         """Returns the bytes in use while a program runs."""
         held = sum(self.held_during(program).values())
         if program.needs is not None:  # the compiler's number includes the inputs
-            rest = held - sum(
-                size
-                for kind, size in program.given.items()
-                if kind not in ("gradients", "batch", "results", "copies")
-            )
-            return program.needs + max(rest, 0.0)
+            passing = ("gradients", "batch", "results", "copies")
+            inputs = sum(size for kind, size in program.given.items() if kind not in passing)
+            return program.needs + max(held - inputs, 0.0)
         return held + program.extra
 
     @property
@@ -114,6 +109,12 @@ class Plan:
         large = self.too_large
         return {p.name: p.failed for p in self.programs if p.failed and p.name not in large}
 
+    @property
+    def context(self) -> int:
+        """Average number of positions in a slot's cache: half of the longest sample."""
+        roll = self.shapes.cfg.rollout
+        return (roll.max_prompt_tokens + roll.max_tokens) // 2
+
     def largest_batch(self) -> int:
         """Number of a replica's slots that fit, if cache, state and temporaries grow in proportion.
 
@@ -134,7 +135,10 @@ class Plan:
         runner = self.shapes.engine.runner
         each = pages_for(self.context, runner.page_size) * self._page
         slots = self._slots(each, self.resident[CACHE])
-        return slots, int((slots * each + self._page) * split(self.shapes))
+        leaf = jax.tree.leaves(caches(runner.state)[0])[0]
+        shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+        devices = leaf.size // math.prod(shape)  # that split a sequence's keys and values
+        return slots, int((slots * each + self._page) * devices)
 
     @property
     def _page(self) -> float:
@@ -162,43 +166,17 @@ class Plan:
             more = min(more, (memory - taken - self.peak(widest)) / slope)
         return max(int(runner.batch + more), 0)
 
-    # --- speed -----------------------------------------------------------------------------------
-
-    @property
-    def context(self) -> int:
-        """Average number of positions in a slot's cache: half of the longest sample."""
-        roll = self.shapes.cfg.rollout
-        return (roll.max_prompt_tokens + roll.max_tokens) // 2
-
-    def context_of(self, chunk: Figures) -> int:
-        """Returns the positions in a slot's cache in a chunk; fewer if pages do not suffice."""
-        runner = self.shapes.engine.runner
-        return min(self.context, (runner.pages - 1) * runner.page_size // chunk.key[2])
-
-    def round_seconds(self, chunk: Figures) -> float:
-        """Returns the seconds of one round at this context, by the roofline."""
-        _, strategy, slots, _ = chunk.key
-        cost = with_prefix(chunk.cost, self.shapes, strategy, slots, self.context_of(chunk))
-        return roofline(self.topology.chip, cost).seconds
-
-    def tokens_per_second(self, chunk: Figures, accept_length: float) -> float:
-        """Returns the tokens per second of all replicas together, by the roofline."""
-        replicas = len(self.shapes.built.engines)
-        return replicas * chunk.key[2] * accept_length / self.round_seconds(chunk)
-
     def as_json(self) -> dict:
-        """Returns every figure, for files."""
-        chip = self.topology.chip
+        """Returns every figure, for files; the module's `Figures.read` reads those of programs."""
         return {
             "config": self.config,
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "command": self.command,
-            "versions": versions(),
+            "versions": {"sources": _sources(), **installed(("jax", "jaxlib", "libtpu"))},
             "topology": self.topology.name,
             "chips": len(self.topology.devices),
-            "source": self.topology.source,
             "compiler": self.topology.compiler,
-            "hbm_bytes": chip.memory,
+            "hbm_bytes": self.topology.chip.memory,
             "resident_bytes": self.resident,
             "held_bytes": {part: sum(self.held(part).values()) for part in GONE},
             "most_bytes": self.most,
@@ -207,30 +185,14 @@ class Plan:
             "too_large_bytes": self.too_large,
             "refused": self.refused,
             "largest_batch": self.largest_batch(),
-            "largest_cache": self.largest_cache(),
-            "context": self.context,
             "settings": hashlib.sha256(repr(self.shapes.cfg).encode()).hexdigest()[:16],
             "replicas": len(self.shapes.built.engines),
             "left_out": self.left_out,
-            "programs": [self._program_json(p) for p in self.programs],
+            "programs": [
+                {**dataclasses.asdict(p), "peak_bytes": self.peak(p)} for p in self.programs
+            ],
             "advice": list(advice(self)),
         }
-
-    def _program_json(self, program: Figures) -> dict:
-        speed = roofline(self.topology.chip, program.cost)
-        out = program.as_json() | {
-            "peak_bytes": self.peak(program),
-            "roofline_seconds": speed.seconds,
-            "network_seconds": speed.network,
-            "bound": speed.bound,
-        }
-        if program.is_chunk:
-            out["context"] = self.context_of(program)
-            out["round_seconds"] = self.round_seconds(program)
-            out["tokens_per_second"] = {
-                f"{a:g}": self.tokens_per_second(program, a) for a in _accept_lengths(self, program)
-            }
-        return out
 
     def write(self, path: Path) -> None:
         """Writes the figures atomically, so that a plan can be resumed."""
@@ -238,11 +200,6 @@ class Plan:
         partial = path.with_name(f"{path.name}.partial")
         partial.write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
         partial.replace(path)
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions of Python, of the sources, and of installed compiler packages."""
-    return {"sources": _sources(), **installed(("jax", "jaxlib", "libtpu"))}
 
 
 def _sources() -> str:
@@ -254,13 +211,11 @@ def _sources() -> str:
     return digest.hexdigest()[:16]
 
 
-def _accept_lengths(plan: Plan, chunk: Figures) -> list[float]:
-    """Returns the accept lengths to show for a strategy: 1 and some up to its largest."""
-    longest = 1 + plan.shapes.engine.runner.programs[chunk.key[1]].steps
-    return [1.0] + [a for a in (1.5, 2.0, 3.0, 4.0, 6.0, 8.0) if a <= longest]
-
-
 # --- text ----------------------------------------------------------------------------------------
+
+
+def gb(size: float) -> str:
+    return f"{size / GB:.3f} GB" if size >= GB / 1000 else f"{size / 1e6:.3f} MB"
 
 
 def lines(plan: Plan) -> Iterator[str]:
@@ -268,27 +223,23 @@ def lines(plan: Plan) -> Iterator[str]:
     yield from _head(plan)
     yield from _memory(plan)
     yield from _programs(plan)
-    yield from _speed(plan)
     yield from _verdict(plan)
 
 
-def gb(size: float) -> str:
-    return f"{size / GB:.3f} GB" if size >= GB / 1000 else f"{size / 1e6:.3f} MB"
-
-
 def _head(plan: Plan) -> Iterator[str]:
-    shapes, topology = plan.shapes, plan.topology
-    chip, engines = topology.chip, shapes.built.engines
+    shapes, topology, model = plan.shapes, plan.topology, plan.shapes.model
+    outside = model.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
+    weights = layer_weights(model.layers, model.hidden_size) + outside
     yield f"plan of {plan.config} on {topology.name}: {topology.source}"
-    yield f"model   {model_text(shapes.model)}; shapes from {shapes.read_from}"
     yield (
-        f"chip    {len(topology.devices)} x {chip.title}: {chip.memory / GB:.4g} GB HBM, "
-        f"{chip.bandwidth / GB:.0f} GB/s, {chip.peak / 1e12:.0f} TFLOP/s bfloat16, network "
-        f"{chip.network / GB:.0f} GB/s"
+        f"model   {model.model_type}, {weights / 1e9:.2f} G weights, parameters "
+        f"{model.run.param_dtype}, arithmetic {model.run.compute_dtype}; shapes from "
+        f"{shapes.read_from}"
     )
-    runner = engines[0].runner
+    chip, runner = topology.chip, shapes.engine.runner
+    yield f"chip    {len(topology.devices)} x {chip.title}: {chip.memory / GB:.4g} GB HBM"
     yield (
-        f"layout  training {mesh_text(shapes.mesh)}; rollouts on {len(engines)} x "
+        f"layout  training {mesh_text(shapes.mesh)}; rollouts on {len(shapes.built.engines)} x "
         f"({mesh_text(runner.mesh)}), {runner.batch} slots of {runner.max_len} positions each"
     )
     if shapes.apart:
@@ -297,10 +248,7 @@ def _head(plan: Plan) -> Iterator[str]:
             "because this compiler does not compile for a part of some slices"
         )
     if topology.compiler is None:
-        yield (
-            "NOTE    only logits and inputs of layers are counted as temporaries, and attention as "
-            "if it read the cache in place; a GPU's library gathers it first"
-        )
+        yield "NOTE    only logits and inputs of layers are counted as temporaries"
     used = max(shapes.cfg.mesh.size, shapes.cfg.rollout_devices)
     if used < len(topology.devices):
         yield f"NOTE    {len(topology.devices) - used} chips of {topology.name} are idle"
@@ -321,141 +269,28 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield f"  {'HBM':<24}{gb(plan.topology.chip.memory):>12}"
 
 
-_COLUMNS = (
-    ("program", 26), ("params", 10), ("optim", 10), ("cache", 10), ("other in", 10),
-    ("tempor.", 10), ("peak", 11), ("TFLOP", 10), ("HBM GB", 10), *((name, 11) for name in (
-        "gather", "reduce", "scatter", "all-to-all", "permute")),
-    ("compute ms", 11), ("memory ms", 11), ("network ms", 11), ("bound", 9),
-)  # fmt: skip
-
-
 def _programs(plan: Plan) -> Iterator[str]:
+    kinds = ("parameters", "optimizer", "cache")
     yield ""
-    yield (
-        "programs: bytes in GB per device; operations, HBM traffic and bytes received by "
-        "collectives (MB) of one run, of chunks of one round with empty prefixes; times at the "
-        "chip's peaks"
-    )
-    if any(program.cost.cycles for program in plan.programs):
-        yield (
-            "cycles: the compiler's own estimates, in which kernels, collectives and waits count "
-            "0; they compare programs and are no times; + marks a part with a loop of unknown "
-            "length, counted once"
-        )
-    yield "".join(
-        f"{name:<{width}}" if i == 0 else f"{name:>{width}}"
-        for i, (name, width) in enumerate(_COLUMNS)
-    )
+    yield "programs: GB per device of their inputs, their temporaries, and in all while they run"
+    columns = (*kinds, "other", "temporaries", "in all")
+    yield f"{'program':<26}" + "".join(f"{name:>12}" for name in columns)
     for program in plan.programs:
-        yield _row(plan, program)
+        other = sum(size for kind, size in program.given.items() if kind not in kinds)
+        sizes = [program.given.get(kind, 0.0) for kind in kinds]
+        sizes += [other, program.temporaries, plan.peak(program)]
+        yield f"{program.name:<26}" + "".join(f"{size / GB:>12.4g}" for size in sizes)
         if program.failed:
             yield f"    REFUSED by the compiler: {program.failed}"
-            continue
-        yield from _details(program)
-        if program.excess is not None:
-            yield _brings(program)
+        elif program.excess:
+            yield f"    BRINGS MORE THAN DEVICES KEEP of {', '.join(program.excess)}"
+        elif program.excess is not None:
+            yield (
+                f"    a device receives {gb(program.brought)} of the {gb(program.kept)} that it "
+                "keeps; of no weight, at no moment, more than its shard"
+            )
     if plan.left_out:
         yield f"{plan.left_out} programs were left out by --only"
-    chunks = {p.name.removeprefix("chunk "): p.windows for p in plan.programs if p.is_chunk}
-    yield from windows.lines(chunks, plan.shapes.engine.runner.cfg.run.compute_dtype)
-
-
-def _row(plan: Plan, program: Figures) -> str:
-    given, cost = program.given, program.cost
-    speed = roofline(plan.topology.chip, cost)
-    other = sum(v for k, v in given.items() if k not in ("parameters", "optimizer", "cache"))
-    cells = [
-        *(f"{given.get(kind, 0.0) / GB:.3g}" for kind in ("parameters", "optimizer", "cache")),
-        f"{other / GB:.3g}",
-        f"{program.temporaries / GB:.3g}" if program.temporaries or not program.failed else "?",
-        f"{plan.peak(program) / GB:.4g}",
-    ]
-    of_what_compiled = [
-        f"{cost.flops / 1e12:.3g}",
-        f"{cost.bytes / GB:.3g}",
-        *(f"{cost.received.get(kind, 0.0) / 1e6:.3g}" for kind in COLLECTIVES),
-        *(f"{1e3 * x:.3g}" for x in (speed.compute, speed.memory, speed.network)),
-        speed.bound,
-    ]
-    cells += [""] * len(of_what_compiled) if program.failed else of_what_compiled
-    widths = [width for _, width in _COLUMNS]
-    return f"{program.name:<{widths[0]}}" + "".join(
-        f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)
-    )
-
-
-def _details(program: Figures) -> Iterator[str]:
-    """Yields lines with what a program does, beside its row."""
-    cost = program.cost
-    if cost.cycles:
-        total, parts = sum(cost.cycles.values()), cycles_text(cost.cycles, cost.once)
-        outside = f"; outside of rounds {millions(program.outside)}" if program.is_chunk else ""
-        yield f"    cycles {millions(total)}: {parts}{outside}"
-        if cost.unknown:
-            yield f"    without an estimate: {unknown_text(cost.unknown)}"
-    for place in (ROUND, ENTRY):
-        found = [copy for copy in program.copies if copy.place == place]
-        if found:
-            yield f"    copies {_WHERE[place] if program.is_chunk else ''}{_copies_text(found)}"
-    if cost.calls:
-        calls = ", ".join(f"{count:.0f} {kind}" for kind, count in cost.calls.items())
-        yield f"    collectives: {calls}"
-    if cost.kernels:
-        yield f"    calls {cost.kernels:.0f} Pallas kernels"
-
-
-_WHERE = {ROUND: "in a round: ", ENTRY: "at entry and end: "}
-_NAMED = 4  # copies that are named in the table; the file of --json has all
-
-
-def millions(count: float) -> str:
-    return f"{count / 1e6:.3g}M"
-
-
-def cycles_text(cycles: Mapping[str, float], once: Collection[str]) -> str:
-    """Returns cycles by part in words; a plus marks parts with a loop that is counted once."""
-    shown = (part for part in (*PARTS, REST) if cycles.get(part))
-    return ", ".join(f"{p} {millions(cycles[p])}{'+' * (p in once)}" for p in shown)
-
-
-def unknown_text(counts: Mapping[str, float]) -> str:
-    """Returns in words the operations that have no estimate; "" if there are none."""
-    return ", ".join(f"{count:.0f} {kind}s" for kind, count in sorted(counts.items()))
-
-
-def _copies_text(found: list[Copy]) -> str:
-    named = (f"{copy.count} x {copy.shape} of {copy.what} ({copy.kind})" for copy in found[:_NAMED])
-    more = f", {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    total = gb(sum(copy.total for copy in found))
-    return f"{sum(copy.count for copy in found)}, {total}: {', '.join(named)}{more}"
-
-
-def _brings(program: Figures) -> str:
-    if program.excess:
-        return f"    BRINGS MORE THAN DEVICES KEEP of {', '.join(program.excess)}"
-    return (
-        f"    a device receives {gb(program.brought)} of the {gb(program.kept)} that it keeps; "
-        "of no weight, at no moment, more than its shard"
-    )
-
-
-def _speed(plan: Plan) -> Iterator[str]:
-    chunks = [p for p in plan.programs if p.is_chunk]
-    if not chunks:
-        return
-    yield ""
-    yield (
-        f"predicted tok/s of {len(plan.shapes.built.engines)} replicas with {plan.context} "
-        "positions per slot, or as many as the cache has, by accept length (rooflines: an upper "
-        "bound; no host, no launches)"
-    )
-    columns = sorted({a for chunk in chunks for a in _accept_lengths(plan, chunk)})
-    yield f"{'strategy x slots':<26}{'round ms':>12}" + "".join(f"{a:>12g}" for a in columns)
-    for chunk in chunks:
-        shown = _accept_lengths(plan, chunk)
-        cells = (f"{plan.tokens_per_second(chunk, a):.0f}" if a in shown else "" for a in columns)
-        seconds = f"{1e3 * plan.round_seconds(chunk):.3g}"
-        yield f"{chunk.name:<26}{seconds:>12}" + "".join(f"{cell:>12}" for cell in cells)
 
 
 def _verdict(plan: Plan) -> Iterator[str]:
@@ -464,7 +299,10 @@ def _verdict(plan: Plan) -> Iterator[str]:
     yield f"largest batch that fits: {plan.largest_batch()} slots per replica (now {runner.batch})"
     if plan.shapes.cfg.rollout.cache_bytes is not None:
         slots, size = plan.largest_cache()
-        yield f"  of this context; {slots} with all memory, rollout.cache_bytes={size}"
+        yield (
+            f"  with {plan.context} positions in each; {slots} with all memory, "
+            f"rollout.cache_bytes={size}"
+        )
     which = f", without the {plan.left_out} programs left out" if plan.left_out else ""
     if plan.fits:
         yield f"FITS: {gb(plan.most)} of {gb(chip.memory)}{which}"

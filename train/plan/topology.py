@@ -15,7 +15,7 @@ from specjax.parallel import sharding
 
 # Slices of one host, or of several whole hosts, by the number of a topology's dimensions.
 _SLICES = {2: ("2x2", "2x4", "4x4", "4x8", "8x8"), 3: ("2x2x1", "2x2x2", "2x2x4", "2x4x4")}
-STANDS_FOR = "v5e"  # the chip that a plan made on CPU is compared with
+STANDS_FOR = "v5e"  # the chip whose memory a plan made on CPU is compared with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Topology:
     Attributes:
       name: name of the topology.
       devices: devices, in the order of meshes.
-      chip: peaks and memory of one device.
+      chip: figures of one device.
       compiler: name of the compiler; None: nothing is compiled, figures are counted from shapes.
     """
 
@@ -64,14 +64,11 @@ class Topology:
         return "compiled by the TPU compiler for this topology"
 
 
-def find_topology(
-    name: str, chip: str | None = None, memory: float | None = None, count: bool = False
-) -> Topology:
+def find_topology(name: str, memory: float | None = None, count: bool = False) -> Topology:
     """Returns the topology of a name, such as `v5e:8x8`, `v5p:4x4x4`, `h200:8` or `cpu:8`.
 
     Args:
       name: name of the topology.
-      chip: name of a chip whose figures replace those of the topology's own.
       memory: bytes of HBM that replace the chip's.
       count: whether to count from shapes, without a compiler.
 
@@ -85,7 +82,7 @@ def find_topology(
             f"v5e:8x8, v5p:4x4x4, h200:8 or cpu:8; got {name!r}"
         )
     chips = math.prod(map(int, size.split("x")))
-    here = CHIPS[chip or (STANDS_FOR if kind == "cpu" else kind)]
+    here = CHIPS[STANDS_FOR if kind == "cpu" else kind]
     if memory is not None:
         here = dataclasses.replace(here, memory=memory)
     if kind.startswith("v") and not count:

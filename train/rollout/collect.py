@@ -20,12 +20,12 @@ from train.data.prompts import Prompts
 from train.data.tasks.layout import Problem
 from train.loss.algo import REWARD, FilterGroups
 from train.loss.objectives.shared import zero_variance_groups
+from train.rewards.scoring import Score, Scorer, zero_reward_example
 from train.rollout.draws import Draws
 from train.rollout.groups import Filter, Group, Rule, StepGroups, begin_step, end_step
 from train.rollout.rewards import GroupRewards, ResponseText
 from train.rollout.step import StepRollout
 from train.schema import RLConfig
-from train.scoring import Score, Scorer, zero_reward_example
 
 
 class Rollouts:

@@ -15,9 +15,9 @@ from specjax.parallel import distributed
 from train.data.prompts import Prompts
 from train.data.rows import group_seed
 from train.data.tasks.layout import Problem
+from train.rewards.scoring import GoldAnswers, Scorer
 from train.rollout.groups import Group, Response
 from train.schema import RLConfig
-from train.scoring import GoldAnswers, Scorer
 
 
 class Draws:

@@ -26,12 +26,12 @@ import numpy as np
 from specjax.engine.base import BaseEngine
 from specjax.engine.request import Job, SampleOutput, Totals, make_jobs, require_valid
 from specjax.parallel import distributed
-from train.answers.latex import clean, squeezed
-from train.rewards import NUMBER, AnswerReward
+from train.rewards.answers.latex import clean, squeezed
+from train.rewards.builtin import NUMBER, AnswerReward
+from train.rewards.scoring import Score, Scorer
 from train.rollout.groups import Group, Response
 from train.rollout.rewards import GroupRewards, ResponseText
 from train.rollout.sets import ProblemSet
-from train.scoring import Score, Scorer
 
 
 class Evaluated(NamedTuple):

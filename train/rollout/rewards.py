@@ -12,8 +12,8 @@ from specjax.engine.request import Job, SampleOutput, special_name
 from specjax.engine.stops import StopStrings
 from specjax.parallel import distributed
 from specjax.tokenizer import decode
+from train.rewards.scoring import SampleFacts, Score, Scorer, Scoring
 from train.rollout.groups import Group
-from train.scoring import SampleFacts, Score, ScoreOfOne, Scorer, Scoring
 
 
 class GroupRewards:
@@ -31,13 +31,13 @@ class GroupRewards:
         self._scorer, self._text = scorer, text
         self._groups: dict[int, Group] = {}  # by the number of their requests
         self._scoring: dict[int, Scoring] = {}  # by the position of the group
-        self._judged: list[ScoreOfOne] = []
+        self._judged: list[Scoring] = []
 
     def add(self, request: int, group: Group) -> None:
         """Says which group the requests of a number belong to."""
         self._groups[request] = group
 
-    def judge(self, job: Job, sample: SampleOutput) -> ScoreOfOne | None:
+    def judge(self, job: Job, sample: SampleOutput) -> Scoring | None:
         """Begins to score a sample in the process that its engine belongs to.
 
         Returns:

@@ -14,8 +14,8 @@ from train.data.checks import Inputs, check_rows, describe_data
 from train.data.prompts import Prompts
 from train.data.tasks.layout import Problem
 from train.eval_schema import Asked, EvalSet, asked_sets
+from train.rewards.scoring import Scorer
 from train.schema import DataConfig, RLConfig
-from train.scoring import Scorer
 
 _DRAWS = 2000  # problems of training that are compared with those of sets
 _ALL = 1 << 62  # more rows than any file has

@@ -40,7 +40,8 @@ from specjax.parallel.distributed import DistributedError
 from specjax.spelling import SettingError, dotted, spelled
 from specjax.tokenizer import reads_date
 from train.data.tasks.files import InputFileError
-from train.reward_workers import WorkerError
+from train.rewards.scoring import RewardsFailedError
+from train.rewards.workers import WorkerError
 from train.run.describe import describe_run, settings_of
 from train.run.files import (
     CHECKPOINTS,
@@ -55,7 +56,6 @@ from train.run.files import (
 from train.run.live import CONSOLE_FIELDS, Fields
 from train.run.log import MetricsLogger
 from train.run.processes import watched
-from train.scoring import RewardsFailedError
 
 
 class NotFiniteError(ArithmeticError):

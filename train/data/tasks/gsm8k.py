@@ -6,7 +6,6 @@ removes annotations such as `<<48/2=24>>` from demonstrations.
 
 from typing import Any
 
-from train.answers.extract import ANSWER_MARK
 from train.data.tasks.layout import (
     Example,
     Layout,
@@ -17,6 +16,7 @@ from train.data.tasks.layout import (
     text_of,
     unless_unread,
 )
+from train.rewards.answers.extract import ANSWER_MARK
 
 
 def _read(row: Row) -> Example:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, TypeVar
 
-from train.answers.extract import Gold, gold_answer
+from train.rewards.answers.extract import Gold, gold_answer
 
 Message = dict[str, Any]  # {"role": ..., "content": text, ...}
 Response = str | Message  # text, or a message of the assistant with more than text

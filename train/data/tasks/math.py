@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from train.answers.extract import ANSWER_MARK, boxed
 from train.data.tasks.layout import (
     Example,
     Layout,
@@ -14,6 +13,7 @@ from train.data.tasks.layout import (
     text_of,
     unless_unread,
 )
+from train.rewards.answers.extract import ANSWER_MARK, boxed
 
 
 def _read(row: Row) -> Example:

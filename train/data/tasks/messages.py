@@ -1,8 +1,8 @@
 """Rows with a conversation in `messages`.
 
 If the last message is the assistant's, it is a demonstration and no part of the prompt. The gold
-answer is in a column (see `prompt.py`), or else in the demonstration (see `train.answers.extract`);
-otherwise there is none.
+answer is in a column (see `prompt.py`), or else in the demonstration (see
+`train.rewards.answers.extract`); otherwise there is none.
 """
 
 from train.data.tasks.layout import (

@@ -11,7 +11,6 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from train.answers.extract import Gold, final_answer
 from train.data.tasks.layout import (
     Example,
     Layout,
@@ -31,6 +30,7 @@ from train.data.tasks.layout import (
     unless_unread,
     up_to_answer,
 )
+from train.rewards.answers.extract import Gold, final_answer
 
 GOLD_COLUMNS = ("answer", "ground_truth", "solution", "target")
 

@@ -16,8 +16,8 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from train.answers.extract import final_answer, tagged_answer
 from train.data.tasks.layout import GeneratedProblems, Problem
+from train.rewards.answers.extract import final_answer, tagged_answer
 
 if TYPE_CHECKING:
     from train.schema import DataConfig
@@ -115,8 +115,8 @@ def _data_set(name: str, arguments: str, seed: int):
 def final_part(completion: str) -> str | None:
     """Returns what is scored of a completion; None for one without text.
 
-    It is what `train.answers.extract.tagged_answer` finds, else what `final_answer` finds, else the
-    last line that is not empty.
+    It is what `tagged_answer` of `train.rewards.answers.extract` finds, else what `final_answer`
+    finds, else the last line that is not empty.
     """
     for read in (tagged_answer, final_answer):
         if (answer := read(completion)) is not None:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from train.answers.extract import ANSWER_MARK
 from train.data.tasks.layout import (
     SPLITS,
     Demonstration,
@@ -26,6 +25,7 @@ from train.data.tasks.layout import (
     Problem,
     split_of,
 )
+from train.rewards.answers.extract import ANSWER_MARK
 
 if TYPE_CHECKING:
     from train.schema import DataConfig

@@ -1,4 +1,4 @@
-"""The worker process that `train.reward_workers` starts: it calls rewards, one request at a time.
+"""The worker process that `train.rewards.workers` starts: it calls rewards, one request at a time.
 
 A request is (number of the reward, completions, columns of each, seconds by which an asynchronous
 reward may be late), and its answer is (outcomes, seconds in the function, threads that asynchronous
@@ -8,22 +8,24 @@ their names. It imports no jax, unless a reward does.
 
 from __future__ import annotations
 
-import asyncio
+import ctypes
 import importlib
 import logging
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from train.children import die_with_parent
-from train.reward_calls import RewardCall
-from train.reward_loop import abandoned_threads, run_in_loop
-from train.rewards import compare_in_this_process, get_reward
+from train.rewards import builtin
+from train.rewards.calls import RewardCall
+from train.rewards.loop import abandoned_threads
+
+_SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
 
 
 class Setup(NamedTuple):
@@ -48,7 +50,12 @@ def main(descriptor: int, parent: int) -> None:
       parent: process id of the parent.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
-    die_with_parent(parent)
+    # A reward that hangs in a call which holds the interpreter's lock never reads the end of the
+    # connection. On Linux the kernel ends this process with the thread that started it.
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
     connection = Connection(descriptor)
     setup: Setup = connection.recv()
     try:
@@ -59,43 +66,25 @@ def main(descriptor: int, parent: int) -> None:
     connection.send(None)
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, requests), daemon=True).start()
-    is_async = any(call.is_async for call in calls)
     while True:
-        request = run_in_loop(_next(requests)) if is_async else requests.get()
-        index, completions, rows, extra = request
+        index, completions, rows, extra = requests.get()
         started = time.perf_counter()
         outcomes = calls[index](completions, rows, setup.seconds, extra)
         connection.send((outcomes, time.perf_counter() - started, abandoned_threads()))
 
 
 def _load(setup: Setup) -> list[RewardCall]:
-    calls = [RewardCall(name, get_reward(name, setup.pattern)) for name in setup.names]
-    # The library warns in every call that its timeouts are off; the parent has one.
+    """Imports the rewards; of those that come with specjax also what their first call imports."""
+    calls = [RewardCall(name, builtin.get_reward(name, setup.pattern)) for name in setup.names]
+    # The library warns in every call that its timeouts are off; this process has one.
     for name in ("math_verify", "latex2sympy2_extended"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    # A reward of the user's own may call `math_verify`, too; then its first call imports it.
-    compare_in_this_process(at_once="math_verify" in setup.names)
+    builtin.has_time_limit = True
+    if "math_verify" in setup.names:
+        builtin.math_verify("\\boxed{x+1}", "1+x")
     if "reasoning_gym" in setup.names:
-        importlib.import_module("reasoning_gym")  # which takes seconds
+        importlib.import_module("reasoning_gym")
     return calls
-
-
-async def _next(requests: queue.SimpleQueue) -> Any:
-    """The next request.
-
-    The event loop runs meanwhile: rewards that were cancelled may clean up, and clients may keep
-    their connections. It waits in a thread of its own, for those of `asyncio.to_thread` may all be
-    taken.
-    """
-    loop = asyncio.get_running_loop()
-    found = loop.create_future()
-
-    def get() -> None:
-        request = requests.get()
-        loop.call_soon_threadsafe(found.set_result, request)
-
-    threading.Thread(target=get, daemon=True, name="next request").start()
-    return await found
 
 
 def _receive(connection: Connection, requests: queue.SimpleQueue) -> None:

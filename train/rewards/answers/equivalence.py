@@ -21,25 +21,27 @@ library whether it is a list, a tuple, a relation or words:
 
 The parts between commas, brackets and relation signs are compared by `formulas`.
 
-sympy may run forever on a policy's text. So `python -m train.answers.equivalence` is a child
-process, which `train.rewards.MathWorker` starts, and kills when the time is up.
+sympy may run forever on a policy's text: `train.rewards.builtin` calls this in a process that is
+ended when the time is up.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import math
-import os
 import re
-import sys
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from train.answers.extract import LONGEST
-from train.answers.formulas import as_sets, formula_of, same_equation, same_formula, same_sets
-from train.answers.latex import (
+from train.rewards.answers.extract import LONGEST
+from train.rewards.answers.formulas import (
+    as_sets,
+    formula_of,
+    same_equation,
+    same_formula,
+    same_sets,
+)
+from train.rewards.answers.latex import (
     COMMA,
     ORDER,
     brackets_of,
@@ -52,8 +54,7 @@ from train.answers.latex import (
     squeezed,
     unwrapped,
 )
-from train.answers.quantity import read_quantity, split_unit, without_thousands
-from train.children import die_with_parent
+from train.rewards.answers.quantity import read_quantity, split_unit, without_thousands
 
 
 def same_answer(gold: str, found: str) -> bool:
@@ -483,21 +484,3 @@ _KINDS = (
     _same_brackets,
     _same_ratios,
 )
-
-
-def _serve() -> None:
-    """The child process: reads a request per line, and writes `true` or `false` per line."""
-    die_with_parent(os.getppid())
-    # The library warns in every call that its timeouts are off; the parent has one.
-    logging.disable(logging.WARNING)
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            same = same_answer(request["gold"], request["found"])
-        except Exception:  # no text of a policy may end the process
-            same = False
-        print(json.dumps(same), flush=True)
-
-
-if __name__ == "__main__":
-    _serve()

@@ -4,8 +4,8 @@ A reward that hangs is ended with its process and with what that started, and th
 replaced: no signal interrupts a regular expression or a product of large integers. A thread per
 worker waits for its answers, so that the engine's thread waits for none.
 
-The first call of a reward in a process may import libraries or load a model, and has more time
-(`FirstCalls`): a process that is ended for that would be followed by one as slow. A process in
+The first call of a user's reward in a process may import libraries or load a model, and has more
+time (`FirstCalls`): a process that is ended for that would be followed by one as slow. A process in
 which asynchronous rewards have left `MOST_ABANDONED` threads behind is ended after its answer.
 """
 
@@ -26,9 +26,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from train.reward_calls import Failed, Outcome, took_too_long
-from train.reward_loop import MOST_ABANDONED
-from train.reward_worker import Setup
+from train.rewards.calls import Failed, Outcome, took_too_long
+from train.rewards.loop import MOST_ABANDONED
+from train.rewards.worker import Setup
 
 _START_SECONDS = 300.0  # imports may take minutes from a shared disk
 _FIRST_SECONDS = 120.0  # by which a reward's first call in a process may be late
@@ -37,7 +37,7 @@ _FIRST_FACTOR = 3.0  # what a later process's first call may take, times the slo
 _MARGIN = 1.0  # seconds by which an asynchronous reward, which has the limit itself, may be late
 _CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from train.reward_worker import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+    "from train.rewards.worker import main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )
 
 
@@ -157,7 +157,7 @@ class _Worker(threading.Thread):
         self.replaced = 0
 
     def run(self) -> None:
-        # The kernel ends a child with the thread that started it (`die_with_parent`): this one
+        # The kernel ends a child with the thread that started it (`train.rewards.worker`): this one
         # starts all processes of its worker, and lives as long as they may.
         while (task := self._tasks.get()) is not None:
             future, *call = task
@@ -202,7 +202,7 @@ class _Worker(threading.Thread):
         return Answer([failed] * len(completions), time.perf_counter() - started)
 
     def _start(self) -> None:
-        own, childs = multiprocessing.Pipe()
+        connection, childs = multiprocessing.Pipe()
         with self._lock:
             if self._closed:
                 raise WorkerError("the rewards' processes were closed")
@@ -217,17 +217,19 @@ class _Worker(threading.Thread):
                 env={**os.environ, "JAX_PLATFORMS": "cpu"},
             )
         childs.close()
-        self._connection, self._called = own, set()
-        said: Any = f"it did not begin within {_START_SECONDS:.0f} s"
+        self._connection = connection
+        # Rewards that come with specjax have imported what they need before they begin.
+        self._called = {i for i, name in enumerate(self._setup.names) if ":" not in name}
+        problem: Any = f"it did not begin within {_START_SECONDS:.0f} s"
         try:
-            own.send(self._setup)
-            if own.poll(_START_SECONDS):
-                said = own.recv()
+            connection.send(self._setup)
+            if connection.poll(_START_SECONDS):
+                problem = connection.recv()
         except (EOFError, OSError):
-            said = f"it ended with {self._ended()}"
-        if said is not None:
+            problem = f"it ended with {self._ended()}"
+        if problem is not None:
             self._kill()
-            reason = str(said).strip().splitlines()[-1]
+            reason = str(problem).strip().splitlines()[-1]
             raise WorkerError(
                 f"a process for reward={', '.join(self._setup.names)} cannot be started: {reason}; "
                 "a worker imports the reward by its name, with this process's sys.path: mend it, "

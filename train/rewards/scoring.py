@@ -1,7 +1,7 @@
 """Scores completions, and finds gold answers for which the reward cannot give 1 ("unwinnable").
 
 A run has one reward or several, whose values are added with weights. They run in this process or in
-workers (`train.reward_workers`). One that fails is logged, counted and scored as 0.
+workers (`train.rewards.workers`). One that fails is logged, counted and scored as 0.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from specjax.error_text import shortened
-from train.answers.extract import each_gold
-from train.data.tasks.layout import Problem, gold_of, shown
-from train.reward_calls import ROW, Failed, Outcome, RewardCall
-from train.reward_loop import MOST_ABANDONED, abandoned_threads
-from train.reward_worker import Setup
-from train.reward_workers import Answer, Workers
-from train.rewards import THINKS_FIRST, AnswerReward, get_reward
+from train.data.tasks.layout import Problem, shown
+from train.rewards.answers.extract import each_gold
+from train.rewards.builtin import THINKS_FIRST, AnswerReward, get_reward
+from train.rewards.calls import ROW, Failed, Outcome, RewardCall
+from train.rewards.loop import MOST_ABANDONED, abandoned_threads
+from train.rewards.worker import Setup
+from train.rewards.workers import Answer, Workers
 
 # Number of rows, evenly spaced, whose gold answers are checked before a run.
 ROWS_CHECKED = 300
@@ -69,15 +69,6 @@ _NONE = Failed("returned None (NoneType)", "expected a finite number (return flo
 _ALL_NONE = Failed("all returned None", "no reward applies to the row")
 
 
-class Options(Protocol):
-    """The settings of rewards: `train.schema.RewardsSection`."""
-
-    weights: list[float] | None
-    workers: int | None
-    timeout: float
-    pattern: str
-
-
 class Scorer:
     """The rewards of a run, called with the columns that their parameters name.
 
@@ -85,7 +76,7 @@ class Scorer:
       names: name of a reward, or `module:function`, or several of these.
       reward: the function of a single reward, which runs in this process; None to find it by its
         name.
-      options: settings; None for equal weights and no workers.
+      options: settings, a `RewardsSection`; None for equal weights and no workers.
 
     Attributes:
       name: the rewards in messages.
@@ -103,7 +94,7 @@ class Scorer:
         self,
         names: str | Sequence[str],
         reward: Callable[..., Any] | None = None,
-        options: Options | None = None,
+        options: Any = None,
     ):
         self.names = (names,) if isinstance(names, str) else tuple(names)
         self.name = ", ".join(self.names)
@@ -147,25 +138,6 @@ class Scorer:
         for call in self._calls:
             call.check(have)
 
-    def hidden(self, problem: Problem) -> str | None:
-        """The warning about columns that a reward would get under names that mean something else.
-
-        None if there are none.
-        """
-        found = []
-        for call in self._calls:
-            names = [n for n in _taken(problem) if call.asks_for(n) or call.takes_all]
-            if call.takes_all:
-                names += [n for n in call.of_completion if n in problem.row and n not in names]
-            if names:
-                found.append(f"reward {call.name!r}: {', '.join(names)}")
-        if not found:
-            return None
-        return (
-            "rows have columns whose names are those of what a reward is given, which hides them "
-            f"({'; '.join(found)}); its parameter `{ROW}` has all columns as they are"
-        )
-
     def __call__(
         self, completion: str, problem: Problem, sample: SampleFacts | None = None
     ) -> Score:
@@ -174,12 +146,12 @@ class Scorer:
 
     def begin_one(
         self, completion: str, problem: Problem, sample: SampleFacts | None = None
-    ) -> ScoreOfOne:
-        """Begins to score one completion."""
+    ) -> Scoring:
+        """Begins to score one completion, as number 0."""
         scoring = self.begin(problem)
         scoring.add(0, completion, sample)
         scoring.finish()
-        return ScoreOfOne(scoring)
+        return scoring
 
     @property
     def described(self) -> str:
@@ -317,6 +289,8 @@ class Scorer:
 class Scoring:
     """Completions whose rewards are computed while others are sampled.
 
+    With one completion, number 0, it is a `specjax.engine.hosts.Judgement`.
+
     Args:
       scorer: the rewards.
       problem: the problem of the completions that name none.
@@ -361,6 +335,14 @@ class Scoring:
                 future = self._scorer.ask(index, texts, rows)
                 self._asked |= {(index, place): (future, i) for i, place in enumerate(places)}
 
+    def done(self) -> bool:
+        """Whether `result` returns without waiting."""
+        return not self.futures()
+
+    def result(self) -> Score:
+        """The score of completion 0; waits for it."""
+        return self.scores()[0]
+
     def futures(self) -> set[Future[Answer]]:
         """The calls whose results are not there yet."""
         return {future for future, _ in self._asked.values() if not future.done()}
@@ -377,7 +359,7 @@ class Scoring:
         """The score of each completion by its place; waits for them.
 
         Raises:
-          train.reward_workers.WorkerError: a worker process cannot be started.
+          train.rewards.workers.WorkerError: a worker process cannot be started.
         """
         self.finish()
         self._scorer.wait_for(self.futures())
@@ -394,33 +376,6 @@ class Scoring:
         """Gives up calls that no worker has begun."""
         for future, _ in self._asked.values():
             future.cancel()
-
-
-class ScoreOfOne:
-    """The score of one completion, which may still be computed: a `specjax.engine.hosts.Judgement`.
-
-    Args:
-      scoring: the completion, as number 0.
-    """
-
-    def __init__(self, scoring: Scoring):
-        self._scoring = scoring
-
-    def done(self) -> bool:
-        """Whether `result` returns without waiting."""
-        return not self._scoring.futures()
-
-    def wait(self, seconds: float) -> None:
-        """Waits until a call of a reward has ended, at most so long."""
-        self._scoring.wait(seconds)
-
-    def result(self) -> Score:
-        """The score; waits for it."""
-        return self._scoring.scores()[0]
-
-    def cancel(self) -> None:
-        """Gives up calls that no worker has begun."""
-        self._scoring.cancel()
 
 
 def _is_quick(name: str, function: Callable[..., Any]) -> bool:
@@ -463,26 +418,6 @@ def _columns(problem: Problem, sample: SampleFacts | None) -> dict[str, Any]:
         own["messages"] = list(problem.prompt)
     own |= {"sample": sample, "completion_ids": list(sample.token_ids) if sample else []}
     return {**problem.columns, **own, ROW: dict(problem.row or problem.columns)}
-
-
-def _taken(problem: Problem) -> list[str]:
-    """The columns of a row by whose names a reward gets something that is not their content."""
-    given = _columns(problem, None)
-    names = [name for name in ("sample", "completion_ids", ROW) if name in problem.row]
-    for name in ("answer", "prompt", "messages"):
-        # Other columns are those that the prompt or the answer was read from.
-        if name in problem.columns and name in given:
-            value = problem.columns[name]
-            if name == "answer" and _is_gold(value, problem.answer):
-                continue
-            if value != given[name]:
-                names.append(name)
-    return names
-
-
-def _is_gold(value: Any, answer: Any) -> bool:
-    """Whether the gold answer was read from this value of a column."""
-    return each_gold(gold_of(value, "answer")) == each_gold(answer)
 
 
 # --- gold answers --------------------------------------------------------------------------------
@@ -541,7 +476,7 @@ class GoldAnswers:
         """Whether there is a reward that cannot be 1 for a row; waits for workers.
 
         Raises:
-          train.reward_workers.WorkerError: a worker process cannot be started.
+          train.rewards.workers.WorkerError: a worker process cannot be started.
         """
         index = problem.index
         if index not in self._lost:

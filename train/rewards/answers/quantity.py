@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from train.answers.extract import LONGEST
+from train.rewards.answers.extract import LONGEST
 
 
 @dataclass(frozen=True)

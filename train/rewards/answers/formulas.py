@@ -14,8 +14,8 @@ import sympy
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 
-from train.answers.latex import COMMA, ORDER, is_assignment, relation_of, split
-from train.answers.quantity import TRIGONOMETRY, read_quantity, same_unit, split_unit
+from train.rewards.answers.latex import COMMA, ORDER, is_assignment, relation_of, split
+from train.rewards.answers.quantity import TRIGONOMETRY, read_quantity, same_unit, split_unit
 
 
 @functools.lru_cache(maxsize=64)

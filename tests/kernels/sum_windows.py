@@ -109,37 +109,3 @@ def _windows(op: Op, matrix: Op, contracted: int) -> str:
 def _bounds(name: str, op: Op) -> list[int]:
     found = re.search(rf'"{name}":\[([^\]]*)\]', op.text)
     return [int(bound) for bound in re.findall(r"\d+", found[1])] if found else []
-
-
-def lines(chunks: Mapping[str, Windows], dtype: str) -> Iterator[str]:
-    """Yields what differs between chunks.
-
-    Args:
-      chunks: windows of each chunk's products, by the chunk's name, `off x 8`.
-      dtype: dtype of the products.
-    """
-    chunks = {name: windows for name, windows in chunks.items() if windows}
-    if len(chunks) < 2:
-        return
-    names = list(dict.fromkeys(product for windows in chunks.values() for product in windows))
-    by_windows = {product: _by_windows(chunks, product) for product in names}
-    apart = {product: found for product, found in by_windows.items() if len(found) > 1}
-    verdict = "of these a row may have other bits" if apart else "no product tells them apart"
-    yield (
-        f"{dtype}: {len(names) - len(apart)} of {len(names)} products sum in the same windows in "
-        f"all of {', '.join(chunks)}; {verdict}. Equal windows are evidence of equal bits, no "
-        "proof, and attention is not looked at; rollout.invariant=true gives equal bits"
-    )
-    for product, found in apart.items():
-        yield f"    {product}: " + "; ".join(
-            f"{windows} in {', '.join(those)}" for windows, those in found.items()
-        )
-
-
-def _by_windows(chunks: Mapping[str, Windows], product: str) -> dict[str, list[str]]:
-    """Returns the chunks that compute a product in the same windows, by the windows."""
-    found: dict[str, list[str]] = {}
-    for name, windows in chunks.items():
-        here = " and ".join(sorted(windows.get(product, {"nothing": 0})))
-        found.setdefault(here, []).append(name)
-    return found

@@ -13,7 +13,7 @@ A parameter named `completions`, in any place, makes a function one of batch for
 is a conversation it gets a completion as TRL gives it, [{"role": "assistant", "content": text}];
 the other forms always get text. verl's parameter `ground_truth` gets the gold answer if the row has
 no column of that name. Each form may be `async def`; then the completions that are scored together
-run at once, and all calls in a process run in one event loop (`train.reward_loop`).
+run at once, and all calls in a process run in one event loop (`train.rewards.loop`).
 
 A number is an integer, a float, a fraction, or a bool, of Python, numpy or jax. None instead of a
 number says that the reward does not apply to the row. This module imports nothing that takes time,
@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specjax.error_text import shortened
-from train.reward_loop import cancel_unwanted, run_in_loop
+from train.rewards.loop import cancel_unwanted, run_in_loop
 
 ONE = "completion"  # the parameter that gets the completion's text if it is not the first
 BATCH = "completions"  # the parameter that makes a function one of batch form
@@ -83,16 +83,11 @@ class RewardCall:
 
     def __init__(self, name: str, function: Callable[..., Any]):
         self.name, self.function = name, function
-        self._second, self._required, self._takes = _parameters(function)
-        self._names = names = _names(function)
-        self.batch, self._is_verls = BATCH in names, VERL in names
-        # The name that the completion is given by; None: it is given by position.
-        self._as = VERL if self._is_verls else ONE if ONE in names[1:] else None
+        self._form = form = _form_of(function)
+        self.batch = form.completion == BATCH
         either = function, type(function).__call__
         self.is_async = any(map(inspect.iscoroutinefunction, either))
         self.together = self.batch or self.is_async
-        if self.batch or self._as:
-            self._second, self._required, self._takes = _by_name(function)
 
     def check(self, have: Collection[str]) -> None:
         """Checks that there is a column for every parameter without a default.
@@ -100,7 +95,7 @@ class RewardCall:
         Raises:
           ValueError: a parameter has no column; the message names both.
         """
-        missing = [name for name in self._required if name not in have]
+        missing = [name for name in self._form.required if name not in have]
         if missing:
             raise ValueError(
                 f"reward {self.name!r} asks for {', '.join(missing)}, and the columns that it can "
@@ -108,29 +103,16 @@ class RewardCall:
                 "defaults"
             )
 
-    def asks_for(self, column: str) -> bool:
-        """Whether the function gets a column of this name, if there is one."""
-        if column == ROW:
-            return ROW in self._names[not (self.batch or self._as) :]
-        return self._takes is None or column == self._second or column in self._takes
-
-    @property
-    def takes_all(self) -> bool:
-        """Whether the function takes columns of any name."""
-        return self._takes is None
-
-    @property
-    def of_completion(self) -> tuple[str, ...]:
-        """The names of parameters that get completions or prompts, and never a column."""
-        if self.batch:
-            return BATCH, "prompts"
-        return (self._as,) if self._as else tuple(self._names[:1])
-
     def wanted(self, columns: Columns) -> dict[str, Any]:
         """The columns that the function may have, and the answer."""
-        own = {name: value for name, value in columns.items() if self.asks_for(name)}
+        form = self._form
         always = ("answer", "prompt") if self.batch else ("answer",)
-        return {**own, **{name: columns[name] for name in always}}
+        return {
+            name: value
+            for name, value in columns.items()
+            if name in always
+            or (ROW in form.names if name == ROW else form.named is None or name in form.names)
+        }
 
     def __call__(
         self,
@@ -143,7 +125,7 @@ class RewardCall:
 
         Args:
           seconds: time limit of a completion, for an asynchronous function alone; others are ended
-            from outside (`train.reward_workers`).
+            from outside (`train.rewards.workers`).
           extra: further seconds that this call may take, since it is the first one.
         """
         if self.is_async:
@@ -164,27 +146,24 @@ class RewardCall:
             return self._raised(error)
 
     def _arguments(self, completion: str, columns: Columns) -> tuple[list[Any], dict[str, Any]]:
-        args = [completion]
-        named = {name: value for name, value in columns.items() if name not in self._names[:1]}
-        if self._as:
-            args, named = [], {**columns, self._as: completion}
-        if self._is_verls:
+        form, arguments, named = self._form, [], dict(columns)
+        if form.completion is None:
+            arguments.append(completion)
+            named.pop(form.first, None)
+        else:
+            named[form.completion] = completion
+        if form.completion == VERL:
             named.setdefault("ground_truth", columns["answer"])
-        if self._second is not None:
-            args.append(named.pop(self._second, columns["answer"]))
-        if self._takes is not None:
-            named = {name: named[name] for name in self._takes if name in named}
-        return args, named
+        if form.second is not None:
+            arguments.append(named.pop(form.second, columns["answer"]))
+        return arguments, form.taken(named)
 
     def _lists(self, completions: Sequence[str], rows: Sequence[Columns]) -> dict[str, list]:
         """The arguments of batch form: every column as a list."""
-        every = dict.fromkeys(name for row in rows for name in row)
-        found = {name: [row.get(name) for row in rows] for name in every}
-        given = [_turns(*pair) for pair in zip(completions, rows, strict=True)]
-        found |= {BATCH: given, "prompts": found.get("prompt", [])}
-        if self._takes is not None:
-            found = {name: found[name] for name in self._takes if name in found}
-        return found
+        names = dict.fromkeys(name for row in rows for name in row)
+        lists = {name: [row.get(name) for row in rows] for name in names}
+        turns = [_turns(*pair) for pair in zip(completions, rows, strict=True)]
+        return self._form.taken({**lists, BATCH: turns, "prompts": lists.get("prompt", [])})
 
     def _outcomes(self, values: Any, count: int) -> list[Outcome]:
         """The outcomes of batch form, one for each completion."""
@@ -200,7 +179,7 @@ class RewardCall:
 
     def _outcome(self, value: Any) -> Outcome:
         """The outcome of a returned value."""
-        if self._is_verls and isinstance(value, Mapping):
+        if self._form.completion == VERL and isinstance(value, Mapping):
             value = value.get("score", value)
         return _outcome(value)
 
@@ -282,56 +261,63 @@ def as_number(value: Any) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def _names(function: Callable[..., Any]) -> list[str]:
-    """The names of all parameters; none of a function that is written in C."""
-    try:
-        return list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return []
+class _Form(NamedTuple):
+    """How a function takes its arguments.
 
-
-def _parameters(reward: Callable[..., Any]) -> tuple[str | None, list[str], list[str] | None]:
-    """The parameters of a reward after the completion.
-
-    Returns:
-      (second, required, all). second is the name of the second parameter, which gets the answer if
-      no column has that name; None without one. required has the names of further parameters
-      without a default. all has the names of all further parameters; None if it takes any.
+    Attributes:
+      completion: the name by which it gets completions; None: the first argument is the text.
+      first: the name of its first parameter.
+      second: the name of its second parameter, which gets the answer if no column has that name;
+        None for a function that has none, or takes all arguments by name.
+      named: the names of the parameters that are given by name; None if it takes any.
+      required: those of them without a default, for which there must be a column.
     """
+
+    completion: str | None
+    first: str | None
+    second: str | None
+    named: list[str] | None
+    required: list[str]
+
+    @property
+    def names(self) -> list[str | None]:
+        """The names of all parameters that may get a column."""
+        return [self.second, *(self.named or ())]
+
+    def taken(self, columns: Columns) -> dict[str, Any]:
+        """The columns that are given by name."""
+        return {n: x for n, x in columns.items() if self.named is None or n in self.named}
+
+
+def _form_of(function: Callable[..., Any]) -> _Form:
     kinds = inspect.Parameter
     try:
-        rest = list(inspect.signature(reward).parameters.values())
+        parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # written in C: called by position
-        return "answer", [], []
-    if rest and rest[0].kind is not kinds.VAR_POSITIONAL:
-        rest = rest[1:]
-    second = None
-    if rest and rest[0].kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD):
-        second, *rest = (rest[0].name, *rest[1:])
-    elif rest and rest[0].kind is kinds.VAR_POSITIONAL:
-        second = "answer"
-    named, takes_any = _named(rest)
-    required = [p.name for p in named if p.default is kinds.empty]
-    return second, required, None if takes_any else [p.name for p in named]
-
-
-def _by_name(reward: Callable[..., Any]) -> tuple[None, list[str], list[str] | None]:
-    """As `_parameters`, of a function whose arguments, the completion too, are given by name."""
-    named, takes_any = _named(list(inspect.signature(reward).parameters.values()))
-    names = [p.name for p in named]
-    always = (BATCH, "prompts", VERL) if BATCH in names or VERL in names else (ONE,)
-    if VERL in names:
-        always = (*always, "ground_truth")
-    required = [p.name for p in named if p.default is p.empty and p.name not in always]
-    return None, required, None if takes_any else [p.name for p in named]
-
-
-def _named(parameters: Sequence[inspect.Parameter]) -> tuple[list[inspect.Parameter], bool]:
-    """The parameters that can be given by name, and whether any other name is taken, too."""
-    kinds = inspect.Parameter
-    by_name = (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
-    any_name = any(p.kind is kinds.VAR_KEYWORD for p in parameters)
-    return [p for p in parameters if p.kind in by_name], any_name
+        return _Form(None, None, "answer", [], [])
+    names = [p.name for p in parameters]
+    by_name = ONE in names[1:] and ONE
+    completion = BATCH if BATCH in names else VERL if VERL in names else by_name or None
+    first = second = None
+    if completion is None and parameters:
+        first = names[0]
+        if parameters[0].kind is not kinds.VAR_POSITIONAL:
+            parameters = parameters[1:]
+        if parameters and parameters[0].kind is kinds.VAR_POSITIONAL:
+            second = "answer"
+        elif parameters and parameters[0].kind in (
+            kinds.POSITIONAL_ONLY,
+            kinds.POSITIONAL_OR_KEYWORD,
+        ):
+            second, parameters = parameters[0].name, parameters[1:]
+    given = {ONE: (ONE,), None: ()}.get(completion, (BATCH, "prompts", VERL))
+    given = (*given, "ground_truth") if completion == VERL else given
+    named = [p for p in parameters if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
+    required = [p.name for p in named if p.default is p.empty and p.name not in given]
+    takes_any = any(p.kind is kinds.VAR_KEYWORD for p in parameters)
+    return _Form(
+        completion, first, second, None if takes_any else [p.name for p in named], required
+    )
 
 
 def _line_of(error: BaseException, reward: Callable[..., Any]) -> str:

@@ -1,8 +1,8 @@
 """Finds the letter of a multiple-choice answer.
 
 The answer of a completion is the content of the last `<answer>...</answer>`, else what
-`train.answers.extract.final_answer` finds, else the last line that is not empty. Its letter is the
-one that it begins with: `B`, `(B)`, `b)`, `**B**`, `B. Paris`, `\\text{B}`, `option B`. An answer
+`final_answer` of `extract.py` finds, else the last line that is not empty. Its letter is the one
+that it begins with: `B`, `(B)`, `b)`, `**B**`, `B. Paris`, `\\text{B}`, `option B`. An answer
 of several letters, such as `A, C` or `(B) or (C)`, has none.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from train.answers.extract import final_answer, tagged_answer
+from train.rewards.answers.extract import final_answer, tagged_answer
 
 _MACRO = r"(?:\\(?:text|mathrm|textbf)\s*\{)?"
 _BEFORE = r"[\s*_$\"'`]*(?:(?i:option|choice|answer)\b\W{0,5})?" + _MACRO
