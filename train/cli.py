@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import dataclasses
 import datetime
 import math
 import sys
@@ -14,7 +14,7 @@ from typing import Any
 from specjax.checked_json import CheckpointError, UnsupportedModelError
 from specjax.checkpoint.store import Checkpointer
 from specjax.checkpoint.weights import TOKENIZER
-from specjax.command_line import ConfigError, parse_config
+from specjax.command_line import Call, ConfigError, parse_config
 from specjax.engine.request import InvalidLogitsError
 from specjax.interrupts import INTERRUPTED
 from specjax.parallel.distributed import DistributedError, of_first
@@ -51,6 +51,19 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C, with a message about the current step and the saved steps."""
 
 
+@dataclasses.dataclass
+class ResumableCall(Call):
+    """What a run is told beside its settings.
+
+    Attributes:
+      resume: continue from the newest checkpoint in `out`.
+      resume_step: with resume: the checkpoint to take.
+    """
+
+    resume: bool = False
+    resume_step: int | None = None
+
+
 def run_program(
     schema: type,
     argv: Sequence[str] | None,
@@ -64,10 +77,10 @@ def run_program(
       SystemExit: the user made a mistake, or pressed Ctrl-C (status 130); with one message.
     """
     try:
-        cfg, flags = parse_config(
-            schema, argv, prog, description, _add_resume, lambda cfg: cfg.data.require_path()
+        cfg, call = parse_config(
+            schema, argv, prog, description, ResumableCall, lambda cfg: cfg.data.require_path()
         )
-        return run(cfg, flags.resume or flags.resume_step is not None, flags.resume_step)
+        return run(cfg, call.resume or call.resume_step is not None, call.resume_step)
     except USER_ERRORS as error:
         sys.exit(f"{prog}: error: {error}")
     except KeyboardInterrupt as error:
@@ -216,12 +229,3 @@ def can_resume(out: Path, step: int | None, say: Callable[[str], None]) -> bool:
         )
     say(f"{out} holds no complete checkpoint: starting again at step 1")
     return False
-
-
-def _add_resume(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--resume", action="store_true", help="continue from the newest checkpoint in `out`"
-    )
-    parser.add_argument(
-        "--resume_step", type=int, metavar="N", help="with --resume: the checkpoint to take"
-    )

@@ -43,7 +43,7 @@ from specjax.checkpoint.weights import (
     read_config,
     tokenizer_dir,
 )
-from specjax.command_line import ConfigError, fingerprint, require_same_settings
+from specjax.command_line import ConfigError
 from specjax.config import SpecConfig
 from specjax.config.dtype import about_dtype, resolve_dtype
 from specjax.drafts.mtp import MTPSource
@@ -57,6 +57,7 @@ from specjax.interfaces import Draft
 from specjax.models.transformer import Params
 from specjax.parallel import sharding
 from specjax.registry import DRAFTS
+from specjax.settings import fingerprint, require_same_settings
 from specjax.spelling import spelled
 from specjax.tokenizer import has_chat_template, with_tokenizer_end
 from specjax.weights import load_tokenizer
@@ -517,7 +518,7 @@ class Run:
         """
         _, meta = checkpoints.restore(step, {})
         saved = data.saved_settings(meta.get("settings", {}), self.cfg.data, self.tokenizer)
-        require_same_settings(saved, self.fingerprint(), type(self.cfg))
+        require_same_settings(saved, self.fingerprint())
         require_same_head(meta, self.about, self.model)
         if meta["step"] > self.total:
             raise ConfigError(

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specjax.checkpoint.huggingface import replacing
-from specjax.command_line import ConfigError, require_same_settings
+from specjax.command_line import ConfigError
 from specjax.engine.engine import Engine
 from specjax.engine.request import Totals, make_jobs, require_valid
-from specjax.hub import portable
 from specjax.parallel.sharding import MeshConfig
+from specjax.settings import require_same_settings
 from specjax.tokenizer import prompt_ids
 from train import data, tasks
 from train.collect import group_seed
@@ -210,8 +210,7 @@ def check_samples(cfg: DraftRunConfig, out: Path, resume: bool, tokenizer) -> No
     file = folder / SETTINGS
     if resume and file.exists():
         saved = data.saved_settings(json.loads(file.read_text()), cfg.data, tokenizer)
-        saved["model"] = portable(saved["model"])  # earlier versions wrote the path
-        require_same_settings(saved, now, DraftRunConfig)
+        require_same_settings(saved, now)
         return
     with replacing(folder.absolute()) as partial:
         (partial / SETTINGS).write_text(json.dumps(now, indent=2) + "\n")

@@ -31,7 +31,7 @@ from specjax.config.sampling import is_seed
 from specjax.engine.base import BaseEngine
 from specjax.engine.request import Job, SampleOutput, Totals, make_jobs, require_valid
 from specjax.parallel import distributed
-from specjax.schema import show
+from specjax.settings import show
 from train import data
 from train.answers.latex import clean, squeezed
 from train.collect import ResponseText

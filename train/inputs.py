@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from specjax.command_line import ConfigError, given_in, typed_in
 from specjax.config import ModelConfig
-from specjax.schema import show
+from specjax.settings import show
 from specjax.tokenizer import check_ids, reads_date
 from train import data
 from train.answers.extract import each_gold
@@ -90,14 +90,16 @@ def fit_lengths(cfg: RLConfig | DraftRunConfig, model: str, most: int) -> str | 
             "rollout.max_prompt_tokens + rollout.max_tokens must be at most "
             f"{most}, the longest sequence of {model}; got {sum(asked.values())}"
         )
+    prompt_tokens = roll.max_prompt_tokens
     if "max_tokens" in kept:
-        roll.max_prompt_tokens = most - roll.max_tokens
+        prompt_tokens = most - roll.max_tokens
     elif not kept:
-        roll.max_prompt_tokens = min(roll.max_prompt_tokens, most // 2)
-    roll.max_tokens = min(roll.max_tokens, most - roll.max_prompt_tokens)
+        prompt_tokens = min(prompt_tokens, most // 2)
+    tokens = min(roll.max_tokens, most - prompt_tokens)
+    cfg.rollout = dataclasses.replace(roll, max_prompt_tokens=prompt_tokens, max_tokens=tokens)
     return (
         f"the longest sequence of {model} is {most} tokens: rollout.max_prompt_tokens="
-        f"{roll.max_prompt_tokens} and rollout.max_tokens={roll.max_tokens} in place of "
+        f"{prompt_tokens} and rollout.max_tokens={tokens} in place of "
         f"{asked['max_prompt_tokens']} and {asked['max_tokens']}"
     )
 

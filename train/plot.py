@@ -11,6 +11,7 @@ if __name__ == "__main__":  # Ctrl-C from here on
 
     interrupts.begin("train.plot")
 
+import argparse
 import math
 import re
 import sys
@@ -25,7 +26,6 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 
-from specjax.command_line import ArgumentParser
 from train.log import read_metrics  # noqa: E402
 
 PICTURE = "metrics.png"  # in the directory of the run
@@ -305,7 +305,7 @@ def _headline(run: Path, records: Records) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line entry point."""
-    parser = ArgumentParser(prog="python -m train.plot", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m train.plot", description=__doc__)
     parser.add_argument("run_dir", help="directory with metrics.jsonl")
     parser.add_argument("--out", metavar="PNG", help="default: RUN_DIR/metrics.png")
     arguments = parser.parse_args(argv)

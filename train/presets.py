@@ -71,7 +71,9 @@ def preset_of(name: str | None) -> Mapping[str, Any]:
         return {}
     if name not in PRESETS:
         near = f"did you mean {_OTHERS[name]}? " if name in _OTHERS else ""
-        raise ValueError(f"unknown preset {name!r}; {near}choose one of {', '.join(PRESETS)}")
+        raise ValueError(
+            f"preset: unknown preset {name!r}; {near}choose one of {', '.join(PRESETS)}"
+        )
     return PRESETS[name]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from specjax.checked_json import CheckpointError
-from specjax.command_line import ConfigError, fingerprint
+from specjax.command_line import ConfigError
 from specjax.config.spec import TELEMETRY_VARIABLE
 from specjax.engine.base import BaseEngine
 from specjax.engine.engine import Engine
@@ -27,6 +27,7 @@ from specjax.engine.request import Job, SampleOutput
 from specjax.kernels import dispatch
 from specjax.parallel import distributed, heartbeat
 from specjax.parallel.heartbeat import Heartbeat
+from specjax.settings import fingerprint
 from specjax.telemetry import Collector
 from train.cli import INTERRUPTED
 from train.schema import RLConfig

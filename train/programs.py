@@ -29,7 +29,6 @@ from specjax.interfaces import Draft
 from specjax.parallel import distributed, sharding
 from specjax.parallel.context import context_of
 from specjax.registry import DRAFTS
-from specjax.speculation import ControlSection
 from specjax.spelling import spelled
 from train.collect import group_params
 from train.draft_losses import Sampling
@@ -239,7 +238,8 @@ def settle_drafting(
     roll, mode = cfg.rollout, cfg.draft.mode
     if not drafts(cfg):
         if roll.draft == "auto":  # a checkpoint's settings need a value
-            roll.draft = "ngram" if head is None else "checkpoint"
+            draft = "ngram" if head is None else "checkpoint"
+            cfg.rollout = dataclasses.replace(roll, draft=draft)
         return Drafting(None, None)
     asked = roll.control_config()
     try:
@@ -254,14 +254,14 @@ def settle_drafting(
             "head; set rollout.draft=random to start from a random one, rollout.draft=PATH for one "
             "of its own, or leave out draft.mode: then n-grams draft"
         )
-    roll.draft = drafting.spec.draft
-    if drafting.control is not asked:
-        roll.control = ControlSection(
-            drafting.control.controller, [*map(str, drafting.control.strategies)]
-        )
-    if drafting.by_default:
-        if roll.acceptance != "coupled":  # else tokens would depend on the batch
-            roll.ngram_siblings = False
+    cfg.rollout = dataclasses.replace(
+        roll,
+        draft=drafting.spec.draft,
+        control=roll.control if drafting.control is asked else drafting.control,
+        # Else tokens would depend on the batch.
+        ngram_siblings=roll.ngram_siblings
+        and not (drafting.by_default and roll.acceptance != "coupled"),
+    )
     with_head = trains(drafting.kind)
     if mode == "auto":
         cfg.draft.mode = "online" if with_head and cfg.draft.moves else "frozen"

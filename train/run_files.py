@@ -95,19 +95,18 @@ def read_config(run: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     import yaml
-    from omegaconf import OmegaConf
 
-    from specjax.command_line import unescaped
+    from specjax.command_line import Yaml
 
     try:
-        settings = OmegaConf.to_container(OmegaConf.load(path))
-    except (yaml.YAMLError, ValueError, OSError) as error:  # OSError: neither mapping nor list
+        settings = yaml.load(path.read_text(encoding="utf-8"), Yaml)
+    except (yaml.YAMLError, ValueError) as error:
         raise RunFileError(f"{path}: expected settings, got no YAML ({error}); {_AWAY}") from error
     if not isinstance(settings, dict):
         raise RunFileError(
             f"{path}: expected settings in sections, got {type(settings).__name__}; {_AWAY}"
         )
-    return unescaped(settings)
+    return settings
 
 
 def first_date(run: Path) -> str | None:

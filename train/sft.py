@@ -22,13 +22,14 @@ import numpy as np
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.store import Checkpointer
 from specjax.checkpoint.weights import TOKENIZER, Head, describe, describe_head
-from specjax.command_line import ConfigError, fingerprint, require_same_settings, typed_in
+from specjax.command_line import ConfigError, typed_in
 from specjax.config import ModelConfig
 from specjax.drafts.mtp import MTPSource, init_head_params, weight_axes
 from specjax.hub import find_model, portable
 from specjax.models.transformer import Params, init_params
 from specjax.parallel import sharding
 from specjax.parallel.context import context_of
+from specjax.settings import fingerprint, require_same_settings
 from specjax.tokenizer import with_tokenizer_end
 from specjax.weights import load_tokenizer
 from train import data
@@ -293,7 +294,7 @@ class Run:
         cfg = self.cfg
         _, meta = checkpoints.restore(step, {})
         saved = data.saved_settings(meta.get("settings", {}), self.cfg.data, self.stream.tokenizer)
-        require_same_settings(saved, self.fingerprint(), type(self.cfg))
+        require_same_settings(saved, self.fingerprint())
         step, finished = meta["step"], meta["stage"] == "head"
         if finished and (step, meta["policy_steps"]) != (cfg.steps + cfg.draft_steps, cfg.steps):
             raise ConfigError(

@@ -24,7 +24,7 @@ from specjax.checkpoint.weights import (
     read_config,
     tokenizer_dir,
 )
-from specjax.command_line import ConfigError, fingerprint, require_same_settings
+from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
 from specjax.config.dtype import AUTO
 from specjax.decode.options import Features
@@ -36,6 +36,7 @@ from specjax.engine.vocabulary import draft_ids, own_ids
 from specjax.hub import ModelNotFoundError, find_model, portable
 from specjax.models.transformer import Params, record_shape
 from specjax.parallel import distributed, sharding
+from specjax.settings import fingerprint, require_same_settings
 from specjax.spelling import SettingError, spelled
 from specjax.tokenizer import with_tokenizer_end
 from specjax.weights import load_tokenizer
@@ -76,7 +77,7 @@ from train.programs import (
     settle_length,
     trains_in_replicas,
 )
-from train.rollout_schema import SPELL, with_draft_key
+from train.rollout_schema import SPELL
 from train.schema import RLConfig
 from train.scoring import RewardsFailedError
 from train.spot import HeadDevices, ReplayBuffer, SpotTraining, describe_spot
@@ -706,10 +707,8 @@ class Trainer:
           CheckpointError: the checkpoint cannot be read.
         """
         _, meta = checkpoints.restore(step, {})
-        # Settings that the checkpoint does not have yet count as their defaults.
-        saved = with_draft_key(meta.get("settings", {}))
-        saved = data.saved_settings(saved, self.cfg.data, self.tokenizer)
-        require_same_settings(saved, self.fingerprint(), RLConfig)
+        saved = data.saved_settings(meta.get("settings", {}), self.cfg.data, self.tokenizer)
+        require_same_settings(saved, self.fingerprint())
         require_same_head(meta, self.about_head, self.model)
         self._keep_row_sizes(meta.get("row_sizes", self.row_sizes))
         # The first process made the record; others may have no device of its engine.

@@ -5,10 +5,11 @@ import types
 
 import pytest
 
-from specjax.command_line import ConfigError, require_same_settings
+from specjax.command_line import ConfigError
+from specjax.settings import require_same_settings
 from specjax.tokenizer import load_tokenizer
 from train import data
-from train.eval_schema import EvalSection
+from train.eval_schema import EvalSection, EvalSet
 from train.evaluation import problem_sets
 from train.inputs import describe_data, read_inputs
 from train.schema import DataConfig, RLConfig
@@ -103,7 +104,7 @@ def read_sets(policy, **sets):
 
 def doubles_set(problems, **args):
     given = {"task": "reasoning_gym", "dataset": "doubles", "dataset_args": args}
-    return {**given, "problems": problems}
+    return EvalSet(**given, problems=problems)
 
 
 def test_no_question_of_a_set_of_the_same_data_set_is_trained_on(doubles, thin_policy):
@@ -120,12 +121,12 @@ def test_a_run_is_not_resumed_with_sets_that_hold_out_other_problems(doubles):
         cfg = RLConfig(model="m", data=config(), eval=EvalSection(problems=0, sets=sets))
         return Trainer.fingerprint(types.SimpleNamespace(cfg=cfg))
 
-    others = {"file": {"path": "rows.jsonl", "problems": 900}}
+    others = {"file": EvalSet("rows.jsonl", 900)}
     few, many, more = settings(), *(settings(many=doubles_set(n), **others) for n in (400, 401))
-    require_same_settings(few, settings(few=doubles_set(20), **others), RLConfig)
+    require_same_settings(few, settings(few=doubles_set(20), **others))
     for saved, current in ((few, many), (many, few), (many, more)):
         with pytest.raises(ConfigError, match="made with other settings of eval; "):
-            require_same_settings(saved, current, RLConfig)
+            require_same_settings(saved, current)
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ replaces the one between the two marks there.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from specjax.command_line import ArgumentParser
 from train.plan.copies import ENTRY, ROUND
 from train.plan.report import cycles_text, millions
 
@@ -126,7 +126,7 @@ def table(plans: Mapping[str, Mapping], programs: str | None = None) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = ArgumentParser(prog="python -m train.plan.table", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m train.plan.table", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--into", type=Path, metavar="FILE", help="Markdown with two marks")
     parser.add_argument(
