@@ -18,7 +18,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import os
 import re
 import sys
 import typing
@@ -30,22 +29,13 @@ import yaml
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from specjax.settings import (
-    ConfigError,
-    Key,
-    all_keys,
-    describe,
-    idle,
-    keys_of,
-    look,
-    show,
-    values_of,
-    within,
-)
+from specjax import settings
+from specjax.settings import ConfigError, Key, idle, keys_of, look, show, values_of, within
 from specjax.shipped import find_shipped, roots
 from specjax.spelling import nearest, nearest_key
 
 T = TypeVar("T")
+Pairs = list[tuple[str, str | list[str]]]  # name and text of settings; several words are a list
 _NAME = re.compile(r"[a-z][\w.-]*")  # of what may be a key: `17+25=` is a word
 
 
@@ -90,36 +80,35 @@ def parse_config(
     """
     program = f"python -m {prog}" if prog and " " not in prog else prog or "specjax"
     argv = [str(argument) for argument in (sys.argv[1:] if argv is None else argv)]
-    call_keys = {key.name: key for key in keys_of(call)}
     try:
-        words, pairs = _split(argv, {key.name: key for key in keys_of(schema)} | call_keys)
-        of_call = {name: _read(text, call_keys[name]) for name, text in pairs if name in call_keys}
-        this_call, _ = _merge(call, call_keys, _structured(call), of_call, "command line")
-        pairs = [(name, text) for name, text in pairs if name not in call_keys]
-        path = None if this_call.config is None else _find(this_call.config)
-        file = {} if path is None else _load(path, schema)
-        base, keys = _defaults(schema, file, pairs)
-        if this_call.help:
-            print(_help(program, schema, description, call_keys, keys))
+        this_call = _Layers(call)
+        pairs = _split(argv, _Layers(schema).keys | this_call.keys, getattr(schema, "words", ()))
+        of_call = [(name, text) for name, text in pairs if name in this_call.keys]
+        this_call.take(_read_all(of_call, this_call.keys, {}), "command line")
+        pairs = [(name, text) for name, text in pairs if name not in this_call.keys]
+        path = this_call.merged.config and _find(this_call.merged.config)
+        aliases = getattr(schema, "aliases", {})
+        file = _load(path, aliases) if path else {}
+        layers = _Layers(schema, file, pairs)
+        if this_call.merged.help:
+            print(_help(program, schema, description, this_call.keys, layers.keys))
             sys.exit(0)
-        chosen = {name: key.section for name, key in keys.items() if key.options.get("choose")}
-        base, filed = _merge(schema, keys, base, file, str(path))
-        alone = _plain(base)  # what the file says without the command line
-        typed_values = _typed(schema, keys, words, pairs)
-        base, typed = _merge(schema, keys, base, typed_values, "command line")
-        config, values = _finish(schema, base, chosen), _plain(base)
+        filed = layers.take(file, str(path))
         # The command line may leave settings of a file without effect, because different runs share
         # a file. Within the file they must have one.
-        for _, message in idle(config, typed | _idle_in(schema, alone, chosen, filed), values):
+        idle_in_file = layers.idle(filed)
+        typed = layers.take(_read_all(pairs, layers.keys, aliases), "command line")
+        config, values = layers.make(), layers.values
+        for _, message in idle(config, typed | idle_in_file, values):
             raise ConfigError(message)
         if require is not None:
             require(config)
-        if this_call.print_config:
-            print(yaml.safe_dump(values_of(values, keys.values()), sort_keys=False), end="")
+        if this_call.merged.print_config:
+            print(yaml.safe_dump(values_of(values, layers.keys.values()), sort_keys=False), end="")
             sys.exit(0)
         for name, value in (("typed", typed), ("given", typed | filed), ("argv", tuple(argv))):
             object.__setattr__(config, f"_{name}", value)  # the dataclass may be frozen
-        return config, _finish(call, this_call)
+        return config, this_call.make()
     except ValueError as error:
         print(f"{program}: error: {error}\nTry {program} --help", file=sys.stderr)
         sys.exit(2)
@@ -152,68 +141,64 @@ def _help(
     words = "".join(f" {name.upper()}" for name in getattr(schema, "words", ()))
     own = "\n".join(f"  --{key.name.replace('_', '-'):<14}  {key.doc}" for key in call.values())
     usage = f"usage: {program}{words} [--config FILE] [key=value | --key value ...]"
-    return f"{usage}\n\n{description}\n\n{own}\n\n{describe(keys.values())}"
+    return f"{usage}\n\n{description}\n\n{own}\n\n{settings.describe(keys.values())}"
 
 
 # --- the command line ----------------------------------------------------------------------------
 
 
-def _split(argv: Sequence[str], keys: Mapping[str, Key]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Splits arguments into words without a name, and settings as (name, text), in order."""
+def _split(argv: Sequence[str], keys: Mapping[str, Key], word_keys: Sequence[str]) -> Pairs:
+    """The names and texts of settings, in order; words without a name fill `word_keys`."""
     words, pairs, rest = [], [], ["--help" if argument == "-h" else argument for argument in argv]
-    while rest:
-        argument = rest.pop(0)
+    while rest and (argument := rest.pop(0)) != "--":
         name, equals, text = argument.partition("=")
         dashes = len(name) - len(name.lstrip("-"))
         name = name.lstrip("-").replace("-", "_")
-        key = keys.get(name)
-        is_key = dashes > 1 or (name in keys and len(name) == 1 if dashes else equals)
-        if argument == "--":
-            words += rest
-            break
-        if not is_key or not _NAME.fullmatch(name):
+        key, denied = keys.get(name), keys.get(name.removeprefix("no_"))
+        is_key = dashes > 1 or (len(name) == 1 and key is not None if dashes else equals)
+        if not (is_key and _NAME.fullmatch(name)):
             words.append(argument)
             continue
-        denied = keys.get(name.removeprefix("no_"))
-        if not equals and key is None and denied is not None and denied.kinds == [bool]:
+        may_follow = bool(rest) and not rest[0].startswith("--")
+        if equals:
+            pass
+        elif key is None and denied is not None and denied.kinds == [bool]:
             name, text = denied.name, "false"
-        elif not equals and (key is None or key.kinds == [bool]):  # an unknown one may be a switch
-            has_value = rest and (
-                rest[0].lower() in ("true", "false") or (key is None and "=" not in rest[0])
-            )
-            text = rest.pop(0) if has_value and not rest[0].startswith("--") else "true"
-        elif not equals:
-            if not rest or rest[0].startswith("--"):
-                expected = f"{key.expected} after it, got nothing; --{name}=VALUE"
-                raise ConfigError(f"--{name}: expected {expected}")
+        elif key is None or key.kinds == [bool]:  # an unknown one may be a switch
+            is_value = may_follow and "=" not in rest[0] if key is None else rest[:1] in _BOOLS
+            text = rest.pop(0) if is_value else "true"
+        elif may_follow:
             text = rest.pop(0)
+        else:
+            expected = f"{key.expected} after it, got nothing; --{name}=VALUE"
+            raise ConfigError(f"--{name}: expected {expected}")
         pairs.append((name, text))
-    return words, pairs
+    words += rest
+    for name in word_keys:
+        is_list = list[str] in keys[name].kinds
+        taken, words = (words, []) if is_list else (words[:1], words[1:])
+        if taken and any(name == given for given, _ in pairs):
+            raise ConfigError(f"{name} is given as {taken[0]}, and as {name}=; choose one")
+        if taken:
+            pairs.append((name, taken if taken[1:] or str not in keys[name].kinds else taken[0]))
+    if words:
+        hint = f"{words[0]}=VALUE sets it" if words[0] in keys else "a setting is key=value"
+        raise ConfigError(f"expected key=value, got {words[0]!r}; {hint}")
+    return pairs
 
 
-def _typed(
-    schema: type, keys: Mapping[str, Key], words: Sequence[str], pairs: Sequence[tuple[str, str]]
-) -> dict[str, Any]:
+_BOOLS = (["true"], ["false"], ["True"], ["False"])
+
+
+def _read_all(pairs: Pairs, keys: Mapping[str, Key], aliases: Mapping[str, str]) -> dict[str, Any]:
     """The values of the command line, in sections."""
     values: dict[str, Any] = {}
-    names, left = getattr(schema, "words", ()), [*words]
-    for name in names:
-        kinds = keys[name].kinds
-        taken, left = (left, []) if list[str] in kinds else (left[:1], left[1:])
-        if taken:
-            values[name] = taken if len(taken) > 1 or str not in kinds else taken[0]
-    if left:
-        hint = f"{left[0]}=VALUE sets it" if left[0] in keys else "a setting is key=value"
-        raise ConfigError(f"expected key=value, got {left[0]!r}; {hint}")
-    aliases = getattr(schema, "aliases", {})
     for name, text in pairs:
-        if not text.lstrip().startswith("{"):
+        if not (isinstance(text, str) and text.lstrip().startswith("{") and name in keys):
             name = aliases.get(name, name)
         key = keys.get(name) or _entry_key(keys, name)
-        if name in names and name in values:
-            raise ConfigError(f"{name} is given as a word and as {name}={text}; choose one")
         try:
-            value = _read(text, key)
+            value = _read(text, key) if isinstance(text, str) else text
             if key is not None and key.options.get("several"):
                 both = (look(values, name) or [], value)
                 value = [item for x in both for item in (x if isinstance(x, list) else [x])]
@@ -296,24 +281,22 @@ def _read(text: str, key: Key | None) -> Any:
 def _find(config: str) -> Path:
     """The path of a config file: the file itself, or a file that specjax ships."""
     path = find_shipped(config)
-    if os.path.isfile(path):
+    if path.is_file():
         return path
     shipped = {path.name for root in roots() for path in (root / "configs").glob("*.yaml")}
-    known = f"; shipped: {', '.join(f'configs/{name}' for name in sorted(shipped))}"
-    raise ConfigError(f"--config: no file {config}{known if shipped else ''}")
+    known = ", ".join(f"configs/{name}" for name in sorted(shipped))
+    raise ConfigError(f"--config: no file {config}; shipped: {known}")
 
 
-def _load(path: Path, schema: type) -> dict[str, Any]:
+def _load(path: Path, aliases: Mapping[str, str]) -> dict[str, Any]:
     """The content of a file, with aliases replaced by the keys that they name."""
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Yaml) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    except OSError as error:
-        raise ConfigError(f"--config: {path} cannot be read: {error.strerror}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a mapping of keys at the top, got {content!r}")
-    for alias, name in getattr(schema, "aliases", {}).items():
+    for alias, name in aliases.items():
         if not isinstance(content.get(alias, {}), dict):
             _put(content, name, content.pop(alias))
     return content
@@ -322,31 +305,102 @@ def _load(path: Path, schema: type) -> dict[str, Any]:
 # --- layers --------------------------------------------------------------------------------------
 
 
-def _defaults(
-    schema: type, file: Mapping[str, Any], pairs: Sequence[tuple[str, str]]
-) -> tuple[DictConfig, dict[str, Key]]:
-    """The defaults and the keys of a program, with the sections that the user's values choose."""
-    base, chosen, aliases = copy.deepcopy(_structured(schema)), {}, getattr(schema, "aliases", {})
-    for key in keys_of(schema):
-        if choose := key.options.get("choose"):
-            section = dict(file.get(key.name) or {})
-            for name, text in pairs:
-                name = name if text.lstrip().startswith("{") else aliases.get(name, name)
-                if name == key.name:
-                    section |= _read(text, None) or {}
-                elif within(name, key.name):
-                    section[name.removeprefix(f"{key.name}.")] = text
-            try:
-                chosen[key.name], values = choose(section)
-            except ValueError as error:
-                raise ConfigError(f"{key.name}.{error}") from error
-            base[key.name] = OmegaConf.structured(chosen[key.name])
-            base = typing.cast(DictConfig, OmegaConf.merge(base, {key.name: dict(values)}))
-    keys = {key.name: key for key in keys_of(schema, chosen)}
-    for name, key in keys.items():  # what is chosen decides the defaults, in messages as well
-        if key.section is None and any(within(name, section) for section in chosen):
-            keys[name] = dataclasses.replace(key, default=look(base, name))
-    return base, keys
+class _Layers:
+    """The settings of a dataclass: its defaults, over which a file and the command line are laid.
+
+    Args:
+      schema: the dataclass.
+      file, pairs: what the user sets, of which some values choose the classes of sections.
+
+    Attributes:
+      keys: the keys by name, those of the chosen classes included.
+      merged: the values so far.
+    """
+
+    def __init__(self, schema: type, file: Mapping[str, Any] | None = None, pairs: Pairs = ()):
+        self._schema, self._chosen = schema, {}
+        self.merged = copy.deepcopy(_structured(schema))
+        for key in keys_of(schema):
+            if (choose := key.options.get("choose")) and file is not None:
+                cls, values = _choice(schema, key.name, choose, file, pairs)
+                self._chosen[key.name] = cls
+                self.merged[key.name] = OmegaConf.structured(cls)
+                self.merged = OmegaConf.merge(self.merged, {key.name: values})
+        self.keys = {key.name: key for key in keys_of(schema, self._chosen)}
+        for name, key in self.keys.items():  # what is chosen decides the defaults, in messages too
+            if key.section is None and any(within(name, section) for section in self._chosen):
+                self.keys[name] = dataclasses.replace(key, default=look(self.merged, name))
+
+    def take(self, values: Mapping[str, Any], source: str) -> frozenset[str]:
+        """Lays values over those so far; returns the names of their keys.
+
+        OmegaConf adds to mappings, which an empty one is to empty, and does not know the `kind` of
+        a key: such values are put into their places, which must exist.
+        """
+        leaves = {name: _hidden(value) for name, value in _flatten(values, self.keys)}
+        owners = {name: self._owner(name, source) for name in leaves}
+        layer: dict[str, Any] = {}
+        placed = {}
+        for name, value in leaves.items():
+            key = owners[name]
+            if key.kinds == [int] and isinstance(value, float) and value.is_integer():
+                value = int(value)
+            if key.section is None and (value == {} or key.options.get("kind")):
+                placed[name] = value
+                name, value = name.rpartition(".")[0], {}
+            if name:
+                _put(layer, name, value)
+        try:
+            self.merged = OmegaConf.merge(self.merged, layer)
+        except OmegaConfBaseException as error:
+            wrong = str(error.full_key or "").partition("[")[0]
+            sections = (name for name in leaves if owners[name].section and leaves[name] != {})
+            name = next((name for name in leaves if within(wrong, name)), None) or next(sections)
+            raise _refused(source, name, owners[name], None, leaves[name]) from error
+        for name, value in placed.items():
+            section, _, last = name.rpartition(".")
+            place = look(self.merged, section)
+            if isinstance(value, dict) and value and OmegaConf.is_dict(place[last]):
+                value = {**place[last], **value}
+            with read_write(place), open_dict(place):
+                del place[last]
+                place[last] = value
+        for name, key in owners.items():
+            problem = key.problem(look(self.merged, name)) if key.section is None else None
+            if problem is not None:
+                raise _refused(source, name, key, problem, leaves[name])
+        return frozenset(leaves)
+
+    def _owner(self, name: str, source: str) -> Key:
+        if (key := self.keys.get(name) or _entry_key(self.keys, name)) is not None:
+            return key
+        unread = getattr(self._schema, "unread", {}).items()
+        reason = next((f": {why}" for section, why in unread if within(name, section)), None)
+        above = name.rpartition(".")[0]
+        known = [*self.keys, *(f"{above}.{field}" for field in _entry(self.keys, name))]
+        raise ConfigError(f"{source}: unknown key {name!r}{reason or nearest_key(name, known)}")
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The values so far, in sections."""
+        return _hidden(OmegaConf.to_container(self.merged), "$\0{", "${")
+
+    def make(self) -> Any:
+        """The object of these values.
+
+        Raises:
+          ConfigError: a value is missing, or the dataclass refuses them.
+        """
+        if missing := sorted(OmegaConf.missing_keys(self.merged)):
+            raise ConfigError(f"no value for {', '.join(missing)}; set {missing[0]}=VALUE")
+        return _make(self._schema, self.values, self._chosen)
+
+    def idle(self, names: frozenset[str]) -> set[str]:
+        """Those settings of the layers so far that have no effect."""
+        try:
+            return {name for name, _ in idle(self.make(), names, self.values)}
+        except ConfigError:
+            return set()  # without the command line it is no whole configuration
 
 
 @functools.cache
@@ -354,72 +408,29 @@ def _structured(schema: type) -> DictConfig:
     return OmegaConf.structured(schema)  # slow to make
 
 
-def _merge(
-    schema: type, keys: Mapping[str, Key], base: DictConfig, values: Mapping[str, Any], source: str
-) -> tuple[DictConfig, frozenset[str]]:
-    """Merges a file or the command line into the settings; returns also the names of its keys."""
-    leaves = {name: _hidden(value) for name, value in _flatten(values, keys)}
-    owners = {name: keys.get(name) or _entry_key(keys, name) for name in leaves}
-    for name, key in owners.items():
-        if key is None:
-            unread = getattr(schema, "unread", {}).items()
-            reason = next((f": {why}" for section, why in unread if within(name, section)), None)
-            known = [*keys, *(f"{name.rpartition('.')[0]}.{field}" for field in _entry(keys, name))]
-            raise ConfigError(f"{source}: unknown key {name!r}{reason or nearest_key(name, known)}")
-        value = leaves[name]
-        if key.kinds == [int] and isinstance(value, float) and value.is_integer():
-            leaves[name] = int(value)
+def _choice(
+    schema: type, section: str, choose: Callable, file: Mapping[str, Any], pairs: Pairs
+) -> tuple[type, dict[str, Any]]:
+    """The class of a section, and its defaults, by what the user sets in it."""
+    chosen, aliases = dict(file.get(section) or {}), getattr(schema, "aliases", {})
+    for name, text in pairs:
+        is_mapping = text[:1] == "{"
+        name = name if is_mapping else aliases.get(name, name)
+        if name == section and is_mapping:
+            chosen |= _read(text, None)
+        elif within(name, section):
+            chosen[name.removeprefix(f"{section}.")] = text
     try:
-        merged = _merged(base, leaves, owners)
-    except OmegaConfBaseException:
-        merged = None
-    for name, key in owners.items():
-        if merged is not None:
-            problem = key.problem(look(merged, name)) if key.section is None else None
-        else:  # one of them has another type
-            problem = None if _fits(base, name, leaves[name], key) else f"expected {key.expected}"
-        if problem is not None:
-            hint = nearest(str(leaves[name]), key.options.get("choices") or ())
-            raise ConfigError(f"{source}: {name}: {problem}, got {show(leaves[name])}{hint}")
-    return merged, frozenset(leaves)
+        return choose(chosen)
+    except ValueError as error:
+        raise ConfigError(f"{section}.{error}") from error
 
 
-def _merged(base: DictConfig, leaves: Mapping[str, Any], owners: Mapping[str, Key]) -> DictConfig:
-    """A copy of the settings with these values.
-
-    OmegaConf adds to mappings, which an empty one is to empty, and does not know the `kind` of a
-    key: such values are put into their places, which must exist.
-    """
-    layer: dict[str, Any] = {}
-    placed = {
-        name: value
-        for name, value in leaves.items()
-        if owners[name].section is None and (value == {} or owners[name].options.get("kind"))
-    }
-    for name, value in leaves.items():
-        section = name.rpartition(".")[0]
-        if name not in placed:
-            _put(layer, name, value)
-        elif section:
-            _put(layer, section, {})
-    merged = typing.cast(DictConfig, OmegaConf.merge(base, layer))
-    for name, value in placed.items():
-        section, _, last = name.rpartition(".")
-        place = look(merged, section)
-        if isinstance(value, dict) and value and OmegaConf.is_dict(place[last]):
-            value = {**place[last], **value}
-        with read_write(place), open_dict(place):
-            del place[last]
-            place[last] = value
-    return merged
-
-
-def _fits(base: DictConfig, name: str, value: Any, key: Key) -> bool:
-    try:
-        _merged(base, {name: value}, {name: key})
-    except OmegaConfBaseException:
-        return False
-    return True
+def _refused(source: str, name: str, key: Key, problem: str | None, value: Any) -> ConfigError:
+    problem, hint = problem or f"expected {key.expected}", ""
+    if key.options.get("choices"):
+        hint = nearest(str(value), key.options["choices"])
+    return ConfigError(f"{source}: {name}: {problem}, got {show(value)}{hint}")
 
 
 def _flatten(
@@ -461,19 +472,6 @@ def _hidden(value: Any, text: str = "${", instead: str = "$\0{") -> Any:
     return [_hidden(inner, text, instead) for inner in value] if is_list else value
 
 
-def _plain(merged: DictConfig) -> dict[str, Any]:
-    return _hidden(OmegaConf.to_container(merged), "$\0{", "${")
-
-
-# --- objects --------------------------------------------------------------------------------------
-
-
-def _finish(cls: type, merged: DictConfig, chosen: Mapping[str, type] | None = None) -> Any:
-    if missing := sorted(OmegaConf.missing_keys(merged)):
-        raise ConfigError(f"no value for {', '.join(missing)}; set {missing[0]}=VALUE")
-    return _make(cls, _plain(merged), chosen or {})
-
-
 def _make(
     cls: type, values: Mapping[str, Any], chosen: Mapping[str, type], prefix: str = ""
 ) -> Any:
@@ -483,33 +481,15 @@ def _make(
       ConfigError: a dataclass refuses its values; the section is in front of its message.
     """
     made = dict(values)
-    for key in all_keys(cls, chosen):
-        if "." in key.name:
-            continue
-        value = values.get(key.name)
+    for key in settings.all_keys(cls, chosen):
+        value, place = values.get(key.name), f"{prefix}{key.name}."
         if key.section is not None and value is not None:
-            made[key.name] = _make(key.section, value, {}, f"{prefix}{key.name}.")
-        elif key.entry is not None:
-            place = f"{prefix}{key.name}."
-            made[key.name] = {
-                name: _make(key.entry, fields, {}, f"{place}{name}.")
-                for name, fields in value.items()
-            }
+            made[key.name] = _make(key.section, value, {}, place)
+        elif key.entry is not None and value is not None:
+            made[key.name] = {n: _make(key.entry, v, {}, f"{place}{n}.") for n, v in value.items()}
     try:
         return cls(**made)
     except (ValueError, TypeError, OSError) as error:
-        if isinstance(error, ConfigError) or not prefix:
-            raise ConfigError(str(error)) from error
         first = re.match(r"\w*", str(error))[0]
-        joint = "." if first in cls.__dataclass_fields__ else ": "
+        joint = "" if not prefix else "." if first in cls.__dataclass_fields__ else ": "
         raise ConfigError(f"{prefix[:-1]}{joint}{error}") from error
-
-
-def _idle_in(
-    schema: type, values: Mapping[str, Any], chosen: Mapping[str, type], names: frozenset[str]
-) -> set[str]:
-    """The names of settings that have no effect where a file stands alone."""
-    try:
-        return {name for name, _ in idle(_make(schema, values, chosen), names, values)}
-    except ConfigError:
-        return set()  # without the command line it is no whole configuration
