@@ -169,8 +169,8 @@ class Speculation(SpecConfig):
             spec["draft"] = self.draft if spec["draft"] == "auto" else spec["draft"]
             for name, value in spec.items():
                 object.__setattr__(self, name, value)
-        spec, control = self.spec(), self.control_config()
-        for strategy in () if control is None else control.arms:
+        spec = self.spec()
+        for strategy in self._arms:
             dataclasses.replace(spec, strategy=strategy)  # raises where it is not exact
 
     def control_config(self) -> ControlConfig | None:
@@ -194,31 +194,28 @@ class Speculation(SpecConfig):
         If `strategy` is the default one, and the controller does not list that, it is the first of
         the controller's strategies that drafts. Without a dynamic tree there is no adaptive width.
         """
-        control, strategy = self.control_config(), self.strategy
-        arms = (self.own_strategy,) if control is None else control.arms
-        drafting = [arm for arm in arms if not arm.is_off]
-        is_default = self.own_strategy == DEFAULT_STRATEGY and not self.control_is("ema")
-        if drafting and is_default and DEFAULT_STRATEGY not in drafting:
+        strategy, drafting = self.strategy, [arm for arm in self._arms if not arm.is_off]
+        is_default = self.own_strategy == DEFAULT_STRATEGY
+        if drafting and is_default and not self.is_selectable:
             strategy = drafting[0]
-        adaptive = self.adaptive_width and any(arm.is_dynamic for arm in arms)
+        adaptive = self.adaptive_width and self.grows_trees
         return part(SpecConfig, self, strategy=strategy, adaptive_width=adaptive)
 
-    def control_is(self, controller: str) -> bool:
-        return self.control is not None and self.control.controller == controller
+    @property
+    def _arms(self) -> tuple[Strategy, ...]:
+        control = self.control_config()
+        return (self.own_strategy,) if control is None else control.arms
 
     @property
     def grows_trees(self) -> bool:
         """A dynamic tree, such as 6_4_16, as strategy or among control.strategies."""
-        control = self.control_config()
-        return any(
-            s.is_dynamic for s in ((self.own_strategy,) if control is None else control.arms)
-        )
+        return any(arm.is_dynamic for arm in self._arms)
 
     @property
     def is_selectable(self) -> bool:
-        """A controller that may choose it: list it in control.strategies, which static ignores."""
-        control = self.control_config()
-        return control is None or control.controller == "ema" or self.own_strategy in control.arms
+        """A controller that may choose it: one whose control.strategies have it."""
+        is_ema = self.control is not None and self.control.controller == "ema"
+        return is_ema or self.own_strategy in self._arms
 
 
 def from_fastrl(
