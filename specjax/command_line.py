@@ -139,9 +139,9 @@ def _help(
     program: str, schema: type, description: str, call: Mapping[str, Key], keys: Mapping[str, Key]
 ) -> str:
     words = "".join(f" {name.upper()}" for name in getattr(schema, "words", ()))
-    own = "\n".join(f"  --{key.name.replace('_', '-'):<14}  {key.doc}" for key in call.values())
+    flags = "\n".join(f"  --{key.name.replace('_', '-'):<14}  {key.doc}" for key in call.values())
     usage = f"usage: {program}{words} [--config FILE] [key=value | --key value ...]"
-    return f"{usage}\n\n{description}\n\n{own}\n\n{settings.describe(keys.values())}"
+    return f"{usage}\n\n{description}\n\n{flags}\n\n{settings.describe(keys.values())}"
 
 
 # --- the command line ----------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def option(
     least: float | None = None,
     below: float | None = None,
     infinite: bool = False,
-    own: bool = False,
+    own_path: bool = False,
     kind: Any = None,
     needs: str | tuple[str, ...] = (),
     choose: Callable[[Mapping[str, Any]], tuple[type, Mapping[str, Any]]] | None = None,
@@ -77,7 +77,7 @@ def option(
         least: smallest value of a number.
         below: exclusive upper bound of a number.
         infinite: whether a number may be infinite.
-        own: whether a user's own path `module:attribute` is allowed beside the choices.
+        own_path: whether a user's own path `module:attribute` is allowed beside the choices.
         kind: the type of a field that is annotated with `Any`, because OmegaConf has no such type
             (`str | list[str]`), or because the dataclass keeps the value in another form.
         needs: what must hold for the field, or a section's fields, to have an effect.
@@ -161,8 +161,9 @@ class Key:
             if not (is_list or is_mapping or is_text or (value is None and self.nullable)):
                 return f"expected {self.expected}"
         choices, least = self.options.get("choices"), self.options.get("least")
-        own = self.options.get("own") and isinstance(value, str) and is_own_path(value, choices)
-        if choices is not None and value not in choices and not own:
+        may_be_path = self.options.get("own_path") and isinstance(value, str)
+        known = choices is None or value in choices
+        if not known and not (may_be_path and is_own_path(value, choices)):
             return f"expected one of {', '.join(map(show, choices))}"
         below, infinite = self.options.get("below"), self.options.get("infinite")
         for number in value if several else [value]:
@@ -232,12 +233,12 @@ def _keys_below(
             (k for k in (kind, *typing.get_args(kind)) if dataclasses.is_dataclass(k)), None
         )
         section = None if typing.get_origin(kind) is dict else section
-        own = (*needs, *((prefix[:-1], need) for need in options.get("needs", ())))
+        all_needs = (*needs, *((prefix[:-1], need) for need in options.get("needs", ())))
         doc = options.get("doc") or docs.get(field.name, "")
-        yield Key(name, kind, default, doc, section, own, options)
+        yield Key(name, kind, default, doc, section, all_needs, options)
         if section is not None:
             inner = default if isinstance(default, section) else None
-            yield from _keys_below(section, chosen, f"{name}.", inner, own)
+            yield from _keys_below(section, chosen, f"{name}.", inner, all_needs)
 
 
 def within(name: str, section: str) -> bool:
@@ -277,8 +278,8 @@ def describe(keys: Iterable[Key]) -> str:
         default = "required" if key.default == REQUIRED else show(_plain(key.default, key))
         choices, doc = key.options.get("choices"), key.doc.replace("`", "")
         if choices:
-            own = ", or your own as module:attribute" if key.options["own"] else ""
-            doc += f" [one of {', '.join(map(show, choices))}{own}]"
+            path = ", or your own as module:attribute" if key.options["own_path"] else ""
+            doc += f" [one of {', '.join(map(show, choices))}{path}]"
         rows.append((f"{key.name}={default}", key.expected, doc))
         for field in keys_of(key.entry) if key.entry else ():
             name = f"{key.name}.NAME.{field.name}={show(field.default)}"
@@ -433,5 +434,5 @@ def _lacks(config: Any, section: str, need: str) -> str | None:
         return f"it needs {reason[0].lower()}{reason[1:]}; change that"
     if need.startswith("!"):
         return f"it needs no {path}, and {path} is {shown}; leave out {path}"
-    asked = f"{path}={wanted.replace('|', ' or ')}" if wanted else path
-    return f"it needs {asked}, and {path} is {shown}; set {path}"
+    setting = f"{path}={wanted.replace('|', ' or ')}" if wanted else path
+    return f"it needs {setting}, and {path} is {shown}; set {path}"

@@ -102,7 +102,7 @@ class AlgoSection:
     """
 
     preset: str | None = option(None, choices=(None, *PRESETS))
-    objective: str = option(DEFAULT, choices=OBJECTIVES.names, own=True)
+    objective: str = option(DEFAULT, choices=OBJECTIVES.names, own_path=True)
     kl_loss_coef: float = option(0.0, least=0)
     kl_loss_type: str = option("k3", choices=KL_TYPES, needs="kl_loss_coef")
     kl_coef: float = option(0.0, least=0)

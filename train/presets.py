@@ -89,5 +89,5 @@ _OTHERS = {
 
 def about_objective(name: str) -> str:
     """What a message about an unknown objective ends with, if the name is that of a preset."""
-    found = name if name in PRESETS else _OTHERS.get(name)
-    return "" if found is None else f". It is a preset: use algo={found}"
+    preset = name if name in PRESETS else _OTHERS.get(name)
+    return "" if preset is None else f". It is a preset: use algo={preset}"

@@ -284,7 +284,7 @@ class PackingSection:
             return (self.rows,)
         most = min(16, max(1, MOST_POSITIONS // self.row_length))
         times = dict.fromkeys((most, max(1, most // 4), 1))
-        return tuple(mesh.row_devices * each for each in times)
+        return tuple(mesh.row_devices * factor for factor in times)
 
     def settle(self, longest: int, multiple: int) -> None:
         """Fills in `row_length` if it is null.
@@ -390,7 +390,7 @@ class Common:
     out: str = "runs"
     seed: int = 0
     logprob_chunk_size: int | None = option(None, least=1)
-    attention: str = option("auto", choices=ATTENTION, own=True)
+    attention: str = option("auto", choices=ATTENTION, own_path=True)
 
 
 @dataclass

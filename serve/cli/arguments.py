@@ -83,7 +83,7 @@ class GenerateConfig(ModelSettings, Slots, Speculation, SamplingParams):
     compare: bool = False
     quiet: bool = False
     max_tokens: int | None = None  # the model's defaults may allow more than 256
-    attention: str = option("auto", choices=ATTENTION, own=True)
+    attention: str = option("auto", choices=ATTENTION, own_path=True)
 
     def __post_init__(self):
         Speculation.__post_init__(self)

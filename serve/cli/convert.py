@@ -65,7 +65,7 @@ class ConvertConfig:
     source: str = REQUIRED
     target: str = REQUIRED
     to: str | None = option(None, choices=("hf", "orbax", "speculators", "safeailab", "z-lab"))
-    load_format: str = option(AUTO, choices=(AUTO, *READERS.names), own=True)
+    load_format: str = option(AUTO, choices=(AUTO, *READERS.names), own_path=True)
     family: str | None = None
     what: str | None = option(None, choices=("policy", "head", "both"))
     step: int | None = None

@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # they import jax
 SPELL = dotted({"": GenerateConfig})
 
 
-class Asked(NamedTuple):
+class Request(NamedTuple):
     """A prompt with its token ids, sampling parameters, one job per sample, and `key_of` hash."""
 
     prompt: Prompt
@@ -52,17 +52,17 @@ def run(argv: Sequence[str]) -> int:
     """Runs `specjax generate`; returns the exit status."""
     cfg, _ = parse_config(GenerateConfig, argv, "specjax generate", DESCRIPTION, require=_check)
     if cfg.file is not None:
-        asked, problems = prompts.of_file(cfg.file, cfg.json_lines, cfg.chat)
+        given, problems = prompts.of_file(cfg.file, cfg.json_lines, cfg.chat)
     else:
-        asked, problems = prompts.of_arguments(cfg.prompts, cfg.chat), []
+        given, problems = prompts.of_arguments(cfg.prompts, cfg.chat), []
     for problem in problems:
         _print(problem)
-    if not asked:
+    if not given:
         raise Failure("no prompt is left to generate for" if problems else "there are no prompts")
-    _require_conversation(cfg, asked)
+    _require_conversation(cfg, given)
     lines = None if cfg.output is None else JsonLines(cfg.output, cfg.resume, cfg.force)
     with closing(lines):
-        return _generate(cfg, cfg.sampling({"max_tokens": None}), asked, len(problems), lines)
+        return _generate(cfg, cfg.sampling({"max_tokens": None}), given, len(problems), lines)
 
 
 def _check(cfg: GenerateConfig) -> None:
@@ -83,9 +83,9 @@ def _check(cfg: GenerateConfig) -> None:
         )
 
 
-def _require_conversation(cfg: GenerateConfig, asked: list[Prompt]) -> None:
+def _require_conversation(cfg: GenerateConfig, given: list[Prompt]) -> None:
     """Refuses flags of the chat template where no prompt goes through it."""
-    if any(prompt.messages is not None for prompt in asked):
+    if any(prompt.messages is not None for prompt in given):
         return
     for name in ("chat_template_kwargs", "chat_template"):
         if getattr(cfg, name):
@@ -126,20 +126,20 @@ def _generate(
         lines.require_same(_origin(llm, cfg), cfg.model)
     if params.seed is None:
         params = _seeded(llm, params, given, lines)
-    asked, seeds = [], CallSeeds()
+    requests, seeds = [], CallSeeds()
     for prompt in given:
         try:
-            asked.append(_ask(llm, prompt, params, cfg, seeds))
+            requests.append(_ask(llm, prompt, params, cfg, seeds))
         except (ValueError, TypeError) as error:
             failed += 1
             _print(f"{prompt.where}: {spelled(error, SPELL)}")
     missing = [
-        (one, job)
-        for one in asked
-        for job in one.jobs
-        if lines is None or not lines.has(one.prompt, job.sample, one.key)
+        (request, job)
+        for request in requests
+        for job in request.jobs
+        if lines is None or not lines.has(request.prompt, job.sample, request.key)
     ]
-    kept = sum(len(one.jobs) for one in asked) - len(missing)
+    kept = sum(len(request.jobs) for request in requests) - len(missing)
     if kept:
         _print(f"{kept} samples are in {cfg.output} already")
     with no_messages() if cfg.quiet else contextlib.nullcontext():
@@ -152,12 +152,12 @@ def _generate(
     if llm.telemetry is not None:
         _print_rejections(llm)
     if failed:
-        _print(f"{failed} of {failed + len(asked)} prompts could not be used")
+        _print(f"{failed} of {failed + len(requests)} prompts could not be used")
     if invalid:
         _print(f"{invalid} of {len(missing)} samples ended by an error")
-    elif cfg.exact_mode and ended and not _compare_ended(llm, ended, asked):
+    elif cfg.exact_mode and ended and not _compare_ended(llm, ended, requests):
         return 1
-    elif cfg.compare and asked and not _compare(llm, asked):
+    elif cfg.compare and requests and not _compare(llm, requests):
         return 1
     return 1 if failed or invalid else 0
 
@@ -215,7 +215,7 @@ def _seeded(
 
 def _ask(
     llm: LLM, prompt: Prompt, params: SamplingParams, cfg: GenerateConfig, seeds: CallSeeds
-) -> Asked:
+) -> Request:
     """Encodes a prompt; raises ValueError or TypeError where the model cannot take it."""
     from specjax.engine.prompts import check_prompt
     from specjax.engine.request import make_jobs
@@ -229,7 +229,7 @@ def _ask(
     llm.engine.check(jobs[0])
     local = Path(cfg.model).exists()
     place = str(Path(cfg.model).resolve()) if local else f"{cfg.model}@{cfg.revision or 'main'}"
-    return Asked(prompt, ids, params, jobs, key_of(place, jobs[0]))
+    return Request(prompt, ids, params, jobs, key_of(place, jobs[0]))
 
 
 def _ids(llm: LLM, prompt: Prompt, options: Mapping[str, Any]) -> Sequence[int]:
@@ -261,7 +261,7 @@ def _source(llm: LLM) -> str:
 
 
 def _run(
-    llm: LLM, jobs: list[tuple[Asked, Job]], lines: JsonLines | None, cfg: GenerateConfig
+    llm: LLM, jobs: list[tuple[Request, Job]], lines: JsonLines | None, cfg: GenerateConfig
 ) -> tuple[Totals, float, list[tuple[Job, SampleOutput]]]:
     """Runs all jobs, and writes each sample when it ends, unless it ended by an error.
 
@@ -283,10 +283,10 @@ def _run(
         for engine in llm.engine.engines:
             engine.watcher = streamed
     elif lines is None:
-        places = [(one.prompt.index, job.sample) for one, job in jobs]
+        places = [(request.prompt.index, job.sample) for request, job in jobs]
         ordered = TextInOrder(places, headings=len(jobs) > 1)
     start, compiled = time.perf_counter(), None
-    added = {llm.engine.add(job): (one, job) for one, job in jobs}
+    added = {llm.engine.add(job): (request, job) for request, job in jobs}
     hidden = streamed is not None or cfg.quiet or not sys.stderr.isatty()
     try:
         with tqdm(total=len(jobs), unit="sample", dynamic_ncols=True, disable=hidden) as bar:
@@ -295,19 +295,19 @@ def _run(
                 events = llm.engine.step()
                 compiled = compiled or time.perf_counter()
                 for event in events:
-                    one, job = added.pop(event.sequence)
+                    request, job = added.pop(event.sequence)
                     sample = ended = llm.with_text(job, event.sample)
                     totals.add(sample)
                     samples.append((job, sample))
                     if sample.error is not None:
-                        _print(f"{one.prompt.where}, sample {job.sample}: {sample.error}")
+                        _print(f"{request.prompt.where}, sample {job.sample}: {sample.error}")
                         if ordered is not None:
-                            ordered.leave_out(one.prompt, job.sample)
+                            ordered.leave_out(request.prompt, job.sample)
                     elif lines is not None:
-                        row = row_of(one.prompt, job, one.key, sample, origin)
+                        row = row_of(request.prompt, job, request.key, sample, origin)
                         lines.write(row)
                     elif ordered is not None:
-                        ordered.add(one.prompt, job.sample, _text(sample))
+                        ordered.add(request.prompt, job.sample, _text(sample))
                     bar.update()
                 if streamed is not None:
                     streamed.step(None if ended is None else ended.text)
@@ -353,18 +353,21 @@ def _text(sample: SampleOutput) -> str:
     return " ".join(map(str, sample.token_ids)) if sample.text is None else sample.text
 
 
-def _compare(llm: LLM, asked: list[Asked]) -> bool:
+def _compare(llm: LLM, requests: list[Request]) -> bool:
     """Generates with and without speculation; returns whether every token is equal."""
-    differences = llm.compare_with_plain([a.ids for a in asked], [a.params for a in asked])
-    samples = sum(len(one.jobs) for one in asked)
-    where = [one.prompt.where for one in asked]
+    ids, params = [request.ids for request in requests], [request.params for request in requests]
+    differences = llm.compare_with_plain(ids, params)
+    samples = sum(len(request.jobs) for request in requests)
+    where = [request.prompt.where for request in requests]
     return _same(differences, samples, llm.totals.tokens, lambda request: where[request])
 
 
-def _compare_ended(llm: LLM, ended: list[tuple[Job, SampleOutput]], asked: list[Asked]) -> bool:
+def _compare_ended(
+    llm: LLM, ended: list[tuple[Job, SampleOutput]], requests: list[Request]
+) -> bool:
     """Decodes the generated samples plainly; returns whether every token is equal."""
     jobs, samples = zip(*ended, strict=True)
-    where = {one.prompt.index: one.prompt.where for one in asked}
+    where = {request.prompt.index: request.prompt.where for request in requests}
     tokens = sum(len(sample.token_ids) for sample in samples)
     return _same(llm.compare_samples(jobs, samples), len(jobs), tokens, where.__getitem__)
 

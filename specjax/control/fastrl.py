@@ -38,8 +38,8 @@ def read_fastrl(section: Mapping[str, Any] | str) -> tuple[dict[str, Any], dict[
         section = OmegaConf.to_container(OmegaConf.load(section))
     section = section.get("speculative", section)
     eagle = section.get("eagle") or {}
-    for where, found, known in (("", section, _TOP), (".eagle", eagle, _EAGLE)):
-        if unknown := sorted(set(found) - set(known)):
+    for where, keys, known in (("", section, _TOP), (".eagle", eagle, _EAGLE)):
+        if unknown := sorted(set(keys) - set(known)):
             raise ValueError(
                 f"fastrl: speculative{where} has unknown keys {', '.join(unknown)}; FastRL's keys "
                 f"are {', '.join(known)}"

@@ -70,8 +70,8 @@ class EngineConfig:
     order: str = option("fifo", choices=ORDERS)
     follow_ups: bool = option(False, internal=True)
     named_strategies: bool = option(True, internal=True)
-    attention: str = option("auto", choices=ATTENTION, own=True)
-    products: str = option("auto", choices=ASKED, own=True)
+    attention: str = option("auto", choices=ATTENTION, own_path=True)
+    products: str = option("auto", choices=ASKED, own_path=True)
     enforce_eager: bool = False
 
     def __post_init__(self):

@@ -61,7 +61,7 @@ class VerifyConfig(Speculation):
     prompt: str | None = option(None, needs="!tokens")
     tokens: list[int] | None = None
     dtype: str = option(AUTO, choices=ENGINE_DTYPES)
-    attention: str = option("auto", choices=ATTENTION, own=True)
+    attention: str = option("auto", choices=ATTENTION, own_path=True)
     # Of 63 bits, because the chi-square samples use the seeds after it.
     seed: int = option(0, least=0, below=1 << 63)
     json: str | None = None
