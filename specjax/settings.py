@@ -229,10 +229,12 @@ def _keys_below(
             default = field.default_factory()
         elif default is dataclasses.MISSING:
             default = REQUIRED
-        section = chosen.get(name) or next(
-            (k for k in (kind, *typing.get_args(kind)) if dataclasses.is_dataclass(k)), None
-        )
-        section = None if typing.get_origin(kind) is dict else section
+        choose, members = options.get("choose"), (kind, *typing.get_args(kind))
+        section = next((member for member in members if dataclasses.is_dataclass(member)), None)
+        if typing.get_origin(kind) is dict:
+            section = None
+        elif choose:
+            section = chosen.get(name) or choose({})[0]
         all_needs = (*needs, *((prefix[:-1], need) for need in options.get("needs", ())))
         doc = options.get("doc") or docs.get(field.name, "")
         yield Key(name, kind, default, doc, section, all_needs, options)
@@ -403,9 +405,11 @@ def idle(
     keys = {key.name: key for key in keys_of(config)}
     for name in sorted(keys.keys() & set(names)):
         key = keys[name]
-        value = look(config if values is None else values, name)
-        unset = show(value) == show(key.default) or value in ("off", "none")
-        if key.section is not None or unset or not (value or value is False):
+        if key.section is not None:
+            continue
+        value = _plain(look(config if values is None else values, name), key)
+        unset = value == _plain(key.default, key) or value in ("off", "none")
+        if unset or not (value or value is False):
             continue
         lacking = (_lacks(config, section, need) for section, need in key.needs)
         if (message := next(filter(None, lacking), None)) is not None:

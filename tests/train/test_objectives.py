@@ -219,8 +219,6 @@ def test_a_constant_that_nobody_set_is_refused():
     cfg = algo("grpo", loss_aggregation="constant")
     with pytest.raises(ValueError, match="divides by loss_scale_factor, which is null"):
         computed(scored(cfg), cfg)
-    cfg.settle(SCALE)
-    assert cfg.loss_scale_factor == SCALE
-    cfg.settle(9)
+    cfg = cfg.settled(SCALE).settled(9)
     assert cfg.loss_scale_factor == SCALE
     assert np.isfinite(computed(scored(cfg), cfg)[0])

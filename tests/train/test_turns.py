@@ -55,8 +55,8 @@ def test_what_the_policy_did_not_sample_has_no_gradient_and_no_weight(objective,
     for name in ("old_logprobs", "behaviour_logprobs"):
         batch[name] = np.where(inside, -1.1, others).astype(np.float32)
     settings = {"loss_aggregation": "sequence", "kl_loss_coef": 0.1, "tis": True}
+    settings |= {"clip_ratio": 0.5, "clip_ratio_high": 0.5}
     counts, cfg = count_denominators([batch]), algo(objective, **settings)
-    cfg.clip_ratio = cfg.clip_ratio_high = 0.5
 
     def loss(x):
         return policy_loss(x, batch, cfg, counts, jnp.asarray(batch["old_logprobs"]))
