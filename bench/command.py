@@ -7,7 +7,6 @@ import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 
-from specjax.command_line import ArgumentParser
 from train.data import rows
 from train.data.prompts import Prompts
 from train.schema import DataConfig
@@ -21,7 +20,7 @@ def bench_parser(module: str, doc: str, out: str | None = None) -> argparse.Argu
       doc: the module's docstring.
       out: name of the default result file, without its suffix; None: it writes none.
     """
-    parser = ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog=f"python -m bench.{module}",
         description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,

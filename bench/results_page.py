@@ -6,6 +6,7 @@ What they show is in `results_page.yaml`. A row that no file has is an error.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import textwrap
@@ -14,8 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import yaml
-
-from specjax.command_line import ArgumentParser
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE, README = "bench/results", "docs/results.md", "README.md"
@@ -189,7 +188,9 @@ def made() -> dict[Path, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    ArgumentParser(prog="python -m bench.results_page", description=__doc__).parse_args(argv)
+    argparse.ArgumentParser(prog="python -m bench.results_page", description=__doc__).parse_args(
+        argv
+    )
     for path, text in made().items():
         path.write_text(text, encoding="utf-8")
         print(path.relative_to(ROOT))

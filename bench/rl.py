@@ -43,8 +43,7 @@ import yaml
 from bench import plots
 from bench.command import user_errors
 from bench.record import RESULTS, figure, ratio_figure, report, turns, write_result
-from specjax.command_line import parse_config
-from specjax.schema import Yaml
+from specjax.command_line import Yaml, parse_config
 from specjax.shipped import find_shipped
 from train import draft
 from train.draft_schema import DraftRunConfig

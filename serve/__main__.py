@@ -7,6 +7,7 @@ if __name__ == "__main__":  # Ctrl-C from here on
 
     interrupts.begin("python -m serve")
 
+import dataclasses
 import errno
 import gc
 import logging
@@ -42,9 +43,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m serve") -> No
     """
     description = "Serves a model behind OpenAI's API, with speculative decoding."
     cfg, _ = parse_config(ServeConfig, argv, prog, description)
-    for name, variable in KEYS.items():
-        if getattr(cfg, name) is None:
-            setattr(cfg, name, os.environ.get(variable) or None)
+    keys = {name: getattr(cfg, name) or os.environ.get(KEYS[name]) or None for name in KEYS}
+    cfg = dataclasses.replace(cfg, **keys)
     # `force`: an imported module may have configured logging for warnings only.
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
     try:

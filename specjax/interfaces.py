@@ -1136,12 +1136,11 @@ class Denominators(NamedTuple):
 class Objective(Protocol):
     """What the policy is trained on: advantages of samples, and a loss per token.
 
-    Implementations are frozen dataclasses, whose fields are their options: keys of the section
-    `algo`, each with a default, and documented under "Attributes:" of the docstring or by
-    `specjax.schema.option`. A class attribute `rules` may hold `specjax.schema.Needs`: which of its
-    options have no effect under which settings. An attribute `least_samples` may hold the smallest
-    number of samples per prompt, which otherwise is 2. A mistake in an option is a ValueError of
-    `__post_init__`.
+    Implementations are frozen dataclasses that inherit from `train.loss.algo.AlgoSection`. Their
+    fields are their options: keys of the section `algo`, each with a default, documented under
+    "Attributes:" of the docstring. `specjax.settings.option` says what else an option needs to have
+    an effect. An attribute `least_samples` may hold the smallest number of samples per prompt,
+    which otherwise is 2. A mistake in an option is a ValueError of `__post_init__`.
 
     Arrays [R S] are the R packed rows of one micro-batch. A sample is in one row whole, but its
     tokens may be in any order, for a row may be split over devices: sum over samples by `segments`

@@ -1,13 +1,13 @@
-"""Names of settings in messages, as the user of each program types them.
+"""Names of settings: the nearest one, those of other programs, and how a message spells one.
 
 A user sets a draft source as `SpecConfig(draft='ngram')`, `speculation.draft=ngram` or
-`--draft ngram`. The text of a `SettingError` is therefore made by a function of `spell`, which
-names a setting; the program that shows the error gives its own `spell`::
+`draft=ngram`. The text of an error about several settings is therefore made by a function `spell`;
+the program that shows the error gives its own::
 
     raise SettingError(lambda spell: f"the head is missing; use {spell('draft', 'ngram')}")
 
     except ValueError as error:
-        print(spelled(error, dotted({"draft": "speculation"})))
+        print(spelled(error, dotted({"speculation": Speculation})))
 """
 
 from __future__ import annotations
@@ -15,25 +15,77 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+from specjax.settings import keys_of, show
 
 # (name) or (name, value) -> the setting as the user types it
 Spell = Callable[..., str]
 
-# Keyword arguments by the call that takes them; all others are `SpecConfig`'s.
-_CALLS = {
-    "LLM": (
-        "spec", "control", "max_batch", "max_len", "dtype", "mesh", "tokenizer", "max_stop_tokens",
-        "replicas", "tp", "generation_config", "family",
-    ),
-    "EngineConfig": (
-        "page_size", "cache_bytes", "chunk_tokens", "stretch", "prefill_chunk", "order", "products",
-        "attention", "enforce_eager",
-    ),
-    "ControlConfig": ("controller", "strategies", "initial", "bs_threshold"),
-    "SamplingParams": ("max_tokens", "temperature", "stop_token_ids"),
-}  # fmt: skip
+# Last words of settings of vLLM, SGLang, verl and TRL -> how the key here ends.
+FOREIGN = {
+    "max_new_tokens": "max_tokens",
+    "max_completion_length": "max_tokens",
+    "response_length": "max_tokens",
+    "max_response_length": "max_tokens",
+    "max_prompt_length": "max_prompt_tokens",
+    "clip_ratio_low": "clip_ratio",
+    "max_model_len": "max_len",
+    "max_num_seqs": "max_batch",
+    "top_logprobs": "logprobs",
+    "tensor_parallel_size": "tp",
+    "tensor_model_parallel_size": "tp",
+    "data_parallel_size": "replicas",
+    "block_size": "page_size",
+    "max_num_batched_tokens": "prefill_chunk",
+    "speculative_config": "spec",
+    "speculative_model": "draft",
+    "speculative_draft_model_path": "draft",
+    "prompt_lookup_max": "ngram_max",
+    "prompt_lookup_min": "ngram_min",
+    "num_generations": "rollout.n",
+    "train_batch_size": "rollout.prompts",
+    "learning_rate": "optim.lr",
+    "max_grad_norm": "clip_norm",
+    "grad_clip": "clip_norm",
+    "max_steps": "steps",
+    "total_training_steps": "steps",
+    "save_freq": "checkpoint.every",
+    "save_steps": "checkpoint.every",
+    "test_freq": "eval.every",
+    "eval_steps": "eval.every",
+    "train_files": "data.path",
+    "val_files": "data.heldout_path",
+    "reward_funcs": "reward",
+    "adv_estimator": "algo.preset",
+    "loss_agg_mode": "loss_aggregation",
+    "beta": "kl_loss_coef",
+    "epsilon": "clip_ratio",
+    "epsilon_high": "clip_ratio_high",
+    "num_iterations": "updates_per_rollout",
+    "ppo_epochs": "updates_per_rollout",
+}
+
+
+def nearest(name: str, known: Iterable[Any], cutoff: float = 0.6) -> str:
+    """The end of a message about an unknown name: a known one that is close, or nothing."""
+    close = difflib.get_close_matches(name, [str(k) for k in known if k is not None], 1, cutoff)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def nearest_key(name: str, keys: Iterable[str]) -> str:
+    """The end of a message about an unknown key: the one that is meant, or where to look."""
+    keys, last = [*keys], name.rpartition(".")[2]
+    meant = f".{FOREIGN.get(last, last)}"
+    tails = {key.rpartition(".")[2]: key for key in keys}
+    similar = difflib.get_close_matches(last, tails, 1, 0.7)
+    return (
+        nearest(name, [key for key in keys if f".{key}".endswith(meant)], 0.0)
+        or nearest(name, keys)
+        or nearest(name, [tails[tail] for tail in similar], 0.0)
+        or "; --help lists every key"
+    )
 
 
 class SettingError(ValueError):
@@ -54,89 +106,32 @@ def spelled(error: BaseException, spell: Spell) -> str:
     return error.write(spell) if isinstance(error, SettingError) else str(error)
 
 
-def python(name: str, *value: Any) -> str:
-    """Names settings as in Python: `SpecConfig(draft='ngram')`; without a value the bare name."""
-    if not value:
-        return name
-    call = next((call for call, names in _CALLS.items() if name in names), "SpecConfig")
-    return f"{call}({name}={'...' if value[0] is ... else repr(value[0])})"
-
-
-def dotted(sections: Mapping[str, str], other_names: Mapping[str, str] | None = None) -> Spell:
-    """Names settings as `section.name=value`.
+def dotted(sections: Mapping[str, type]) -> Spell:
+    """Names settings as `section.name=value`; those of no section as `name=value`.
 
     Args:
-      sections: the section of each setting; "" and settings that are not listed are top-level keys.
-      other_names: names of settings that differ from the library's, by the library's name.
+      sections: dataclass of each section; "" is that of the top.
     """
+    names = {
+        key.name.rpartition(".")[2]: f"{section}.{key.name}".removeprefix(".")
+        for section, cls in sections.items()
+        for key in sorted(keys_of(cls), key=lambda key: -key.name.count("."))
+    }
 
     def spell(name: str, *value: Any) -> str:
-        section = sections.get(name, "")
-        last = (other_names or {}).get(name, name)
-        key = f"{section}.{last}" if section else last
-        return f"{key}={_text(value[0])}" if value else key
+        key = names.get(name, name)
+        return f"{key}={'...' if value[0] is ... else show(value[0])}" if value else key
 
     return spell
 
 
-def flags(name: str, *value: Any) -> str:
-    """Names settings as `--name value`, booleans as `--name` or `--no-name`."""
-    flag = "--" + name.replace("_", "-")
-    if value and isinstance(value[0], bool):
-        return flag if value[0] else f"--no{flag[1:]}"
-    return f"{flag} {_text(value[0], none='none')}" if value else flag
-
-
-def _text(value: Any, none: str = "null") -> str:
-    """A value as the user types it."""
-    if value is ...:
-        return "..."
-    if value is None:
-        return none
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-# Names of parameters in vLLM, transformers and others -> names in specjax.
-_FOREIGN_NAMES = {
-    "top_logprobs": "logprobs",
-    "max_new_tokens": "max_tokens",
-    "max_model_len": "max_len",
-    "max_num_seqs": "max_batch",
-    "tensor_parallel_size": "tp",
-    "data_parallel_size": "replicas",
-    "block_size": "page_size",
-    "max_num_batched_tokens": "prefill_chunk",
-    "prompt_lookup_max": "ngram_max",
-    "prompt_lookup_min": "ngram_min",
-    "speculative_config": "spec",
-    "source": "draft",  # three names of earlier versions
-    "head": "draft",
-    "draft_model": "draft",
-    "speculative_model": "draft",
-    "speculative_draft_model": "draft",
-    "speculative_draft_model_path": "draft",
-}
-# Values of settings of earlier versions -> values of the setting that replaces them.
-_FOREIGN_VALUES = {"source": {"head": "checkpoint", "model": "DIR"}}
-
-
-def foreign(name: str, *value: Any) -> tuple[str, Any] | None:
-    """Translates a setting of an earlier version, or of vLLM, SGLang or transformers.
-
-    Args:
-      name: name of the setting.
-      value: its value; nothing: it is not known.
-
-    Returns:
-      the name of the setting here, and its value, `PATH` if it is not known; None: there is no
-      such setting.
-    """
-    known = _FOREIGN_NAMES.get(name)
-    if known is None:
-        return None
-    [given] = value or ("PATH",)
-    text = str(given)
-    return known, _FOREIGN_VALUES.get(name, {}).get(text, given)
+def python(name: str, *value: Any) -> str:
+    """Names settings as in Python: `SpecConfig(draft='ngram')`; without a value the bare name."""
+    if not value:
+        return name
+    calls = ("LLM", "SpecConfig", "ControlConfig", "EngineConfig", "SamplingParams")
+    call = next((call for call in calls if name in _PARAMETERS.get(call, ())), "SpecConfig")
+    return f"{call}({name}={'...' if value[0] is ... else repr(value[0])})"
 
 
 # Parameters of the classes whose keywords are checked, by the class's name.
@@ -154,26 +149,16 @@ def checks_keywords(cls: type) -> type:
 
     @functools.wraps(construct)
     def checked(self, *args, **keywords):
-        for name in keywords:
-            if name not in known:
-                if _FOREIGN_NAMES.get(name) == "draft":
-                    raise TypeError(_about_draft(cls.__name__, name, keywords[name]))
-                close = [_FOREIGN_NAMES[name]] if _FOREIGN_NAMES.get(name) in known else []
-                close = close or difflib.get_close_matches(name, known, 1, 0.7)
-                hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
-                others = [cls for cls, names in _PARAMETERS.items() if name in names]
-                if others:
-                    has = f"{' and '.join(sorted(others))} {'have' if others[1:] else 'has'} it"
-                    hint = f"{hint} {has}" if close else has
-                raise TypeError(f"{cls.__name__} has no parameter {name}; {hint}")
+        for name in keywords.keys() - known:
+            meant = FOREIGN.get(name, name)
+            hint = nearest(meant, known)
+            owners = [owner for owner, names in _PARAMETERS.items() if meant in names]
+            elsewhere = (
+                f"; {' and '.join(owners)} {'have' if owners[1:] else 'has'} it" if owners else ""
+            )
+            hint = hint or elsewhere or f"; there are {', '.join(known)}"
+            raise TypeError(f"{cls.__name__} has no parameter {name}{hint}")
         construct(self, *args, **keywords)
 
     cls.__init__ = checked
     return cls
-
-
-def _about_draft(cls: str, name: str, value: Any) -> str:
-    """The message about a keyword that other versions or programs name what drafts by."""
-    setting = python(*foreign(name, value))
-    there = setting if cls == "SpecConfig" else f"{cls}(spec={setting})"
-    return f"{cls} has no parameter {name}; use {there}"

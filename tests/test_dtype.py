@@ -59,10 +59,10 @@ def test_engines_are_in_float32_on_cpu_unless_told(half, capsys):
     assert told.cfg.run.compute_dtype == "bfloat16" and dtypes(told.params) == {"bfloat16"}
     with pytest.raises(ValueError, match="dtype must be one of"):
         LLM(half, OFF, dtype="float8")
-    asked = ["generate", "--model", str(half), "1+2=", "--max-tokens", "2", "--no-speculation"]
+    asked = ["generate", "--model", str(half), "1+2=", "--max-tokens", "2", "--strategy", "off"]
     assert main([*asked, "--max-len", "32"]) == 0
     said = capsys.readouterr().err
-    assert "specjax generate: arithmetic in float32" in said and "(--dtype bfloat16 is" in said
+    assert "specjax generate: arithmetic in float32" in said and "(dtype=bfloat16 is" in said
     section = EngineSection(max_batch=1, max_len=32)
     off = SpeculationSection(strategy="off")
     served = load_llm(ServeConfig(model=str(half), engine=section, speculation=off))

@@ -7,7 +7,6 @@ flag or a key. The fixture `examples` makes the files importable, and gives the 
 are in.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import importlib
@@ -26,11 +25,13 @@ import pytest
 import tiny_run
 from safetensors.numpy import load_file
 
+from serve.cli.arguments import GenerateConfig
 from serve.cli.main import main
 from specjax import LLM, EngineConfig, SamplingParams, SpecConfig, interfaces
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.huggingface import config_json
 from specjax.checkpoint.weights import load_model
+from specjax.command_line import parse_config
 from specjax.config import ModelConfig
 from specjax.config.model import Layer
 from specjax.drafts.mtp import MTPSource
@@ -44,7 +45,6 @@ from specjax.models.mlps.dense import Dense
 from specjax.models.rows import layer_rows
 from specjax.models.transformer import init_params
 from specjax.registry import FAMILIES, Registry
-from specjax.speculation import add_flags, settings_of
 from specjax.weights import matrix
 from train import rl
 from train.data import __main__ as data_report
@@ -100,10 +100,8 @@ def test_every_file_of_the_page_is_a_block_of_its_own_and_is_run():
 
 
 def test_draft_of_ones_own_changes_no_token_and_is_accepted(examples, thin_policy):
-    parser = argparse.ArgumentParser()
-    add_flags(parser)
-    flags = ["--draft", "my_draft:Repeat", "--strategy", "2_1_3"]
-    spec = settings_of(parser.parse_args(flags)).spec()
+    words = ["--model=d", "--draft", "my_draft:Repeat", "--strategy", "2_1_3"]
+    spec = parse_config(GenerateConfig, words)[0].spec()
     llm, plain = (LLM(thin_policy, s, max_batch=2, max_len=64) for s in (spec, None))
     assert "draft: my_draft:Repeat; always 2_1_3" in llm.drafting.described()
     often = SamplingParams(temperature=0.8, max_tokens=24, seed=5, logit_bias={7: 6.0})
@@ -228,8 +226,9 @@ def test_reader_of_ones_own_is_converted_and_refused_like_any_checkpoint(
     np.savez(source, config=config, **arrays)
     assert main([*convert[:-1], str(tmp_path / "other")]) == 1
     assert "missing: model.norm.weight" in capsys.readouterr().err
-    assert main([*convert[:4], "no_such", *convert[5:]]) == 2
-    assert "unknown checkpoint format 'no_such'" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([*convert[:4], "no_such", *convert[5:]])
+    assert "load_format: expected one of auto, gguf" in capsys.readouterr().err
 
 
 def test_family_of_ones_own_is_read_written_and_refused_without_its_path(
@@ -264,7 +263,7 @@ def test_family_of_ones_own_is_read_written_and_refused_without_its_path(
     convert = ["convert", "--to", "hf", str(tmp_path / "pebble"), str(tmp_path / "out")]
     FAMILIES.rows.pop("pebble")
     assert main([*convert, "--family", "nowhere:FAMILY"]) == 2
-    assert "--family: cannot load model family 'nowhere:FAMILY'" in capsys.readouterr().err
+    assert "family: cannot load model family 'nowhere:FAMILY'" in capsys.readouterr().err
     assert main([*convert, "--family", "my_family:Pebble"]) == 2
     assert "expected a specjax.interfaces.Family at my_family:Pebble" in capsys.readouterr().err
     assert main([*convert, "--family", "my_family:FAMILY"]) == 0

@@ -132,13 +132,16 @@ def test_a_directory_lends_its_defaults(checkpoint, generate, tmp_path):
     _, greedy, _ = generate(checkpoint("plain"), "--temperature", "0")
     assert text == greedy
     status, _, said = generate(checkpoint("third"), "--generation-config", str(tmp_path / "no"))
-    assert status == 1 and "--generation-config: expected auto, none, or a directory" in said
+    assert status == 1 and "generation_config: expected auto, none, or a directory" in said
     assert "Traceback" not in said
 
 
 def test_they_are_the_defaults_of_a_server(checkpoint):
-    cfg = config(checkpoint(**{**SHORT, "temperature": 0}))
-    cfg.speculation.strategy, cfg.engine.max_batch = "off", 1
+    cfg = config(
+        checkpoint(**{**SHORT, "temperature": 0}),
+        speculation={"strategy": "off"},
+        engine={"max_batch": 1},
+    )
     with served(cfg, load_llm(cfg)) as server:
         client = server.client()
         asked = {"model": "tiny", "messages": [{"role": "user", "content": PROMPT}]}

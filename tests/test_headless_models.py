@@ -13,7 +13,7 @@ import tiny_run
 from serve.settings import ServeConfig, load_llm
 from specjax import LLM, SamplingParams
 from specjax.checkpoint import huggingface as hf
-from specjax.command_line import load_config
+from specjax.command_line import parse_config
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
 from train import rl, sft
@@ -97,7 +97,7 @@ def test_the_server_needs_the_path_alone_and_says_what_drafts(model, caplog):
     from serve.api import create_app
 
     small = ["--engine.max-len=64", "--engine.max-batch", "1"]
-    cfg = load_config(ServeConfig, ["--model", str(model), *small], "serve")
+    cfg, _ = parse_config(ServeConfig, ["--model", str(model), *small], "serve")
     with caplog.at_level(logging.INFO):
         llm = load_llm(cfg)
     [said] = [r.message for r in caplog.records if r.message.startswith("draft:")]

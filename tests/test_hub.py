@@ -281,5 +281,5 @@ def test_every_program_takes_an_id_and_a_revision(home, thin_policy, tmp_path, c
         data_report.main(["rows.jsonl", "--model", *model])
         assert "prompt length in tokens: " in capsys.readouterr().out
     asked = ["generate", "--model", "owner/thin", "--revision", "v1", "1+2=", "--max-tokens", "2"]
-    assert main([*asked, "--no-speculation", "--max-len", "32"]) == 0
+    assert main([*asked, "--strategy=off", "--max-len", "32"]) == 0
     assert capsys.readouterr().out

@@ -55,7 +55,8 @@ def test_flags_of_specjax_exist(command, capsys):
     }
     with pytest.raises(SystemExit):
         main([command, "--help"])
-    assert flags <= set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    keys = re.findall(r"^  (?:--)?([\w-]+)(?==|  )", capsys.readouterr().out, re.M)
+    assert flags <= {f"--{key.replace('_', '-')}" for key in keys}
 
 
 def test_the_commands_of_the_first_minutes_are_there():

@@ -52,7 +52,7 @@ def checkpoint(tmp_path_factory, weights):
 
 def test_an_exact_decoder_passes_and_the_table_and_json_say_so(checkpoint, tmp_path, capsys):
     file = tmp_path / "verdict.json"
-    assert main(["--model", checkpoint, *SMALL, "--tokens", "1, 5 9", "--json", str(file)]) == 0
+    assert main(["--model", checkpoint, *SMALL, "--tokens", "1,5,9", "--json", str(file)]) == 0
     said = capsys.readouterr().out
     assert "verdict: lossless" in said and "FAILED" not in said and "random head" not in said
     verdict = json.loads(file.read_text())

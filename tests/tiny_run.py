@@ -6,21 +6,23 @@ Its weights are random but sharpened, so that the next token depends on the cont
 
 import contextlib
 import dataclasses
+import io
 import json
 import os
 import time
 import zlib
 from pathlib import Path
+from unittest import mock
 
 import jax
 import pytest
 
-from specjax import schema
+from specjax import command_line
 from specjax.checkpoint import huggingface as hf
 from specjax.drafts.mtp import init_head_params
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import init_params
-from specjax.schema import read
+from specjax.settings import idle
 from train import trainer
 from train.data.rows import demonstrations
 from train.data.tokenizer import train_bpe_tokenizer
@@ -84,18 +86,17 @@ def arguments(model: Path, out: Path, /, **changes) -> list[str]:
 
 def with_effect(program: type, settings: dict) -> list[str]:
     """`key=value` arguments, without those that others leave without effect."""
-    keys = {key.name: key for key in schema.keys_of(program) if not key.section}
-    controlled = any(name.startswith("rollout.control.") for name in settings)
-    values = {
-        name: read(str(settings[name]), key) if settings.get(name) is not None else key.default
-        for name, key in keys.items()
-        if controlled or not name.startswith("rollout.control.")
-    }
-    unread = set()
-    with contextlib.suppress(KeyError, TypeError):  # a mistake that the program will name
-        given = set(settings) & set(keys)
-        unread = {name for name, _ in schema.without_effect(program, values, given)}
-    return [f"{key}={value}" for key, value in settings.items() if key not in unread]
+    given, unread = [f"{key}={value}" for key, value in settings.items()], set()
+
+    def note(config, names, values=None):
+        unread.update(name for name, _ in idle(config, names, values))
+        return ()
+
+    # A mistake is one that the program will name.
+    quiet = contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(SystemExit)
+    with mock.patch.object(command_line, "idle", note), quiet[0], quiet[1]:
+        command_line.parse_config(program, given)
+    return [setting for setting in given if setting.partition("=")[0] not in unread]
 
 
 # Settings that no program of a rollout, or of the policy, depends on.

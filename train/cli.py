@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from specjax.command_line import parse_config
+from specjax.command_line import Call, parse_config
 from specjax.interrupts import INTERRUPTED
 from train.run.start import USER_ERRORS
+
+
+@dataclasses.dataclass
+class ResumableCall(Call):
+    """What a run is told beside its settings.
+
+    Attributes:
+      resume: continue from the newest checkpoint in `out`.
+      resume_step: with resume: the checkpoint to take.
+    """
+
+    resume: bool = False
+    resume_step: int | None = None
 
 
 def run_program(
@@ -25,22 +38,13 @@ def run_program(
       SystemExit: the user made a mistake, or pressed Ctrl-C (status 130); with one message.
     """
     try:
-        cfg, flags = parse_config(
-            schema, argv, prog, description, _add_resume, lambda cfg: cfg.data.require_path()
+        cfg, call = parse_config(
+            schema, argv, prog, description, ResumableCall, lambda cfg: cfg.data.require_path()
         )
-        return run(cfg, flags.resume or flags.resume_step is not None, flags.resume_step)
+        return run(cfg, call.resume or call.resume_step is not None, call.resume_step)
     except USER_ERRORS as error:
         sys.exit(f"{prog}: error: {error}")
     except KeyboardInterrupt as error:
         where = str(error) or "interrupted before the run began; nothing was saved yet"
         print(f"\n{prog}: {where}", file=sys.stderr, flush=True)
         sys.exit(INTERRUPTED)
-
-
-def _add_resume(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--resume", action="store_true", help="continue from the newest checkpoint in `out`"
-    )
-    parser.add_argument(
-        "--resume_step", type=int, metavar="N", help="with --resume: the checkpoint to take"
-    )

@@ -38,7 +38,7 @@ from specjax.checkpoint.weights import (
     read_config,
     tokenizer_dir,
 )
-from specjax.command_line import ConfigError, fingerprint
+from specjax.command_line import ConfigError
 from specjax.config import SpecConfig
 from specjax.config.dtype import about_dtype, resolve_dtype
 from specjax.drafts.mtp import MTPSource
@@ -52,6 +52,7 @@ from specjax.interfaces import Draft
 from specjax.models.transformer import Params
 from specjax.parallel import sharding
 from specjax.registry import DRAFTS
+from specjax.settings import fingerprint
 from specjax.spelling import spelled
 from specjax.tokenizer import has_chat_template, with_tokenizer_end
 from specjax.weights import load_tokenizer

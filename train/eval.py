@@ -40,14 +40,14 @@ from rich.table import Table
 from tqdm import tqdm
 
 from specjax.checkpoint.weights import RUN, layout_of, load_model, read_config, tokenizer_dir
-from specjax.command_line import ConfigError, fingerprint, given_in, parse_config, typed_in
+from specjax.command_line import ConfigError, given_in, parse_config, typed_in
 from specjax.engine.compiling import CompileProgress
 from specjax.engine.request import Totals
 from specjax.engine.sources import head_class, load_source
 from specjax.interrupts import INTERRUPTED
 from specjax.parallel import sharding
 from specjax.parallel.sharding import MeshConfig
-from specjax.schema import option
+from specjax.settings import fingerprint, option
 from specjax.shipped import find_shipped
 from specjax.spelling import spelled
 from specjax.tokenizer import with_tokenizer_end
@@ -90,13 +90,16 @@ _OF_TRAINING = (
 
 @dataclass
 class EvalConfig(RLConfig):
-    """`python -m train.eval`: evaluates a policy on sets of problems."""
+    """`python -m train.eval`: evaluates a policy on sets of problems.
 
-    model: str = option(
-        "assets/sums", "Hugging Face directory or id of the policy, or the directory of a run"
-    )
-    step: int | None = option(None, "step of a run that is evaluated; null: the newest", least=0)
-    out: str = option("runs/eval", "directory of the results")
+    Attributes:
+      model: Hugging Face directory or id of the policy, or the directory of a run.
+      step: step of a run that is evaluated; null: the newest.
+      out: directory of the results.
+    """
+
+    step: int | None = option(None, least=0)
+    out: str = "runs/eval"
 
 
 def run(cfg: EvalConfig) -> dict[str, Any]:
@@ -214,7 +217,7 @@ def _draft_with_trained_head(cfg: EvalConfig, is_run: bool) -> None:
     if "rollout.draft" in typed_in(cfg) or began_with in ("auto", "ngram"):
         return
     if is_run or began_with == "random":
-        cfg.rollout.draft = "checkpoint"
+        cfg.rollout = dataclasses.replace(cfg.rollout, draft="checkpoint")
 
 
 # --- results -------------------------------------------------------------------------------------

@@ -71,7 +71,9 @@ def preset_of(name: str | None) -> Mapping[str, Any]:
         return {}
     if name not in PRESETS:
         near = f"did you mean {_OTHERS[name]}? " if name in _OTHERS else ""
-        raise ValueError(f"unknown preset {name!r}; {near}choose one of {', '.join(PRESETS)}")
+        raise ValueError(
+            f"preset: unknown preset {name!r}; {near}choose one of {', '.join(PRESETS)}"
+        )
     return PRESETS[name]
 
 
@@ -87,5 +89,5 @@ _OTHERS = {
 
 def about_objective(name: str) -> str:
     """What a message about an unknown objective ends with, if the name is that of a preset."""
-    found = name if name in PRESETS else _OTHERS.get(name)
-    return "" if found is None else f". It is a preset: use algo={found}"
+    preset = name if name in PRESETS else _OTHERS.get(name)
+    return "" if preset is None else f". It is a preset: use algo={preset}"

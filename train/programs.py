@@ -30,7 +30,6 @@ from specjax.interfaces import Draft
 from specjax.parallel import distributed, sharding
 from specjax.parallel.context import context_of
 from specjax.registry import DRAFTS
-from specjax.speculation import ControlSection
 from specjax.spelling import spelled
 from train.data.checks import fit_lengths
 from train.eval_schema import asked_sets
@@ -248,7 +247,8 @@ def settle_drafting(
     roll, mode = cfg.rollout, cfg.draft.mode
     if not drafts(cfg):
         if roll.draft == "auto":  # a checkpoint's settings need a value
-            roll.draft = "ngram" if head is None else "checkpoint"
+            draft = "ngram" if head is None else "checkpoint"
+            cfg.rollout = dataclasses.replace(roll, draft=draft)
         return Drafting(None, None)
     given = roll.control_config()
     try:
@@ -263,13 +263,14 @@ def settle_drafting(
             "head; set rollout.draft=random to start from a random one, rollout.draft=PATH for one "
             "of its own, or leave out draft.mode: then n-grams draft"
         )
-    roll.draft = drafting.spec.draft
-    if drafting.control is not given:
-        roll.control = ControlSection(
-            drafting.control.controller, [*map(str, drafting.control.strategies)]
-        )
-    if drafting.by_default and roll.acceptance != "coupled":  # tokens would depend on the batch
-        roll.ngram_siblings = False
+    cfg.rollout = dataclasses.replace(
+        roll,
+        draft=drafting.spec.draft,
+        control=roll.control if drafting.control is given else drafting.control,
+        # Else tokens would depend on the batch.
+        ngram_siblings=roll.ngram_siblings
+        and not (drafting.by_default and roll.acceptance != "coupled"),
+    )
     if mode == "auto":
         with_head = trains(drafting.kind)
         cfg.draft.mode = "online" if with_head and cfg.draft.moves else "frozen"

@@ -2,81 +2,73 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from specjax.config import ModelConfig, RunConfig
 from specjax.config.dtype import AUTO, about_dtype, resolve_dtype
 from specjax.config.model import REMAT_POLICIES
 from specjax.config.sampling import SEED_RANGE, is_seed
-from specjax.kernels.names import ATTENTION, ATTENTION_DOC
+from specjax.kernels.names import ATTENTION
 from specjax.models.families.dense import dense_config
 from specjax.parallel.distributed import DistributedConfig
 from specjax.parallel.sharding import MeshConfig
-from specjax.schema import Needs, at_least, option
-from specjax.spelling import Spell
-from train.eval_schema import EvalSection, asked_sets
-from train.foreign_names import FOREIGN_NAMES
+from specjax.settings import option
+from train.eval_schema import EvalSection, asked_sets, check_weights
 from train.heads.training import MOST_STEPS, DraftConfig
-from train.loss.algo import DEFAULT, algo_section, with_objective, with_preset
+from train.loss.algo import AlgoSection, algo, choose_algo
 from train.loss.optim import OptimConfig, SFTOptimConfig
 from train.registry import REWARDS, TASKS
 from train.rewards.builtin import THINKS_FIRST
 from train.rewards.scoring import labels_of
-from train.rollout_schema import PENALTIES, SPELL, RolloutSection, SamplingSection
-from train.rules import RL_ABSENT_KEYS, RL_RULES, SFT_ABSENT_KEYS, SFT_RULES
+from train.rollout_schema import PENALTIES, RolloutSection
 
 
 @dataclass
 class ModelSection:
-    """Shape of a policy trained from nothing (Qwen3 architecture), and of a new draft head."""
+    """Shape of a policy trained from nothing (Qwen3 architecture), and of a new draft head.
 
-    hidden_size: int = option(192, "model width D")
-    intermediate_size: int = option(640, "feed-forward width F")
-    num_layers: int = option(12, "decoder layers L")
-    num_heads: int = option(6, "query heads N")
-    num_kv_heads: int = option(2, "key/value heads K")
-    head_dim: int = option(32, "head size H")
-    rope_theta: float = option(10000.0, "RoPE base", least=1)
-    max_position: int = option(1024, "longest sequence, tokens")
-    mtp_num_layers: int = option(1, "modules of the draft head")
-    mtp_concat: str = option(
-        "embedding_first",
-        "order of the halves of the head's input",
-        choices=("embedding_first", "hidden_first"),
-    )
-    mtp_target_hidden: str = option(
-        "post_norm",
-        "the policy's state given to the head: after or before the final norm",
-        choices=("post_norm", "pre_norm"),
-    )
-    mtp_recycle: str = option(
-        "post_norm",
-        "the head's own state given to its next step: after or before its final norm",
-        choices=("post_norm", "pre_norm"),
-    )
+    Attributes:
+      hidden_size: model width D.
+      intermediate_size: feed-forward width F.
+      num_layers: decoder layers L.
+      num_heads: query heads N.
+      num_kv_heads: key/value heads K.
+      head_dim: head size H.
+      rope_theta: RoPE base.
+      max_position: longest sequence, tokens.
+      mtp_num_layers: modules of the draft head.
+      mtp_concat: order of the halves of the head's input.
+      mtp_target_hidden: the policy's state given to the head: after or before the final norm.
+      mtp_recycle: the head's own state given to its next step: after or before its final norm.
+    """
+
+    hidden_size: int = option(192, needs="!init")
+    intermediate_size: int = option(640, needs="!init")
+    num_layers: int = option(12, needs="!init")
+    num_heads: int = option(6, needs="!init")
+    num_kv_heads: int = option(2, needs="!init")
+    head_dim: int = option(32, needs="!init")
+    rope_theta: float = option(10000.0, least=1, needs="!init")
+    max_position: int = option(1024, needs="!init")
+    mtp_num_layers: int = 1
+    mtp_concat: str = option("embedding_first", choices=("embedding_first", "hidden_first"))
+    mtp_target_hidden: str = option("post_norm", choices=("post_norm", "pre_norm"))
+    mtp_recycle: str = option("post_norm", choices=("post_norm", "pre_norm"))
 
     def head_switches(self) -> dict[str, int | str]:
         """The fields of `ModelConfig` that describe the head."""
-        names = ("mtp_num_layers", "mtp_concat", "mtp_target_hidden", "mtp_recycle")
-        return {name: getattr(self, name) for name in names}
+        return {name: value for name, value in vars(self).items() if name.startswith("mtp_")}
 
     def build(self, vocab_size: int, eos: int, pad: int, dtypes: DtypeSection) -> ModelConfig:
         return dense_config(
             vocab_size=vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            rope_theta=self.rope_theta,
-            max_position=self.max_position,
-            **self.head_switches(),
+            **vars(self),
             eos_token_ids=(eos,),
             pad_token_id=pad,
             run=RunConfig(param_dtype=dtypes.params, compute_dtype=dtypes.compute),
@@ -85,15 +77,16 @@ class ModelSection:
 
 @dataclass
 class DtypeSection:
-    """Storage and arithmetic; softmax, norms and logits are always float32."""
+    """Storage and arithmetic; softmax, norms and logits are always float32.
 
-    params: str = option("float32", "dtype of parameters", choices=("float32", "bfloat16"))
-    compute: str = option(
-        AUTO,
-        "dtype of arithmetic, in rollouts as well; auto: the checkpoint's on GPU and TPU "
-        "(bfloat16 for one in float16), float32 on CPU",
-        choices=(AUTO, "float32", "bfloat16"),
-    )
+    Attributes:
+      params: dtype of parameters.
+      compute: dtype of arithmetic, in rollouts as well; auto: the checkpoint's on GPU and TPU
+        (bfloat16 for one in float16), float32 on CPU.
+    """
+
+    params: str = option("float32", choices=("float32", "bfloat16"))
+    compute: str = option(AUTO, choices=(AUTO, "float32", "bfloat16"))
 
     def settle(self, stored: str, platform: str) -> str:
         """Fills in `compute` if it is auto, and returns the line about dtypes at start.
@@ -102,14 +95,12 @@ class DtypeSection:
           stored: dtype of the checkpoint.
           platform: platform of the devices that train.
         """
-        asked, self.compute = self.compute, resolve_dtype(self.compute, stored, platform)
-        said = about_dtype(asked, self.compute, stored, f"dtype.compute={stored}")
+        setting, self.compute = self.compute, resolve_dtype(self.compute, stored, platform)
+        line = about_dtype(setting, self.compute, stored, f"dtype.compute={stored}")
         if self.compute == "float16":
             self.compute = "bfloat16"
-            said = (
-                "arithmetic in bfloat16, because gradients in the checkpoint's float16 would vanish"
-            )
-        return f"parameters in {self.params}; {said}"
+            line = "arithmetic in bfloat16, for gradients in the checkpoint's float16 would vanish"
+        return f"parameters in {self.params}; {line}"
 
 
 SUMS, REASONING_GYM = GENERATED = "sums", "reasoning_gym"  # tasks that are generated
@@ -120,6 +111,13 @@ class DataConfig:
     """Origin and layout of problems and demonstrations.
 
     Attributes:
+      task: what rows mean: auto, by their columns (and the generated `sums` without a path); sums;
+        reasoning_gym, which generates data.dataset; a name of `train.registry.TASKS` (verl, math,
+        gsm8k, slime, prompt, messages); or module:attribute, a task of your own (docs/extend.md).
+      path: rows to train on: a file (JSON lines, a JSON array, parquet or Arrow, each perhaps
+        gzipped), a pattern, a directory, a folder of datasets.save_to_disk, or a list of these.
+      heldout_path: rows that are held out, likewise; null: a sixteenth of data.path, chosen by
+        hash.
       prompt_key: column of the prompt, text or messages, where rows have a layout of their own.
       answer_key: column of the gold answer; a name with dots leads into mappings.
       seed: seed of generated problems and demonstrations, and of the order of training.
@@ -149,93 +147,76 @@ class DataConfig:
       impatience: probability that a generated demonstration guesses the result.
     """
 
-    task: str = option(
-        "auto",
-        "what rows mean: auto, by their columns (and the generated `sums` without a path); sums; "
-        "reasoning_gym, which generates data.dataset; "
-        f"{', '.join(TASKS.names)}; or module:attribute, a task of your own (docs/extend.md)",
-    )
-    path: Any = option(
-        None,
-        "rows to train on: a file (JSON lines, a JSON array, parquet or Arrow, each perhaps "
-        "gzipped), a pattern, a directory, a folder of datasets.save_to_disk, or a list of these",
-        kind=str | list[str] | None,
-    )
-    heldout_path: Any = option(
-        None,
-        "rows that are held out, likewise; null: a sixteenth of data.path, chosen by hash",
-        kind=str | list[str] | None,
-    )
-    prompt_key: str | None = None
-    answer_key: str | None = None
-    dataset: str | None = None
-    dataset_args: dict[str, Any] = field(default_factory=dict)
-    seed: int = 0
+    task: str = "auto"
+    path: Any = option(None, kind=str | list[str] | None)
+    heldout_path: Any = option(None, kind=str | list[str] | None, needs="path")
+    prompt_key: str | None = option(None, needs="has_rows")
+    answer_key: str | None = option(None, needs="has_rows")
+    dataset: str | None = option(None, needs="task=reasoning_gym")
+    dataset_args: dict[str, Any] = option({}, needs="task=reasoning_gym")
+    seed: int = option(0, least=0, below=1 << 32)  # jax cuts off more than 32 bits
     prompt_template: str | None = None
-    chat: str = "auto"
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    chat: str = option("auto", choices=("auto", "on", "off"))
+    chat_template_kwargs: dict[str, Any] = option({})
     date: str | None = None
-    overlong_prompts: str = "auto"
-    duplicates: str = "keep"
-    unwinnable: str = "error"
-    strip_calculator: bool = True
-    train_size: int = 1_000_000
-    heldout_size: int = 512
-    min_terms: int = 2
-    max_terms: int = 12
-    max_number: int = 99
-    slip: float = 0.08
-    impatience: float = 0.3
+    overlong_prompts: str = option("auto", choices=("auto", "drop", "truncate", "error"))
+    duplicates: str = option("keep", choices=("keep", "drop"), needs="path")
+    unwinnable: str = option(
+        "error", choices=("error", "drop", "keep"), needs=("path", "checks_gold")
+    )
+    strip_calculator: bool = option(True, needs="path")
+    train_size: int = option(1_000_000, least=1, needs="!path")
+    heldout_size: int = option(512, least=1, needs="eval.any")
+    min_terms: int = option(2, least=2, needs=("!path", "task=auto|sums"))
+    max_terms: int = option(12, needs=("!path", "task=auto|sums"))
+    max_number: int = option(99, least=9, needs=("!path", "task=auto|sums"))
+    slip: float = option(0.08, least=0, needs=("!path", "task=auto|sums"))
+    impatience: float = option(0.3, least=0, needs=("!path", "task=auto|sums"))
 
     def __post_init__(self) -> None:
         try:
             check_task(self.task)
         except ValueError as error:
-            raise ValueError(f"data.task: {error}") from error
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"data.{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}"
-                )
+            raise ValueError(f"task: {error}") from error
         for name in ("path", "heldout_path"):
             paths = getattr(self, name)
-            if paths is not None and (not paths or "" in paths and isinstance(paths, list)):
-                raise ValueError(f"data.{name}: expected a path, or several in a list, got {paths}")
+            wrong = not isinstance(paths, (str, list)) or not paths or "" in (*paths,)
+            if paths is not None and wrong:
+                raise ValueError(f"{name}: expected a path, or several in a list, got {paths}")
         if (self.prompt_key or self.answer_key) and self.task not in ("auto", "prompt"):
             raise ValueError(
-                "data.prompt_key and data.answer_key say which columns are the prompt and the "
-                f"answer, and so does data.task={self.task}; leave out one of them"
+                "prompt_key and data.answer_key say which columns are the prompt and the answer, "
+                f"and so does data.task={self.task}; leave out one of them"
             )
         if self.task == REASONING_GYM and not self.dataset:
             raise ValueError(
-                f"data.task={REASONING_GYM} needs the name of a data set of reasoning-gym; set "
+                f"task={REASONING_GYM} needs the name of a data set of reasoning-gym; set "
                 "data.dataset, such as data.dataset=basic_arithmetic"
             )
         if self.task in GENERATED and self.path:
             raise ValueError(
-                f"data.task={self.task} is generated and reads no file, but data.path="
-                f"{self.path} is set; leave out data.task to read the file"
+                f"task={self.task} is generated and reads no file, but data.path={self.path} is "
+                "set; leave out data.task to read the file"
             )
         if self.date is not None:
             try:
                 datetime.date.fromisoformat(self.date)
             except ValueError as error:
-                raise ValueError(f"data.date: expected YYYY-MM-DD, got {self.date!r}") from error
+                raise ValueError(f"date: expected YYYY-MM-DD, got {self.date!r}") from error
         for name in ("slip", "impatience"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"data.{name} is a probability, got {getattr(self, name)}")
-        if not 2 <= self.min_terms <= self.max_terms:
+            if getattr(self, name) > 1:
+                raise ValueError(f"{name} is a probability, got {getattr(self, name)}")
+        if self.min_terms > self.max_terms:
             raise ValueError(
-                "expected 2 <= data.min_terms <= data.max_terms, "
-                f"got {self.min_terms} and {self.max_terms}"
-            )
-        if self.max_number < 9 or self.seed < 0 or self.train_size < 1 or self.heldout_size < 1:
-            raise ValueError(
-                "expected data.max_number >= 9, data.seed >= 0 and sizes >= 1, got "
-                f"{self.max_number}, {self.seed}, {self.train_size}, {self.heldout_size}"
+                f"min_terms: expected at most data.max_terms={self.max_terms}, got {self.min_terms}"
             )
         if self.prompt_template is not None:
             fill_template(self.prompt_template, "")
+
+    @property
+    def has_rows(self) -> bool:
+        """Rows with columns, of data.path."""
+        return bool(self.path)
 
     @property
     def named(self) -> str:
@@ -246,14 +227,6 @@ class DataConfig:
         """Raises ValueError if the task reads a file and `path` is not set."""
         if self.task not in ("auto", *GENERATED) and not self.path:
             raise ValueError(f"task {self.task} reads a file: set data.path=/path/to/train.jsonl")
-
-
-_CHOICES = {
-    "chat": ("auto", "on", "off"),
-    "overlong_prompts": ("auto", "drop", "truncate", "error"),
-    "duplicates": ("keep", "drop"),
-    "unwinnable": ("error", "drop", "keep"),
-}
 
 
 def check_task(name: str) -> None:
@@ -278,7 +251,7 @@ def fill_template(template: str, question: str) -> str:
         return template.format(question=question)
     except (KeyError, IndexError, ValueError) as error:
         raise ValueError(
-            "data.prompt_template must be a format string whose only field is {question} "
+            "prompt_template must be a format string whose only field is {question} "
             f"(literal braces doubled), got {template!r}"
         ) from error
 
@@ -288,23 +261,17 @@ MOST_POSITIONS = 4096  # of a micro-batch on each device, where steps decide its
 
 @dataclass
 class PackingSection:
-    """Packed micro-batches: R rows of S tokens."""
+    """Packed micro-batches: R rows of S tokens.
 
-    row_length: int | None = option(
-        None,
-        "tokens per row S; no sample may be longer; null: 256, or for longer rollouts the "
-        "smallest multiple of 128 with room for one",
-    )
-    rows: int | None = option(
-        None,
-        "rows per micro-batch R; null: as many as a step fills, in micro-batches of at most three "
-        f"sizes, the largest of {MOST_POSITIONS} tokens per device",
-        least=1,
-    )
+    Attributes:
+      row_length: tokens per row S; no sample may be longer; null: 256, or for longer rollouts the
+        smallest multiple of 128 with room for one.
+      rows: rows per micro-batch R; null: as many as a step fills, in micro-batches of at most three
+        sizes, the largest of 4096 tokens per device.
+    """
 
-    def __post_init__(self):
-        if self.row_length is not None:
-            at_least("packing", self, row_length=1)
+    row_length: int | None = option(None, least=1)
+    rows: int | None = option(None, least=1)
 
     def sizes(self, mesh: MeshConfig) -> tuple[int, ...]:
         """The numbers of rows that a micro-batch may have, the largest first.
@@ -317,7 +284,7 @@ class PackingSection:
             return (self.rows,)
         most = min(16, max(1, MOST_POSITIONS // self.row_length))
         times = dict.fromkeys((most, max(1, most // 4), 1))
-        return tuple(mesh.row_devices * each for each in times)
+        return tuple(mesh.row_devices * factor for factor in times)
 
     def settle(self, longest: int, multiple: int) -> None:
         """Fills in `row_length` if it is null.
@@ -333,149 +300,191 @@ class PackingSection:
 
 @dataclass
 class SFTPackingSection(PackingSection):
-    """An update of `train.sft` has a fixed number of micro-batches (RL: what samples fill)."""
+    """An update of `train.sft` has a fixed number of micro-batches (RL: what samples fill).
 
-    row_length: int | None = option(
-        None,
-        "tokens per row S; longer demonstrations, and those of more tokens than the model has "
-        "positions, are passed over; null: 1024, or the next length that the mesh can split",
-    )
-    rows: int = option(4, "rows per micro-batch R", least=1)
-    microbatches: int = option(2, "micro-batches per update A (gradient accumulation)")
+    Attributes:
+      row_length: tokens per row S; longer demonstrations, and those of more tokens than the model
+        has positions, are passed over; null: 1024, or the next length that the mesh can split.
+      rows: rows per micro-batch R.
+      microbatches: micro-batches per update A (gradient accumulation).
+    """
 
-    def __post_init__(self):
-        super().__post_init__()
-        at_least("packing", self, microbatches=1)
+    rows: int = option(4, least=1)
+    microbatches: int = option(2, least=1)
 
 
 @dataclass
 class CheckpointSection:
-    """Orbax checkpoints under `<out>/checkpoints`."""
+    """Orbax checkpoints under `<out>/checkpoints`.
 
-    every: int = option(10, "steps between checkpoints; 0 saves only at the end")
-    keep_last: int = option(2, "checkpoints kept")
+    Attributes:
+      every: steps between checkpoints; 0 saves only at the end.
+      keep_last: checkpoints kept.
+    """
 
-    def __post_init__(self):
-        at_least("checkpoint", self, every=0, keep_last=1)
+    every: int = option(10, least=0)
+    keep_last: int = option(2, least=1)
 
 
 @dataclass
 class RLCheckpointSection(CheckpointSection):
-    """Checkpoints of `train.rl`."""
+    """Checkpoints of `train.rl`.
 
-    export: bool = option(True, "write a Hugging Face directory <out>/hf at the end")
-    draft_only: bool = option(
-        False,
-        "also save the head alone, without embedding and lm_head, asynchronously, under "
-        "<out>/draft/<step>",
-    )
+    Attributes:
+      export: write a Hugging Face directory <out>/hf at the end.
+      draft_only: also save the head alone, without embedding and lm_head, asynchronously, under
+        <out>/draft/<step>.
+    """
+
+    export: bool = True
+    draft_only: bool = option(False, needs=("rollout.speculates", "rollout.drafts_by_network"))
 
 
 @dataclass
 class LogSection:
-    tensorboard: bool = option(False, "also write TensorBoard event files")
-    wandb: bool = option(False, "also log to Weights & Biases")
-    live: bool = option(
-        True,
-        "in a terminal, show a table that is updated during the run; false: one line per step, as "
-        "when the output is no terminal",
-    )
+    """What a run shows.
+
+    Attributes:
+      tensorboard: also write TensorBoard event files.
+      wandb: also log to Weights & Biases.
+      live: in a terminal, show a table that is updated during the run; false: one line per step, as
+        when the output is no terminal.
+    """
+
+    tensorboard: bool = False
+    wandb: bool = False
+    live: bool = True
 
 
 @dataclass
 class RLLogSection(LogSection):
-    samples: int = option(
-        4,
-        "samples of each step and of each evaluation that are written to <out>/samples.jsonl; 0: "
-        "none",
-        least=0,
-    )
+    """What a run of `train.rl` shows.
 
+    Attributes:
+      samples: samples of each step and of each evaluation that are written to <out>/samples.jsonl;
+        0: none.
+    """
 
-CHUNK_DOC = (
-    "tokens per device whose logits exist at once (or as many logits, of all tokens and a part of "
-    "the vocabulary); null: as many as take 128 MB in float32 (512 MB on GPUs), or 512"
-)
+    samples: int = option(4, least=0)
 
 
 @dataclass
-class SFTConfig:
-    """`python -m train.sft`: trains policy and head on demonstrations."""
+class Common:
+    """The keys that all programs of training share.
 
-    rules: ClassVar[tuple[Needs, ...]] = SFT_RULES
-    absent_keys: ClassVar[Mapping[str, str]] = SFT_ABSENT_KEYS
-    aliases: ClassVar[dict[str, str]] = {"model": "init"}  # as `train.rl` calls it
+    Attributes:
+      revision: branch, tag or commit of a Hugging Face id.
+      family: a model family of your own, module:attribute, for checkpoints of its model_type; those
+        of the package need no setting.
+      out: directory of the run.
+      seed: decides initial weights, samples and the order of training.
+      logprob_chunk_size: tokens per device whose logits exist at once (or as many logits, of all
+        tokens and a part of the vocabulary); null: as many as take 128 MB in float32 (512 MB on
+        GPUs), or 512.
+      attention: the attention kernel: auto, the platform's own, with a line at start that says
+        which; or by name, which is refused where it cannot run.
+    """
 
-    out: str = option("runs/sft", "directory of the run")
-    init: str | None = option(
-        None, "Hugging Face directory or id to start from (also --model MODEL); none: from nothing"
-    )
-    revision: str | None = option(None, "branch, tag or commit of a Hugging Face id")
-    family: str | None = option(
-        None,
-        "a model family of your own, module:attribute, for checkpoints of its model_type; those of "
-        "the package need no setting",
-    )
-    seed: int = option(0, "decides initial weights")
-    steps: int = option(1000, "updates of the policy")
-    draft_steps: int = option(
-        300,
-        "updates of the head afterwards, on the final policy's states; none if draft.mode is none "
-        "or frozen",
-    )
-    vocab_size: int = option(512, "BPE vocabulary at most, when starting from nothing")
-    tokenizer_texts: int = option(5000, "demonstrations that the tokenizer is trained on")
-    loss_on: str = option("response", "tokens in the loss", choices=("response", "all"))
-    log_every: int = option(1, "steps between records")
-    export_dtype: str = option(
-        "bfloat16", "dtype of the exported <out>/hf", choices=("float32", "bfloat16")
-    )
-    model: ModelSection = option(
-        ModelSection, "shape, when starting from nothing; mtp_*: also when `init` has no head"
-    )
-    dtype: DtypeSection = option(DtypeSection, "dtypes")
-    data: DataConfig = option(DataConfig, "demonstrations")
-    packing: SFTPackingSection = option(SFTPackingSection, "batches")
-    optim: SFTOptimConfig = option(SFTOptimConfig, "the policy's optimizer")
-    draft: DraftConfig = option(DraftConfig(unroll_steps=4), "the head's training")
-    mesh: MeshConfig = option(MeshConfig, "devices per axis")
-    remat: bool = option(False, "recompute activations in the backward pass")
-    remat_policy: str = option(
-        "save_attention",
-        "what is kept of a recomputed layer: the output and log-sum-exp of attention, or nothing",
-        choices=REMAT_POLICIES,
-    )
-    logprob_chunk_size: int | None = option(None, CHUNK_DOC, least=1)
-    attention: str = option("auto", ATTENTION_DOC, choices=ATTENTION, own=True)
-    checkpoint: CheckpointSection = option(CheckpointSection(every=100), "checkpoints")
-    log: LogSection = option(LogSection, "what the run shows")
+    revision: str | None = None
+    family: str | None = None
+    out: str = "runs"
+    seed: int = 0
+    logprob_chunk_size: int | None = option(None, least=1)
+    attention: str = option("auto", choices=ATTENTION, own_path=True)
+
+
+@dataclass
+class Trained(Common):
+    """The keys of programs that train a policy.
+
+    Attributes:
+      dtype: dtypes.
+      mesh: devices per axis.
+      remat: recompute activations in the backward pass.
+      remat_policy: what is kept of a recomputed layer: the output and log-sum-exp of attention, or
+        nothing.
+    """
+
+    dtype: DtypeSection = option(DtypeSection)
+    mesh: MeshConfig = option(MeshConfig)
+    remat: bool = False
+    remat_policy: str = option("save_attention", choices=REMAT_POLICIES, needs="remat")
+
+
+_OF_DEMONSTRATIONS = "it is about worked answers to imitate, which train.sft reads; leave it out"
+
+
+@dataclass
+class SFTConfig(Trained):
+    """`python -m train.sft`: trains policy and head on demonstrations.
+
+    Attributes:
+      init: Hugging Face directory or id to start from (also --model MODEL); null: from nothing.
+      steps: updates of the policy.
+      draft_steps: updates of the head afterwards, on the final policy's states; none if draft.mode
+        is none or frozen.
+      vocab_size: BPE vocabulary at most, when starting from nothing.
+      tokenizer_texts: demonstrations that the tokenizer is trained on.
+      loss_on: tokens in the loss.
+      log_every: steps between records.
+      export_dtype: dtype of the exported <out>/hf.
+      model: shape, when starting from nothing; mtp_*: also when `init` has no head.
+      data: demonstrations.
+      packing: batches.
+      optim: the policy's optimizer.
+      draft: the head's training.
+      checkpoint: checkpoints.
+      log: what the run shows.
+    """
+
+    unread: ClassVar[Mapping[str, str]] = {
+        "data.heldout_size": "train.sft evaluates nothing; leave it out",
+        "data.dataset": "reasoning-gym has no worked answers to imitate; leave it out",
+        "data.dataset_args": "reasoning-gym has no worked answers to imitate; leave it out",
+        "data.unwinnable": "it is about gold answers, which train.rl checks; leave it out",
+        "draft.spot": "train.sft has no rollouts, and so no gaps in them; leave it out",
+    }
+    aliases: ClassVar[Mapping[str, str]] = {"model": "init"}  # as `train.rl` calls it
+
+    out: str = "runs/sft"
+    init: str | None = None
+    revision: str | None = option(None, needs="init")
+    family: str | None = option(None, needs="init")
+    seed: int = option(0, least=0, below=1 << 32)  # jax cuts off more than 32 bits
+    steps: int = option(1000, least=0)
+    draft_steps: int = option(300, least=0, needs="draft.mode=online")
+    vocab_size: int = option(512, needs="!init")
+    tokenizer_texts: int = option(5000, least=1, needs="!init")
+    loss_on: str = option("response", choices=("response", "all"), needs="steps")
+    log_every: int = option(1, least=1)
+    export_dtype: str = option("bfloat16", choices=("float32", "bfloat16"))
+    model: ModelSection = option(ModelSection)
+    data: DataConfig = option(DataConfig)
+    packing: SFTPackingSection = option(SFTPackingSection)
+    optim: SFTOptimConfig = option(SFTOptimConfig, needs="steps")
+    draft: DraftConfig = option(DraftConfig(unroll_steps=4))
+    checkpoint: CheckpointSection = option(CheckpointSection(every=100))
+    log: LogSection = option(LogSection)
 
     def __post_init__(self):
-        at_least("", self, steps=0, draft_steps=0, log_every=1, tokenizer_texts=1)
         if self.data.overlong_prompts == "truncate":
             raise ValueError(
                 "data.overlong_prompts=truncate cuts the prompts of train.rl, and train.sft cuts "
                 "no demonstration: raise packing.row_length, or set data.overlong_prompts=drop"
             )
-        if self.revision is not None and not self.init:
-            raise ValueError(
-                "revision belongs to a Hugging Face id, and init names none; leave it out"
-            )
-        if self.family is not None and not self.init:
-            raise ValueError("family is of a checkpoint, and init names none; leave it out")
         if self.draft.mode == "auto":
             self.draft.mode = "online" if self.draft.moves else "frozen"
         self.optim.settle(is_new=self.init is None)
         if self.init is None:  # else the checkpoint decides
             self.draft.optim.settle(is_new=True)
         self.draft.settle(MOST_STEPS)  # nothing drafts here
-        check_short_seed("seed", self.seed)
-        check_short_seed("data.seed", self.data.seed)
         self.packing.settle(1024, self.mesh.row_multiple)
         _rows_divide(self.packing, self.mesh)
 
-
-Algo = algo_section(DEFAULT)
+    @property
+    def trains_head(self) -> bool:
+        """Training of the head, by draft_steps with draft.mode=online."""
+        return self.draft_steps > 0 and self.draft.mode == "online"
 
 
 def reward_names(reward: str | list[str]) -> tuple[str, ...]:
@@ -485,131 +494,92 @@ def reward_names(reward: str | list[str]) -> tuple[str, ...]:
 
 @dataclass
 class RewardsSection:
-    """How rewards are computed."""
+    """How rewards are computed.
 
-    weights: list[float] | None = option(
-        None, "weight of each of the rewards, which are added; null: 1 each"
-    )
-    workers: int | None = option(
-        None,
-        "processes in which rewards run; 0: this process, without a time limit; null: 0 for exact, "
-        "number, choice, and format with the default pattern, else half of the processors, 8 at "
-        "most",
-        least=0,
-    )
-    timeout: float = option(
-        10.0,
-        "seconds that a worker may take for a completion; then it is ended and replaced, and the "
-        "reward counts as failed",
-    )
-    pattern: str = option(
-        THINKS_FIRST,
-        "regular expression that the reward `format` looks for in a completion (. is any "
-        "character); the default wants <think>...</think> and then an answer",
-    )
+    Attributes:
+      weights: weight of each of the rewards, which are added; null: 1 each.
+      workers: processes in which rewards run; 0: this process, without a time limit; null: 0 for
+        exact, number, choice, and format with the default pattern, else half of the processors, 8
+        at most.
+      timeout: seconds that a worker may take for a completion; then it is ended and replaced, and
+        the reward counts as failed.
+      pattern: regular expression that the reward `format` looks for in a completion (. is any
+        character); the default wants <think>...</think> and then an answer.
+    """
+
+    weights: list[float] | None = None
+    workers: int | None = option(None, least=0)
+    timeout: float = 10.0
+    pattern: str = option(THINKS_FIRST, needs="scores_format")
 
     def __post_init__(self):
-        if not 0 < self.timeout < math.inf:
-            raise ValueError(f"rewards.timeout: expected seconds above 0, got {self.timeout:g}")
-        if self.weights is not None and not all(map(math.isfinite, self.weights)):
-            raise ValueError(f"rewards.weights: expected finite numbers, got {self.weights}")
-        if self.weights and not any(self.weights):
-            raise ValueError(
-                f"rewards.weights: expected a weight other than 0, got {self.weights}: the sum "
-                "would always be 0, and the policy would learn nothing"
-            )
+        if self.timeout <= 0:
+            raise ValueError(f"timeout: expected seconds above 0, got {self.timeout:g}")
+        check_weights(self.weights)
         try:
             re.compile(self.pattern)
         except re.error as error:
             raise ValueError(
-                f"rewards.pattern: expected a regular expression, got {self.pattern!r}: {error}"
+                f"pattern: expected a regular expression, got {self.pattern!r}: {error}"
             ) from error
 
 
 @dataclass
-class RLConfig:
-    """`python -m train.rl`: GRPO with speculative rollouts and an online-trained draft head."""
+class RLConfig(Trained):
+    """`python -m train.rl`: GRPO with speculative rollouts and an online-trained draft head.
 
-    spell: ClassVar[Spell] = staticmethod(SPELL)
-    rules: ClassVar[tuple[Needs, ...]] = RL_RULES
-    absent_keys: ClassVar[Mapping[str, str]] = RL_ABSENT_KEYS
-    renamed: ClassVar[dict[str, str]] = {
-        "algo.max_resample": "algo.max_num_gen_batches",
-        **FOREIGN_NAMES,
+    Attributes:
+      model: Hugging Face directory or id of the policy (and head).
+      seed: run seed: with step and prompt it keys every token.
+      steps: RL steps.
+      reward: exact, number, math_verify, choice, format, reasoning_gym, or module:function, or a
+        list of these, which are added; auto: what suits the rows of data.
+      rewards: weights, processes and options of rewards.
+      max_failed_rewards: largest share of a step's rewards that may fail (raise, or return no
+        finite number): they count as 0; where more do, the run ends, and can be resumed.
+      data: problems.
+      rollout: rollouts.
+      algo: what the policy is trained on.
+      optim: the policy's optimizer.
+      draft: the draft head.
+      packing: training batches.
+      eval: evaluation.
+      deterministic: on a GPU, run the same algorithms in every process, and none that adds by
+        atomics: a run and its repetitions, --resume included, then have the same bits.
+      checkpoint: checkpoints.
+      log: what the run shows.
+      distributed: the processes of the job.
+    """
+
+    unread: ClassVar[Mapping[str, str]] = {
+        "data.slip": _OF_DEMONSTRATIONS,
+        "data.impatience": _OF_DEMONSTRATIONS,
+        "data.strip_calculator": _OF_DEMONSTRATIONS,
+        "rollout.attention": "rollouts and training have one kernel; did you mean 'attention'?",
     }
     # `algo=dapo` is short for a preset; `algo={...}` is the section.
-    aliases: ClassVar[dict[str, str]] = {"algo": "algo.preset"}
-    variants: ClassVar = (("algo.preset", with_preset), ("algo.objective", with_objective))
+    aliases: ClassVar[Mapping[str, str]] = {"algo": "algo.preset"}
 
-    model: str = option("assets/sums", "Hugging Face directory or id of the policy (and head)")
-    revision: str | None = option(None, "branch, tag or commit of a Hugging Face id")
-    family: str | None = option(
-        None,
-        "a model family of your own, module:attribute, for checkpoints of its model_type; those of "
-        "the package need no setting",
-    )
-    out: str = option("runs/rl", "directory of the run")
-    seed: int = option(0, "run seed: with step and prompt it keys every token")
-    steps: int = option(100, "RL steps")
-    reward: Any = option(
-        "auto",
-        f"{', '.join(REWARDS.names)}, or module:function, or a list of these, which are added; "
-        "auto: what suits the rows of data",
-        kind=str | list[str],
-    )
-    rewards: RewardsSection = option(RewardsSection, "weights, processes and options of rewards")
-    max_failed_rewards: float = option(
-        0.5,
-        "largest share of a step's rewards that may fail (raise, or return no finite number): they "
-        "count as 0; where more do, the run ends, and can be resumed",
-    )
-    data: DataConfig = option(DataConfig, "problems")
-    rollout: RolloutSection = option(RolloutSection, "rollouts")
-    algo: Algo = option(Algo, "what the policy is trained on")
-    optim: OptimConfig = option(OptimConfig, "the policy's optimizer")
-    draft: DraftConfig = option(DraftConfig(unroll_steps=None), "the draft head")
-    packing: PackingSection = option(PackingSection, "training batches")
-    eval: EvalSection = option(EvalSection, "evaluation")
-    dtype: DtypeSection = option(DtypeSection, "dtypes")
-    mesh: MeshConfig = option(MeshConfig, "devices per axis")
-    remat: bool = option(False, "recompute activations in the backward pass")
-    remat_policy: str = option(
-        "save_attention",
-        "what is kept of a recomputed layer: the output and log-sum-exp of attention, or nothing",
-        choices=REMAT_POLICIES,
-    )
-    logprob_chunk_size: int | None = option(None, CHUNK_DOC, least=1)
-    attention: str = option("auto", ATTENTION_DOC, choices=ATTENTION, own=True)
-    deterministic: bool = option(
-        False,
-        "on a GPU, run the same algorithms in every process, and none that adds by atomics: a run "
-        "and its repetitions, --resume included, then have the same bits",
-    )
-    checkpoint: RLCheckpointSection = option(RLCheckpointSection, "checkpoints")
-    log: RLLogSection = option(RLLogSection, "what the run shows")
-    distributed: DistributedConfig = option(DistributedConfig, "the processes of the job")
+    model: str = "assets/sums"
+    out: str = "runs/rl"
+    steps: int = option(100, least=1)
+    reward: Any = option("auto", kind=str | list[str])
+    rewards: RewardsSection = option(RewardsSection)
+    max_failed_rewards: float = option(0.5, least=0)
+    data: DataConfig = option(DataConfig)
+    rollout: RolloutSection = option(RolloutSection)
+    algo: AlgoSection = option(algo, choose=choose_algo)
+    optim: OptimConfig = option(OptimConfig)
+    draft: DraftConfig = option(DraftConfig(unroll_steps=None))
+    packing: PackingSection = option(PackingSection)
+    eval: EvalSection = option(EvalSection)
+    deterministic: bool = False
+    checkpoint: RLCheckpointSection = option(RLCheckpointSection)
+    log: RLLogSection = option(RLLogSection)
+    distributed: DistributedConfig = option(DistributedConfig)
 
     def __post_init__(self):
-        at_least("", self, steps=1)
-        names = reward_names(self.reward)
-        if not names or len(set(names)) < len(names):
-            raise ValueError(f"reward: expected one or several different rewards, got {names}")
-        for name in names:
-            if name != "auto" or len(names) > 1:
-                REWARDS.check(name)
-        self.algo.filter_groups.check(() if names == ("auto",) else labels_of(names))
-        least = getattr(self.algo.build(), "least_samples", 2)
-        if self.rollout.n < least:
-            raise ValueError(
-                f"rollout.n: expected at least {least}, got {self.rollout.n}: "
-                f"algo.objective={self.algo.objective} compares the samples of a prompt (an "
-                "objective of your own that does not has the attribute least_samples = 1)"
-            )
-        if self.rewards.weights is not None and len(self.rewards.weights) != len(names):
-            raise ValueError(
-                f"rewards.weights: expected {len(names)} numbers, one for each of "
-                f"reward={', '.join(names)}, got {self.rewards.weights}"
-            )
+        self._check_rewards()
         # A held-out problem adds its number to the seed.
         for key, seed, last in (
             ("seed", self.seed, self.seed),
@@ -617,29 +587,15 @@ class RLConfig:
         ):
             if not (is_seed(seed) and is_seed(last)):
                 raise ValueError(f"{key}: expected {SEED_RANGE}, got {seed}")
-        check_short_seed("data.seed", self.data.seed)
-        if not 0 <= self.max_failed_rewards <= 1:
-            raise ValueError(
-                "max_failed_rewards: expected a share between 0 and 1, got "
-                f"{self.max_failed_rewards}"
-            )
         longest = self.rollout.max_prompt_tokens + self.rollout.max_tokens
         self.packing.settle(longest, self.mesh.row_multiple)
-        self.algo.settle(self.rollout.max_tokens)
+        self.algo = self.algo.settled(self.rollout.max_tokens)
         _rows_divide(self.packing, self.mesh)
-        for asked in asked_sets(self.eval, self.rollout):
-            asked.check()
-        self._settle_draft_mode()
-        self.draft.settle(max(strategy.steps for strategy in self.rollout.strategies))
-        self.draft.optim.settle(is_new=self.rollout.draft == "random")
-        if self.rollout.draft == "ngram" and self.draft.mode == "online":
-            raise ValueError(
-                "draft.mode=online trains the draft head, and with rollout.draft=ngram nothing "
-                "drafts with it; leave out draft.mode, or set rollout.draft=checkpoint"
-            )
+        asked_sets(self.eval, self.rollout)  # checks them
+        self._settle_draft()
         if self.algo.logprobs == "processed" and self.mesh.cp > 1:
             for name in PENALTIES:
-                if getattr(self.rollout, name) != getattr(SamplingSection, name):
+                if name in self.rollout.transforms:
                     raise ValueError(
                         f"algo.logprobs=processed with rollout.{name} counts the tokens before "
                         f"each one, and mesh.cp={self.mesh.cp} splits them over devices; set "
@@ -652,16 +608,69 @@ class RLConfig:
             )
         _check_spot(self)
 
-    def _settle_draft_mode(self) -> None:
-        """Settles `draft.mode=auto` if the draft source is known (else `settle_drafting` does)."""
-        if self.draft.mode != "auto":
-            return
-        if self.rollout.spec().is_off:
+    def _check_rewards(self) -> None:
+        names = reward_names(self.reward)
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"reward: expected one or several different rewards, got {names}")
+        for name in names:
+            if name != "auto" or len(names) > 1:
+                REWARDS.check(name)
+        self.algo.filter_groups.check(() if names == ("auto",) else labels_of(names))
+        least = getattr(self.algo, "least_samples", 2)
+        if self.rollout.n < least:
+            raise ValueError(
+                f"rollout.n: expected at least {least}, got {self.rollout.n}: "
+                f"algo.objective={self.algo.objective} compares the samples of a prompt (an "
+                "objective of your own that does not has the attribute least_samples = 1)"
+            )
+        if self.rewards.weights is not None and len(self.rewards.weights) != len(names):
+            raise ValueError(
+                f"rewards.weights: expected {len(names)} numbers, one for each of "
+                f"reward={', '.join(names)}, got {self.rewards.weights}"
+            )
+        if self.max_failed_rewards > 1:
+            raise ValueError(f"max_failed_rewards: expected 0 to 1, got {self.max_failed_rewards}")
+
+    def _settle_draft(self) -> None:
+        """Settles what trains the head, as far as the draft is known (see `settle_drafting`)."""
+        if self.draft.mode == "none":
+            self.rollout = dataclasses.replace(self.rollout, strategy="off", control=None)
+        elif self.draft.mode == "auto" and not self.rollout.speculates:
             self.draft.mode = "none"
-        elif self.rollout.draft in ("checkpoint", "random"):
+        elif self.draft.mode == "auto" and self.rollout.draft in ("checkpoint", "random"):
             self.draft.mode = "online" if self.draft.moves else "frozen"
-        elif self.rollout.draft == "ngram":
+        elif self.draft.mode == "auto" and self.rollout.draft == "ngram":
             self.draft.mode = "frozen"
+        self.draft.settle(max(strategy.steps for strategy in self.rollout.strategies))
+        self.draft.optim.settle(is_new=self.rollout.draft == "random")
+
+    @property
+    def trains_head(self) -> bool:
+        """A draft head that is trained: one that drafts, with draft.mode=online."""
+        may_train = self.draft.mode in ("auto", "online") and self.draft.moves
+        return may_train and self.rollout.speculates and self.rollout.drafts_by_network
+
+    @property
+    def has_head_to_train(self) -> bool:
+        """A head to train, which rollout.strategy=off and rollout.draft=ngram do not have."""
+        return self.draft.mode != "online" or self.trains_head
+
+    @property
+    def off_policy(self) -> bool:
+        """Tokens of an older policy, by algo.updates_per_rollout above 1 or rollout.partial."""
+        return self.algo.updates_per_rollout > 1 or self.rollout.partial
+
+    @property
+    def scores_format(self) -> bool:
+        """The reward `format`, of the run or of a set in eval.sets."""
+        rewards = [self.reward, *(chosen.reward or [] for chosen in self.eval.sets.values())]
+        return any("format" in reward_names(reward) for reward in rewards)
+
+    @property
+    def checks_gold(self) -> bool:
+        """A built-in reward that compares answers, which reward=module:function is not."""
+        others = ("format", "reasoning_gym")
+        return any(":" not in name and name not in others for name in reward_names(self.reward))
 
     @property
     def row_sizes(self) -> tuple[int, ...]:
@@ -675,12 +684,6 @@ class RLConfig:
         return roll.replicas * roll.tp if roll.own_devices else self.mesh.size
 
 
-def check_short_seed(key: str, seed: int) -> None:
-    """Refuses a seed of more than 32 bits, which jax would cut off."""
-    if not 0 <= seed < 1 << 32:
-        raise ValueError(f"{key}: expected an integer of 32 bits, 0 to {(1 << 32) - 1}, got {seed}")
-
-
 def _rows_divide(packing: PackingSection, mesh: MeshConfig) -> None:
     if packing.rows is not None and packing.rows % mesh.row_devices:
         raise ValueError(
@@ -688,14 +691,9 @@ def _rows_divide(packing: PackingSection, mesh: MeshConfig) -> None:
             f"{packing.rows}"
         )
     if packing.row_length % mesh.row_multiple:
-        why = []
-        if mesh.cp > 1:
-            why.append(f"mesh.cp={mesh.cp} cuts rows into chunks in {mesh.cp_order} order")
-        if mesh.sequence_parallel:
-            why.append(f"mesh.sequence_parallel splits tokens over mesh.tp={mesh.tp}")
         raise ValueError(
-            f"packing.row_length must be a multiple of {mesh.row_multiple}, for "
-            f"{' and '.join(why)}, got {packing.row_length}"
+            f"packing.row_length must be a multiple of {mesh.row_multiple}, by which mesh.cp="
+            f"{mesh.cp} and mesh.tp={mesh.tp} divide it, got {packing.row_length}"
         )
 
 
@@ -704,12 +702,11 @@ def _check_spot(cfg: RLConfig) -> None:
     spot, positions = cfg.draft.spot, max(cfg.row_sizes) * cfg.packing.row_length
     if not spot.enabled:
         return
-    trained = cfg.draft.mode in ("auto", "online") and cfg.draft.moves
-    if not trained or cfg.rollout.spec().is_off:
+    if not cfg.trains_head:
         raise ValueError(
             f"draft.spot.enabled trains the draft head, and with draft.mode={cfg.draft.mode}, "
-            f"draft.mtp_loss_scaling_factor={cfg.draft.mtp_loss_scaling_factor:g} and "
-            f"{cfg.rollout.plain_by} there is none to train; set "
+            f"draft.mtp_loss_scaling_factor={cfg.draft.mtp_loss_scaling_factor:g}, rollout.draft="
+            f"{cfg.rollout.draft} and {cfg.rollout.plain_by} there is none to train; set "
             "draft.mode=online, a factor above 0 and a strategy, or draft.spot.enabled=false"
         )
     if spot.gaps and cfg.rollout.replicas == 1:
@@ -727,7 +724,7 @@ def _check_spot(cfg: RLConfig) -> None:
         )
 
 
-def as_run(cfg: RLConfig | SFTConfig) -> dict:
+def as_run(cfg: Trained) -> dict[str, Any]:
     """Returns the fields of `RunConfig` with which a run trains; its dtypes must be settled."""
     return {
         "compute_dtype": cfg.dtype.compute,

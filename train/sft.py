@@ -22,13 +22,14 @@ import numpy as np
 
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.weights import TOKENIZER, Head, describe, describe_head
-from specjax.command_line import ConfigError, fingerprint, typed_in
+from specjax.command_line import ConfigError, typed_in
 from specjax.config import ModelConfig
 from specjax.drafts.mtp import MTPSource, init_head_params, weight_axes
 from specjax.hub import find_model, portable
 from specjax.models.transformer import Params, init_params
 from specjax.parallel import sharding
 from specjax.parallel.context import context_of
+from specjax.settings import fingerprint
 from specjax.tokenizer import with_tokenizer_end
 from specjax.weights import load_tokenizer
 from train.cli import run_program

@@ -23,7 +23,7 @@ from specjax.checkpoint.weights import (
     read_config,
     tokenizer_dir,
 )
-from specjax.command_line import ConfigError, fingerprint
+from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
 from specjax.config.dtype import AUTO
 from specjax.decode.options import Features
@@ -34,6 +34,7 @@ from specjax.engine.vocabulary import draft_ids, own_ids
 from specjax.hub import portable
 from specjax.models.transformer import Params, record_shape
 from specjax.parallel import distributed, sharding
+from specjax.settings import fingerprint
 from specjax.spelling import SettingError, spelled
 from specjax.tokenizer import with_tokenizer_end
 from specjax.weights import load_tokenizer

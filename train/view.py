@@ -34,9 +34,10 @@ import urllib.parse
 import webbrowser
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from specjax.command_line import ArgumentParser
+from specjax.command_line import parse_config
+from specjax.settings import REQUIRED
 from train.run.files import (
     CONFIG_FILE,
     METRICS_FILE,
@@ -356,39 +357,51 @@ def _since(
     return {"generation": str(file.generation), "items": [shown(i) for i in file.items[first:]]}
 
 
+@dataclasses.dataclass
+class ViewConfig:
+    """`python -m train.view`: shows a run as a page.
+
+    Attributes:
+      run: directory of the run.
+      port: port; 0: any free one.
+      open: open the page in a browser.
+      html: write the page as this one file instead.
+    """
+
+    words: ClassVar[tuple[str, ...]] = ("run",)
+
+    run: str = REQUIRED
+    port: int = 0
+    open: bool = False
+    html: str | None = None
+
+
 def main(argv: list[str] | None = None) -> None:
     """Serves the page until Ctrl-C, or writes it.
 
     Raises:
       SystemExit: there is no run, or the port is taken.
     """
-    parser = ArgumentParser(prog="python -m train.view", description=__doc__.splitlines()[0])
-    parser.add_argument("run", type=Path, metavar="RUN", help="directory of the run")
-    parser.add_argument("--port", type=int, default=0, help="port; 0 (default): any free one")
-    parser.add_argument("--open", action="store_true", help="open the page in a browser")
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write the page as one file instead"
-    )
-    args = parser.parse_args(argv)
+    cfg, _ = parse_config(ViewConfig, argv, "train.view", __doc__.splitlines()[0])
     try:
-        run = RunView(args.run)
-        if args.html is not None:
-            updates = run.updates()
-            args.html.write_text(run.html(), encoding="utf-8")
+        run = RunView(Path(cfg.run))
+        if cfg.html is not None:
+            page_file, updates = Path(cfg.html), run.updates()
+            page_file.write_text(run.html(), encoding="utf-8")
             for note in updates["notes"]:
                 print(f"WARNING: {note}", file=sys.stderr)
             if not updates["metrics"]["items"]:
                 print(f"{run.directory}: no step has ended yet", file=sys.stderr)
-            print(args.html)
-            if args.open:
-                webbrowser.open(args.html.resolve().as_uri())
+            print(page_file)
+            if cfg.open:
+                webbrowser.open(page_file.resolve().as_uri())
             return
-        server = Server(run, args.port)
+        server = Server(run, cfg.port)
     except (ValueError, OSError, OverflowError) as error:
         sys.exit(f"train.view: error: {error}")
     with server:
         print(f"{run.directory} is shown at {server.url} (Ctrl-C ends)", flush=True)
-        if args.open:
+        if cfg.open:
             webbrowser.open(server.url)
         try:
             server.serve_forever()

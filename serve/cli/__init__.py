@@ -2,7 +2,7 @@
 
 main.py       the commands, their exit statuses, `specjax bench`
 generate.py   specjax generate
-arguments.py  arguments of specjax generate
+arguments.py  settings of specjax generate
 prompts.py    prompts from arguments and files
 outputs.py    samples as text and as JSON lines
 convert.py    specjax convert

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import os
 from collections.abc import Sequence
+from typing import ClassVar
 
 from serve.cli import Failure, UsageError
 from specjax import interrupts
-from specjax.command_line import ArgumentParser
+from specjax.command_line import parse_config
 from specjax.registry import READERS
+from specjax.settings import REQUIRED, option, values_of
+from specjax.weights import AUTO
 
-EPILOG = """The source may be a Hugging Face directory or id, a GGUF file, the directory of a run of
+DESCRIPTION = """Converts checkpoints between the layouts of Hugging Face and Orbax.
+
+The source may be a Hugging Face directory or id, a GGUF file, the directory of a run of
 train.rl or train.sft, the one of its checkpoints, a draft head that such a run wrote
 (RUN/draft/STEP), a head's safetensors file, or the directory of an EAGLE-3 head. The target is:
 
@@ -33,86 +38,63 @@ examples:
   specjax convert head other --like POLICY         an EAGLE-3 head in the other layout"""
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of `specjax convert`."""
-    made = ArgumentParser(
-        prog="specjax convert",
-        description="Converts checkpoints between the layouts of Hugging Face and Orbax.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = made.add_argument
-    add("source", help="the checkpoint to read: a path, or a Hugging Face id")
-    add("target", help="the directory to write; must not exist")
-    add(
-        "--to",
-        choices=("hf", "orbax", "speculators", "safeailab", "z-lab"),
-        help="layout to write (default: the other one)",
-    )
-    add(
-        "--load-format",
-        default="auto",
-        metavar="NAME",
-        help="file format of the source: auto, or one of "
-        f"{', '.join(READERS.names)}, or your own as package.module:attribute (default: auto)",
-    )
-    add(
-        "--family",
-        metavar="MODULE:ATTRIBUTE",
-        help="your own model family, for checkpoints of its model_type; it replaces specjax's "
-        "family of that model_type",
-    )
-    add(
-        "--what",
-        choices=("policy", "head", "both"),
-        help="part to write (default: all that the source has)",
-    )
-    add("--step", type=int, metavar="N", help="step of a run (default: the newest)")
-    add("--revision", help="branch, tag or commit of a source that is a Hugging Face id")
-    add(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="dtype of the written weights (default: that of the source)",
-    )
-    add(
-        "--like",
-        metavar="MODEL",
-        help="Hugging Face directory or id with config and tokenizer, for a source that does not "
-        "say what it is: a head alone, or a run of an older version",
-    )
-    add(
-        "--force",
-        action="store_true",
-        help="replace a checkpoint at the target, once the new one is complete; a directory that "
-        "holds more than a checkpoint is never replaced",
-    )
-    return made
+@dataclasses.dataclass
+class ConvertConfig:
+    """`specjax convert`.
+
+    Attributes:
+      source: the checkpoint to read: a path, or a Hugging Face id.
+      target: the directory to write; must not exist.
+      to: layout to write; null: the other one.
+      load_format: file format of the source: auto, or a name, or your own as
+        package.module:attribute.
+      family: your own model family as module:attribute, for checkpoints of its model_type; it
+        replaces specjax's family of that model_type.
+      what: part to write; null: all that the source has.
+      step: step of a run; null: the newest.
+      revision: branch, tag or commit of a source that is a Hugging Face id.
+      dtype: dtype of the written weights; null: that of the source.
+      like: Hugging Face directory or id with config and tokenizer, for a source that does not say
+        what it is: a head alone.
+      force: replace a checkpoint at the target, once the new one is complete; a directory that
+        holds more than a checkpoint is never replaced.
+    """
+
+    words: ClassVar[tuple[str, ...]] = ("source", "target")
+
+    source: str = REQUIRED
+    target: str = REQUIRED
+    to: str | None = option(None, choices=("hf", "orbax", "speculators", "safeailab", "z-lab"))
+    load_format: str = option(AUTO, choices=(AUTO, *READERS.names), own_path=True)
+    family: str | None = None
+    what: str | None = option(None, choices=("policy", "head", "both"))
+    step: int | None = None
+    revision: str | None = None
+    dtype: str | None = option(None, choices=("float32", "bfloat16", "float16"))
+    like: str | None = None
+    force: bool = False
 
 
 def run(argv: Sequence[str]) -> int:
     """Converts a checkpoint and prints what was written; returns the exit status."""
-    args = parser().parse_args(argv)
+    cfg, _ = parse_config(ConvertConfig, argv, "specjax convert", DESCRIPTION)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed
 
     with interrupts.at_once("specjax convert"):
         from specjax.checked_json import CheckpointError, UnsupportedModelError
         from specjax.checkpoint.convert import convert
         from specjax.models.families import add_family
-        from specjax.spelling import flags, spelled
-        from specjax.weights import AUTO
 
     try:
-        if args.load_format != AUTO:
-            READERS.find(args.load_format)
+        if cfg.load_format != AUTO:
+            READERS.find(cfg.load_format)
+        add_family(cfg.family)
     except ValueError as error:
-        raise UsageError(f"--load-format: {error}") from error
+        raise UsageError(str(error)) from error
+    values = values_of(cfg)
+    del values["family"]
     try:
-        add_family(args.family)
-    except ValueError as error:
-        raise UsageError(spelled(error, flags)) from error
-    del args.family
-    try:
-        print(convert(**vars(args)))
+        print(convert(**values))
     except (CheckpointError, UnsupportedModelError) as error:
         raise Failure(str(error)) from error
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from serve.cli import Failure, UsageError, prompts
-from serve.cli.arguments import build_parser, sampling_params
+from serve.cli.arguments import DESCRIPTION, GenerateConfig
 from serve.cli.outputs import (
     EXACT,
     JsonLines,
@@ -24,9 +23,11 @@ from serve.cli.outputs import (
 )
 from serve.cli.prompts import Prompt
 from specjax import interrupts
+from specjax.command_line import parse_config
 from specjax.config import SamplingParams
-from specjax.speculation import as_flags, settings_of
-from specjax.spelling import flags, spelled
+from specjax.control.config import Speculation
+from specjax.settings import part
+from specjax.spelling import dotted, spelled
 
 if TYPE_CHECKING:  # they import jax
     from specjax import LLM
@@ -34,7 +35,10 @@ if TYPE_CHECKING:  # they import jax
     from specjax.engine.request import CallSeeds, Job, SampleOutput, Totals
 
 
-class Asked(NamedTuple):
+SPELL = dotted({"": GenerateConfig})
+
+
+class Request(NamedTuple):
     """A prompt with its token ids, sampling parameters, one job per sample, and `key_of` hash."""
 
     prompt: Prompt
@@ -46,79 +50,65 @@ class Asked(NamedTuple):
 
 def run(argv: Sequence[str]) -> int:
     """Runs `specjax generate`; returns the exit status."""
-    parser = build_parser()
-    args = parser.parse_intermixed_args(argv)
-    try:
-        # The model's defaults may allow more tokens, so that min_tokens is checked later.
-        params = sampling_params(args, {"max_tokens": None})
-        args.speculation = settings_of(args)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    _check_arguments(args)
-    if args.file is not None:
-        asked, problems = prompts.of_file(args.file, args.json_lines, args.chat)
+    cfg, _ = parse_config(GenerateConfig, argv, "specjax generate", DESCRIPTION, require=_check)
+    if cfg.file is not None:
+        given, problems = prompts.of_file(cfg.file, cfg.json_lines, cfg.chat)
     else:
-        asked, problems = prompts.of_arguments(args.prompts, args.chat), []
+        given, problems = prompts.of_arguments(cfg.prompts, cfg.chat), []
     for problem in problems:
         _print(problem)
-    if not asked:
+    if not given:
         raise Failure("no prompt is left to generate for" if problems else "there are no prompts")
-    _require_conversation(args, asked)
-    lines = None if args.output is None else JsonLines(args.output, args.resume, args.force)
+    _require_conversation(cfg, given)
+    lines = None if cfg.output is None else JsonLines(cfg.output, cfg.resume, cfg.force)
     with closing(lines):
-        return _generate(args, params, asked, len(problems), lines)
+        return _generate(cfg, cfg.sampling({"max_tokens": None}), given, len(problems), lines)
 
 
-def _check_arguments(args: argparse.Namespace) -> None:
-    """Raises UsageError for arguments that contradict each other."""
-    if args.file is not None and args.prompts:
-        raise UsageError("expected prompts as arguments or --file, got both")
-    if args.file is None and not args.prompts:
-        raise UsageError("expected prompts as arguments, or --file FILE (- is standard input)")
-    if args.json_lines and args.file is None:
-        raise UsageError("--json-lines says how --file is read; add --file")
-    if args.output in (None, prompts.STDIN) and (args.resume or args.force):
-        raise UsageError("--resume and --force are for --output FILE")
-    if args.resume and args.force:
-        raise UsageError("--resume continues a file and --force replaces it; choose one")
-    off, acceptance = args.speculation.spec().is_off, args.speculation.acceptance
-    if args.compare and (off or acceptance not in EXACT):
-        why = f"--acceptance {acceptance} is equal in distribution only; use `specjax verify`"
-        if off:
-            why = f"{as_flags(args.speculation.plain_by)} drafts nothing; leave one of them out"
-        raise UsageError(f"--compare compares speculative tokens with plain decoding's, and {why}")
+def _check(cfg: GenerateConfig) -> None:
+    """Raises ValueError for settings that contradict each other."""
+    if cfg.file is not None and cfg.prompts:
+        raise ValueError("expected prompts as arguments or --file, got both")
+    if cfg.file is None and not cfg.prompts:
+        raise ValueError("expected prompts as arguments, or --file FILE (- is standard input)")
+    if cfg.output in (None, prompts.STDIN) and (cfg.resume or cfg.force):
+        raise ValueError("--resume and --force are for --output FILE")
+    if cfg.resume and cfg.force:
+        raise ValueError("--resume continues a file and --force replaces it; choose one")
+    if cfg.compare and not (cfg.speculates and cfg.acceptance in EXACT):
+        raise ValueError(
+            "--compare compares speculative tokens with plain decoding's, and strategy="
+            f"{cfg.strategy} drafts nothing, or acceptance={cfg.acceptance} is equal in "
+            "distribution only; use `specjax verify`"
+        )
 
 
-def _require_conversation(args: argparse.Namespace, asked: list[Prompt]) -> None:
+def _require_conversation(cfg: GenerateConfig, given: list[Prompt]) -> None:
     """Refuses flags of the chat template where no prompt goes through it."""
-    if any(prompt.messages is not None for prompt in asked):
+    if any(prompt.messages is not None for prompt in given):
         return
-    given = {
-        "--chat-template-kwargs": args.chat_template_kwargs,
-        "--chat-template": args.chat_template,
-    }
-    for flag, value in given.items():
-        if value:
+    for name in ("chat_template_kwargs", "chat_template"):
+        if getattr(cfg, name):
             raise UsageError(
-                f"{flag} changes nothing: no prompt is a conversation, and without --chat a text "
+                f"{name} has no effect: no prompt is a conversation, and without --chat a text "
                 "does not go through the chat template; add --chat, or leave it out"
             )
 
 
-def _require_template_options(llm: LLM, args: argparse.Namespace) -> None:
+def _require_template_options(llm: LLM, cfg: GenerateConfig) -> None:
     """Refuses options that the model's chat template does not read."""
     from specjax.tokenizer import has_chat_template, require_template_options
 
     if llm.tokenizer is None or not has_chat_template(llm.tokenizer):
         return  # which each conversation says
     try:
-        require_template_options(llm.tokenizer, args.chat_template_kwargs)
+        require_template_options(llm.tokenizer, cfg.chat_template_kwargs)
     except ValueError as error:
-        raise UsageError(f"--chat-template-kwargs: {error}") from error
+        raise UsageError(f"chat_template_kwargs: {error}") from error
 
 
 def _generate(
-    args: argparse.Namespace,
+    cfg: GenerateConfig,
     params: SamplingParams,
     given: list[Prompt],
     failed: int,
@@ -129,96 +119,81 @@ def _generate(
         from specjax.engine.compiling import no_messages
         from specjax.engine.request import CallSeeds
 
-        llm = _load(args, sum(count for count in counts if isinstance(count, int)))
-    params = _with_defaults(llm, args)
-    _require_template_options(llm, args)
+        llm = _load(cfg, sum(count for count in counts if isinstance(count, int)))
+    params = _with_defaults(llm, cfg)
+    _require_template_options(llm, cfg)
     if lines is not None:
-        lines.require_same(_origin(llm, args), args.model)
+        lines.require_same(_origin(llm, cfg), cfg.model)
     if params.seed is None:
         params = _seeded(llm, params, given, lines)
-    asked, seeds = [], CallSeeds()
+    requests, seeds = [], CallSeeds()
     for prompt in given:
         try:
-            asked.append(_ask(llm, prompt, params, args, seeds))
+            requests.append(_ask(llm, prompt, params, cfg, seeds))
         except (ValueError, TypeError) as error:
             failed += 1
-            _print(f"{prompt.where}: {spelled(error, flags)}")
+            _print(f"{prompt.where}: {spelled(error, SPELL)}")
     missing = [
-        (one, job)
-        for one in asked
-        for job in one.jobs
-        if lines is None or not lines.has(one.prompt, job.sample, one.key)
+        (request, job)
+        for request in requests
+        for job in request.jobs
+        if lines is None or not lines.has(request.prompt, job.sample, request.key)
     ]
-    kept = sum(len(one.jobs) for one in asked) - len(missing)
+    kept = sum(len(request.jobs) for request in requests) - len(missing)
     if kept:
-        _print(f"{kept} samples are in {args.output} already")
-    with no_messages() if args.quiet else contextlib.nullcontext():
-        totals, compiling, ended = _run(llm, missing, lines, args)
+        _print(f"{kept} samples are in {cfg.output} already")
+    with no_messages() if cfg.quiet else contextlib.nullcontext():
+        totals, compiling, ended = _run(llm, missing, lines, cfg)
     invalid = sum(sample.error is not None for _, sample in ended)
-    if args.stats:
+    if cfg.stats:
         _print(_stats(llm, totals, len(missing), compiling))
         if (line := llm.engine.slower_than_plain()) is not None:
-            _print(f"{line}; --strategy off decodes plainly")
+            _print(f"{line}; strategy=off decodes plainly")
     if llm.telemetry is not None:
         _print_rejections(llm)
     if failed:
-        _print(f"{failed} of {failed + len(asked)} prompts could not be used")
+        _print(f"{failed} of {failed + len(requests)} prompts could not be used")
     if invalid:
         _print(f"{invalid} of {len(missing)} samples ended by an error")
-    elif args.speculation.exact_mode and ended and not _compare_ended(llm, ended, asked):
+    elif cfg.exact_mode and ended and not _compare_ended(llm, ended, requests):
         return 1
-    elif args.compare and asked and not _compare(llm, asked):
+    elif cfg.compare and requests and not _compare(llm, requests):
         return 1
     return 1 if failed or invalid else 0
 
 
-def _with_defaults(llm: LLM, args: argparse.Namespace) -> SamplingParams:
+def _with_defaults(llm: LLM, cfg: GenerateConfig) -> SamplingParams:
     """The sampling parameters of the command line over the model's defaults."""
     from specjax.models.generation_config import describe_defaults, sampling_defaults
 
-    if line := describe_defaults(llm.generation, "--generation-config none"):
+    if line := describe_defaults(llm.generation, "generation_config=none"):
         _print(line)
     try:
-        return sampling_params(args, sampling_defaults(llm.generation))
+        return cfg.sampling(sampling_defaults(llm.generation))
     except ValueError as error:
         raise UsageError(str(error)) from error
 
 
-def _load(args: argparse.Namespace, samples: int) -> LLM:
+def _load(cfg: GenerateConfig, samples: int) -> LLM:
     """Loads the model, with no more slots than there are samples."""
     from serve.settings import EngineSection, ServeConfig, load_llm
     from specjax.checked_json import CheckpointError, UnsupportedModelError
 
-    slots = min(args.max_batch, -(-max(1, samples) // max(1, args.replicas)))
+    slots = min(cfg.max_batch, -(-max(1, samples) // max(1, cfg.replicas)))
+    chunk = 16 if samples == 1 else 32
+    engine = part(EngineSection, cfg, max_batch=slots, chunk_tokens=chunk)
+    speculation = part(Speculation, cfg)
     try:
-        cfg = ServeConfig(
-            model=args.model,
-            revision=args.revision,
-            family=args.family,
-            chat_template=args.chat_template,
-            generation_config=args.generation_config,
-            engine=EngineSection(
-                max_batch=slots,
-                max_len=args.max_len,
-                dtype=args.dtype,
-                replicas=args.replicas,
-                tp=args.tp,
-                chunk_tokens=16 if samples == 1 else 32,
-                max_stop_tokens=args.max_stop_tokens,
-                attention=args.attention,
-            ),
-            speculation=args.speculation,
-        )
-        llm = load_llm(cfg, flags)
+        llm = load_llm(part(ServeConfig, cfg, engine=engine, speculation=speculation), SPELL)
     except (CheckpointError, UnsupportedModelError) as error:
         raise Failure(str(error)) from error
     except ValueError as error:  # a ConfigError among them
-        raise UsageError(as_flags(spelled(error.__cause__ or error, flags))) from error
+        raise UsageError(spelled(error, SPELL)) from error
     for note in llm.notes:
         _print(note)
-    if llm.drafting.by_default or args.stats:  # else the checkpoint's head drafts, as expected
-        _print(llm.drafting.described(flags))
-    if args.stats:
+    if llm.drafting.by_default or cfg.stats:  # else the checkpoint's head drafts, as expected
+        _print(llm.drafting.described(SPELL))
+    if cfg.stats:
         for line in llm.engine.engines[0].start_lines():
             _print(line)
     return llm
@@ -239,22 +214,22 @@ def _seeded(
 
 
 def _ask(
-    llm: LLM, prompt: Prompt, params: SamplingParams, args: argparse.Namespace, seeds: CallSeeds
-) -> Asked:
+    llm: LLM, prompt: Prompt, params: SamplingParams, cfg: GenerateConfig, seeds: CallSeeds
+) -> Request:
     """Encodes a prompt; raises ValueError or TypeError where the model cannot take it."""
     from specjax.engine.prompts import check_prompt
     from specjax.engine.request import make_jobs
 
     if prompt.settings:
         params = dataclasses.replace(params, **prompt.settings)
-    ids = _ids(llm, prompt, args.chat_template_kwargs)
+    ids = _ids(llm, prompt, cfg.chat_template_kwargs)
     where, eos = "the prompt", llm.cfg.eos_token_ids  # the caller's message names it
     ids = check_prompt(where, ids, llm.cfg.vocab_size, llm.tokenizer)
     jobs = make_jobs(ids, params, eos, llm.tokenizer, prompt.index, where, seeds)
     llm.engine.check(jobs[0])
-    local = Path(args.model).exists()
-    place = str(Path(args.model).resolve()) if local else f"{args.model}@{args.revision or 'main'}"
-    return Asked(prompt, ids, params, jobs, key_of(place, jobs[0]))
+    local = Path(cfg.model).exists()
+    place = str(Path(cfg.model).resolve()) if local else f"{cfg.model}@{cfg.revision or 'main'}"
+    return Request(prompt, ids, params, jobs, key_of(place, jobs[0]))
 
 
 def _ids(llm: LLM, prompt: Prompt, options: Mapping[str, Any]) -> Sequence[int]:
@@ -275,9 +250,9 @@ def _ids(llm: LLM, prompt: Prompt, options: Mapping[str, Any]) -> Sequence[int]:
     return chat_ids(tokenizer, prompt.messages, {**options, **prompt.template})
 
 
-def _origin(llm: LLM, args: argparse.Namespace) -> dict[str, str]:
+def _origin(llm: LLM, cfg: GenerateConfig) -> dict[str, str]:
     drafts = f"{', '.join(map(str, llm.drafting.strategies))} of {_source(llm)}"
-    return origin_of(llm, args.speculation.acceptance, drafts)
+    return origin_of(llm, cfg.acceptance, drafts)
 
 
 def _source(llm: LLM) -> str:
@@ -286,7 +261,7 @@ def _source(llm: LLM) -> str:
 
 
 def _run(
-    llm: LLM, jobs: list[tuple[Asked, Job]], lines: JsonLines | None, args: argparse.Namespace
+    llm: LLM, jobs: list[tuple[Request, Job]], lines: JsonLines | None, cfg: GenerateConfig
 ) -> tuple[Totals, float, list[tuple[Job, SampleOutput]]]:
     """Runs all jobs, and writes each sample when it ends, unless it ended by an error.
 
@@ -302,17 +277,17 @@ def _run(
     steps = llm.engine.runner.steps
     totals, samples = Totals(steps, np.zeros(steps + 2, np.int64)), []
     streamed = ordered = None
-    origin = _origin(llm, args)
+    origin = _origin(llm, cfg)
     if lines is None and len(jobs) == 1 and llm.tokenizer is not None:
         streamed = _StreamedText(jobs[0][1], llm.tokenizer)
         for engine in llm.engine.engines:
             engine.watcher = streamed
     elif lines is None:
-        places = [(one.prompt.index, job.sample) for one, job in jobs]
+        places = [(request.prompt.index, job.sample) for request, job in jobs]
         ordered = TextInOrder(places, headings=len(jobs) > 1)
     start, compiled = time.perf_counter(), None
-    added = {llm.engine.add(job): (one, job) for one, job in jobs}
-    hidden = streamed is not None or args.quiet or not sys.stderr.isatty()
+    added = {llm.engine.add(job): (request, job) for request, job in jobs}
+    hidden = streamed is not None or cfg.quiet or not sys.stderr.isatty()
     try:
         with tqdm(total=len(jobs), unit="sample", dynamic_ncols=True, disable=hidden) as bar:
             while llm.engine.has_work:
@@ -320,26 +295,26 @@ def _run(
                 events = llm.engine.step()
                 compiled = compiled or time.perf_counter()
                 for event in events:
-                    one, job = added.pop(event.sequence)
+                    request, job = added.pop(event.sequence)
                     sample = ended = llm.with_text(job, event.sample)
                     totals.add(sample)
                     samples.append((job, sample))
                     if sample.error is not None:
-                        _print(f"{one.prompt.where}, sample {job.sample}: {sample.error}")
+                        _print(f"{request.prompt.where}, sample {job.sample}: {sample.error}")
                         if ordered is not None:
-                            ordered.leave_out(one.prompt, job.sample)
+                            ordered.leave_out(request.prompt, job.sample)
                     elif lines is not None:
-                        row = row_of(one.prompt, job, one.key, sample, origin)
+                        row = row_of(request.prompt, job, request.key, sample, origin)
                         lines.write(row)
                     elif ordered is not None:
-                        ordered.add(one.prompt, job.sample, _text(sample))
+                        ordered.add(request.prompt, job.sample, _text(sample))
                     bar.update()
                 if streamed is not None:
                     streamed.step(None if ended is None else ended.text)
     except BaseException:
         llm.engine.clear()
-        if lines is not None and args.output != prompts.STDIN:
-            _print(f"the finished samples are in {args.output}; --resume generates the others")
+        if lines is not None and cfg.output != prompts.STDIN:
+            _print(f"the finished samples are in {cfg.output}; --resume generates the others")
         raise
     finally:
         for engine in llm.engine.engines:
@@ -378,18 +353,21 @@ def _text(sample: SampleOutput) -> str:
     return " ".join(map(str, sample.token_ids)) if sample.text is None else sample.text
 
 
-def _compare(llm: LLM, asked: list[Asked]) -> bool:
+def _compare(llm: LLM, requests: list[Request]) -> bool:
     """Generates with and without speculation; returns whether every token is equal."""
-    differences = llm.compare_with_plain([a.ids for a in asked], [a.params for a in asked])
-    samples = sum(len(one.jobs) for one in asked)
-    where = [one.prompt.where for one in asked]
+    ids, params = [request.ids for request in requests], [request.params for request in requests]
+    differences = llm.compare_with_plain(ids, params)
+    samples = sum(len(request.jobs) for request in requests)
+    where = [request.prompt.where for request in requests]
     return _same(differences, samples, llm.totals.tokens, lambda request: where[request])
 
 
-def _compare_ended(llm: LLM, ended: list[tuple[Job, SampleOutput]], asked: list[Asked]) -> bool:
+def _compare_ended(
+    llm: LLM, ended: list[tuple[Job, SampleOutput]], requests: list[Request]
+) -> bool:
     """Decodes the generated samples plainly; returns whether every token is equal."""
     jobs, samples = zip(*ended, strict=True)
-    where = {one.prompt.index: one.prompt.where for one in asked}
+    where = {request.prompt.index: request.prompt.where for request in requests}
     tokens = sum(len(sample.token_ids) for sample in samples)
     return _same(llm.compare_samples(jobs, samples), len(jobs), tokens, where.__getitem__)
 

@@ -166,14 +166,14 @@ def find_benches() -> dict[str, str]:
     package = importlib.util.find_spec("bench")
     if package is None or not package.submodule_search_locations:
         raise Failure("the package `bench` is not installed; install specjax from its source tree")
-    found = {}
+    benches = {}
     for folder in package.submodule_search_locations:
         files = {file.stem: file for file in Path(folder).glob("*.py")}
         for name, file in sorted(files.items()):
             tree = ast.parse(file.read_text(encoding="utf-8"))
             if _is_program(tree):
-                found[name] = _first_sentence(ast.get_docstring(tree) or "")
-    return found
+                benches[name] = _first_sentence(ast.get_docstring(tree) or "")
+    return benches
 
 
 def _is_program(tree: ast.Module) -> bool:

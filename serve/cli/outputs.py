@@ -44,11 +44,11 @@ def origin_of(llm, acceptance: str, drafts: str) -> dict[str, str]:
         to plain decoding in distribution only.
     """
     sums = llm.engine.runner.checksums
-    found = {"weights": f"{sums['policy']:08x}", "dtype": llm.cfg.run.compute_dtype}
+    origin = {"weights": f"{sums['policy']:08x}", "dtype": llm.cfg.run.compute_dtype}
     if llm.spec is None or acceptance in EXACT:
-        return {**found, "acceptance": "exact"}
+        return {**origin, "acceptance": "exact"}
     draft = f", head {sums['draft']:08x}" if "draft" in sums else ""
-    return {**found, "acceptance": f"{acceptance}, {drafts}{draft}"}
+    return {**origin, "acceptance": f"{acceptance}, {drafts}{draft}"}
 
 
 def row_of(
@@ -57,13 +57,13 @@ def row_of(
     """The JSON line of a sample with its text."""
     stats = out.stats
     more = {"transformed_logprobs": out.transformed_logprobs, "top_logprobs": out.top_logprobs}
-    asked = {"messages": prompt.messages} if prompt.text is None else {"prompt": prompt.text}
+    content = {"messages": prompt.messages} if prompt.text is None else {"prompt": prompt.text}
     return {
         "index": prompt.index,
         "sample": job.sample,
         "seed": job.params.seed,
         **({} if prompt.id is None else {"id": prompt.id}),
-        **asked,
+        **content,
         "text": out.text,
         "finish_reason": out.finish_reason,
         "prompt_tokens": len(job.prompt),
@@ -161,13 +161,13 @@ class JsonLines:
         Raises:
           UsageError: the file has this sample of another prompt, model or options.
         """
-        found = self.known.get((prompt.index, sample))
-        if found not in (None, key):
+        known = self.known.get((prompt.index, sample))
+        if known not in (None, key):
             raise UsageError(
                 f"--resume: {self._name} has sample {sample} of {prompt.where} from another "
                 "prompt, model or other options; choose another --output"
             )
-        return found is not None
+        return known is not None
 
     def write(self, row: dict[str, Any]) -> None:
         """Writes a line; raises `Failure` if it cannot, for example on a full disk."""

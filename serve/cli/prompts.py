@@ -6,7 +6,6 @@ A line that cannot be used is reported by its number, and the others keep their 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 
 from serve.cli import UsageError
 from specjax.config import SamplingParams
-from specjax.spelling import foreign
+from specjax.spelling import FOREIGN, nearest
 
 STDIN = "-"
 JSON_SUFFIXES = (".jsonl", ".ndjson")
@@ -153,12 +152,10 @@ def _require_known(where: str, value: Mapping[str, Any]) -> None:
     for key in value:
         if key in _KNOWN:
             continue
-        meant, _ = foreign(key) or (None, None)
-        close = [meant] if meant in _KNOWN else difflib.get_close_matches(key, _KNOWN, 1, 0.7)
-        hint = f"did you mean {close[0]!r}? If not, leave" if close else "leave"
+        hint = nearest(FOREIGN.get(key, key), _KNOWN, 0.7)
         raise UsageError(
-            f"{where}: nothing reads the key {key!r}; {hint} it out, or put it into 'id', which "
-            "takes any value and is copied to the output"
+            f"{where}: nothing reads the key {key!r}{hint}; leave it out, or put it into 'id', "
+            "which takes any value and is copied to the output"
         )
 
 

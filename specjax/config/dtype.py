@@ -7,32 +7,32 @@ DTYPES = ("float32", "bfloat16", "float16")
 ENGINE_DTYPES = (AUTO, *DTYPES)  # values of the setting
 
 
-def resolve_dtype(asked: str, stored: str, platform: str) -> str:
+def resolve_dtype(dtype: str, stored: str, platform: str) -> str:
     """Chooses the dtype of weights and arithmetic.
 
     Args:
-      asked: a dtype, or `auto`: the checkpoint's on GPU and TPU, float32 on CPU, where arithmetic
+      dtype: a dtype, or `auto`: the checkpoint's on GPU and TPU, float32 on CPU, where arithmetic
         in half precision saves nothing.
       stored: the checkpoint's dtype.
       platform: jax's name for the platform of the devices, such as `cpu`.
 
     Raises:
-      ValueError: `asked` is not one of `ENGINE_DTYPES`.
+      ValueError: `dtype` is not one of `ENGINE_DTYPES`.
     """
-    if asked not in ENGINE_DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(ENGINE_DTYPES)}, got {asked!r}")
-    if asked != AUTO:
-        return asked
+    if dtype not in ENGINE_DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(ENGINE_DTYPES)}, got {dtype!r}")
+    if dtype != AUTO:
+        return dtype
     return "float32" if platform == "cpu" else stored
 
 
-def about_dtype(asked: str, chosen: str, stored: str, setting: str) -> str:
+def about_dtype(dtype: str, chosen: str, stored: str, setting: str) -> str:
     """One line that says which dtype was chosen, and why.
 
     Args:
       setting: the setting that chooses the checkpoint's dtype, as the user types it.
     """
-    if asked != AUTO:
+    if dtype != AUTO:
         return f"arithmetic in {chosen}, as asked (the checkpoint is in {stored})"
     if chosen == stored:
         return f"arithmetic in {chosen}, the checkpoint's dtype"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from specjax.config.checks import choice
 from specjax.config.overrides import checked_overrides
 from specjax.config.strategy import Strategy
-from specjax.spelling import SettingError, checks_keywords
+from specjax.settings import option
+from specjax.spelling import checks_keywords
 
 ACCEPTANCE_MODES = ("coupled", "block", "recursive", "greedy")
 # Values of `SpecConfig.draft` that are no path: "./ngram" is a directory of that name.
@@ -96,117 +96,79 @@ class SpecConfig:
         SPECJAX_TELEMETRY says.
     """
 
-    strategy: Strategy | str | Sequence[Sequence[int]] | None = None
-    acceptance: str = "coupled"
-    draft: str = AUTO_DRAFT
-    draft_kind: str = "mtp"
-    draft_overrides: Mapping[str, Any] | tuple[tuple[str, Any], ...] = ()
-    head_seed: int = 0
-    draft_vocab: int | None = None
-    token_map: str | None = None
-    ngram_max: int = 4
-    ngram_min: int = 1
-    ngram_siblings: bool = True
-    aligned: bool = True
-    tau: float = 0.6
-    adaptive_width: bool = False
-    spec_verify_tokens: int = 48
+    strategy: Any = option(
+        None, kind=str | None, needs=("speculates", "!control.fastrl", "is_selectable")
+    )
+    acceptance: str = option("coupled", choices=ACCEPTANCE_MODES, needs="speculates")
+    draft: str = option(AUTO_DRAFT, needs="speculates")
+    draft_kind: str = option("mtp", choices=DRAFT_KINDS, needs=("speculates", "draft=random"))
+    draft_overrides: Any = option(
+        None, kind=dict[str, Any], needs=("speculates", "drafts_by_files")
+    )
+    head_seed: int = option(0, internal=True)
+    draft_vocab: int | None = option(None, least=1, needs=("speculates", "drafts_by_network"))
+    token_map: str | None = option(None, needs=("speculates", "drafts_by_network"))
+    ngram_max: int = option(4, needs=("speculates", "draft=auto|ngram"))
+    ngram_min: int = option(1, needs=("speculates", "draft=auto|ngram"))
+    ngram_siblings: bool = option(True, needs=("speculates", "draft=auto|ngram"))
+    aligned: bool = option(True, needs=("speculates", "transforms"))
+    tau: float = option(0.6, needs=("speculates", "grows_trees", "acceptance=coupled"))
+    adaptive_width: bool = option(False, needs=("speculates", "grows_trees"))
+    spec_verify_tokens: int = option(48, needs=("speculates", "!control.fastrl"))
     invariant: bool = False
-    exact_mode: bool = False
-    telemetry: bool | None = None
+    exact_mode: bool = option(False, needs="speculates")
+    telemetry: bool | None = option(None, needs="speculates")
 
     def __post_init__(self):
         choice("acceptance", self.acceptance, ACCEPTANCE_MODES)
-        if self.strategy is not None:
-            object.__setattr__(self, "strategy", Strategy.parse(self.strategy))
-        if self.draft is None:
-            raise SettingError(
-                lambda spell: (
-                    f"{spell('draft')}: expected a word, of which 'auto' is the default, a path, "
-                    "an id or a class; got None"
-                )
-            )
-        object.__setattr__(self, "draft", str(self.draft))
         choice("draft_kind", self.draft_kind, DRAFT_KINDS)
-        if self.draft_kind != "mtp" and self.draft != RANDOM_DRAFT:
-            raise SettingError(
-                lambda spell: (
-                    f"{spell('draft_kind', self.draft_kind)} is the kind of a new head, and "
-                    f"{spell('draft', self.draft)} makes none; use {spell('draft', RANDOM_DRAFT)}, "
-                    f"or leave out {spell('draft_kind')}"
-                )
-            )
-        self._check_overrides()
+        if self.draft is None:
+            raise ValueError("draft: expected a word such as auto, a path, an id or a class")
+        for name, value in (
+            ("strategy", None if self.strategy is None else Strategy.parse(self.strategy)),
+            ("draft", str(self.draft)),
+            ("draft_overrides", self._overrides()),
+            ("token_map", self.token_map and str(self.token_map)),
+        ):
+            object.__setattr__(self, name, value)
         if self.draft_vocab is not None and self.draft_vocab < 1:
-            raise SettingError(
-                lambda spell: f"{spell('draft_vocab')}: expected at least 1, got {self.draft_vocab}"
-            )
-        if self.token_map is not None:
-            object.__setattr__(self, "token_map", str(self.token_map))
-        if self.draft == NGRAM_DRAFT and (self.draft_vocab, self.token_map) != (None, None):
-            raise SettingError(
-                lambda spell: (
-                    f"{spell('draft_vocab')} and {spell('token_map')} are about heads and models, "
-                    f"and {spell('draft', NGRAM_DRAFT)} has no language-model head; leave them out"
-                )
-            )
+            raise ValueError(f"draft_vocab: expected at least 1, got {self.draft_vocab}")
         if not 0 < self.tau < float("inf"):
             raise ValueError(f"tau must be a finite number greater than 0, got {self.tau}")
         if not 1 <= self.ngram_min <= self.ngram_max <= NGRAM_LIMIT:
-            raise SettingError(
-                lambda spell: (
-                    f"expected 1 <= {spell('ngram_min')} <= {spell('ngram_max')} <= {NGRAM_LIMIT}, "
-                    f"got {self.ngram_min} and {self.ngram_max}"
-                )
+            raise ValueError(
+                f"ngram_max: expected 1 <= ngram_min <= ngram_max <= {NGRAM_LIMIT}, got "
+                f"ngram_min={self.ngram_min} and ngram_max={self.ngram_max}"
             )
         if not self.is_off:
             self._refuse_what_is_not_exact()
 
-    def _check_overrides(self) -> None:
-        """Checks `draft_overrides`, and makes it hashable."""
-        given = self.draft_overrides
-        if not isinstance(given, (Mapping, tuple)):
-            raise SettingError(
-                lambda spell: (
-                    f"{spell('draft_overrides')}: expected a mapping, such as "
-                    f"{{'norm_before_residual': True}}, got {given!r}"
-                )
-            )
+    def _overrides(self) -> tuple[tuple[str, Any], ...]:
         try:
-            given = checked_overrides(dict(given))
-        except ValueError as error:
-            text = str(error)
-            raise SettingError(lambda spell: f"{spell('draft_overrides')}: {text}") from error
-        object.__setattr__(self, "draft_overrides", tuple(sorted(given.items())))
-        if given and self.draft_path is None:
-            raise SettingError(
-                lambda spell: (
-                    f"{spell('draft_overrides')} is about an EAGLE-3 head in files, and "
-                    f"{spell('draft', self.draft)} names none; use {spell('draft', 'DIR')}, or "
-                    f"leave out {spell('draft_overrides')}"
-                )
-            )
+            return tuple(sorted(checked_overrides(dict(self.draft_overrides or ())).items()))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"draft_overrides: {error}") from error
 
     def _refuse_what_is_not_exact(self) -> None:
         strategy = self.resolve()
-        where = f"got strategy {self.own_strategy.name!r}"
+        where = f"got strategy={self.own_strategy.name}"
         if self.acceptance == "block" and not strategy.is_chain:
-            nearest = "'coupled'" if strategy.is_dynamic else "'recursive' or 'coupled'"
+            other = "coupled" if strategy.is_dynamic else "recursive or coupled"
             raise ValueError(
-                f"acceptance 'block' is exact for chains only, {where}; use acceptance {nearest} "
-                "for trees, or a chain such as '4_1_5'"
+                f"acceptance=block is exact for chains only, {where}; use acceptance={other} for "
+                "trees, or a chain such as 4_1_5"
             )
         if self.acceptance == "recursive" and strategy.is_dynamic:
             raise ValueError(
-                "acceptance 'recursive' draws its candidates without replacement and is exact only "
+                "acceptance=recursive draws its candidates without replacement and is exact only "
                 "if the tree's shape is fixed before they are drawn (re-ranking is biased), "
-                f"{where}; use acceptance 'coupled', or a static tree such as '4x2x1'"
+                f"{where}; use acceptance=coupled, or a static tree such as 4x2x1"
             )
         for name in ("exact_mode", "invariant"):
             if getattr(self, name) and not self.by_token:
                 raise ValueError(
-                    f"{name} is about equal tokens, and acceptance {self.acceptance!r} equals "
-                    "plain decoding in distribution only; use acceptance 'coupled'"
+                    f"{name} is about equal tokens, and acceptance={self.acceptance} equals plain "
+                    "decoding in distribution only; use acceptance=coupled"
                 )
 
     @property
@@ -216,6 +178,21 @@ class SpecConfig:
         In the other modes the tokens have the same distribution.
         """
         return self.acceptance in ("coupled", "greedy")
+
+    @property
+    def speculates(self) -> bool:
+        """Speculation, which strategy=off turns off."""
+        return not self.is_off
+
+    @property
+    def drafts_by_network(self) -> bool:
+        """A head or a model that drafts, and not draft=ngram."""
+        return self.draft != NGRAM_DRAFT
+
+    @property
+    def drafts_by_files(self) -> bool:
+        """A head in files, draft=DIR."""
+        return self.draft_path is not None
 
     @property
     def draft_path(self) -> str | None:

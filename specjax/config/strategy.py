@@ -7,8 +7,6 @@ import re
 from collections.abc import Sequence
 from typing import ClassVar
 
-from specjax.spelling import SettingError
-
 OFF_NAMES = ("off", "disable", "none")
 
 # Wide near the root, narrower later: four children, two below the best two, one each after.
@@ -157,20 +155,15 @@ class Strategy:
         if self.rows <= rows:
             return self
         if not self.dynamic:
-            raise SettingError(
-                lambda spell: (
-                    f"strategy {self.name!r} has {self.rows} rows, more than "
-                    f"{spell('spec_verify_tokens')} = {rows}; raise it, or use a smaller or a "
-                    "dynamic tree"
-                )
+            raise ValueError(
+                f"strategy {self.name!r} has {self.rows} rows, more than spec_verify_tokens={rows};"
+                " raise it, or use a smaller or a dynamic tree"
             )
         if rows <= self.steps:
-            raise SettingError(
-                lambda spell: (
-                    f"strategy {self.name!r} needs a row for the root and for each of its "
-                    f"{self.steps} steps, and {spell('spec_verify_tokens')} = {rows} cuts it below "
-                    f"that; raise it to {self.steps + 1} or more, or take fewer steps"
-                )
+            raise ValueError(
+                f"strategy {self.name!r} needs a row for the root and for each of its {self.steps} "
+                f"steps, and spec_verify_tokens={rows} cuts it below that; raise it to "
+                f"{self.steps + 1} or more, or take fewer steps"
             )
         return Strategy.of_sizes(*self.dynamic[:2], rows)
 

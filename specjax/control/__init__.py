@@ -5,7 +5,7 @@ from specjax.control.base import OFF, Controller, Observation, slower_than_plain
 from specjax.control.config import ControlConfig, from_fastrl, make_controller
 from specjax.control.costs import CostTable
 from specjax.control.ema import EmaConfig, EmaTiers
-from specjax.control.fastrl import FastRLSettings, read_fastrl
+from specjax.control.fastrl import read_fastrl
 from specjax.control.goodput import Goodput, GoodputConfig
 from specjax.control.static import Gate, Static
 
@@ -18,7 +18,6 @@ __all__ = [
     "CostTable",
     "EmaConfig",
     "EmaTiers",
-    "FastRLSettings",
     "Gate",
     "Goodput",
     "GoodputConfig",

@@ -18,6 +18,7 @@ import numpy as np
 from specjax.config.checks import choice
 from specjax.config.strategy import Strategy
 from specjax.control.base import Controller, Observation, log
+from specjax.settings import option
 from specjax.spelling import checks_keywords
 
 REWARDS = ("throughput", "accept_length")
@@ -40,11 +41,11 @@ class BanditConfig:
       seed: seed of the random choices.
     """
 
-    thresholds: tuple[int, ...] = (1, 2, 5, 21)
+    thresholds: tuple[int, ...] = option((1, 2, 5, 21), needs="!fastrl")
     epsilon: float = 0.1
     window: int = 1000
-    reward: str = "throughput"
-    score: str = "median"
+    reward: str = option("throughput", choices=REWARDS)
+    score: str = option("median", choices=SCORES)
     seed: int = 0
 
     def __post_init__(self):

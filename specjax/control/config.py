@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from specjax.config.checks import choice, from_known_keys
-from specjax.config.spec import SpecConfig
+from specjax.config.checks import choice
+from specjax.config.spec import DEFAULT_STRATEGY, SpecConfig
 from specjax.config.strategy import Strategy
 from specjax.control.bandit import Bandit, BanditConfig
 from specjax.control.base import Controller, log, parse_arms
 from specjax.control.costs import CostTable
 from specjax.control.ema import EmaConfig, EmaTiers
-from specjax.control.fastrl import FASTRL_ROWS, FastRLSettings, read_fastrl
+from specjax.control.fastrl import read_fastrl
 from specjax.control.goodput import Goodput, GoodputConfig
 from specjax.control.static import Gate, Static
+from specjax.settings import option, part
 from specjax.spelling import checks_keywords
 
 CONTROLLERS = ("goodput", "static", "ema", "bandit")
@@ -31,136 +31,96 @@ class ControlConfig:
     Attributes:
       controller: kind of controller, `goodput`, `static`, `ema` or `bandit`.
       strategies: the strategies to choose from, each a `Strategy` or what `Strategy.parse` reads.
-        `ema` takes the chains of its tiers instead.
+        `ema` takes the chains of its tiers instead. Beside a `strategy` of its own, `Speculation`
+        adds that to the default ones.
       initial: the strategy of `static`, by default the first of `strategies`; the tier at which
-        `ema` starts, by default three steps. A tree makes `ema` static, because its tiers are
-        chains.
+        `ema` starts, by default three steps, or `strategy` beside one. A tree makes `ema` static,
+        because its tiers are chains.
       bs_threshold: largest number of running slots for which to speculate; None for no limit.
       ema_file: path of a JSON or YAML file with the settings of `ema`, in place of `ema`.
       ema: settings of the controller `ema`.
       bandit: settings of the controller `bandit`.
       goodput: settings of the controller `goodput`.
+      fastrl: FastRL's `speculative:` section, or a file with it, unchanged, in place of all keys
+        above except settings of `bandit` that it has no key for, such as the reward. Its
+        spec_verify_tokens and spec_model_path become spec_verify_tokens and draft, and enable:
+        false is strategy=off.
     """
 
-    controller: str = "goodput"
-    strategies: tuple[Strategy | str, ...] = DEFAULT_STRATEGIES
-    initial: Strategy | str | None = None
-    bs_threshold: int | None = None
-    ema_file: str | None = None
-    ema: EmaConfig = dataclasses.field(default_factory=EmaConfig)
-    bandit: BanditConfig = dataclasses.field(default_factory=BanditConfig)
-    goodput: GoodputConfig = dataclasses.field(default_factory=GoodputConfig)
+    controller: str = option("goodput", choices=CONTROLLERS, needs=("speculates", "!fastrl"))
+    strategies: Any = option(
+        tuple(map(str, DEFAULT_STRATEGIES)),
+        kind=list[str],
+        needs=("speculates", "!fastrl", "chooses_among_strategies"),
+    )
+    initial: Any = option(
+        None, kind=str | None, needs=("speculates", "!fastrl", "controller=static|ema")
+    )
+    bs_threshold: int | None = option(None, needs=("speculates", "!fastrl"))
+    ema_file: str | None = option(None, needs=("speculates", "!fastrl", "controller=ema"))
+    ema: EmaConfig = option(EmaConfig, needs=("speculates", "!fastrl", "controller=ema"))
+    bandit: BanditConfig = option(BanditConfig, needs=("speculates", "controller=bandit"))
+    goodput: GoodputConfig = option(
+        GoodputConfig, needs=("speculates", "!fastrl", "controller=goodput")
+    )
+    fastrl: Any = option(None, kind=str | dict[str, Any] | None)
 
     def __post_init__(self):
-        choice("controller", self.controller, CONTROLLERS)
-        if isinstance(self.strategies, str):
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if self.fastrl:
+            _, control = read_fastrl(self.fastrl)
+            is_mapping = isinstance(self.bandit, Mapping)
+            kept = self.bandit if is_mapping else dataclasses.asdict(self.bandit)
+            values |= control | {"bandit": {**kept, **control["bandit"]}}
+        for name, cls in (("ema", EmaConfig), ("bandit", BanditConfig), ("goodput", GoodputConfig)):
+            if isinstance(values[name], Mapping):
+                values[name] = cls(**values[name])
+        choice("controller", values["controller"], CONTROLLERS)
+        if isinstance(values["strategies"], str) or not values["strategies"]:
             raise ValueError(
-                f"strategies must be a list such as ['off', '4_1_5'], got {self.strategies!r}"
+                "strategies must be a list of at least one, such as ['off', '4_1_5'], got "
+                f"{self.strategies!r}"
             )
-        strategies = tuple(dict.fromkeys(map(Strategy.parse, self.strategies)))
-        if not strategies:
-            raise ValueError("strategies must list at least one, got none; 'off' is one")
-        object.__setattr__(self, "strategies", strategies)
+        values["strategies"] = tuple(dict.fromkeys(map(Strategy.parse, values["strategies"])))
         if self.initial is not None:
-            object.__setattr__(self, "initial", Strategy.parse(self.initial))
-        if self.bs_threshold is not None and self.bs_threshold < 0:
-            raise ValueError(
-                f"bs_threshold must be at least 0, or null for no gate; got {self.bs_threshold}"
-            )
+            values["initial"] = Strategy.parse(self.initial)
+        if (values["bs_threshold"] or 0) < 0:
+            raise ValueError(f"bs_threshold must be at least 0, got {self.bs_threshold}")
         if self.ema_file is not None:
-            object.__setattr__(self, "ema", EmaConfig.from_file(Path(self.ema_file)))
+            values["ema"] = EmaConfig.from_file(self.ema_file)
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
-    def of(cls, asked: ControlConfig | Mapping[str, Any] | str) -> ControlConfig:
+    def of(cls, given: ControlConfig | Mapping[str, Any] | str) -> ControlConfig:
         """Builds one from the name of a controller, or from a map of settings.
 
         Raises:
-          ValueError: a setting is not valid, see `from_dict`.
-          TypeError: `asked` is none of these.
+          ValueError: a value is not valid.
+          TypeError: it is none of these, or a key is not known.
         """
-        if isinstance(asked, str):
-            return cls(controller=asked)
-        if isinstance(asked, Mapping):
-            return cls.from_dict(asked)
-        if not isinstance(asked, cls):
+        if isinstance(given, str):
+            return cls(controller=given)
+        if isinstance(given, Mapping):
+            given = cls(**given)
+        if not isinstance(given, cls):
             raise TypeError(
                 f"control: expected a ControlConfig, the name of a controller or a map of its "
-                f"settings, got {asked!r}"
+                f"settings, got {given!r}"
             )
-        return asked
-
-    @classmethod
-    def from_dict(cls, settings: Mapping[str, Any]) -> ControlConfig:
-        """Builds one from nested maps, such as YAML gives.
-
-        Raises:
-          ValueError: a key is not known, or a value is not valid.
-        """
-        known = [field.name for field in dataclasses.fields(cls)]
-        unknown = sorted(set(settings) - set(known))
-        if unknown:
+        if given.fastrl:
             raise ValueError(
-                f"unknown control setting {', '.join(map(repr, unknown))}; the keys are "
-                f"{', '.join(known)}"
+                "fastrl also says what drafts, and how many rows there are, which no ControlConfig "
+                "holds; use specjax.control.from_fastrl(section)"
             )
-        values = dict(settings)
-        for name, section in (("bandit", BanditConfig), ("goodput", GoodputConfig)):
-            if isinstance(values.get(name), Mapping):
-                values[name] = from_known_keys(section, values[name], where=" of " + name)
-        if isinstance(values.get("ema"), Mapping):
-            values["ema"] = EmaConfig.from_dict(values["ema"])
-        return cls(**values)
+        return given
 
-    @classmethod
-    def from_fastrl(cls, section: Mapping[str, Any], seed: int = 0) -> ControlConfig:
-        """Builds one from FastRL's `speculative:` section.
-
-        Raises:
-          ValueError: the section sets the head or the rows, which `specjax.control.from_fastrl`
-            takes; or it is not valid, see `read_fastrl`.
-        """
-        settings = read_fastrl(section, seed)
-        if settings.spec_model_path is not None or settings.spec_verify_tokens != FASTRL_ROWS:
-            raise ValueError(
-                f"spec_model_path={settings.spec_model_path} and spec_verify_tokens="
-                f"{settings.spec_verify_tokens} are the head and the rows, which no ControlConfig "
-                "holds; use specjax.control.from_fastrl(section), which also gives a SpecConfig"
-            )
-        return cls.of_fastrl(settings)
-
-    @classmethod
-    def of_fastrl(
-        cls, settings: FastRLSettings, bandit: Mapping[str, Any] | None = None
-    ) -> ControlConfig:
-        """Builds one from FastRL's section as `read_fastrl` returned it.
-
-        Args:
-          settings: the section.
-          bandit: settings of the bandit that FastRL's section has no key for, such as
-            {"reward": "accept_length"}.
-
-        Raises:
-          ValueError: `bandit` is given and the section asks for no bandit, or `bandit` sets the
-            thresholds, which the section sets.
-        """
-        more = dict(bandit or {})
-        if more and settings.controller != "bandit":
-            raise ValueError(
-                "settings of the bandit were given, but FastRL's section asks for no bandit; set "
-                "its tune_algorithm to 'BEG' or 'EG', or leave them out"
-            )
-        if "thresholds" in more:
-            raise ValueError(
-                "thresholds of the bandit are FastRL's mab_bs_threshold; set that, and leave "
-                "thresholds out"
-            )
-        values = dataclasses.asdict(settings.bandit)
-        return cls(
-            controller=settings.controller,
-            strategies=settings.strategies,
-            bs_threshold=settings.bs_threshold,
-            bandit=from_known_keys(BanditConfig, values | more, where=" of bandit"),
-        )
+    @property
+    def chooses_among_strategies(self) -> bool:
+        """A controller that chooses among them (goodput, bandit; static takes a single one)."""
+        if self.controller == "static":
+            return self.initial is None and len(self.strategies) == 1
+        return self.controller != "ema"
 
     @property
     def arms(self) -> tuple[Strategy, ...]:
@@ -181,32 +141,100 @@ class ControlConfig:
         return f"its tiers are chains (topk 1), and {initial.name!r} is a tree"
 
 
+@dataclasses.dataclass(frozen=True)
+class Speculation(SpecConfig):
+    """How a program speculates: with `SpecConfig`, and the controller beside it.
+
+    Attributes:
+      control: the controller that chooses the strategy while running; None: always `strategy`, but
+        goodput if that is None or draft=auto takes n-grams.
+    """
+
+    # Programs whose top has these keys need no section for those of the controller.
+    aliases: ClassVar[Mapping[str, str]] = {
+        field.name: f"control.{field.name}" for field in dataclasses.fields(ControlConfig)
+    }
+
+    control: ControlConfig | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.control is not None and self.control.fastrl:
+            spec, _ = read_fastrl(self.control.fastrl)
+            if self.draft != "auto" and spec["draft"] not in ("auto", self.draft):
+                raise ValueError(
+                    f"draft={self.draft} drafts, and spec_model_path={spec['draft']} of "
+                    "control.fastrl is a head that would; leave out one of them"
+                )
+            spec["draft"] = self.draft if spec["draft"] == "auto" else spec["draft"]
+            for name, value in spec.items():
+                object.__setattr__(self, name, value)
+        spec = self.spec()
+        for strategy in self._arms:
+            dataclasses.replace(spec, strategy=strategy)  # raises where it is not exact
+
+    def control_config(self) -> ControlConfig | None:
+        """The controller, with `strategy` among its strategies; None if there is none."""
+        control, own = self.control, self.own_strategy
+        if control is None or self.is_off:
+            return None
+        changes: dict[str, Any] = {}
+        is_open = control.strategies == DEFAULT_STRATEGIES
+        if is_open:
+            changes["strategies"] = (*DEFAULT_STRATEGIES, own)
+        if control.initial is None and (
+            control.controller == "ema" or (control.controller == "static" and is_open)
+        ):
+            changes["initial"] = own
+        return dataclasses.replace(control, fastrl=None, **changes)
+
+    def spec(self) -> SpecConfig:
+        """How to speculate.
+
+        If `strategy` is the default one, and the controller does not list that, it is the first of
+        the controller's strategies that drafts. Without a dynamic tree there is no adaptive width.
+        """
+        strategy, drafting = self.strategy, [arm for arm in self._arms if not arm.is_off]
+        is_default = self.own_strategy == DEFAULT_STRATEGY
+        if drafting and is_default and not self.is_selectable:
+            strategy = drafting[0]
+        adaptive = self.adaptive_width and self.grows_trees
+        return part(SpecConfig, self, strategy=strategy, adaptive_width=adaptive)
+
+    @property
+    def _arms(self) -> tuple[Strategy, ...]:
+        control = self.control_config()
+        return (self.own_strategy,) if control is None else control.arms
+
+    @property
+    def grows_trees(self) -> bool:
+        """A dynamic tree, such as 6_4_16, as strategy or among control.strategies."""
+        return any(arm.is_dynamic for arm in self._arms)
+
+    @property
+    def is_selectable(self) -> bool:
+        """A controller that may choose it: one whose control.strategies have it."""
+        is_ema = self.control is not None and self.control.controller == "ema"
+        return is_ema or self.own_strategy in self._arms
+
+
 def from_fastrl(
-    section: Mapping[str, Any], bandit: Mapping[str, Any] | None = None, seed: int = 0
+    section: Mapping[str, Any] | str, bandit: Mapping[str, Any] | None = None
 ) -> tuple[SpecConfig | None, ControlConfig | None]:
     """Reads FastRL's `speculative:` section for `LLM(DIR, spec, control=control)`.
 
     Args:
-      section: the section, see `read_fastrl`.
-      bandit: settings of the bandit that the section has no key for.
-      seed: seed of the bandit's random choices.
+      section: the section, or a file with it, see `read_fastrl`.
+      bandit: settings of the bandit that the section has no key for, such as its seed.
 
     Returns:
       The speculation and its control; (None, None), which is plain decoding, for `enable: false`.
 
     Raises:
-      ValueError: the section is not valid, see `read_fastrl` and `ControlConfig.of_fastrl`.
+      ValueError: the section is not valid, see `read_fastrl`.
     """
-    settings = read_fastrl(section, seed)
-    control = ControlConfig.of_fastrl(settings, bandit)
-    if not settings.enabled:
-        return None, None
-    spec = SpecConfig(
-        next(strategy for strategy in settings.strategies if not strategy.is_off),
-        draft=settings.spec_model_path or "auto",
-        spec_verify_tokens=settings.spec_verify_tokens,
-    )
-    return spec, control
+    both = Speculation(control=ControlConfig(fastrl=section, bandit=bandit or {}))
+    return (None, None) if both.is_off else (both.spec(), both.control_config())
 
 
 def make_controller(

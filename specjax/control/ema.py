@@ -7,13 +7,12 @@ chain `s_1_{s+1}`; tier 0 is `off`.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specjax.config.checks import from_known_keys
+from omegaconf import OmegaConf
+
 from specjax.config.strategy import Strategy
 from specjax.control.base import Controller, Observation, log
 from specjax.spelling import checks_keywords
@@ -58,25 +57,9 @@ class EmaConfig:
                 raise ValueError(f"{name} must be a finite number, got {getattr(self, name)}")
 
     @classmethod
-    def from_dict(cls, settings: Mapping[str, Any]) -> EmaConfig:
-        """Reads a map of settings; omitted keys keep their defaults.
-
-        Raises:
-          ValueError: a key is not known.
-        """
-        if not isinstance(settings, Mapping):
-            raise ValueError(f"expected a map of adaptive settings, got {settings!r}")
-        return from_known_keys(cls, settings, "adaptive setting")
-
-    @classmethod
     def from_file(cls, path: str | Path) -> EmaConfig:
         """Reads JSON or YAML."""
-        text = Path(path).read_text()
-        if Path(path).suffix in (".yaml", ".yml"):
-            from omegaconf import OmegaConf  # only this format needs it
-
-            return cls.from_dict(OmegaConf.to_container(OmegaConf.create(text)))
-        return cls.from_dict(json.loads(text))
+        return cls(**OmegaConf.to_container(OmegaConf.load(path)))
 
 
 class EmaTiers(Controller):

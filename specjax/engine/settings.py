@@ -6,12 +6,15 @@ import dataclasses
 from collections.abc import Sequence as Several
 
 from specjax.config import SpecConfig, Strategy
+from specjax.config.checks import choice
 from specjax.control import ControlConfig
 from specjax.engine.prompts import padded_widths
-from specjax.kernels.names import GPUS, check_attention
+from specjax.kernels.names import ATTENTION, GPUS, check_attention
+from specjax.settings import option
 from specjax.spelling import SettingError, checks_keywords
-from specjax.weights.matrix import check_products
+from specjax.weights.matrix import ASKED, check_products
 
+ORDERS = ("fifo", "longest_first")
 PREFILL_TOKENS = 512  # approximate tokens of one prefill, over all its rows
 
 
@@ -64,35 +67,24 @@ class EngineConfig:
     page_size: int | None = None
     cache_bytes: int | None = None
     prefill_chunk: int = PREFILL_TOKENS
-    order: str = "fifo"
-    follow_ups: bool = False
-    named_strategies: bool = True
-    attention: str = "auto"
-    products: str = "auto"
+    order: str = option("fifo", choices=ORDERS)
+    follow_ups: bool = option(False, internal=True)
+    named_strategies: bool = option(True, internal=True)
+    attention: str = option("auto", choices=ATTENTION, own_path=True)
+    products: str = option("auto", choices=ASKED, own_path=True)
     enforce_eager: bool = False
 
     def __post_init__(self):
-        if self.order not in ("fifo", "longest_first"):
-            raise ValueError(f"order must be 'fifo' or 'longest_first', got {self.order!r}")
+        choice("order", self.order, ORDERS)
         check_products(self.products)
         check_attention(self.attention)
-        if self.chunk_tokens < 1:
-            raise _too_small("chunk_tokens", 1, self.chunk_tokens)
-        if self.stretch < 1:
-            raise _too_small("stretch", 1, self.stretch)
-        if self.prefill_chunk < 16:
-            raise _too_small("prefill_chunk", 16, self.prefill_chunk)
+        for name, least in (("chunk_tokens", 1), ("stretch", 1), ("prefill_chunk", 16)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.page_size is not None and self.page_size < 0:
-            raise SettingError(
-                lambda spell: (
-                    f"{spell('page_size')} must be positive, or 0 for one page per sequence; "
-                    f"got {self.page_size}"
-                )
+            raise ValueError(
+                f"page_size must be positive, or 0 for one page per sequence; got {self.page_size}"
             )
-
-
-def _too_small(name: str, least: int, got: int) -> SettingError:
-    return SettingError(lambda spell: f"{spell(name)} must be at least {least}, got {got}")
 
 
 def powers(batch: int, base: int) -> list[int]:

@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 
 from specjax.parallel import sharding
 from specjax.parallel.heartbeat import Reporter
+from specjax.settings import option
 
 MODES = ("auto", "on", "off")
 _BLOCKS = (1 << 14, 1 << 20)  # bytes of the first block that is gathered, and of each further one
@@ -47,24 +48,17 @@ class DistributedConfig:
         time for which the storage of the run may cache a file's old state.
     """
 
-    mode: str = "auto"
-    coordinator: str | None = None
-    process_id: int | None = None
-    num_processes: int | None = None
-    local_devices: int = 0
-    start_timeout: int = 300
-    lost_after: float = 150.0
+    mode: str = option("auto", choices=MODES)
+    coordinator: str | None = option(None, needs="mode=auto|on")
+    process_id: int | None = option(None, needs="mode=auto|on")
+    num_processes: int | None = option(None, needs="mode=auto|on")
+    local_devices: int = option(0, least=0, needs="mode=auto|on")
+    start_timeout: int = option(300, least=1, needs="mode=auto|on")
+    lost_after: float = option(150.0, needs="mode=auto|on")
 
     def __post_init__(self):
-        if self.mode not in MODES:
-            raise ValueError(
-                f"distributed.mode: expected one of {', '.join(MODES)}, got {self.mode!r}"
-            )
-        if self.start_timeout < 1 or self.lost_after <= 0 or self.local_devices < 0:
-            raise ValueError(
-                "distributed: expected start_timeout >= 1, lost_after > 0 and local_devices >= 0, "
-                f"got {self.start_timeout}, {self.lost_after} and {self.local_devices}"
-            )
+        if self.lost_after <= 0:
+            raise ValueError(f"lost_after: expected seconds above 0, got {self.lost_after}")
 
 
 class Job(NamedTuple):

@@ -20,6 +20,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from specjax.interfaces import Axes
+from specjax.settings import option
 
 # From the slowest links to the fastest: neighbours in the last axis are neighbours in the machine.
 MESH_AXES = ("data", "fsdp", "cp", "tp")
@@ -58,23 +59,23 @@ class MeshConfig:
         `tp` in training, too.
     """
 
-    data: int = 1
-    fsdp: int = 1
-    tp: int = 1
-    cp: int = 1
-    cp_order: str = "zigzag"
-    cp_attention: str = "ring"
-    sequence_parallel: bool = False
+    data: int = option(1, least=1)
+    fsdp: int = option(1, least=1)
+    tp: int = option(1, least=1)
+    cp: int = option(1, least=1)
+    cp_order: str = option("zigzag", choices=CP_ORDERS, needs="splits_rows")
+    cp_attention: str = option("ring", choices=CP_ATTENTION, needs="splits_rows")
+    sequence_parallel: bool = option(False, needs="splits_products")
 
-    def __post_init__(self):
-        for name in MESH_AXES:
-            if getattr(self, name) < 1:
-                raise ValueError(f"mesh.{name}: expected at least 1, got {getattr(self, name)}")
-        for name, known in (("cp_order", CP_ORDERS), ("cp_attention", CP_ATTENTION)):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"mesh.{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}"
-                )
+    @property
+    def splits_rows(self) -> bool:
+        """Rows that are split, by mesh.cp above 1."""
+        return self.cp > 1
+
+    @property
+    def splits_products(self) -> bool:
+        """Products that are split, by mesh.tp above 1."""
+        return self.tp > 1
 
     @property
     def size(self) -> int:

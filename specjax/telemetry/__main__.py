@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import warnings
 from collections.abc import Sequence
@@ -13,7 +14,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from specjax.command_line import ArgumentParser
 from specjax.telemetry.collector import CAUSES, Summary, read_jsonl
 
 
@@ -47,7 +47,7 @@ def tables(summary: Summary) -> list[Table]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
-    parser = ArgumentParser(prog="python -m specjax.telemetry", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m specjax.telemetry", description=__doc__)
     parser.add_argument("run", help="JSON lines as Collector.write_jsonl writes them")
     parser.add_argument("--out", metavar="PNG", help="default: RUN with the suffix .png")
     arguments = parser.parse_args(argv)

@@ -139,14 +139,12 @@ def test_a_choice_that_is_not_compiled_is_refused():
 
 
 def test_maps_configure_as_dataclasses_do():
-    config = ControlConfig.from_dict(
-        {
-            "controller": "bandit",
-            "strategies": ["off", "4_1_5"],
-            "bandit": {"epsilon": 0.2, "thresholds": [1, 4]},
-            "goodput": {"hysteresis": 0.05},
-            "ema": {"candidate_steps": [2]},
-        }
+    config = ControlConfig(
+        controller="bandit",
+        strategies=["off", "4_1_5"],
+        bandit={"epsilon": 0.2, "thresholds": [1, 4]},
+        goodput={"hysteresis": 0.05},
+        ema={"candidate_steps": [2]},
     )
     assert config.bandit == BanditConfig(epsilon=0.2, thresholds=(1, 4))
     assert config.goodput == GoodputConfig(hysteresis=0.05)
@@ -157,16 +155,16 @@ def test_maps_configure_as_dataclasses_do():
     ("settings", "message"),
     [
         ({"controller": "best"}, "controller must be one of goodput, static, ema, bandit"),
-        ({"control": "ema"}, "unknown control setting 'control'; the keys are"),
-        ({"bandit": {"eps": 0.1}}, "unknown setting 'eps' of bandit; the keys are"),
+        ({"control": "ema"}, "ControlConfig has no parameter control; did you mean 'controller'"),
+        ({"bandit": {"eps": 0.1}}, "BanditConfig has no parameter eps; did you mean 'epsilon'"),
         ({"strategies": "4_1_5"}, "strategies must be a list"),
         ({"strategies": ["4_1_9"]}, "use '4_1_5'"),
         ({"bs_threshold": -1}, "bs_threshold must be at least 0"),
-        ({"ema": {"alpha": 1}}, "unknown adaptive setting 'alpha'"),
+        ({"ema": {"alpha": 1}}, "EmaConfig has no parameter alpha"),
     ],
 )
 def test_a_wrong_configuration_is_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         make_controller(settings)
 
 

@@ -135,7 +135,7 @@ def test_a_seed_that_is_drawn_for_a_call_repeats_it_and_equal_prompts_are_number
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"seed": 1.5}, "seed must be an integer, or None to draw one, got 1.5"),
+        ({"seed": 1.5}, "seed must be an integer, or None, got 1.5"),
         *(({"seed": seed}, "seed must be an integer") for seed in (1 << 64, -(1 << 63) - 1, True)),
         ({"n": True}, "n must be an integer, got True"),
         ({"n": 0}, "n must be at least 1, got 0"),

@@ -24,7 +24,7 @@ from specjax.control.goodput import GoodputConfig
 )  # fmt: skip
 def test_an_unknown_keyword_names_the_parameter_here(build, keyword, meant):
     given = ("/nowhere",) if build is LLM else ()
-    said = f"{build.__name__} has no parameter {keyword}; did you mean {meant}\\?"
+    said = f"{build.__name__} has no parameter {keyword}; did you mean '{meant}'\\?"
     with pytest.raises(TypeError, match=said):
         build(*given, **{keyword: 3})
     with pytest.raises(TypeError, match="has no parameter xyzzy; there are "):

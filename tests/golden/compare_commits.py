@@ -34,6 +34,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden"
@@ -247,7 +248,9 @@ def printed() -> dict[str, object]:
             more = ["data.path=train.jsonl"]
         with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
             program(["--config", str(path), *more, "--print-config"])
-        recordings[f"configs: {path}"] = {"equal": text.getvalue() or None, "close": {}}
+        # As values: the order of keys is free.
+        settings = yaml.safe_load(text.getvalue())
+        recordings[f"configs: {path}"] = {"equal": settings, "close": {}}
     return recordings
 
 

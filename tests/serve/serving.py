@@ -9,7 +9,7 @@ import openai
 import uvicorn
 
 from serve.api import create_app
-from serve.settings import ServeConfig
+from serve.settings import EngineSection, ServeConfig, SpeculationSection
 from specjax import SamplingParams
 
 KEY, ADMIN = "a key", "another key"
@@ -23,16 +23,21 @@ WIDEST = SamplingParams(max_tokens=2, logprobs=2, presence_penalty=0.1, n=BATCH)
 
 
 def config(policy, **changes) -> ServeConfig:
+    """The settings of a small server; `changes` of `engine` and `speculation` are mappings."""
+    engine = {
+        "max_batch": BATCH, "max_len": MAX_LEN, "chunk_tokens": 8, "prefill_chunk": 16,
+        "page_size": 16, "max_stop_tokens": 16, **changes.pop("engine", {}),
+    }  # fmt: skip
     cfg = ServeConfig(
-        model=str(policy), served_name="tiny", chat_template=TEMPLATE, api_key=KEY, admin_key=ADMIN
-    )
-    engine = {"max_batch": BATCH, "max_len": MAX_LEN, "chunk_tokens": 8, "prefill_chunk": 16}
-    for name, value in {**engine, "page_size": 16, "max_stop_tokens": 16}.items():
-        setattr(cfg.engine, name, value)
+        model=str(policy),
+        engine=EngineSection(**engine),
+        speculation=SpeculationSection(**{"strategy": "2_1_3", **changes.pop("speculation", {})}),
+        **{
+            "served_name": "tiny", "chat_template": TEMPLATE, "api_key": KEY, "admin_key": ADMIN,
+            **changes,
+        },
+    )  # fmt: skip
     cfg.limits.queue, cfg.limits.n, cfg.limits.body_bytes = QUEUE, 8, 20_000
-    cfg.speculation.strategy = "2_1_3"
-    for name, value in changes.items():
-        setattr(cfg, name, value)
     return cfg
 
 

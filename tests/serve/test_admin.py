@@ -253,9 +253,8 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(server, other
 
 
 def test_the_tokens_that_are_drafted_from_change_while_requests_run(thin_policy):
-    cfg = config(thin_policy)
-    cfg.engine.max_batch, cfg.engine.warm_up = 1, "none"  # the fewest programs to compile
-    cfg.speculation.strategy, cfg.speculation.draft_vocab = "1_1_2", 16
+    few = {"max_batch": 1, "warm_up": "none"}  # the fewest programs to compile
+    cfg = config(thin_policy, engine=few, speculation={"strategy": "1_1_2", "draft_vocab": 16})
     with served(cfg, load_llm(cfg)) as running:
         before, runner = ask(running).token_ids, running.llm.engine.runner
         built = runner.compilations
@@ -307,8 +306,7 @@ def test_sleep_frees_the_device_and_wake_keeps_the_head(restored: Server):
 
 def test_without_an_admin_key_all_are_refused(thin_policy, weights):
     """And an engine that dies is told of: by every answer, and by /health."""
-    cfg = config(thin_policy, admin_key=None)
-    cfg.speculation.strategy = "off"
+    cfg = config(thin_policy, admin_key=None, speculation={"strategy": "off"})
     how = EngineConfig(chunk_tokens=8, stretch=1, prefill_chunk=16, page_size=16)
     llm = LLM((*weights[:2], None), None, max_batch=2, max_len=64, engine=how)
 

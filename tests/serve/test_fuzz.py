@@ -16,9 +16,8 @@ from schemathesis import GenerationMode
 from serving import ADMIN, Server, config, served
 
 from serve.settings import load_llm
-from specjax import SamplingParams
+from specjax import ControlConfig, SamplingParams
 from specjax.engine.prompt_scores import PromptScorer
-from specjax.speculation import ControlSection
 
 FITS, DOES_NOT = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
 SHARES = {
@@ -36,10 +35,10 @@ PROMPTS = ("17+25+8=", "93+4=", "1+2=")
 
 @pytest.fixture(scope="module")
 def spread(thin_policy):
-    cfg = config(thin_policy)
-    cfg.engine.max_batch, cfg.engine.replicas = 1, 2  # the fewest programs to compile
-    cfg.speculation.control = ControlSection("bandit", ["off", "1_1_2"])
-    cfg.speculation.strategy = "1_1_2"
+    few = {"max_batch": 1, "replicas": 2}  # the fewest programs to compile
+    control = ControlConfig("bandit", ["off", "1_1_2"])
+    speculation = {"control": control, "strategy": "1_1_2"}
+    cfg = config(thin_policy, engine=few, speculation=speculation)
     cfg.limits.max_tokens, cfg.limits.n, cfg.limits.prompts = 24, 2, 2
     llm = load_llm(cfg)
     llm.warm_up([SamplingParams(logprobs=1, presence_penalty=0.1)])

@@ -10,7 +10,7 @@ from serving import BATCH, QUEUE, WIDEST, Server, config, served
 
 from serve.protocol import ChatRequest, CompletionRequest
 from serve.settings import WARM_UP, ServeConfig, load_llm
-from specjax.command_line import load_config
+from specjax.command_line import parse_config
 from specjax.shipped import find_shipped
 
 PROMPT, TOKENS = 20, 10  # limits
@@ -26,8 +26,9 @@ TEMPLATE = """{%- macro again() %}{{ again() }}{% endmacro -%}
 
 @pytest.fixture(scope="module")
 def server(thin_policy):
-    cfg = config(thin_policy, api_key=None, admin_key=None, chat_template=TEMPLATE)
-    cfg.speculation.strategy = "off"
+    off = {"strategy": "off"}
+    keys = {"api_key": None, "admin_key": None}
+    cfg = config(thin_policy, **keys, chat_template=TEMPLATE, speculation=off)
     cfg.limits.prompt_tokens, cfg.limits.max_tokens = PROMPT, TOKENS
     llm = load_llm(cfg)
     llm.generate("1+1=", WIDEST)
@@ -172,7 +173,7 @@ def test_of_a_thousand_mistakes_one_is_looked_at(server: Server, what):
 
 
 def test_the_settings_of_make_serve_can_be_used():
-    cfg = load_config(ServeConfig, ["--config", "configs/serve.yaml"], "serve")
+    cfg, _ = parse_config(ServeConfig, ["--config", "configs/serve.yaml"], "serve")
     assert find_shipped(cfg.model).is_dir() and cfg.name == "sums"
     assert (cfg.host, cfg.api_key, cfg.admin_key) == ("127.0.0.1", None, None)
     strategies = cfg.speculation.control_config().strategies

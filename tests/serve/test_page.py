@@ -14,9 +14,8 @@ from serving import ADMIN, BATCH, KEY, Server, config, served
 
 from serve.dashboard import document
 from serve.settings import load_llm
-from specjax import SamplingParams
+from specjax import ControlConfig, SamplingParams
 from specjax.control import make_controller
-from specjax.speculation import ControlSection
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT, SEED, TOKENS = "17+25+8=", 16, 60
@@ -30,9 +29,8 @@ def server(thin_policy, thin_model):
 
     The policy drafts for itself: a random head's drafts are hardly ever accepted.
     """
-    cfg = config(thin_policy)
-    cfg.speculation.draft = str(thin_model)
-    cfg.speculation.control = ControlSection("bandit", ["off", "2_1_3"])
+    control = ControlConfig("bandit", ["off", "2_1_3"])
+    cfg = config(thin_policy, speculation={"draft": str(thin_model), "control": control})
     llm = load_llm(cfg)
     llm.warm_up((SamplingParams(),))
     llm.engine.controller = make_controller("static", ("2_1_3",))

@@ -61,10 +61,9 @@ def test_long_responses_lose_reward_over_the_buffer(buffer):
     wanted = centred(np.array(REWARDS) - penalties)
     np.testing.assert_allclose([s.advantage for s in samples], wanted, atol=1e-6)
     assert metrics == {"rollout/overlong_penalty": pytest.approx(penalties.mean())}
-    cfg.settle(MOST)
-    cfg.overlong_buffer_len = 11
+    assert cfg.settled(MOST) == cfg
     with pytest.raises(ValueError, match="at most rollout.max_tokens=10, or a share below 1"):
-        cfg.settle(MOST)
+        algo("grpo", overlong_buffer_len=11).settled(MOST)
 
 
 def test_the_kl_of_all_loss_tokens_is_subtracted_from_the_reward_of_a_sample():

@@ -48,20 +48,25 @@ def test_options_of_ones_own_objective_are_keys_wherever_it_is_named(argv, tmp_p
     path = tmp_path / "own.yaml"
     path.write_text("algo: {objective: test_algo:Own, sharpness: 3}")
     cfg = read(*(argument.replace("FILE", str(path)) for argument in argv))
-    assert cfg.algo.build() == Own(sharpness=3.0)
-    assert cfg.algo == algo("test_algo:Own", sharpness=3.0)
+    assert isinstance(cfg.algo, Own) and cfg.algo == algo("test_algo:Own", sharpness=3.0)
     rewards = np.array([[0.0, 2.0]])
-    assert cfg.algo.build().advantages(rewards).tolist() == [[-1.0, 1.0]]
+    assert cfg.algo.advantages(rewards).tolist() == [[-1.0, 1.0]]
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         (["algo.objective=test_algo:none"], "cannot load objective 'test_algo:none'"),
-        (["algo.objective=test_algo:read"], "expected a frozen dataclass with the methods adv"),
+        (
+            ["algo.objective=test_algo:read"],
+            "that inherits from train.loss.algo.AlgoSection",
+        ),
         (["algo.objective=test_algo:Own", "algo.clip_ratio=0.1"], "unknown key 'algo.clip_ratio'"),
         (["algo.objective=test_algo:Own", "algo.sharpness=0"], "expected sharpness > 0, got 0.0"),
-        (["algo.objective=test_algo:Own", "algo.sharpness=a"], "algo.sharpness: expected a number"),
+        (
+            ["algo.objective=test_algo:Own", "algo.sharpness=a"],
+            "sharpness: expected float, got a",
+        ),
         (["algo.sharpness=3"], "unknown key 'algo.sharpness'"),
         (["algo.clip_ratio_low=0.1"], "did you mean 'algo.clip_ratio'?"),
     ],

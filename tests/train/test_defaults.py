@@ -8,7 +8,7 @@ import pytest
 import tiny_run
 import yaml
 
-from specjax import schema
+from specjax.settings import keys_of
 from train import draft, rl, sft
 from train import eval as evaluation
 from train.draft_schema import DraftRunConfig
@@ -51,7 +51,7 @@ def test_the_defaults_are_those_of_the_table_beside_other_frameworks():
         first, *cells = [cell.strip() for cell in line.strip("|").split("|")]
         if cells and cells[0] == "here":
             program = next(p for name, p in programs.items() if name in first)
-            keys = {key.name: key.default for key in schema.keys_of(program)}
+            keys = {key.name: key.default for key in keys_of(program)}
         names = re.findall(r"`([a-z_.0-9]+)`", first)
         if not names or cells[0] == "here" or "what is drafted" in cells[0]:
             continue

@@ -10,12 +10,12 @@ import pytest
 
 from specjax.command_line import ConfigError, parse_config
 from specjax.engine.request import SampleOutput, SpecStats, Totals
-from specjax.schema import describe
+from specjax.settings import describe, keys_of
 from specjax.tokenizer import load_tokenizer
 from train.data.checks import Inputs
 from train.data.prompts import Prompts
 from train.data.tasks.layout import Problem
-from train.eval_schema import EvalSection, asked_sets
+from train.eval_schema import EvalSection, EvalSet, asked_sets
 from train.programs import settle_length
 from train.rewards.builtin import CHOICE, EXACT, MATH_VERIFY, NUMBER
 from train.rewards.scoring import Scorer
@@ -80,11 +80,11 @@ def test_a_set_takes_from_the_rollouts_what_it_does_not_say():
     assert (a.name, a.n, a.params().temperature, a.params().max_tokens) == ("a", 4, 0.7, 99)
     assert (b.name, b.n, b.params().temperature) == ("b", 1, 0.0)
     assert cfg.eval.sets["b"].prompt_template == "{question}: x"
-    assert "eval.sets.NAME.temperature=null" in describe(RLConfig)
+    assert "eval.sets.NAME.temperature=null" in describe(keys_of(RLConfig))
 
 
 def test_a_set_that_is_longer_than_the_model_is_refused_by_its_name():
-    section = EvalSection(problems=0, sets={"long": {"path": "f", "max_tokens": 1000}})
+    section = EvalSection(problems=0, sets={"long": EvalSet("f", max_tokens=1000)})
     with pytest.raises(ConfigError, match=r"eval\.sets\.long: .*at most 256, the longest"):
         settle_length(RLConfig(eval=section), types.SimpleNamespace(max_position=256))
 
@@ -103,8 +103,8 @@ def lines(path, *rows) -> str:
 
 
 def read(tokenizer, settings=(), **sets):
-    section = EvalSection(problems=0, sets=sets)
-    cfg = RLConfig(eval=section, **dict(settings))
+    made = {name: EvalSet(**keys) for name, keys in sets.items()}
+    cfg = RLConfig(eval=EvalSection(problems=0, sets=made), **dict(settings))
     prompts = Prompts(tokenizer, cfg.data, cfg.rollout.max_prompt_tokens)
     return problem_sets(cfg, Inputs([], [], prompts, Scorer("number"), []), "policy")
 
@@ -170,7 +170,7 @@ def test_every_set_has_metrics_of_its_own(tokenizer, tmp_path):
 
 def test_a_set_whose_questions_are_trained_on_is_warned_of(tokenizer, tmp_path):
     path = lines(tmp_path / "x.jsonl", *({"prompt": f"{i}?", "answer": i} for i in range(3)))
-    cfg = RLConfig(eval=EvalSection(0, {"x": {"path": path}, "y": {"path": path, "problems": 1}}))
+    cfg = RLConfig(eval=EvalSection(0, {"x": EvalSet(path), "y": EvalSet(path, 1)}))
     prompts = Prompts(tokenizer, cfg.data, cfg.rollout.max_prompt_tokens)
     trained = [Problem(f"{i}?", "0", i, "", {}, {}) for i in (2, 1, 7)]
     _, notes = problem_sets(cfg, Inputs(trained, [], prompts, Scorer("number"), []), "policy")

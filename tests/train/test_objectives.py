@@ -24,7 +24,7 @@ def scored(cfg, seed=0):
     """Random samples with the advantages of the objective; one token is not the policy's."""
     rng = np.random.default_rng(seed)
     found = []
-    advantages = cfg.build().advantages(REWARDS).ravel()
+    advantages = cfg.advantages(REWARDS).ravel()
     for i in range(PROMPTS * GROUP):
         n = 2 + i
         old = -3 * rng.random(n)
@@ -171,9 +171,9 @@ def test_the_gradient_of_the_entropy_bonus_raises_entropy_by_the_weights_of_toke
 def test_advantages_are_those_of_the_formulas():
     group = REWARDS - REWARDS.mean(1, keepdims=True)
     found = {
-        "group": algo("grpo").build().advantages(REWARDS),
-        "batch": algo("grpo", normalize_over="batch").build().advantages(REWARDS),
-        "rloo": algo("rloo").build().advantages(REWARDS),
+        "group": algo("grpo").advantages(REWARDS),
+        "batch": algo("grpo", normalize_over="batch").advantages(REWARDS),
+        "rloo": algo("rloo").advantages(REWARDS),
     }
     np.testing.assert_allclose(found["group"], group / REWARDS.std(1, keepdims=True), rtol=1e-5)
     np.testing.assert_allclose(found["batch"], group / REWARDS.std(), rtol=1e-5)
@@ -181,12 +181,12 @@ def test_advantages_are_those_of_the_formulas():
     np.testing.assert_allclose(found["rloo"], REWARDS - others, rtol=1e-6)
     equal = np.full((2, 3), 0.1)
     for name in ("grpo", "rloo", "reinforce_pp"):
-        assert not algo(name).build().advantages(equal).any()
+        assert not algo(name).advantages(equal).any()
     with pytest.raises(ValueError, match="raise rollout.n"):
-        algo("rloo").build().advantages(np.ones((2, 1)))
+        algo("rloo").advantages(np.ones((2, 1)))
     with pytest.raises(ValueError, match="raise rollout.n"):
-        algo("reinforce_pp", group_baseline=True).build().advantages(np.ones((2, 1)))
-    assert algo("reinforce_pp").build().advantages(np.array([[0.0], [1.0]])).shape == (2, 1)
+        algo("reinforce_pp", group_baseline=True).advantages(np.ones((2, 1)))
+    assert algo("reinforce_pp").advantages(np.array([[0.0], [1.0]])).shape == (2, 1)
 
 
 def test_groups_of_equal_rewards_have_no_advantages_by_rounding():
@@ -219,8 +219,6 @@ def test_a_constant_that_nobody_set_is_refused():
     cfg = algo("grpo", loss_aggregation="constant")
     with pytest.raises(ValueError, match="divides by loss_scale_factor, which is null"):
         computed(scored(cfg), cfg)
-    cfg.settle(SCALE)
-    assert cfg.loss_scale_factor == SCALE
-    cfg.settle(9)
+    cfg = cfg.settled(SCALE).settled(9)
     assert cfg.loss_scale_factor == SCALE
     assert np.isfinite(computed(scored(cfg), cfg)[0])

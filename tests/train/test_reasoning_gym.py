@@ -6,12 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from specjax.command_line import ConfigError, require_same_settings
+from specjax.command_line import ConfigError
+from specjax.settings import require_same_settings
 from specjax.tokenizer import load_tokenizer
 from train.data import rows as data
 from train.data.checks import describe_data, read_inputs
 from train.data.tasks import reasoning_gym
-from train.eval_schema import EvalSection
+from train.eval_schema import EvalSection, EvalSet
 from train.rewards.scoring import Scorer
 from train.rollout.sets import problem_sets
 from train.schema import DataConfig, RLConfig
@@ -104,7 +105,7 @@ def read_sets(policy, **sets):
 
 def doubles_set(problems, **args):
     given = {"task": "reasoning_gym", "dataset": "doubles", "dataset_args": args}
-    return {**given, "problems": problems}
+    return EvalSet(**given, problems=problems)
 
 
 def test_no_question_of_a_set_of_the_same_data_set_is_trained_on(doubles, thin_policy):
@@ -121,12 +122,12 @@ def test_a_run_is_not_resumed_with_sets_that_hold_out_other_problems(doubles):
         cfg = RLConfig(model="m", data=config(), eval=EvalSection(problems=0, sets=sets))
         return Trainer.fingerprint(types.SimpleNamespace(cfg=cfg))
 
-    others = {"file": {"path": "rows.jsonl", "problems": 900}}
+    others = {"file": EvalSet("rows.jsonl", 900)}
     few, many, more = settings(), *(settings(many=doubles_set(n), **others) for n in (400, 401))
-    require_same_settings(few, settings(few=doubles_set(20), **others), RLConfig)
+    require_same_settings(few, settings(few=doubles_set(20), **others))
     for saved, current in ((few, many), (many, few), (many, more)):
         with pytest.raises(ConfigError, match="made with other settings of eval; "):
-            require_same_settings(saved, current, RLConfig)
+            require_same_settings(saved, current)
 
 
 @pytest.mark.parametrize(

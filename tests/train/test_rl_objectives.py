@@ -178,7 +178,6 @@ def test_updates_have_the_loss_and_gradient_of_the_numpy_reference(watch, case):
     assert update.sums["clip_fraction"] > 0
     for other in UPDATED.keys() - {case}:
         settings = {name: x for name, x in UPDATED[other].items() if name != "mask_truncated"}
-        another = algo(**settings)
-        another.settle(trainer.cfg.rollout.max_tokens)
+        another = algo(**settings).settled(trainer.cfg.rollout.max_tokens)
         other_norm = update.norm(differences(samples, another, left_out))
         assert other_norm != pytest.approx(norm, rel=5e-3), other

@@ -1,14 +1,17 @@
 """How rollouts speculate is set by `rollout.*`, and why drafts fail is written beside the run."""
 
+from types import SimpleNamespace
+
 import pytest
 import tiny_run
 
 from specjax import SpecConfig
-from specjax.command_line import parse_config
+from specjax.command_line import ConfigError, parse_config
 from specjax.control import ControlConfig
+from specjax.settings import require_same_settings
 from specjax.telemetry import read_jsonl
 from train import rl
-from train.rollout_schema import RolloutSection, with_draft_key
+from train.rollout_schema import RolloutSection
 from train.schema import RLConfig
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -74,31 +77,13 @@ def test_a_control_section_is_goodput_unless_it_says_otherwise():
     assert names(section(**listed)) == ["off"]
 
 
-def test_fastrls_section_is_read_as_it_stands():
-    fastrl = (
-        "{enable: true, bs_threshold: 32, eagle: {tune_algorithm: BEG, mab_configs: [8_4_32], "
-        "spec_verify_tokens: 40, spec_model_path: some/head}}"
-    )
-    roll = section(**{"control.fastrl": fastrl})
-    control = roll.control_config()
-    assert (control.controller, names(roll)) == ("bandit", ["8_4_32", "off"])
-    assert control.bs_threshold == 32 and roll.spec_verify_tokens == 40
-    assert roll.draft == "some/head" and section(**{"control.fastrl": fastrl}) == roll
+def test_in_invariant_mode_one_replica_without_devices_of_its_own_is_another_program():
+    def settings(*given) -> dict:
+        cfg, _ = parse_config(RLConfig, ["model=m", "rollout.invariant=true", *given])
+        return rl.Trainer.fingerprint(SimpleNamespace(cfg=cfg))
 
-
-@pytest.mark.parametrize(
-    ("source", "head", "model", "draft"),
-    [
-        ("head", "checkpoint", None, "checkpoint"),
-        ("head", "some/head", None, "some/head"),
-        ("ngram", "checkpoint", None, "ngram"),
-        ("model", "checkpoint", "some/model", "some/model"),
-        ("mine:Own", "checkpoint", None, "mine:Own"),
-        ("mine:Own", "checkpoint", "some/files", "mine:Own:some/files"),
-    ],
-)
-def test_a_run_of_an_earlier_version_goes_on_with_what_drafted(source, head, model, draft):
-    roll = {"source": source, "head": head, "draft_model": model, "strategy": "4_1_5"}
-    now = with_draft_key({"seed": 1, "rollout": roll})
-    assert now == {"seed": 1, "rollout": {"draft": draft, "strategy": "4_1_5"}}
-    assert with_draft_key(now) == now
+    one, two, three = settings(), *(settings(f"rollout.replicas={n}") for n in (2, 3))
+    require_same_settings(two, three)
+    for saved, current in ((one, two), (two, one)):
+        with pytest.raises(ConfigError, match="made with other settings of rollout;"):
+            require_same_settings(saved, current)

@@ -302,8 +302,6 @@ def test_duplicates_are_counted_and_dropped_by_choice(tmp_path):
         cfg.duplicates = choice
         assert len(problems(cfg, "train")) == kept
         assert data.read_table(cfg.path, data.find_task(cfg), choice).duplicates == 3
-    with pytest.raises(ValueError, match="data.duplicates must be one of keep, drop"):
-        DataConfig(duplicates="count")
 
 
 # --- the chat template ---------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Truncated importance sampling where strategies and replicas are chosen by time or load."""
 
+import dataclasses
 import math
 
 import jax
@@ -115,7 +116,8 @@ def test_in_invariant_mode_runs_repeat_exactly_whoever_chooses_what(
     assert steps_of(resumed, STEPS - 1) == steps[1:]
     assert_same_weights(resumed, first)
 
-    resumed.cfg.rollout.max_batch = 1  # other programs, and so other bits
+    roll = dataclasses.replace(resumed.cfg.rollout, max_batch=1)
+    resumed.cfg.rollout = roll  # other programs, and so other bits
     with (
         Checkpointer(tmp_path / "checkpoints") as checkpoints,
         pytest.raises(ConfigError, match="made with other settings of rollout"),

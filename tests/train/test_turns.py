@@ -31,7 +31,7 @@ def group(masks=(TURNS, None)) -> Group:
 
 
 def batch_of(groups: list[Group]):
-    advantages = algo().build().advantages(np.array([g.rewards for g in groups]))
+    advantages = algo().advantages(np.array([g.rewards for g in groups]))
     return pack(to_samples(groups, advantages), 16, 1)[0]
 
 
@@ -55,8 +55,8 @@ def test_what_the_policy_did_not_sample_has_no_gradient_and_no_weight(objective,
     for name in ("old_logprobs", "behaviour_logprobs"):
         batch[name] = np.where(inside, -1.1, others).astype(np.float32)
     settings = {"loss_aggregation": "sequence", "kl_loss_coef": 0.1, "tis": True}
+    settings |= {"clip_ratio": 0.5, "clip_ratio_high": 0.5}
     counts, cfg = count_denominators([batch]), algo(objective, **settings)
-    cfg.clip_ratio = cfg.clip_ratio_high = 0.5
 
     def loss(x):
         return policy_loss(x, batch, cfg, counts, jnp.asarray(batch["old_logprobs"]))
@@ -65,7 +65,7 @@ def test_what_the_policy_did_not_sample_has_no_gradient_and_no_weight(objective,
     assert all(np.isfinite(value) for value in sums.values())
     gradient, masked = np.asarray(gradient[0]), ~inside[0]
     assert not gradient[masked].any() and gradient[~masked].all() and np.isfinite(gradient).all()
-    weights = cfg.build().weights(batch["loss_mask"], batch["segment_ids"], counts)[0]
+    weights = cfg.weights(batch["loss_mask"], batch["segment_ids"], counts)[0]
     assert weights[2:7].tolist() == pytest.approx([1 / 6, 1 / 6, 0, 0, 1 / 6])
 
 

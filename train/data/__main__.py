@@ -11,12 +11,11 @@ if __name__ == "__main__":  # Ctrl-C from here on
 
     interrupts.begin("train.data")
 
-import argparse
 import dataclasses
 import os
-import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
 
 import numpy as np
 
@@ -24,7 +23,7 @@ from specjax.checkpoint.weights import read_config, tokenizer_dir
 from specjax.command_line import parse_config
 from specjax.config import ModelConfig
 from specjax.hub import find_model
-from specjax.schema import describe
+from specjax.settings import REQUIRED, option, part
 from specjax.tokenizer import decode
 from specjax.weights import load_tokenizer
 from train.data.checks import FILE_ROWS, GENERATED_ROWS, describe_data
@@ -106,23 +105,37 @@ def report(
         yield f"  {row_name(row)}: {reason}"
 
 
-def _paths_and_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits arguments into paths, and settings: `key=value`, or `--key` and its value."""
-    paths, settings, rest = [], [], [*arguments]
-    while rest:
-        argument = rest.pop(0)
-        if argument.startswith("--"):
-            settings.append(argument.replace("--data.", "--", 1))
-            if "=" not in argument and rest:
-                settings.append(rest.pop(0))
-        elif _SETTING.match(argument) and not os.path.exists(argument):
-            settings.append(argument.removeprefix("data."))
-        else:
-            paths.append(argument)
-    return paths, settings
+@dataclasses.dataclass
+class ReportConfig(DataConfig):
+    """`python -m train.data`: shows rows of data as a model will see them, and their problems.
+
+    The keys of `data` stand here without the name of the section, or with it.
+
+    Attributes:
+      model: model whose tokenizer reads them: its directory, a run's, or a Hugging Face id.
+      revision: branch, tag or commit of a Hugging Face id.
+      reward: as in train.rl.
+      rows: rows that are shown.
+      check: gold answers that are checked.
+      max_prompt_tokens: prompts that are longer are counted.
+    """
+
+    words: ClassVar[tuple[str, ...]] = ("path",)
+    aliases: ClassVar[Mapping[str, str]] = {
+        f"data.{field.name}": field.name for field in dataclasses.fields(DataConfig)
+    }
+
+    model: str = REQUIRED
+    revision: str | None = None
+    reward: list[str] = option(["auto"])
+    rows: int = 10
+    check: int = 2000
+    max_prompt_tokens: int = RolloutSection.max_prompt_tokens
 
 
-_SETTING = re.compile(r"[\w.-]+=")
+def _rows(cfg: ReportConfig) -> None:
+    if cfg.path is None and cfg.task not in GENERATED:
+        raise ValueError("expected a path of rows (PATH), or a task that is generated")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -131,52 +144,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
       SystemExit: the user made a mistake; status 1 or 2, with one message.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m train.data",
-        usage="%(prog)s PATH ... --model MODEL [flags] [key=value ...]",
-        description="Shows rows of data as a model will see them, and their problems.",
-        epilog="PATH is a file of rows, a pattern, a directory, or a folder of "
-        "datasets.save_to_disk.\nSettings of the section `data` of train.rl: "
-        f"{describe(DataConfig)}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--model",
-        required=True,
-        help="model whose tokenizer reads them: its directory, a run's, or a Hugging Face id",
-    )
-    parser.add_argument("--revision", help="branch, tag or commit of a Hugging Face id")
-    parser.add_argument(
-        "--reward",
-        default="auto",
-        help="as in train.rl, several with commas between them (default: %(default)s)",
-    )
-    parser.add_argument("--rows", type=int, default=10, help="shown (default: %(default)s)")
-    parser.add_argument(
-        "--check", type=int, default=2000, help="gold answers checked (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--max-prompt-tokens",
-        type=int,
-        default=RolloutSection.max_prompt_tokens,
-        metavar="N",
-        help="prompts that are longer are counted (default: %(default)s, as in train.rl)",
-    )
-    flags, rest = parser.parse_known_args(argv)
-    paths, settings = _paths_and_settings(rest)
-    cfg, _ = parse_config(DataConfig, settings, "train.data")
-    if paths and cfg.path is not None:
-        parser.error(f"path={cfg.named} and {', '.join(paths)}: name the rows once")
-    if not paths and cfg.path is None and cfg.task not in GENERATED:
-        parser.error("expected a path of rows (PATH), or a task that is generated")
-    if paths:
-        cfg = dataclasses.replace(cfg, path=paths[0] if len(paths) == 1 else paths)
+    cfg, _ = parse_config(ReportConfig, argv, "train.data", __doc__.splitlines()[0], require=_rows)
+    settings = part(DataConfig, cfg)
     try:
-        model = find_model(flags.model, flags.revision, weights=False)
+        model = find_model(cfg.model, cfg.revision, weights=False)
         tokenizer = load_tokenizer(tokenizer_dir(model))
-        most, target = flags.max_prompt_tokens, read_config(model)
-        lines = report(cfg, tokenizer, flags.reward, flags.rows, flags.check, most, target)
+        most, target = cfg.max_prompt_tokens, read_config(model)
+        lines = report(settings, tokenizer, ",".join(cfg.reward), cfg.rows, cfg.check, most, target)
         for line in lines:
             print(line, flush=True)
     except BrokenPipeError:  # the reader closed the pipe

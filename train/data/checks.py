@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from specjax.command_line import ConfigError, given_in, typed_in
 from specjax.config import ModelConfig
-from specjax.schema import show
+from specjax.settings import show
 from train.data import rows
 from train.data.prompts import Encoded, Prompts, demonstration_name
 from train.data.tasks.layout import Demonstration, Message, Problem
@@ -67,14 +67,16 @@ def fit_lengths(cfg: Any, model: str, most: int) -> str | None:
             "rollout.max_prompt_tokens + rollout.max_tokens must be at most "
             f"{most}, the longest sequence of {model}; got {sum(wanted.values())}"
         )
+    prompt_tokens = roll.max_prompt_tokens
     if "max_tokens" in kept:
-        roll.max_prompt_tokens = most - roll.max_tokens
+        prompt_tokens = most - roll.max_tokens
     elif not kept:
-        roll.max_prompt_tokens = min(roll.max_prompt_tokens, most // 2)
-    roll.max_tokens = min(roll.max_tokens, most - roll.max_prompt_tokens)
+        prompt_tokens = min(prompt_tokens, most // 2)
+    tokens = min(roll.max_tokens, most - prompt_tokens)
+    cfg.rollout = dataclasses.replace(roll, max_prompt_tokens=prompt_tokens, max_tokens=tokens)
     return (
         f"the longest sequence of {model} is {most} tokens: rollout.max_prompt_tokens="
-        f"{roll.max_prompt_tokens} and rollout.max_tokens={roll.max_tokens} in place of "
+        f"{prompt_tokens} and rollout.max_tokens={tokens} in place of "
         f"{wanted['max_prompt_tokens']} and {wanted['max_tokens']}"
     )
 

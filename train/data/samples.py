@@ -197,7 +197,7 @@ def check_samples(cfg: Any, out: Path, resume: bool, tokenizer) -> None:
     """
     file, now = out / SAMPLES / SETTINGS, json.loads(json.dumps(cfg.sampled()))
     if resume and file.exists():
-        require_same(json.loads(file.read_text()), now, type(cfg), tokenizer)
+        require_same(json.loads(file.read_text()), now, tokenizer)
         return
     file.parent.mkdir(parents=True, exist_ok=True)
     for block in file.parent.glob("*.jsonl"):  # of settings that are not known

@@ -37,8 +37,6 @@ from specjax.config.sampling import SMALLEST_TEMPERATURE
 from specjax.decode import sampling
 from specjax.decode.options import Features, neutral
 
-FORMER_NAMES = {"soft_ce": "kl"}
-
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -242,9 +240,7 @@ class Objective:
     def __post_init__(self):
         if self.name not in DRAFT_LOSSES:
             known = ", ".join(DRAFT_LOSSES)
-            now = FORMER_NAMES.get(self.name)
-            hint = f"; {self.name} is now called {now}" if now else ""
-            raise ValueError(f"unknown draft loss {self.name!r}; choose one of {known}{hint}")
+            raise ValueError(f"unknown draft loss {self.name!r}; choose one of {known}")
 
     def groups(self, steps: int) -> list[list[int]]:
         """The steps whose losses must be computed together."""

@@ -31,9 +31,9 @@ from specjax.models.transformer import Params, Taps
 from specjax.parallel import sharding
 from specjax.parallel.context import Context
 from specjax.parallel.context import shift as shift_rows
-from specjax.schema import option
+from specjax.settings import option
 from specjax.weights.matrix import precision_of
-from train.heads.losses import DRAFT_LOSSES, FORMER_NAMES, JOINT, Objective, Sampling
+from train.heads.losses import DRAFT_LOSSES, JOINT, Objective, Sampling
 from train.loss.logits import (
     Cut,
     Head,
@@ -309,30 +309,22 @@ FIELDS = ("tokens", "positions", "segment_ids", "loss_mask")  # read from a micr
 
 @dataclass
 class SpotConfig:
-    """Training of the head while replicas are idle, see `train.rollout.spot`."""
+    """Training of the head while replicas are idle, see `train.rollout.spot`.
 
-    enabled: bool = option(
-        False,
-        "the head learns one step later, from a replay buffer, so that replicas which have nothing "
-        "left to do can train it while the others finish (needs rollout.replicas > 1)",
-    )
-    gaps: bool = option(
-        True, "false: the same updates, all after the rollout (one replica will do); to compare"
-    )
-    updates: int = option(
-        0,
-        "of the head per step, over all steps in the buffer, the latest first; 0: draft.epochs "
-        "passes over the step before",
-    )
-    buffer_tokens: int | None = option(
-        None,
-        "positions of packed rows kept with the policy's states, padding included; null: 65536, or "
-        "what draft.max_microbatches micro-batches (0: one) have if that is more",
-    )
+    Attributes:
+      enabled: the head learns one step later, from a replay buffer, so that replicas which have
+        nothing left to do can train it while the others finish (needs rollout.replicas > 1).
+      gaps: false: the same updates, all after the rollout (one replica will do); to compare.
+      updates: number of updates of the head per step, over all steps in the buffer, the latest
+        first; 0: draft.epochs passes over the step before.
+      buffer_tokens: positions of packed rows kept with the policy's states, padding included; null:
+        65536, or what draft.max_microbatches micro-batches (0: one) have if that is more.
+    """
 
-    def __post_init__(self):
-        if self.updates < 0:
-            raise ValueError(f"draft.spot.updates: expected at least 0, got {self.updates}")
+    enabled: bool = option(False, needs="trains_head")
+    gaps: bool = option(True, needs="enabled")
+    updates: int = option(0, least=0, needs="enabled")
+    buffer_tokens: int | None = option(None, needs="enabled")
 
     def settle(self, needed: int) -> None:
         """Fills in `buffer_tokens` if it is null, with at least `needed` positions."""
@@ -342,63 +334,43 @@ class SpotConfig:
 
 @dataclass
 class DraftConfig:
-    """How the draft head is trained beside the policy."""
+    """How the draft head is trained beside the policy.
 
-    mode: str = option(
-        "auto",
-        "none: no speculation; frozen: what drafts stays as it is; online: the head is trained; "
-        "auto: online where a head drafts, else frozen",
-        choices=MODES,
-    )
-    loss: str = option(
-        "kl",
-        "kl: against the policy's distribution; ce: against the tokens; lk_alpha, lk_lambda, tv, "
-        "tv_e2e: for the most accepted tokens, see docs/training.md",
-        choices=tuple(DRAFT_LOSSES),
-        former=FORMER_NAMES,
-    )
-    loss_top_k: int = option(
-        0, "kl sums over the policy's k likeliest tokens, 256 for instance; 0: all", least=0
-    )
-    unroll_steps: int | None = option(
-        1,
-        "recursive steps trained per token; null: as many as the longest strategy drafts in a row, "
-        "at most 4 (train.sft: 4)",
-    )
-    step_decay: float = option(
-        1.0, "weight of each further recursive step relative to the last", least=0
-    )
-    mtp_loss_scaling_factor: float = option(
-        1.0,
-        "factor on the head's updates, as if on draft.optim.lr (on the loss alone, clip and Adam "
-        "would take it away again); 0: the head is not trained",
-        least=0,
-    )
-    epochs: int = option(1, "passes over the step's micro-batches")
-    max_microbatches: int = option(
-        0,
-        "micro-batches of each step used at most; 0 is all of those with the most rows in the step",
-        least=0,
-    )
-    optim: HeadOptimConfig = option(HeadOptimConfig, "the head's own optimizer")
-    spot: SpotConfig = option(SpotConfig, "training in the gaps of rollouts on several replicas")
+    Attributes:
+      mode: none: no speculation; frozen: what drafts stays as it is; online: the head is trained;
+        auto: online where a head drafts, else frozen.
+      loss: kl: against the policy's distribution; ce: against the tokens; lk_alpha, lk_lambda, tv,
+        tv_e2e: for the most accepted tokens, see docs/training.md.
+      loss_top_k: kl sums over the policy's k likeliest tokens, 256 for instance; 0: all.
+      unroll_steps: recursive steps trained per token; null: as many as the longest strategy drafts
+        in a row, at most 4 (train.sft: 4).
+      step_decay: weight of each further recursive step relative to the last.
+      mtp_loss_scaling_factor: factor on the head's updates, as if on draft.optim.lr (on the loss
+        alone, clip and Adam would take it away again); 0: the head is not trained.
+      epochs: passes over the step's micro-batches.
+      max_microbatches: micro-batches of each step used at most; 0 is all of those with the most
+        rows in the step.
+      optim: the head's own optimizer.
+      spot: training in the gaps of rollouts on several replicas.
+    """
+
+    mode: str = option("auto", choices=MODES, needs="has_head_to_train")
+    loss: str = option("kl", choices=tuple(DRAFT_LOSSES), needs="trains_head")
+    loss_top_k: int = option(0, least=0, needs=("trains_head", "loss=kl"))
+    unroll_steps: int | None = option(1, least=1, needs="trains_head")
+    step_decay: float = option(1.0, least=0, needs=("trains_head", "unrolls"))
+    mtp_loss_scaling_factor: float = option(1.0, least=0, needs="trains_head")
+    epochs: int = option(1, least=1, needs=("trains_head", "!spot.updates"))
+    max_microbatches: int = option(0, least=0, needs="trains_head")
+    optim: HeadOptimConfig = option(HeadOptimConfig, needs="trains_head")
+    spot: SpotConfig = option(SpotConfig)
 
     def __post_init__(self):
-        if (self.unroll_steps is not None and self.unroll_steps < 1) or self.epochs < 1:
-            raise ValueError(
-                "expected draft.unroll_steps and draft.epochs >= 1, got "
-                f"{self.unroll_steps} and {self.epochs}"
-            )
-        if self.loss_top_k and self.loss != "kl":
-            raise ValueError(
-                f"draft.loss_top_k={self.loss_top_k} is of draft.loss=kl, and draft.loss is "
-                f"{self.loss}; leave it out"
-            )
         if self.mode == "online" and not self.moves:
             raise ValueError(
-                "draft.mode=online trains the draft head, and draft.mtp_loss_scaling_factor=0 "
-                "makes each of its updates 0; raise the factor, or leave out draft.mode: the head "
-                "then stays as it is"
+                "mode=online trains the draft head, and draft.mtp_loss_scaling_factor=0 makes each "
+                "of its updates 0; raise the factor, or leave out draft.mode: the head then stays "
+                "as it is"
             )
 
     def settle(self, drafted: int) -> None:
@@ -408,6 +380,11 @@ class DraftConfig:
         """
         if self.unroll_steps is None:
             self.unroll_steps = min(max(drafted, 1), MOST_STEPS)
+
+    @property
+    def unrolls(self) -> bool:
+        """Training of more than one step, which draft.unroll_steps=1 does not have."""
+        return self.unroll_steps is None or self.unroll_steps > 1
 
     @property
     def moves(self) -> bool:

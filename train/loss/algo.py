@@ -3,51 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any
 
-from specjax.interfaces import Objective
-from specjax.schema import at_least, attribute_docs, option, show
+from specjax.settings import option, show
 from train.loss.logprobs import LOGPROBS
 from train.presets import PRESETS, about_objective, preset_of
 from train.registry import OBJECTIVES
 
-T = TypeVar("T")
-
 DEFAULT = "grpo"
 METHODS = ("advantages", "per_token", "weights")  # of `Objective`
 KL_TYPES = ("k1", "k2", "k3")  # of `train.loss.terms.KL`
-
-
 REWARD = "reward"  # the weighted sum of all rewards, as a metric
 
 
-@dataclass
+@dataclass(frozen=True)
 class FilterGroups:
-    """What dynamic sampling asks of a group beside rewards that differ."""
+    """What dynamic sampling asks of a group beside rewards that differ.
 
-    metric: str = option(
-        REWARD,
-        "what is compared: reward, the weighted sum of all rewards; or one of several rewards, by "
-        "its name in the metrics reward/NAME, whose values in a group must then differ as well",
-    )
-    min: float | None = option(
-        None, "groups are replaced whose mean of the metric is smaller; null: none"
-    )
-    max: float | None = option(
-        None, "groups are replaced whose mean of the metric is larger; null: none"
-    )
+    Attributes:
+      metric: what is compared: reward, the weighted sum of all rewards; or one of several rewards,
+        by its name in the metrics reward/NAME, whose values in a group must then differ as well.
+      min: groups are replaced whose mean of the metric is smaller; null: none.
+      max: groups are replaced whose mean of the metric is larger; null: none.
+    """
+
+    metric: str = REWARD
+    min: float | None = None
+    max: float | None = None
 
     def __post_init__(self) -> None:
         if self.min is not None and self.max is not None and self.min > self.max:
-            raise ValueError(
-                "expected algo.filter_groups.min <= algo.filter_groups.max, got "
-                f"{self.min:g} and {self.max:g}"
-            )
+            raise ValueError(f"min: expected at most max={self.max:g}, got {self.min:g}")
 
     def check(self, labels: Sequence[str]) -> None:
         """Raises ValueError unless the metric is known.
@@ -69,14 +58,21 @@ class FilterGroups:
         )
 
 
-@dataclass
+@dataclass(frozen=True)
 class AlgoSection:
-    """The settings that all objectives share; `algo_section` adds those of one objective.
+    """The settings that all objectives share; an objective inherits from it and adds its own.
 
     Attributes:
+      preset: settings of a paper as defaults of this section (also algo=NAME); keys that are set
+        win, and a line at start says what it sets.
+      objective: what the policy is trained on, or module:attribute, one of your own
+        (docs/extend.md); decides which further keys this section has (--help with it lists them).
       kl_loss_coef: weight of an estimate of KL(policy || reference) in the loss; 0 has none.
+      kl_loss_type: estimate of KL in the loss, with d = logprob - ref: k1, d; k2, d^2 / 2 (verl:
+        mse); k3, exp(-d) + d - 1 (verl: low_var_kl).
       kl_coef: weight of an estimate of KL(policy || reference) that is subtracted from rewards, in
         sum over the tokens of a response; 0 has none.
+      kl_penalty: estimate of KL in rewards, see kl_loss_type.
       ref_update_steps: number of steps after which the reference becomes the current policy, again
         and again; 0 keeps the policy of the start.
       overlong_buffer_len: number of tokens before rollout.max_tokens over which a penalty of long
@@ -90,93 +86,49 @@ class AlgoSection:
         the loss; 0 computes no gradient of it.
       tis: whether the policy term is weighted by pi_old / pi_behaviour (truncated importance
         sampling).
+      tis_level: what has one weight of truncated importance sampling: each token, or a sample as a
+        sequence, by the product of its tokens' ratios.
       tis_cap: upper bound of that weight.
+      logprobs: log-probabilities that ratio, TIS, KL and entropy are made of: temperature, of the
+        temperature-scaled logits; processed, after penalties, bias, masks and filters as well, of
+        the very distribution that was sampled (see docs/rl.md).
       updates_per_rollout: number of policy updates among which a step's samples are divided.
       dynamic_sampling: whether groups with equal rewards are replaced by the next problems, until
         rollout.prompts groups have differing rewards (DAPO, arXiv 2503.14476).
       max_num_gen_batches: largest number of groups that a step starts, in batches of
         rollout.prompts (times over_sample); the first batch counts, and 0 or less is no limit (as
         in verl). A step that reaches the limit is trained on fewer groups, with a warning.
+      filter_groups: further conditions of dynamic sampling (verl's filter_groups).
     """
 
-    made_of: ClassVar[type | None] = None  # the objective's class
-    made_by: ClassVar[str | None] = None  # the preset whose values are the defaults
-
-    preset: str | None = option(
-        None,
-        "settings of a paper as defaults of this section (also algo=NAME); keys that are set win, "
-        "and a line at start says what it sets",
-        choices=(None, *PRESETS),
-    )
-    objective: str = option(
-        DEFAULT,
-        f"what the policy is trained on: {', '.join(OBJECTIVES.names)}, or module:attribute, one "
-        "of your own (docs/extend.md); decides which further keys this section has (--help with it "
-        "lists them)",
-    )
-    kl_loss_coef: float = 0.0
-    kl_loss_type: str = option(
-        "k3",
-        "estimate of KL in the loss, with d = logprob - ref: k1, d; k2, d^2 / 2 (verl: mse); k3, "
-        "exp(-d) + d - 1 (verl: low_var_kl)",
-        choices=KL_TYPES,
-    )
-    kl_coef: float = 0.0
-    kl_penalty: str = option("k1", "estimate of KL in rewards, see kl_loss_type", choices=KL_TYPES)
-    ref_update_steps: int = 0
-    overlong_buffer_len: float = 0.0
-    overlong_penalty_factor: float = 1.0
+    preset: str | None = option(None, choices=(None, *PRESETS))
+    objective: str = option(DEFAULT, choices=OBJECTIVES.names, own_path=True)
+    kl_loss_coef: float = option(0.0, least=0)
+    kl_loss_type: str = option("k3", choices=KL_TYPES, needs="kl_loss_coef")
+    kl_coef: float = option(0.0, least=0)
+    kl_penalty: str = option("k1", choices=KL_TYPES, needs="kl_coef")
+    ref_update_steps: int = option(0, least=0, needs="needs_reference")
+    overlong_buffer_len: float = option(0.0, least=0)
+    overlong_penalty_factor: float = option(1.0, least=0, needs="overlong_buffer_len")
     mask_truncated: bool = False
-    use_bias_correction_kl: bool = False
-    entropy_coeff: float = 0.0
+    use_bias_correction_kl: bool = option(False, needs="kl_loss_coef")
+    entropy_coeff: float = option(0.0, least=0)
     tis: bool = False
-    tis_level: str = option(
-        "token",
-        "what has one weight of truncated importance sampling: each token, or a sample as a "
-        "sequence, by the product of its tokens' ratios",
-        choices=("token", "sequence"),
-    )
-    tis_cap: float = 2.0
-    logprobs: str = option(
-        "temperature",
-        "log-probabilities that ratio, TIS, KL and entropy are made of: temperature, of the "
-        "temperature-scaled logits; processed, after penalties, bias, masks and filters as well, "
-        "of the very distribution that was sampled (see docs/rl.md)",
-        choices=LOGPROBS,
-    )
-    updates_per_rollout: int = 1
+    tis_level: str = option("token", choices=("token", "sequence"), needs="tis")
+    tis_cap: float = option(2.0, needs="tis")
+    logprobs: str = option("temperature", choices=LOGPROBS, needs="rollout.transforms")
+    updates_per_rollout: int = option(1, least=1)
     dynamic_sampling: bool = False
-    max_num_gen_batches: int = 10
-    filter_groups: FilterGroups = option(
-        FilterGroups, "further conditions of dynamic sampling (verl's filter_groups)"
-    )
+    max_num_gen_batches: int = option(10, needs="dynamic_sampling")
+    filter_groups: FilterGroups = option(FilterGroups, needs="dynamic_sampling")
 
     def __post_init__(self) -> None:
-        if self.made_of is not algo_section(self.objective).made_of:
-            raise ValueError(
-                f"algo.objective={self.objective} has other options than this section; make it by "
-                f"train.loss.algo.algo({self.objective!r}, ...)"
-            )
-        if self.preset != self.made_by:
-            raise ValueError(
-                f"algo.preset={self.preset} has other defaults than this section; make it by "
-                f"train.loss.algo.algo(preset={self.preset!r}, ...)"
-            )
-        self.build()
-        if self.kl_loss_coef < 0 or self.tis_cap <= 0:
-            raise ValueError(
-                "expected kl_loss_coef >= 0 and tis_cap > 0, "
-                f"got {self.kl_loss_coef} and {self.tis_cap}"
-            )
-        at_least("algo", self, updates_per_rollout=1)
-        at_least(
-            "algo", self, entropy_coeff=0, kl_coef=0, ref_update_steps=0, overlong_buffer_len=0,
-            overlong_penalty_factor=0,
-        )  # fmt: skip
+        if self.tis_cap <= 0:
+            raise ValueError(f"tis_cap: expected a number above 0, got {self.tis_cap}")
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a copy of the policy is kept, to which the policy stays close."""
+        """A reference, to which algo.kl_loss_coef or algo.kl_coef keeps the policy close."""
         return self.kl_loss_coef > 0 or self.kl_coef > 0
 
     def overlong_tokens(self, max_tokens: int) -> int:
@@ -184,8 +136,8 @@ class AlgoSection:
         length = self.overlong_buffer_len
         return math.ceil(length * max_tokens) if length < 1 else round(length)
 
-    def settle(self, max_tokens: int) -> None:
-        """Fills in `loss_scale_factor` if it is null and the objective divides by it.
+    def settled(self, max_tokens: int) -> AlgoSection:
+        """The section with `loss_scale_factor`, if that is null and the objective divides by it.
 
         Args:
           max_tokens: largest number of tokens of a response.
@@ -200,16 +152,37 @@ class AlgoSection:
             )
         constant = getattr(self, "loss_aggregation", None) == "constant"
         if constant and getattr(self, "loss_scale_factor", 0) is None:
-            self.loss_scale_factor = max_tokens
+            return dataclasses.replace(self, loss_scale_factor=max_tokens)
+        return self
 
-    def build(self) -> Objective:
-        """The objective with its options.
 
-        Raises:
-          ValueError: an option is not valid.
-        """
-        names = [field.name for field in dataclasses.fields(self.made_of) if field.init]
-        return self.made_of(**{name: getattr(self, name) for name in names})
+def choose_algo(section: Mapping[str, Any]) -> tuple[type[AlgoSection], dict[str, Any]]:
+    """The class of the section, and what the preset sets in it, by the user's `algo` keys.
+
+    Raises:
+      ValueError: there is no such objective or preset, or the objective does not inherit from
+        `AlgoSection`, or has no method of `specjax.interfaces.Objective`.
+    """
+    preset = section.get("preset")
+    preset = None if preset in ("", "null") else preset
+    values = dict(preset_of(preset))
+    objective = section.get("objective") or values.get("objective", DEFAULT)
+    try:
+        cls = OBJECTIVES.find(objective)
+    except ValueError as error:
+        about = "" if objective in OBJECTIVES else about_objective(objective)
+        raise ValueError(f"objective: {error}{about}") from error
+    wrong = not (isinstance(cls, type) and issubclass(cls, AlgoSection))
+    if wrong or any(not callable(getattr(cls, method, None)) for method in METHODS):
+        raise ValueError(
+            f"objective: {objective!r} is {cls!r}; expected a frozen dataclass that inherits from "
+            f"train.loss.algo.AlgoSection, with the methods {', '.join(METHODS)}"
+        )
+    if values.get("objective", objective) != objective:
+        # The preset's settings of its own objective are not in effect.
+        common = AlgoSection.__dataclass_fields__
+        values = {name: value for name, value in values.items() if name in common}
+    return cls, {**values, "objective": objective, "preset": preset}
 
 
 def algo(objective: str | None = None, preset: str | None = None, **settings: Any) -> AlgoSection:
@@ -220,8 +193,8 @@ def algo(objective: str | None = None, preset: str | None = None, **settings: An
       preset: name of a preset, whose settings are the defaults of the others.
       settings: values of keys.
     """
-    objective = objective or preset_of(preset).get("objective", DEFAULT)
-    return algo_section(objective, preset)(**settings)
+    cls, defaults = choose_algo({"objective": objective, "preset": preset})
+    return cls(**defaults | settings)
 
 
 def preset_line(section: AlgoSection) -> str | None:
@@ -231,147 +204,14 @@ def preset_line(section: AlgoSection) -> str | None:
     """
     if section.preset is None:
         return None
-    values = {f"algo.{name}": value for name, value in preset_of(section.preset).items()}
-    if section.objective != values["algo.objective"]:
-        # The preset's settings of its own objective are not in effect.
-        common = AlgoSection.__dataclass_fields__
-        values = {name: value for name, value in values.items() if name[5:] in common}
-    have = {name: getattr(section, name[5:]) for name in values}
-    left = [f"{name}={show(value)}" for name, value in values.items() if have[name] == value]
+    _, values = choose_algo({"objective": section.objective, "preset": section.preset})
+    del values["preset"]
+    have = {name: getattr(section, name) for name in values}
+    left = [f"algo.{n}={show(value)}" for n, value in values.items() if have[n] == value]
     other = [
-        f"{name}={show(have[name])} for {show(value)}"
+        f"algo.{name}={show(have[name])} for {show(value)}"
         for name, value in values.items()
         if have[name] != value
     ]
     instead = f"; you set {', '.join(other)}" if other else ""
-    return f"algo.preset={section.preset} sets {', '.join(left) or 'nothing'}{instead}"
-
-
-def algo_section(objective: str, preset: str | None = None) -> type[AlgoSection]:
-    """The section's schema with the options of an objective, and the defaults of a preset.
-
-    Raises:
-      ValueError: there is no such objective or preset, or the objective is no
-        `specjax.interfaces.Objective`.
-    """
-    return _section(objective, preset)
-
-
-@functools.cache
-def _section(objective: str, preset: str | None) -> type[AlgoSection]:
-    try:
-        found, values = OBJECTIVES.find(objective), dict(preset_of(preset))
-    except ValueError as error:
-        about = "" if objective in OBJECTIVES else about_objective(objective)
-        raise ValueError(f"{error}{about}") from error
-    _check(objective, found)
-    same = values.pop("objective", objective) == objective
-    hints, docs = typing.get_type_hints(found), attribute_docs(found)
-    own = [field for field in dataclasses.fields(found) if field.init]
-    shared = AlgoSection.__dataclass_fields__
-    common = {"preset": preset, "objective": objective}
-    common |= {name: value for name, value in values.items() if name in shared}
-    shared_hints, shared_docs = typing.get_type_hints(AlgoSection), attribute_docs(AlgoSection)
-    own_values = values if same else {}
-    made = dataclasses.make_dataclass(
-        AlgoSection.__name__,
-        [
-            *(
-                (name, shared_hints[name], _like(shared[name], shared_docs, value))
-                for name, value in common.items()
-            ),
-            *(
-                (
-                    field.name,
-                    hints[field.name],
-                    _like(field, docs, own_values.get(field.name, dataclasses.MISSING)),
-                )
-                for field in own
-            ),
-        ],
-        bases=(AlgoSection,),
-        namespace={
-            "__doc__": AlgoSection.__doc__,
-            "made_of": found,
-            "made_by": preset,
-            "rules": getattr(found, "rules", ()),
-        },
-    )
-    made.__module__ = AlgoSection.__module__
-    return made
-
-
-def with_preset(schema: type[T], preset: str | None) -> type[T]:
-    """A configuration's schema with the defaults of a preset in its section `algo`.
-
-    Args:
-      schema: `RLConfig`, or a class that is derived from it.
-      preset: name of the preset; None is no preset.
-
-    Raises:
-      ValueError: see `algo_section`.
-    """
-    objective = preset_of(preset).get("objective", DEFAULT)
-    return _with_section(schema, algo_section(objective, preset))
-
-
-def with_objective(schema: type[T], objective: str) -> type[T]:
-    """A configuration's schema with the options of an objective in its section `algo`.
-
-    Args:
-      schema: `RLConfig`, or a class that is derived from it.
-      objective: name of the objective.
-
-    Raises:
-      ValueError: see `algo_section`.
-    """
-    preset = typing.get_type_hints(schema)["algo"].made_by
-    return _with_section(schema, algo_section(objective, preset))
-
-
-@functools.cache
-def _with_section(schema: type[T], section: type[AlgoSection]) -> type[T]:
-    if typing.get_type_hints(schema)["algo"] is section:
-        return schema
-    [field] = [field for field in dataclasses.fields(schema) if field.name == "algo"]
-    made = dataclasses.make_dataclass(
-        schema.__name__,
-        [("algo", section, option(section, field.metadata["doc"]))],
-        bases=(schema,),
-        namespace={"__doc__": schema.__doc__},
-    )
-    made.__module__ = schema.__module__
-    return made
-
-
-def _check(name: str, found: Any) -> None:
-    """Raises ValueError if `found` is no objective, or has an option with a reserved name."""
-    missing = [method for method in METHODS if not callable(getattr(found, method, None))]
-    if not (isinstance(found, type) and dataclasses.is_dataclass(found)) or missing:
-        raise ValueError(
-            f"objective {name!r} is {found!r}; expected a frozen dataclass with the methods "
-            f"{', '.join(METHODS)}"
-        )
-    taken = {*dir(AlgoSection), *AlgoSection.__dataclass_fields__}
-    for field in dataclasses.fields(found):
-        if field.default is field.default_factory:  # both are missing
-            raise ValueError(
-                f"objective {name!r} has an option {field.name!r} without a default; give it one"
-            )
-        if field.name in taken:
-            raise ValueError(
-                f"objective {name!r} has an option {field.name!r}, which the section algo has for "
-                "all objectives; give it another name"
-            )
-
-
-def _like(
-    field: dataclasses.Field, docs: Mapping[str, str], default: Any = dataclasses.MISSING
-) -> Any:
-    """A field with the same documentation, and the same default unless another one is given."""
-    metadata = {"doc": docs.get(field.name, ""), **field.metadata}
-    if default is not dataclasses.MISSING:
-        return dataclasses.field(default=default, metadata=metadata)
-    return dataclasses.field(
-        default=field.default, default_factory=field.default_factory, metadata=metadata
-    )
+    return f"algo.preset={section.preset} sets {', '.join(left)}{instead}"

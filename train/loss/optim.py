@@ -8,27 +8,32 @@ from typing import ClassVar
 import jax
 import optax
 
-from specjax.schema import option
+from specjax.settings import option
 
 
 @dataclass
 class OptimConfig:
-    """Settings of one optimizer; policy and draft head have one each."""
+    """Settings of one optimizer; policy and draft head have one each.
 
-    lr: float = option(1e-6, "peak learning rate", least=0)
-    warmup_steps: int = option(10, "updates of linear warm-up", least=0)
-    decay_steps: int = option(
-        0, "updates of cosine decay after warm-up; 0 keeps the rate constant", least=0
-    )
-    final_lr_ratio: float = option(
-        0.1, "rate at the end of the decay, relative to the peak", least=0
-    )
-    weight_decay: float = option(0.0, "decoupled weight decay, on weight matrices only", least=0)
-    b1: float = option(0.9, "Adam's first moment decay", least=0, below=1)
-    b2: float = option(0.999, "Adam's second moment decay", least=0, below=1)
-    clip_norm: float = option(
-        1.0, "global gradient norm at most; inf: whatever it is", least=0, infinite=True
-    )
+    Attributes:
+      lr: peak learning rate.
+      warmup_steps: updates of linear warm-up.
+      decay_steps: updates of cosine decay after warm-up; 0 keeps the rate constant.
+      final_lr_ratio: rate at the end of the decay, relative to the peak.
+      weight_decay: decoupled weight decay, on weight matrices only.
+      b1: Adam's first moment decay.
+      b2: Adam's second moment decay.
+      clip_norm: global gradient norm at most; inf: whatever it is.
+    """
+
+    lr: float = option(1e-6, least=0)
+    warmup_steps: int = option(10, least=0)
+    decay_steps: int = option(0, least=0)
+    final_lr_ratio: float = option(0.1, least=0, needs="decay_steps")
+    weight_decay: float = option(0.0, least=0)
+    b1: float = option(0.9, least=0, below=1)
+    b2: float = option(0.999, least=0, below=1)
+    clip_norm: float = option(1.0, least=0, infinite=True)
 
     @property
     def moves(self) -> bool:

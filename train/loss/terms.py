@@ -132,7 +132,7 @@ def policy_loss(
     Raises:
       ValueError: an objective returns arrays of another shape, or logs a reserved name.
     """
-    mask, segments, objective = batch["loss_mask"], batch["segment_ids"], cfg.build()
+    mask, segments = batch["loss_mask"], batch["segment_ids"]
     # Outside of the loss values may be infinite, of which an objective could make NaN, and 0 times
     # NaN is NaN in the gradient. So they are set to 0.
     logprobs, old, behaviour, ref_logprobs = jax.tree.map(
@@ -140,8 +140,8 @@ def policy_loss(
         (logprobs, batch["old_logprobs"], batch["behaviour_logprobs"], ref_logprobs),
     )
     old, behaviour, ref_logprobs = jax.lax.stop_gradient((old, behaviour, ref_logprobs))
-    weights = objective.weights(mask, segments, denominators)
-    policy, per_token = objective.per_token(
+    weights = cfg.weights(mask, segments, denominators)
+    policy, per_token = cfg.per_token(
         Logprobs(logprobs, old, behaviour, ref_logprobs), batch["advantages"], segments, mask
     )
     _check(policy, weights, per_token, mask.shape)

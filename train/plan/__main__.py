@@ -16,7 +16,6 @@ if __name__ == "__main__":  # handle Ctrl-C from here on
 
     interrupts.begin("train.plan")
 
-import argparse
 import dataclasses
 import json
 import re
@@ -25,7 +24,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from specjax.command_line import ConfigError, parse_config
+from specjax.command_line import Call, ConfigError, parse_config
+from specjax.settings import REQUIRED
 from train.plan.figures import Figures, compiled, counted
 from train.plan.programs import Program, Shapes
 from train.plan.report import Plan, lines
@@ -129,42 +129,37 @@ def _figures(program: Program, topology: Topology, shapes: Shapes, which: str) -
     return found
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--topology", required=True, help="v5e:8x8, v5p:4x4x4, v6e:4x4, h100:8, h200:8, or cpu:8"
-    )
-    parser.add_argument(
-        "--only", default="", metavar="REGEX", help="only programs whose names match"
-    )
-    parser.add_argument(
-        "--memory", type=float, metavar="GB", help="HBM per chip; default: the chip's"
-    )
-    parser.add_argument(
-        "--count", action="store_true", help="compile nothing: count from shapes, in seconds"
-    )
-    parser.add_argument(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="also write every figure there as soon as it is known",
-    )
-    parser.add_argument(
-        "--resume", action="store_true", help="compile only what the file of --json does not have"
-    )
+@dataclasses.dataclass
+class PlanCall(Call):
+    """What a plan is told beside the run's settings.
+
+    Attributes:
+      topology: v5e:8x8, v5p:4x4x4, v6e:4x4, h100:8, h200:8, or cpu:8.
+      only: regular expression; only programs whose names match.
+      memory: HBM per chip, in GB; null: the chip's.
+      count: compile nothing: count from shapes, in seconds.
+      json: file to which every figure is also written as soon as it is known.
+      resume: compile only what the file of --json does not have.
+    """
+
+    topology: str = REQUIRED
+    only: str = ""
+    memory: float | None = None
+    count: bool = False
+    json: str | None = None
+    resume: bool = False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints a plan; returns the status to exit with, 0 or `DOES_NOT_FIT`."""
     given = sys.argv[1:] if argv is None else argv
     command = shlex.join(["python", "-m", "train.plan", *map(str, given)])
-    cfg, flags = parse_config(
-        RLConfig, argv, "train.plan", "What a run needs of chips.", _add_arguments
-    )
+    cfg, call = parse_config(RLConfig, argv, "train.plan", "What a run needs of chips.", PlanCall)
     try:
-        memory = None if flags.memory is None else 1e9 * flags.memory
-        topology = find_topology(flags.topology, memory, flags.count)
-        config = flags.config or "the defaults"
-        plan = make_plan(cfg, topology, flags.only, config, flags.json, flags.resume, command)
+        memory = None if call.memory is None else 1e9 * call.memory
+        topology = find_topology(call.topology, memory, call.count)
+        config, file = call.config or "the defaults", call.json and Path(call.json)
+        plan = make_plan(cfg, topology, call.only, config, file, call.resume, command)
     except USER_ERRORS as error:
         sys.exit(f"train.plan: error: {error}")
     print("\n".join(lines(plan)))

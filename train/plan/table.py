@@ -5,11 +5,10 @@ With `--into docs/pods.md` the table replaces the one between the two marks ther
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-from specjax.command_line import ArgumentParser
 
 COLUMNS = (
     "plan", "by", "programs", "chips", "rolling out", "training", "worst moment", "HBM", "fits",
@@ -39,7 +38,7 @@ def _gb(size: float) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = ArgumentParser(prog="python -m train.plan.table", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m train.plan.table", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--into", type=Path, metavar="FILE", help="Markdown with two marks")
     flags = parser.parse_args(argv)

@@ -67,7 +67,7 @@ def training_samples(
         count = max(sum(m.sum() for m in masks), 1.0)
         metrics["train/reward_kl_penalty"] = float(sum(k.sum() for k in kl) / count)
     trained = [mask * one for mask, one in zip(masks, kept, strict=True)]
-    samples = to_samples(groups, _advantages(algo.build(), rewards, trained, penalties), step)
+    samples = to_samples(groups, _advantages(algo, rewards, trained, penalties), step)
     if algo.mask_truncated:
         samples = [sample for sample, one in zip(samples, kept, strict=True) if one]
         metrics["train/truncated_masked"] = float(len(kept) - len(samples))

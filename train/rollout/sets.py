@@ -8,7 +8,7 @@ from typing import Any
 
 from specjax.command_line import ConfigError
 from specjax.config.sampling import is_seed
-from specjax.schema import show
+from specjax.settings import show
 from train.data import rows
 from train.data.checks import Inputs, check_rows, describe_data
 from train.data.prompts import Prompts

@@ -21,7 +21,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import hashlib
 import json
@@ -34,12 +33,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from omegaconf import OmegaConf
+import yaml
 
-from specjax import schema
-from specjax.command_line import arguments_of, escaped
+from specjax.command_line import arguments_of
 from specjax.hub import portable
 from specjax.parallel import distributed
+from specjax.settings import idle, keys_of, values_of
 from specjax.versions import installed
 from train.data.tasks.files import find_files, open_file
 from train.run.files import CONFIG_FILE, RUN_FILE, read_settings, read_starts, replace
@@ -90,7 +89,7 @@ def describe_run(
         "model": None if model is None else portable(model),
     }
     replace(out / RUN_FILE, [json.dumps([*starts, entry], indent=1).encode()])
-    replace(out / CONFIG_FILE, [OmegaConf.to_yaml(OmegaConf.create(escaped(settings))).encode()])
+    replace(out / CONFIG_FILE, [yaml.safe_dump(settings, sort_keys=False).encode()])
 
 
 def settings_of(cfg: Any) -> dict[str, Any]:
@@ -99,19 +98,9 @@ def settings_of(cfg: Any) -> dict[str, Any]:
     A setting that has its default is written, too, unless other settings leave it without effect:
     a file that sets it would be refused.
     """
-    keys = {key.name: key for key in schema.keys_of(type(cfg))}
-    values = dict(_flat(dataclasses.asdict(cfg), keys))
-    unread = {name for name, _ in schema.without_effect(type(cfg), values, set(values))}
-    settings: dict[str, Any] = {}
-    for name, value in values.items():
-        if name in unread:
-            continue
-        *above, last = name.split(".")
-        section = settings
-        for part in above:
-            section = section.setdefault(part, {})
-        section[last] = value
-    return json.loads(json.dumps(settings))
+    keys = keys_of(cfg)
+    unread = {name for name, _ in idle(cfg, [key.name for key in keys])}
+    return values_of(cfg, [key for key in keys if key.name not in unread])
 
 
 def machine() -> dict[str, Any]:
@@ -180,18 +169,6 @@ def data_files(cfg: Any) -> list[dict[str, Any]]:
             size = file.stat().st_size
             entries.append({"setting": setting, "file": str(file), "bytes": size, "sha256": digest})
     return entries
-
-
-def _flat(node: Mapping[str, Any], keys: Mapping[str, Any], prefix: str = "") -> Iterator:
-    """Yields dotted names and values of settings, without sections."""
-    for name, value in node.items():
-        key = keys.get(f"{prefix}{name}")
-        if key is None:  # a key that this program does not have
-            continue
-        if key.section and isinstance(value, Mapping):
-            yield from _flat(value, keys, f"{prefix}{name}.")
-        elif not key.section:
-            yield f"{prefix}{name}", value
 
 
 def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
 
-from specjax.command_line import unescaped
+from specjax.command_line import Yaml
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -99,7 +98,7 @@ def read_settings(run: Path) -> dict[str, Any]:
     """
 
     def parse(text: str) -> dict[str, Any]:
-        return unescaped(dict(OmegaConf.to_container(OmegaConf.create(text))))
+        return dict(yaml.load(text, Yaml))
 
     return _content(run / CONFIG_FILE, parse, "settings in sections, as YAML", {})
 

@@ -16,12 +16,13 @@ from typing import Any
 import jax
 
 from specjax.checked_json import CheckpointError
-from specjax.command_line import ConfigError, fingerprint
+from specjax.command_line import ConfigError
 from specjax.config.spec import TELEMETRY_VARIABLE
 from specjax.interrupts import INTERRUPTED
 from specjax.kernels import dispatch
 from specjax.parallel import distributed, heartbeat
 from specjax.parallel.heartbeat import Heartbeat
+from specjax.settings import fingerprint
 
 # Prefixes of messages of XLA and its transports; jax 0.10.2 raises some of them as ValueError.
 _STATUS = re.compile(r"(UNKNOWN|UNAVAILABLE|INTERNAL|ABORTED|CANCELLED|DEADLINE_EXCEEDED): ")

@@ -31,12 +31,13 @@ import jax
 from specjax.checked_json import CheckpointError, UnsupportedModelError
 from specjax.checkpoint.store import Checkpointer
 from specjax.checkpoint.weights import TOKENIZER
-from specjax.command_line import ConfigError, require_same_settings
+from specjax.command_line import ConfigError
 from specjax.engine.request import InvalidLogitsError
 from specjax.hub import ModelNotFoundError, find_model
 from specjax.models.families import add_family
 from specjax.parallel import distributed
 from specjax.parallel.distributed import DistributedError
+from specjax.settings import require_same_settings
 from specjax.spelling import SettingError, dotted, spelled
 from specjax.tokenizer import reads_date
 from train.data.tasks.files import InputFileError
@@ -125,7 +126,7 @@ def restore(state: State, checkpoints: Checkpointer, step: int | None = None) ->
       CheckpointError: the checkpoint cannot be read.
     """
     _, meta = checkpoints.restore(step, {})
-    require_same(meta["settings"], state.fingerprint(), type(state.cfg), state.tokenizer)
+    require_same(meta["settings"], state.fingerprint(), state.tokenizer)
     state.check(meta)
     abstract = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state.trees(meta)
@@ -401,9 +402,7 @@ def settle_date(cfg: Any, run: Path | None) -> None:
         cfg.data.date = distributed.of_first(lambda: (run and first_date(run)) or today, "date")
 
 
-def require_same(
-    saved: Mapping[str, Any], now: Mapping[str, Any], schema: type, tokenizer: Any
-) -> None:
+def require_same(saved: Mapping[str, Any], now: Mapping[str, Any], tokenizer: Any) -> None:
     """Refuses to go on with other settings; a date that the chat template does not read is none.
 
     Raises:
@@ -411,7 +410,7 @@ def require_same(
     """
     if not reads_date(tokenizer):
         saved = {**saved, "data": {**saved["data"], "date": now["data"]["date"]}}
-    require_same_settings(saved, now, schema)
+    require_same_settings(saved, now)
 
 
 def can_resume(out: Path, step: int | None) -> bool:

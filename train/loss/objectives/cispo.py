@@ -12,15 +12,14 @@ arXiv 2510.13786). The bound is 1 + clip_ratio_high, as in the paper and in verl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from specjax.interfaces import Logprobs
-from specjax.schema import Needs
-from train.loss.objectives.shared import CLIP_RULE, GroupRelative, bounded_exp
+from specjax.settings import option
+from train.loss.objectives.shared import GroupRelative, bounded_exp
 
 
 @dataclass(frozen=True)
@@ -32,16 +31,14 @@ class CISPO(GroupRelative):
       clip_ratio_high: distance above 1 at which the weight is clipped.
     """
 
-    rules: ClassVar[tuple[Needs, ...]] = (*GroupRelative.rules, CLIP_RULE)
-
-    clip_ratio: float = 1.0
-    clip_ratio_high: float = 4.0
+    clip_ratio: float = option(1.0, needs="off_policy")
+    clip_ratio_high: float = option(4.0, needs="off_policy")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.clip_ratio <= 1 or self.clip_ratio_high < 0:
             raise ValueError(
-                "expected 0 <= clip_ratio <= 1 and clip_ratio_high >= 0, "
+                "clip_ratio: expected 0 <= clip_ratio <= 1 and clip_ratio_high >= 0, "
                 f"got {self.clip_ratio} and {self.clip_ratio_high}"
             )
 

@@ -17,15 +17,20 @@ The clip range is that of the paper: s is a mean over tokens, and moves far less
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from specjax.interfaces import Logprobs
-from specjax.schema import Needs
-from train.loss.objectives.shared import Clipped, bounded_exp, one_of, sample_sums
+from specjax.settings import option
+from train.loss.objectives.shared import (
+    LOSS_AGGREGATIONS,
+    Clipped,
+    bounded_exp,
+    one_of,
+    sample_sums,
+)
 
 LEVELS = ("sequence_token", "sequence")
 
@@ -41,21 +46,13 @@ class GSPO(Clipped):
         log-probability, or `sequence`, that of the sample's ratio.
     """
 
-    rules: ClassVar[tuple[Needs, ...]] = (
-        *Clipped.rules,
-        Needs(
-            ("algo.importance_sampling_level",),
-            lambda v: v["algo.tis"] and v["algo.tis_level"] == "token",
-            "with [algo.tis] and [algo.tis_level] all tokens of a sample have the same weight, and "
-            "both levels the same gradient; set algo.tis=true with algo.tis_level=token, or leave "
-            "it out",
-        ),
+    loss_aggregation: str = option("sequence", choices=LOSS_AGGREGATIONS)
+    clip_ratio: float = option(3e-4, needs="off_policy")
+    clip_ratio_high: float = option(4e-4, needs="off_policy")
+    # Else all tokens of a sample have the same weight, and both levels the same gradient.
+    importance_sampling_level: str = option(
+        "sequence_token", choices=LEVELS, needs=("tis", "tis_level=token")
     )
-
-    loss_aggregation: str = "sequence"
-    clip_ratio: float = 3e-4
-    clip_ratio_high: float = 4e-4
-    importance_sampling_level: str = "sequence_token"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from specjax.interfaces import Logprobs
+from specjax.settings import option
 from train.loss.objectives.shared import Clip, bounded_exp, comparable, zero_variance_groups
 
 
@@ -32,14 +33,14 @@ class ReinforcePP(Clip):
       advantage_eps: added to the standard deviation.
     """
 
-    clip_ratio_high: float = 0.2
+    clip_ratio_high: float = option(0.2, needs="off_policy")
     group_baseline: bool = False
     advantage_eps: float = 1e-6
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.advantage_eps < 0:
-            raise ValueError(f"expected advantage_eps >= 0, got {self.advantage_eps}")
+            raise ValueError(f"advantage_eps: expected at least 0, got {self.advantage_eps}")
 
     @property
     def least_samples(self) -> int:

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from specjax.interfaces import Logprobs
+from specjax.settings import option
 from train.loss.objectives.shared import Clip, bounded_exp, comparable, zero_variance_groups
 
 
@@ -27,7 +28,7 @@ class RLOO(Clip):
       clip_ratio_high: distance above 1 at which the ratio is clipped.
     """
 
-    clip_ratio_high: float = 0.2
+    clip_ratio_high: float = option(0.2, needs="off_policy")
 
     def advantages(self, rewards: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
         """Computes rewards minus the mean of the other samples of the group.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from specjax.interfaces import Denominators
-from specjax.schema import Needs
+from specjax.settings import option
+from train.loss.algo import AlgoSection
 
 LOSS_AGGREGATIONS = ("token", "sequence", "constant")
 NORMALIZE_OVER = ("group", "batch")
@@ -19,17 +19,9 @@ NORMALIZE_OVER = ("group", "batch")
 # exp() of a larger difference would overflow float32 and turn one stray token into a NaN update.
 MAX_LOG_RATIO = 20.0
 
-CLIP_RULE = Needs(
-    ("algo.clip_ratio", "algo.clip_ratio_high", "algo.clip_ratio_c"),
-    lambda v: v["algo.updates_per_rollout"] > 1 or v["rollout.partial"],
-    "with [algo.updates_per_rollout] and [rollout.partial] every token is trained on by the "
-    "policy that sampled it, its ratio is 1, and nothing is clipped; raise "
-    "algo.updates_per_rollout, or leave it out",
-)
-
 
 @dataclass(frozen=True)
-class Aggregated:
+class Aggregated(AlgoSection):
     """The mean over tokens that the loss is.
 
     Attributes:
@@ -41,22 +33,16 @@ class Aggregated:
         loss_aggregation=constant; null is rollout.max_tokens.
     """
 
-    rules: ClassVar[tuple[Needs, ...]] = (
-        Needs(
-            ("algo.loss_scale_factor",),
-            lambda v: v["algo.loss_aggregation"] == "constant",
-            "[algo.loss_aggregation] divides by numbers of tokens that were sampled; set "
-            "algo.loss_aggregation=constant, or leave it out",
-        ),
-    )
-
-    loss_aggregation: str = "token"
-    loss_scale_factor: int | None = None
+    loss_aggregation: str = option("token", choices=LOSS_AGGREGATIONS)
+    loss_scale_factor: int | None = option(None, needs="loss_aggregation=constant")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         one_of("loss_aggregation", self.loss_aggregation, LOSS_AGGREGATIONS)
         if self.loss_scale_factor is not None and self.loss_scale_factor < 1:
-            raise ValueError(f"expected loss_scale_factor >= 1, got {self.loss_scale_factor}")
+            raise ValueError(
+                f"loss_scale_factor: expected at least 1, got {self.loss_scale_factor}"
+            )
 
     def weights(
         self,
@@ -83,19 +69,10 @@ class GroupRelative(Aggregated):
       advantage_eps: added to that standard deviation.
     """
 
-    rules: ClassVar[tuple[Needs, ...]] = (
-        *Aggregated.rules,
-        Needs(
-            ("algo.advantage_eps", "algo.normalize_over", "algo.std_correction"),
-            lambda v: v["algo.normalize_std"],
-            "[algo.normalize_std] divides by nothing; set algo.normalize_std=true, or leave it out",
-        ),
-    )
-
     normalize_std: bool = True
-    normalize_over: str = "group"
-    std_correction: int = 0
-    advantage_eps: float = 1e-6
+    normalize_over: str = option("group", choices=NORMALIZE_OVER, needs="normalize_std")
+    std_correction: int = option(0, needs="normalize_std")
+    advantage_eps: float = option(1e-6, needs="normalize_std")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -103,7 +80,7 @@ class GroupRelative(Aggregated):
         if self.std_correction not in (0, 1):
             raise ValueError(f"std_correction must be 0 or 1, got {self.std_correction}")
         if self.advantage_eps < 0:
-            raise ValueError(f"expected advantage_eps >= 0, got {self.advantage_eps}")
+            raise ValueError(f"advantage_eps: expected at least 0, got {self.advantage_eps}")
 
     def advantages(self, rewards: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
         """Computes advantages by `group_advantages`."""
@@ -128,21 +105,21 @@ class Clip(Aggregated):
         negative, usually 3; null is no bound (TRL's delta).
     """
 
-    rules: ClassVar[tuple[Needs, ...]] = (*Aggregated.rules, CLIP_RULE)
-
-    clip_ratio: float = 0.2
-    clip_ratio_high: float = 0.28
-    clip_ratio_c: float | None = None
+    clip_ratio: float = option(0.2, needs="off_policy")
+    clip_ratio_high: float = option(0.28, needs="off_policy")
+    clip_ratio_c: float | None = option(None, needs="off_policy")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.clip_ratio < 1 or self.clip_ratio_high < 0:
             raise ValueError(
-                "expected 0 <= clip_ratio < 1 and clip_ratio_high >= 0, "
+                "clip_ratio: expected 0 <= clip_ratio < 1 and clip_ratio_high >= 0, "
                 f"got {self.clip_ratio} and {self.clip_ratio_high}"
             )
         if self.clip_ratio_c is not None and self.clip_ratio_c <= 1:
-            raise ValueError(f"expected clip_ratio_c > 1, or null, got {self.clip_ratio_c}")
+            raise ValueError(
+                f"clip_ratio_c: expected more than 1, or null, got {self.clip_ratio_c}"
+            )
 
     def surrogate(
         self, ratio: Float[Array, "R S"], advantages: Float[Array, "R S"]
@@ -163,8 +140,6 @@ class Clip(Aggregated):
 @dataclass(frozen=True)
 class Clipped(Clip, GroupRelative):
     """The clipped surrogate with advantages relative to the group."""
-
-    rules: ClassVar[tuple[Needs, ...]] = (*GroupRelative.rules, CLIP_RULE)
 
 
 def one_of(name: str, value: str, known: tuple[str, ...]) -> None:
