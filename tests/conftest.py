@@ -216,8 +216,10 @@ def programs_are_dropped():
     """
     yield
     if _memory_maps() > 35_000:
+        gc.unfreeze()
         jax.clear_caches()
     gc.collect()
+    gc.freeze()  # what the collector has seen once, it need not look at after every module
 
 
 def _memory_maps() -> float:

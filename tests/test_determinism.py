@@ -89,6 +89,7 @@ def test_a_run_sets_flags_before_backends_start_and_says_that_cpus_need_none(
     assert Path(cache.partition("=")[2]).parent == out / "autotune"
 
 
+@pytest.mark.slow
 def test_a_run_is_not_resumed_with_other_algorithms(in_time, thin_policy, tmp_path):
     out = tmp_path / "run"
     determinism.set_up(out)  # as the run does; after that, compiled programs may be kept elsewhere

@@ -179,6 +179,7 @@ def test_reward_of_ones_own_sees_the_columns_of_the_row(run, rows):
 # --- models ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_mixer_of_ones_own_generates_with_drafts_what_it_generates_without(examples, tmp_path):
     mixers = Registry("mixer", {}, "a specjax.interfaces.Mixer")
     mixer = mixers.find("my_mixer:LeakySum")(16)
@@ -276,6 +277,7 @@ def test_family_of_ones_own_is_read_written_and_refused_without_its_path(
 # --- kernels --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_backend_of_ones_own_attends_and_the_reference_does_the_rest(
     examples, thin_policy, monkeypatch, caplog
 ):
@@ -308,6 +310,7 @@ def test_backend_of_ones_own_attends_and_the_reference_does_the_rest(
 # --- number formats -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_weight_of_ones_own_decodes_as_its_rounded_weights_do(examples, thin_policy, caplog):
     from my_weight import Int8
 

@@ -123,6 +123,7 @@ SHORT = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_train_rl_drafts_with_n_grams_and_trains_no_head(model, tmp_path, capsys):
     rl.main([*SHORT, "--model", str(model), "--steps", "3", f"out={tmp_path}/run"])
     said = capsys.readouterr().out

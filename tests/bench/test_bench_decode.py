@@ -29,10 +29,12 @@ def identity(monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_plain_decoding(identity):
     assert identity()["differences_unexplained"] == 0
 
 
+@pytest.mark.slow
 def test_wrong_rows_that_are_committed_are_found(identity, monkeypatch):
     def wrong(rows, index):
         return jax.tree.map(lambda x: x[..., : index.shape[1], :], rows)

@@ -51,6 +51,7 @@ def put(out, record, running=False):
     write_json(record, records.path_of(out, settings["part"], settings["card"], running))
 
 
+@pytest.mark.slow
 def test_a_part_that_ends_badly_is_recorded_with_its_reason_and_skipped_then(run, tmp_path, capfd):
     """And it takes no other part with it, nor what it had measured before."""
     parts = (
@@ -98,6 +99,7 @@ def wait_for(condition):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_part_whose_call_was_killed_runs_once_more(run, tmp_path):
     say = tmp_path / "pid"
     call = subprocess.Popen([sys.executable, "-c", CALL, str(tmp_path), str(say)], cwd=ROOT)

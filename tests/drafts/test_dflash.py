@@ -15,6 +15,7 @@ import pytest
 from dflash_files import DFlash, written
 from drafter import VOCAB, WIDTH
 from eagle3_files import Body
+from tiers import slow_but
 from tiny import tiny_config
 
 from specjax import SpecConfig
@@ -105,7 +106,7 @@ def check(run: drafter.Drafter, grown):
                 np.testing.assert_allclose(row, wanted, atol=2e-4)
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", slow_but(HEADS, *list(HEADS)[:2]))
 def test_predictions_over_rounds_and_plain_decoding_are_those_of_the_authors_program(name):
     """In a chunk of one step as well."""
     source = HEADS[name]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tiers import slow_but
 
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
@@ -92,7 +93,7 @@ def golden_logits(name: str, head: Loaded) -> tuple[list[np.ndarray], np.ndarray
     return levels, found[..., drafted] - want
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", slow_but(HEADS, "nested", "speculators_3_1", "two_layers"))
 def test_drafts_of_chains_and_trees_are_those_of_torch(name):
     chain, tree = golden()[f"{name}.chain"], golden()[f"{name}.tree"]
     levels, off = golden_logits(name, loaded(GOLDEN / "policy", GOLDEN / name))
@@ -127,8 +128,8 @@ def test_a_switch_that_is_wrong_gives_other_logits_than_those_of_torch(switch):
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
-        ("nested", CHAIN),
-        ("two_layers", CHAIN),
+        pytest.param("nested", CHAIN, marks=pytest.mark.slow),
+        pytest.param("two_layers", CHAIN, marks=pytest.mark.slow),
         ("speculators_3_1", TREE),
         pytest.param("final_state", CHAIN, marks=pytest.mark.slow),
     ],

@@ -22,6 +22,7 @@ from eagle3_files import Body, Eagle3
 from engines import LONG, MAX_LEN, AtRandom, jobs_of, tokens_of
 from joint import ALPHA, PROMPT, SAMPLES, TOKENS, Counted, exact_joint, fit_of
 from shared import CFG, weights
+from tiers import slow_but
 from tiny import apt, tiny_model
 
 from specjax import LLM, SamplingParams, SpecConfig
@@ -145,6 +146,11 @@ SOURCES = {
     "own class": Source("own_drafts:Successors"),
     "own class that is fed": Source("bigrams:Bigrams", is_ngram=True, uses_q=False),
 }
+# Of each kind one; the others when there is time.
+FAST = (
+    "MTP head", "model", "n-grams", "EAGLE-3 head with some tokens", "P-EAGLE head", "DFlash head",
+    "own class that is fed",
+)  # fmt: skip
 WITH_WEIGHTS = [name for name, source in SOURCES.items() if not source.is_ngram]
 
 
@@ -209,7 +215,7 @@ def check(llm: LLM, jobs, expected):
 
 
 @pytest.mark.parametrize("mix", ["fast", pytest.param("all", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", slow_but(SOURCES, *FAST))
 class TestTokensOfPlainDecoding:
     def test_in_every_shape_and_batch(self, mixed, name, mix):
         llm = mixed(name, mix)
@@ -253,7 +259,7 @@ def spoilt(head, value):
     return jax.tree.map(spoil, head)
 
 
-@pytest.mark.parametrize("name", WITH_WEIGHTS)
+@pytest.mark.parametrize("name", slow_but(WITH_WEIGHTS, *FAST))
 def test_no_draft_weights_whatever_they_are_change_a_token(mixed, name):
     llm, jobs = mixed(name, "fast"), random_jobs()[:8]
     head, expected = llm.head, random_tokens()[:8]
@@ -329,12 +335,14 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "acceptance"), CASES)
 def test_samples_have_the_targets_joint_distribution(dividing, name, acceptance):
     prompt = REPETITIVE if SOURCES[name].is_ngram else PROMPT
     assert (check_joint(dividing(name, acceptance), requests(), prompt)[1:] > 0).all()
 
 
+@pytest.mark.slow
 def test_a_head_that_went_to_nan_leaves_the_joint_distribution(dividing):
     llm = dividing("MTP head", "block")
     head = llm.head

@@ -23,7 +23,9 @@ def _forward(params, tokens):
     return model.logits(model.hidden(tokens, positions, jnp.ones_like(tokens)).x)
 
 
-@pytest.mark.parametrize(("is_chain", "scan"), [(True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("is_chain", "scan"), [pytest.param(True, False, marks=pytest.mark.slow), (False, True)]
+)
 def test_logits_at_every_node_are_the_models_own_over_rounds_and_plain_decoding(is_chain, scan):
     params, source = (
         sharpened(init_params(DRAFT, 0), 10.0, 0.7),

@@ -69,6 +69,7 @@ def test_200_000_tokens_under_chaos_are_those_of_plain_decoding():
     assert compared >= 200_000 and not unexplained, "\n".join(map(str, unexplained))
 
 
+@pytest.mark.slow
 def test_chaos_would_notice_a_sequence_that_continues_with_another_ones_pages(monkeypatch):
     """Else the tests above would prove nothing."""
     from specjax.engine import engine as module

@@ -71,6 +71,7 @@ def test_a_controller_chooses_among_compiled_strategies_through_llm():
     assert llm.engine.controller.costs.state() != state["costs"]
 
 
+@pytest.mark.slow
 def test_short_work_compiles_what_plain_decoding_does_and_long_work_drafts():
     how = EngineConfig(prefill_chunk=16, stretch=1)
     llm, plain = (LLM((CFG, *weights()), spec, 2, 64, engine=how) for spec in (SpecConfig(), None))
@@ -155,7 +156,7 @@ class Chosen(Controller):
     ("controller", "best"),
     [
         ("goodput", "off"),
-        ("bandit", "3_1_4"),
+        pytest.param("bandit", "3_1_4", marks=pytest.mark.slow),
         pytest.param("goodput", "3_1_4", marks=pytest.mark.slow),
         pytest.param("bandit", "off", marks=pytest.mark.slow),
     ],

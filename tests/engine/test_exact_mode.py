@@ -47,6 +47,7 @@ def warnings(caplog):
 # --- the mode -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_outputs_are_the_speculative_ones_and_nothing_differs(llm, warnings):
     outs = llm.generate(PROMPTS, OPTIONS)
     assert llm.differences == [] and warnings() == []

@@ -105,6 +105,7 @@ def others_are(kind, bucket):
     return lambda key, built: kind(built) if key[0] == "chunk" and key[2] == bucket else built
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "bucket", "line"),
     [

@@ -31,7 +31,7 @@ MODES = {
     "coupled tree, wide": SpecConfig("3_4_12"),
 }
 # Of each kind of round one mode; the others when there is time.
-FAST = ("plain", "coupled tree", "block")
+FAST = ("coupled tree", "block")
 
 
 def often(modes):

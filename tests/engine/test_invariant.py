@@ -199,6 +199,7 @@ def blocks_on_cpu(monkeypatch) -> None:
     monkeypatch.setattr(plans, "NVIDIA", ("cpu",))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "arms", "layers"),
     [
@@ -223,6 +224,7 @@ def test_plain_decoding_has_a_program_of_its_own_and_the_same_bits(
     assert len(chunks) == 2 and own in [key[:3] for key in chunks]
 
 
+@pytest.mark.slow
 def test_it_has_none_where_a_bit_differs(monkeypatch, caplog):
     """Nor where its bits are those of a plain round of the tree, but not those of a drafted one."""
     blocks_on_cpu(monkeypatch)

@@ -181,7 +181,7 @@ def fit(llm, pair, options):
 
 
 # One of each acceptance mode.
-FAST = ["accept coin used again", "draft noise used again", "penalties per round"]
+FAST = ["accept coin used again"]
 
 
 @pytest.mark.parametrize(

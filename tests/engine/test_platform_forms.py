@@ -58,7 +58,7 @@ RING = {"one_by_one", "from_ahead", "empty", "as_before"}
 
 
 @pytest.mark.parametrize("spec, alone, scan, expected", [
-    (None, True, False, {"_padded", "pinned", "of_all"}),
+    pytest.param(None, True, False, {"_padded", "pinned", "of_all"}, marks=pytest.mark.slow),
     pytest.param("3_1_4", True, False, {"_padded", "pinned"} | RING, marks=pytest.mark.slow),
     pytest.param("3_2_6", False, False, {"pinned"} | RING, marks=pytest.mark.slow),
     ("2x2", False, True, RING),
@@ -82,7 +82,9 @@ def test_the_forms_of_a_tpu_give_the_tokens_of_a_cpu(spec, alone, scan, expected
     pytest.param(
         "3_1_4", {"at_once", "gathered", "empty", "as_before", "_finite"}, marks=pytest.mark.slow
     ),
-    ("3_2_6", {"at_once", "gathered", "empty", "as_before", "_finite"}),
+    pytest.param(
+        "3_2_6", {"at_once", "gathered", "empty", "as_before", "_finite"}, marks=pytest.mark.slow
+    ),
 ])  # fmt: skip
 def test_the_forms_of_a_gpu_give_the_tokens_of_a_cpu(spec, expected):
     """Of plain decoding, a chain and a dynamic tree."""

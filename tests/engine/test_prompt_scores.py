@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tiers import slow_but
 from tiny import tiny_config, tiny_model
 
 from specjax import LLM, EngineConfig
@@ -47,7 +48,7 @@ def scorer_of(weights, **options):
     return PromptScorer(llm.engine, llm.max_len)
 
 
-@pytest.mark.parametrize("options", [{}, {"tp": 2}, {"scan_layers": True}])
+@pytest.mark.parametrize("options", slow_but([{}, {"tp": 2}, {"scan_layers": True}], {"tp": 2}))
 def test_scores_are_those_of_a_full_forward(weights, prompts, expected, options):
     scorer = scorer_of(weights, **options)
     found = scorer.read(scorer.start(prompts), top=3)

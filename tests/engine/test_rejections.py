@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import oracle
 import pytest
+from tiers import slow_but
 from tiny import apt, prompts_of, tiny_config, tiny_model
 
 from specjax import LLM, SamplingParams, SpecConfig
@@ -60,7 +61,7 @@ def rounds_with_drafts(samples) -> int:
     return sum(x.stats.rounds for (request, _), x in samples.items() if request != UNDRAFTED)
 
 
-@pytest.mark.parametrize("run", [CHAIN, BLOCK, pytest.param(DYNAMIC, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("run", slow_but([CHAIN, BLOCK, DYNAMIC], CHAIN))
 def test_records_agree_with_the_tokens_that_came_out(run):
     llm, samples = ran(*run)
     assert len(llm.telemetry.records) > 20

@@ -250,6 +250,7 @@ def losses(kernel, mesh) -> list[float]:
     return [sums["loss"], sums["grad_norm"], *draft_sums["mtp_loss_sum"]]
 
 
+@pytest.mark.slow
 def test_training_runs_the_kernel_that_is_asked_for_and_gives_the_same_losses(mesh, calls):
     wanted = losses("reference", None)
     assert not calls["causal"]

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import slow_but
 
 from specjax.kernels import dispatch, flash, reference
 from specjax.parallel import sharding
@@ -40,7 +41,7 @@ def whole(arrays, segments, window):
     return out, gradients
 
 
-@pytest.mark.parametrize("window", [None, 9, 30])
+@pytest.mark.parametrize("window", slow_but([None, 9, 30], 9))
 def test_keys_of_several_blocks_add_up_to_attention_and_its_gradients(window):
     (q, k, v), segments = packed(2, 61)  # no multiple of any tile
     expected, (d_q, d_k, d_v) = whole([q, k, v], segments, window)
@@ -73,7 +74,7 @@ def test_keys_of_several_blocks_add_up_to_attention_and_its_gradients(window):
 @pytest.mark.parametrize(
     ("attention", "order", "axes", "window"),
     [
-        ("ring", "zigzag", {"cp": 4, "fsdp": 2}, None),
+        pytest.param("ring", "zigzag", {"cp": 4, "fsdp": 2}, None, marks=pytest.mark.slow),
         ("ring", "contiguous", {"cp": 2, "tp": 4}, 30),  # more parts than key/value heads
         ("all_gather", "zigzag", {"cp": 2, "tp": 2, "data": 2}, None),
     ],

@@ -95,7 +95,10 @@ def model():
 
 @pytest.mark.parametrize(
     "spec",
-    [SpecConfig("5_3_12"), SpecConfig("2x2", invariant=True)],
+    [
+        SpecConfig("5_3_12"),
+        pytest.param(SpecConfig("2x2", invariant=True), marks=pytest.mark.slow),
+    ],
     ids=["dynamic tree", "invariant"],
 )
 def test_tokens_are_those_of_plain_decoding(spec, model):

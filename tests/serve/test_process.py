@@ -107,6 +107,7 @@ def restarted(killed, thin_policy, port):
     server.process.wait()
 
 
+@pytest.mark.slow
 def test_a_full_disk_under_the_logs_stops_nothing(killed):
     assert len(killed[0]) == 80
 

@@ -106,8 +106,10 @@ def test_rows_are_not_lost_to_their_length_without_being_asked_for(
     [
         ("rl", "policy", {"optim.lr": 1e25, "algo.updates_per_rollout": 2}),
         ("rl", "draft head", {"draft.optim.lr": 1e25}),
-        ("sft", "policy", {"optim.lr": 1e25, "checkpoint.every": 1}),
-        ("draft", "draft head", {"draft.optim.lr": 1e25}),
+        pytest.param(
+            "sft", "policy", {"optim.lr": 1e25, "checkpoint.every": 1}, marks=pytest.mark.slow
+        ),
+        pytest.param("draft", "draft head", {"draft.optim.lr": 1e25}, marks=pytest.mark.slow),
     ],
 )
 def test_weights_that_are_lost_end_a_run_and_are_not_its_result(

@@ -141,7 +141,12 @@ def computed(q, p, labels, how, ids=None, names=tuple(DRAFT_LOSSES), top_k=0):
 
 @pytest.mark.parametrize(
     ("how", "ids"),
-    [("temperature", PART), ("filters", None), ("filters", PART), ("not aligned", None)],
+    [
+        pytest.param("temperature", PART, marks=pytest.mark.slow),
+        pytest.param("filters", None, marks=pytest.mark.slow),
+        ("filters", PART),
+        ("not aligned", None),
+    ],
     ids=["temperature, part", "filters, all", "filters, part", "not aligned, all"],
 )
 def test_losses_and_their_gradients_equal_the_reference(how, ids):
@@ -263,7 +268,13 @@ def loss_and_gradient(source, settings, axes=None, chunk=None, how=1.0, head=Non
     ("own", "axes", "loss", "chunk"),
     [
         (True, {}, "ce", 7),
-        pytest.param(False, {"fsdp": 2, "cp": 2, "tp": 2}, "tv_e2e", 5, marks=needs_devices),
+        pytest.param(
+            False,
+            {"fsdp": 2, "cp": 2, "tp": 2},
+            "tv_e2e",
+            5,
+            marks=[needs_devices, pytest.mark.slow],
+        ),
     ],
     ids=["own", "borrowed, on a mesh"],
 )

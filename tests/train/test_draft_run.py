@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_run
+from tiers import slow_but
 
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint.store import Checkpointer
@@ -162,7 +163,7 @@ def test_an_eagle_3_head_learns_from_given_samples(eagle):
     assert json.loads(text)["draft_vocab_size"] == 64
 
 
-@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+@pytest.mark.parametrize("kind", slow_but(["mtp", "eagle3"], "eagle3"))
 def test_the_exported_head_has_the_accept_length_that_was_measured(kind, run, thin_policy, request):
     out = run if kind == "mtp" else request.getfixturevalue("eagle")
     spec = SpecConfig("2_1_3", draft=str(out / "head"))
@@ -196,6 +197,7 @@ class Killed(BaseException):
     """Ends a run at once, as a signal would."""
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_twice_ends_with_the_same_bits(run, thin_policy, tmp_path, capsys):
     out, generate, update = tmp_path / "run", Engine.generate, draft.HeadTrainer.update
     calls = []

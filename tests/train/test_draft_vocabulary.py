@@ -66,6 +66,7 @@ def test_tokens_and_what_is_learned_do_not_depend_on_the_choice(run):
     assert chosen[-1]["rollout/spec_accept_length"] >= kept[-1]["rollout/spec_accept_length"]
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_drafts_from_the_same_ids(run, thin_policy, tmp_path, used):
     whole, part = read_metrics(run(1)), tmp_path / "run"
     used.clear()

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import slow_but
 
 from specjax.config import SamplingParams
 from specjax.models.families.dense import dense_config
@@ -135,7 +136,10 @@ CASES = {
 
 @pytest.mark.parametrize(
     ("case", "chunk", "axes"),
-    [("penalties", 3, {}), pytest.param("filters", 9, MESH, marks=needs_devices)],
+    [
+        ("penalties", 3, {}),
+        pytest.param("filters", 9, MESH, marks=[needs_devices, pytest.mark.slow]),
+    ],
 )
 def test_scores_after_all_transforms_in_blocks_of_tokens(axes, case, chunk):
     transforms = Transforms.of(SamplingParams(**CASES[case], max_tokens=9), (3, 4), VOCAB)
@@ -144,7 +148,7 @@ def test_scores_after_all_transforms_in_blocks_of_tokens(axes, case, chunk):
 
 @pytest.mark.parametrize(
     ("loss", "chunk", "axes"),
-    [("kl", 5, {}), pytest.param("tv_e2e", 9, MESH, marks=needs_devices)],
+    [("kl", 5, {}), pytest.param("tv_e2e", 9, MESH, marks=[needs_devices, pytest.mark.slow])],
 )
 def test_losses_of_the_head_over_several_steps_in_blocks_of_tokens(axes, loss, chunk):
     cfg, settings = config(tied=False), DraftConfig(loss=loss, unroll_steps=3, step_decay=0.8)
@@ -201,7 +205,7 @@ def test_gradients_of_scores_of_bfloat16_states_are_the_same_in_blocks(scores):
 MORE = {"kl_loss_coef": 0.1, "tis": True, "entropy_coeff": 0.1}
 
 
-@pytest.mark.parametrize("objective", [*OBJECTIVES.names, "sft"])
+@pytest.mark.parametrize("objective", slow_but([*OBJECTIVES.names, "sft"], "grpo", "gspo"))
 def test_gradients_of_every_objective_are_the_same_in_blocks(objective):
     cfg, batch = config(tied=objective == "sft"), packed()
     loss = sft_loss if objective == "sft" else rl_loss(algo(objective, **MORE))
@@ -221,6 +225,7 @@ def test_gradients_of_every_objective_are_the_same_in_blocks(objective):
         np.testing.assert_allclose(a, b, rtol=3e-5, atol=3e-5)
 
 
+@pytest.mark.slow
 @needs_devices
 def test_a_micro_batch_on_a_mesh_has_the_gradients_of_one_device():
     cfg, batch = config(tied=False), packed()

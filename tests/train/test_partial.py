@@ -210,6 +210,7 @@ def test_exact_mode_decodes_all_that_a_step_began_again_and_finds_no_difference(
     assert sum(s["rollout/exact_compared"] for s in steps) < 6 * 8, "some groups were carried"
 
 
+@pytest.mark.slow
 def test_exact_mode_warns_of_each_difference_with_its_step(
     thin_policy, tmp_path, monkeypatch, capsys
 ):

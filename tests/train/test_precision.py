@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_run
+from tiers import slow_but
 
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint.weights import load_model
@@ -107,13 +108,13 @@ def lowered(policy: Path, out: Path, **changes) -> dict[str, collections.Counter
     return {program.name: products(program.lower().as_text()) for program in every}
 
 
-@pytest.mark.parametrize("name", ["one device", "everything"])
+@pytest.mark.parametrize("name", slow_but(["one device", "everything"], "everything"))
 def test_every_product_of_a_float32_run_is_exact(name, tiny_policy, tmp_path):
     for program, found in lowered(tiny_policy, tmp_path, **RUNS[name]).items():
         assert set(found) == {("f32", "HIGHEST")}, f"{program}: {dict(found)}"
 
 
-@pytest.mark.parametrize("name", ["everything", "rows split over devices"])
+@pytest.mark.parametrize("name", slow_but(["everything", "rows split over devices"], "everything"))
 def test_every_product_of_a_float32_run_is_exact_on_gpus(name, tiny_policy, tmp_path, for_cuda):
     """XLA multiplies by TF32 there unless the highest precision is asked for."""
     changes = {"attention": "library:xla", **RUNS[name]}
@@ -187,6 +188,7 @@ def dumped(tmp_path):
     jax.config.update("jax_dump_ir_to", before)
 
 
+@pytest.mark.slow
 def test_programs_beside_the_engine_are_exact_too(thin_policy, dumped):
     """Those that explain differences, check distributions, and decode without an engine."""
     by_xla = EngineConfig(products="xla", attention="reference")

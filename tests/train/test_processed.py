@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from decode import transform_reference as reference
+from tiers import slow_but
 
 from specjax.config import SamplingParams
 from train.loss.logprobs import Scoring, Transforms, score_logits
@@ -57,7 +58,7 @@ def transforms_of(case):
     return Transforms.of(SamplingParams(**case, max_tokens=9), STOPS, VOCAB)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(CASES, "everything"))
 def test_they_equal_a_reference_and_so_do_their_gradients(case):
     case = CASES[case]
     samples, batch, logits = packed(3)

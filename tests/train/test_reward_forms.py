@@ -325,6 +325,7 @@ REWARDS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_gives_the_same_rewards_in_workers_and_logs_each(thin_policy, tmp_path):
     for workers in (0, 2):
         more = {**REWARDS, "rewards.workers": workers}

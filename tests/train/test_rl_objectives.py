@@ -11,6 +11,7 @@ import optax
 import pytest
 import tiny_run
 from reference_loss import Scored, differences, loss_of
+from tiers import slow_but
 
 from specjax.command_line import parse_config
 from train.loss.algo import algo
@@ -158,7 +159,7 @@ def samples_of(batches, new):
     return samples, at
 
 
-@pytest.mark.parametrize("case", UPDATED)
+@pytest.mark.parametrize("case", slow_but(UPDATED, "gspo", "dr_grpo"))
 def test_updates_have_the_loss_and_gradient_of_the_numpy_reference(watch, case):
     trainer, updates, metrics = watch(case)
     cfg, masked = trainer.cfg.algo, int(metrics.get("train/truncated_masked", 0))

@@ -32,6 +32,7 @@ def cool_trainer(model, out, **changes) -> rl.Trainer:
     return rl.Trainer(parse_config(RLConfig, argv)[0])
 
 
+@pytest.mark.slow
 def test_n_grams_draft_and_sample_the_same_tokens(thin_policy, tmp_path):
     silent = cool_trainer(thin_policy, tmp_path / "off", **{"rollout.strategy": "off"}).step()
     settings = {"rollout.draft": "ngram", "rollout.strategy": "2_1_3", "rollout.telemetry": "true"}

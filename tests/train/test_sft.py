@@ -138,6 +138,7 @@ def final_state(run) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(trees)]
 
 
+@pytest.mark.slow
 def test_a_run_resumed_in_the_policy_stage_ends_as_one_that_was_not(run, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(run, out, ignore=shutil.ignore_patterns("hf"))

@@ -125,6 +125,7 @@ def test_in_invariant_mode_runs_repeat_exactly_whoever_chooses_what(
         restore(resumed, checkpoints, 1)
 
 
+@pytest.mark.slow
 def test_the_weight_is_that_of_the_log_probabilities_that_came_with_the_tokens(
     wide_policy, tmp_path, monkeypatch
 ):

@@ -3,12 +3,14 @@
 import re
 
 import jax
+import pytest
 import tiny_run
 
 from specjax.checkpoint import huggingface as hf
 from train import rl
 
 
+@pytest.mark.slow
 def test_the_alarms_are_printed_by_the_program(thin_policy, tmp_path, capsys):
     model, params, head = hf.load_checkpoint(thin_policy, "float32")
     # A head that is sure of the wrong tokens, and a learning rate that leaves it so.

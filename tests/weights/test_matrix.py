@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tiers import slow_but
 
 from specjax.interfaces import Fused, Param
 from specjax.models.families.dense import dense_config
@@ -195,7 +196,7 @@ class TwoOfFour:
 
 
 @pytest.mark.parametrize("products", ["panels", HALVES])
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("scan", slow_but([True, False], False))
 def test_experts_are_one_file_in_any_format(products, scan, monkeypatch):
     monkeypatch.setattr(matrix.dispatch, "offering", lambda operation: "reference")
     layers = tuple(dataclasses.replace(layer, mlp=TwoOfFour(48)) for layer in CFG.layers)
