@@ -120,7 +120,7 @@ def build() -> Path:
     Raises:
       NoKernelError: there is no compiler, every compiler failed, or a variable's flags are invalid.
     """
-    targets, cache = _targets(), _cache()
+    targets, cache = _targets(), cache_dir()
     key = _key(targets)
     try:
         compilers = _compilers()
@@ -180,8 +180,8 @@ def _compilers() -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _cache() -> Path | None:
-    """Returns the directory of cached libraries, whether it exists or not; None: no home."""
+def cache_dir() -> Path | None:
+    """Returns specjax's directory in the user's cache, which may not exist; None: no home."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specjax"
     except RuntimeError:  # no home directory is known
