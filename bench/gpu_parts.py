@@ -456,7 +456,7 @@ def rows(job: Job, batch: int) -> None:
 
     def run(n: int, count: int) -> None:
         runner = chunks[n].runner
-        inputs = runner.params, runner.state, full_row_map(runner)
+        inputs = runner.weights.policy, runner.state, full_row_map(runner)
         for _ in range(passes):
             found = built[f"{n}/{count}"](*inputs)
         jax.block_until_ready(found)

@@ -34,18 +34,18 @@ from serve.responses import (
     usage_of,
 )
 from serve.settings import SPELL, ServeConfig
-from specjax.engine.detokenize import IncrementalDetokenizer, TextOffsets
 from specjax.engine.prompt_scores import PromptScorer, PromptScores, Started
-from specjax.engine.prompts import check_prompt
 from specjax.engine.request import (
     CallSeeds,
     InvalidLogitsError,
     Job,
     SampleOutput,
     SpecStats,
+    check_prompt,
     decoder_of,
     make_jobs,
 )
+from specjax.engine.text import IncrementalDetokenizer, TextOffsets
 from specjax.models.generation_config import sampling_defaults
 from specjax.spelling import spelled
 from specjax.tokenizer import (

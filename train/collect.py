@@ -35,8 +35,8 @@ from specjax.engine.request import (
     special_name,
 )
 from specjax.engine.sequence import Finished, Progress
-from specjax.engine.sequence import Sequence as Added
-from specjax.engine.stops import StopStrings
+from specjax.engine.sequence import Sample as Added
+from specjax.engine.text import StopStrings
 from specjax.parallel import distributed
 from specjax.tokenizer import decode
 from train.algo import REWARD, FilterGroups

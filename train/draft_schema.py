@@ -22,7 +22,7 @@ from train.rules import DATA_RULES, DEPTH_RULE, decay_rule
 from train.schema import CHUNK_DOC, DataConfig, LogSection, PackingSection, check_short_seed
 
 KINDS = ("eagle3", "mtp")
-LAYOUTS = ("speculators", "safeailab")  # of the files of an EAGLE-3 head
+LAYOUTS = ("speculators",)  # of the files of an EAGLE-3 head
 STATES = ("stream", "cache")
 
 # Attributes of settings of the library in this configuration, for messages.

@@ -126,7 +126,7 @@ def _generate(
 ) -> int:
     counts = [prompt.settings.get("n", params.n) for prompt in given]
     with interrupts.at_once("specjax generate"):
-        from specjax.engine.compiling import no_messages
+        from specjax.engine.programs import no_messages
         from specjax.engine.request import CallSeeds
 
         llm = _load(args, sum(count for count in counts if isinstance(count, int)))
@@ -242,8 +242,7 @@ def _ask(
     llm: LLM, prompt: Prompt, params: SamplingParams, args: argparse.Namespace, seeds: CallSeeds
 ) -> Asked:
     """Encodes a prompt; raises ValueError or TypeError where the model cannot take it."""
-    from specjax.engine.prompts import check_prompt
-    from specjax.engine.request import make_jobs
+    from specjax.engine.request import check_prompt, make_jobs
 
     if prompt.settings:
         params = dataclasses.replace(params, **prompt.settings)
@@ -353,8 +352,8 @@ class _StreamedText:
     """Prints the text of one sample while it is generated; a watcher of the engine."""
 
     def __init__(self, job: Job, tokenizer):
-        from specjax.engine.detokenize import SampleStream
         from specjax.engine.request import decoder_of
+        from specjax.engine.sequence import SampleStream
 
         self._stream = SampleStream(decoder_of(tokenizer, job.params), job.params.stop)
 

@@ -18,6 +18,7 @@ it, see `specjax.drafts.head`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,29 +30,20 @@ from jaxtyping import Array, Float
 
 from specjax.config import ModelConfig, SpecConfig
 from specjax.config.model import Layer
+from specjax.config.overrides import BACKBONES
 from specjax.decode.tree import chain_bits
 from specjax.drafts import eagle3_config, vocabulary
-from specjax.drafts.eagle3_config import Eagle3Config, prefix_of
+from specjax.drafts.eagle3_config import FINAL, Eagle3Config
 from specjax.drafts.file_head import FileHead, HeadNetwork, norm_row, within
-from specjax.interfaces import (
-    Level,
-    Memory,
-    Param,
-    Params,
-    Scratch,
-    Stored,
-    Where,
-)
-from specjax.models.layers import draw, rms_norm
+from specjax.drafts.head_config import HeadFiles, config_json
+from specjax.interfaces import Level, Memory, Param, Params, Scratch, Stored, Where
+from specjax.models.layers import block, draw, rms_norm
 from specjax.models.mixers.attention import Attention
 from specjax.models.mlps.dense import Dense
 from specjax.models.rows import layer_rows
 from specjax.models.transformer import embed_tokens
-from specjax.parallel.context import split_over_tp, whole_over_tp
 from specjax.parallel.sharding import whole_rows
 from specjax.weights.matrix import dot
-
-_FINAL = ("post_norm",)  # the taps of a head without `fc`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,16 +79,14 @@ class Eagle3Head(HeadNetwork):
         scratch: Scratch | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], Scratch]:
         """Runs all layers over T rows, see `HeadSource.run_module`; `pages` has one per layer."""
-        where, rows = self.at(where), []
-        for number, (layer, own) in enumerate(zip(self.cfg.network.layers, pages, strict=True)):
+        where = self.at(where)
+
+        def mix(number: int, mixer, w, x):
             held = None if scratch is None else Scratch(scratch.pages[number], None)
+            return mixer.run(w, x, where, Memory(pages[number], None), held)
 
-            def mix(w, x, mixer=layer.mixer, own=own, held=held):
-                return mixer.run(w, x, where, Memory(own, None), held)
-
-            hidden, new = self._around(number, hidden, embedded, where, mix)
-            rows.append(new.pages)
-        return *self._outputs(hidden), Scratch(tuple(rows), None)
+        hidden, rows = self._through(hidden, embedded, where, mix)
+        return *self._outputs(hidden), Scratch(tuple(new.pages for new in rows), None)
 
     def train(
         self,
@@ -116,39 +106,35 @@ class Eagle3Head(HeadNetwork):
           states for the language-model head, and states to recycle.
         """
         where = self.at(where)
-        for number, (layer, before) in enumerate(
-            zip(self.cfg.network.layers, earlier, strict=True)
-        ):
 
-            def mix(w, x, mixer=layer.mixer, before=before):
-                if before:
-                    return mixer.run_again(w, x, where, before)
-                return mixer.run(w, x, where, None, None)
+        def mix(number: int, mixer, w, x):
+            if earlier[number]:
+                return mixer.run_again(w, x, where, earlier[number])
+            return mixer.run(w, x, where, None, None)
 
-            hidden, rows = self._around(number, hidden, embedded, where, mix)
-            before.append(rows)
+        hidden, rows = self._through(hidden, embedded, where, mix)
+        for before, new in zip(earlier, rows, strict=True):
+            before.append(new)
         return self._outputs(hidden)
 
-    def _around(
-        self, number: int, x, embedded, where: Where, mix: Callable
-    ) -> tuple[Array, Scratch]:
-        """Runs a layer with norms and residuals; the first one takes embeddings as well."""
-        cfg, w = self.cfg, self.w["layers"][number]
-        eps, residual = cfg.network.rms_norm_eps, x
-        whole = split = lambda x: x
-        if cfg.network.run.sequence_parallel and where.form == "train":
-            whole, split = whole_over_tp, split_over_tp
-        if number == 0:
-            normed = rms_norm(x, w["hidden_norm"], eps)
-            residual = normed if cfg.norm_before_residual else x
-            inputs = [rms_norm(embedded, w["input_norm"], eps), normed.astype(embedded.dtype)]
-            mixed, rows = mix(w, whole(jnp.concatenate(inputs, axis=-1)))
-        else:
-            mixed, rows = mix(w, whole(rms_norm(x, w["input_norm"], eps)))
-        x = residual + split(mixed)
-        normed = whole(rms_norm(x, w["post_norm"], eps))
-        out, _ = cfg.network.layers[number].mlp.run(w, normed, where)
-        return x + split(out), rows
+    def _through(self, x, embedded, where: Where, mix: Callable) -> tuple[Array, list[Scratch]]:
+        """Runs all layers, of which the first one takes embeddings as well.
+
+        Args:
+          mix: runs the mixer of a layer, given the layer's number, the mixer, its arrays and rows.
+        """
+        network, rows = self.cfg.network, []
+        for number, layer in enumerate(network.layers):
+            w, inputs = self.w["layers"][number], None
+            if number == 0:
+                normed = rms_norm(x, w["hidden_norm"], network.rms_norm_eps)
+                x = normed if self.cfg.norm_before_residual else x
+                inputs = rms_norm(embedded, w["input_norm"], network.rms_norm_eps)
+                inputs = jnp.concatenate([inputs, normed.astype(embedded.dtype)], axis=-1)
+            run = functools.partial(mix, number, layer.mixer)
+            x, new, _ = block(layer, w, x, where, network, run, inputs)
+            rows.append(new)
+        return x, rows
 
     def _outputs(self, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
         """Returns states for the language-model head, and states to use as g of the next step."""
@@ -170,7 +156,7 @@ class Eagle3Source(FileHead):
 
     Attributes:
       cfg: what the head computes.
-      layout: layout of its files, see `specjax.drafts.eagle3_config`.
+      layout: layout of its files: `speculators`, or `safeailab`, which is read and not written.
       writes: whether `rows` has the tensor `t2d`, too, which is written and never read.
       assumes: whether files in the layout of speculators do not say `norm_before_residual`, about
         which programs then differ.
@@ -180,33 +166,11 @@ class Eagle3Source(FileHead):
     """
 
     cfg: Eagle3Config
-    layout: str = "safeailab"
+    layout: str = dataclasses.field(default="speculators", compare=False)
     writes: bool = False
     assumes: bool = dataclasses.field(default=False, compare=False)
     tied: bool = dataclasses.field(default=False, compare=False)
     remarks: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-
-    def __post_init__(self):
-        cfg, width = self.cfg, self.cfg.network.hidden_size
-        borrowed = [
-            what
-            for what, lent in (
-                ("embedding", not cfg.own_embedding),
-                ("language-model head", not cfg.own_head),
-                ("final state", cfg.taps == _FINAL),
-            )
-            if lent
-        ]
-        if borrowed and width != cfg.target_width:
-            raise ValueError(
-                f"an EAGLE-3 head that uses the target's {' and '.join(borrowed)} must have the "
-                f"target's width {cfg.target_width}, got {width}; give it its own"
-            )
-        if not cfg.own_ids and cfg.network.vocab_size != cfg.target_vocab:
-            raise ValueError(
-                f"an EAGLE-3 head with {cfg.network.vocab_size} draft tokens of {cfg.target_vocab} "
-                "must list them: set own_ids"
-            )
 
     # --- making one ------------------------------------------------------------------------------
 
@@ -227,15 +191,13 @@ class Eagle3Source(FileHead):
         policy: Params | None = None,
         seed: int = 0,
     ) -> tuple[Eagle3Source, Params]:
-        """Makes a new head and its starting parameters.
+        """Makes a new head and its starting parameters, see `Draft.new`.
+
+        Its language-model head and final norm start as copies of the policy's. Its layer is random:
+        one that started from the target's last layer learned no faster.
 
         Args:
-          target: config of the target.
           ids: the target's token ids that it drafts, in any order; None: all.
-          policy: the target's parameters as they are trained: the head's language-model head and
-            final norm then start as copies of the target's. Its layer is random: one that started
-            from the target's last layer learned no faster. None: all parameters are random.
-          seed: seed of the random parameters.
 
         Raises:
           ValueError: ids are outside of the vocabulary, or occur twice.
@@ -275,41 +237,50 @@ class Eagle3Source(FileHead):
 
     # --- files -----------------------------------------------------------------------------------
 
-    layouts = eagle3_config.LAYOUTS
+    @classmethod
+    def is_of(cls, raw: Mapping[str, Any], tensors: Mapping[str, Any]) -> bool:
+        """Says whether files are of an EAGLE-3 head, or of another that `read` refuses by name."""
+        return eagle3_config.kind_of(raw, tensors) is not None
 
     @classmethod
-    def recognises(cls, raw: Mapping[str, Any], tensors: Mapping[str, Any]) -> bool:
-        return eagle3_config.recognises(raw, tensors)
-
-    @classmethod
-    def read(
-        cls,
-        file: Any,
-        raw: Mapping[str, Any],
-        tensors: Mapping[str, Any],
-        target: ModelConfig,
-        overrides: Mapping[str, Any] | None = None,
+    def read_files(
+        cls, file: Any, raw: Mapping[str, Any], tensors: Mapping[str, Any], target, overrides
     ) -> Eagle3Source:
-        """See `Draft.read`.
-
-        Args:
-          overrides: settings in place of those of the files, see
-            `specjax.config.overrides`.
-        """
-        cfg = eagle3_config.read(file, raw, tensors, target, overrides)
-        given = {**raw, **(overrides or {})}
-        assumes = "speculators_model_type" in raw and given.get("norm_before_residual") is None
-        tied = eagle3_config.is_tied(tensors, cfg)
-        remarks = eagle3_config.remarks(raw, tensors, cfg)
-        layout = eagle3_config.layout_of(tensors)
-        return cls(cfg, layout, assumes=assumes, tied=tied, remarks=remarks)
+        eagle3_config.refuse_others(file, raw, tensors)
+        head = HeadFiles("EAGLE-3", file, raw, tensors, target)
+        cfg = eagle3_config.read(head, overrides)
+        given, first = {**raw, **(overrides or {})}, eagle3_config.first_layer(tensors)
+        tied, ignored = (
+            cfg.own_head and "lm_head.weight" not in tensors,
+            eagle3_config.unused(cfg.taps),
+        )
+        remarks, count = [], cfg.network.num_layers
+        if left := sorted(name for name in tensors if name.startswith(ignored or "?")):
+            remarks.append(f"not used with the final state: {', '.join(left)}")
+        if not head.speculators and raw.get("num_hidden_layers", 1) != count:
+            remarks.append(f"num_hidden_layers is {raw['num_hidden_layers']}, and {count} are run")
+        if tied:
+            remarks.append("tie_word_embeddings is true; vLLM then uses the target's lm_head")
+        if not head.speculators and any(x.mixer.window for x in cfg.network.layers):
+            remarks.append("the window is vLLM's; SpecForge and SGLang run this layout without one")
+        return cls.made_of(
+            head,
+            cfg,
+            ignored,
+            f" (the backbone is {cfg.network.model_type}, and of {', '.join(BACKBONES)} only qwen3 "
+            "has q_norm and k_norm: set backbone in draft_overrides if config.json is wrong)",
+            layout="safeailab" if first == "midlayer." else "speculators",
+            assumes=head.speculators and given.get("norm_before_residual") is None,
+            tied=tied,
+            remarks=tuple(remarks),
+        )
 
     def rows(self) -> dict[str, Any]:
         """See `Draft.rows`. `ids` is read from offsets, see `loaded`."""
         cfg, network = self.cfg, self.cfg.network
         d, states = network.hidden_size, len(cfg.taps)
         out: dict[str, Any] = {"norm": norm_row("norm", d), "layers": {}}
-        if cfg.taps != _FINAL:
+        if cfg.taps != FINAL:
             stored = Stored("fc.weight", True)
             out["fc"] = Param((states * cfg.target_width, d), ("embed", "mlp"), stored, matrix=True)
         if cfg.fc_norm == "joined":
@@ -322,22 +293,47 @@ class Eagle3Source(FileHead):
             out["mask_hidden"] = Param(shape, (None,) * 3, Stored("mask_hidden"))
         for number, layer in enumerate(network.layers):
             rows = layer_rows(layer, d) if number else first_layer_rows(layer, d)
-            out["layers"][number] = within(prefix_of(self.layout, number), rows)
+            is_middle = number == 0 and self.layout == "safeailab"
+            out["layers"][number] = within("midlayer." if is_middle else f"layers.{number}.", rows)
         return out | self.own_rows()
 
     @property
     def aliases(self) -> dict[str, str]:
         return {"lm_head.weight": "embed_tokens.weight"} if self.tied else {}
 
-    def saved(self, layout: str, dtype: str) -> tuple[dict[str, Any], Eagle3Source]:
-        """See `Draft.saved`; the layouts are `speculators` and `safeailab`."""
-        raw = eagle3_config.write(self.cfg, layout, dtype)
-        plain = dataclasses.replace(self, layout=layout, writes=True, tied=False)
-        return raw, dataclasses.replace(plain, assumes=False, remarks=())
+    def unwritable(self) -> str | None:
+        mixer, taps = self.network.layers[0].mixer, list(self.cfg.taps)
+        if self.cfg.taps == FINAL:
+            return "files in the layout speculators have no key for a head of the final state"
+        if taps != sorted(taps):
+            return f"files list boundaries in ascending order, got {taps}; reorder columns of fc"
+        if mixer.qkv_bias != mixer.o_bias:
+            return "the layout speculators has biases in all projections of attention or in none"
+        return None
+
+    def saved(self, dtype: str) -> tuple[dict[str, Any], Eagle3Source]:
+        cfg, extra = self.cfg, {}
+        if cfg.taps != FINAL:
+            extra["eagle_aux_hidden_state_layer_ids"] = list(cfg.taps)
+        if cfg.mask_token is not None:
+            extra["mask_token_id"] = cfg.mask_token
+        names = ("eagle3", "Eagle3Speculator"), ("peagle", "PEagleSpeculator")
+        raw = {
+            **config_json(
+                *names[cfg.mask_token is not None], 3, cfg.network, cfg.target_vocab, dtype
+            ),
+            "target_hidden_size": cfg.target_width,
+            "norm_before_residual": cfg.norm_before_residual,
+            "norm_before_fc": cfg.fc_norm == "joined",
+            "fc_norm": cfg.fc_norm == "each",
+            "norm_output": cfg.norm_output,
+            **extra,
+        }
+        return raw, Eagle3Source(cfg, writes=True)
 
     def expressed(self) -> tuple[Eagle3Source, dict[str, Any]]:
-        """See `Draft.expressed`: the five settings by hand, and a head without unusual ones."""
-        cfg, final = self.cfg, self.cfg.taps == _FINAL
+        """See `Draft.expressed`: the five settings by hand."""
+        cfg, final = self.cfg, self.cfg.taps == FINAL
         settings = {
             "aux_hidden_state_layer_ids": "post_norm" if final else list(cfg.taps),
             "norm_before_residual": cfg.norm_before_residual,
@@ -346,8 +342,7 @@ class Eagle3Source(FileHead):
             "backbone": cfg.network.model_type,
         }
         taps = cfg.taps if final else tuple(sorted(cfg.taps))
-        plain = dataclasses.replace(cfg, taps=taps, norm_output=False)
-        return dataclasses.replace(self, cfg=plain), settings
+        return dataclasses.replace(self, cfg=dataclasses.replace(cfg, taps=taps)), settings
 
     # --- for the user ----------------------------------------------------------------------------
 
@@ -360,7 +355,7 @@ class Eagle3Source(FileHead):
 
     def switches(self) -> str:
         cfg = self.cfg
-        taps = "post_norm" if cfg.taps == _FINAL else str(list(cfg.taps))
+        taps = "post_norm" if cfg.taps == FINAL else str(list(cfg.taps))
         unsaid = " (the file does not say it; vLLM then takes true)" if self.assumes else ""
         said = [
             f"aux_hidden_state_layer_ids {taps}",

@@ -110,7 +110,6 @@ class HeadSource(Draft):
     @property
     def taps_width(self) -> int:
         """Returns the width of the target's states that a slot remembers, all taps side by side."""
-        raise NotImplementedError(f"{type(self).__name__} must have a property `taps_width`")
 
     def bound(self, params: Params) -> Any:
         """Returns the network with its parameters, which the methods below take as `head`.
@@ -118,7 +117,6 @@ class HeadSource(Draft):
         Args:
           params: the draft's parameters, without the entry `vocabulary`.
         """
-        raise NotImplementedError(f"{type(self).__name__} must have a method `bound`")
 
     def fused(self, head: Any, states: Float[Array, "B T taps_width"]) -> Float[Array, "B T D"]:
         """Makes h of the target's states; by default they are h."""
@@ -130,7 +128,6 @@ class HeadSource(Draft):
 
     def module_pages(self, room: Room) -> Any:
         """Makes the pages of one module, a tree of arrays [P K page_size H]."""
-        raise NotImplementedError(f"{type(self).__name__} must have a method `module_pages`")
 
     def run_module(
         self,
@@ -157,7 +154,6 @@ class HeadSource(Draft):
           states for the language-model head, states to recycle, and scratch, whose `pages` are a
           tree as `module_pages` makes it.
         """
-        raise NotImplementedError(f"{type(self).__name__} must have a method `run_module`")
 
     def own_proposal(self, model: Any, params: Params, normed: Float[Array, "B R D"]) -> Proposal:
         """Proposes what follows normed states; by default by the target's language-model head."""

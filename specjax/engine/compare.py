@@ -26,9 +26,8 @@ from specjax.decode.noise import request_keys, target_noise
 from specjax.decode.options import Features, Options
 from specjax.decode.sampling import context_of, count_tokens, root_rows
 from specjax.decode.tree import chain_bits
-from specjax.engine.options import features_of, option_rows
-from specjax.engine.prompts import padded_widths
-from specjax.engine.request import Job
+from specjax.engine.request import Job, features_of, option_rows
+from specjax.engine.settings import padded_widths
 from specjax.interfaces import Room, Where
 from specjax.memory import Commit, commit, empty
 from specjax.models.transformer import graphdef
@@ -210,7 +209,7 @@ def _logits_by_program(runner, context: np.ndarray) -> np.ndarray:
     """The next-token logits [3 V] of a context by full forward, one-row and tree-row decoding."""
     rows = runner.tree.rows if runner.tree else 2
     tokens = np.broadcast_to(_padded(runner, context), (runner.batch, _width(runner, context)))
-    inputs = runner.params, tokens, np.int32(len(context))
+    inputs = runner.weights.policy, tokens, np.int32(len(context))
     with sharding.ambient(runner.mesh), precision_of(runner.cfg):
         return np.stack(
             [

@@ -17,20 +17,19 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Several
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.engine.base import BaseEngine, PerEngine
-from specjax.engine.checksum import checksum
+from specjax.engine.base import BaseEngine
 from specjax.engine.engine import Engine
 from specjax.engine.replicas import POLL, Replicas
 from specjax.engine.request import Job, SampleOutput, Totals
-from specjax.engine.sequence import Finished, Sequence
+from specjax.engine.sequence import Finished, Progress, Sample
+from specjax.engine.weights import checksum, require_equal
 from specjax.interfaces import Axes, Params
 from specjax.models.transformer import split_layout
 from specjax.parallel import sharding
@@ -70,7 +69,7 @@ class IdleWork(Protocol):
 
     seconds_needed: float
 
-    def use_idle(self, replicas: Several[int], seconds: float) -> bool:
+    def use_idle(self, replicas: Sequence[int], seconds: float) -> bool:
         """Starts a piece of work on an idle replica; called often, and never waits.
 
         Args:
@@ -108,7 +107,7 @@ class Copies:
 
     def __init__(
         self,
-        places: Several[jax.sharding.Mesh],
+        places: Sequence[jax.sharding.Mesh],
         training: jax.sharding.Mesh | None = None,
     ):
         grid = np.concatenate([place.devices for place in places])
@@ -239,14 +238,14 @@ class SharedSample:
       job: the sample to generate.
       owner: index of the group that runs it, see `ProcessGroup`.
       sample: the sample as of the last exchange.
-      local: its sequence in this process's engine; None: another group runs it.
+      local: the sample in this process's engine; None: another group runs it.
     """
 
     number: int
     job: Job
     owner: int
     sample: SampleOutput
-    local: Sequence | None = None
+    local: Sample | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -290,8 +289,6 @@ class Hosts(BaseEngine):
         none.
     """
 
-    controller, watcher = PerEngine(), PerEngine()
-
     def __init__(
         self,
         own: Engine | Replicas,
@@ -304,7 +301,7 @@ class Hosts(BaseEngine):
         self._group = group or copies.group
         self.runner, self.spec, self.limits = own.runner, own.spec, own.limits
         self.engines = own.engines if self._group.index >= 0 else ()
-        self.unfinished, self.telemetry = own.unfinished, own.telemetry
+        self.telemetry = own.telemetry
         self.idle_work: IdleWork | None = None
         if isinstance(own, Replicas):
             own.on_poll = self._poll
@@ -357,57 +354,55 @@ class Hosts(BaseEngine):
         placed = self._copied("policy", params, cfg.tie_embeddings, convert)
         heads, moved = [None] * len(placed), self.copies.received
         if head is not None:
-            heads = self._copied("draft", head, False)
+            heads = self._copied("draft", head)
             moved += self.copies.received
         # The engine for evaluation runs on the first replica of the process only, so `engines` may
         # be fewer than `placed`.
         for engine, here, draft in zip(self.engines, placed, heads, strict=False):
             engine.set_params(here, draft, running)
-            engine.runner.moved += moved
+            engine.runner.weights.moved += moved
 
-    def set_draft_ids(self, ids: Several[int] | None = None) -> None:
+    def set_draft_ids(self, ids: Sequence[int] | None = None) -> None:
         """See `BaseEngine.set_draft_ids`; without ids, each process would choose its own."""
         if ids is None:
             raise ValueError(
                 "each process has counted its own samples; give the ids to draft from, the same on "
                 "all processes"
             )
-        self._check_draft_ids(ids)
+        self._check_draft_ids()
         self.own.set_draft_ids(ids)
 
     def release(self, weights: bool = True) -> None:
         self.own.release(weights)
 
-    def _copied(self, name: str, tree: Params, tied: bool, convert: Callable | None = None):
-        placed = self.copies(tree, self.runner.axes, convert)
+    def _copied(
+        self, name: str, tree: Params, tied: bool = False, convert: Callable | None = None
+    ) -> list[Params]:
+        """Copies weights to each replica of this process, and compares checksums."""
+        placed = self.copies(tree, self.runner.weights.axes, convert)
         if jax.tree.leaves(tree):
-            dtype = self.runner.cfg.run.compute_dtype
-            repeated = self.runner.repeated
-            sent = arrived = checksum(tree, dtype, tied, sharding.fetch, repeated)
-            if placed:
-                arrived = checksum(placed[0], dtype, tied, repeated=repeated)
-            if sent != arrived:
-                raise RuntimeError(
-                    f"the {name}'s weights have checksum {sent:08x} where they are trained, and "
-                    f"{arrived:08x} on process {jax.process_index()}; expected the same. The copy "
-                    "between hosts is broken: do not trust what is generated"
-                )
+            dtype, repeated = self.runner.cfg.run.compute_dtype, self.runner.weights.repeated
+            sent = checksum(tree, dtype, tied, sharding.fetch, repeated)
+            for first in placed[:1]:
+                require_equal(name, sent, checksum(first, dtype, tied, repeated=repeated))
         return placed
 
     # --- samples ---------------------------------------------------------------------------------
 
-    def queue(self, sequence: Sequence) -> SharedSample:
-        job, sample = sequence.job, sequence.output()
-        together = self._prompts.setdefault(job.prompt_hash, {})
+    def make(self, job: Job, progress: Progress | None = None) -> Sample:
+        return self.own.make(job, progress)
+
+    def queue(self, sample: Sample) -> SharedSample:
+        together = self._prompts.setdefault(sample.job.prompt_hash, {})
         owner = next(iter(together)).owner if together else self._load.index(min(self._load))
         self._added += 1
-        shared = SharedSample(self._added, job, owner, sample)
+        shared = SharedSample(self._added, sample.job, owner, sample.output())
         together[shared] = None
         self._load[owner] += 1
         self._running[shared.number] = shared
         if owner == self._group.index:
-            shared.local = self.own.queue(sequence)
-            self._local[sequence] = shared
+            shared.local = self.own.queue(sample)
+            self._local[sample] = shared
         return shared
 
     def _forget(self, shared: SharedSample) -> None:
@@ -433,7 +428,7 @@ class Hosts(BaseEngine):
 
     def generate(
         self,
-        jobs: Several[Job],
+        jobs: Sequence[Job],
         on_progress: Callable[[int, Totals], None] | None = None,
         on_sample: Callable[[int, SampleOutput], None] | None = None,
     ) -> tuple[list[SampleOutput], Totals]:
@@ -449,7 +444,7 @@ class Hosts(BaseEngine):
         self._running: dict[int, SharedSample] = {}  # by number
         self._prompts: dict[int, dict[SharedSample, None]] = {}  # by prompt
         self._load = [0] * self._group.count  # number of samples, by owner
-        self._local: dict[Sequence, SharedSample] = {}  # samples of the own engine
+        self._local: dict[Sample, SharedSample] = {}  # samples of the own engine
         # Those that ended and were not told of yet.
         self._judged: dict[SharedSample, tuple[SampleOutput, Judgement | None]] = {}
         self.own.clear()
@@ -478,19 +473,19 @@ class Hosts(BaseEngine):
         if self._group.reports:
             for event in ended:
                 shared = self._local[event.sequence]
-                verdict = self._judge and self._judge(shared.job, event.sample)
-                self._judged[shared] = event.sample, verdict
-            news = self._ended() + self._came_further()
+                judgement = self._judge and self._judge(shared.job, event.sample)
+                self._judged[shared] = event.sample, judgement
+            news = self._news()
         events = []
         everyones = self._exchange((news, needed), "rollout")
         self._interval = max(EXCHANGE, _ROOM * max(seconds for _, seconds in everyones))
-        for news, _ in everyones:
-            for number, begin, sample, has_ended, verdict in news:
-                shared = self._running[number]
-                shared.sample = joined(shared.sample, begin, sample)
-                if has_ended:
-                    events.append(Finished(shared, shared.sample, verdict))
-                    self._forget(shared)
+        told = [item for items, _ in everyones for item in items]
+        for number, begin, sample, has_ended, verdict in told:
+            shared = self._running[number]
+            shared.sample = joined(shared.sample, begin, sample)
+            if has_ended:
+                events.append(Finished(shared, shared.sample, verdict))
+                self._forget(shared)
         return events
 
     def _poll(self) -> bool:
@@ -502,30 +497,31 @@ class Hosts(BaseEngine):
         seconds = self._until - self.runner.agreement.now
         return self.idle_work.use_idle(self._idle_replicas, seconds)
 
-    def _ended(self) -> list[tuple]:
-        """The news of own samples that ended, and of which the judgement is done."""
+    def _news(self) -> list[tuple[int, int, SampleOutput, bool, Any]]:
+        """The news of own samples that ended and are judged, and of those that have more tokens.
+
+        Returns:
+          for each the sample's number, the index of its first new token, the part of it that is
+          new, whether it has ended, and the verdict.
+        """
         if self._judged and not self.own.has_work:
             _, first = next(iter(self._judged.values()))
             if first is not None and not first.done():
                 first.wait(EXCHANGE)
-        return [
-            (*self._news(shared, sample), True, judgement and judgement.result())
+        known = [
+            (shared, sample, True, judgement and judgement.result())
             for shared, (sample, judgement) in self._judged.items()
             if judgement is None or judgement.done()
+        ] + [
+            (shared, local.output(), False, None)
+            for local, shared in self._local.items()
+            if shared not in self._judged and len(local.tokens) > len(shared.tokens)
         ]
-
-    def _came_further(self) -> list[tuple]:
-        """The news of own running samples that have more tokens than at the last exchange."""
         news = []
-        for local, shared in self._local.items():
-            if shared not in self._judged and len(local.tokens) > len(shared.tokens):
-                news.append((*self._news(shared, local.output()), False, None))
+        for shared, sample, has_ended, verdict in known:
+            begin = min(len(shared.tokens), len(sample.token_ids))
+            news.append((shared.number, begin, rest_of(sample, begin), has_ended, verdict))
         return news
-
-    def _news(self, shared: SharedSample, sample: SampleOutput) -> tuple[int, int, SampleOutput]:
-        """The number of a sample, its first new token's index, and the part of it that is new."""
-        begin = min(len(shared.tokens), len(sample.token_ids))
-        return shared.number, begin, rest_of(sample, begin)
 
 
 # The fields of `SampleOutput` that have one entry per token, or are None.

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence as Several
+from collections.abc import Sequence
 
 from specjax.config import SpecConfig, Strategy
 from specjax.control import ControlConfig
-from specjax.engine.prompts import padded_widths
 from specjax.kernels.names import GPUS, check_attention
 from specjax.spelling import SettingError, checks_keywords
 from specjax.weights.matrix import check_products
 
 PREFILL_TOKENS = 512  # approximate tokens of one prefill, over all its rows
-
-
-def stretched(chunk_tokens: int, stretch: int, rows: int, window: int = 0) -> int:
-    """Tokens per slot that a chunk of `rows` rows can emit, see `EngineConfig.stretch`.
-
-    Args:
-      window: number of tokens whose states the draft keeps while plain decoding runs, since a chunk
-        must not emit more; 0: there is no such limit.
-    """
-    tokens = chunk_tokens * max(1, stretch // rows)
-    return min(tokens, max(chunk_tokens, window)) if window else tokens
 
 
 @checks_keywords
@@ -41,7 +29,7 @@ class EngineConfig:
         multiple of 16, and of 64 for GPUs); 0 gives each sequence one page of full length.
       cache_bytes: largest size of the pages of all caches, in bytes. None takes what all slots at
         full length need, and for each of nine more samples, which wait for a row, up to 2,048
-        positions; in an `LLM` no more than `specjax.engine.cache_budget` says, if one sample of
+        positions; in an `LLM` no more than `specjax.engine.llm.cache_budget` says, if one sample of
         full length fits into that. Where pages run out, samples are preempted.
       prefill_chunk: number of prompt tokens that are read at a time, best a multiple of the page
         size: pieces are written by the largest number of rows that divides both.
@@ -76,23 +64,23 @@ class EngineConfig:
             raise ValueError(f"order must be 'fifo' or 'longest_first', got {self.order!r}")
         check_products(self.products)
         check_attention(self.attention)
-        if self.chunk_tokens < 1:
-            raise _too_small("chunk_tokens", 1, self.chunk_tokens)
-        if self.stretch < 1:
-            raise _too_small("stretch", 1, self.stretch)
-        if self.prefill_chunk < 16:
-            raise _too_small("prefill_chunk", 16, self.prefill_chunk)
-        if self.page_size is not None and self.page_size < 0:
-            raise SettingError(
-                lambda spell: (
-                    f"{spell('page_size')} must be positive, or 0 for one page per sequence; "
-                    f"got {self.page_size}"
-                )
-            )
+        for name, least in (("chunk_tokens", 1), ("stretch", 1), ("prefill_chunk", 16)):
+            _at_least(name, least, getattr(self, name))
+        if self.page_size is not None:  # 0 is one page per sequence
+            _at_least("page_size", 0, self.page_size)
 
 
-def _too_small(name: str, least: int, got: int) -> SettingError:
-    return SettingError(lambda spell: f"{spell(name)} must be at least {least}, got {got}")
+def _at_least(name: str, least: int, got: int) -> None:
+    if got < least:
+        raise SettingError(lambda spell: f"{spell(name)} must be at least {least}, got {got}")
+
+
+def padded_widths(max_len: int) -> list[int]:
+    """The lengths that prompts are padded to: 16, 32, 64, .. and `max_len`."""
+    widths = [min(16, max_len)]
+    while widths[-1] < max_len:
+        widths.append(min(widths[-1] * 2, max_len))
+    return widths
 
 
 def powers(batch: int, base: int) -> list[int]:
@@ -149,22 +137,22 @@ def require_speculation(spec: SpecConfig | None) -> None:
 
 
 def piece_widths(
-    config: EngineConfig, max_len: int, asked: Several[int] | None, platform: str = "cpu"
+    config: EngineConfig, max_len: int, given: Sequence[int] | None, platform: str = "cpu"
 ) -> list[int]:
     """The lengths that pieces of prompts are padded to, ascending, all multiples of 16.
 
     The last one is the longest piece, and all pieces of a prompt start at multiples of it.
 
     Args:
-      asked: lengths that the caller wants; None: powers of two, on GPUs every other one.
+      given: lengths that the caller wants; None: powers of two, on GPUs every other one.
     """
     longest = min(config.prefill_chunk // 16 * 16, -(-max_len // 16) * 16)
     by_default = padded_widths(longest)[1::2] if platform in GPUS else padded_widths(longest)
-    widths = by_default if asked is None else [-(-w // 16) * 16 for w in asked]
+    widths = by_default if given is None else [-(-w // 16) * 16 for w in given]
     return sorted({w for w in widths if w < longest} | {longest})
 
 
-def end_of_pieces(max_len: int, widths: Several[int]) -> int:
+def end_of_pieces(max_len: int, widths: Sequence[int]) -> int:
     """The position at which the padded pieces of the longest prompt end; 0: there are none.
 
     A prompt's last token is not read. No shorter prompt's pieces end later, because a shorter last

@@ -200,7 +200,7 @@ def test_offsets_become_ascending_ids_with_their_columns_and_back():
     for token, column in zip(ids, params["lm_head"].T, strict=True):
         place = loaded["ids"].tolist().index(token)
         np.testing.assert_array_equal(loaded["lm_head"][:, place], column)
-    raw, writer = source.saved("speculators", "float32")
+    raw, writer = source.saved("float32")
     stored = writer.stored(loaded)
     assert stored.keys() == writer.rows().keys() and raw["draft_vocab_size"] == 10
     assert np.flatnonzero(stored["t2d"]).tolist() == sorted(ids)

@@ -29,7 +29,7 @@ def heads(thin_policy, tmp_path_factory):
     source, params = Eagle3Source.new(target.replace(mtp_num_layers=0), seed=5)
     cfg = dataclasses.replace(source.cfg, **RIGHT)
     source = dataclasses.replace(source, cfg=cfg)
-    save_draft_files(place / "right", source, params, "safeailab", "float32")
+    save_draft_files(place / "right", source, params, "float32")
     shutil.copytree(place / "right", place / "wrong")
     file = place / "wrong" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"norm_before_residual": False}))

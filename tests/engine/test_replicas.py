@@ -37,7 +37,9 @@ def tokens(outputs):
 
 def test_replicas_share_the_work_and_emit_the_tokens_of_one_engine():
     llm = replicated()
-    placed = [jax.tree.leaves(engine.runner.params)[0].devices() for engine in llm.engine.engines]
+    placed = [
+        jax.tree.leaves(engine.runner.weights.policy)[0].devices() for engine in llm.engine.engines
+    ]
     assert [len(devices) for devices in placed] == [2, 2] and not placed[0] & placed[1]
     shares = []
     for engine in llm.engine.engines:

@@ -3,8 +3,7 @@
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from specjax.engine.detokenize import IncrementalDetokenizer
-from specjax.engine.stops import StopStrings
+from specjax.engine.text import IncrementalDetokenizer, StopStrings
 
 
 def decode(ids):

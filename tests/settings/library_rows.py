@@ -23,7 +23,7 @@ from specjax.decode.state import RowMap
 from specjax.drafts.eagle3 import Eagle3Source
 from specjax.drafts.mtp import init_head_params
 from specjax.engine.engine import Engine
-from specjax.engine.plans import make_plans
+from specjax.engine.programs import make_plans
 from specjax.engine.request import decoder_of, make_jobs
 from specjax.engine.sources import load_source
 from specjax.engine.vocabulary import draft_ids
@@ -144,7 +144,7 @@ def chunk_of(engine: Engine, features: Features) -> str:
     rows = runner.alone(RowMap(np.arange(2, dtype=np.int32), np.ones(2, bool), table))
     plan = runner.program_of(next(iter(runner.plans)), features).plan
     program = functools.partial(runner._chunk_program, plan, features, 2)
-    inputs = runner.params, runner.draft, runner.state, rows, Until.of(4)
+    inputs = runner.weights.policy, runner.weights.draft, runner.state, rows, Until.of(4)
     return re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(program)(*inputs)))
 
 
@@ -163,7 +163,7 @@ def eagle3_files_for(cfg: ModelConfig) -> str:
     """The directory of a new EAGLE-3 head for a policy."""
     path = scratch(f"eagle3-{cfg.vocab_size}")
     if not path.exists():
-        save_draft_files(path, *Eagle3Source.new(cfg), "speculators", "float32")
+        save_draft_files(path, *Eagle3Source.new(cfg), "float32")
     return str(path)
 
 
@@ -273,7 +273,7 @@ ENGINE = {
     "cache_bytes": Row(100_000, lambda config: runner_of(config).pages),
     "prefill_chunk": Row(32, lambda config: engine_of(None, config).piece_widths),
     "order": Row("longest_first", first_to_start),
-    "follow_ups": Row(True, lambda config: engine_of(None, config)._others_wait),
+    "follow_ups": Row(True, lambda config: engine_of(None, config).config.follow_ups),
     "named_strategies": Row(False, reached),
     "attention": Row(other_kernel, kernel),
     "products": Row(other_products, products),
