@@ -21,11 +21,12 @@ from specjax.command_line import ConfigError, fingerprint
 from specjax.config.spec import TELEMETRY_VARIABLE
 from specjax.engine.base import BaseEngine
 from specjax.engine.engine import Engine
-from specjax.engine.hosts import Copies, Hosts, Judgement
+from specjax.engine.hosts import Hosts, Judgement
 from specjax.engine.replicas import Replicas
 from specjax.engine.request import Job, SampleOutput
 from specjax.kernels import dispatch
 from specjax.parallel import distributed, heartbeat
+from specjax.parallel.copies import Copies
 from specjax.parallel.heartbeat import Heartbeat
 from specjax.telemetry import Collector
 from train.cli import INTERRUPTED

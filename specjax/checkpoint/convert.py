@@ -60,13 +60,7 @@ from specjax.error_text import first_line
 from specjax.hub import find_model
 from specjax.tokenizer import MORE_TEMPLATES, TOKENIZER_FILES, check_files
 from specjax.weights import AUTO, load_tokenizer, open_checkpoint, recognised
-from specjax.weights.safetensors import (
-    CONFIG,
-    HEAD_FILE,
-    INDEX,
-    WEIGHTS,
-    open_files,
-)
+from specjax.weights.safetensors import CONFIG, HEAD_FILE, INDEX, WEIGHTS, open_files
 
 # Files of `save_draft`.
 _HEAD_NAMES = {

@@ -29,26 +29,12 @@ from specjax.config.model import Layer
 from specjax.config.stacks import part_of, stacks
 from specjax.drafts import vocabulary
 from specjax.drafts.head import WINDOW, HeadSource
-from specjax.interfaces import (
-    Axes,
-    DraftFiles,
-    DraftNeeds,
-    Memory,
-    Param,
-    Room,
-    Scratch,
-    Where,
-)
+from specjax.interfaces import Axes, DraftFiles, DraftNeeds, Memory, Param, Room, Scratch, Where
 from specjax.kernels import dispatch
 from specjax.memory import KVCache, cost
 from specjax.models.layers import block, draw, rms_norm
 from specjax.models.rows import axes_of, fuse, fused_rows, layer_rows, merge_axes, param_axes
-from specjax.models.transformer import (
-    Params,
-    angles_of,
-    embed_tokens,
-    layers_by_kernel,
-)
+from specjax.models.transformer import Params, angles_of, embed_tokens, layers_by_kernel
 from specjax.parallel.context import Context
 from specjax.parallel.sharding import whole_rows
 from specjax.weights.matrix import PLAIN, cast, dot, pack, unpack

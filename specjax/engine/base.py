@@ -144,19 +144,6 @@ class BaseEngine(abc.ABC):
             given, and are not chosen by what is emitted.
         """
 
-    def _check_draft_ids(self) -> None:
-        """Raises ValueError if the ids to draft from cannot be changed."""
-        if self.runner.weights.ids is None:
-            raise ValueError(
-                "the draft proposes tokens of the whole vocabulary; give SpecConfig(draft_vocab=N) "
-                "at the start to have it propose N of them"
-            )
-        if not self.spec.by_token:
-            raise ValueError(
-                f"acceptance {self.spec.acceptance!r} is exact only with the ids to draft from "
-                "that it began with; use acceptance 'coupled'"
-            )
-
     @abc.abstractmethod
     def release(self, weights: bool = True) -> None:
         """Frees the device memory of weights and caches until the next `set_params`.
@@ -249,6 +236,14 @@ class BaseEngine(abc.ABC):
     @abc.abstractmethod
     def clear(self) -> None:
         """Drops all samples that wait or run."""
+
+    def require_ended(self) -> None:
+        """Raises RuntimeError if samples are not finished."""
+        if self.outstanding:
+            raise RuntimeError(
+                f"{self.outstanding} samples are not finished; step() until they are, or suspend() "
+                "them and add them again later"
+            )
 
     def require_no_work(self) -> None:
         """Raises RuntimeError if samples of `add` are not finished."""

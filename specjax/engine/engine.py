@@ -26,20 +26,14 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from specjax import control as controllers
 from specjax.config import ModelConfig, SpecConfig
 from specjax.config.spec import RANDOM_DRAFT
-from specjax.control import (
-    OFF,
-    ControlConfig,
-    Controller,
-    Goodput,
-    Observation,
-    Static,
-    make_controller,
-)
+from specjax.control import OFF, ControlConfig, Controller, Observation, Static
 from specjax.decode.chunk import Result
 from specjax.decode.report import Rejections
 from specjax.decode.state import RUNNING
+from specjax.engine import settings
 from specjax.engine.base import BaseEngine
 from specjax.engine.chunks import Chunk, InFlight, NextChunk, choose_program
 from specjax.engine.pages import PagePool
@@ -47,13 +41,7 @@ from specjax.engine.request import Limits, SampleOutput
 from specjax.engine.runner import FEW, Runner, admission_of, piece_of, place_size, row_map_of
 from specjax.engine.scheduler import LengthHistory, Prompt, Scheduler
 from specjax.engine.sequence import Finished, ResultLists, Sample, Unfinished, Watcher
-from specjax.engine.settings import (
-    EngineConfig,
-    bucket_base,
-    piece_widths,
-    powers,
-    strategies_of,
-)
+from specjax.engine.settings import EngineConfig
 from specjax.engine.start_up import Programs, compile_ahead
 from specjax.engine.vocabulary import DraftedIds
 from specjax.interfaces import Draft, FinishedSample
@@ -99,7 +87,6 @@ class Engine(BaseEngine):
       controller: the controller that chooses the strategy of each chunk.
       unfinished: the samples that have not ended.
       buckets: compiled batch sizes, ascending; one in `invariant` mode.
-      slots: the most sequences that have a row at once, `batch` or fewer.
       piece_widths: lengths that pieces of prompts are padded to, ascending.
       telemetry: the collector of rejected drafts; None unless `spec` turns it on.
       watcher: object that is called with the results of each chunk; None: there is none.
@@ -143,14 +130,17 @@ class Engine(BaseEngine):
             stop_width,
             mesh,
             source,
-            strategies_of(spec, control),
+            settings.strategies_of(spec, control),
             self.config,
             most_cache_bytes,
-            piece_widths(self.config, max_len, prompt_widths, platform),
+            self._widths(platform),
         )
         self.limits = Limits(cfg, max_len, stop_width, spec.acceptance if spec else None)
         self.size_for(platform)
-        self.controller, self._plain = self._controller(), Static(OFF)
+        self.controller, self._plain = Static(runner.plan.strategy), Static(OFF)
+        if control is not None:
+            strategies = [plan.strategy for plan in runner.plans.values()]
+            self.controller = controllers.make_controller(control, strategies)
         self.telemetry = Collector() if spec and spec.telemetry_on else None
         self.watcher: Watcher | None = None
         self.lengths = LengthHistory()
@@ -185,35 +175,22 @@ class Engine(BaseEngine):
         They are those of the engine's own devices; a plan sets them for devices that others stand
         for. Programs that are compiled for other sizes are not used.
         """
-        widths = piece_widths(self.config, self.max_len, self._prompt_widths, platform)
-        self.piece_widths = widths
-        base = bucket_base(platform)
-        self.buckets = [self.batch] if self.runner.plan.invariant else powers(self.batch, base)
+        self.piece_widths = self._widths(platform)
+        base = settings.bucket_base(platform)
+        is_one = self.runner.plan.invariant
+        self.buckets = [self.batch] if is_one else settings.powers(self.batch, base)
 
-    def _controller(self) -> Controller:
-        if self.control is None:
-            own = self.runner.plan.strategy
-            return make_controller(ControlConfig(controller="static", strategies=(own,)))
-        return make_controller(self.control, [p.strategy for p in self.runner.plans.values()])
+    def _widths(self, platform: str) -> list[int]:
+        return settings.piece_widths(self.config, self.max_len, self._prompt_widths, platform)
 
-    def clear(self, slots: int | None = None) -> None:
-        """Drops all samples that wait or run.
-
-        Args:
-          slots: number of slots to use from now on, at most `batch`; None: all. Fewer slots run in
-            the smaller buckets, as the tail of a rollout does, and compile nothing.
-        """
-        slots = self.batch if slots is None else slots
-        if not 1 <= slots <= self.batch:
-            raise ValueError(f"slots must be between 1 and {self.batch}, got {slots}")
-        runner, self.slots = self.runner, slots
-        self.unfinished = Unfinished()
+    def clear(self) -> None:
+        runner, self.unfinished = self.runner, Unfinished()
 
         def expected_length(sample: Sample) -> float | None:
             return self.lengths.expected(sample.job.prompt_hash)
 
         self.scheduler = Scheduler(
-            slots + runner.extra_slots,
+            self.batch + runner.extra_slots,
             runner.prompts - 1,
             PagePool(runner.pages),
             runner.page_size,
@@ -255,26 +232,21 @@ class Engine(BaseEngine):
         Returns:
           whether the engines have equal programs; else nothing changes.
         """
-        if self.has_programs_of(other):
+        equal = self.has_programs_of(other)
+        if equal:
             self.runner.share_programs(other.runner)
-            return True
-        return False
+        return equal
 
     def has_programs_of(self, other: Engine) -> bool:
         """Whether an engine with the same draft source has equal settings and devices."""
-        mine, theirs = (
-            (
-                engine.runner.cfg,
-                engine.runner.mesh,
-                engine.spec,
-                engine.config,
-                [*engine.runner.plans],
-                (engine.batch, engine.max_len, engine.runner.stop_width),
-                engine.piece_widths,
-            )
-            for engine in (self, other)
-        )
-        return mine == theirs
+        return self._settings == other._settings
+
+    @property
+    def _settings(self) -> tuple:
+        """All that decides which programs are compiled, besides the draft source."""
+        runner, sizes = self.runner, (self.batch, self.max_len, self.runner.stop_width)
+        plans = tuple(runner.plans)
+        return runner.cfg, runner.mesh, self.spec, self.config, plans, sizes, self.piece_widths
 
     def start_lines(self) -> list[str]:
         """Lines for the log at the start: whether the engine speculates, how, and on which kernel.
@@ -304,7 +276,7 @@ class Engine(BaseEngine):
         self.drain()
         # Samples that wait for a row hold nothing but what was read, and read it again.
         recompute = running == "recompute" or not self._draft_is_finite
-        self._preempt_all(keep=True, first=0 if recompute else self.slots)
+        self._preempt_all(keep=True, first=0 if recompute else self.batch)
         self.scheduler.forget_prompts()
         self.stale_positions += self.scheduler.positions
         if head is not None and head is not self._watched:
@@ -368,15 +340,15 @@ class Engine(BaseEngine):
             self._watched = head
 
     def set_draft_ids(self, ids: Sequence[int] | None = None) -> None:
-        self._check_draft_ids()
+        if self.drafted is None:
+            raise ValueError(
+                "the draft proposes tokens of the whole vocabulary; give SpecConfig(draft_vocab=N) "
+                "at the start to have it propose N of them"
+            )
         self.drafted.set(ids)
 
     def release(self, weights: bool = True) -> None:
-        if self.outstanding:
-            raise RuntimeError(
-                f"{self.outstanding} samples are not finished; step() until they are, or suspend() "
-                "them and add them again later"
-            )
+        self.require_ended()
         self.drain()
         self.runner.state = self.runner.kept = self.runner.mark = None
         if weights:
@@ -395,7 +367,7 @@ class Engine(BaseEngine):
     @property
     def running(self) -> list[Sample]:
         """The samples that have a row as far as the host knows, in the order of their starts."""
-        return list(self.scheduler.running.values())[: self.slots]
+        return list(self.scheduler.running.values())[: self.batch]
 
     def queue(self, sample: Sample) -> Sample:
         sample.replica = self.replica
@@ -485,7 +457,7 @@ class Engine(BaseEngine):
         Several hosts of a replica have clocks that differ, and compile all programs at first.
         """
         controller = getattr(self.controller, "inner", self.controller)  # of a `Gate`
-        chooses = isinstance(controller, Goodput) and OFF in self.runner.plans
+        chooses = isinstance(controller, controllers.Goodput) and OFF in self.runner.plans
         return chooses and not self.runner.agreement.is_shared
 
     def _warm_up_if_due(self) -> None:
@@ -535,7 +507,7 @@ class Engine(BaseEngine):
         It is called before the first chunk of an engine that was not warmed up, while nothing is in
         the caches.
         """
-        runner, first = self.runner, list(self.unfinished)[: self.slots]
+        runner, first = self.runner, list(self.unfinished)[: self.batch]
         strategy = next(iter(runner.plans)) if self.warm_rows else OFF
         features, bucket = choose_program(runner, self.buckets, self.unfinished, strategy, first)
         compile_ahead([Programs(runner, {}, {bucket: [strategy]})], [features])
@@ -544,7 +516,7 @@ class Engine(BaseEngine):
     @property
     def _rows_are_taken_over(self) -> bool:
         """Whether waiting samples take over rows that become free, within a chunk."""
-        return self.scheduler.has_waiting or len(self.scheduler.running) > self.slots
+        return self.scheduler.has_waiting or len(self.scheduler.running) > self.batch
 
     def drain(self) -> None:
         """Waits for all chunks that were enqueued, and reads their results."""
@@ -571,9 +543,9 @@ class Engine(BaseEngine):
         self._make_room()
         scheduler, running, room = self.scheduler, self.scheduler.running, self.config.prefill_chunk
         idle, few = not running, scheduler.free < FEW and not scheduler.is_reading
-        if few and len(running) > self.slots:
+        if few and len(running) > self.batch:
             room = 0
-        while (len(running) < self.slots if idle else room > 0) and (read := self._read_prompts()):
+        while (len(running) < self.batch if idle else room > 0) and (read := self._read_prompts()):
             room -= read
             if idle:
                 self._start()
@@ -584,15 +556,15 @@ class Engine(BaseEngine):
         """Reserves pages for what running samples may emit; preempts the latest if need be."""
         scheduler = self.scheduler
         self._rows = self._next_chunk.rows(
-            len(scheduler.running), self.slots, scheduler.has_waiting
+            len(scheduler.running), self.batch, scheduler.has_waiting
         )
         while True:
             scheduler.ahead = self._in_flight.max_tokens + self.runner.most_tokens(self._rows)
             latest = scheduler.reserve()
             if latest is None:
                 return
-            if self._rows < self.slots:  # a shorter chunk needs less
-                self._rows = self.slots
+            if self._rows < self.batch:  # a shorter chunk needs less
+                self._rows = self.batch
             elif self._in_flight:
                 self.drain()  # what the samples have emitted must be known first
             else:
@@ -665,9 +637,9 @@ class Engine(BaseEngine):
             return False
         # Further samples, not in the row map, wait for rows that become free.
         others = self.scheduler.has_waiting or self.others_wait or self.config.follow_ups
-        controller = self._controller_for(min(len(samples), self.slots))
+        controller = self._controller_for(min(len(samples), self.batch))
         chunk = self._next_chunk(
-            samples, self.slots, self._rows, self.buckets, controller, self.unfinished, others
+            samples, self.batch, self._rows, self.buckets, controller, self.unfinished, others
         )
         ended = list(self._ended)[-chunk.spare :] if chunk.spare else []
         ended = ended if runner.drafts_from_others else []

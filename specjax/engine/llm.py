@@ -39,7 +39,7 @@ from specjax.engine.request import (
     make_jobs,
     require_valid,
 )
-from specjax.engine.sequence import News, Sample, SampleStream
+from specjax.engine.sequence import SampleStream
 from specjax.engine.settings import EngineConfig
 from specjax.engine.sources import head_class, load_source, require_same_draft, settle_draft
 from specjax.engine.start_up import StartUp
@@ -83,19 +83,6 @@ class Piece(NamedTuple):
     text: str
     token_ids: list[int]
     output: SampleOutput | None
-
-
-class _Streams:
-    """A watcher of engines that passes the news of samples on to their streams."""
-
-    def __init__(self):
-        self.by_sample: dict[Sample, SampleStream] = {}
-
-    def chunk(self, strategy: str, bucket: int, rounds: int) -> None:
-        """See `specjax.engine.sequence.Watcher`."""
-
-    def news(self, sequence: Sample, news: News) -> None:
-        self.by_sample[sequence].add(news)
 
 
 @checks_keywords
@@ -447,33 +434,28 @@ class LLM:
         return self._streamed(jobs)
 
     def _streamed(self, jobs: list[Job]) -> Iterator[Piece]:
-        streams, engines = _Streams(), self.engine.engines
         self.engine.require_no_work()
         started = time.perf_counter()
         self.totals = totals = Totals(self.engine.runner.steps)
-        self.differences = None
-        running = {self.engine.add(job): job for job in jobs}
-        for sequence, job in running.items():
+        self.differences, streams = None, {}
+        for job in jobs:
             decode = decoder_of(self.tokenizer, job.params) if self._has_text(job) else None
-            streams.by_sample[sequence] = SampleStream(decode, job.params.stop)
-        for each in engines:
-            each.watcher = streams
+            sample = self.engine.add(job)
+            streams[sample] = job, SampleStream(sample, decode)
         try:
             while self.engine.has_work:
                 ended = {event.sequence: event.sample for event in self.engine.step()}
                 totals.seconds = time.perf_counter() - started
-                for sequence, job in list(running.items()):
-                    output = text = None
-                    if sequence in ended:
-                        output = self.with_text(running.pop(sequence), ended[sequence])
-                        text = output.text or ""
+                for sample, (job, stream) in list(streams.items()):
+                    output = None
+                    if sample in ended:
+                        output = self.with_text(job, ended[sample])
                         totals.add(output)
-                    tokens, text = streams.by_sample[sequence].take(text)
+                        del streams[sample]
+                    tokens, text = stream.take(output)
                     if tokens or text or output is not None:
                         yield Piece(job.sample, text, tokens, output)
         finally:
-            for each in engines:
-                each.watcher = None
             if self.engine.has_work:
                 self.engine.clear()
 

@@ -15,6 +15,7 @@ from specjax.engine.base import BaseEngine
 from specjax.engine.pages import pages_for
 from specjax.engine.request import InvalidLogitsError, why_invalid
 from specjax.engine.runner import Runner
+from specjax.engine.settings import powers
 from specjax.interfaces import Memory, Room
 from specjax.memory import empty
 from specjax.parallel import sharding
@@ -70,13 +71,8 @@ class PromptScorer:
     def __init__(self, engine: BaseEngine, max_len: int):
         self._runners = [one.runner for one in engine.engines]
         self._read = [0] * len(self._runners)  # number of positions read, by replica
-        self.spans = [SHORTEST]
-        while self.spans[-1] < max_len:
-            self.spans.append(2 * self.spans[-1])
-        self.spans[-1] = max_len
-        self.spans = [
-            self._width(span) * math.ceil(span / self._width(span)) for span in self.spans
-        ]
+        spans = powers(max_len, 2, SHORTEST)
+        self.spans = [self._width(x) * math.ceil(x / self._width(x)) for x in spans]
 
     def _width(self, span: int) -> int:
         """The number of positions of a piece of a prompt that is padded to `span`."""

@@ -110,7 +110,6 @@ class Replicas(BaseEngine):
             engine.runner.weights.moved += received
 
     def set_draft_ids(self, ids: Sequence[int] | None = None) -> None:
-        self._check_draft_ids()
         first, *others = self.engines
         first.set_draft_ids(ids)
         for engine in others:
@@ -133,10 +132,7 @@ class Replicas(BaseEngine):
         return arrived, self._spread.received
 
     def release(self, weights: bool = True) -> None:
-        if self.outstanding:
-            raise RuntimeError(
-                f"{self.outstanding} samples are not finished; step() until they are"
-            )
+        self.require_ended()
         for engine in self.engines:
             engine.release(weights)
 

@@ -457,15 +457,8 @@ class Limits:
 def check_job(where: str, job: Job, limits: Limits) -> None:
     """Raises ValueError if the job's parameters do not fit the model or the engine."""
     params, cfg = job.params, limits.cfg
-    if job.limit == NO_LIMIT and len(job.prompt) >= limits.max_len:
-        raise SettingError(
-            lambda spell: (
-                f"{where} has {len(job.prompt)} tokens, which leaves no room below "
-                f"{spell('max_len')} {limits.max_len}; shorten it, or raise {spell('max_len')} "
-                f"(the model's own limit is {cfg.max_position})"
-            )
-        )
-    if NO_LIMIT > job.limit > limits.max_len:
+    least = len(job.prompt) + 1 if job.limit == NO_LIMIT else job.limit
+    if least > limits.max_len:
         raise SettingError(
             lambda spell: (
                 f"{where} has {len(job.prompt)} tokens and {spell('max_tokens')} is "

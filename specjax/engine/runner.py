@@ -28,16 +28,8 @@ from specjax.decode.admit import Admission, Piece, Prompts, empty_prompts, place
 from specjax.decode.chunk import Result, Until, run_chunk
 from specjax.decode.options import Features
 from specjax.decode.state import DecodeState, Plan, RowMap, StateSizes, empty_state
-from specjax.engine.agreement import agreement_of
 from specjax.engine.pages import NULL_PAGE, pages_for
-from specjax.engine.programs import (
-    Executables,
-    Graphs,
-    Program,
-    make_plans,
-    programs_of,
-    row_block,
-)
+from specjax.engine.programs import Executables, Graphs, Program, make_plans, programs_of, row_block
 from specjax.engine.request import option_rows
 from specjax.engine.scheduler import Prompt, Start
 from specjax.engine.sequence import Sample
@@ -49,6 +41,7 @@ from specjax.kernels import check, dispatch
 from specjax.memory import cost
 from specjax.models.transformer import Params, graphdef, laid_out, record_shape
 from specjax.parallel import sharding
+from specjax.parallel.agreement import agreement_of
 from specjax.spelling import SettingError
 from specjax.weights import matrix
 

@@ -7,7 +7,6 @@ import functools
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -17,17 +16,8 @@ from specjax.decode.options import Features
 from specjax.decode.report import Report
 from specjax.decode.state import INVALID, LENGTH, RUNNING, STOPPED
 from specjax.decode.tree import DynamicTree, Tree
-from specjax.engine.request import (
-    BONUS,
-    DRAFT,
-    ERROR,
-    PLAIN,
-    UNKNOWN,
-    Job,
-    SampleOutput,
-    SpecStats,
-)
-from specjax.engine.text import Cut, Decode, IncrementalDetokenizer, StopStrings
+from specjax.engine.request import BONUS, DRAFT, ERROR, PLAIN, UNKNOWN, Job, SampleOutput, SpecStats
+from specjax.engine.text import Cut, Decode, StopStrings, TextPieces
 
 FINISH_REASONS = {STOPPED: "stop", LENGTH: "length", INVALID: ERROR}
 
@@ -267,6 +257,11 @@ class Sample:
         """See `SampleOutput.origins`."""
         return "".join(self._origins)[: len(self.tokens)]
 
+    @property
+    def text(self) -> str | None:
+        """See `News.text`."""
+        return None if self._stops is None else self._stops.text
+
     def progress(self) -> Progress:
         """The state of the sample, from which another run can go on."""
         transformed = None if self._transformed is None else list(self._transformed)
@@ -326,8 +321,7 @@ class Sample:
         those = slice(begin, begin + sum(rounds))
         tokens, logprobs = self.tokens[those], self.logprobs[those]
         top = self._with_chosen(self._top, self.logprobs, those)
-        text = None if self._stops is None else self._stops.text
-        return News(begin, tokens, logprobs, top, rounds, steps, rows, text)
+        return News(begin, tokens, logprobs, top, rounds, steps, rows, self.text)
 
     def _with_chosen(
         self, top: list[dict[int, float]], logprobs: list[float] | None, those: slice
@@ -449,32 +443,25 @@ def origins_of(rounds: list[int], steps: int) -> str:
 
 
 class SampleStream:
-    """The text of one sample while the engine generates it.
+    """The pieces in which a sample grows while an engine generates it.
 
     Args:
+      sample: the sample.
       decode: function from token ids to text; None: without a tokenizer, all text is empty.
-      stop: strings that end the sample.
     """
 
-    def __init__(self, decode: Decode | None, stop: Sequence[str] = ()):
-        self._stream = IncrementalDetokenizer(decode, stop)
-        self._tokens: list[int] = []
-        self._text: str | None = None
-        self._known = 0
+    def __init__(self, sample: Sample, decode: Decode | None):
+        self._sample, self._pieces, self._count = sample, TextPieces(decode), 0
 
-    def add(self, news: News) -> None:
-        """Takes in the tokens of a chunk; `invariant` mode may report the same ones again."""
-        self._tokens += news.since(self._known).tokens
-        self._text = news.text
-        self._known = max(self._known, news.at + len(news.tokens))
-
-    def take(self, text: str | None = None) -> tuple[list[int], str]:
+    def take(self, output: SampleOutput | None = None) -> tuple[list[int], str]:
         """Returns the tokens since the last call, and the text that is final since then.
 
         Args:
-          text: the text of the whole sample, once it has ended; it may end before its last tokens.
+          output: the sample with its text, once it has ended; it may end before its last tokens.
         """
-        tokens, self._tokens = self._tokens, []
-        if text is None:
-            return tokens, self._stream.push(tokens, self._text)
-        return tokens, self._stream.finish(tokens, text, self._text)
+        text = self._sample.text
+        tokens = (self._sample.tokens if output is None else output.token_ids)[self._count :]
+        self._count += len(tokens)
+        if output is None:
+            return tokens, self._pieces.push(tokens, text)
+        return tokens, self._pieces.finish(tokens, output.text or "", text)

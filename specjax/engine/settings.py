@@ -39,7 +39,7 @@ class EngineConfig:
       products: name of the kernel that multiplies by weights; `auto` is specjax's own on CPU and
         XLA elsewhere; or your own as `module:attribute`, see `specjax.weights.matrix`.
       enforce_eager: whether GPUs run without CUDA graphs. By default each chunk is one, where a
-        comparison at the start finds the same results as without, see `specjax.engine.graphs`.
+        comparison at the start finds the same results as without, see `specjax.engine.programs`.
       follow_ups: whether the caller answers a finished sample with another one at once, as the next
         turn of a conversation. Chunks then end early when slots become free, as they do while
         requests wait.
@@ -64,31 +64,33 @@ class EngineConfig:
             raise ValueError(f"order must be 'fifo' or 'longest_first', got {self.order!r}")
         check_products(self.products)
         check_attention(self.attention)
-        for name, least in (("chunk_tokens", 1), ("stretch", 1), ("prefill_chunk", 16)):
-            _at_least(name, least, getattr(self, name))
-        if self.page_size is not None:  # 0 is one page per sequence
-            _at_least("page_size", 0, self.page_size)
+        # A page size of 0 is one page per sequence.
+        for name, least in {
+            "chunk_tokens": 1,
+            "stretch": 1,
+            "page_size": 0,
+            "prefill_chunk": 16,
+        }.items():
+            got = getattr(self, name)
+            if got is not None and got < least:
+                raise SettingError(
+                    lambda spell, name=name, least=least, got=got: (
+                        f"{spell(name)} must be at least {least}, got {got}"
+                    )
+                )
 
 
-def _at_least(name: str, least: int, got: int) -> None:
-    if got < least:
-        raise SettingError(lambda spell: f"{spell(name)} must be at least {least}, got {got}")
+def powers(most: int, base: int, first: int = 1) -> list[int]:
+    """The sizes first, first * base, first * base squared, .. below `most`, and `most`."""
+    sizes = [min(first, most)]
+    while sizes[-1] < most:
+        sizes.append(min(sizes[-1] * base, most))
+    return sizes
 
 
 def padded_widths(max_len: int) -> list[int]:
     """The lengths that prompts are padded to: 16, 32, 64, .. and `max_len`."""
-    widths = [min(16, max_len)]
-    while widths[-1] < max_len:
-        widths.append(min(widths[-1] * 2, max_len))
-    return widths
-
-
-def powers(batch: int, base: int) -> list[int]:
-    """The powers 1, base, base squared, .. below the batch, and the batch."""
-    sizes = [1]
-    while sizes[-1] < batch:
-        sizes.append(min(sizes[-1] * base, batch))
-    return sizes
+    return powers(max_len, 2, 16)
 
 
 def bucket_base(platform: str) -> int:
@@ -119,19 +121,13 @@ def require_speculation(spec: SpecConfig | None) -> None:
     Raises:
       ValueError: `spec` is plain decoding.
     """
-    if spec is None:
-        raise SettingError(
-            lambda spell: (
-                f"{spell('control')} chooses between ways to speculate, and {spell('spec')} is "
-                f"None; give a SpecConfig, or no {spell('control')}"
-            )
-        )
-    if spec.is_off:
+    if spec is None or spec.is_off:
         raise SettingError(
             lambda spell: (
                 f"{spell('control')} chooses between ways to speculate, and "
-                f"{spell('strategy', 'off')} says that there is no speculation; leave one of them "
-                f"out ('off' may be one of the controller's strategies)"
+                f"{spell('spec') if spec is None else spell('strategy', 'off')} says that there is "
+                "no speculation; leave one of them out ('off' may be one of the controller's "
+                "strategies)"
             )
         )
 

@@ -38,22 +38,9 @@ from specjax.decode.chunk import Result, Until
 from specjax.decode.options import Features
 from specjax.decode.state import RowMap
 from specjax.engine.pages import pages_for
-from specjax.engine.programs import (
-    CompilePool,
-    CompileProgress,
-    OnProgram,
-    Program,
-    described,
-)
+from specjax.engine.programs import CompilePool, CompileProgress, OnProgram, Program, described
 from specjax.engine.request import make_jobs
-from specjax.engine.runner import (
-    Packed,
-    Runner,
-    admission_of,
-    piece_of,
-    place_size,
-    place_sizes,
-)
+from specjax.engine.runner import Packed, Runner, admission_of, piece_of, place_size, place_sizes
 from specjax.engine.scheduler import Start
 from specjax.engine.sequence import Sample
 from specjax.error_text import first_line
@@ -100,16 +87,10 @@ class StartUp:
     cache_bytes: int
 
     def __str__(self) -> str:
-        sizes = [
-            f"{name} {size / 2**20:.1f} MiB"
-            for name, size in (
-                ("code", self.code_bytes),
-                ("temporaries", self.temporary_bytes),
-                ("caches", self.cache_bytes),
-            )
-            if size
-        ]
-        text = f"compiled {self.programs} programs in {self.seconds:.1f} s ({', '.join(sizes)})"
+        names = "code", "temporaries", "caches"
+        sizes = zip(names, (self.code_bytes, self.temporary_bytes, self.cache_bytes), strict=True)
+        listed = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in sizes if size)
+        text = f"compiled {self.programs} programs in {self.seconds:.1f} s ({listed})"
         if self.calibration_seconds:
             text += f", measured them in {self.calibration_seconds:.1f} s"
         return text
@@ -197,19 +178,13 @@ def compile_ahead(
         tell(done, total)
 
     ready(0)
-    side_by_side = [each for each in engines if each.runner.executables.threads > 1]
     with contextlib.ExitStack() as stack:
         for runner in runners:
             runner.reset()
             stack.enter_context(runner.executables.checking())
-        _compile(side_by_side, features, ready)
-        for programs in engines:
-            _run_each_once(programs, features, None if programs in side_by_side else ready)
+        _build(engines, features, ready)
     # Where a graph is wrong, all engines compile their chunks again.
-    again = [each for each in engines if each.runner.executables.drop_graphs()]
-    _compile([each for each in again if each in side_by_side], features)
-    for programs in again:
-        _run_each_once(programs, features)
+    _build([one for one in engines if one.runner.executables.drop_graphs()], features)
     for runner in runners:
         check_plain(runner, features)
     if done < total:  # programs that were compiled again are not counted again
@@ -225,16 +200,23 @@ def compile_ahead(
     )
 
 
-def _compile(
+def _build(
     engines: Sequence[Programs], features: Sequence[Features], ready: OnReady = lambda count: None
 ) -> None:
-    """Compiles the programs of engines side by side that are not compiled yet.
+    """Compiles the programs of engines that are not compiled yet, and runs all once.
 
     Args:
       ready: function called with the number of programs that became ready.
     """
-    if not engines:
-        return
+    side_by_side = [one for one in engines if one.runner.executables.threads > 1]
+    if side_by_side:
+        _compile(side_by_side, features, ready)
+    for programs in engines:
+        _run_each_once(programs, features, None if programs in side_by_side else ready)
+
+
+def _compile(engines: Sequence[Programs], features: Sequence[Features], ready: OnReady) -> None:
+    """Compiles the programs of engines side by side."""
     threads = min(each.runner.executables.threads for each in engines)
     with contextlib.ExitStack() as stack, CompilePool(threads, ready) as pool:
         for programs in engines:
@@ -317,14 +299,10 @@ def _difference(wanted: Sequence[Result], got: Sequence[Result]) -> str | None:
     """What differs between the chunks of a plain program and of one graph; None: nothing."""
     for number, (plain, graph) in enumerate(zip(wanted, got, strict=True), 1):
         for name, a, b in zip(Result._fields, plain, graph, strict=True):
-            for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-                if x.tobytes() != y.tobytes():
-                    differ = np.frombuffer(x.tobytes(), np.uint8) != y.reshape(-1).view(np.uint8)
-                    count = len(np.unique(np.flatnonzero(differ) // x.dtype.itemsize))
-                    return (
-                        f"gives other results than without graphs: {count} of {x.size} values of "
-                        f"{name!r} in chunk {number} of {IN_A_ROW}"
-                    )
+            equal = jax.tree.map(lambda x, y: x.tobytes() == y.tobytes(), a, b)
+            if not all(jax.tree.leaves(equal)):
+                place = f"{name!r} in chunk {number} of {IN_A_ROW}"
+                return f"gives other results than without graphs: {place}"
     return None
 
 
@@ -386,13 +364,10 @@ def _differing(shared: Sequence[Result], own: Sequence[Result], how: str) -> str
     for name, values in _VALUES.items():
         if values(own[0]) is None:
             continue
-        wrong = total = 0
         for a, b in zip(_emitted(shared, values), _emitted(own, values), strict=True):
             both = min(len(a), len(b))
-            total += both
-            wrong += int((a[:both].view(np.uint32) != b[:both].view(np.uint32)).sum())
-        if wrong:
-            return f"{wrong} of {total} {name} have other bits than the tree's ({how})"
+            if a[:both].tobytes() != b[:both].tobytes():
+                return f"{name} have other bits than the tree's ({how})"
     return None
 
 

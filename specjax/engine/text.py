@@ -1,7 +1,7 @@
 """The text of a sample while it grows: whole characters, stop strings, and what is final.
 
 Text is held back as long as a later token could change it: an incomplete character (`TextStream`),
-and a possible beginning of a stop string (`IncrementalDetokenizer`), because the text of a sample
+and a possible beginning of a stop string (`StopStrings.text`), because the text of a sample
 ends before the stop string.
 
 Stop strings are looked for after each token (`StopStrings`). So the end of a sample depends on its
@@ -234,65 +234,50 @@ class StopStrings:
         )
 
 
-class IncrementalDetokenizer:
-    """The text of one sample that is still generated.
+class TextPieces:
+    """The text of one sample while it is generated, in pieces that are final.
 
     Args:
       decode: function from token ids to text; None: without a tokenizer, all text is empty.
-      stop: strings that end the sample.
 
     Attributes:
       returned: number of characters that were returned.
     """
 
-    def __init__(self, decode: Decode | None, stop: Sequence[str] = ()):
-        self._stop, self.returned = tuple(stop), 0
+    def __init__(self, decode: Decode | None):
         self._stream = TextStream(decode or (lambda ids: ""))
-        self._whole = ""  # all characters so far
+        self._text, self.returned = "", 0
 
     def push(self, tokens: Sequence[int], text: str | None = None) -> str:
-        """Adds tokens of a sample that goes on; returns the new text that is final.
+        """Adds tokens of a sample that goes on; returns the new text.
 
         Args:
           text: the sample's text so far, if the engine decodes it (see `News`); given in all calls
             or in none.
         """
-        text = self._extend(tokens, text)
-        return self._return_new(text[: len(text) - self._held(text)])
+        if text is None:
+            self._stream.extend(tokens)
+            text = self._stream.text
+        self._text = text
+        return self._new(text)
 
-    def finish(self, tokens: Sequence[int], text: str, so_far: str | None = None) -> str:
+    def finish(self, tokens: Sequence[int], whole: str, text: str | None = None) -> str:
         """Adds the last tokens of a sample; returns the rest of its text.
 
         Args:
           tokens: tokens since the last call.
-          text: the text of the whole sample, as the batch API returns it.
-          so_far: `text` of `push`.
+          whole: the text of the whole sample, as the batch API returns it.
+          text: as in `push`.
         """
-        if text.startswith(self._whole[: self.returned]):
-            return self._return_new(text)
+        if whole.startswith(self._text[: self.returned]):
+            return self._new(whole)
         # The tokenizer changed earlier text: go on with the text of the stream.
-        return self._return_new(self._extend(tokens, so_far) + self._stream.rest)
+        return self.push(tokens, text) + self._new(self._text + self._stream.rest)
 
-    def _extend(self, tokens: Sequence[int], text: str | None) -> str:
-        if text is None:
-            self._stream.extend(tokens)
-            text = self._stream.text
-        self._whole = text
-        return text
-
-    def _return_new(self, text: str) -> str:
+    def _new(self, text: str) -> str:
         piece = text[self.returned :]
         self.returned = max(self.returned, len(text))
         return piece
-
-    def _held(self, text: str) -> int:
-        """Number of characters at the end that could be the beginning of a stop string."""
-        longest = max(map(len, self._stop), default=1) - 1
-        for count in range(min(longest, len(text)), 0, -1):
-            end = text[len(text) - count :]
-            if any(len(string) > count and string.startswith(end) for string in self._stop):
-                return count
-        return 0
 
 
 class TextOffsets:
@@ -302,7 +287,7 @@ class TextOffsets:
     and a token without text, such as a special one that is left out, that of what follows.
 
     Args:
-      decode: as in `IncrementalDetokenizer`.
+      decode: as in `TextPieces`.
       start: number of characters before the text.
     """
 

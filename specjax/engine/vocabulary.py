@@ -251,6 +251,11 @@ class DraftedIds:
           ValueError: they are more or fewer than the programs are compiled for, or one is repeated
             or no token id; or `ids` is None, and they are not chosen by what is emitted.
         """
+        if not self._spec.by_token:
+            raise ValueError(
+                f"acceptance {self._spec.acceptance!r} is exact only with the ids to draft from "
+                "that it began with; use acceptance 'coupled'"
+            )
         if ids is None:
             if self.counts is None:
                 raise ValueError(
@@ -259,16 +264,10 @@ class DraftedIds:
                 )
             self._weights.set_ids(self.counts.choose())
             return
-        size, vocab, given = (
-            len(self._weights.ids),
-            self._cfg.vocab_size,
-            np.unique(np.asarray(ids)),
-        )
-        if not (
-            np.issubdtype(given.dtype, np.integer)
-            and len(given) == len(ids) == size
-            and 0 <= given[0] <= given[-1] < vocab
-        ):
+        size, vocab = len(self._weights.ids), self._cfg.vocab_size
+        given = np.unique(np.asarray(ids))
+        is_right = given.dtype.kind in "iu" and len(given) == len(ids) == size
+        if not is_right or given[0] < 0 or given[-1] >= vocab:
             raise ValueError(
                 f"expected {size} different token ids below {vocab}, as many as draft_vocab, "
                 f"because the programs are compiled for that number; got {len(ids)}, of which "

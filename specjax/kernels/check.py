@@ -31,11 +31,11 @@ from specjax.config import ModelConfig
 from specjax.error_text import first_line
 from specjax.kernels import commit_kernel, dispatch, reference
 from specjax.kernels.backend import REFERENCE
-from specjax.kernels.cpu.native import cache_dir
 from specjax.kernels.names import GPUS
 from specjax.kernels.triton_lowering import OutOfMemory, is_out_of_memory
 from specjax.parallel import sharding
 from specjax.registry import BACKENDS
+from specjax.shipped import cache_dir
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import pytest
 
 from specjax.config import RunConfig
 from specjax.engine.engine import Engine
-from specjax.engine.hosts import Copies, Hosts
+from specjax.engine.hosts import Hosts
 from specjax.engine.replicas import Replicas
 from specjax.engine.runner import Runner
 from specjax.models.families.dense import dense_config
@@ -16,6 +16,7 @@ from specjax.models.rows import param_axes
 from specjax.models.transformer import init_params, split_layout
 from specjax.parallel import sharding
 from specjax.parallel.collectives import received
+from specjax.parallel.copies import Copies
 from specjax.parallel.reshard import UNNAMED, Mover, Reshard, bytes_missing, cast
 from specjax.parallel.sharding import MeshConfig, make_mesh, rollout_mesh
 

@@ -28,6 +28,8 @@ from pathlib import Path
 import jax
 import jaxlib
 
+from specjax.shipped import cache_dir
+
 SOURCE = Path(__file__).with_name("library.cc")  # includes the others
 READ = tuple(sorted(path for path in SOURCE.parent.iterdir() if path.suffix in (".cc", ".h")))
 # Names of the handlers, as in the sources and in XLA's registry.
@@ -178,14 +180,6 @@ def _compilers() -> list[str]:
         looked = f"CXX={asked}" if asked else ", ".join(COMPILERS)
         raise NoKernelError(f"no C++ compiler ({looked}); install one, or name it in CXX")
     return list(dict.fromkeys(found))
-
-
-def cache_dir() -> Path | None:
-    """Returns specjax's directory in the user's cache, which may not exist; None: no home."""
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specjax"
-    except RuntimeError:  # no home directory is known
-        return None
 
 
 def _writable(cache: Path | None) -> Path:
