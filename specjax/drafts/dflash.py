@@ -39,7 +39,8 @@ from specjax.checked_json import UnsupportedModelError
 from specjax.config.overrides import checked_overrides
 from specjax.decode.state import take_positions
 from specjax.decode.tree import chain_bits, pack_bits
-from specjax.drafts.file_head import FileHead, HeadConfig, HeadNetwork, norm_row, within
+from specjax.drafts.file_head import FileHead, HeadConfig, norm_row, within
+from specjax.drafts.head import HeadNetwork
 from specjax.drafts.head_config import HeadFiles, config_json
 from specjax.interfaces import Level, Memory, Param, Params, Scratch, Stored, Where
 from specjax.memory import KVCache, with_marked_keys

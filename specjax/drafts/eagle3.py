@@ -34,9 +34,10 @@ from specjax.config.overrides import BACKBONES
 from specjax.decode.tree import chain_bits
 from specjax.drafts import eagle3_config, vocabulary
 from specjax.drafts.eagle3_config import FINAL, Eagle3Config
-from specjax.drafts.file_head import FileHead, HeadNetwork, norm_row, within
+from specjax.drafts.file_head import FileHead, norm_row, within
+from specjax.drafts.head import HeadNetwork
 from specjax.drafts.head_config import HeadFiles, config_json
-from specjax.interfaces import Level, Memory, Param, Params, Scratch, Stored, Where
+from specjax.interfaces import Level, Param, Params, Stored, Where
 from specjax.models.layers import block, draw, rms_norm
 from specjax.models.mixers.attention import Attention
 from specjax.models.mlps.dense import Dense
@@ -70,76 +71,24 @@ class Eagle3Head(HeadNetwork):
         g = self.fused(self.w["mask_hidden"])
         return jnp.broadcast_to(g, (*shape, g.shape[-1]))
 
-    def decode(
-        self,
-        hidden: Float[Array, "B T D"],
-        embedded: Float[Array, "B T D"],
-        where: Where,
-        pages: tuple,
-        scratch: Scratch | None = None,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], Scratch]:
-        """Runs all layers over T rows, see `HeadSource.run_module`; `pages` has one per layer."""
-        where = self.at(where)
+    def entering(self, step: int, hidden: Float[Array, "R S D"]) -> Float[Array, "R S D"]:
+        masks = step and self.cfg.mask_token is not None
+        return self.masked(hidden.shape[:-1]) if masks else hidden
 
-        def mix(number: int, mixer, w, x):
-            held = None if scratch is None else Scratch(scratch.pages[number], None)
-            return mixer.run(w, x, where, Memory(pages[number], None), held)
-
-        hidden, rows = self._through(hidden, embedded, where, mix)
-        return *self._outputs(hidden), Scratch(tuple(new.pages for new in rows), None)
-
-    def train(
-        self,
-        hidden: Float[Array, "R S D"],
-        embedded: Float[Array, "R S D"],
-        where: Where,
-        earlier: Sequence[list[Scratch]],
-    ) -> tuple[Float[Array, "R S D"], Float[Array, "R S D"]]:
-        """Runs all layers over packed rows.
-
-        Args:
-          where: positions of the form `train`.
-          earlier: for each layer the rows of the earlier steps, to which these are added; empty in
-            the first step.
-
-        Returns:
-          states for the language-model head, and states to recycle.
-        """
-        where = self.at(where)
-
-        def mix(number: int, mixer, w, x):
-            if earlier[number]:
-                return mixer.run_again(w, x, where, earlier[number])
-            return mixer.run(w, x, where, None, None)
-
-        hidden, rows = self._through(hidden, embedded, where, mix)
-        for before, new in zip(earlier, rows, strict=True):
-            before.append(new)
-        return self._outputs(hidden)
-
-    def _through(self, x, embedded, where: Where, mix: Callable) -> tuple[Array, list[Scratch]]:
-        """Runs all layers, of which the first one takes embeddings as well.
-
-        Args:
-          mix: runs the mixer of a layer, given the layer's number, the mixer, its arrays and rows.
-        """
-        network, rows = self.cfg.network, []
+    def through(self, index: int, hidden, embedded, where: Where, mix: Callable):
+        cfg, network, x, rows = self.cfg, self.network, hidden, []
         for number, layer in enumerate(network.layers):
             w, inputs = self.w["layers"][number], None
             if number == 0:
                 normed = rms_norm(x, w["hidden_norm"], network.rms_norm_eps)
-                x = normed if self.cfg.norm_before_residual else x
+                x = normed if cfg.norm_before_residual else x
                 inputs = rms_norm(embedded, w["input_norm"], network.rms_norm_eps)
                 inputs = jnp.concatenate([inputs, normed.astype(embedded.dtype)], axis=-1)
             run = functools.partial(mix, number, layer.mixer)
             x, new, _ = block(layer, w, x, where, network, run, inputs)
             rows.append(new)
-        return x, rows
-
-    def _outputs(self, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
-        """Returns states for the language-model head, and states to use as g of the next step."""
-        normed = rms_norm(x, self.w["norm"], self.cfg.network.rms_norm_eps)
-        return normed, (normed if self.cfg.norm_output else x)
+        normed = rms_norm(x, self.w["norm"], network.rms_norm_eps)
+        return normed, (normed if cfg.norm_output else x), rows
 
 
 def first_layer_rows(layer: Layer, width: int) -> dict[str, Param]:
@@ -197,16 +146,13 @@ class Eagle3Source(FileHead):
         one that started from the target's last layer learned no faster.
 
         Args:
-          ids: the target's token ids that it drafts, in any order; None: all.
-
-        Raises:
-          ValueError: ids are outside of the vocabulary, or occur twice.
+          ids: the target's token ids that it drafts, all different, in any order; None: all.
         """
         cfg = new_config(target, None if ids is None else len(ids))
         source = cls(cfg)
         params = source.init(seed)
         if ids is not None:
-            params["ids"] = jnp.asarray(_checked_ids(ids, target.vocab_size), jnp.int32)
+            params["ids"] = jnp.asarray(np.sort(np.asarray(ids)), jnp.int32)
         if policy is None:
             return source, params
         columns = vocabulary.head_of(policy)
@@ -371,35 +317,18 @@ class Eagle3Source(FileHead):
 
     # --- training --------------------------------------------------------------------------------
 
-    def unroll(
-        self, params, policy, states, tokens, positions, segments, context=None
-    ) -> list[Array]:
-        """See `Draft.unroll`. This is EAGLE-3's training-time test: row t of step k takes the
-        head's own output of step k - 1, and sees the rows of step 0 up to its own and its own rows
-        of later steps. Of a P-EAGLE head, rows of later steps take the masks. An own embedding has
-        no gradient."""
-        head = self.bound(params)
-        hidden, outputs = head.fused(states), []
-        earlier = [[] for _ in self.cfg.network.layers]
-        table = jax.lax.stop_gradient(
-            params["embed"] if self.cfg.own_embedding else policy["embed"]
-        )
-        for step, ids in enumerate(tokens):
-            if step and self.cfg.mask_token is not None:
-                hidden, ids = head.masked(ids.shape), jnp.full_like(ids, self.cfg.mask_token)
-            where = Where("train", positions + step, segments=segments, context=context)
-            embedded = embed_tokens(table, ids, self._target_sized())
-            normed, hidden = head.train(hidden, embedded, where, earlier)
-            outputs.append(normed)
-        return outputs
+    def embeddings(self, params: Params, policy: Params, tokens: Sequence) -> list[Array]:
+        """See `HeadSource.embeddings`; an own embedding has no gradient."""
+        own, mask = self.cfg.own_embedding, self.cfg.mask_token
+        table = jax.lax.stop_gradient(params["embed"] if own else policy["embed"])
+        if mask is not None:
+            tokens = [tokens[0], *(jnp.full_like(ids, mask) for ids in tokens[1:])]
+        return [embed_tokens(table, ids, self._target_sized()) for ids in tokens]
 
     # --- drafting --------------------------------------------------------------------------------
 
     def bound(self, params: Params) -> Eagle3Head:
         return Eagle3Head(self.cfg, params)
-
-    def run_module(self, head: Eagle3Head, index, hidden, embedded, where, pages, scratch=None):
-        return head.decode(hidden, embedded, where, pages, scratch)
 
     def begin(self, model, params, state, steps: int, total: int):
         """See `HeadSource.begin`. A P-EAGLE head also runs the rows of all further steps."""
@@ -479,15 +408,3 @@ def new_config(target: ModelConfig, columns: int | None = None) -> Eagle3Config:
         taps=tuple(sorted(taps)),
         own_ids=columns is not None,
     )
-
-
-def _checked_ids(ids: Sequence[int], vocab: int) -> np.ndarray:
-    """Returns token ids in ascending order."""
-    found = np.sort(np.asarray(ids, np.int64))
-    if not found.size or found[0] < 0 or found[-1] >= vocab or (np.diff(found) == 0).any():
-        raise ValueError(
-            f"draft tokens must be different ids from 0 to {vocab - 1}, got {len(found)} ids"
-            + (f" from {found[0]} to {found[-1]}" if found.size else "")
-            + "; count the tokens of texts of this model's tokenizer"
-        )
-    return found

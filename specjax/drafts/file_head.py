@@ -1,8 +1,7 @@
 """What draft heads in files of their own have in common: whose tokens, embedding and head they use.
 
 Such a head drafts all of the target's tokens, or some of them (`own_ids`), and has an embedding and
-a language-model head of its own or uses the target's. `HeadNetwork` is its network, and `FileHead`
-drafts with it.
+a language-model head of its own or uses the target's.
 """
 
 from __future__ import annotations
@@ -29,12 +28,10 @@ from specjax.interfaces import (
     Param,
     Params,
     Proposal,
-    Room,
     Stored,
-    Where,
 )
 from specjax.models.rows import fuse, fused_rows, merge_axes
-from specjax.models.transformer import angles_of, embed_tokens, lm_logits
+from specjax.models.transformer import embed_tokens, lm_logits
 from specjax.weights.matrix import PLAIN, cast, pack
 
 
@@ -78,25 +75,6 @@ class HeadConfig:
     own_head: bool = False
     own_ids: bool = False
     mask_token: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadNetwork:
-    """The network of a head with its parameters; its methods are pure functions of them.
-
-    Attributes:
-      cfg: what the head computes, see `FileHead.cfg`.
-      w: its parameters, by the names of `FileHead.rows`.
-    """
-
-    cfg: Any
-    w: Params
-
-    def at(self, where: Where) -> Where:
-        """Returns `where` with the kernel and the angles of the head's own RoPE."""
-        network = self.cfg.network
-        angles = angles_of(network.layers, where.positions)
-        return where.replace(kernel=network.run.attention, angles=angles)
 
 
 class FileHead(HeadSource):
@@ -324,10 +302,6 @@ class FileHead(HeadSource):
             return Proposal(lm_logits(normed, params["lm_head"]), ids)
         logits = lm_logits(normed, model.head_weight())
         return Proposal(logits if ids is None else jnp.take(logits, ids, axis=-1), ids)
-
-    def module_pages(self, room: Room) -> tuple:
-        run = self.network.run
-        return tuple(layer.mixer.empty(run, room).pages for layer in self.network.layers)
 
     def all_rows_alike(
         self, model: Any, params: Params, normed: Float[Array, "B 1 D"], level: Level

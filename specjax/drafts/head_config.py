@@ -15,6 +15,7 @@ would run it without a window, vLLM with it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -25,15 +26,12 @@ from specjax.config import ModelConfig
 from specjax.config.model import Layer
 from specjax.config.overrides import are_ids
 from specjax.interfaces import Param
-from specjax.models.families import common
-from specjax.models.mixers.attention import Attention
-from specjax.models.mlps.dense import Dense
+from specjax.models.families.qwen2 import QwenFamily
+from specjax.models.families.qwen3 import FAMILY as QWEN3
 
 LAYERS = "transformer_layer_config"
 # Keys that change what layers or logits compute, and the value with which they change nothing.
 NEUTRAL = {
-    "hidden_act": "silu",
-    "mlp_bias": False,
     "is_neox_style": True,
     "rope_interleave": False,
     "logit_scale": 1,  # vLLM multiplies the logits of a head by it
@@ -44,11 +42,9 @@ NEUTRAL = {
     "scale_emb": 1,
     "residual_multiplier": 1,
     "scale_depth": 0,
-    "quantization_config": {},
-    "compression_config": {},
 }
-_HEAD_DIM = {"llama": None, "qwen3": 128}  # where a file does not say it; None: D / heads
-_POSITIONS = {"llama": 2048, "qwen3": 32768}  # likewise, of max_position_embeddings
+# Number of positions where a file does not say it.
+_POSITIONS = {"llama": 2048, "qwen3": 32768}
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -112,10 +108,13 @@ class HeadFiles:
         """
         size = network.layers[0].mixer.head_dim  # the scale of scores follows from it
         scores = {"query_pre_attn_scalar": size, "attention_multiplier": size**-0.5}
+        neutral = NEUTRAL | scores | neutral
+        if network.model_type == "llama" and not self.body.texts("layer_types"):
+            neutral |= {"use_sliding_window": False}
         problems = [
             f"{name} {shown(keys.raw[name])}"
             for keys in (self.top, self.body, *places)
-            for name, usual in (NEUTRAL | scores | neutral).items()
+            for name, usual in neutral.items()
             if keys.raw.get(name) not in (None, usual)
         ]
         if problems:
@@ -126,63 +125,32 @@ class HeadFiles:
             )
 
     def network(self, backbone: str, layers: int, vocabulary: int) -> ModelConfig:
-        """Reads the config of the head's layers.
+        """Reads the config of the head's layers, as that of a model.
 
         Args:
           layers: number of layers.
           vocabulary: number of draft tokens.
         """
-        body = self.body
-        heads, kv_heads, head_dim = common.read_heads(body, _HEAD_DIM[backbone])
-        eps = body.number("rms_norm_eps", 1e-6, least=0.0)
-        positions = body.integer("max_position_embeddings", _POSITIONS[backbone])
-        rope, mlp = common.read_rope(body, positions), Dense(body.integer("intermediate_size"))
-        mixers = [
-            Attention(
-                heads, kv_heads, head_dim, rope, qkv_bias=self._biased("qkv"),
-                qk_norm=backbone == "qwen3", norm_eps=eps, window=window, o_bias=self._biased("o"),
-            )
-            for window in self._windows(backbone, layers)
-        ]  # fmt: skip
-        width = body.integer("hidden_size")
+        raw = {"max_position_embeddings": _POSITIONS[backbone], **self.body.raw}
+        raw |= {"model_type": backbone, "num_hidden_layers": layers, "vocab_size": vocabulary}
+        raw |= {"tie_word_embeddings": False, "attention_bias": False, "architectures": []}
+        raw["layer_types"] = self.body.texts("layer_types")[:layers]
+        slides = "sliding_attention" in raw["layer_types"]
+        if backbone == "llama" or (slides and raw.get("use_sliding_window") is None):
+            raw["use_sliding_window"] = slides
+        cfg = family_of(backbone).read(Keys(self.file, raw, LAYERS * self.speculators))
         norm = self.tensors.get("norm.weight")
-        if norm is not None and tuple(norm.shape) != (width,):
-            raise self.error(f"hidden_size is {width}, and norm.weight is {list(norm.shape)}")
-        return ModelConfig(
-            vocab_size=vocabulary,
-            hidden_size=width,
-            layers=tuple(Layer(mixer, mlp) for mixer in mixers),
-            model_type=backbone,
-            rms_norm_eps=eps,
-            tie_embeddings=False,
-            max_position=positions,
-            run=self.target.run,
-        )
+        if norm is not None and tuple(norm.shape) != (cfg.hidden_size,):
+            raise self.error(
+                f"hidden_size is {cfg.hidden_size}, and norm.weight is {list(norm.shape)}"
+            )
+        biases = {"qkv_bias": self._biased("qkv"), "o_bias": self._biased("o")}
+        return cfg.replace(layers=changed(cfg.layers, **biases), run=self.target.run)
 
     def _biased(self, projections: str) -> bool:
         """Whether there is a bias of one of some projections of attention, of any layer."""
         ends = tuple(f".self_attn.{x}_proj.bias" for x in projections)
         return any(name.endswith(ends) for name in self.tensors)
-
-    def _windows(self, backbone: str, layers: int) -> tuple[int | None, ...]:
-        """Reads the window of each layer."""
-        body, qwen = self.body, backbone == "qwen3"
-        used = body.flag("use_sliding_window", None)
-        unused = body.raw.get("use_sliding_window") is False
-        sliding = "sliding_attention" in body.texts("layer_types")[:layers]
-        if used and not qwen and not body.texts("layer_types"):
-            raise UnsupportedModelError(
-                f"{self.file}: this {self.kind} head needs what is not implemented: "
-                "use_sliding_window true without layer_types; use another head"
-            )
-        window, first = None, 0
-        if (sliding and not (qwen and unused)) or (qwen and used):
-            absent = None if sliding or "sliding_window" in body.raw else 4096
-            window = body.integer("sliding_window", absent)
-        if qwen:
-            first = body.integer("max_window_layers", None, least=0)
-            first = 28 if first is None else first
-        return common.layer_windows(body, layers, window, first, longer=True)
 
     def draft_tokens(self) -> tuple[int, bool]:
         """Reads the number of draft tokens, and whether the files list them as offsets, `d2t`."""
@@ -302,6 +270,21 @@ def shapes_of(rows: Mapping[Any, Any]) -> dict[str, tuple[int, ...]]:
     }
 
 
+def family_of(backbone: str) -> QwenFamily:
+    """Returns how files describe layers: by Qwen3's keys, also about the windows of Llama's."""
+    if backbone == "qwen3":
+        return QWEN3
+    return dataclasses.replace(QWEN3, model_type=backbone, qk_norm=False, head_dim=None)
+
+
+def changed(layers: Iterable[Layer], **fields: Any) -> tuple[Layer, ...]:
+    """Returns layers with other fields of their attention."""
+    return tuple(
+        dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, **fields))
+        for layer in layers
+    )
+
+
 def config_json(
     kind: str, architecture: str, steps: int, network: ModelConfig, vocabulary: int, dtype: str
 ) -> dict[str, Any]:
@@ -315,15 +298,7 @@ def config_json(
       vocabulary: vocabulary size of the target.
       dtype: dtype of the weights in the files.
     """
-    mixers, mlp = [layer.mixer for layer in network.layers], network.layers[0].mlp
-    mixer, sizes = mixers[0], [each.window for each in mixers]
-    windows = {}
-    if any(sizes):
-        windows = {
-            "layer_types": ["sliding_attention" if size else "full_attention" for size in sizes],
-            "use_sliding_window": True,
-            "sliding_window": max(filter(None, sizes)),
-        }
+    plain = network.replace(layers=changed(network.layers, o_bias=False))
     return {
         "architectures": [architecture],
         "speculators_model_type": kind,
@@ -334,23 +309,11 @@ def config_json(
             "verifier": {"architectures": [], "name_or_path": None},
         },
         LAYERS: {
+            **family_of(network.model_type).write(plain),
             "model_type": network.model_type,
             "vocab_size": vocabulary,
-            "hidden_size": network.hidden_size,
-            "intermediate_size": mlp.intermediate_size,
-            "num_hidden_layers": network.num_layers,
-            "num_attention_heads": mixer.num_heads,
-            "num_key_value_heads": mixer.num_kv_heads,
-            "head_dim": mixer.head_dim,
-            "hidden_act": "silu",
-            "attention_bias": mixer.qkv_bias or mixer.o_bias,
-            "attention_dropout": 0.0,
+            "attention_bias": network.layers[0].mixer.qkv_bias,
             "mlp_bias": False,
-            "max_position_embeddings": network.max_position,
-            "rms_norm_eps": network.rms_norm_eps,
-            "tie_word_embeddings": False,
-            **common.rope_json(mixer.rope),
-            **windows,
         },
         "tie_word_embeddings": False,
         "draft_vocab_size": network.vocab_size,

@@ -16,26 +16,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from specjax.config import ModelConfig, SpecConfig
 from specjax.config.model import Layer
 from specjax.config.stacks import part_of, stacks
 from specjax.drafts import vocabulary
-from specjax.drafts.head import WINDOW, HeadSource
-from specjax.interfaces import Axes, DraftFiles, DraftNeeds, Memory, Param, Room, Scratch, Where
+from specjax.drafts.head import WINDOW, HeadNetwork, HeadSource
+from specjax.interfaces import Axes, DraftFiles, DraftNeeds, Param, Scratch, Where
 from specjax.kernels import dispatch
 from specjax.memory import KVCache, cost
 from specjax.models.layers import block, draw, rms_norm
 from specjax.models.rows import axes_of, fuse, fused_rows, layer_rows, merge_axes, param_axes
-from specjax.models.transformer import Params, angles_of, embed_tokens, layers_by_kernel
-from specjax.parallel.context import Context
+from specjax.models.transformer import Params, layers_by_kernel
 from specjax.parallel.sharding import whole_rows
 from specjax.weights.matrix import PLAIN, cast, dot, pack, unpack
 from specjax.weights.safetensors import CONFIG, HEAD_FILE
@@ -85,19 +83,42 @@ def _fuses(cfg: ModelConfig) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class MTPHead:
-    """The network: `mtp_num_layers` modules; step s uses module min(s, mtp_num_layers - 1).
+class MTPHead(HeadNetwork):
+    """The network: `mtp_num_layers` modules, see `HeadNetwork`; `cfg` is the policy's config.
 
-    A module norms both inputs, projects them to D, runs a decoder layer, and has a final norm. Its
-    methods are pure functions of the parameters.
-
-    Attributes:
-      cfg: config of the policy.
-      w: parameters of the head; layers are fused where `_fuses` says so, see `to_format`.
+    A module norms both inputs, projects them to D, runs a decoder layer, and has a final norm. The
+    layers are fused where `_fuses` says so, see `to_format`.
     """
 
     cfg: ModelConfig
-    w: Params
+
+    @property
+    def network(self) -> ModelConfig:
+        return self.cfg
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        return (head_layer(self.cfg),)
+
+    @property
+    def modules(self) -> int:
+        return self.cfg.mtp_num_layers
+
+    def through(self, index: int, hidden, embedded, where: Where, mix: Callable):
+        w, [layer] = self.w["blocks"][index], self.layers
+        x, run = self._inputs(w, hidden, embedded), functools.partial(mix, 0, layer.mixer)
+        x, rows, _ = block(layer, w["layer"], x, where, self.cfg, run)
+        return *self._outputs(w, x), [rows]
+
+    def decode(self, index: int, hidden, embedded, where, pages, scratch=None):
+        """See `HeadNetwork.decode`; the layer may be run by a kernel for whole layers."""
+        if not dispatch.runs_layers(self.cfg):
+            return super().decode(index, hidden, embedded, where, pages, scratch)
+        w = self.w["blocks"][index]
+        x, buffers = self._inputs(w, hidden, embedded), scratch and scratch.pages
+        arrays = where.positions, pages, where.prefix, where.visible, buffers, where.held
+        x, [rows] = layers_by_kernel(self.cfg, [w["layer"]], x, *arrays, where.table)
+        return *self._outputs(w, x), Scratch((KVCache(*rows),), None)
 
     def _inputs(self, w: Params, hidden: Array, embedded: Array) -> Float[Array, "B T D"]:
         """Computes a layer's input; `mtp_concat` says which operand is the first half."""
@@ -112,81 +133,6 @@ class MTPHead:
         """Returns states for the language-model head, and states to use as h of the next step."""
         normed = rms_norm(x, w["norm"], self.cfg.rms_norm_eps)
         return normed, (normed if self.cfg.mtp_recycle == "post_norm" else x)
-
-    def _at(self, where: Where) -> Where:
-        """Returns `where` with the kernel and the layer's own angles."""
-        angles = angles_of([head_layer(self.cfg)], where.positions)
-        return where.replace(kernel=self.cfg.run.attention, angles=angles)
-
-    def decode(
-        self,
-        index: int,
-        hidden: Float[Array, "B T D"],
-        embedded: Float[Array, "B T D"],
-        where: Where,
-        pages: Any,
-        scratch: Scratch | None = None,
-    ) -> tuple[Array, Array, Scratch]:
-        """Runs module `index` over T rows, see `HeadSource.run_module`."""
-        w, cfg = self.w["blocks"][index], self.cfg
-        x = self._inputs(w, hidden, embedded)
-        if dispatch.runs_layers(cfg):
-            buffers = scratch and [scratch.pages]
-            arrays = where.positions, [pages], where.prefix, where.visible, buffers, where.held
-            x, (rows,) = layers_by_kernel(cfg, [w["layer"]], x, *arrays, where.table)
-            return *self._outputs(w, x), Scratch(KVCache(*rows), None)
-        layer, where = head_layer(cfg), self._at(where)
-
-        def mix(w, x):
-            return layer.mixer.run(w, x, where, Memory(pages, None), scratch)
-
-        x, rows, _ = block(layer, w["layer"], x, where, cfg, mix)
-        return *self._outputs(w, x), rows
-
-    def unroll(
-        self,
-        hidden: Float[Array, "R S D"],
-        step_embeddings: list[Float[Array, "R S D"]],
-        positions: Int[Array, "R S"],
-        segment_ids: Int[Array, "R S"],
-        context: Context | None = None,
-    ) -> list[Float[Array, "R S D"]]:
-        """Runs `len(step_embeddings)` recursive steps over packed rows in training.
-
-        Args:
-          hidden: states of the target, detached.
-          step_embeddings: for each step s the embeddings e(x_{t+1+s}) at index t, rolled within
-            segments.
-          context: how rows are split over devices; all per-token arrays are in its order.
-
-        Returns:
-          for each step s, states for the language-model head, of which index t predicts x_{t+2+s}.
-
-        Raises:
-          NotImplementedError: a module is to run over several steps, and its mixer has no method
-            `run_again`.
-        """
-        outputs, earlier, layer, mixer = [], [], head_layer(self.cfg), head_layer(self.cfg).mixer
-        for step, embedded in enumerate(step_embeddings):
-            index = min(step, len(self.w["blocks"]) - 1)
-            w, where = self.w["blocks"][index], Where("train", positions + step)
-            where = self._at(where.replace(segments=segment_ids, context=context))
-            mix = functools.partial(mixer.run, where=where, memory=None, scratch=None)
-            if step == index:  # the module's first use: its rows are the base rows
-                earlier = []
-            elif hasattr(mixer, "run_again"):
-                mix = functools.partial(mixer.run_again, where=where, earlier=list(earlier))
-            else:
-                raise NotImplementedError(
-                    f"a head whose layer is {mixer.kind} cannot be trained over several recursive "
-                    "steps of one module: its mixer has no method `run_again`; train one step"
-                )
-            x = self._inputs(w, hidden, embedded)
-            x, rows, _ = block(layer, w["layer"], x, where, self.cfg, mix)
-            earlier.append(rows)
-            normed, hidden = self._outputs(w, x)
-            outputs.append(normed)
-        return outputs
 
 
 def init_head_params(cfg: ModelConfig, seed: int = 0) -> Params:
@@ -332,28 +278,11 @@ class MTPSource(HeadSource):
         return init_head_params(self.cfg, seed)
 
     @property
-    def modules(self) -> int:
-        return self.cfg.mtp_num_layers
-
-    @property
     def taps_width(self) -> int:
         return self.cfg.hidden_size
 
     def bound(self, params: Params) -> MTPHead:
         return MTPHead(self.cfg, params)
-
-    def module_pages(self, room: Room) -> KVCache:
-        return head_layer(self.cfg).mixer.empty(self.cfg.run, room).pages
-
-    def run_module(self, head, index, hidden, embedded, where, pages, scratch=None):
-        return head.decode(index, hidden, embedded, where, pages, scratch)
-
-    def unroll(
-        self, params, policy, states, tokens, positions, segments, context=None
-    ) -> list[Array]:
-        head = self.bound(params)
-        embedded = [embed_tokens(policy["embed"], ids, self.cfg) for ids in tokens]
-        return head.unroll(states, embedded, positions, segments, context)
 
     def with_network(self, cfg: ModelConfig) -> MTPSource:
         return dataclasses.replace(self, cfg=cfg)

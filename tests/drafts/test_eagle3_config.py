@@ -194,7 +194,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
         ({"layer_types": [FULL, SLIDING], "sliding_window": 8}, (None, 8), (None, 8)),
         ({"sliding_window": 8}, (None, None), (None, None)),
         ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
-         "use_sliding_window true without layer_types", (None, 8)),
+         "use_sliding_window true", (None, 8)),
         ({"layer_types": [SLIDING] * 2, "sliding_window": 8, "use_sliding_window": False},
          (8, 8), "full_attention alone, for no sliding_window is in use"),
         ({"layer_types": [SLIDING], "sliding_window": 8}, *["as many as num_hidden_layers"] * 2),

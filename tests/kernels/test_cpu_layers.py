@@ -142,7 +142,7 @@ def test_a_head_drafts_what_it_drafts_by_xla():
         params = to_format(head, mine) if mine.run.products == "panels" else head
         module = MTPHead(mine, params)
         where = Where("tree", positions, prefix=prefix, visible=bits, held=2)
-        pages, earlier = KVCache(*cache), Scratch(KVCache(*buffers), None)
+        pages, earlier = (KVCache(*cache),), Scratch((KVCache(*buffers),), None)
         return module.decode(1, hidden, embedded, where, pages, earlier)
 
     wanted = drafted(products="xla")
