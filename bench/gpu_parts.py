@@ -613,8 +613,8 @@ def _prompts(cfg: ModelConfig, batch: int, length: int, seed: int) -> list[list[
 
 def identity(job: Job, shape: str, batches: tuple[int, ...]) -> None:
     """Measures how many bfloat16 samples differ from plain decoding's, with and without
-    `invariant`; whether that mode has a program of plain decoding's own (`start_up.check_plain`); and
-    `seconds_plain/..` of whole plain calls."""
+    `invariant`; whether that mode has a program of plain decoding's own; and `seconds_plain/..` of
+    whole plain calls."""
     layers, strategy, length, repeats = 12, "4_1_5", 128, 5
     if job.small:
         shape, layers, strategy, length, repeats, batches = "tiny", 1, "2_1_3", 8, 2, (2,)

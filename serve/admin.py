@@ -33,8 +33,8 @@ from specjax.checkpoint.weights import (
     takes_overrides,
 )
 from specjax.engine.sources import first_difference, load_head, require_same_draft
-from specjax.engine.weights import checksum
 from specjax.models.transformer import Params
+from specjax.parallel.copies import checksum
 from specjax.tokenizer import with_tokenizer_end
 
 ADMIN_PATHS = ("/update_weights", "/update_draft_vocab", "/sleep", "/wake")

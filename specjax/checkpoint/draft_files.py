@@ -117,8 +117,8 @@ def find_draft(path: str | Path) -> type[Draft] | None:
     files = FilesAt(path)
     if not files.is_directory:
         return None
-    own = (kind for kind in DRAFTS.all() if kind.has_files)
-    return next((kind for kind in own if kind.recognises(files, None)), None)
+    kinds = (kind for kind in DRAFTS.all() if kind.has_files)
+    return next((kind for kind in kinds if kind.recognises(files, None)), None)
 
 
 def load_draft_files(

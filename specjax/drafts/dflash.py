@@ -110,11 +110,11 @@ class DFlashHead(HeadNetwork):
         where, rows = self.at(where), x.shape[1]
         everywhere = where.replace(visible=pack_bits(np.ones((rows, rows), bool)))
         before = where.replace(visible=chain_bits(rows))
-        for number, (layer, own) in enumerate(zip(self.cfg.network.layers, pages, strict=True)):
+        for number, (layer, held) in enumerate(zip(self.cfg.network.layers, pages, strict=True)):
             seen = everywhere if layer.mixer.window is None else before
 
-            def mix(w, x, mixer=layer.mixer, seen=seen, own=own):
-                return mixer.run(w, x, seen, Memory(own, None), None)
+            def mix(w, x, mixer=layer.mixer, seen=seen, held=held):
+                return mixer.run(w, x, seen, Memory(held, None), None)
 
             x = block(layer, self.w["layers"][number], x, where, self.cfg.network, mix)[0]
         return rms_norm(x, self.w["norm"], self.cfg.network.rms_norm_eps)
@@ -211,11 +211,11 @@ class DFlashSource(FileHead):
 
     def switches(self) -> str:
         cfg = self.cfg
-        said = f"{_AUX} {list(cfg.taps)}, mask_token_id {cfg.mask_token}, block_size {cfg.block}"
+        text = f"{_AUX} {list(cfg.taps)}, mask_token_id {cfg.mask_token}, block_size {cfg.block}"
         if windows := self.windows():
             unsaid = " (the file does not say it; vLLM then takes false)" if self.assumes else ""
-            said += f", {windows}, causal true{unsaid}"
-        return said
+            text += f", {windows}, causal true{unsaid}"
+        return text
 
     def refuses(self, strategy: Any) -> str | None:
         """See `Draft.refuses`: no more steps than the largest block has masks."""
@@ -271,7 +271,7 @@ def _read(head: HeadFiles, overrides: Mapping[str, Any]) -> DFlashConfig:
     by_hand = checked_overrides(overrides).get(_AUX)
     if by_hand == "post_norm":
         raise ValueError(f"{_AUX} of a DFlash head must be a list of boundaries; got 'post_norm'")
-    top, own, body, target = head.top, head.top.within("dflash_config"), head.body, head.target
+    top, nested, body, target = head.top, head.top.within("dflash_config"), head.body, head.target
     kind = top.text("speculators_model_type", None) or "dflash"
     others = [f"speculators_model_type {kind}"] if kind.lower() != "dflash" else []
     others += [
@@ -293,16 +293,17 @@ def _read(head: HeadFiles, overrides: Mapping[str, Any]) -> DFlashConfig:
     if any(layer.mixer.window for layer in network.layers):
         # Here false says that rows see later ones in their window, and so does the other key.
         neutral = _NEUTRAL | {"is_causal": None, "causal": None, _NON_CAUSAL: False}
-    head.refuse_others(network, neutral, own)
-    sizes = own if not head.speculators and own.raw.get("block_size") is not None else top
+    head.refuse_others(network, neutral, nested)
+    sizes = nested if not head.speculators and nested.raw.get("block_size") is not None else top
     usual = (_BLOCK,) if head.speculators else ()
-    most = target.vocab_size - 1
+    keys, most = top if head.speculators else nested, target.vocab_size - 1
+    mask = keys.integer("mask_token_id", least=0, most=most)
     return DFlashConfig(
         network=network,
         target_width=target.hidden_size,
         target_vocab=target.vocab_size,
         taps=_taps(head, layers, by_hand),
-        mask_token=(top if head.speculators else own).integer("mask_token_id", least=0, most=most),
+        mask_token=mask,
         block=sizes.integer("block_size", *usual, least=2),
         own_embedding="embed_tokens.weight" in head.tensors,
         own_head="lm_head.weight" in head.tensors,
@@ -312,7 +313,7 @@ def _read(head: HeadFiles, overrides: Mapping[str, Any]) -> DFlashConfig:
 
 def _taps(head: HeadFiles, layers: int, by_hand: tuple[int, ...] | None) -> tuple[int, ...]:
     """Returns the boundaries whose states `fc` takes, in its order."""
-    count, own = head.target.num_layers, head.top.within("dflash_config")
+    count, nested = head.target.num_layers, head.top.within("dflash_config")
     if by_hand is not None:
         return head.check_taps(by_hand, _AUX, True)
     if head.speculators:
@@ -320,7 +321,7 @@ def _taps(head: HeadFiles, layers: int, by_hand: tuple[int, ...] | None) -> tupl
     # Without a list, as the authors' program chooses them.
     span = (count - 4) / max(layers - 1, 1)
     usual = [round(1 + i * span) for i in range(layers)] if layers > 1 else [count // 2]
-    outputs = head.ids(own, "target_layer_ids") or usual
+    outputs = head.ids(nested, "target_layer_ids") or usual
     if count - 1 in outputs:
         # transformers, which the authors' program reads it from, gives it after the final norm.
         raise head.error(

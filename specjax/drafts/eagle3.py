@@ -171,7 +171,7 @@ class Eagle3Source(FileHead):
 
         def walk(rows):
             if isinstance(rows, Mapping):
-                return {name: walk(of) for name, of in rows.items()}
+                return {name: walk(inner) for name, inner in rows.items()}
             return draw(rows, rngs, dtype, depth=depth).get_value()
 
         rows = dataclasses.replace(self, writes=False).rows()
@@ -232,8 +232,8 @@ class Eagle3Source(FileHead):
         if cfg.fc_norm == "joined":
             out["input_norm"] = norm_row("input_norm", states * cfg.target_width)
         if cfg.fc_norm == "each":
-            each = {i: norm_row(f"fc_norm.{i}", cfg.target_width) for i in range(states)}
-            out["fc_norm"] = each
+            norms = {i: norm_row(f"fc_norm.{i}", cfg.target_width) for i in range(states)}
+            out["fc_norm"] = norms
         if cfg.mask_token is not None:
             shape = (1, 1, self.taps_width)
             out["mask_hidden"] = Param(shape, (None,) * 3, Stored("mask_hidden"))
@@ -303,24 +303,24 @@ class Eagle3Source(FileHead):
         cfg = self.cfg
         taps = "post_norm" if cfg.taps == FINAL else str(list(cfg.taps))
         unsaid = " (the file does not say it; vLLM then takes true)" if self.assumes else ""
-        said = [
+        parts = [
             f"aux_hidden_state_layer_ids {taps}",
             f"norm_before_residual {str(cfg.norm_before_residual).lower()}{unsaid}",
             f"fc_norm {cfg.fc_norm}",
             f"norm_output {str(cfg.norm_output).lower()}",
             f"backbone {cfg.network.model_type}",
         ]
-        said += [] if cfg.mask_token is None else [f"mask_token_id {cfg.mask_token}"]
-        said += [self.windows()] if self.windows() else []
+        parts += [] if cfg.mask_token is None else [f"mask_token_id {cfg.mask_token}"]
+        parts += [self.windows()] if self.windows() else []
         notes = f" ({'; '.join(self.remarks)})" if self.remarks else ""
-        return ", ".join(said) + notes
+        return ", ".join(parts) + notes
 
     # --- training --------------------------------------------------------------------------------
 
     def embeddings(self, params: Params, policy: Params, tokens: Sequence) -> list[Array]:
         """See `HeadSource.embeddings`; an own embedding has no gradient."""
-        own, mask = self.cfg.own_embedding, self.cfg.mask_token
-        table = jax.lax.stop_gradient(params["embed"] if own else policy["embed"])
+        has_own, mask = self.cfg.own_embedding, self.cfg.mask_token
+        table = jax.lax.stop_gradient(params["embed"] if has_own else policy["embed"])
         if mask is not None:
             tokens = [tokens[0], *(jnp.full_like(ids, mask) for ids in tokens[1:])]
         return [embed_tokens(table, ids, self._target_sized()) for ids in tokens]
@@ -372,14 +372,14 @@ def new_config(target: ModelConfig, columns: int | None = None) -> Eagle3Config:
       ValueError: none of the target's layers has attention.
     """
     count, mixers = target.num_layers, [layer.mixer for layer in target.layers]
-    found = [mixer for mixer in mixers if isinstance(mixer, Attention)]
-    if not found:
+    attention = [mixer for mixer in mixers if isinstance(mixer, Attention)]
+    if not attention:
         raise ValueError(
             "a new EAGLE-3 head has attention like the target's, and none of the target's layers "
             f"has any, got {', '.join(sorted({mixer.kind for mixer in mixers}))}; draft from "
             "n-grams or with a standalone model"
         )
-    last, dense = found[-1], [x.mlp for x in target.layers if isinstance(x.mlp, Dense)]
+    last, dense = attention[-1], [x.mlp for x in target.layers if isinstance(x.mlp, Dense)]
     mixer = Attention(
         last.num_heads,
         last.num_kv_heads,

@@ -95,8 +95,8 @@ def kind_of(raw: Mapping[str, Any], tensors: Mapping[str, Any]) -> str | None:
     """
     classes = raw.get("architectures")
     classes = classes if isinstance(classes, list) else []
-    said = str(raw.get("speculators_model_type", "")).lower()
-    names = [said, *(name.lower() for name in classes if isinstance(name, str))]
+    declared = str(raw.get("speculators_model_type", "")).lower()
+    names = [declared, *(name.lower() for name in classes if isinstance(name, str))]
 
     def holds(*prefixes: str) -> bool:
         return any(name.startswith(prefixes) for name in tensors)
@@ -116,12 +116,12 @@ def kind_of(raw: Mapping[str, Any], tensors: Mapping[str, Any]) -> str | None:
         one_state = len(shape) == 2 and shape[1] == 2 * shape[0]
         if not holds(first + "input_layernorm.") or (narrow and one_state):
             return "EAGLE-1 or EAGLE-2"
-    if said == "eagle" or any(name.startswith("eagleforcausal") for name in names):
+    if declared == "eagle" or any(name.startswith("eagleforcausal") for name in names):
         return "EAGLE-1 or EAGLE-2"
     if three or holds("midlayer.", "d2t", "t2d") or any(map(_EAGLE.search, names)):
         return "EAGLE-3"
-    if said:
-        return f"speculators_model_type {said}"
+    if declared:
+        return f"speculators_model_type {declared}"
     return "EAGLE-3" if body or raw.get("draft_vocab_size") is not None else None
 
 
@@ -195,9 +195,9 @@ def is_tied(raw: Mapping[str, Any], tensors: Mapping[str, Any], every: bool) -> 
     Args:
       every: whether all tokens of the target are draft tokens; else the two cannot be tied.
     """
-    said = raw.get("tie_word_embeddings") is True and not is_of_speculators(raw)
+    is_declared = raw.get("tie_word_embeddings") is True and not is_of_speculators(raw)
     holds_both = "lm_head.weight" in tensors or "embed_tokens.weight" not in tensors
-    return said and every and not holds_both
+    return is_declared and every and not holds_both
 
 
 def unused(taps: tuple[int | str, ...]) -> tuple[str, ...]:
@@ -209,20 +209,20 @@ def unused(taps: tuple[int | str, ...]) -> tuple[str, ...]:
 
 
 def _backbone(head: HeadFiles) -> str:
-    said, classes = head.body.text("model_type", None), head.body.texts("architectures")
+    declared, classes = head.body.text("model_type", None), head.body.texts("architectures")
     if any(map(_LLAMA_CLASS.fullmatch, classes)):
         normed = any(name.endswith(".self_attn.q_norm.weight") for name in head.tensors)
-        return "qwen3" if said == "qwen3" and normed else "llama"
-    if said is None:
+        return "qwen3" if declared == "qwen3" and normed else "llama"
+    if declared is None:
         qwen = any(name.startswith("Qwen3") for name in classes)
-        said = "qwen3" if head.speculators or qwen else "llama"
-    if said not in BACKBONES:
+        declared = "qwen3" if head.speculators or qwen else "llama"
+    if declared not in BACKBONES:
         raise UnsupportedModelError(
-            f"{head.file}: the head's layers are of model_type {said!r}, expected one of "
+            f"{head.file}: the head's layers are of model_type {declared!r}, expected one of "
             f"{', '.join(BACKBONES)}; if they compute what one of these does, set backbone in "
             "draft_overrides"
         )
-    return said
+    return declared
 
 
 def _taps(head: HeadFiles, by_hand: tuple[int, ...] | str | None) -> tuple[int | str, ...]:
@@ -259,8 +259,8 @@ def _taps(head: HeadFiles, by_hand: tuple[int, ...] | str | None) -> tuple[int |
 def _fc_norm(head: HeadFiles) -> str:
     """Returns the norm before `fc`, which the tensors say; the keys must not contradict them."""
     top, tensors = head.top, head.tensors
-    each = any(name.startswith("fc_norm.") for name in tensors)
-    held = "each" if each else "joined" if "input_norm.weight" in tensors else "none"
+    is_each = any(name.startswith("fc_norm.") for name in tensors)
+    held = "each" if is_each else "joined" if "input_norm.weight" in tensors else "none"
     joined_said, each_said = top.flag("norm_before_fc", None), top.flag("fc_norm", None)
     denied = [top.raw.get(name) is False for name in ("norm_before_fc", "fc_norm")]
     wrong = {

@@ -202,8 +202,8 @@ class FileHead(HeadSource):
 
     def windows(self) -> str:
         """Names the window and the layers that have it; empty where none has."""
-        found = {i: x.mixer.window for i, x in enumerate(self.cfg.network.layers)}
-        used = {i: window for i, window in found.items() if window is not None}
+        windows = {i: x.mixer.window for i, x in enumerate(self.cfg.network.layers)}
+        used = {i: window for i, window in windows.items() if window is not None}
         sizes = ", ".join(map(str, dict.fromkeys(used.values())))
         return f"sliding_window {sizes} in the layers {list(used)}" if used else ""
 
@@ -212,11 +212,11 @@ class FileHead(HeadSource):
         cfg, network = self.cfg, self.cfg.network
         count = network.num_layers
         drafted = "all" if network.vocab_size == cfg.target_vocab else f"{network.vocab_size}"
-        own = {True: "its own", False: "the target's"}
+        whose = {True: "its own", False: "the target's"}
         return (
             f"{self.title} head ({self.layout}): {self.switches()}; {count} "
             f"layer{'' if count == 1 else 's'} of width {network.hidden_size}, drafts {drafted} of "
-            f"{cfg.target_vocab} tokens, {own[cfg.own_head]} lm_head, {own[cfg.own_embedding]} "
+            f"{cfg.target_vocab} tokens, {whose[cfg.own_head]} lm_head, {whose[cfg.own_embedding]} "
             "embedding"
         )
 
@@ -275,14 +275,14 @@ class FileHead(HeadSource):
     def columns(self, params: Params, target: Params, ids: Int[Array, " C"]) -> Params:
         """See `Draft.columns`; tokens that the head does not draft stand for no token."""
         source = params if self.cfg.own_head else target
-        head, at = vocabulary.head_of(source), ids
+        head, places = vocabulary.head_of(source), ids
         if self.cfg.own_ids:
-            own = params["ids"]
-            place = jnp.minimum(jnp.searchsorted(own, ids), len(own) - 1)
-            ids = jnp.where(own[place] == ids, ids, self.cfg.target_vocab)
+            known = params["ids"]
+            place = jnp.minimum(jnp.searchsorted(known, ids), len(known) - 1)
+            ids = jnp.where(known[place] == ids, ids, self.cfg.target_vocab)
             order = jnp.argsort(ids)
-            ids, at = ids[order], (place if self.cfg.own_head else at)[order]
-        entry = vocabulary.columns(head, at, self.network)
+            ids, places = ids[order], (place if self.cfg.own_head else places)[order]
+        entry = vocabulary.columns(head, places, self.network)
         return {**entry, "ids": ids}
 
     @property

@@ -371,9 +371,9 @@ class HeadSource(Draft):
         slots, lag = memory.slots, self.modules - 1
         width, known = slots.hidden.shape[1], lag + slots.pending
         dropped = jnp.maximum(known + count - width, 0)
-        at = dropped[:, None] + jnp.arange(width)
-        behind = width + at - known[:, None]
-        index = jnp.where(at < known[:, None], at, behind)
+        place = dropped[:, None] + jnp.arange(width)
+        behind = width + place - known[:, None]
+        index = jnp.where(place < known[:, None], place, behind)
         index = jnp.minimum(index, width + hidden.shape[1] - 1)
         both = jnp.concatenate([slots.hidden, hidden.astype(slots.hidden.dtype)], axis=1)
         return memory._replace(
@@ -504,5 +504,5 @@ def _pending_window(slots: HeadSlots, hidden: Float[Array, "B A D"]) -> Array:
 def _rows_from(words, start: int):
     """Clears the bits of rows before `start`."""
     first = np.arange(words.shape[-1]) * 32
-    keep = [sum(1 << bit for bit in range(32) if at + bit >= start) for at in first]
+    keep = [sum(1 << bit for bit in range(32) if word + bit >= start) for word in first]
     return words & np.array(keep, np.uint32)

@@ -223,8 +223,8 @@ class ModelSource(Draft):
             held=level.offset,
             table=work.table,
         )
-        found = draft.decode(level.tokens, where, self._memory(work.cache), work.scratch)
-        return self._proposal(draft, params, found.x), work._replace(scratch=found.scratch)
+        decoded = draft.decode(level.tokens, where, self._memory(work.cache), work.scratch)
+        return self._proposal(draft, params, decoded.x), work._replace(scratch=decoded.scratch)
 
     def commit(self, memory: Memory, work: _Work | None, hidden, count) -> Memory:
         if work is None:

@@ -190,13 +190,14 @@ def new_head(target: ModelConfig, policy: Params | None = None, seed: int = 0) -
 
     def started(module: Params) -> Params:
         # Copies: a trainer donates the head's arrays, and the policy's must outlive them.
-        own = {
+        layer_copy = {
             name: jnp.array(unpack(layer[name]), array.dtype)
             for name, array in module["layer"].items()
         }
         proj, norm = module["proj"], module["norm"]
         proj = proj + both.astype(proj.dtype)
-        return {**module, "layer": own, "proj": proj, "norm": jnp.array(policy["norm"], norm.dtype)}
+        norm = jnp.array(policy["norm"], norm.dtype)
+        return {**module, "layer": layer_copy, "proj": proj, "norm": norm}
 
     return {"blocks": {i: started(module) for i, module in params["blocks"].items()}}
 
@@ -210,8 +211,8 @@ def to_format(params: Params, cfg: ModelConfig) -> Params:
             for index, module in blocks.items()
         }
         rows = fused_rows(rows)
-    of = {"blocks": {index: {**module_rows(cfg), "layer": rows} for index in blocks}}
-    return pack(cast({**params, "blocks": blocks}, cfg.run.compute_dtype), of, cfg)
+    all_rows = {"blocks": {index: {**module_rows(cfg), "layer": rows} for index in blocks}}
+    return pack(cast({**params, "blocks": blocks}, cfg.run.compute_dtype), all_rows, cfg)
 
 
 # --- the head as a draft --------------------------------------------------------------------------

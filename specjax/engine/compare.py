@@ -107,14 +107,14 @@ def first_difference(runner, job: Job, plain: Sequence[int], spec: Sequence[int]
       plain: tokens of plain decoding.
       spec: tokens of speculative decoding.
     """
-    at = next(
+    index = next(
         (i for i, (a, b) in enumerate(zip(plain, spec, strict=False)) if a != b),
         min(len(plain), len(spec)),
     )
-    position = len(job.prompt) + at
-    a = plain[at] if at < len(plain) else -1
-    b = spec[at] if at < len(spec) else -1
-    context = np.array([*job.prompt, *plain[:at]], np.int32)
+    position = len(job.prompt) + index
+    a = plain[index] if index < len(plain) else -1
+    b = spec[index] if index < len(spec) else -1
+    context = np.array([*job.prompt, *plain[:index]], np.int32)
     logits = _logits_by_program(runner, context)
     scores, noise = _scores(runner, job, context, logits)
     spread = float(max(np.abs(row - logits[0]).max() for row in logits[1:]))
@@ -264,8 +264,8 @@ def _model(cfg: ModelConfig, params):
 @functools.partial(jax.jit, static_argnums=0)
 def _full(cfg: ModelConfig, params, tokens, length):
     model = _model(cfg, params)
-    found = model.prefill(tokens, jnp.full(tokens.shape[:1], length))
-    return model.logits(found.x[0, length - 1])
+    read = model.prefill(tokens, jnp.full(tokens.shape[:1], length))
+    return model.logits(read.x[0, length - 1])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -283,5 +283,5 @@ def _by_rows(cfg: ModelConfig, count: int, params, tokens, length):
     positions = jnp.broadcast_to(start + jnp.arange(count), (batch, count))
     rows = jnp.take(tokens, jnp.minimum(positions[0], tokens.shape[1] - 1), axis=1)
     where = Where("tree", positions, prefix=prefix, visible=chain_bits(count))
-    found = model.decode(rows, where, memory)
-    return model.logits(found.x[0, length - 1 - start])
+    decoded = model.decode(rows, where, memory)
+    return model.logits(decoded.x[0, length - 1 - start])

@@ -119,12 +119,12 @@ class Engine(BaseEngine):
         most_cache_bytes: int | None = None,
     ):
         self.config, self._prompt_widths = config or EngineConfig(), prompt_widths
-        platform, asked = device_of(mesh).platform, spec
+        platform, given = device_of(mesh).platform, spec
         self.spec = spec = None if spec is None or spec.is_off else spec
         self.control, self.batch, self.max_len = control, batch, max_len
         self.runner = runner = Runner(
             cfg,
-            asked,
+            given,
             batch,
             max_len,
             stop_width,

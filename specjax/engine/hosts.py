@@ -27,11 +27,10 @@ from specjax.engine.engine import Engine
 from specjax.engine.replicas import POLL, Replicas
 from specjax.engine.request import Job, SampleOutput, Totals
 from specjax.engine.sequence import Finished, Progress, Sample
-from specjax.engine.weights import checksum, require_equal
 from specjax.interfaces import Params
 from specjax.models.transformer import split_layout
 from specjax.parallel import sharding
-from specjax.parallel.copies import Copies, ProcessGroup
+from specjax.parallel.copies import Copies, ProcessGroup, checksum, require_equal
 from specjax.parallel.distributed import gather
 
 log = logging.getLogger(__name__)
@@ -306,15 +305,15 @@ class Hosts(BaseEngine):
             self.idle_work.wait()
             if self._idle_replicas:
                 needed = self.idle_work.seconds_needed
-        news = []
+        told_here = []
         if self._group.reports:
             for event in ended:
                 shared = self._local[event.sequence]
                 judgement = self._judge and self._judge(shared.job, event.sample)
                 self._judged[shared] = event.sample, judgement
-            news = self._news()
+            told_here = self._news()
         events = []
-        everyones = self._exchange((news, needed), "rollout")
+        everyones = self._exchange((told_here, needed), "rollout")
         self._interval = max(EXCHANGE, _ROOM * max(seconds for _, seconds in everyones))
         told = [item for items, _ in everyones for item in items]
         for number, begin, sample, has_ended, verdict in told:
@@ -354,11 +353,11 @@ class Hosts(BaseEngine):
             for local, shared in self._local.items()
             if shared not in self._judged and len(local.tokens) > len(shared.tokens)
         ]
-        news = []
+        told = []
         for shared, sample, has_ended, verdict in known:
             begin = min(len(shared.tokens), len(sample.token_ids))
-            news.append((shared.number, begin, rest_of(sample, begin), has_ended, verdict))
-        return news
+            told.append((shared.number, begin, rest_of(sample, begin), has_ended, verdict))
+        return told
 
 
 # The fields of `SampleOutput` that have one entry per token, or are None.
@@ -372,11 +371,11 @@ def rest_of(sample: SampleOutput, begin: int) -> SampleOutput:
     return dataclasses.replace(sample, **rest)
 
 
-def joined(before: SampleOutput, begin: int, news: SampleOutput) -> SampleOutput:
+def joined(before: SampleOutput, begin: int, rest: SampleOutput) -> SampleOutput:
     """The whole sample, from its first `begin` tokens in `before` and the rest of it in `news`."""
 
     def whole(name):
-        new, old = getattr(news, name), getattr(before, name)
+        new, old = getattr(rest, name), getattr(before, name)
         if new is None or old is None or not begin:
             return new
         if isinstance(new, np.ndarray):
@@ -385,4 +384,4 @@ def joined(before: SampleOutput, begin: int, news: SampleOutput) -> SampleOutput
             return old[:begin] + new
         return [*old[:begin], *new]
 
-    return dataclasses.replace(news, **{name: whole(name) for name in _PER_TOKEN})
+    return dataclasses.replace(rest, **{name: whole(name) for name in _PER_TOKEN})

@@ -222,9 +222,9 @@ class LLM:
         self._engine_config = engine
         engines = [self._engine(spec, source, control, place) for place in meshes]
         self.engine = Replicas(engines) if several else engines[0]
-        for each in engines:
-            if each.alarm is not None:
-                each.alarm.spell = spell
+        for one in engines:
+            if one.alarm is not None:
+                one.alarm.spell = spell
         for line in engines[0].start_lines():
             log.info("%s", line)
         self.engine.set_params(params, self.head if self.spec else None)
@@ -395,10 +395,10 @@ class LLM:
             self.differences = self.compare_samples(jobs, samples, progress)
             for difference in self.differences:
                 log.warning("speculative and plain decoding differ: %s", difference)
-        asked: dict[int, SamplingParams] = {job.request: job.params for job in jobs}
-        scores = self._prompt_logprobs(ids, asked)
+        params_of: dict[int, SamplingParams] = {job.request: job.params for job in jobs}
+        scores = self._prompt_logprobs(ids, params_of)
         outputs = [
-            RequestOutput(prompt, [], asked[index].seed, scores.get(index))
+            RequestOutput(prompt, [], params_of[index].seed, scores.get(index))
             for index, prompt in enumerate(ids)
         ]
         for job, sample in zip(jobs, samples, strict=True):
@@ -470,15 +470,15 @@ class LLM:
         return dataclasses.replace(sample, text=text)
 
     def _prompt_logprobs(
-        self, prompts: list[list[int]], asked: dict[int, SamplingParams]
+        self, prompts: list[list[int]], params_of: dict[int, SamplingParams]
     ) -> dict[int, list[dict[int, float] | None]]:
         """See `RequestOutput.prompt_logprobs`; by index of the prompts that ask for them."""
         by_index = {}
-        for most in {params.prompt_logprobs for params in asked.values()} - {None}:
+        for most in {params.prompt_logprobs for params in params_of.values()} - {None}:
             scorer = PromptScorer(self.engine, self.max_len)
-            those = [index for index, params in asked.items() if params.prompt_logprobs == most]
+            those = [index for index, params in params_of.items() if params.prompt_logprobs == most]
             scores = scorer.read(scorer.start([prompts[index] for index in those]), most)
-            by_index |= {index: each.top for index, each in zip(those, scores, strict=True)}
+            by_index |= {index: scored.top for index, scored in zip(those, scores, strict=True)}
         return by_index
 
     def chat(

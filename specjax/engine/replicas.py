@@ -18,8 +18,8 @@ from specjax.engine.engine import Engine
 from specjax.engine.request import SampleOutput
 from specjax.engine.runner import EXTRA_SLOTS
 from specjax.engine.sequence import Finished, Sample
-from specjax.engine.weights import require_same
 from specjax.models.transformer import Params, split_layout
+from specjax.parallel.copies import require_same
 from specjax.parallel.reshard import Mover
 from specjax.parallel.sharding import joined_mesh
 

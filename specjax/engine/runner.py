@@ -140,8 +140,8 @@ class Runner:
             network = settle(source.network, whose="the draft's attention")
             # A kernel that is named for the policy may refuse the draft, whose layers and dtype can
             # differ. So the draft's own is chosen automatically.
-            asked = matrix.PLAIN if config.products == matrix.PLAIN else matrix.AUTO
-            network = matrix.settle(network, mesh, asked, whose="the draft's products")
+            products = matrix.PLAIN if config.products == matrix.PLAIN else matrix.AUTO
+            network = matrix.settle(network, mesh, products, whose="the draft's products")
             source = source.with_network(network)
 
         def plan(cfg: ModelConfig) -> tuple[dict[str, Plan], dict[str, Program]]:
@@ -157,8 +157,8 @@ class Runner:
             self.plans, self.strategies = plan(cfg)
             self.own_plain = Program(OFF, self.plans[OFF])
         self.cfg = cfg
-        own = [spec.own_strategy.name, spec.resolve().name] if drafts else []
-        self.plan = self.plans[next(name for name in (*own, *self.plans) if name in self.plans)]
+        names = [spec.own_strategy.name, spec.resolve().name] if drafts else []
+        self.plan = self.plans[next(name for name in (*names, *self.plans) if name in self.plans)]
         self.programs = {program.name: program.plan for program in self.strategies.values()}
         self.longest = max(self.programs.values(), key=lambda plan: plan.steps)
         source = self.longest.source

@@ -50,9 +50,9 @@ def source_of(cfg: ModelConfig, spec: SpecConfig) -> Draft:
       ValueError: `spec` names a path, which must be loaded (see `load_source`).
       SettingError: it names a class of the user's own that does not exist, or is no class.
     """
-    own, name = spec.own_draft, spec.draft
-    if own is not None:
-        return own_class(own.name).of(cfg, spec)
+    own_draft, name = spec.own_draft, spec.draft
+    if own_draft is not None:
+        return own_class(own_draft.name).of(cfg, spec)
     if name == AUTO_DRAFT:
         name = NGRAM_DRAFT if source_of_policy(cfg) is None else CHECKPOINT_DRAFT
     if name not in DRAFT_WORDS:
@@ -77,18 +77,18 @@ def own_class(name: str) -> type[Draft]:
       SettingError: there is nothing at `name`, or it is no class of drafts.
     """
     try:
-        own, problem = DRAFTS.find(name), None
+        kind, problem = DRAFTS.find(name), None
     except ValueError as error:
-        own, problem = None, str(error)
-    lacking = [x for x in _PROTOCOL if not hasattr(own, x)]
-    if problem is None and (lacking or not isinstance(own, type)):
+        kind, problem = None, str(error)
+    lacking = [x for x in _PROTOCOL if not hasattr(kind, x)]
+    if problem is None and (lacking or not isinstance(kind, type)):
         problem = (
-            f"expected a class with the methods of specjax.interfaces.Draft, got {own!r}, which "
+            f"expected a class with the methods of specjax.interfaces.Draft, got {kind!r}, which "
             f"lacks {', '.join(lacking) or 'a constructor'}"
         )
     if problem is not None:
         raise SettingError(lambda spell: f"{spell('draft', name)}: {problem}")
-    return own
+    return kind
 
 
 class Drafting(NamedTuple):
@@ -252,19 +252,19 @@ def load_source(
         given path.
       CheckpointError: as in `read_draft`.
     """
-    own, name = spec.own_draft, spec.draft
+    own_draft, name = spec.own_draft, spec.draft
     if name == AUTO_DRAFT:
         name = NGRAM_DRAFT if head is None else CHECKPOINT_DRAFT
-    if own is not None or name == NGRAM_DRAFT:
+    if own_draft is not None or name == NGRAM_DRAFT:
         source = source_of(cfg, dataclasses.replace(spec, draft=name))
-        files = FilesAt(find_draft_at(own.path)) if own and own.path else None
+        files = FilesAt(find_draft_at(own_draft.path)) if own_draft and own_draft.path else None
         return cfg, source, source.load(files)
     if spec.draft_path is not None:
         path, overrides = find_draft_at(spec.draft_path), dict(spec.draft_overrides)
-        found = read_draft(path, cfg, overrides, mesh, tokenizer)
+        head_read = read_draft(path, cfg, overrides, mesh, tokenizer)
     elif name == RANDOM_DRAFT:
         kind = _class_of_word(name, spec)
-        found = placed(Head(*kind.new(cfg, policy=policy, seed=spec.head_seed)), mesh)
+        head_read = placed(Head(*kind.new(cfg, policy=policy, seed=spec.head_seed)), mesh)
     elif head is None:
         raise SettingError(
             lambda spell: (
@@ -275,9 +275,9 @@ def load_source(
             )
         )
     else:
-        found = head if isinstance(head, Head) else Head(head_class(head).of(cfg, spec), head)
-        found = found._replace(source=run_as(found.source, cfg.run))
-    return found.source.target(cfg), *found
+        head_read = head if isinstance(head, Head) else Head(head_class(head).of(cfg, spec), head)
+        head_read = head_read._replace(source=run_as(head_read.source, cfg.run))
+    return head_read.source.target(cfg), *head_read
 
 
 def new_source(cfg: ModelConfig, spec: SpecConfig) -> tuple[ModelConfig, Draft]:

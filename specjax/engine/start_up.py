@@ -312,8 +312,8 @@ def check_plain(runner: Runner, features: Sequence[Features]) -> None:
     Args:
       features: sets for which the programs of other strategies are compiled.
     """
-    own, executables = runner.own_plain, runner.executables
-    if own is None:
+    alone, executables = runner.own_plain, runner.executables
+    if alone is None:
         return
     served = (
         executables.covering(runner.strategies[OFF].name, runner.batch, wanted)
@@ -322,14 +322,14 @@ def check_plain(runner: Runner, features: Sequence[Features]) -> None:
     for wanted in dict.fromkeys(served):
         if wanted in runner.exact_plain:
             continue
-        executables.graphs.is_first(own.name, wanted)  # it is compared with the tree's alone
+        executables.graphs.is_first(alone.name, wanted)  # it is compared with the tree's alone
         with executables.checking():
             reason = _why_not_own(runner, wanted)
         if reason is None:
             runner.exact_plain.add(wanted)
             log.info("invariant: plain decoding runs a program of its own, which gives equal bits")
         else:
-            executables.by_key.pop(("chunk", own.name, runner.batch, wanted), None)
+            executables.by_key.pop(("chunk", alone.name, runner.batch, wanted), None)
             log.info("invariant: plain decoding runs the program of the tree, for %s", reason)
     runner.reset()
 
@@ -340,12 +340,12 @@ def _why_not_own(runner: Runner, features: Features) -> str | None:
     shared = run_chunks(runner, OFF, runner.batch, features)
     drafted = run_chunks(runner, longest, runner.batch, features)
     try:
-        own = run_chunks(runner, OFF, runner.batch, features, runner.own_plain)
+        alone = run_chunks(runner, OFF, runner.batch, features, runner.own_plain)
     except jax.errors.JaxRuntimeError as error:
         return f"its own fails: {first_line(error)}"
-    if any(not np.array_equal(a.length, b.length) for a, b in zip(shared, own, strict=True)):
+    if any(not np.array_equal(a.length, b.length) for a, b in zip(shared, alone, strict=True)):
         return "samples have other lengths than the tree's"
-    return _differing(shared, own, "plain") or _differing(drafted, own, longest)
+    return _differing(shared, alone, "plain") or _differing(drafted, alone, longest)
 
 
 _VALUES: dict[str, Callable[[Result], np.ndarray | None]] = {
@@ -355,16 +355,16 @@ _VALUES: dict[str, Callable[[Result], np.ndarray | None]] = {
 }
 
 
-def _differing(shared: Sequence[Result], own: Sequence[Result], how: str) -> str | None:
+def _differing(shared: Sequence[Result], alone: Sequence[Result], how: str) -> str | None:
     """What differs between chunks of the two programs, as far as both have come; None: no bit does.
 
     Args:
       how: name of the strategy of the shared program.
     """
     for name, values in _VALUES.items():
-        if values(own[0]) is None:
+        if values(alone[0]) is None:
             continue
-        for a, b in zip(_emitted(shared, values), _emitted(own, values), strict=True):
+        for a, b in zip(_emitted(shared, values), _emitted(alone, values), strict=True):
             both = min(len(a), len(b))
             if a[:both].tobytes() != b[:both].tobytes():
                 return f"{name} have other bits than the tree's ({how})"
@@ -397,16 +397,16 @@ def run_chunks(
     rounds = min(COMPARED_ROUNDS, runner.rounds(strategy, bucket), runner.own_rounds(bucket))
     count = min(bucket + WAITING, pages)
     most = min(1 + IN_A_ROW * rounds * (steps + 1), runner.max_len)
-    each = min(pages_for(most, size), pages // count)
+    pages_each = min(pages_for(most, size), pages // count)
     # The first one ends in the first chunk, and a waiting one takes its row over.
-    first, longest = 1 + max(1, rounds // 2), min(most, each * size)
+    first, longest = 1 + max(1, rounds // 2), min(most, pages_each * size)
     options = _options(runner, features, longest // 2)
     for slot, start in enumerate(_starts(runner, count, 1, **options)):
         limit = min(first + slot * max(longest - first, 0) // max(count - 1, 1), longest)
         start.sequence.job = dataclasses.replace(start.sequence.job, limit=limit)
         runner.place(admission_of([start], 1, runner))
     jax.block_until_ready(runner.state)
-    row_map, until = _row_map(runner, bucket, count, each), Until.of(rounds)
+    row_map, until = _row_map(runner, bucket, count, pages_each), Until.of(rounds)
     chunks = range(IN_A_ROW)
     return [runner.chunk(strategy, features, row_map, until, program).open() for _ in chunks]
 
@@ -527,8 +527,9 @@ def _contexts(runner: Runner, bucket: int) -> tuple[int, int | None]:
     Returns:
       (short, long); long is None where the growth is not measured.
     """
-    short, own = _context(runner), (runner.pages - 1) // bucket * runner.page_size
-    room = own if own >= runner.max_len else own - IN_A_ROW * runner.most_tokens(bucket)
+    short, room = _context(runner), (runner.pages - 1) // bucket * runner.page_size
+    if room < runner.max_len:
+        room -= IN_A_ROW * runner.most_tokens(bucket)
     long = min(LONG_CONTEXT, 3 * runner.max_len // 4, room)  # which leaves room for some rounds
     return short, long if long >= LEAST_GROWTH * short else None
 
@@ -553,7 +554,7 @@ def _place(runner: Runner, count: int, length: int, size: int) -> None:
     runner.place(admission_of(_starts(runner, count, length), size, runner))
 
 
-def _row_map(runner: Runner, bucket: int, count: int, each: int) -> RowMap:
+def _row_map(runner: Runner, bucket: int, count: int, pages_each: int) -> RowMap:
     """The first `count` slots as rows of a chunk, with `each` pages for each while there are any.
 
     Slots beyond the bucket take over rows that become free.
@@ -561,8 +562,8 @@ def _row_map(runner: Runner, bucket: int, count: int, each: int) -> RowMap:
     slots = np.full(bucket + runner.extra_slots, runner.slots - 1, np.int32)
     slots[:count] = np.arange(count)
     table = np.zeros((len(slots), runner.table_width), np.int32)
-    numbers = 1 + np.arange(count * each) % (runner.pages - 1)
-    table[:count, :each] = numbers.reshape(count, each)
+    numbers = 1 + np.arange(count * pages_each) % (runner.pages - 1)
+    table[:count, :pages_each] = numbers.reshape(count, pages_each)
     return RowMap(slots, np.arange(len(slots)) < count, table)
 
 

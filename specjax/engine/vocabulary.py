@@ -26,12 +26,12 @@ FIRST_COUNT = 4096  # number of emitted tokens after which the ids are first cho
 
 def own_ids(source: Draft | None, head: Params | None) -> np.ndarray | None:
     """The ids of the tokens that a head drafts, ascending; None: all, or there is no head."""
-    own = None if source is None or head is None else source.head(head)
-    return None if own is None or own[1] is None else np.asarray(own[1])
+    head_ids = None if source is None or head is None else source.head(head)
+    return None if head_ids is None or head_ids[1] is None else np.asarray(head_ids[1])
 
 
 def draft_ids(
-    cfg: ModelConfig, spec: SpecConfig, own: np.ndarray | None = None
+    cfg: ModelConfig, spec: SpecConfig, head_ids: np.ndarray | None = None
 ) -> np.ndarray | None:
     """The ids, ascending, that are drafted from at the start; None: all.
 
@@ -40,7 +40,7 @@ def draft_ids(
     head has come before others.
 
     Args:
-      own: ids of the tokens that the head drafts; None: all.
+      head_ids: ids of the tokens that the head drafts; None: all.
 
     Raises:
       SettingError: the file cannot be read (see `read_token_map`), has fewer ids than
@@ -54,19 +54,19 @@ def draft_ids(
     else:
         what, ends = "the tokens of the vocabulary", [t for t in cfg.eos_token_ids if t < vocab]
         listed = np.array(list(dict.fromkeys([*ends, *range(vocab)])), np.int32)
-        if own is not None:
-            listed = listed[np.argsort(~np.isin(listed, own), kind="stable")]
+        if head_ids is not None:
+            listed = listed[np.argsort(~np.isin(listed, head_ids), kind="stable")]
     size = len(listed) if size is None else size
     if not 1 <= size <= len(listed):
         raise SettingError(
             lambda spell: f"{spell('draft_vocab')}: expected 1 to {len(listed)}, {what}, got {size}"
         )
-    if own is not None and not np.isin(listed[:size], own).any():
+    if head_ids is not None and not np.isin(listed[:size], head_ids).any():
         raise SettingError(
             lambda spell: (
-                f"{spell('token_map')}: the head drafts {len(own)} of {vocab} tokens, and none of "
-                f"the {size} ids in {name} is among them, so that nothing would be drafted; give a "
-                f"list for this model, or leave out {spell('token_map')}"
+                f"{spell('token_map')}: the head drafts {len(head_ids)} of {vocab} tokens, and "
+                f"none of the {size} ids in {name} is among them, so that nothing would be "
+                f"drafted; give a list for this model, or leave out {spell('token_map')}"
             )
         )
     return np.sort(listed[:size])
@@ -224,15 +224,15 @@ class DraftedIds:
         Raises:
           SettingError: the head drafts none of the ids that `token_map` lists.
         """
-        before, own = self.own, own_ids(self._source, head)
-        if own is None or np.array_equal(own, before):
-            self.own = own
+        before, head_ids = self.own, own_ids(self._source, head)
+        if head_ids is None or np.array_equal(head_ids, before):
+            self.own = head_ids
             return
         # A head that is refused here leaves nothing changed, so that it is refused again.
-        ids = draft_ids(self._cfg, self._spec, own)
-        self.own = own
+        ids = draft_ids(self._cfg, self._spec, head_ids)
+        self.own = head_ids
         if self.counts is not None:
-            self.counts.begin_with(ids, own)
+            self.counts.begin_with(ids, head_ids)
         if self.counts is not None or (before is None and not self._spec.by_token):
             self._weights.ids = ids
 
