@@ -149,14 +149,21 @@ class StopStrings:
 
         It is not cut at a stop string that was found.
         """
-        whole = len(self._whole)
-        for begin in range(max(0, whole - max(map(len, self._strings)) + 1), whole):
-            end = self._whole[begin:]
-            if not self._cuts_a_name(begin, whole) and any(
-                len(string) > len(end) and string.startswith(end) for string in self._strings
-            ):
-                return self._stream.text[: self._without_names(begin)]
-        return self._stream.text
+        text = self._stream.text
+        begin = self._beginning(text)
+        if self._names:
+            whole = self._beginning(self._whole, self._cuts_a_name)
+            begin = min(begin, self._without_names(whole))
+        return text[:begin]
+
+    def _beginning(self, text: str, refused: Callable[[int, int], bool] = lambda *_: False) -> int:
+        """The place from which on a text may be the beginning of a stop string, see `_find`."""
+        for begin in range(max(0, len(text) - max(map(len, self._strings)) + 1), len(text)):
+            end = text[begin:]
+            may_go_on = any(len(s) > len(end) and s.startswith(end) for s in self._strings)
+            if may_go_on and not refused(begin, len(text)):
+                return begin
+        return len(text)
 
     def feed(self, tokens: Sequence[int]) -> Cut | None:
         """Takes in the next tokens; returns where the sample ends once a stop string is complete.

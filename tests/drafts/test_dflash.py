@@ -3,7 +3,6 @@
 The target's states are made up, as in `test_mtp`: what the head makes of them is what is looked at.
 """
 
-import dataclasses
 import functools
 
 import drafter
@@ -119,8 +118,9 @@ def test_predictions_over_rounds_and_plain_decoding_are_those_of_the_authors_pro
 
 def test_a_strategy_of_more_steps_than_its_block_has_masks_is_refused():
     policy = tiny_config(VOCAB, mtp=0, layers=2)
-    source = source_of(width=policy.hidden_size, taps=(0, 2))
-    source = DFlashSource(dataclasses.replace(source.cfg, target_width=policy.hidden_size))
+    width = policy.hidden_size
+    network = drafter.network_of(2, width, None, qk_norm=True)
+    source = DFlashSource(DFlashConfig(network, width, VOCAB, (0, 2), mask_token=MASK, block=BLOCK))
     assert make_plans(policy, SpecConfig("5_1_6"), source).keys() == {"5_1_6"}
     with pytest.raises(ValueError, match="6_1_7.*block_size of 6.* at most 5 tokens, got 6"):
         make_plans(policy, SpecConfig("5_1_6"), source, [Strategy.parse("6_1_7")])
@@ -199,9 +199,9 @@ INNER = {**HEAD.layer_config(BODY), **WINDOWED}  # of speculators, with windows
         ("z-lab", {"num_target_layers": 9}, "num_target_layers 9, expected 8"),
         ("z-lab", {"dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 3, 7]}},
          "output of the target's last layer 7"),
-        ("speculators", {"projector_type": "domino"}, "_type domino"),
+        ("speculators", {"projector_type": "domino"}, 'projector_type "domino'),
         ("speculators", {"sample_from_anchor": True}, "sample_from_anchor"),
-        ("speculators", {"mask_token_id": VOCAB}, "to 23, got 24"),
+        ("speculators", {"mask_token_id": VOCAB}, "at most 23, got 24"),
         ("speculators", {"aux_hidden_state_layer_ids": [2, 4, 9]}, "from 0 to 8"),
         ("speculators", {"aux_hidden_state_layer_ids": [2, 6]}, r"expected \[12, 24\], got"),
         ("speculators", {"draft_vocab_size": 9}, "a tensor d2t"),
