@@ -84,4 +84,3 @@ def test_a_setting_that_the_layout_has_no_key_for_is_saved_in_the_other_one(
     save_model(tmp_path / "saved", cfg, policy, head, None)
     saved = load_head(str(tmp_path / "saved" / "draft"), cfg)[1].source
     assert saved.cfg == head.source.cfg
-    assert (head.source.layout, saved.layout) == ("safeailab", "speculators")

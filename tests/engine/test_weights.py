@@ -74,7 +74,7 @@ def test_weights_that_do_not_arrive_as_they_were_sent_stop_everything(monkeypatc
         return dict(arrived, embed=arrived["embed"].at[3, 3].add(1e-3))
 
     live, version = engine.runner.weights.policy, engine.version
-    monkeypatch.setattr(engine.runner, "convert", lossy)
+    monkeypatch.setattr(engine.runner.weights, "convert", lossy)
     with pytest.raises(RuntimeError, match="policy's weights have checksum .* do not trust"):
         engine.set_params(*weights())
     assert engine.runner.weights.policy is live and engine.version == version, "the old ones go on"
