@@ -49,7 +49,7 @@ from bench.command import bench_parser, user_errors
 from bench.programs import CARDS, DEFAULT, Ahead, Chunk, Size, shape_of, whole_model
 from bench.record import figure, figures_in, report, versions, write_result
 from specjax.decode.options import Features
-from specjax.engine.graphs import ONE_GRAPH
+from specjax.engine.programs import ONE_GRAPH
 from specjax.interfaces import Denominators
 from specjax.kernels import dispatch
 from specjax.models.families.dense import change_dense

@@ -456,7 +456,7 @@ def rows(job: Job, batch: int) -> None:
 
     def run(n: int, count: int) -> None:
         runner = chunks[n].runner
-        inputs = runner.params, runner.state, full_row_map(runner)
+        inputs = runner.weights.policy, runner.state, full_row_map(runner)
         for _ in range(passes):
             found = built[f"{n}/{count}"](*inputs)
         jax.block_until_ready(found)
@@ -613,8 +613,8 @@ def _prompts(cfg: ModelConfig, batch: int, length: int, seed: int) -> list[list[
 
 def identity(job: Job, shape: str, batches: tuple[int, ...]) -> None:
     """Measures how many bfloat16 samples differ from plain decoding's, with and without
-    `invariant`; whether that mode has a program of plain decoding's own (`engine.plain_check`); and
-    `seconds_plain/..` of whole plain calls."""
+    `invariant`; whether that mode has a program of plain decoding's own; and `seconds_plain/..` of
+    whole plain calls."""
     layers, strategy, length, repeats = 12, "4_1_5", 128, 5
     if job.small:
         shape, layers, strategy, length, repeats, batches = "tiny", 1, "2_1_3", 8, 2, (2,)

@@ -33,15 +33,15 @@ from specjax.decode.options import Features
 from specjax.decode.state import EMPTY, RUNNING, RowMap, prefix_lengths, take_positions, take_slots
 from specjax.decode.tree import chain_bits
 from specjax.drafts.mtp import init_head_params
-from specjax.engine.compiling import NotCompiled
 from specjax.engine.pages import NULL_PAGE
+from specjax.engine.programs import NotCompiled
 from specjax.engine.runner import Runner
-from specjax.engine.sources import laid_out
+from specjax.engine.settings import EngineConfig
 from specjax.interfaces import Where
 from specjax.kernels import commit_kernel
 from specjax.memory import cost
 from specjax.models.families.dense import dense_config
-from specjax.models.transformer import Params, init_params
+from specjax.models.transformer import Params, init_params, laid_out
 from specjax.parallel.sharding import MESH_AXES
 from specjax.shipped import find_shipped
 
@@ -374,18 +374,17 @@ class Chunk:
         longest = size.context + tokens + emits + 1
         cfg = config_of(size.shape, size.layers, longest)
         with place.seen():
-            self.runner = Runner(
-                cfg, spec, size.batch, longest, chunk_tokens=tokens, attention=size.attention
-            )
+            config = EngineConfig(chunk_tokens=tokens, stretch=1, attention=size.attention)
+            self.runner = Runner(cfg, spec, size.batch, longest, config=config)
         if rule is not None:
             accept_by(rule, self.runner)
         self.cfg, self.name = self.runner.cfg, next(iter(self.runner.plans))
         head = None if spec is None else jax.eval_shape(lambda: init_head_params(cfg))
         self.runner.hold_shapes(jax.eval_shape(lambda: init_params(cfg)), head)
-        held = self.runner.params, self.runner.head, self.runner.state
+        held = self.runner.weights.policy, self.runner.weights.head, self.runner.state
         self.shapes = place.shapes(held)
-        if self.runner.vocabulary is not None:
-            self.runner.vocabulary = place.shapes(self.runner.vocabulary)
+        if self.runner.weights.vocabulary is not None:
+            self.runner.weights.vocabulary = place.shapes(self.runner.weights.vocabulary)
         self.compiled: Mapping[str, jax.stages.Compiled] = {}
         self._kept = None
         self._at, self._place, self._seed = size.context, place, 0
@@ -418,8 +417,8 @@ class Chunk:
             found.append(lower)
             return NotCompiled(donate)
 
-        held = runner.params, runner.head, runner.state
-        runner.params, runner.head, runner.state = self.shapes
+        held = runner.weights.policy, runner.weights.head, runner.state
+        runner.weights.policy, runner.weights.head, runner.state = self.shapes
         runner.executables.build, runner.executables.by_key = build, {}
         try:
             with self._place.seen():
@@ -427,7 +426,7 @@ class Chunk:
                 [lower] = found
                 return lower()
         finally:
-            runner.params, runner.head, runner.state = held
+            runner.weights.policy, runner.weights.head, runner.state = held
             runner.executables.by_key = {}
 
     def _inputs(self) -> tuple:
@@ -436,18 +435,18 @@ class Chunk:
     def load(self, seed: int, like: Chunk | None = None) -> None:
         """Makes random weights, or shares the policy of the chunk `like`, and makes a state."""
         runner, cfg, self._seed = self.runner, self.cfg, seed
-        runner.params = runner.head = runner.state = runner.kept = None
+        runner.weights.policy = runner.weights.head = runner.state = runner.kept = None
         head = None
         if runner.longest.source is not None:
             head = random_weights(functools.partial(init_head_params, cfg), seed + 1)
         if like is None:
             policy = random_weights(functools.partial(init_params, cfg), seed)
-            runner.set_params(policy, head)
+            runner.weights.set(policy, head)
             del policy  # the runner has its own, in another layout
         else:
-            runner.params = like.runner.params
+            runner.weights.policy = like.runner.weights.policy
             if head is not None:
-                runner.set_head(head)
+                runner.weights.set_head(head)
         self._fill()
 
     def _fill(self) -> None:
@@ -486,7 +485,7 @@ class Chunk:
           ValueError: samples ended before the last round.
         """
         runner = self.runner
-        inputs = runner.params, runner.draft, runner.state, *self._inputs()
+        inputs = runner.weights.policy, runner.weights.draft, runner.state, *self._inputs()
         runner.state, packed = self.compiled[name](*inputs)
         found = packed.open()
         if int(found.rounds) != self.size.rounds:
@@ -658,9 +657,11 @@ def runner_of(
     parsed = [Strategy.parse(strategy) for strategy in strategies]
     spec = SpecConfig(strategies[-1])
     make = functools.partial(Runner, model, spec, batch, MAX_LEN, mesh=mesh, strategies=parsed)
-    runner = make()
+    config = EngineConfig(stretch=1)
+    runner = make(config=config)
     if pages is not None:
-        runner = make(cache_bytes=pages * runner.page_bytes)
+        config = dataclasses.replace(config, cache_bytes=pages * runner.page_bytes)
+        runner = make(config=config)
     runner.executables.build = lambda key, lower, donate: lower()
     runner.hold_shapes(
         jax.eval_shape(lambda: init_params(model)), jax.eval_shape(lambda: init_head_params(model))
@@ -687,7 +688,8 @@ def lowered_chunk(
     features = features or Features(sampled=True)
     table = np.zeros((bucket, runner.table_width), np.int32)
     rows = RowMap(np.arange(bucket, dtype=np.int32), np.ones(bucket, bool), table)
-    inputs = runner.params, runner.head, runner.state, runner.alone(rows), Until.of(4)
+    weights = runner.weights
+    inputs = (weights.policy, weights.head, runner.state, runner.alone(rows), Until.of(4))
     plan = runner.program_of(strategy, features).plan
     program = functools.partial(runner._chunk_program, plan, features, bucket)
     return runner.executables.get(("chunk", strategy, bucket, features), program, inputs, (2,))

@@ -24,7 +24,7 @@ from serve.settings import WARM_UP, ServeConfig, load_llm
 from specjax import LLM
 from specjax.checked_json import CheckpointError, UnsupportedModelError
 from specjax.command_line import ConfigError, parse_config
-from specjax.engine.compiling import CompileProgress
+from specjax.engine.programs import CompileProgress
 from specjax.engine.prompt_scores import PromptScorer
 from specjax.models.generation_config import describe_defaults
 

@@ -25,20 +25,16 @@ from specjax.checkpoint.weights import (
     fitted_to,
     head_beside,
     head_shapes_of,
+    kind_of,
     layout_of,
     load_weights,
     source_in,
-)
-from specjax.drafts.mtp import MTPSource
-from specjax.engine.checksum import checksum
-from specjax.engine.sources import (
-    first_difference,
-    kind_of,
-    load_head,
-    require_same_draft,
+    source_of_policy,
     takes_overrides,
 )
+from specjax.engine.sources import first_difference, load_head, require_same_draft
 from specjax.models.transformer import Params
+from specjax.parallel.copies import checksum
 from specjax.tokenizer import with_tokenizer_end
 
 ADMIN_PATHS = ("/update_weights", "/update_draft_vocab", "/sleep", "/wake")
@@ -141,7 +137,7 @@ class Admin:
                 await self._thread.call(lambda: self._llm.update_draft_vocab(token_ids))
             except ValueError as error:
                 raise ApiError(400, str(error), "token_ids") from error
-            return {"status": "ok", "tokens": len(self._llm.engine.runner.ids)}
+            return {"status": "ok", "tokens": len(self._llm.engine.runner.weights.ids)}
 
     async def sleep(self) -> dict:
         """Lets running samples finish, moves policy and head to host memory, and frees the devices.
@@ -214,14 +210,14 @@ def read_weights(
         dtype = cfg.run.param_dtype
         new, policy, params = hf.load_checkpoint(path, dtype, mtp_concat=cfg.mtp_concat)
         _require_same(with_tokenizer_end(new, tokenizer), cfg, params is not None)
-        return policy, Head(MTPSource(new), params) if params else head_beside(path, new)
+        return policy, Head(source_of_policy(new), params) if params else head_beside(path, new)
     policy, params, meta = load_weights(path, step, head_alone)
-    source = params and (source_in(path, meta, cfg) or MTPSource(cfg))
-    is_mtp = isinstance(source, MTPSource)
+    source = source_in(path, meta, cfg) if params else None
+    in_policy = source is not None and source.in_policy
     if "config" in meta:
         new = with_tokenizer_end(config_in(path, meta), tokenizer)
-        _require_same(new, cfg, is_mtp)
-    elif is_mtp:  # written by an older version, or a head alone: no whole config
+        _require_same(new, cfg, in_policy)
+    elif in_policy:  # a head alone has no whole config
         known = {name: meta.get(name, getattr(cfg, name)) for name in _HEAD_FIELDS}
         _require_same(cfg.replace(**known), cfg, True)
     if params is None:
@@ -232,7 +228,7 @@ def read_weights(
 def weights_info(llm: LLM) -> dict:
     """Version and checksums of the served weights, for /update_weights and /server_info."""
     names = {"policy": "policy", "draft": "head"}
-    sums = llm.engine.runner.checksums
+    sums = llm.engine.runner.weights.checksums
     return {
         "version": llm.engine.version,
         "checksums": {names[name]: f"{value:08x}" for name, value in sums.items()},

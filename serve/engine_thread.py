@@ -30,8 +30,7 @@ from specjax.decode.options import Features
 from specjax.engine.engine import Engine
 from specjax.engine.replicas import Replicas
 from specjax.engine.request import Job, SampleOutput
-from specjax.engine.sequence import News
-from specjax.engine.sequence import Sequence as Sample
+from specjax.engine.sequence import News, Sample
 from specjax.telemetry import Collector
 
 log = logging.getLogger(__name__)
@@ -403,7 +402,7 @@ class EngineThread:
         not_finite = {
             name: None
             for one in several
-            for name, value in one.runner.checksums.items()
+            for name, value in one.runner.weights.checksums.items()
             if not value.finite
         }
         self.metrics.snapshot = Snapshot(

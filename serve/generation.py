@@ -34,18 +34,18 @@ from serve.responses import (
     usage_of,
 )
 from serve.settings import SPELL, ServeConfig
-from specjax.engine.detokenize import IncrementalDetokenizer, TextOffsets
 from specjax.engine.prompt_scores import PromptScorer, PromptScores, Started
-from specjax.engine.prompts import check_prompt
 from specjax.engine.request import (
     CallSeeds,
     InvalidLogitsError,
     Job,
     SampleOutput,
     SpecStats,
+    check_prompt,
     decoder_of,
     make_jobs,
 )
+from specjax.engine.text import TextOffsets, TextPieces
 from specjax.models.generation_config import sampling_defaults
 from specjax.spelling import spelled
 from specjax.tokenizer import (
@@ -460,7 +460,7 @@ class Generation:
         self, parsed: Parsed, request: Request, response: CompletionResponse
     ) -> AsyncIterator[str]:
         """Server-sent events: chunks of choices as they come, then the usage if asked for."""
-        texts = [IncrementalDetokenizer(self._decoder(job), job.params.stop) for job in parsed.jobs]
+        texts = [TextPieces(self._decoder(job)) for job in parsed.jobs]
         offsets = [self._offsets(parsed, index) for index in range(len(parsed.jobs))]
         written = 0
         for index in range(len(parsed.jobs)):

@@ -563,6 +563,59 @@ class Proposal(NamedTuple):
     ids: Int[Array, " C"] | Int[Array, "B R C"] | None = None
 
 
+class DraftFiles(Protocol):
+    """The files at a path that a user names as the draft, read when they are asked for.
+
+    Attributes:
+      path: a file or a directory.
+      file: path of config.json, for messages.
+      is_policy: whether it holds a policy's weights in a known format.
+      is_directory: whether it is a directory in the layout of Hugging Face, with a config or not.
+      mesh: mesh to put parameters on; None: the default device.
+      vocabulary: id of each token by the tokenizer of the target; None: it has none.
+    """
+
+    path: Any
+    file: Any
+    is_policy: bool
+    is_directory: bool
+    mesh: Any
+    vocabulary: Mapping[str, int] | None
+
+    def config(self) -> dict[str, Any]:
+        """Returns the content of config.json; empty where there is none."""
+
+    def tensors(self, required: bool = True) -> Mapping[str, Any]:
+        """Returns the tensors by name, see `Reader.tensors`.
+
+        Args:
+          required: whether weights that cannot be read are an error; else there are no tensors.
+        """
+
+    def tokenizer(self) -> Any:
+        """Returns the tokenizer, of transformers; None: there is none."""
+
+    def model_config(self, as_stored: bool = False) -> Any:
+        """Returns the `ModelConfig` of a policy.
+
+        Args:
+          as_stored: whether embeddings are tied as the weights are, which are then compared.
+        """
+
+    def arrays(self, draft: Draft, dtype: str) -> Params:
+        """Reads the arrays that `Draft.rows` names, and completes them by `Draft.loaded`."""
+
+    def policy(self, dtype: str) -> Params:
+        """Reads the stacked parameters of a policy."""
+
+    def policy_head(self, cfg: Any) -> Params:
+        """Reads the head that lies among a policy's weights, or alone, named like them.
+
+        Args:
+          cfg: the policy's `ModelConfig`.
+        """
+
+
 class Draft(Protocol):
     """A draft source: it proposes tokens. A wrong proposal costs time. It changes no
     token in `coupled` and `greedy` mode, and no distribution in the other modes.
@@ -579,9 +632,10 @@ class Draft(Protocol):
     `model` is the target as a module, and `state` the batch's decode state, of which a draft may
     read tokens, length, finish, keys, options and table; its own memory is `state.draft`.
 
-    A draft whose weights lie in files of their own declares what it reads: `recognises` and `read`
-    look at the config and at the tensors' names and shapes, `rows` names the tensor of each array,
-    and `loaded` completes the arrays. `specjax.checkpoint.draft_files` reads and writes such files.
+    A class in the table that has files says which are its own (`recognises`), makes the draft that
+    they describe (`read`), and loads its weights (`load`). One whose weights lie in files of their
+    own declares what it reads: `rows` names the tensor of each array, and `loaded` completes the
+    arrays. `specjax.checkpoint.draft_files` reads and writes such files.
 
     Attributes:
       needs: what the draft asks of the target and of the engine.
@@ -590,14 +644,18 @@ class Draft(Protocol):
         token ids.
       aliases: names of tensors that its files lack, each with that of the one that is read in
         its place, such as the embedding of a head that is tied to it.
-      layouts: names of the layouts of its files, see `saved`.
+      has_files: whether its weights lie in files of their own, see `rows`.
+      in_policy: whether its weights lie among those of its policy, whose config describes it.
+      noun: what its files are, for messages.
     """
 
     needs: DraftNeeds = DraftNeeds()
     network: Any = None
     fixed: frozenset[str] = frozenset()
     aliases: Mapping[str, str] = MappingProxyType({})
-    layouts: tuple[str, ...] = ()
+    has_files: bool = False
+    in_policy: bool = False
+    noun: str = "a draft"
 
     @classmethod
     def of(cls, target: Any, spec: Any) -> Draft:
@@ -613,36 +671,56 @@ class Draft(Protocol):
         return cls()
 
     @classmethod
-    def recognises(cls, raw: Mapping[str, Any], tensors: Mapping[str, Any]) -> bool:
-        """Says whether files hold weights of this draft.
+    def of_policy(cls, cfg: Any) -> Draft | None:
+        """Makes the draft that a policy's config describes; None: the policy has none of the class.
 
         Args:
-          raw: content of config.json; empty where there is none.
-          tensors: the tensors of the files by name, see `Reader.tensors`.
+          cfg: the policy's `ModelConfig`.
+        """
+        return None
+
+    @classmethod
+    def new(cls, target: Any, policy: Params | None = None, seed: int = 0) -> tuple[Draft, Params]:
+        """Makes a new draft that is to be trained, and its starting parameters.
+
+        Args:
+          target: the target's `ModelConfig`.
+          policy: the target's parameters as they are trained, of which some may be copied; None:
+            all parameters are random.
+          seed: seed of the random parameters.
+        """
+        draft = cls.of(target, None)
+        return draft, draft.init(seed)
+
+    def target(self, cfg: Any) -> Any:
+        """Returns the config of the target, with what it says of a draft in the policy's files."""
+        return cfg
+
+    @classmethod
+    def recognises(cls, files: DraftFiles, target: Any | None) -> bool:
+        """Says whether files hold weights of this draft.
+
+        Classes are asked in the order of the table.
+
+        Args:
+          files: the files at a path.
+          target: the target's `ModelConfig`; None: it is not known.
         """
         return False
 
     @classmethod
     def read(
-        cls,
-        file: Any,
-        raw: Mapping[str, Any],
-        tensors: Mapping[str, Any],
-        target: Any,
-        overrides: Mapping[str, Any] | None = None,
+        cls, files: DraftFiles, target: Any, overrides: Mapping[str, Any] | None = None
     ) -> Draft:
         """Makes the draft that files describe; reads no tensor but small ones, such as token ids.
 
-        It refuses files with tensors that it does not know. `tensors` is empty where the files of
-        weights cannot be read: it then refuses what the config alone shows to be of another kind.
+        It refuses files with tensors that it does not know.
 
         Args:
-          file: path of config.json, for messages.
-          raw: content of config.json.
-          tensors: the tensors of the files by name.
+          files: the files at a path, which it recognises.
           target: the target's `ModelConfig`.
           overrides: settings by hand in place of those of the files, by names that the draft
-            knows.
+            knows; only for a class with `has_files`.
 
         Raises:
           specjax.checked_json.CheckpointError: the files are damaged, or are of a draft for another
@@ -665,27 +743,27 @@ class Draft(Protocol):
         """Completes parameters that were read as `rows` says, such as offsets of token ids."""
         return params
 
-    def saved(self, layout: str, dtype: str) -> tuple[dict[str, Any], Draft]:
+    def saved(self, dtype: str) -> tuple[dict[str, Any], Draft]:
         """Returns the content of config.json to write, and the draft whose `rows` name the tensors.
 
         Args:
-          layout: name of the layout of the files, one of several that the draft may have.
           dtype: dtype of the weights in the files.
-
-        Raises:
-          ValueError: there is no such layout.
         """
         raise NotImplementedError(
             f"{type(self).__name__} is not written to files: it has no method `saved`; keep the "
             "checkpoints of the run"
         )
 
+    def unwritable(self) -> str | None:
+        """Returns why files cannot express the draft; None: they can."""
+        return None
+
     def stored(self, params: Params) -> Params:
         """The inverse of `loaded`, for writing."""
         return params
 
     def expressed(self) -> tuple[Draft, Mapping[str, Any]]:
-        """Returns a draft that one of its layouts can express, and settings by hand.
+        """Returns a draft of which files say what it computes, and settings by hand for the rest.
 
         `read` makes this draft of the files of that one with these settings as `overrides`. Both
         have parameters of the same shapes.
@@ -704,13 +782,12 @@ class Draft(Protocol):
         """Returns why it cannot draft for a `Strategy`; None: it can."""
         return None
 
-    def load(self, reader: Reader | None) -> Params:
+    def load(self, files: DraftFiles | None) -> Params:
         """Loads the draft's parameters, in the layout in which it drafts.
 
-        Called for a class of a user, `module:attribute` or `module:attribute:PATH`.
-
         Args:
-          reader: the `Reader` of PATH; None: no path is given.
+          files: the files that it was read from; for a class of a user, `module:attribute:PATH`,
+            those at PATH. None: there are none.
         """
         return {}
 

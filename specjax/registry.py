@@ -35,6 +35,10 @@ class Registry:
         """Returns the names that need no path, in the order of the table."""
         return tuple(self.rows)
 
+    def all(self) -> list[Any]:
+        """Imports and returns what all names of the table stand for, in its order."""
+        return [self.named(name) for name in self.rows]
+
     def __contains__(self, name: str) -> bool:
         return name in self.rows
 
@@ -125,12 +129,13 @@ FAMILIES = Registry(
     "a specjax.interfaces.Family",
 )
 
+# Draft sources, asked in this order whether files are theirs; `model` takes what is left.
 DRAFTS = Registry(
     "draft source",
     {
-        "mtp": "specjax.drafts.mtp:MTPSource",
         "dflash": "specjax.drafts.dflash:DFlashSource",
         "eagle3": "specjax.drafts.eagle3:Eagle3Source",
+        "mtp": "specjax.drafts.mtp:MTPSource",
         "model": "specjax.drafts.model:ModelSource",
         "ngram": "specjax.drafts.ngram:NgramSource",
     },

@@ -1,4 +1,4 @@
-"""Finds files that specjax ships: configurations, tokenizers, shapes of models."""
+"""Finds files that specjax ships (configurations, tokenizers, shapes of models), and its cache."""
 
 from __future__ import annotations
 
@@ -17,3 +17,11 @@ def roots() -> list[Path]:
     """Directories to search: the working directory, the checkout, the installed package."""
     installed = Path(sysconfig.get_path("data")) / "share" / "specjax"
     return [Path.cwd(), Path(__file__).resolve().parent.parent, installed]
+
+
+def cache_dir() -> Path | None:
+    """Returns specjax's directory in the user's cache, which may not exist; None: no home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specjax"
+    except RuntimeError:  # no home directory is known
+        return None

@@ -45,10 +45,10 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from specjax.engine import compiling  # noqa: E402
+from specjax.engine import programs  # noqa: E402
 
 # How long compiling takes is the machine's affair: tests of what is logged must not depend on it.
-compiling.SILENT_SECONDS = 3600.0
+programs.SILENT_SECONDS = 3600.0
 
 # Looking for cyclic garbage in the heap that jax keeps took a tenth of the time: it is left to the
 # collection at the end of each module.

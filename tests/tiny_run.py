@@ -137,7 +137,7 @@ def shared_programs():
     def share(engine, *key) -> None:
         runner = engine.runner
         runner.executables.by_key = first(runner.executables.by_key, *key)
-        runner.convert = first(runner.convert, *key)
+        runner.weights.convert = first(runner.weights.convert, *key)
         runner._empty = first(runner._empty, "empty", *key)
 
     def shared(cfg, model, source, mesh, places):

@@ -42,14 +42,12 @@ from specjax.command_line import ConfigError
 from specjax.config import SpecConfig
 from specjax.config.dtype import about_dtype, resolve_dtype
 from specjax.drafts.mtp import MTPSource
-from specjax.engine.alarm import LEAST
-from specjax.engine.engine import Engine
+from specjax.engine.engine import LEAST, Engine
 from specjax.engine.request import Totals, make_jobs, require_valid
 from specjax.engine.settings import EngineConfig
-from specjax.engine.sources import laid_out
 from specjax.hub import portable
 from specjax.interfaces import Draft
-from specjax.models.transformer import Params
+from specjax.models.transformer import Params, laid_out
 from specjax.parallel import sharding
 from specjax.registry import DRAFTS
 from specjax.settings import fingerprint

@@ -18,7 +18,7 @@ from train.rollout_schema import SamplingSection
 from train.schema import Common, DataConfig, LogSection, PackingSection
 
 KINDS = ("eagle3", "mtp")
-LAYOUTS = ("speculators", "safeailab")  # of the files of an EAGLE-3 head
+LAYOUTS = ("speculators",)  # of the files of an EAGLE-3 head
 STATES = ("stream", "cache")
 
 

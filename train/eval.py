@@ -41,7 +41,7 @@ from tqdm import tqdm
 
 from specjax.checkpoint.weights import RUN, layout_of, load_model, read_config, tokenizer_dir
 from specjax.command_line import ConfigError, given_in, parse_config, typed_in
-from specjax.engine.compiling import CompileProgress
+from specjax.engine.programs import CompileProgress
 from specjax.engine.request import Totals
 from specjax.engine.sources import head_class, load_source
 from specjax.interrupts import INTERRUPTED

@@ -23,10 +23,10 @@ from specjax.control import ControlConfig
 from specjax.decode.options import Features
 from specjax.drafts.head import HeadSource
 from specjax.engine.engine import Engine
-from specjax.engine.options import Limits, check_job, features_of
-from specjax.engine.request import make_jobs
-from specjax.engine.sources import Drafting, laid_out, settle_draft, trains
+from specjax.engine.request import Limits, check_job, features_of, make_jobs
+from specjax.engine.sources import Drafting, settle_draft, trains
 from specjax.interfaces import Draft
+from specjax.models.transformer import laid_out
 from specjax.parallel import distributed, sharding
 from specjax.parallel.context import context_of
 from specjax.registry import DRAFTS

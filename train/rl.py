@@ -34,8 +34,8 @@ from specjax import determinism
 from specjax.checkpoint.weights import Head, save_model
 from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
-from specjax.engine.alarm import LEAST, advice
-from specjax.engine.compiling import CompileProgress
+from specjax.engine.engine import LEAST, advice
+from specjax.engine.programs import CompileProgress
 from specjax.engine.request import InvalidLogitsError
 from specjax.models.generation_config import sampling_defaults
 from specjax.parallel import distributed, sharding

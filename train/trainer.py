@@ -27,7 +27,7 @@ from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
 from specjax.config.dtype import AUTO
 from specjax.decode.options import Features
-from specjax.engine.compiling import OnProgram
+from specjax.engine.programs import OnProgram
 from specjax.engine.sources import Drafting, head_class, load_source, trains
 from specjax.engine.start_up import StartUp
 from specjax.engine.vocabulary import draft_ids, own_ids
@@ -223,7 +223,7 @@ class Trainer:
     def _build_vocabulary(self) -> None:
         """Makes the choice of ids to draft from, if not all are."""
         runner, roll, self.vocabulary = self._any_engine.runner, self.cfg.rollout, None
-        if runner.ids is None:
+        if runner.weights.ids is None:
             return
         size = self.model.vocab_size
         always = [*self.model.eos_token_ids, *getattr(self.tokenizer, "all_special_ids", ())]
@@ -397,10 +397,10 @@ class Trainer:
             self._give_vocabulary()
         started = time.perf_counter()
         self.sync_weights()
-        jax.block_until_ready([engine.runner.params for engine in self.engines])
+        jax.block_until_ready([engine.runner.weights.policy for engine in self.engines])
         metrics["time/sync"] = time.perf_counter() - started
         metrics["sync/bytes_per_device"] = float(
-            max((e.runner.moved for e in self.engines), default=0)
+            max((e.runner.weights.moved for e in self.engines), default=0)
         )
         self.done_steps = step
         return metrics

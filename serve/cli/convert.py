@@ -25,8 +25,8 @@ train.rl or train.sft, the one of its checkpoints, a draft head that such a run 
                           A head alone: for train.rl (rollout.draft=DIR) and /update_weights
   GGUF -> Hugging Face    the weights as llama.cpp computes with them: dequantised
   Orbax -> Hugging Face   config.json, safetensors, tokenizer files, for these, transformers, vLLM
-  EAGLE-3 -> EAGLE-3      config.json and safetensors in the other layout: speculators (vLLM), or
-                          safeailab (SafeAILab's EAGLE, SpecForge, SGLang); --like names the policy
+  EAGLE-3 -> EAGLE-3      config.json and safetensors in the layout of speculators (vLLM), whatever
+                          that of the source is; --like names the policy
 
 Weights keep every bit unless --dtype says otherwise. The target appears when it is complete, and
 not at all if the disk is full or the command is killed.
@@ -35,7 +35,7 @@ examples:
   specjax convert runs/sums exported               the newest step of a run
   specjax convert runs/sums exported --step 12     an earlier one
   specjax convert assets/sums started --what head  its draft head, as Orbax
-  specjax convert head other --like POLICY         an EAGLE-3 head in the other layout"""
+  specjax convert head other --like POLICY         an EAGLE-3 head in the layout of vLLM"""
 
 
 @dataclasses.dataclass
@@ -64,7 +64,7 @@ class ConvertConfig:
 
     source: str = REQUIRED
     target: str = REQUIRED
-    to: str | None = option(None, choices=("hf", "orbax", "speculators", "safeailab", "z-lab"))
+    to: str | None = option(None, choices=("hf", "orbax", "speculators"))
     load_format: str = option(AUTO, choices=(AUTO, *READERS.names), own_path=True)
     family: str | None = None
     what: str | None = option(None, choices=("policy", "head", "both"))

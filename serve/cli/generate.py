@@ -116,7 +116,7 @@ def _generate(
 ) -> int:
     counts = [prompt.settings.get("n", params.n) for prompt in given]
     with interrupts.at_once("specjax generate"):
-        from specjax.engine.compiling import no_messages
+        from specjax.engine.programs import no_messages
         from specjax.engine.request import CallSeeds
 
         llm = _load(cfg, sum(count for count in counts if isinstance(count, int)))
@@ -217,8 +217,7 @@ def _ask(
     llm: LLM, prompt: Prompt, params: SamplingParams, cfg: GenerateConfig, seeds: CallSeeds
 ) -> Request:
     """Encodes a prompt; raises ValueError or TypeError where the model cannot take it."""
-    from specjax.engine.prompts import check_prompt
-    from specjax.engine.request import make_jobs
+    from specjax.engine.request import check_prompt, make_jobs
 
     if prompt.settings:
         params = dataclasses.replace(params, **prompt.settings)
@@ -272,22 +271,23 @@ def _run(
     import numpy as np
     from tqdm import tqdm
 
-    from specjax.engine.request import Totals
+    from specjax.engine.request import Totals, decoder_of
+    from specjax.engine.sequence import SampleStream
 
     steps = llm.engine.runner.steps
     totals, samples = Totals(steps, np.zeros(steps + 2, np.int64)), []
-    streamed = ordered = None
+    stream = ordered = None
     origin = _origin(llm, cfg)
-    if lines is None and len(jobs) == 1 and llm.tokenizer is not None:
-        streamed = _StreamedText(jobs[0][1], llm.tokenizer)
-        for engine in llm.engine.engines:
-            engine.watcher = streamed
-    elif lines is None:
+    is_streamed = lines is None and len(jobs) == 1 and llm.tokenizer is not None
+    if lines is None and not is_streamed:
         places = [(request.prompt.index, job.sample) for request, job in jobs]
         ordered = TextInOrder(places, headings=len(jobs) > 1)
     start, compiled = time.perf_counter(), None
     added = {llm.engine.add(job): (request, job) for request, job in jobs}
-    hidden = streamed is not None or cfg.quiet or not sys.stderr.isatty()
+    if is_streamed:
+        [(sequence, (_, job))] = added.items()
+        stream = SampleStream(sequence, decoder_of(llm.tokenizer, job.params))
+    hidden = is_streamed or cfg.quiet or not sys.stderr.isatty()
     try:
         with tqdm(total=len(jobs), unit="sample", dynamic_ncols=True, disable=hidden) as bar:
             while llm.engine.has_work:
@@ -309,43 +309,16 @@ def _run(
                     elif ordered is not None:
                         ordered.add(request.prompt, job.sample, _text(sample))
                     bar.update()
-                if streamed is not None:
-                    streamed.step(None if ended is None else ended.text)
+                if stream is not None:
+                    print(stream.take(ended)[1], end="" if ended is None else "\n", flush=True)
     except BaseException:
         llm.engine.clear()
         if lines is not None and cfg.output != prompts.STDIN:
             _print(f"the finished samples are in {cfg.output}; --resume generates the others")
         raise
-    finally:
-        for engine in llm.engine.engines:
-            engine.watcher = None
     compiled = compiled or start
     totals.seconds = time.perf_counter() - compiled
     return totals, compiled - start, samples
-
-
-class _StreamedText:
-    """Prints the text of one sample while it is generated; a watcher of the engine."""
-
-    def __init__(self, job: Job, tokenizer):
-        from specjax.engine.detokenize import SampleStream
-        from specjax.engine.request import decoder_of
-
-        self._stream = SampleStream(decoder_of(tokenizer, job.params), job.params.stop)
-
-    def chunk(self, strategy: str, bucket: int, rounds: int) -> None:
-        """See `specjax.engine.sequence.Watcher`."""
-
-    def news(self, sequence, news) -> None:
-        self._stream.add(news)
-
-    def step(self, text: str | None) -> None:
-        """Prints the new text, after each step of the engine.
-
-        Args:
-          text: the whole text, once the sample has ended.
-        """
-        print(self._stream.take(text)[1], end="" if text is None else "\n", flush=True)
 
 
 def _text(sample: SampleOutput) -> str:

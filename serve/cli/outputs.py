@@ -43,7 +43,7 @@ def origin_of(llm, acceptance: str, drafts: str) -> dict[str, str]:
       drafts: the draft source and its strategies, on which samples depend in modes that are equal
         to plain decoding in distribution only.
     """
-    sums = llm.engine.runner.checksums
+    sums = llm.engine.runner.weights.checksums
     origin = {"weights": f"{sums['policy']:08x}", "dtype": llm.cfg.run.compute_dtype}
     if llm.spec is None or acceptance in EXACT:
         return {**origin, "acceptance": "exact"}

@@ -5,8 +5,8 @@
       mtp.safetensors, tokenizer files
     mtp.safetensors                    <->   the format of `save_draft`       a head alone
 
-A head in a directory of its own is converted between its layouts: of EAGLE-3 `speculators` and
-`safeailab`, of DFlash `speculators` and `z-lab`.
+A head in a directory of its own, such as EAGLE-3, is written in the layout of speculators, whatever
+its own.
 
 Weights keep every bit unless another dtype is asked for. The target is written under a hidden name
 and renamed when it is complete.
@@ -33,7 +33,6 @@ from specjax.checkpoint.huggingface import copy_tokenizer, dtype_name, replacing
 from specjax.checkpoint.store import Checkpointer, save_draft
 from specjax.checkpoint.weights import (
     CHECKPOINTS,
-    HEAD_SWITCHES,
     HUGGING_FACE,
     RUN,
     TOKENIZER,
@@ -47,27 +46,21 @@ from specjax.checkpoint.weights import (
     has_tokenizer,
     head_beside,
     layout_of,
-    layout_to_save,
     load_model,
     load_weights,
+    read_draft,
     save_model,
+    source_of_policy,
     tokenizer_in,
 )
 from specjax.config import ModelConfig
 from specjax.config.dtype import DTYPES
-from specjax.drafts.mtp import MTPSource
+from specjax.drafts.mtp import HEAD_SWITCHES
 from specjax.error_text import first_line
 from specjax.hub import find_model
-from specjax.interfaces import Draft
 from specjax.tokenizer import MORE_TEMPLATES, TOKENIZER_FILES, check_files
 from specjax.weights import AUTO, load_tokenizer, open_checkpoint, recognised
-from specjax.weights.safetensors import (
-    CONFIG,
-    HEAD_FILE,
-    INDEX,
-    WEIGHTS,
-    open_files,
-)
+from specjax.weights.safetensors import CONFIG, HEAD_FILE, INDEX, WEIGHTS, open_files
 
 # Files of `save_draft`.
 _HEAD_NAMES = {
@@ -77,6 +70,7 @@ _HEAD_NAMES = {
     "orbax.checkpoint",
     "specjax_manifest.json",
 }
+SPECULATORS = "speculators"  # the layout in which a head in files of its own is written
 _SPARE = 4 << 20  # bytes for metadata and partly filled blocks
 
 
@@ -86,7 +80,7 @@ class Converted:
 
     Attributes:
       target: directory that was written.
-      layout: `hf` or `orbax`; of a head in files of its own a name of `Draft.layouts`.
+      layout: `hf` or `orbax`; of a head in files of its own `speculators`.
       parameters: number of parameters of `policy` and `head`.
       dtype: dtype on disk.
       step: step of the run.
@@ -128,8 +122,7 @@ def convert(
         checkpoints, a directory of `save_draft`, a draft head's safetensors file, or the directory
         of a head in files of its own, such as EAGLE-3.
       target: the directory to write.
-      to: `hf` or `orbax`, or one of `Draft.layouts` for such a head; None: the other one than the
-        source's.
+      to: `hf` or `orbax`, or `speculators` for such a head; None: the other one than the source's.
       what: `policy`, `head` or `both`; None: all that the source has.
       step: step of a run; None: the newest.
       dtype: dtype on disk; None: the source's.
@@ -145,10 +138,10 @@ def convert(
     """
     target = Path(target).absolute()
     source, like = find_model(source, revision), None if like is None else find_model(like)
-    if load_format == AUTO and (kind := find_draft(source)) is not None:
+    if load_format == AUTO and find_draft(source) is not None:
         _require_free(source, target, force)
         dtype = dtype and dtype_name(dtype)
-        return _convert_draft(source, target, kind, to, what, step, dtype, like)
+        return _convert_draft(source, target, to, what, step, dtype, like)
     if to not in (None, "hf", "orbax"):
         raise CheckpointError(
             f"{source} is no directory of a head such as EAGLE-3, expected one for --to {to}; "
@@ -172,22 +165,21 @@ def convert(
 def _convert_draft(
     source: Path,
     target: Path,
-    kind: type[Draft],
     to: str | None,
     what: str | None,
     step: int | None,
     dtype: str | None,
     like: Path | None,
 ) -> Converted:
-    """Converts the directory of a head, whose class is `kind`, to another of its layouts."""
+    """Converts the directory of a head in files of its own."""
     if step is not None:
         raise CheckpointError(f"{source} is no training run and has no step {step}")
     if what in ("policy", "both"):
         raise CheckpointError(f"{source} holds no policy, expected {what}")
-    if to not in (None, *kind.layouts):
+    if to not in (None, SPECULATORS):
         raise CheckpointError(
-            f"{source} holds a draft head in files of its own, which has the layouts "
-            f"{' and '.join(kind.layouts)}, expected one of them, got --to {to}"
+            f"{source} holds a draft head in files of its own, which is written in the layout "
+            f"{SPECULATORS}, got --to {to}"
         )
     if like is None:
         raise CheckpointError(
@@ -197,9 +189,8 @@ def _convert_draft(
     dtype = dtype or _only(source, _dtypes_of(source) & set(DTYPES))
     draft, params = load_draft_files(source, hf.read_config(like).running(param_dtype=dtype))
     _require_room(target, {"head": params}, dtype)
-    layout = to or next(name for name in kind.layouts if name != draft.layout)
     try:
-        save_draft_files(target, draft, params, layout, dtype)
+        save_draft_files(target, draft, params, dtype)
     except ValueError as error:
         raise CheckpointError(f"{source} cannot be written as {target}: {error}") from error
     except (OSError, safetensors.SafetensorError) as error:
@@ -207,7 +198,7 @@ def _convert_draft(
             f"writing {target} failed, and nothing was left there: {first_line(error)}"
         ) from error
     count = sum(x.size for x in jax.tree.leaves(params))
-    return Converted(target, layout, {"head": count}, dtype, 0, False)
+    return Converted(target, SPECULATORS, {"head": count}, dtype, 0, False)
 
 
 def _write(target: Path, to: str, model: Model, found: int, dtype: str | None) -> Converted:
@@ -276,13 +267,14 @@ def _read_hf(source: Path, what: str | None, like, dtype: str | None) -> Model:
             return Model(cfg, None, beside, None)
         if not alone and not cfg.mtp_num_layers:
             raise CheckpointError(f"{source} holds no head, expected one")
-        cfg = cfg.replace(mtp_num_layers=max(cfg.mtp_num_layers, 1))
-        return Model(cfg, None, Head(MTPSource(cfg), hf.load_head(source, cfg)), None)
+        head = read_draft(source, cfg)
+        return Model(head.source.target(cfg), None, head, None)
     cfg, policy, params = hf.load_checkpoint(source, cfg.run.param_dtype)
     place = source if has_tokenizer(source) else None
     if what == "policy":
         return Model(cfg, policy, None, place)
-    head = head_beside(source, cfg) if params is None else Head(MTPSource(cfg), params)
+    own = source_of_policy(cfg)
+    head = head_beside(source, cfg) if params is None else Head(own, params)
     return Model(cfg, policy, head, place)
 
 
@@ -332,12 +324,11 @@ def _like(like: str | Path, meta: Mapping[str, Any]) -> ModelConfig:
 
 
 def _write_hf(target: Path, model: Model, dtype: str, step: int) -> None:
-    if model.policy is None and not isinstance(model.head.source, MTPSource):
+    if model.policy is None and not model.head.source.in_policy:
         try:
-            layout = layout_to_save(model.head.source, dtype)
+            save_draft_files(target, *model.head, dtype)
         except ValueError as error:
             raise CheckpointError(f"the head cannot be written as {target}: {error}") from error
-        save_draft_files(target, *model.head, layout, dtype)
         return
     if model.policy is None:
         with replacing(target) as partial:

@@ -1,4 +1,4 @@
-"""Draft sources in files of their own: finds which one a directory holds, reads and writes it.
+"""Drafts in files: finds whose files a path holds, reads and writes them.
 
 The classes in `specjax.registry.DRAFTS` say which files are theirs, what the config means, and
 which tensor holds which array, see `specjax.interfaces.Draft`. Nothing here knows a kind of draft.
@@ -6,7 +6,7 @@ which tensor holds which array, see `specjax.interfaces.Draft`. Nothing here kno
 
 from __future__ import annotations
 
-import contextlib
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,30 +15,98 @@ import jax
 import numpy as np
 
 from specjax.checked_json import CheckpointError, UnsupportedModelError
-from specjax.checkpoint.huggingface import (
-    Weights,
-    check_weights,
-    dtype_name,
-    named_weights,
-    place_weights,
-    replacing,
-    write_json,
-    write_weights,
-)
+from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.huggingface_names import Leaf, row_leaves
 from specjax.config import ModelConfig
 from specjax.interfaces import Draft, Params
 from specjax.parallel import sharding
 from specjax.registry import DRAFTS
-from specjax.weights import open_checkpoint
+from specjax.weights import load_tokenizer, open_checkpoint, recognised
 from specjax.weights.safetensors import CONFIG, Safetensors
 
 
-def find_draft(path: str | Path) -> type[Draft] | None:
-    """Finds the class of the draft source whose weights a directory holds.
+class FilesAt:
+    """The files at a path, see `specjax.interfaces.DraftFiles`."""
 
-    Args:
-      path: a local path.
+    def __init__(
+        self, path: str | Path, mesh: jax.sharding.Mesh | None = None, tokenizer: Any = None
+    ):
+        self.path, self.mesh = Path(path), mesh
+        self.is_policy = recognised(self.path)
+        self.vocabulary = None if tokenizer is None else tokenizer.get_vocab()
+
+    @functools.cached_property
+    def _reader(self) -> Any:
+        return open_checkpoint(self.path)
+
+    @property
+    def file(self) -> Path:
+        return self._reader.file
+
+    @property
+    def is_directory(self) -> bool:
+        """Whether it is a directory in the layout of Hugging Face, with or without a config."""
+        return self.path.is_dir() and isinstance(self._reader, Safetensors)
+
+    def config(self) -> dict[str, Any]:
+        is_there = not self.is_directory or self.file.exists()
+        return self._reader.config() if is_there else {}
+
+    def tensors(self, required: bool = True) -> Mapping[str, Any]:
+        try:
+            return self._reader.tensors()
+        except (CheckpointError, UnsupportedModelError):
+            if required:
+                raise
+            return {}
+
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self.path, required=False)
+
+    def model_config(self, as_stored: bool = False) -> ModelConfig:
+        return (hf.read_stored_config if as_stored else hf.read_config)(self.path)
+
+    def arrays(self, draft: Draft, dtype: str) -> Params:
+        leaves, tensors = row_leaves(draft.rows()), self.tensors()
+        tensors = {**tensors, **{name: tensors[other] for name, other in draft.aliases.items()}}
+        weights = hf.Weights(_with_leading_axes(tensors, leaves))
+        fixed = {
+            stored.name
+            for leaf in leaves
+            if leaf.path[0] in draft.fixed
+            for stored in leaf.pieces.values()
+        }
+        # Tensors that no row names have been refused by `read`, or are not needed.
+        hf.check_weights(self.path, weights, leaves, {}, (), fixed)
+        params = draft.loaded(hf.place_weights(weights, leaves, dtype, self.mesh))
+        if self.mesh is None:
+            return params
+        # `loaded` may have made arrays anew.
+        return sharding.put(params, sharding.param_shardings(self.mesh, params, draft.axes()))
+
+    def policy(self, dtype: str) -> Params:
+        return hf.load_checkpoint(self.path, dtype, self.mesh)[1]
+
+    def policy_head(self, cfg: ModelConfig) -> Params:
+        return hf.load_head(self.path, cfg, self.mesh)
+
+
+def class_of(files: FilesAt, target: ModelConfig | None = None) -> type[Draft]:
+    """Returns the class in `DRAFTS` that drafts from files.
+
+    Raises:
+      CheckpointError, UnsupportedModelError: the files are those of no draft.
+    """
+    if files.path.is_file() and files.path.suffix != ".gguf" and find_draft(files.path.parent):
+        raise CheckpointError(
+            f"{files.path} is one of the files of a draft head, which is read from its directory; "
+            f"name the directory {files.path.parent}"
+        )
+    return next(kind for kind in DRAFTS.all() if kind.recognises(files, target))
+
+
+def find_draft(path: str | Path) -> type[Draft] | None:
+    """Finds the class of the draft whose weights a directory holds in files of their own.
 
     Returns:
       the class in `DRAFTS`; None: the path holds something else, such as a model.
@@ -46,14 +114,11 @@ def find_draft(path: str | Path) -> type[Draft] | None:
     Raises:
       CheckpointError: config.json is damaged.
     """
-    reader = _reader(Path(path))
-    if reader is None:
+    files = FilesAt(path)
+    if not files.is_directory:
         return None
-    try:
-        tensors = reader.tensors()
-    except (CheckpointError, UnsupportedModelError):
-        tensors = {}  # loading raises the error
-    return _class_of(_config(reader), tensors)
+    kinds = (kind for kind in DRAFTS.all() if kind.has_files)
+    return next((kind for kind in kinds if kind.recognises(files, None)), None)
 
 
 def load_draft_files(
@@ -62,7 +127,7 @@ def load_draft_files(
     mesh: jax.sharding.Mesh | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> tuple[Draft, Params]:
-    """Reads a draft source and its parameters.
+    """Reads a draft in files of its own, and its parameters.
 
     Args:
       path: a directory that `find_draft` recognises.
@@ -77,41 +142,17 @@ def load_draft_files(
       UnsupportedModelError: the files ask for what cannot be computed.
       ValueError: a setting by hand is unknown, or has an invalid value.
     """
-    path = Path(path)
-    kind, reader = find_draft(path), _reader(path)
-    if kind is None or reader is None:
+    kind, files = find_draft(path), FilesAt(path, mesh)
+    if kind is None:
         raise CheckpointError(
             f"{path} holds no draft head that is known; expected a directory with config.json and "
             "the weights of a head, such as EAGLE-3"
         )
-    raw = _config(reader)
-    try:
-        tensors = reader.tensors()
-    except CheckpointError:
-        with contextlib.suppress(CheckpointError):  # the config may name another kind of head
-            kind.read(reader.file, raw, {}, target, overrides)
-        raise
-    source = kind.read(reader.file, raw, tensors, target, overrides)
-    leaves = row_leaves(source.rows())
-    held = {**tensors, **{name: tensors[other] for name, other in source.aliases.items()}}
-    weights = Weights(_with_leading_axes(held, leaves))
-    fixed = {
-        stored.name
-        for leaf in leaves
-        if leaf.path[0] in source.fixed
-        for stored in leaf.pieces.values()
-    }
-    # Tensors that no row names have been refused by `read`, or are not needed.
-    check_weights(path, weights, leaves, {}, (), fixed)
-    params = source.loaded(place_weights(weights, leaves, target.run.param_dtype, mesh))
-    if mesh is not None:  # `loaded` may have made arrays anew
-        params = sharding.put(params, sharding.param_shardings(mesh, params, source.axes()))
-    return source, params
+    draft = kind.read(files, target, overrides)
+    return draft, draft.load(files)
 
 
-def save_draft_files(
-    path: str | Path, source: Draft, params: Params, layout: str, dtype: str
-) -> None:
+def save_draft_files(path: str | Path, source: Draft, params: Params, dtype: str) -> None:
     """Writes a directory that `load_draft_files` reads with every bit the same.
 
     It is written beside `path` and renamed when complete; a checkpoint at `path` is replaced.
@@ -120,29 +161,29 @@ def save_draft_files(
       path: directory to write.
       source: the draft source.
       params: its parameters as they are trained.
-      layout: name of the layout, see `Draft.saved`.
       dtype: dtype of the weights on disk; integers keep theirs.
 
     Raises:
       CheckpointError: `path` exists and is no checkpoint.
       CheckpointWeightError: names the parameters that do not fit the source.
-      ValueError: there is no such layout, or it cannot express the source.
+      ValueError: files cannot express the source.
     """
-    path, dtype = Path(path).absolute(), dtype_name(dtype)
-    raw, named = source.saved(layout, dtype)
-    if path.exists() and not (
-        (path / CONFIG).exists() or (path.is_dir() and not any(path.iterdir()))
-    ):
+    path, dtype = Path(path).absolute(), hf.dtype_name(dtype)
+    if reason := source.unwritable():
+        raise ValueError(reason)
+    raw, named = source.saved(dtype)
+    is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+    if not is_free and not (path / CONFIG).exists():
         raise CheckpointError(f"{path} exists and is no checkpoint; choose another path")
-    tensors = named_weights(row_leaves(named.rows()), source.stored(params), dtype)
-    with replacing(path) as partial:
-        write_json(partial / CONFIG, raw)
-        write_weights(partial, tensors)
+    tensors = hf.named_weights(row_leaves(named.rows()), source.stored(params), dtype)
+    with hf.replacing(path) as partial:
+        hf.write_json(partial / CONFIG, raw)
+        hf.write_weights(partial, tensors)
 
 
 def _with_leading_axes(tensors: Mapping[str, Any], leaves: list[Leaf]) -> dict[str, Any]:
     """Gives tensors the leading axes of length one that their rows have and their files lack."""
-    found = dict(tensors)
+    whole = dict(tensors)
     for leaf in leaves:
         for stored in leaf.pieces.values():
             if stored.name not in tensors:
@@ -150,23 +191,6 @@ def _with_leading_axes(tensors: Mapping[str, Any], leaves: list[Leaf]) -> dict[s
             shape, wanted = tuple(tensors[stored.name].shape), leaf.row.shape
             lacking = wanted[: max(len(wanted) - len(shape), 0)]
             if lacking and set(lacking) == {1} and shape == wanted[len(lacking) :]:
-                whole = tensors[stored.name][(slice(None),) * len(shape)]
-                found[stored.name] = np.asarray(whole).reshape(wanted)
-    return found
-
-
-def _reader(path: Path) -> Safetensors | None:
-    """Returns the reader of a directory in the layout of Hugging Face; None: it is none."""
-    if not path.is_dir():
-        return None
-    reader = open_checkpoint(path)
-    return reader if isinstance(reader, Safetensors) else None
-
-
-def _config(reader: Safetensors) -> dict[str, Any]:
-    return reader.config() if reader.file.exists() else {}
-
-
-def _class_of(raw: Mapping[str, Any], tensors: Mapping[str, Any]) -> type[Draft] | None:
-    classes = (DRAFTS.named(name) for name in DRAFTS.names)
-    return next((kind for kind in classes if kind.recognises(raw, tensors)), None)
+                array = tensors[stored.name][(slice(None),) * len(shape)]
+                whole[stored.name] = np.asarray(array).reshape(wanted)
+    return whole

@@ -119,6 +119,15 @@ def read_config(path: str | Path, load_format: str = AUTO) -> ModelConfig:
     return config_of(reader.file, reader.config(), reader.generation())
 
 
+def read_stored_config(path: str | Path) -> ModelConfig:
+    """Does what `read_config` does, and ties the embeddings as the weights do, if there are any."""
+    cfg, reader = read_config(path), open_checkpoint(path)
+    try:
+        return _as_stored(Path(path), cfg, Weights(reader.tensors()))
+    except (CheckpointError, UnsupportedModelError):
+        return cfg  # loading raises the error
+
+
 def config_of(file: Path, raw: dict[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     """Makes the `ModelConfig` from the contents of config.json and generation_config.json.
 

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import logging
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,24 +22,30 @@ import numpy as np
 
 from specjax.checked_json import CheckpointError
 from specjax.checkpoint import huggingface as hf
-from specjax.checkpoint.draft_files import find_draft, load_draft_files, save_draft_files
+from specjax.checkpoint.draft_files import (
+    FilesAt,
+    class_of,
+    find_draft,
+    load_draft_files,
+    save_draft_files,
+)
 from specjax.checkpoint.format import DRAFT_KEY, named_leaves, nest
 from specjax.checkpoint.huggingface import MTP_KEY, config_json, config_of, mtp_json
 from specjax.config import ModelConfig, RunConfig
 from specjax.config.dtype import resolve_dtype
-from specjax.drafts.mtp import MTPSource
-from specjax.interfaces import Draft, Param
+from specjax.drafts.head_config import rows_of
+from specjax.drafts.mtp import HEAD_SWITCHES
+from specjax.interfaces import Draft
 from specjax.models.rows import param_axes
 from specjax.models.transformer import Params, init_params
 from specjax.parallel import distributed, sharding
 from specjax.registry import DRAFTS
+from specjax.spelling import SettingError
 from specjax.weights import AUTO, open_checkpoint, recognised
 from specjax.weights.safetensors import CONFIG
 
 log = logging.getLogger(__name__)
 
-# Keys in the metadata of a head about the model that it drafts for.
-HEAD_SWITCHES = ("mtp_num_layers", "mtp_concat", "mtp_target_hidden", "mtp_recycle")
 CHECKPOINTS, TOKENIZER = "checkpoints", "tokenizer"  # subdirectories of a run
 HUGGING_FACE, RUN, HEAD = "hf", "run", "head"  # layouts
 # Files of a head that was saved alone.
@@ -104,10 +110,10 @@ def describe(
 def describe_head(head: Head | None) -> dict[str, Any] | None:
     """Returns the metadata of a head, of which `source_in` makes its source again.
 
-    An MTP head is described by the config of its model: for it, these are the switches alone. For
-    another head they are the content of the config.json and the tensors of its files, with the
-    values of fixed integers, such as token ids, and the settings that are read in place of those
-    in config.json, because not every layout has a key for each.
+    A head that the config of its policy describes has its switches alone, for what is saved without
+    the policy. For another head the metadata are the content of the config.json and the tensors of
+    its files, with the values of fixed integers, such as token ids, and the settings that are read
+    in place of those in config.json, because there is not a key for each.
 
     Returns:
       the metadata; None: there is no head.
@@ -115,60 +121,31 @@ def describe_head(head: Head | None) -> dict[str, Any] | None:
     if head is None:
         return None
     source = head.source
-    if isinstance(source, MTPSource):
-        return {name: getattr(source.cfg, name) for name in HEAD_SWITCHES}
-    kind = _kind_of(source)
+    if source.in_policy:
+        return {name: getattr(source.network, name) for name in HEAD_SWITCHES}
+    cls, kind = type(source), _kind_of(source)
     if kind is None:
-        cls = type(source)
         return {DRAFT_KEY: {"kind": f"{cls.__module__}:{cls.__qualname__}"}}
     dtype = float_dtype(head.params)
     plain, settings = source.expressed()
-    layout = layout_to_save(plain, dtype)
-    config, written = plain.saved(layout, dtype)
+    config, written = plain.saved(dtype)
     fixed = {name: head.params[name] for name in source.fixed & head.params.keys()}
     fixed = {name: np.asarray(a) for name, a in fixed.items() if _is_integer(a)}
-    values = written.stored(fixed) if fixed else {}
-    tensors = {}
-    for name, row in _rows(written.rows()):
+    values, tensors = written.stored(fixed) if fixed else {}, {}
+    for name, row in rows_of(written.rows()):
         shape = list(row.shape[::-1] if row.stored.transpose else row.shape)
         tensors[row.stored.name] = {"shape": shape, "dtype": dtype}
         if name in values:
             array = np.asarray(values[name])
             packed = base64.b64encode(zlib.compress(array.tobytes())).decode()
             tensors[row.stored.name] |= {"dtype": array.dtype.name, "values": packed}
-    about = {"kind": kind, "layout": layout, "config": config, "tensors": tensors}
-    return {DRAFT_KEY: about | {"settings": dict(settings)}}
-
-
-def layout_to_save(source: Draft, dtype: str) -> str:
-    """The layout of a source's files, or another one if that has no key for one of its settings.
-
-    Raises:
-      ValueError: no layout has keys for all settings.
-    """
-    own, problem = getattr(source, "layout", None), None
-    for layout in dict.fromkeys((*([own] if own else []), *source.layouts)):
-        try:
-            source.saved(layout, dtype)
-        except ValueError as error:
-            problem = problem or error
-        else:
-            return layout
-    raise problem or ValueError(f"{type(source).__name__} has no layout of files")
+    about = {"kind": kind, "config": config, "tensors": tensors, "settings": dict(settings)}
+    return {DRAFT_KEY: about}
 
 
 def _kind_of(source: Draft) -> str | None:
-    """The name of a source's class in `DRAFTS`; None: it is a class of the user's own."""
+    """Returns the name of a source's class in `DRAFTS`; None: it is a class of the user's own."""
     return next((name for name in DRAFTS.names if DRAFTS.named(name) is type(source)), None)
-
-
-def _rows(rows: Mapping[Any, Any]) -> Iterator[tuple[Any, Param]]:
-    """Yields the rows of a tree, each with the name of its array."""
-    for name, row in rows.items():
-        if isinstance(row, Mapping):
-            yield from _rows(row)
-        else:
-            yield name, row
 
 
 def _is_integer(array: Any) -> bool:
@@ -194,7 +171,22 @@ class _Described(NamedTuple):
         return self.values[index]
 
 
-def source_in(path: object, meta: Mapping[str, Any], target: ModelConfig) -> Draft | None:
+class _DescribedFiles(FilesAt):
+    """The files of a head that metadata describe, see `describe_head`."""
+
+    file = property(lambda self: self.path)
+
+    def __init__(self, path: object, about: Mapping[str, Any]):
+        self.path, self._about, self.mesh = path, about, None
+
+    def config(self) -> dict[str, Any]:
+        return self._about["config"]
+
+    def tensors(self, required: bool = True) -> dict[str, _Described]:
+        return {name: _Described.of(entry) for name, entry in self._about["tensors"].items()}
+
+
+def source_in(path: object, meta: Mapping[str, Any], target: ModelConfig) -> Draft:
     """Makes the source of a checkpoint's head again.
 
     Args:
@@ -202,32 +194,40 @@ def source_in(path: object, meta: Mapping[str, Any], target: ModelConfig) -> Dra
       meta: metadata of the checkpoint.
       target: config of the policy that the head drafts for; the head gets its dtypes.
 
-    Returns:
-      the source; None: it is an MTP head, which the config in the metadata describes.
-
     Raises:
       CheckpointError: the metadata are those of a head for another policy, or of a class of the
         user's own, which a checkpoint cannot name.
     """
     kind, about = kind_in(path, meta), meta.get(DRAFT_KEY)
-    if about is None:
-        return None
-    tensors = {name: _Described.of(entry) for name, entry in about["tensors"].items()}
-    return kind.read(path, about["config"], tensors, target, about.get("settings"))
+    if about is not None:
+        return kind.read(_DescribedFiles(path, about), target, about["settings"])
+    switches = vars(config_in(path, meta)) if "config" in meta else meta
+    target = target.replace(**{n: switches[n] for n in HEAD_SWITCHES if n in switches})
+    return kind.read(None, target)
 
 
 def kind_in(path: object, meta: Mapping[str, Any]) -> type[Draft]:
     """Returns the class of the head that metadata describe; raises as `source_in`."""
-    about = meta.get(DRAFT_KEY)
-    if about is None:
-        return MTPSource
     if not _is_known(meta):
         raise CheckpointError(_unknown(path, meta))
-    return DRAFTS.named(about["kind"])
+    if DRAFT_KEY in meta:
+        return DRAFTS.named(meta[DRAFT_KEY]["kind"])
+    return class_in_policy()
+
+
+def class_in_policy() -> type[Draft]:
+    """Returns the class in `DRAFTS` whose weights lie among those of its policy."""
+    return next(kind for kind in DRAFTS.all() if kind.in_policy)
+
+
+def source_of_policy(cfg: ModelConfig) -> Draft | None:
+    """Returns what drafts with the head that a policy's config describes; None: it has none."""
+    sources = (kind.of_policy(cfg) for kind in DRAFTS.all())
+    return next((source for source in sources if source is not None), None)
 
 
 def _is_known(meta: Mapping[str, Any]) -> bool:
-    """Whether metadata are of no head, of an MTP head, or of one with a class in `DRAFTS`."""
+    """Returns whether metadata are of a head with a class in `DRAFTS`, or of none."""
     about = meta.get(DRAFT_KEY)
     return about is None or about["kind"] in DRAFTS
 
@@ -273,7 +273,7 @@ def head_shapes_of(source: Draft) -> Params:
 
 
 def holds_a_head(path: Path) -> bool:
-    """Whether a policy's directory holds a head of its own kind, in `draft`, as `save_model` does.
+    """Returns whether a policy's directory holds a head in `draft`, as `save_model` writes it.
 
     Raises:
       CheckpointError: its config.json is damaged.
@@ -296,6 +296,93 @@ def head_beside(path: Path, cfg: ModelConfig, mesh: jax.sharding.Mesh | None = N
       CheckpointError, UnsupportedModelError: as `load_draft_files`.
     """
     return Head(*load_draft_files(path / DRAFT, cfg, mesh)) if holds_a_head(path) else None
+
+
+# --- what drafts, apart from its policy -----------------------------------------------------------
+
+
+def head_dir(path: Path, target: ModelConfig | None) -> Path:
+    """Returns the directory of the head in that of a policy, if it has one, else the path itself.
+
+    A policy of another width than the target's is a model, which drafts without its head.
+    """
+    if layout_of(path) != HUGGING_FACE or not path.is_dir() or not holds_a_head(path):
+        return path
+    fits = target is None or hf.read_config(path).hidden_size == target.hidden_size
+    return path / DRAFT if fits else path
+
+
+def kind_of(path: Path, target: ModelConfig | None = None) -> type[Draft]:
+    """Returns the class that drafts from files, which the files decide.
+
+    Args:
+      path: a file or directory.
+      target: config of the policy that it drafts for; None: unknown.
+
+    Raises:
+      CheckpointError, UnsupportedModelError: the files are those of no draft.
+    """
+    path = head_dir(path, target)
+    if layout_of(path) != HUGGING_FACE:
+        return kind_in(path, metadata_of(path))
+    return class_of(FilesAt(path), target)
+
+
+def takes_overrides(path: Path, kind: type[Draft]) -> bool:
+    """Returns whether `SpecConfig.draft_overrides` may change what files of a class say."""
+    return layout_of(path) == HUGGING_FACE and kind.has_files
+
+
+def read_draft(
+    path: Path,
+    target: ModelConfig,
+    overrides: Mapping[str, Any] | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    tokenizer: Any = None,
+    weights: bool = True,
+) -> Head:
+    """Reads what drafts from a path.
+
+    Args:
+      path: a file or directory of a draft or a model, a head that was saved alone (`save_draft`),
+        or the directory of a training run, of which the newest checkpoint is read.
+      target: config of the policy; weights are in its `run.param_dtype`, those of a model in its
+        `run.compute_dtype`.
+      overrides: settings by hand in place of those of the files, see `Draft.read`.
+      mesh: mesh to place weights on.
+      tokenizer: tokenizer of the policy, which a model must share; None: there is none.
+      weights: whether to read weights; else there are shapes in their place.
+
+    Raises:
+      SettingError: it takes no overrides.
+      CheckpointError: the file is damaged, holds no head, or does not fit the policy.
+    """
+    path = head_dir(path, target)
+    layout, files = layout_of(path), FilesAt(path, mesh, tokenizer)
+    kind = class_of(files, target) if layout == HUGGING_FACE else kind_in(path, metadata_of(path))
+    if overrides and not takes_overrides(path, kind):
+        what = kind.noun if layout == HUGGING_FACE else "in a checkpoint of specjax"
+        raise SettingError(
+            lambda spell: (
+                f"{spell('draft_overrides')} is about an EAGLE-3 head in files, a directory with "
+                f"config.json, and {spell('draft', str(path))} is {what}; leave it out"
+            )
+        )
+    if layout == HUGGING_FACE:
+        source = kind.read(files, target, overrides)
+        return Head(source, source.load(files) if weights else head_shapes_of(source))
+    source = source_in(path, metadata_of(path), target)
+    wanted = head_shapes_of(source)
+    if not weights:
+        return Head(source, wanted)
+    _, params, _ = load_weights(path, head_alone=True)
+    if params is None:
+        raise CheckpointError(f"{path} holds no draft head; expected one")
+    params = fitted_to(wanted, params, f"the draft head in {path}")
+    return placed(Head(source, cast_floats(params, target.run.param_dtype)), mesh)
+
+
+# --- models ---------------------------------------------------------------------------------------
 
 
 def load_model(
@@ -331,7 +418,7 @@ def load_model(
         cfg, policy, params = hf.load_checkpoint(path, dtype, mesh, load_format=load_format)
         place = path if open_checkpoint(path, load_format).has_tokenizer else None
         head = head_beside(path, cfg, mesh)
-        head = head if params is None else Head(MTPSource(cfg), params)
+        head = head if params is None else Head(source_of_policy(cfg), params)
         return Model(cfg, policy, head, place, stored)
     if distributed.is_several():
         raise CheckpointError(
@@ -370,11 +457,11 @@ def save_model(
     tokenizer: str | Path | None,
     dtype: str | None = None,
 ) -> bool:
-    """Writes a policy in the layout of Hugging Face, with an MTP head among its weights.
+    """Writes a policy in the layout of Hugging Face, with a head that its config describes.
 
     A head of another kind has a directory of its own in it, `draft`. The head of a class of the
     user's own is not written, for no layout is known for it, and neither is one with a setting for
-    which no layout has a key.
+    which there is no key.
 
     Args:
       path: directory to write, see `specjax.checkpoint.huggingface.save_checkpoint`.
@@ -390,18 +477,13 @@ def save_model(
     Raises:
       CheckpointError: as `save_checkpoint` and `save_draft_files`.
     """
-    is_mtp = head is not None and isinstance(head.source, MTPSource)
-    hf.save_checkpoint(path, cfg, policy, head.params if is_mtp else None, tokenizer, dtype)
-    if head is None or is_mtp:
+    inside = head.params if head is not None and head.source.in_policy else None
+    hf.save_checkpoint(path, cfg, policy, inside, tokenizer, dtype)
+    if head is None or inside is not None:
         return True
-    if _kind_of(head.source) is None:
+    if _kind_of(head.source) is None or head.source.unwritable():
         return False
-    dtype = dtype or cfg.run.param_dtype
-    try:
-        layout = layout_to_save(head.source, dtype)
-    except ValueError:
-        return False
-    save_draft_files(Path(path) / DRAFT, *head, layout, dtype)
+    save_draft_files(Path(path) / DRAFT, *head, dtype or cfg.run.param_dtype)
     return True
 
 
@@ -507,16 +589,13 @@ def read_head(path: str | Path, cfg: ModelConfig) -> Draft | None:
     path = Path(path)
     if layout_of(path) == RUN:
         record = _newest(path)
-        if DRAFT not in record["trees"] or not _is_known(record["meta"]):
-            return None
-        source = source_in(path, record["meta"], cfg)
-        if source is not None:
-            return source
-    elif not cfg.mtp_num_layers and holds_a_head(path):
-        reader = open_checkpoint(path / DRAFT)
-        kind = find_draft(path / DRAFT)
-        return kind.read(path / DRAFT / CONFIG, reader.config(), reader.tensors(), cfg)
-    return MTPSource(cfg) if cfg.mtp_num_layers else None
+        if DRAFT in record["trees"] and _is_known(record["meta"]):
+            return source_in(path, record["meta"], cfg)
+        return None
+    own = source_of_policy(cfg)
+    return own or (
+        read_draft(path / DRAFT, cfg, weights=False).source if holds_a_head(path) else None
+    )
 
 
 def tokenizer_dir(path: str | Path) -> Path:
@@ -633,20 +712,18 @@ def fitted(
         is of a class of the user's own. Beside a policy such a head is left out, with a warning.
     """
     dtype = float_dtype(head if policy is None else policy)
-    cfg, found = cfg.running(param_dtype=dtype, compute_dtype=dtype), None
+    cfg, loaded = cfg.running(param_dtype=dtype, compute_dtype=dtype), None
     if head is not None and policy is not None and not _is_known(meta):
         log.warning("%s; only the policy is loaded", _unknown(where, meta))
     elif head is not None:
         source = source_in(where, meta, cfg)
-        if source is None:
-            cfg = cfg.replace(mtp_num_layers=len(head["blocks"]))
-            source = MTPSource(cfg)
+        cfg = source.target(cfg)
         params = fitted_to(head_shapes_of(source), head, f"{where}: the draft head")
-        found = Head(source, params)
+        loaded = Head(source, params)
     if policy is not None:
         like = jax.eval_shape(lambda: init_params(cfg))
         policy = fitted_to(like, policy, f"{where}: the policy")
-    return cfg, policy, found
+    return cfg, policy, loaded
 
 
 def fitted_to(like: Params, tree: Params, what: str) -> Params:

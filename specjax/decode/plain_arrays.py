@@ -22,32 +22,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Float, Int
 
 from specjax.config import Strategy
 from specjax.decode import shards
 from specjax.decode.accept import Acceptance, accept_block, accept_recursive
-from specjax.decode.noise import (
-    RESIDUAL,
-    request_keys,
-    request_words,
-    round_coins,
-    round_noise,
-)
+from specjax.decode.noise import RESIDUAL, request_keys, request_words, round_coins, round_noise
 from specjax.decode.tree import build_tree
-
-__all__ = [
-    "AcceptDecision",
-    "DraftProposal",
-    "VerifyResult",
-    "accept_chains",
-    "speculative_accept",
-]
 
 RULES = ("block", "recursive", "greedy")
 SUM_TOLERANCE = 1e-3
@@ -73,37 +59,27 @@ class DraftProposal:
 
     def __post_init__(self):
         tokens = np.asarray(self.tokens)
-        tokens = tokens.astype(np.int32) if tokens.size == 0 else tokens
-        if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
             raise ValueError(
                 f"tokens must be one row of integer ids [n], got {tokens.dtype} {tokens.shape}; "
                 "call once per sequence"
             )
-        rows = _table(
-            "DraftProposal.probs",
-            self.probs,
-            f"[n, V] with a row for each of the n = {len(tokens)} drafted tokens",
-            len(tokens),
-        )
+        tokens = tokens.astype(np.int32)
+        rows = _distributions("DraftProposal.probs", self.probs, tokens >= 0)
         vocab = rows.shape[1]
         if len(tokens) and not -1 <= tokens.min() <= tokens.max() < vocab:
             raise ValueError(
                 f"drafted ids must be in [0, {vocab}), or -1 for no draft, got {tokens.tolist()}; "
                 "map a draft's own vocabulary to the target's first"
             )
-        real = tokens >= 0
-        rows[~real] = 0.0  # an unused row must not be subtracted from p
-        _check_distributions("DraftProposal.probs", rows, np.flatnonzero(real))
-        impossible = np.flatnonzero(real & (rows[np.arange(len(tokens)), tokens] == 0))
+        impossible = np.flatnonzero((tokens >= 0) & (rows[np.arange(len(tokens)), tokens] == 0))
         if len(impossible):
-            i = int(impossible[0])
             raise ValueError(
-                f"expected tokens drawn from their row of probs, got token {tokens[i]} at place "
-                f"{i} to which the row gives no probability; pass the distribution it was drawn "
-                "from, after top-k and the like, or use DraftProposal.deterministic"
+                f"the token at place {impossible[0]} has no probability in its row of probs; pass "
+                "the distribution that it was drawn from, or use DraftProposal.deterministic"
             )
-        object.__setattr__(self, "tokens", tokens.astype(np.int32))
-        object.__setattr__(self, "probs", _normalised(rows))
+        object.__setattr__(self, "tokens", tokens)
+        object.__setattr__(self, "probs", rows)
 
     @classmethod
     def deterministic(cls, tokens: Sequence[int], vocab: int) -> DraftProposal:
@@ -133,15 +109,7 @@ class VerifyResult:
     probs: Float[np.ndarray, "n+1 V"]
 
     def __post_init__(self):
-        rows = _table(
-            "VerifyResult.probs",
-            self.probs,
-            "[n + 1, V] with a row for each drafted token and one after the last, or [n, V] for "
-            "n > 0 drafted tokens without the one after the last",
-            None,
-        )
-        _check_distributions("VerifyResult.probs", rows, np.arange(len(rows)))
-        object.__setattr__(self, "probs", _normalised(rows))
+        object.__setattr__(self, "probs", _distributions("VerifyResult.probs", self.probs))
 
 
 class AcceptDecision(NamedTuple):
@@ -192,91 +160,56 @@ def speculative_accept(
       ValueError: proposal and result do not fit together, or the rule is none of these.
     """
     if acceptance not in RULES:
-        raise ValueError(
-            f"acceptance must be one of {RULES}, got {acceptance!r}; Leviathan's rule is what "
-            "'recursive' is on a chain"
-        )
-    if position < 0:
-        raise ValueError(f"position must be that of the last context token, >= 0, got {position}")
-    n, vocab = proposal.probs.shape
-    shapes = [(n + 1, vocab), (n, vocab)] if n else [(1, vocab)]
-    if verified.probs.shape not in shapes:
-        without = f", or [n, V] = {(n, vocab)} without that row, where no bonus is wanted"
+        raise ValueError(f"acceptance must be one of {RULES}, got {acceptance!r}")
+    (n, vocab), p = proposal.probs.shape, verified.probs
+    bonus = len(p) == n + 1
+    if p.shape[1] != vocab or not (bonus or len(p) == n > 0):
         raise ValueError(
             f"expected VerifyResult.probs of shape [n + 1, V] = {(n + 1, vocab)} for {n} drafted "
-            "tokens, the last row being the target's distribution after all drafts"
-            f"{without if n else ''}; got {verified.probs.shape}"
+            f"tokens, or [n, V] without a bonus row; got {p.shape}"
         )
-    p = verified.probs
-    bonus = len(p) > n
     if not bonus:
         p = np.concatenate([p, p[-1:]])  # any distribution: its token is left out below
-    words = request_words(seed, (), 0)[None]
-    drafted, q, p = (x[None] for x in (proposal.tokens, proposal.probs, p))
-    out = accept_chains(acceptance, words, np.array([position], np.int32), drafted, q, p)
-    kept, tokens = int(out.count[0]) - 1, np.asarray(out.tokens[0]).tolist()
+    words = request_words(seed, (), 0)
+    out = _accepted(acceptance, words, np.int32(position), proposal.tokens, proposal.probs, p)
+    kept, tokens = int(out.count[0]) - 1, out.tokens[0].tolist()
     follows = tokens[kept] if bonus or kept < n else None
     return AcceptDecision(tuple(tokens[:kept]), follows, kept == n)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def accept_chains(
-    acceptance: str,
-    words: UInt32[Array, "B 5"],
-    position: Int[Array, " B"],
-    drafted: Int[Array, "B n"],
-    q: Float[Array, "B n V"],
-    p: Float[Array, "B n+1 V"],
-) -> Acceptance:
-    """Does what `speculative_accept` does for many sequences at once, jitted, without checks.
-
-    Args:
-      acceptance: the rule, as in `speculative_accept`.
-      words: words that identify each sequence, see `request_words`.
-      position: position of the last token of each context.
-      drafted: ids of the drafted tokens; -1: no token.
-      q: distribution that each token was drawn from; zero where there is no token.
-      p: the target's distributions. The last row decides only the token after n accepted ones.
-        Where no such token is wanted, give any distribution there, and drop the token.
-    """
-    batch, steps = drafted.shape
-    keys = request_keys(words)
+def _accepted(acceptance: str, words, position, drafted, q, p) -> Acceptance:
+    """Applies a rule to one sequence, as a batch of one."""
+    position, drafted, q, p = (x[None] for x in (position, drafted, q, p))
+    keys, steps = request_keys(words[None]), drafted.shape[1]
     noise = round_noise(keys, RESIDUAL, position, np.zeros(1, int), p.shape[-1])[:, 0]
-    greedy = jnp.full((batch,), acceptance == "greedy")
     if acceptance == "greedy":
         p = jax.nn.one_hot(shards.argmax(p), p.shape[-1])
     if steps == 0:
         final = shards.argmax(jnp.log(p[:, 0]) + noise)
-        first = jnp.zeros((batch, 1), jnp.int32)
-        return Acceptance(final[:, None], first, first[:, 0] + 1)
+        return Acceptance(final[:, None], jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32))
     coins = round_coins(keys, position, np.arange(1, steps + 1))
     tokens = jnp.pad(drafted, ((0, 0), (1, 0)))  # row 0 is the root
     if acceptance == "block":
         return accept_block(tokens, p, q, coins, noise)
-    chain = build_tree(Strategy.chain(steps))
+    chain, greedy = build_tree(Strategy.chain(steps)), jnp.full((1,), acceptance == "greedy")
     return accept_recursive(chain, tokens, p, q, coins, noise, greedy)
 
 
-def _table(name: str, probs: Any, expected: str, count: int | None) -> Float[np.ndarray, "n V"]:
-    """Returns a float64 copy of `count` rows, which may be changed; None: one row or more."""
+def _distributions(name: str, probs, used: np.ndarray | None = None) -> Float[np.ndarray, "n V"]:
+    """Returns a float32 copy whose used rows sum to 1, and whose other rows are zero."""
     rows = np.array(probs, np.float64)
-    fits = rows.ndim == 2 and rows.shape[1] > 0
-    if not fits or (len(rows) != count if count is not None else len(rows) == 0):
-        raise ValueError(f"{name} must be {expected}, got shape {rows.shape}")
-    return rows
-
-
-def _check_distributions(name: str, rows: Float[np.ndarray, "n V"], which: np.ndarray) -> None:
-    for i in which.tolist():
-        total = rows[i].sum()
-        if not (abs(total - 1) <= SUM_TOLERANCE and rows[i].min() >= 0):
-            raise ValueError(
-                f"row {i} of {name} must be probabilities that sum to 1 within {SUM_TOLERANCE}, "
-                f"got sum {total:.6g}, least {rows[i].min():.6g}; pass a softmax in float32, not "
-                "logits"
-            )
-
-
-def _normalised(rows: Float[np.ndarray, "n V"]) -> Float[np.ndarray, "n V"]:
+    count = len(rows) if used is None and rows.ndim else np.size(used)
+    if rows.ndim != 2 or not rows.shape[1] or len(rows) != count:
+        tokens = "" if used is None else f" for {count} tokens"
+        raise ValueError(f"{name} must be a row over the vocabulary each, got {rows.shape}{tokens}")
+    if used is not None:
+        rows[~used] = 0.0  # an unused row must not be subtracted from p
     total = rows.sum(axis=-1, keepdims=True)
-    return np.divide(rows, total, out=np.zeros_like(rows), where=total > 0).astype(np.float32)
+    wrong = (rows < 0).any(-1) | ~(np.abs(total[:, 0] - 1) <= SUM_TOLERANCE)
+    for i in np.flatnonzero(wrong if used is None else wrong & used)[:1]:
+        raise ValueError(
+            f"row {i} of {name} must be probabilities that sum to 1 within {SUM_TOLERANCE}, got "
+            f"sum {total[i, 0]:.6g}, least {rows[i].min():.6g}; pass a softmax, not logits"
+        )
+    return np.divide(rows, total, out=rows, where=total > 0).astype(np.float32)

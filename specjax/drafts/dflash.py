@@ -28,76 +28,52 @@ that the output of layer i is boundary i + 1.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from specjax.checked_json import CheckpointError, Keys, UnsupportedModelError
-from specjax.config import ModelConfig
-from specjax.config.checks import choice
-from specjax.config.model import Layer
-from specjax.config.overrides import are_ids, checked_overrides
+from specjax.checked_json import UnsupportedModelError
+from specjax.config.overrides import checked_overrides
 from specjax.decode.state import take_positions
 from specjax.decode.tree import chain_bits, pack_bits
-from specjax.drafts import eagle3_config
-from specjax.drafts.file_head import FileHead, HeadNetwork, norm_row, within
-from specjax.interfaces import (
-    Level,
-    Memory,
-    Param,
-    Params,
-    Scratch,
-    Stored,
-    Where,
-)
+from specjax.drafts.file_head import FileHead, HeadConfig, norm_row, within
+from specjax.drafts.head import HeadNetwork
+from specjax.drafts.head_config import HeadFiles, config_json
+from specjax.interfaces import Level, Memory, Param, Params, Scratch, Stored, Where
 from specjax.memory import KVCache, with_marked_keys
 from specjax.models.families import common
-from specjax.models.layers import rms_norm
-from specjax.models.mixers.attention import Attention
-from specjax.models.mlps.dense import Dense
+from specjax.models.layers import block, rms_norm
 from specjax.models.rows import layer_rows
 from specjax.parallel.sharding import whole_rows
 from specjax.spelling import checks_keywords
 from specjax.weights.matrix import dot
 
-LAYOUTS = ("speculators", "z-lab")
 _AUX = "aux_hidden_state_layer_ids"
 _NON_CAUSAL = "sliding_window_non_causal"
-_HEAD_DIM, _POSITIONS = 128, 32768  # of Qwen3, where a file does not say them
 _BLOCK = 8  # of a file of speculators that does not say it
+# Keys by which a head computes something else, and the value with which they change nothing.
+_NEUTRAL = {
+    **dict.fromkeys(("sample_from_anchor", "shift_label", "is_causal", "causal", "use_swa"), False),
+    **dict.fromkeys(("attention_sink_bias", "add_swa_attention_sink_bias"), False),
+    "attention_bias": False,
+    "use_aux_hidden_state": True,
+    "projector_type": "dflash",
+}
 
 
 @checks_keywords
 @dataclasses.dataclass(frozen=True)
-class DFlashConfig:
-    """A DFlash head for one target.
+class DFlashConfig(HeadConfig):
+    """A DFlash head for one target, see `HeadConfig`; its layers are Qwen3's without biases.
 
     Attributes:
-      network: config of the head's layers, which are those of Qwen3 without biases: its width D,
-        its number of draft tokens C as `vocab_size`, and `rms_norm_eps`.
-      target_width: width of the target's hidden states.
-      target_vocab: vocabulary size V of the target.
-      taps: the target's hidden states that `fc` takes, see `DraftNeeds.taps`: numbers of layers.
-      mask_token: id of the token that stands for those that are drafted.
       block: rows of the largest block that it was trained on, the root's included.
-      own_embedding: whether the head has an embedding [V D]; else it uses the target's.
-      own_head: whether the head has a language-model head [D C]; else it uses the target's columns
-        of its draft tokens.
-      own_ids: whether its files list the draft tokens; else they are all V tokens.
     """
 
-    network: ModelConfig
-    target_width: int
-    target_vocab: int
-    taps: tuple[int, ...]
-    mask_token: int
-    block: int
-    own_embedding: bool = False
-    own_head: bool = False
-    own_ids: bool = False
+    block: int = _BLOCK
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,16 +107,17 @@ class DFlashHead(HeadNetwork):
         Returns:
           states for the language-model head.
         """
-        where, eps, rows = self.at(where), self.cfg.network.rms_norm_eps, x.shape[1]
+        where, rows = self.at(where), x.shape[1]
         everywhere = where.replace(visible=pack_bits(np.ones((rows, rows), bool)))
         before = where.replace(visible=chain_bits(rows))
-        for number, (layer, own) in enumerate(zip(self.cfg.network.layers, pages, strict=True)):
-            w = self.w["layers"][number]
-            normed = rms_norm(x, w["input_norm"], eps)
+        for number, (layer, held) in enumerate(zip(self.cfg.network.layers, pages, strict=True)):
             seen = everywhere if layer.mixer.window is None else before
-            x = x + layer.mixer.run(w, normed, seen, Memory(own, None), None)[0]
-            x = x + layer.mlp.run(w, rms_norm(x, w["post_norm"], eps), where)[0]
-        return rms_norm(x, self.w["norm"], eps)
+
+            def mix(w, x, mixer=layer.mixer, seen=seen, held=held):
+                return mixer.run(w, x, seen, Memory(held, None), None)
+
+            x = block(layer, self.w["layers"][number], x, where, self.cfg.network, mix)[0]
+        return rms_norm(x, self.w["norm"], self.cfg.network.rms_norm_eps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,40 +126,32 @@ class DFlashSource(FileHead):
 
     Attributes:
       cfg: what the head computes.
-      layout: layout of its files, `z-lab` or `speculators`.
+      layout: layout of its files: `speculators`, or `z-lab`, which is read and not written.
       writes: whether `rows` has the tensor `t2d`, too, which is written and never read.
       assumes: whether files in the layout of speculators do not say `sliding_window_non_causal`,
         about which programs then differ.
     """
 
     cfg: DFlashConfig
-    layout: str = "z-lab"
+    layout: str = dataclasses.field(default="speculators", compare=False)
     writes: bool = False
     assumes: bool = dataclasses.field(default=False, compare=False)
 
     # --- files -----------------------------------------------------------------------------------
 
-    layouts = LAYOUTS
-
     @classmethod
-    def recognises(cls, raw: Mapping[str, Any], tensors: Mapping[str, Any]) -> bool:
+    def is_of(cls, raw: Mapping[str, Any], tensors: Mapping[str, Any]) -> bool:
         classes = raw.get("architectures")
-        classes = classes if isinstance(classes, list) else []
-        said = (raw.get("speculators_model_type"), *classes)
-        if any(isinstance(name, str) and "dflash" in name.lower() for name in said):
+        names = (raw.get("speculators_model_type"), *(classes if isinstance(classes, list) else ()))
+        if any(isinstance(name, str) and "dflash" in name.lower() for name in names):
             return True
         return "dflash_config" in raw or (
             "hidden_norm.weight" in tensors and any(n.startswith("layers.0.") for n in tensors)
         )
 
     @classmethod
-    def read(
-        cls,
-        file: Any,
-        raw: Mapping[str, Any],
-        tensors: Mapping[str, Any],
-        target: ModelConfig,
-        overrides: Mapping[str, Any] | None = None,
+    def read_files(
+        cls, file: Any, raw: Mapping[str, Any], tensors: Mapping[str, Any], target, overrides
     ) -> DFlashSource:
         """See `Draft.read`.
 
@@ -190,13 +159,14 @@ class DFlashSource(FileHead):
           overrides: `aux_hidden_state_layer_ids`, a list of boundaries in the order in which `fc`
             takes them.
         """
-        speculators = "speculators_model_type" in raw or "transformer_layer_config" in raw
-        cfg = _read(Keys(file, raw), speculators, tensors, target, dict(overrides or {}))
-        assumes = speculators and raw.get(_NON_CAUSAL) is None
-        source = cls(cfg, "speculators" if speculators else "z-lab", assumes=assumes)
-        known = {n: x for n, x in tensors.items() if not n.startswith("verifier_")}  # of training
-        eagle3_config.check_tensors(file, _shapes(source.rows()), known, "DFlash")
-        return source
+        head = HeadFiles("DFlash", file, raw, tensors, target)
+        return cls.made_of(
+            head,
+            _read(head, overrides or {}),
+            ("verifier_",),  # of training
+            layout="speculators" if head.speculators else "z-lab",
+            assumes=head.speculators and raw.get(_NON_CAUSAL) is None,
+        )
 
     def rows(self) -> dict[str, Any]:
         """See `Draft.rows`. `ids` is read from offsets, see `loaded`."""
@@ -212,16 +182,28 @@ class DFlashSource(FileHead):
             **self.own_rows(),
         }
 
-    def saved(self, layout: str, dtype: str) -> tuple[dict[str, Any], DFlashSource]:
-        """See `Draft.saved`; the layouts are `speculators` and `z-lab`."""
-        raw = _write(self.cfg, layout, dtype)
-        return raw, dataclasses.replace(self, layout=layout, writes=True, assumes=False)
+    def unwritable(self) -> str | None:
+        taps = list(self.cfg.taps)
+        if taps != sorted(set(taps)):
+            return f"files list boundaries in ascending order, got {taps}; reorder columns of fc"
+        return None
+
+    def saved(self, dtype: str) -> tuple[dict[str, Any], DFlashSource]:
+        cfg, steps = self.cfg, self.cfg.block - 1
+        kind = "dflash", "DFlashSpeculator"
+        raw = {
+            **config_json(*kind, steps, cfg.network, cfg.target_vocab, dtype),
+            "block_size": cfg.block,
+            _AUX: list(cfg.taps),
+            "mask_token_id": cfg.mask_token,
+            "sample_from_anchor": False,
+            _NON_CAUSAL: False,
+        }
+        return raw, DFlashSource(cfg, writes=True)
 
     def expressed(self) -> tuple[DFlashSource, dict[str, Any]]:
-        """See `Draft.expressed`: the states by hand, and a head that takes the first ones."""
-        taps = tuple(range(1, 1 + len(self.cfg.taps)))
-        plain = dataclasses.replace(self.cfg, taps=taps)
-        return dataclasses.replace(self, cfg=plain), {_AUX: list(self.cfg.taps)}
+        """See `Draft.expressed`: the states by hand."""
+        return self, {_AUX: list(self.cfg.taps)}
 
     # --- for the user ----------------------------------------------------------------------------
 
@@ -229,11 +211,11 @@ class DFlashSource(FileHead):
 
     def switches(self) -> str:
         cfg = self.cfg
-        said = f"{_AUX} {list(cfg.taps)}, mask_token_id {cfg.mask_token}, block_size {cfg.block}"
+        text = f"{_AUX} {list(cfg.taps)}, mask_token_id {cfg.mask_token}, block_size {cfg.block}"
         if windows := self.windows():
             unsaid = " (the file does not say it; vLLM then takes false)" if self.assumes else ""
-            said += f", {windows}, causal true{unsaid}"
-        return said
+            text += f", {windows}, causal true{unsaid}"
+        return text
 
     def refuses(self, strategy: Any) -> str | None:
         """See `Draft.refuses`: no more steps than the largest block has masks."""
@@ -277,223 +259,74 @@ class DFlashSource(FileHead):
         return self.all_rows_alike(model, params, normed, level), work
 
 
-def _shapes(rows: Mapping[Any, Any]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the tensors of rows by name, without `d2t`."""
-    found: dict[str, tuple[int, ...]] = {}
-    for row in rows.values():
-        if isinstance(row, Mapping):
-            found |= _shapes(row)
-        else:
-            found[row.stored.name] = row.shape[::-1] if row.stored.transpose else row.shape
-    return {name: shape for name, shape in found.items() if name != "d2t"}
-
-
 # --- config.json ----------------------------------------------------------------------------------
 
 
-def _read(
-    top: Keys,
-    speculators: bool,
-    tensors: Mapping[str, Any],
-    target: ModelConfig,
-    overrides: Mapping[str, Any],
-) -> DFlashConfig:
-    """Reads what a head computes, see `DFlashSource.read`."""
+def _read(head: HeadFiles, overrides: Mapping[str, Any]) -> DFlashConfig:
+    """Reads what a head computes, see `DFlashSource.read_files`."""
     if unknown := sorted(set(overrides) - {_AUX}):
         raise ValueError(
             f"a DFlash head has no setting {', '.join(map(repr, unknown))}; expected {_AUX}"
         )
     by_hand = checked_overrides(overrides).get(_AUX)
-    own, file = top.within("dflash_config"), top.file
-    body = top.within("transformer_layer_config") if speculators else top
-    _refuse_others(top, own, body)
-    eagle3_config.refuse_quantised(file, (top, body), tensors)
-    eagle3_config.check_target(file, top, body, target)
-    if speculators:
-        block, masks = top.integer("block_size", _BLOCK, least=2), top
-    else:
-        sizes = own if own.raw.get("block_size") is not None else top
-        block, masks = sizes.integer("block_size", least=2), own
-    mask_token = masks.integer("mask_token_id", least=0)
-    if mask_token >= target.vocab_size:
-        raise masks.error("mask_token_id", f"a token of the target, to {target.vocab_size - 1}")
-    columns, own_ids = eagle3_config.draft_tokens(file, top, tensors, target)
-    network = _network(body, target).replace(vocab_size=columns)
-    eagle3_config.refuse_scales("DFlash", (top, own, body), network, {})
-    cfg = DFlashConfig(
+    if by_hand == "post_norm":
+        raise ValueError(f"{_AUX} of a DFlash head must be a list of boundaries; got 'post_norm'")
+    top, nested, body, target = head.top, head.top.within("dflash_config"), head.body, head.target
+    kind = top.text("speculators_model_type", None) or "dflash"
+    others = [f"speculators_model_type {kind}"] if kind.lower() != "dflash" else []
+    others += [
+        name
+        for name in top.texts("architectures")
+        if "dflash" in name.lower() and name not in ("DFlashDraftModel", "DFlashSpeculator")
+    ]
+    if body.text("model_type", "qwen3") != "qwen3":
+        others.append(f"layers of model_type {body.raw['model_type']}")
+    if others:
+        raise UnsupportedModelError(
+            f"{head.file}: this DFlash head needs what is not implemented: {'; '.join(others)}; "
+            "use another head, or draft with n-grams"
+        )
+    columns, own_ids = head.draft_tokens()
+    layers = body.integer("num_hidden_layers", most=common.MOST_LAYERS)
+    network = head.network("qwen3", layers, columns)
+    neutral = _NEUTRAL
+    if any(layer.mixer.window for layer in network.layers):
+        # Here false says that rows see later ones in their window, and so does the other key.
+        neutral = _NEUTRAL | {"is_causal": None, "causal": None, _NON_CAUSAL: False}
+    head.refuse_others(network, neutral, nested)
+    sizes = nested if not head.speculators and nested.raw.get("block_size") is not None else top
+    usual = (_BLOCK,) if head.speculators else ()
+    keys, most = top if head.speculators else nested, target.vocab_size - 1
+    mask = keys.integer("mask_token_id", least=0, most=most)
+    return DFlashConfig(
         network=network,
         target_width=target.hidden_size,
         target_vocab=target.vocab_size,
-        taps=_taps(top, own, speculators, network, target, by_hand),
-        mask_token=mask_token,
-        block=block,
-        own_embedding="embed_tokens.weight" in tensors,
-        own_head="lm_head.weight" in tensors,
+        taps=_taps(head, layers, by_hand),
+        mask_token=mask,
+        block=sizes.integer("block_size", *usual, least=2),
+        own_embedding="embed_tokens.weight" in head.tensors,
+        own_head="lm_head.weight" in head.tensors,
         own_ids=own_ids,
     )
-    eagle3_config.check_borrowed(file, cfg, top)
-    return cfg
 
 
-def _refuse_others(top: Keys, own: Keys, body: Keys) -> None:
-    """Refuses heads that compute something else than the module's equations, by name."""
-    classes = top.texts("architectures")
-    kind = top.text("speculators_model_type", None) or "dflash"
-    known = ("DFlashDraftModel", "DFlashSpeculator")
-    found = [f"speculators_model_type {kind}"] if kind.lower() != "dflash" else []
-    found += [name for name in classes if "dflash" in name.lower() and name not in known]
-    for place in dict.fromkeys((top, own, body)):
-        for name in ("sample_from_anchor", "shift_label", "is_causal", "causal", "use_swa"):
-            found += [f"{name} true"] if place.flag(name, None) else []
-        for name in ("attention_sink_bias", "add_swa_attention_sink_bias"):
-            found += [f"{name} true"] if place.flag(name, None) else []
-        for name, usual in (("use_aux_hidden_state", True), ("is_neox_style", True)):
-            found += [f"{name} false"] if not place.flag(name, usual) else []
-        if place.text("projector_type", None) not in (None, "dflash"):
-            found.append(f"projector_type {place.raw['projector_type']}")
-    if body.text("model_type", "qwen3") != "qwen3":
-        found.append(f"layers of model_type {body.raw['model_type']} (expected 'qwen3')")
-    if body.text("hidden_act", "silu") != "silu":
-        found.append(f"hidden_act {body.raw['hidden_act']} (expected 'silu')")
-    found += ["attention_bias true"] if body.flag("attention_bias", None) else []
-    kinds = body.texts("layer_types")
-    if not kinds and body.flag("use_sliding_window", None):
-        found.append("use_sliding_window true without layer_types")
-    if "sliding_attention" in kinds:  # keys that say that rows see later ones in their window
-        for place in dict.fromkeys((top, own, body)):
-            for name in ("is_causal", "causal"):
-                found += [f"{name} false"] if place.raw.get(name) is False else []
-            found += [f"{_NON_CAUSAL} true"] if place.flag(_NON_CAUSAL, None) else []
-    if found:
-        raise UnsupportedModelError(
-            f"{top.file}: this DFlash head needs what is not implemented: {'; '.join(found)}; use "
-            "a head without it, or draft with n-grams"
-        )
-
-
-def _network(body: Keys, target: ModelConfig) -> ModelConfig:
-    """Returns the config of the head's layers; its vocabulary is not the head's yet."""
-    layers = body.integer("num_hidden_layers", most=common.MOST_LAYERS)
-    heads, kv_heads, head_dim = common.read_heads(body, _HEAD_DIM)
-    eps = body.number("rms_norm_eps", 1e-6, least=0.0)
-    positions = body.integer("max_position_embeddings", _POSITIONS)
-    rope = common.read_rope(body, positions)
-    mlp = Dense(body.integer("intermediate_size"))
-    window = None
-    if "sliding_attention" in body.texts("layer_types") and body.flag("use_sliding_window", True):
-        window = body.integer("sliding_window", least=1)
-    mixers = [
-        Attention(heads, kv_heads, head_dim, rope, qk_norm=True, norm_eps=eps, window=each)
-        for each in common.layer_windows(body, layers, window)
-    ]
-    return ModelConfig(
-        vocab_size=target.vocab_size,
-        hidden_size=body.integer("hidden_size"),
-        layers=tuple(Layer(mixer, mlp) for mixer in mixers),
-        model_type="qwen3",
-        rms_norm_eps=eps,
-        tie_embeddings=False,
-        max_position=positions,
-        run=target.run,
-    )
-
-
-def _taps(
-    top: Keys,
-    own: Keys,
-    speculators: bool,
-    network: ModelConfig,
-    target: ModelConfig,
-    by_hand: Sequence[int] | str | None,
-) -> tuple[int, ...]:
+def _taps(head: HeadFiles, layers: int, by_hand: tuple[int, ...] | None) -> tuple[int, ...]:
     """Returns the boundaries whose states `fc` takes, in its order."""
-    count = target.num_layers
-    of_target = top.integer("num_target_layers", None)
-    if of_target not in (None, count):
-        raise CheckpointError(
-            f"{top.file}: the head is for a target with num_target_layers {of_target}, expected "
-            f"{count}, as in the config of this target; use a head that was trained for it"
-        )
-    if by_hand == "post_norm":
-        raise ValueError(f"{_AUX} of a DFlash head must be a list of boundaries; got 'post_norm'")
+    count, nested = head.target.num_layers, head.top.within("dflash_config")
     if by_hand is not None:
-        found, keys, name = tuple(by_hand), top, _AUX
-    elif speculators:
-        keys, name = top, _AUX
-        found = _listed(keys, name)
-    else:
-        keys, name = own, "target_layer_ids"
-        listed = keys.raw.get(name) is not None
-        ids = _listed(keys, name) if listed else _default_outputs(count, network.num_layers)
-        found = tuple(i + 1 for i in ids)
-        if count in found:
-            # transformers, which the authors' program reads it from, gives it after the final norm.
-            raise CheckpointError(
-                f"{top.file}: {name} names the output of the target's last layer {count - 1}, "
-                f"which programs take before or after the final norm; set {_AUX} in "
-                f"draft_overrides: {count} is the state before it"
-            )
-    if not all(0 <= b <= count for b in found):
-        raise CheckpointError(
-            f"{top.file}: the head takes the boundaries {list(found)} of its target, expected "
-            f"numbers from 0 to {count}; use a head for this target, or set {_AUX} in "
-            "draft_overrides"
+        return head.check_taps(by_hand, _AUX, True)
+    if head.speculators:
+        return head.check_taps(head.ids(head.top, _AUX), _AUX, False)
+    # Without a list, as the authors' program chooses them.
+    span = (count - 4) / max(layers - 1, 1)
+    usual = [round(1 + i * span) for i in range(layers)] if layers > 1 else [count // 2]
+    outputs = head.ids(nested, "target_layer_ids") or usual
+    if count - 1 in outputs:
+        # transformers, which the authors' program reads it from, gives it after the final norm.
+        raise head.error(
+            f"target_layer_ids names the output of the target's last layer {count - 1}, which "
+            f"programs take before or after the final norm; set {_AUX} in draft_overrides: {count} "
+            "is the state before it"
         )
-    if by_hand is None and list(found) != sorted(set(found)):
-        raise CheckpointError(
-            f"{top.file}: {name} are the boundaries {list(found)}, expected ascending ones: "
-            f"programs differ in the order in which they join others; set {_AUX} in "
-            "draft_overrides, in the order of fc.weight"
-        )
-    return found
-
-
-def _listed(keys: Keys, name: str) -> tuple[int, ...]:
-    value = keys.raw.get(name)
-    if not isinstance(value, list) or not value or not are_ids(value, 0):
-        raise keys.error(name, "a list of numbers of layers")
-    return tuple(value)
-
-
-def _default_outputs(count: int, layers: int) -> list[int]:
-    """Returns the layers whose outputs a head takes where its files do not say it."""
-    if layers == 1:
-        return [count // 2]
-    span = (count - 3) - 1
-    return [round(1 + i * span / (layers - 1)) for i in range(layers)]
-
-
-def _write(cfg: DFlashConfig, layout: str, dtype: str) -> dict[str, Any]:
-    """Returns the content of config.json that `DFlashSource.read` reads as `cfg`."""
-    choice("layout", layout, LAYOUTS)
-    eagle3_config.require_ascending(cfg.taps, different=True)
-    network = cfg.network
-    windows = eagle3_config.windows_json(network)
-    body = {
-        **eagle3_config.layers_json(network, cfg.target_vocab),
-        "model_type": "qwen3",
-        **windows,
-    }
-    top = {
-        "draft_vocab_size": network.vocab_size,
-        "block_size": cfg.block,
-        "dtype": dtype,
-        "torch_dtype": dtype,
-    }
-    if layout == "speculators":
-        return {
-            **eagle3_config.speculators_json("dflash", "DFlashSpeculator", cfg.block - 1, body),
-            "target_hidden_size": cfg.target_width,
-            _AUX: list(cfg.taps),
-            "mask_token_id": cfg.mask_token,
-            # vLLM takes true for an absent key.
-            **({_NON_CAUSAL: False} if windows["use_sliding_window"] else {}),
-            **top,
-        }
-    if cfg.target_width != network.hidden_size or 0 in cfg.taps:
-        raise ValueError(
-            "the layout z-lab has no key for a head that takes the target's embeddings, or is of "
-            "another width than the target; write the layout speculators"
-        )
-    ids = {"mask_token_id": cfg.mask_token, "target_layer_ids": [b - 1 for b in cfg.taps]}
-    return {"architectures": ["DFlashDraftModel"], **body, **top, "dflash_config": ids}
+    return head.check_taps([i + 1 for i in outputs], "target_layer_ids", False)

@@ -18,6 +18,7 @@ it, see `specjax.drafts.head`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,29 +30,21 @@ from jaxtyping import Array, Float
 
 from specjax.config import ModelConfig, SpecConfig
 from specjax.config.model import Layer
+from specjax.config.overrides import BACKBONES
 from specjax.decode.tree import chain_bits
 from specjax.drafts import eagle3_config, vocabulary
-from specjax.drafts.eagle3_config import Eagle3Config, prefix_of
-from specjax.drafts.file_head import FileHead, HeadNetwork, norm_row, within
-from specjax.interfaces import (
-    Level,
-    Memory,
-    Param,
-    Params,
-    Scratch,
-    Stored,
-    Where,
-)
-from specjax.models.layers import draw, rms_norm
+from specjax.drafts.eagle3_config import FINAL, Eagle3Config
+from specjax.drafts.file_head import FileHead, norm_row, within
+from specjax.drafts.head import HeadNetwork
+from specjax.drafts.head_config import HeadFiles, config_json
+from specjax.interfaces import Level, Param, Params, Stored, Where
+from specjax.models.layers import block, draw, rms_norm
 from specjax.models.mixers.attention import Attention
 from specjax.models.mlps.dense import Dense
 from specjax.models.rows import layer_rows
 from specjax.models.transformer import embed_tokens
-from specjax.parallel.context import split_over_tp, whole_over_tp
 from specjax.parallel.sharding import whole_rows
 from specjax.weights.matrix import dot
-
-_FINAL = ("post_norm",)  # the taps of a head without `fc`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,82 +71,24 @@ class Eagle3Head(HeadNetwork):
         g = self.fused(self.w["mask_hidden"])
         return jnp.broadcast_to(g, (*shape, g.shape[-1]))
 
-    def decode(
-        self,
-        hidden: Float[Array, "B T D"],
-        embedded: Float[Array, "B T D"],
-        where: Where,
-        pages: tuple,
-        scratch: Scratch | None = None,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], Scratch]:
-        """Runs all layers over T rows, see `HeadSource.run_module`; `pages` has one per layer."""
-        where, rows = self.at(where), []
-        for number, (layer, own) in enumerate(zip(self.cfg.network.layers, pages, strict=True)):
-            held = None if scratch is None else Scratch(scratch.pages[number], None)
+    def entering(self, step: int, hidden: Float[Array, "R S D"]) -> Float[Array, "R S D"]:
+        masks = step and self.cfg.mask_token is not None
+        return self.masked(hidden.shape[:-1]) if masks else hidden
 
-            def mix(w, x, mixer=layer.mixer, own=own, held=held):
-                return mixer.run(w, x, where, Memory(own, None), held)
-
-            hidden, new = self._around(number, hidden, embedded, where, mix)
-            rows.append(new.pages)
-        return *self._outputs(hidden), Scratch(tuple(rows), None)
-
-    def train(
-        self,
-        hidden: Float[Array, "R S D"],
-        embedded: Float[Array, "R S D"],
-        where: Where,
-        earlier: Sequence[list[Scratch]],
-    ) -> tuple[Float[Array, "R S D"], Float[Array, "R S D"]]:
-        """Runs all layers over packed rows.
-
-        Args:
-          where: positions of the form `train`.
-          earlier: for each layer the rows of the earlier steps, to which these are added; empty in
-            the first step.
-
-        Returns:
-          states for the language-model head, and states to recycle.
-        """
-        where = self.at(where)
-        for number, (layer, before) in enumerate(
-            zip(self.cfg.network.layers, earlier, strict=True)
-        ):
-
-            def mix(w, x, mixer=layer.mixer, before=before):
-                if before:
-                    return mixer.run_again(w, x, where, before)
-                return mixer.run(w, x, where, None, None)
-
-            hidden, rows = self._around(number, hidden, embedded, where, mix)
-            before.append(rows)
-        return self._outputs(hidden)
-
-    def _around(
-        self, number: int, x, embedded, where: Where, mix: Callable
-    ) -> tuple[Array, Scratch]:
-        """Runs a layer with norms and residuals; the first one takes embeddings as well."""
-        cfg, w = self.cfg, self.w["layers"][number]
-        eps, residual = cfg.network.rms_norm_eps, x
-        whole = split = lambda x: x
-        if cfg.network.run.sequence_parallel and where.form == "train":
-            whole, split = whole_over_tp, split_over_tp
-        if number == 0:
-            normed = rms_norm(x, w["hidden_norm"], eps)
-            residual = normed if cfg.norm_before_residual else x
-            inputs = [rms_norm(embedded, w["input_norm"], eps), normed.astype(embedded.dtype)]
-            mixed, rows = mix(w, whole(jnp.concatenate(inputs, axis=-1)))
-        else:
-            mixed, rows = mix(w, whole(rms_norm(x, w["input_norm"], eps)))
-        x = residual + split(mixed)
-        normed = whole(rms_norm(x, w["post_norm"], eps))
-        out, _ = cfg.network.layers[number].mlp.run(w, normed, where)
-        return x + split(out), rows
-
-    def _outputs(self, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
-        """Returns states for the language-model head, and states to use as g of the next step."""
-        normed = rms_norm(x, self.w["norm"], self.cfg.network.rms_norm_eps)
-        return normed, (normed if self.cfg.norm_output else x)
+    def through(self, index: int, hidden, embedded, where: Where, mix: Callable):
+        cfg, network, x, rows = self.cfg, self.network, hidden, []
+        for number, layer in enumerate(network.layers):
+            w, inputs = self.w["layers"][number], None
+            if number == 0:
+                normed = rms_norm(x, w["hidden_norm"], network.rms_norm_eps)
+                x = normed if cfg.norm_before_residual else x
+                inputs = rms_norm(embedded, w["input_norm"], network.rms_norm_eps)
+                inputs = jnp.concatenate([inputs, normed.astype(embedded.dtype)], axis=-1)
+            run = functools.partial(mix, number, layer.mixer)
+            x, new, _ = block(layer, w, x, where, network, run, inputs)
+            rows.append(new)
+        normed = rms_norm(x, self.w["norm"], network.rms_norm_eps)
+        return normed, (normed if cfg.norm_output else x), rows
 
 
 def first_layer_rows(layer: Layer, width: int) -> dict[str, Param]:
@@ -170,7 +105,7 @@ class Eagle3Source(FileHead):
 
     Attributes:
       cfg: what the head computes.
-      layout: layout of its files, see `specjax.drafts.eagle3_config`.
+      layout: layout of its files: `speculators`, or `safeailab`, which is read and not written.
       writes: whether `rows` has the tensor `t2d`, too, which is written and never read.
       assumes: whether files in the layout of speculators do not say `norm_before_residual`, about
         which programs then differ.
@@ -180,33 +115,11 @@ class Eagle3Source(FileHead):
     """
 
     cfg: Eagle3Config
-    layout: str = "safeailab"
+    layout: str = dataclasses.field(default="speculators", compare=False)
     writes: bool = False
     assumes: bool = dataclasses.field(default=False, compare=False)
     tied: bool = dataclasses.field(default=False, compare=False)
     remarks: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-
-    def __post_init__(self):
-        cfg, width = self.cfg, self.cfg.network.hidden_size
-        borrowed = [
-            what
-            for what, lent in (
-                ("embedding", not cfg.own_embedding),
-                ("language-model head", not cfg.own_head),
-                ("final state", cfg.taps == _FINAL),
-            )
-            if lent
-        ]
-        if borrowed and width != cfg.target_width:
-            raise ValueError(
-                f"an EAGLE-3 head that uses the target's {' and '.join(borrowed)} must have the "
-                f"target's width {cfg.target_width}, got {width}; give it its own"
-            )
-        if not cfg.own_ids and cfg.network.vocab_size != cfg.target_vocab:
-            raise ValueError(
-                f"an EAGLE-3 head with {cfg.network.vocab_size} draft tokens of {cfg.target_vocab} "
-                "must list them: set own_ids"
-            )
 
     # --- making one ------------------------------------------------------------------------------
 
@@ -227,24 +140,19 @@ class Eagle3Source(FileHead):
         policy: Params | None = None,
         seed: int = 0,
     ) -> tuple[Eagle3Source, Params]:
-        """Makes a new head and its starting parameters.
+        """Makes a new head and its starting parameters, see `Draft.new`.
+
+        Its language-model head and final norm start as copies of the policy's. Its layer is random:
+        one that started from the target's last layer learned no faster.
 
         Args:
-          target: config of the target.
-          ids: the target's token ids that it drafts, in any order; None: all.
-          policy: the target's parameters as they are trained: the head's language-model head and
-            final norm then start as copies of the target's. Its layer is random: one that started
-            from the target's last layer learned no faster. None: all parameters are random.
-          seed: seed of the random parameters.
-
-        Raises:
-          ValueError: ids are outside of the vocabulary, or occur twice.
+          ids: the target's token ids that it drafts, all different, in any order; None: all.
         """
         cfg = new_config(target, None if ids is None else len(ids))
         source = cls(cfg)
         params = source.init(seed)
         if ids is not None:
-            params["ids"] = jnp.asarray(_checked_ids(ids, target.vocab_size), jnp.int32)
+            params["ids"] = jnp.asarray(np.sort(np.asarray(ids)), jnp.int32)
         if policy is None:
             return source, params
         columns = vocabulary.head_of(policy)
@@ -263,7 +171,7 @@ class Eagle3Source(FileHead):
 
         def walk(rows):
             if isinstance(rows, Mapping):
-                return {name: walk(of) for name, of in rows.items()}
+                return {name: walk(inner) for name, inner in rows.items()}
             return draw(rows, rngs, dtype, depth=depth).get_value()
 
         rows = dataclasses.replace(self, writes=False).rows()
@@ -275,69 +183,103 @@ class Eagle3Source(FileHead):
 
     # --- files -----------------------------------------------------------------------------------
 
-    layouts = eagle3_config.LAYOUTS
+    @classmethod
+    def is_of(cls, raw: Mapping[str, Any], tensors: Mapping[str, Any]) -> bool:
+        """Says whether files are of an EAGLE-3 head, or of another that `read` refuses by name."""
+        return eagle3_config.kind_of(raw, tensors) is not None
 
     @classmethod
-    def recognises(cls, raw: Mapping[str, Any], tensors: Mapping[str, Any]) -> bool:
-        return eagle3_config.recognises(raw, tensors)
-
-    @classmethod
-    def read(
-        cls,
-        file: Any,
-        raw: Mapping[str, Any],
-        tensors: Mapping[str, Any],
-        target: ModelConfig,
-        overrides: Mapping[str, Any] | None = None,
+    def read_files(
+        cls, file: Any, raw: Mapping[str, Any], tensors: Mapping[str, Any], target, overrides
     ) -> Eagle3Source:
-        """See `Draft.read`.
-
-        Args:
-          overrides: settings in place of those of the files, see
-            `specjax.config.overrides`.
-        """
-        cfg = eagle3_config.read(file, raw, tensors, target, overrides)
-        given = {**raw, **(overrides or {})}
-        assumes = "speculators_model_type" in raw and given.get("norm_before_residual") is None
-        tied = eagle3_config.is_tied(tensors, cfg)
-        remarks = eagle3_config.remarks(raw, tensors, cfg)
-        layout = eagle3_config.layout_of(tensors)
-        return cls(cfg, layout, assumes=assumes, tied=tied, remarks=remarks)
+        eagle3_config.refuse_others(file, raw, tensors)
+        head = HeadFiles("EAGLE-3", file, raw, tensors, target)
+        cfg = eagle3_config.read(head, overrides)
+        given, first = {**raw, **(overrides or {})}, eagle3_config.first_layer(tensors)
+        tied, ignored = (
+            cfg.own_head and "lm_head.weight" not in tensors,
+            eagle3_config.unused(cfg.taps),
+        )
+        remarks, count = [], cfg.network.num_layers
+        if left := sorted(name for name in tensors if name.startswith(ignored or "?")):
+            remarks.append(f"not used with the final state: {', '.join(left)}")
+        if not head.speculators and raw.get("num_hidden_layers", 1) != count:
+            remarks.append(f"num_hidden_layers is {raw['num_hidden_layers']}, and {count} are run")
+        if tied:
+            remarks.append("tie_word_embeddings is true; vLLM then uses the target's lm_head")
+        if not head.speculators and any(x.mixer.window for x in cfg.network.layers):
+            remarks.append("the window is vLLM's; SpecForge and SGLang run this layout without one")
+        return cls.made_of(
+            head,
+            cfg,
+            ignored,
+            f" (the backbone is {cfg.network.model_type}, and of {', '.join(BACKBONES)} only qwen3 "
+            "has q_norm and k_norm: set backbone in draft_overrides if config.json is wrong)",
+            layout="safeailab" if first == "midlayer." else "speculators",
+            assumes=head.speculators and given.get("norm_before_residual") is None,
+            tied=tied,
+            remarks=tuple(remarks),
+        )
 
     def rows(self) -> dict[str, Any]:
         """See `Draft.rows`. `ids` is read from offsets, see `loaded`."""
         cfg, network = self.cfg, self.cfg.network
         d, states = network.hidden_size, len(cfg.taps)
         out: dict[str, Any] = {"norm": norm_row("norm", d), "layers": {}}
-        if cfg.taps != _FINAL:
+        if cfg.taps != FINAL:
             stored = Stored("fc.weight", True)
             out["fc"] = Param((states * cfg.target_width, d), ("embed", "mlp"), stored, matrix=True)
         if cfg.fc_norm == "joined":
             out["input_norm"] = norm_row("input_norm", states * cfg.target_width)
         if cfg.fc_norm == "each":
-            each = {i: norm_row(f"fc_norm.{i}", cfg.target_width) for i in range(states)}
-            out["fc_norm"] = each
+            norms = {i: norm_row(f"fc_norm.{i}", cfg.target_width) for i in range(states)}
+            out["fc_norm"] = norms
         if cfg.mask_token is not None:
             shape = (1, 1, self.taps_width)
             out["mask_hidden"] = Param(shape, (None,) * 3, Stored("mask_hidden"))
         for number, layer in enumerate(network.layers):
             rows = layer_rows(layer, d) if number else first_layer_rows(layer, d)
-            out["layers"][number] = within(prefix_of(self.layout, number), rows)
+            is_middle = number == 0 and self.layout == "safeailab"
+            out["layers"][number] = within("midlayer." if is_middle else f"layers.{number}.", rows)
         return out | self.own_rows()
 
     @property
     def aliases(self) -> dict[str, str]:
         return {"lm_head.weight": "embed_tokens.weight"} if self.tied else {}
 
-    def saved(self, layout: str, dtype: str) -> tuple[dict[str, Any], Eagle3Source]:
-        """See `Draft.saved`; the layouts are `speculators` and `safeailab`."""
-        raw = eagle3_config.write(self.cfg, layout, dtype)
-        plain = dataclasses.replace(self, layout=layout, writes=True, tied=False)
-        return raw, dataclasses.replace(plain, assumes=False, remarks=())
+    def unwritable(self) -> str | None:
+        mixer, taps = self.network.layers[0].mixer, list(self.cfg.taps)
+        if self.cfg.taps == FINAL:
+            return "files in the layout speculators have no key for a head of the final state"
+        if taps != sorted(taps):
+            return f"files list boundaries in ascending order, got {taps}; reorder columns of fc"
+        if mixer.qkv_bias != mixer.o_bias:
+            return "the layout speculators has biases in all projections of attention or in none"
+        return None
+
+    def saved(self, dtype: str) -> tuple[dict[str, Any], Eagle3Source]:
+        cfg, extra = self.cfg, {}
+        if cfg.taps != FINAL:
+            extra["eagle_aux_hidden_state_layer_ids"] = list(cfg.taps)
+        if cfg.mask_token is not None:
+            extra["mask_token_id"] = cfg.mask_token
+        names = ("eagle3", "Eagle3Speculator"), ("peagle", "PEagleSpeculator")
+        raw = {
+            **config_json(
+                *names[cfg.mask_token is not None], 3, cfg.network, cfg.target_vocab, dtype
+            ),
+            "target_hidden_size": cfg.target_width,
+            "norm_before_residual": cfg.norm_before_residual,
+            "norm_before_fc": cfg.fc_norm == "joined",
+            "fc_norm": cfg.fc_norm == "each",
+            "norm_output": cfg.norm_output,
+            **extra,
+        }
+        return raw, Eagle3Source(cfg, writes=True)
 
     def expressed(self) -> tuple[Eagle3Source, dict[str, Any]]:
-        """See `Draft.expressed`: the five settings by hand, and a head without unusual ones."""
-        cfg, final = self.cfg, self.cfg.taps == _FINAL
+        """See `Draft.expressed`: the five settings by hand."""
+        cfg, final = self.cfg, self.cfg.taps == FINAL
         settings = {
             "aux_hidden_state_layer_ids": "post_norm" if final else list(cfg.taps),
             "norm_before_residual": cfg.norm_before_residual,
@@ -346,8 +288,7 @@ class Eagle3Source(FileHead):
             "backbone": cfg.network.model_type,
         }
         taps = cfg.taps if final else tuple(sorted(cfg.taps))
-        plain = dataclasses.replace(cfg, taps=taps, norm_output=False)
-        return dataclasses.replace(self, cfg=plain), settings
+        return dataclasses.replace(self, cfg=dataclasses.replace(cfg, taps=taps)), settings
 
     # --- for the user ----------------------------------------------------------------------------
 
@@ -360,51 +301,34 @@ class Eagle3Source(FileHead):
 
     def switches(self) -> str:
         cfg = self.cfg
-        taps = "post_norm" if cfg.taps == _FINAL else str(list(cfg.taps))
+        taps = "post_norm" if cfg.taps == FINAL else str(list(cfg.taps))
         unsaid = " (the file does not say it; vLLM then takes true)" if self.assumes else ""
-        said = [
+        parts = [
             f"aux_hidden_state_layer_ids {taps}",
             f"norm_before_residual {str(cfg.norm_before_residual).lower()}{unsaid}",
             f"fc_norm {cfg.fc_norm}",
             f"norm_output {str(cfg.norm_output).lower()}",
             f"backbone {cfg.network.model_type}",
         ]
-        said += [] if cfg.mask_token is None else [f"mask_token_id {cfg.mask_token}"]
-        said += [self.windows()] if self.windows() else []
+        parts += [] if cfg.mask_token is None else [f"mask_token_id {cfg.mask_token}"]
+        parts += [self.windows()] if self.windows() else []
         notes = f" ({'; '.join(self.remarks)})" if self.remarks else ""
-        return ", ".join(said) + notes
+        return ", ".join(parts) + notes
 
     # --- training --------------------------------------------------------------------------------
 
-    def unroll(
-        self, params, policy, states, tokens, positions, segments, context=None
-    ) -> list[Array]:
-        """See `Draft.unroll`. This is EAGLE-3's training-time test: row t of step k takes the
-        head's own output of step k - 1, and sees the rows of step 0 up to its own and its own rows
-        of later steps. Of a P-EAGLE head, rows of later steps take the masks. An own embedding has
-        no gradient."""
-        head = self.bound(params)
-        hidden, outputs = head.fused(states), []
-        earlier = [[] for _ in self.cfg.network.layers]
-        table = jax.lax.stop_gradient(
-            params["embed"] if self.cfg.own_embedding else policy["embed"]
-        )
-        for step, ids in enumerate(tokens):
-            if step and self.cfg.mask_token is not None:
-                hidden, ids = head.masked(ids.shape), jnp.full_like(ids, self.cfg.mask_token)
-            where = Where("train", positions + step, segments=segments, context=context)
-            embedded = embed_tokens(table, ids, self._target_sized())
-            normed, hidden = head.train(hidden, embedded, where, earlier)
-            outputs.append(normed)
-        return outputs
+    def embeddings(self, params: Params, policy: Params, tokens: Sequence) -> list[Array]:
+        """See `HeadSource.embeddings`; an own embedding has no gradient."""
+        has_own, mask = self.cfg.own_embedding, self.cfg.mask_token
+        table = jax.lax.stop_gradient(params["embed"] if has_own else policy["embed"])
+        if mask is not None:
+            tokens = [tokens[0], *(jnp.full_like(ids, mask) for ids in tokens[1:])]
+        return [embed_tokens(table, ids, self._target_sized()) for ids in tokens]
 
     # --- drafting --------------------------------------------------------------------------------
 
     def bound(self, params: Params) -> Eagle3Head:
         return Eagle3Head(self.cfg, params)
-
-    def run_module(self, head: Eagle3Head, index, hidden, embedded, where, pages, scratch=None):
-        return head.decode(hidden, embedded, where, pages, scratch)
 
     def begin(self, model, params, state, steps: int, total: int):
         """See `HeadSource.begin`. A P-EAGLE head also runs the rows of all further steps."""
@@ -448,14 +372,14 @@ def new_config(target: ModelConfig, columns: int | None = None) -> Eagle3Config:
       ValueError: none of the target's layers has attention.
     """
     count, mixers = target.num_layers, [layer.mixer for layer in target.layers]
-    found = [mixer for mixer in mixers if isinstance(mixer, Attention)]
-    if not found:
+    attention = [mixer for mixer in mixers if isinstance(mixer, Attention)]
+    if not attention:
         raise ValueError(
             "a new EAGLE-3 head has attention like the target's, and none of the target's layers "
             f"has any, got {', '.join(sorted({mixer.kind for mixer in mixers}))}; draft from "
             "n-grams or with a standalone model"
         )
-    last, dense = found[-1], [x.mlp for x in target.layers if isinstance(x.mlp, Dense)]
+    last, dense = attention[-1], [x.mlp for x in target.layers if isinstance(x.mlp, Dense)]
     mixer = Attention(
         last.num_heads,
         last.num_kv_heads,
@@ -484,15 +408,3 @@ def new_config(target: ModelConfig, columns: int | None = None) -> Eagle3Config:
         taps=tuple(sorted(taps)),
         own_ids=columns is not None,
     )
-
-
-def _checked_ids(ids: Sequence[int], vocab: int) -> np.ndarray:
-    """Returns token ids in ascending order."""
-    found = np.sort(np.asarray(ids, np.int64))
-    if not found.size or found[0] < 0 or found[-1] >= vocab or (np.diff(found) == 0).any():
-        raise ValueError(
-            f"draft tokens must be different ids from 0 to {vocab - 1}, got {len(found)} ids"
-            + (f" from {found[0]} to {found[-1]}" if found.size else "")
-            + "; count the tokens of texts of this model's tokenizer"
-        )
-    return found

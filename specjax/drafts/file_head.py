@@ -1,12 +1,12 @@
 """What draft heads in files of their own have in common: whose tokens, embedding and head they use.
 
 Such a head drafts all of the target's tokens, or some of them (`own_ids`), and has an embedding and
-a language-model head of its own or uses the target's. `HeadNetwork` is its network, and `FileHead`
-drafts with it.
+a language-model head of its own or uses the target's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -15,12 +15,23 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from specjax.checked_json import CheckpointError
 from specjax.config import ModelConfig
 from specjax.drafts import vocabulary
 from specjax.drafts.head import WINDOW, HeadSource
-from specjax.interfaces import Axes, DraftNeeds, Level, Param, Params, Proposal, Room, Stored, Where
+from specjax.drafts.head_config import HeadFiles, rows_of, shapes_of
+from specjax.interfaces import (
+    Axes,
+    DraftFiles,
+    DraftNeeds,
+    Level,
+    Param,
+    Params,
+    Proposal,
+    Stored,
+)
 from specjax.models.rows import fuse, fused_rows, merge_axes
-from specjax.models.transformer import angles_of, embed_tokens, lm_logits
+from specjax.models.transformer import embed_tokens, lm_logits
 from specjax.weights.matrix import PLAIN, cast, pack
 
 
@@ -38,44 +49,117 @@ def within(prefix: str, rows: Mapping[str, Param]) -> dict[str, Param]:
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadNetwork:
-    """The network of a head with its parameters; its methods are pure functions of them.
+class HeadConfig:
+    """What a head in files of its own computes, for one target.
 
     Attributes:
-      cfg: what the head computes, see `FileHead.cfg`.
-      w: its parameters, by the names of `FileHead.rows`.
+      network: config of the head's layers: its width D, its number of draft tokens C as
+        `vocab_size`, `rms_norm_eps`, and layers whose attention has the head's own RoPE.
+      target_width: width of the target's hidden states.
+      target_vocab: vocabulary size V of the target.
+      taps: the target's hidden states that the head takes, see `DraftNeeds.taps`.
+      own_embedding: whether the head has an embedding [V D]; else it uses the target's, whose width
+        must be D.
+      own_head: whether the head has a language-model head [D C]; else it uses the target's columns
+        of its draft tokens.
+      own_ids: whether its files list the draft tokens; else they are all V tokens.
+      mask_token: id of the token that stands for those that are drafted, in a head that drafts all
+        tokens at once; None: it drafts one after the other.
     """
 
-    cfg: Any
-    w: Params
-
-    def at(self, where: Where) -> Where:
-        """Returns `where` with the kernel and the angles of the head's own RoPE."""
-        network = self.cfg.network
-        angles = angles_of(network.layers, where.positions)
-        return where.replace(kernel=network.run.attention, angles=angles)
+    network: ModelConfig
+    target_width: int
+    target_vocab: int
+    taps: tuple[int | str, ...]
+    own_embedding: bool = False
+    own_head: bool = False
+    own_ids: bool = False
+    mask_token: int | None = None
 
 
 class FileHead(HeadSource):
     """Drafts with a head in files of its own, which has one cache for all of its layers.
 
-    A subclass is a frozen dataclass with these attributes, and writes `rows` (the layers' arrays
-    under `layers`, and those of `own_rows`), `title`, `switches`, and `bound`, which returns a
-    `HeadNetwork` with a method `fused`.
+    A subclass is a frozen dataclass with these attributes, and writes
+    `is_of(raw, tensors)`: whether a config.json and tensors, by name, are those of such a head;
+    `read_files(file, raw, tensors, target, overrides)`: makes the head of them, see `Draft.read`;
+    `rows`: the layers' arrays under `layers`, and those of `own_rows`; `saved`; `title`: the name
+    of this kind of head; `switches()`: names the settings that change no shape, with their values;
+    and `bound`, which returns a `HeadNetwork` with a method `fused`.
 
     Attributes:
-      cfg: what the head computes. Of it, this class reads `network` (the config of the layers, with
-        the number C of draft tokens as `vocab_size`), `target_width`, `target_vocab`, `taps`,
-        `own_embedding`, `own_head` and `own_ids`, see `specjax.drafts.eagle3_config.Eagle3Config`.
+      cfg: what the head computes.
       layout: layout of its files.
       writes: whether `rows` has the tensor `t2d`, too, which is written and never read.
     """
 
-    cfg: Any
+    cfg: HeadConfig
     layout: str = ""
     writes: bool = False
+    has_files = True
+
+    def __post_init__(self):
+        cfg, width = self.cfg, self.cfg.network.hidden_size
+        borrowed = {"embedding": not cfg.own_embedding, "language-model head": not cfg.own_head}
+        borrowed["final state"] = "post_norm" in cfg.taps
+        names = [name for name, is_lent in borrowed.items() if is_lent]
+        if names and width != cfg.target_width:
+            raise ValueError(
+                f"a head that uses the target's {' and '.join(names)} must have the target's width "
+                f"{cfg.target_width}, got {width}; give it its own, or use a head for this target"
+            )
+        if not cfg.own_ids and cfg.network.vocab_size != cfg.target_vocab:
+            raise ValueError(
+                f"a head with {cfg.network.vocab_size} draft tokens of {cfg.target_vocab} must "
+                "list them: set own_ids"
+            )
 
     # --- files -----------------------------------------------------------------------------------
+
+    @classmethod
+    def recognises(cls, files: DraftFiles, target) -> bool:
+        return files.is_directory and cls.is_of(files.config(), files.tensors(required=False))
+
+    @classmethod
+    def read(cls, files: DraftFiles, target, overrides=None) -> FileHead:
+        raw = files.config()
+        if not raw:
+            raise CheckpointError(
+                f"{files.path} holds the weights of a draft head and no config.json, which says "
+                "what the head computes; fetch config.json of the head to it"
+            )
+        try:
+            tensors = files.tensors()
+        except CheckpointError:
+            with contextlib.suppress(CheckpointError):  # the config may name another kind of head
+                cls.read_files(files.file, raw, {}, target, overrides)
+            raise
+        return cls.read_files(files.file, raw, tensors, target, overrides)
+
+    @classmethod
+    def made_of(
+        cls, head: HeadFiles, cfg: HeadConfig, ignored=(), advice: str = "", **fields
+    ) -> FileHead:
+        """Makes the head that files describe, which must hold exactly its tensors.
+
+        Args:
+          ignored, advice: see `HeadFiles.check_tensors`.
+          fields: further fields of the class.
+
+        Raises:
+          CheckpointError: the tensors or sizes do not fit.
+        """
+        try:
+            source = cls(cfg, **fields)
+        except ValueError as error:
+            raise head.error(str(error)) from error
+        shapes = shapes_of(source.rows())
+        expected = {name: shape for name, shape in shapes.items() if name not in source.aliases}
+        head.check_tensors(expected, ignored, advice)
+        return source
+
+    def load(self, files: DraftFiles) -> Params:
+        return files.arrays(self, self.network.run.param_dtype)
 
     def own_rows(self) -> dict[str, Param]:
         """Returns the rows of the head's own tokens, embedding and language-model head."""
@@ -116,19 +200,10 @@ class FileHead(HeadSource):
 
     # --- for the user ----------------------------------------------------------------------------
 
-    @property
-    def title(self) -> str:
-        """Returns the name of this kind of head."""
-        raise NotImplementedError(f"{type(self).__name__} must have a property `title`")
-
-    def switches(self) -> str:
-        """Names the settings that change no shape, with their values."""
-        raise NotImplementedError(f"{type(self).__name__} must have a method `switches`")
-
     def windows(self) -> str:
         """Names the window and the layers that have it; empty where none has."""
-        found = {i: x.mixer.window for i, x in enumerate(self.cfg.network.layers)}
-        used = {i: window for i, window in found.items() if window is not None}
+        windows = {i: x.mixer.window for i, x in enumerate(self.cfg.network.layers)}
+        used = {i: window for i, window in windows.items() if window is not None}
         sizes = ", ".join(map(str, dict.fromkeys(used.values())))
         return f"sliding_window {sizes} in the layers {list(used)}" if used else ""
 
@@ -137,11 +212,11 @@ class FileHead(HeadSource):
         cfg, network = self.cfg, self.cfg.network
         count = network.num_layers
         drafted = "all" if network.vocab_size == cfg.target_vocab else f"{network.vocab_size}"
-        own = {True: "its own", False: "the target's"}
+        whose = {True: "its own", False: "the target's"}
         return (
             f"{self.title} head ({self.layout}): {self.switches()}; {count} "
             f"layer{'' if count == 1 else 's'} of width {network.hidden_size}, drafts {drafted} of "
-            f"{cfg.target_vocab} tokens, {own[cfg.own_head]} lm_head, {own[cfg.own_embedding]} "
+            f"{cfg.target_vocab} tokens, {whose[cfg.own_head]} lm_head, {whose[cfg.own_embedding]} "
             "embedding"
         )
 
@@ -184,17 +259,8 @@ class FileHead(HeadSource):
         return dataclasses.replace(self, cfg=dataclasses.replace(self.cfg, network=cfg))
 
     def axes(self) -> Axes:
-        def tables(rows):
-            for name, row in rows.items():
-                if not isinstance(row, Mapping):
-                    yield {name: row.axes}
-                elif name == "fc_norm":
-                    yield {name: (None,)}
-                else:
-                    yield from tables(row)
-
         columns = {"lm_head": ("embed", "vocab")}  # also those of the entry `vocabulary`
-        return merge_axes([*tables(self.rows()), columns])
+        return merge_axes([*({name: row.axes} for name, row in rows_of(self.rows())), columns])
 
     def pack(self, params: Params) -> Params:
         """See `Draft.pack`; for a number format layers are fused, unless a mesh splits them."""
@@ -209,14 +275,14 @@ class FileHead(HeadSource):
     def columns(self, params: Params, target: Params, ids: Int[Array, " C"]) -> Params:
         """See `Draft.columns`; tokens that the head does not draft stand for no token."""
         source = params if self.cfg.own_head else target
-        head, at = vocabulary.head_of(source), ids
+        head, places = vocabulary.head_of(source), ids
         if self.cfg.own_ids:
-            own = params["ids"]
-            place = jnp.minimum(jnp.searchsorted(own, ids), len(own) - 1)
-            ids = jnp.where(own[place] == ids, ids, self.cfg.target_vocab)
+            known = params["ids"]
+            place = jnp.minimum(jnp.searchsorted(known, ids), len(known) - 1)
+            ids = jnp.where(known[place] == ids, ids, self.cfg.target_vocab)
             order = jnp.argsort(ids)
-            ids, at = ids[order], (place if self.cfg.own_head else at)[order]
-        entry = vocabulary.columns(head, at, self.network)
+            ids, places = ids[order], (place if self.cfg.own_head else places)[order]
+        entry = vocabulary.columns(head, places, self.network)
         return {**entry, "ids": ids}
 
     @property
@@ -236,10 +302,6 @@ class FileHead(HeadSource):
             return Proposal(lm_logits(normed, params["lm_head"]), ids)
         logits = lm_logits(normed, model.head_weight())
         return Proposal(logits if ids is None else jnp.take(logits, ids, axis=-1), ids)
-
-    def module_pages(self, room: Room) -> tuple:
-        run = self.network.run
-        return tuple(layer.mixer.empty(run, room).pages for layer in self.network.layers)
 
     def all_rows_alike(
         self, model: Any, params: Params, normed: Float[Array, "B 1 D"], level: Level

@@ -4,12 +4,15 @@ h_j is the target's state after token j, and e(x_{j+1}) the embedding of the tok
 Drafting deeper feeds the head its own output in place of h. A head has one or more modules: module
 s predicts at step s, and the last one is repeated where there are more steps than modules.
 
-`HeadSource` keeps such a head's cache, and the target's states that are not in it yet. A subclass
-has the network.
+`HeadNetwork` is the network of such a head. `HeadSource` keeps its cache, and the target's states
+that are not in it yet.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from specjax.config import ModelConfig
+from specjax.config.model import Layer
 from specjax.decode.state import RUNNING, take_positions
 from specjax.decode.tree import chain_bits, take_parents
 from specjax.drafts import ABSORBED, vocabulary
@@ -34,7 +39,8 @@ from specjax.interfaces import (
     Where,
 )
 from specjax.memory import after_of, bytes_of, commit_rows
-from specjax.models.transformer import lm_logits
+from specjax.models.transformer import angles_of, embed_tokens, lm_logits
+from specjax.parallel.context import Context
 
 WINDOW = 128  # target states that a slot remembers while plain decoding runs
 
@@ -94,31 +100,161 @@ class _Pass(NamedTuple):
     rows: tuple
 
 
-class HeadSource(Draft):
-    """Drafts with a head that has a cache of its own; a subclass has the network.
+@dataclasses.dataclass(frozen=True)
+class HeadNetwork:
+    """The network of a head with its parameters; its methods are pure functions of them.
 
-    A subclass writes `needs` (its `states` is `modules`, and its `window` says how many states a
-    slot remembers while plain decoding runs), `network`, `taps_width`, `bound`, `module_pages` and
-    `run_module`, and overrides what differs of the other methods.
+    A subclass writes `through`, and overrides what differs of the other methods.
+
+    Attributes:
+      cfg: what the head computes; its `network` is the config of its layers.
+      w: its parameters.
     """
+
+    cfg: Any
+    w: Params
+
+    @property
+    def network(self) -> ModelConfig:
+        """Returns the config of the layers."""
+        return self.cfg.network
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """Returns the layers of a module."""
+        return self.network.layers
 
     @property
     def modules(self) -> int:
         """Returns the number of modules: step s uses module min(s, modules - 1)."""
         return 1
 
+    def through(
+        self,
+        index: int,
+        hidden: Float[Array, "B T D"],
+        embedded: Float[Array, "B T D"],
+        where: Where,
+        mix: Callable,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], list[Scratch]]:
+        """Runs module `index` over T rows.
+
+        Args:
+          hidden: h of each row.
+          embedded: embedding of the token that follows each row.
+          where: positions of the rows.
+          mix: runs the mixer of a layer, given the layer's number, the mixer, its arrays and rows.
+
+        Returns:
+          states for the language-model head, states to recycle, and what each layer's rows add to
+          its pages.
+        """
+
+    def at(self, where: Where) -> Where:
+        """Returns `where` with the kernel and the angles of the head's own layers."""
+        angles = angles_of(self.layers, where.positions)
+        return where.replace(kernel=self.network.run.attention, angles=angles)
+
+    def decode(
+        self,
+        index: int,
+        hidden: Float[Array, "B T D"],
+        embedded: Float[Array, "B T D"],
+        where: Where,
+        pages: tuple,
+        scratch: Scratch | None = None,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], Scratch]:
+        """Runs module `index` over T rows, behind its pages and earlier scratch rows.
+
+        Args:
+          index: number of the module.
+          hidden: h of each row.
+          embedded: embedding of the token that follows each row.
+          where: positions of the form `tree`; its `prefix` counts the rows in the pages.
+          pages: pages of each layer of this module, read only.
+          scratch: buffers with room for all rows of the round, see `Mixer.run`.
+
+        Returns:
+          states for the language-model head, states to recycle, and scratch, whose `pages` are a
+          tree as `HeadSource.module_pages` makes it.
+        """
+        where = self.at(where)
+
+        def mix(number: int, mixer, w, x):
+            held = None if scratch is None else Scratch(scratch.pages[number], None)
+            return mixer.run(w, x, where, Memory(pages[number], None), held)
+
+        normed, hidden, rows = self.through(index, hidden, embedded, where, mix)
+        return normed, hidden, Scratch(tuple(new.pages for new in rows), None)
+
+    def entering(self, step: int, hidden: Float[Array, "R S D"]) -> Float[Array, "R S D"]:
+        """Returns h of a step of training; by default what the step before recycled."""
+        return hidden
+
+    def unroll(
+        self,
+        hidden: Float[Array, "R S D"],
+        embedded: Sequence[Float[Array, "R S D"]],
+        positions: Int[Array, "R S"],
+        segments: Int[Array, "R S"],
+        context: Context | None = None,
+    ) -> list[Float[Array, "R S D"]]:
+        """Runs recursive steps over packed rows in training, see `Draft.unroll`.
+
+        Row t of a step takes the head's own output of the step before. It sees the rows of the
+        first step that its module ran up to its own, and its own rows of later ones.
+
+        Args:
+          hidden: h of the target's states, detached.
+          embedded: for each step s the embeddings e(x_{t+1+s}) at index t, rolled within segments.
+          context: how rows are split over devices; all per-token arrays are in its order.
+
+        Returns:
+          for each step s, states for the language-model head, of which index t predicts x_{t+2+s}.
+        """
+        outputs, earlier = [], []
+        for step, following in enumerate(embedded):
+            index = min(step, self.modules - 1)
+            if step == index:  # the module's first use
+                earlier = []
+            where = Where("train", positions + step, segments=segments, context=context)
+            where, hidden = self.at(where), self.entering(step, hidden)
+            mix = functools.partial(_mix_again, where, tuple(earlier))
+            normed, hidden, rows = self.through(index, hidden, following, where, mix)
+            earlier.append(rows)
+            outputs.append(normed)
+        return outputs
+
+
+def _mix_again(where: Where, earlier: Sequence[list[Scratch]], number: int, mixer, w, x):
+    """Runs the mixer of a layer in training, behind its rows of earlier steps."""
+    before = [rows[number] for rows in earlier]
+    return mixer.run_again(w, x, where, before) if before else mixer.run(w, x, where, None, None)
+
+
+class HeadSource(Draft):
+    """Drafts with a head that has a cache of its own, and trains it.
+
+    A subclass writes `needs` (its `states` is `modules`, and its `window` says how many states a
+    slot remembers while plain decoding runs), `network`, `taps_width` and `bound`, and overrides
+    what differs of the other methods.
+    """
+
+    @property
+    def modules(self) -> int:
+        """Returns the number of modules, see `HeadNetwork`."""
+        return self.bound({}).modules
+
     @property
     def taps_width(self) -> int:
         """Returns the width of the target's states that a slot remembers, all taps side by side."""
-        raise NotImplementedError(f"{type(self).__name__} must have a property `taps_width`")
 
-    def bound(self, params: Params) -> Any:
+    def bound(self, params: Params) -> HeadNetwork:
         """Returns the network with its parameters, which the methods below take as `head`.
 
         Args:
           params: the draft's parameters, without the entry `vocabulary`.
         """
-        raise NotImplementedError(f"{type(self).__name__} must have a method `bound`")
 
     def fused(self, head: Any, states: Float[Array, "B T taps_width"]) -> Float[Array, "B T D"]:
         """Makes h of the target's states; by default they are h."""
@@ -128,40 +264,31 @@ class HeadSource(Draft):
         """Looks up the embeddings of tokens; by default in the target's."""
         return model.embed_tokens(tokens)
 
-    def module_pages(self, room: Room) -> Any:
-        """Makes the pages of one module, a tree of arrays [P K page_size H]."""
-        raise NotImplementedError(f"{type(self).__name__} must have a method `module_pages`")
+    def module_pages(self, room: Room) -> tuple:
+        """Makes the pages of one module, for each layer a tree of arrays [P K page_size H]."""
+        head = self.bound({})
+        return tuple(layer.mixer.empty(head.network.run, room).pages for layer in head.layers)
 
-    def run_module(
-        self,
-        head: Any,
-        index: int,
-        hidden: Float[Array, "B T D"],
-        embedded: Float[Array, "B T D"],
-        where: Where,
-        pages: Any,
-        scratch: Scratch | None = None,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], Scratch]:
-        """Runs module `index` over T rows, behind its pages and earlier scratch rows.
-
-        Args:
-          head: the network, see `bound`.
-          index: number of the module.
-          hidden: h of each row.
-          embedded: embedding of the token that follows each row.
-          where: positions of the form `tree`; its `prefix` counts the rows in the pages.
-          pages: pages of this module, read only.
-          scratch: buffers with room for all rows of the round, see `Mixer.run`.
-
-        Returns:
-          states for the language-model head, states to recycle, and scratch, whose `pages` are a
-          tree as `module_pages` makes it.
-        """
-        raise NotImplementedError(f"{type(self).__name__} must have a method `run_module`")
+    def run_module(self, head: Any, index: int, hidden, embedded, where, pages, scratch=None):
+        """Runs module `index` of the network over T rows, see `HeadNetwork.decode`."""
+        return head.decode(index, hidden, embedded, where, pages, scratch)
 
     def own_proposal(self, model: Any, params: Params, normed: Float[Array, "B R D"]) -> Proposal:
         """Proposes what follows normed states; by default by the target's language-model head."""
         return Proposal(lm_logits(normed, model.head_weight()))
+
+    # --- training --------------------------------------------------------------------------------
+
+    def embeddings(self, params: Params, policy: Params, tokens: Sequence) -> list[Array]:
+        """Looks up the embeddings of the tokens of each step; by default in the policy's."""
+        return [embed_tokens(policy["embed"], ids, self.network) for ids in tokens]
+
+    def unroll(
+        self, params, policy, states, tokens, positions, segments, context=None
+    ) -> list[Array]:
+        """See `Draft.unroll`."""
+        head, embedded = self.bound(params), self.embeddings(params, policy, tokens)
+        return head.unroll(self.fused(head, states), embedded, positions, segments, context)
 
     # --- its memory and its rounds ----------------------------------------------------------------
 
@@ -244,9 +371,9 @@ class HeadSource(Draft):
         slots, lag = memory.slots, self.modules - 1
         width, known = slots.hidden.shape[1], lag + slots.pending
         dropped = jnp.maximum(known + count - width, 0)
-        at = dropped[:, None] + jnp.arange(width)
-        behind = width + at - known[:, None]
-        index = jnp.where(at < known[:, None], at, behind)
+        place = dropped[:, None] + jnp.arange(width)
+        behind = width + place - known[:, None]
+        index = jnp.where(place < known[:, None], place, behind)
         index = jnp.minimum(index, width + hidden.shape[1] - 1)
         both = jnp.concatenate([slots.hidden, hidden.astype(slots.hidden.dtype)], axis=1)
         return memory._replace(
@@ -377,5 +504,5 @@ def _pending_window(slots: HeadSlots, hidden: Float[Array, "B A D"]) -> Array:
 def _rows_from(words, start: int):
     """Clears the bits of rows before `start`."""
     first = np.arange(words.shape[-1]) * 32
-    keep = [sum(1 << bit for bit in range(32) if at + bit >= start) for at in first]
+    keep = [sum(1 << bit for bit in range(32) if word + bit >= start) for word in first]
     return words & np.array(keep, np.uint32)

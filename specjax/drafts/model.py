@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from specjax.config import ModelConfig, SpecConfig
+from specjax.config import ModelConfig
 from specjax.config.model import Layer
 from specjax.decode.state import RUNNING, take_positions
 from specjax.decode.tree import chain_bits
@@ -25,6 +25,7 @@ from specjax.interfaces import (
     Axes,
     Cost,
     Draft,
+    DraftFiles,
     Level,
     Memory,
     Proposal,
@@ -35,7 +36,15 @@ from specjax.interfaces import (
 )
 from specjax.memory import Commit, after_of, commit, cost, empty
 from specjax.models.rows import param_axes
-from specjax.models.transformer import Params, Transformer, graphdef, to_format
+from specjax.models.transformer import (
+    Params,
+    Transformer,
+    graphdef,
+    laid_out,
+    to_decode_layout,
+    to_format,
+)
+from specjax.parallel.sharding import param_shardings
 from specjax.weights.matrix import cast
 
 
@@ -79,11 +88,10 @@ class ModelSource(Draft):
 
     cfg: ModelConfig
     vocab: int
+    noun = "a model"
 
     def __post_init__(self):
-        kinds = sorted(
-            {layer.mixer.kind for layer in self.cfg.layers if _has_slots(layer, self.cfg)}
-        )
+        kinds = sorted({x.mixer.kind for x in self.cfg.layers if self._has_slots(x)})
         if kinds:
             raise ValueError(
                 f"a standalone draft model keeps keys and values alone, and this one has layers of "
@@ -91,12 +99,33 @@ class ModelSource(Draft):
                 "n-grams, or use another draft model"
             )
 
+    def _has_slots(self, layer: Layer) -> bool:
+        """Returns whether a layer keeps anything of a sequence beside pages."""
+        return bool(cost(self.cfg.replace(layers=(layer,)), 1).slot)
+
     @classmethod
-    def of(cls, target: ModelConfig, spec: SpecConfig) -> ModelSource:
-        raise ValueError(
-            f"the draft model {spec.draft!r} has weights of its own; load it with "
-            "specjax.engine.sources.load_draft_model and give the engine its source, or use LLM"
-        )
+    def recognises(cls, files: DraftFiles, target: ModelConfig | None) -> bool:
+        return True  # it is asked last
+
+    @classmethod
+    def read(cls, files: DraftFiles, target: ModelConfig, overrides=None) -> ModelSource:
+        """See `Draft.read`; a draft head in the files is ignored.
+
+        Raises:
+          ValueError: the vocabularies differ, see `check_vocabulary`.
+        """
+        cfg, tokenizer = files.model_config(as_stored=True), files.tokenizer()
+        check_vocabulary(cfg, target, tokenizer and tokenizer.get_vocab(), files.vocabulary)
+        dtype = target.run.compute_dtype
+        cfg = cfg.running(param_dtype=dtype, compute_dtype=dtype)
+        return cls(laid_out(cfg, files.mesh), target.vocab_size)
+
+    def load(self, files: DraftFiles) -> Params:
+        params = files.policy(self.cfg.run.param_dtype)
+        params = jax.jit(to_decode_layout, static_argnums=1)(params, self.cfg)
+        if files.mesh is None:
+            return params
+        return jax.device_put(params, param_shardings(files.mesh, params, self.axes()))
 
     @property
     def network(self) -> ModelConfig:
@@ -194,8 +223,8 @@ class ModelSource(Draft):
             held=level.offset,
             table=work.table,
         )
-        found = draft.decode(level.tokens, where, self._memory(work.cache), work.scratch)
-        return self._proposal(draft, params, found.x), work._replace(scratch=found.scratch)
+        decoded = draft.decode(level.tokens, where, self._memory(work.cache), work.scratch)
+        return self._proposal(draft, params, decoded.x), work._replace(scratch=decoded.scratch)
 
     def commit(self, memory: Memory, work: _Work | None, hidden, count) -> Memory:
         if work is None:
@@ -219,6 +248,42 @@ class ModelSource(Draft):
         return jnp.pad(logits, [(0, 0)] * 2 + [(0, missing)], constant_values=-jnp.inf)
 
 
-def _has_slots(layer: Layer, cfg: ModelConfig) -> bool:
-    """Returns whether a layer keeps anything of a sequence beside pages."""
-    return bool(cost(cfg.replace(layers=(layer,)), 1).slot)
+def check_vocabulary(
+    draft_cfg: ModelConfig,
+    target_cfg: ModelConfig,
+    draft_ids: dict[str, int] | None,
+    target_ids: dict[str, int] | None,
+) -> None:
+    """Refuses a draft model whose token ids differ in meaning from the target's.
+
+    Args:
+      draft_cfg: config of the draft model.
+      target_cfg: config of the target.
+      draft_ids: id of each token by the draft model's tokenizer; None: it has none.
+      target_ids: id of each token by the target's tokenizer; None: it has none.
+
+    Raises:
+      ValueError: an id stands for two different tokens; or the vocabulary sizes differ and a
+        tokenizer is missing. (Models of one family often pad their embeddings to different sizes,
+        and only a tokenizer tells padding from tokens.)
+    """
+    sizes = draft_cfg.vocab_size, target_cfg.vocab_size
+    if draft_ids is None or target_ids is None:
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"the draft model has a vocabulary of {sizes[0]}, the target of {sizes[1]}; "
+                "expected the same, or a tokenizer beside each to show that the ids they share "
+                "mean the same; use a draft model of the target's family"
+            )
+        return
+    theirs = {index: token for token, index in draft_ids.items()}
+    clashes = sorted(
+        (index, token) for token, index in target_ids.items() if theirs.get(index, token) != token
+    )
+    if clashes:
+        index, token = clashes[0]
+        raise ValueError(
+            f"the draft model's tokenizer differs from the target's in {len(clashes)} ids: id "
+            f"{index} is {theirs[index]!r}, expected {token!r}; use a draft model of the target's "
+            "family"
+        )

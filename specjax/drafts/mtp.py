@@ -15,41 +15,31 @@ up to its own position, and of the later steps only its own rows (EAGLE-3's trai
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from specjax.config import ModelConfig, SpecConfig
 from specjax.config.model import Layer
 from specjax.config.stacks import part_of, stacks
 from specjax.drafts import vocabulary
-from specjax.drafts.head import WINDOW, HeadSource
-from specjax.interfaces import (
-    Axes,
-    DraftNeeds,
-    Memory,
-    Mixer,
-    Param,
-    Room,
-    Scratch,
-    Where,
-)
+from specjax.drafts.head import WINDOW, HeadNetwork, HeadSource
+from specjax.interfaces import Axes, DraftFiles, DraftNeeds, Param, Scratch, Where
 from specjax.kernels import dispatch
-from specjax.memory import KVCache
-from specjax.models.layers import Block, draw, rms_norm
+from specjax.memory import KVCache, cost
+from specjax.models.layers import block, draw, rms_norm
 from specjax.models.rows import axes_of, fuse, fused_rows, layer_rows, merge_axes, param_axes
-from specjax.models.transformer import (
-    Params,
-    angles_of,
-    embed_tokens,
-    layers_by_kernel,
-)
-from specjax.parallel.context import Context
+from specjax.models.transformer import Params, layers_by_kernel
 from specjax.parallel.sharding import whole_rows
 from specjax.weights.matrix import PLAIN, cast, dot, pack, unpack
+from specjax.weights.safetensors import CONFIG, HEAD_FILE
+
+# Fields of a policy's `ModelConfig` about its head.
+HEAD_SWITCHES = ("mtp_num_layers", "mtp_concat", "mtp_target_hidden", "mtp_recycle")
 
 
 def head_layer(cfg: ModelConfig) -> Layer:
@@ -58,24 +48,17 @@ def head_layer(cfg: ModelConfig) -> Layer:
     Raises:
       ValueError: that layer keeps recurrent state, which a head cannot.
     """
-    last = cfg.layers[-1]
-    mixer = last.mixer
+    mixer = cfg.layers[-1].mixer
     if getattr(mixer, "window", None) is not None:
         mixer = dataclasses.replace(mixer, window=None)
-    if mixer_memory(mixer, cfg).slots is not None:
+    layer = dataclasses.replace(cfg.layers[-1], mixer=mixer)
+    if cost(cfg.replace(layers=(layer,)), 1).slot:
         raise ValueError(
             "an MTP head is made like the model's last layer, and keeps nothing but pages; the "
             f"last layer is {mixer.kind}, which keeps recurrent state: draft from n-grams or with "
             "a standalone model"
         )
-    return dataclasses.replace(last, mixer=mixer)
-
-
-def mixer_memory(mixer: Mixer, cfg: ModelConfig, page_size: int = 1) -> Memory:
-    """Returns the shapes of a mixer's page and slot of one sequence; None where it keeps none."""
-    room = Room(slots=1, pages=1, page_size=page_size)
-    memory = jax.eval_shape(lambda: mixer.empty(cfg.run, room))
-    return Memory(*(part if jax.tree.leaves(part) else None for part in memory))
+    return layer
 
 
 def module_rows(cfg: ModelConfig) -> dict[str, Param]:
@@ -99,120 +82,80 @@ def _fuses(cfg: ModelConfig) -> bool:
     return cfg.run.fused and cfg.run.products != PLAIN
 
 
-class MTPModule(nnx.Module):
-    """One module: norms of both inputs, their projection to D, a decoder layer, a final norm."""
+@dataclasses.dataclass(frozen=True)
+class MTPHead(HeadNetwork):
+    """The network: `mtp_num_layers` modules, see `HeadNetwork`; `cfg` is the policy's config.
 
-    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
-        """Makes the module; its layer is fused where `_fuses` says so, see `to_format`."""
-        self.cfg = cfg
-        for name, row in module_rows(cfg).items():
-            setattr(self, name, draw(row, rngs, cfg.run.param_dtype))
-        self.layer = Block(head_layer(cfg), cfg, rngs, fused=_fuses(cfg))
+    A module norms both inputs, projects them to D, runs a decoder layer, and has a final norm. The
+    layers are fused where `_fuses` says so, see `to_format`.
+    """
 
-    def inputs(self, hidden: Float[Array, "B T D"], embedded: Float[Array, "B T D"]) -> Array:
-        """Computes the layer's input; `mtp_concat` says which operand is the first half."""
+    cfg: ModelConfig
+
+    @property
+    def network(self) -> ModelConfig:
+        return self.cfg
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        return (head_layer(self.cfg),)
+
+    @property
+    def modules(self) -> int:
+        return self.cfg.mtp_num_layers
+
+    def through(self, index: int, hidden, embedded, where: Where, mix: Callable):
+        w, [layer] = self.w["blocks"][index], self.layers
+        x, run = self._inputs(w, hidden, embedded), functools.partial(mix, 0, layer.mixer)
+        x, rows, _ = block(layer, w["layer"], x, where, self.cfg, run)
+        return *self._outputs(w, x), [rows]
+
+    def decode(self, index: int, hidden, embedded, where, pages, scratch=None):
+        """See `HeadNetwork.decode`; the layer may be run by a kernel for whole layers."""
+        if not dispatch.runs_layers(self.cfg):
+            return super().decode(index, hidden, embedded, where, pages, scratch)
+        w = self.w["blocks"][index]
+        x, buffers = self._inputs(w, hidden, embedded), scratch and scratch.pages
+        arrays = where.positions, pages, where.prefix, where.visible, buffers, where.held
+        x, [rows] = layers_by_kernel(self.cfg, [w["layer"]], x, *arrays, where.table)
+        return *self._outputs(w, x), Scratch((KVCache(*rows),), None)
+
+    def _inputs(self, w: Params, hidden: Array, embedded: Array) -> Float[Array, "B T D"]:
+        """Computes a layer's input; `mtp_concat` says which operand is the first half."""
         eps = self.cfg.rms_norm_eps
-        e = rms_norm(embedded, self.embed_norm[...], eps)
-        h = rms_norm(hidden.astype(embedded.dtype), self.hidden_norm[...], eps)
+        e = rms_norm(embedded, w["embed_norm"], eps)
+        h = rms_norm(hidden.astype(embedded.dtype), w["hidden_norm"], eps)
         halves = [e, h] if self.cfg.mtp_concat == "embedding_first" else [h, e]
         # Devices of `tp` compute columns, which are then gathered: sums are those of one device.
-        return whole_rows(dot(jnp.concatenate(halves, -1), self.proj.get_value()))
+        return whole_rows(dot(jnp.concatenate(halves, -1), w["proj"]))
 
-    def at(self, where: Where) -> Where:
-        """Returns `where` with the kernel and the layer's own angles."""
-        angles = angles_of([self.layer.layer], where.positions)
-        return where.replace(kernel=self.cfg.run.attention, angles=angles)
-
-    def outputs(self, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
+    def _outputs(self, w: Params, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
         """Returns states for the language-model head, and states to use as h of the next step."""
-        normed = rms_norm(x, self.norm[...], self.cfg.rms_norm_eps)
+        normed = rms_norm(x, w["norm"], self.cfg.rms_norm_eps)
         return normed, (normed if self.cfg.mtp_recycle == "post_norm" else x)
-
-
-class MTPHead(nnx.Module):
-    """`mtp_num_layers` modules; step s uses module min(s, mtp_num_layers - 1)."""
-
-    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
-        if cfg.mtp_num_layers < 1:
-            raise ValueError(
-                f"an MTP head needs mtp_num_layers >= 1, got {cfg.mtp_num_layers}; set it in the "
-                "model config"
-            )
-        self.cfg = cfg
-        self.blocks = nnx.List([MTPModule(cfg, rngs) for _ in range(cfg.mtp_num_layers)])
-
-    def module_for(self, step: int) -> tuple[int, MTPModule]:
-        index = min(step, len(self.blocks) - 1)
-        return index, self.blocks[index]
-
-    def decode(
-        self,
-        index: int,
-        hidden: Float[Array, "B T D"],
-        embedded: Float[Array, "B T D"],
-        where: Where,
-        pages: Any,
-        scratch: Scratch | None = None,
-    ) -> tuple[Array, Array, Scratch]:
-        """Runs module `index` over T rows, behind its pages and earlier scratch rows.
-
-        Args:
-          where: positions of the form `tree`; its `prefix` counts the rows in the pages.
-          pages: pages of this module, read only.
-          scratch: buffers with room for all rows of the round, see `Mixer.run`.
-
-        Returns:
-          states for the head [B T D], states to recycle [B T D], and scratch.
-        """
-        module = self.blocks[index]
-        x = module.inputs(hidden, embedded)
-        if dispatch.runs_layers(self.cfg):
-            buffers = scratch and [scratch.pages]
-            arrays = where.positions, [pages], where.prefix, where.visible, buffers, where.held
-            x, (rows,) = layers_by_kernel(self.cfg, [module.layer], x, *arrays, where.table)
-            return *module.outputs(x), Scratch(KVCache(*rows), None)
-        x, scratch, _ = module.layer.run(x, module.at(where), Memory(pages, None), scratch)
-        return *module.outputs(x), scratch
-
-    def unroll(
-        self,
-        hidden: Float[Array, "R S D"],
-        step_embeddings: list[Float[Array, "R S D"]],
-        positions: Int[Array, "R S"],
-        segment_ids: Int[Array, "R S"],
-        context: Context | None = None,
-    ) -> list[Float[Array, "R S D"]]:
-        """Runs `len(step_embeddings)` recursive steps over packed rows in training.
-
-        Args:
-          hidden: states of the target, detached.
-          step_embeddings: for each step s the embeddings e(x_{t+1+s}) at index t, rolled within
-            segments.
-          context: how rows are split over devices; all per-token arrays are in its order.
-
-        Returns:
-          for each step s, states for the language-model head, of which index t predicts x_{t+2+s}.
-        """
-        outputs, earlier = [], []
-        for step, embedded in enumerate(step_embeddings):
-            index, module = self.module_for(step)
-            x = module.inputs(hidden, embedded)
-            where = Where("train", positions + step, segments=segment_ids, context=context)
-            if step == index:  # the module's first use: its rows are the base rows
-                x, rows, _ = module.layer.run(x, module.at(where), None, None)
-                earlier = [rows]
-            else:
-                x, rows = module.layer.run_again(x, module.at(where), earlier)
-                earlier.append(rows)
-            normed, hidden = module.outputs(x)
-            outputs.append(normed)
-        return outputs
 
 
 def init_head_params(cfg: ModelConfig, seed: int = 0) -> Params:
     """Makes random head parameters as a plain nested dict, in the layout of checkpoints."""
-    head = MTPHead(cfg.running(products=PLAIN), nnx.Rngs(seed))
-    return nnx.to_pure_dict(nnx.state(head, nnx.Param))
+    if cfg.mtp_num_layers < 1:
+        raise ValueError(
+            f"an MTP head needs mtp_num_layers >= 1, got {cfg.mtp_num_layers}; set it in the model "
+            "config"
+        )
+    rngs, layer = nnx.Rngs(seed), layer_rows(head_layer(cfg), cfg.hidden_size)
+
+    def drawn(rows: Mapping[str, Param], depth: int = 1) -> Params:
+        return {
+            name: draw(row, rngs, cfg.run.param_dtype, depth=depth).get_value()
+            for name, row in rows.items()
+        }
+
+    return {
+        "blocks": {
+            index: {**drawn(module_rows(cfg)), "layer": drawn(layer, cfg.num_layers)}
+            for index in range(cfg.mtp_num_layers)
+        }
+    }
 
 
 def last_layer(cfg: ModelConfig, policy: Params) -> Params:
@@ -247,13 +190,14 @@ def new_head(target: ModelConfig, policy: Params | None = None, seed: int = 0) -
 
     def started(module: Params) -> Params:
         # Copies: a trainer donates the head's arrays, and the policy's must outlive them.
-        own = {
+        layer_copy = {
             name: jnp.array(unpack(layer[name]), array.dtype)
             for name, array in module["layer"].items()
         }
         proj, norm = module["proj"], module["norm"]
         proj = proj + both.astype(proj.dtype)
-        return {**module, "layer": own, "proj": proj, "norm": jnp.array(policy["norm"], norm.dtype)}
+        norm = jnp.array(policy["norm"], norm.dtype)
+        return {**module, "layer": layer_copy, "proj": proj, "norm": norm}
 
     return {"blocks": {i: started(module) for i, module in params["blocks"].items()}}
 
@@ -267,13 +211,8 @@ def to_format(params: Params, cfg: ModelConfig) -> Params:
             for index, module in blocks.items()
         }
         rows = fused_rows(rows)
-    of = {"blocks": {index: {**module_rows(cfg), "layer": rows} for index in blocks}}
-    return pack(cast({**params, "blocks": blocks}, cfg.run.compute_dtype), of, cfg)
-
-
-def head_graphdef(cfg: ModelConfig):
-    """Returns the static half of a head; merge it with parameters inside a jitted function."""
-    return nnx.split(nnx.eval_shape(lambda: MTPHead(cfg, nnx.Rngs(0))))[0]
+    all_rows = {"blocks": {index: {**module_rows(cfg), "layer": rows} for index in blocks}}
+    return pack(cast({**params, "blocks": blocks}, cfg.run.compute_dtype), all_rows, cfg)
 
 
 # --- the head as a draft --------------------------------------------------------------------------
@@ -281,13 +220,49 @@ def head_graphdef(cfg: ModelConfig):
 
 @dataclasses.dataclass(frozen=True)
 class MTPSource(HeadSource):
-    """Drafts with an `MTPHead`, whose parameters it takes."""
+    """Drafts with an `MTPHead`, whose parameters it takes; its config is that of the policy."""
 
     cfg: ModelConfig
+    in_policy = True
+    noun = "an MTP head"
 
     @classmethod
-    def of(cls, target: ModelConfig, spec: SpecConfig) -> MTPSource:
-        return cls(target)
+    def of(cls, target: ModelConfig, spec: SpecConfig | None = None) -> MTPSource:
+        return cls(target.replace(mtp_num_layers=max(target.mtp_num_layers, 1)))
+
+    @classmethod
+    def of_policy(cls, cfg: ModelConfig) -> MTPSource | None:
+        return cls(cfg) if cfg.mtp_num_layers else None
+
+    @classmethod
+    def new(
+        cls, target: ModelConfig, policy: Params | None = None, seed: int = 0
+    ) -> tuple[MTPSource, Params]:
+        """Makes a head of at least one module and its starting parameters, see `new_head`."""
+        source = cls.of(target)
+        return source, new_head(source.cfg, policy, seed)
+
+    def target(self, cfg: ModelConfig) -> ModelConfig:
+        return cfg.replace(**{name: getattr(self.cfg, name) for name in HEAD_SWITCHES})
+
+    @classmethod
+    def recognises(cls, files: DraftFiles, target: ModelConfig | None) -> bool:
+        """See `Draft.recognises`. A policy's own head is none for a target of another width."""
+        path = files.path
+        if path.is_file():
+            return path.suffix == ".safetensors"
+        if not files.is_policy or ((path / HEAD_FILE).exists() and not (path / CONFIG).exists()):
+            return True
+        cfg = files.model_config()
+        fits = target is None or cfg.hidden_size == target.hidden_size
+        return bool(cfg.mtp_num_layers) and fits
+
+    @classmethod
+    def read(cls, files: DraftFiles | None, target: ModelConfig, overrides=None) -> MTPSource:
+        return cls.of(target)
+
+    def load(self, files: DraftFiles) -> Params:
+        return files.policy_head(self.cfg)
 
     @property
     def needs(self) -> DraftNeeds:
@@ -304,28 +279,11 @@ class MTPSource(HeadSource):
         return init_head_params(self.cfg, seed)
 
     @property
-    def modules(self) -> int:
-        return self.cfg.mtp_num_layers
-
-    @property
     def taps_width(self) -> int:
         return self.cfg.hidden_size
 
     def bound(self, params: Params) -> MTPHead:
-        return nnx.merge(head_graphdef(self.cfg), params)
-
-    def module_pages(self, room: Room) -> KVCache:
-        return head_layer(self.cfg).mixer.empty(self.cfg.run, room).pages
-
-    def run_module(self, head, index, hidden, embedded, where, pages, scratch=None):
-        return head.decode(index, hidden, embedded, where, pages, scratch)
-
-    def unroll(
-        self, params, policy, states, tokens, positions, segments, context=None
-    ) -> list[Array]:
-        head = self.bound(params)
-        embedded = [embed_tokens(policy["embed"], ids, self.cfg) for ids in tokens]
-        return head.unroll(states, embedded, positions, segments, context)
+        return MTPHead(self.cfg, params)
 
     def with_network(self, cfg: ModelConfig) -> MTPSource:
         return dataclasses.replace(self, cfg=cfg)

@@ -150,11 +150,11 @@ class NgramSource(Draft):
         position, length = np.arange(work.tokens.shape[-1]) + 1, work.length[..., None]
         late = 0.45 + 0.5 * position / jnp.maximum(length, 1)  # below 0.95 where it is used
         known = (position >= work.first[..., None]) & (position < length)
-        found = known[:, None] & (work.match >= self.shortest)
-        key = jnp.where(found, work.match + late[:, None], 0.0).reshape(batch, rows, -1)
-        key, at = jax.lax.top_k(key, min(OCCURRENCES, key.shape[-1]))
+        matches = known[:, None] & (work.match >= self.shortest)
+        key = jnp.where(matches, work.match + late[:, None], 0.0).reshape(batch, rows, -1)
+        key, places = jax.lax.top_k(key, min(OCCURRENCES, key.shape[-1]))
         following = jnp.roll(work.tokens, -1, axis=-1).reshape(batch, 1, -1)
-        token = jnp.where(key > 0, jnp.take_along_axis(following, at, axis=-1), self.vocab)
+        token = jnp.where(key > 0, jnp.take_along_axis(following, places, axis=-1), self.vocab)
 
         size, same = jnp.floor(key), token[..., None] == token[..., None, :]
         alike = same & (size[..., None] == size[..., None, :])

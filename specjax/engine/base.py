@@ -5,23 +5,20 @@ from __future__ import annotations
 import abc
 import dataclasses
 import logging
+import operator
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Several
-
-import numpy as np
+from collections.abc import Callable, Sequence
 
 from specjax.config import SpecConfig
 from specjax.control import slower_than_plain
 from specjax.decode.options import Features
-from specjax.engine.compiling import OnProgram
-from specjax.engine.options import Limits
-from specjax.engine.request import Job, SampleOutput, Totals
+from specjax.engine.programs import OnProgram
+from specjax.engine.request import Job, Limits, SampleOutput, Totals, check_job, features_of
 from specjax.engine.runner import Runner
-from specjax.engine.sequence import Finished, Progress, Sequence
+from specjax.engine.sequence import Finished, Progress, Sample
 from specjax.engine.start_up import Programs, StartUp, calibrate, compile_ahead
-from specjax.engine.unfinished import Unfinished
 from specjax.models.transformer import Params
+from specjax.spelling import SettingError
 from specjax.telemetry import Collector
 
 log = logging.getLogger(__name__)
@@ -34,7 +31,6 @@ class BaseEngine(abc.ABC):
       engines: the engines of this process, one or several replicas of equal settings; each has a
         scheduler, a controller and a runner of its own.
       runner: the runner of the first engine.
-      unfinished: the unfinished samples of the first engine.
       spec: how the engines speculate; None: they decode plainly.
       limits: limits of a single job.
       telemetry: the collector of rejected drafts in this process; None: they are not collected.
@@ -44,11 +40,11 @@ class BaseEngine(abc.ABC):
 
     engines: tuple
     runner: Runner
-    unfinished: Unfinished
     spec: SpecConfig | None
     limits: Limits
     telemetry: Collector | None
     on_poll: Callable[[], None] | None = None
+    _checked: tuple = ((None,) * 5, Features())  # what the last job was checked by, its features
 
     @property
     @abc.abstractmethod
@@ -72,7 +68,7 @@ class BaseEngine(abc.ABC):
 
     def warm_up(
         self,
-        features: Several[Features] = (Features(),),
+        features: Sequence[Features] = (Features(),),
         on_program: OnProgram | None = None,
     ) -> StartUp:
         """Compiles the programs of generation, and measures them if the controller needs costs.
@@ -102,22 +98,22 @@ class BaseEngine(abc.ABC):
 
     def _prepare(
         self,
-        programs: Several[Programs],
-        features: Several[Features],
+        programs: Sequence[Programs],
+        features: Sequence[Features],
         on_program: OnProgram | None = None,
     ) -> StartUp:
-        """As `warm_up`, of some programs of each engine; no samples run."""
-        start_up = compile_ahead(programs, features, on_program)
-        for engine, own in zip(self.engines, programs, strict=True):
-            engine.warm_rows = max(own.strategies)
+        """Does what `warm_up` does, for some programs of each engine; no samples run."""
+        start_up, measuring = compile_ahead(programs, features, on_program), 0.0
+        for engine, needed in zip(self.engines, programs, strict=True):
+            engine.warm_rows = max(needed.strategies)
             if engine.control is not None and engine.control.controller == "goodput":
-                costs, seconds = calibrate(own, features[0])
+                costs, seconds = calibrate(needed, features[0])
                 engine.controller.calibrated(costs)
-                seconds += start_up.calibration_seconds
-                start_up = dataclasses.replace(start_up, calibration_seconds=seconds)
+                measuring += seconds
         for engine in self.engines:
             engine.runner.agreement.settle()
             engine.runner.reset()
+        start_up = dataclasses.replace(start_up, calibration_seconds=measuring)
         log.info("%s", start_up)
         return start_up
 
@@ -135,7 +131,7 @@ class BaseEngine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def set_draft_ids(self, ids: Several[int] | None = None) -> None:
+    def set_draft_ids(self, ids: Sequence[int] | None = None) -> None:
         """Changes the token ids that are drafted from; compiles nothing, and changes no token.
 
         Args:
@@ -147,24 +143,6 @@ class BaseEngine(abc.ABC):
             `ids` are too many, too few, or no token ids; or there are none, and those in use were
             given, and are not chosen by what is emitted.
         """
-
-    def _check_draft_ids(self, ids: Several[int] | None) -> None:
-        """Raises ValueError if the ids to draft from cannot be changed."""
-        if self.runner.ids is None:
-            raise ValueError(
-                "the draft proposes tokens of the whole vocabulary; give SpecConfig(draft_vocab=N) "
-                "at the start to have it propose N of them"
-            )
-        if not self.spec.by_token:
-            raise ValueError(
-                f"acceptance {self.spec.acceptance!r} is exact only with the ids to draft from "
-                "that it began with; use acceptance 'coupled'"
-            )
-        if ids is None and any(engine.counts is None for engine in self.engines):
-            raise ValueError(
-                "the ids to draft from were given (token_map, or an earlier call), and are not "
-                "chosen by what is emitted; give ids"
-            )
 
     @abc.abstractmethod
     def release(self, weights: bool = True) -> None:
@@ -180,23 +158,50 @@ class BaseEngine(abc.ABC):
           RuntimeError: some samples are not finished, and so need both.
         """
 
-    def make(self, job: Job, progress: Progress | None = None) -> Sequence:
-        """Makes a sequence of a job, for `queue`.
+    def make(self, job: Job, progress: Progress | None = None) -> Sample:
+        """Makes a sample of a job, for `queue`.
 
         Args:
           job: the sample to generate.
-          progress: state of the sample in an earlier run, which the sequence continues.
+          progress: state of the sample in an earlier run, which it continues.
 
         Raises:
           ValueError: the job does not fit.
         """
-        return self.unfinished.make(job, progress)
+        runner, facts = (
+            self.runner,
+            (job.params, job.prompt, job.stop_ids, job.bad_words, job.limit),
+        )
+        checked, features = self._checked
+        if not all(map(operator.is_, facts, checked)):  # else it is of the same request
+            check_job(job.where, job, self.limits)
+            features = features_of(job, runner.cfg.vocab_size)
+            self._checked = facts, features
+        if job.params.strategy not in (None, *runner.plans):
+            raise ValueError(
+                f"{job.where} asks for strategy {job.params.strategy!r}, and only "
+                f"{', '.join(runner.plans)} were compiled; list it among the controller's"
+            )
+        limit, pages = min(job.limit, runner.max_len), runner.pages - 1
+        if (wanted := runner.pages_of(limit)) > pages:
+            raise SettingError(
+                lambda spell: (
+                    f"{job.where} may take {wanted} cache pages of {runner.page_size} "
+                    f"positions, and there are {pages}; raise {spell('cache_bytes')} (a page takes "
+                    f"{runner.page_bytes} bytes), or lower {spell('max_tokens')}"
+                )
+            )
+        if progress is not None:
+            _check_progress(job, progress, limit - len(job.prompt))
+        if job.limit > limit:
+            job = dataclasses.replace(job, limit=limit)
+        return Sample(job, runner.steps, features, progress)
 
     @abc.abstractmethod
-    def queue(self, sequence: Sequence) -> Sequence:
-        """Queues a sequence that `make` made; returns the object that represents the sample."""
+    def queue(self, sample: Sample) -> Sample:
+        """Queues a sample that `make` made; returns the object that represents it."""
 
-    def add(self, job: Job, progress: Progress | None = None) -> Sequence:
+    def add(self, job: Job, progress: Progress | None = None) -> Sample:
         """Queues a sample; returns the object that represents it in `abort` and `step`.
 
         Args:
@@ -221,7 +226,7 @@ class BaseEngine(abc.ABC):
         """Enqueues work and takes in results, once; returns the samples that ended."""
 
     @abc.abstractmethod
-    def abort(self, sequence: Sequence) -> SampleOutput | None:
+    def abort(self, sample: Sample) -> SampleOutput | None:
         """Ends a sample where it stands and frees its slot and pages.
 
         Returns:
@@ -231,6 +236,14 @@ class BaseEngine(abc.ABC):
     @abc.abstractmethod
     def clear(self) -> None:
         """Drops all samples that wait or run."""
+
+    def require_ended(self) -> None:
+        """Raises RuntimeError if samples are not finished."""
+        if self.outstanding:
+            raise RuntimeError(
+                f"{self.outstanding} samples are not finished; step() until they are, or suspend() "
+                "them and add them again later"
+            )
 
     def require_no_work(self) -> None:
         """Raises RuntimeError if samples of `add` are not finished."""
@@ -242,7 +255,7 @@ class BaseEngine(abc.ABC):
 
     def generate(
         self,
-        jobs: Several[Job],
+        jobs: Sequence[Job],
         on_progress: Callable[[int, Totals], None] | None = None,
         on_sample: Callable[[int, SampleOutput], None] | None = None,
     ) -> tuple[list[SampleOutput], Totals]:
@@ -263,11 +276,10 @@ class BaseEngine(abc.ABC):
           RuntimeError: samples of `add` are not finished; nothing has run.
         """
         self.require_no_work()
-        start, steps = time.perf_counter(), self.runner.steps
-        totals = Totals(steps, np.zeros(steps + 2, np.int64))
+        start, totals = time.perf_counter(), Totals(self.runner.steps)
         outputs: list[SampleOutput | None] = [None] * len(jobs)
         try:
-            # A sequence that ended is dropped at once, since it holds a second copy of its output.
+            # A sample that ended is dropped at once, since it holds a second copy of its output.
             remaining = {self.add(job): index for index, job in enumerate(jobs)}
             while self.has_work:
                 for event in self.step():
@@ -285,17 +297,14 @@ class BaseEngine(abc.ABC):
         return outputs, totals
 
 
-class PerEngine:
-    """An attribute of each engine that several engines do not have: using it there is an error."""
-
-    def __set_name__(self, owner: type, name: str):
-        self._error = (
-            f"{owner.__name__} has no {name}: each engine has one of its own; use "
-            f"`for one in engine.engines: one.{name}`"
-        )
-
-    def __get__(self, instance, owner=None):
-        raise AttributeError(self._error)
-
-    def __set__(self, instance, value):
-        raise AttributeError(self._error)
+def _check_progress(job: Job, progress: Progress, room: int) -> None:
+    """Raises ValueError if a sample of at most `room` tokens cannot continue from `progress`."""
+    count, problem = len(progress.tokens), None
+    if job.params.logprobs is not None:
+        problem = "asks for top logprobs, which are not kept across runs; leave them out"
+    elif job.params.transformed_logprobs and len(progress.transformed or ()) < count:
+        problem = "asks for transformed logprobs, which that run was not asked for; leave them out"
+    elif count >= room:
+        problem = f"has {count} tokens of at most {room}; it has ended, or raise max_tokens"
+    if problem is not None:
+        raise ValueError(f"{job.where} continues an earlier run and {problem}")

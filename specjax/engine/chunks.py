@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import operator
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -20,10 +21,9 @@ import jax
 from specjax.control import OFF, Controller
 from specjax.decode.chunk import Result, Until
 from specjax.decode.options import Features
-from specjax.engine.plans import StrategyProgram
+from specjax.engine.programs import Program
 from specjax.engine.runner import Packed, Runner
-from specjax.engine.sequence import Sequence
-from specjax.engine.unfinished import Unfinished, all_of
+from specjax.engine.sequence import Sample, Unfinished
 
 IN_FLIGHT = 2  # the largest number of chunks that are enqueued at once
 REFILL_SHARE = 6  # while sequences wait, a chunk ends when 1 of this many rows would be free
@@ -35,7 +35,7 @@ class Chunk:
 
     Attributes:
       strategy: name of the strategy of all its rounds.
-      run: the program that it runs.
+      program: the program that it runs.
       features: features that its program serves.
       bucket: number of rows.
       sequences: the sequences in the first rows.
@@ -58,11 +58,11 @@ class Chunk:
     """
 
     strategy: str
-    run: StrategyProgram
+    program: Program
     features: Features
     bucket: int
-    sequences: list[Sequence]
-    waiting: list[Sequence]
+    sequences: list[Sample]
+    waiting: list[Sample]
     ends: Until
     rounds: int
     max_tokens: int
@@ -81,7 +81,7 @@ class Chunk:
         return self.bucket - len(self.sequences)
 
     @property
-    def row_map(self) -> list[Sequence | None]:
+    def row_map(self) -> list[Sample | None]:
         """The sequence of each row, and then the sequences that wait for a row."""
         return [*self.sequences, *[None] * self.spare, *self.waiting]
 
@@ -113,7 +113,7 @@ class NextChunk:
 
     def __call__(
         self,
-        sequences: list[Sequence],
+        sequences: list[Sample],
         slots: int,
         rows: int,
         buckets: list[int],
@@ -138,25 +138,25 @@ class NextChunk:
         most = functools.partial(runner.rounds, rows=length, features=unfinished.seen.widened())
         strategy, sequences, rounds, is_probe = self._turn(sequences, controller, most)
         features, bucket = choose_program(runner, buckets, unfinished, strategy, sequences)
-        run = runner.program_of(strategy, features)
+        program = runner.program_of(strategy, features)
         rounds = min(rounds, runner.rounds(strategy, bucket, features))
         waiting = waiting_for_rows(waiting, sequences, features)
         ends = Until.of(rounds)
         if not is_probe:  # a probe has all its rounds, whichever samples end meanwhile
             smaller = (b for b in runner.buckets(strategy, features) if b < bucket)
             ends = until(rounds, len(sequences), len(waiting), others_wait, max(smaller, default=0))
-        max_tokens = rounds * (runner.plans[strategy].steps + 1)
-        return Chunk(strategy, run, features, bucket, sequences, waiting, ends, rounds, max_tokens)
+        tokens = rounds * (runner.plans[strategy].steps + 1)
+        return Chunk(strategy, program, features, bucket, sequences, waiting, ends, rounds, tokens)
 
     def _turn(
-        self, sequences: list[Sequence], controller: Controller, most: Callable[[str], int]
-    ) -> tuple[str, list[Sequence], int, bool]:
+        self, sequences: list[Sample], controller: Controller, most: Callable[[str], int]
+    ) -> tuple[str, list[Sample], int, bool]:
         """The strategy whose turn it is, its sequences, the most rounds, and whether it is a probe.
 
         Args:
           most: the most rounds of a chunk of a strategy.
         """
-        groups: dict[str | None, list[Sequence]] = {}
+        groups: dict[str | None, list[Sample]] = {}
         for sequence in sequences:
             groups.setdefault(sequence.job.params.strategy, []).append(sequence)
         name = min(groups, key=lambda name: (self._last.get(name, 0), name is not None))
@@ -175,7 +175,7 @@ class NextChunk:
         of_turn = [s for s in sequences if s.job.params.strategy in served]
         return strategy, of_turn, rounds, hint is not None
 
-    def _choose(self, free: list[Sequence], controller: Controller) -> tuple[str, int | None]:
+    def _choose(self, free: list[Sample], controller: Controller) -> tuple[str, int | None]:
         """The strategy of sequences that name none, and how many rounds the controller asks for.
 
         It is `off` if all of them opted out of speculation.
@@ -191,7 +191,7 @@ def choose_program(
     buckets: list[int],
     unfinished: Unfinished,
     strategy: str,
-    sequences: list[Sequence],
+    sequences: list[Sample],
 ) -> tuple[Features, int]:
     """The features and the bucket of the program of a chunk, chosen so that little is compiled.
 
@@ -206,17 +206,17 @@ def choose_program(
     """
     if runner.plan.invariant:
         return unfinished.seen.widened(), runner.batch
-    wanted = all_of(unfinished.asked)
+    wanted = unfinished.features
     if not any(b >= len(sequences) for b in runner.buckets(strategy, wanted)):
         most = min(runner.batch, len(unfinished))
         return wanted.widened(), next(b for b in buckets if b >= most)
-    here = wanted if len(unfinished.asked) == 1 else all_of({s.features for s in sequences})
+    here = functools.reduce(operator.or_, {sample.features for sample in sequences})
     return here, min(b for b in runner.buckets(strategy, here) if b >= len(sequences))
 
 
 def waiting_for_rows(
-    others: list[Sequence], sequences: list[Sequence], features: Features
-) -> list[Sequence]:
+    others: list[Sample], sequences: list[Sample], features: Features
+) -> list[Sample]:
     """The first sequences of `others` that can take over rows in a chunk, see `RowMap`.
 
     Args:
@@ -227,7 +227,7 @@ def waiting_for_rows(
     served = {s.job.params.strategy for s in sequences}
     drafts = any(s.job.params.speculative for s in sequences)  # or the chunk decodes plainly
 
-    def fits(sequence: Sequence) -> bool:
+    def fits(sequence: Sample) -> bool:
         params = sequence.job.params
         same = params.strategy in served and params.speculative <= drafts
         return same and features.covers(sequence.features)
@@ -304,7 +304,7 @@ class InFlight:
         self._chunks.clear()
         self.cut_short = False
 
-    def certain_tokens(self) -> Counter[Sequence]:
+    def certain_tokens(self) -> Counter[Sample]:
         """The fewest tokens that the chunks emit for each sample that goes on."""
         certain = Counter()
         for chunk in self._chunks:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +25,8 @@ from specjax.decode.noise import request_keys, target_noise
 from specjax.decode.options import Features, Options
 from specjax.decode.sampling import context_of, count_tokens, root_rows
 from specjax.decode.tree import chain_bits
-from specjax.engine.options import features_of, option_rows
-from specjax.engine.prompts import padded_widths
-from specjax.engine.request import Job
+from specjax.engine.request import Job, features_of, option_rows
+from specjax.engine.settings import padded_widths
 from specjax.interfaces import Room, Where
 from specjax.memory import Commit, commit, empty
 from specjax.models.transformer import graphdef
@@ -109,14 +107,14 @@ def first_difference(runner, job: Job, plain: Sequence[int], spec: Sequence[int]
       plain: tokens of plain decoding.
       spec: tokens of speculative decoding.
     """
-    at = next(
+    index = next(
         (i for i, (a, b) in enumerate(zip(plain, spec, strict=False)) if a != b),
         min(len(plain), len(spec)),
     )
-    position = len(job.prompt) + at
-    a = plain[at] if at < len(plain) else -1
-    b = spec[at] if at < len(spec) else -1
-    context = np.array([*job.prompt, *plain[:at]], np.int32)
+    position = len(job.prompt) + index
+    a = plain[index] if index < len(plain) else -1
+    b = spec[index] if index < len(spec) else -1
+    context = np.array([*job.prompt, *plain[:index]], np.int32)
     logits = _logits_by_program(runner, context)
     scores, noise = _scores(runner, job, context, logits)
     spread = float(max(np.abs(row - logits[0]).max() for row in logits[1:]))
@@ -137,21 +135,55 @@ def first_difference(runner, job: Job, plain: Sequence[int], spec: Sequence[int]
     explained = (
         spread <= ROUNDING_LIMIT[runner.cfg.run.compute_dtype] * largest
         and not runner.plan.invariant
-        and _can_win(plain_gap, a, b, support(scores[1], job.params, slack), slack)
-        and _can_win(spec_gap, b, a, support(scores[2], job.params, slack), slack)
+        and _can_win(plain_gap, a, b, scores[1], job.params, slack)
+        and _can_win(spec_gap, b, a, scores[2], job.params, slack)
     )
     return Difference(
         job.request, job.sample, position, a, b, plain_gap, spec_gap, spread, bool(explained)
     )
 
 
-def _can_win(gap: float, winner: int, loser: int, kept: Support, slack: float) -> bool:
+def _can_win(
+    gap: float, winner: int, loser: int, scores: np.ndarray, params: SamplingParams, slack: float
+) -> bool:
     """Whether some scores within the slack choose `winner`, and others within it `loser`."""
-    if not np.isfinite(gap) or not (kept.possible[winner] and kept.possible[loser]):
+
+    def is_possible(token: int) -> bool:
+        return is_kept(scores, params, token, slack)
+
+    def is_certain(token: int) -> bool:
+        return is_kept(scores, params, token, -slack)
+
+    if not np.isfinite(gap) or not (is_possible(winner) and is_possible(loser)):
         return False
-    won = gap >= -2 * slack or not kept.certain[loser]
-    lost = gap <= 2 * slack or not kept.certain[winner]
+    won = gap >= -2 * slack or not is_certain(loser)
+    lost = gap <= 2 * slack or not is_certain(winner)
     return won and lost
+
+
+def is_kept(scores: np.ndarray, params: SamplingParams, token: int, slack: float) -> bool:
+    """Whether top-k, top-p and min-p keep a token if every score may be off.
+
+    Args:
+      scores: temperature-scaled scores, [V]; those of masked tokens are -inf.
+      params: sampling parameters, with the filters.
+      slack: largest error of a score: whether the token is kept for some scores within it. If it is
+        negative: whether the token is kept for all scores within its absolute value.
+    """
+    moved = scores - slack  # what is best for the token, or worst
+    moved[token] += 2 * slack
+    if not np.isfinite(moved[token]) or params.temperature <= 0:
+        return bool(np.isfinite(moved[token]))
+    above, kept = moved > moved[token], np.ones(len(moved), bool)
+    if params.top_k > 0:
+        if above.sum() >= params.top_k:
+            return False
+        kept = moved >= np.sort(moved)[-min(params.top_k, len(moved))]
+    mass = np.where(kept, np.exp(moved - moved.max()), 0.0)
+    most = params.top_p * np.exp(2 * slack) + np.copysign(MASS_ROUNDING, slack)
+    if params.top_p < 1 and above.any() and mass[above].sum() >= most * mass.sum():
+        return False
+    return params.min_p <= 0 or moved[token] >= moved.max() + np.log(params.min_p)
 
 
 def _scores(runner, job: Job, context: np.ndarray, logits: np.ndarray):
@@ -210,15 +242,10 @@ def _logits_by_program(runner, context: np.ndarray) -> np.ndarray:
     """The next-token logits [3 V] of a context by full forward, one-row and tree-row decoding."""
     rows = runner.tree.rows if runner.tree else 2
     tokens = np.broadcast_to(_padded(runner, context), (runner.batch, _width(runner, context)))
-    inputs = runner.params, tokens, np.int32(len(context))
+    inputs = runner.weights.policy, tokens, np.int32(len(context))
     with sharding.ambient(runner.mesh), precision_of(runner.cfg):
-        return np.stack(
-            [
-                np.asarray(_full(runner.cfg, *inputs)),
-                np.asarray(_by_rows(runner.cfg, 1, *inputs)),
-                np.asarray(_by_rows(runner.cfg, rows, *inputs)),
-            ]
-        )
+        by_rows = [_by_rows(runner.cfg, count, *inputs) for count in (1, rows)]
+        return np.stack(jax.device_get([_full(runner.cfg, *inputs), *by_rows]))
 
 
 def _width(runner, context: np.ndarray) -> int:
@@ -237,8 +264,8 @@ def _model(cfg: ModelConfig, params):
 @functools.partial(jax.jit, static_argnums=0)
 def _full(cfg: ModelConfig, params, tokens, length):
     model = _model(cfg, params)
-    found = model.prefill(tokens, jnp.full(tokens.shape[:1], length))
-    return model.logits(found.x[0, length - 1])
+    read = model.prefill(tokens, jnp.full(tokens.shape[:1], length))
+    return model.logits(read.x[0, length - 1])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -256,82 +283,5 @@ def _by_rows(cfg: ModelConfig, count: int, params, tokens, length):
     positions = jnp.broadcast_to(start + jnp.arange(count), (batch, count))
     rows = jnp.take(tokens, jnp.minimum(positions[0], tokens.shape[1] - 1), axis=1)
     where = Where("tree", positions, prefix=prefix, visible=chain_bits(count))
-    found = model.decode(rows, where, memory)
-    return model.logits(found.x[0, length - 1 - start])
-
-
-class Support(NamedTuple):
-    """The tokens that filters keep if every score may be off by a slack; bool [V] each.
-
-    Attributes:
-      possible: whether a token is kept for some scores within the slack.
-      certain: whether a token is kept for all scores within the slack.
-    """
-
-    possible: np.ndarray
-    certain: np.ndarray
-
-
-def support(scores: np.ndarray, params: SamplingParams, slack: float) -> Support:
-    """The tokens that top-k, top-p and min-p keep, by interval arithmetic in float64.
-
-    Args:
-      scores: temperature-scaled scores, [V]; those of masked tokens are -inf.
-      params: sampling parameters, with the filters.
-      slack: largest error of a score. With 0 both sets are those that the filters keep, up to
-        `MASS_ROUNDING`.
-    """
-    possible = np.isfinite(scores)
-    both = Support(possible, possible)
-    if params.temperature <= 0 or not possible.any():
-        return both
-    if params.top_k > 0:
-        both = _top_k(scores, params.top_k, slack, both)
-    if params.top_p < 1:
-        both = _top_p(scores, params.top_p, slack, both)
-    if params.min_p > 0:
-        edge = scores.max() + np.log(params.min_p)
-        both = Support(
-            both.possible & (scores >= edge - 2 * slack),
-            both.certain & (scores >= edge + 2 * slack),
-        )
-    # The most likely token passes every filter.
-    best = scores.max()
-    alone = (scores >= best - 2 * slack).sum() == 1
-    return Support(both.possible | (scores == best), both.certain | ((scores == best) & alone))
-
-
-def _top_k(scores: np.ndarray, k: int, slack: float, before: Support) -> Support:
-    """The tokens with fewer than k tokens above them."""
-    ascending = np.sort(scores)
-
-    def above(threshold):
-        return len(scores) - np.searchsorted(ascending, threshold, side="right")
-
-    certainly_above = above(scores + 2 * slack)
-    itself = 1 if slack > 0 else 0  # a token is within the slack of itself
-    possibly_above = above(scores - 2 * slack) - itself
-    return Support(before.possible & (certainly_above < k), before.certain & (possibly_above < k))
-
-
-def _top_p(scores: np.ndarray, top_p: float, slack: float, before: Support) -> Support:
-    """The tokens with less than `top_p` of the probability mass above them."""
-    weight = np.exp(scores - scores.max())
-    order = np.argsort(scores)
-    ascending = scores[order]
-
-    def mass_above(threshold, kept):
-        mass = np.where(kept, weight, 0.0)
-        suffix = np.append(np.cumsum(mass[order][::-1])[::-1], 0.0)
-        return suffix[np.searchsorted(ascending, threshold, side="right")] / mass.sum()
-
-    widen = np.exp(2 * slack)
-    least = mass_above(scores + 2 * slack, before.possible) / widen - MASS_ROUNDING
-    most = mass_above(scores - 2 * slack, before.certain)
-    if slack > 0:  # a token is within the slack of itself, and is not above itself
-        own = np.where(before.certain, weight, 0.0)
-        most = most - own / own.sum()
-    return Support(
-        before.possible & (least < top_p),
-        before.certain & (most * widen + MASS_ROUNDING < top_p),
-    )
+    decoded = model.decode(rows, where, memory)
+    return model.logits(decoded.x[0, length - 1 - start])

@@ -21,54 +21,33 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Sequence as Several
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 
+from specjax import control as controllers
 from specjax.config import ModelConfig, SpecConfig
 from specjax.config.spec import RANDOM_DRAFT
-from specjax.control import (
-    OFF,
-    ControlConfig,
-    Controller,
-    Goodput,
-    Observation,
-    Static,
-    make_controller,
-)
+from specjax.control import OFF, ControlConfig, Controller, Observation, Static
 from specjax.decode.chunk import Result
-from specjax.decode.options import Features
+from specjax.decode.report import Rejections
 from specjax.decode.state import RUNNING
-from specjax.engine.alarm import AcceptanceAlarm
+from specjax.engine import settings
 from specjax.engine.base import BaseEngine
 from specjax.engine.chunks import Chunk, InFlight, NextChunk, choose_program
-from specjax.engine.inputs import admission_of, piece_of, place_size, row_map_of
-from specjax.engine.options import Limits
 from specjax.engine.pages import PagePool
-from specjax.engine.request import SampleOutput
-from specjax.engine.runner import FEW, Runner
+from specjax.engine.request import Limits, SampleOutput
+from specjax.engine.runner import FEW, Runner, admission_of, piece_of, place_size, row_map_of
 from specjax.engine.scheduler import LengthHistory, Prompt, Scheduler
-from specjax.engine.sequence import (
-    Finished,
-    ResultLists,
-    Sequence,
-    Watcher,
-    rejections_until,
-)
-from specjax.engine.settings import (
-    EngineConfig,
-    bucket_base,
-    piece_widths,
-    powers,
-    strategies_of,
-)
+from specjax.engine.sequence import Finished, ResultLists, Sample, Unfinished, Watcher
+from specjax.engine.settings import EngineConfig
 from specjax.engine.start_up import Programs, compile_ahead
-from specjax.engine.unfinished import Unfinished, all_of
-from specjax.engine.vocabulary import TokenCounts, checked_ids, draft_ids, own_ids
+from specjax.engine.vocabulary import DraftedIds
 from specjax.interfaces import Draft, FinishedSample
 from specjax.kernels.dispatch import device_of
 from specjax.models.transformer import Params
+from specjax.spelling import Spell, python
 from specjax.telemetry import Collector, SlotInfo, active_transforms
 
 PREFILL_ROWS = 8  # the most prompts that one prefill reads
@@ -77,6 +56,8 @@ PREFILL_ROWS = 8  # the most prompts that one prefill reads
 # and measuring the 9 missing chunks of assets/sums for 16 rows (4 plain, 5 that draft) took 103 s,
 # which is 17 units. These give 29.
 MEASURING_COST, PLAIN_COST, DRAFTING_COST = 1, 1, 3
+ALARM_ROUNDS = 300  # rounds of samples that drafted, after which the accept length is looked at
+LEAST = 1.05  # accept length below which a draft is not the one for its target, or is run wrongly
 
 log = logging.getLogger(__name__)
 
@@ -101,18 +82,16 @@ class Engine(BaseEngine):
 
     Attributes:
       alarm: looks at the accept length of each head once; None: nothing is to be expected of it.
-      runner: the device side: parameters, state and executables.
+      runner: the device side: weights, state and executables.
       scheduler: slots, pages and the queue.
       controller: the controller that chooses the strategy of each chunk.
       unfinished: the samples that have not ended.
       buckets: compiled batch sizes, ascending; one in `invariant` mode.
-      slots: the most sequences that have a row at once, `batch` or fewer.
       piece_widths: lengths that pieces of prompts are padded to, ascending.
       telemetry: the collector of rejected drafts; None unless `spec` turns it on.
       watcher: object that is called with the results of each chunk; None: there is none.
       lengths: lengths of earlier samples, by prompt.
-      counts: how often each token was emitted, to choose the ids to draft from, shared by replicas;
-        None where they are fixed.
+      drafted: the ids that are drafted from; None: all.
       others_wait: whether samples outside this engine wait for slots that become free.
       latest: strategy and bucket of the last chunk whose result was read; None before the first.
       replica: index of this engine among the replicas.
@@ -133,60 +112,52 @@ class Engine(BaseEngine):
         max_len: int,
         stop_width: int = 8,
         mesh: jax.sharding.Mesh | None = None,
-        prompt_widths: Several[int] | None = None,
+        prompt_widths: Sequence[int] | None = None,
         source: Draft | None = None,
         config: EngineConfig | None = None,
         control: ControlConfig | None = None,
         most_cache_bytes: int | None = None,
     ):
-        self.config = config or EngineConfig()
-        platform = device_of(mesh).platform
-        self._prompt_widths = prompt_widths
-        asked, spec = spec, None if spec is None or spec.is_off else spec
-        self.spec, self.control = spec, control
-        self.runner = Runner(
+        self.config, self._prompt_widths = config or EngineConfig(), prompt_widths
+        platform, given = device_of(mesh).platform, spec
+        self.spec = spec = None if spec is None or spec.is_off else spec
+        self.control, self.batch, self.max_len = control, batch, max_len
+        self.runner = runner = Runner(
             cfg,
-            asked,
+            given,
             batch,
             max_len,
             stop_width,
             mesh,
             source,
-            self.config.chunk_tokens,
-            strategies_of(spec, control),
-            self.config.page_size,
-            self.config.cache_bytes,
-            widths=piece_widths(self.config, max_len, prompt_widths, platform),
-            attention=self.config.attention,
-            products=self.config.products,
-            stretch=self.config.stretch,
-            enforce_eager=self.config.enforce_eager,
-            most_cache_bytes=most_cache_bytes,
+            settings.strategies_of(spec, control),
+            self.config,
+            most_cache_bytes,
+            self._widths(platform),
         )
         self.limits = Limits(cfg, max_len, stop_width, spec.acceptance if spec else None)
-        self.batch, self.max_len = batch, max_len
         self.size_for(platform)
-        self.unfinished = Unfinished(self.runner, self.limits)
-        self.controller, self._plain = self._controller(), Static(OFF)
+        self.controller, self._plain = Static(runner.plan.strategy), Static(OFF)
+        if control is not None:
+            strategies = [plan.strategy for plan in runner.plans.values()]
+            self.controller = controllers.make_controller(control, strategies)
         self.telemetry = Collector() if spec and spec.telemetry_on else None
         self.watcher: Watcher | None = None
         self.lengths = LengthHistory()
-        self.counts: TokenCounts | None = None
-        if self.runner.ids is not None and spec.token_map is None and spec.by_token:
-            ends = [token for token in cfg.eos_token_ids if token < cfg.vocab_size]
-            self.counts = TokenCounts(cfg.vocab_size, self.runner.ids, ends)
+        source = runner.longest.source
+        self.drafted: DraftedIds | None = None
+        if runner.weights.ids is not None:
+            self.drafted = DraftedIds(cfg, spec, source, runner.weights)
         self.latest: tuple[str, int] | None = None
         self.preemptions = self.stale_positions = 0
-        source = self.runner.longest.source
         # A draft without weights may find nothing, and a new head has not learnt anything yet.
         checked = source is not None and source.network is not None and spec.draft != RANDOM_DRAFT
         self.alarm = AcceptanceAlarm(source) if checked else None
         self._watched: Params | None = None  # the head that was looked at last
-        self._own_ids: np.ndarray | None = None  # the tokens that the head drafts; None: all
         self._to_feed: list[FinishedSample] = []
         self.clear()
         # With several strategies `step` compiles all of them, at first or later.
-        self.warm_rows = batch if len(self.runner.plans) == 1 else 0
+        self.warm_rows = batch if len(runner.plans) == 1 else 0
         self._plain_seconds = 0.0  # duration of plain chunks since programs were compiled last
 
     @property
@@ -204,42 +175,28 @@ class Engine(BaseEngine):
         They are those of the engine's own devices; a plan sets them for devices that others stand
         for. Programs that are compiled for other sizes are not used.
         """
-        widths = piece_widths(self.config, self.max_len, self._prompt_widths, platform)
-        self.piece_widths = widths
-        base = bucket_base(platform)
-        self.buckets = [self.batch] if self.runner.plan.invariant else powers(self.batch, base)
+        self.piece_widths = self._widths(platform)
+        base = settings.bucket_base(platform)
+        is_one = self.runner.plan.invariant
+        self.buckets = [self.batch] if is_one else settings.powers(self.batch, base)
 
-    def _controller(self) -> Controller:
-        if self.control is None:
-            own = self.runner.plan.strategy
-            return make_controller(ControlConfig(controller="static", strategies=(own,)))
-        return make_controller(self.control, [p.strategy for p in self.runner.plans.values()])
+    def _widths(self, platform: str) -> list[int]:
+        return settings.piece_widths(self.config, self.max_len, self._prompt_widths, platform)
 
-    def clear(self, slots: int | None = None) -> None:
-        """Drops all samples that wait or run.
+    def clear(self) -> None:
+        runner, self.unfinished = self.runner, Unfinished()
 
-        Args:
-          slots: number of slots to use from now on, at most `batch`; None: all. Fewer slots run in
-            the smaller buckets, as the tail of a rollout does, and compile nothing.
-        """
-        slots = self.batch if slots is None else slots
-        if not 1 <= slots <= self.batch:
-            raise ValueError(f"slots must be between 1 and {self.batch}, got {slots}")
-        runner, self.slots = self.runner, slots
-        self.unfinished.clear()
-
-        def expected_length(sequence: Sequence) -> float | None:
-            return self.lengths.expected(sequence.job.prompt_hash)
+        def expected_length(sample: Sample) -> float | None:
+            return self.lengths.expected(sample.job.prompt_hash)
 
         self.scheduler = Scheduler(
-            slots + runner.extra_slots,
+            self.batch + runner.extra_slots,
             runner.prompts - 1,
             PagePool(runner.pages),
             runner.page_size,
             runner.rewritten,
             expected_length if self.config.order == "longest_first" else None,
         )
-        self._table = np.zeros((runner.slots, runner.table_width), np.int32)
         self._in_flight, self._next_chunk = InFlight(runner), NextChunk(runner)
         self._rows = 0  # what `NextChunk.rows` returned when pages were reserved last
         self._events: list[Finished] = []
@@ -275,26 +232,21 @@ class Engine(BaseEngine):
         Returns:
           whether the engines have equal programs; else nothing changes.
         """
-        if self.has_programs_of(other):
+        equal = self.has_programs_of(other)
+        if equal:
             self.runner.share_programs(other.runner)
-            return True
-        return False
+        return equal
 
     def has_programs_of(self, other: Engine) -> bool:
         """Whether an engine with the same draft source has equal settings and devices."""
-        mine, theirs = (
-            (
-                engine.runner.cfg,
-                engine.runner.mesh,
-                engine.spec,
-                engine.config,
-                [*engine.runner.plans],
-                (engine.batch, engine.max_len, engine.runner.stop_width),
-                engine.piece_widths,
-            )
-            for engine in (self, other)
-        )
-        return mine == theirs
+        return self._settings == other._settings
+
+    @property
+    def _settings(self) -> tuple:
+        """All that decides which programs are compiled, besides the draft source."""
+        runner, sizes = self.runner, (self.batch, self.max_len, self.runner.stop_width)
+        plans = tuple(runner.plans)
+        return runner.cfg, runner.mesh, self.spec, self.config, plans, sizes, self.piece_widths
 
     def start_lines(self) -> list[str]:
         """Lines for the log at the start: whether the engine speculates, how, and on which kernel.
@@ -308,14 +260,10 @@ class Engine(BaseEngine):
             using += f" at first; the controller {kind} chooses among {', '.join(plans)}"
             if self.control.bs_threshold is not None:
                 using += f", off for more than {self.control.bs_threshold} samples at once"
+        if self.drafted is not None:
+            using += self.drafted.described()
         enabled = any(plan.tree is not None for plan in plans.values())
         kernel = f"attention kernel: {self.runner.cfg.run.attention}"
-        if self._own_ids is not None:
-            some = int(np.isin(self.runner.ids, self._own_ids).sum())
-            using += (
-                f"; of the {len(self.runner.ids)} tokens to draft from, the head drafts {some}, "
-                f"for it has {len(self._own_ids)}"
-            )
         graphs = self.runner.executables.graphs.line
         lines = [f"Speculative decoding enabled: {enabled}", using, kernel]
         return lines if graphs is None else [*lines, graphs]
@@ -326,39 +274,16 @@ class Engine(BaseEngine):
         if running not in ("recompute", "keep"):
             raise ValueError(f"running must be 'recompute' or 'keep', got {running!r}")
         self.drain()
-        scheduler = self.scheduler
-        if running == "recompute" or not self._draft_is_finite:
-            self._preempt_all(keep=True)
-        else:  # sequences that wait for a row hold nothing but what was read, and read it again
-            self._preempt_all(keep=True, first=self.slots)
-        scheduler.forget_prompts()
-        self.stale_positions += scheduler.positions
+        # Samples that wait for a row hold nothing but what was read, and read it again.
+        recompute = running == "recompute" or not self._draft_is_finite
+        self._preempt_all(keep=True, first=0 if recompute else self.batch)
+        self.scheduler.forget_prompts()
+        self.stale_positions += self.scheduler.positions
         if head is not None and head is not self._watched:
-            self._takes(head)
-        self.runner.set_params(params, self.runner.head if head is None else head)
+            self._look_at(head)
+        self.runner.weights.set(params, head)
         self.version += 1
         self._weights_changed()
-
-    def _weights_changed(self) -> None:
-        if not self.scheduler.pool.used:
-            self.runner.state = None  # it is allocated anew, and zeroed, when it is needed
-        self.controller.weights_changed()
-
-    @property
-    def _draft_is_finite(self) -> bool:
-        """Whether the draft's weights hold no NaN or infinity, which caches would take over."""
-        head = self.runner.checksums.get("draft")
-        return head is None or head.finite
-
-    def _preempt_all(self, keep: bool = False, first: int = 0) -> None:
-        """Puts running sequences back into the queue.
-
-        Args:
-          keep: as in `preempt`.
-          first: number of sequences, in the order of their starts, that run on.
-        """
-        for sequence in reversed(list(self.scheduler.running.values())[first:]):
-            self.preempt(sequence, keep)
 
     def set_head(self, head: Params) -> None:
         """Takes new parameters of the draft source alone.
@@ -376,60 +301,58 @@ class Engine(BaseEngine):
         if not self._draft_is_finite:
             self._preempt_all()
             self.scheduler.forget_prompts()
-        self.runner.moved = 0
-        self._takes(head)
-        self.runner.set_head(head)
+        self._look_at(head)
+        self.runner.weights.set_head(head)
         self._weights_changed()
 
-    def _takes(self, head: Params) -> None:
+    def _weights_changed(self) -> None:
+        if not self.scheduler.pool.used:
+            self.runner.state = None  # it is allocated anew, and zeroed, when it is needed
+        self.controller.weights_changed()
+
+    @property
+    def _draft_is_finite(self) -> bool:
+        """Whether the draft's weights hold no NaN or infinity, which caches would take over."""
+        head = self.runner.weights.checksums.get("draft")
+        return head is None or head.finite
+
+    def _preempt_all(self, keep: bool = False, first: int = 0) -> None:
+        """Puts running samples back into the queue.
+
+        Args:
+          keep: as in `preempt`.
+          first: number of samples, in the order of their starts, that run on.
+        """
+        for sample in reversed(list(self.scheduler.running.values())[first:]):
+            self.preempt(sample, keep)
+
+    def _look_at(self, head: Params) -> None:
         """Looks anew at the accept length and at the tokens, for another head drafts from now on.
 
         Raises:
           SettingError: the head drafts none of the ids that `token_map` lists.
         """
-        if self.alarm is None and self.runner.ids is None:
-            return
-        if self.runner.ids is not None:
-            self._draft_what_it_has(head)  # first, for it refuses some heads
-        self._watched = head
+        if self.drafted is not None:  # first, for it refuses some heads
+            self.drafted.take_head(head)
         if self.alarm is not None:
             self.alarm.renew()
+        if self.drafted is not None or self.alarm is not None:
+            self._watched = head
 
-    def _draft_what_it_has(self, head: Params) -> None:
-        """Begins to draft from tokens that the head has, unless they were given by a call."""
-        cfg, runner, before = self.runner.cfg, self.runner, self._own_ids
-        own = own_ids(runner.longest.source, head)
-        # A head that is refused here leaves nothing changed, so that it is refused again.
-        changed = own is not None and not np.array_equal(own, before)
-        ids = draft_ids(cfg, self.spec, own) if changed else None
-        self._own_ids = own
-        if ids is None:
-            return
-        if self.counts is not None:
-            self.counts.begin_with(ids, self._own_ids)
-        if self.counts is not None or (before is None and not self.spec.by_token):
-            runner.ids = ids
-
-    def set_draft_ids(self, ids: Several[int] | None = None) -> None:
-        self._check_draft_ids(ids)
-        if ids is None:
-            ids = self.counts.choose()
-        else:
-            self.counts = None
-            ids = checked_ids(ids, len(self.runner.ids), self.runner.cfg.vocab_size)
-        self.runner.set_ids(ids)
+    def set_draft_ids(self, ids: Sequence[int] | None = None) -> None:
+        if self.drafted is None:
+            raise ValueError(
+                "the draft proposes tokens of the whole vocabulary; give SpecConfig(draft_vocab=N) "
+                "at the start to have it propose N of them"
+            )
+        self.drafted.set(ids)
 
     def release(self, weights: bool = True) -> None:
-        if self.outstanding:
-            raise RuntimeError(
-                f"{self.outstanding} samples are not finished; step() until they are, or suspend() "
-                "them and add them again later"
-            )
+        self.require_ended()
         self.drain()
-        runner = self.runner
-        runner.state = runner.kept = runner.mark = None
+        self.runner.state = self.runner.kept = self.runner.mark = None
         if weights:
-            runner.params = runner.head = runner.vocabulary = runner.history = None
+            self.runner.weights.release()
 
     # --- samples ---------------------------------------------------------------------------------
 
@@ -442,39 +365,39 @@ class Engine(BaseEngine):
         return bool(self.unfinished or self._in_flight or self._events)
 
     @property
-    def running(self) -> list[Sequence]:
-        """The sequences that have a row as far as the host knows, in the order of their starts."""
-        return list(self.scheduler.running.values())[: self.slots]
+    def running(self) -> list[Sample]:
+        """The samples that have a row as far as the host knows, in the order of their starts."""
+        return list(self.scheduler.running.values())[: self.batch]
 
-    def queue(self, sequence: Sequence) -> Sequence:
-        sequence.replica = self.replica
-        self.unfinished.add(sequence)
-        self.scheduler.add(sequence)
-        return sequence
+    def queue(self, sample: Sample) -> Sample:
+        sample.replica = self.replica
+        self.unfinished.add(sample)
+        self.scheduler.add(sample)
+        return sample
 
-    def abort(self, sequence: Sequence) -> SampleOutput | None:
-        if sequence not in self.unfinished:
+    def abort(self, sample: Sample) -> SampleOutput | None:
+        if sample not in self.unfinished:
             return None
         if self.config.order == "longest_first":  # without the abort it would have been longer
-            self.lengths.add_longer_than(sequence.job.prompt_hash, len(sequence.tokens))
-        self._drop(sequence)
-        return sequence.output("abort")
+            self.lengths.add_longer_than(sample.job.prompt_hash, len(sample.tokens))
+        self._drop(sample)
+        return sample.output("abort")
 
-    def suspend(self) -> list[Sequence]:
+    def suspend(self) -> list[Sample]:
         """Removes and returns all samples that are not finished.
 
-        `add(sequence.job, sequence.progress())` continues one later. The next `step` returns the
+        `add(sample.job, sample.progress())` continues one later. The next `step` returns the
         samples that ended meanwhile.
         """
         self.drain()
-        found = list(self.unfinished)
-        for sequence in found:
-            self._drop(sequence)
-        return found
+        suspended = list(self.unfinished)
+        for sample in suspended:
+            self._drop(sample)
+        return suspended
 
-    def _drop(self, sequence: Sequence) -> None:
-        self.scheduler.drop(sequence)
-        self.unfinished.remove(sequence)
+    def _drop(self, sample: Sample) -> None:
+        self.scheduler.drop(sample)
+        self.unfinished.remove(sample)
 
     # --- the host loop ---------------------------------------------------------------------------
 
@@ -493,25 +416,21 @@ class Engine(BaseEngine):
         Returns:
           the samples that ended.
         """
-        runner = self.runner
-        if runner.params is None:
+        runner, executables = self.runner, self.runner.executables
+        if runner.weights.policy is None:
             raise RuntimeError(
                 "there are no weights to run with: they were released, or never set; call "
                 "set_params() before step()"
             )
         self._warm_up_if_due()
-        executables = runner.executables
         if executables.graphs.wanted and not executables.is_checked and self.unfinished:
             self._check_graphs()
         if runner.state is None:
             runner.reset()
-        if self.counts is not None:
-            if self.counts.is_due:
-                self.counts.choose()
-            if self.counts.ids is not runner.ids:  # another replica may have chosen
-                runner.set_ids(self.counts.ids)
+        if self.drafted is not None:
+            self.drafted.update()
         if self._to_feed:
-            runner.feed(self._to_feed)
+            runner.weights.feed(self._to_feed)
             self._to_feed = []
         self._in_flight.poll()
         self._in_flight.resume()
@@ -538,7 +457,7 @@ class Engine(BaseEngine):
         Several hosts of a replica have clocks that differ, and compile all programs at first.
         """
         controller = getattr(self.controller, "inner", self.controller)  # of a `Gate`
-        chooses = isinstance(controller, Goodput) and OFF in self.runner.plans
+        chooses = isinstance(controller, controllers.Goodput) and OFF in self.runner.plans
         return chooses and not self.runner.agreement.is_shared
 
     def _warm_up_if_due(self) -> None:
@@ -552,11 +471,11 @@ class Engine(BaseEngine):
         rows = min(self.batch, max(len(self.unfinished), 1))
         if rows <= self.warm_rows:
             return
-        features = all_of(self.unfinished.asked or [Features()]).widened()
+        features = self.unfinished.features.widened()
         if not self._starts_plain:
             self.warm_up([features])
             return
-        programs, plain = self.programs(), self.runner.strategies[OFF].program
+        programs, plain = self.programs(), self.runner.strategies[OFF].name
         timed = self.runner.executables.seconds.items()
         seconds = [s for key, s in timed if key[0] != "chunk" or key[1] == plain]
         if not seconds or not self.unfinished:
@@ -588,7 +507,7 @@ class Engine(BaseEngine):
         It is called before the first chunk of an engine that was not warmed up, while nothing is in
         the caches.
         """
-        runner, first = self.runner, list(self.unfinished)[: self.slots]
+        runner, first = self.runner, list(self.unfinished)[: self.batch]
         strategy = next(iter(runner.plans)) if self.warm_rows else OFF
         features, bucket = choose_program(runner, self.buckets, self.unfinished, strategy, first)
         compile_ahead([Programs(runner, {}, {bucket: [strategy]})], [features])
@@ -596,14 +515,8 @@ class Engine(BaseEngine):
 
     @property
     def _rows_are_taken_over(self) -> bool:
-        """Whether waiting sequences take over rows that become free, within a chunk."""
-        return self.scheduler.has_waiting or len(self.scheduler.running) > self.slots
-
-    @property
-    def _enough_wait(self) -> bool:
-        """Whether the next prompts can wait until a few of them are read at once."""
-        few_can_start = self.scheduler.free < FEW and not self.scheduler.is_reading
-        return few_can_start and len(self.scheduler.running) > self.slots
+        """Whether waiting samples take over rows that become free, within a chunk."""
+        return self.scheduler.has_waiting or len(self.scheduler.running) > self.batch
 
     def drain(self) -> None:
         """Waits for all chunks that were enqueued, and reads their results."""
@@ -621,17 +534,18 @@ class Engine(BaseEngine):
             )
 
     def _schedule(self) -> bool:
-        """Reserves pages, reads prompts, starts sequences, and enqueues a chunk if any can run.
+        """Reserves pages, reads prompts, starts samples, and enqueues a chunk if any can run.
 
-        Running sequences wait while at most `prefill_chunk` tokens of prompts are read, or one
-        piece if that is more. When none runs, prompts are read until all slots are filled.
+        Running samples wait while at most `prefill_chunk` tokens of prompts are read, or one piece
+        if that is more. Where only a few could start, the next prompts wait for others to be read
+        with. When no sample runs, prompts are read until all slots are filled.
         """
         self._make_room()
-        running, room = self.scheduler.running, self.config.prefill_chunk
-        idle = not running
-        if self._enough_wait:
+        scheduler, running, room = self.scheduler, self.scheduler.running, self.config.prefill_chunk
+        idle, few = not running, scheduler.free < FEW and not scheduler.is_reading
+        if few and len(running) > self.batch:
             room = 0
-        while (len(running) < self.slots if idle else room > 0) and (read := self._read_prompts()):
+        while (len(running) < self.batch if idle else room > 0) and (read := self._read_prompts()):
             room -= read
             if idle:
                 self._start()
@@ -639,28 +553,26 @@ class Engine(BaseEngine):
         return self._enqueue()
 
     def _make_room(self) -> None:
-        """Reserves pages for what running sequences may emit; preempts the latest if need be."""
-        scheduler, most = self.scheduler, self.runner.most_tokens
+        """Reserves pages for what running samples may emit; preempts the latest if need be."""
+        scheduler = self.scheduler
         self._rows = self._next_chunk.rows(
-            len(scheduler.running), self.slots, scheduler.has_waiting
+            len(scheduler.running), self.batch, scheduler.has_waiting
         )
-        scheduler.ahead = self._in_flight.max_tokens + most(self._rows)
-        while latest := scheduler.reserve():
-            if self._rows < self.slots:  # a shorter chunk needs less
-                self._rows = self.slots
-                scheduler.ahead = self._in_flight.max_tokens + most(self._rows)
-                continue
-            if self._in_flight:
-                self.drain()  # what the sequences have emitted must be known first
-                scheduler.ahead = most(self._rows)
-                continue
-            self.preempt(latest)
-            self.preemptions += 1
-        for slot, sequence in scheduler.running.items():
-            self._table[slot, : len(sequence.pages)] = sequence.pages
+        while True:
+            scheduler.ahead = self._in_flight.max_tokens + self.runner.most_tokens(self._rows)
+            latest = scheduler.reserve()
+            if latest is None:
+                return
+            if self._rows < self.batch:  # a shorter chunk needs less
+                self._rows = self.batch
+            elif self._in_flight:
+                self.drain()  # what the samples have emitted must be known first
+            else:
+                self.preempt(latest)
+                self.preemptions += 1
 
-    def preempt(self, sequence: Sequence, keep: bool = False) -> None:
-        """Puts a running sequence back into the queue.
+    def preempt(self, sample: Sample, keep: bool = False) -> None:
+        """Puts a running sample back into the queue.
 
         Its prompt and its generated tokens are read again. In `invariant` mode the tokens are
         generated again instead, because keys and values of tokens that are read and of tokens that
@@ -671,11 +583,10 @@ class Engine(BaseEngine):
           keep: read the generated tokens in `invariant` mode, too, since the weights are about to
             change.
         """
-        self._table[sequence.slot] = 0
-        sequence.unread = 0
-        if self.runner.plan.invariant and not keep and sequence.is_of(self.version):
-            sequence.restart()
-        self.scheduler.preempt(sequence)
+        sample.unread = 0
+        if self.runner.plan.invariant and not keep and sample.is_of(self.version):
+            sample.restart()
+        self.scheduler.preempt(sample)
 
     def _read_prompts(self) -> int:
         """Enqueues the reading of one piece of some prompts.
@@ -686,22 +597,17 @@ class Engine(BaseEngine):
         prompts = self.scheduler.next_to_read(self._piece_rows, self._piece_width)
         if not prompts:
             return 0
-        width = self._piece_width(prompts[0])
-        rows = self._rows_to_read(len(prompts), width)
-        self.runner.prefill(piece_of(prompts, rows, width, self.runner))
+        runner, width = self.runner, self._piece_width(prompts[0])
+        # The smallest compiled program that reads them. Where there is none, and in `invariant`
+        # mode, where one program reads all prompts, it is that of the most rows.
+        rows = self._piece_rows(width)
+        if not runner.plan.invariant:
+            compiled = runner.executables.rows(width + runner.tail)
+            rows = min((count for count in compiled if count >= len(prompts)), default=rows)
+        runner.prefill(piece_of(prompts, rows, width, runner))
         for prompt in prompts:
             prompt.read += min(width, prompt.to_read)
         return rows * width
-
-    def _rows_to_read(self, count: int, width: int) -> int:
-        """The rows of the smallest compiled program that reads `count` pieces of this width.
-
-        Where there is none, and in `invariant` mode, where one program reads all prompts, it is the
-        most rows that are ever read at once.
-        """
-        runner, most = self.runner, self._piece_rows(width)
-        fits = [rows for rows in runner.executables.rows(width + runner.tail) if rows >= count]
-        return most if runner.plan.invariant else min(fits, default=most)
 
     def _piece_width(self, prompt: Prompt) -> int:
         """The padded length of the next piece of a prompt."""
@@ -713,52 +619,40 @@ class Engine(BaseEngine):
         return max(1, min(most, self.config.prefill_chunk // width))
 
     def _start(self) -> None:
-        """Enqueues the start of all sequences that can start."""
-        starts = self.scheduler.starts()
-        most = self.runner.prompts - 1
-        for at in range(0, len(starts), most):
-            placed = starts[at : at + most]
+        """Enqueues the start of all samples that can start."""
+        starts, runner = self.scheduler.starts(), self.runner
+        most = runner.prompts - 1
+        for first in range(0, len(starts), most):
+            placed = starts[first : first + most]
             for start in placed:
-                sequence = start.sequence
-                self._table[sequence.slot] = 0
-                self._table[sequence.slot, : len(sequence.pages)] = sequence.pages
-                self._ended.pop(sequence.slot, None)
-            count = place_size(self.runner.batch, len(placed))
-            self.runner.place(admission_of(placed, count, self.runner))
+                self._ended.pop(start.sequence.slot, None)
+            runner.place(admission_of(placed, place_size(runner.batch, len(placed)), runner))
 
     def _enqueue(self) -> bool:
-        """Enqueues a chunk of the sequences that may still run."""
-        certain, running = self._in_flight.certain_tokens(), self.scheduler.running.values()
-        sequences = [s for s in running if s.job.limit - s.length > certain[s]]
-        if not sequences:
+        """Enqueues a chunk of the samples that may still run."""
+        runner, certain = self.runner, self._in_flight.certain_tokens()
+        running = self.scheduler.running.values()
+        samples = [s for s in running if s.job.limit - s.length > certain[s]]
+        if not samples:
             return False
+        # Further samples, not in the row map, wait for rows that become free.
+        others = self.scheduler.has_waiting or self.others_wait or self.config.follow_ups
+        controller = self._controller_for(min(len(samples), self.batch))
         chunk = self._next_chunk(
-            sequences,
-            self.slots,
-            self._rows,
-            self.buckets,
-            self._controller_for(min(len(sequences), self.slots)),
-            self.unfinished,
-            self._others_wait,
+            samples, self.batch, self._rows, self.buckets, controller, self.unfinished, others
         )
-        runner, ended = self.runner, []
-        if runner.drafts_from_others and chunk.spare:
-            ended = list(self._ended)[-chunk.spare :]
-        row_map = row_map_of(
-            chunk.sequences, chunk.bucket, chunk.waiting, ended, self._table, runner
-        )
+        ended = list(self._ended)[-chunk.spare :] if chunk.spare else []
+        ended = ended if runner.drafts_from_others else []
+        row_map = row_map_of(chunk.sequences, chunk.bucket, chunk.waiting, ended, runner)
         chunk.begun_after, chunk.start_mark = time.perf_counter(), runner.mark
         chunk.version = self.version
-        chunk.result = runner.chunk(chunk.strategy, chunk.features, row_map, chunk.ends, chunk.run)
+        chunk.result = runner.chunk(
+            chunk.strategy, chunk.features, row_map, chunk.ends, chunk.program
+        )
         chunk.result.send()
         chunk.announced = runner.agreement.announced
         self._in_flight.add(chunk)
         return True
-
-    @property
-    def _others_wait(self) -> bool:
-        """Whether further sequences, not in the row map, wait for rows that become free."""
-        return self.scheduler.has_waiting or self.others_wait or self.config.follow_ups
 
     def _postprocess(self, chunk: Chunk) -> None:
         """Waits for a chunk, and reads its result."""
@@ -770,38 +664,38 @@ class Engine(BaseEngine):
         self._in_flight.cut_short = False
         tree = self.runner.plans[chunk.strategy].tree
         # In a program that can draft, the draft reads the emitted tokens even in plain rounds.
-        reads = chunk.run.plan.tree is not None
+        reads = chunk.program.plan.tree is not None
         rejections = None if self.telemetry is None else result.report.rejections
         infos: list[SlotInfo | None] = [None] * len(result.length)
         ends = np.full(len(infos), self.runner.max_len)
         ended = catch_up = context = 0
-        for index, sequence in enumerate(chunk.row_map):
-            if sequence is None or sequence.slot is None:
+        for index, sample in enumerate(chunk.row_map):
+            if sample is None or sample.slot is None:
                 continue
             if rejections is not None:
-                job, transforms = sequence.job, active_transforms(sequence.features)
+                job, transforms = sample.job, active_transforms(sample.features)
                 infos[index] = SlotInfo(job.request, job.sample, len(job.prompt), transforms)
-            known = sequence.length
-            sample = sequence.take_in(index, lists, tree, chunk.version)
+            known = sample.length
+            output = sample.take_in(index, lists, tree, chunk.version)
             if int(result.rounds) < chunk.rounds and lists.finish[index] == RUNNING:
                 self._in_flight.cut_short = True
-            if sequence.length > known:  # else it had no row, or its logits were invalid
-                catch_up = max(catch_up, sequence.unread)
+            if sample.length > known:  # else it had no row, or its logits were invalid
+                catch_up = max(catch_up, sample.unread)
                 ran = sum(count > 0 for count in lists.counts[index])
-                context += ran * (known + sequence.length) / 2
-                sequence.unread = 0 if reads else sequence.unread + sequence.length - known
+                context += ran * (known + sample.length) / 2
+                sample.unread = 0 if reads else sample.unread + sample.length - known
                 if self.watcher is not None:
-                    self.watcher.news(sequence, sequence.news())
-            if sample is not None:
-                ends[index] = len(sequence.job.prompt) + len(sample.token_ids)
+                    self.watcher.news(sample, sample.news())
+            if output is not None:
+                ends[index] = len(sample.job.prompt) + len(output.token_ids)
                 ended += 1
-                self._finish(sequence, sample)
+                self._finish(sample, output)
         self.latest = chunk.strategy, chunk.bucket
         if self.watcher is not None:
             self.watcher.chunk(*self.latest, int(result.rounds))
         self._observe(chunk, result, seconds, ended, catch_up, context)
         if rejections is not None:
-            self.telemetry.add(rejections_until(rejections, ends), infos)
+            self.telemetry.add(_rejections_until(rejections, ends), infos)
 
     def _observe(
         self,
@@ -825,10 +719,10 @@ class Engine(BaseEngine):
         if self.runner.plans[chunk.strategy].tree is None:
             # A program that can draft reports plain rounds as plain decoding's own program does.
             accepted = np.where(result.report.counts[:rounds] > 0, 0, accepted)
-        elif self.alarm is not None and not self.alarm.is_done and not opted_out:
+        elif self.alarm is not None and not opted_out:
             drafted = accepted[accepted >= 0]
             self.alarm.add(drafted.size, int(drafted.sum()))
-        seen = functools.partial(
+        observation = functools.partial(
             Observation,
             batch_size=len(sequences),
             strategy=chunk.strategy,
@@ -843,17 +737,77 @@ class Engine(BaseEngine):
         if chunk.bucket > self.warm_rows and chunk.strategy == OFF and math.isfinite(seconds):
             self._plain_seconds += seconds
         observe = self._controller_for(chunk.bucket).observe
-        self.runner.agreement.ask(seconds, lambda agreed: observe(seen(seconds=agreed)))
+        self.runner.agreement.ask(seconds, lambda agreed: observe(observation(seconds=agreed)))
 
-    def _finish(self, sequence: Sequence, sample: SampleOutput) -> None:
-        self._table[sequence.slot] = 0
-        self._ended[sequence.slot] = None
-        self.scheduler.finish(sequence)
-        self.unfinished.remove(sequence)
-        if self.counts is not None:
-            self.counts.add(sample.token_ids)
+    def _finish(self, sample: Sample, output: SampleOutput) -> None:
+        self._ended[sample.slot] = None
+        self.scheduler.finish(sample)
+        self.unfinished.remove(sample)
+        if self.drafted is not None and self.drafted.counts is not None:
+            self.drafted.counts.add(output.token_ids)
         if self.runner.takes_samples:
-            self._to_feed.append(FinishedSample(sequence.job.prompt, sample.token_ids))
+            self._to_feed.append(FinishedSample(sample.job.prompt, output.token_ids))
         if self.config.order == "longest_first":
-            self.lengths.add(sequence.job.prompt_hash, len(sample.token_ids))
-        self._events.append(Finished(sequence, sample))
+            self.lengths.add(sample.job.prompt_hash, len(output.token_ids))
+        self._events.append(Finished(sample, output))
+
+
+def _rejections_until(rejections: Rejections, ends: np.ndarray) -> Rejections:
+    """Drops rejections after the end of each sample, where a stop string ended it in the chunk.
+
+    Args:
+      ends: number of prompt and generated tokens of each sample, [B].
+    """
+    begins = rejections.position - rejections.accepted  # a round's first token
+    return rejections._replace(
+        accepted=np.where(begins >= ends, -1, rejections.accepted),
+        emitted=rejections.emitted & (rejections.position < ends),
+    )
+
+
+class AcceptanceAlarm:
+    """Warns once of a head of which hardly a drafted token is accepted.
+
+    It looks at the accept length of the first `ALARM_ROUNDS` drafted rounds with each head.
+
+    Args:
+      source: what drafts.
+
+    Attributes:
+      spell: function that spells settings in the warning.
+    """
+
+    def __init__(self, source: Draft):
+        self.spell: Spell = python
+        self._source = source
+        self.renew()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether enough rounds were counted."""
+        return self._rounds >= ALARM_ROUNDS
+
+    def renew(self) -> None:
+        """Counts anew, because the source drafts with another head from now on."""
+        self._rounds = self._accepted = 0
+
+    def add(self, rounds: int, accepted: int) -> None:
+        """Counts drafted rounds of all samples and the tokens that they accepted, until `is_done`.
+
+        Logs the warning if it is due.
+        """
+        if self.is_done:
+            return
+        self._rounds, self._accepted = self._rounds + rounds, self._accepted + accepted
+        if self.is_done and (length := 1 + self._accepted / self._rounds) < LEAST:
+            log.warning(
+                "accept length has been %.2f for %d rounds: speculation only costs time. %s",
+                length, self._rounds, advice(self._source, self.spell),
+            )  # fmt: skip
+
+
+def advice(source: Draft | None, spell: Spell = python) -> str:
+    """Says what to look at if hardly a drafted token is accepted; `spell` spells settings."""
+    text = "" if source is None else source.suspects()
+    text = text.replace("draft_overrides", spell("draft_overrides"))
+    return text[:1].upper() + text[1:] or "Is the draft the one that belongs to this policy?"

@@ -1,11 +1,11 @@
 """The engines of several processes behind the interface of one.
 
 Every process runs replicas on its own devices, independently of the others. (Only processes that
-share a replica run their host loops in step, see `agreement`.) All processes make the same calls in
-the same order: a sample is added on every process, and runs on those of its owner. From time to
-time the processes exchange the new tokens of their samples. `step`, `abort` and a sample's `tokens`
-give the state of the last exchange, which is the same on all processes, and so are all decisions
-that depend on it. Clocks decide when there is an exchange, and nothing else.
+share a replica run their host loops in step, see `specjax.parallel.agreement`.) All processes make
+the same calls in the same order: a sample is added on every process, and runs on those of its
+owner. From time to time the processes exchange the new tokens of their samples. `step`, `abort` and
+a sample's `tokens` give the state of the last exchange, which is the same on all processes, and so
+are all decisions that depend on it. Clocks decide when there is an exchange, and nothing else.
 
 An exchange runs on the devices, after the programs that were enqueued before it. Other work on idle
 replicas (see `IdleWork`) ends before the next exchange, so that no process waits for it.
@@ -15,28 +15,23 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Several
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from specjax.engine.base import BaseEngine, PerEngine
-from specjax.engine.checksum import checksum
+from specjax.engine.base import BaseEngine
 from specjax.engine.engine import Engine
 from specjax.engine.replicas import POLL, Replicas
 from specjax.engine.request import Job, SampleOutput, Totals
-from specjax.engine.sequence import Finished, Sequence
-from specjax.interfaces import Axes, Params
+from specjax.engine.sequence import Finished, Progress, Sample
+from specjax.interfaces import Params
 from specjax.models.transformer import split_layout
 from specjax.parallel import sharding
-from specjax.parallel.collectives import received
+from specjax.parallel.copies import Copies, ProcessGroup, checksum, require_equal
 from specjax.parallel.distributed import gather
-from specjax.parallel.reshard import Reshard, Unrelated
 
 log = logging.getLogger(__name__)
 
@@ -45,20 +40,6 @@ log = logging.getLogger(__name__)
 EXCHANGE = 1.0
 # Where work on idle replicas takes longer, exchanges are this many times as far apart.
 _ROOM = 1.25
-
-
-class ProcessGroup(NamedTuple):
-    """The processes that run the same samples: one with replicas of its own, or all of one replica.
-
-    Attributes:
-      index: index of the group of this process; -1: the process has no part of a replica.
-      count: number of groups.
-      reports: whether this process sends the news of its group to the others.
-    """
-
-    index: int
-    count: int
-    reports: bool
 
 
 class IdleWork(Protocol):
@@ -70,7 +51,7 @@ class IdleWork(Protocol):
 
     seconds_needed: float
 
-    def use_idle(self, replicas: Several[int], seconds: float) -> bool:
+    def use_idle(self, replicas: Sequence[int], seconds: float) -> bool:
         """Starts a piece of work on an idle replica; called often, and never waits.
 
         Args:
@@ -85,151 +66,6 @@ class IdleWork(Protocol):
         """Waits until no piece of work is running."""
 
 
-class Copies:
-    """Copies weights from the devices of training to the replicas of all processes.
-
-    Weights go from device to device where training and the replicas have the same devices. Else
-    they go through the memory of the hosts, one weight at a time.
-
-    Args:
-      places: the mesh of every replica of the job, in the order of processes.
-      training: mesh that weights come from; None: one with the devices of the replicas.
-
-    Attributes:
-      own: meshes of the replicas of this process; there may be none.
-      before: number of replicas of the job that come before its own.
-      group: group of this process.
-      received: bytes that a device received for the weights that were copied last.
-      through_hosts: whether weights go through the memory of the hosts.
-
-    Raises:
-      ValueError: a process has devices of a shared replica and of another one.
-    """
-
-    def __init__(
-        self,
-        places: Several[jax.sharding.Mesh],
-        training: jax.sharding.Mesh | None = None,
-    ):
-        grid = np.concatenate([place.devices for place in places])
-        self.mesh = jax.sharding.Mesh(grid, places[0].axis_names)
-        hosts = [sorted({d.process_index for d in place.devices.flat}) for place in places]
-        for replica, here in enumerate(hosts):
-            both = [h for h in here if len(here) > 1 and sum(h in other for other in hosts) > 1]
-            if both:
-                raise ValueError(
-                    f"replica {replica} has devices in processes {here}, and those in {both} have "
-                    "devices of other replicas, too: a process waits for the others of one replica "
-                    "only. Make rollout.tp a multiple, or a divisor, of a process's devices"
-                )
-        process = jax.process_index()
-        mine = [r for r, here in enumerate(hosts) if process in here]
-        firsts = sorted({here[0] for here in hosts})
-        self.own, self.before = [places[r] for r in mine], mine[0] if mine else 0
-        self.group = ProcessGroup(-1, len(firsts), reports=False)
-        if mine:
-            first = hosts[mine[0]][0]
-            self.group = ProcessGroup(firsts.index(first), len(firsts), reports=process == first)
-        devices = set(self.mesh.devices.flat)
-        self.through_hosts = training is not None and set(training.devices.flat) != devices
-        self.received = 0
-        self._programs: dict[Any, tuple[Callable, int]] = {}
-
-    def __call__(
-        self, tree: Params, axes: Axes, convert: Callable[[Params], Params] | None = None
-    ) -> list[Params]:
-        """Copies weights to each replica of this process; all processes must call it.
-
-        Args:
-          tree: weights on any devices of the job.
-          axes: logical axes of the weights, see `specjax.parallel.sharding`.
-          convert: jitted function to apply to the weights before they are copied, see `Reshard`;
-            None: the copies are as the weights.
-
-        Returns:
-          the copies, one for each of `own`.
-        """
-        leaves, structure = jax.tree.flatten(tree)
-        self.received = 0
-        if not leaves:
-            return [tree for _ in self.own]
-        if self.through_hosts:
-            return self._fetched(tree, axes, convert)
-        key = structure, convert, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
-        if key not in self._programs:
-            self._programs[key] = self._program(tree, axes, convert)
-        program, self.received = self._programs[key]
-        everywhere = program(tree)
-        return [jax.tree.map(lambda a, p=place: _part(a, p), everywhere) for place in self.own]
-
-    def _fetched(self, tree: Params, axes: Axes, convert) -> list[Params]:
-        """Copies weight by weight, because a host may not have room for all of them.
-
-        Args:
-          convert: as in `__call__`; it must take a tree in which all weights but one are left out.
-        """
-        flatten = jax.tree_util.tree_flatten_with_path
-        made, structure = flatten(tree if convert is None else jax.eval_shape(convert, tree))
-        shapes = jax.tree.unflatten(structure, [shape for _, shape in made])
-        targets = [
-            dict(flatten(sharding.param_shardings(place, shapes, axes))[0]) for place in self.own
-        ]
-        placed: list[dict[Any, jax.Array]] = [{} for _ in self.own]
-        for path, leaf in flatten(tree)[0]:
-            pieces = [(path, leaf)] if convert is None else flatten(convert(_alone(path, leaf)))[0]
-            for name, piece in pieces:
-                whole = sharding.fetch(piece)
-                for here, where in zip(placed, targets, strict=True):
-                    here[name] = sharding.put(whole, where[name])
-        for where in targets[:1]:
-            self.received = sum(
-                math.prod(where[name].shard_shape(x.shape)) * np.dtype(x.dtype).itemsize
-                for name, x in made
-            )
-        return [jax.tree.unflatten(structure, [here[name] for name, _ in made]) for here in placed]
-
-    def _program(self, tree: Params, axes: Axes, convert) -> tuple[Callable, int]:
-        """The program that copies weights, and the bytes that a device receives by it.
-
-        It copies, since training overwrites its weights. It moves no byte more than it must if the
-        `tp` of the replicas is a multiple of training's.
-        """
-        try:
-            program = Reshard(tree, self.mesh, axes, convert)
-            return program, program.bytes_per_device
-        except Unrelated as error:
-            log.warning(
-                "weights reach the replicas by a program that XLA lays out, which may hold whole "
-                "weights for a moment; rollout.tp a multiple of mesh.tp avoids it (%s)", error
-            )  # fmt: skip
-            convert = convert or (lambda tree: tree)
-            copied = jax.jit(
-                lambda tree: jax.tree.map(lambda a: jnp.array(a, copy=True), convert(tree)),
-                out_shardings=sharding.param_shardings(
-                    self.mesh, jax.eval_shape(convert, tree), axes
-                ),
-            )
-            compiled = copied.lower(tree).compile()
-            return compiled, sum(c.received for c in received(compiled.as_text()))
-
-
-def _alone(path, leaf):
-    """A tree of nested dicts with one weight, at its path."""
-    for entry in reversed(path):
-        leaf = {entry.key: leaf}
-    return leaf
-
-
-def _part(array: jax.Array, place: jax.sharding.Mesh) -> jax.Array:
-    """The shards of an array that lie on a replica, as an array; nothing is copied."""
-    here = {shard.device: shard.data for shard in array.addressable_shards}
-    return jax.make_array_from_single_device_arrays(
-        array.shape,
-        jax.NamedSharding(place, array.sharding.spec),
-        [here[device] for device in place.devices.flat if device in here],
-    )
-
-
 @dataclasses.dataclass(eq=False)
 class SharedSample:
     """A sample as all processes know it; exchanges update it.
@@ -239,14 +75,14 @@ class SharedSample:
       job: the sample to generate.
       owner: index of the group that runs it, see `ProcessGroup`.
       sample: the sample as of the last exchange.
-      local: its sequence in this process's engine; None: another group runs it.
+      local: the sample in this process's engine; None: another group runs it.
     """
 
     number: int
     job: Job
     owner: int
     sample: SampleOutput
-    local: Sequence | None = None
+    local: Sample | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -290,8 +126,6 @@ class Hosts(BaseEngine):
         none.
     """
 
-    controller, watcher = PerEngine(), PerEngine()
-
     def __init__(
         self,
         own: Engine | Replicas,
@@ -304,7 +138,7 @@ class Hosts(BaseEngine):
         self._group = group or copies.group
         self.runner, self.spec, self.limits = own.runner, own.spec, own.limits
         self.engines = own.engines if self._group.index >= 0 else ()
-        self.unfinished, self.telemetry = own.unfinished, own.telemetry
+        self.telemetry = own.telemetry
         self.idle_work: IdleWork | None = None
         if isinstance(own, Replicas):
             own.on_poll = self._poll
@@ -357,57 +191,54 @@ class Hosts(BaseEngine):
         placed = self._copied("policy", params, cfg.tie_embeddings, convert)
         heads, moved = [None] * len(placed), self.copies.received
         if head is not None:
-            heads = self._copied("draft", head, False)
+            heads = self._copied("draft", head)
             moved += self.copies.received
         # The engine for evaluation runs on the first replica of the process only, so `engines` may
         # be fewer than `placed`.
         for engine, here, draft in zip(self.engines, placed, heads, strict=False):
             engine.set_params(here, draft, running)
-            engine.runner.moved += moved
+            engine.runner.weights.moved += moved
 
-    def set_draft_ids(self, ids: Several[int] | None = None) -> None:
+    def set_draft_ids(self, ids: Sequence[int] | None = None) -> None:
         """See `BaseEngine.set_draft_ids`; without ids, each process would choose its own."""
         if ids is None:
             raise ValueError(
                 "each process has counted its own samples; give the ids to draft from, the same on "
                 "all processes"
             )
-        self._check_draft_ids(ids)
         self.own.set_draft_ids(ids)
 
     def release(self, weights: bool = True) -> None:
         self.own.release(weights)
 
-    def _copied(self, name: str, tree: Params, tied: bool, convert: Callable | None = None):
-        placed = self.copies(tree, self.runner.axes, convert)
+    def _copied(
+        self, name: str, tree: Params, tied: bool = False, convert: Callable | None = None
+    ) -> list[Params]:
+        """Copies weights to each replica of this process, and compares checksums."""
+        placed = self.copies(tree, self.runner.weights.axes, convert)
         if jax.tree.leaves(tree):
-            dtype = self.runner.cfg.run.compute_dtype
-            repeated = self.runner.repeated
-            sent = arrived = checksum(tree, dtype, tied, sharding.fetch, repeated)
-            if placed:
-                arrived = checksum(placed[0], dtype, tied, repeated=repeated)
-            if sent != arrived:
-                raise RuntimeError(
-                    f"the {name}'s weights have checksum {sent:08x} where they are trained, and "
-                    f"{arrived:08x} on process {jax.process_index()}; expected the same. The copy "
-                    "between hosts is broken: do not trust what is generated"
-                )
+            dtype, repeated = self.runner.cfg.run.compute_dtype, self.runner.weights.repeated
+            sent = checksum(tree, dtype, tied, sharding.fetch, repeated)
+            for first in placed[:1]:
+                require_equal(name, sent, checksum(first, dtype, tied, repeated=repeated))
         return placed
 
     # --- samples ---------------------------------------------------------------------------------
 
-    def queue(self, sequence: Sequence) -> SharedSample:
-        job, sample = sequence.job, sequence.output()
-        together = self._prompts.setdefault(job.prompt_hash, {})
+    def make(self, job: Job, progress: Progress | None = None) -> Sample:
+        return self.own.make(job, progress)
+
+    def queue(self, sample: Sample) -> SharedSample:
+        together = self._prompts.setdefault(sample.job.prompt_hash, {})
         owner = next(iter(together)).owner if together else self._load.index(min(self._load))
         self._added += 1
-        shared = SharedSample(self._added, job, owner, sample)
+        shared = SharedSample(self._added, sample.job, owner, sample.output())
         together[shared] = None
         self._load[owner] += 1
         self._running[shared.number] = shared
         if owner == self._group.index:
-            shared.local = self.own.queue(sequence)
-            self._local[sequence] = shared
+            shared.local = self.own.queue(sample)
+            self._local[sample] = shared
         return shared
 
     def _forget(self, shared: SharedSample) -> None:
@@ -433,7 +264,7 @@ class Hosts(BaseEngine):
 
     def generate(
         self,
-        jobs: Several[Job],
+        jobs: Sequence[Job],
         on_progress: Callable[[int, Totals], None] | None = None,
         on_sample: Callable[[int, SampleOutput], None] | None = None,
     ) -> tuple[list[SampleOutput], Totals]:
@@ -449,7 +280,7 @@ class Hosts(BaseEngine):
         self._running: dict[int, SharedSample] = {}  # by number
         self._prompts: dict[int, dict[SharedSample, None]] = {}  # by prompt
         self._load = [0] * self._group.count  # number of samples, by owner
-        self._local: dict[Sequence, SharedSample] = {}  # samples of the own engine
+        self._local: dict[Sample, SharedSample] = {}  # samples of the own engine
         # Those that ended and were not told of yet.
         self._judged: dict[SharedSample, tuple[SampleOutput, Judgement | None]] = {}
         self.own.clear()
@@ -474,23 +305,23 @@ class Hosts(BaseEngine):
             self.idle_work.wait()
             if self._idle_replicas:
                 needed = self.idle_work.seconds_needed
-        news = []
+        told_here = []
         if self._group.reports:
             for event in ended:
                 shared = self._local[event.sequence]
-                verdict = self._judge and self._judge(shared.job, event.sample)
-                self._judged[shared] = event.sample, verdict
-            news = self._ended() + self._came_further()
+                judgement = self._judge and self._judge(shared.job, event.sample)
+                self._judged[shared] = event.sample, judgement
+            told_here = self._news()
         events = []
-        everyones = self._exchange((news, needed), "rollout")
+        everyones = self._exchange((told_here, needed), "rollout")
         self._interval = max(EXCHANGE, _ROOM * max(seconds for _, seconds in everyones))
-        for news, _ in everyones:
-            for number, begin, sample, has_ended, verdict in news:
-                shared = self._running[number]
-                shared.sample = joined(shared.sample, begin, sample)
-                if has_ended:
-                    events.append(Finished(shared, shared.sample, verdict))
-                    self._forget(shared)
+        told = [item for items, _ in everyones for item in items]
+        for number, begin, sample, has_ended, verdict in told:
+            shared = self._running[number]
+            shared.sample = joined(shared.sample, begin, sample)
+            if has_ended:
+                events.append(Finished(shared, shared.sample, verdict))
+                self._forget(shared)
         return events
 
     def _poll(self) -> bool:
@@ -502,30 +333,31 @@ class Hosts(BaseEngine):
         seconds = self._until - self.runner.agreement.now
         return self.idle_work.use_idle(self._idle_replicas, seconds)
 
-    def _ended(self) -> list[tuple]:
-        """The news of own samples that ended, and of which the judgement is done."""
+    def _news(self) -> list[tuple[int, int, SampleOutput, bool, Any]]:
+        """The news of own samples that ended and are judged, and of those that have more tokens.
+
+        Returns:
+          for each the sample's number, the index of its first new token, the part of it that is
+          new, whether it has ended, and the verdict.
+        """
         if self._judged and not self.own.has_work:
             _, first = next(iter(self._judged.values()))
             if first is not None and not first.done():
                 first.wait(EXCHANGE)
-        return [
-            (*self._news(shared, sample), True, judgement and judgement.result())
+        known = [
+            (shared, sample, True, judgement and judgement.result())
             for shared, (sample, judgement) in self._judged.items()
             if judgement is None or judgement.done()
+        ] + [
+            (shared, local.output(), False, None)
+            for local, shared in self._local.items()
+            if shared not in self._judged and len(local.tokens) > len(shared.tokens)
         ]
-
-    def _came_further(self) -> list[tuple]:
-        """The news of own running samples that have more tokens than at the last exchange."""
-        news = []
-        for local, shared in self._local.items():
-            if shared not in self._judged and len(local.tokens) > len(shared.tokens):
-                news.append((*self._news(shared, local.output()), False, None))
-        return news
-
-    def _news(self, shared: SharedSample, sample: SampleOutput) -> tuple[int, int, SampleOutput]:
-        """The number of a sample, its first new token's index, and the part of it that is new."""
-        begin = min(len(shared.tokens), len(sample.token_ids))
-        return shared.number, begin, rest_of(sample, begin)
+        told = []
+        for shared, sample, has_ended, verdict in known:
+            begin = min(len(shared.tokens), len(sample.token_ids))
+            told.append((shared.number, begin, rest_of(sample, begin), has_ended, verdict))
+        return told
 
 
 # The fields of `SampleOutput` that have one entry per token, or are None.
@@ -539,11 +371,11 @@ def rest_of(sample: SampleOutput, begin: int) -> SampleOutput:
     return dataclasses.replace(sample, **rest)
 
 
-def joined(before: SampleOutput, begin: int, news: SampleOutput) -> SampleOutput:
+def joined(before: SampleOutput, begin: int, rest: SampleOutput) -> SampleOutput:
     """The whole sample, from its first `begin` tokens in `before` and the rest of it in `news`."""
 
     def whole(name):
-        new, old = getattr(news, name), getattr(before, name)
+        new, old = getattr(rest, name), getattr(before, name)
         if new is None or old is None or not begin:
             return new
         if isinstance(new, np.ndarray):
@@ -552,4 +384,4 @@ def joined(before: SampleOutput, begin: int, news: SampleOutput) -> SampleOutput
             return old[:begin] + new
         return [*old[:begin], *new]
 
-    return dataclasses.replace(news, **{name: whole(name) for name in _PER_TOKEN})
+    return dataclasses.replace(rest, **{name: whole(name) for name in _PER_TOKEN})

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
+import numbers
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from tqdm import tqdm
 
 from specjax.checkpoint.weights import Head, load_model
@@ -18,22 +20,10 @@ from specjax.config import ModelConfig, SamplingParams, SpecConfig, Strategy
 from specjax.config.dtype import AUTO, about_dtype
 from specjax.control import ControlConfig
 from specjax.engine.base import BaseEngine
-from specjax.engine.cache_budget import cache_budget, longest_that_fits
 from specjax.engine.compare import Difference, first_differences
-from specjax.engine.compiling import OnProgram
-from specjax.engine.detokenize import SampleStream
 from specjax.engine.engine import Engine
-from specjax.engine.options import check_job, features_of
+from specjax.engine.programs import OnProgram
 from specjax.engine.prompt_scores import PromptScorer
-from specjax.engine.prompts import (
-    Message,
-    Prompt,
-    PromptDict,
-    as_conversations,
-    as_params,
-    as_prompts,
-    check_prompt,
-)
 from specjax.engine.replicas import Replicas
 from specjax.engine.request import (
     CallSeeds,
@@ -41,41 +31,42 @@ from specjax.engine.request import (
     RequestOutput,
     SampleOutput,
     Totals,
+    check_job,
+    check_prompt,
     decoder_of,
     draw_seed,
+    features_of,
     make_jobs,
     require_valid,
 )
-from specjax.engine.sequence import News
-from specjax.engine.sequence import Sequence as Sample
+from specjax.engine.sequence import SampleStream
 from specjax.engine.settings import EngineConfig
-from specjax.engine.sources import (
-    head_class,
-    laid_out,
-    load_source,
-    require_same_draft,
-    settle_draft,
-)
+from specjax.engine.sources import head_class, load_source, require_same_draft, settle_draft
 from specjax.engine.start_up import StartUp
 from specjax.hub import find_model
+from specjax.interfaces import Draft, Room
+from specjax.memory import bytes_of, cost, empty
 from specjax.models.families import add_family
 from specjax.models.generation_config import asked_for, sampling_defaults
-from specjax.models.transformer import Params
+from specjax.models.transformer import Params, init_params, laid_out
 from specjax.parallel import sharding
 from specjax.spelling import SettingError, Spell, checks_keywords, python
 from specjax.telemetry import Collector
-from specjax.tokenizer import (
-    chat_ids,
-    has_chat_template,
-    prompt_ids,
-    with_tokenizer_end,
-)
+from specjax.tokenizer import chat_ids, has_chat_template, prompt_ids, with_tokenizer_end
 from specjax.weights import load_tokenizer
 
 log = logging.getLogger(__name__)
 
+Prompt = str | Sequence[int]
+PromptDict = Mapping[str, Any]  # {"prompt": text} or {"prompt_token_ids": ids}
+Message = Mapping[str, Any]  # with the keys `role` and `content`
+
 LEAST_LENGTH = 2048  # tokens of a sample that fit by default, whatever memory there is
 PLAINLY = "decoding plainly"  # name of a bar
+DEVICE_SHARE = 0.9  # of an accelerator's memory, for weights and caches; vLLM's default
+# Of a computer's memory, which other programs use, and in which weights are read and converted.
+HOST_SHARE = 1 / 16
+PAGE = 128  # positions
 
 
 class Piece(NamedTuple):
@@ -92,19 +83,6 @@ class Piece(NamedTuple):
     text: str
     token_ids: list[int]
     output: SampleOutput | None
-
-
-class _Streams:
-    """A watcher of engines that passes the news of samples on to their streams."""
-
-    def __init__(self):
-        self.by_sample: dict[Sample, SampleStream] = {}
-
-    def chunk(self, strategy: str, bucket: int, rounds: int) -> None:
-        """See `specjax.engine.sequence.Watcher`."""
-
-    def news(self, sequence: Sample, news: News) -> None:
-        self.by_sample[sequence].add(news)
 
 
 @checks_keywords
@@ -182,23 +160,31 @@ class LLM:
         family: str | None = None,
     ):
         add_family(family)
-        self.notes: list[str] = []
-        generation = asked_for(generation_config, spell)
-        if isinstance(model, (str, Path)):
-            found = load_model(find_model(model, revision), dtype, mesh)
-            cfg, params, head = found.cfg, found.policy, found.head
-            if (dtype, found.stored) != (AUTO, "float32"):  # else there is nothing to choose
-                setting = spell("dtype", found.stored)
-                self.notes.append(about_dtype(dtype, cfg.run.param_dtype, found.stored, setting))
-            if tokenizer is None and found.tokenizer is not None:
-                tokenizer = load_tokenizer(found.tokenizer, required=False)
-            cfg = with_tokenizer_end(cfg, tokenizer)
-        else:
-            cfg, params, head = model
         if max_batch < 1:
             raise SettingError(
                 lambda spell: f"{spell('max_batch')} must be at least 1, got {max_batch}"
             )
+        several = replicas > 1 or tp > 1
+        if several and mesh is not None:
+            raise ValueError(
+                "got a mesh and replicas or tp; replicas make meshes of their own: give one of the "
+                "two"
+            )
+        meshes = sharding.replica_meshes(replicas, tp) if several else [mesh]
+        self.notes: list[str] = []
+        generation = asked_for(generation_config, spell)
+        if isinstance(model, (str, Path)):
+            loaded = load_model(find_model(model, revision), dtype, mesh)
+            cfg, params, head = loaded.cfg, loaded.policy, loaded.head
+            if (dtype, loaded.stored) != (AUTO, "float32"):  # else there is nothing to choose
+                setting = spell("dtype", loaded.stored)
+                line = about_dtype(dtype, cfg.run.param_dtype, loaded.stored, setting)
+                self.notes.append(line)
+            if tokenizer is None and loaded.tokenizer is not None:
+                tokenizer = load_tokenizer(loaded.tokenizer, required=False)
+            cfg = with_tokenizer_end(cfg, tokenizer)
+        else:
+            cfg, params, head = model
         self.drafting = settle_draft(spec, control, head_class(head), target=cfg)
         spec, control = self.drafting.spec, self.drafting.control
         if self.drafting.strategies == (Strategy.OFF,):  # nothing drafts: no head is needed
@@ -211,18 +197,9 @@ class LLM:
             )
         if scan_layers is not None:
             cfg = cfg.running(scan_layers=scan_layers)
-        meshes, several = [mesh], replicas > 1 or tp > 1
-        if several:
-            if mesh is not None:
-                raise ValueError(
-                    "got a mesh and replicas or tp; replicas make meshes of their own: give one of "
-                    "the two"
-                )
-            meshes = sharding.replica_meshes(replicas, tp)
         cfg, source = laid_out(cfg, meshes[0]), None
         if self.spec is not None:
-            found = load_source(cfg, self.spec, head, tokenizer, meshes[0], params)
-            cfg, source, head = found
+            cfg, source, head = load_source(cfg, self.spec, head, tokenizer, meshes[0], params)
         # A user who has no head may have forgotten to name a draft, and is warned. Programs with
         # a spelling of their own show the log, or print the line themselves.
         is_warning = self.drafting.by_default and spell is python
@@ -235,23 +212,22 @@ class LLM:
         given = engine.cache_bytes if engine else None
         self._cache_budget = cache_budget(cfg, source, meshes[0]) if given is None else given
         if max_len is None:
-            self._shorten(source, self._cache_budget, spell)
+            self._shorten(source, spell)
         if source is not None and (line := source.described()):
             self.notes.append(f"draft: {line}")
             if spell is python:  # other programs print the notes
                 log.info("draft: %s", line)
-        if isinstance(head, Head):  # nothing drafts with it
-            head = head.params
-        self.params, self.head, self.source = params, head, source
+        self.params, self.source = params, source
+        self.head = head.params if isinstance(head, Head) else head
         self._engine_config = engine
         engines = [self._engine(spec, source, control, place) for place in meshes]
         self.engine = Replicas(engines) if several else engines[0]
-        for each in engines:
-            if each.alarm is not None:
-                each.alarm.spell = spell
-        for line in self.engine.engines[0].start_lines():
+        for one in engines:
+            if one.alarm is not None:
+                one.alarm.spell = spell
+        for line in engines[0].start_lines():
             log.info("%s", line)
-        self.engine.set_params(params, head if self.spec else None)
+        self.engine.set_params(params, self.head if self.spec else None)
         self._plain: Engine | None = None
         self.totals: Totals | None = None
         self.differences: list[Difference] | None = None
@@ -270,10 +246,14 @@ class LLM:
             most_cache_bytes=self._cache_budget,
         )
 
-    def _shorten(self, source, room: int | None, spell: Spell) -> None:
-        """Lowers `max_len` to what `room` bytes of caches hold, and says so in a note."""
-        fits = 0 if room is None else longest_that_fits(self.cfg, source, room)
-        fits = max(fits, LEAST_LENGTH)
+    def _shorten(self, source: Draft | None, spell: Spell) -> None:
+        """Lowers `max_len` to what the caches have room for, and says so in a note."""
+        room, fits = self._cache_budget, LEAST_LENGTH
+        if room is not None:
+            page = cost(self.cfg, PAGE).page + (source.cost(PAGE).page if source else 0)
+            # Besides there are the null page, copies of a prompt's last page, and those past the
+            # last token.
+            fits = max((room // max(page, 1) - 4) * PAGE, LEAST_LENGTH)
         if fits >= self.max_len:
             return
         self.max_len = fits
@@ -415,10 +395,10 @@ class LLM:
             self.differences = self.compare_samples(jobs, samples, progress)
             for difference in self.differences:
                 log.warning("speculative and plain decoding differ: %s", difference)
-        asked: dict[int, SamplingParams] = {job.request: job.params for job in jobs}
-        scores = self._prompt_logprobs(ids, asked)
+        params_of: dict[int, SamplingParams] = {job.request: job.params for job in jobs}
+        scores = self._prompt_logprobs(ids, params_of)
         outputs = [
-            RequestOutput(prompt, [], asked[index].seed, scores.get(index))
+            RequestOutput(prompt, [], params_of[index].seed, scores.get(index))
             for index, prompt in enumerate(ids)
         ]
         for job, sample in zip(jobs, samples, strict=True):
@@ -454,33 +434,28 @@ class LLM:
         return self._streamed(jobs)
 
     def _streamed(self, jobs: list[Job]) -> Iterator[Piece]:
-        streams, engines = _Streams(), self.engine.engines
         self.engine.require_no_work()
-        started, steps = time.perf_counter(), self.engine.runner.steps
-        self.totals = totals = Totals(steps, np.zeros(steps + 2, np.int64))
-        self.differences = None
-        running = {self.engine.add(job): job for job in jobs}
-        for sequence, job in running.items():
+        started = time.perf_counter()
+        self.totals = totals = Totals(self.engine.runner.steps)
+        self.differences, streams = None, {}
+        for job in jobs:
             decode = decoder_of(self.tokenizer, job.params) if self._has_text(job) else None
-            streams.by_sample[sequence] = SampleStream(decode, job.params.stop)
-        for each in engines:
-            each.watcher = streams
+            sample = self.engine.add(job)
+            streams[sample] = job, SampleStream(sample, decode)
         try:
             while self.engine.has_work:
                 ended = {event.sequence: event.sample for event in self.engine.step()}
                 totals.seconds = time.perf_counter() - started
-                for sequence, job in list(running.items()):
-                    output = text = None
-                    if sequence in ended:
-                        output = self.with_text(running.pop(sequence), ended[sequence])
-                        text = output.text or ""
+                for sample, (job, stream) in list(streams.items()):
+                    output = None
+                    if sample in ended:
+                        output = self.with_text(job, ended[sample])
                         totals.add(output)
-                    tokens, text = streams.by_sample[sequence].take(text)
+                        del streams[sample]
+                    tokens, text = stream.take(output)
                     if tokens or text or output is not None:
                         yield Piece(job.sample, text, tokens, output)
         finally:
-            for each in engines:
-                each.watcher = None
             if self.engine.has_work:
                 self.engine.clear()
 
@@ -495,16 +470,16 @@ class LLM:
         return dataclasses.replace(sample, text=text)
 
     def _prompt_logprobs(
-        self, prompts: list[list[int]], asked: dict[int, SamplingParams]
+        self, prompts: list[list[int]], params_of: dict[int, SamplingParams]
     ) -> dict[int, list[dict[int, float] | None]]:
         """See `RequestOutput.prompt_logprobs`; by index of the prompts that ask for them."""
-        found = {}
-        for most in {params.prompt_logprobs for params in asked.values()} - {None}:
+        by_index = {}
+        for most in {params.prompt_logprobs for params in params_of.values()} - {None}:
             scorer = PromptScorer(self.engine, self.max_len)
-            those = [index for index, params in asked.items() if params.prompt_logprobs == most]
+            those = [index for index, params in params_of.items() if params.prompt_logprobs == most]
             scores = scorer.read(scorer.start([prompts[index] for index in those]), most)
-            found |= {index: each.top for index, each in zip(those, scores, strict=True)}
-        return found
+            by_index |= {index: scored.top for index, scored in zip(those, scores, strict=True)}
+        return by_index
 
     def chat(
         self,
@@ -674,3 +649,172 @@ def _one_of(params, sampling_params):
     if params is not None and sampling_params is not None:
         raise ValueError("params and sampling_params are two names of one argument; give one")
     return sampling_params if params is None else params
+
+
+# --- what a call is given -------------------------------------------------------------------------
+
+
+def as_prompts(given: Any) -> list[Prompt]:
+    """Makes a list of texts and token lists; `check_prompt` checks the token ids.
+
+    Args:
+      given: a prompt or a sequence of prompts. A prompt is text, token ids (a list or an array), or
+        one of vLLM's prompt dicts.
+
+    Raises:
+      ValueError: `given` is none of these.
+    """
+    several = None if isinstance(given, (str, Mapping)) else _as_list(given)
+    if several is None or (several and isinstance(several[0], numbers.Number)):
+        return [_as_prompt("the prompt", given)]
+    if not several:
+        raise ValueError("no prompts were given; expected at least one")
+    return [_as_prompt(f"prompt {index}", prompt) for index, prompt in enumerate(several)]
+
+
+def _as_prompt(where: str, given: Any) -> Prompt:
+    if isinstance(given, str):
+        return given
+    inner = given
+    if isinstance(given, Mapping):
+        [key] = [*given] if len(given) == 1 else [None]
+        if key == "prompt" and isinstance(given[key], str):
+            return given[key]
+        inner = given[key] if key == "prompt_token_ids" else None
+    ids = _as_list(inner)
+    if ids is None:
+        raise ValueError(
+            f"{where}: expected text, a list of token ids, or a dict with one key, "
+            "{'prompt': text} or {'prompt_token_ids': ids}, or a list of these, got "
+            f"{_named(given)}; for messages use LLM.chat"
+        )
+    return ids
+
+
+def as_params(given: Any, prompts: int) -> list[SamplingParams]:
+    """Makes a list with one `SamplingParams` for each prompt.
+
+    Args:
+      given: one for all prompts, or a sequence with one for each.
+      prompts: number of prompts.
+
+    Raises:
+      ValueError: `given` is something else, or their number is not that of the prompts.
+    """
+    if isinstance(given, SamplingParams):
+        return [given] * prompts
+    several = _as_list(given)
+    wrong = [
+        p for p in ([given] if several is None else several) if not isinstance(p, SamplingParams)
+    ]
+    if wrong:
+        raise ValueError(
+            "params: expected SamplingParams, or a list with one for each prompt, got "
+            f"{_named(wrong[0])}; write SamplingParams(temperature=..., max_tokens=...)"
+        )
+    if len(several) != prompts:
+        raise ValueError(
+            f"got {len(several)} SamplingParams for {prompts} prompts; give one for all, or one "
+            "for each"
+        )
+    return several
+
+
+def as_conversations(given: Any) -> list[list[Message]]:
+    """Makes a list of conversations, each a list of messages, of one conversation or several.
+
+    Raises:
+      ValueError: `given` is neither, or a message has no role or no content.
+    """
+    items = None if isinstance(given, Mapping) else _as_list(given)
+    if items and isinstance(items[0], Mapping):
+        items = [items]
+    conversations = [None if isinstance(x, Mapping) else _as_list(x) for x in items or [None]]
+    for conversation in conversations:
+        if not conversation or not all(map(_is_message, conversation)):
+            raise ValueError(
+                "messages are a list of {'role': 'user', 'content': text}, or a list of such lists "
+                f"for several conversations, got {_named(given)}"
+            )
+    return conversations
+
+
+def _is_message(message: Any) -> bool:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        return False
+    content = message.get("content")
+    # A model's message that calls a tool may have no content.
+    has_content = isinstance(content, str) or _as_list(content) is not None
+    return has_content or bool(message.get("tool_calls"))
+
+
+def _as_list(given: Any) -> list | None:
+    """A sequence or array as a list; None for text, bytes and anything else."""
+    if hasattr(given, "tolist") and getattr(given, "ndim", 0):
+        return given.tolist()
+    if isinstance(given, Sequence) and not isinstance(given, (str, bytes, bytearray, memoryview)):
+        return list(given)
+    return None
+
+
+def _named(value: Any) -> str:
+    """A value and its type, short enough for one line."""
+    text = " ".join(repr(value).split())
+    return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def cache_budget(
+    cfg: ModelConfig, source: Draft | None, mesh: jax.sharding.Mesh | None
+) -> int | None:
+    """Computes the most bytes that the caches of an `LLM`'s replica take where no setting says it.
+
+    The budget depends on the machine and the model alone, so that every start compiles the same
+    programs.
+
+    Returns:
+      bytes over all devices of the replica; None: not known (the devices of several processes, or
+      those that a program is only compiled for).
+    """
+    devices = [jax.local_devices()[0]] if mesh is None else list(mesh.devices.flat)
+    if {device.process_index for device in devices} != {jax.process_index()}:
+        return None
+    if devices[0].platform == "cpu":
+        on_one = int(host_memory() * HOST_SHARE) // jax.local_device_count()
+    else:
+        limits = [_memory_limit(device) for device in devices]
+        if None in limits:
+            return None
+        models = [cfg, source.network] if source and source.network else [cfg]
+        weights = sum(bytes_of(jax.eval_shape(lambda m=m: init_params(m))) for m in models)
+        # `LLM` keeps the weights beside those in the layout in which the engine decodes.
+        on_one = max(int(min(limits) * DEVICE_SHARE) - 2 * weights // len(devices), 0)
+    page = jax.eval_shape(lambda: empty(cfg, Room(slots=0, pages=1, page_size=PAGE)).pages)
+    # Heads that the devices cannot divide among themselves lie on each of them.
+    ways = bytes_of(page) / max(
+        sharding.device_bytes(sharding.shapes(page, mesh, sharding.state_shardings)), 1
+    )
+    return int(on_one * ways)
+
+
+def _memory_limit(device: jax.Device) -> int | None:
+    """Returns the bytes of an accelerator that a process may use; None: not known."""
+    try:
+        return (device.memory_stats() or {}).get("bytes_limit")
+    except (jax.errors.JaxRuntimeError, NotImplementedError):
+        return None  # programs are only compiled for this device
+
+
+# Limits of the control group of a container, in both versions of control groups.
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def host_memory() -> int:
+    """Returns the bytes of memory of this computer, or of the container that it runs in."""
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in _LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # there is no such file, or no limit
+            sizes.append(int(Path(file).read_text()))
+    return min(sizes)

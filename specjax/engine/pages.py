@@ -14,10 +14,6 @@ class PagePool:
     """
 
     def __init__(self, count: int):
-        if count < 2:
-            raise ValueError(
-                f"a pool needs 2 pages or more, for page 0 is the null page; got {count}"
-            )
         self.count = count
         self._free = list(range(count - 1, 0, -1))
         self._holders = [0] * count
@@ -32,13 +28,7 @@ class PagePool:
         return self.count - 1 - len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Takes `count` free pages.
-
-        Raises:
-          ValueError: there are fewer.
-        """
-        if count > len(self._free):
-            raise ValueError(f"{count} pages are wanted, and only {len(self._free)} are free")
+        """Takes `count` pages, of which there must be so many free ones."""
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._holders[page] = 1

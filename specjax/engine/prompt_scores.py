@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as Several
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from specjax.decode.admit import Scores
+from specjax.decode.admit import Scores, score
 from specjax.engine.base import BaseEngine
+from specjax.engine.pages import pages_for
 from specjax.engine.request import InvalidLogitsError, why_invalid
 from specjax.engine.runner import Runner
+from specjax.engine.settings import powers
+from specjax.interfaces import Memory, Room
+from specjax.memory import empty
+from specjax.parallel import sharding
 
 WARM = 2048  # tokens of the longest prompt whose program is compiled ahead
 SHORTEST = 64  # the smallest number of positions that prompts are padded to
@@ -43,7 +50,7 @@ class Started(NamedTuple):
       batches: scores of each batch, by piece.
     """
 
-    rows: list[tuple[Several[int], int, int]]
+    rows: list[tuple[Sequence[int], int, int]]
     batches: list[list[Scores]]
 
 
@@ -64,13 +71,8 @@ class PromptScorer:
     def __init__(self, engine: BaseEngine, max_len: int):
         self._runners = [one.runner for one in engine.engines]
         self._read = [0] * len(self._runners)  # number of positions read, by replica
-        self.spans = [SHORTEST]
-        while self.spans[-1] < max_len:
-            self.spans.append(2 * self.spans[-1])
-        self.spans[-1] = max_len
-        self.spans = [
-            self._width(span) * math.ceil(span / self._width(span)) for span in self.spans
-        ]
+        spans = powers(max_len, 2, SHORTEST)
+        self.spans = [self._width(x) * math.ceil(x / self._width(x)) for x in spans]
 
     def _width(self, span: int) -> int:
         """The number of positions of a piece of a prompt that is padded to `span`."""
@@ -86,7 +88,7 @@ class PromptScorer:
                 prompt = [0] * min(span, runner.max_len)
                 self._start_batch(runner, [prompt], self._rows(span), span)
 
-    def start(self, prompts: Several[Several[int]]) -> Started:
+    def start(self, prompts: Sequence[Sequence[int]]) -> Started:
         """Starts scoring prompts on the device, without waiting for the scores.
 
         Only the thread that steps the engine may call this, between two steps.
@@ -97,8 +99,8 @@ class PromptScorer:
             by_span.setdefault(span, []).append(index)
         for span, indices in by_span.items():
             count = self._rows(span)
-            for at in range(0, len(indices), count):
-                batch = indices[at : at + count]
+            for first in range(0, len(indices), count):
+                batch = indices[first : first + count]
                 for row, index in enumerate(batch):
                     rows[index] = prompts[index], len(batches), row
                 replica = self._read.index(min(self._read))
@@ -113,18 +115,20 @@ class PromptScorer:
         return max(1, TOKENS // span)
 
     def _start_batch(
-        self, runner: Runner, prompts: Several[Several[int]], count: int, span: int
+        self, runner: Runner, prompts: Sequence[Sequence[int]], count: int, span: int
     ) -> list[Scores]:
         width, longest = self._width(span), max(map(len, prompts))
         tokens = np.zeros((count, span + 1), np.int32)
         for row, prompt in zip(tokens, prompts, strict=False):
             row[: len(prompt)] = prompt
-        scratch, table = runner.empty_scratch(count, span)
-        pieces = []
+        pages = pages_for(span, runner.page_size)
+        table = 1 + np.arange(count * pages, dtype=np.int32).reshape(count, pages)
+        room = Room(slots=count, pages=1 + count * pages, page_size=runner.page_size)
+        scratch, pieces = _empty_memory(runner, room), []
         for first in range(0, longest, width):
             start = np.full(count, first, np.int32)
             piece = tokens[:, first : first + width + 1]
-            scratch, scores = runner.score(scratch, piece, start, table)
+            scratch, scores = _score(runner, scratch, piece, start, table)
             pieces.append(scores)
         return pieces
 
@@ -142,25 +146,50 @@ class PromptScorer:
             Scores(*(np.concatenate(parts, axis=1) for parts in zip(*pieces, strict=True)))
             for pieces in started.batches
         ]
-        found = []
-        for index, (prompt, at, row) in enumerate(started.rows):
+        prompts = []
+        for index, (prompt, batch, row) in enumerate(started.rows):
             # The scores from the last token on are those of padding.
-            scores = Scores(*(x[row, : len(prompt) - 1] for x in batches[at]))
+            scores = Scores(*(x[row, : len(prompt) - 1] for x in batches[batch]))
             if not scores.valid.all():
                 place = f"token {int(scores.valid.argmin()) + 1} of prompt {index}"
                 raise InvalidLogitsError(why_invalid(place, "it has no log-probability"))
-            found.append(_scores_of(prompt, scores, top))
-        return found
+            prompts.append(_scores_of(prompt, scores, top))
+        return prompts
 
 
-def _scores_of(prompt: Several[int], scores: Scores, top: int) -> PromptScores:
+def _empty_memory(runner: Runner, room: Room) -> Memory:
+    """Makes empty pages, zeroed on their devices."""
+    shapes = jax.eval_shape(lambda: empty(runner.cfg, room))
+    shapes = sharding.shapes(shapes, runner.mesh, sharding.state_shardings)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shapes)
+
+
+def _score(
+    runner: Runner, scratch: Memory, tokens: np.ndarray, start: np.ndarray, table: np.ndarray
+) -> tuple[Memory, Scores]:
+    """Computes log-probabilities of pieces of prompts; one executable per shape."""
+
+    def program(params, scratch, tokens, start, table):
+        scratch, scores = score(runner.model(params), scratch, tokens, start, table)
+        if runner.mesh is not None:
+            scores = jax.lax.with_sharding_constraint(scores, sharding.replicated(runner.mesh))
+        return scratch, scores
+
+    inputs = (runner.weights.policy, scratch, tokens, start, table)
+    key = ("score", tokens.shape, table.shape)
+    scratch, scores = runner.run(key, program, inputs, (1,), inputs[2:])
+    runner.mark = scores.ranks
+    return scratch, scores
+
+
+def _scores_of(prompt: Sequence[int], scores: Scores, top: int) -> PromptScores:
     ids, best = scores.top_ids[:, :top].tolist(), scores.top_logprobs[:, :top].tolist()
-    found = PromptScores([None], [None, *scores.ranks.tolist()], [None])
+    result = PromptScores([None], [None, *scores.ranks.tolist()], [None])
     for i, (token, logprob) in enumerate(zip(prompt[1:], scores.logprobs.tolist(), strict=True)):
         entries = dict(zip(ids[i], best[i], strict=True))
         # `logprobs` and `top_logprobs` may differ in their last bits. Clients look for the token's
         # value among the best by equality.
         logprob = entries.get(token, logprob)
-        found.logprobs.append(logprob)
-        found.top.append(entries | {token: logprob})
-    return found
+        result.logprobs.append(logprob)
+        result.top.append(entries | {token: logprob})
+    return result

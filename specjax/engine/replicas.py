@@ -8,18 +8,18 @@ on.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Several
+from collections.abc import Callable, Sequence
 
 import jax
 
 from specjax.decode.options import Features
-from specjax.engine.base import BaseEngine, PerEngine
-from specjax.engine.checksum import require_same
+from specjax.engine.base import BaseEngine
 from specjax.engine.engine import Engine
 from specjax.engine.request import SampleOutput
 from specjax.engine.runner import EXTRA_SLOTS
-from specjax.engine.sequence import Finished, Sequence
+from specjax.engine.sequence import Finished, Sample
 from specjax.models.transformer import Params, split_layout
+from specjax.parallel.copies import require_same
 from specjax.parallel.reshard import Mover
 from specjax.parallel.sharding import joined_mesh
 
@@ -38,28 +38,27 @@ class Replicas(BaseEngine):
       engines: the engines, one per group of devices, with equal settings.
     """
 
-    controller, watcher = PerEngine(), PerEngine()
-
-    def __init__(self, engines: Several[Engine]):
+    def __init__(self, engines: Sequence[Engine]):
         if not engines:
             raise ValueError("expected at least one engine, got none")
         self.engines = tuple(engines)
         first = self.engines[0]
         self.runner, self.spec, self.limits = first.runner, first.spec, first.limits
-        self.unfinished, self.telemetry = first.unfinished, first.telemetry
+        self.telemetry = first.telemetry
         for replica, engine in enumerate(self.engines):
             engine.replica, engine.replicas = replica, len(self.engines)
             engine.telemetry, engine.lengths = first.telemetry, first.lengths
-            engine.counts = first.counts
+            if engine.drafted is not None:
+                engine.drafted.counts = first.drafted.counts
             engine.runner.executables.graphs = first.runner.executables.graphs
         self._slots = sum(engine.batch for engine in self.engines)
         # Features of all samples. `invariant` mode chooses the program by them, on all replicas.
         self._seen = Features()
-        self._unfed: dict[Sequence, None] = {}  # waiting samples, in the order in which they came
-        self._by_prompt: dict[int, dict[Sequence, None]] = {}  # the same, by prompt
+        self._unfed: dict[Sample, None] = {}  # waiting samples, in the order in which they came
+        self._by_prompt: dict[int, dict[Sample, None]] = {}  # the same, by prompt
         self._events: list[Finished] = []
         joined = joined_mesh([engine.runner.mesh for engine in self.engines])
-        self._spread = None if joined is None else Mover(joined, self.runner.axes)
+        self._spread = None if joined is None else Mover(joined, self.runner.weights.axes)
 
     @property
     def version(self) -> int:
@@ -93,85 +92,79 @@ class Replicas(BaseEngine):
         """
         received = 0
         if self._spread is not None:
-            dtype, tied = self.runner.cfg.run.compute_dtype, self.runner.cfg.tie_embeddings
-            convert = split_layout(self.runner.cfg, self._spread.target.shape["tp"])
-            sent, params = params, self._spread(params, convert)
-            received = self._spread.received
-            require_same("policy", sent, params, dtype, tied, self.runner.repeated)
+            cfg = self.runner.cfg
+            convert = split_layout(cfg, self._spread.target.shape["tp"])
+            params, received = self._spread_out("policy", params, cfg.tie_embeddings, convert)
             if head is not None:
-                head, more = self._spread_head(head)
+                head, more = self._spread_out("draft", head)
                 received += more
         for engine in self.engines:
             engine.set_params(params, head, running)
-            engine.runner.moved += received
+            engine.runner.weights.moved += received
 
     def set_head(self, head: Params) -> None:
         """Gives every replica a new draft head, see `Engine.set_head`."""
-        head, received = self._spread_head(head)
+        head, received = self._spread_out("draft", head)
         for engine in self.engines:
             engine.set_head(head)
-            engine.runner.moved += received
+            engine.runner.weights.moved += received
 
-    def set_draft_ids(self, ids: Several[int] | None = None) -> None:
-        self._check_draft_ids(ids)
-        if ids is None:
-            self.engines[0].set_draft_ids()
-            for engine in self.engines[1:]:
-                engine.runner.set_ids(engine.counts.ids)
-            return
-        for engine in self.engines:
-            engine.set_draft_ids(ids)
+    def set_draft_ids(self, ids: Sequence[int] | None = None) -> None:
+        first, *others = self.engines
+        first.set_draft_ids(ids)
+        for engine in others:
+            if ids is None:
+                engine.drafted.update()  # the first one has chosen for all
+            else:
+                engine.set_draft_ids(ids)
 
-    def _spread_head(self, head: Params) -> tuple[Params, int]:
-        """The head on the devices of all replicas, and the bytes that a device received for it.
+    def _spread_out(
+        self, name: str, sent: Params, tied: bool = False, convert: Callable | None = None
+    ) -> tuple[Params, int]:
+        """Moves weights to the devices of all replicas; returns them and the bytes received by one.
 
-        The head stays where it is unless the replicas together have the devices of training.
+        They stay where they are unless the replicas together have the devices of training.
         """
-        if self._spread is None or not jax.tree.leaves(head):
-            return head, 0
-        sent, head = head, self._spread(head)
-        dtype = self.runner.cfg.run.compute_dtype
-        require_same("draft", sent, head, dtype, False, self.runner.repeated)
-        return head, self._spread.received
+        if self._spread is None or not jax.tree.leaves(sent):
+            return sent, 0
+        arrived, dtype = self._spread(sent, convert), self.runner.cfg.run.compute_dtype
+        require_same(name, sent, arrived, dtype, tied, self.runner.weights.repeated)
+        return arrived, self._spread.received
 
     def release(self, weights: bool = True) -> None:
-        if self.outstanding:
-            raise RuntimeError(
-                f"{self.outstanding} samples are not finished; step() until they are"
-            )
+        self.require_ended()
         for engine in self.engines:
             engine.release(weights)
 
     # --- samples ---------------------------------------------------------------------------------
 
-    def queue(self, sequence: Sequence) -> Sequence:
-        features = sequence.features
-        self._seen = self._seen | features if self.outstanding else features
+    def queue(self, sample: Sample) -> Sample:
+        self._seen = self._seen | sample.features if self.outstanding else sample.features
         for engine in self.engines:
-            engine.unfinished.seen |= features
-        self._unfed[sequence] = None
-        self._by_prompt.setdefault(sequence.job.prompt_hash, {})[sequence] = None
-        return sequence
+            engine.unfinished.seen |= sample.features
+        self._unfed[sample] = None
+        self._by_prompt.setdefault(sample.job.prompt_hash, {})[sample] = None
+        return sample
 
-    def _take(self, sequence: Sequence) -> None:
+    def _take(self, sample: Sample) -> None:
         """Removes a sample from the queue."""
-        prompt = sequence.job.prompt_hash
-        del self._unfed[sequence], self._by_prompt[prompt][sequence]
+        prompt = sample.job.prompt_hash
+        del self._unfed[sample], self._by_prompt[prompt][sample]
         if not self._by_prompt[prompt]:
             del self._by_prompt[prompt]
 
-    def abort(self, sequence: Sequence) -> SampleOutput | None:
-        if sequence in self._unfed:
-            self._take(sequence)
-            self.engines[0].queue(sequence)
-        return self.engines[sequence.replica].abort(sequence)
+    def abort(self, sample: Sample) -> SampleOutput | None:
+        if sample in self._unfed:
+            self._take(sample)
+            return sample.output("abort")
+        return self.engines[sample.replica].abort(sample)
 
-    def suspend(self) -> list[Sequence]:
+    def suspend(self) -> list[Sample]:
         """Removes and returns all samples that are not finished, see `Engine.suspend`."""
-        found = [sequence for engine in self.engines for sequence in engine.suspend()]
-        found += self._unfed
+        suspended = [sample for engine in self.engines for sample in engine.suspend()]
+        suspended += self._unfed
         self._unfed, self._by_prompt = {}, {}
-        return found
+        return suspended
 
     def clear(self) -> None:
         self._unfed, self._by_prompt, self._events = {}, {}, []
@@ -215,9 +208,9 @@ class Replicas(BaseEngine):
             others = len(self._unfed) - len(together)
             count = len(together) if others >= self._slots else free[replica]
             engine = self.engines[replica]
-            for sequence in together[:count]:
-                self._take(sequence)
-                engine.queue(sequence)
+            for sample in together[:count]:
+                self._take(sample)
+                engine.queue(sample)
                 engine.unfinished.seen |= self._seen
         for engine in self.engines:
             engine.others_wait = bool(self._unfed)

@@ -1,21 +1,34 @@
-"""Inputs and outputs of the engine: jobs, samples, and sums over samples."""
+"""Inputs and outputs of the engine: jobs and their options, samples, and sums over samples."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import numbers
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from specjax.config import SamplingParams
+from specjax.config import ModelConfig, SamplingParams
 from specjax.decode.noise import request_words
-from specjax.tokenizer import decode
+from specjax.decode.options import (
+    BAD_WORD_LENGTH,
+    BAD_WORDS,
+    BIAS_WIDTH,
+    Features,
+    Options,
+    neutral,
+)
+from specjax.spelling import SettingError
+from specjax.tokenizer import check_ids, decode
 
 NO_LIMIT = (1 << 31) - 1
 ERROR = "error"  # finish reason of a sample whose logits were no distribution
+
+
+# --- outputs --------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +166,90 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, float] | None] | None = None
 
 
+@dataclasses.dataclass
+class Totals:
+    """Sums over samples, so that no metric is a mean of means.
+
+    Attributes:
+      steps: the most steps of a strategy.
+      histogram: number of rounds by tokens emitted.
+      tokens: number of generated tokens.
+      longest: number of tokens of the longest sample.
+      seconds: duration of the whole run.
+      depths: number of rounds by the depth of their tree.
+    """
+
+    steps: int
+    histogram: np.ndarray | None = None
+    tokens: int = 0
+    longest: int = 0
+    seconds: float = 0.0
+    depths: np.ndarray = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        if self.histogram is None:
+            self.histogram = np.zeros(self.steps + 2, np.int64)
+        self.depths = np.zeros(self.steps + 1, np.int64)
+
+    def add(self, sample: SampleOutput) -> None:
+        self.count_rounds(sample.stats)
+        self.tokens += len(sample.token_ids)
+        self.longest = max(self.longest, len(sample.token_ids))
+
+    def count_rounds(self, stats: SpecStats) -> None:
+        """Adds the rounds of a sample whose tokens are counted elsewhere."""
+        for emitted, rounds in enumerate(stats.histogram):
+            self.histogram[emitted] += rounds
+        for depth, rounds in enumerate(stats.depths):
+            self.depths[depth] += rounds
+
+    def merge(self, other: Totals) -> None:
+        """Adds the sums of a later run."""
+        self.histogram = self.histogram + other.histogram
+        self.tokens += other.tokens
+        self.longest = max(self.longest, other.longest)
+        self.seconds += other.seconds
+        self.depths = self.depths + other.depths
+
+    @property
+    def rounds(self) -> int:
+        return int(self.histogram.sum())
+
+    @property
+    def accepted(self) -> int:
+        return int((self.histogram[1:] * np.arange(len(self.histogram) - 1)).sum())
+
+    @property
+    def accept_length(self) -> float:
+        return 1.0 + self.accepted / self.rounds if self.rounds else float("nan")
+
+    @property
+    def drafted_rounds(self) -> int:
+        """Number of rounds that drafted something."""
+        return int(self.depths[1:].sum())
+
+    @property
+    def drafted_accept_length(self) -> float:
+        """Accept length of the rounds that drafted something."""
+        return 1.0 + self.accepted / self.drafted_rounds if self.drafted_rounds else float("nan")
+
+    @property
+    def accept_rate(self) -> float:
+        """Accepted draft tokens over the most that could be: the sum of the depths of the trees."""
+        offered = int(self.depths @ np.arange(len(self.depths)))
+        return self.accepted / offered if offered else 0.0
+
+    def per_depth(self) -> list[float]:
+        """The share of rounds that accepted depth 1, 2, .., of those whose tree reaches it."""
+        accepted = np.cumsum(self.histogram[::-1])[::-1][2:]
+        offered = np.cumsum(self.depths[::-1])[::-1][1:]
+        with np.errstate(invalid="ignore"):
+            return (accepted / np.where(offered, offered, np.nan)).tolist()
+
+
+# --- jobs -----------------------------------------------------------------------------------------
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
     """One sample to generate.
@@ -256,40 +353,33 @@ def make_jobs(
       ValueError: there are strings and no tokenizer.
     """
     where = where or f"prompt {request}"
-    stops = tuple(params.stop_token_ids) + (() if params.ignore_eos else tuple(eos_ids))
-    most = NO_LIMIT if params.max_tokens is None else len(prompt) + params.max_tokens
+    if tokenizer is None and (params.stop or any(isinstance(w, str) for w in params.bad_words)):
+        raise ValueError(
+            f"{where}: stop and bad_words hold strings, and there is no tokenizer for them; pass "
+            "one (LLM(..., tokenizer=...)), or use stop_token_ids, and bad_words of token ids"
+        )
+    stops = (*params.stop_token_ids, *(() if params.ignore_eos else eos_ids))
     params, first = (seeds or CallSeeds()).take(prompt, params)
-    try:
-        bad_words = bad_word_ids(params.bad_words, tokenizer)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
     decode = name = None
     if params.stop:
-        if tokenizer is None:
-            raise ValueError(
-                f"{where}: stop holds strings, got {params.stop!r}, and there is no "
-                "tokenizer to find them with; pass one (LLM(..., tokenizer=...)), or use "
-                "stop_token_ids"
-            )
         decode = decoder_of(tokenizer, params)
         if params.skip_special_tokens:  # else they are in the text
             name = functools.cache(functools.partial(special_name, tokenizer))
-    stop_ids = tuple(dict.fromkeys(stops))
+    sample = functools.partial(
+        Job,
+        prompt=prompt,
+        limit=NO_LIMIT if params.max_tokens is None else len(prompt) + params.max_tokens,
+        stop_ids=tuple(dict.fromkeys(stops)),
+        params=params,
+        bad_words=bad_word_ids(where, params.bad_words, tokenizer),
+        decode=decode,
+        name=name,
+        request=request,
+        where=where,
+    )
     return [
-        Job(
-            prompt=prompt,
-            limit=most,
-            words=request_words(params.seed, prompt, first + sample),
-            stop_ids=stop_ids,
-            params=params,
-            bad_words=bad_words,
-            decode=decode,
-            name=name,
-            request=request,
-            sample=sample,
-            where=where,
-        )
-        for sample in range(params.n)
+        sample(words=request_words(params.seed, prompt, first + number), sample=number)
+        for number in range(params.n)
     ]
 
 
@@ -300,7 +390,9 @@ def special_name(tokenizer, token: int) -> str:
     return decode(tokenizer, [token], skip_special_tokens=False)
 
 
-def bad_word_ids(words: Sequence[str | tuple[int, ...]], tokenizer) -> tuple[tuple[int, ...], ...]:
+def bad_word_ids(
+    where: str, words: Sequence[str | tuple[int, ...]], tokenizer
+) -> tuple[tuple[int, ...], ...]:
     """Bad words as token ids; a string is banned at the start of a text and after a space.
 
     As in vLLM a string is encoded with and without a space before it. (vLLM keeps the second one
@@ -308,100 +400,165 @@ def bad_word_ids(words: Sequence[str | tuple[int, ...]], tokenizer) -> tuple[tup
     that a space merges into fewer tokens; here both are banned.)
 
     Raises:
-      ValueError: a string and no tokenizer, or a string without tokens.
+      ValueError: a string has no tokens.
     """
-    found: dict[tuple[int, ...], None] = {}
+    ids: dict[tuple[int, ...], None] = {}
     for word in words:
         if not isinstance(word, str):
-            found[tuple(word)] = None
+            ids[tuple(word)] = None
             continue
-        if tokenizer is None:
-            raise ValueError(
-                f"bad_words holds the string {word!r} and there is no tokenizer to encode it; pass "
-                "token ids, or LLM(..., tokenizer=...)"
-            )
-        for prefix in ("", " "):
-            ids = tuple(tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False))
-            if not ids:
-                raise ValueError(f"bad_words holds {word!r}, which the tokenizer makes no token of")
-            found[ids] = None
-    return tuple(found)
+        for text in (word.lstrip(), " " + word.lstrip()):
+            encoded = tuple(tokenizer.encode(text, add_special_tokens=False))
+            if not encoded:
+                raise ValueError(
+                    f"{where}: bad_words holds {word!r}, which the tokenizer makes no token of"
+                )
+            ids[encoded] = None
+    return tuple(ids)
 
 
-@dataclasses.dataclass
-class Totals:
-    """Sums over samples, so that no metric is a mean of means.
+# --- options of jobs ------------------------------------------------------------------------------
+
+
+def check_prompt(where: str, prompt: Iterable, vocab: int, tokenizer=None) -> list[int]:
+    """The prompt as a list of token ids; the tokenizer gives errors the token's text.
+
+    Raises:
+      ValueError: the prompt is empty, or holds something that is no token id below `vocab`.
+    """
+    prompt = list(prompt)
+    for token in prompt:
+        if not isinstance(token, numbers.Integral) or isinstance(token, bool):
+            raise ValueError(f"{where} holds {token!r}; expected token ids, which are integers")
+    if not prompt:
+        raise ValueError(f"{where} is empty; expected at least one token")
+    ids = list(map(int, prompt))
+    check_ids(where, ids, vocab, tokenizer)
+    return ids
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The limits of a job in an engine.
 
     Attributes:
-      steps: the most steps of a strategy.
-      histogram: number of rounds by tokens emitted.
-      tokens: number of generated tokens.
-      longest: number of tokens of the longest sample.
-      seconds: duration of the whole run.
-      depths: number of rounds by the depth of their tree.
+      cfg: config of the model.
+      max_len: the most prompt and generated tokens.
+      stop_width: the most stop tokens.
+      acceptance: acceptance mode of the engine; None: it decodes plainly.
     """
 
-    steps: int
-    histogram: np.ndarray
-    tokens: int = 0
-    longest: int = 0
-    seconds: float = 0.0
-    depths: np.ndarray = dataclasses.field(init=False)
+    cfg: ModelConfig
+    max_len: int
+    stop_width: int
+    acceptance: str | None
 
-    def __post_init__(self):
-        self.depths = np.zeros(self.steps + 1, np.int64)
 
-    def add(self, sample: SampleOutput) -> None:
-        self.count_rounds(sample.stats)
-        self.tokens += len(sample.token_ids)
-        self.longest = max(self.longest, len(sample.token_ids))
+def check_job(where: str, job: Job, limits: Limits) -> None:
+    """Raises ValueError if the job's parameters do not fit the model or the engine."""
+    params, cfg = job.params, limits.cfg
+    least = len(job.prompt) + 1 if job.limit == NO_LIMIT else job.limit
+    if least > limits.max_len:
+        raise SettingError(
+            lambda spell: (
+                f"{where} has {len(job.prompt)} tokens and {spell('max_tokens')} is "
+                f"{params.max_tokens}, together more than {spell('max_len')} {limits.max_len}; "
+                f"shorten one, let {spell('max_tokens', None)} take what fits, or raise "
+                f"{spell('max_len')} (the model's own limit is {cfg.max_position})"
+            )
+        )
+    if len(job.stop_ids) > limits.stop_width:
+        raise SettingError(
+            lambda spell: (
+                f"{where} has {len(job.stop_ids)} stop tokens, the model's own included; at most "
+                f"{limits.stop_width}; raise {spell('max_stop_tokens', ...)}, or stop at strings "
+                "(stop)"
+            )
+        )
+    for name, ids in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", [token for token, _ in params.logit_bias]),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+        ("bad_words", [token for word in job.bad_words for token in word]),
+    ):
+        check_ids(f"{where}: {name}", ids, cfg.vocab_size)
+    longest = max(map(len, job.bad_words), default=0)
+    for what, count, most in (
+        ("logit_bias has {} tokens", len(params.logit_bias), BIAS_WIDTH),
+        ("bad_words come to {} token sequences", len(job.bad_words), BAD_WORDS),
+        ("a bad word has {} tokens", longest, BAD_WORD_LENGTH),
+    ):
+        if count > most:
+            raise ValueError(f"{where}: {what.format(count)}; at most {most}")
+    banned = {word[0] for word in job.bad_words if len(word) == 1}
+    banned.update(job.stop_ids if params.min_tokens else ())
+    allowed = params.allowed_token_ids or range(cfg.vocab_size)
+    if len(banned) >= len(allowed) and banned.issuperset(allowed):
+        raise ValueError(
+            f"{where}: no token is left to generate: all that allowed_token_ids leaves are bad "
+            "words, or stop tokens that min_tokens masks; allow more"
+        )
+    if limits.acceptance == "greedy" and params.temperature > 0:
+        raise ValueError(
+            f"{where} has temperature {params.temperature}, and acceptance 'greedy' is exact for "
+            "temperature 0 only; use acceptance 'coupled', which takes any tree and gives the "
+            "tokens of plain decoding at every temperature, or temperature=0"
+        )
 
-    def count_rounds(self, stats: SpecStats) -> None:
-        """Adds the rounds of a sample whose tokens are counted elsewhere."""
-        for emitted, rounds in enumerate(stats.histogram):
-            self.histogram[emitted] += rounds
-        for depth, rounds in enumerate(stats.depths):
-            self.depths[depth] += rounds
 
-    def merge(self, other: Totals) -> None:
-        """Adds the sums of a later run."""
-        self.histogram = self.histogram + other.histogram
-        self.tokens += other.tokens
-        self.longest = max(self.longest, other.longest)
-        self.seconds += other.seconds
-        self.depths = self.depths + other.depths
+def features_of(job: Job, vocab: int) -> Features:
+    """The features that a program must have to run this job."""
+    p = job.params
+    sampled = p.temperature > 0
+    return Features(
+        sampled=sampled,
+        top_k=sampled and 0 < p.top_k < vocab,
+        top_p=sampled and p.top_p < 1,
+        min_p=sampled and p.min_p > 0,
+        penalties=(
+            p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
+        ),
+        bias=any(value != 0 for _, value in p.logit_bias),
+        allowed=bool(p.allowed_token_ids),
+        bad_words=bool(job.bad_words),
+        min_tokens=p.min_tokens > 0 and bool(job.stop_ids),
+        transformed_logprobs=p.transformed_logprobs,
+        top_logprobs=bool(p.logprobs),
+    )
 
-    @property
-    def rounds(self) -> int:
-        return int(self.histogram.sum())
 
-    @property
-    def accepted(self) -> int:
-        return int((self.histogram[1:] * np.arange(len(self.histogram) - 1)).sum())
+def option_rows(jobs: Sequence[Job], vocab: int, stop_width: int) -> Options:
+    """The jobs' options as numpy arrays, one row per job."""
+    rows = neutral(len(jobs), vocab, stop_width, np=np)
+    masks: dict[int, np.ndarray] = {}  # by id of the parameters, which a request's samples share
+    for r, job in enumerate(jobs):
+        p = job.params
+        rows.temperature[r] = p.temperature
+        # Greedy jobs keep neutral filters: where another job of the batch needs top-p, it must not
+        # change their argmax among tokens that tie.
+        if p.temperature > 0:
+            rows.top_k[r] = p.top_k if 0 < p.top_k < vocab else 0  # 0 keeps all
+            rows.top_p[r], rows.min_p[r] = p.top_p, p.min_p
+        rows.repetition[r] = p.repetition_penalty
+        rows.presence[r], rows.frequency[r] = p.presence_penalty, p.frequency_penalty
+        for i, (token, value) in enumerate(p.logit_bias):
+            rows.bias_ids[r, i], rows.bias_values[r, i] = token, value
+        if p.allowed_token_ids:
+            mask = masks.get(id(p))
+            mask = bitmask(p.allowed_token_ids, vocab) if mask is None else mask
+            rows.allowed[r] = masks[id(p)] = mask
+        for i, word in enumerate(job.bad_words):
+            rows.bad_words[r, i, -len(word) :] = word
+        rows.stop_ids[r, : len(job.stop_ids)] = job.stop_ids
+        rows.prompt_len[r] = len(job.prompt)
+        rows.min_len[r] = len(job.prompt) + p.min_tokens if p.min_tokens else 0
+        rows.speculate[r] = p.speculative
+    return rows
 
-    @property
-    def accept_length(self) -> float:
-        return 1.0 + self.accepted / self.rounds if self.rounds else float("nan")
 
-    @property
-    def drafted_rounds(self) -> int:
-        """Number of rounds that drafted something."""
-        return int(self.depths[1:].sum())
-
-    @property
-    def drafted_accept_length(self) -> float:
-        """Accept length of the rounds that drafted something."""
-        return 1.0 + self.accepted / self.drafted_rounds if self.drafted_rounds else float("nan")
-
-    @property
-    def accept_rate(self) -> float:
-        """Accepted draft tokens over the most that could be: the sum of the depths of the trees."""
-        offered = int(self.depths @ np.arange(len(self.depths)))
-        return self.accepted / offered if offered else 0.0
-
-    def per_depth(self) -> list[float]:
-        """The share of rounds that accepted depth 1, 2, .., of those whose tree reaches it."""
-        accepted = np.cumsum(self.histogram[::-1])[::-1][2:]
-        offered = np.cumsum(self.depths[::-1])[::-1][1:]
-        with np.errstate(invalid="ignore"):
-            return (accepted / np.where(offered, offered, np.nan)).tolist()
+def bitmask(ids: Sequence[int], vocab: int) -> np.ndarray:
+    """Words [ceil(vocab / 32)] in which bit v % 32 of word v // 32 is set iff v is in `ids`."""
+    ids = np.asarray(ids, np.uint32)
+    words = np.zeros(-(-vocab // 32), np.uint32)
+    np.bitwise_or.at(words, ids // 32, np.uint32(1) << (ids % 32))
+    return words

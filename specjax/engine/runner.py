@@ -4,16 +4,18 @@ A chunk's program is made for a strategy, a set of features and a *bucket*, a nu
 takes slots out of the state, runs them as a batch of their own, and puts them back. So the batch
 shrinks with the number of running sequences, which keep their slots, and strategies may change
 between chunks.
+
+`piece_of`, `admission_of` and `row_map_of` make the padded arrays that programs take from what the
+scheduler decided.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,35 +24,24 @@ from flax import nnx
 
 from specjax.config import ModelConfig, SpecConfig, Strategy
 from specjax.control import OFF
-from specjax.decode.admit import (
-    Admission,
-    Piece,
-    Prompts,
-    Scores,
-    empty_prompts,
-    place,
-    prefill,
-    score,
-)
+from specjax.decode.admit import Admission, Piece, Prompts, empty_prompts, place, prefill
 from specjax.decode.chunk import Result, Until, run_chunk
 from specjax.decode.options import Features
 from specjax.decode.state import DecodeState, Plan, RowMap, StateSizes, empty_state
-from specjax.engine.agreement import agreement_of
-from specjax.engine.checksum import Checksum, require_same
-from specjax.engine.compiling import Executables
-from specjax.engine.graphs import Graphs
 from specjax.engine.pages import NULL_PAGE, pages_for
-from specjax.engine.plans import StrategyProgram, make_plans, own_name, programs_of, row_block
-from specjax.engine.settings import end_of_pieces, stretched
-from specjax.engine.sources import laid_out, page_multiple, with_kernel
+from specjax.engine.programs import Executables, Graphs, Program, make_plans, programs_of, row_block
+from specjax.engine.request import option_rows
+from specjax.engine.scheduler import Prompt, Start
+from specjax.engine.sequence import Sample
+from specjax.engine.settings import EngineConfig, end_of_pieces, powers
 from specjax.engine.vocabulary import draft_ids
-from specjax.interfaces import Draft, FinishedSample, Memory, Room
+from specjax.engine.weights import Weights
+from specjax.interfaces import Draft
 from specjax.kernels import check, dispatch
-from specjax.memory import cost, empty
-from specjax.models.rows import merge_axes, param_axes, repeated_names
-from specjax.models.transformer import Params, graphdef, record_shape, to_decode_layout
+from specjax.memory import cost
+from specjax.models.transformer import Params, graphdef, laid_out, record_shape
 from specjax.parallel import sharding
-from specjax.parallel.reshard import Mover
+from specjax.parallel.agreement import agreement_of
 from specjax.spelling import SettingError
 from specjax.weights import matrix
 
@@ -61,12 +52,11 @@ EXTRA_SLOTS = 8  # slots beyond those of a batch, for sequences that wait for a 
 WAITING_TOKENS = 2048
 FEW = 4  # prompts that a small program reads, and sequences that it starts
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 class Runner:
-    """The device side of one engine: parameters, state, executables.
+    """The device side of one engine: state, weights, and the programs over them.
 
     Args:
       cfg: model config; `run.scan_layers` decides the parameter and cache layout of decoding, in
@@ -77,17 +67,12 @@ class Runner:
       stop_width: the most stop tokens of a request.
       mesh: mesh over which parameters and state are sharded; None: the default device.
       source: the draft source; None: the one that `spec` names, see `source_of`.
-      chunk_tokens: the most tokens per slot that one chunk can emit when many slots run.
-      stretch: factor by which a chunk is longer when few slots run, see `EngineConfig`.
       strategies: strategies that chunks can run; None: `spec`'s alone.
-      page_size: positions per page; None: 128; 0: each sequence has one page of full length.
-      cache_bytes: largest size of the pages of all caches in bytes, see `EngineConfig`.
-      most_cache_bytes: largest size where `cache_bytes` is None, see `Engine`.
+      config: kernels, sizes of pages and chunks, largest size of the caches.
+      most_cache_bytes: largest size of the caches where `config` sets none; None: what all slots
+        need.
       widths: lengths that pieces of prompts are padded to, ascending; all start at multiples of the
         last one. Empty: at any position, and none is longer than the rest of the table.
-      attention: name of the attention kernel, see `specjax.kernels.check.settle`.
-      products: name of the kernel that multiplies by weights, see `specjax.weights.matrix.settle`.
-      enforce_eager: whether GPUs run without CUDA graphs.
 
     Attributes:
       cfg: the model's config, with the kernels that run.
@@ -97,29 +82,25 @@ class Runner:
       programs: the plans that chunks are compiled for, by name of the program: those of the
         strategies, or in `invariant` mode one for all.
       own_plain: a program for `off` alone where all strategies share another, see
-        `specjax.engine.plain_check`; None: there is none.
+        `specjax.engine.start_up`; None: there is none.
       exact_plain: features of the shared programs whose bits it has.
       longest: the plan with the most steps.
       slots: number of slots of the state. The last one is always empty and fills up buckets.
       extra_slots: number of slots beyond `batch`, for sequences that wait for a row.
       prompts: number of rows for prompts that are being read; the last one is always empty.
       pages: number of pages, the null page included.
-      mark: an output of the program that was enqueued last, which is ready when the program is
-        done; None if that was a chunk.
-      latest: key of the program that was enqueued last, see `Executables`; None: there is none.
-      ids: the token ids that are drafted from, ascending; None: all.
-      vocabulary: parameters that draft `ids`, see `Draft.columns`; None: there are none.
-      store: what the draft source keeps of samples that have ended, on the host; None: nothing.
-      history: a copy of `store` on the device.
-      takes_samples: whether `feed` is to be called with samples that have ended.
-      checksums: checksums of the weights that are held, by `policy` and `draft`.
-      executables: the compiled programs.
-      agreement: how the hosts of the mesh take the same decisions.
-      moved: the most bytes that a device received for the weights when they were last set.
       table_width: number of entries of a slot in the page table: the most pages that it can hold,
         and then entries that are always `NULL_PAGE`, for the part of a round's path past the end,
         and for the padding of a prompt's last piece.
       stride: number of positions of which every piece's start is a multiple.
+      weights: the weights of policy and draft.
+      state: the state of the slots; None: it is not allocated.
+      kept: the state of prompts that are being read, likewise.
+      mark: an output of the program that was enqueued last, which is ready when the program is
+        done; None if that was a chunk.
+      latest: key of the program that was enqueued last, see `Executables`; None: there is none.
+      executables: the compiled programs.
+      agreement: how the hosts of the mesh take the same decisions.
     """
 
     def __init__(
@@ -131,100 +112,74 @@ class Runner:
         stop_width: int = 8,
         mesh: jax.sharding.Mesh | None = None,
         source: Draft | None = None,
-        chunk_tokens: int = 32,
         strategies: Sequence[Strategy] | None = None,
-        page_size: int | None = None,
-        cache_bytes: int | None = None,
-        widths: Sequence[int] = (),
-        attention: str = "auto",
-        products: str = "auto",
-        stretch: int = 1,
-        enforce_eager: bool = False,
+        config: EngineConfig = EngineConfig(),  # noqa: B008
         most_cache_bytes: int | None = None,
+        widths: Sequence[int] = (),
     ):
         record_shape(cfg)  # raises if the report has no room for the model's records
+        self.batch, self.max_len, self.stop_width, self.mesh = batch, max_len, stop_width, mesh
+        self.config, self.stride = config, widths[-1] if widths else 1
         drafts = spec is not None and not spec.is_off
         invariant = drafts and spec.invariant
+        page_size = PAGE_SIZE if config.page_size is None else config.page_size or max_len
+        page_size = min(page_size, max_len)
         named = strategies or ((spec.resolve(),) if drafts else ())
         settle = functools.partial(
             check.settle,
             mesh=mesh,
-            asked=attention,
+            asked=config.attention,
             invariant=invariant,
             rows=max((strategy.rows for strategy in named if not strategy.is_off), default=1),
-            page_size=min(PAGE_SIZE if page_size is None else page_size or max_len, max_len),
+            page_size=page_size,
             width=max(widths, default=1),
         )
         cfg = settle(laid_out(cfg, mesh), whose="attention")
-        source = with_kernel(source, settle)
-        cfg = matrix.settle(cfg, mesh, products)
-        # A kernel that is named for the policy may refuse the draft, whose layers and dtype can
-        # differ. So the draft's own is chosen automatically.
-        asked = matrix.PLAIN if products == matrix.PLAIN else matrix.AUTO
-        settle_products = functools.partial(matrix.settle, mesh=mesh, asked=asked)
-        source = with_kernel(source, settle_products, "products")
-        self.cfg, self.stride = cfg, widths[-1] if widths else 1
-        self.chunk_tokens, self.stretch = chunk_tokens, stretch
-        self.batch, self.max_len, self.stop_width, self.mesh = batch, max_len, stop_width, mesh
-        most_rows = spec.spec_verify_tokens if drafts else 1
-        self.plans = make_plans(cfg, spec, source, strategies)
-        self.strategies = programs_of(self.plans, most_rows)
+        cfg = matrix.settle(cfg, mesh, config.products)
+        if source is not None and source.network is not None:
+            network = settle(source.network, whose="the draft's attention")
+            # A kernel that is named for the policy may refuse the draft, whose layers and dtype can
+            # differ. So the draft's own is chosen automatically.
+            products = matrix.PLAIN if config.products == matrix.PLAIN else matrix.AUTO
+            network = matrix.settle(network, mesh, products, whose="the draft's products")
+            source = source.with_network(network)
+
+        def plan(cfg: ModelConfig) -> tuple[dict[str, Plan], dict[str, Program]]:
+            plans = make_plans(cfg, spec, source, strategies)
+            return plans, programs_of(plans, spec.spec_verify_tokens if drafts else 1)
+
+        self.plans, self.strategies = plan(cfg)
         self.own_plain, self.exact_plain = None, set()
-        size = row_block(dispatch.device_of(mesh), batch, self.strategies) if invariant else None
+        device = dispatch.device_of(mesh)
+        size = row_block(device, batch, self.strategies) if invariant else None
         if size is not None:
-            self.cfg = cfg = cfg.running(row_block=size)
-            self.plans = make_plans(cfg, spec, source, strategies)
-            self.strategies = programs_of(self.plans, most_rows)
-            self.own_plain = StrategyProgram(OFF, self.plans[OFF])
-        self.plan = self.plans[own_name(spec, self.plans)]
-        self.programs = {run.program: run.plan for run in self.strategies.values()}
+            cfg = cfg.running(row_block=size)
+            self.plans, self.strategies = plan(cfg)
+            self.own_plain = Program(OFF, self.plans[OFF])
+        self.cfg = cfg
+        names = [spec.own_strategy.name, spec.resolve().name] if drafts else []
+        self.plan = self.plans[next(name for name in (*names, *self.plans) if name in self.plans)]
+        self.programs = {program.name: program.plan for program in self.strategies.values()}
         self.longest = max(self.programs.values(), key=lambda plan: plan.steps)
-        self.page_size = min(PAGE_SIZE if page_size is None else page_size or max_len, max_len)
-        multiple = page_multiple(cfg, source)
-        self.page_size = -(-self.page_size // multiple) * multiple
-        full = pages_for(max_len, self.page_size)
+        source = self.longest.source
+        models = [cfg] + ([source.network] if source and source.network else [])
+        kernels = [model.run.attention for model in models]
+        multiple = max(map(dispatch.page_multiple, kernels))
+        self.page_size = -(-page_size // multiple) * multiple
         # What lies past a sequence's pages is never visible, but it is written, to the null page.
         past = pages_for(self.longest.steps + 1, self.page_size)
         read = pages_for(end_of_pieces(max_len, widths), self.page_size)
-        self.table_width = max(full + past, read)
+        self.table_width = max(pages_for(max_len, self.page_size) + past, read)
         self.extra_slots = EXTRA_SLOTS
         self.slots, self.prompts = batch + self.extra_slots + 1, max(batch, FEW) + 1
-        self.pages = self._pages_by_default(full, most_cache_bytes)
-        if cache_bytes is not None:
-            self.pages = (cache_bytes - self.slot_bytes) // max(self.page_bytes, 1)
-            if self.pages < 2:
-                slots = f" beside {self.slot_bytes} bytes of slots" if self.slot_bytes else ""
-                raise SettingError(
-                    lambda spell: (
-                        f"{spell('cache_bytes')} {cache_bytes} is less than two pages of "
-                        f"{self.page_bytes} bytes, of which one is spare{slots}; raise it, or use "
-                        f"a smaller {spell('page_size')}"
-                    )
-                )
-        self.params: Params | None = None
-        self.head: Params | None = None
-        self.vocabulary: Params | None = None
-        remembers = bool(self.longest.source) and self.longest.source.needs.history
-        self.store = self.longest.source.store() if remembers else None
-        self.history: Params | None = None
-        self.takes_samples = remembers and not self.longest.needs_q
-        self.ids = draft_ids(cfg, spec) if drafts else None
+        self.pages = self._count_pages(config.cache_bytes, most_cache_bytes)
+        self.weights = Weights(cfg, source, mesh, draft_ids(cfg, spec) if drafts else None)
         self.state: DecodeState | None = None
         self.kept: Prompts | None = None
         self.mark: jax.Array | None = None
         self.latest: tuple | None = None
-        self.checksums: dict[str, Checksum] = {}
-        self.moved = 0
         self.agreement = agreement_of(mesh)
-        source = self.longest.source
-        network = None if source is None else source.network
-        models = [cfg for cfg in (self.cfg, network) if cfg is not None]
-        kernels = [model.run.attention for model in models]
-        graphs = Graphs(dispatch.device_of(mesh), kernels, enforce_eager)
-        self.executables = Executables(mesh, cfg, graphs)
-        self.repeated = frozenset().union(*map(repeated_names, models))
-        self.axes = merge_axes([param_axes(self.cfg), {} if source is None else source.axes()])
-        self._mover = None if mesh is None else Mover(mesh, self.axes)
+        self.executables = Executables(mesh, cfg, Graphs(device, kernels, config.enforce_eager))
 
     # --- sizes -----------------------------------------------------------------------------------
 
@@ -243,27 +198,48 @@ class Runner:
         source = self.longest.source
         return source.needs.states if source else 0
 
-    def pages_of(self, positions: int) -> int:
-        """The most pages that a sample takes, with copies of shared pages that it rewrites."""
-        copied = 1 + pages_for(self.rewritten, self.page_size)
-        return pages_for(positions, self.page_size) + copied
-
-    def _pages_by_default(self, full: int, most_bytes: int | None) -> int:
-        """The number of pages for rows of `full` pages each, and for sequences that wait.
-
-        There is one more for a copy of a prompt's last page, and page 0. There are no more than
-        `most_bytes` have room for, but one sample of full length always fits.
-        """
-        waiting = min(full, pages_for(WAITING_TOKENS, self.page_size))
-        slots = full * self.batch + waiting * (self.slots - self.batch)
-        if most_bytes is not None:
-            slots = min(slots, (most_bytes - self.slot_bytes) // max(self.page_bytes, 1) - 2)
-        return 2 + max(slots, self.pages_of(self.max_len) - 1)
-
     @property
     def rewritten(self) -> int:
         """Number of positions before the root that the draft source writes when a sample starts."""
         return max(self.tail - 1, 0)
+
+    @property
+    def copied(self) -> int:
+        """The most pages of its prompt that a sample gets copies of, because it rewrites them."""
+        return 1 + pages_for(self.rewritten, self.page_size)
+
+    def pages_of(self, positions: int) -> int:
+        """The most pages that a sample takes, with copies of shared pages that it rewrites."""
+        return pages_for(positions, self.page_size) + self.copied
+
+    def _count_pages(self, given: int | None, most_bytes: int | None) -> int:
+        """The number of pages: those that `given` bytes hold, or by default for all slots.
+
+        By default each row has pages for a sequence of full length, and each sequence that waits
+        some. There is one more for a copy of a prompt's last page, and page 0. There are no more
+        than `most_bytes` have room for, but one sample of full length always fits.
+
+        Raises:
+          SettingError: `given` is less than two pages.
+        """
+        page, slots = max(self.page_bytes, 1), self.slot_bytes
+        if given is not None:
+            pages = (given - slots) // page
+            if pages < 2:
+                raise SettingError(
+                    lambda spell: (
+                        f"{spell('cache_bytes')} {given} is less than two pages of {page} bytes, "
+                        f"of which one is spare, beside {slots} bytes of slots; raise it, or use a "
+                        f"smaller {spell('page_size')}"
+                    )
+                )
+            return pages
+        full = pages_for(self.max_len, self.page_size)
+        waiting = min(full, pages_for(WAITING_TOKENS, self.page_size))
+        pages = full * self.batch + waiting * (self.slots - self.batch)
+        if most_bytes is not None:
+            pages = min(pages, (most_bytes - slots) // page - 2)
+        return 2 + max(pages, self.pages_of(self.max_len) - 1)
 
     @property
     def page_bytes(self) -> int:
@@ -293,8 +269,8 @@ class Runner:
             that the strategy shares with others.
         """
         shared = self.strategies[strategy]
-        run = shared if features is None else self.program_of(strategy, features)
-        return self._rounds(run.plan, rows)
+        program = shared if features is None else self.program_of(strategy, features)
+        return self._rounds(program.plan, rows)
 
     def own_rounds(self, rows: int) -> float:
         """The most rounds of a chunk by `own_plain`; infinite if there is none."""
@@ -302,162 +278,42 @@ class Runner:
 
     def _rounds(self, plan: Plan, rows: int | None) -> int:
         """The most rounds of a chunk by a program of this plan."""
-        window = plan.source.needs.window if plan.tree is None and plan.source else 0
-        tokens = stretched(self.chunk_tokens, self.stretch, rows or self.stretch, window)
+        least, stretch = self.config.chunk_tokens, self.config.stretch
+        tokens = least * max(1, stretch // (rows or stretch))
+        if plan.tree is None and plan.source and plan.source.needs.window:
+            # The draft keeps no more states while plain decoding runs.
+            tokens = min(tokens, max(least, plan.source.needs.window))
         return max(1, tokens // (plan.steps + 1))
 
     def most_tokens(self, rows: int) -> int:
         """The most tokens that one row can emit in a chunk of `rows` rows."""
-        found = [self.rounds(s, rows) * (plan.steps + 1) for s, plan in self.plans.items()]
+        most = [self.rounds(s, rows) * (plan.steps + 1) for s, plan in self.plans.items()]
         if self.exact_plain:
-            found.append(self.own_rounds(rows))
-        return max(found)
+            most.append(self.own_rounds(rows))
+        return max(most)
 
     def buckets(self, strategy: str, features: Features) -> list[int]:
         """The buckets, ascending, of compiled programs that serve this strategy and features."""
-        return self.executables.buckets(self.strategies[strategy].program, features)
+        return self.executables.buckets(self.strategies[strategy].name, features)
 
-    # --- weights and state -----------------------------------------------------------------------
-
-    def set_params(self, params: Params, head: Params | None) -> None:
-        """Takes policy parameters into the decode layout and sharding.
-
-        Args:
-          params: parameters of the policy, stacked or as `models.transformer.split_layout` returns
-            them.
-          head: parameters of the draft source, in its own decode layout.
-
-        Raises:
-          ValueError: there is no head and the source needs one.
-          RuntimeError: the checksum of the parameters changed on the way.
-        """
-        self.moved = 0
-        arrived = self.convert(params) if self.mesh is None else self._move(params, self.convert)
-        exact = matrix.FORMATS.find(self.cfg.run.products).exact
-        self._check("policy", params, arrived, self.cfg.tie_embeddings, exact)
-        if self.longest.source is not None:
-            if head is None:
-                raise ValueError(
-                    "speculation needs a draft head, got none; pass the head's parameters or use "
-                    "spec=None"
-                )
-            self._place_head(head)
-        self.params = arrived
-        self.set_ids(self.ids)
-        self._send_store()
-
-    def set_head(self, head: Params) -> None:
-        """Takes parameters of the draft source alone; see `set_params`."""
-        self._place_head(head)
-        self.set_ids(self.ids)
-
-    def _place_head(self, head: Params) -> None:
-        if head is self.head:  # it is placed already
-            return
-        placed = self._convert_head(self._move(head))
-        self._check("draft", head, placed, False)
-        self.head = placed
-
-    @property
-    def draft(self) -> Params | None:
-        """All parameters of the draft source: `head`, `vocabulary` and `history`."""
-        entries = {"vocabulary": self.vocabulary, "history": self.history}
-        known = {name: value for name, value in entries.items() if value is not None}
-        return {**self.head, **known} if known else self.head
-
-    def feed(self, samples: Sequence[FinishedSample]) -> None:
-        """Passes ended samples to the draft source, see `Draft.feed`; compiles nothing."""
-        self.store = self.longest.source.feed(self.store, samples)
-        self._send_store()
-
-    def _send_store(self) -> None:
-        if self.store is not None:
-            whole = None if self.mesh is None else sharding.replicated(self.mesh)
-            # It is a copy, since the draft may change its arrays while a chunk still reads them.
-            self.history = jax.device_put(jax.tree.map(np.array, self.store), whole)
-
-    def set_ids(self, ids: np.ndarray | None) -> None:
-        """Takes the ids to draft from, ascending; compiles nothing if their number is the same."""
-        self.ids = ids
-        if ids is not None and self.head is not None and self.params is not None:
-            self.vocabulary = self._columns(self.head, self.params, ids)
-
-    @functools.cached_property
-    def _columns(self):
-        columns = self.longest.source.columns
-        if self.mesh is None:
-            return jax.jit(columns)
-        shapes = jax.eval_shape(columns, self.head, self.params, self.ids)
-        shardings = sharding.param_shardings(self.mesh, shapes, self.axes)
-        return jax.jit(columns, out_shardings=shardings)
-
-    def _check(
-        self, name: str, sent: Params, arrived: Params, tied: bool, exact: bool = True
-    ) -> None:
-        """Compares checksums, and keeps them; warns of weights that are not finite.
-
-        Args:
-          exact: whether `arrived` has the bits of `sent`; if not, there is nothing to compare.
-        """
-        if not jax.tree.leaves(sent):
-            return
-        if not exact:
-            arrived = sent
-        now = require_same(name, sent, arrived, self.cfg.run.compute_dtype, tied, self.repeated)
-        if not now.finite:
-            log.warning("the %s's weights are not finite: its output means nothing", name)
-        self.checksums[name] = now
-
-    @functools.cached_property
-    def convert(self):
-        """The jitted conversion of policy parameters from the stacked to the decode layout."""
-        return jax.jit(functools.partial(to_decode_layout, cfg=self.cfg))
-
-    @functools.cached_property
-    def _convert_head(self):
-        """The conversion of the draft's parameters to the layout of the kernels that run."""
-        source = self.longest.source
-        cfg = None if source is None else source.network
-        if cfg is None or cfg.run.products == matrix.PLAIN:
-            return lambda head: head
-        return jax.jit(source.pack)
-
-    def _move(self, params: Params, convert: Callable | None = None) -> Params:
-        """Moves parameters to the mesh, see `Mover`."""
-        if self.mesh is None:
-            return params
-        params = self._mover(params, convert)
-        self.moved += self._mover.received
-        return params
+    # --- state -----------------------------------------------------------------------------------
 
     def share_programs(self, other: Runner) -> None:
         """Takes the compiled programs of a runner of equal settings on the same devices."""
-        self.executables, self._mover = other.executables, other._mover
-        self.convert, self._convert_head = other.convert, other._convert_head
-        self._empty = other._empty
+        self.executables, self._empty = other.executables, other._empty
+        self.weights.share_programs(other.weights)
 
-    def hold_shapes(self, params: Params, head: Params | None) -> None:
-        """Holds shapes where `set_params` and `reset` put arrays, for programs that are never run.
+    def hold_shapes(self, policy: Params, head: Params | None) -> None:
+        """Holds shapes where `Weights.set` and `reset` put arrays, for programs that are never run.
 
         `Executables.build` must then return a function that returns its donated inputs and None.
 
         Args:
-          params: as in `set_params`, arrays or their shapes.
-          head: as in `set_params`, arrays or their shapes.
+          policy, head: as in `Weights.set`, arrays or their shapes.
         """
-        params = jax.eval_shape(self.convert, params)
-        state, kept = jax.eval_shape(self._empty)
-        shardings = functools.partial(sharding.param_shardings, axes=self.axes)
-        self.params = sharding.shapes(params, self.mesh, shardings)
-        head = jax.eval_shape(self._convert_head, head)
-        self.head = sharding.shapes(head, self.mesh, shardings)
-        if self.ids is not None:
-            some = jax.eval_shape(self.longest.source.columns, self.head, self.params, self.ids)
-            self.vocabulary = sharding.shapes(some, self.mesh, shardings)
-        if self.store is not None:
-            self.history = sharding.shapes(self.store, self.mesh, shardings)
-        self.state = sharding.shapes(state, self.mesh, sharding.state_shardings)
-        self.kept = sharding.shapes(kept, self.mesh, sharding.state_shardings)
+        self.weights.hold_shapes(policy, head)
+        both = jax.eval_shape(self._empty)
+        self.state, self.kept = sharding.shapes(both, self.mesh, sharding.state_shardings)
 
     @property
     def is_broken(self) -> bool:
@@ -498,9 +354,9 @@ class Runner:
             state, kept = prefill(model, head, self.longest, state, kept, piece, self.stride)
             return state, kept, state.length[0]
 
-        inputs = (self.params, self.draft, self.state, self.kept, piece)
+        inputs = (self.weights.policy, self.weights.draft, self.state, self.kept, piece)
         key = ("prefill", piece.tokens.shape)
-        self.state, self.kept, self.mark = self._run(key, program, inputs, (2, 3), piece)
+        self.state, self.kept, self.mark = self.run(key, program, inputs, (2, 3), piece)
 
     def place(self, new: Admission) -> None:
         """Starts sequences in slots; one executable per number of sequences."""
@@ -512,36 +368,7 @@ class Runner:
         inputs = (self.state, self.kept, new)
         # Tokens and options are large; hosts compare `words`, which stand for them.
         same = new._replace(tokens=None, options=None)
-        self.state, self.mark = self._run(("place", len(new.slots)), program, inputs, (0,), same)
-
-    def empty_scratch(self, rows: int, span: int) -> tuple[Memory, np.ndarray]:
-        """Empty pages for `rows` prompts of `span` positions each, and their page table [R X]."""
-        each = pages_for(span, self.page_size)
-        room = Room(slots=rows, pages=1 + rows * each, page_size=self.page_size)
-
-        def make():
-            return empty(self.cfg, room)
-
-        shapes = sharding.shapes(jax.eval_shape(make), self.mesh, sharding.state_shardings)
-        scratch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shapes)
-        return scratch, 1 + np.arange(rows * each, dtype=np.int32).reshape(rows, each)
-
-    def score(
-        self, scratch: Memory, tokens: np.ndarray, start: np.ndarray, table: np.ndarray
-    ) -> tuple[Memory, Scores]:
-        """Computes log-probabilities of pieces of prompts; one executable per shape."""
-
-        def program(params, scratch, tokens, start, table):
-            scratch, scores = score(self.model(params), scratch, tokens, start, table)
-            if self.mesh is not None:
-                scores = jax.lax.with_sharding_constraint(scores, sharding.replicated(self.mesh))
-            return scratch, scores
-
-        inputs = (self.params, scratch, tokens, start, table)
-        key = ("score", tokens.shape, table.shape)
-        scratch, scores = self._run(key, program, inputs, (1,), inputs[2:])
-        self.mark = scores.ranks
-        return scratch, scores
+        self.state, self.mark = self.run(("place", len(new.slots)), program, inputs, (0,), same)
 
     def chunk(
         self,
@@ -549,7 +376,7 @@ class Runner:
         features: Features,
         row_map: RowMap,
         until: Until,
-        run: StrategyProgram | None = None,
+        program: Program | None = None,
     ) -> Packed[Result]:
         """Enqueues a chunk; its result is on the device and may not be computed yet.
 
@@ -560,31 +387,30 @@ class Runner:
           row_map: the slot of each row, and of `extra_slots` more (see `alone`). No slot is there
             twice, except the empty one. A slot that shall not run has only `NULL_PAGE` as pages.
           until: when the chunk ends.
-          run: the program of the strategy that runs; None: the one that `program_of` chooses.
+          program: the program of the strategy; None: the one that `program_of` chooses.
         """
         bucket = len(row_map.slots) - self.extra_slots
-        run = run or self.program_of(strategy, features)
+        program = program or self.program_of(strategy, features)
         # `own_plain` runs with the features of the shared program that it stands for.
-        shared = self.strategies[strategy].program
+        shared = self.strategies[strategy].name
         features = self.executables.covering(shared, bucket, features)
-        inputs = (self.params, self.draft, self.state, row_map, until)
-        if run.part is not None:
-            inputs = (*inputs, run.part)
-        program = functools.partial(self._chunk_program, run.plan, features, bucket)
-        key = ("chunk", run.program, bucket, features)
-        may_fail = run is self.own_plain
-        self.state, result = self._run(key, program, inputs, (2,), inputs[3:], may_fail)
+        inputs = (self.weights.policy, self.weights.draft, self.state, row_map, until)
+        if program.part is not None:
+            inputs = (*inputs, program.part)
+        call = functools.partial(self._chunk_program, program.plan, features, bucket)
+        key = ("chunk", program.name, bucket, features)
+        self.state, result = self.run(key, call, inputs, (2,), inputs[3:])
         self.mark = None
         return result
 
-    def program_of(self, strategy: str, features: Features) -> StrategyProgram:
+    def program_of(self, strategy: str, features: Features) -> Program:
         """The program that chunks of a strategy run, for features.
 
         It is `own_plain` where that has the bits of the shared program which would run.
         """
         shared = self.strategies[strategy]
         if strategy == OFF and self.exact_plain:
-            served = self.executables.covering(shared.program, self.batch, features)
+            served = self.executables.covering(shared.name, self.batch, features)
             if served in self.exact_plain:
                 return self.own_plain
         return shared
@@ -620,27 +446,117 @@ class Runner:
         source = self.longest.source
         return bool(source and source.needs.siblings) and not self.longest.needs_q
 
+    @property
+    def takes_samples(self) -> bool:
+        """Whether `Weights.feed` is to be called with samples that have ended."""
+        source = self.longest.source
+        return bool(source and source.needs.history) and not self.longest.needs_q
+
     def model(self, params: Params):
         """The target as a module; for use inside a jitted function."""
         return nnx.merge(graphdef(self.cfg, self.cfg.run.decode_layout), params)
 
-    def _run(
-        self, key: tuple, program, inputs: tuple, donate: tuple[int, ...], same, may_fail=False
-    ):
-        """Enqueues a program, see `Executables`.
+    def run(self, key: tuple, program: Callable, inputs: tuple, donate: tuple[int, ...], same: Any):
+        """Enqueues a program, see `Executables`; returns its outputs.
 
         Args:
           key: key of the program.
           donate: indices of its donated inputs.
           same: the inputs that must be equal on all hosts.
-          may_fail: as in `Executables.get`.
         """
         self.latest = key
         self.agreement.announce(key, same)
-        executable = self.executables.get(key, program, inputs, donate, may_fail)
-        outputs = executable(*inputs)
+        outputs = self.executables.get(key, program, inputs, donate)(*inputs)
         self.agreement.finished(outputs)
         return outputs
+
+
+# --- what programs take ---------------------------------------------------------------------------
+
+
+def piece_of(prompts: Sequence[Prompt], rows: int, width: int, runner: Runner) -> Piece:
+    """The next `width` positions of each prompt; spare rows write to the null page only.
+
+    They must end within the tables of the prompts, see `end_of_pieces`.
+    """
+    tail = runner.tail
+    piece = Piece(
+        tokens=np.zeros((rows, width + tail), np.int32),
+        start=np.zeros(rows, np.int32),
+        length=np.ones(rows, np.int32),
+        prompts=np.full(rows, runner.prompts - 1, np.int32),
+        table=np.zeros((rows, runner.table_width), np.int32),
+    )
+    for row, prompt in enumerate(prompts):
+        known = prompt.tokens[prompt.read : prompt.read + width + tail]
+        piece.tokens[row, : len(known)] = known
+        piece.start[row], piece.length[row] = prompt.read, len(prompt.tokens)
+        piece.prompts[row] = prompt.row
+        piece.table[row, : len(prompt.pages)] = prompt.pages
+    return piece
+
+
+def admission_of(starts: Sequence[Start], count: int, runner: Runner) -> Admission:
+    """The sequences to start, padded to `count` by repeating the first, which is harmless."""
+    padded = [*starts] + [starts[0]] * (count - len(starts))
+    sequences = [start.sequence for start in padded]
+    jobs = [sequence.job for sequence in sequences]
+    tokens = np.zeros((count, runner.max_len), np.int32)
+    for row, sequence in zip(tokens, sequences, strict=True):
+        row[: sequence.length] = sequence.known
+    copies = np.full((count, runner.copied, 2), NULL_PAGE, np.int32)
+    for row, start in zip(copies, padded, strict=True):
+        row[: len(start.copies)] = np.array(start.copies, np.int32).reshape(-1, 2)
+    return Admission(
+        slots=np.array([sequence.slot for sequence in sequences], np.int32),
+        prompts=np.array([start.prompt_row for start in padded], np.int32),
+        source=copies[..., 0].ravel(),
+        target=copies[..., 1].ravel(),
+        tokens=tokens,
+        lengths=np.array([sequence.length for sequence in sequences], np.int32),
+        limit=np.array([job.limit for job in jobs], np.int32),
+        words=np.stack([job.words for job in jobs]).astype(np.uint32),
+        options=option_rows(jobs, runner.cfg.vocab_size, runner.stop_width),
+    )
+
+
+def row_map_of(
+    alive: Sequence[Sample],
+    rows: int,
+    others: Sequence[Sample],
+    seen: Sequence[int],
+    runner: Runner,
+) -> RowMap:
+    """The row map of a chunk.
+
+    Args:
+      alive: samples that have the first rows.
+      rows: number of rows.
+      others: samples that wait for a row.
+      seen: slots of ended samples to put into spare rows, whose tokens can be drafted from.
+      runner: runner of the chunk.
+    """
+    slots = np.full(rows + runner.extra_slots, runner.slots - 1, np.int32)
+    slots[len(alive) : len(alive) + len(seen)] = seen
+    active = np.zeros(len(slots), bool)
+    table = np.full((len(slots), runner.table_width), NULL_PAGE, np.int32)
+    for row, sample in (*enumerate(alive), *enumerate(others, rows)):
+        slots[row], active[row] = sample.slot, True
+        table[row, : len(sample.pages)] = sample.pages
+    return RowMap(slots, active, table)
+
+
+def place_sizes(batch: int) -> list[int]:
+    """The numbers of sequences for which a program that starts them is compiled, ascending."""
+    return powers(max(batch, FEW), FEW)
+
+
+def place_size(batch: int, count: int) -> int:
+    """The size of the smallest program that starts `count` sequences."""
+    return next(size for size in place_sizes(batch) if size >= count)
+
+
+# --- what they return -----------------------------------------------------------------------------
 
 
 class _Layout(NamedTuple):

@@ -13,7 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 
 from specjax.engine.pages import PagePool, pages_for
-from specjax.engine.sequence import Sequence
+from specjax.engine.sequence import Sample
 
 Key = tuple[int, ...]
 
@@ -31,7 +31,7 @@ class Prompt:
     """
 
     tokens: Key
-    waiting: deque[Sequence] = dataclasses.field(default_factory=deque)
+    waiting: deque[Sample] = dataclasses.field(default_factory=deque)
     read: int = 0
     pages: list[int] | None = None
     row: int | None = None
@@ -55,7 +55,7 @@ class Start:
       copies: pages to copy for it, as (source, target).
     """
 
-    sequence: Sequence
+    sequence: Sample
     prompt_row: int
     copies: tuple[tuple[int, int], ...] = ()
 
@@ -85,11 +85,11 @@ class Scheduler:
         pool: PagePool,
         page_size: int,
         rewritten: int = 0,
-        expected: Callable[[Sequence], float | None] | None = None,
+        expected: Callable[[Sample], float | None] | None = None,
     ):
         self.pool, self.page_size, self.ahead, self._expected = pool, page_size, 0, expected
         self._rewritten = rewritten
-        self.running: dict[int, Sequence] = {}
+        self.running: dict[int, Sample] = {}
         self._slots, self._rows = deque(range(slots)), deque(range(prompts))
         self._queue: OrderedDict[Key, Prompt] = OrderedDict()
         self._reading: dict[Key, Prompt] = {}
@@ -125,7 +125,7 @@ class Scheduler:
         yield from self._reading.values()
         yield from self._queue.values()
 
-    def add(self, sequence: Sequence, first: bool = False) -> None:
+    def add(self, sequence: Sample, first: bool = False) -> None:
         """Queues a sequence.
 
         Args:
@@ -142,14 +142,14 @@ class Scheduler:
         else:
             prompt.waiting.append(sequence)
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: Sample) -> None:
         """Frees the slot and the pages of a running sequence."""
         del self.running[sequence.slot]
         self._slots.append(sequence.slot)
         self.pool.release(sequence.pages)
         sequence.slot, sequence.pages = None, []
 
-    def drop(self, sequence: Sequence) -> None:
+    def drop(self, sequence: Sample) -> None:
         """Removes a sequence that runs or waits."""
         if sequence.slot is not None:
             self.finish(sequence)
@@ -161,7 +161,7 @@ class Scheduler:
                     self._forget(prompt)
                 return
 
-    def preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sample) -> None:
         """Puts a running sequence at the front of the queue and frees its slot and pages."""
         self.finish(sequence)
         self.add(sequence, first=True)
@@ -192,7 +192,7 @@ class Scheduler:
 
     # --- pages of running sequences --------------------------------------------------------------
 
-    def reserve(self) -> Sequence | None:
+    def reserve(self) -> Sample | None:
         """Gives every running sequence the pages that it may need, the earliest first.
 
         Where there are too few pages, prompts that were read and wait lose theirs first.
@@ -212,12 +212,12 @@ class Scheduler:
             sequence.pages += self.pool.take(missing)
         return None
 
-    def _needs(self, sequence: Sequence) -> int:
+    def _needs(self, sequence: Sample) -> int:
         """Number of pages that a sequence needs until pages are reserved again."""
         ahead = min(sequence.length + self.ahead, sequence.job.limit)
         return pages_for(ahead, self.page_size)
 
-    def _soon(self, sequence: Sequence) -> int:
+    def _soon(self, sequence: Sample) -> int:
         """Number of further pages that a sequence needs until pages have been reserved twice.
 
         A sequence that has not started needs one more, for a copy of a page of its prompt.
@@ -280,7 +280,7 @@ class Scheduler:
 
     def starts(self) -> list[Start]:
         """Puts sequences whose prompts have been read into free slots."""
-        found = []
+        starts = []
         for prompt in list(self._reading.values()):
             while prompt.is_ready and prompt.waiting and self._slots:
                 start = self._start(prompt)
@@ -288,11 +288,11 @@ class Scheduler:
                     self.forget_prompts(but=prompt)
                     start = self._start(prompt)
                 if start is None:
-                    return found
-                found.append(start)
+                    return starts
+                starts.append(start)
             if prompt.is_ready and not prompt.waiting:
                 self._forget(prompt)
-        return found
+        return starts
 
     def _start(self, prompt: Prompt) -> Start | None:
         """Starts the first sequence that waits for a prompt; None if there are too few pages."""

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import operator
+from collections import Counter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from specjax.decode.chunk import Result
 from specjax.decode.options import Features
-from specjax.decode.report import Rejections, Report, TopLogprobs
+from specjax.decode.report import Report
 from specjax.decode.state import INVALID, LENGTH, RUNNING, STOPPED
 from specjax.decode.tree import DynamicTree, Tree
-from specjax.engine.request import (
-    BONUS,
-    DRAFT,
-    ERROR,
-    PLAIN,
-    UNKNOWN,
-    Job,
-    SampleOutput,
-    SpecStats,
-)
-from specjax.engine.stops import Cut, StopStrings
+from specjax.engine.request import BONUS, DRAFT, ERROR, PLAIN, UNKNOWN, Job, SampleOutput, SpecStats
+from specjax.engine.text import Cut, Decode, StopStrings, TextPieces
 
 FINISH_REASONS = {STOPPED: "stop", LENGTH: "length", INVALID: ERROR}
 
@@ -104,7 +98,7 @@ class Watcher(Protocol):
     def chunk(self, strategy: str, bucket: int, rounds: int) -> None:
         """Is called after the result of a chunk was read."""
 
-    def news(self, sequence: Sequence, news: News) -> None:
+    def news(self, sequence: Sample, news: News) -> None:
         """Is called for each sample that got tokens; `step` returns the samples that ended."""
 
 
@@ -153,7 +147,7 @@ class Finished:
       verdict: the result of the `judge` of `specjax.engine.hosts.Hosts`, if there is one.
     """
 
-    sequence: Sequence
+    sequence: Sample
     sample: SampleOutput
     verdict: Any = None
 
@@ -161,7 +155,7 @@ class Finished:
 _numbers = itertools.count(1)
 
 
-class Sequence:
+class Sample:
     """A sample that waits or runs.
 
     Args:
@@ -171,7 +165,7 @@ class Sequence:
       progress: state of the sample in an earlier run, which it continues.
 
     Attributes:
-      number: a number that no other sequence of this process has.
+      number: a number that no other sample of this process has.
       tokens: the tokens generated so far, as far as the host knows.
       logprobs: log-probability of each of them.
       versions: as `Progress.versions`.
@@ -195,22 +189,23 @@ class Sequence:
         self.slot: int | None = None
         self.pages: list[int] = []
         self.admitted, self.unread = False, 0
-        self._given = progress
+        self._given = progress or Progress([], [], [])
         self.restart()
 
     def restart(self) -> None:
         """Forgets the tokens that were generated since it was added to the engine."""
-        job, given = self.job, self._given or Progress([], [], [])
-        params = job.params
+        given, params = self._given, self.job.params
         self.tokens, self.logprobs = list(given.tokens), list(given.logprobs)
-        self.versions = list(given.versions)
+        self.versions, count = list(given.versions), len(given.tokens)
         self._transformed: list[float] | None = None
         if params.transformed_logprobs:
             self._transformed = list(given.transformed or [])
         self._records = [] if given.records is None else [given.records]
         # One piece per chunk, because a string cannot grow.
-        self._origins = [given.origins[: len(self.tokens)].ljust(len(self.tokens), UNKNOWN)]
-        self._top = _Top([], []) if params.logprobs is not None else None
+        self._origins = [given.origins[:count].ljust(count, UNKNOWN)]
+        # The most likely tokens of each position, and those of the transformed distribution.
+        self._top: list[dict[int, float]] = []
+        self._top_transformed: list[dict[int, float]] = []
         self._histogram = [0] * (self._steps + 2)
         self._drafted = self._accepted = 0
         self._depths = [0] * (self._steps + 1)
@@ -218,18 +213,18 @@ class Sequence:
         if params.stop:
             self._stops = StopStrings(
                 params.stop,
-                job.decode,
+                self.job.decode,
                 params.include_stop_str_in_output,
                 params.min_tokens,
-                job.name,
+                self.job.name,
             )
             self._stops.feed(self.tokens)
 
     def is_of(self, version: int) -> bool:
         """Whether all tokens of this run are of this, the latest, version of the weights."""
-        given = len(self._given.tokens) if self._given else 0
-        first = [of for at, of in self.versions if at <= given][-1:]
-        return len(self.tokens) == given or first == [version]
+        given = len(self._given.tokens)
+        of_first = [its for begin, its in self.versions if begin <= given][-1:]
+        return len(self.tokens) == given or of_first == [version]
 
     @property
     def length(self) -> int:
@@ -252,30 +247,34 @@ class Sequence:
         """The most tokens to generate."""
         return self.job.limit - len(self.job.prompt)
 
-    def progress(self) -> Progress:
-        """The state of the sample, from which another run can go on."""
-        transformed = None if self._transformed is None else list(self._transformed)
-        return Progress(
-            list(self.tokens),
-            list(self.logprobs),
-            list(self.versions),
-            transformed,
-            self.records,
-            "".join(self._origins)[: len(self.tokens)],
-        )
-
     @property
     def records(self) -> np.ndarray | None:
         """See `SampleOutput.records`."""
         return np.concatenate(self._records) if self._records else None
 
+    @property
+    def origins(self) -> str:
+        """See `SampleOutput.origins`."""
+        return "".join(self._origins)[: len(self.tokens)]
+
+    @property
+    def text(self) -> str | None:
+        """See `News.text`."""
+        return None if self._stops is None else self._stops.text
+
+    def progress(self) -> Progress:
+        """The state of the sample, from which another run can go on."""
+        transformed = None if self._transformed is None else list(self._transformed)
+        lists = list(self.tokens), list(self.logprobs), list(self.versions)
+        return Progress(*lists, transformed, self.records, self.origins)
+
     def take_in(
         self, row: int, lists: ResultLists, tree: Tree | DynamicTree | None, version: int
     ) -> SampleOutput | None:
-        """Appends the tokens that a chunk emitted for this sequence.
+        """Appends the tokens that a chunk emitted for this sample.
 
         Args:
-          row: index of the sequence in the row map.
+          row: index of the sample in the row map.
           lists: result of the chunk.
           tree: tree of its rounds; None: they drafted nothing.
           version: version of the weights that ran.
@@ -286,7 +285,7 @@ class Sequence:
         count, finish = lists.length[row] - self.length, lists.finish[row]
         if count <= 0:
             return self.output(FINISH_REASONS[finish]) if finish == INVALID else None
-        report, before = lists.report, len(self.tokens)
+        report, before, best = lists.report, len(self.tokens), self.job.params.logprobs
         if not self.versions or self.versions[-1][1] != version:
             self.versions.append((before, version))
         new = lists.tokens[row][:count]
@@ -298,8 +297,12 @@ class Sequence:
         if report.records is not None:
             # A view would keep the whole result of the chunk in memory until the sample ends.
             self._records.append(report.records[row, :count].copy())
-        if self._top is not None:
-            self._top.add(report.top, row, count, self.job.params.logprobs)
+        if best:  # if it is 0, the chosen tokens alone are reported
+            top, rows = report.top, (row, slice(count), slice(best))
+            self._top += _entries(top.ids[rows], top.logprobs[rows])
+            if self._transformed is not None:
+                ids, logprobs = top.transformed_ids[rows], top.transformed_logprobs[rows]
+                self._top_transformed += _entries(ids, logprobs)
         kept = count if cut is None else cut.tokens - before
         rounds = self._count_rounds(lists.counts[row], kept)
         drafts = tree is not None and self.job.params.speculative
@@ -314,14 +317,24 @@ class Sequence:
 
     def news(self) -> News:
         """The news of the chunk that was read last."""
-        at, rounds, steps, rows = self._latest
-        end = at + sum(rounds)
-        tokens, logprobs = self.tokens[at:end], self.logprobs[at:end]
-        top = None
-        if self._top is not None:
-            top = _with_chosen(self._top.scaled[at:end], tokens, logprobs)
-        text = None if self._stops is None else self._stops.text
-        return News(at, tokens, logprobs, top, rounds, steps, rows, text)
+        begin, rounds, steps, rows = self._latest
+        those = slice(begin, begin + sum(rounds))
+        tokens, logprobs = self.tokens[those], self.logprobs[those]
+        top = self._with_chosen(self._top, self.logprobs, those)
+        return News(begin, tokens, logprobs, top, rounds, steps, rows, self.text)
+
+    def _with_chosen(
+        self, top: list[dict[int, float]], logprobs: list[float] | None, those: slice
+    ) -> list[dict[int, float]] | None:
+        """The most likely tokens at some positions, each with the token that was generated there.
+
+        None: they were not asked for.
+        """
+        if self.job.params.logprobs is None or logprobs is None:
+            return None
+        chosen = zip(self.tokens[those], logprobs[those], strict=True)
+        best = top[those] if top else itertools.repeat({})
+        return [likely | {t: value} for likely, (t, value) in zip(best, chosen, strict=False)]
 
     def _count_rounds(self, counts: list[int], kept: int) -> list[int]:
         """Counts the rounds that emitted the first `kept` tokens; returns how many each emitted.
@@ -345,16 +358,12 @@ class Sequence:
           reason: the finish reason.
           cut: where a stop string ends it; None: there is none.
         """
-        count = len(self.tokens) if cut is None else cut.tokens
-        tokens, logprobs = self.tokens[:count], self.logprobs[:count]
-        transformed = None if self._transformed is None else self._transformed[:count]
-        records = self.records
-        top = None if self._top is None else self._top.with_chosen(tokens, logprobs, transformed)
-        bins = self._histogram
+        those = slice(None if cut is None else cut.tokens)
+        transformed, records, bins = self._transformed, self.records, self._histogram
         return SampleOutput(
-            token_ids=tokens,
+            token_ids=self.tokens[those],
             text=None if cut is None else cut.text,
-            logprobs=logprobs,
+            logprobs=self.logprobs[those],
             finish_reason=reason,
             stats=SpecStats(
                 rounds=sum(bins),
@@ -364,12 +373,61 @@ class Sequence:
                 depths=tuple(self._depths),
             ),
             weight_versions=tuple(self.versions),
-            transformed_logprobs=transformed,
-            top_logprobs=top and top.scaled,
-            top_transformed_logprobs=top and top.transformed,
-            records=None if records is None else records[:count],
-            origins="".join(self._origins)[:count],
+            transformed_logprobs=None if transformed is None else transformed[those],
+            top_logprobs=self._with_chosen(self._top, self.logprobs, those),
+            top_transformed_logprobs=self._with_chosen(self._top_transformed, transformed, those),
+            records=None if records is None else records[those],
+            origins=self.origins[those],
         )
+
+
+def _entries(ids: np.ndarray, logprobs: np.ndarray) -> list[dict[int, float]]:
+    """The most likely tokens of each position with their log-probabilities, best first."""
+    return [
+        {t: value for t, value in zip(tokens, values, strict=True) if value > -np.inf}
+        for tokens, values in zip(ids.tolist(), logprobs.tolist(), strict=True)
+    ]
+
+
+class Unfinished:
+    """The samples that were added to an engine and have not ended, and the features they need.
+
+    Attributes:
+      counts: number of unfinished samples by the features that they need.
+      seen: all features needed since the set of unfinished samples was last empty.
+    """
+
+    def __init__(self):
+        self._samples: dict[Sample, None] = {}
+        self.counts: Counter[Features] = Counter()
+        self.seen = Features()
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __contains__(self, sample: Sample) -> bool:
+        return sample in self._samples
+
+    def __iter__(self):
+        return iter(list(self._samples))
+
+    def add(self, sample: Sample) -> None:
+        """Adds a sample that was queued."""
+        self.seen = self.seen | sample.features if self._samples else sample.features
+        self._samples[sample] = None
+        self.counts[sample.features] += 1
+
+    def remove(self, sample: Sample) -> None:
+        """Removes a sample that has ended."""
+        del self._samples[sample]
+        self.counts[sample.features] -= 1
+        if not self.counts[sample.features]:
+            del self.counts[sample.features]
+
+    @property
+    def features(self) -> Features:
+        """All features that unfinished samples need; the default ones where there are none."""
+        return functools.reduce(operator.or_, self.counts or [Features()])
 
 
 def origins_of(rounds: list[int], steps: int) -> str:
@@ -384,51 +442,26 @@ def origins_of(rounds: list[int], steps: int) -> str:
     return "".join(DRAFT * (count - 1) + BONUS for count in rounds)
 
 
-def rejections_until(rejections: Rejections, ends: np.ndarray) -> Rejections:
-    """Drops rejections after the end of each sample, where a stop string ended it in the chunk.
+class SampleStream:
+    """The pieces in which a sample grows while an engine generates it.
 
     Args:
-      ends: number of prompt and generated tokens of each sample, [B].
+      sample: the sample.
+      decode: function from token ids to text; None: without a tokenizer, all text is empty.
     """
-    begins = rejections.position - rejections.accepted  # a round's first token
-    return rejections._replace(
-        accepted=np.where(begins >= ends, -1, rejections.accepted),
-        emitted=rejections.emitted & (rejections.position < ends),
-    )
 
+    def __init__(self, sample: Sample, decode: Decode | None):
+        self._sample, self._pieces, self._count = sample, TextPieces(decode), 0
 
-class _Top(NamedTuple):
-    """The most likely tokens per position, best first; `transformed` is None unless asked for."""
+    def take(self, output: SampleOutput | None = None) -> tuple[list[int], str]:
+        """Returns the tokens since the last call, and the text that is final since then.
 
-    scaled: list[dict[int, float]]
-    transformed: list[dict[int, float]] | None
-
-    def add(self, top: TopLogprobs, row: int, count: int, best: int) -> None:
-        if not best:  # `with_chosen` adds the generated tokens
-            self.scaled.extend({} for _ in range(count))
-            self.transformed.extend({} for _ in range(count))
-            return
-        _add(self.scaled, top.ids, top.logprobs, row, count, best)
-        if top.transformed_ids is not None:
-            _add(self.transformed, top.transformed_ids, top.transformed_logprobs, row, count, best)
-
-    def with_chosen(self, tokens, logprobs, transformed) -> _Top:
-        """The entries of the given tokens, each with the token that was generated there."""
-        scaled = _with_chosen(self.scaled, tokens, logprobs)
-        if transformed is None:  # another request of the batch may have asked for them
-            return _Top(scaled, None)
-        return _Top(scaled, _with_chosen(self.transformed, tokens, transformed))
-
-
-def _add(entries: list, ids, logprobs, row: int, count: int, best: int) -> None:
-    for tokens, values in zip(
-        ids[row, :count, :best].tolist(), logprobs[row, :count, :best].tolist(), strict=True
-    ):
-        entries.append({t: v for t, v in zip(tokens, values, strict=True) if v > -np.inf})
-
-
-def _with_chosen(entries, tokens, logprobs) -> list[dict[int, float]]:
-    return [
-        best | {token: logprob}
-        for best, token, logprob in zip(entries, tokens, logprobs, strict=False)
-    ]
+        Args:
+          output: the sample with its text, once it has ended; it may end before its last tokens.
+        """
+        text = self._sample.text
+        tokens = (self._sample.tokens if output is None else output.token_ids)[self._count :]
+        self._count += len(tokens)
+        if output is None:
+            return tokens, self._pieces.push(tokens, text)
+        return tokens, self._pieces.finish(tokens, output.text or "", text)

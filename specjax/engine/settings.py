@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence as Several
+from collections.abc import Sequence
 
 from specjax.config import SpecConfig, Strategy
 from specjax.config.checks import choice
 from specjax.control import ControlConfig
-from specjax.engine.prompts import padded_widths
 from specjax.kernels.names import ATTENTION, GPUS, check_attention
 from specjax.settings import option
 from specjax.spelling import SettingError, checks_keywords
@@ -16,17 +15,6 @@ from specjax.weights.matrix import ASKED, check_products
 
 ORDERS = ("fifo", "longest_first")
 PREFILL_TOKENS = 512  # approximate tokens of one prefill, over all its rows
-
-
-def stretched(chunk_tokens: int, stretch: int, rows: int, window: int = 0) -> int:
-    """Tokens per slot that a chunk of `rows` rows can emit, see `EngineConfig.stretch`.
-
-    Args:
-      window: number of tokens whose states the draft keeps while plain decoding runs, since a chunk
-        must not emit more; 0: there is no such limit.
-    """
-    tokens = chunk_tokens * max(1, stretch // rows)
-    return min(tokens, max(chunk_tokens, window)) if window else tokens
 
 
 @checks_keywords
@@ -44,7 +32,7 @@ class EngineConfig:
         multiple of 16, and of 64 for GPUs); 0 gives each sequence one page of full length.
       cache_bytes: largest size of the pages of all caches, in bytes. None takes what all slots at
         full length need, and for each of nine more samples, which wait for a row, up to 2,048
-        positions; in an `LLM` no more than `specjax.engine.cache_budget` says, if one sample of
+        positions; in an `LLM` no more than `specjax.engine.llm.cache_budget` says, if one sample of
         full length fits into that. Where pages run out, samples are preempted.
       prefill_chunk: number of prompt tokens that are read at a time, best a multiple of the page
         size: pieces are written by the largest number of rows that divides both.
@@ -54,7 +42,7 @@ class EngineConfig:
       products: name of the kernel that multiplies by weights; `auto` is specjax's own on CPU and
         XLA elsewhere; or your own as `module:attribute`, see `specjax.weights.matrix`.
       enforce_eager: whether GPUs run without CUDA graphs. By default each chunk is one, where a
-        comparison at the start finds the same results as without, see `specjax.engine.graphs`.
+        comparison at the start finds the same results as without, see `specjax.engine.programs`.
       follow_ups: whether the caller answers a finished sample with another one at once, as the next
         turn of a conversation. Chunks then end early when slots become free, as they do while
         requests wait.
@@ -87,12 +75,17 @@ class EngineConfig:
             )
 
 
-def powers(batch: int, base: int) -> list[int]:
-    """The powers 1, base, base squared, .. below the batch, and the batch."""
-    sizes = [1]
-    while sizes[-1] < batch:
-        sizes.append(min(sizes[-1] * base, batch))
+def powers(most: int, base: int, first: int = 1) -> list[int]:
+    """The sizes first, first * base, first * base squared, .. below `most`, and `most`."""
+    sizes = [min(first, most)]
+    while sizes[-1] < most:
+        sizes.append(min(sizes[-1] * base, most))
     return sizes
+
+
+def padded_widths(max_len: int) -> list[int]:
+    """The lengths that prompts are padded to: 16, 32, 64, .. and `max_len`."""
+    return powers(max_len, 2, 16)
 
 
 def bucket_base(platform: str) -> int:
@@ -123,40 +116,34 @@ def require_speculation(spec: SpecConfig | None) -> None:
     Raises:
       ValueError: `spec` is plain decoding.
     """
-    if spec is None:
-        raise SettingError(
-            lambda spell: (
-                f"{spell('control')} chooses between ways to speculate, and {spell('spec')} is "
-                f"None; give a SpecConfig, or no {spell('control')}"
-            )
-        )
-    if spec.is_off:
+    if spec is None or spec.is_off:
         raise SettingError(
             lambda spell: (
                 f"{spell('control')} chooses between ways to speculate, and "
-                f"{spell('strategy', 'off')} says that there is no speculation; leave one of them "
-                f"out ('off' may be one of the controller's strategies)"
+                f"{spell('spec') if spec is None else spell('strategy', 'off')} says that there is "
+                "no speculation; leave one of them out ('off' may be one of the controller's "
+                "strategies)"
             )
         )
 
 
 def piece_widths(
-    config: EngineConfig, max_len: int, asked: Several[int] | None, platform: str = "cpu"
+    config: EngineConfig, max_len: int, given: Sequence[int] | None, platform: str = "cpu"
 ) -> list[int]:
     """The lengths that pieces of prompts are padded to, ascending, all multiples of 16.
 
     The last one is the longest piece, and all pieces of a prompt start at multiples of it.
 
     Args:
-      asked: lengths that the caller wants; None: powers of two, on GPUs every other one.
+      given: lengths that the caller wants; None: powers of two, on GPUs every other one.
     """
     longest = min(config.prefill_chunk // 16 * 16, -(-max_len // 16) * 16)
     by_default = padded_widths(longest)[1::2] if platform in GPUS else padded_widths(longest)
-    widths = by_default if asked is None else [-(-w // 16) * 16 for w in asked]
+    widths = by_default if given is None else [-(-w // 16) * 16 for w in given]
     return sorted({w for w in widths if w < longest} | {longest})
 
 
-def end_of_pieces(max_len: int, widths: Several[int]) -> int:
+def end_of_pieces(max_len: int, widths: Sequence[int]) -> int:
     """The position at which the padded pieces of the longest prompt end; 0: there are none.
 
     A prompt's last token is not read. No shorter prompt's pieces end later, because a shorter last

@@ -1,14 +1,32 @@
-"""Compiles all programs before the first request, and measures what a round costs."""
+"""Compiles and checks all programs before the first request, and measures what a round costs.
+
+Two comparisons decide which programs run. Both run several chunks in a row from one new state, in
+which some sequences end and waiting ones take their rows over, so that all loops of a chunk run.
+Requests set an option of each feature, so that its branch is taken.
+
+`check_graphs` compares chunks that are one CUDA graph with the same chunks as plain programs: all
+that the host reads, to the bit. The first chunk records a graph, later ones update and launch it.
+It supposes that a plain program gives equal bits whenever it runs; where results differ, the plain
+program runs again, and the line in the log says whether two runs of it differ as well.
+
+`check_plain` is about `invariant` mode, where all strategies share the program of one tree, which
+makes plain decoding as slow as the tree. Where rows lie in blocks (`Runner.own_plain`), plain
+decoding and the tree have products of one shape, and attention computes each row alone. Whether the
+compiler rounds both alike is found out here: every token and log-probability of plain decoding's
+own program is compared with those of the tree's, decoding plainly and drafting with the most steps.
+The order of sums does not depend on the numbers, so that another order would show in some of them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
+import logging
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Several
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,27 +34,18 @@ import numpy as np
 from specjax.config import SamplingParams
 from specjax.control import OFF
 from specjax.control.costs import CostTable, of_rounds
-from specjax.decode.admit import Admission
 from specjax.decode.chunk import Result, Until
 from specjax.decode.options import Features
 from specjax.decode.state import RowMap
-from specjax.engine.compiling import (
-    CompilePool,
-    CompileProgress,
-    OnProgram,
-    described,
-    first_line,
-)
-from specjax.engine.graph_check import check_graphs
-from specjax.engine.inputs import admission_of, piece_of, place_size, place_sizes
 from specjax.engine.pages import pages_for
-from specjax.engine.plain_check import check_plain, served_by
-from specjax.engine.plans import StrategyProgram
+from specjax.engine.programs import CompilePool, CompileProgress, OnProgram, Program, described
 from specjax.engine.request import make_jobs
-from specjax.engine.runner import Packed, Runner
+from specjax.engine.runner import Packed, Runner, admission_of, piece_of, place_size, place_sizes
 from specjax.engine.scheduler import Start
-from specjax.engine.sequence import Sequence
+from specjax.engine.sequence import Sample
+from specjax.error_text import first_line
 
+log = logging.getLogger(__name__)
 OnReady = Callable[[int], None]  # called with the number of programs that became ready
 
 CONTEXT = 256  # the most tokens of a sequence while programs are run and most costs are measured
@@ -49,10 +58,12 @@ LONG_SHARE = 0.5
 # Measurements of a chunk without rounds, per strategy. If this were too large a time, rounds would
 # seem cheap.
 REPEATS_BESIDE = 2
-IN_A_ROW = 3  # number of measurements of fast rounds
+IN_A_ROW = 3  # number of chunks in a row: measurements of fast rounds, and of comparisons
 SAMPLE_SECONDS = 0.01  # approximate duration of a measurement, which has one round at least
 SLOW_SECONDS = SAMPLE_SECONDS / 4  # a round that takes longer is measured by the first one, too
 LONG_SECONDS = 4 * SAMPLE_SECONDS  # a round that takes longer is measured by the first one alone
+COMPARED_ROUNDS = 24  # the most rounds of a chunk that is compared
+WAITING = 2  # sequences beyond the bucket, which take over rows in chunks that are compared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,13 +87,10 @@ class StartUp:
     cache_bytes: int
 
     def __str__(self) -> str:
-        sizes = {
-            "code": self.code_bytes,
-            "temporaries": self.temporary_bytes,
-            "caches": self.cache_bytes,
-        }
-        told = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in sizes.items() if size)
-        text = f"compiled {self.programs} programs in {self.seconds:.1f} s ({told})"
+        names = "code", "temporaries", "caches"
+        sizes = zip(names, (self.code_bytes, self.temporary_bytes, self.cache_bytes), strict=True)
+        listed = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in sizes if size)
+        text = f"compiled {self.programs} programs in {self.seconds:.1f} s ({listed})"
         if self.calibration_seconds:
             text += f", measured them in {self.calibration_seconds:.1f} s"
         return text
@@ -99,8 +107,8 @@ class Programs:
     """
 
     runner: Runner
-    rows: Mapping[int, Several[int]]
-    strategies: Mapping[int, Several[str]]
+    rows: Mapping[int, Sequence[int]]
+    strategies: Mapping[int, Sequence[str]]
 
     @property
     def chunks(self) -> list[tuple[str, int]]:
@@ -108,22 +116,20 @@ class Programs:
 
         The smallest buckets come first, and of a bucket the strategies with the most steps.
         """
-        longest_first = sorted(self.runner.plans, key=lambda name: -self.runner.plans[name].steps)
-        programs = {name: run.program for name, run in self.runner.strategies.items()}
-        found: dict[tuple[str, int], tuple[str, int]] = {}
+        plans, names = self.runner.plans, self.runner.strategies
+        longest_first = sorted(plans, key=lambda name: -plans[name].steps)
+        chunks: dict[tuple[str, int], tuple[str, int]] = {}
         for bucket, strategies in self.strategies.items():
-            for strategy in longest_first:
-                if strategy in strategies:
-                    found.setdefault((programs[strategy], bucket), (strategy, bucket))
-        return list(found.values())
+            for strategy in filter(strategies.__contains__, longest_first):
+                chunks.setdefault((names[strategy].name, bucket), (strategy, bucket))
+        return list(chunks.values())
 
-    def count(self, features: Several[Features]) -> int:
-        """The number of programs that `start` and `start_plain` enqueue."""
+    def count(self, features: Sequence[Features]) -> int:
+        """The number of programs that `start` enqueues."""
         reads = sum(map(len, self.rows.values()))
-        chunks = len(self.chunks) + (self.runner.own_plain is not None)
-        return reads + len(place_sizes(self.runner.batch)) + chunks * len(features)
+        return reads + len(place_sizes(self.runner.batch)) + len(self.chunks) * len(features)
 
-    def start(self, features: Several[Features]) -> Iterator[Result | None]:
+    def start(self, features: Sequence[Features]) -> Iterator[Result | None]:
         """Enqueues every program: place by size, chunks by strategy and bucket, prefill by width.
 
         Those that take longest to compile come early, so that the last ones are soon ready.
@@ -133,34 +139,19 @@ class Programs:
         """
         runner = self.runner
         for count in place_sizes(runner.batch):
-            yield runner.place(admission_of(_starts(runner, 1, 1), count, runner))
+            yield _place(runner, 1, 1, count)
         # The smallest set comes first, for it would not be compiled after one that covers it.
-        features = sorted(features, key=lambda f: f.size)
         for strategy, bucket in self.chunks:
-            for wanted in features:
-                runner.place(admission_of(_starts(runner, 1, _context(runner)), 1, runner))
+            for wanted in sorted(features, key=lambda wanted: wanted.size):
+                _place(runner, 1, _context(runner), 1)
                 yield _start_chunk(runner, strategy, wanted, bucket, rounds=1)
         for width, sizes in self.rows.items():
             for rows in sizes:
                 yield runner.prefill(piece_of([], rows, width, runner))
 
-    def start_plain(self, features: Several[Features]) -> Iterator[None]:
-        """Enqueues `Runner.own_plain` where it is not compiled; `check_plain` runs and compares it.
-
-        It is called after `start`.
-        """
-        runner, own = self.runner, self.runner.own_plain
-        if own is None:
-            return
-        for wanted in features:
-            served = served_by(runner, wanted)
-            if ("chunk", own.program, runner.batch, served) not in runner.executables.by_key:
-                _start_chunk(runner, OFF, served, runner.batch, rounds=1, run=own)
-                yield
-
 
 def compile_ahead(
-    engines: Several[Programs], features: Several[Features], on_program: OnProgram | None = None
+    engines: Sequence[Programs], features: Sequence[Features], on_program: OnProgram | None = None
 ) -> StartUp:
     """Compiles every program of several engines concurrently, and runs each once.
 
@@ -187,18 +178,13 @@ def compile_ahead(
         tell(done, total)
 
     ready(0)
-    for runner in runners:
-        runner.reset()
-        runner.executables.begin_check()
-    side_by_side = [each for each in engines if each.runner.executables.threads > 1]
-    _compile(side_by_side, features, ready)
-    for programs in engines:
-        _run_each_once(programs, features, None if programs in side_by_side else ready)
+    with contextlib.ExitStack() as stack:
+        for runner in runners:
+            runner.reset()
+            stack.enter_context(runner.executables.checking())
+        _build(engines, features, ready)
     # Where a graph is wrong, all engines compile their chunks again.
-    again = [each for each in engines if each.runner.executables.end_check()]
-    _compile([each for each in again if each in side_by_side], features)
-    for programs in again:
-        _run_each_once(programs, features)
+    _build([one for one in engines if one.runner.executables.drop_graphs()], features)
     for runner in runners:
         check_plain(runner, features)
     if done < total:  # programs that were compiled again are not counted again
@@ -214,17 +200,23 @@ def compile_ahead(
     )
 
 
-def _compile(
-    engines: Several[Programs], features: Several[Features], ready: OnReady | None = None
+def _build(
+    engines: Sequence[Programs], features: Sequence[Features], ready: OnReady = lambda count: None
 ) -> None:
-    """Compiles the programs of engines side by side that are not compiled yet.
+    """Compiles the programs of engines that are not compiled yet, and runs all once.
 
     Args:
       ready: function called with the number of programs that became ready.
     """
-    if not engines:
-        return
-    ready = ready or (lambda count: None)
+    side_by_side = [one for one in engines if one.runner.executables.threads > 1]
+    if side_by_side:
+        _compile(side_by_side, features, ready)
+    for programs in engines:
+        _run_each_once(programs, features, None if programs in side_by_side else ready)
+
+
+def _compile(engines: Sequence[Programs], features: Sequence[Features], ready: OnReady) -> None:
+    """Compiles the programs of engines side by side."""
     threads = min(each.runner.executables.threads for each in engines)
     with contextlib.ExitStack() as stack, CompilePool(threads, ready) as pool:
         for programs in engines:
@@ -235,13 +227,11 @@ def _compile(
                     ready(1)
                 submitted = pool.submitted
                 pool.collect()
-            for _ in programs.start_plain(features):
-                pool.collect()
         pool.finish()
 
 
 def _run_each_once(
-    programs: Programs, features: Several[Features], ready: OnReady | None = None
+    programs: Programs, features: Sequence[Features], ready: OnReady | None = None
 ) -> None:
     """Runs every program once; compiles those that are not compiled yet.
 
@@ -257,15 +247,191 @@ def _run_each_once(
                 if ready is not None:
                     ready(1)
     except jax.errors.JaxRuntimeError as error:
-        failed = runner.latest
-        if not executables.is_graph(failed):
+        if not executables.is_graph(runner.latest):
             raise
-        executables.graphs.stop(f"{described(failed)} fails at the start: {first_line(error)}")
+        reason = f"{described(runner.latest)} fails at the start: {first_line(error)}"
+        executables.graphs.stop(reason)
         runner.reset()
         return
     if executables.plain_forms:
         check_graphs(runner)
         runner.reset()
+
+
+# --- comparing ------------------------------------------------------------------------------------
+
+
+def check_graphs(runner: Runner) -> None:
+    """Turns graphs off where they give other results, or fail; overwrites the state.
+
+    It compares all of `Executables.plain_forms`. That a graph is right is kept for later starts.
+    """
+    executables = runner.executables
+    for key, plain in executables.plain_forms.items():
+        graph = executables.by_key[key]
+        _, program, bucket, features = key
+        served = [name for name, its in runner.strategies.items() if its.name == program]
+        strategy = max(served, key=lambda name: runner.plans[name].steps)
+
+        def run(form: Callable, key=key, asked=(runner, strategy, bucket, features)):
+            executables.by_key[key] = form
+            return run_chunks(*asked)
+
+        try:
+            wanted = run(plain.compiled)
+            reason = _difference(wanted, run(graph))
+            if reason and _difference(wanted, run(plain.compiled)):
+                reason += "; two runs without graphs differ as well, so that this shows nothing"
+        except jax.errors.JaxRuntimeError as error:
+            if executables.by_key[key] is not graph:
+                raise
+            reason = f"fails: {first_line(error)}"
+            runner.state = runner.kept = None
+        finally:
+            executables.by_key[key] = graph
+        if reason is not None:
+            executables.graphs.stop(f"{described(key)} {reason}")
+            return
+        plain.verdict.keep()
+
+
+def _difference(wanted: Sequence[Result], got: Sequence[Result]) -> str | None:
+    """What differs between the chunks of a plain program and of one graph; None: nothing."""
+    for number, (plain, graph) in enumerate(zip(wanted, got, strict=True), 1):
+        for name, a, b in zip(Result._fields, plain, graph, strict=True):
+            equal = jax.tree.map(lambda x, y: x.tobytes() == y.tobytes(), a, b)
+            if not all(jax.tree.leaves(equal)):
+                place = f"{name!r} in chunk {number} of {IN_A_ROW}"
+                return f"gives other results than without graphs: {place}"
+    return None
+
+
+def check_plain(runner: Runner, features: Sequence[Features]) -> None:
+    """Sets `Runner.exact_plain`, and resets the state; compiles what is not compiled yet.
+
+    Args:
+      features: sets for which the programs of other strategies are compiled.
+    """
+    alone, executables = runner.own_plain, runner.executables
+    if alone is None:
+        return
+    served = (
+        executables.covering(runner.strategies[OFF].name, runner.batch, wanted)
+        for wanted in features
+    )
+    for wanted in dict.fromkeys(served):
+        if wanted in runner.exact_plain:
+            continue
+        executables.graphs.is_first(alone.name, wanted)  # it is compared with the tree's alone
+        with executables.checking():
+            reason = _why_not_own(runner, wanted)
+        if reason is None:
+            runner.exact_plain.add(wanted)
+            log.info("invariant: plain decoding runs a program of its own, which gives equal bits")
+        else:
+            executables.by_key.pop(("chunk", alone.name, runner.batch, wanted), None)
+            log.info("invariant: plain decoding runs the program of the tree, for %s", reason)
+    runner.reset()
+
+
+def _why_not_own(runner: Runner, features: Features) -> str | None:
+    """Why plain decoding's own program cannot be used for features; None: it can."""
+    longest = max(runner.plans, key=lambda name: runner.plans[name].steps)
+    shared = run_chunks(runner, OFF, runner.batch, features)
+    drafted = run_chunks(runner, longest, runner.batch, features)
+    try:
+        alone = run_chunks(runner, OFF, runner.batch, features, runner.own_plain)
+    except jax.errors.JaxRuntimeError as error:
+        return f"its own fails: {first_line(error)}"
+    if any(not np.array_equal(a.length, b.length) for a, b in zip(shared, alone, strict=True)):
+        return "samples have other lengths than the tree's"
+    return _differing(shared, alone, "plain") or _differing(drafted, alone, longest)
+
+
+_VALUES: dict[str, Callable[[Result], np.ndarray | None]] = {
+    "tokens": lambda result: result.tokens,
+    "log-probabilities": lambda result: result.report.logprobs,
+    "processed log-probabilities": lambda result: result.report.transformed,
+}
+
+
+def _differing(shared: Sequence[Result], alone: Sequence[Result], how: str) -> str | None:
+    """What differs between chunks of the two programs, as far as both have come; None: no bit does.
+
+    Args:
+      how: name of the strategy of the shared program.
+    """
+    for name, values in _VALUES.items():
+        if values(alone[0]) is None:
+            continue
+        for a, b in zip(_emitted(shared, values), _emitted(alone, values), strict=True):
+            both = min(len(a), len(b))
+            if a[:both].tobytes() != b[:both].tobytes():
+                return f"{name} have other bits than the tree's ({how})"
+    return None
+
+
+def _emitted(results: Sequence[Result], values: Callable) -> list[np.ndarray]:
+    """The values of all tokens that chunks in a row emitted, of each sequence."""
+    counts = [result.report.counts.sum(axis=0) for result in results]
+    return [
+        np.concatenate([values(r)[i, : n[i]] for r, n in zip(results, counts, strict=True)])
+        for i in range(len(counts[0]))
+    ]
+
+
+def run_chunks(
+    runner: Runner,
+    strategy: str,
+    bucket: int,
+    features: Features,
+    program: Program | None = None,
+) -> list[Result]:
+    """Runs several chunks of a strategy from a new state, with sequences of different lengths.
+
+    Args:
+      program: as in `Runner.chunk`.
+    """
+    runner.reset()
+    pages, size, steps = runner.pages - 1, runner.page_size, runner.steps
+    rounds = min(COMPARED_ROUNDS, runner.rounds(strategy, bucket), runner.own_rounds(bucket))
+    count = min(bucket + WAITING, pages)
+    most = min(1 + IN_A_ROW * rounds * (steps + 1), runner.max_len)
+    pages_each = min(pages_for(most, size), pages // count)
+    # The first one ends in the first chunk, and a waiting one takes its row over.
+    first, longest = 1 + max(1, rounds // 2), min(most, pages_each * size)
+    options = _options(runner, features, longest // 2)
+    for slot, start in enumerate(_starts(runner, count, 1, **options)):
+        limit = min(first + slot * max(longest - first, 0) // max(count - 1, 1), longest)
+        start.sequence.job = dataclasses.replace(start.sequence.job, limit=limit)
+        runner.place(admission_of([start], 1, runner))
+    jax.block_until_ready(runner.state)
+    row_map, until = _row_map(runner, bucket, count, pages_each), Until.of(rounds)
+    chunks = range(IN_A_ROW)
+    return [runner.chunk(strategy, features, row_map, until, program).open() for _ in chunks]
+
+
+def _options(runner: Runner, features: Features, least: int) -> dict[str, Any]:
+    """Options of a request for each feature that a program has, so that all its branches are taken.
+
+    Args:
+      least: tokens before which a stop token is masked.
+    """
+    options = {
+        "top_k": {"top_k": 20},
+        "top_p": {"top_p": 0.9},
+        "min_p": {"min_p": 0.01},
+        "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.1},
+        "bias": {"logit_bias": {0: 1.0}},
+        "allowed": {"allowed_token_ids": tuple(range(runner.cfg.vocab_size // 2 + 1))},
+        "bad_words": {"bad_words": ((0,), (1, 2))},
+    }
+    if runner.stop_width:
+        options["min_tokens"] = {"min_tokens": least, "stop_token_ids": (1,)}
+    return {k: v for name in features.names for k, v in options.get(name, {}).items()}
+
+
+# --- measuring ------------------------------------------------------------------------------------
 
 
 def calibrate(programs: Programs, features: Features) -> tuple[CostTable, float]:
@@ -287,168 +453,134 @@ def calibrate(programs: Programs, features: Features) -> tuple[CostTable, float]
       the table, and the seconds that measuring took.
     """
     runner, started = programs.runner, time.perf_counter()
-    room = _room(runner, max(programs.strategies))
-    short, long = calibration_contexts(runner.max_len, room)
-    samples: dict[tuple[str, int], list[float]] = {}
-    longer: dict[tuple[str, int], list[float]] = {}
+    short, long = _contexts(runner, max(programs.strategies))
     beside: dict[int, float] = {}
     spent = 0.0  # measured seconds
 
     @functools.cache
-    def admission(bucket: int, length: int) -> Admission:
-        starts = _starts(runner, bucket, length)
-        return admission_of(starts, place_size(runner.batch, bucket), runner)
+    def admission(bucket: int, length: int):
+        return admission_of(
+            _starts(runner, bucket, length), place_size(runner.batch, bucket), runner
+        )
 
-    def measured(
-        name: str, bucket: int, length: int, rounds: int, times: int = 1
-    ) -> Iterator[tuple[float, int]]:
-        """The seconds and the number of rounds of each of `times` chunks."""
+    def timed(name: str, bucket: int, length: int, rounds: int, times: int = 1):
+        """Yields the seconds and the number of rounds of chunks in a row."""
         nonlocal spent
         runner.place(admission(bucket, length))
         jax.block_until_ready(runner.state)
         for _ in range(times):
             begin = time.perf_counter()
-            result = _start_chunk(runner, name, features, bucket, rounds, length)
-            count = int(result.open().rounds)
+            result = _start_chunk(runner, name, features, bucket, rounds, length).open()
             seconds = runner.agreement.agree(time.perf_counter() - begin)
             spent += seconds
-            yield seconds, count
+            yield seconds, int(result.rounds)
 
-    def first_round(name: str, bucket: int, length: int) -> tuple[float, list[float]]:
-        """The seconds of the first round, and a list with it if it is a measurement."""
-        seconds, _ = next(measured(name, bucket, length, 1))
+    def measured(name: str, bucket: int, length: int) -> list[float]:
+        """The seconds per round of each measurement."""
+        seconds, _ = next(timed(name, bucket, length, 1))
         first = of_rounds(seconds, beside[bucket])
-        return first, [first] if first >= SLOW_SECONDS else []
-
-    def further(name: str, bucket: int, length: int, first: float) -> list[float]:
-        """The seconds per round of further measurements."""
-        rounds = enough_rounds(first, _most_rounds(runner, name, bucket, length, features))
-        found = measured(name, bucket, length, rounds, further_measurements(first))
+        times = IN_A_ROW if first < SLOW_SECONDS else 1 if first <= LONG_SECONDS else 0
+        # A sequence has room for all chunks in a row.
+        room = (runner.max_len - length) // (runner.plans[name].steps + 1) // IN_A_ROW
+        most = max(min(runner.rounds(name, bucket, features), room), 1)
+        rounds = min(max(round(SAMPLE_SECONDS / first), 1), most)
         # Without a round, its sequences have no room for further tokens.
-        return [of_rounds(seconds, beside[bucket]) / count for seconds, count in found if count]
+        return [first] * (first >= SLOW_SECONDS) + [
+            of_rounds(seconds, beside[bucket]) / count
+            for seconds, count in timed(name, bucket, length, rounds, times)
+            if count
+        ]
 
+    samples, longer = {}, {}
     for bucket, names in programs.strategies.items():
         beside[bucket] = statistics.median(
-            min(next(measured(name, bucket, short, 0))[0] for _ in range(REPEATS_BESIDE))
+            min(next(timed(name, bucket, short, 0))[0] for _ in range(REPEATS_BESIDE))
             for name in names
         )
-        firsts = {}
-        for name in names:
-            firsts[name], samples[name, bucket] = first_round(name, bucket, short)
-        for name, first in firsts.items():
-            samples[name, bucket] += further(name, bucket, short, first)
-    if long is None:
-        return CostTable.from_samples(samples, beside), time.perf_counter() - started
+        samples |= {(name, bucket): measured(name, bucket, short) for name in names}
     limit = (1 + LONG_SHARE) * spent
-    for name, bucket in lengthened(programs.runner.plans, programs.strategies):
-        if spent >= limit:  # the clock of all hosts, so that they agree
-            break
-        first, found = first_round(name, bucket, long)
-        found += further(name, bucket, long, first)
-        if found and samples[name, bucket]:
-            longer[name, bucket] = found
-    table = CostTable.from_samples(samples, beside, (short, long), longer)
+    for pick in (max, min):  # the largest bucket, where the context counts most, comes first
+        for name in runner.plans if long is not None else ():
+            bucket = pick(
+                (b for b, names in programs.strategies.items() if name in names), default=0
+            )
+            # All hosts have measured the same seconds, and so agree.
+            if bucket and (name, bucket) not in longer and samples[name, bucket] and spent < limit:
+                longer[name, bucket] = measured(name, bucket, long)
+    longer = {key: seconds for key, seconds in longer.items() if seconds}
+    table = CostTable.from_samples(samples, beside, long and (short, long), longer)
     return table, time.perf_counter() - started
 
 
 def _context(runner: Runner) -> int:
-    """The number of tokens of a sequence while programs are run and measured."""
-    return calibration_contexts(runner.max_len)[0]
+    """The number of tokens of a sequence while programs are run and most costs are measured."""
+    return min(CONTEXT, runner.max_len // 2)
 
 
-def calibration_contexts(max_len: int, room: int | None = None) -> tuple[int, int | None]:
+def _contexts(runner: Runner, bucket: int) -> tuple[int, int | None]:
     """The numbers of tokens of a sequence at which costs, and their growth, are measured.
 
     Args:
-      max_len: the most tokens of a sequence.
-      room: tokens for which each row of the largest batch has pages of its own, since rows that
-        share pages would be faster; None: all.
+      bucket: the largest batch, of which each row must have pages of its own, since rows that share
+        pages would be faster.
 
     Returns:
       (short, long); long is None where the growth is not measured.
     """
-    short = min(CONTEXT, max_len // 2)
-    long = min(LONG_CONTEXT, 3 * max_len // 4)  # which leaves room for some rounds
-    long = long if room is None else min(long, room)
+    short, room = _context(runner), (runner.pages - 1) // bucket * runner.page_size
+    if room < runner.max_len:
+        room -= IN_A_ROW * runner.most_tokens(bucket)
+    long = min(LONG_CONTEXT, 3 * runner.max_len // 4, room)  # which leaves room for some rounds
     return short, long if long >= LEAST_GROWTH * short else None
 
 
-def _room(runner: Runner, bucket: int) -> int:
-    """The most tokens of a sequence such that each row of a chunk has pages of its own."""
-    own = (runner.pages - 1) // bucket * runner.page_size
-    return own if own >= runner.max_len else own - IN_A_ROW * runner.most_tokens(bucket)
+# --- artificial sequences -------------------------------------------------------------------------
 
 
-def lengthened(
-    names: Several[str], strategies: Mapping[int, Several[str]]
-) -> list[tuple[str, int]]:
-    """The strategies and buckets with which the growth of costs is measured, in this order.
-
-    The largest bucket, where the context counts most, comes first.
-
-    Args:
-      names: all strategies.
-      strategies: those of each bucket.
-    """
-    found: list[tuple[str, int]] = []
-    for pick in (max, min):
-        for name in names:
-            buckets = [bucket for bucket, of_bucket in strategies.items() if name in of_bucket]
-            if buckets and (name, pick(buckets)) not in found:
-                found.append((name, pick(buckets)))
-    return found
-
-
-def further_measurements(seconds: float) -> int:
-    """The number of measurements of a strategy after its first round, given the seconds of it."""
-    return IN_A_ROW if seconds < SLOW_SECONDS else 1 if seconds <= LONG_SECONDS else 0
-
-
-def enough_rounds(seconds: float, most: int) -> int:
-    """The number of rounds of a measurement, given the seconds of one and the most of a chunk."""
-    return min(max(round(SAMPLE_SECONDS / seconds), 1), most)
-
-
-def _most_rounds(
-    runner: Runner, strategy: str, bucket: int, length: int, features: Features
-) -> int:
-    """The most rounds of a chunk such that a sequence has room for `IN_A_ROW` chunks."""
-    room = (runner.max_len - length) // (runner.plans[strategy].steps + 1)
-    return max(min(runner.rounds(strategy, bucket, features), room // IN_A_ROW), 1)
-
-
-def _starts(runner: Runner, count: int, length: int) -> list[Start]:
-    """Artificial sequences for the first `count` slots, which will not end soon."""
+def _starts(runner: Runner, count: int, length: int, **options: Any) -> list[Start]:
+    """Sequences of `length` tokens for the first `count` slots, which will not end soon."""
     prompt = (np.arange(max(length, 1)) % runner.cfg.vocab_size).tolist()
-    params = SamplingParams(seed=0, max_tokens=None, n=count, ignore_eos=True)
+    params = SamplingParams(seed=0, max_tokens=None, n=count, ignore_eos=True, **options)
     starts = []
     for slot, job in enumerate(make_jobs(prompt, params, ())):
-        job = dataclasses.replace(job, limit=runner.max_len)
-        sequence = Sequence(job, runner.steps)
+        sequence = Sample(dataclasses.replace(job, limit=runner.max_len), runner.steps)
         sequence.slot = slot
         starts.append(Start(sequence, 0))
     return starts
 
 
+def _place(runner: Runner, count: int, length: int, size: int) -> None:
+    """Starts artificial sequences by the program for `size` sequences."""
+    runner.place(admission_of(_starts(runner, count, length), size, runner))
+
+
+def _row_map(runner: Runner, bucket: int, count: int, pages_each: int) -> RowMap:
+    """The first `count` slots as rows of a chunk, with `each` pages for each while there are any.
+
+    Slots beyond the bucket take over rows that become free.
+    """
+    slots = np.full(bucket + runner.extra_slots, runner.slots - 1, np.int32)
+    slots[:count] = np.arange(count)
+    table = np.zeros((len(slots), runner.table_width), np.int32)
+    numbers = 1 + np.arange(count * pages_each) % (runner.pages - 1)
+    table[:count, :pages_each] = numbers.reshape(count, pages_each)
+    return RowMap(slots, np.arange(len(slots)) < count, table)
+
+
 def _start_chunk(
     runner: Runner,
-    strategy,
-    features,
-    bucket,
+    strategy: str,
+    features: Features,
+    bucket: int,
     rounds: int,
     length: int | None = None,
-    run: StrategyProgram | None = None,
 ) -> Packed[Result]:
     """Enqueues a chunk of the first slots, each with pages of its own if there are enough.
 
     Args:
       length: number of tokens of each sequence; None: `_context`.
-      run: as in `Runner.chunk`.
     """
     emitted = IN_A_ROW * runner.most_tokens(bucket)
     needed = min((_context(runner) if length is None else length) + emitted, runner.max_len)
-    each = pages_for(needed, runner.page_size)
-    table = np.zeros((bucket, runner.table_width), np.int32)
-    table[:, :each] = (1 + np.arange(bucket * each) % (runner.pages - 1)).reshape(bucket, each)
-    rows = RowMap(np.arange(bucket, dtype=np.int32), np.ones(bucket, bool), table)
-    return runner.chunk(strategy, features, runner.alone(rows), Until.of(rounds), run)
+    row_map = _row_map(runner, bucket, bucket, pages_for(needed, runner.page_size))
+    return runner.chunk(strategy, features, row_map, Until.of(rounds))

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from specjax.config import ModelConfig, SpecConfig
+from specjax.engine.weights import Weights
 from specjax.interfaces import Draft, Params
 from specjax.spelling import SettingError
 
@@ -25,12 +26,12 @@ FIRST_COUNT = 4096  # number of emitted tokens after which the ids are first cho
 
 def own_ids(source: Draft | None, head: Params | None) -> np.ndarray | None:
     """The ids of the tokens that a head drafts, ascending; None: all, or there is no head."""
-    found = None if source is None or head is None else source.head(head)
-    return None if found is None or found[1] is None else np.asarray(found[1])
+    head_ids = None if source is None or head is None else source.head(head)
+    return None if head_ids is None or head_ids[1] is None else np.asarray(head_ids[1])
 
 
 def draft_ids(
-    cfg: ModelConfig, spec: SpecConfig, own: np.ndarray | None = None
+    cfg: ModelConfig, spec: SpecConfig, head_ids: np.ndarray | None = None
 ) -> np.ndarray | None:
     """The ids, ascending, that are drafted from at the start; None: all.
 
@@ -39,7 +40,7 @@ def draft_ids(
     head has come before others.
 
     Args:
-      own: ids of the tokens that the head drafts; None: all.
+      head_ids: ids of the tokens that the head drafts; None: all.
 
     Raises:
       SettingError: the file cannot be read (see `read_token_map`), has fewer ids than
@@ -48,28 +49,24 @@ def draft_ids(
     size, name, vocab = spec.draft_vocab, spec.token_map, cfg.vocab_size
     if size is None and name is None:
         return None
-    if name is None:
-        ends = [token for token in cfg.eos_token_ids if token < vocab]
-        listed = np.array(list(dict.fromkeys([*ends, *range(vocab)])), np.int32)
-        if own is not None:
-            listed = listed[np.argsort(~np.isin(listed, own), kind="stable")]
+    if name is not None:
+        listed, what = read_token_map(name, vocab), f"the ids in {name}"
     else:
-        listed = read_token_map(name, vocab)
-    if size is None:
-        size = len(listed)
+        what, ends = "the tokens of the vocabulary", [t for t in cfg.eos_token_ids if t < vocab]
+        listed = np.array(list(dict.fromkeys([*ends, *range(vocab)])), np.int32)
+        if head_ids is not None:
+            listed = listed[np.argsort(~np.isin(listed, head_ids), kind="stable")]
+    size = len(listed) if size is None else size
     if not 1 <= size <= len(listed):
-        what = f"the vocabulary has {vocab} tokens" if name is None else f"{name} has {len(listed)}"
         raise SettingError(
-            lambda spell: (
-                f"{spell('draft_vocab')}: expected 1 to {len(listed)} ({what}), got {size}"
-            )
+            lambda spell: f"{spell('draft_vocab')}: expected 1 to {len(listed)}, {what}, got {size}"
         )
-    if own is not None and not np.isin(listed[:size], own).any():
+    if head_ids is not None and not np.isin(listed[:size], head_ids).any():
         raise SettingError(
             lambda spell: (
-                f"{spell('token_map')}: the head drafts {len(own)} of {vocab} tokens, and none of "
-                f"the {size} ids in {name} is among them, so that nothing would be drafted; give a "
-                f"list for this model, or leave out {spell('token_map')}"
+                f"{spell('token_map')}: the head drafts {len(head_ids)} of {vocab} tokens, and "
+                f"none of the {size} ids in {name} is among them, so that nothing would be "
+                f"drafted; give a list for this model, or leave out {spell('token_map')}"
             )
         )
     return np.sort(listed[:size])
@@ -81,28 +78,20 @@ def read_token_map(name: str, vocab: int) -> np.ndarray:
     Raises:
       SettingError: the file cannot be read, or holds something else.
     """
-
-    def refused(got: str) -> SettingError:
-        return SettingError(
+    try:
+        listed, got = json.loads(Path(name).read_text(encoding="utf-8")), "something else"
+    except (OSError, ValueError) as error:  # it is absent, not UTF-8, or not JSON
+        listed, got = None, str(error)
+    is_list = isinstance(listed, list) and listed and all(type(token) is int for token in listed)
+    if not is_list or min(listed) < 0 or max(listed) >= vocab or len({*listed}) < len(listed):
+        raise SettingError(
             lambda spell: (
                 f"{spell('token_map')}: expected a file with a JSON list of different token ids "
-                f"below {vocab}, the most frequent first, got {got}; a list that torch saved is "
-                'converted by `python -c "import json, torch; '
+                f"below {vocab}, the most frequent first, got {name}: {got}; a list that torch "
+                'saved is converted by `python -c "import json, torch; '
                 "json.dump(torch.load('map.pt').tolist(), open('map.json', 'w'))\"`"
             )
         )
-
-    try:
-        listed = json.loads(Path(name).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise refused(f"{name}: {error.strerror}") from error
-    except ValueError as error:  # it is not UTF-8, or not JSON
-        raise refused(f"{name}, which is not JSON") from error
-    whole = isinstance(listed, list) and all(type(token) is int for token in listed)
-    if not whole or not listed or not all(0 <= token < vocab for token in listed):
-        raise refused(f"{name} with something else")
-    if len(set(listed)) < len(listed):
-        raise refused(f"{name} which lists an id twice")
     return np.array(listed, np.int32)
 
 
@@ -193,8 +182,8 @@ class TokenCounts:
         Raises:
           ValueError: it is of a vocabulary or a number of ids of another size.
         """
-        found = {name: base64.b64decode(state[name]) for name in ("ids", "counted", "counts")}
-        ids, counted = (np.frombuffer(found[name], np.int32) for name in ("ids", "counted"))
+        saved = {name: base64.b64decode(state[name]) for name in ("ids", "counted", "counts")}
+        ids, counted = (np.frombuffer(saved[name], np.int32) for name in ("ids", "counted"))
         if len(ids) != len(self.ids) or max(ids.max(), counted.max(initial=0)) >= len(self._later):
             raise ValueError(
                 f"expected {len(self.ids)} ids to draft from, below {len(self._later)}, got "
@@ -203,28 +192,96 @@ class TokenCounts:
             )
         self.ids = ids.copy()
         self._counts[:] = 0
-        self._counts[counted] = np.frombuffer(found["counts"], np.float64)
+        self._counts[counted] = np.frombuffer(saved["counts"], np.float64)
 
 
-def checked_ids(ids: Sequence[int], size: int, vocab: int) -> np.ndarray:
-    """The ids to draft from, ascending.
+class DraftedIds:
+    """The ids that an engine drafts from: which they are with a new head, or after many tokens.
 
     Args:
-      ids: different token ids, in any order.
-      size: number of ids that programs were compiled for.
-      vocab: size of the vocabulary.
+      cfg: the model's config.
+      spec: how to speculate.
+      source: the draft source.
+      weights: the engine's weights, which hold the ids in use.
 
-    Raises:
-      ValueError: there are more or fewer, or one is repeated or no token id.
+    Attributes:
+      counts: how often each token was emitted, to choose the ids by, shared by replicas; None: they
+        are fixed.
+      own: ids of the tokens that the head drafts; None: all.
     """
-    found = np.asarray(ids)
-    whole = found.ndim == 1 and np.issubdtype(found.dtype, np.integer)
-    if not whole or len(found) != size or len(np.unique(found)) != size:
-        got = f"{len(np.unique(found))} different ones" if whole else f"{found.dtype} values"
-        raise ValueError(
-            f"expected {size} different token ids, as many as draft_vocab, because the programs "
-            f"are compiled for that number; got {got}"
+
+    def __init__(self, cfg: ModelConfig, spec: SpecConfig, source: Draft, weights: Weights):
+        self._cfg, self._spec, self._source, self._weights = cfg, spec, source, weights
+        self.own: np.ndarray | None = None
+        self.counts: TokenCounts | None = None
+        if spec.token_map is None and spec.by_token:
+            ends = [token for token in cfg.eos_token_ids if token < cfg.vocab_size]
+            self.counts = TokenCounts(cfg.vocab_size, weights.ids, ends)
+
+    def take_head(self, head: Params) -> None:
+        """Begins to draft from tokens that a head has, unless they were given by a call.
+
+        Raises:
+          SettingError: the head drafts none of the ids that `token_map` lists.
+        """
+        before, head_ids = self.own, own_ids(self._source, head)
+        if head_ids is None or np.array_equal(head_ids, before):
+            self.own = head_ids
+            return
+        # A head that is refused here leaves nothing changed, so that it is refused again.
+        ids = draft_ids(self._cfg, self._spec, head_ids)
+        self.own = head_ids
+        if self.counts is not None:
+            self.counts.begin_with(ids, head_ids)
+        if self.counts is not None or (before is None and not self._spec.by_token):
+            self._weights.ids = ids
+
+    def update(self) -> None:
+        """Chooses the ids anew where that is due, between two chunks."""
+        if self.counts is not None:
+            if self.counts.is_due:
+                self.counts.choose()
+            if self.counts.ids is not self._weights.ids:  # another replica may have chosen
+                self._weights.set_ids(self.counts.ids)
+
+    def set(self, ids: Sequence[int] | None) -> None:
+        """Takes the ids to draft from, which then stay; None: those that were emitted most.
+
+        Raises:
+          ValueError: they are more or fewer than the programs are compiled for, or one is repeated
+            or no token id; or `ids` is None, and they are not chosen by what is emitted.
+        """
+        if not self._spec.by_token:
+            raise ValueError(
+                f"acceptance {self._spec.acceptance!r} is exact only with the ids to draft from "
+                "that it began with; use acceptance 'coupled'"
+            )
+        if ids is None:
+            if self.counts is None:
+                raise ValueError(
+                    "the ids to draft from were given (token_map, or an earlier call), and are not "
+                    "chosen by what is emitted; give ids"
+                )
+            self._weights.set_ids(self.counts.choose())
+            return
+        size, vocab = len(self._weights.ids), self._cfg.vocab_size
+        given = np.unique(np.asarray(ids))
+        is_right = given.dtype.kind in "iu" and len(given) == len(ids) == size
+        if not is_right or given[0] < 0 or given[-1] >= vocab:
+            raise ValueError(
+                f"expected {size} different token ids below {vocab}, as many as draft_vocab, "
+                f"because the programs are compiled for that number; got {len(ids)}, of which "
+                f"{len(given)} differ, of dtype {given.dtype}"
+            )
+        self.counts = None
+        self._weights.set_ids(given.astype(np.int32))
+
+    def described(self) -> str:
+        """What to say of the ids at the start; empty where the head drafts all tokens."""
+        if self.own is None:
+            return ""
+        ids = self._weights.ids
+        return (
+            f"; of the {len(ids)} tokens to draft from, the head drafts "
+            f"{int(np.isin(ids, self.own).sum())}, for it has {len(self.own)}"
         )
-    if found.min() < 0 or found.max() >= vocab:
-        raise ValueError(f"expected token ids below {vocab}, got {found.min()} to {found.max()}")
-    return np.sort(found).astype(np.int32)

@@ -4,19 +4,26 @@ A kernel that compiles may still be wrong on a device that it was not tried on. 
 GPU chooses its kernel by `settle` here, and a trainer by `settle_training`: they compute a few
 small calls of the model's own shapes, and where a result differs, or a call fails, the kernel's
 `rest` takes its place, with a warning. Of training, gradients are compared, too.
+
+That nothing was wrong is kept in the user's cache directory (`Verdict`), so that later starts on
+the machine compare nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 from jaxtyping import Array
 
@@ -28,6 +35,7 @@ from specjax.kernels.names import GPUS
 from specjax.kernels.triton_lowering import OutOfMemory, is_out_of_memory
 from specjax.parallel import sharding
 from specjax.registry import BACKENDS
+from specjax.shipped import cache_dir
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +47,39 @@ SLOTS, POSITIONS = 4, 8192  # of each call; positions of the longest prefix
 PIECE_SLOTS, PIECE_PAGES = 2, 3  # of a piece of a prompt; pages of its longest prefix
 MOST_PAGE = 1024  # positions of the pages for which the kernel that writes them is checked
 SCORE = 12  # of keys that decide; others have scores of about 1
+COMMIT = "the kernel that writes new keys and values"
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+class Verdict:
+    """What an earlier check found on this machine: a file that exists where nothing was wrong.
+
+    It lies in the user's cache directory, and its name is a digest of all that decides the result.
+    Without a home directory nothing is kept.
+
+    Args:
+      device: the device that computes.
+      facts: what is computed, besides the versions of jax, of the driver and of XLA's flags.
+    """
+
+    def __init__(self, device: jax.Device, *facts: object):
+        driver = DRIVER.read_text() if DRIVER.exists() else ""
+        versions = jax.__version__, jaxlib.__version__, device.client.platform_version, driver
+        flags = os.environ.get("XLA_FLAGS", "")
+        digest = hashlib.sha256(repr((device.device_kind, versions, flags, facts)).encode())
+        folder = cache_dir()
+        self._file = folder and folder / "checks" / digest.hexdigest()
+
+    @property
+    def is_right(self) -> bool:
+        return self._file is not None and self._file.exists()
+
+    def keep(self) -> None:
+        """Keeps that nothing was wrong."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # then the next start checks again
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                self._file.touch()
 
 
 def settle(
@@ -65,7 +106,7 @@ def settle(
     device = _present(mesh)
     if device is not None and device.platform in GPUS:
         for sizes in _written(cfg, rows, page_size, width):
-            commit_kernel.check(device, sizes)
+            commit_kernel.settle(_verdict(COMMIT, commit_kernel.why_wrong, sizes, device))
 
     def wrong(name: str, device: jax.Device) -> str | None:
         return why_wrong(cfg, name, rows, page_size, device, _ways(mesh), width)
@@ -205,8 +246,6 @@ def why_wrong(
 ) -> str | None:
     """Returns how a kernel's results differ from the reference, or how it fails; None: it is right.
 
-    Once per process, model and kernel; later calls return the same.
-
     Args:
       name: name of the kernel's backend.
       rows: the most rows of a tree.
@@ -218,21 +257,46 @@ def why_wrong(
     multiple = dispatch.page_multiple(name)
     size = -(-page_size // multiple) * multiple
     calls = tuple(dict.fromkeys(_calls(cfg, rows, ways, width)))
-    return _unless_full(_why_wrong, name, calls, size, cfg.run.compute_dtype, device)
+    return _verdict(name, _compare_trees, name, calls, size, cfg.run.compute_dtype, device)
 
 
-def _unless_full(wrong: Callable, name: str, *args) -> str | None:
-    """Calls `wrong(name, *args)`; a device without memory says nothing about the kernel."""
+def _verdict(name: str, wrong: Callable[..., str | None], *args) -> str | None:
+    """Returns what `wrong(*args)` finds, unless it found nothing at an earlier start.
+
+    Args:
+      name: name of the kernel.
+      args: hashable arguments, of which the last is the device.
+    """
     try:
-        return wrong(name, *args)
-    except OutOfMemory as error:  # not remembered: the next engine may have more
+        return _remembered(name, wrong, *args)
+    except OutOfMemory as error:  # it says nothing of the kernel, and the next engine may have more
         log.warning("%s is used, but was not compared with the reference: %s", name, error)
         return None
 
 
 @functools.lru_cache(maxsize=64)
-def _why_wrong(
-    name: str, calls: tuple[_Call, ...], page_size: int, dtype: str, device: jax.Device | None
+def _remembered(name: str, wrong: Callable[..., str | None], *args) -> str | None:
+    *what, device = args
+    device = device or jax.devices()[0]
+    verdict = Verdict(device, _sources(), wrong.__name__, what)
+    is_ours = name == COMMIT or name in BACKENDS  # the code of others may change unnoticed
+    if is_ours and verdict.is_right:
+        return None
+    reason = wrong(*what, device)
+    if is_ours and reason is None:
+        verdict.keep()
+    return reason
+
+
+@functools.cache
+def _sources() -> str:
+    """Returns a digest of the files of all kernels."""
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _compare_trees(
+    name: str, calls: tuple[_Call, ...], page_size: int, dtype: str, device: jax.Device
 ) -> str | None:
     tolerance = TOLERANCE[dtype]
 
@@ -264,7 +328,7 @@ def _share(got: Array, want: Array, tolerance: float) -> Array:
 
 
 def _told(
-    both: Callable, arrays: Sequence, calls: Sequence, dtype: str, device: jax.Device | None
+    both: Callable, arrays: Sequence, calls: Sequence, dtype: str, device: jax.Device
 ) -> str | None:
     """Says what is wrong by the shares of `both(arrays)`, one per call; None: nothing."""
     try:
@@ -398,12 +462,11 @@ def why_wrong_in_training(
         sizes = mixer.num_heads // split, mixer.num_kv_heads // split, mixer.head_dim
         calls.append(_Packed(*sizes, mixer.window, mixer.soft_cap))
     calls, dtype = tuple(dict.fromkeys(calls)), cfg.run.compute_dtype
-    return _unless_full(_why_wrong_in_training, name, calls, dtype, device)
+    return _verdict(name, _compare_packed, name, calls, dtype, device)
 
 
-@functools.lru_cache(maxsize=64)
-def _why_wrong_in_training(
-    name: str, calls: tuple[_Packed, ...], dtype: str, device: jax.Device | None
+def _compare_packed(
+    name: str, calls: tuple[_Packed, ...], dtype: str, device: jax.Device
 ) -> str | None:
     def differ(got: Array, want: Array) -> Array:
         """Does what `_share` does; gradients of short samples are sums that cancel out."""

@@ -5,7 +5,7 @@ to start these, 72 for a model of 36 layers, than to write their rows. The kerne
 of all layers at once, each of which is an argument and a result in the same memory.
 
 A kernel that compiles may be wrong on a device that it was not tried on. So programs use it only
-after `check` has compared what it writes on a device of this process.
+after `why_wrong` has compared what it writes on a device of this process.
 """
 
 from __future__ import annotations
@@ -69,16 +69,14 @@ class Sizes(NamedTuple):
         )
 
 
-def check(device: jax.Device, sizes: Sizes) -> None:
-    """Lets programs use the kernel if it writes on a device what it should, else warns.
+def settle(why: str | None) -> None:
+    """Lets programs use the kernel if it is right on the device, else warns.
 
     Once it was wrong for a model, no program uses it.
+
+    Args:
+      why: what `why_wrong` returned.
     """
-    try:
-        why = why_wrong(device, sizes)
-    except OutOfMemory as error:
-        log.warning("the kernel that writes new keys and values was not checked: %s", error)
-        why = None
     if why is not None and not _Choice.wrong:
         log.warning(
             "new keys and values are written by scatters, and not by one kernel: %s; report this, "
@@ -99,8 +97,7 @@ def unchecked() -> Iterator[None]:
         _Choice.on = before
 
 
-@functools.lru_cache(maxsize=32)
-def why_wrong(device: jax.Device, sizes: Sizes, interpret: bool = False) -> str | None:
+def why_wrong(sizes: Sizes, device: jax.Device, interpret: bool = False) -> str | None:
     """Returns how the kernel fails on a device, or that it is wrong; None: it is right.
 
     Rows cross pages, run past the table of a sequence where that of the next one begins, and belong

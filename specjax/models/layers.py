@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +71,43 @@ def as_stored(
     return jax.lax.platform_dependent(normed, head, tpu=pinned, default=lambda *both: both)
 
 
+def block(
+    layer: Layer,
+    w: Mapping[str, Matrix],
+    x: Float[Array, "B T D"],
+    where: Where,
+    cfg: ModelConfig,
+    mix: Callable[[Mapping[str, Matrix], Array], tuple[Array, Scratch]],
+    inputs: Float[Array, "B T inputs"] | None = None,
+    given: Array | None = None,
+) -> tuple[Array, Scratch, Array | None]:
+    """Runs a decoder layer: norm, mixer, residual, norm, mlp, residual.
+
+    Args:
+      layer: the layer.
+      w: its arrays by their names.
+      x: states of the rows, which are the first residual.
+      where: positions of the rows.
+      cfg: config of the model or head: how its norms and its program compute.
+      mix: runs the mixer over normed states, see `Mixer.run`.
+      inputs: what the mixer takes in place of the normed states, in the first layer of some heads.
+      given: see `Mlp.run`.
+
+    Returns:
+      states, what the mixer returns beside them, and what the mlp records.
+    """
+    whole = split = lambda x: x
+    if cfg.run.sequence_parallel and where.form == "train":
+        whole, split = whole_over_tp, split_over_tp
+    if inputs is None:
+        inputs = rms_norm(x, w["input_norm"], cfg.rms_norm_eps)
+    mixed, scratch = mix(w, whole(inputs))
+    x = x + split(mixed)
+    normed = whole(rms_norm(x, w["post_norm"], cfg.rms_norm_eps))
+    out, record = layer.mlp.run(w, normed, where, given)
+    return x + split(out), scratch, record
+
+
 class Block(nnx.Module):
     """One layer with pre-norms, or several stacked ones; see `specjax.models.rows`.
 
@@ -111,34 +148,12 @@ class Block(nnx.Module):
 
         See `Mixer.run` and `Mlp.run` of `specjax.interfaces`.
         """
-        return self._around(
-            x, where, given, lambda w, x: self.layer.mixer.run(w, x, where, memory, scratch)
+        return block(
+            self.layer,
+            self.arrays(),
+            x,
+            where,
+            self.cfg,
+            lambda w, x: self.layer.mixer.run(w, x, where, memory, scratch),
+            given=given,
         )
-
-    def run_again(
-        self, x: Float[Array, "B S D"], where: Where, earlier: Sequence[Scratch]
-    ) -> tuple[Array, Scratch]:
-        """Runs the layer over packed rows again, see `Mixer.run_again`, without records.
-
-        Raises:
-          NotImplementedError: the mixer has no such method.
-        """
-        mixer = self.layer.mixer
-        if not hasattr(mixer, "run_again"):
-            raise NotImplementedError(
-                f"a head whose layer is {mixer.kind} cannot be trained over several recursive "
-                "steps of one module: its mixer has no method `run_again`; train one step"
-            )
-        return self._around(x, where, None, lambda w, x: mixer.run_again(w, x, where, earlier))[:2]
-
-    def _around(self, x, where, given, mix) -> tuple[Array, Scratch, Array | None]:
-        """Runs the mixer with norms and residuals, and the feed-forward."""
-        w, eps = self.arrays(), self.cfg.rms_norm_eps
-        whole = split = lambda x: x
-        if self.cfg.run.sequence_parallel and where.form == "train":
-            whole, split = whole_over_tp, split_over_tp
-        mixed, scratch = mix(w, whole(rms_norm(x, w["input_norm"], eps)))
-        x = x + split(mixed)
-        normed = whole(rms_norm(x, w["post_norm"], eps))
-        out, record = self.layer.mlp.run(w, normed, where, given)
-        return x + split(out), scratch, record

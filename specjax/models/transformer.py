@@ -209,7 +209,7 @@ class Transformer(nnx.Module):
             if end > first:
                 x, new = layers_by_kernel(
                     self.cfg,
-                    list(self.layers)[first:end],
+                    [block.arrays() for block in list(self.layers)[first:end]],
                     x,
                     where.positions,
                     memory.pages[first:end],
@@ -420,11 +420,12 @@ def _recomputed(cfg: ModelConfig, layer, static_argnums=()):
 
 
 def layers_by_kernel(
-    cfg: ModelConfig, blocks, x, positions, pages, prefix_len, visible_bits, buffers, held, table
+    cfg: ModelConfig, weights, x, positions, pages, prefix_len, visible_bits, buffers, held, table
 ) -> tuple[Array, list[tuple[Array, Array]]]:
     """Runs layers over tree rows by `dispatch.layers`, where `dispatch.runs_layers` allows it.
 
     Args:
+      weights: arrays of each layer by their names.
       pages: keys and values of each layer in pages.
       buffers: keys and values of earlier tree rows of each layer; the first `held` rows are filled.
         None: there are no earlier rows.
@@ -434,7 +435,7 @@ def layers_by_kernel(
       in.
     """
     before = held and [tuple(buffer[:, :, :held] for buffer in pair) for pair in buffers]
-    weights, angles = [raw(b.arrays()) for b in blocks], cfg.layers[0].mixer.angles(positions)
+    weights, angles = list(map(raw, weights)), cfg.layers[0].mixer.angles(positions)
     x, rows = dispatch.layers(
         cfg, weights, x, *angles, pages, prefix_len, visible_bits, before or None, table
     )
@@ -545,6 +546,14 @@ def init_params(cfg: ModelConfig, seed: int = 0) -> Params:
 def graphdef(cfg: ModelConfig, layout: str = "stacked"):
     """Returns the static half of a model, which `nnx.merge` joins with parameters inside a jit."""
     return nnx.split(nnx.eval_shape(lambda: Transformer(cfg, nnx.Rngs(0), layout)))[0]
+
+
+def laid_out(cfg: ModelConfig, mesh: jax.sharding.Mesh | None) -> ModelConfig:
+    """Returns the config with the layout of decoding weights on a mesh.
+
+    Fused weights cannot be split.
+    """
+    return cfg.running(fused=mesh is None or mesh.size == 1)
 
 
 def to_decode_layout(params: Params, cfg: ModelConfig) -> Params:

@@ -23,8 +23,7 @@ from tqdm import tqdm
 from specjax.config import SamplingParams
 from specjax.engine.compare import transformed
 from specjax.engine.llm import LLM
-from specjax.engine.options import features_of, option_rows
-from specjax.engine.request import make_jobs, require_valid
+from specjax.engine.request import features_of, make_jobs, option_rows, require_valid
 from specjax.engine.runner import Runner
 from specjax.models.transformer import graphdef
 from specjax.verify.verdict import FAILED, PASSED, Check, Drafts, InputError
@@ -243,7 +242,7 @@ def full_forward(runner: Runner, contexts: Sequence[Sequence[int]]) -> np.ndarra
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
         return model.logits(last)[:, 0]
 
-    return np.asarray(run(runner.params, tokens, lengths), np.float32)
+    return np.asarray(run(runner.weights.policy, tokens, lengths), np.float32)
 
 
 def _padded(contexts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:

@@ -22,7 +22,7 @@ from specjax.decode.state import (
     take_slots,
 )
 from specjax.decode.tree import build_tree, chain_bits, plain_bits
-from specjax.drafts.mtp import MTPSource, head_graphdef, init_head_params
+from specjax.drafts.mtp import MTPHead, MTPSource, init_head_params
 from specjax.interfaces import Level, Where
 from specjax.models.families.dense import dense_config
 from specjax.models.transformer import graphdef, init_params, to_decode_layout
@@ -139,7 +139,7 @@ def test_target_and_head_know_a_prompt_as_if_they_had_seen_it_at_once(modules, w
     @jax.jit
     def at_once(params, head, tokens):
         model = nnx.merge(graphdef(run.plan.cfg), params)
-        module = nnx.merge(head_graphdef(run.plan.cfg), head)
+        module = MTPHead(run.plan.cfg, head)
         positions = jnp.broadcast_to(jnp.arange(MAX_LEN), tokens.shape)
         ones = jnp.ones_like(tokens)
         x, _, [hidden], _ = model.hidden(tokens, positions, ones, taps=run.plan.taps)

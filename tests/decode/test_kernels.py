@@ -10,6 +10,7 @@ import pytest
 from specjax.config import SpecConfig
 from specjax.decode.tree import ancestors, pack_bits
 from specjax.engine.runner import Runner
+from specjax.engine.settings import EngineConfig
 from specjax.kernels import dispatch
 from specjax.models.families.dense import dense_config
 
@@ -163,7 +164,7 @@ def test_every_table_has_room_for_a_path_behind_the_longest_prefix(max_len, stra
     """Or attention by position would put the path over the end of the prefix."""
     cfg = dense_config(32, 16, 24, 1, 2, 1, 8, mtp_num_layers=1)
     spec = SpecConfig(strategy, invariant=True)
-    runner = Runner(cfg, spec, batch=2, max_len=max_len, page_size=page_size)
+    runner = Runner(cfg, spec, batch=2, max_len=max_len, config=EngineConfig(page_size=page_size))
     longest = max_len - 2  # one token below the limit, and the root is not in the cache
     assert longest + runner.steps + 1 <= runner.table_width * runner.page_size
 

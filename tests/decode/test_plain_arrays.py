@@ -140,9 +140,9 @@ ROW = [0.5, 0.25, 0.25]
 @pytest.mark.parametrize(
     ("tokens", "probs", "message"),
     [
-        ([0, 1], [ROW], "n = 2 drafted tokens, got shape (1, 3)"),
-        ([0], ROW, "got shape (3,)"),
-        ([], [], "got shape (0,)"),
+        ([0, 1], [ROW], "got (1, 3) for 2 tokens"),
+        ([0], ROW, "got (3,)"),
+        ([], [], "got (0,)"),
         ([[0]], [ROW], "call once per sequence"),
         ([0.0], [ROW], "integer ids [n], got float64"),
         ([3], [ROW], "must be in [0, 3), or -1 for no draft, got [3]"),
@@ -150,7 +150,7 @@ ROW = [0.5, 0.25, 0.25]
         ([0], [[2.0, 1.0, 0.5]], "sum to 1 within 0.001, got sum 3.5"),
         ([0], [[1.5, -0.5, 0.0]], "least -0.5"),
         ([0], [[np.nan, 0.5, 0.5]], "got sum nan"),
-        ([0, 1], [ROW, [1.0, 0.0, 0.0]], "token 1 at place 1 to which the row gives no"),
+        ([0, 1], [ROW, [1.0, 0.0, 0.0]], "token at place 1 has no probability"),
     ],
 )
 def test_a_proposal_that_cannot_be_meant_is_refused(tokens, probs, message):

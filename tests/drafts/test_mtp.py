@@ -13,10 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from drafter import VOCAB
-from flax import nnx
 from tiny import sharpened, tiny_config
 
-from specjax.drafts.mtp import MTPSource, head_graphdef, init_head_params
+from specjax.drafts.mtp import MTPHead, MTPSource, init_head_params
 
 
 @functools.cache
@@ -26,7 +25,7 @@ def head_of(cfg):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _unroll(cfg, head, target, hidden, rows, segments, following):
-    module = nnx.merge(head_graphdef(cfg), head)
+    module = MTPHead(cfg, head)
     following = [target.embed_tokens(tokens[None]) for tokens in following]
     states = module.unroll(hidden[None], following, rows[None], segments[None])
     return jnp.concatenate(states) @ target.head_weight()

@@ -12,8 +12,7 @@ from tiny import apt, prompts_of, tiny_config, tiny_model
 
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.decode.options import Features
-from specjax.engine.options import features_of
-from specjax.engine.request import make_jobs
+from specjax.engine.request import features_of, make_jobs
 
 VOCAB, MAX_LEN, EOS, BATCH = 64, 64, 7, 4
 CFG = tiny_config(VOCAB, eos_token_ids=(EOS,))

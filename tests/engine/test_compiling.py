@@ -9,8 +9,9 @@ from specjax.decode.chunk import Until
 from specjax.decode.options import Features
 from specjax.decode.state import RowMap
 from specjax.drafts.mtp import init_head_params
-from specjax.engine import compiling
+from specjax.engine.programs import NotCompiled
 from specjax.engine.runner import Runner
+from specjax.engine.settings import EngineConfig
 from specjax.models.layers import Block
 from specjax.models.transformer import init_params
 
@@ -19,7 +20,8 @@ def traced_layers(layers: int, monkeypatch) -> int:
     """How often a layer's code runs while a chunk of a model with so many layers is traced."""
     cfg = tiny_config(64)
     cfg = cfg.replace(layers=cfg.layers[:1] * layers)
-    runner = Runner(cfg, SpecConfig("2_1_3"), 2, 64, attention="reference", products="xla")
+    config = EngineConfig(attention="reference", products="xla")
+    runner = Runner(cfg, SpecConfig("2_1_3"), 2, 64, config=config)
     runner.hold_shapes(
         jax.eval_shape(lambda: init_params(cfg)), jax.eval_shape(lambda: init_head_params(cfg))
     )
@@ -29,7 +31,7 @@ def traced_layers(layers: int, monkeypatch) -> int:
         with monkeypatch.context() as patch:
             patch.setattr(Block, "run", lambda *given: counted.append(given[0]) or run(*given))
             lower()
-        return compiling.NotCompiled(donate)
+        return NotCompiled(donate)
 
     runner.executables.build = build
     table = np.zeros((2, runner.table_width), np.int32)

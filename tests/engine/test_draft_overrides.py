@@ -29,7 +29,7 @@ def heads(thin_policy, tmp_path_factory):
     source, params = Eagle3Source.new(target.replace(mtp_num_layers=0), seed=5)
     cfg = dataclasses.replace(source.cfg, **RIGHT)
     source = dataclasses.replace(source, cfg=cfg)
-    save_draft_files(place / "right", source, params, "safeailab", "float32")
+    save_draft_files(place / "right", source, params, "float32")
     shutil.copytree(place / "right", place / "wrong")
     file = place / "wrong" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"norm_before_residual": False}))
@@ -84,4 +84,3 @@ def test_a_setting_that_the_layout_has_no_key_for_is_saved_in_the_other_one(
     save_model(tmp_path / "saved", cfg, policy, head, None)
     saved = load_head(str(tmp_path / "saved" / "draft"), cfg)[1].source
     assert saved.cfg == head.source.cfg
-    assert (head.source.layout, saved.layout) == ("safeailab", "speculators")

@@ -59,14 +59,14 @@ def test_an_engine_drafts_from_tokens_that_its_head_has():
     source, head = Eagle3Source.new(cfg, range(40, 50), weights()[0])
     engine = Engine(cfg, SpecConfig("2_1_3", draft_vocab=12), 2, MAX_LEN, source=source)
     engine.set_params(weights()[0], head)
-    assert engine.runner.ids.tolist() == [0, 7, *range(40, 50)]
-    used = np.asarray(engine.runner.vocabulary["ids"])
+    assert engine.runner.weights.ids.tolist() == [0, 7, *range(40, 50)]
+    used = np.asarray(engine.runner.weights.vocabulary["ids"])
     assert used[used < 64].tolist() == list(range(40, 50))
     said = "; of the 12 tokens to draft from, the head drafts 10, for it has 10"
     assert engine.start_lines()[1].endswith(said)
     engine.set_draft_ids(range(12))
     engine.set_head({**head})
-    assert engine.runner.ids.tolist() == list(range(12)), "those that are given stay"
+    assert engine.runner.weights.ids.tolist() == list(range(12)), "those that are given stay"
 
 
 @pytest.mark.parametrize("listed", ["not a list", [1, 64], [1, 2.0], {"1": 2}, [], [1, 2, 1]])
@@ -99,13 +99,13 @@ def test_what_is_drafted_follows_what_is_emitted_and_nothing_is_compiled(monkeyp
         assert found == expected
         lengths.append(llm.totals.accept_length)
     assert llm.engine.runner.compilations == before
-    assert set(np.unique(expected)) <= set(llm.engine.runner.ids.tolist())
+    assert set(np.unique(expected)) <= set(llm.engine.runner.weights.ids.tolist())
     assert lengths[0] < 1.2 < lengths[1]
     # Those that are given stay, and change neither tokens nor programs.
     llm.update_draft_vocab(range(63, 47, -1))
     for _ in range(2):
         assert [o.samples[0].token_ids for o in llm.generate(PROMPTS, params)] == expected
-        assert llm.engine.runner.ids.tolist() == list(range(48, 64))
+        assert llm.engine.runner.weights.ids.tolist() == list(range(48, 64))
     assert llm.engine.runner.compilations == before
     with pytest.raises(ValueError, match="were given .*; give ids"):
         llm.update_draft_vocab()
@@ -125,7 +125,7 @@ def test_ids_cannot_be_changed_where_all_are_drafted_from_or_the_rule_needs_them
 def test_rules_that_divide_by_q_keep_the_tokens_that_they_began_with():
     for acceptance, strategy in (("block", "1_1_2"), ("recursive", "2x1")):
         spec = SpecConfig(strategy, acceptance=acceptance, draft_vocab=16)
-        assert LLM((CFG, *weights()), spec, 1, MAX_LEN).engine.counts is None
+        assert LLM((CFG, *weights()), spec, 1, MAX_LEN).engine.drafted.counts is None
 
 
 def test_ngrams_have_no_language_model_head():

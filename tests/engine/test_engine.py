@@ -174,7 +174,7 @@ def test_pages_and_host_memory_are_flat_over_2000_requests():
     after, device_after = held()
     assert engine.scheduler.pool.used == 0 and device_after == device
     assert after - objects < 200, "objects left behind by 4,000 samples"
-    assert not engine.outstanding and not engine.unfinished.asked and not engine._in_flight
+    assert not engine.outstanding and not engine.unfinished.counts and not engine._in_flight
 
 
 def test_one_page_per_sequence_is_the_contiguous_special_case():
@@ -233,7 +233,7 @@ def test_a_request_that_can_never_fit_is_refused_with_what_to_do():
     with pytest.raises(ValueError, match="less than two pages"):
         engine_of(page_size=16, cache_bytes=10)
     assert engine.runner.pages == 4, "the budget holds, spare page and all"
-    with pytest.raises(ValueError, match="page_size must be positive, or 0"):
+    with pytest.raises(ValueError, match="page_size must be at least 0"):
         EngineConfig(page_size=-5)
     assert not engine.has_work
 

@@ -11,7 +11,7 @@ from tiny import tiny_model
 
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.decode import round as decode_round
-from specjax.engine.compare import first_difference, support
+from specjax.engine.compare import first_difference, is_kept
 from specjax.engine.request import make_jobs
 
 OPTIONS = [
@@ -197,7 +197,10 @@ def test_whatever_scores_within_the_slack_the_filters_keep_what_is_certain_and_w
     for _ in range(200):
         params, scores, slack = random_filters(rng), 2 * rng.normal(size=20), 0.1
         scores[3] = scores[4]  # a tie at some rank
-        possible, certain = support(scores, params, slack)
+        possible, certain = (
+            np.array([is_kept(scores, params, token, by) for token in range(20)])
+            for by in (slack, -slack)
+        )
         assert possible[certain].all()
         edges += int((possible & ~certain).sum())
         for _ in range(20):

@@ -148,11 +148,11 @@ def heads_in_turn(llm: LLM, setup: Setup):
     for kind in ("random", "apt"):
         cfg, params, head = model(setup.modules, kind)
         llm.update_weights(params, head)
-        weights.append(llm.engine.runner.head)
+        weights.append(llm.engine.runner.weights.head)
 
     def swap(finished, totals):
         weights.reverse()
-        llm.engine.runner.head = weights[0]
+        llm.engine.runner.weights.head = weights[0]
 
     return swap
 

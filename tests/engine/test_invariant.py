@@ -12,8 +12,8 @@ from tiny import apt, tiny_config, tiny_model
 from specjax import LLM, RunConfig, SamplingParams, SpecConfig
 from specjax.control import ControlConfig
 from specjax.decode.options import Features
-from specjax.engine import graph_check, plain_check, plans, runner
-from specjax.engine.plans import StrategyProgram
+from specjax.engine import programs, runner, start_up
+from specjax.engine.programs import Program
 from specjax.engine.settings import EngineConfig
 from specjax.models.families.dense import change_dense
 from specjax.verify.identity import random_requests
@@ -168,7 +168,7 @@ def test_bits_do_depend_on_the_strategy_where_each_runs_its_own_program(monkeypa
     """Else the test above would prove nothing."""
 
     def apart(plans, most_rows):
-        return {name: StrategyProgram(name, plan) for name, plan in plans.items()}
+        return {name: Program(name, plan) for name, plan in plans.items()}
 
     monkeypatch.setattr(runner, "programs_of", apart)
     arms = ("off", "2x2")
@@ -196,7 +196,7 @@ def test_not_a_bit_of_plain_decoding_depends_on_who_runs_beside_whom_in_invarian
 
 def blocks_on_cpu(monkeypatch) -> None:
     """Gives CPUs what GPUs have; there a block of rows takes as long as it has rows."""
-    monkeypatch.setattr(plans, "NVIDIA", ("cpu",))
+    monkeypatch.setattr(programs, "NVIDIA", ("cpu",))
 
 
 @pytest.mark.slow
@@ -228,10 +228,10 @@ def test_plain_decoding_has_a_program_of_its_own_and_the_same_bits(
 def test_it_has_none_where_a_bit_differs(monkeypatch, caplog):
     """Nor where its bits are those of a plain round of the tree, but not those of a drafted one."""
     blocks_on_cpu(monkeypatch)
-    results = []
+    results, run_chunks = [], start_up.run_chunks
 
     def spoilt(runner, *args):
-        results.append(graph_check.run_chunks(runner, *args))
+        results.append(run_chunks(runner, *args))
         first, *later = results[-1]
         if len(results) == 3:  # the last bit of a number
             logprobs = first.report.logprobs.copy()
@@ -240,11 +240,11 @@ def test_it_has_none_where_a_bit_differs(monkeypatch, caplog):
             first = first._replace(report=first.report._replace(logprobs=logprobs))
         return [first, *later]
 
-    monkeypatch.setattr(plain_check, "run_chunks", spoilt)
+    monkeypatch.setattr(start_up, "run_chunks", spoilt)
     with caplog.at_level("INFO"):
         llm = make_llm("float32", "2x2", 1, ("off", "2x2"), invariant=True)
         llm.engine.warm_up([Features.all()])
     assert len(results) == 3 and not llm.engine.runner.exact_plain
-    assert "runs the program of the tree, for 1 of" in caplog.text
-    assert "log-probabilities have other bits than the tree's (plain)" in caplog.text
+    reason = "log-probabilities have other bits than the tree's (plain)"
+    assert f"runs the program of the tree, for {reason}" in caplog.text
     assert {key[1] for key in llm.engine.runner.executables.by_key if key[0] == "chunk"} == {"2x2"}

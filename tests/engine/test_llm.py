@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specjax import LLM, EngineConfig, SamplingParams, SpecConfig
 from specjax.decode.noise import request_words
-from specjax.engine import cache_budget
+from specjax.engine import llm as llm_module
 
 PROMPT = [5, 9, 2]
 
@@ -58,7 +58,7 @@ def test_length_and_pages_follow_model_and_memory(
     monkeypatch, pages_of_memory, cache_bytes, max_len, pages
 ):
     memory = 16 * jax.local_device_count() * pages_of_memory * PAGE
-    monkeypatch.setattr(cache_budget, "host_memory", lambda: memory)
+    monkeypatch.setattr(llm_module, "host_memory", lambda: memory)
     engine = EngineConfig(cache_bytes=cache_bytes)
     llm = LLM((CFG.replace(max_position=16384), weights()[0], None), None, 4, engine=engine)
     assert (llm.max_len, llm.engine.scheduler.pool.count) == (max_len, pages)
@@ -90,7 +90,7 @@ def test_bad_input_is_one_clear_error_before_any_work(spec_llm, monkeypatch, pro
         assert words in str(error.value)
 
 
-ONE_KEY = "expected a dict with one key, {'prompt': text} or {'prompt_token_ids': ids}"
+ONE_KEY = "a dict with one key, {'prompt': text} or {'prompt_token_ids': ids}"
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,10 @@ ONE_KEY = "expected a dict with one key, {'prompt': text} or {'prompt_token_ids'
         (np.array([1.0, 2.0]), "prompt 0 holds 1.0"),
         ({"text": "hi"}, ONE_KEY),
         ({"prompt_token_ids": "ab"}, ONE_KEY),
-        ([[1], {"prompt": "a", "prompt_token_ids": [1]}], "prompt 1: " + ONE_KEY),
+        (
+            [[1], {"prompt": "a", "prompt_token_ids": [1]}],
+            "prompt 1: expected text, a list of token ids, or " + ONE_KEY,
+        ),
         ([{"role": "user", "content": "hi"}], "use LLM.chat"),
     ],
 )

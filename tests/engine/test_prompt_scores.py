@@ -73,7 +73,7 @@ def test_replicas_share_prompts_and_give_the_same_scores(weights, prompts):
     scorer = PromptScorer(llm.engine, llm.max_len)
     ran = []
     for at, runner in enumerate(scorer._runners):
-        runner.score = lambda *args, at=at, score=runner.score: ran.append(at) or score(*args)
+        runner.run = lambda *args, at=at, run=runner.run: ran.append(at) or run(*args)
     alone = PromptScorer(llm.engine.engines[0], llm.max_len)
     right = alone.read(alone.start(prompts), top=3)
     ran.clear()

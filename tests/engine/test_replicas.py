@@ -10,8 +10,8 @@ from shared import CFG, weights
 from tiny import prompts_of
 
 from specjax import LLM, EngineConfig, SamplingParams, SpecConfig
-from specjax.engine.agreement import Agreement
 from specjax.engine.request import make_jobs
+from specjax.parallel.agreement import Agreement
 from specjax.parallel.distributed import DistributedError
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
@@ -37,7 +37,9 @@ def tokens(outputs):
 
 def test_replicas_share_the_work_and_emit_the_tokens_of_one_engine():
     llm = replicated()
-    placed = [jax.tree.leaves(engine.runner.params)[0].devices() for engine in llm.engine.engines]
+    placed = [
+        jax.tree.leaves(engine.runner.weights.policy)[0].devices() for engine in llm.engine.engines
+    ]
     assert [len(devices) for devices in placed] == [2, 2] and not placed[0] & placed[1]
     shares = []
     for engine in llm.engine.engines:
@@ -91,14 +93,6 @@ def test_new_weights_reach_every_replica():
     finally:
         plain().update_weights(old[0])
     assert {engine.version for engine in llm.engine.engines} == {llm.engine.version}
-
-
-def test_what_each_replica_has_of_its_own_cannot_be_set_on_all_of_them():
-    engine = replicated().engine
-    with pytest.raises(AttributeError, match="for one in engine.engines: one.controller"):
-        engine.controller = engine.engines[0].controller
-    with pytest.raises(AttributeError, match="each engine has one of its own"):
-        engine.watcher = None
 
 
 def test_too_many_replicas_and_a_mesh_beside_them_are_refused():

@@ -9,7 +9,8 @@ from tiny import prompts_of, tiny_config, tiny_model
 
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
-from specjax.engine.sources import check_vocabulary, load_draft_model
+from specjax.checkpoint.draft_files import FilesAt
+from specjax.drafts.model import ModelSource, check_vocabulary
 from specjax.models.transformer import to_decode_layout
 from specjax.parallel import sharding
 from specjax.tokenizer import load_tokenizer
@@ -18,6 +19,12 @@ VOCAB, STEPS = 48, 2
 CFG, PARAMS, HEAD = tiny_model(tiny_config(VOCAB), seed=3)
 SMALL = 32
 DRAFT = tiny_config(SMALL, mtp=0, layers=2)
+
+
+def read_model(path, target, **given):
+    files = FilesAt(path, **given)
+    source = ModelSource.read(files, target)
+    return source, source.load(files)
 
 
 def test_vocabularies_are_compared_by_what_ids_mean():
@@ -37,11 +44,11 @@ def test_a_directory_becomes_a_source_whose_vocabulary_was_checked(tmp_path):
     cfg = tiny_config(SMALL, mtp=1)
     _, params, head = tiny_model(cfg)
     hf.save_checkpoint(tmp_path / "draft", cfg, params, head)
-    source, layout = load_draft_model(tmp_path / "draft", DRAFT)
+    source, layout = read_model(tmp_path / "draft", DRAFT)
     assert source.vocab == SMALL and source.cfg.num_layers == cfg.num_layers
     jax.tree.map(np.testing.assert_array_equal, layout, to_decode_layout(params, cfg))
     with pytest.raises(ValueError, match="vocabulary of 32, the target of 64"):
-        load_draft_model(tmp_path / "draft", tiny_config(64))
+        read_model(tmp_path / "draft", tiny_config(64))
 
 
 def test_a_draft_model_is_split_over_the_targets_mesh(tmp_path):
@@ -49,7 +56,7 @@ def test_a_draft_model_is_split_over_the_targets_mesh(tmp_path):
     cfg, params, _ = tiny_model(tiny_config(SMALL))
     hf.save_checkpoint(tmp_path / "draft", cfg, params)
     mesh = sharding.make_mesh(sharding.MeshConfig(tp=2))
-    source, layout = load_draft_model(tmp_path / "draft", DRAFT, mesh=mesh)
+    source, layout = read_model(tmp_path / "draft", DRAFT, mesh=mesh)
     assert not source.cfg.run.scan_layers
     q = layout["layers"][0]["q"]
     assert q.sharding.mesh == mesh and q.addressable_shards[0].data.shape[-1] * 2 == q.shape[-1]
@@ -57,7 +64,7 @@ def test_a_draft_model_is_split_over_the_targets_mesh(tmp_path):
 
 def test_tokenizers_of_both_directories_are_compared(tiny_policy):
     cfg, tokenizer = hf.read_config(tiny_policy), load_tokenizer(tiny_policy)
-    assert load_draft_model(tiny_policy, cfg, tokenizer)[0].vocab == cfg.vocab_size
+    assert read_model(tiny_policy, cfg, tokenizer=tokenizer)[0].vocab == cfg.vocab_size
 
     class Shuffled:
         def get_vocab(self):
@@ -66,7 +73,7 @@ def test_tokenizers_of_both_directories_are_compared(tiny_policy):
             return ids | {first: ids[second], second: ids[first]}
 
     with pytest.raises(ValueError, match="differs from the target's in 2 ids"):
-        load_draft_model(tiny_policy, cfg, Shuffled())
+        read_model(tiny_policy, cfg, tokenizer=Shuffled())
 
 
 # --- through LLM ----------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ def test_a_chain_on_8_devices_emits_the_tokens_of_one():
     llm = chain_on_8()
     totals = check(llm, everything=False)
     assert totals.accepted > 20
-    held = llm.engine.runner.params["lm_head"].addressable_shards[0].data.shape
+    held = llm.engine.runner.weights.policy["lm_head"].addressable_shards[0].data.shape
     assert held == (16, VOCAB // 4)
     noise = llm.engine.runner.state.noise.rows
     assert noise.addressable_shards[0].data.shape == (*noise.shape[:-1], VOCAB // 4)

@@ -12,7 +12,7 @@ from pieces import PIECES, Pieces
 from shared import PROMPTS, shared_llm
 
 from specjax import SamplingParams
-from specjax.engine.stops import StopStrings, TextStream
+from specjax.engine.text import StopStrings, TextStream
 
 LONG = SamplingParams(seed=0, max_tokens=40, ignore_eos=True)
 

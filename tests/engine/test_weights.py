@@ -60,24 +60,24 @@ def test_caches_of_old_weights_may_be_kept_and_are_counted():
 
 def test_weights_that_do_not_arrive_as_they_were_sent_stop_everything(monkeypatch, caplog):
     engine = engine_of()
-    before = dict(engine.runner.checksums)
+    before = dict(engine.runner.weights.checksums)
     assert set(before) == {"policy", "draft"}
     params, head = weights(seed=5)
     engine.set_params(params, head)
-    assert not set(before.items()) & set(engine.runner.checksums.items())
+    assert not set(before.items()) & set(engine.runner.weights.checksums.items())
     engine.set_params(*weights())
-    assert engine.runner.checksums == before
-    layout = engine.runner.convert
+    assert engine.runner.weights.checksums == before
+    layout = engine.runner.weights.convert
 
     def lossy(params):
         arrived = layout(params)
         return dict(arrived, embed=arrived["embed"].at[3, 3].add(1e-3))
 
-    live, version = engine.runner.params, engine.version
-    monkeypatch.setattr(engine.runner, "convert", lossy)
+    live, version = engine.runner.weights.policy, engine.version
+    monkeypatch.setattr(engine.runner.weights, "convert", lossy)
     with pytest.raises(RuntimeError, match="policy's weights have checksum .* do not trust"):
         engine.set_params(*weights())
-    assert engine.runner.params is live and engine.version == version, "the old ones go on"
+    assert engine.runner.weights.policy is live and engine.version == version, "the old ones go on"
     monkeypatch.undo()
     engine.set_params(params, jax.tree.map(lambda x: x * np.nan, head))
     assert "draft's weights are not finite" in caplog.text
@@ -100,11 +100,11 @@ def test_a_head_alone_steps_nobody_back_and_is_no_new_version():
     engine.add(job)
     engine.step()
     running, version = dict(engine.scheduler.running), engine.version
-    built, sums = engine.runner.compilations, dict(engine.runner.checksums)
+    built, sums = engine.runner.compilations, dict(engine.runner.weights.checksums)
     engine.set_head(weights(seed=5)[1])
     assert dict(engine.scheduler.running) == running != {} and engine.version == version
-    assert engine.runner.checksums["policy"] == sums["policy"]
-    assert engine.runner.checksums["draft"] != sums["draft"]
+    assert engine.runner.weights.checksums["policy"] == sums["policy"]
+    assert engine.runner.weights.checksums["draft"] != sums["draft"]
     [sample] = [e.sample for _ in range(99) if engine.has_work for e in engine.step()]
     assert [sample.token_ids] == tokens_of([job]) and sample.weight_versions == ((0, version),)
     assert engine.runner.compilations == built
@@ -158,7 +158,7 @@ def test_what_was_released_comes_again_and_nothing_runs_without_weights():
         engine.release()
     [wanted] = [e for _ in range(99) if engine.has_work for e in engine.step()]
     engine.release(weights=False)
-    assert engine.runner.params is not None and engine.runner.state is None
+    assert engine.runner.weights.policy is not None and engine.runner.state is None
     assert tokens_of([job]) == [wanted.sample.token_ids]
     engine.release()
     engine.add(job)

@@ -37,10 +37,9 @@ from specjax.decode.chunk import Until
 from specjax.decode.options import Features
 from specjax.decode.state import RowMap
 from specjax.drafts.mtp import init_head_params
-from specjax.engine.graphs import ONE_GRAPH
-from specjax.engine.inputs import piece_of
-from specjax.engine.plans import StrategyProgram
-from specjax.engine.runner import Runner
+from specjax.engine.programs import ONE_GRAPH, Program
+from specjax.engine.runner import Runner, piece_of
+from specjax.engine.settings import EngineConfig
 from specjax.models.families.dense import change_dense
 from specjax.models.transformer import init_params
 from specjax.parallel import sharding
@@ -124,16 +123,16 @@ def engine_of(device, wanted: Wanted) -> Runner:
             wanted.sizes[0] if wanted.invariant else SLOTS,  # all of a batch run in that mode
             ROOM,
             strategies=strategies,
-            attention=wanted.attention,
+            config=EngineConfig(attention=wanted.attention, stretch=1),
         )
     if wanted.invariant:  # as if `check_plain` had found equal bits
-        runner.own_plain = StrategyProgram(OFF, runner.plans[OFF])
+        runner.own_plain = Program(OFF, runner.plans[OFF])
         runner.exact_plain.add(wanted.features)
     runner.hold_shapes(
         jax.eval_shape(lambda: init_params(cfg)), jax.eval_shape(lambda: init_head_params(cfg))
     )
-    held = runner.params, runner.head, runner.state, runner.kept
-    runner.params, runner.head, runner.state, runner.kept = on_device(device, held)
+    held = runner.weights.policy, runner.weights.head, runner.state, runner.kept
+    runner.weights.policy, runner.weights.head, runner.state, runner.kept = on_device(device, held)
     return runner
 
 
@@ -151,7 +150,10 @@ def traced(runner: Runner, device, wanted: Wanted) -> jax.stages.Traced:
             model = runner.model(params)
             return prefill(model, head, runner.longest, state, kept, piece, runner.stride)
 
-        inputs, donated = (runner.params, runner.head, runner.state, runner.kept, piece), (2, 3)
+        inputs, donated = (
+            (runner.weights.policy, runner.weights.head, runner.state, runner.kept, piece),
+            (2, 3),
+        )
     else:
         [bucket] = wanted.sizes
         table = np.zeros((bucket, runner.table_width), np.int32)
@@ -159,7 +161,7 @@ def traced(runner: Runner, device, wanted: Wanted) -> jax.stages.Traced:
         run = runner.program_of(wanted.what, wanted.features)
         host = on_device(device, (runner.alone(rows), Until.of(4), run.part))
         program = functools.partial(runner._chunk_program, run.plan, wanted.features, bucket)
-        inputs, donated = (runner.params, runner.draft, runner.state, *host), (2,)
+        inputs, donated = (runner.weights.policy, runner.weights.draft, runner.state, *host), (2,)
     program = precision_of(runner.cfg)(sharding.traced_on(None, program))
     return jax.jit(program, donate_argnums=donated).trace(*inputs)
 

@@ -57,11 +57,13 @@ THIRD = _kernels(_right)
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch):
+def fresh(monkeypatch, tmp_path):
     """CPUs are checked as GPUs are, and nothing is remembered."""
     monkeypatch.setattr(check, "GPUS", ("cpu",))
-    monkeypatch.setattr(check.commit_kernel, "check", lambda device, sizes: None)
-    check._why_wrong.cache_clear()
+    monkeypatch.setattr(check, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(check.commit_kernel, "why_wrong", lambda sizes, device: None)
+    monkeypatch.setattr(check.commit_kernel, "settle", lambda why: None)
+    check._remembered.cache_clear()
     CALLS.clear()
 
 
@@ -80,6 +82,14 @@ def test_a_kernel_that_is_right_runs_and_is_checked_once(caplog):
     shapes = [(*heads, some, 16) for some in (1, 1, 5)]
     assert [q for q, _, _ in CALLS] == shapes, "one row, one of five, and five of five"
     assert [tree[2] for _, tree, _ in CALLS] == [1, 5, 5]
+
+
+def test_what_was_right_is_not_compared_again_at_the_next_start(monkeypatch):
+    monkeypatch.setitem(check.BACKENDS.rows, "mine", name_of("RIGHT"))
+    for _ in range(2):
+        check._remembered.cache_clear()
+        assert check.why_wrong(CFG, "mine", 5, 16) is None
+    assert len(CALLS) == 3
 
 
 @pytest.mark.parametrize(

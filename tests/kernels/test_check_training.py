@@ -42,7 +42,8 @@ RIGHT, WRONG_GRADIENT, ONE_SEGMENT = map(_kernels, (_right, _wrong_gradient, _on
 def fresh(monkeypatch):
     """CPUs are checked as GPUs are, and nothing is remembered."""
     monkeypatch.setattr(check, "GPUS", ("cpu",))
-    check._why_wrong_in_training.cache_clear()
+    monkeypatch.setattr(check, "cache_dir", lambda: None)
+    check._remembered.cache_clear()
 
 
 def trains_by(kernel: str) -> str:

@@ -200,7 +200,9 @@ def test_engines_on_cpu_run_the_kernels_unless_told_otherwise(caplog):
     run = runner.cfg.run
     assert (run.attention, run.products) == ("cpu", "panels")
     assert "attention: specjax's kernel" in caplog.text and "products: panels" in caplog.text
-    assert {leaf.ndim for leaf in jax.tree.leaves(runner.head)} == {1, 2, 3}, "the head as well"
+    assert {leaf.ndim for leaf in jax.tree.leaves(runner.weights.head)} == {1, 2, 3}, (
+        "the head as well"
+    )
     texts = {key[0]: text for key, text in programs(llm).items()}
     assert all(name in texts["chunk"] for name in (native.PANELS, native.LAYERS))
     assert native.LAYERS in texts["prefill"] and native.COMMIT in texts["chunk"]

@@ -14,7 +14,7 @@ from test_cpu import MODEL, normal, pytestmark  # noqa: F401  (skips without a c
 from test_tpu import random_case
 
 from specjax.decode.tree import chain_bits
-from specjax.drafts.mtp import head_graphdef, init_head_params, to_format
+from specjax.drafts.mtp import MTPHead, init_head_params, to_format
 from specjax.interfaces import Memory, Room, Scratch, Where
 from specjax.kernels import dispatch
 from specjax.kernels.cpu import native
@@ -140,9 +140,9 @@ def test_a_head_drafts_what_it_drafts_by_xla():
     def drafted(**how):
         mine = cfg.running(**how)
         params = to_format(head, mine) if mine.run.products == "panels" else head
-        module = nnx.merge(head_graphdef(mine), params)
+        module = MTPHead(mine, params)
         where = Where("tree", positions, prefix=prefix, visible=bits, held=2)
-        pages, earlier = KVCache(*cache), Scratch(KVCache(*buffers), None)
+        pages, earlier = (KVCache(*cache),), Scratch((KVCache(*buffers),), None)
         return module.decode(1, hidden, embedded, where, pages, earlier)
 
     wanted = drafted(products="xla")

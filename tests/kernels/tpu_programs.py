@@ -21,7 +21,7 @@ from bench.compiled import figures_of
 from bench.programs import WIDE, lowered_chunk, mesh_over, runner_of, tpu_devices, wide_runner
 from specjax.decode import admit
 from specjax.drafts.mtp import init_head_params, weight_axes
-from specjax.engine.inputs import piece_of
+from specjax.engine.runner import piece_of
 from specjax.kernels import dispatch
 from specjax.models.families.dense import change_dense
 from specjax.models.transformer import init_params
@@ -147,7 +147,7 @@ def prefill(mesh):
         model = runner.model(params)
         return admit.prefill(model, head, runner.longest, state, kept, piece, runner.stride)
 
-    inputs = runner.params, runner.head, runner.state, runner.kept, piece
+    inputs = runner.weights.policy, runner.weights.head, runner.state, runner.kept, piece
     key = ("prefill", piece.tokens.shape)
     return runner.executables.get(key, program, inputs, (2, 3))
 

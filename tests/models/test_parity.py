@@ -16,7 +16,7 @@ from flax import nnx
 from specjax.checkpoint import huggingface as hf
 from specjax.config import Strategy
 from specjax.decode.tree import build_tree
-from specjax.drafts.mtp import head_graphdef, init_head_params
+from specjax.drafts.mtp import MTPHead, init_head_params
 from specjax.interfaces import Room, Where
 from specjax.memory import Commit, commit, empty
 from specjax.models import transformer
@@ -103,7 +103,7 @@ def unrolled(cfg, head, hidden, step_embeddings):
 
     @jax.jit
     def program(head):
-        module = nnx.merge(head_graphdef(cfg), head)
+        module = MTPHead(cfg, head)
         positions = jnp.arange(hidden.shape[0])[None]
         segments = jnp.ones_like(positions)
         steps = [e[None] for e in step_embeddings]

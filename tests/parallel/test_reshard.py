@@ -8,7 +8,7 @@ import pytest
 
 from specjax.config import RunConfig
 from specjax.engine.engine import Engine
-from specjax.engine.hosts import Copies, Hosts
+from specjax.engine.hosts import Hosts
 from specjax.engine.replicas import Replicas
 from specjax.engine.runner import Runner
 from specjax.models.families.dense import dense_config
@@ -16,6 +16,7 @@ from specjax.models.rows import param_axes
 from specjax.models.transformer import init_params, split_layout
 from specjax.parallel import sharding
 from specjax.parallel.collectives import received
+from specjax.parallel.copies import Copies
 from specjax.parallel.reshard import UNNAMED, Mover, Reshard, bytes_missing, cast
 from specjax.parallel.sharding import MeshConfig, make_mesh, rollout_mesh
 
@@ -111,7 +112,7 @@ def test_hosts_get_their_weights_by_the_same_program_where_tp_is_the_same():
     cfg = TINY.running(compute_dtype="bfloat16")
     engines = Replicas([Engine(cfg, None, 1, 32, mesh=place) for place in copies.own])
     Hosts(engines, copies).set_params(placed)
-    assert [e.runner.moved for e in engines.engines] == [program.bytes_per_device] * 2
+    assert [e.runner.weights.moved for e in engines.engines] == [program.bytes_per_device] * 2
     other = Copies(sharding.replica_meshes(4, 2))  # each of 4 devices has a half of what 2 want
     for here in other(placed, AXES):
         for new, old in zip(jax.tree.leaves(here), jax.tree.leaves(params), strict=True):
@@ -131,10 +132,12 @@ def test_replicas_get_their_weights_by_one_program_and_hold_them_where_they_arri
     program = Reshard(placed, rollout_mesh(mesh, 4), AXES, cast("bfloat16"))
     for place, engine in zip(meshes, replicas.engines, strict=True):
         runner = engine.runner
-        assert runner.moved == program.bytes_per_device > 0
+        assert runner.weights.moved == program.bytes_per_device > 0
         expected = split(place, params)
-        assert jax.tree.map(lambda x: x.sharding, runner.params) == expected
-        for new, old in zip(jax.tree.leaves(runner.params), jax.tree.leaves(params), strict=True):
+        assert jax.tree.map(lambda x: x.sharding, runner.weights.policy) == expected
+        for new, old in zip(
+            jax.tree.leaves(runner.weights.policy), jax.tree.leaves(params), strict=True
+        ):
             np.testing.assert_array_equal(new, old.astype("bfloat16"))
 
 

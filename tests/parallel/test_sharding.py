@@ -175,9 +175,9 @@ def test_sharded_decoding_emits_the_same_tokens(thin_policy, mesh, strategy):
         outputs.append([s for o in llm.generate(prompts, params) for s in o.samples])
         if place is not None:
             runner = llm.engine.runner
-            assert shard(runner.params["layers"][0]["q"]) == (8, 16)
+            assert shard(runner.weights.policy["layers"][0]["q"]) == (8, 16)
             if strategy != "off":
-                assert shard(runner.head["blocks"][0]["proj"]) == (16, 8)
+                assert shard(runner.weights.head["blocks"][0]["proj"]) == (16, 8)
             caches = jax.tree.leaves((runner.state.memory.pages, runner.state.draft))
             caches = [x for x in caches if x.ndim >= 4]
             assert len(caches) == (2 if strategy == "off" else 4)  # the head's, too

@@ -158,7 +158,7 @@ def test_weights_change_under_load_and_no_token_is_lost_or_wrong(
         expected = replay(job, sample.weight_versions, by_version, running)
         assert sample.token_ids == expected, sample.weight_versions
     assert ask(restored).token_ids != before.token_ids
-    sums = replay.engine.runner.checksums
+    sums = replay.engine.runner.weights.checksums
     assert said.json()["checksums"]["policy"] == f"{sums['policy']:08x}"
 
 
@@ -191,7 +191,7 @@ def test_a_head_alone_touches_no_sample_that_runs_and_no_policy_is_read(
     )
     preempt = engine.preempt
     monkeypatch.setattr(engine, "preempt", lambda *one: preempted.append(one) or preempt(*one))
-    policy = restored.llm.engine.runner.params
+    policy = restored.llm.engine.runner.weights.policy
     thread = threading.Thread(target=lambda: answers.append(ask(restored)))
     with ended(restored) as found:
         thread.start()
@@ -204,7 +204,7 @@ def test_a_head_alone_touches_no_sample_that_runs_and_no_policy_is_read(
     version = said.json()["version"]
     assert sample.weight_versions == ((0, version),), "those of the policy are what they were"
     assert answers[0].token_ids == before.token_ids and not preempted
-    assert read == [{"draft"}] and restored.llm.engine.runner.params is policy
+    assert read == [{"draft"}] and restored.llm.engine.runner.weights.policy is policy
 
 
 def test_nan_in_the_head_slows_and_alarms_and_changes_no_token(
@@ -261,15 +261,15 @@ def test_the_tokens_that_are_drafted_from_change_while_requests_run(thin_policy)
         answer = running.post("/update_draft_vocab", json={})
         assert answer.json() == {"status": "ok", "tokens": 16}
         most = set(np.bincount(before).argsort()[-4:].tolist())
-        assert most < set(runner.ids.tolist()), "what was emitted most"
+        assert most < set(runner.weights.ids.tolist()), "what was emitted most"
         answer = running.post("/update_draft_vocab", json={"token_ids": [*range(40, 56)]})
-        assert answer.status_code == 200 and runner.ids.tolist() == [*range(40, 56)]
+        assert answer.status_code == 200 and runner.weights.ids.tolist() == [*range(40, 56)]
         assert ask(running).token_ids == before and runner.compilations == built
         for body in ({"token_ids": [1, 2]}, {"token_ids": [5000] * 16}, {"token_ids": None}):
             answer = running.post("/update_draft_vocab", json=body)
             assert answer.status_code == 400, answer.text
             assert answer.json()["error"]["param"] == "token_ids"
-        assert runner.ids.tolist() == [*range(40, 56)]
+        assert runner.weights.ids.tolist() == [*range(40, 56)]
 
 
 def test_only_the_admin_key_may_change_anything(server: Server):
@@ -289,7 +289,7 @@ def test_sleep_frees_the_device_and_wake_keeps_the_head(restored: Server):
         thread.join()
     assert len(late[0].token_ids) == 50, "what runs finishes first"
     runner, llm = restored.llm.engine.runner, restored.llm
-    held = (runner.params, runner.head, runner.state, llm.params, llm.head)
+    held = (runner.weights.policy, runner.weights.head, runner.state, llm.params, llm.head)
     assert not jax.tree.leaves(held)
     assert restored.get("/health").json()["status"] == "asleep"
     with pytest.raises(openai.InternalServerError, match="asleep"):

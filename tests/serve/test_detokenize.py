@@ -3,8 +3,7 @@
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from specjax.engine.detokenize import IncrementalDetokenizer
-from specjax.engine.stops import StopStrings
+from specjax.engine.text import StopStrings, TextPieces
 
 
 def decode(ids):
@@ -14,7 +13,7 @@ def decode(ids):
 def pieces(tokens, cuts, stops, min_tokens=0):
     """(pieces as they are given out, the text of the sample) as the server makes them."""
     search = StopStrings(stops, decode, min_tokens=min_tokens)
-    detokenizer, given, at = IncrementalDetokenizer(decode, stops), [], 0
+    detokenizer, given, at = TextPieces(decode), [], 0
     for end in [*sorted(cuts), len(tokens)]:
         if at >= end and end < len(tokens):
             continue
@@ -24,7 +23,7 @@ def pieces(tokens, cuts, stops, min_tokens=0):
             given.append(detokenizer.finish(new, cut.text))
             return given, cut.text
         if end < len(tokens):
-            given.append(detokenizer.push(new))
+            given.append(detokenizer.push(new, search.text if stops else None))
     whole = decode(tokens)
     given.append(detokenizer.finish(new, whole))
     return given, whole
@@ -54,7 +53,7 @@ def test_no_stop_string_is_ever_seen_not_even_by_its_beginning(text, cuts, stops
 
 
 def test_a_character_that_is_never_completed_comes_at_the_end():
-    detokenizer = IncrementalDetokenizer(decode)
+    detokenizer = TextPieces(decode)
     tokens = list("ab🙂".encode())[:-1]
     assert detokenizer.push(tokens) == "ab"
     assert detokenizer.finish([], decode(tokens)) == decode(tokens)[2:] != ""
@@ -126,7 +125,7 @@ def test_stop_strings_are_found_with_and_without_the_names_of_special_tokens(
 ):
     expected = first_cut(tokens, strings)
     search = StopStrings(strings, named_text, name=name_of)
-    shown, stream, at, cut = "", IncrementalDetokenizer(named_text, strings), 0, None
+    shown, stream, at, cut = "", TextPieces(named_text), 0, None
     while at < len(tokens) and cut is None:
         end = at + (1 if chunks is None else chunks.randint(1, 3))
         cut = search.feed(tokens[at:end])

@@ -20,7 +20,9 @@ PROMPTS = ([5, 9, 33, 7, 120, 64, 9], [40, 41], [7], list(range(3, MAX_LEN - 2))
 @pytest.fixture(scope="module")
 def expected(plain):
     """Log-probabilities [S V] of what follows each position, by a full forward."""
-    model = nnx.merge(graphdef(plain.cfg, plain.cfg.run.decode_layout), plain.engine.runner.params)
+    model = nnx.merge(
+        graphdef(plain.cfg, plain.cfg.run.decode_layout), plain.engine.runner.weights.policy
+    )
 
     @functools.cache
     def of(ids):
@@ -166,8 +168,8 @@ def test_logits_that_are_no_distribution_are_an_error_and_not_a_score(
 ):
     runner = server.llm.engine.runner
     spoil = functools.partial(lambda x, v: x.at[:, 9].set(v), v=LM_HEADS[value])
-    column = jax.tree.map(spoil, runner.params["lm_head"])  # NaN: inf minus inf
-    monkeypatch.setattr(runner, "params", {**runner.params, "lm_head": column})
+    column = jax.tree.map(spoil, runner.weights.policy["lm_head"])  # NaN: inf minus inf
+    monkeypatch.setattr(runner, "params", {**runner.weights.policy, "lm_head": column})
     for what, body in SCORED.items():
         answer = server.post("/v1/completions", json={"model": "tiny", "max_tokens": 1, **body})
         assert answer.status_code == 500, what

@@ -23,7 +23,7 @@ def used(monkeypatch):
 
     def observed(trainer):
         runners = [engine.runner for engine in trainer.engines]
-        ids = [runner.ids.copy() for runner in runners]
+        ids = [runner.weights.ids.copy() for runner in runners]
         before = [runner.compilations for runner in runners]
         found = step(trainer)
         steps.append((ids, before, [runner.compilations for runner in runners]))

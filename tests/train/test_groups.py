@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specjax.engine.agreement import SingleHost
 from specjax.engine.request import SampleOutput, SpecStats
 from specjax.engine.sequence import Finished
+from specjax.parallel.agreement import SingleHost
 from train.data.tasks.layout import Problem
 from train.rollout.groups import (
     Filter,

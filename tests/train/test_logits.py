@@ -181,6 +181,7 @@ def assert_equal_but_for_rounding(found, wanted):
     np.testing.assert_allclose(factor, 1, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scores", ["temperature", "processed"])
 def test_gradients_of_scores_of_bfloat16_states_are_the_same_in_blocks(scores):
     (normed, matrix), batch = arrays(), packed()

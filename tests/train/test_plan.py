@@ -15,8 +15,7 @@ import tiny_run
 
 from specjax.checkpoint.weights import read_config
 from specjax.command_line import parse_config
-from specjax.engine.options import features_of
-from specjax.engine.request import make_jobs
+from specjax.engine.request import features_of, make_jobs
 from specjax.parallel.sharding import MeshConfig, device_bytes, make_mesh
 from train import rl
 from train.plan import __main__ as plan
@@ -92,7 +91,7 @@ def warm_up_recorded(trainer: rl.Trainer, ran: dict) -> None:
     runner.executables.build = build
     trainer.warm_up()
     # These ran before anybody could look.
-    for whose, program in zip(("policy", "draft"), runner._mover.programs, strict=True):
+    for whose, program in zip(("policy", "draft"), runner.weights._mover.programs, strict=True):
         ran["reshard", whose] = program.lower().as_text()
 
 
@@ -108,7 +107,11 @@ def run(tiny_policy, tmp_path_factory):
     def recorded(key, jitted):
         def call(*inputs):
             ran[key] = jitted.lower(*inputs).as_text()
-            held.append(jax.tree.leaves((runner.params, runner.head, runner.state, runner.kept)))
+            held.append(
+                jax.tree.leaves(
+                    (runner.weights.policy, runner.weights.head, runner.state, runner.kept)
+                )
+            )
             return jitted(*inputs)
 
         return call

@@ -44,7 +44,7 @@ def eagle3_run(tmp_path):
 def dflash(tmp_path):
     network = dense_config(48, 16, 20, 1, 2, 1, 8, qk_norm=True, tie_embeddings=False)
     source = DFlashSource(DFlashConfig(network, 16, 48, mask_token=1, block=6, taps=(1,)))
-    save_draft_files(tmp_path / "head", source, zeros(head_shapes_of(source)), "z-lab", "float32")
+    save_draft_files(tmp_path / "head", source, zeros(head_shapes_of(source)), "float32")
     return tmp_path / "head"
 
 

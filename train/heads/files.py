@@ -16,7 +16,14 @@ import jax
 
 from specjax.checkpoint.format import DRAFT_KEY
 from specjax.checkpoint.store import PendingSave, save_draft
-from specjax.checkpoint.weights import Head, describe, describe_head, head_shapes_of, run_as
+from specjax.checkpoint.weights import (
+    Head,
+    describe,
+    describe_head,
+    head_shapes_of,
+    run_as,
+    source_in,
+)
 from specjax.command_line import ConfigError
 from specjax.config import ModelConfig, SpecConfig
 from specjax.drafts.mtp import MTPSource
@@ -95,7 +102,7 @@ def require_same_head(
     both = [meta.get(DRAFT_KEY) for meta in (saved, current or {})]
     if not all(about is not None and about["kind"] in DRAFTS for about in both):
         return  # an MTP head's settings are in the model's config, and own classes have no files
-    was, now = (sources.source_in("checkpoint", {DRAFT_KEY: about}, model) for about in both)
+    was, now = (source_in("checkpoint", {DRAFT_KEY: about}, model) for about in both)
     try:
         sources.require_same_draft(was, now)
     except ValueError as error:

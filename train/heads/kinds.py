@@ -17,12 +17,12 @@ import numpy as np
 from specjax.checked_json import CheckpointError
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.draft_files import save_draft_files
-from specjax.checkpoint.weights import head_shapes_of
+from specjax.checkpoint.weights import head_shapes_of, kind_of
 from specjax.command_line import ConfigError
 from specjax.config import ModelConfig, SpecConfig
 from specjax.drafts.eagle3 import Eagle3Source
 from specjax.drafts.mtp import MTPSource, new_head
-from specjax.engine.sources import kind_of, load_head, new_source, trains
+from specjax.engine.sources import load_head, new_source, trains
 from specjax.hub import ModelNotFoundError, find_model
 from specjax.interfaces import Draft
 from specjax.models.transformer import Params
@@ -120,7 +120,7 @@ def _require_kind(cfg: Any, kind: type[Draft]) -> None:
 def export_head(cfg: Any, source: Draft, head: Params, path: Path) -> Path:
     """Writes the head to files that `LLM` and other engines load; returns their directory."""
     if cfg.kind == "eagle3":
-        save_draft_files(path, source, head, cfg.export, cfg.export_dtype)
+        save_draft_files(path, source, head, cfg.export_dtype)
     else:
         hf.save_head(path / hf.HEAD_FILE, source.cfg, head, cfg.export_dtype)
     return path

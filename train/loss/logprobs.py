@@ -22,8 +22,7 @@ from specjax.decode import sampling
 from specjax.decode.options import Features, Options
 from specjax.decode.sampling import Context as History
 from specjax.decode.sampling import Counts, Rows
-from specjax.engine.options import features_of, option_rows
-from specjax.engine.request import make_jobs
+from specjax.engine.request import features_of, make_jobs, option_rows
 from specjax.parallel.context import Context, shift
 from train.loss.logits import Cut, Head, next_token_scores, over_tokens
 

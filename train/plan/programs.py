@@ -22,9 +22,9 @@ from specjax.command_line import ConfigError
 from specjax.config import ModelConfig
 from specjax.decode.options import Features
 from specjax.drafts.model import ModelSource
-from specjax.engine.compiling import NotCompiled
 from specjax.engine.engine import Engine
-from specjax.engine.sources import Drafting, model_source, source_of, trains
+from specjax.engine.programs import NotCompiled
+from specjax.engine.sources import Drafting, source_of, trains
 from specjax.engine.sources import head_shapes as draft_shapes
 from specjax.hub import find_model
 from specjax.interfaces import Axes, Denominators, Draft
@@ -32,6 +32,7 @@ from specjax.models.rows import param_axes
 from specjax.models.transformer import (
     Params,
     init_params,
+    laid_out,
     record_shape,
     split_layout,
     to_decode_layout,
@@ -210,7 +211,7 @@ class Shapes:
         dtype = model.run.compute_dtype
         cfg = read_config(self._find_draft(spec.draft_path))
         cfg = cfg.running(param_dtype=dtype, compute_dtype=dtype)
-        source = model_source(cfg, model, self.mesh)
+        source = ModelSource(laid_out(cfg, self.mesh), model.vocab_size)
         made = self._like_params(lambda: to_decode_layout(init_params(cfg), source.cfg))
         return source, made
 
@@ -301,19 +302,19 @@ class Shapes:
         """Yields the programs that move weights from the trainer to the engines, see `Mover`."""
         runner = self.engine.runner
         apart = self.target is None or self.mesh is None  # one device trains: weights are copied
-        mover = None if apart else Mover(self.target, runner.axes)
+        mover = None if apart else Mover(self.target, runner.weights.axes)
         moves = None
         if mover and not mover.holds(self.params):
             alone = len(self.places) == 1
-            convert = runner.convert
+            convert = runner.weights.convert
             if not alone:
                 convert = split_layout(runner.cfg, self.target.shape["tp"])
             moves = mover.program(self.params, convert)
         if moves is not None:
             yield _resharding("policy", self.params, moves)
         else:
-            given = {"parameters": self.params, "results": runner.params}
-            lower = lambda: runner.convert.lower(self.params)  # noqa: E731
+            given = {"parameters": self.params, "results": runner.weights.policy}
+            lower = lambda: runner.weights.convert.lower(self.params)  # noqa: E731
             yield Program("weights to the engine", "train", ("convert",), lower, given)
         if mover and self.head is not None and not mover.holds(self.head):
             moves = mover.program(self.head)
@@ -354,7 +355,7 @@ class Shapes:
         same = model.run.scan_layers and model.run.param_dtype == model.run.compute_dtype
         shared = same and runner.mesh is self.mesh
         return {
-            WEIGHTS: 0.0 if shared else device_bytes((runner.params, runner.head)),
+            WEIGHTS: 0.0 if shared else device_bytes((runner.weights.policy, runner.weights.head)),
             CACHE: device_bytes(pages),
             STATE: device_bytes((state, runner.kept)),
         }
@@ -385,7 +386,7 @@ def engine_programs(engine: Engine, part: str, features: Features) -> Iterator[P
             pages, state = caches(runner.state)
             given = {"cache": pages, "state": (state, runner.kept)}
             if key[0] != "place":
-                given["parameters"] = (runner.params, runner.head)
+                given["parameters"] = (runner.weights.policy, runner.weights.head)
             name = _title(key) if part == "roll out" else f"{part}: {_title(key)}"
             yield Program(name, part, key, lower, given)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from specjax.decode.options import Features
 from specjax.engine.base import BaseEngine
 from specjax.engine.compare import Difference, first_differences
-from specjax.engine.compiling import OnProgram
+from specjax.engine.programs import OnProgram
 from specjax.engine.request import Job
 from specjax.models.transformer import Params
 from specjax.parallel import distributed

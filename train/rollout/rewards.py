@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from specjax.config import SamplingParams
 from specjax.engine.request import Job, SampleOutput, special_name
-from specjax.engine.stops import StopStrings
+from specjax.engine.text import StopStrings
 from specjax.parallel import distributed
 from specjax.tokenizer import decode
 from train.rewards.scoring import SampleFacts, Score, Scorer, Scoring

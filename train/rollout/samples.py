@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import TextIO
 
 from specjax.engine.request import UNKNOWN
-from specjax.engine.stops import TextStream
+from specjax.engine.text import TextStream
 from specjax.parallel import distributed
 from specjax.tokenizer import decode
 from train.rollout.groups import Group

@@ -16,7 +16,7 @@ import numpy as np
 from specjax.engine.engine import Engine
 from specjax.engine.request import SampleOutput, Totals, require_valid
 from specjax.engine.sequence import Finished, Progress
-from specjax.engine.sequence import Sequence as Added
+from specjax.engine.sequence import Sample as Added
 from specjax.parallel import distributed
 from train.rollout.draws import Draws
 from train.rollout.groups import Group, Response, Rule, Selection, select

@@ -28,6 +28,8 @@ from pathlib import Path
 import jax
 import jaxlib
 
+from specjax.shipped import cache_dir
+
 SOURCE = Path(__file__).with_name("library.cc")  # includes the others
 READ = tuple(sorted(path for path in SOURCE.parent.iterdir() if path.suffix in (".cc", ".h")))
 # Names of the handlers, as in the sources and in XLA's registry.
@@ -120,7 +122,7 @@ def build() -> Path:
     Raises:
       NoKernelError: there is no compiler, every compiler failed, or a variable's flags are invalid.
     """
-    targets, cache = _targets(), _cache()
+    targets, cache = _targets(), cache_dir()
     key = _key(targets)
     try:
         compilers = _compilers()
@@ -178,14 +180,6 @@ def _compilers() -> list[str]:
         looked = f"CXX={asked}" if asked else ", ".join(COMPILERS)
         raise NoKernelError(f"no C++ compiler ({looked}); install one, or name it in CXX")
     return list(dict.fromkeys(found))
-
-
-def _cache() -> Path | None:
-    """Returns the directory of cached libraries, whether it exists or not; None: no home."""
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specjax"
-    except RuntimeError:  # no home directory is known
-        return None
 
 
 def _writable(cache: Path | None) -> Path:

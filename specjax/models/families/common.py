@@ -183,7 +183,7 @@ def rope_json(rope: Rope) -> dict[str, Any]:
 
 
 def layer_windows(
-    keys: Keys, layers: int, window: int | None, first: int = 0, longer: bool = False
+    keys: Keys, layers: int, window: int | None, first: int = 0
 ) -> tuple[int | None, ...]:
     """Returns the window of each layer, by `layer_types` where a file has them; None: no window.
 
@@ -193,13 +193,11 @@ def layer_windows(
       window: window of the layers that have one; None: no layer has one.
       first: number of the first layer that has a window, where the file has no `layer_types`; all
         later layers have it, too.
-      longer: whether `layer_types` may have kinds of further layers, which are then not read.
 
     Raises:
       UnsupportedModelError: a layer is of another kind.
     """
     kinds = keys.texts("layer_types")
-    kinds = kinds[:layers] if longer else kinds
     if not kinds:
         return (None,) * min(first, layers) + (window,) * max(layers - first, 0)
     if len(kinds) != layers:

@@ -1,11 +1,13 @@
-"""Finds stop strings in a sample's text, on the host.
+"""The text of a sample while it grows: whole characters, stop strings, and what is final.
 
-A sample's text grows token by token and is searched after each one. So the end of a sample depends
-on its tokens only, and not on how many of them a chunk emitted.
+Text is held back as long as a later token could change it: an incomplete character (`TextStream`),
+and a possible beginning of a stop string (`StopStrings.text`), because the text of a sample
+ends before the stop string.
 
-Decoding leaves special tokens out, but a stop string may be one, or contain one. So the text with
-the names of special tokens in their places is searched as well. Only whole names match: `eos` is
-not found in `<|eos|>`.
+Stop strings are looked for after each token (`StopStrings`). So the end of a sample depends on its
+tokens only, and not on how many of them a chunk emitted. Decoding leaves special tokens out, but a
+stop string may be one, or contain one. So the text with the names of special tokens in their places
+is searched as well. Only whole names match: `eos` is not found in `<|eos|>`.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+Decode = Callable[[Sequence[int]], str]
 INCOMPLETE = "\ufffd"  # the text that a tokenizer gives the first bytes of a character
 BYTES = 4  # the most bytes, and so the most tokens, of a character
 WINDOW = 24  # approximate number of tokens that are decoded at a time
@@ -31,7 +34,7 @@ class TextStream:
       text: text of the tokens so far, in whole characters.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]):
+    def __init__(self, decode: Decode):
         self._decode = decode
         self._ids: list[int] = []  # the window; ids before _fresh are only context
         self._window = ""  # its text
@@ -103,10 +106,10 @@ class Cut(NamedTuple):
 
 
 class _Named(NamedTuple):
-    """The place of a special token's name: its index in the text with names, and its length."""
+    """The range of a special token's name in the text with names."""
 
-    at: int
-    length: int
+    begin: int
+    end: int
 
 
 class StopStrings:
@@ -128,7 +131,7 @@ class StopStrings:
     def __init__(
         self,
         strings: Sequence[str],
-        decode: Callable[[Sequence[int]], str],
+        decode: Decode,
         include: bool = False,
         min_tokens: int = 0,
         name: Callable[[int], str] | None = None,
@@ -146,15 +149,21 @@ class StopStrings:
 
         It is not cut at a stop string that was found.
         """
-        longest = max(map(len, self._strings)) - 1
-        for count in range(min(longest, len(self._whole)), 0, -1):
-            at = len(self._whole) - count
-            end = self._whole[at:]
-            if self._cuts_a_name(at, len(self._whole)):
-                continue
-            if any(len(string) > count and string.startswith(end) for string in self._strings):
-                return self._stream.text[: self._without_names(at)]
-        return self._stream.text
+        text = self._stream.text
+        begin = self._beginning(text)
+        if self._names:
+            whole = self._beginning(self._whole, self._cuts_a_name)
+            begin = min(begin, self._without_names(whole))
+        return text[:begin]
+
+    def _beginning(self, text: str, refused: Callable[[int, int], bool] = lambda *_: False) -> int:
+        """The place from which on a text may be the beginning of a stop string, see `_find`."""
+        for begin in range(max(0, len(text) - max(map(len, self._strings)) + 1), len(text)):
+            end = text[begin:]
+            may_go_on = any(len(s) > len(end) and s.startswith(end) for s in self._strings)
+            if may_go_on and not refused(begin, len(text)):
+                return begin
+        return len(text)
 
     def feed(self, tokens: Sequence[int]) -> Cut | None:
         """Takes in the next tokens; returns where the sample ends once a stop string is complete.
@@ -167,16 +176,20 @@ class StopStrings:
             self._count += 1
             if self._count <= self._min_tokens:
                 continue
-            matches = self._find(self._stream.text, searched)
-            found = [(at, len(string), self._with_names(at), string) for at, string in matches]
+            matches = [
+                (begin, len(string), self._with_names(begin), string)
+                for begin, string in self._find(self._stream.text, searched)
+            ]
             if self._names:
-                named = self._find(self._whole, searched_whole, self._cuts_a_name)
-                found += [(self._without_names(at), len(s), at, s) for at, s in named]
-            if found:
-                at, _, at_whole, string = min(found)
+                matches += [
+                    (self._without_names(begin), len(string), begin, string)
+                    for begin, string in self._find(self._whole, searched_whole, self._cuts_a_name)
+                ]
+            if matches:
+                begin, _, begin_whole, string = min(matches)
                 more = string * self._include
-                self.named = self._whole[:at_whole] + more
-                return Cut(self._count, self._stream.text[:at] + more)
+                self.named = self._whole[:begin_whole] + more
+                return Cut(self._count, self._stream.text[:begin] + more)
         return None
 
     def _push(self, token: int) -> None:
@@ -184,11 +197,11 @@ class StopStrings:
         self._stream.push(token)
         self._whole += self._stream.text[before:]
         if name := self._name and self._name(token):
-            self._names.append(_Named(len(self._whole), len(name)))
+            self._names.append(_Named(len(self._whole), len(self._whole) + len(name)))
             self._whole += name
 
     def _find(
-        self, text: str, searched: int, refused: Callable[[int, int], bool] | None = None
+        self, text: str, searched: int, refused: Callable[[int, int], bool] = lambda *_: False
     ) -> list[tuple[int, str]]:
         """The stop strings that end after the first `searched` characters, and where they begin.
 
@@ -197,33 +210,112 @@ class StopStrings:
           searched: number of characters that were searched before.
           refused: function that returns whether a match from one index to another does not count.
         """
-        found = []
+        matches = []
         for string in self._strings:
-            at = text.find(string, max(0, searched - len(string) + 1))
-            while at >= 0 and refused and refused(at, at + len(string)):
-                at = text.find(string, at + 1)
-            if at >= 0:
-                found.append((at, string))
-        return found
+            begin = text.find(string, max(0, searched - len(string) + 1))
+            while begin >= 0 and refused(begin, begin + len(string)):
+                begin = text.find(string, begin + 1)
+            if begin >= 0:
+                matches.append((begin, string))
+        return matches
 
     def _cuts_a_name(self, start: int, end: int) -> bool:
         """Whether this range of the text with names holds a part of a name only."""
-        for name in reversed(self._names):
-            after = name.at + name.length
-            if after <= start:
-                break
-            if name.at < end and (name.at < start or after > end):
-                return True
-        return False
+        return any(
+            start < name.end and name.begin < end and (name.begin < start or name.end > end)
+            for name in self._names
+        )
 
-    def _with_names(self, at: int) -> int:
+    def _with_names(self, index: int) -> int:
         """The index in the text with names of an index in the text without names."""
         for name in self._names:
-            if name.at > at:
+            if name.begin > index:
                 break
-            at += name.length
-        return at
+            index += name.end - name.begin
+        return index
 
-    def _without_names(self, at: int) -> int:
+    def _without_names(self, index: int) -> int:
         """The index in the text without names of an index in the text with names."""
-        return at - sum(min(at - name.at, name.length) for name in self._names if name.at < at)
+        return index - sum(
+            min(index, name.end) - name.begin for name in self._names if name.begin < index
+        )
+
+
+class TextPieces:
+    """The text of one sample while it is generated, in pieces that are final.
+
+    Args:
+      decode: function from token ids to text; None: without a tokenizer, all text is empty.
+
+    Attributes:
+      returned: number of characters that were returned.
+    """
+
+    def __init__(self, decode: Decode | None):
+        self._stream = TextStream(decode or (lambda ids: ""))
+        self._text, self.returned = "", 0
+
+    def push(self, tokens: Sequence[int], text: str | None = None) -> str:
+        """Adds tokens of a sample that goes on; returns the new text.
+
+        Args:
+          text: the sample's text so far, if the engine decodes it (see `News`); given in all calls
+            or in none.
+        """
+        if text is None:
+            self._stream.extend(tokens)
+            text = self._stream.text
+        self._text = text
+        return self._new(text)
+
+    def finish(self, tokens: Sequence[int], whole: str, text: str | None = None) -> str:
+        """Adds the last tokens of a sample; returns the rest of its text.
+
+        Args:
+          tokens: tokens since the last call.
+          whole: the text of the whole sample, as the batch API returns it.
+          text: as in `push`.
+        """
+        if whole.startswith(self._text[: self.returned]):
+            return self._new(whole)
+        # The tokenizer changed earlier text: go on with the text of the stream.
+        return self.push(tokens, text) + self._new(self._text + self._stream.rest)
+
+    def _new(self, text: str) -> str:
+        piece = text[self.returned :]
+        self.returned = max(self.returned, len(text))
+        return piece
+
+
+class TextOffsets:
+    """The places of the tokens of a growing text.
+
+    A token that begins or continues a character of several tokens has the place of the character,
+    and a token without text, such as a special one that is left out, that of what follows.
+
+    Args:
+      decode: as in `TextPieces`.
+      start: number of characters before the text.
+    """
+
+    def __init__(self, decode: Decode | None, start: int = 0):
+        self._stream, self.start = None if decode is None else TextStream(decode), start
+
+    @property
+    def end(self) -> int:
+        """The place of the next token."""
+        return self.start + (0 if self._stream is None else len(self._stream.text))
+
+    def extend(self, tokens: Sequence[int]) -> list[int]:
+        """Adds tokens; returns the place of each, in characters."""
+        if self._stream is None:
+            return [self.start] * len(tokens)
+        places = []
+        for token in tokens:
+            place = self.end
+            self._stream.push(token)
+            new = self._stream.text[place - self.start :]
+            # Bytes of earlier tokens that turn out to be no character come first.
+            others = len(new) - len(new.lstrip(INCOMPLETE))
+            places.append(place + others % max(len(new), 1))
+        return places

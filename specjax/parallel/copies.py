@@ -1,0 +1,264 @@
+"""Copies weights from training to the replicas of all processes; checks that copies are intact."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.interfaces import Axes, Params
+from specjax.parallel import sharding
+from specjax.parallel.collectives import received
+from specjax.parallel.reshard import Reshard, Unrelated
+
+log = logging.getLogger(__name__)
+_WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+
+
+class ProcessGroup(NamedTuple):
+    """The processes that run the same samples: one with replicas of its own, or all of one replica.
+
+    Attributes:
+      index: index of the group of this process; -1: the process has no part of a replica.
+      count: number of groups.
+      reports: whether this process sends the news of its group to the others.
+    """
+
+    index: int
+    count: int
+    reports: bool
+
+
+class Copies:
+    """Copies weights from the devices of training to the replicas of all processes.
+
+    Weights go from device to device where training and the replicas have the same devices. Else
+    they go through the memory of the hosts, one weight at a time.
+
+    Args:
+      places: the mesh of every replica of the job, in the order of processes.
+      training: mesh that weights come from; None: one with the devices of the replicas.
+
+    Attributes:
+      own: meshes of the replicas of this process; there may be none.
+      before: number of replicas of the job that come before its own.
+      group: group of this process.
+      received: bytes that a device received for the weights that were copied last.
+      through_hosts: whether weights go through the memory of the hosts.
+
+    Raises:
+      ValueError: a process has devices of a shared replica and of another one.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[jax.sharding.Mesh],
+        training: jax.sharding.Mesh | None = None,
+    ):
+        grid = np.concatenate([place.devices for place in places])
+        self.mesh = jax.sharding.Mesh(grid, places[0].axis_names)
+        hosts = [sorted({d.process_index for d in place.devices.flat}) for place in places]
+        for replica, here in enumerate(hosts):
+            both = [h for h in here if len(here) > 1 and sum(h in other for other in hosts) > 1]
+            if both:
+                raise ValueError(
+                    f"replica {replica} has devices in processes {here}, and those in {both} have "
+                    "devices of other replicas, too: a process waits for the others of one replica "
+                    "only. Make rollout.tp a multiple, or a divisor, of a process's devices"
+                )
+        process = jax.process_index()
+        mine = [r for r, here in enumerate(hosts) if process in here]
+        firsts = sorted({here[0] for here in hosts})
+        self.own, self.before = [places[r] for r in mine], mine[0] if mine else 0
+        self.group = ProcessGroup(-1, len(firsts), reports=False)
+        if mine:
+            first = hosts[mine[0]][0]
+            self.group = ProcessGroup(firsts.index(first), len(firsts), reports=process == first)
+        devices = set(self.mesh.devices.flat)
+        self.through_hosts = training is not None and set(training.devices.flat) != devices
+        self.received = 0
+        self._programs: dict[Any, tuple[Callable, int]] = {}
+
+    def __call__(
+        self, tree: Params, axes: Axes, convert: Callable[[Params], Params] | None = None
+    ) -> list[Params]:
+        """Copies weights to each replica of this process; all processes must call it.
+
+        Args:
+          tree: weights on any devices of the job.
+          axes: logical axes of the weights, see `specjax.parallel.sharding`.
+          convert: jitted function to apply to the weights before they are copied, see `Reshard`;
+            None: the copies are as the weights.
+
+        Returns:
+          the copies, one for each of `own`.
+        """
+        leaves, structure = jax.tree.flatten(tree)
+        self.received = 0
+        if not leaves:
+            return [tree for _ in self.own]
+        if self.through_hosts:
+            return self._fetched(tree, axes, convert)
+        key = structure, convert, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
+        if key not in self._programs:
+            self._programs[key] = self._program(tree, axes, convert)
+        program, self.received = self._programs[key]
+        everywhere = program(tree)
+        return [jax.tree.map(lambda a, p=place: _part(a, p), everywhere) for place in self.own]
+
+    def _fetched(self, tree: Params, axes: Axes, convert) -> list[Params]:
+        """Copies weight by weight, because a host may not have room for all of them.
+
+        Args:
+          convert: as in `__call__`; it must take a tree in which all weights but one are left out.
+        """
+        flatten = jax.tree_util.tree_flatten_with_path
+        made, structure = flatten(tree if convert is None else jax.eval_shape(convert, tree))
+        shapes = jax.tree.unflatten(structure, [shape for _, shape in made])
+        targets = [
+            dict(flatten(sharding.param_shardings(place, shapes, axes))[0]) for place in self.own
+        ]
+        placed: list[dict[Any, jax.Array]] = [{} for _ in self.own]
+        for path, leaf in flatten(tree)[0]:
+            pieces = [(path, leaf)] if convert is None else flatten(convert(_alone(path, leaf)))[0]
+            for name, piece in pieces:
+                whole = sharding.fetch(piece)
+                for here, where in zip(placed, targets, strict=True):
+                    here[name] = sharding.put(whole, where[name])
+        for where in targets[:1]:
+            self.received = sum(
+                math.prod(where[name].shard_shape(x.shape)) * np.dtype(x.dtype).itemsize
+                for name, x in made
+            )
+        return [jax.tree.unflatten(structure, [here[name] for name, _ in made]) for here in placed]
+
+    def _program(self, tree: Params, axes: Axes, convert) -> tuple[Callable, int]:
+        """The program that copies weights, and the bytes that a device receives by it.
+
+        It copies, since training overwrites its weights. It moves no byte more than it must if the
+        `tp` of the replicas is a multiple of training's.
+        """
+        try:
+            program = Reshard(tree, self.mesh, axes, convert)
+            return program, program.bytes_per_device
+        except Unrelated as error:
+            log.warning(
+                "weights reach the replicas by a program that XLA lays out, which may hold whole "
+                "weights for a moment; rollout.tp a multiple of mesh.tp avoids it (%s)", error
+            )  # fmt: skip
+            convert = convert or (lambda tree: tree)
+            copied = jax.jit(
+                lambda tree: jax.tree.map(lambda a: jnp.array(a, copy=True), convert(tree)),
+                out_shardings=sharding.param_shardings(
+                    self.mesh, jax.eval_shape(convert, tree), axes
+                ),
+            )
+            compiled = copied.lower(tree).compile()
+            return compiled, sum(c.received for c in received(compiled.as_text()))
+
+
+def _alone(path, leaf):
+    """A tree of nested dicts with one weight, at its path."""
+    for entry in reversed(path):
+        leaf = {entry.key: leaf}
+    return leaf
+
+
+def _part(array: jax.Array, place: jax.sharding.Mesh) -> jax.Array:
+    """The shards of an array that lie on a replica, as an array; nothing is copied."""
+    here = {shard.device: shard.data for shard in array.addressable_shards}
+    return jax.make_array_from_single_device_arrays(
+        array.shape,
+        jax.NamedSharding(place, array.sharding.spec),
+        [here[device] for device in place.devices.flat if device in here],
+    )
+
+
+# --- checksums ------------------------------------------------------------------------------------
+
+
+class Checksum(int):
+    """The sum of all weights' bit patterns modulo 2^32.
+
+    Attributes:
+      finite: whether all weights are finite.
+    """
+
+    finite: bool
+
+    def __new__(cls, value: int, finite: bool):
+        self = super().__new__(cls, value)
+        self.finite = finite
+        return self
+
+
+def checksum(
+    params: Params,
+    dtype: str,
+    tied: bool = False,
+    fetch: Callable = jax.device_get,
+    repeated: Collection[str] = (),
+) -> Checksum:
+    """The checksum of weights, in the stacked layout or a decode layout, on any devices.
+
+    A sum does not depend on the order, so stacking, fusing and transposing do not change it.
+
+    Args:
+      params: the weights.
+      dtype: dtype that decoding casts them to.
+      tied: whether the language-model head is the embedding, which some layouts hold twice.
+      fetch: function that copies results to the host; `sharding.fetch` for weights of all processes
+        of a job, which must then all call this.
+      repeated: names of arrays to leave out, because layouts hold them different numbers of times,
+        see `repeated_names`.
+    """
+    left_out = {*repeated, "lm_head"} if tied else set(repeated)
+    leaves = [
+        leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        if not {getattr(entry, "key", None) for entry in path} & left_out
+    ]
+    total, finite = fetch(_sums(leaves, dtype))
+    return Checksum(int(total), bool(finite))
+
+
+def require_same(
+    name: str, sent: Params, arrived: Params, dtype: str, tied: bool, repeated: Collection[str]
+) -> Checksum:
+    """The checksum of copied weights, after comparing it at both ends.
+
+    Raises:
+      RuntimeError: the weights that arrived differ from those that were sent.
+    """
+    was = now = checksum(sent, dtype, tied, repeated=repeated)
+    if arrived is not sent:  # else nothing was copied
+        now = checksum(arrived, dtype, tied, repeated=repeated)
+    require_equal(name, was, now)
+    return now
+
+
+def require_equal(name: str, was: Checksum, now: Checksum) -> None:
+    """Raises RuntimeError if the checksum of copied weights has changed."""
+    if was != now:
+        raise RuntimeError(
+            f"the {name}'s weights have checksum {was:08x} where they come from, and {now:08x} "
+            f"where they arrived, on process {jax.process_index()}; expected the same. The copy "
+            "between layouts or devices is broken: do not trust what is generated"
+        )
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _sums(leaves: list, dtype: str):
+    total, finite = jnp.uint32(0), jnp.bool_(True)
+    for leaf in leaves:
+        cast = leaf.astype(jnp.dtype(dtype))
+        bits = jax.lax.bitcast_convert_type(cast, _WORDS[cast.dtype.itemsize])
+        total += bits.astype(jnp.uint32).sum(dtype=jnp.uint32)
+        finite &= jnp.isfinite(cast).all()
+    return total, finite
