@@ -66,7 +66,10 @@ def programs():
         found = made(self, spec, source, batch)
         runner, key = found.runner, str((self.model, spec, source, batch, self.cfg.rollout))
         first = known.setdefault(key, runner)
-        runner.executables.by_key, runner.weights.convert = first.executables.by_key, first.convert
+        runner.executables.by_key, runner.weights.convert = (
+            first.executables.by_key,
+            first.weights.convert,
+        )
         runner._empty = first._empty
         return found
 

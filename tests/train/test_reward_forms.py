@@ -107,7 +107,7 @@ def test_format_takes_a_pattern_of_ones_own():
     scorer = scorer_of("format", pattern=r"\A#### -?\d+\Z")
     values = [scorer(text, PROBLEM).value for text in ("#### 12", "so #### 12", "#### x")]
     assert values == [1, 0, 0]
-    with pytest.raises(ValueError, match="rewards.pattern: expected a regular expression"):
+    with pytest.raises(ValueError, match="pattern: expected a regular expression"):
         RewardsSection(pattern="(")
 
 
