@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from specjax.spelling import nearest
+
 _PAPER = {"dynamic_sampling": False, "clip_ratio": 0.2, "clip_ratio_high": 0.2}
 _TORCH = {"std_correction": 1}  # as the authors' programs, TRL and verl compute it
 
@@ -70,24 +72,6 @@ def preset_of(name: str | None) -> Mapping[str, Any]:
     if name is None:
         return {}
     if name not in PRESETS:
-        near = f"did you mean {_OTHERS[name]}? " if name in _OTHERS else ""
-        raise ValueError(
-            f"preset: unknown preset {name!r}; {near}choose one of {', '.join(PRESETS)}"
-        )
+        known = ", ".join(PRESETS)
+        raise ValueError(f"preset: unknown {name!r}{nearest(name, PRESETS)}; choose one of {known}")
     return PRESETS[name]
-
-
-# Names of other programs, of which verl has them in algorithm.adv_estimator.
-_OTHERS = {
-    "reinforce++": "reinforce_pp",
-    "reinforce_plus_plus": "reinforce_pp",
-    "reinforce_plus_plus_baseline": "reinforce_pp with algo.group_baseline=true",
-    "drgrpo": "dr_grpo",
-    "dr.grpo": "dr_grpo",
-}
-
-
-def about_objective(name: str) -> str:
-    """What a message about an unknown objective ends with, if the name is that of a preset."""
-    preset = name if name in PRESETS else _OTHERS.get(name)
-    return "" if preset is None else f". It is a preset: use algo={preset}"

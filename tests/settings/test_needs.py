@@ -51,7 +51,7 @@ REFUSED = [
     ("rl", "algo.clip_ratio=0.1", "it needs tokens of an older policy"),
     ("rl", "algo.objective=gspo algo.importance_sampling_level=sequence", "it needs algo.tis"),
     ("rl", "algo.objective=gpro", "algo.objective: unknown objective 'gpro'"),
-    ("rl", "algo=dapa", "algo.preset: unknown preset 'dapa'"),
+    ("rl", "algo=dapa", "algo.preset: unknown 'dapa'; did you mean 'dapo'?"),
     ("rl", "algo=rloo algo.normalize_std=false", "unknown key 'algo.normalize_std'"),
     ("rl", "algo.objective=dapo", "It is a preset: use algo=dapo"),
     ("rl", "epsilon_high=2", "did you mean 'algo.clip_ratio_high'?"),

@@ -10,7 +10,7 @@ from typing import Any
 
 from specjax.settings import option, show
 from train.loss.logprobs import LOGPROBS
-from train.presets import PRESETS, about_objective, preset_of
+from train.presets import PRESETS, preset_of
 from train.registry import OBJECTIVES
 
 DEFAULT = "grpo"
@@ -170,7 +170,7 @@ def choose_algo(section: Mapping[str, Any]) -> tuple[type[AlgoSection], dict[str
     try:
         cls = OBJECTIVES.find(objective)
     except ValueError as error:
-        about = "" if objective in OBJECTIVES else about_objective(objective)
+        about = f". It is a preset: use algo={objective}" if objective in PRESETS else ""
         raise ValueError(f"objective: {error}{about}") from error
     wrong = not (isinstance(cls, type) and issubclass(cls, AlgoSection))
     if wrong or any(not callable(getattr(cls, method, None)) for method in METHODS):
