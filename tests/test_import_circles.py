@@ -14,6 +14,9 @@ FILES = {
 }
 
 
+INNER = "train.data.tasks", "train.rewards.answers"  # rooms within rooms
+
+
 def imports(file: Path) -> set[str]:
     """Returns the modules that a file imports when it runs: not those of its annotations alone."""
     names, nodes = set(), [ast.parse(file.read_text(encoding="utf-8"))]
@@ -32,8 +35,8 @@ def imports(file: Path) -> set[str]:
 
 def room(module: str) -> str:
     """Returns the room of `train` that holds a module; a file that is in none is its own."""
-    parts = module.split(".")
-    return ".".join(parts[: 3 if parts[:3] == ["train", "data", "tasks"] else 2])
+    inner = next((name for name in INNER if f"{module}.".startswith(f"{name}.")), None)
+    return inner or ".".join(module.split(".")[:2])
 
 
 @pytest.mark.parametrize("place", [str, room], ids=["modules", "rooms"])

@@ -35,6 +35,7 @@ from train.registry import REWARDS
 from train.rewards.answers.choice import chosen_letter, letter_of
 from train.rewards.answers.extract import each_gold, final_answer, last_line_answer, stated_gold
 from train.rewards.answers.quantity import read_quantity
+from train.rewards.workers import Setup, Workers
 
 Reward = Callable[..., Any]
 
@@ -44,14 +45,11 @@ has_time_limit = False
 
 
 @functools.cache
-def _comparing_process(seconds: float) -> Any:
+def _comparing_process(seconds: float) -> Workers:
     """The process in which `math_verify` compares formulas, replaced where it is late.
 
     sympy may run forever on a policy's text (`9**9**9**9`), in one call that no signal interrupts.
     """
-    from train.rewards.worker import Setup  # it imports this module
-    from train.rewards.workers import Workers
-
     return Workers(Setup(("math_verify",), THINKS_FIRST, seconds), 1)
 
 

@@ -20,8 +20,7 @@ from train.rewards.answers.extract import each_gold
 from train.rewards.builtin import THINKS_FIRST, AnswerReward, get_reward
 from train.rewards.calls import ROW, Failed, Outcome, RewardCall
 from train.rewards.loop import MOST_ABANDONED, abandoned_threads
-from train.rewards.worker import Setup
-from train.rewards.workers import Answer, Workers
+from train.rewards.workers import Answer, Setup, Workers
 
 # Number of rows, evenly spaced, whose gold answers are checked before a run.
 ROWS_CHECKED = 300

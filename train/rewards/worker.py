@@ -19,27 +19,13 @@ import threading
 import time
 import traceback
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
 
 from train.rewards import builtin
 from train.rewards.calls import RewardCall
 from train.rewards.loop import abandoned_threads
 
 _SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
-
-
-class Setup(NamedTuple):
-    """The first message to a worker.
-
-    Attributes:
-      names: names of the rewards.
-      pattern: regular expression of the reward `format`.
-      seconds: time limit of a completion.
-    """
-
-    names: tuple[str, ...]
-    pattern: str
-    seconds: float
 
 
 def main(descriptor: int, parent: int) -> None:
@@ -57,7 +43,7 @@ def main(descriptor: int, parent: int) -> None:
     if os.getppid() != parent:
         os._exit(1)
     connection = Connection(descriptor)
-    setup: Setup = connection.recv()
+    setup = connection.recv()
     try:
         calls = _load(setup)
     except Exception:
@@ -73,7 +59,7 @@ def main(descriptor: int, parent: int) -> None:
         connection.send((outcomes, time.perf_counter() - started, abandoned_threads()))
 
 
-def _load(setup: Setup) -> list[RewardCall]:
+def _load(setup: Any) -> list[RewardCall]:
     """Imports the rewards; of those that come with specjax also what their first call imports."""
     calls = [RewardCall(name, builtin.get_reward(name, setup.pattern)) for name in setup.names]
     # The library warns in every call that its timeouts are off; this process has one.

@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 from train.rewards.calls import Failed, Outcome, took_too_long
 from train.rewards.loop import MOST_ABANDONED
-from train.rewards.worker import Setup
 
 _START_SECONDS = 300.0  # imports may take minutes from a shared disk
 _FIRST_SECONDS = 120.0  # by which a reward's first call in a process may be late
@@ -43,6 +42,20 @@ _CODE = (
 
 class WorkerError(RuntimeError):
     """A worker process cannot be started."""
+
+
+class Setup(NamedTuple):
+    """The first message to a worker.
+
+    Attributes:
+      names: names of the rewards.
+      pattern: regular expression of the reward `format`.
+      seconds: time limit of a completion.
+    """
+
+    names: tuple[str, ...]
+    pattern: str
+    seconds: float
 
 
 class Answer(NamedTuple):
