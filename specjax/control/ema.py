@@ -58,8 +58,15 @@ class EmaConfig:
 
     @classmethod
     def from_file(cls, path: str | Path) -> EmaConfig:
-        """Reads JSON or YAML."""
-        return cls(**OmegaConf.to_container(OmegaConf.load(path)))
+        """Reads JSON or YAML.
+
+        Raises:
+          ValueError: the file has another key, or a value that is not valid.
+        """
+        try:
+            return cls(**OmegaConf.to_container(OmegaConf.load(path)))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from error
 
 
 class EmaTiers(Controller):

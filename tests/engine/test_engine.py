@@ -233,7 +233,7 @@ def test_a_request_that_can_never_fit_is_refused_with_what_to_do():
     with pytest.raises(ValueError, match="less than two pages"):
         engine_of(page_size=16, cache_bytes=10)
     assert engine.runner.pages == 4, "the budget holds, spare page and all"
-    with pytest.raises(ValueError, match="page_size must be at least 0"):
+    with pytest.raises(ValueError, match="page_size must be positive"):
         EngineConfig(page_size=-5)
     assert not engine.has_work
 
