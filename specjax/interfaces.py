@@ -1221,7 +1221,7 @@ class Objective(Protocol):
 
     Arrays [R S] are the R packed rows of one micro-batch. A sample is in one row whole, but its
     tokens may be in any order, for a row may be split over devices: sum over samples by `segments`
-    (see `train.loss.objectives.shared`).
+    (see `train.loss.shared`).
     """
 
     def advantages(self, rewards: Float[np.ndarray, "prompts G"]) -> Float[np.ndarray, "prompts G"]:

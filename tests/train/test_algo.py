@@ -7,7 +7,7 @@ import pytest
 
 from specjax.command_line import parse_config
 from train.loss.algo import algo
-from train.loss.objectives.shared import GroupRelative
+from train.loss.shared import GroupRelative
 from train.schema import RLConfig
 
 

@@ -12,8 +12,8 @@ from specjax.interfaces import Denominators
 from train.loss.algo import algo
 from train.loss.logprobs import Scoring, score_logits
 from train.loss.objectives.grpo import GRPO
-from train.loss.objectives.shared import group_advantages
 from train.loss.packing import Sample, pack
+from train.loss.shared import group_advantages
 from train.loss.terms import count_denominators, finalize_metrics, policy_loss
 
 ROWS, LENGTH, VOCAB = 2, 16, 11

@@ -4,7 +4,7 @@ import pytest
 
 from specjax.command_line import parse_config
 from train.loss.algo import algo, preset_line
-from train.loss.objectives.shared import Clip, GroupRelative
+from train.loss.shared import Clip, GroupRelative
 from train.presets import PRESETS
 from train.schema import RLConfig
 

@@ -40,7 +40,7 @@ from jaxtyping import Array, Float
 
 from specjax.interfaces import Denominators, Logprobs
 from train.loss.algo import AlgoSection
-from train.loss.objectives.shared import bounded_exp, sample_sums
+from train.loss.shared import bounded_exp, sample_sums
 
 Batch = Mapping[str, Array]
 LossFn = Callable[[Array, Array, Batch, Denominators], tuple[Array, dict]]

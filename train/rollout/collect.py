@@ -19,7 +19,7 @@ from specjax.parallel import distributed
 from train.data.prompts import Prompts
 from train.data.tasks.layout import Problem
 from train.loss.algo import REWARD, FilterGroups
-from train.loss.objectives.shared import zero_variance_groups
+from train.loss.shared import zero_variance_groups
 from train.rewards.scoring import Score, Scorer, zero_reward_example
 from train.rollout.draws import Draws
 from train.rollout.groups import Filter, Group, Rule, StepGroups, begin_step, end_step

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax.interfaces import Logprobs
 from specjax.settings import option
-from train.loss.objectives.shared import GroupRelative, bounded_exp
+from train.loss.shared import GroupRelative, bounded_exp
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from jaxtyping import Array, Float, Int
 
 from specjax.interfaces import Logprobs
-from train.loss.objectives.shared import Clipped, bounded_exp
+from train.loss.shared import Clipped, bounded_exp
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax.interfaces import Logprobs
 from specjax.settings import option
-from train.loss.objectives.shared import (
+from train.loss.shared import (
     LOSS_AGGREGATIONS,
     Clipped,
     bounded_exp,

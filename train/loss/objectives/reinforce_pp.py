@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax.interfaces import Logprobs
 from specjax.settings import option
-from train.loss.objectives.shared import Clip, bounded_exp, comparable, zero_variance_groups
+from train.loss.shared import Clip, bounded_exp, comparable, zero_variance_groups
 
 
 @dataclass(frozen=True)
