@@ -29,7 +29,6 @@ Writes `rl_<COMPARISON>.json`, `.jsonl` (a record per seed, step and arm) and `.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
@@ -44,6 +43,7 @@ from bench import plots
 from bench.command import user_errors
 from bench.record import RESULTS, figure, ratio_figure, report, turns, write_result
 from specjax.command_line import Yaml, parse_config
+from specjax.settings import values_of
 from specjax.shipped import find_shipped
 from train import draft
 from train.draft_schema import DraftRunConfig
@@ -362,7 +362,7 @@ def run(args: argparse.Namespace, comparison: Comparison, settings: Sequence[str
             runs = runs_of(comparison, args.config, settings, number, Path("runs", name))
             PROGRAMS[comparison.program][1](runs, comparison.equal, write)
     figures = figures_of(records, comparison, args.untimed)
-    said = dataclasses.asdict(runs[0].cfg) | {"arms": comparison.arms, "untimed": args.untimed}
+    said = values_of(runs[0].cfg) | {"arms": comparison.arms, "untimed": args.untimed}
     write_result(name, said | {"model": Path(runs[0].cfg.model).name}, figures, path)
     plots.draw_runs(records, PANELS, path.with_suffix(".png"))
     print(report(figures), path, sep="\n")

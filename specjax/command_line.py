@@ -288,14 +288,24 @@ def _find(config: str) -> Path:
     raise ConfigError(f"--config: no file {config}; shipped: {known}")
 
 
-def _load(path: Path, aliases: Mapping[str, str]) -> dict[str, Any]:
-    """The content of a file, with aliases replaced by the keys that they name."""
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """Reads a YAML or JSON file whose content is a mapping, as settings are read (see `Yaml`).
+
+    Raises:
+      ConfigError: the file cannot be read, or holds something else.
+    """
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Yaml) or {}
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), Yaml) or {}
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a mapping of keys at the top, got {content!r}")
+    return content
+
+
+def _load(path: Path, aliases: Mapping[str, str]) -> dict[str, Any]:
+    """The content of a file, with aliases replaced by the keys that they name."""
+    content = read_yaml(path)
     for alias, name in aliases.items():
         if not isinstance(content.get(alias, {}), dict):
             _put(content, name, content.pop(alias))
@@ -345,7 +355,8 @@ class _Layers:
             key = owners[name]
             if key.kinds == [int] and isinstance(value, float) and value.is_integer():
                 value = int(value)
-            if key.section is None and (value == {} or key.options.get("kind")):
+            empty = value == {} and key.is_mapping
+            if key.section is None and (empty or key.options.get("kind")):
                 placed[name] = value
                 name, value = name.rpartition(".")[0], {}
             if name:
@@ -412,7 +423,10 @@ def _choice(
     schema: type, section: str, choose: Callable, file: Mapping[str, Any], pairs: Pairs
 ) -> tuple[type, dict[str, Any]]:
     """The class of a section, and its defaults, by what the user sets in it."""
-    chosen, aliases = dict(file.get(section) or {}), getattr(schema, "aliases", {})
+    values, aliases = file.get(section) or {}, getattr(schema, "aliases", {})
+    if not isinstance(values, dict):
+        raise ConfigError(f"{section}: expected a section, got {show(values)}")
+    chosen = dict(values)
     for name, text in pairs:
         is_mapping = text[:1] == "{"
         name = name if is_mapping else aliases.get(name, name)
@@ -439,7 +453,7 @@ def _flatten(
     """Yields dotted names and values; a mapping that is a value of a key is one value."""
     for last, value in values.items():
         name = f"{prefix}{last}"
-        key = keys.get(name)
+        key = keys.get(name) or _entry_key(keys, name)
         if isinstance(value, dict) and value and (key is None or key.section or key.entry):
             yield from _flatten(value, keys, f"{name}.")
         else:

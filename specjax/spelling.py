@@ -39,7 +39,6 @@ FOREIGN = {
     "data_parallel_size": "replicas",
     "block_size": "page_size",
     "max_num_batched_tokens": "prefill_chunk",
-    "speculative_config": "spec",
     "speculative_model": "draft",
     "speculative_draft_model_path": "draft",
     "prompt_lookup_max": "ngram_max",

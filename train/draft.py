@@ -77,11 +77,11 @@ from train.data.samples import (
     read_samples,
     read_texts,
 )
-from train.draft_schema import SPELL, DraftRunConfig
+from train.draft_schema import DraftRunConfig
 from train.heads import curve as curves
 from train.heads.curve import Curve
 from train.heads.files import require_same_head
-from train.heads.kinds import export_head, head_to_go_on_with, start_head
+from train.heads.kinds import SPELL, export_head, head_to_go_on_with, start_head
 from train.heads.losses import Sampling
 from train.heads.states import States, weights_digest
 from train.heads.training import (

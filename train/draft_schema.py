@@ -113,12 +113,6 @@ _AS_THEY_ARE = "data.texts are trained on as they are; leave it out"
 _NO_TRANSFORM = "a head is trained for the temperature, top_k, top_p and min_p alone; leave it out"
 
 
-def SPELL(name: str, *value: Any) -> str:  # noqa: N802
-    """Names settings of the library as this program's user types them, see `spelling.Spell`."""
-    name = {"head": "init", "draft": "init", "strategy": "eval.strategy"}.get(name, name)
-    return f"{name}={'...' if value[0] is ... else value[0]}" if value else name
-
-
 @dataclass
 class DraftRunConfig(Common):
     """`python -m train.draft`: trains a draft head for a policy that stays as it is.
@@ -191,7 +185,7 @@ class DraftRunConfig(Common):
     log_every: int = option(10, least=1)
     export: str = option("speculators", choices=(*LAYOUTS, "none"), needs="kind=eagle3")
     export_dtype: str = option(
-        "bfloat16", choices=("float32", "bfloat16"), needs="export=speculators|safeailab"
+        "bfloat16", choices=("float32", "bfloat16"), needs="export=speculators"
     )
     dtype: str = option(AUTO, choices=(AUTO, "float32", "bfloat16"))
     log: LogSection = option(LogSection)

@@ -183,9 +183,7 @@ def _leave_training_out(cfg: EvalConfig) -> None:
     Raises:
       ConfigError: a setting that was typed changes nothing here.
     """
-    typed = typed_in(cfg)
-    sections = {name.rpartition(".")[0] for name in typed}
-    for name in sorted(typed - sections):
+    for name in sorted(typed_in(cfg)):
         if name.startswith("distributed."):
             raise ConfigError(
                 f"{name}: train.eval runs in one process, on the devices of one machine; leave it "
@@ -202,7 +200,7 @@ def _leave_training_out(cfg: EvalConfig) -> None:
     names = {name for name in given_in(cfg) if name.startswith("data.")} | {"eval.problems"}
     if cfg.eval.sets and not names & given_in(cfg):
         cfg.eval.problems = 0  # of the embedded task, which no setting names
-    if "revision" not in typed and find_shipped(cfg.model).exists():
+    if "revision" not in typed_in(cfg) and find_shipped(cfg.model).exists():
         cfg.revision = None  # of the model that the run began with
 
 

@@ -383,12 +383,7 @@ class Trainer:
         elif self.draft is not None:
             started = time.perf_counter()
             if batches:  # else every group was dropped
-                # The states are those of the old policy; the head will draft with the new
-                # matrices, so they are in the target of the loss (docs/training.md).
-                self.head, self.draft_opt, sums = self.draft.update(
-                    self.head, self.draft_opt, self.params, batches, states
-                )
-                metrics |= draft_metrics(sums)
+                metrics |= self._update_draft(batches, states)
             metrics["time/draft"] = time.perf_counter() - started
         # 4. The ids to draft from, and both sets of weights, to the engines.
         if self.vocabulary is not None:
@@ -555,6 +550,17 @@ class Trainer:
         if self.eval_engine.telemetry is not None:
             self.eval_engine.telemetry.clear()  # it is about rollouts
         return evaluated.metrics
+
+    def _update_draft(self, batches: list, states: list) -> dict[str, float]:
+        """Trains the head on the states of the old policy; returns the metrics of its update.
+
+        The head will draft with the new matrices, so they are in the target of the loss
+        (docs/training.md).
+        """
+        self.head, self.draft_opt, sums = self.draft.update(
+            self.head, self.draft_opt, self.params, batches, states
+        )
+        return draft_metrics(sums)
 
     def trees(self, meta: Mapping[str, Any] | None = None) -> dict:
         """Returns the arrays that a checkpoint holds, by name."""

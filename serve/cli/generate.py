@@ -125,7 +125,7 @@ def _generate(
     if lines is not None:
         lines.require_same(_origin(llm, cfg), cfg.model)
     if params.seed is None:
-        params = _seeded(llm, params, given, lines)
+        params = _seeded(params, given, lines)
     requests, seeds = [], CallSeeds()
     for prompt in given:
         try:
@@ -200,7 +200,7 @@ def _load(cfg: GenerateConfig, samples: int) -> LLM:
 
 
 def _seeded(
-    llm: LLM, params: SamplingParams, given: Sequence[Prompt], lines: JsonLines | None
+    params: SamplingParams, given: Sequence[Prompt], lines: JsonLines | None
 ) -> SamplingParams:
     """The parameters with a seed: that of the samples to go on with, or one that is drawn."""
     from specjax.engine.request import draw_seed

@@ -651,7 +651,7 @@ def config_in(path: Path, meta: Mapping[str, Any]) -> ModelConfig:
     """Returns the config in the metadata of the checkpoint at `path`.
 
     Raises:
-      CheckpointError: there is no config, as in checkpoints of older versions.
+      CheckpointError: there is no config.
     """
     if "config" not in meta:
         raise CheckpointError(

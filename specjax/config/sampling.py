@@ -65,8 +65,12 @@ class Sampling:
     def __post_init__(self):
         _put(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
         bias = self.logit_bias or ()
-        pairs = bias.items() if isinstance(bias, Mapping) else bias
-        _put(self, "logit_bias", tuple((int(token), float(value)) for token, value in pairs))
+        try:
+            pairs = bias.items() if isinstance(bias, Mapping) else bias
+            bias = tuple((int(token), float(value)) for token, value in pairs)
+        except (TypeError, ValueError):
+            raise ValueError(f"logit_bias must be numbers by token id, got {bias!r}") from None
+        _put(self, "logit_bias", bias)
         for names, kind, expected in (
             (_INTEGERS, numbers.Integral, "an integer"),
             (_OPTIONAL_INTEGERS, numbers.Integral | None, "an integer, or None"),

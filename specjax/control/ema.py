@@ -11,8 +11,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
+from specjax.command_line import read_yaml
 from specjax.config.strategy import Strategy
 from specjax.control.base import Controller, Observation, log
 from specjax.spelling import checks_keywords
@@ -64,7 +63,7 @@ class EmaConfig:
           ValueError: the file has another key, or a value that is not valid.
         """
         try:
-            return cls(**OmegaConf.to_container(OmegaConf.load(path)))
+            return cls(**read_yaml(path))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
 

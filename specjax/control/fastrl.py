@@ -7,8 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from omegaconf import OmegaConf
-
+from specjax.command_line import read_yaml
 from specjax.config.strategy import Strategy
 from specjax.control.base import log
 
@@ -32,11 +31,13 @@ def read_fastrl(section: Mapping[str, Any] | str) -> tuple[dict[str, Any], dict[
 
     Raises:
       ValueError: a key is not known, or its value is not supported.
-      OSError: the file cannot be read.
+      specjax.settings.ConfigError: the file cannot be read.
     """
     if isinstance(section, str):
-        section = OmegaConf.to_container(OmegaConf.load(section))
+        section = read_yaml(section)
     section = section.get("speculative", section)
+    if not isinstance(section, Mapping):
+        raise ValueError(f"fastrl: expected the section `speculative`, got {section!r}")
     eagle = section.get("eagle") or {}
     for where, keys, known in (("", section, _TOP), (".eagle", eagle, _EAGLE)):
         if unknown := sorted(set(keys) - set(known)):

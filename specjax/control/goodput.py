@@ -512,19 +512,13 @@ class Goodput(Controller):
 
     def load_state(self, state: dict[str, Any]) -> None:
         super().load_state(state)
-        if "_length" not in state:
-            log.warning(
-                "the state of the goodput controller was saved by an earlier version, which kept "
-                "other figures: it is not used, and this one starts from its calibration"
-            )
-            return
         self.costs = CostTable.from_state(state["costs"])
         self.acceptance.load(state["acceptance"])
         self._best = {int(at): name for at, name in state["best"].items()}
         self._probe = Probe(**state["probe"]) if state["probe"] else None
         self._probed, self._starts = set(state["probed"]), dict(state["late"])
         for name in _NUMBERS:
-            setattr(self, name, state.get(name, 0.0))  # earlier versions kept fewer
+            setattr(self, name, state[name])
 
 
 _NUMBERS = (

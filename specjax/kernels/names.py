@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-
 from specjax.registry import BACKENDS, check_setting
 
 # Platforms of GPUs, as jax names them, and those of them that NVIDIA's GPUs have.
@@ -25,10 +23,6 @@ OWN = {
     "rocm": ("gpu", "library"),
 }
 ATTENTION = ("auto", *sorted((*BACKENDS.names, *GROUPS)))
-ATTENTION_DOC = (
-    "the attention kernel: auto, the platform's own, with a line at start that says which; or by "
-    "name, which is refused where it cannot run"
-)
 
 
 def check_attention(name: str) -> str:
@@ -38,11 +32,3 @@ def check_attention(name: str) -> str:
       ValueError: the name is neither.
     """
     return check_setting("attention", name, ATTENTION)
-
-
-def attention_flag(name: str) -> str:
-    """Checks a name by `check_attention`, as argparse's `type`."""
-    try:
-        return check_attention(name)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error

@@ -109,7 +109,7 @@ INVARIANT = "invariant"
 class Named:
     """A device as `jax.devices()` would give it."""
 
-    platform, device_kind = "gpu", CARDS[CARD].kind
+    platform, device_kind, process_index = "gpu", CARDS[CARD].kind, 0
 
 
 def engine_of(device, wanted: Wanted) -> Runner:

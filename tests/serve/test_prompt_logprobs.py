@@ -169,7 +169,7 @@ def test_logits_that_are_no_distribution_are_an_error_and_not_a_score(
     runner = server.llm.engine.runner
     spoil = functools.partial(lambda x, v: x.at[:, 9].set(v), v=LM_HEADS[value])
     column = jax.tree.map(spoil, runner.weights.policy["lm_head"])  # NaN: inf minus inf
-    monkeypatch.setattr(runner, "params", {**runner.weights.policy, "lm_head": column})
+    monkeypatch.setattr(runner.weights, "policy", {**runner.weights.policy, "lm_head": column})
     for what, body in SCORED.items():
         answer = server.post("/v1/completions", json={"model": "tiny", "max_tokens": 1, **body})
         assert answer.status_code == 500, what

@@ -163,7 +163,7 @@ def test_resuming_with_other_settings_names_them(thin_policy, reference):
     ],
 )
 def test_a_signal_saves_the_step_in_progress_and_a_second_one_does_not_wait(
-    thin_policy, tmp_path, monkeypatch, capsys, sent, code, line
+    thin_policy, tmp_path, monkeypatch, capsys, request, sent, code, line
 ):
     step = rl.Trainer.step
 
@@ -174,6 +174,10 @@ def test_a_signal_saves_the_step_in_progress_and_a_second_one_does_not_wait(
 
     monkeypatch.setattr(rl.Trainer, "step", interrupted)
     changes = CHANGES | {"checkpoint.every": 0}
+    # A suite that runs in the background of a shell ignores SIGINT, and a run ignores what it finds
+    # ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with pytest.raises(SystemExit) as ended:
         rl.main(tiny_run.arguments(thin_policy, tmp_path / "run", **changes, steps=6))
     said = capsys.readouterr().err + str(ended.value.code)

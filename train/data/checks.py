@@ -289,7 +289,8 @@ def read_inputs(
                 f"rewards.timeout={cfg.rewards.timeout:g} has no effect: reward={scorer.name} "
                 "needs no processes; set rewards.workers, or leave it out"
             )
-        notes += [f"WARNING: {text}" for text in _columns_and_lengths(prompts, scorer, problems)]
+        scorer.check(problems[0])
+        notes += [f"WARNING: {text}" for text in overlong_warnings(prompts, problems, "prompts")]
     heldout: Sequence[Problem] = []
     if cfg.eval.problems:
         try:
@@ -342,7 +343,8 @@ def check_rows(
       ValueError: a reward needs a column, or a gold answer, that the rows do not have, or prompts
         are too long and that is an error.
     """
-    warnings = _columns_and_lengths(prompts, scorer, problems, what, where)
+    scorer.check(problems[0])
+    warnings = overlong_warnings(prompts, problems, what)
     lost, checked = check_gold(scorer, problems)
     if lost:
         text = f"{where}{unwinnable_message(scorer, lost, checked)}"
@@ -350,17 +352,6 @@ def check_rows(
             raise ValueError(f"{text}. Correct the rows, or choose another reward")
         warnings.append(text)
     return [f"WARNING: {text}" for text in warnings]
-
-
-def _columns_and_lengths(
-    prompts: Prompts,
-    scorer: Scorer,
-    problems: Sequence[Problem],
-    what: str = "prompts",
-    where: str = "",
-) -> list[str]:
-    scorer.check(problems[0])
-    return overlong_warnings(prompts, problems, what)
 
 
 def require_template(cfg: Any, prompt: str | Sequence[Message]) -> None:

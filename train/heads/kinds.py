@@ -89,6 +89,12 @@ def start_head(
     return source, jax.tree.map(jnp.copy, head)
 
 
+def SPELL(name: str, *value: Any) -> str:  # noqa: N802
+    """Names settings of the library as this program's user types them, see `spelling.Spell`."""
+    name = {"head": "init", "draft": "init", "strategy": "eval.strategy"}.get(name, name)
+    return f"{name}={'...' if value[0] is ... else value[0]}" if value else name
+
+
 @contextlib.contextmanager
 def _explained(cfg: Any) -> Iterator[None]:
     """Raises errors about the head as the user's."""
@@ -97,7 +103,7 @@ def _explained(cfg: Any) -> Iterator[None]:
     except (CheckpointError, ConfigError):
         raise
     except SettingError as error:
-        raise ConfigError(spelled(error, cfg.spell)) from error
+        raise ConfigError(spelled(error, SPELL)) from error
     except ValueError as error:
         raise ConfigError(f"kind={cfg.kind}: {error}") from error
 

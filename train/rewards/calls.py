@@ -110,8 +110,7 @@ class RewardCall:
         return {
             name: value
             for name, value in columns.items()
-            if name in always
-            or (ROW in form.names if name == ROW else form.named is None or name in form.names)
+            if name in always or name in form.names or (form.takes_any and name != ROW)
         }
 
     def __call__(
@@ -269,24 +268,26 @@ class _Form(NamedTuple):
       first: the name of its first parameter.
       second: the name of its second parameter, which gets the answer if no column has that name;
         None for a function that has none, or takes all arguments by name.
-      named: the names of the parameters that are given by name; None if it takes any.
+      named: the names of the parameters that are given by name.
+      takes_any: whether it takes columns of any further name.
       required: those of them without a default, for which there must be a column.
     """
 
     completion: str | None
     first: str | None
     second: str | None
-    named: list[str] | None
+    named: list[str]
+    takes_any: bool
     required: list[str]
 
     @property
     def names(self) -> list[str | None]:
         """The names of all parameters that may get a column."""
-        return [self.second, *(self.named or ())]
+        return [self.second, *self.named]
 
     def taken(self, columns: Columns) -> dict[str, Any]:
         """The columns that are given by name."""
-        return {n: x for n, x in columns.items() if self.named is None or n in self.named}
+        return {n: x for n, x in columns.items() if self.takes_any or n in self.named}
 
 
 def _form_of(function: Callable[..., Any]) -> _Form:
@@ -294,7 +295,7 @@ def _form_of(function: Callable[..., Any]) -> _Form:
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # written in C: called by position
-        return _Form(None, None, "answer", [], [])
+        return _Form(None, None, "answer", [], False, [])
     names = [p.name for p in parameters]
     by_name = ONE in names[1:] and ONE
     completion = BATCH if BATCH in names else VERL if VERL in names else by_name or None
@@ -315,9 +316,7 @@ def _form_of(function: Callable[..., Any]) -> _Form:
     named = [p for p in parameters if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
     required = [p.name for p in named if p.default is p.empty and p.name not in given]
     takes_any = any(p.kind is kinds.VAR_KEYWORD for p in parameters)
-    return _Form(
-        completion, first, second, None if takes_any else [p.name for p in named], required
-    )
+    return _Form(completion, first, second, [p.name for p in named], takes_any, required)
 
 
 def _line_of(error: BaseException, reward: Callable[..., Any]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Coroutine
@@ -57,8 +58,16 @@ def _running_loop() -> asyncio.AbstractEventLoop:
         if os.getpid() not in _loops:
             loop = _loops[os.getpid()] = asyncio.new_event_loop()
             loop.set_default_executor(_DaemonThreads())
-            threading.Thread(target=loop.run_forever, daemon=True, name="rewards").start()
+            threading.Thread(target=_run, args=(loop,), daemon=True, name="rewards").start()
         return _loops[os.getpid()]
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    while True:
+        # A task that raises SystemExit or KeyboardInterrupt has it as its result, too; the loop
+        # goes on for the others.
+        with contextlib.suppress(BaseException):
+            loop.run_forever()
 
 
 class _DaemonThreads(concurrent.futures.ThreadPoolExecutor):

@@ -139,7 +139,8 @@ def git_state(directory: Path) -> dict[str, Any]:
         patch = git("diff", "--no-ext-diff", "--no-color", "HEAD")
     except (OSError, subprocess.SubprocessError) as error:
         text = getattr(error, "stderr", None) or str(error).encode()
-        return {"problem": text.decode("utf-8", "replace").strip().splitlines()[0]}
+        lines = text.decode("utf-8", "replace").strip().splitlines()
+        return {"problem": (lines or ["git failed"])[0]}
     size = len(patch.encode())
     return {
         "root": root,

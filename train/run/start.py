@@ -199,7 +199,8 @@ class Run:
             )
         )
         self._stack.push(self._signals)
-        self._signals.enter_context(self._listening())
+        if self.goes_on():  # else what follows ends at once
+            self._signals.enter_context(self._listening())
 
     @property
     def first_logged(self) -> int | None:
