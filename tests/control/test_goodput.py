@@ -1,8 +1,6 @@
 """Goodput control on a simulated machine: near the best strategy, and never far below `off`."""
 
 import itertools
-import json
-import logging
 
 import numpy as np
 import pytest
@@ -263,16 +261,3 @@ def test_gains_are_told_only_where_costs_and_acceptance_were_measured():
 
 
 # --- settings, metrics, state --------------------------------------------------------------------
-
-
-def test_a_state_of_an_earlier_version_is_not_used_and_that_is_said(caplog):
-    """Before, the costs of a bucket were a Kalman filter's; a run that is resumed goes on."""
-    controller = Goodput(ARMS, cost_table("cpu"))
-    own = json.loads(json.dumps(controller.state()))
-    old = {key: own[key] for key in ("kind", "arms", "current", "accept_length", "chunks")}
-    old |= {"tokens_per_sec": None, "costs": {"buckets": [1], "beliefs": []}, "tries": {}}
-    with caplog.at_level(logging.WARNING, "specjax.control"):
-        controller.load_state(old)
-    assert "saved by an earlier version" in caplog.text
-    assert controller.costs.state() == own["costs"]
-    assert controller.select(4) in ARMS
