@@ -49,7 +49,7 @@ DEFAULT_PROMPT = 8  # random tokens in the default prompt
 MAX_TOKENS = 48  # max_tokens of a request of the identity check
 # Noise numbers that a round may draw. They bound the batch, whose caches and logits take memory.
 NOISE_NUMBERS = 1 << 23
-MOST_SAMPLES, FEWEST_SAMPLES = 20_000, 1_000
+MOST_SAMPLES, FEWEST_SAMPLES = 20_000, 600
 # Parameters times samples that two cores decode in about a minute.
 CPU_WORK = 1.3e11
 LARGEST_BATCH = 256
@@ -115,7 +115,7 @@ def check(
     *,
     prompt: str | Sequence[int] | None = None,
     samples: int | None = None,
-    requests: int = 32,
+    requests: int = 16,
     dtype: str = AUTO,
     seed: int = 0,
     progress: bool = False,

@@ -57,7 +57,7 @@ class VerifyConfig(Speculation):
     revision: str | None = None
     family: str | None = None
     samples: int | None = None
-    requests: int = 32
+    requests: int = 16
     prompt: str | None = option(None, needs="!tokens")
     tokens: list[int] | None = None
     dtype: str = option(AUTO, choices=ENGINE_DTYPES)
