@@ -8,7 +8,6 @@ have further ones.
 from __future__ import annotations
 
 import ast
-import difflib
 import errno
 import importlib
 import importlib.metadata
@@ -17,12 +16,13 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from serve.cli import Failure, UsageError
 from specjax import interrupts
 from specjax.interrupts import INTERRUPTED
+from specjax.spelling import nearest
 
 COMMANDS = {
     "generate": "generate text, with speculation, from prompts or a file of them",
@@ -91,7 +91,7 @@ def _run(args: list[str]) -> int:
         print(_version())
         return 0
     if name not in COMMANDS:
-        raise UsageError(f"there is no command {name!r}{nearest(name, COMMANDS)}")
+        raise UsageError(f"there is no command {name!r}{_instead(name, COMMANDS)}")
     if name == "bench":
         return bench(rest)
     modules = {"serve": "serve.__main__", "verify": "specjax.verify.__main__"}
@@ -103,10 +103,9 @@ def _run(args: list[str]) -> int:
     return command.main(rest, "specjax verify") if name == "verify" else command.run(rest)
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
+def _instead(name: str, known: Iterable[str]) -> str:
     """A suggestion for an unknown name, or the list of known ones."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(known)}"
+    return nearest(name, known, 0.5) or f"; there are {', '.join(known)}"
 
 
 def _help() -> str:
@@ -152,7 +151,7 @@ def bench(argv: Sequence[str]) -> int:
         )
         return 0
     if name not in benches:
-        raise UsageError(f"there is no bench {name!r}{nearest(name, benches)}")
+        raise UsageError(f"there is no bench {name!r}{_instead(name, benches)}")
     try:
         with interrupts.at_once("specjax bench"):
             module = importlib.import_module(f"bench.{name}")

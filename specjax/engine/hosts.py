@@ -372,7 +372,7 @@ def rest_of(sample: SampleOutput, begin: int) -> SampleOutput:
 
 
 def joined(before: SampleOutput, begin: int, rest: SampleOutput) -> SampleOutput:
-    """The whole sample, from its first `begin` tokens in `before` and the rest of it in `news`."""
+    """The whole sample: its first `begin` tokens in `before`, and those after them in `rest`."""
 
     def whole(name):
         new, old = getattr(rest, name), getattr(before, name)

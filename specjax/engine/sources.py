@@ -380,13 +380,14 @@ def load_head(
     model: ModelConfig,
     mesh: jax.sharding.Mesh | None = None,
     overrides: Mapping[str, Any] | None = None,
+    weights: bool = True,
 ) -> tuple[ModelConfig, Head]:
     """Loads a draft that is stored apart from its policy, by its path or id.
 
     Args:
       name: path or id, see `find_draft_at`.
       model: config of the policy, with or without a head of its own.
-      mesh, overrides: see `read_draft`.
+      mesh, overrides, weights: see `read_draft`.
 
     Returns:
       the policy's config with what it says of the head, and the head.
@@ -395,17 +396,5 @@ def load_head(
       SettingError: there is no such file or id, or it takes no overrides.
       CheckpointError: as in `read_draft`.
     """
-    head = read_draft(find_draft_at(name), model, overrides, mesh)
-    return head.source.target(model), head
-
-
-def head_shapes(
-    name: str, model: ModelConfig, overrides: Mapping[str, Any] | None = None
-) -> tuple[ModelConfig, Head]:
-    """Returns what `load_head` returns, with shapes for arrays; it reads no weights.
-
-    Raises:
-      SettingError, CheckpointError: as in `load_head`.
-    """
-    head = read_draft(find_draft_at(name), model, overrides, weights=False)
+    head = read_draft(find_draft_at(name), model, overrides, mesh, weights=weights)
     return head.source.target(model), head

@@ -555,7 +555,7 @@ def _place(runner: Runner, count: int, length: int, size: int) -> None:
 
 
 def _row_map(runner: Runner, bucket: int, count: int, pages_each: int) -> RowMap:
-    """The first `count` slots as rows of a chunk, with `each` pages for each while there are any.
+    """The first `count` slots as rows of a chunk, each with `pages_each` pages while there are any.
 
     Slots beyond the bucket take over rows that become free.
     """

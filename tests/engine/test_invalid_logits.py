@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import slow_but
 from tiny import apt, tiny_config, tiny_model
 
 from specjax import LLM, SamplingParams, SpecConfig
@@ -32,11 +33,6 @@ MODES = {
 }
 # Of each kind of round one mode; the others when there is time.
 FAST = ("coupled tree", "block")
-
-
-def often(modes):
-    """Parameters of a test, of which the modes that are not `FAST` are slow."""
-    return [pytest.param(m, marks=() if m in FAST else pytest.mark.slow) for m in modes]
 
 
 SOUND = [[1, 2, 3], [4, 5, 6], [7, 8], [10], [12, 13, 14, 15], [16, 17]]
@@ -96,7 +92,7 @@ def test_samples_end_in_the_middle_and_others_go_on():
     assert any(0 < count < TOKENS for reason, count in ends if reason == "error")
 
 
-@pytest.mark.parametrize("mode", often(MODES))
+@pytest.mark.parametrize("mode", slow_but(MODES, *FAST))
 def test_a_sample_ends_where_its_logits_are_no_distribution(mode):
     samples = generated(mode)
     assert all(np.isfinite(s.logprobs).all() for s in samples)
@@ -122,14 +118,14 @@ EQUAL = {mode: "plain" for mode in ("coupled tree", "n-gram")}
 EQUAL |= {"coupled tree, wide": "plain, wide"}
 
 
-@pytest.mark.parametrize("mode", often(EQUAL))
+@pytest.mark.parametrize("mode", slow_but(EQUAL, *FAST))
 def test_the_samples_are_those_of_plain_decoding(mode):
     """The token whose embedding is NaN is drafted, too, and no other row of the tree sees it."""
     for plain, drafted in zip(generated(EQUAL[mode]), generated(mode), strict=True):
         assert (drafted.token_ids, drafted.finish_reason) == (plain.token_ids, plain.finish_reason)
 
 
-@pytest.mark.parametrize("mode", often(MODES))
+@pytest.mark.parametrize("mode", slow_but(MODES, *FAST))
 def test_pages_of_a_broken_sample_spoil_no_other(mode):
     """The sound prompts again, behind a crowd of broken ones, in whatever pages these had."""
     temperature = 0.0 if mode == "greedy" else 1.0

@@ -11,6 +11,7 @@ import joint
 import numpy as np
 import pytest
 from joint import ALPHA, SAMPLES, TOKENS, Counted, exact_joint, fit_of
+from tiers import slow_but
 
 from specjax import SamplingParams
 from specjax.decode import accept, draft, sampling
@@ -184,10 +185,7 @@ def fit(llm, pair, options):
 FAST = ["accept coin used again"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CASES],
-)
+@pytest.mark.parametrize("name", slow_but(CASES, *FAST))
 def test_a_biased_rule_fails_the_chi_square(name, monkeypatch):
     mutate, acceptance, strategy, pair, options = CASES[name]
     mutate(monkeypatch)

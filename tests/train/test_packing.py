@@ -97,6 +97,7 @@ def test_samples_that_cannot_be_packed_are_refused():
     for sample in (
         Sample(7, [1] * 10, [2] * 7),
         Sample(2, [1], [2, 3], behaviour_logprobs=[-1.0] * 3),
+        Sample(2, [1], [2, 3], loss_mask=[1]),
     ):
         with pytest.raises(ValueError):
             pack([sample], ROW_LENGTH, 1)

@@ -268,7 +268,7 @@ def _specs(head: Head) -> tuple[jax.P | None, jax.P | None]:
 
 
 def _in_blocks(head: Head, one: Callable, carry: Any) -> Any:
-    """Runs `one(width, found, first column)` block by block; the last one may have fewer ids."""
+    """Runs `one(width, carry, first column)` block by block; the last one may have fewer ids."""
     width, vocab = head.block_ids, head.vocab
     full = functools.partial(one, width)
     firsts = jnp.arange(0, vocab - vocab % width, width)

@@ -189,6 +189,13 @@ def _write(
     batch: PackedBatch, row: int, start: int, segment: int, sample: Sample, loss_on: str
 ) -> None:
     prompt, end = start + len(sample.prompt_ids), start + len(sample)
+    for field in (*_COPIED, "loss_mask"):  # numpy would spread a list of one number
+        values = getattr(sample, field)
+        if values is not None and len(values) != end - prompt:
+            raise ValueError(
+                f"sample {sample.sample_id}: expected {end - prompt} {field}, one per response "
+                f"token, got {len(values)}"
+            )
     batch["tokens"][row, start:prompt] = sample.prompt_ids
     batch["tokens"][row, prompt:end] = sample.response_ids
     batch["positions"][row, start:end] = np.arange(end - start)

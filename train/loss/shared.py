@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from specjax.config.checks import choice
 from specjax.interfaces import Denominators
 from specjax.settings import option
 from train.loss.algo import AlgoSection
@@ -38,7 +39,7 @@ class Aggregated(AlgoSection):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("loss_aggregation", self.loss_aggregation, LOSS_AGGREGATIONS)
+        choice("loss_aggregation", self.loss_aggregation, LOSS_AGGREGATIONS)
         if self.loss_scale_factor is not None and self.loss_scale_factor < 1:
             raise ValueError(
                 f"loss_scale_factor: expected at least 1, got {self.loss_scale_factor}"
@@ -76,7 +77,7 @@ class GroupRelative(Aggregated):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("normalize_over", self.normalize_over, NORMALIZE_OVER)
+        choice("normalize_over", self.normalize_over, NORMALIZE_OVER)
         if self.std_correction not in (0, 1):
             raise ValueError(f"std_correction must be 0 or 1, got {self.std_correction}")
         if self.advantage_eps < 0:
@@ -140,12 +141,6 @@ class Clip(Aggregated):
 @dataclass(frozen=True)
 class Clipped(Clip, GroupRelative):
     """The clipped surrogate with advantages relative to the group."""
-
-
-def one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    """Raises ValueError unless the value of an option is one of those that are known."""
-    if value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
 
 
 def zero_variance_groups(rewards: Float[np.ndarray, "P G"]) -> np.ndarray:

@@ -82,22 +82,21 @@ def make_plan(
             f"--only: expected a regular expression, got {only!r}: {error}"
         ) from error
     saved = _saved(plan, file) if resume else {}
-    found = {p.name: Figures.read(p, saved[p.name]) for p in programs if p.name in saved}
-    plan.programs = list(found.values())
-    asked = [p for p in programs if p.name not in found and wanted.search(p.name)]
-    plan.left_out = len(programs) - len(found)
-    if not asked and not found:
+    figures = {p.name: Figures.read(p, saved[p.name]) for p in programs if p.name in saved}
+    plan.programs = list(figures.values())
+    left = [p for p in programs if p.name not in figures and wanted.search(p.name)]
+    plan.left_out = len(programs) - len(figures)
+    if not left and not figures:
         raise ConfigError(f"--only: no program's name has {only!r} in it")
-    for i, program in enumerate(asked, 1):
-        same = [p.name for p in programs if p.name in found and p.lower is program.lower]
+    for i, program in enumerate(left, 1):
+        same = [p.name for p in programs if p.name in figures and p.lower is program.lower]
         if same:  # evaluation has programs of rollouts
-            figures = found[same[0]]
-            figures = dataclasses.replace(figures, name=program.name, part=program.part)
+            result = dataclasses.replace(figures[same[0]], name=program.name, part=program.part)
         else:
-            figures = _figures(program, topology, shapes, f"{i} of {len(asked)}")
-        found[program.name] = figures
-        plan.programs = [found[p.name] for p in programs if p.name in found]
-        plan.left_out = len(programs) - len(found)
+            result = _figures(program, topology, shapes, f"{i} of {len(left)}")
+        figures[program.name] = result
+        plan.programs = [figures[p.name] for p in programs if p.name in figures]
+        plan.left_out = len(programs) - len(figures)
         if file is not None:  # compilation may take hours
             plan.write(file)
     return plan
@@ -123,10 +122,10 @@ def _figures(program: Program, topology: Topology, shapes: Shapes, which: str) -
     if topology.compiler is None:
         return counted(program, shapes)
     print(f"{which}: compiling {program.name} ..", end="", file=sys.stderr, flush=True)
-    found = compiled(program)
-    told = f" {found.seconds:.1f} s" + (f", REFUSED: {found.failed}" if found.failed else "")
-    print(told, file=sys.stderr, flush=True)
-    return found
+    figures = compiled(program)
+    refused = f", REFUSED: {figures.failed}" if figures.failed else ""
+    print(f" {figures.seconds:.1f} s{refused}", file=sys.stderr, flush=True)
+    return figures
 
 
 @dataclasses.dataclass

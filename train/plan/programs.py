@@ -24,8 +24,7 @@ from specjax.decode.options import Features
 from specjax.drafts.model import ModelSource
 from specjax.engine.engine import Engine
 from specjax.engine.programs import NotCompiled
-from specjax.engine.sources import Drafting, source_of, trains
-from specjax.engine.sources import head_shapes as draft_shapes
+from specjax.engine.sources import Drafting, load_head, source_of, trains
 from specjax.hub import find_model
 from specjax.interfaces import Axes, Denominators, Draft
 from specjax.models.rows import param_axes
@@ -206,7 +205,9 @@ class Shapes:
             return source_of(model, spec), None
         if drafting.kind is not ModelSource:
             path = str(self._find_draft(spec.draft_path))
-            source, head = draft_shapes(path, model, dict(spec.draft_overrides))[1]
+            source, head = load_head(
+                path, model, overrides=dict(spec.draft_overrides), weights=False
+            )[1]
             return source, sharding.shapes(head, self.mesh, self._shardings(source.axes()))
         dtype = model.run.compute_dtype
         cfg = read_config(self._find_draft(spec.draft_path))

@@ -30,6 +30,7 @@ from train.plan.programs import (
     mesh_text,
 )
 from train.plan.topology import Topology
+from train.run.files import replace
 
 GB = 1e9
 
@@ -197,9 +198,7 @@ class Plan:
     def write(self, path: Path) -> None:
         """Writes the figures atomically, so that a plan can be resumed."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.partial")
-        partial.write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
+        replace(path, [json.dumps(self.as_json(), indent=1).encode(), b"\n"])
 
 
 def _sources() -> str:

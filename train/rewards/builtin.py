@@ -67,8 +67,8 @@ def _of_any(reward: Callable[[str, str], float]) -> Reward:
 @_of_any
 def exact(response_text: str, answer: str) -> float:
     """1.0 if the text after the last `####` is the answer, character for character."""
-    found, gold = last_line_answer(response_text), last_line_answer(answer)
-    return float(bool(found) and found == (answer.strip() if gold is None else gold))
+    given, gold = last_line_answer(response_text), last_line_answer(answer)
+    return float(bool(given) and given == (answer.strip() if gold is None else gold))
 
 
 @_of_any
@@ -79,8 +79,8 @@ def number(response_text: str, answer: str) -> float:
     both have one. Fractions and mixed numbers are numbers (`train.rewards.answers.quantity`), a
     decimal may be rounded to six significant digits or cut off after seven, and `x = 5` is 5.
     """
-    found, gold = _as_number(final_answer(response_text)), _as_number(stated_gold(answer))
-    return float(found is not None and gold is not None and gold.equals(found))
+    given, gold = _as_number(final_answer(response_text)), _as_number(stated_gold(answer))
+    return float(given is not None and gold is not None and gold.equals(given))
 
 
 def _as_number(text: str | None):
@@ -199,8 +199,8 @@ def _box(answer: str) -> str:
 
 
 def _mark(answer: str) -> str:
-    found = last_line_answer(answer)
-    return f"#### {answer.strip() if found is None else found}"
+    line = last_line_answer(answer)
+    return f"#### {answer.strip() if line is None else line}"
 
 
 _ANSWER_PLACES = "\\boxed{...}, a last line '#### ...', or 'answer is ...'"

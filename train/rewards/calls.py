@@ -167,14 +167,14 @@ class RewardCall:
     def _outcomes(self, values: Any, count: int) -> list[Outcome]:
         """The outcomes of batch form, one for each completion."""
         try:
-            found = list(values)
+            items = list(values)
         except TypeError:
-            found = None
-        if found is None or len(found) != count or isinstance(values, (str, Mapping)):
-            what = "no list" if found is None else f"{len(found)} values"
+            items = None
+        if items is None or len(items) != count or isinstance(values, (str, Mapping)):
+            what = "no list" if items is None else f"{len(items)} values"
             more = f"expected a list of {count} numbers, one for each completion"
             return [Failed(f"returned {what} ({type(values).__name__})", more)] * count
-        return [self._outcome(value) for value in found]
+        return [self._outcome(value) for value in items]
 
     def _outcome(self, value: Any) -> Outcome:
         """The outcome of a returned value."""
@@ -202,21 +202,21 @@ class RewardCall:
         finally:
             for task in late:
                 cancel_unwanted(task)
-        found: list[Outcome] = []
+        outcomes: list[Outcome] = []
+        of_task = count if self.batch else 1
         for task in tasks:
-            each = count if self.batch else 1
             if task in late:
-                found += [took_too_long(seconds)] * each
+                outcomes += [took_too_long(seconds)] * of_task
             elif task.cancelled():  # by itself
-                found += [Failed("was cancelled", "expected a finite number")] * each
+                outcomes += [Failed("was cancelled", "expected a finite number")] * of_task
             elif isinstance(error := task.exception(), Exception):
-                found += [self._raised(error)] * each
+                outcomes += [self._raised(error)] * of_task
             elif error is not None:
                 raise error
             else:
                 value = task.result()
-                found += self._outcomes(value, count) if self.batch else [self._outcome(value)]
-        return found
+                outcomes += self._outcomes(value, count) if self.batch else [self._outcome(value)]
+        return outcomes
 
     async def _awaited(self, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """Calls the function as a task of its own, for it may raise before it is awaited."""
@@ -238,9 +238,9 @@ def _turns(completion: str, columns: Columns) -> str | list[dict[str, str]]:
 def _outcome(value: Any) -> Outcome:
     if value is None:
         return None
-    found = as_number(value)
-    if found is not None:
-        return found
+    number = as_number(value)
+    if number is not None:
+        return number
     text = repr(value)
     text = text if len(text) <= 80 else f"{text[:77]}..."
     what = f"returned {text} ({type(value).__name__})"
@@ -254,10 +254,10 @@ def as_number(value: Any) -> float | None:
     if not isinstance(value, (numbers.Real, Decimal)):
         return None
     try:
-        found = float(value)
+        number = float(value)
     except OverflowError:
         return None
-    return found if math.isfinite(found) else None
+    return number if math.isfinite(number) else None
 
 
 class _Form(NamedTuple):

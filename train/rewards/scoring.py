@@ -156,11 +156,11 @@ class Scorer:
     def described(self) -> str:
         """The rewards with their weights, and where they run."""
         weights = zip(self._weights, self.names, strict=True)
-        said = " + ".join(f"{w:g} {name}" if w != 1.0 else name for w, name in weights)
+        text = " + ".join(f"{w:g} {name}" if w != 1.0 else name for w, name in weights)
         if self.workers:
             processes = "1 process" if self.workers == 1 else f"{self.workers} processes"
-            said += f" in {processes}, at most {self._timeout:g} s per completion"
-        return said
+            text += f" in {processes}, at most {self._timeout:g} s per completion"
+        return text
 
     def begin(self, problem: Problem) -> Scoring:
         """Begins to score the completions of one problem."""
@@ -173,13 +173,13 @@ class Scorer:
 
     def metrics(self) -> dict[str, float]:
         """Figures since the last call: seconds in rewards, seconds waited, time limits passed."""
-        found = {
+        figures = {
             "time/reward": self._seconds,
             "time/reward_wait": self._waited,
             "reward/timed_out": float(self._timed_out),
         }
         self._seconds, self._waited, self._timed_out = 0.0, 0.0, 0
-        return found
+        return figures
 
     def part_means(self, scores: Sequence[Score]) -> dict[str, float]:
         """The mean of each reward, without its weight, by its label, where it applies to any."""
@@ -364,12 +364,12 @@ class Scoring:
         self._scorer.wait_for(self.futures())
         for future in {id(future): future for future, _ in self._asked.values()}.values():
             self._scorer.took(future.result().seconds)
-        found = {}
+        scores = {}
         for place, (_, problem, _) in self._texts.items():
-            asked = [self._asked[index, place] for index in range(len(self._scorer.names))]
-            outcomes = [future.result().outcomes[i] for future, i in asked]
-            found[place] = self._scorer.joined(outcomes, problem)
-        return found
+            calls = [self._asked[index, place] for index in range(len(self._scorer.names))]
+            outcomes = [future.result().outcomes[i] for future, i in calls]
+            scores[place] = self._scorer.joined(outcomes, problem)
+        return scores
 
     def cancel(self) -> None:
         """Gives up calls that no worker has begun."""
@@ -408,15 +408,15 @@ def row_name(problem: Problem) -> str:
 def _columns(problem: Problem, sample: SampleFacts | None) -> dict[str, Any]:
     """The columns that a reward may have as parameters, by name."""
     text = isinstance(problem.prompt, str)
-    own = {"answer": problem.answer, "prompt": problem.prompt if text else list(problem.prompt)}
+    columns = {"answer": problem.answer, "prompt": problem.prompt if text else list(problem.prompt)}
     if problem.unread is not None:
-        own["answer"] = problem.unread.value
+        columns["answer"] = problem.unread.value
     elif not isinstance(problem.answer, str):
-        own["answer"] = list(problem.answer)
+        columns["answer"] = list(problem.answer)
     if not text:
-        own["messages"] = list(problem.prompt)
-    own |= {"sample": sample, "completion_ids": list(sample.token_ids) if sample else []}
-    return {**problem.columns, **own, ROW: dict(problem.row or problem.columns)}
+        columns["messages"] = list(problem.prompt)
+    columns |= {"sample": sample, "completion_ids": list(sample.token_ids) if sample else []}
+    return {**problem.columns, **columns, ROW: dict(problem.row or problem.columns)}
 
 
 # --- gold answers --------------------------------------------------------------------------------
@@ -479,23 +479,23 @@ class GoldAnswers:
         """
         index = problem.index
         if index not in self._lost:
-            found = self._check(problem)
-            if isinstance(found, Failed):
-                found = self._check(problem)
-            if isinstance(found, Failed):
+            is_lost = self._check(problem)
+            if isinstance(is_lost, Failed):
+                is_lost = self._check(problem)
+            if isinstance(is_lost, Failed):
                 self.undecided.add(index)
-                self._warn(problem, found)
-            self._lost[index] = found is True
+                self._warn(problem, is_lost)
+            self._lost[index] = is_lost is True
         return self._lost[index]
 
     def _check(self, problem: Problem) -> bool | Failed:
         """Whether a reward cannot be 1 for a row; a failure if that is not known."""
-        asked = self._ask(problem)
-        self._scorer.wait_for({future for each in asked for future in each})
+        calls = self._ask(problem)
+        self._scorer.wait_for({future for futures in calls for future in futures})
         del self._asked[problem.index]
         is_lost, failed = False, None
-        for each in asked:
-            answers = [future.result() for future in each]
+        for futures in calls:
+            answers = [future.result() for future in futures]
             self._scorer.took(sum(answer.seconds for answer in answers))
             outcomes = [outcome for answer in answers for outcome in answer.outcomes]
             if 1.0 in outcomes:
@@ -584,8 +584,8 @@ def check_gold(
     if isinstance(problems, list):  # and not generated one by one
         chosen |= {i for i, problem in enumerate(problems) if not _has_gold(problem)}
     rows = [problems[i] for i in sorted(chosen)]
-    found = [(row, unwinnable(scorer, row)) for row in rows]
-    return [(row, reason) for row, reason in found if reason], len(rows)
+    reasons = [(row, unwinnable(scorer, row)) for row in rows]
+    return [(row, reason) for row, reason in reasons if reason], len(rows)
 
 
 def described_gold(scorer: Scorer) -> str:
@@ -596,16 +596,16 @@ def described_gold(scorer: Scorer) -> str:
 
 
 def unwinnable_message(
-    scorer: Scorer, found: Sequence[tuple[Problem, str]], checked: int, most: int = 5
+    scorer: Scorer, lost: Sequence[tuple[Problem, str]], checked: int, most: int = 5
 ) -> str:
     """A line that names unwinnable rows, `most` of them at most, those without an answer first."""
-    found = sorted(found, key=lambda pair: pair[0].unread is None)
-    named = "; ".join(f"{row_name(row)}: {reason}" for row, reason in found[:most])
-    more = f"; and {len(found) - most} more" if len(found) > most else ""
-    if any(row.unread is not None for row, _ in found):
+    lost = sorted(lost, key=lambda pair: pair[0].unread is None)
+    named = "; ".join(f"{row_name(row)}: {reason}" for row, reason in lost[:most])
+    more = f"; and {len(lost) - most} more" if len(lost) > most else ""
+    if any(row.unread is not None for row, _ in lost):
         more += "; data.answer_key=COLUMN names another column of the answer"
     return (
-        f"{len(found)} of {checked} gold answers checked cannot be won with "
+        f"{len(lost)} of {checked} gold answers checked cannot be won with "
         f"reward={scorer.name}, which reads {described_gold(scorer)}: {named}{more}"
     )
 

@@ -22,13 +22,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from specjax.config.checks import choice
 from specjax.interfaces import Logprobs
 from specjax.settings import option
 from train.loss.shared import (
     LOSS_AGGREGATIONS,
     Clipped,
     bounded_exp,
-    one_of,
     sample_sums,
 )
 
@@ -56,7 +56,7 @@ class GSPO(Clipped):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("importance_sampling_level", self.importance_sampling_level, LEVELS)
+        choice("importance_sampling_level", self.importance_sampling_level, LEVELS)
 
     def per_token(
         self,
