@@ -131,6 +131,7 @@ class HeadTrainer:
       curve: held-out accept lengths.
     """
 
+    work = "update"
     restart = "init={run}"
 
     def __init__(self, cfg: DraftRunConfig):

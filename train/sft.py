@@ -151,6 +151,7 @@ class SFTTrainer:
       notes: lines to print at start.
     """
 
+    work = "update"
     restart = "init=DIR, which `specjax convert {run} DIR` makes"
 
     def __init__(self, cfg: SFTConfig, keep_tokenizer: bool = False):

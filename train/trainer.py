@@ -118,6 +118,7 @@ class Trainer:
     def __init__(self, cfg: RLConfig):
         self.cfg, self.done_steps, self.row_sizes = cfg, 0, cfg.row_sizes
         self.on_program: OnProgram | None = None
+        self._work = "rollout"
         self._start_up: StartUp | None = None
         self.last_rollout: list[Group] = []
         self.last_evaluation: dict[str | None, list[Group]] = {}
@@ -282,6 +283,11 @@ class Trainer:
         """The weights of what drafts; None: it has none."""
         return self.source_params if self.head is None else self.head
 
+    @property
+    def work(self) -> str:
+        """The part of the step that is in progress; another thread may ask for it."""
+        return self.rollouts.progress() if self._work == "rollout" else self._work
+
     def start_lines(self) -> list[str]:
         """Returns the lines about rollouts at start."""
         *lines, kernel = self._any_engine.start_lines()
@@ -369,7 +375,7 @@ class Trainer:
             self.trace.write(out / TRACE_FILE, self.engines)
         write_telemetry(self.engines, self.engine.telemetry, out / "telemetry.jsonl")
         # 2. Advantages, packed micro-batches, and the update(s) of the policy.
-        started = time.perf_counter()
+        self._work, started = "policy update", time.perf_counter()
         self._score_carried()
         batches, states = self._update_policy(groups, metrics, step) if groups else ([], [])
         every = self.cfg.algo.ref_update_steps
@@ -381,7 +387,7 @@ class Trainer:
         if self.spot is not None:
             self.spot.store(step, batches, states)
         elif self.draft is not None:
-            started = time.perf_counter()
+            self._work, started = "draft update", time.perf_counter()
             if batches:  # else every group was dropped
                 metrics |= self._update_draft(batches, states)
             metrics["time/draft"] = time.perf_counter() - started
@@ -402,6 +408,7 @@ class Trainer:
 
     def _roll_out(self, step: int) -> tuple[list[Group], dict]:
         """Runs a rollout, and spot training meanwhile; returns groups to train on and metrics."""
+        self._work = "rollout"
         if self.spot is not None:
             self.spot.begin(step, self.head, self.draft_opt, self.params)
         if self.trace is not None:
@@ -539,6 +546,7 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """Computes metrics of evaluation on all sets, with the same seeds every time."""
+        self._work = "evaluation"
         self._give_evaluation()
         if self._shares_programs:  # it begins with what rollouts know, and keeps what it learns
             for engine, rollouts in zip(self.eval_engine.engines, self.engines, strict=True):

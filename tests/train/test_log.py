@@ -2,12 +2,13 @@
 
 import json
 import math
+import threading
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 
-from train.run import picture
+from train.run import log, picture
 from train.run.files import read_metrics
 from train.run.log import MetricsLogger
 
@@ -36,6 +37,21 @@ def test_values_that_are_not_finite_are_null_named_and_warned_about(tmp_path, ca
     assert record["train/loss"] is None and record["train/kl"] is None
     assert record["nonfinite"] == ["train/loss", "train/kl"] and record["train/entropy"] == 0.5
     assert "WARNING: step 3: not finite: train/loss, train/kl" in capsys.readouterr().out
+
+
+def test_a_long_step_prints_what_it_does(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(log, "QUIET", 0.02)
+    asked = threading.Event()
+
+    def progress() -> str:
+        asked.set()
+        return "step 1 of 2: rollout, 3 of 8 samples have ended"
+
+    with MetricsLogger(tmp_path, progress=progress) as logger:
+        assert asked.wait(30)
+        logger.log(1, {"train/loss": 0.5})
+    lines = capsys.readouterr().out.splitlines()
+    assert "3 of 8 samples have ended" in lines[0] and "step    1" in lines[-1]
 
 
 def test_a_resumed_run_has_every_step_once(tmp_path):

@@ -72,6 +72,7 @@ class Rollouts:
         self.zero: str | None = None
         self._any_reward = False
         self.short: str | None = None
+        self._run: StepRollout | None = None  # the last step's, or the one in progress
         self._kept: tuple[Group, ...] = ()  # the last step's complete and carried groups
 
     def collect(
@@ -86,6 +87,7 @@ class Rollouts:
         carried, stale = begin_step(self.carried, step, roll.max_staleness)
         self.draws.begin(step)
         run = StepRollout(engine, self.rule, roll.partial, self.draws, self.rewards)
+        self._run = run
         try:
             selection = run.run(carried)
         finally:
@@ -105,6 +107,12 @@ class Rollouts:
         if roll.partial:
             metrics["rollout/carried_sha"] = tokens_digest(ended.carried)
         return ended.complete, [ended.complete[i] for i in ended.selected], metrics
+
+    def progress(self) -> str:
+        """Describes the rollout in progress; another thread may call it."""
+        samples = [r for group in (self._run.groups if self._run else []) for r in group.responses]
+        ended = sum(sample.finish_reason is not None for sample in samples)
+        return f"rollout, {ended} of {len(samples)} samples have ended"
 
     def begun(self) -> list[tuple[Job, list[int]]]:
         """Returns the samples of complete and carried groups that the last step began.

@@ -3,7 +3,8 @@
 `metrics.jsonl` holds one JSON object per step, from which plots and tables are made. When a run is
 resumed, an unfinished last line and the steps that will be repeated are dropped. TensorBoard and
 wandb get the numbers under the same names. In a terminal the last steps are a table that is updated
-while the run goes on (`train.run.live`); elsewhere each step prints a line.
+while the run goes on (`train.run.live`). Elsewhere each step prints a line, and during a long step
+the work in progress is printed every `QUIET` seconds.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import json
 import math
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,10 +22,13 @@ from typing import Any
 import jax
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from train.run.files import METRICS_FILE, keep_before, move_aside
 from train.run.live import CONSOLE_FIELDS, Fields, LiveTable, line_of
+
+QUIET = 20.0  # seconds
 
 
 class MetricsLogger:
@@ -39,6 +44,7 @@ class MetricsLogger:
         live: whether a terminal shows a table that is updated during the run.
         steps: number of the last step of the run, for the time left; None if it is not known.
         settings: settings of the run, which wandb shows; None for none.
+        progress: function that describes the work in progress; None prints no such lines.
 
     Raises:
         ModuleNotFoundError: TensorBoard or wandb is not installed, and a setting needs it.
@@ -54,8 +60,10 @@ class MetricsLogger:
         live: bool = True,
         steps: int | None = None,
         settings: Mapping[str, Any] | None = None,
+        progress: Callable[[], str] | None = None,
     ):
         out, self._fields, self._live, self._stack = Path(out_dir), console_fields, None, None
+        self._printed = threading.Event()  # set by each line of a step
         active = jax.process_index() == 0
         self._console = Console(quiet=not active, highlight=False, soft_wrap=True)
         if not active:
@@ -77,6 +85,8 @@ class MetricsLogger:
         if live and LiveTable.fits(self._console):
             first = 1 if resume_step is None else resume_step
             self._live = LiveTable(self._console, console_fields, first, steps)
+        elif progress is not None:
+            self._stack.enter_context(_printing(self._console, progress, self._printed))
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Records one step and prints its line.
@@ -101,6 +111,7 @@ class MetricsLogger:
             self._live.add(step, record)
         else:
             self._console.print(line_of(self._fields, step, record))
+            self._printed.set()
         if lost:
             text = f"WARNING: step {step}: not finite: {', '.join(lost)}"
             self._console.print(text, style="bold white on red", markup=False)
@@ -153,6 +164,34 @@ def _need(module: str) -> ModuleNotFoundError:
     return ModuleNotFoundError(
         f"log.{module} needs a package that is not installed: pip install 'specjax[log]'"
     )
+
+
+@contextlib.contextmanager
+def _printing(
+    console: Console, progress: Callable[[], str], printed: threading.Event
+) -> Iterator[None]:
+    """Within it the work in progress is printed when no step has printed its line for a while."""
+    since, closed = time.monotonic(), False
+
+    def run() -> None:
+        nonlocal since
+        while True:
+            if printed.wait(QUIET):
+                since = time.monotonic()
+                printed.clear()
+                if closed:
+                    return
+            else:
+                console.print(f"[dim]{escape(progress())}, {time.monotonic() - since:.0f} s")
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        closed = True
+        printed.set()
+        thread.join()
 
 
 @contextlib.contextmanager

@@ -85,12 +85,14 @@ class State(Protocol):
     Attributes:
       cfg: settings of the program.
       done_steps: number of updates, or of steps of RL, that are done.
+      work: the part of the step that is in progress.
       tokenizer: tokenizer of the policy.
       restart: setting that starts a run from the weights of another, whose directory is {run}.
     """
 
     cfg: Any
     done_steps: int
+    work: str
     tokenizer: Any
     restart: str
 
@@ -196,6 +198,7 @@ class Run:
                 cfg.log.live,
                 last,
                 settings_of(cfg),
+                self._progress,
             )
         )
         self._stack.push(self._signals)
@@ -206,6 +209,10 @@ class Run:
     def first_logged(self) -> int | None:
         """The first step that a resumed run logs; None: the files of the run begin anew."""
         return self.state.done_steps + 1 if self.resumed else None
+
+    def _progress(self) -> str:
+        """Describes the work in progress, for the log of a long step."""
+        return f"step {self.state.done_steps + 1} of {self.last}: {self.state.work}"
 
     def goes_on(self) -> bool:
         """Returns whether there are further steps."""
