@@ -115,9 +115,10 @@ def sources(part: Mapping) -> list[str]:
         where = f"{machine['device']}"
         if machine["platform"] == "cpu":
             where = f"{machine['processor']}, {machine['cores']} cores"
+        command = result["command"].partition(" --")[0]
         commit = f"commit {versions['specjax']}, " if "specjax" in versions else ""
         found.append(
-            f"- {', '.join(named)}: `{result['command']}` ([JSON](../{RESULTS}/{file}); {where}; "
+            f"- {', '.join(named)}: `{command}` ([JSON](../{RESULTS}/{file}); {where}; "
             f"{commit}jax {versions['jax']}; {result['date'][:10]})"
         )
     return found
@@ -142,7 +143,8 @@ and adds numbers; the GSM8K policy was trained with specjax, and its weights are
 repository. `4_1_5` is a chain of 4 drafted tokens.
 
 The values are those of the commit that is named, or of the date where none is; programs have
-changed since. Commands and the keys of figures were renamed later, in older files too.
+changed since. A command is cut at its first option; the JSON has all of it, with the names of its
+time.
 """
 
 
