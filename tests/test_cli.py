@@ -206,6 +206,7 @@ no JSON
 """
 
 
+@pytest.mark.slow
 def test_bad_lines_of_a_file_are_named_and_the_others_are_generated(run, plain, tmp_path):
     """Prompts as text, messages and ids; options of a line's own; what they are is handed on."""
     file, output = tmp_path / "prompts.jsonl", tmp_path / "out" / "samples.jsonl"

@@ -103,6 +103,7 @@ def test_hugging_face_to_orbax_and_back_is_the_same_to_the_bit(
     assert_same_directory(source, tmp_path / "back")
 
 
+@pytest.mark.slow
 def test_a_tied_model_with_a_head_of_its_own_keeps_both_and_says_so(
     thin_policy, convert, tmp_path, caplog
 ):

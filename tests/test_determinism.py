@@ -67,7 +67,8 @@ def run(code: str, *arguments: str, platforms: str = "cpu") -> subprocess.Comple
     )
 
 
-@pytest.mark.parametrize("told", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("told", [False, True])
 def test_a_run_sets_flags_before_backends_start_and_says_that_cpus_need_none(
     told, thin_policy, tmp_path
 ):

@@ -13,6 +13,7 @@ def warned(caplog) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("logging_as_it_was")
 def test_an_engine_warns_once_of_a_head_that_is_wrong(thin_policy, caplog):
     cfg, params, head = hf.load_checkpoint(thin_policy, "float32")

@@ -33,6 +33,7 @@ VOCAB = CFG.vocab_size
 ARMS, TWO = ("off", "3_1_4"), ("off", "1_1_2")
 
 
+@pytest.mark.slow
 def test_a_controller_chooses_among_compiled_strategies_through_llm():
     control = ControlConfig(controller="goodput", strategies=TWO)
     how = EngineConfig(prefill_chunk=16, stretch=1)
@@ -152,15 +153,9 @@ class Chosen(Controller):
         self.seen.append(seen)
 
 
-@pytest.mark.parametrize(
-    ("controller", "best"),
-    [
-        ("goodput", "off"),
-        pytest.param("bandit", "3_1_4", marks=pytest.mark.slow),
-        pytest.param("goodput", "3_1_4", marks=pytest.mark.slow),
-        pytest.param("bandit", "off", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("controller", ["goodput", "bandit"])
+@pytest.mark.parametrize("best", ["off", "3_1_4"])
 def test_what_gives_most_tokens_per_second_is_chosen(controller, best, monkeypatch):
     """On a clock of our own, on which every strategy but one takes ten times as long."""
     engine, ran = adaptive(), []

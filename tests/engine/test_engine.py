@@ -51,6 +51,7 @@ def chunks(monkeypatch):
     return watch
 
 
+@pytest.mark.slow
 def test_the_batch_shrinks_with_what_runs_and_slots_are_refilled(chunks):
     engine = warm()
     seen = chunks(engine)

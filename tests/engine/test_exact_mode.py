@@ -55,6 +55,7 @@ def test_the_outputs_are_the_speculative_ones_and_nothing_differs(llm, warnings)
     assert llm.totals.rounds == sum(s.stats.rounds for out in outs for s in out.samples)
 
 
+@pytest.mark.slow
 def test_the_plain_engine_is_kept_between_calls_and_follows_the_weights(llm):
     llm.generate(PROMPTS, OPTIONS)
     plain, built = llm._plain, llm._plain.runner.compilations
@@ -70,6 +71,7 @@ def test_the_plain_engine_is_kept_between_calls_and_follows_the_weights(llm):
     assert llm.compare_with_plain(PROMPTS, OPTIONS) == [] and llm._plain is plain
 
 
+@pytest.mark.slow
 def test_every_sample_that_differs_is_warned_of_once_with_position_tokens_and_gaps(
     monkeypatch, warnings
 ):

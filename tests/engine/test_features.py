@@ -99,6 +99,7 @@ def test_what_is_warmed_up_compiles_no_more_and_requests_that_need_less_take_the
     assert seen[-1][1] == Features.all()
 
 
+@pytest.mark.slow
 def test_a_call_compiles_one_program_for_all_its_requests_before_its_first_chunk(asked):
     engine = small_engine()
     engine.warm_up()
@@ -119,6 +120,7 @@ def test_a_call_compiles_one_program_for_all_its_requests_before_its_first_chunk
     assert Features() in ran and both in ran
 
 
+@pytest.mark.slow
 def test_options_asked_for_one_after_the_other_compile_a_few_programs_and_no_more():
     engine = small_engine()
     engine.generate(jobs(SamplingParams(max_tokens=2)))

@@ -139,6 +139,7 @@ def test_a_graph_that_is_wrong_or_fails_is_replaced_with_one_line(kind, bucket, 
     assert not any(isinstance(p, Wrong) for p in engine.runner.executables.by_key.values())
 
 
+@pytest.mark.slow
 def test_a_graph_that_does_not_compile_is_replaced(monkeypatch, caplog):
     monkeypatch.setattr(programs, "ONE_GRAPH", {"xla_gpu_no_such_option": 1})
     engine, seen = made()

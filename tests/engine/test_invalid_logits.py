@@ -31,8 +31,7 @@ MODES = {
     "plain, wide": None,
     "coupled tree, wide": SpecConfig("3_4_12"),
 }
-# Of each kind of round one mode; the others when there is time.
-FAST = ("coupled tree", "block")
+FAST = ("coupled tree",)
 
 
 SOUND = [[1, 2, 3], [4, 5, 6], [7, 8], [10], [12, 13, 14, 15], [16, 17]]

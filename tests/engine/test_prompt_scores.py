@@ -67,6 +67,7 @@ def test_scores_are_those_of_a_full_forward(weights, prompts, expected, options)
             assert len(top) == 3 + (token not in list(top)[:3])
 
 
+@pytest.mark.slow
 def test_replicas_share_prompts_and_give_the_same_scores(weights, prompts):
     engine = EngineConfig(prefill_chunk=48, page_size=32)
     llm = LLM((CFG, weights, None), None, 2, MAX_LEN, engine=engine, replicas=2)

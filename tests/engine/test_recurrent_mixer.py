@@ -211,6 +211,7 @@ def test_packed_training_forward_gives_the_log_probabilities_of_decoding(samples
         at = end + 1
 
 
+@pytest.mark.slow
 def test_scanned_layers_of_two_kinds_emit_what_unrolled_ones_do(samples):
     cfg, jobs, found = samples
     unrolled = engine_of(config(repeats=2), None, 1)

@@ -157,6 +157,7 @@ def test_the_environment_variable_switches_it_on_and_the_config_has_the_last_wor
     assert build(strategy="2_1_3").telemetry is None
 
 
+@pytest.mark.slow
 def test_a_run_is_written_printed_and_drawn(tmp_path):
     llm, _ = ran(*CHAIN)
     path = llm.telemetry.write_jsonl(tmp_path / "run.jsonl")

@@ -128,7 +128,8 @@ def by_itself(directory):
 CHAIN = f"{STEPS}_1_{STEPS + 1}"
 
 
-@pytest.mark.parametrize("strategy", [CHAIN, pytest.param("2x2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [CHAIN, "2x2"])
 def test_a_draft_model_that_is_the_target_is_always_accepted(by_itself, strategy):
     """Greedy and sampled, since both draw with the same noise: so its cache is right everywhere.
 

@@ -74,6 +74,7 @@ def gathered(text: str, width: int = VOCAB) -> list[str]:
     return [shape for shape in made if rows_in(shape, width)]
 
 
+@pytest.mark.slow
 def test_no_device_ever_holds_a_row_of_logits_or_of_noise():
     text = chunk_text(chain_on_8(), Features())
     assert rows_in(text, VOCAB // 4)

@@ -129,6 +129,7 @@ def test_a_head_that_went_to_nan_is_forgotten_with_the_next():
     assert [s.stats for s in after] == [s.stats for s in before], "it drafts as if nothing had been"
 
 
+@pytest.mark.slow
 def test_what_was_generated_stays_when_weights_change_in_invariant_mode():
     """A preempted sample is generated anew there; under other weights it would be another one."""
     spec, often = SpecConfig("1_1_2", invariant=True), EngineConfig(chunk_tokens=8, stretch=1)

@@ -214,6 +214,7 @@ def generated(kernel, **settings) -> list[list[int]]:
     return [output.samples[0].token_ids for output in llm.generate(PROMPTS, ASKED)]
 
 
+@pytest.mark.slow
 def test_a_rollout_runs_the_kernel_that_is_asked_for_and_gives_the_same_tokens(calls, caplog):
     wanted = generated("reference")
     # Products have a warning of their own where there is no C++ compiler.

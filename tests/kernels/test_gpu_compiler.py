@@ -99,6 +99,7 @@ def test_chunks_gather_no_page(name):
     assert gathers_of_pages(for_cuda(gathering), gathering)
 
 
+@pytest.mark.slow
 def test_drafts_multiply_by_the_columns_that_are_drafted_from():
     """With a draft vocabulary the whole head is for the verification alone."""
 

@@ -247,6 +247,7 @@ def generated(cfg, spec) -> list[list[int]]:
     return [output.samples[0].token_ids for output in llm.generate(prompts, asked)]
 
 
+@pytest.mark.slow
 def test_a_model_with_a_soft_cap_gives_the_same_tokens_with_and_without_speculation():
     cfg = change_dense(tiny_config(layers=2), soft_cap=0.8, head_dim=16)
     plain = generated(cfg, None)

@@ -93,12 +93,10 @@ def model():
     return cfg, params, apt(init_head_params(cfg, 2), cfg)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec",
-    [
-        SpecConfig("5_3_12"),
-        pytest.param(SpecConfig("2x2", invariant=True), marks=pytest.mark.slow),
-    ],
+    [SpecConfig("5_3_12"), SpecConfig("2x2", invariant=True)],
     ids=["dynamic tree", "invariant"],
 )
 def test_tokens_are_those_of_plain_decoding(spec, model):

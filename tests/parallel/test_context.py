@@ -229,8 +229,7 @@ def layouts():
     for sizes in ((1, 2, 2, 2), (2, 1, 4, 1)):
         axes = dict(zip(("data", "fsdp", "tp", "cp"), sizes, strict=True))
         config = MeshConfig(**axes, sequence_parallel=True)
-        marks = () if sizes in usual else pytest.mark.slow
-        yield pytest.param(config, marks=marks, id=f"{sizes}-sequence_parallel")
+        yield pytest.param(config, marks=pytest.mark.slow, id=f"{sizes}-sequence_parallel")
 
 
 def relative(ours, theirs) -> float:

@@ -163,6 +163,7 @@ def test_slots_are_split_over_the_data_axes_pages_by_heads_noise_by_vocabulary(t
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("off", "4_1_5", "4x2x1", "6_1_7")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["2_1_3", *SLOW])
 def test_sharded_decoding_emits_the_same_tokens(thin_policy, mesh, strategy):
     rng = np.random.default_rng(1)

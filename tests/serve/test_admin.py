@@ -113,9 +113,8 @@ def replay(weights):
     return tokens
 
 
-@pytest.mark.parametrize(
-    "running", ["recompute", *(pytest.param(x, marks=pytest.mark.slow) for x in ("finish", "keep"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("running", ["recompute", "finish", "keep"])
 def test_weights_change_under_load_and_no_token_is_lost_or_wrong(
     restored: Server, others, weights, replay, running
 ):
@@ -252,6 +251,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(server, other
     assert weights_info(server.llm) == before
 
 
+@pytest.mark.slow
 def test_the_tokens_that_are_drafted_from_change_while_requests_run(thin_policy):
     few = {"max_batch": 1, "warm_up": "none"}  # the fewest programs to compile
     cfg = config(thin_policy, engine=few, speculation={"strategy": "1_1_2", "draft_vocab": 16})

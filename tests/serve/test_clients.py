@@ -47,6 +47,7 @@ def unsupported(kind):
     return protocol.UNSUPPORTED_SAMPLING | only
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 def test_one_request_may_say_all_of_them(server: Server, path):
     plainly = server.post(path, json=PATHS[path]).json()["choices"]

@@ -86,7 +86,8 @@ def fuzz(server: Server, path: str, mode: GenerationMode, count: int) -> Counter
     return seen
 
 
-@pytest.mark.parametrize("cases", [40, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [40, 2000])
 def test_no_body_makes_a_server_error_or_finds_anything_left_to_compile(spread: Server, cases):
     built = spread.metrics()["compilations_total"]
     seen = {key: fuzz(spread, *key, round(cases * share)) for key, share in SHARES.items()}
@@ -100,6 +101,7 @@ def test_no_body_makes_a_server_error_or_finds_anything_left_to_compile(spread: 
     assert spread.get("/health").json()["status"] == "ok"
 
 
+@pytest.mark.slow
 def test_replicas_under_a_controller_give_the_tokens_of_plain_decoding(spread: Server, plain):
     client = spread.client(openai.AsyncOpenAI)
 

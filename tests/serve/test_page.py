@@ -17,6 +17,8 @@ from serve.settings import load_llm
 from specjax import ControlConfig, SamplingParams
 from specjax.control import make_controller
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT, SEED, TOKENS = "17+25+8=", 16, 60
 ASKED = {"prompt": PROMPT, "max-tokens": TOKENS, "seed": SEED}

@@ -112,6 +112,7 @@ def test_a_full_disk_under_the_logs_stops_nothing(killed):
     assert len(killed[0]) == 80
 
 
+@pytest.mark.slow
 def test_after_kill_9_it_serves_again_on_the_same_port(killed, restarted):
     assert restarted.ask(seed=5, n=1).choices[0].token_ids == killed[0]
     said = "".join(restarted.said)

@@ -40,6 +40,7 @@ def ask(server, **body):
     return server.client().completions.create(**options, extra_body=extra)
 
 
+@pytest.mark.slow
 def test_an_echo_says_how_likely_every_token_of_the_prompt_was(server: Server, plain, expected):
     answer = ask(server, prompt=list(PROMPTS), echo=True, logprobs=1, return_token_ids=True)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]

@@ -62,6 +62,7 @@ def test_it_names_the_tier_before_the_first_request(thin_policy, how, strategy, 
     }
 
 
+@pytest.mark.slow
 def test_there_is_an_entry_for_each_replica_with_figures_of_its_own(thin_policy):
     """The tier of one goes down, for it ran what a random head drafts; the other had no request."""
     tiers = EmaConfig(candidate_steps=(1, 2))

@@ -150,6 +150,7 @@ def test_every_need_names_a_setting_or_a_property_of_some_program():
     assert len(resolved) > 80 and [place for place, here in resolved.items() if not here] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["rl", "sft"])
 def test_no_number_of_any_setting_is_nan(program, capsys):
     numbers = [key for key in keys_of(PROGRAMS[program][0]) if key.kinds == [float]]

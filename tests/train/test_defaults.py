@@ -127,6 +127,7 @@ def test_weights_that_are_lost_end_a_run_and_are_not_its_result(
     assert read_metrics(tmp_path)[-1]["nonfinite"]
 
 
+@pytest.mark.slow
 def test_rows_that_follow_a_step_have_the_same_loss_with_less_padding(thin_policy, tmp_path):
     found = {}
     for rows in ("null", 16):

@@ -155,6 +155,7 @@ def test_a_head_learns_from_the_policys_own_samples(run):
     assert last["train/tokens"] == 3 * sum(len(row["token_ids"]) for row in samples)
 
 
+@pytest.mark.slow
 def test_an_eagle_3_head_learns_from_given_samples(eagle):
     losses = by_pass(eagle, "train/mtp_loss")
     assert losses[0] > losses[1] > losses[2]
@@ -166,6 +167,7 @@ def test_an_eagle_3_head_learns_from_given_samples(eagle):
     assert json.loads(text)["draft_vocab_size"] == 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but(["mtp", "eagle3"], "eagle3"))
 def test_the_exported_head_has_the_accept_length_that_was_measured(kind, run, thin_policy, request):
     out = run if kind == "mtp" else request.getfixturevalue("eagle")
@@ -353,6 +355,7 @@ def test_every_sample_is_packed_once_and_each_pass_has_an_order_of_its_own():
     assert orders[0] != orders[1] != order_of(settings(seed=4), len(batches), 1).tolist()
 
 
+@pytest.mark.slow
 def test_the_most_frequent_tokens_and_the_end_are_drafted_from():
     cfg = settings(kind="eagle3", draft_vocab=4)
     pairs = [Pair([9, 9, 9], [1, 1, 1, 2, 2, 5]), Pair([9], [7, 7, 2])]

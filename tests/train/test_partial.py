@@ -70,6 +70,7 @@ def learned(metrics: dict) -> dict:
 # --- over-sampling --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_over_sampling_takes_the_shortest_groups_and_stops_early(thin_policy, tmp_path):
     plain = {**OVER, "rollout.strategy": "off", "rollout.max_batch": 8, "rollout.chunk_tokens": 2}
     early = make(thin_policy, tmp_path, **plain)
@@ -186,6 +187,7 @@ def responses(trainer):
     return [r for group in trainer.rollouts.carried for r in group.responses]
 
 
+@pytest.mark.slow
 def test_chunks_orders_speculation_and_controllers_change_nothing_that_is_learned(
     partial, thin_policy, tmp_path
 ):

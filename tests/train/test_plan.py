@@ -124,6 +124,7 @@ def run(tiny_policy, tmp_path_factory):
     return cfg, ran, held
 
 
+@pytest.mark.slow
 def test_what_is_lowered_is_what_a_run_runs(run):
     cfg, ran, _ = run
     lowered = {p.key: p.lower().as_text() for p in Shapes(cfg, jax.devices()).programs()}

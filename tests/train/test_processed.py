@@ -58,7 +58,7 @@ def transforms_of(case):
     return Transforms.of(SamplingParams(**case, max_tokens=9), STOPS, VOCAB)
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, "everything"))
+@pytest.mark.parametrize("case", slow_but(CASES, "filters"))
 def test_they_equal_a_reference_and_so_do_their_gradients(case):
     case = CASES[case]
     samples, batch, logits = packed(3)
@@ -88,6 +88,7 @@ def test_they_equal_a_reference_and_so_do_their_gradients(case):
     assert (outside > 0) == bool(set(case) & set(FILTERS)), "tokens that the filters drop are there"
 
 
+@pytest.mark.slow
 def test_a_token_outside_of_what_filters_keep_has_a_logprob_and_a_gradient_that_raises_it():
     samples, batch, _ = packed(3)
     row, at, sample, count = next(places(samples, batch))

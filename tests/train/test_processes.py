@@ -162,6 +162,7 @@ def test_the_head_learns_in_gaps_and_the_first_process_tells_of_all_replicas(two
     assert sum(told.causes.values()) == len(told.records) == told.summary().rejections
 
 
+@pytest.mark.slow
 def test_one_process_goes_on_from_the_checkpoint_of_two(two, one):
     trainer, metrics, weights = one  # it is a step further, and goes back
     with Checkpointer(two[0] / "checkpoints") as checkpoints:

@@ -106,6 +106,7 @@ def policy(thin_policy, tmp_path):
     FAMILIES.rows.update(known)
 
 
+@pytest.mark.slow
 def test_the_programs_of_a_run_are_the_warmed_and_the_planned_ones(policy, tmp_path):
     """With partial rollouts, which score what is carried before the update."""
     changes = {

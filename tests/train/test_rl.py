@@ -204,6 +204,7 @@ def vary(thin_policy, tmp_path, base):
     return run
 
 
+@pytest.mark.slow
 def test_a_kl_term_is_added_with_its_coefficient(vary, base):
     _, steps = vary(2, algo__kl_loss_coef=0.5)
     assert "train/kl" not in base[1][0] and base[1][1]["train/kl_loss"] == 0

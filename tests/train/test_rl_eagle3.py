@@ -68,6 +68,7 @@ def test_the_head_is_trained_and_moves_no_bit_of_the_policy(modes):
     assert not still, f"{sorted(still)} are not trained"
 
 
+@pytest.mark.slow
 def test_what_was_saved_is_the_head_that_was_trained(run, modes, thin_model):
     cfg = load_model(thin_model, "float32").cfg
     online = modes["online"][0]

@@ -44,6 +44,7 @@ def same(a: Trainer, b: Trainer) -> bool:
     return all(np.array_equal(x, y) for x, y in pairs)
 
 
+@pytest.mark.slow
 def test_the_reference_of_kl_in_rewards_is_updated(train, base):
     kept, steps = train(algo__kl_coef=0.1)
     assert steps[0]["train/reward_kl_penalty"] == 0  # the reference is the policy of the start

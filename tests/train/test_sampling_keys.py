@@ -58,6 +58,7 @@ def processed(thin_policy, tmp_path_factory):
     return trainer, steps, rollouts, weights
 
 
+@pytest.mark.slow
 def test_a_rollout_samples_what_plain_decoding_does_with_the_same_parameters(
     processed, thin_policy
 ):

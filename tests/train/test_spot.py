@@ -92,6 +92,7 @@ def test_replicas_and_gaps_change_nothing_that_is_learned(pair):
     assert all(m["train/mtp_update_norm"] > 0 for m in some[1:])
 
 
+@pytest.mark.slow
 def test_the_head_learns_in_gaps_while_other_replicas_run(pair):
     (gaps, some), (_, others), out = pair
     assert sum(m["draft/updates_in_gaps"] for m in some) > 0
@@ -117,6 +118,7 @@ def test_nothing_is_compiled_in_a_gap(pair):
     assert program._update._cache_size() == sizes * len(gaps.engines)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_replay_buffer_and_ends_with_the_same_bits(pair):
     (gaps, some), (one, _), out = pair
     with Checkpointer(out / "checkpoints") as checkpoints:

@@ -304,6 +304,7 @@ def pair(tmp_path_factory):
     return file, source
 
 
+@pytest.mark.slow
 def test_generate_takes_a_file_or_its_directory(pair, capsys):
     file, source = pair
     said = []
