@@ -178,6 +178,7 @@ def test_bench_lists_every_bench_and_hands_its_arguments_over(monkeypatch, capsy
 # --- generate -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_one_sample_is_printed_as_it_grows_and_stops_before_a_stop_string(run, plain, monkeypatch):
     text = plain("17+25+8=")[0].text
     pieces = []

@@ -136,6 +136,7 @@ def test_a_directory_lends_its_defaults(checkpoint, generate, tmp_path):
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_they_are_the_defaults_of_a_server(checkpoint):
     cfg = config(
         checkpoint(**{**SHORT, "temperature": 0}),

@@ -138,6 +138,7 @@ def test_on_tpus_no_maximum_is_left_unread_for_the_compiler_to_round():
 # --- noise ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", WAYS)
 def test_a_shard_generates_its_own_slice_of_the_noise_and_no_more(tp):
     keys = np.random.default_rng(1).integers(0, 2**32, (2, 2), dtype=np.uint32)

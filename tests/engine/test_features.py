@@ -85,6 +85,7 @@ def asked(monkeypatch):
     return watch
 
 
+@pytest.mark.slow
 def test_what_is_warmed_up_compiles_no_more_and_requests_that_need_less_take_the_cheaper_program(
     asked,
 ):

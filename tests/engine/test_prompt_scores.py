@@ -82,6 +82,7 @@ def test_replicas_share_prompts_and_give_the_same_scores(weights, prompts):
     assert min(ran.count(0), ran.count(1)) >= 2, "both have work"
 
 
+@pytest.mark.slow
 def test_a_length_is_compiled_once_and_ahead(weights, prompts):
     scorer = scorer_of(weights)
     scorer.warm_up()

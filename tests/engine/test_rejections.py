@@ -98,7 +98,7 @@ def test_records_hold_the_numbers_of_a_full_forward_pass():
         assert record.outside_filter <= (scores[record.draft_token] == -np.inf)
 
 
-@pytest.mark.parametrize("run", [CHAIN, BLOCK])
+@pytest.mark.parametrize("run", slow_but([CHAIN, BLOCK], CHAIN))
 def test_there_are_as_many_rejections_as_the_histograms_imply(run):
     llm, samples = ran(*run)
     summary, steps = llm.telemetry.summary(), llm.engine.runner.steps
@@ -138,6 +138,7 @@ def test_requests_are_labelled_with_their_own_transforms_and_causes():
     assert all(share > 0 for share in shares.values()) and sum(shares.values()) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_telemetry_changes_no_token_and_is_absent_unless_asked_for(monkeypatch):
     monkeypatch.delenv("SPECJAX_TELEMETRY", raising=False)
     _, recorded = ran(*BLOCK)  # whose tokens any change to what is drafted would change

@@ -146,6 +146,7 @@ def test_a_chain_on_8_devices_emits_the_tokens_of_one():
     assert noise.addressable_shards[0].data.shape == (*noise.shape[:-1], VOCAB // 4)
 
 
+@pytest.mark.slow
 def test_plain_decoding_by_tp_8_emits_the_tokens_of_one_device():
     llm = LLM(model(), None, max_batch=BATCH, max_len=MAX_LEN, tp=8)
     check(llm, everything=False)

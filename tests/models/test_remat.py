@@ -50,6 +50,7 @@ def gradients(cfg, context=None):
     return jax.grad(loss), init_params(cfg)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("policy", ["save_attention", "full"])
 def test_attention_runs_forward_again_unless_its_output_is_kept(policy, scan):

@@ -42,6 +42,7 @@ def test_a_job_is_found_in_settings_and_environment(settings, environment, job):
     assert find_job(DistributedConfig(**settings), environment) == job
 
 
+@pytest.mark.slow
 def test_a_process_that_waits_in_vain_says_for_whom():
     program = (
         "from specjax.parallel.distributed import DistributedConfig, start; "

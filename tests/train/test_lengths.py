@@ -67,6 +67,7 @@ def test_rows_that_were_not_asked_for_have_room_for_a_sample(argv, length):
     assert parse_config(RLConfig, argv)[0].packing.row_length == length
 
 
+@pytest.mark.slow
 def test_nothing_longer_than_the_positions_of_a_model_is_imitated(tmp_path, capsys):
     """Half of the rows are longer, and none of those that are checked at start."""
     model, rows = policy(tmp_path, 32), tmp_path / "rows.jsonl"

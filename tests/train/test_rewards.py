@@ -74,6 +74,7 @@ def test_an_answer_that_is_endless_is_none():
     assert final_answer("\\boxed{" * 500_000 + "5" + "}" * 500_000) is None
 
 
+@pytest.mark.slow
 def test_answers_of_any_length_take_time_that_grows_with_it():
     # Patterns that backtrack over runs of spaces or groups of digits would need hours here.
     size = 100_000

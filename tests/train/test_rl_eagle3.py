@@ -81,6 +81,7 @@ def test_what_was_saved_is_the_head_that_was_trained(run, modes, thin_model):
     assert same(whole.head.params, online.head) and whole.cfg.mtp_num_layers == 0
 
 
+@pytest.mark.slow
 def test_the_saved_head_drafts_in_other_programs(run, thin_model, tmp_path):
     head = str(run / "draft" / "2")
     again = trainer(thin_model, tmp_path, **{"rollout.draft": head, "draft.mode": "frozen"})

@@ -180,6 +180,7 @@ def failure(capsys, model, out, **changes) -> str:
     return said
 
 
+@pytest.mark.slow
 def test_a_run_survives_rewards_that_fail_now_and_then(thin_policy, tmp_path, caplog, capsys):
     changes = {"reward": "odd_rewards:sometimes", "max_failed_rewards": 0.9, "eval.problems": 4}
     changes["algo.dynamic_sampling"] = "false"  # no group is replaced

@@ -92,6 +92,7 @@ def test_the_policy_learns_and_then_its_head(run):
     assert (run / "checkpoints" / "100").is_dir()
 
 
+@pytest.mark.slow
 def test_the_export_generates_with_its_own_tokenizer_and_head(run):
     llm = LLM(run / "hf", SpecConfig("2_1_3"), max_batch=1, max_len=64)
     assert llm.cfg.mtp_num_layers == 1

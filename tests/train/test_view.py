@@ -177,6 +177,7 @@ def test_a_page_of_one_file_has_everything_and_runs_no_text_of_the_run(directory
     assert re.search(r"script-src 'sha256-[\w+/=]+'", text)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(browser.missing() is not None, reason=f"no {browser.missing()}")
 def test_a_browser_shows_curves_samples_by_origin_and_a_prompt_over_the_steps(
     server, directory, tmp_path
