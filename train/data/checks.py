@@ -22,7 +22,7 @@ from train.rewards.scoring import (
     Scorer,
     check_gold,
     evenly,
-    is_hopeless,
+    lost_rewards,
     row_name,
     unwinnable_message,
 )
@@ -303,7 +303,10 @@ def read_inputs(
         lost, checked = check_gold(scorer, problems)
         if lost:
             text = unwinnable_message(scorer, lost, checked)
-            hopeless = len(lost) == checked and all(is_hopeless(scorer, row) for row, _ in lost)
+            every = len(scorer.checked)
+            hopeless = len(lost) == checked and all(
+                len(lost_rewards(scorer, row)) == every for row, _ in lost
+            )
             if cfg.data.unwinnable == "error" or hopeless:
                 raise ValueError(
                     f"{text}. Correct the rows, choose another reward, or set data.unwinnable=drop "
