@@ -22,7 +22,7 @@ from typing import Any
 
 from serve.metrics import Metrics, Snapshot
 from specjax import LLM
-from specjax.control import OFF, Controller, Goodput
+from specjax.control import OFF, Goodput
 from specjax.engine.engine import Engine
 from specjax.engine.sequence import News
 from specjax.tokenizer import has_chat_template
@@ -60,13 +60,10 @@ class Dashboard:
         self._drafted_at, self._accepted_at = [0] * deepest, [0] * deepest
         self._by: Counter[str] = Counter()
         self._seen: tuple[Snapshot, list[dict]] = (metrics.snapshot, [])
-        # The estimates, their time, and the time at which plain decoding was last measured.
-        self._gains: tuple[dict, float, float | None] | None = None
+        self._gains: tuple[dict, float] | None = None  # the estimates and their time
         # Time and bucket of the last call of `_estimate`.
         self._estimated_at, self._estimated_size = 0.0, 0
         self._lanes: dict[int, dict[int, int]] = {}  # by replica and number of the sequence
-        # (replica, size) -> number of measured chunks of plain decoding, and the time of the last.
-        self._plain: dict[tuple[int, int], tuple[int, float]] = {}
         # The event loop writes these:
         self._ticks: deque[dict] = deque(maxlen=KEPT)
         self._depths: deque[list[tuple[int, int]]] = deque(maxlen=KEPT)
@@ -107,18 +104,15 @@ class Dashboard:
         if self.viewers:
             replicas = [self._replica_state(index, engine) for index, engine in enumerate(engines)]
         self._seen = self._metrics.snapshot, replicas
-        now, found_running = time.monotonic(), False
-        for index, engine in enumerate(engines):
-            size = engine.latest[1] if engine.latest else 0
-            plain = self._plain_measured(index, size, engine.controller, now)
-            if found_running or not size or not engine.scheduler.running:
-                continue
-            found_running = True  # the page shows the estimates of one replica
+        now = time.monotonic()
+        busy = [one for one in engines if one.latest and one.latest[1] and one.scheduler.running]
+        for engine in busy[:1]:  # the page shows the estimates of one replica
+            size = engine.latest[1]
             if now < self._estimated_at + GAINS_EVERY and size == self._estimated_size:
                 continue
             self._estimated_at, self._estimated_size = now, size
             if found := _estimate(engine, size):
-                self._gains = found, now, plain
+                self._gains = found, now
 
     def _replica_state(self, replica: int, engine: Engine) -> dict[str, Any]:
         """The samples that run on a replica.
@@ -139,18 +133,6 @@ class Dashboard:
             for s in running
         ]
         return {"strategy": strategy, "bucket": bucket, "lanes": sorted(lanes)}
-
-    def _plain_measured(
-        self, replica: int, size: int, controller: Controller, now: float
-    ) -> float | None:
-        """The time at which plain decoding was last measured at a size; None: never."""
-        chunks, goodput = 0, _goodput(controller)
-        if goodput is not None:
-            chunks = goodput.costs.chunks(OFF, size)
-        known = self._plain.get((replica, size), (0, None))
-        if chunks and chunks != known[0]:
-            self._plain[replica, size] = known = chunks, now
-        return known[1]
 
     # --- called in the event loop -----------------------------------------------------------------
 
@@ -213,9 +195,8 @@ class Dashboard:
         depths, gains = totals["depths"], None
         recent = [(a - c, b - d) for (a, b), (c, d) in zip(depths, self._depths[0], strict=True)]
         if self._gains is not None:
-            found, estimated, plain = self._gains
-            plain_age = None if plain is None else round(now - plain, 1)
-            gains = {**found, "age": round(now - estimated, 1), "plain_age": plain_age}
+            found, estimated = self._gains
+            gains = {**found, "age": round(now - estimated, 1)}
         return {
             "uptime": round(now - self._began, 1),
             "running": seen.running,
@@ -262,12 +243,6 @@ def _example(llm: LLM) -> str:
     return "17+25+8+61+93+4+55+12=" if few_words else "Explain in one sentence why the sky is blue."
 
 
-def _goodput(controller: Controller) -> Goodput | None:
-    """The goodput controller, also inside a `Gate`; None for other controllers."""
-    inner = getattr(controller, "inner", controller)
-    return inner if isinstance(inner, Goodput) else None
-
-
 def _estimate(engine: Engine, size: int) -> dict[str, Any] | None:
     """The controller's estimates for batches of a compiled size; None: it has none.
 
@@ -279,8 +254,9 @@ def _estimate(engine: Engine, size: int) -> dict[str, Any] | None:
       chunks: number of measured chunks; 0: only the calibration at the start.
       slack: share by which plain decoding may be cheaper than its estimated cost.
     """
-    ratios, goodput = engine.controller.gains(size), _goodput(engine.controller)
-    if goodput is None or not ratios.keys() - {OFF}:
+    ratios = engine.controller.gains(size)
+    goodput = getattr(engine.controller, "inner", engine.controller)  # also inside a `Gate`
+    if not isinstance(goodput, Goodput) or not ratios.keys() - {OFF}:
         return None
     plain = goodput.round_seconds(OFF, size)
     return {

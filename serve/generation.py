@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
@@ -59,7 +59,7 @@ from specjax.tokenizer import (
 CLIENT_CLOSED_REQUEST = 499  # nginx's status, for the access log
 DEFAULT_TOKENS = 16  # of completions, as OpenAI
 TOO_LONG = "context_length_exceeded"
-SHORT_BODY = 4096  # bytes; its prompt is encoded sooner than a thread would start
+T = TypeVar("T")
 
 
 class Parsed(NamedTuple):
@@ -77,10 +77,6 @@ class Parsed(NamedTuple):
     jobs: list[Job]
     scores: list[PromptScores] | None = None
 
-    @property
-    def generates_nothing(self) -> bool:
-        return self.body.wanted_tokens == 0
-
 
 class Generation:
     """Handles requests for text.
@@ -97,7 +93,6 @@ class Generation:
         self._scorer = PromptScorer(thread.llm.engine, thread.llm.max_len)
         # A long prompt must not block the event loop, and a tokenizer is not safe for threads.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
-        self._encoding = threading.Lock()
         self._defaults = sampling_defaults(thread.llm.generation)
         slots = cfg.engine.max_batch * cfg.engine.replicas
         self._max_samples = slots + cfg.limits.queue
@@ -116,7 +111,7 @@ class Generation:
         samples = self._require_room(body)
         self._being_encoded += samples
         try:
-            parsed = await self._parse_body(body, http)
+            parsed = await self._encoded(lambda: self._parse(body))
         finally:
             self._being_encoded -= samples
         parsed = await self._with_scores(parsed)
@@ -161,23 +156,9 @@ class Generation:
             )
         return samples
 
-    async def _parse_body(self, body: CompletionRequest | ChatRequest, http: HttpRequest) -> Parsed:
-        """Encodes the prompts, in the event loop if that is quick and the tokenizer is free."""
-        several = isinstance(body, CompletionRequest) and len(body.prompts) > 1
-        short = (
-            int(http.headers.get("content-length", SHORT_BODY + 1)) <= SHORT_BODY and not several
-        )
-        if short and self._encoding.acquire(blocking=False):
-            try:
-                return self._parse(body)
-            finally:
-                self._encoding.release()
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._encoder, self._parse_locked, body)
-
-    def _parse_locked(self, body: CompletionRequest | ChatRequest) -> Parsed:
-        with self._encoding:
-            return self._parse(body)
+    async def _encoded(self, encode: Callable[[], T]) -> T:
+        """Calls a function that uses the tokenizer."""
+        return await asyncio.get_running_loop().run_in_executor(self._encoder, encode)
 
     async def tokenize(self, body: TokenizeRequest) -> list[int]:
         """Token ids of a prompt or of messages, the same as in a request for text.
@@ -190,13 +171,9 @@ class Generation:
         if self._tokenizer is None:
             raise ApiError(400, "the model has no tokenizer; prompts are token ids")
 
-        def encode() -> list[int]:
-            with self._encoding:
-                if body.messages is not None:
-                    return self._chat_prompt(body)
-                return self._encode(body.prompt, body)
-
-        return await asyncio.get_running_loop().run_in_executor(self._encoder, encode)
+        if body.messages is not None:
+            return await self._encoded(lambda: self._chat_prompt(body))
+        return await self._encoded(lambda: self._encode(body.prompt, body))
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""
@@ -222,14 +199,13 @@ class Generation:
                 return error
 
         try:
-            started = await self._thread.call(start)
+            with refused():
+                started = await self._thread.call(start)
             if isinstance(started, Exception):
                 raise started
             scores = await asyncio.to_thread(self._scorer.read, started, top)
-        except Asleep as error:
-            raise ApiError(503, str(error)) from error
-        except EngineDead as error:
-            raise ApiError(500, str(error)) from error
+        except ApiError:
+            raise
         except InvalidLogitsError as error:
             raise _invalid(str(error)) from error
         except Exception as error:
@@ -240,17 +216,11 @@ class Generation:
 
     async def _submit(self, parsed: Parsed, arrived: float) -> Request:
         per_chunk = bool(parsed.body.stream) or parsed.body.return_spec_details
-        try:
-            if parsed.generates_nothing:
+        with refused():
+            if parsed.body.wanted_tokens == 0:
                 request = await self._end_at_once(parsed, arrived)
             else:
                 request = await self._thread.submit(parsed.jobs, arrived, per_chunk)
-        except Asleep as error:
-            raise ApiError(503, str(error)) from error
-        except EngineDead as error:
-            raise ApiError(500, str(error)) from error
-        except ValueError as error:
-            raise ApiError(400, spelled(error, SPELL)) from error
         self._thread.metrics.prompt_tokens.inc(sum(map(len, parsed.prompts)))
         return request
 
@@ -550,6 +520,19 @@ class Generation:
 
     def _decoder(self, job: Job) -> Callable[[Sequence[int]], str] | None:
         return None if self._tokenizer is None else decoder_of(self._tokenizer, job.params)
+
+
+@contextlib.contextmanager
+def refused() -> Iterator[None]:
+    """Answers errors of the engine's thread."""
+    try:
+        yield
+    except Asleep as error:
+        raise ApiError(503, str(error)) from error
+    except EngineDead as error:
+        raise ApiError(500, str(error)) from error
+    except ValueError as error:
+        raise ApiError(400, spelled(error, SPELL)) from error
 
 
 def _invalid(message: str, index: int = 0, choices: int = 1) -> ApiError:

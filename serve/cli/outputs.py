@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from serve.cli import Failure, UsageError
 from serve.cli.prompts import STDIN, Prompt
@@ -177,8 +178,7 @@ class JsonLines:
         except BrokenPipeError:
             raise
         except OSError as error:
-            with contextlib.suppress(OSError):  # closing writes the buffer again
-                self.close()
+            self.close()
             raise Failure(
                 f"writing {self._name} failed: {error.strerror}; make room and continue with "
                 "--resume"
@@ -187,42 +187,23 @@ class JsonLines:
     def close(self) -> None:
         """Closes the file, unless it is standard output."""
         if self._file is not sys.stdout:
-            self._file.close()
+            with contextlib.suppress(OSError):  # closing writes the buffer again
+                self._file.close()
 
 
 class TextInOrder:
     """Prints texts of several samples in order, each as soon as all before it have ended."""
 
-    def __init__(self, places: Sequence[tuple[int, int]], headings: bool):
-        self._open = list(reversed(places))
-        self._texts: dict[tuple[int, int], str] = {}
-        self._headings, self._first = headings, True
+    def __init__(self, places: Sequence[tuple[int, int]]):
+        self._open = collections.deque(places)
+        self._texts: dict[tuple[int, int], str | None] = {}
+        self._printed = False
 
-    def add(self, prompt: Prompt, sample: int, text: str) -> None:
-        """Adds a sample that has ended."""
-        heading = "" if not self._headings else f"==> {prompt.where}, sample {sample} <==\n"
-        self._texts[prompt.index, sample] = heading + text
-        self._print()
-
-    def leave_out(self, prompt: Prompt, sample: int) -> None:
-        """Leaves out a sample that ended by an error."""
-        self._open.remove((prompt.index, sample))
-        self._print()
-
-    def _print(self) -> None:
-        while self._open and self._open[-1] in self._texts:
-            if self._headings and not self._first:
-                print()
-            print(self._texts.pop(self._open.pop()), flush=True)
-            self._first = False
-
-
-@contextlib.contextmanager
-def closing(lines: JsonLines | None) -> Iterator[IO | None]:
-    """Closes the file when the block ends, also by an error."""
-    try:
-        yield
-    finally:
-        if lines is not None:
-            with contextlib.suppress(OSError):
-                lines.close()
+    def add(self, place: tuple[int, int], text: str | None) -> None:
+        """Adds a sample that has ended; None: nothing is printed of it."""
+        self._texts[place] = text
+        while self._open and self._open[0] in self._texts:
+            text = self._texts.pop(self._open.popleft())
+            if text is not None:
+                print(f"\n{text}" if self._printed else text, flush=True)
+                self._printed = True
