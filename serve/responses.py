@@ -258,14 +258,6 @@ class ChatResponse(CompletionResponse):
         return {"token": self._texts.text(token), "logprob": _clipped(value), "bytes": list(raw)}
 
 
-def usage_of(prompt_tokens: int, completion_tokens: int) -> dict:
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
-
-
 def _clipped(value: float) -> float:
     return max(float(value), MIN_LOGPROB)
 

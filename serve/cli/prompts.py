@@ -75,25 +75,20 @@ def of_file(name: str, json_lines: bool, chat: bool) -> tuple[list[Prompt], list
     except OSError as error:
         raise UsageError(f"--file {name}: {error.strerror}") from error
     source = "standard input" if name == STDIN else name
-    prompts, problems = [], []
-    if name.endswith(JSON_SUFFIX) and (values := _json_entries(raw)) is not None:
-        for index, value in enumerate(values):
-            where = f"{source} entry {index + 1}"
-            try:
-                prompts.append(_of_value(index, where, value, chat))
-            except (ValueError, RecursionError) as error:
-                problems.append(f"{where}: {error}")
-        return prompts, problems
+    values = _json_entries(raw) if name.endswith(JSON_SUFFIX) else None
+    unit, lines = ("line", raw.split(b"\n")) if values is None else ("entry", values)
     json_lines = json_lines or name.endswith((*JSON_SUFFIXES, JSON_SUFFIX))
-    for index, line in enumerate(raw.split(b"\n")):
-        where = f"{source} line {index + 1}"
+    prompts, problems = [], []
+    for index, line in enumerate(lines):
+        where = f"{source} {unit} {index + 1}"
         try:
-            text = line.decode("utf-8-sig" if index == 0 else "utf-8").removesuffix("\r")
-            if text.strip():
-                if json_lines:
-                    prompts.append(_of_value(index, where, json.loads(text), chat))
-                else:
-                    prompts.append(_of_text(index, where, text, chat))
+            if values is None:
+                line = line.decode("utf-8-sig" if index == 0 else "utf-8").removesuffix("\r")
+                if not line.strip():
+                    continue
+                line = json.loads(line) if json_lines else line
+            make = _of_value if json_lines else _of_text
+            prompts.append(make(index, where, line, chat))
         except (ValueError, RecursionError) as error:
             problems.append(f"{where}: {error}")
     return prompts, problems
