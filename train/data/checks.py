@@ -179,34 +179,6 @@ def overlong_warnings(
     ]
 
 
-class DropWarning:
-    """Warns once if a run drops a large part of its rows for their length as it goes on.
-
-    Before a run only some rows are checked.
-
-    Args:
-      cfg: settings of the data.
-    """
-
-    def __init__(self, cfg: DataConfig):
-        self._waits = cfg.overlong_prompts == "auto"
-
-    def check(self, dropped: int, drawn: int) -> list[str]:
-        """Returns the warning, when it is due.
-
-        Args:
-          dropped: number of rows that were dropped, ten of which are too few to judge by.
-          drawn: number of rows that were drawn, these included.
-        """
-        if not self._waits or dropped < max(10, MOST_DROPPED * drawn):
-            return []
-        self._waits = False
-        return [
-            f"{dropped} of the {drawn} rows drawn so far are left out for their length; "
-            "data.overlong_prompts=drop says that this is meant"
-        ]
-
-
 # --- demonstrations -------------------------------------------------------------------------------
 
 

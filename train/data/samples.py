@@ -227,7 +227,7 @@ class Sampler:
         roll = cfg.rollout
         size = max(1, -(-WAVES * roll.max_batch // roll.n))
         self.sizes = [min(size, roll.prompts - i) for i in range(0, roll.prompts, size)]
-        self.dropped = self.drawn = 0
+        self.dropped = 0
 
     def _file(self, block: int) -> Path:
         return self._folder / f"{block:05d}.jsonl"
@@ -287,7 +287,6 @@ class Sampler:
         most = 1000
         for place in range(position, position + most):
             ids, _ = self._prompts.fit(self._order[place])
-            self.drawn += 1
             if ids is not None:
                 return place, ids
             self.dropped += 1
