@@ -1,8 +1,8 @@
 """`python -m bench.compiled WHAT PROGRAM ...`: what compilers make of programs, without a device.
 
-    tpu off:8 4_1_5:64 ...      a round on four TPUs, of a strategy and a number of rows: cycles and
-                                bytes by part, copies, collectives, temporaries
-    gpu 8B:off:8:top_p ...      a round on a GPU: kernels and bytes by part, copies, CUDA graphs,
+    tpu off:8 4_1_5:64 ...      a round on four TPUs, of a strategy and a number of rows: cycles by
+                                part, copies, collectives, temporaries
+    gpu 8B:off:8:top_p ...      a round on a GPU: kernels by part, copies, CUDA graphs,
                                 temporaries, layers that are traced
     update 8B:1x8320:remat=full ...    the policy's update on a GPU: temporaries, largest arrays,
                                 kernels
@@ -17,7 +17,7 @@ have none: figures compare two versions of a program, and are no times. `cycles`
 `layers` from those that are compiled to 36.
 
 Programs of `gpu` have the shapes of Qwen3-8B, Qwen3-1.7B and SmolLM2-135M in bfloat16. Models of 3
-and of 2 layers are compiled, and the whole model's kernels, bytes and copies are computed from
+and of 2 layers are compiled, and the whole model's kernels and copies are computed from
 their difference. Options are names of sampling options (`top_p`, ..), `graph` (one CUDA graph),
 `attention=KERNEL` and `draft_vocab=COUNT`.
 
@@ -65,9 +65,7 @@ LAYERS = 36  # of Qwen3-8B
 EVERY = (*PARTS, REST)
 THUNKS = "*thunk_sequence_after_thunk_passes.txt"
 # Figures of a GPU that grow with the number of layers.
-LINEAR = re.compile(
-    r"(kernels|bytes|copied)/|(kernels|bytes|own_kernels|library|gathers|gathered)$"
-)
+LINEAR = re.compile(r"(kernels|copied)/|(kernels|own_kernels|library|gathers|gathered)$")
 
 
 # --- what the host does to run a GPU's program ----------------------------------------------------
@@ -146,8 +144,6 @@ def figures_of(text: str, sequence: str | None = None, whole: bool = False) -> d
         found[f"copied_inputs/{place}"] = figure(names, "weights and caches that are copied")
     loops = [f"{op.part} x {module.trips(op) or '?'}" for op in module.loops(within)]
     found["loops"] = figure(sorted(loops), "loops in a round, by part and how often they run")
-    moved = cost["moved"].total()
-    found["bytes"] = figure(moved, "bytes to and from memory, without pages kernels read")
     if sequence is not None:
         return found | _on_gpu(cost, thunks(sequence))
     if not cost["cycles"]:
@@ -164,7 +160,6 @@ def figures_of(text: str, sequence: str | None = None, whole: bool = False) -> d
 
 def _on_gpu(cost: Cost, host: Thunks) -> dict[str, dict]:
     found = {f"kernels/{part}": figure(cost["launched"][part], "launches") for part in EVERY}
-    found |= {f"bytes/{part}": figure(cost["moved"][part], "bytes") for part in EVERY}
     found["kernels"] = figure(cost["launched"].total(), "launches")
     found["own_kernels"] = figure(cost["kernels"].total(), "calls of Pallas kernels")
     found["library"] = figure(cost["library"].total(), "calls of cuDNN and cuBLAS")

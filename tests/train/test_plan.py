@@ -235,9 +235,6 @@ def test_a_loop_counts_as_often_as_it_runs():
     x, w = jnp.ones((8, 16)), jnp.ones((7, 16, 16))
     cost = Module(jax.jit(program).lower(x, w).compile().as_text()).cost
     assert cost["launched"].total() >= 7
-    # Of the stacked weights each turn reads its own slice, not all of them.
-    most = 7 * 4 * (2 * 16 * 16 + 8 * 8 * 16) + 4 * 7 * 16 * 16
-    assert 7 * 4 * 16 * 16 < cost["moved"].total() < most
 
 
 def test_collectives_are_counted_by_kind_and_as_rings_move_them():

@@ -1,4 +1,4 @@
-"""Operations, memory traffic, collectives and copies of a compiled program, by its optimised HLO.
+"""Operations, cycles, collectives and copies of a compiled program, by its optimised HLO.
 
 `Compiled.cost_analysis()` counts the body of a loop once, and a scan over layers is a loop. Here a
 loop's body is counted once per iteration where the number of iterations is known
@@ -19,7 +19,7 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from specjax.parallel import collectives
@@ -44,9 +44,6 @@ _FREE = {
 }  # fmt: skip
 _CALLS = ("call", "conditional", "async-start")
 _MOVES = {"gather", "scatter", "sort"}  # TPU's compiler estimates no cycles of most of these
-# Operations that update their first operand in place, and which operand is the update.
-_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
-_SLICES = ("dynamic-slice", "slice", "gather")
 # Operations whose result is their first operand, or lies in it.
 _VIEWS = {
     "bitcast", "reshape", "copy", "copy-start", "copy-done", "transpose", "slice", "dynamic-slice",
@@ -78,10 +75,6 @@ class Shape(NamedTuple):
         if width is None:  # f32, s8, f8e4m3fn
             width = int(re.search(r"\d+", self.kind)[0]) / 8
         return self.size * width
-
-    @property
-    def traffic(self) -> float:
-        return self.bytes if self.in_hbm else 0.0
 
 
 def _shapes(text: str) -> list[Shape]:
@@ -202,8 +195,6 @@ def _beneath(op: Op, ops: Ops, views: Collection[str]) -> Op:
 class Cost(collections.defaultdict[str, Counter]):
     """The cost of a program per device: counts by part of a round, or by kind, of each figure.
 
-        moved       bytes to and from HBM, by part: operands and results of unfused operations; of
-                    arrays that are only sliced or updated in place, the slice
         launched    operations that a GPU launches, by part
         branches    conditionals, by part; of the branches, the costliest counts
         cycles      the compiler's estimate, by part
@@ -247,7 +238,7 @@ class Cost(collections.defaultdict[str, Counter]):
     @property
     def size(self) -> tuple[float, ...]:
         """Decides which of two computations costs more."""
-        return tuple(self[figure].total() for figure in ("moved", "received", "cycles"))
+        return tuple(self[figure].total() for figure in ("launched", "received", "cycles"))
 
 
 class Copy(NamedTuple):
@@ -303,17 +294,11 @@ class Module:
         return self.cost_of(self.entry)
 
     @functools.cached_property
-    def pages(self) -> frozenset[tuple[int, ...]]:
-        """The shapes that a cache may have: an argument's, or layers and pages joined.
-
-        Kernels read caches only in part, so that their bytes are not counted for a kernel.
-        """
-        found = set()
-        for op in self.computations[self.entry].values():
-            if op.opcode == "parameter" and _CACHE.search(op.traced_name):
-                dims = op.shapes[0].dims
-                found |= {dims, (math.prod(dims[:-3]), *dims[-3:])}
-        return frozenset(found)
+    def page_counts(self) -> frozenset[int]:
+        """The numbers of elements that a cache may have; an operation may see other dimensions."""
+        ops = self.computations[self.entry].values()
+        caches = (op for op in ops if op.opcode == "parameter" and _CACHE.search(op.traced_name))
+        return frozenset(op.shapes[0].size for op in caches)
 
     # --- loops -----------------------------------------------------------------------------------
 
@@ -413,7 +398,6 @@ class Module:
     def _add_unfused(self, total: Cost, op: Op, ops: Ops) -> None:
         if op.launches:
             total["launched"][op.part] += 1
-            total["moved"][op.part] += self.traffic(op, ops)
             total["library"][op.part] += op.is_library
             for size in self._gathered(op, ops):
                 total["gathers"][op.part] += 1
@@ -446,87 +430,9 @@ class Module:
                 yield from self._gathered(inner, inside)
         elif op.opcode == "gather" and op.operands[0] in ops:
             source = ops[op.operands[0]].shapes[0]
-            # A fusion may see the cache in other dimensions. Tables and tokens are integers.
-            sizes = {math.prod(dims) for dims in self.pages}
-            if source.kind[0] in "bf" and source.size in sizes:
+            # Tables and tokens are integers.
+            if source.kind[0] in "bf" and source.size in self.page_counts:
                 yield op.shapes[0].bytes
-
-    def traffic(self, op: Op, ops: Ops) -> float:
-        """Returns the bytes that an operation of the computation `ops` reads and writes."""
-        code = op.opcode
-        if not op.launches or code.startswith(_COLLECTIVES):
-            return 0.0
-        given = [ops[name].shapes[0] for name in op.operands if name in ops and ops[name].shapes]
-        written = op.shapes
-        if code == "fusion":
-            return self._fusion_bytes(op, given)
-        if code in _SLICES:
-            read = sum(shape.bytes for shape in written) * given[0].in_hbm
-            return read + sum(shape.traffic for shape in written)
-        if code in ("dynamic-update-slice", "dynamic-update-slice-start"):
-            # The update is read and written; prefetched, it is read on the chip.
-            return given[1].traffic + given[1].bytes * given[0].in_hbm
-        if code == "scatter":
-            return 2.0 * given[-1].traffic
-        if code == "copy-start":  # (copy, operand, context)
-            return written[0].traffic + given[0].traffic
-        if code in ("slice-start", "dynamic-slice-start"):  # ((operands), piece, context)
-            piece = written[len(op.operands)]
-            return piece.traffic + piece.bytes * given[0].in_hbm
-        if code == "custom-call":
-            if not (op.is_kernel or op.is_library):
-                return 0.0  # the compiler's own data: buffers, indices
-            return sum(s.traffic for s in (*written, *given) if s.dims not in self.pages)
-        return sum(shape.traffic for shape in (*written, *given))
-
-    def _fusion_bytes(self, op: Op, given: list[Shape]) -> float:
-        """Counts operands and results; of those sliced or updated in place, only the slices."""
-        ops = self.inside(op)
-        total = 0.0
-        for inner in ops.values():
-            if inner.opcode == "parameter":
-                number = inner.number
-                outer = given[number] if number < len(given) else inner.shapes[0]
-                if outer.in_hbm:
-                    total += min(self._read(inner, ops), inner.shapes[0].bytes)
-        root = _root(ops)
-        parts = [ops[n] for n in root.operands] if root.opcode == "tuple" else [root]
-        for part, shape in zip(parts, op.shapes, strict=False):
-            part, written = _beneath(part, ops, ("bitcast",)), shape.bytes
-            if part.opcode in _UPDATES:
-                written = ops[part.operands[_UPDATES[part.opcode]]].shapes[0].bytes
-            total += written * shape.in_hbm
-        return total
-
-    def _read(self, value: Op, ops: Ops, returned: Callable[[], float] | None = None) -> float:
-        """Counts the bytes of a value of a fused computation that are read.
-
-        Args:
-          value: a parameter, or a view of one.
-          ops: the computation.
-          returned: counts what is read of the computation's result; None: all of it.
-        """
-        total = 0.0
-        if value.root:
-            total += value.shapes[0].bytes if returned is None else returned()
-        for user in ops.values():
-            if value.name not in user.operands:
-                continue
-            at = user.operands.index(value.name)
-            if user.opcode in _SLICES and at == 0:
-                total += user.shapes[0].bytes
-            elif user.opcode in _UPDATES and at == 0:
-                total += ops[user.operands[_UPDATES[user.opcode]]].shapes[0].bytes
-            elif user.opcode in ("bitcast", "reshape"):
-                total += self._read(user, ops, returned)
-            elif user.opcode == "fusion":
-                inside = self.inside(user)
-                given = next(o for o in inside.values() if f"parameter({at})" in o.text)
-                further = functools.partial(self._read, user, ops, returned)
-                total += self._read(given, inside, further)
-            else:
-                return value.shapes[0].bytes
-        return total
 
     # --- copies ----------------------------------------------------------------------------------
 
