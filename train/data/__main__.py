@@ -29,7 +29,7 @@ from specjax.weights import load_tokenizer
 from train.data.checks import FILE_ROWS, GENERATED_ROWS, describe_data
 from train.data.prompts import Prompts
 from train.data.rows import default_reward, find_task, problems, read_table
-from train.rewards.scoring import Scorer, check_gold, described_gold, evenly, row_name, shown_gold
+from train.rewards.scoring import Scorer, check_gold, evenly, row_name, shown_gold
 from train.rollout_schema import RolloutSection
 from train.run.start import USER_ERRORS
 from train.schema import GENERATED, DataConfig
@@ -97,10 +97,7 @@ def report(
         return
     lost, checked = check_gold(scorer, training, check)
     part = "" if checked == len(training) else f" checked, of {len(training)}"
-    yield (
-        f"gold answers that reward={scorer.name} cannot win (it reads {described_gold(scorer)}): "
-        f"{len(lost)} of {checked}{part}"
-    )
+    yield f"gold answers that reward={scorer.name} cannot win: {len(lost)} of {checked}{part}"
     for row, reason in lost:
         yield f"  {row_name(row)}: {reason}"
 

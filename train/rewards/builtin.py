@@ -53,7 +53,6 @@ class AnswerReward:
       extract: finds the answer in a completion; returns None if there is none.
       write: makes a completion that states the given answer and nothing else.
       wants: place of the answer in a completion, for messages.
-      gold: kind of gold answer that it compares, for messages.
       quick: whether it takes microseconds, whatever the completion is, and needs no process of its
         own.
     """
@@ -62,7 +61,6 @@ class AnswerReward:
     extract: Callable[[str], str | None]
     write: Callable[[str], str]
     wants: str
-    gold: str
     quick: bool = True
 
     def __call__(self, completion: str, answer: str | Sequence[str]) -> float:
@@ -179,16 +177,10 @@ def _mark(answer: str) -> str:
 _PLACES = "\\boxed{...}, a last line '#### ...', or 'answer is ...'"
 _LETTER_PLACES = f"{_PLACES}, <answer>...</answer>, or a last line that begins with a letter"
 FORMAT = FormatReward()
-EXACT = AnswerReward(_same_line, last_line_answer, _mark, "a line '#### ...'", "one line of text")
-NUMBER = AnswerReward(
-    _same_number, final_answer, _box, _PLACES, "a number, a fraction or a quantity"
-)
-CHOICE = AnswerReward(
-    _same_letter, chosen_letter, _box, _LETTER_PLACES, "a letter, such as B or (B)"
-)
-MATH_VERIFY = AnswerReward(
-    _same_formula, final_answer, _box, _PLACES, "formulas that parse, and words", quick=False
-)
+EXACT = AnswerReward(_same_line, last_line_answer, _mark, "a line '#### ...'")
+NUMBER = AnswerReward(_same_number, final_answer, _box, _PLACES)
+CHOICE = AnswerReward(_same_letter, chosen_letter, _box, _LETTER_PLACES)
+MATH_VERIFY = AnswerReward(_same_formula, final_answer, _box, _PLACES, quick=False)
 
 
 def get_reward(name: str, pattern: str = THINKS_FIRST) -> Reward:

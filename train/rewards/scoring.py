@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from specjax.error_text import shortened
@@ -410,84 +410,27 @@ def unwinnable(scorer: Scorer, problem: Problem) -> str | None:
 
 
 class GoldAnswers:
-    """Which rows are `unwinnable`, decided once for each.
-
-    Comparisons run in the workers, if there are any. One that fails, as a worker does that is ended
-    at its time limit or for its memory, says nothing about the gold answer. It is done once more,
-    and if it fails again, the row is kept.
+    """Which rows are `unwinnable`, decided once for each, in a thread that runs ahead.
 
     Args:
       scorer: the rewards.
-
-    Attributes:
-      undecided: indices of the rows that are kept because comparisons failed. A checkpoint has
-        them, so that a run that is resumed draws the same rows.
     """
 
     def __init__(self, scorer: Scorer):
         self._scorer = scorer
-        # By the row's index: of each reward that compares answers, those of the gold answers.
-        self._calls: dict[int, list[list[Future[Outcomes]]]] = {}
-        self._lost: dict[int, bool] = {}
-        self.undecided: set[int] = set()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="gold answers")
+        self._lost: dict[int, Future[list[str]]] = {}  # by the row's index
 
     def begin(self, problem: Problem) -> None:
-        """Has workers check a row of which `are_lost` will be asked; returns at once."""
-        index, known = problem.index, (self._lost, self._calls)
-        if not self._scorer.workers or any(index in rows for rows in known):
-            return
-        golds = each_gold(problem.answer) if _has_gold(problem) else ()
-        self._calls[index] = [
-            [
-                self._scorer.ask(
-                    self._scorer.names.index(name), [reward.write(gold)], [{"answer": gold}]
-                )
-                for gold in golds
-            ]
-            for name, reward in self._scorer.checked.items()
-        ]
-
-    def keep(self, rows: Collection[int]) -> None:
-        """Keeps the rows of these indices, which were `undecided` in a checkpoint."""
-        self.undecided |= set(rows)
-        self._lost |= dict.fromkeys(rows, False)
+        """Checks a row of which `are_lost` will be asked; returns at once."""
+        if problem.index not in self._lost:
+            call = self._thread.submit(lost_rewards, self._scorer, problem)
+            self._lost[problem.index] = call
 
     def are_lost(self, problem: Problem) -> bool:
-        """Whether there is a reward that cannot be 1 for a row; waits for workers.
-
-        Raises:
-          train.rewards.workers.WorkerError: a worker process cannot be started.
-        """
-        index = problem.index
-        if index in self._lost:
-            return self._lost[index]
-        is_lost, failed = self._check(problem)
-        if failed:
-            is_lost, failed = self._check(problem)
-        if failed:
-            self.undecided.add(index)
-            log.warning(
-                "the comparison of the %s of %s with itself %s twice: %s; the row is kept",
-                shown_gold(problem),
-                row_name(problem),
-                failed.what,
-                failed.more,
-            )
-        self._lost[index] = is_lost
-        return is_lost
-
-    def _check(self, problem: Problem) -> tuple[bool, Failed | None]:
-        """Returns whether a reward cannot be 1 for a row, or why that is not known."""
-        if not self._scorer.workers:
-            return bool(lost_rewards(self._scorer, problem)), None
+        """Returns whether there is a reward that cannot be 1 for a row; waits for the check."""
         self.begin(problem)
-        rewards = self._calls.pop(problem.index)
-        self._scorer.wait_for({call for calls in rewards for call in calls})
-        outcomes = [[outcome for call in calls for outcome in call.result()] for calls in rewards]
-        without = [one for one in outcomes if 1.0 not in one]
-        failures = [next((o for o in one if isinstance(o, Failed)), None) for one in without]
-        is_lost = None in failures
-        return is_lost, None if is_lost else next(iter(failures), None)
+        return bool(self._lost[problem.index].result())
 
 
 def _has_gold(problem: Problem) -> bool:
@@ -527,13 +470,6 @@ def check_gold(
     return [(row, reason) for row, reason in reasons if reason], len(rows)
 
 
-def described_gold(scorer: Scorer) -> str:
-    """The kinds of gold answers that the checked rewards read, for messages."""
-    if len(scorer.checked) == 1:
-        return scorer.built_in.gold
-    return "; ".join(f"{reward.gold} ({name})" for name, reward in scorer.checked.items())
-
-
 def unwinnable_message(
     scorer: Scorer, lost: Sequence[tuple[Problem, str]], checked: int, most: int = 5
 ) -> str:
@@ -545,7 +481,7 @@ def unwinnable_message(
         more += "; data.answer_key=COLUMN names another column of the answer"
     return (
         f"{len(lost)} of {checked} gold answers checked cannot be won with "
-        f"reward={scorer.name}, which reads {described_gold(scorer)}: {named}{more}"
+        f"reward={scorer.name}: {named}{more}"
     )
 
 
