@@ -67,7 +67,8 @@ def create_app(cfg: ServeConfig, llm: LLM) -> FastAPI:
       cfg: the settings of the server.
       llm: the model, from `load_llm`; no other code may use it afterwards.
     """
-    thread = EngineThread(llm, Metrics(cfg.name))
+    deepest = max(plan.steps for plan in llm.engine.runner.plans.values())
+    thread = EngineThread(llm, Metrics(cfg.name, deepest))
     admin = Admin(thread)
 
     @contextlib.asynccontextmanager

@@ -1,8 +1,8 @@
 """The data of the page at `/`: numbers of the last minute, and the running batch.
 
-The engine's thread counts tokens and rounds, and copies the state of its slots while a page is
-open. The event loop reads these a few times a second and sends the changes to every page. No
-request reads a running engine or its device.
+The engine's thread copies the state of its slots while a page is open. The event loop reads these a
+few times a second and sends the changes to every page. No request reads a running engine or its
+device.
 
 The page is plain HTML, CSS and JavaScript in `serve/page/`, sent as one document. It loads nothing
 from anywhere else, and its Content-Security-Policy forbids it.
@@ -24,7 +24,6 @@ from serve.metrics import Metrics, Snapshot
 from specjax import LLM
 from specjax.control import OFF, Goodput
 from specjax.engine.engine import Engine
-from specjax.engine.sequence import News
 from specjax.tokenizer import has_chat_template
 
 # Scripts of the page, in the order in which they are joined.
@@ -41,7 +40,7 @@ class Dashboard:
     Args:
       llm: the model.
       engines: the engine of each replica.
-      metrics: the server's metrics, whose snapshot has the numbers of samples.
+      metrics: the server's metrics.
 
     Attributes:
       viewers: number of open event streams.
@@ -55,10 +54,6 @@ class Dashboard:
         self.is_draining: Callable[[], bool] = lambda: False
         self._began = time.monotonic()
         # The engine's thread writes these:
-        deepest = max(plan.steps for plan in engines[0].runner.plans.values())
-        self._sums = dict.fromkeys(("tokens", "rounds", "drafting", "drafting_tokens"), 0)
-        self._drafted_at, self._accepted_at = [0] * deepest, [0] * deepest
-        self._by: Counter[str] = Counter()
         self._seen: tuple[Snapshot, list[dict]] = (metrics.snapshot, [])
         self._gains: tuple[dict, float] | None = None  # the estimates and their time
         # Time and bucket of the last call of `_estimate`.
@@ -72,27 +67,6 @@ class Dashboard:
         self._now: dict[str, Any] = {}
 
     # --- called in the engine's thread ------------------------------------------------------------
-
-    def chunk(self, strategy: str, rounds: int) -> None:
-        self._by[strategy] += rounds
-
-    def news(self, news: News, fresh: int) -> None:
-        """Counts a sample's rounds.
-
-        Args:
-          news: new tokens and rounds of the sample.
-          fresh: number of tokens that were not counted before.
-        """
-        sums, count = self._sums, len(news.rounds)
-        sums["tokens"] += fresh
-        sums["rounds"] += count
-        if not news.steps:
-            return
-        sums["drafting"] += count
-        sums["drafting_tokens"] += sum(news.rounds)
-        for depth in range(news.steps):
-            self._drafted_at[depth] += count
-            self._accepted_at[depth] += sum(tokens > depth + 1 for tokens in news.rounds)
 
     def weights_changed(self) -> None:
         """Drops the estimates, which were made with the old weights."""
@@ -151,7 +125,7 @@ class Dashboard:
             {
                 "n": self._number,
                 "seconds": round(now - self._last, 3),
-                **{name: totals[name] - before[name] for name in self._sums},
+                **{name: totals[name] - before[name] for name in self._metrics.sums},
                 "by": totals["by"] - before["by"],
                 "running": seen.running,
                 "waiting": seen.waiting,
@@ -166,8 +140,9 @@ class Dashboard:
         self._ticked = asyncio.Event()
 
     def _totals(self) -> dict[str, Any]:
-        depths = list(zip(self._drafted_at, self._accepted_at, strict=True))
-        return {**self._sums, "by": Counter(dict(self._by)), "depths": depths}
+        metrics = self._metrics
+        depths = list(zip(metrics.drafted_at, metrics.accepted_at, strict=True))
+        return {**metrics.sums, "by": Counter(dict(metrics.by_strategy)), "depths": depths}
 
     async def events(self, server_state: Callable[[], dict]) -> AsyncIterator[str]:
         """Server-sent events, one per tick; the first has all ticks that are kept.

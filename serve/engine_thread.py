@@ -15,7 +15,6 @@ Once the engine has raised an exception, all running and later requests get `Eng
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import queue
 import threading
@@ -27,7 +26,6 @@ from typing import NamedTuple, TypeVar
 from serve.dashboard import Dashboard
 from serve.metrics import Metrics, Replica, Snapshot
 from specjax import LLM
-from specjax.decode.options import Features
 from specjax.engine.engine import Engine
 from specjax.engine.replicas import Replicas
 from specjax.engine.request import Job, SampleOutput
@@ -125,9 +123,8 @@ class EngineThread:
         self._engines = llm.engine.engines
         for engine in self._engines:
             engine.watcher = self
-            engine.runner.executables.before_build = functools.partial(
-                self._before_compiling, engine
-            )
+            # Compiling takes seconds: output that is ready is sent before.
+            engine.runner.executables.before_build = self._send
         self.dashboard = Dashboard(llm, self._engines, metrics)
         self._calls: queue.SimpleQueue[tuple[Callable, Future]] = queue.SimpleQueue()
         self._to_abort: queue.SimpleQueue[Request] = queue.SimpleQueue()
@@ -137,23 +134,10 @@ class EngineThread:
         self._unsent: list[StepOutput] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running = True
-        self._compiling_logged = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         if self._engine.telemetry is not None:
             count_only(self._engine)
         self._take_snapshot()
-
-    def _before_compiling(self, engine: Engine) -> None:
-        """Sends the output that is ready before a program is compiled, which takes seconds."""
-        if not self._compiling_logged and not engine.runner.compilations:
-            self._compiling_logged = True
-            log.info(
-                "compiling up to %d programs while the first requests wait; fewer: "
-                "speculation.strategy=off, fewer in speculation.control.strategies, or a smaller "
-                "engine.max_batch; engine.warm_up=sampled compiles before the server listens",
-                sum(each.programs().count([Features()]) for each in self._engines),
-            )
-        self._send()
 
     # --- called in the event loop ----------------------------------------------------------------
 
@@ -329,12 +313,10 @@ class EngineThread:
         """Counts the output of a step, and sorts it by request."""
         for strategy, bucket, rounds in step.chunks:
             self.metrics.chunk(strategy, bucket, rounds)
-            self.dashboard.chunk(strategy, rounds)
         fresh: dict[Sample, list[News]] = {}
         for sample, news in step.news:
             known, end = self._sent.get(sample, news.at), news.at + len(news.tokens)
-            self.metrics.news(news, sample.replica)
-            self.dashboard.news(news, max(end - known, 0))
+            self.metrics.news(news, sample.replica, max(end - known, 0))
             # Without an owner, the client has gone. `News` says when there are no new tokens.
             if sample in self._owners and end > known:
                 self._sent[sample] = end

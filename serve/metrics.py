@@ -77,17 +77,23 @@ class Metrics(PrometheusCollector):
     Attributes:
       snapshot: state of the engine after its last chunk.
       registry: Prometheus registry of /metrics.
-      drafts: rounds that drafted.
-      drafted: tokens that were drafted.
-      accepted: drafted tokens that were emitted.
+      sums: tokens and rounds of samples; rounds that drafted, their tokens, and drafted tokens.
+      by_strategy: rounds of each strategy.
+      drafted_at, accepted_at: rounds that drafted, and accepted a draft, at each depth.
+
+    Args:
+      model: name of the model.
+      deepest: largest number of tokens that are drafted one after the other.
     """
 
-    def __init__(self, model: str):
+    def __init__(self, model: str, deepest: int):
         disable_created_metrics()  # a second time series for each counter
         self.registry = CollectorRegistry(auto_describe=False)
         self.snapshot = Snapshot()
-        self.drafts = self.drafted = self.accepted = 0
-        self._by_depth: list[int] = []  # rounds that accepted a draft at each depth
+        names = ("tokens", "rounds", "drafting", "drafting_tokens", "drafted")
+        self.sums = dict.fromkeys(names, 0)
+        self.by_strategy: Counts[str] = Counts()
+        self.drafted_at, self.accepted_at = [0] * deepest, [0] * deepest
         self._drafts_of, self._accepted_of = Counts(), Counts()  # by replica
         self._last: dict[int, str] = {}  # bucket -> strategy of its last chunk
         registry = self.registry
@@ -121,21 +127,29 @@ class Metrics(PrometheusCollector):
         self._chunks.labels(strategy, bucket).inc()
         self._chunk_rounds.labels(strategy, bucket).inc(rounds)
         self._last[bucket] = strategy
+        self.by_strategy[strategy] += rounds
 
-    def news(self, news: News, replica: int) -> None:
-        """Counts the rounds of a sample of a replica."""
-        rounds, by_depth = news.rounds, self._by_depth
+    def news(self, news: News, replica: int, fresh: int) -> None:
+        """Counts the rounds of a sample of a replica.
+
+        Args:
+          news: new tokens and rounds of the sample.
+          replica: number of the replica.
+          fresh: number of tokens that were not counted before.
+        """
+        sums, rounds = self.sums, news.rounds
+        sums["tokens"] += fresh
+        sums["rounds"] += len(rounds)
         if not news.steps:
             return
-        self.drafts += len(rounds)
-        self.drafted += len(rounds) * news.rows
-        self.accepted += sum(rounds) - len(rounds)
+        sums["drafting"] += len(rounds)
+        sums["drafting_tokens"] += sum(rounds)
+        sums["drafted"] += len(rounds) * news.rows
         self._drafts_of[replica] += len(rounds)
         self._accepted_of[replica] += sum(rounds) - len(rounds)
-        by_depth += [0] * (max(rounds) - 1 - len(by_depth))
-        for count in rounds:
-            for position in range(count - 1):
-                by_depth[position] += 1
+        for depth in range(news.steps):
+            self.drafted_at[depth] += len(rounds)
+            self.accepted_at[depth] += sum(tokens > depth + 1 for tokens in rounds)
 
     def accept_length(self, replica: int) -> float | None:
         """SGLang's accept length of a replica: tokens per round that drafted, bonus included.
@@ -165,10 +179,11 @@ class Metrics(PrometheusCollector):
             ("compilations", now.compilations, "Programs that were compiled."),
         ):
             yield CounterMetricFamily(f"specjax:{name}", text, value)
+        drafts, accepted = self.sums["drafting"], self.sums["drafting_tokens"]
         for name, value, text in (
-            ("drafts", self.drafts, "Rounds that drafted."),
-            ("draft_tokens", self.drafted, "Drafted tokens that were verified."),
-            ("accepted_tokens", self.accepted, "Drafted tokens that were emitted."),
+            ("drafts", drafts, "Rounds that drafted."),
+            ("draft_tokens", self.sums["drafted"], "Drafted tokens that were verified."),
+            ("accepted_tokens", accepted - drafts, "Drafted tokens that were emitted."),
         ):
             yield CounterMetricFamily(f"specjax:spec_decode_num_{name}", text, value)
         for kind, name, text, labels, values in (
@@ -177,7 +192,7 @@ class Metrics(PrometheusCollector):
                 "spec_decode_num_accepted_tokens_per_pos",
                 "Rounds that accepted a draft at this depth, from 0.",
                 ("position",),
-                {(str(place),): hits for place, hits in enumerate(self._by_depth)},
+                {(str(place),): hits for place, hits in enumerate(self.accepted_at)},
             ),
             (
                 CounterMetricFamily,

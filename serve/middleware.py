@@ -9,6 +9,7 @@ import os
 import secrets
 import time
 
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve.errors import ApiError
@@ -62,36 +63,25 @@ class AuthenticationMiddleware:
 
 
 class BodyLimitMiddleware:
-    """Answers 413 to a request whose body is longer than `body_bytes`."""
+    """Answers 413 to a request whose body turns out to be longer than `body_bytes`."""
 
     def __init__(self, app: ASGIApp, body_bytes: int):
         self._app, self._body_bytes = app, body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        length = _headers(scope).get(b"content-length", b"")
-        too_long = length.isdigit() and int(length) > self._body_bytes
-        # A request may have no Content-Length.
-        messages = None if too_long else await self._read(receive)
-        if messages is None:
-            error = ApiError(413, f"the body is longer than {self._body_bytes} bytes; send less")
-            await error.response()(scope, receive, send)
-            return
-        await self._app(scope, _replay(messages, receive), send)
+        seen = 0
 
-    async def _read(self, receive: Receive) -> list[Message] | None:
-        """The messages of the body; None if the body is too long."""
-        messages, seen = [], 0
-        while True:
+        async def limited() -> Message:
+            nonlocal seen
             message = await receive()
-            messages.append(message)
             seen += len(message.get("body", b""))
             if seen > self._body_bytes:
-                return None
-            if not message.get("more_body", False):
-                return messages
+                raise HTTPException(
+                    413, f"the body is longer than {self._body_bytes} bytes; send less"
+                )
+            return message
+
+        await self._app(scope, limited, send)
 
 
 class AccessLogMiddleware:
@@ -154,17 +144,6 @@ class AccessLogMiddleware:
 
 def _headers(scope: Scope) -> dict[bytes, bytes]:
     return {name.lower(): value for name, value in scope["headers"]}
-
-
-def _replay(messages: list[Message], receive: Receive) -> Receive:
-    """A `receive` that returns `messages`, then those of the given `receive`."""
-    waiting = iter(messages)
-
-    async def replay() -> Message:
-        message = next(waiting, None)
-        return await receive() if message is None else message
-
-    return replay
 
 
 def _key_of(authorization: bytes) -> bytes:

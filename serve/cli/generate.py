@@ -112,8 +112,12 @@ def _generate(
         _print(_stats(llm, totals, len(missing), compiling))
         if (line := llm.engine.slower_than_plain()) is not None:
             _print(f"{line}; strategy=off decodes plainly")
-    if llm.telemetry is not None:
-        _print_rejections(llm)
+    if llm.telemetry is not None:  # why drafts were rejected
+        from rich.console import Console
+
+        from specjax.telemetry.__main__ import tables
+
+        Console(stderr=True, highlight=False).print(*tables(llm.telemetry.summary()), sep="\n")
     if failed:
         _print(f"{failed} of {failed + len(requests)} prompts could not be used")
     if invalid:
@@ -322,17 +326,6 @@ def _stats(llm: LLM, totals: Totals, samples: int, compiling: float) -> str:
         f"{totals.rounds} rounds, {totals.rounds - totals.drafted_rounds} of them plain ({how})\n"
         f"accepted {totals.accept_rate:.0%} of what was drafted in depth; at depth {depths}"
     )
-
-
-def _print_rejections(llm: LLM) -> None:
-    """Prints tables of why drafts were rejected."""
-    from rich.console import Console
-
-    from specjax.telemetry.__main__ import tables
-
-    console = Console(stderr=True, highlight=False)
-    for table in tables(llm.telemetry.summary()):
-        console.print(table)
 
 
 def _print(text: str) -> None:

@@ -376,7 +376,6 @@ def test_the_report_shows_rows_as_the_model_sees_them(tmp_path, capsys, chat_pol
     assert said.count("\n--- the row ") == 10
     assert "<user>How much is 2+2?\n<assistant>\n" in said and "gold answer '4'" in said
     assert "prompt length in tokens: shortest " in said and "median " in said
-    assert "duplicates (prompt and answer of an earlier row): 1 " in said
     assert "reward=math_verify cannot win: 1 of" in said
     assert f"  the row {path}: row 62: gold answer '\\\\frac{{1}}{{'" in said
     assert "longer than 5 tokens: " in said

@@ -179,7 +179,6 @@ class Scorer:
     def part_means(self, scores: Sequence[Score]) -> dict[str, float]:
         """The mean of each reward, without its weight, by its label, where it applies to any."""
         rows = [score.parts or (score.value,) for score in scores]
-        rows = [row for row in rows if len(row) == len(self.labels)]  # older checkpoints' have none
         means = {}
         for label, column in zip(self.labels, zip(*rows, strict=True), strict=False):
             if known := [value for value in column if value is not None]:
@@ -447,8 +446,7 @@ def shown_gold(problem: Problem) -> str:
 
 def evenly(source: Sequence, count: int) -> list[int]:
     """At most `count` indices of a sequence, evenly spaced, the first one included."""
-    if len(source) <= count:
-        return list(range(len(source)))
+    count = min(count, len(source))
     return [i * len(source) // count for i in range(count)]
 
 
