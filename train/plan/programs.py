@@ -19,7 +19,6 @@ import numpy as np
 from specjax.checked_json import CheckpointError
 from specjax.checkpoint.weights import read_config, read_head
 from specjax.command_line import ConfigError
-from specjax.config import ModelConfig
 from specjax.decode.options import Features
 from specjax.drafts.model import ModelSource
 from specjax.engine.engine import Engine
@@ -135,7 +134,8 @@ class Shapes:
                 self.places = places * cfg.rollout.replicas
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        model, self.read_from = self._read("model", cfg.model, cfg.revision)
+        path = self._find("model", cfg.model, cfg.revision)
+        model, self.read_from = read_config(path), str(path)
         cfg.dtype.settle(model.run.param_dtype, platform or sharding.platform_of(self.mesh))
         model = model.running(param_dtype=cfg.dtype.params)
         self.fitted = settle_length(cfg, model)
@@ -147,7 +147,7 @@ class Shapes:
                 model, (self.source, head) = head_shapes(drafting.spec, model, own)
             except SettingError as error:
                 raise ConfigError(spelled(error, SPELL)) from error
-            self.head = sharding.shapes(head, self.mesh, self._shardings(self.source.axes()))
+            self.head = self._placed(head, self.source.axes())
         self.model = as_computed(cfg, model)
         self.params = self._like_params(lambda: init_params(self.model))
         if drafting.spec is not None and self.source is None:
@@ -162,12 +162,7 @@ class Shapes:
         self.draft_opt = None
         if self.built.draft is not None:
             made = jax.eval_shape(self.built.draft.init_opt_state, self.head)
-            self.draft_opt = sharding.shapes(made, self.mesh, self._shardings(self.source.axes()))
-
-    def _read(self, key: str, name: str, revision: str | None) -> tuple[ModelConfig, str]:
-        """Returns the config of the model that a key of the run names, and its path."""
-        path = self._find(key, name, revision)
-        return read_config(path), str(path)
+            self.draft_opt = self._placed(made, self.source.axes())
 
     def _find_draft(self, name: str) -> Path:
         return self._find("rollout.draft", name, None)
@@ -189,12 +184,12 @@ class Shapes:
 
     def _like_params(self, make: Callable, *inputs):
         """Returns the shapes of `make`'s result, with the shardings of parameters."""
-        made = jax.eval_shape(make, *inputs)
-        return sharding.shapes(made, self.mesh, self._shardings(param_axes(self.model)))
+        return self._placed(jax.eval_shape(make, *inputs), param_axes(self.model))
 
-    def _shardings(self, axes: Axes) -> Callable:
-        """Returns the shardings of weights with these axes, see `sharding.shapes`."""
-        return functools.partial(sharding.param_shardings, axes=axes)
+    def _placed(self, tree, axes: Axes, mesh: Mesh = None):
+        """Returns shapes with the shardings of weights with these axes."""
+        place = functools.partial(sharding.param_shardings, axes=axes)
+        return sharding.shapes(tree, self.mesh if mesh is None else mesh, place)
 
     def _source(self, drafting: Drafting) -> tuple[Draft, Params | None]:
         """Returns what drafts and is not trained, and its weights; see `load_source`."""
@@ -207,7 +202,7 @@ class Shapes:
             source, head = load_head(
                 path, model, overrides=dict(spec.draft_overrides), weights=False
             )[1]
-            return source, sharding.shapes(head, self.mesh, self._shardings(source.axes()))
+            return source, self._placed(head, source.axes())
         dtype = model.run.compute_dtype
         cfg = read_config(self._find_draft(spec.draft_path))
         cfg = cfg.running(param_dtype=dtype, compute_dtype=dtype)
@@ -285,7 +280,7 @@ class Shapes:
         inputs, passing = (weights, rows[1]), rows[0]
         if self.built.replica_drafts:
             trainer = self.built.replica_drafts[0]
-            weights = sharding.shapes(weights, trainer.mesh, self._shardings(trainer.axes))
+            weights = self._placed(weights, trainer.axes, trainer.mesh)
             rows = sharding.shapes(rows, trainer.mesh, _all_rows)
             inputs, passing = None, (weights, rows)
         lower = functools.partial(trainer.programs["update"].lower, *weights, *rows)
@@ -294,9 +289,9 @@ class Shapes:
     def handing_over(self) -> Iterator[Program]:
         """Yields the programs that move weights from the trainer to the engines, see `Mover`."""
         runner = self.engine.runner
-        apart = self.target is None or self.mesh is None  # one device trains: weights are copied
-        mover = None if apart else Mover(self.target, runner.weights.axes)
-        moves = None
+        moves = mover = None
+        if self.target is not None and self.mesh is not None:  # else weights are copied
+            mover = Mover(self.target, runner.weights.axes)
         if mover and not mover.holds(self.params):
             convert = runner.weights.convert
             if len(self.places) > 1:

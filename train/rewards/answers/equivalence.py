@@ -114,18 +114,7 @@ _NUMERAL = re.compile(
     r"\(?(-?(?=[A-F]*\d)[0-9A-Z]+|[A-F]+(?=_\{?1[6-9]))\)?\s*_\s*"
     r"(?:\{\s*(?:\\text\s*\{)?\s*(?:base)?\s*(\d{1,2}|[a-z]+)\s*\}?\s*\}|(\d))"
 )
-_BASES = dict(
-    zip(
-        "two three four five six seven eight nine ten eleven twelve sixteen".split(),
-        (*range(2, 13), 16),
-        strict=True,
-    )
-)
-
-
-def _base(text: str) -> int | str:
-    """The number of a base that may be written as a word."""
-    return int(text) if text.isdigit() else _BASES.get(text, text)
+_BASES = {"two": "2", "three": "3", "five": "5", "eight": "8", "ten": "10", "sixteen": "16"}
 
 
 def _same_numerals(gold: str, found: str) -> bool | None:
@@ -133,7 +122,9 @@ def _same_numerals(gold: str, found: str) -> bool | None:
     numerals = _NUMERAL.fullmatch(gold), _NUMERAL.fullmatch(found)
     if not any(numerals):
         return None
-    return all(numerals) and len({(m[1], _base(m[2] or m[3])) for m in numerals}) == 1
+    bases = [m and (m[2] or m[3]) for m in numerals]
+    bases = [_BASES.get(base, base) for base in bases]
+    return all(numerals) and numerals[0][1] == numerals[1][1] and bases[0] == bases[1]
 
 
 _LABELLED = re.compile(
@@ -142,13 +133,12 @@ _LABELLED = re.compile(
 _CHOICE = re.compile(r"\(\s*([A-Z])\s*\)\.?|([A-Z])\s*[).]?")
 
 
-def _choices(text: str) -> list[str] | None:
-    """The letters of `(C)`, `\\text{C}` or `(A), (C)`; None for anything else."""
-    parts = [part for part, _ in split(unwrapped(text), COMMA)]
-    letters = [_CHOICE.fullmatch(part) for part in parts]
-    if not all(letters):
-        return None
-    return [m[1] or m[2] for m in letters]
+def _choice(text: str) -> tuple[list[str], str]:
+    """The letters of `(C)`, `\\text{C}`, `(A), (C)` or `\\textbf{(D)} 12`, and the text behind."""
+    if labelled := _LABELLED.fullmatch(text):
+        return [labelled[1]], labelled[2]
+    letters = [_CHOICE.fullmatch(part) for part, _ in split(unwrapped(text), COMMA)]
+    return ([m[1] or m[2] for m in letters], "") if all(letters) else ([], text)
 
 
 def _is_marked(text: str) -> bool:
@@ -159,19 +149,14 @@ def _is_marked(text: str) -> bool:
 def _same_choice(gold: str, found: str) -> bool | None:
     """Compares letters of choices: `(C)`, `A and D` in any order, or a letter with its text; None
     if one side is no choice."""
-    mine, theirs = _choices(gold), _choices(found)
-    if mine and theirs:
-        if not (_is_marked(gold) or _is_marked(found)):
-            return None  # variables, perhaps
-        return sorted(mine) == sorted(theirs)
-    labels = _LABELLED.fullmatch(gold), _LABELLED.fullmatch(found)
-    if all(labels):
-        return labels[0][1] == labels[1][1] and _same(labels[0][2], labels[1][2])
-    if labels[0]:
-        return labels[0][1] == theirs[0] if theirs else _same(labels[0][2], found)
-    if labels[1]:
-        return labels[1][1] == mine[0] if mine else _same(gold, labels[1][2])
-    return None
+    (mine, my_text), (theirs, their_text) = _choice(gold), _choice(found)
+    if not (mine or theirs) or not (mine and theirs or my_text and their_text):
+        return None
+    if not (my_text or their_text) and not (_is_marked(gold) or _is_marked(found)):
+        return None  # variables, perhaps
+    if mine and theirs and sorted(mine) != sorted(theirs):
+        return False
+    return _same(my_text, their_text) if my_text and their_text else True
 
 
 _SHORT_WORDS = frozenset("n/a no ok up in on he it we".split())
@@ -232,10 +217,13 @@ def _same_names(gold: str, found: str) -> bool | None:
     )
 
 
+_UNION = re.compile(r"\\(?:cup|cap|setminus|mathbb)(?![a-zA-Z])")
+
+
 def _same_relations(gold: str, found: str) -> bool | None:
-    """Compares relations with anything; None if neither is one."""
+    """Compares relations, and unions of sets, with anything; None if neither is one."""
     mine, theirs = relation_of(gold), relation_of(found)
-    if not (mine or theirs):
+    if not (mine or theirs or _UNION.search(f"{gold} {found}")):
         return None
     if mine and is_assignment(mine):
         if theirs is None:
@@ -255,20 +243,12 @@ def _same_relations(gold: str, found: str) -> bool | None:
     if (sets := as_sets(gold, found)) is not None:
         return same_sets(*sets)
     if not (mine and theirs and len(mine) == len(theirs) == 2):
-        return False
+        return False if mine or theirs else None
     if mine[0][1] == theirs[0][1] and all(
         _same(a, b) for (a, _), (b, _) in zip(mine, theirs, strict=True)
     ):
         return True
     return same_equation(mine, theirs) or same_formula(gold, found)
-
-
-def _same_unions(gold: str, found: str) -> bool | None:
-    """Compares unions of sets with sets; None if neither is a union, or one is no set."""
-    if not re.search(r"\\(?:cup|cap|setminus|mathbb)(?![a-zA-Z])", f"{gold} {found}"):
-        return None
-    sets = as_sets(gold, found)
-    return None if sets is None else same_sets(*sets)
 
 
 def _same_quantities(gold: str, found: str) -> bool | None:
@@ -430,7 +410,6 @@ _KINDS = (
     _same_short_words,
     _same_names,
     _same_relations,
-    _same_unions,
     _same_quantities,
     _same_times,
     _same_texts,
