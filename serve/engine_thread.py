@@ -205,11 +205,13 @@ class EngineThread:
           EngineDead: the function raised any other exception, or the engine had raised one before.
         """
 
-        def send_first() -> T:
+        def between_steps() -> T:
             self._send()
-            return function()
+            value = function()
+            self._take_snapshot()
+            return value
 
-        return await self._ask(send_first)
+        return await self._ask(between_steps)
 
     async def _ask(self, function: Callable[[], T]) -> T:
         if self.error is not None:
@@ -241,6 +243,8 @@ class EngineThread:
                 has_nothing_to_run = not self._engine.has_work or self.error is not None
                 if has_nothing_to_run:
                     self._send()
+                    if self.error is None:
+                        self._take_snapshot()
                 self._run_calls(wait=has_nothing_to_run)
                 if self.error is None and self._engine.has_work:
                     self._step()
