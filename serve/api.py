@@ -21,11 +21,7 @@ from serve.engine_thread import EngineThread
 from serve.errors import ApiError, answer_errors
 from serve.generation import Generation, refused
 from serve.metrics import Metrics
-from serve.middleware import (
-    AccessLogMiddleware,
-    AuthenticationMiddleware,
-    BodyLimitMiddleware,
-)
+from serve.middleware import AccessLogMiddleware, AuthenticationMiddleware, BodyLimitMiddleware
 from serve.protocol import (
     ChatRequest,
     CompletionRequest,

@@ -15,14 +15,7 @@ from typing import NamedTuple, TypeVar
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 
-from serve.engine_thread import (
-    Asleep,
-    ClientGone,
-    EngineDead,
-    EngineThread,
-    Request,
-    Update,
-)
+from serve.engine_thread import Asleep, ClientGone, EngineDead, EngineThread, Request, Update
 from serve.errors import ApiError
 from serve.protocol import ChatRequest, CompletionRequest, Sampling, TokenizeRequest
 from serve.responses import (

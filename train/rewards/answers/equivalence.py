@@ -33,12 +33,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from train.rewards.answers.extract import LONGEST
-from train.rewards.answers.formulas import (
-    as_sets,
-    same_equation,
-    same_formula,
-    same_sets,
-)
+from train.rewards.answers.formulas import as_sets, same_equation, same_formula, same_sets
 from train.rewards.answers.latex import (
     COMMA,
     ORDER,
