@@ -172,13 +172,10 @@ def _add_views(app: FastAPI, cfg: ServeConfig, thread: EngineThread) -> None:
 
     @app.get("/health")
     async def health():
-        status, state = 200, "asleep" if thread.asleep else "ok"
-        if thread.error is not None:
-            status, state = 503, "dead"
-        body = {"status": state, "alarms": list(metrics.snapshot.alarms)}
-        if thread.error is not None:
-            body["error"] = f"{type(thread.error).__name__}: {thread.error}"
-        return JSONResponse(body, status)
+        body = {"status": thread.state, "alarms": list(metrics.snapshot.alarms)}
+        if thread.failure is None:
+            return body
+        return JSONResponse({**body, "error": thread.failure}, 503)
 
     @app.get("/ping")
     @app.post("/ping", operation_id="post_ping")
@@ -232,18 +229,11 @@ def _add_page(app: FastAPI, cfg: ServeConfig, thread: EngineThread) -> None:
     dashboard = thread.dashboard
 
     def server_state() -> dict:
-        error, state = thread.error, "ok"
-        if error is not None:
-            state = "dead"
-        elif dashboard.is_draining():
-            state = "draining"
-        elif thread.asleep:
-            state = "asleep"
-        message = None if error is None else f"{type(error).__name__}: {error}"
+        is_draining = dashboard.is_draining() and thread.failure is None
         return {
             "model": cfg.name,
-            "state": state,
-            "error": message,
+            "state": "draining" if is_draining else thread.state,
+            "error": thread.failure,
             "outstanding": thread.outstanding,
         }
 

@@ -347,10 +347,17 @@ class EngineThread:
         updates += [(request, Update(0, error=dead)) for request in owners.values()]
         self._deliver_soon(updates)
 
+    @property
+    def failure(self) -> str | None:
+        """The error of a dead engine."""
+        return None if self.error is None else f"{type(self.error).__name__}: {self.error}"
+
+    @property
+    def state(self) -> str:
+        return "dead" if self.error is not None else "asleep" if self.asleep else "ok"
+
     def _dead(self) -> EngineDead:
-        return EngineDead(
-            f"the engine died of {type(self.error).__name__}: {self.error}; restart the server"
-        )
+        return EngineDead(f"the engine died of {self.failure}; restart the server")
 
     def _take_snapshot(self) -> None:
         """Copies the engine's numbers for /metrics, which must not read a running engine."""

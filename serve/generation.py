@@ -133,10 +133,8 @@ class Generation:
         Raises:
           ApiError: there are too many samples.
         """
-        prompts = 1
-        if isinstance(body, CompletionRequest):
-            prompts = len(body.prompts)
-            self._require(prompts, self._cfg.limits.prompts, "prompts", "prompt")
+        prompts = len(body.prompts) if isinstance(body, CompletionRequest) else 1
+        self._require(prompts, self._cfg.limits.prompts, "prompts", "prompt")
         samples = prompts * (body.n or 1)
         outstanding = self._thread.outstanding + self._being_encoded
         self._require(samples, self._max_samples, "prompts times n", "n")
@@ -333,20 +331,20 @@ class Generation:
         self, parsed: Parsed, request: Request, response: CompletionResponse, http: HttpRequest
     ) -> Response:
         """The whole response, after all samples have ended or the client has gone."""
-        watch = asyncio.ensure_future(self._watch(http, request))
+
+        async def watch() -> None:
+            while (await http.receive())["type"] != "http.disconnect":
+                pass
+            self._thread.abort(request)
+
+        watching = asyncio.ensure_future(watch())
         try:
             return JSONResponse(await self._collect(parsed, request, response))
         except ClientGone:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         finally:
-            watch.cancel()
+            watching.cancel()
             self._thread.abort(request)  # does nothing if all have ended
-
-    async def _watch(self, http: HttpRequest, request: Request) -> None:
-        """Aborts the request when its client closes the connection."""
-        while (await http.receive())["type"] != "http.disconnect":
-            pass
-        self._thread.abort(request)
 
     def _choices(self, parsed: Parsed, response: CompletionResponse) -> list[Choice]:
         return [
@@ -382,12 +380,14 @@ class Generation:
         self, parsed: Parsed, request: Request, response: CompletionResponse
     ) -> AsyncIterator[str]:
         """Server-sent events: chunks of choices as they come, then the usage if asked for."""
-        choices, body, written = self._choices(parsed, response), parsed.body, 0
+        choices, options, written = self._choices(parsed, response), parsed.body.stream_options, 0
+        wants_usage = options is not None and options.include_usage
 
         def event(choice: dict) -> str:
             chunk = response.body([choice], None, streams=True)
-            if body.wants_usage:  # null in all chunks but the last
-                chunk["usage"] = usage_of(parsed, written) if body.wants_usage_always else None
+            if wants_usage:  # null in all chunks but the last, unless each is to have it
+                always = options.continuous_usage_stats
+                chunk["usage"] = usage_of(parsed, written) if always else None
             return _event(chunk)
 
         for choice in choices:
@@ -404,7 +404,7 @@ class Generation:
             written += sum(len(news.tokens) for news in update.news)
             if (piece := choices[update.index].piece(update)) is not None:
                 yield event(piece)
-        if body.wants_usage:
+        if wants_usage:
             yield _event(response.body([], usage_of(parsed, written), streams=True))
         yield "data: [DONE]\n\n"
 
@@ -432,7 +432,7 @@ class Choice:
             self._decode = decoder_of(tokenizer, job.params)
             self._decode_prompt = functools.partial(decode, tokenizer, skip_special_tokens=False)
         self._echo = ""
-        if parsed.body.echoes:
+        if parsed.body.echo:
             text = parsed.body.prompts[job.request]
             self._echo = text if isinstance(text, str) else self._decode_prompt(text)
         reports = parsed.body.wants_logprobs and isinstance(parsed.body, CompletionRequest)
@@ -446,7 +446,7 @@ class Choice:
         tokens, values, top = sample.token_ids, sample.logprobs, sample.top_logprobs
         text = self._echo + self._text(sample)
         places = self._offsets.extend(tokens)
-        if body.echoes and scores is not None:
+        if body.echo and scores is not None:
             tokens, values = [*prompt, *tokens], [*scores.logprobs, *values]
             places = [*self._prompt_places(), *places]
             top = [*scores.top, *(top or ())] if body.top else None
@@ -464,7 +464,7 @@ class Choice:
 
     def opening(self) -> dict | None:
         """Returns the first piece, before any sampled text: the prompt if it is echoed."""
-        if not self._body.echoes:
+        if not self._body.echo:
             return self._response.opening(self._index)
         logprobs, scores = None, self._scores
         if scores is not None:

@@ -388,26 +388,11 @@ class Sampling(with_unsupported(Body, UNSUPPORTED_SAMPLING)):
             )
 
     @property
-    def echoes(self) -> bool:
-        """Whether choices begin with the prompt."""
-        return bool(self.echo)
-
-    @property
     def scored_top(self) -> int | None:
         """Number of likely tokens to return per token of the prompt; None: no log-probabilities."""
-        echoed = self.top if self.echoes and self.wants_logprobs else None
+        echoed = self.top if self.echo and self.wants_logprobs else None
         asked = [most for most in (self.prompt_logprobs, echoed) if most is not None]
         return max(asked, default=None)
-
-    @property
-    def wants_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def wants_usage_always(self) -> bool:
-        """Whether every chunk of a stream has the usage so far."""
-        return self.wants_usage and self.stream_options.continuous_usage_stats
 
 
 class CompletionRequest(with_unsupported(Sampling, UNSUPPORTED_COMPLETION)):

@@ -176,7 +176,8 @@ def _seeded(
     """The parameters with a seed: that of the samples to go on with, or one that is drawn."""
     from specjax.engine.request import draw_seed
 
-    seeds = {} if lines is None else lines.seeds
+    rows = {} if lines is None else lines.rows
+    seeds = {index: row["seed"] for (index, _), row in rows.items()}
     kept = [seeds[p.index] for p in given if "seed" not in p.settings and p.index in seeds]
     params = dataclasses.replace(params, seed=kept[0] if kept else draw_seed())
     if params.temperature > 0 and lines is None:
@@ -221,13 +222,9 @@ def _ids(llm: LLM, prompt: Prompt, options: Mapping[str, Any]) -> Sequence[int]:
 
 
 def _origin(llm: LLM, cfg: GenerateConfig) -> dict[str, str]:
-    drafts = f"{', '.join(map(str, llm.drafting.strategies))} of {_source(llm)}"
+    source = "nothing" if llm.spec is None else llm.drafting.named()
+    drafts = f"{', '.join(map(str, llm.drafting.strategies))} of {source}"
     return origin_of(llm, cfg.acceptance, drafts)
-
-
-def _source(llm: LLM) -> str:
-    """The name of the draft source."""
-    return "nothing" if llm.spec is None else llm.drafting.named()
 
 
 def _run(
@@ -320,7 +317,8 @@ def _stats(llm: LLM, totals: Totals, samples: int, compiling: float) -> str:
         f"{depth}: {'-' if share != share else f'{share:.0%}'}"
         for depth, share in enumerate(totals.per_depth(), 1)
     )
-    how = f"{', '.join(map(str, llm.drafting.strategies))}, {llm.spec.acceptance}, {_source(llm)}"
+    strategies = ", ".join(map(str, llm.drafting.strategies))
+    how = f"{strategies}, {llm.spec.acceptance}, {llm.drafting.named()}"
     return (
         f"{speed}\nAcceptance length: {totals.accept_length:.2f} tokens per round over "
         f"{totals.rounds} rounds, {totals.rounds - totals.drafted_rounds} of them plain ({how})\n"

@@ -89,9 +89,7 @@ class JsonLines:
       replace: whether to overwrite the file.
 
     Attributes:
-      known: keys of the samples that the file has, by index and number of the sample.
-      seeds: seeds of these samples, by index.
-      origins: the origins of these samples, see `origin_of`.
+      rows: the samples that the file has, by index and number of the sample.
 
     Raises:
       UsageError: the file is not empty and is neither resumed nor replaced, or it was not written
@@ -100,9 +98,7 @@ class JsonLines:
 
     def __init__(self, name: str, resume: bool = False, replace: bool = False):
         self._name = name
-        self.known: dict[tuple[int, int], str] = {}
-        self.seeds: dict[int, int] = {}
-        self.origins: list[dict[str, str]] = []
+        self.rows: dict[tuple[int, int], dict[str, Any]] = {}
         if name == STDIN:
             self._file = sys.stdout
             return
@@ -126,10 +122,8 @@ class JsonLines:
         for number, line in enumerate(raw[:whole].splitlines(), 1):
             try:
                 row = json.loads(line)
-                self.known[row["index"], row["sample"]] = row["key"]
-                self.seeds[row["index"]] = row["seed"]
-                if row["origin"] not in self.origins:
-                    self.origins.append(row["origin"])
+                needed = {name: row[name] for name in ("key", "seed", "origin")}
+                self.rows[row["index"], row["sample"]] = needed
             except (ValueError, KeyError, TypeError) as error:
                 raise UsageError(
                     f"--resume: {path} line {number} was not written by `specjax generate`; choose "
@@ -145,7 +139,7 @@ class JsonLines:
           origin: `origin_of` this call.
           model: name of the model as the user typed it.
         """
-        for other in self.origins:
+        for other in (row["origin"] for row in self.rows.values()):
             changed = [name for name in origin if other.get(name) != origin[name]]
             if changed:
                 what = ", ".join(f"{name} {other.get(name)}" for name in changed)
@@ -162,8 +156,8 @@ class JsonLines:
         Raises:
           UsageError: the file has this sample of another prompt, model or options.
         """
-        known = self.known.get((prompt.index, sample))
-        if known not in (None, key):
+        known = self.rows.get((prompt.index, sample))
+        if known is not None and known["key"] != key:
             raise UsageError(
                 f"--resume: {self._name} has sample {sample} of {prompt.where} from another "
                 "prompt, model or other options; choose another --output"

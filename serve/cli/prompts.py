@@ -123,7 +123,12 @@ def _of_value(index: int, where: str, value: Any, chat: bool) -> Prompt:
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, got {type(value).__name__}")
     json.dumps(value, ensure_ascii=False).encode()  # lone surrogates, which no output could hold
-    _require_known(where, value)
+    for key in value.keys() - _KNOWN:  # it may be a misspelt option
+        hint = nearest(FOREIGN.get(key, key), _KNOWN, 0.7)
+        raise UsageError(
+            f"{where}: nothing reads the key {key!r}{hint}; leave it out, or put it into 'id', "
+            "which takes any value and is copied to the output"
+        )
     if sum(key in value for key in _KEYS) != 1:
         raise ValueError(f"expected either {_KEYS[0]!r} or {_KEYS[1]!r}, got {sorted(value)}")
     settings = {key: value[key] for key in _SETTINGS if value.get(key) is not None}
@@ -131,7 +136,10 @@ def _of_value(index: int, where: str, value: Any, chat: bool) -> Prompt:
     if not isinstance(template, dict):
         raise ValueError(f"chat_template_kwargs must be a JSON object, got {_short(template)}")
     if "messages" in value:
-        messages = _checked(value["messages"])
+        messages = value["messages"]
+        if not isinstance(messages, list) or not messages:
+            raise ValueError(_NO_MESSAGES + _short(messages))
+        messages = [_message(message) for message in messages]
         return Prompt(index, where, None, messages, settings, value.get("id"), template)
     text = value["prompt"]
     if isinstance(text, str):
@@ -140,25 +148,6 @@ def _of_value(index: int, where: str, value: Any, chat: bool) -> Prompt:
     if isinstance(text, list) and text and all(type(token) is int for token in text):
         return Prompt(index, where, text, None, settings, value.get("id"))
     raise ValueError(f"prompt must be a string or a list of token ids, got {_short(text)}")
-
-
-def _require_known(where: str, value: Mapping[str, Any]) -> None:
-    """Raises UsageError for a key that nothing reads, which may be a misspelt option."""
-    for key in value:
-        if key in _KNOWN:
-            continue
-        hint = nearest(FOREIGN.get(key, key), _KNOWN, 0.7)
-        raise UsageError(
-            f"{where}: nothing reads the key {key!r}{hint}; leave it out, or put it into 'id', "
-            "which takes any value and is copied to the output"
-        )
-
-
-def _checked(messages: Any) -> list[dict]:
-    """Checks messages, and joins contents that are lists of text parts."""
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(_NO_MESSAGES + _short(messages))
-    return [_message(message) for message in messages]
 
 
 def _message(message: Any) -> dict:
