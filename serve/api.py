@@ -75,10 +75,9 @@ def create_app(cfg: ServeConfig, llm: LLM) -> FastAPI:
         ticks.cancel()
         await thread.stop()
 
-    version = specjax.__version__
     app = FastAPI(
         title="specjax",
-        version=version,
+        version=specjax.__version__,
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
