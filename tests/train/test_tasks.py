@@ -16,7 +16,7 @@ from train.data.checks import read_inputs
 from train.data.prompts import Prompts
 from train.data.rows import demonstrations, problems
 from train.data.tasks import find_task
-from train.data.tasks.layout import Example, Layout
+from train.data.tasks.layout import Demonstration, Example, Layout
 from train.eval_schema import EvalSection
 from train.registry import TASKS
 from train.rewards.scoring import Score, Scorer
@@ -138,7 +138,7 @@ def test_a_task_is_recognised_by_its_columns(tmp_path, name):
         with pytest.raises(ValueError, match="rows.jsonl:1: .* without a demonstration"):
             demonstrations(cfg, "train")
     else:
-        assert demonstrations(cfg, "train")[0] == data.Demonstration(prompt, response)
+        assert demonstrations(cfg, "train")[0] == Demonstration(prompt, response)
 
 
 @pytest.mark.parametrize("file", FORMATS)
