@@ -256,11 +256,6 @@ def read_inputs(
     if trains:
         problems = rows.problems(cfg.data, "train", prompts.chat, held_out(cfg))
         require_template(cfg, problems[0].prompt)
-        if "rewards.timeout" in typed_in(cfg) and not scorer.workers and not cfg.eval.sets:
-            raise ConfigError(
-                f"rewards.timeout={cfg.rewards.timeout:g} has no effect: reward={scorer.name} "
-                "needs no processes; set rewards.workers, or leave it out"
-            )
         scorer.check(problems[0])
         notes += [f"WARNING: {text}" for text in overlong_warnings(prompts, problems, "prompts")]
     heldout: Sequence[Problem] = []

@@ -200,14 +200,10 @@ def read_row(task: Task, row: layout.Row, place: str) -> layout.Example:
     """Reads a row, whose place is for messages.
 
     Raises:
-      ValueError: the task cannot read it, and the message names another task that can; or the
-        column `tools` cannot be read.
+      ValueError: the task cannot read it, or the column `tools` cannot be read.
     """
     try:
         layout.tools_of(row)
-    except layout.RowError as error:
-        raise ValueError(f"{place}: {error}") from error
-    try:
         return task.read(row)
     except layout.RowError as error:
         raise ValueError(
