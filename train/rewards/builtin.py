@@ -35,6 +35,7 @@ from train.registry import REWARDS
 from train.rewards.answers.choice import chosen_letter, letter_of
 from train.rewards.answers.extract import each_gold, final_answer, last_line_answer, stated_gold
 from train.rewards.answers.quantity import read_quantity
+from train.rewards.calls import Failed
 from train.rewards.workers import Setup, Workers
 
 Reward = Callable[..., Any]
@@ -49,7 +50,8 @@ class AnswerReward:
     """A reward that compares answers, and can check gold answers before a run.
 
     Attributes:
-      compare: whether an answer is the gold answer in a row's text, (given, text) -> bool.
+      compare: whether an answer is the gold answer in a row's text, (given, text) -> bool; raises
+        TimeoutError if that is not known in time.
       extract: finds the answer in a completion; returns None if there is none.
       write: makes a completion that states the given answer and nothing else.
       wants: place of the answer in a completion, for messages.
@@ -65,13 +67,25 @@ class AnswerReward:
 
     def __call__(self, completion: str, answer: str | Sequence[str]) -> float:
         """Returns 1.0 if the completion's answer is one of the row's, else 0.0."""
-        given = self.extract(completion)
-        golds = (gold for gold in each_gold(answer) if gold.strip())
-        return float(bool(given) and any(self.compare(given, gold) for gold in golds))
+        try:
+            return float(self._is_right(completion, answer))
+        except TimeoutError:
+            return 0.0
 
     def can_win(self, answer: str | Sequence[str]) -> bool:
-        """Returns whether a completion that states one of the row's own answers scores 1."""
-        return any(self(self.write(gold), gold) == 1.0 for gold in each_gold(answer))
+        """Returns whether a completion that states one of the row's own answers scores 1.
+
+        A comparison that is late says nothing about the answer, which then counts as one that can.
+        """
+        try:
+            return any(self._is_right(self.write(gold), gold) for gold in each_gold(answer))
+        except TimeoutError:
+            return True
+
+    def _is_right(self, completion: str, answer: str | Sequence[str]) -> bool:
+        given = self.extract(completion)
+        golds = (gold for gold in each_gold(answer) if gold.strip())
+        return bool(given) and any(self.compare(given, gold) for gold in golds)
 
 
 def _same_line(given: str, gold: str) -> bool:
@@ -118,6 +132,7 @@ def _same_formula(given: str, gold: str) -> bool:
 
     Raises:
       ModuleNotFoundError: the math-verify library is not installed.
+      TimeoutError: the comparison was late, or ended its process.
     """
     text = stated_gold(gold)
     mine, theirs = read_quantity(text), read_quantity(given)
@@ -130,7 +145,10 @@ def _same_formula(given: str, gold: str) -> bool:
         )
     if not has_time_limit:
         process = _comparing_process(SECONDS)
-        return process.submit(0, [f"\\boxed{{{given}}}"], [{"answer": gold}]).result() == [1.0]
+        [outcome] = process.submit(0, [f"\\boxed{{{given}}}"], [{"answer": gold}]).result()
+        if isinstance(outcome, Failed):
+            raise TimeoutError(f"the comparison {outcome.what}")
+        return outcome == 1.0
     from train.rewards.answers.equivalence import same_answer  # which imports sympy
 
     try:
