@@ -1,8 +1,8 @@
 """`python -m bench.compiled WHAT PROGRAM ...`: what compilers make of programs, without a device.
 
-    tpu off:8 4_1_5:64 ...      a round on four TPUs, of a strategy and a number of rows: cycles and
-                                bytes by part, copies, collectives, temporaries
-    gpu 8B:off:8:top_p ...      a round on a GPU: kernels and bytes by part, copies, CUDA graphs,
+    tpu off:8 4_1_5:64 ...      a round on four TPUs, of a strategy and a number of rows: cycles by
+                                part, copies, collectives, temporaries
+    gpu 8B:off:8:top_p ...      a round on a GPU: kernels by part, copies, CUDA graphs,
                                 temporaries, layers that are traced
     update 8B:1x8320:remat=full ...    the policy's update on a GPU: temporaries, largest arrays,
                                 kernels
@@ -12,12 +12,12 @@ jax's CUDA plugin: `make gpu-check ARGS=--python` makes an environment, and prin
 needs JAX_PLATFORMS=cpu and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1.
 
 Programs of `tpu` have the widths of Qwen3-8B, split in four. XLA's estimates of cycles are added up
-by part (`train.plan.cycles`). Kernels, collectives, waits for copies and most gathers and scatters
+by part (`train.plan.hlo`). Kernels, collectives, waits for copies and most gathers and scatters
 have none: figures compare two versions of a program, and are no times. `cycles` scales the part
 `layers` from those that are compiled to 36.
 
 Programs of `gpu` have the shapes of Qwen3-8B, Qwen3-1.7B and SmolLM2-135M in bfloat16. Models of 3
-and of 2 layers are compiled, and the whole model's kernels, bytes and copies are computed from
+and of 2 layers are compiled, and the whole model's kernels and copies are computed from
 their difference. Options are names of sampling options (`top_p`, ..), `graph` (one CUDA graph),
 `attention=KERNEL` and `draft_vocab=COUNT`.
 
@@ -59,17 +59,13 @@ from train.loss.optim import OptimConfig
 from train.loss.packing import empty_batch
 from train.loss.policy import PolicyTrainer
 from train.loss.terms import rl_loss
-from train.plan.copies import ENTRY, ROUND, copies
-from train.plan.cycles import PARTS, REST, part_of
-from train.plan.hlo import Cost, Module, Shape
+from train.plan.hlo import ENTRY, PARTS, REST, ROUND, Cost, Module, Shape
 
 LAYERS = 36  # of Qwen3-8B
 EVERY = (*PARTS, REST)
 THUNKS = "*thunk_sequence_after_thunk_passes.txt"
 # Figures of a GPU that grow with the number of layers.
-LINEAR = re.compile(
-    r"(kernels|bytes|copied)/|(kernels|bytes|own_kernels|library|gathers|gathered)$"
-)
+LINEAR = re.compile(r"(kernels|copied)/|(kernels|own_kernels|library|gathers|gathered)$")
 
 
 # --- what the host does to run a GPU's program ----------------------------------------------------
@@ -142,37 +138,34 @@ def figures_of(text: str, sequence: str | None = None, whole: bool = False) -> d
         raise ValueError("expected the text of a chunk, with a loop over rounds")
     cost, found = module.cost_of(within), {}
     for place in (ROUND, ENTRY):
-        here = [copy for copy in copies(module) if copy.place == place]
+        here = [copy for copy in module.copies() if copy.place == place]
         names = {copy.what: copy.kind for copy in here if copy.kind in ("weights", "cache")}
-        found[f"copied/{place}"] = figure(sum(c.total for c in here), "bytes of large arrays")
+        found[f"copied/{place}"] = figure(sum(c.bytes for c in here), "bytes of large arrays")
         found[f"copied_inputs/{place}"] = figure(names, "weights and caches that are copied")
-    loops = [f"{part_of(op.text)} x {module.trips(op) or '?'}" for op in module.loops(within)]
+    loops = [f"{op.part} x {module.trips(op) or '?'}" for op in module.loops(within)]
     found["loops"] = figure(sorted(loops), "loops in a round, by part and how often they run")
-    found["bytes"] = figure(cost.bytes, "bytes to and from memory, without pages kernels read")
     if sequence is not None:
         return found | _on_gpu(cost, thunks(sequence))
-    if not cost.cycles:
+    if not cost["cycles"]:
         raise ValueError("expected a program of a TPU compiler, with estimated cycles")
-    outside = sum(module.cost.cycles.values()) - sum(cost.cycles.values())
-    found |= {f"cycles/{p}": figure(cost.cycles.get(p, 0), "cycles") for p in EVERY}
+    outside = module.cost["cycles"].total() - cost["cycles"].total()
+    found |= {f"cycles/{p}": figure(cost["cycles"][p], "cycles") for p in EVERY}
     found["counted_once"] = figure(sorted(cost.once), "parts with a loop of unknown length")
     found["cycles_outside"] = figure(outside, "cycles at a chunk's begin and end")
-    found |= {f"unknown/{kind}": figure(n, "without cycles") for kind, n in cost.unknown.items()}
-    found["received"] = figure(cost.network, "bytes that collectives bring")
-    found["kernels"] = figure(cost.kernels, "calls of Pallas kernels")
-    found["flops"] = figure(cost.flops, "operations of products outside of kernels")
-    return found | {f"calls/{kind}": figure(n, "of a round") for kind, n in cost.calls.items()}
+    found |= {f"unknown/{kind}": figure(n, "without cycles") for kind, n in cost["unknown"].items()}
+    found["received"] = figure(cost["received"].total(), "bytes that collectives bring")
+    found["kernels"] = figure(cost["kernels"].total(), "calls of Pallas kernels")
+    return found | {f"calls/{kind}": figure(n, "of a round") for kind, n in cost["calls"].items()}
 
 
 def _on_gpu(cost: Cost, host: Thunks) -> dict[str, dict]:
-    found = {f"kernels/{part}": figure(cost.launched.get(part, 0), "launches") for part in EVERY}
-    found |= {f"bytes/{part}": figure(cost.moved.get(part, 0), "bytes") for part in EVERY}
-    found["kernels"] = figure(sum(cost.launched.values()), "launches")
-    found["own_kernels"] = figure(cost.kernels, "calls of Pallas kernels")
-    found["library"] = figure(cost.library, "calls of cuDNN and cuBLAS")
-    found["gathers"] = figure(cost.gathers, "gathers of pages")
-    found["gathered"] = figure(cost.gathered, "bytes of gathered pages")
-    found["branches"] = figure(cost.branches, "conditionals in a round, by part")
+    found = {f"kernels/{part}": figure(cost["launched"][part], "launches") for part in EVERY}
+    found["kernels"] = figure(cost["launched"].total(), "launches")
+    found["own_kernels"] = figure(cost["kernels"].total(), "calls of Pallas kernels")
+    found["library"] = figure(cost["library"].total(), "calls of cuDNN and cuBLAS")
+    found["gathers"] = figure(cost["gathers"].total(), "gathers of pages")
+    found["gathered"] = figure(cost["gathered"].total(), "bytes of gathered pages")
+    found["branches"] = figure(cost["branches"], "conditionals in a round, by part")
     found["buffers"] = figure(host.buffers, "command buffers")
     found["decisions"] = figure(host.decisions, "loops and branches that the host reads")
     found["outside"] = figure(host.outside, "launches in no command buffer")
@@ -331,7 +324,7 @@ def _arrays(module: Module) -> Iterator[Shape]:
         name = waiting.pop()
         for op in module.computations[name].values() if name not in known else ():
             if op.opcode == "while":
-                waiting += [op.body, op.attribute("condition").lstrip("%")]
+                waiting += [op.body, op.attribute("condition")]
             elif op.opcode in ("conditional", "call"):
                 waiting += op.called()
             elif op.launches:

@@ -16,22 +16,7 @@ from serve.protocol import WeightsRequest
 from specjax import LLM, ModelConfig
 from specjax.checked_json import CheckpointError
 from specjax.checkpoint import huggingface as hf
-from specjax.checkpoint.weights import (
-    HEAD_SWITCHES,
-    HUGGING_FACE,
-    Head,
-    cast_floats,
-    config_in,
-    fitted_to,
-    head_beside,
-    head_shapes_of,
-    kind_of,
-    layout_of,
-    load_weights,
-    source_in,
-    source_of_policy,
-    takes_overrides,
-)
+from specjax.checkpoint import weights
 from specjax.engine.sources import first_difference, load_head, require_same_draft
 from specjax.models.transformer import Params
 from specjax.parallel.copies import checksum
@@ -41,7 +26,7 @@ ADMIN_PATHS = ("/update_weights", "/update_draft_vocab", "/sleep", "/wake")
 # Fields of ModelConfig that may differ between served and new weights: they say how this program
 # computes, or hold sampling defaults.
 _MAY_DIFFER = ("run", "mtp_num_layers", "generation")
-_HEAD_FIELDS = tuple(name for name in HEAD_SWITCHES if name not in _MAY_DIFFER)
+_HEAD_FIELDS = tuple(name for name in weights.HEAD_SWITCHES if name not in _MAY_DIFFER)
 
 
 class Admin:
@@ -96,10 +81,10 @@ class Admin:
         dtype = llm.cfg.run.param_dtype
         if head is not None:
             require_same_draft(found.source, llm.source)
-            head = cast_floats(fitted_to(llm.head, head, "the draft head"), dtype)
+            head = weights.cast_floats(weights.fitted_to(llm.head, head, "the draft head"), dtype)
         if alone:
             return None, head
-        policy = cast_floats(fitted_to(llm.params, policy, "the policy"), dtype)
+        policy = weights.cast_floats(weights.fitted_to(llm.params, policy, "the policy"), dtype)
         if not checksum(policy, dtype).finite:
             raise ValueError("the policy's weights are not finite; it could generate nothing")
         return policy, head
@@ -153,9 +138,9 @@ class Admin:
         llm = self._llm
         self._thread.finish_all()
         self._thread.asleep = True
-        weights = llm.params, llm.head
-        shardings = jax.tree.map(lambda x: x.sharding, weights)
-        self._on_host = (*jax.device_get(weights), shardings)
+        held = llm.params, llm.head
+        shardings = jax.tree.map(lambda x: x.sharding, held)
+        self._on_host = (*jax.device_get(held), shardings)
         llm.params = llm.head = None
         llm.engine.release()
 
@@ -181,7 +166,7 @@ def read_weights(
     step: int | None,
     tokenizer=None,
     overrides: Mapping[str, Any] | None = None,
-) -> tuple[Params | None, Head | None]:
+) -> tuple[Params | None, weights.Head | None]:
     """Reads weights of a model like `cfg`, in any layout that specjax writes.
 
     Args:
@@ -201,28 +186,31 @@ def read_weights(
     """
     if not path.exists():
         raise ValueError("there is no such file or directory on the server")
-    if layout_of(path) == HUGGING_FACE:
+    if weights.layout_of(path) == weights.HUGGING_FACE:
         if step is not None:
             raise ValueError(f"it is no training run and has no step {step}; leave step out")
         if head_alone:
-            given = overrides if takes_overrides(path, kind_of(path, cfg)) else None
+            given = overrides if weights.takes_overrides(path, weights.kind_of(path, cfg)) else None
             return None, load_head(str(path), cfg, overrides=given)[1]
         dtype = cfg.run.param_dtype
         new, policy, params = hf.load_checkpoint(path, dtype, mtp_concat=cfg.mtp_concat)
         _require_same(with_tokenizer_end(new, tokenizer), cfg, params is not None)
-        return policy, Head(source_of_policy(new), params) if params else head_beside(path, new)
-    policy, params, meta = load_weights(path, step, head_alone)
-    source = source_in(path, meta, cfg) if params else None
+        if not params:
+            return policy, weights.head_beside(path, new)
+        return policy, weights.Head(weights.source_of_policy(new), params)
+    policy, params, meta = weights.load_weights(path, step, head_alone)
+    source = weights.source_in(path, meta, cfg) if params else None
     in_policy = source is not None and source.in_policy
     if "config" in meta:
-        new = with_tokenizer_end(config_in(path, meta), tokenizer)
+        new = with_tokenizer_end(weights.config_in(path, meta), tokenizer)
         _require_same(new, cfg, in_policy)
     elif in_policy:  # a head alone has no whole config
         known = {name: meta.get(name, getattr(cfg, name)) for name in _HEAD_FIELDS}
         _require_same(cfg.replace(**known), cfg, True)
     if params is None:
         return policy, None
-    return policy, Head(source, fitted_to(head_shapes_of(source), params, "the draft head"))
+    shapes = weights.head_shapes_of(source)
+    return policy, weights.Head(source, weights.fitted_to(shapes, params, "the draft head"))
 
 
 def weights_info(llm: LLM) -> dict:

@@ -1,4 +1,4 @@
-"""The FastAPI application: its routes, and its OpenAPI document."""
+"""The FastAPI application and its routes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,11 @@ from starlette.middleware.cors import CORSMiddleware
 import specjax
 from serve.admin import ADMIN_PATHS, Admin, weights_info
 from serve.dashboard import document
-from serve.engine_thread import EngineDead, EngineThread
+from serve.engine_thread import EngineThread
 from serve.errors import ApiError, answer_errors
-from serve.generation import Generation
+from serve.generation import Generation, refused
 from serve.metrics import Metrics
-from serve.middleware import (
-    AccessLogMiddleware,
-    AuthenticationMiddleware,
-    BodyLimitMiddleware,
-)
+from serve.middleware import AccessLogMiddleware, AuthenticationMiddleware, BodyLimitMiddleware
 from serve.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -37,9 +33,6 @@ from serve.protocol import (
 from serve.responses import EventStream
 from serve.settings import ServeConfig, public
 from specjax import LLM
-from specjax.control import OFF
-
-_GENERATION_BODIES = ("CompletionRequest", "ChatRequest")
 
 
 class Problem(BaseModel):
@@ -70,7 +63,8 @@ def create_app(cfg: ServeConfig, llm: LLM) -> FastAPI:
       cfg: the settings of the server.
       llm: the model, from `load_llm`; no other code may use it afterwards.
     """
-    thread = EngineThread(llm, Metrics(cfg.name))
+    deepest = max(plan.steps for plan in llm.engine.runner.plans.values())
+    thread = EngineThread(llm, Metrics(cfg.name, deepest))
     admin = Admin(thread)
 
     @contextlib.asynccontextmanager
@@ -81,10 +75,9 @@ def create_app(cfg: ServeConfig, llm: LLM) -> FastAPI:
         ticks.cancel()
         await thread.stop()
 
-    version = specjax.__version__
     app = FastAPI(
         title="specjax",
-        version=version,
+        version=specjax.__version__,
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
@@ -92,7 +85,6 @@ def create_app(cfg: ServeConfig, llm: LLM) -> FastAPI:
     )
     app.state.thread, app.state.dashboard = thread, thread.dashboard
     answer_errors(app)
-    _narrow_openapi(app, cfg, llm)
     _add_generation(app, cfg, thread)
     _add_views(app, cfg, thread)
     _add_page(app, cfg, thread)
@@ -179,13 +171,10 @@ def _add_views(app: FastAPI, cfg: ServeConfig, thread: EngineThread) -> None:
 
     @app.get("/health")
     async def health():
-        status, state = 200, "asleep" if thread.asleep else "ok"
-        if thread.error is not None:
-            status, state = 503, "dead"
-        body = {"status": state, "alarms": list(metrics.snapshot.alarms)}
-        if thread.error is not None:
-            body["error"] = f"{type(thread.error).__name__}: {thread.error}"
-        return JSONResponse(body, status)
+        body = {"status": thread.state, "alarms": list(metrics.snapshot.alarms)}
+        if thread.failure is None:
+            return body
+        return JSONResponse({**body, "error": thread.failure}, 503)
 
     @app.get("/ping")
     @app.post("/ping", operation_id="post_ping")
@@ -239,18 +228,11 @@ def _add_page(app: FastAPI, cfg: ServeConfig, thread: EngineThread) -> None:
     dashboard = thread.dashboard
 
     def server_state() -> dict:
-        error, state = thread.error, "ok"
-        if error is not None:
-            state = "dead"
-        elif dashboard.is_draining():
-            state = "draining"
-        elif thread.asleep:
-            state = "asleep"
-        message = None if error is None else f"{type(error).__name__}: {error}"
+        is_draining = dashboard.is_draining() and thread.failure is None
         return {
             "model": cfg.name,
-            "state": state,
-            "error": message,
+            "state": "draining" if is_draining else thread.state,
+            "error": thread.failure,
             "outstanding": thread.outstanding,
         }
 
@@ -268,69 +250,22 @@ def _add_page(app: FastAPI, cfg: ServeConfig, thread: EngineThread) -> None:
 
 
 def _add_admin(app: FastAPI, admin: Admin) -> None:
-    async def run(operation) -> dict:
-        try:
-            return await operation
-        except EngineDead as error:
-            raise ApiError(500, str(error)) from error
-
     @app.post("/update_weights")
     async def update_weights(body: WeightsRequest):
-        return await run(admin.update(body))
+        with refused():
+            return await admin.update(body)
 
     @app.post("/update_draft_vocab")
     async def update_draft_vocab(body: DraftVocabularyRequest):
-        return await run(admin.draft_vocab(body.token_ids))
+        with refused():
+            return await admin.draft_vocab(body.token_ids)
 
     @app.post("/sleep")
     async def sleep():
-        return await run(admin.sleep())
+        with refused():
+            return await admin.sleep()
 
     @app.post("/wake")
     async def wake():
-        return await run(admin.wake())
-
-
-def _narrow_openapi(app: FastAPI, cfg: ServeConfig, llm: LLM) -> None:
-    """Puts the limits and strategies of this server into its OpenAPI document."""
-    plain = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            bodies = plain()["components"]["schemas"]
-            for name in _GENERATION_BODIES:
-                _narrow(bodies[name]["properties"], cfg, llm)
-        return app.openapi_schema
-
-    app.openapi = openapi
-
-
-def _narrow(fields: dict[str, Any], cfg: ServeConfig, llm: LLM) -> None:
-    most = llm.max_len - 1  # a prompt has one token at least
-    tokens = min(most, cfg.limits.max_tokens or most)
-    bounds = dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens"), tokens)
-    for name, value in {**bounds, "n": cfg.limits.n, "best_of": cfg.limits.n}.items():
-        for kind in _kinds(fields.get(name, {}), "integer"):
-            kind["maximum"] = value
-    for field in fields.values():
-        for kind in _kinds(field, "integer"):
-            if kind.get("title") == "Token":
-                kind.pop("exclusiveMaximum")
-                kind["maximum"] = llm.cfg.vocab_size - 1
-    room = llm.max_stop_tokens - len(llm.cfg.eos_token_ids)
-    for kind in _kinds(fields["stop_token_ids"], "array"):
-        kind["maxItems"] = max(room, 0)
-    for kind in fields.get("prompt", {}).get("anyOf", ()):
-        if kind.get("items", {}).get("type") in ("string", "array"):  # not the ids of one prompt
-            kind["maxItems"] = cfg.limits.prompts
-    for kind in _kinds(fields["model"], "string"):
-        kind["enum"] = [cfg.name]
-    for kind in _kinds(fields["speculative"], "string"):
-        kind["enum"] = sorted({OFF, *llm.engine.runner.plans})
-
-
-def _kinds(schema: dict[str, Any], kind: str) -> list[dict[str, Any]]:
-    """The subschemas of one JSON type that a value, or a part of it, may have."""
-    found = [schema] if schema.get("type") == kind else []
-    inside = [*schema.get("anyOf", ()), *filter(None, [schema.get("items")])]
-    return found + [each for part in inside for each in _kinds(part, kind)]
+        with refused():
+            return await admin.wake()

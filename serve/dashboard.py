@@ -1,8 +1,8 @@
 """The data of the page at `/`: numbers of the last minute, and the running batch.
 
-The engine's thread counts tokens and rounds, and copies the state of its slots while a page is
-open. The event loop reads these a few times a second and sends the changes to every page. No
-request reads a running engine or its device.
+The engine's thread copies the state of its slots while a page is open. The event loop reads these a
+few times a second and sends the changes to every page. No request reads a running engine or its
+device.
 
 The page is plain HTML, CSS and JavaScript in `serve/page/`, sent as one document. It loads nothing
 from anywhere else, and its Content-Security-Policy forbids it.
@@ -22,9 +22,8 @@ from typing import Any
 
 from serve.metrics import Metrics, Snapshot
 from specjax import LLM
-from specjax.control import OFF, Controller, Goodput
+from specjax.control import OFF, Goodput
 from specjax.engine.engine import Engine
-from specjax.engine.sequence import News
 from specjax.tokenizer import has_chat_template
 
 # Scripts of the page, in the order in which they are joined.
@@ -41,7 +40,7 @@ class Dashboard:
     Args:
       llm: the model.
       engines: the engine of each replica.
-      metrics: the server's metrics, whose snapshot has the numbers of samples.
+      metrics: the server's metrics.
 
     Attributes:
       viewers: number of open event streams.
@@ -55,18 +54,11 @@ class Dashboard:
         self.is_draining: Callable[[], bool] = lambda: False
         self._began = time.monotonic()
         # The engine's thread writes these:
-        deepest = max(plan.steps for plan in engines[0].runner.plans.values())
-        self._sums = dict.fromkeys(("tokens", "rounds", "drafting", "drafting_tokens"), 0)
-        self._drafted_at, self._accepted_at = [0] * deepest, [0] * deepest
-        self._by: Counter[str] = Counter()
         self._seen: tuple[Snapshot, list[dict]] = (metrics.snapshot, [])
-        # The estimates, their time, and the time at which plain decoding was last measured.
-        self._gains: tuple[dict, float, float | None] | None = None
+        self._gains: tuple[dict, float] | None = None  # the estimates and their time
         # Time and bucket of the last call of `_estimate`.
         self._estimated_at, self._estimated_size = 0.0, 0
         self._lanes: dict[int, dict[int, int]] = {}  # by replica and number of the sequence
-        # (replica, size) -> number of measured chunks of plain decoding, and the time of the last.
-        self._plain: dict[tuple[int, int], tuple[int, float]] = {}
         # The event loop writes these:
         self._ticks: deque[dict] = deque(maxlen=KEPT)
         self._depths: deque[list[tuple[int, int]]] = deque(maxlen=KEPT)
@@ -75,27 +67,6 @@ class Dashboard:
         self._now: dict[str, Any] = {}
 
     # --- called in the engine's thread ------------------------------------------------------------
-
-    def chunk(self, strategy: str, rounds: int) -> None:
-        self._by[strategy] += rounds
-
-    def news(self, news: News, fresh: int) -> None:
-        """Counts a sample's rounds.
-
-        Args:
-          news: new tokens and rounds of the sample.
-          fresh: number of tokens that were not counted before.
-        """
-        sums, count = self._sums, len(news.rounds)
-        sums["tokens"] += fresh
-        sums["rounds"] += count
-        if not news.steps:
-            return
-        sums["drafting"] += count
-        sums["drafting_tokens"] += sum(news.rounds)
-        for depth in range(news.steps):
-            self._drafted_at[depth] += count
-            self._accepted_at[depth] += sum(tokens > depth + 1 for tokens in news.rounds)
 
     def weights_changed(self) -> None:
         """Drops the estimates, which were made with the old weights."""
@@ -107,18 +78,15 @@ class Dashboard:
         if self.viewers:
             replicas = [self._replica_state(index, engine) for index, engine in enumerate(engines)]
         self._seen = self._metrics.snapshot, replicas
-        now, found_running = time.monotonic(), False
-        for index, engine in enumerate(engines):
-            size = engine.latest[1] if engine.latest else 0
-            plain = self._plain_measured(index, size, engine.controller, now)
-            if found_running or not size or not engine.scheduler.running:
-                continue
-            found_running = True  # the page shows the estimates of one replica
+        now = time.monotonic()
+        busy = [one for one in engines if one.latest and one.latest[1] and one.scheduler.running]
+        for engine in busy[:1]:  # the page shows the estimates of one replica
+            size = engine.latest[1]
             if now < self._estimated_at + GAINS_EVERY and size == self._estimated_size:
                 continue
             self._estimated_at, self._estimated_size = now, size
             if found := _estimate(engine, size):
-                self._gains = found, now, plain
+                self._gains = found, now
 
     def _replica_state(self, replica: int, engine: Engine) -> dict[str, Any]:
         """The samples that run on a replica.
@@ -140,18 +108,6 @@ class Dashboard:
         ]
         return {"strategy": strategy, "bucket": bucket, "lanes": sorted(lanes)}
 
-    def _plain_measured(
-        self, replica: int, size: int, controller: Controller, now: float
-    ) -> float | None:
-        """The time at which plain decoding was last measured at a size; None: never."""
-        chunks, goodput = 0, _goodput(controller)
-        if goodput is not None:
-            chunks = goodput.costs.chunks(OFF, size)
-        known = self._plain.get((replica, size), (0, None))
-        if chunks and chunks != known[0]:
-            self._plain[replica, size] = known = chunks, now
-        return known[1]
-
     # --- called in the event loop -----------------------------------------------------------------
 
     async def run(self) -> None:
@@ -169,7 +125,7 @@ class Dashboard:
             {
                 "n": self._number,
                 "seconds": round(now - self._last, 3),
-                **{name: totals[name] - before[name] for name in self._sums},
+                **{name: totals[name] - before[name] for name in self._metrics.sums},
                 "by": totals["by"] - before["by"],
                 "running": seen.running,
                 "waiting": seen.waiting,
@@ -184,8 +140,9 @@ class Dashboard:
         self._ticked = asyncio.Event()
 
     def _totals(self) -> dict[str, Any]:
-        depths = list(zip(self._drafted_at, self._accepted_at, strict=True))
-        return {**self._sums, "by": Counter(dict(self._by)), "depths": depths}
+        metrics = self._metrics
+        depths = list(zip(metrics.drafted_at, metrics.accepted_at, strict=True))
+        return {**metrics.sums, "by": Counter(dict(metrics.by_strategy)), "depths": depths}
 
     async def events(self, server_state: Callable[[], dict]) -> AsyncIterator[str]:
         """Server-sent events, one per tick; the first has all ticks that are kept.
@@ -213,9 +170,8 @@ class Dashboard:
         depths, gains = totals["depths"], None
         recent = [(a - c, b - d) for (a, b), (c, d) in zip(depths, self._depths[0], strict=True)]
         if self._gains is not None:
-            found, estimated, plain = self._gains
-            plain_age = None if plain is None else round(now - plain, 1)
-            gains = {**found, "age": round(now - estimated, 1), "plain_age": plain_age}
+            found, estimated = self._gains
+            gains = {**found, "age": round(now - estimated, 1)}
         return {
             "uptime": round(now - self._began, 1),
             "running": seen.running,
@@ -262,12 +218,6 @@ def _example(llm: LLM) -> str:
     return "17+25+8+61+93+4+55+12=" if few_words else "Explain in one sentence why the sky is blue."
 
 
-def _goodput(controller: Controller) -> Goodput | None:
-    """The goodput controller, also inside a `Gate`; None for other controllers."""
-    inner = getattr(controller, "inner", controller)
-    return inner if isinstance(inner, Goodput) else None
-
-
 def _estimate(engine: Engine, size: int) -> dict[str, Any] | None:
     """The controller's estimates for batches of a compiled size; None: it has none.
 
@@ -279,8 +229,9 @@ def _estimate(engine: Engine, size: int) -> dict[str, Any] | None:
       chunks: number of measured chunks; 0: only the calibration at the start.
       slack: share by which plain decoding may be cheaper than its estimated cost.
     """
-    ratios, goodput = engine.controller.gains(size), _goodput(engine.controller)
-    if goodput is None or not ratios.keys() - {OFF}:
+    ratios = engine.controller.gains(size)
+    goodput = getattr(engine.controller, "inner", engine.controller)  # also inside a `Gate`
+    if not isinstance(goodput, Goodput) or not ratios.keys() - {OFF}:
         return None
     plain = goodput.round_seconds(OFF, size)
     return {

@@ -7,7 +7,7 @@ wait while the host serves clients.
 
     event loop   submit ---> queue of calls ---> add, abort, set_params
     engine                                       step -> chunk -> news of samples
-    event loop   request.updates <-------------- one call per step, with the results of calls
+    event loop   request.updates <-------------- one call per step
 
 Once the engine has raised an exception, all running and later requests get `EngineDead`.
 """
@@ -15,18 +15,17 @@ Once the engine has raised an exception, all running and later requests get `Eng
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from concurrent.futures import Future
+from typing import NamedTuple, TypeVar
 
 from serve.dashboard import Dashboard
 from serve.metrics import Metrics, Replica, Snapshot
 from specjax import LLM
-from specjax.decode.options import Features
 from specjax.engine.engine import Engine
 from specjax.engine.replicas import Replicas
 from specjax.engine.request import Job, SampleOutput
@@ -63,30 +62,6 @@ class Update(NamedTuple):
     news: Sequence[News] = ()
     sample: SampleOutput | None = None
     error: EngineDead | ClientGone | None = None
-
-
-class Call(NamedTuple):
-    """A function for the engine's thread to call, and the future of its result."""
-
-    function: Callable[[], Any]
-    future: asyncio.Future | None = None
-
-
-class Result(NamedTuple):
-    """The value that a call returned, or the error that it raised."""
-
-    future: asyncio.Future | None
-    value: Any = None
-    error: Exception | None = None
-
-    def set(self) -> None:
-        """Resolves the future, unless it was cancelled."""
-        if self.future is None or self.future.done():
-            return
-        if self.error is None:
-            self.future.set_result(self.value)
-        else:
-            self.future.set_exception(self.error)
 
 
 class StepOutput(NamedTuple):
@@ -148,36 +123,21 @@ class EngineThread:
         self._engines = llm.engine.engines
         for engine in self._engines:
             engine.watcher = self
-            engine.runner.executables.before_build = functools.partial(
-                self._before_compiling, engine
-            )
+            # Compiling takes seconds: output that is ready is sent before.
+            engine.runner.executables.before_build = self._send
         self.dashboard = Dashboard(llm, self._engines, metrics)
-        self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable, Future]] = queue.SimpleQueue()
         self._to_abort: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._owners: dict[Sample, tuple[Request, int]] = {}
         self._sent: dict[Sample, int] = {}  # number of tokens that the event loop has
         self._current = StepOutput([], [], {})  # of the running step
         self._unsent: list[StepOutput] = []
-        self._results: list[Result] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running = True
-        self._compiling_logged = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         if self._engine.telemetry is not None:
             count_only(self._engine)
         self._take_snapshot()
-
-    def _before_compiling(self, engine: Engine) -> None:
-        """Sends the output that is ready before a program is compiled, which takes seconds."""
-        if not self._compiling_logged and not engine.runner.compilations:
-            self._compiling_logged = True
-            log.info(
-                "compiling up to %d programs while the first requests wait; fewer: "
-                "speculation.strategy=off, fewer in speculation.control.strategies, or a smaller "
-                "engine.max_batch; engine.warm_up=sampled compiles before the server listens",
-                sum(each.programs().count([Features()]) for each in self._engines),
-            )
-        self._send()
 
     # --- called in the event loop ----------------------------------------------------------------
 
@@ -189,7 +149,7 @@ class EngineThread:
     async def stop(self) -> None:
         """Ends the thread; samples that still run are dropped."""
         self._running = False
-        self._calls.put(Call(lambda: None))  # the thread may be waiting for a call
+        self._calls.put((lambda: None, Future()))  # the thread may be waiting for a call
         await asyncio.to_thread(self._thread.join)
 
     async def submit(
@@ -230,7 +190,7 @@ class EngineThread:
         self._close(request)
         request.updates.put_nowait(Update(0, error=ClientGone()))
         self._to_abort.put(request)
-        self._calls.put(Call(self._abort_requests))
+        self._calls.put((self._abort_requests, Future()))
 
     def _close(self, request: Request) -> None:
         """Marks all samples of a request as ended."""
@@ -245,18 +205,20 @@ class EngineThread:
           EngineDead: the function raised any other exception, or the engine had raised one before.
         """
 
-        def send_first() -> T:
+        def between_steps() -> T:
             self._send()
-            return function()
+            value = function()
+            self._take_snapshot()
+            return value
 
-        return await self._ask(send_first)
+        return await self._ask(between_steps)
 
     async def _ask(self, function: Callable[[], T]) -> T:
         if self.error is not None:
             raise self._dead()
-        future = asyncio.get_running_loop().create_future()
-        self._calls.put(Call(function, future))
-        return await future
+        future: Future[T] = Future()
+        self._calls.put((function, future))
+        return await asyncio.wrap_future(future)
 
     def finish_all(self) -> None:
         """Steps until no sample runs; to be used within `call`. Of other calls only aborts run."""
@@ -281,6 +243,8 @@ class EngineThread:
                 has_nothing_to_run = not self._engine.has_work or self.error is not None
                 if has_nothing_to_run:
                     self._send()
+                    if self.error is None:
+                        self._take_snapshot()
                 self._run_calls(wait=has_nothing_to_run)
                 if self.error is None and self._engine.has_work:
                     self._step()
@@ -296,19 +260,17 @@ class EngineThread:
             except queue.Empty:
                 return
             wait = False
-            if future is not None and future.cancelled():
+            if not future.set_running_or_notify_cancel():
                 continue
             if self.error is not None:
-                self._results.append(Result(future, error=self._dead()))
+                future.set_exception(self._dead())
                 continue
             try:
-                value = function()  # it may send, which replaces `_results`
-                self._results.append(Result(future, value))
+                future.set_result(function())
             except ValueError as error:
-                self._results.append(Result(future, error=error))
+                future.set_exception(error)
             except BaseException as error:
-                dead = EngineDead(f"{type(error).__name__}: {error}")
-                self._results.append(Result(future, error=dead))
+                future.set_exception(EngineDead(f"{type(error).__name__}: {error}"))
                 raise
 
     def _add(self, request: Request) -> None:
@@ -343,10 +305,9 @@ class EngineThread:
 
     def _send(self) -> None:
         """Counts the output since the last call, and sends it to the event loop."""
-        if not (self._unsent or self._results):
-            return
-        self._take_snapshot()
-        self._deliver_soon(self._all_updates())
+        if self._unsent:
+            self._take_snapshot()
+            self._deliver_soon(self._all_updates())
 
     def _all_updates(self) -> list[tuple[Request, Update]]:
         unsent, self._unsent = self._unsent, []
@@ -356,12 +317,10 @@ class EngineThread:
         """Counts the output of a step, and sorts it by request."""
         for strategy, bucket, rounds in step.chunks:
             self.metrics.chunk(strategy, bucket, rounds)
-            self.dashboard.chunk(strategy, rounds)
         fresh: dict[Sample, list[News]] = {}
         for sample, news in step.news:
             known, end = self._sent.get(sample, news.at), news.at + len(news.tokens)
-            self.metrics.news(news, sample.replica)
-            self.dashboard.news(news, max(end - known, 0))
+            self.metrics.news(news, sample.replica, max(end - known, 0))
             # Without an owner, the client has gone. `News` says when there are no new tokens.
             if sample in self._owners and end > known:
                 self._sent[sample] = end
@@ -388,10 +347,17 @@ class EngineThread:
         updates += [(request, Update(0, error=dead)) for request in owners.values()]
         self._deliver_soon(updates)
 
+    @property
+    def failure(self) -> str | None:
+        """The error of a dead engine."""
+        return None if self.error is None else f"{type(self.error).__name__}: {self.error}"
+
+    @property
+    def state(self) -> str:
+        return "dead" if self.error is not None else "asleep" if self.asleep else "ok"
+
     def _dead(self) -> EngineDead:
-        return EngineDead(
-            f"the engine died of {type(self.error).__name__}: {self.error}; restart the server"
-        )
+        return EngineDead(f"the engine died of {self.failure}; restart the server")
 
     def _take_snapshot(self) -> None:
         """Copies the engine's numbers for /metrics, which must not read a running engine."""
@@ -424,18 +390,14 @@ class EngineThread:
         self.dashboard.copy_state(several)
 
     def _deliver_soon(self, updates: list[tuple[Request, Update]]) -> None:
-        results, self._results = self._results, []
-        if results or updates:
-            try:
-                self._loop.call_soon_threadsafe(self._deliver, results, updates)
-            except RuntimeError:  # the event loop has been closed
-                self._running = False
+        try:
+            self._loop.call_soon_threadsafe(self._deliver, updates)
+        except RuntimeError:  # the event loop has been closed
+            self._running = False
 
     # --- called in the event loop, by the thread -------------------------------------------------
 
-    def _deliver(self, results: list[Result], updates: list[tuple[Request, Update]]) -> None:
-        for result in results:
-            result.set()
+    def _deliver(self, updates: list[tuple[Request, Update]]) -> None:
         now = time.perf_counter()
         for request, update in updates:
             if not request.open:  # it was aborted meanwhile
@@ -453,7 +415,8 @@ class EngineThread:
         if not last:
             metrics.first_token.observe(now - request.arrived)
         elif tokens:
-            metrics.per_token.observe((now - last) / tokens, tokens)
+            for _ in range(tokens):
+                metrics.per_token.observe((now - last) / tokens)
         metrics.generation_tokens.inc(tokens)
         if update.sample is not None:
             metrics.ended.labels(update.sample.finish_reason).inc()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +11,8 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+
+from specjax.spelling import nearest
 
 _NO_OBJECT = "expected a JSON object, with the header Content-Type: application/json"
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -109,7 +111,8 @@ def _explain(errors: Sequence[dict[str, Any]]) -> tuple[list[str], str]:
     if first["type"] == "missing":
         return where, "is required, and missing"
     if first["type"] == "extra_forbidden":
-        return where, f"there is no such field here, got {got}{_nearest(first)}"
+        hint = nearest(str(first["loc"][-1]), KNOWN_FIELDS, 0.7)
+        return where, f"there is no such field here, got {got}{hint}"
     if first["type"] == UNSUPPORTED_VALUE:
         return where, first["msg"]
     if first["type"] in _TOO_SHORT and first["ctx"]["min_length"] == 1:
@@ -122,12 +125,6 @@ def _explain(errors: Sequence[dict[str, Any]]) -> tuple[list[str], str]:
     return where, f"{message}, got {got}"
 
 
-def _nearest(error: dict[str, Any]) -> str:
-    """A suggestion for an unknown field, where a known one is close."""
-    close = difflib.get_close_matches(str(error["loc"][-1]), KNOWN_FIELDS, 1, 0.7)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
 def _fields(loc: Sequence[str | int]) -> list[str]:
     """The names and indices of a location, without the types that pydantic adds to it."""
     parts = [part for part in loc if part != "body"]
@@ -135,10 +132,8 @@ def _fields(loc: Sequence[str | int]) -> list[str]:
 
 
 def _is_type(part: str | int) -> bool:
-    if not isinstance(part, str):
-        return False
-    named = part in ("str", "bool", "int", "float")
-    return named or "[" in part or part.startswith(("constrained-", "function-"))
+    types = r"str|bool|int|float|.*\[.*|(?:constrained|function)-.*"
+    return isinstance(part, str) and re.fullmatch(types, part) is not None
 
 
 def _indices(error: dict[str, Any]) -> list[int]:

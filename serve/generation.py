@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import functools
 import json
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 
-from serve.engine_thread import (
-    Asleep,
-    ClientGone,
-    EngineDead,
-    EngineThread,
-    Request,
-    Update,
-)
+from serve.engine_thread import Asleep, ClientGone, EngineDead, EngineThread, Request, Update
 from serve.errors import ApiError
 from serve.protocol import ChatRequest, CompletionRequest, Sampling, TokenizeRequest
 from serve.responses import (
@@ -31,7 +25,6 @@ from serve.responses import (
     TokenTexts,
     origins,
     spec_details,
-    usage_of,
 )
 from serve.settings import SPELL, ServeConfig
 from specjax.engine.prompt_scores import PromptScorer, PromptScores, Started
@@ -59,7 +52,7 @@ from specjax.tokenizer import (
 CLIENT_CLOSED_REQUEST = 499  # nginx's status, for the access log
 DEFAULT_TOKENS = 16  # of completions, as OpenAI
 TOO_LONG = "context_length_exceeded"
-SHORT_BODY = 4096  # bytes; its prompt is encoded sooner than a thread would start
+T = TypeVar("T")
 
 
 class Parsed(NamedTuple):
@@ -77,10 +70,6 @@ class Parsed(NamedTuple):
     jobs: list[Job]
     scores: list[PromptScores] | None = None
 
-    @property
-    def generates_nothing(self) -> bool:
-        return self.body.wanted_tokens == 0
-
 
 class Generation:
     """Handles requests for text.
@@ -97,7 +86,6 @@ class Generation:
         self._scorer = PromptScorer(thread.llm.engine, thread.llm.max_len)
         # A long prompt must not block the event loop, and a tokenizer is not safe for threads.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
-        self._encoding = threading.Lock()
         self._defaults = sampling_defaults(thread.llm.generation)
         slots = cfg.engine.max_batch * cfg.engine.replicas
         self._max_samples = slots + cfg.limits.queue
@@ -116,7 +104,7 @@ class Generation:
         samples = self._require_room(body)
         self._being_encoded += samples
         try:
-            parsed = await self._parse_body(body, http)
+            parsed = await self._encoded(lambda: self._parse(body))
         finally:
             self._being_encoded -= samples
         parsed = await self._with_scores(parsed)
@@ -145,10 +133,8 @@ class Generation:
         Raises:
           ApiError: there are too many samples.
         """
-        prompts = 1
-        if isinstance(body, CompletionRequest):
-            prompts = len(body.prompts)
-            self._require(prompts, self._cfg.limits.prompts, "prompts", "prompt")
+        prompts = len(body.prompts) if isinstance(body, CompletionRequest) else 1
+        self._require(prompts, self._cfg.limits.prompts, "prompts", "prompt")
         samples = prompts * (body.n or 1)
         outstanding = self._thread.outstanding + self._being_encoded
         self._require(samples, self._max_samples, "prompts times n", "n")
@@ -161,23 +147,9 @@ class Generation:
             )
         return samples
 
-    async def _parse_body(self, body: CompletionRequest | ChatRequest, http: HttpRequest) -> Parsed:
-        """Encodes the prompts, in the event loop if that is quick and the tokenizer is free."""
-        several = isinstance(body, CompletionRequest) and len(body.prompts) > 1
-        short = (
-            int(http.headers.get("content-length", SHORT_BODY + 1)) <= SHORT_BODY and not several
-        )
-        if short and self._encoding.acquire(blocking=False):
-            try:
-                return self._parse(body)
-            finally:
-                self._encoding.release()
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._encoder, self._parse_locked, body)
-
-    def _parse_locked(self, body: CompletionRequest | ChatRequest) -> Parsed:
-        with self._encoding:
-            return self._parse(body)
+    async def _encoded(self, encode: Callable[[], T]) -> T:
+        """Calls a function that uses the tokenizer."""
+        return await asyncio.get_running_loop().run_in_executor(self._encoder, encode)
 
     async def tokenize(self, body: TokenizeRequest) -> list[int]:
         """Token ids of a prompt or of messages, the same as in a request for text.
@@ -190,13 +162,9 @@ class Generation:
         if self._tokenizer is None:
             raise ApiError(400, "the model has no tokenizer; prompts are token ids")
 
-        def encode() -> list[int]:
-            with self._encoding:
-                if body.messages is not None:
-                    return self._chat_prompt(body)
-                return self._encode(body.prompt, body)
-
-        return await asyncio.get_running_loop().run_in_executor(self._encoder, encode)
+        if body.messages is not None:
+            return await self._encoded(lambda: self._chat_prompt(body))
+        return await self._encoded(lambda: self._encode(body.prompt, body))
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""
@@ -222,14 +190,13 @@ class Generation:
                 return error
 
         try:
-            started = await self._thread.call(start)
+            with refused():
+                started = await self._thread.call(start)
             if isinstance(started, Exception):
                 raise started
             scores = await asyncio.to_thread(self._scorer.read, started, top)
-        except Asleep as error:
-            raise ApiError(503, str(error)) from error
-        except EngineDead as error:
-            raise ApiError(500, str(error)) from error
+        except ApiError:
+            raise
         except InvalidLogitsError as error:
             raise _invalid(str(error)) from error
         except Exception as error:
@@ -240,17 +207,11 @@ class Generation:
 
     async def _submit(self, parsed: Parsed, arrived: float) -> Request:
         per_chunk = bool(parsed.body.stream) or parsed.body.return_spec_details
-        try:
-            if parsed.generates_nothing:
+        with refused():
+            if parsed.body.wanted_tokens == 0:
                 request = await self._end_at_once(parsed, arrived)
             else:
                 request = await self._thread.submit(parsed.jobs, arrived, per_chunk)
-        except Asleep as error:
-            raise ApiError(503, str(error)) from error
-        except EngineDead as error:
-            raise ApiError(500, str(error)) from error
-        except ValueError as error:
-            raise ApiError(400, spelled(error, SPELL)) from error
         self._thread.metrics.prompt_tokens.inc(sum(map(len, parsed.prompts)))
         return request
 
@@ -370,186 +331,216 @@ class Generation:
         self, parsed: Parsed, request: Request, response: CompletionResponse, http: HttpRequest
     ) -> Response:
         """The whole response, after all samples have ended or the client has gone."""
-        watch = asyncio.ensure_future(self._watch(http, request))
+
+        async def watch() -> None:
+            while (await http.receive())["type"] != "http.disconnect":
+                pass
+            self._thread.abort(request)
+
+        watching = asyncio.ensure_future(watch())
         try:
             return JSONResponse(await self._collect(parsed, request, response))
         except ClientGone:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         finally:
-            watch.cancel()
+            watching.cancel()
             self._thread.abort(request)  # does nothing if all have ended
 
-    async def _watch(self, http: HttpRequest, request: Request) -> None:
-        """Aborts the request when its client closes the connection."""
-        while (await http.receive())["type"] != "http.disconnect":
-            pass
-        self._thread.abort(request)
+    def _choices(self, parsed: Parsed, response: CompletionResponse) -> list[Choice]:
+        return [
+            Choice(parsed, index, response, self._tokenizer) for index in range(len(parsed.jobs))
+        ]
 
     async def _collect(
         self, parsed: Parsed, request: Request, response: CompletionResponse
     ) -> dict:
-        choices: list[dict | None] = [None] * len(parsed.jobs)
-        token_origins: list[list[str]] = [[] for _ in parsed.jobs]
+        choices, body = self._choices(parsed, response), parsed.body
+        bodies: list[dict] = [{}] * len(choices)
         written = 0
         async for update in _updates(request):
             if isinstance(update.error, EngineDead):
                 raise ApiError(500, str(update.error)) from update.error
             if update.error is not None:
                 raise update.error
-            if parsed.body.return_spec_details:
-                token_origins[update.index] += origins(update.news)
-            sample, index = update.sample, update.index
+            sample, choice = update.sample, choices[update.index]
+            choice.origins += origins(update.news)
             if sample is None:
                 continue
             if sample.error is not None:
-                raise _invalid(sample.error, index, len(parsed.jobs))
+                raise _invalid(sample.error, update.index, len(choices))
             written += len(sample.token_ids)
-            tokens, values, top = sample.token_ids, sample.logprobs, sample.top_logprobs
-            text, scores = self._text(parsed, index, sample), self._scores(parsed, index)
-            echo = self._echo(parsed, index) if parsed.body.echoes else ""
-            places = self._offsets(parsed, index, echo).extend(tokens)
-            text = echo + text
-            if parsed.body.echoes and scores is not None:
-                prompt = parsed.jobs[index].prompt
-                tokens, values = [*prompt, *tokens], [*scores.logprobs, *values]
-                places = [*self._prompt_offsets(prompt, echo), *places]
-                top = [*scores.top, *(top or ())] if parsed.body.top else None
-            places = [min(place, len(text)) for place in places]  # a stop string is cut off
-            logprobs = self._logprobs(parsed.body, response, tokens, values, top, places)
-            choice = response.choice(index, text, sample.finish_reason, logprobs, streams=False)
-            if parsed.body.prompt_logprobs is not None:
-                prompt = parsed.jobs[index].prompt
-                choice["prompt_logprobs"] = response.prompt_logprobs(prompt, scores)
-            if parsed.body.return_token_ids:
-                choice["token_ids"] = sample.token_ids
-                choice["prompt_token_ids"] = list(parsed.jobs[index].prompt)
-            if parsed.body.return_spec_details:
-                choice["spec_details"] = {**spec_details(sample), "origins": token_origins[index]}
-            choices[index] = choice
-        usage = usage_of(sum(map(len, parsed.prompts)), written)
-        whole = response.body(choices, usage, streams=False)
-        if parsed.body.prompt_logprobs is not None and response.has_one_prompt:
+            bodies[update.index] = choice.whole(sample)
+        whole = response.body(bodies, usage_of(parsed, written), streams=False)
+        if body.prompt_logprobs is not None and response.has_one_prompt:
             # As in vLLM, a chat's response has the logprobs of its one prompt, not each choice.
-            whole["prompt_logprobs"] = [c.pop("prompt_logprobs") for c in choices][0]
+            whole["prompt_logprobs"] = [each.pop("prompt_logprobs") for each in bodies][0]
         return whole
-
-    def _scores(self, parsed: Parsed, index: int) -> PromptScores | None:
-        """The log-probabilities of the prompt of a choice, if they were asked for."""
-        return None if parsed.scores is None else parsed.scores[parsed.jobs[index].request]
-
-    def _echo(self, parsed: Parsed, index: int) -> str:
-        """The text of the prompt of a choice; token ids are decoded."""
-        prompt = parsed.body.prompts[parsed.jobs[index].request]
-        if isinstance(prompt, str):
-            return prompt
-        return "" if self._tokenizer is None else self.detokenize(prompt)
-
-    def _offsets(self, parsed: Parsed, index: int, echo: str = "") -> TextOffsets:
-        """Counts the places of a choice's tokens, where completions report them."""
-        reports = parsed.body.wants_logprobs and isinstance(parsed.body, CompletionRequest)
-        return TextOffsets(self._decoder(parsed.jobs[index]) if reports else None, len(echo))
-
-    def _prompt_offsets(self, prompt: Sequence[int], echo: str) -> list[int]:
-        """The places of a prompt's tokens in its text."""
-        offsets = TextOffsets(None if self._tokenizer is None else self.detokenize)
-        places = offsets.extend(prompt)
-        begun = max(offsets.end - len(echo), 0)  # the tokenizer has begun a text with BOS
-        return [max(place - begun, 0) for place in places]
 
     async def _events(
         self, parsed: Parsed, request: Request, response: CompletionResponse
     ) -> AsyncIterator[str]:
         """Server-sent events: chunks of choices as they come, then the usage if asked for."""
-        texts = [TextPieces(self._decoder(job)) for job in parsed.jobs]
-        offsets = [self._offsets(parsed, index) for index in range(len(parsed.jobs))]
-        written = 0
-        for index in range(len(parsed.jobs)):
-            opening = response.opening(index)
-            if parsed.body.echoes:
-                opening, echo = self._echoed(parsed, response, index)
-                offsets[index] = self._offsets(parsed, index, echo)
-            if opening is not None:
-                yield self._event(response.body([opening], None, streams=True), parsed, written)
+        choices, options, written = self._choices(parsed, response), parsed.body.stream_options, 0
+        wants_usage = options is not None and options.include_usage
+
+        def event(choice: dict) -> str:
+            chunk = response.body([choice], None, streams=True)
+            if wants_usage:  # null in all chunks but the last, unless each is to have it
+                always = options.continuous_usage_stats
+                chunk["usage"] = usage_of(parsed, written) if always else None
+            return _event(chunk)
+
+        for choice in choices:
+            if (opening := choice.opening()) is not None:
+                yield event(opening)
         async for update in _updates(request):
+            sample = update.sample
             if update.error is not None:
-                yield f"data: {json.dumps(ApiError(500, str(update.error)).body())}\n\n"
+                yield _event(ApiError(500, str(update.error)).body())
                 return
-            index, sample = update.index, update.sample
             if sample is not None and sample.error is not None:
-                error = _invalid(sample.error, index, len(parsed.jobs))
-                yield f"data: {json.dumps(error.body())}\n\n"
+                yield _event(_invalid(sample.error, update.index, len(choices)).body())
                 return
-            tokens = [token for news in update.news for token in news.tokens]
-            written += len(tokens)
-            decoded = update.news[-1].text if update.news else None
-            if sample is None:
-                text, reason = texts[index].push(tokens, decoded), None
-            else:
-                text = texts[index].finish(tokens, self._text(parsed, index, sample), decoded)
-                reason = sample.finish_reason
-            places = offsets[index].extend(tokens)
-            if sample is not None:  # a stop string is cut off
-                end = texts[index].returned + offsets[index].start
-                places = [min(place, end) for place in places]
-            logprobs = self._streamed_logprobs(parsed.body, response, update, places)
-            details = self._details(parsed, update, tokens)
-            if text or reason or logprobs or details:
-                choice = response.choice(index, text, reason, logprobs, streams=True) | details
-                yield self._event(response.body([choice], None, streams=True), parsed, written)
-        if parsed.body.wants_usage:
-            usage = usage_of(sum(map(len, parsed.prompts)), written)
-            yield f"data: {json.dumps(response.body([], usage, streams=True))}\n\n"
+            written += sum(len(news.tokens) for news in update.news)
+            if (piece := choices[update.index].piece(update)) is not None:
+                yield event(piece)
+        if wants_usage:
+            yield _event(response.body([], usage_of(parsed, written), streams=True))
         yield "data: [DONE]\n\n"
 
-    def _event(self, body: dict, parsed: Parsed, written: int) -> str:
-        if parsed.body.wants_usage_always:
-            body = {**body, "usage": usage_of(sum(map(len, parsed.prompts)), written)}
-        elif parsed.body.wants_usage:  # null in all chunks but the last
-            body = {**body, "usage": None}
-        return f"data: {json.dumps(body)}\n\n"
 
-    def _echoed(self, parsed: Parsed, response: CompletionResponse, index: int) -> tuple[dict, str]:
-        """The first chunk of a choice that begins with its prompt, and the text of the prompt."""
-        scores, prompt, logprobs = self._scores(parsed, index), parsed.jobs[index].prompt, None
-        echo = self._echo(parsed, index)
+class Choice:
+    """Writes one choice of a response, whole or in pieces.
+
+    Args:
+      parsed: the request.
+      index: number of the choice.
+      response: writes OpenAI's shapes.
+      tokenizer: tokenizer of the model; None: there is none.
+
+    Attributes:
+      origins: origin of each token of a choice that is written whole.
+    """
+
+    def __init__(self, parsed: Parsed, index: int, response: CompletionResponse, tokenizer):
+        self._body, self._index, self._response = parsed.body, index, response
+        job = parsed.jobs[index]
+        self._prompt = job.prompt
+        self._scores = None if parsed.scores is None else parsed.scores[job.request]
+        self._decode, self._decode_prompt = None, lambda tokens: ""
+        if tokenizer is not None:
+            self._decode = decoder_of(tokenizer, job.params)
+            self._decode_prompt = functools.partial(decode, tokenizer, skip_special_tokens=False)
+        self._echo = ""
+        if parsed.body.echo:
+            text = parsed.body.prompts[job.request]
+            self._echo = text if isinstance(text, str) else self._decode_prompt(text)
+        reports = parsed.body.wants_logprobs and isinstance(parsed.body, CompletionRequest)
+        self._offsets = TextOffsets(self._decode if reports else None, len(self._echo))
+        self._pieces = TextPieces(self._decode)
+        self.origins: list[str] = []
+
+    def whole(self, sample: SampleOutput) -> dict:
+        """Returns the choice of a sample that has ended."""
+        body, prompt, scores = self._body, self._prompt, self._scores
+        tokens, values, top = sample.token_ids, sample.logprobs, sample.top_logprobs
+        text = self._echo + self._text(sample)
+        places = self._offsets.extend(tokens)
+        if body.echo and scores is not None:
+            tokens, values = [*prompt, *tokens], [*scores.logprobs, *values]
+            places = [*self._prompt_places(), *places]
+            top = [*scores.top, *(top or ())] if body.top else None
+        places = [min(place, len(text)) for place in places]  # a stop string is cut off
+        logprobs = self._logprobs(tokens, values, top, places)
+        choice = self._choice(text, sample.finish_reason, logprobs, streams=False)
+        if body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self._response.prompt_logprobs(prompt, scores)
+        if body.return_token_ids:
+            choice["token_ids"] = sample.token_ids
+            choice["prompt_token_ids"] = list(prompt)
+        if body.return_spec_details:
+            choice["spec_details"] = {**spec_details(sample), "origins": self.origins}
+        return choice
+
+    def opening(self) -> dict | None:
+        """Returns the first piece, before any sampled text: the prompt if it is echoed."""
+        if not self._body.echo:
+            return self._response.opening(self._index)
+        logprobs, scores = None, self._scores
         if scores is not None:
-            top = scores.top if parsed.body.top else None
-            places = self._prompt_offsets(prompt, echo)
-            logprobs = self._logprobs(parsed.body, response, prompt, scores.logprobs, top, places)
-        return response.choice(index, echo, None, logprobs, streams=True), echo
+            top = scores.top if self._body.top else None
+            logprobs = self._logprobs(self._prompt, scores.logprobs, top, self._prompt_places())
+        return self._choice(self._echo, None, logprobs, streams=True)
 
-    def _details(self, parsed: Parsed, update: Update, tokens: Sequence[int]) -> dict:
-        """Fields of a chunk that OpenAI does not have."""
-        details = {}
-        if parsed.body.return_token_ids and tokens:
-            details["token_ids"] = list(tokens)
-        if parsed.body.return_spec_details:
-            whole = {} if update.sample is None else spec_details(update.sample)
-            details["spec_details"] = {**whole, "origins": origins(update.news)}
-        return details
-
-    def _streamed_logprobs(self, body, response, update: Update, places) -> dict | None:
+    def piece(self, update: Update) -> dict | None:
+        """Returns the piece of an update; None: it says nothing."""
+        sample, reason = update.sample, None
         tokens = [token for news in update.news for token in news.tokens]
-        values = [value for news in update.news for value in news.logprobs]
-        top = [entry for news in update.news for entry in news.top or ()]
-        return (
-            self._logprobs(body, response, tokens, values, top or None, places) if tokens else None
-        )
+        decoded = update.news[-1].text if update.news else None
+        places = self._offsets.extend(tokens)
+        if sample is None:
+            text = self._pieces.push(tokens, decoded)
+        else:
+            text = self._pieces.finish(tokens, self._text(sample), decoded)
+            reason = sample.finish_reason
+            end = self._pieces.returned + self._offsets.start  # a stop string is cut off
+            places = [min(place, end) for place in places]
+        logprobs, details = None, {}
+        if tokens:
+            values = [value for news in update.news for value in news.logprobs]
+            top = [entry for news in update.news for entry in news.top or ()]
+            logprobs = self._logprobs(tokens, values, top or None, places)
+        if self._body.return_token_ids and tokens:
+            details["token_ids"] = tokens
+        if self._body.return_spec_details:
+            statistics = {} if sample is None else spec_details(sample)
+            details["spec_details"] = {**statistics, "origins": origins(update.news)}
+        if text or reason or logprobs or details:
+            return self._choice(text, reason, logprobs, streams=True) | details
+        return None
 
-    def _logprobs(self, body, response, tokens, values, top, places) -> dict | None:
-        if not body.wants_logprobs:
+    def _choice(self, text: str, reason: str | None, logprobs: dict | None, streams: bool) -> dict:
+        return self._response.choice(self._index, text, reason, logprobs, streams)
+
+    def _logprobs(self, tokens, values, top, places) -> dict | None:
+        if not self._body.wants_logprobs:
             return None
-        return response.logprobs(tokens, values, top, places, body.top)
+        return self._response.logprobs(tokens, values, top, places, self._body.top)
 
-    def _text(self, parsed: Parsed, index: int, sample: SampleOutput) -> str:
-        """The text of a whole sample, as `LLM` returns it."""
+    def _prompt_places(self) -> list[int]:
+        """Returns the places of the prompt's tokens in its text."""
+        offsets = TextOffsets(self._decode_prompt)
+        places = offsets.extend(self._prompt)
+        begun = max(offsets.end - len(self._echo), 0)  # the tokenizer has begun a text with BOS
+        return [max(place - begun, 0) for place in places]
+
+    def _text(self, sample: SampleOutput) -> str:
+        """Returns the text of a whole sample, as `LLM` does."""
         if sample.text is not None:
             return sample.text
-        decode = self._decoder(parsed.jobs[index])
-        return "" if decode is None else decode(sample.token_ids)
+        return "" if self._decode is None else self._decode(sample.token_ids)
 
-    def _decoder(self, job: Job) -> Callable[[Sequence[int]], str] | None:
-        return None if self._tokenizer is None else decoder_of(self._tokenizer, job.params)
+
+def usage_of(parsed: Parsed, written: int) -> dict:
+    read = sum(map(len, parsed.prompts))
+    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+
+def _event(body: dict) -> str:
+    return f"data: {json.dumps(body)}\n\n"
+
+
+@contextlib.contextmanager
+def refused() -> Iterator[None]:
+    """Answers errors of the engine's thread."""
+    try:
+        yield
+    except Asleep as error:
+        raise ApiError(503, str(error)) from error
+    except EngineDead as error:
+        raise ApiError(500, str(error)) from error
+    except ValueError as error:
+        raise ApiError(400, spelled(error, SPELL)) from error
 
 
 def _invalid(message: str, index: int = 0, choices: int = 1) -> ApiError:

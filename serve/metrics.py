@@ -6,9 +6,7 @@ loop requests and times.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-import itertools
 from collections import Counter as Counts
 from typing import NamedTuple
 
@@ -16,15 +14,11 @@ from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
+    Histogram,
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector as PrometheusCollector
 
 from specjax.engine.sequence import News
@@ -77,48 +71,38 @@ class Snapshot:
     alarms: tuple[str, ...] = ()
 
 
-class Times:
-    """A histogram of seconds; `observe` can count a value several times."""
-
-    def __init__(self, name: str, text: str):
-        self._name, self._text = name, text
-        self._counts, self._sum = [0] * (len(SECONDS) + 1), 0.0
-
-    def observe(self, seconds: float, times: int = 1) -> None:
-        self._counts[bisect.bisect_left(SECONDS, seconds)] += times
-        self._sum += seconds * times
-
-    def family(self) -> Metric:
-        bounds = [*(str(float(bound)) for bound in SECONDS), "+Inf"]
-        counts = itertools.accumulate(self._counts)
-        family = HistogramMetricFamily(f"specjax:{self._name}", self._text)
-        family.add_metric((), list(zip(bounds, counts, strict=True)), self._sum)
-        return family
-
-
 class Metrics(PrometheusCollector):
     """The counters of one server.
 
     Attributes:
       snapshot: state of the engine after its last chunk.
       registry: Prometheus registry of /metrics.
-      drafts: rounds that drafted.
-      drafted: tokens that were drafted.
-      accepted: drafted tokens that were emitted.
+      sums: tokens and rounds of samples; rounds that drafted, their tokens, and drafted tokens.
+      by_strategy: rounds of each strategy.
+      drafted_at, accepted_at: rounds that drafted, and accepted a draft, at each depth.
+
+    Args:
+      model: name of the model.
+      deepest: largest number of tokens that are drafted one after the other.
     """
 
-    def __init__(self, model: str):
+    def __init__(self, model: str, deepest: int):
         disable_created_metrics()  # a second time series for each counter
         self.registry = CollectorRegistry(auto_describe=False)
         self.snapshot = Snapshot()
-        self.drafts = self.drafted = self.accepted = 0
-        self._by_depth: list[int] = []  # rounds that accepted a draft at each depth
+        names = ("tokens", "rounds", "drafting", "drafting_tokens", "drafted")
+        self.sums = dict.fromkeys(names, 0)
+        self.by_strategy: Counts[str] = Counts()
+        self.drafted_at, self.accepted_at = [0] * deepest, [0] * deepest
         self._drafts_of, self._accepted_of = Counts(), Counts()  # by replica
         self._last: dict[int, str] = {}  # bucket -> strategy of its last chunk
         registry = self.registry
 
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
             return Counter(f"specjax:{name}", text, labels, registry=registry)
+
+        def times(name: str, text: str) -> Histogram:
+            return Histogram(f"specjax:{name}", text, buckets=SECONDS, registry=registry)
 
         self._chunks = counter("chunks", "Chunks that ran.", ("strategy", "bucket"))
         self._chunk_rounds = counter("rounds", "Rounds that ran.", ("strategy", "bucket"))
@@ -129,11 +113,10 @@ class Metrics(PrometheusCollector):
         self.answers = counter("http_requests", "Answered requests.", ("path", "status"))
         self.lost_lines = counter("log_errors", "Lines that could not be written to log_file.")
         self.updates = counter("weight_updates", "Updates of weights.", ("what",))
-        self.first_token = Times("time_to_first_token_seconds", "From arrival, per sample.")
-        self.per_token = Times(
-            "inter_token_latency_seconds", "Between tokens: a chunk's share for each of its tokens."
-        )
-        self.latency = Times("e2e_request_latency_seconds", "From arrival to the last token.")
+        between = "Between tokens: a chunk's share for each of its tokens."
+        self.first_token = times("time_to_first_token_seconds", "From arrival, per sample.")
+        self.per_token = times("inter_token_latency_seconds", between)
+        self.latency = times("e2e_request_latency_seconds", "From arrival to the last token.")
         info = Gauge("specjax:model_info", "The model.", ("model",), registry=registry)
         info.labels(model).set(1)
         registry.register(self)
@@ -144,21 +127,29 @@ class Metrics(PrometheusCollector):
         self._chunks.labels(strategy, bucket).inc()
         self._chunk_rounds.labels(strategy, bucket).inc(rounds)
         self._last[bucket] = strategy
+        self.by_strategy[strategy] += rounds
 
-    def news(self, news: News, replica: int) -> None:
-        """Counts the rounds of a sample of a replica."""
-        rounds, by_depth = news.rounds, self._by_depth
+    def news(self, news: News, replica: int, fresh: int) -> None:
+        """Counts the rounds of a sample of a replica.
+
+        Args:
+          news: new tokens and rounds of the sample.
+          replica: number of the replica.
+          fresh: number of tokens that were not counted before.
+        """
+        sums, rounds = self.sums, news.rounds
+        sums["tokens"] += fresh
+        sums["rounds"] += len(rounds)
         if not news.steps:
             return
-        self.drafts += len(rounds)
-        self.drafted += len(rounds) * news.rows
-        self.accepted += sum(rounds) - len(rounds)
+        sums["drafting"] += len(rounds)
+        sums["drafting_tokens"] += sum(rounds)
+        sums["drafted"] += len(rounds) * news.rows
         self._drafts_of[replica] += len(rounds)
         self._accepted_of[replica] += sum(rounds) - len(rounds)
-        by_depth += [0] * (max(rounds) - 1 - len(by_depth))
-        for count in rounds:
-            for position in range(count - 1):
-                by_depth[position] += 1
+        for depth in range(news.steps):
+            self.drafted_at[depth] += len(rounds)
+            self.accepted_at[depth] += sum(tokens > depth + 1 for tokens in rounds)
 
     def accept_length(self, replica: int) -> float | None:
         """SGLang's accept length of a replica: tokens per round that drafted, bonus included.
@@ -188,44 +179,40 @@ class Metrics(PrometheusCollector):
             ("compilations", now.compilations, "Programs that were compiled."),
         ):
             yield CounterMetricFamily(f"specjax:{name}", text, value)
-        yield from self._speculation()
-        yield self._by_cause(now)
-        yield from (times.family() for times in (self.first_token, self.per_token, self.latency))
-        active = GaugeMetricFamily(
-            "specjax:active_strategy",
-            "1 for the strategy that a batch of this size ran last.",
-            labels=("bucket", "strategy"),
-        )
-        for bucket, strategy in sorted(self._last.copy().items()):
-            active.add_metric((str(bucket), strategy), 1)
-        yield active
-
-    def _speculation(self):
-        spec = "specjax:spec_decode_num_"
+        drafts, accepted = self.sums["drafting"], self.sums["drafting_tokens"]
         for name, value, text in (
-            ("drafts", self.drafts, "Rounds that drafted."),
-            ("draft_tokens", self.drafted, "Drafted tokens that were verified."),
-            ("accepted_tokens", self.accepted, "Drafted tokens that were emitted."),
+            ("drafts", drafts, "Rounds that drafted."),
+            ("draft_tokens", self.sums["drafted"], "Drafted tokens that were verified."),
+            ("accepted_tokens", accepted - drafts, "Drafted tokens that were emitted."),
         ):
-            yield CounterMetricFamily(spec + name, text, value)
-        per_position = CounterMetricFamily(
-            spec + "accepted_tokens_per_pos",
-            "Rounds that accepted a draft at this depth, from 0.",
-            labels=("position",),
-        )
-        for position, hits in enumerate(self._by_depth):
-            per_position.add_metric((str(position),), hits)
-        yield per_position
-
-    def _by_cause(self, now: Snapshot) -> Metric:
-        rejections = CounterMetricFamily(
-            "specjax:spec_decode_num_rejections",
-            "Rounds that ended in a rejected draft, by cause.",
-            labels=("cause",),
-        )
-        for cause, count in now.rejections.items():
-            rejections.add_metric((cause,), count)
-        return rejections
+            yield CounterMetricFamily(f"specjax:spec_decode_num_{name}", text, value)
+        for kind, name, text, labels, values in (
+            (
+                CounterMetricFamily,
+                "spec_decode_num_accepted_tokens_per_pos",
+                "Rounds that accepted a draft at this depth, from 0.",
+                ("position",),
+                {(str(place),): hits for place, hits in enumerate(self.accepted_at)},
+            ),
+            (
+                CounterMetricFamily,
+                "spec_decode_num_rejections",
+                "Rounds that ended in a rejected draft, by cause.",
+                ("cause",),
+                {(cause,): count for cause, count in now.rejections.items()},
+            ),
+            (
+                GaugeMetricFamily,
+                "active_strategy",
+                "1 for the strategy that a batch of this size ran last.",
+                ("bucket", "strategy"),
+                {(str(bucket), name): 1 for bucket, name in sorted(self._last.copy().items())},
+            ),
+        ):
+            family = kind(f"specjax:{name}", text, labels=labels)
+            for key, value in values.items():
+                family.add_metric(key, value)
+            yield family
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

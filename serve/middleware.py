@@ -9,6 +9,7 @@ import os
 import secrets
 import time
 
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve.errors import ApiError
@@ -42,56 +43,50 @@ class AuthenticationMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = None
         if scope["type"] == "http":
-            error = self._error(scope["path"], _headers(scope))
+            headers = {name.lower(): value for name, value in scope["headers"]}
+            error = self._error(scope["path"], headers)
         await (self._app if error is None else error.response())(scope, receive, send)
 
     def _error(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
-        sent = _key_of(headers.get(b"authorization", b""))
+        keys, what = [self._api_key, self._admin_key], "API key"
         if path in self._admin_paths:
             if self._admin_key is None:
-                return ApiError(
-                    403, f"{path} needs an admin key, and the server was started without one"
-                )
-            if not _same(sent, self._admin_key):
-                return ApiError(401, _no_key("admin key", sent), code="invalid_api_key")
-        elif self._api_key is not None and path not in PUBLIC_PATHS:
-            keys = [key for key in (self._api_key, self._admin_key) if key is not None]
-            if not any([_same(sent, key) for key in keys]):  # all of them, whichever is right
-                return ApiError(401, _no_key("API key", sent), code="invalid_api_key")
-        return None
+                message = f"{path} needs an admin key, and the server was started without one"
+                return ApiError(403, message)
+            keys, what = [self._admin_key], "admin key"
+        elif self._api_key is None or path in PUBLIC_PATHS:
+            return None
+        value = headers.get(b"authorization", b"").strip()
+        scheme, space, key = value.partition(b" ")
+        sent = key.strip() if space and scheme.lower() == b"bearer" else value
+        # All of them are compared, whichever is right.
+        if any([secrets.compare_digest(sent, key.encode()) for key in keys if key is not None]):
+            return None
+        got = f"a wrong {what}" if sent else f"no {what}"
+        message = f"expected the header Authorization: Bearer KEY, got {got}"
+        return ApiError(401, message, code="invalid_api_key")
 
 
 class BodyLimitMiddleware:
-    """Answers 413 to a request whose body is longer than `body_bytes`."""
+    """Answers 413 to a request whose body turns out to be longer than `body_bytes`."""
 
     def __init__(self, app: ASGIApp, body_bytes: int):
         self._app, self._body_bytes = app, body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        length = _headers(scope).get(b"content-length", b"")
-        too_long = length.isdigit() and int(length) > self._body_bytes
-        # A request may have no Content-Length.
-        messages = None if too_long else await self._read(receive)
-        if messages is None:
-            error = ApiError(413, f"the body is longer than {self._body_bytes} bytes; send less")
-            await error.response()(scope, receive, send)
-            return
-        await self._app(scope, _replay(messages, receive), send)
+        seen = 0
 
-    async def _read(self, receive: Receive) -> list[Message] | None:
-        """The messages of the body; None if the body is too long."""
-        messages, seen = [], 0
-        while True:
+        async def limited() -> Message:
+            nonlocal seen
             message = await receive()
-            messages.append(message)
             seen += len(message.get("body", b""))
             if seen > self._body_bytes:
-                return None
-            if not message.get("more_body", False):
-                return messages
+                raise HTTPException(
+                    413, f"the body is longer than {self._body_bytes} bytes; send less"
+                )
+            return message
+
+        await self._app(scope, limited, send)
 
 
 class AccessLogMiddleware:
@@ -150,33 +145,3 @@ class AccessLogMiddleware:
             if not self._failed:
                 log.error("log_file cannot be written; requests are served all the same: %s", error)
             self._failed = True
-
-
-def _headers(scope: Scope) -> dict[bytes, bytes]:
-    return {name.lower(): value for name, value in scope["headers"]}
-
-
-def _replay(messages: list[Message], receive: Receive) -> Receive:
-    """A `receive` that returns `messages`, then those of the given `receive`."""
-    waiting = iter(messages)
-
-    async def replay() -> Message:
-        message = next(waiting, None)
-        return await receive() if message is None else message
-
-    return replay
-
-
-def _key_of(authorization: bytes) -> bytes:
-    """The key after `Bearer` (in any case), or the whole value without that word."""
-    scheme, space, key = authorization.strip().partition(b" ")
-    return key.strip() if space and scheme.lower() == b"bearer" else authorization.strip()
-
-
-def _no_key(what: str, sent: bytes) -> str:
-    got = f"a wrong {what}" if sent else f"no {what}"
-    return f"expected the header Authorization: Bearer KEY, got {got}"
-
-
-def _same(sent: bytes, key: str) -> bool:
-    return secrets.compare_digest(sent, key.encode())

@@ -348,38 +348,16 @@ class Sampling(with_unsupported(Body, UNSUPPORTED_SAMPLING)):
         Raises:
           ApiError: values contradict each other.
         """
-        asked = self.speculative
-        given = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "n": self.n,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "stop": self.stop,
-            "stop_token_ids": self.stop_token_ids,
-            "bad_words": self.bad_words,
-            "allowed_token_ids": self.allowed_token_ids,
-            "logit_bias": self.logit_bias
-            and {int(token): value for token, value in self.logit_bias.items()},
-        }
-        given = {name: value for name, value in given.items() if value is not None}
-        options = {**defaults, **given, "max_tokens": max_tokens}
+        names = SamplingParams.__dataclass_fields__.keys() - {"prompt_logprobs"}
+        given = {name: value for name, value in self if name in names and value is not None}
+        if self.logit_bias is not None:
+            given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
+        given |= {"max_tokens": max_tokens, "logprobs": top_logprobs or None}
+        given["speculative"] = self.speculative not in (False, OFF)
+        if isinstance(self.speculative, str) and self.speculative != OFF:
+            given["strategy"] = self.speculative
         try:
-            return SamplingParams(
-                seed=self.seed,
-                logprobs=top_logprobs or None,
-                skip_special_tokens=self.skip_special_tokens,
-                spaces_between_special_tokens=self.spaces_between_special_tokens,
-                include_stop_str_in_output=self.include_stop_str_in_output,
-                ignore_eos=self.ignore_eos,
-                min_tokens=self.min_tokens,
-                speculative=self.speculative not in (False, OFF),
-                strategy=asked if isinstance(asked, str) and asked != OFF else None,
-                **options,
-            )
+            return SamplingParams(**{**defaults, **given})
         except ValueError as error:
             raise ApiError(400, str(error), _field_in(str(error))) from error
 
@@ -410,26 +388,11 @@ class Sampling(with_unsupported(Body, UNSUPPORTED_SAMPLING)):
             )
 
     @property
-    def echoes(self) -> bool:
-        """Whether choices begin with the prompt."""
-        return bool(self.echo)
-
-    @property
     def scored_top(self) -> int | None:
         """Number of likely tokens to return per token of the prompt; None: no log-probabilities."""
-        echoed = self.top if self.echoes and self.wants_logprobs else None
+        echoed = self.top if self.echo and self.wants_logprobs else None
         asked = [most for most in (self.prompt_logprobs, echoed) if most is not None]
         return max(asked, default=None)
-
-    @property
-    def wants_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def wants_usage_always(self) -> bool:
-        """Whether every chunk of a stream has the usage so far."""
-        return self.wants_usage and self.stream_options.continuous_usage_stats
 
 
 class CompletionRequest(with_unsupported(Sampling, UNSUPPORTED_COMPLETION)):

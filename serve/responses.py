@@ -93,17 +93,13 @@ class TokenTexts:
         If several tokens have the same text, it stands for the generated token if that is among
         them, else for the first one. The others are `token_id:N`, as in vLLM.
         """
+        chosen_among = [chosen] if chosen in logprobs else []
         texts = {token: self.text(token) for token in logprobs}
-        owner = {text: token for token, text in reversed(texts.items())}
-        if chosen in texts:
-            owner[texts[chosen]] = chosen
-        found = {}
-        for token, logprob in logprobs.items():
-            text = texts[token] if owner[texts[token]] == token else f"token_id:{token}"
-            while text in found:  # a token may have that text
-                text = f"token_id:{text}"
-            found[text] = _clipped(logprob)
-        return found
+        owner = {texts[token]: token for token in (*reversed(texts), *chosen_among)}
+        return {
+            texts[token] if owner[texts[token]] == token else f"token_id:{token}": _clipped(logprob)
+            for token, logprob in logprobs.items()
+        }
 
     def _bytes_of(self, token: int) -> bytes:
         if self._tokenizer is None:
@@ -256,14 +252,6 @@ class ChatResponse(CompletionResponse):
     def _entry(self, token: int, value: float) -> dict:
         raw = self._texts.bytes_of(token)
         return {"token": self._texts.text(token), "logprob": _clipped(value), "bytes": list(raw)}
-
-
-def usage_of(prompt_tokens: int, completion_tokens: int) -> dict:
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
 
 
 def _clipped(value: float) -> float:

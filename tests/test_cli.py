@@ -8,14 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
 import pytest
 
 import serve.settings
 from serve.cli.arguments import GenerateConfig
-from serve.cli.main import BROKEN_PIPE, COMMANDS, INTERRUPTED, find_benches, main
+from serve.cli.main import BROKEN_PIPE, COMMANDS, INTERRUPTED, main
 from serve.settings import EngineSection, ServeConfig, SpeculationSection
 from specjax import LLM, SamplingParams
 from specjax.command_line import parse_config
@@ -124,8 +123,8 @@ def test_help_mistakes_and_lists_do_not_wait_for_jax():
     program = """
 import sys
 from serve.cli.main import main
-for argv in (["--help"], ["--version"], ["bench", "--help"], ["generate", "--help"],
-             ["convert", "--help"], ["generat"], ["generate", "--model", "x"], ["bench", "x"]):
+for argv in (["--help"], ["--version"], ["generate", "--help"], ["convert", "--help"],
+             ["generat"], ["generate", "--model", "x"]):
     try:
         print(argv, main(argv))
     except SystemExit as end:
@@ -135,7 +134,7 @@ print("jax" in sys.modules)
     done = python("-c", program)
     assert done.returncode == 0, done.stderr
     statuses = re.findall(r"^\[.*\] (\d)$", done.stdout, re.M)
-    assert statuses == ["0", "0", "0", "0", "0", "2", "2", "2"]
+    assert statuses == ["0", "0", "0", "0", "2", "2"]
     assert done.stdout.splitlines()[-1] == "False"
     assert all(f"  {name} " in done.stdout for name in COMMANDS)
     assert "specjax 0." in done.stdout and "jax 0." in done.stdout
@@ -147,7 +146,7 @@ def test_a_reader_that_leaves_is_no_traceback():
     os.close(reader)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "serve.cli", "bench", "--help"],
+            [sys.executable, "-m", "serve.cli", "--help"],
             env=ENVIRONMENT, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True,
             timeout=600,
         )  # fmt: skip
@@ -160,19 +159,6 @@ def test_serve_without_its_extra_says_what_to_install(thin_policy, monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(SystemExit, match=r"specjax serve: error: .*pip install 'specjax\[serve\]'"):
         main(["serve", "--model", str(thin_policy)])
-
-
-def test_bench_lists_every_bench_and_hands_its_arguments_over(monkeypatch, capsys):
-    assert {"decode", "longtail", "rl", "serve", "gpu"} <= set(find_benches())
-    assert not {"record", "command"} & set(find_benches())
-    assert all(find_benches().values())
-    assert find_benches()["decode"].startswith("engines that generate the same samples")
-    got = []
-    bench = types.SimpleNamespace(main=lambda argv: got.append(argv) or 1)
-    monkeypatch.setitem(sys.modules, "bench.longtail", bench)
-    assert main(["bench", "longtail", "x"]) == 1 and got == [["x"]]
-    assert main(["bench", "longtial"]) == 2
-    assert "did you mean 'longtail'" in capsys.readouterr().err
 
 
 # --- generate -----------------------------------------------------------------------------------
@@ -358,13 +344,13 @@ def test_a_full_disk_under_the_output_is_a_message(run):
     assert status == 1 and "writing /dev/full failed: No space left on device" in errors
 
 
-def test_compare_says_whether_every_token_is_plain_decodings(run, monkeypatch):
-    status, _, errors = run("17+25+8=", "1+1=", "-n", "2", "--compare")
+def test_exact_mode_says_whether_every_token_is_plain_decodings(run, monkeypatch):
+    status, _, errors = run("17+25+8=", "1+1=", "-n", "2", "--exact-mode")
     assert status == 0
     assert "all 96 tokens of 4 samples are those of plain decoding" in errors
     difference = Difference(1, 0, 7, 3, 4, 1.0, 1.0, 0.0, False)
-    monkeypatch.setattr(LLM, "compare_with_plain", lambda *unused: [difference])
-    status, _, errors = run("17+25+8=", "1+1=", "--compare")
+    monkeypatch.setattr(LLM, "compare_samples", lambda *unused: [difference])
+    status, _, errors = run("17+25+8=", "1+1=", "--exact-mode")
     assert status == 1 and "1 of 2 samples differ from plain decoding" in errors
     assert "prompt 2: request 1 sample 0 position 7" in errors and "NOT explained" in errors
 
@@ -378,7 +364,6 @@ def test_compare_says_whether_every_token_is_plain_decodings(run, monkeypatch):
         (["a", "--top-p", "2"], "top_p must be"),
         (["a", "--logit-bias", "5"], "logit_bias: expected dict[int, float], got 5"),
         (["a", "--resume"], "are for --output FILE"),
-        (["a", "--compare", "--acceptance", "block"], "equal in distribution only"),
     ],
 )
 def test_mistakes_in_the_arguments_end_with_status_2_and_a_message(arguments, said, capsys):

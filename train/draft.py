@@ -57,7 +57,6 @@ from specjax.weights import load_tokenizer
 from train.cli import run_program
 from train.data import rows
 from train.data.checks import (
-    DropWarning,
     describe_data,
     fit_lengths,
     overlong_warnings,
@@ -236,8 +235,6 @@ class HeadTrainer:
             engine.release()
         if sampler.dropped:
             say(f"samples: {sampler.dropped} prompts were dropped (data.overlong_prompts)")
-        for warning in DropWarning(cfg.data).check(sampler.dropped, sampler.drawn):
-            say(f"WARNING: {warning}")
         return read_samples(self.out)
 
     def begin(self, pairs: Sequence[Pair]) -> None:

@@ -40,7 +40,6 @@ from specjax.engine.request import InvalidLogitsError
 from specjax.models.generation_config import sampling_defaults
 from specjax.parallel import distributed, sharding
 from train.cli import run_program
-from train.data.checks import DropWarning
 from train.heads.files import HeadCheckpoints
 from train.rewards.scoring import RewardsFailedError
 from train.rollout.evaluation import described
@@ -322,8 +321,6 @@ class StepWarnings:
     def __init__(self, trainer: Trainer, patience: int = 3):
         self._trainer, self._patience, self._flat = trainer, patience, 0
         self._zero_shown = self._length_shown = False
-        self._dropping, self._dropped = DropWarning(trainer.cfg.data), 0
-        self._position = trainer.rollouts.draws.position
 
     def check(self, step: int, metrics: dict[str, float]) -> Iterator[str]:
         """Yields the lines about a step, from its metrics."""
@@ -363,8 +360,6 @@ class StepWarnings:
             yield "draft training saw no token: is every response a single token?"
         elif metrics.get("train/mtp_update_norm") == 0:
             yield "draft training changed nothing: draft.optim.lr or clip_norm is 0?"
-        self._dropped += int(metrics.get("rollout/prompts_overlong", 0))
-        yield from self._dropping.check(self._dropped, rollouts.draws.position - self._position)
         for difference in trainer.exact.differences if trainer.exact else ():
             yield (
                 "speculative and plain decoding differ (a request's number is the place of its "

@@ -35,7 +35,6 @@ from specjax.weights import load_tokenizer
 from train.cli import run_program
 from train.data import rows
 from train.data.checks import (
-    DropWarning,
     Limit,
     describe_data,
     dropped_warnings,
@@ -387,14 +386,11 @@ def train(cfg: SFTConfig, resume: bool = False, resume_step: int | None = None) 
 def _train_policy(run: Run, trainer: SFTTrainer) -> None:
     """Runs the rest of the policy stage, and saves a checkpoint at its end."""
     cfg, since, tokens, padding = trainer.cfg, time.perf_counter(), 0.0, []
-    dropping = DropWarning(cfg.data)
     while trainer.done_steps < cfg.steps:
         metrics, batches = trainer.update_policy()
         run.require_finite(metrics)
         padding.append(padding_share(batches))
         tokens += sum(float((batch["segment_ids"] > 0).sum()) for batch in batches)
-        for warning in dropping.check(trainer.stream.passed_over, trainer.stream.position):
-            say(f"WARNING: step {trainer.done_steps}: {warning}")
         last = trainer.done_steps == cfg.steps
         if trainer.done_steps % cfg.log_every == 0 or last:
             now = time.perf_counter()

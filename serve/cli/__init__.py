@@ -1,6 +1,6 @@
 """The command `specjax`, also `python -m serve.cli`.
 
-main.py       the commands, their exit statuses, `specjax bench`
+main.py       the commands, and their exit statuses
 generate.py   specjax generate
 arguments.py  settings of specjax generate
 prompts.py    prompts from arguments and files

@@ -52,8 +52,6 @@ class GenerateConfig(ModelSettings, Slots, Speculation, SamplingParams):
       resume: add the samples that `output` still lacks.
       force: replace `output`.
       stats: print accept length, tok/s and acceptance per depth.
-      compare: generate twice more, with and without speculation, and report whether every token is
-        equal (exit status 1 if not).
       quiet: show no progress of samples and of compiling.
       max_tokens: most tokens to generate; if not given the model's default, or 256; null: as many
         as fit.
@@ -80,7 +78,6 @@ class GenerateConfig(ModelSettings, Slots, Speculation, SamplingParams):
     resume: bool = False
     force: bool = False
     stats: bool = False
-    compare: bool = False
     quiet: bool = False
     max_tokens: int | None = None  # the model's defaults may allow more than 256
     attention: str = option("auto", choices=ATTENTION, own_path=True)

@@ -75,12 +75,12 @@ class ConvertConfig:
     force: bool = False
 
 
-def run(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], prog: str) -> int:
     """Converts a checkpoint and prints what was written; returns the exit status."""
-    cfg, _ = parse_config(ConvertConfig, argv, "specjax convert", DESCRIPTION)
+    cfg, _ = parse_config(ConvertConfig, argv, prog, DESCRIPTION)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed
 
-    with interrupts.at_once("specjax convert"):
+    with interrupts.at_once(prog):
         from specjax.checked_json import CheckpointError, UnsupportedModelError
         from specjax.checkpoint.convert import convert
         from specjax.models.families import add_family

@@ -6,21 +6,13 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from serve.cli import Failure, UsageError, prompts
 from serve.cli.arguments import DESCRIPTION, GenerateConfig
-from serve.cli.outputs import (
-    EXACT,
-    JsonLines,
-    TextInOrder,
-    closing,
-    key_of,
-    origin_of,
-    row_of,
-)
+from serve.cli.outputs import JsonLines, TextInOrder, key_of, origin_of, row_of
 from serve.cli.prompts import Prompt
 from specjax import interrupts
 from specjax.command_line import parse_config
@@ -31,7 +23,6 @@ from specjax.spelling import dotted, spelled
 
 if TYPE_CHECKING:  # they import jax
     from specjax import LLM
-    from specjax.engine.compare import Difference
     from specjax.engine.request import CallSeeds, Job, SampleOutput, Totals
 
 
@@ -48,9 +39,9 @@ class Request(NamedTuple):
     key: str
 
 
-def run(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], prog: str) -> int:
     """Runs `specjax generate`; returns the exit status."""
-    cfg, _ = parse_config(GenerateConfig, argv, "specjax generate", DESCRIPTION, require=_check)
+    cfg, _ = parse_config(GenerateConfig, argv, prog, DESCRIPTION, require=_check)
     if cfg.file is not None:
         given, problems = prompts.of_file(cfg.file, cfg.json_lines, cfg.chat)
     else:
@@ -59,10 +50,16 @@ def run(argv: Sequence[str]) -> int:
         _print(problem)
     if not given:
         raise Failure("no prompt is left to generate for" if problems else "there are no prompts")
-    _require_conversation(cfg, given)
-    lines = None if cfg.output is None else JsonLines(cfg.output, cfg.resume, cfg.force)
-    with closing(lines):
-        return _generate(cfg, cfg.sampling({"max_tokens": None}), given, len(problems), lines)
+    for name in ("chat_template_kwargs", "chat_template"):
+        if getattr(cfg, name) and all(prompt.messages is None for prompt in given):
+            raise UsageError(
+                f"{name} has no effect: no prompt is a conversation, and without --chat a text "
+                "does not go through the chat template; add --chat, or leave it out"
+            )
+    if cfg.output is None:
+        return _generate(cfg, given, len(problems), None)
+    with contextlib.closing(JsonLines(cfg.output, cfg.resume, cfg.force)) as lines:
+        return _generate(cfg, given, len(problems), lines)
 
 
 def _check(cfg: GenerateConfig) -> None:
@@ -75,45 +72,12 @@ def _check(cfg: GenerateConfig) -> None:
         raise ValueError("--resume and --force are for --output FILE")
     if cfg.resume and cfg.force:
         raise ValueError("--resume continues a file and --force replaces it; choose one")
-    if cfg.compare and not (cfg.speculates and cfg.acceptance in EXACT):
-        raise ValueError(
-            "--compare compares speculative tokens with plain decoding's, and strategy="
-            f"{cfg.strategy} drafts nothing, or acceptance={cfg.acceptance} is equal in "
-            "distribution only; use `specjax verify`"
-        )
-
-
-def _require_conversation(cfg: GenerateConfig, given: list[Prompt]) -> None:
-    """Refuses flags of the chat template where no prompt goes through it."""
-    if any(prompt.messages is not None for prompt in given):
-        return
-    for name in ("chat_template_kwargs", "chat_template"):
-        if getattr(cfg, name):
-            raise UsageError(
-                f"{name} has no effect: no prompt is a conversation, and without --chat a text "
-                "does not go through the chat template; add --chat, or leave it out"
-            )
-
-
-def _require_template_options(llm: LLM, cfg: GenerateConfig) -> None:
-    """Refuses options that the model's chat template does not read."""
-    from specjax.tokenizer import has_chat_template, require_template_options
-
-    if llm.tokenizer is None or not has_chat_template(llm.tokenizer):
-        return  # which each conversation says
-    try:
-        require_template_options(llm.tokenizer, cfg.chat_template_kwargs)
-    except ValueError as error:
-        raise UsageError(f"chat_template_kwargs: {error}") from error
 
 
 def _generate(
-    cfg: GenerateConfig,
-    params: SamplingParams,
-    given: list[Prompt],
-    failed: int,
-    lines: JsonLines | None,
+    cfg: GenerateConfig, given: list[Prompt], failed: int, lines: JsonLines | None
 ) -> int:
+    params = cfg.sampling({"max_tokens": None})
     counts = [prompt.settings.get("n", params.n) for prompt in given]
     with interrupts.at_once("specjax generate"):
         from specjax.engine.programs import no_messages
@@ -121,7 +85,6 @@ def _generate(
 
         llm = _load(cfg, sum(count for count in counts if isinstance(count, int)))
     params = _with_defaults(llm, cfg)
-    _require_template_options(llm, cfg)
     if lines is not None:
         lines.require_same(_origin(llm, cfg), cfg.model)
     if params.seed is None:
@@ -149,23 +112,31 @@ def _generate(
         _print(_stats(llm, totals, len(missing), compiling))
         if (line := llm.engine.slower_than_plain()) is not None:
             _print(f"{line}; strategy=off decodes plainly")
-    if llm.telemetry is not None:
-        _print_rejections(llm)
+    if llm.telemetry is not None:  # why drafts were rejected
+        from rich.console import Console
+
+        from specjax.telemetry.__main__ import tables
+
+        Console(stderr=True, highlight=False).print(*tables(llm.telemetry.summary()), sep="\n")
     if failed:
         _print(f"{failed} of {failed + len(requests)} prompts could not be used")
     if invalid:
         _print(f"{invalid} of {len(missing)} samples ended by an error")
-    elif cfg.exact_mode and ended and not _compare_ended(llm, ended, requests):
-        return 1
-    elif cfg.compare and requests and not _compare(llm, requests):
-        return 1
+    elif cfg.exact_mode and ended:
+        failed += _count_differences(llm, ended, requests)
     return 1 if failed or invalid else 0
 
 
 def _with_defaults(llm: LLM, cfg: GenerateConfig) -> SamplingParams:
     """The sampling parameters of the command line over the model's defaults."""
     from specjax.models.generation_config import describe_defaults, sampling_defaults
+    from specjax.tokenizer import has_chat_template, require_template_options
 
+    if llm.tokenizer is not None and has_chat_template(llm.tokenizer):
+        try:
+            require_template_options(llm.tokenizer, cfg.chat_template_kwargs)
+        except ValueError as error:
+            raise UsageError(f"chat_template_kwargs: {error}") from error
     if line := describe_defaults(llm.generation, "generation_config=none"):
         _print(line)
     try:
@@ -205,7 +176,8 @@ def _seeded(
     """The parameters with a seed: that of the samples to go on with, or one that is drawn."""
     from specjax.engine.request import draw_seed
 
-    seeds = {} if lines is None else lines.seeds
+    rows = {} if lines is None else lines.rows
+    seeds = {index: row["seed"] for (index, _), row in rows.items()}
     kept = [seeds[p.index] for p in given if "seed" not in p.settings and p.index in seeds]
     params = dataclasses.replace(params, seed=kept[0] if kept else draw_seed())
     if params.temperature > 0 and lines is None:
@@ -250,13 +222,9 @@ def _ids(llm: LLM, prompt: Prompt, options: Mapping[str, Any]) -> Sequence[int]:
 
 
 def _origin(llm: LLM, cfg: GenerateConfig) -> dict[str, str]:
-    drafts = f"{', '.join(map(str, llm.drafting.strategies))} of {_source(llm)}"
+    source = "nothing" if llm.spec is None else llm.drafting.named()
+    drafts = f"{', '.join(map(str, llm.drafting.strategies))} of {source}"
     return origin_of(llm, cfg.acceptance, drafts)
-
-
-def _source(llm: LLM) -> str:
-    """The name of the draft source."""
-    return "nothing" if llm.spec is None else llm.drafting.named()
 
 
 def _run(
@@ -276,12 +244,9 @@ def _run(
 
     steps = llm.engine.runner.steps
     totals, samples = Totals(steps, np.zeros(steps + 2, np.int64)), []
-    stream = ordered = None
-    origin = _origin(llm, cfg)
+    stream, origin = None, _origin(llm, cfg)
     is_streamed = lines is None and len(jobs) == 1 and llm.tokenizer is not None
-    if lines is None and not is_streamed:
-        places = [(request.prompt.index, job.sample) for request, job in jobs]
-        ordered = TextInOrder(places, headings=len(jobs) > 1)
+    ordered = TextInOrder([(request.prompt.index, job.sample) for request, job in jobs])
     start, compiled = time.perf_counter(), None
     added = {llm.engine.add(job): (request, job) for request, job in jobs}
     if is_streamed:
@@ -299,15 +264,16 @@ def _run(
                     sample = ended = llm.with_text(job, event.sample)
                     totals.add(sample)
                     samples.append((job, sample))
+                    where, text = f"{request.prompt.where}, sample {job.sample}", None
                     if sample.error is not None:
-                        _print(f"{request.prompt.where}, sample {job.sample}: {sample.error}")
-                        if ordered is not None:
-                            ordered.leave_out(request.prompt, job.sample)
+                        _print(f"{where}: {sample.error}")
                     elif lines is not None:
-                        row = row_of(request.prompt, job, request.key, sample, origin)
-                        lines.write(row)
-                    elif ordered is not None:
-                        ordered.add(request.prompt, job.sample, _text(sample))
+                        lines.write(row_of(request.prompt, job, request.key, sample, origin))
+                    elif stream is None:
+                        heading = f"==> {where} <==\n" if len(jobs) > 1 else ""
+                        ids = " ".join(map(str, sample.token_ids))  # without a tokenizer
+                        text = heading + (ids if sample.text is None else sample.text)
+                    ordered.add((request.prompt.index, job.sample), text)
                     bar.update()
                 if stream is not None:
                     print(stream.take(ended)[1], end="" if ended is None else "\n", flush=True)
@@ -321,40 +287,22 @@ def _run(
     return totals, compiled - start, samples
 
 
-def _text(sample: SampleOutput) -> str:
-    """The text of a sample, or without a tokenizer its token ids."""
-    return " ".join(map(str, sample.token_ids)) if sample.text is None else sample.text
-
-
-def _compare(llm: LLM, requests: list[Request]) -> bool:
-    """Generates with and without speculation; returns whether every token is equal."""
-    ids, params = [request.ids for request in requests], [request.params for request in requests]
-    differences = llm.compare_with_plain(ids, params)
-    samples = sum(len(request.jobs) for request in requests)
-    where = [request.prompt.where for request in requests]
-    return _same(differences, samples, llm.totals.tokens, lambda request: where[request])
-
-
-def _compare_ended(
+def _count_differences(
     llm: LLM, ended: list[tuple[Job, SampleOutput]], requests: list[Request]
-) -> bool:
-    """Decodes the generated samples plainly; returns whether every token is equal."""
+) -> int:
+    """Decodes the generated samples plainly; returns how many have other tokens."""
     jobs, samples = zip(*ended, strict=True)
     where = {request.prompt.index: request.prompt.where for request in requests}
     tokens = sum(len(sample.token_ids) for sample in samples)
-    return _same(llm.compare_samples(jobs, samples), len(jobs), tokens, where.__getitem__)
-
-
-def _same(
-    differences: list[Difference], samples: int, tokens: int, where: Callable[[int], str]
-) -> bool:
-    if not differences:
-        _print(f"compared: all {tokens} tokens of {samples} samples are those of plain decoding")
-        return True
-    _print(f"compared: {len(differences)} of {samples} samples differ from plain decoding")
+    differences = llm.compare_samples(jobs, samples)
+    if differences:
+        count = f"{len(differences)} of {len(jobs)} samples differ from plain decoding"
+    else:
+        count = f"all {tokens} tokens of {len(jobs)} samples are those of plain decoding"
+    _print(f"compared: {count}")
     for difference in differences:
-        _print(f"  {where(difference.request)}: {difference}")
-    return False
+        _print(f"  {where[difference.request]}: {difference}")
+    return len(differences)
 
 
 def _stats(llm: LLM, totals: Totals, samples: int, compiling: float) -> str:
@@ -369,23 +317,13 @@ def _stats(llm: LLM, totals: Totals, samples: int, compiling: float) -> str:
         f"{depth}: {'-' if share != share else f'{share:.0%}'}"
         for depth, share in enumerate(totals.per_depth(), 1)
     )
-    how = f"{', '.join(map(str, llm.drafting.strategies))}, {llm.spec.acceptance}, {_source(llm)}"
+    strategies = ", ".join(map(str, llm.drafting.strategies))
+    how = f"{strategies}, {llm.spec.acceptance}, {llm.drafting.named()}"
     return (
         f"{speed}\nAcceptance length: {totals.accept_length:.2f} tokens per round over "
         f"{totals.rounds} rounds, {totals.rounds - totals.drafted_rounds} of them plain ({how})\n"
         f"accepted {totals.accept_rate:.0%} of what was drafted in depth; at depth {depths}"
     )
-
-
-def _print_rejections(llm: LLM) -> None:
-    """Prints tables of why drafts were rejected."""
-    from rich.console import Console
-
-    from specjax.telemetry.__main__ import tables
-
-    console = Console(stderr=True, highlight=False)
-    for table in tables(llm.telemetry.summary()):
-        console.print(table)
 
 
 def _print(text: str) -> None:

@@ -1,23 +1,19 @@
-"""The commands of `specjax`, their exit statuses, and `specjax bench`.
+"""The commands of `specjax`, and their exit statuses.
 
 The exit status is 0 after success, 1 after a failure, 2 after wrong arguments, and as in a shell
-130 after Ctrl-C and 141 when the reader of a pipe has closed it. `specjax verify` and the benches
-have further ones.
+130 after Ctrl-C and 141 when the reader of a pipe has closed it. `specjax verify`
+has further ones.
 """
 
 from __future__ import annotations
 
-import ast
 import errno
 import importlib
 import importlib.metadata
-import importlib.util
 import os
 import platform
-import re
 import sys
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from serve.cli import Failure, UsageError
 from specjax import interrupts
@@ -29,14 +25,12 @@ COMMANDS = {
     "serve": "serve a model behind OpenAI's API",
     "convert": "convert checkpoints between the layouts of Hugging Face and Orbax",
     "verify": "check that speculative decoding of a model is lossless",
-    "bench": "run one of the benches behind the numbers in docs/results.md",
 }
 EXAMPLES = """examples:
   specjax generate --model assets/sums "17+25+8="
   specjax generate --model DIR --file prompts.jsonl --output samples.jsonl --stats
   specjax serve --model DIR speculation.control.controller=goodput
   specjax convert runs/sums exported/
-  specjax bench decode speed --model assets/sums
 
 JAX_PLATFORMS chooses the device; JAX_COMPILATION_CACHE_DIR=DIR keeps compiled programs."""
 BROKEN_PIPE = 141
@@ -88,24 +82,18 @@ def _run(args: list[str]) -> int:
         print(_help())
         return 0
     if name in ("-V", "--version"):
-        print(_version())
+        from specjax import __version__
+
+        jax = importlib.metadata.version("jax")
+        print(f"specjax {__version__} (jax {jax}, Python {platform.python_version()})")
         return 0
     if name not in COMMANDS:
-        raise UsageError(f"there is no command {name!r}{_instead(name, COMMANDS)}")
-    if name == "bench":
-        return bench(rest)
+        instead = nearest(name, COMMANDS, 0.5) or f"; there are {', '.join(COMMANDS)}"
+        raise UsageError(f"there is no command {name!r}{instead}")
     modules = {"serve": "serve.__main__", "verify": "specjax.verify.__main__"}
     with interrupts.at_once(f"specjax {name}"):
         command = importlib.import_module(modules.get(name, f"serve.cli.{name}"))
-    if name == "serve":
-        command.main(rest, "specjax serve")
-        return 0
-    return command.main(rest, "specjax verify") if name == "verify" else command.run(rest)
-
-
-def _instead(name: str, known: Iterable[str]) -> str:
-    """A suggestion for an unknown name, or the list of known ones."""
-    return nearest(name, known, 0.5) or f"; there are {', '.join(known)}"
+    return command.main(rest, f"specjax {name}") or 0
 
 
 def _help() -> str:
@@ -120,69 +108,3 @@ def _help() -> str:
         "exit status: 0 success, 1 failure, 2 wrong arguments, "
         f"{INTERRUPTED} Ctrl-C, {BROKEN_PIPE} broken pipe"
     )
-
-
-def _version() -> str:
-    from specjax import __version__
-
-    jax = importlib.metadata.version("jax")
-    return f"specjax {__version__} (jax {jax}, Python {platform.python_version()})"
-
-
-# --- specjax bench -------------------------------------------------------------------------------
-
-BENCH_USAGE = "usage: specjax bench NAME [ARGUMENTS]"
-
-
-def bench(argv: Sequence[str]) -> int:
-    """Lists the benches, or runs `bench.NAME`; returns the exit status."""
-    benches = find_benches()
-    if not argv:
-        raise UsageError(f"expected a bench: {', '.join(benches)}")
-    name, rest = argv[0], list(argv[1:])
-    if name in ("-h", "--help", "list"):
-        width = max(map(len, benches))
-        rows = "\n".join(f"  {bench:<{width}}  {does}" for bench, does in benches.items())
-        print(
-            f"{BENCH_USAGE}\n\n"
-            "Runs `python -m bench.NAME`, which result files name as their command.\n"
-            "`specjax bench NAME --help` lists its arguments.\n\n"
-            f"benches:\n{rows}"
-        )
-        return 0
-    if name not in benches:
-        raise UsageError(f"there is no bench {name!r}{_instead(name, benches)}")
-    try:
-        with interrupts.at_once("specjax bench"):
-            module = importlib.import_module(f"bench.{name}")
-    except ModuleNotFoundError as error:
-        raise Failure(f"{error}; pip install 'specjax[dev]' has what benches need") from error
-    return module.main(rest) or 0
-
-
-def find_benches() -> dict[str, str]:
-    """The benches that can be run -> a line about each, from their source without importing it."""
-    package = importlib.util.find_spec("bench")
-    if package is None or not package.submodule_search_locations:
-        raise Failure("the package `bench` is not installed; install specjax from its source tree")
-    benches = {}
-    for folder in package.submodule_search_locations:
-        files = {file.stem: file for file in Path(folder).glob("*.py")}
-        for name, file in sorted(files.items()):
-            tree = ast.parse(file.read_text(encoding="utf-8"))
-            if _is_program(tree):
-                benches[name] = _first_sentence(ast.get_docstring(tree) or "")
-    return benches
-
-
-def _is_program(tree: ast.Module) -> bool:
-    """Whether a module has a `main` that takes arguments."""
-    mains = (n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "main")
-    return any(main.args.args for main in mains)
-
-
-def _first_sentence(doc: str) -> str:
-    """The first sentence of a docstring, without the command that many begin with."""
-    text = " ".join(doc.split("\n\n")[0].split())
-    text = re.sub(r"^`python -m bench\.[^`]*`: ", "", text)
-    return re.split(r"(?<=[.?!])\s", text, maxsplit=1)[0].rstrip(".")

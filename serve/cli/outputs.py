@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from serve.cli import Failure, UsageError
 from serve.cli.prompts import STDIN, Prompt
@@ -88,9 +89,7 @@ class JsonLines:
       replace: whether to overwrite the file.
 
     Attributes:
-      known: keys of the samples that the file has, by index and number of the sample.
-      seeds: seeds of these samples, by index.
-      origins: the origins of these samples, see `origin_of`.
+      rows: the samples that the file has, by index and number of the sample.
 
     Raises:
       UsageError: the file is not empty and is neither resumed nor replaced, or it was not written
@@ -99,9 +98,7 @@ class JsonLines:
 
     def __init__(self, name: str, resume: bool = False, replace: bool = False):
         self._name = name
-        self.known: dict[tuple[int, int], str] = {}
-        self.seeds: dict[int, int] = {}
-        self.origins: list[dict[str, str]] = []
+        self.rows: dict[tuple[int, int], dict[str, Any]] = {}
         if name == STDIN:
             self._file = sys.stdout
             return
@@ -125,10 +122,8 @@ class JsonLines:
         for number, line in enumerate(raw[:whole].splitlines(), 1):
             try:
                 row = json.loads(line)
-                self.known[row["index"], row["sample"]] = row["key"]
-                self.seeds[row["index"]] = row["seed"]
-                if row["origin"] not in self.origins:
-                    self.origins.append(row["origin"])
+                needed = {name: row[name] for name in ("key", "seed", "origin")}
+                self.rows[row["index"], row["sample"]] = needed
             except (ValueError, KeyError, TypeError) as error:
                 raise UsageError(
                     f"--resume: {path} line {number} was not written by `specjax generate`; choose "
@@ -144,7 +139,7 @@ class JsonLines:
           origin: `origin_of` this call.
           model: name of the model as the user typed it.
         """
-        for other in self.origins:
+        for other in (row["origin"] for row in self.rows.values()):
             changed = [name for name in origin if other.get(name) != origin[name]]
             if changed:
                 what = ", ".join(f"{name} {other.get(name)}" for name in changed)
@@ -161,8 +156,8 @@ class JsonLines:
         Raises:
           UsageError: the file has this sample of another prompt, model or options.
         """
-        known = self.known.get((prompt.index, sample))
-        if known not in (None, key):
+        known = self.rows.get((prompt.index, sample))
+        if known is not None and known["key"] != key:
             raise UsageError(
                 f"--resume: {self._name} has sample {sample} of {prompt.where} from another "
                 "prompt, model or other options; choose another --output"
@@ -177,8 +172,7 @@ class JsonLines:
         except BrokenPipeError:
             raise
         except OSError as error:
-            with contextlib.suppress(OSError):  # closing writes the buffer again
-                self.close()
+            self.close()
             raise Failure(
                 f"writing {self._name} failed: {error.strerror}; make room and continue with "
                 "--resume"
@@ -187,42 +181,23 @@ class JsonLines:
     def close(self) -> None:
         """Closes the file, unless it is standard output."""
         if self._file is not sys.stdout:
-            self._file.close()
+            with contextlib.suppress(OSError):  # closing writes the buffer again
+                self._file.close()
 
 
 class TextInOrder:
     """Prints texts of several samples in order, each as soon as all before it have ended."""
 
-    def __init__(self, places: Sequence[tuple[int, int]], headings: bool):
-        self._open = list(reversed(places))
-        self._texts: dict[tuple[int, int], str] = {}
-        self._headings, self._first = headings, True
+    def __init__(self, places: Sequence[tuple[int, int]]):
+        self._open = collections.deque(places)
+        self._texts: dict[tuple[int, int], str | None] = {}
+        self._printed = False
 
-    def add(self, prompt: Prompt, sample: int, text: str) -> None:
-        """Adds a sample that has ended."""
-        heading = "" if not self._headings else f"==> {prompt.where}, sample {sample} <==\n"
-        self._texts[prompt.index, sample] = heading + text
-        self._print()
-
-    def leave_out(self, prompt: Prompt, sample: int) -> None:
-        """Leaves out a sample that ended by an error."""
-        self._open.remove((prompt.index, sample))
-        self._print()
-
-    def _print(self) -> None:
-        while self._open and self._open[-1] in self._texts:
-            if self._headings and not self._first:
-                print()
-            print(self._texts.pop(self._open.pop()), flush=True)
-            self._first = False
-
-
-@contextlib.contextmanager
-def closing(lines: JsonLines | None) -> Iterator[IO | None]:
-    """Closes the file when the block ends, also by an error."""
-    try:
-        yield
-    finally:
-        if lines is not None:
-            with contextlib.suppress(OSError):
-                lines.close()
+    def add(self, place: tuple[int, int], text: str | None) -> None:
+        """Adds a sample that has ended; None: nothing is printed of it."""
+        self._texts[place] = text
+        while self._open and self._open[0] in self._texts:
+            text = self._texts.pop(self._open.popleft())
+            if text is not None:
+                print(f"\n{text}" if self._printed else text, flush=True)
+                self._printed = True

@@ -75,25 +75,20 @@ def of_file(name: str, json_lines: bool, chat: bool) -> tuple[list[Prompt], list
     except OSError as error:
         raise UsageError(f"--file {name}: {error.strerror}") from error
     source = "standard input" if name == STDIN else name
-    prompts, problems = [], []
-    if name.endswith(JSON_SUFFIX) and (values := _json_entries(raw)) is not None:
-        for index, value in enumerate(values):
-            where = f"{source} entry {index + 1}"
-            try:
-                prompts.append(_of_value(index, where, value, chat))
-            except (ValueError, RecursionError) as error:
-                problems.append(f"{where}: {error}")
-        return prompts, problems
+    values = _json_entries(raw) if name.endswith(JSON_SUFFIX) else None
+    unit, lines = ("line", raw.split(b"\n")) if values is None else ("entry", values)
     json_lines = json_lines or name.endswith((*JSON_SUFFIXES, JSON_SUFFIX))
-    for index, line in enumerate(raw.split(b"\n")):
-        where = f"{source} line {index + 1}"
+    prompts, problems = [], []
+    for index, line in enumerate(lines):
+        where = f"{source} {unit} {index + 1}"
         try:
-            text = line.decode("utf-8-sig" if index == 0 else "utf-8").removesuffix("\r")
-            if text.strip():
-                if json_lines:
-                    prompts.append(_of_value(index, where, json.loads(text), chat))
-                else:
-                    prompts.append(_of_text(index, where, text, chat))
+            if values is None:
+                line = line.decode("utf-8-sig" if index == 0 else "utf-8").removesuffix("\r")
+                if not line.strip():
+                    continue
+                line = json.loads(line) if json_lines else line
+            make = _of_value if json_lines else _of_text
+            prompts.append(make(index, where, line, chat))
         except (ValueError, RecursionError) as error:
             problems.append(f"{where}: {error}")
     return prompts, problems
@@ -128,7 +123,12 @@ def _of_value(index: int, where: str, value: Any, chat: bool) -> Prompt:
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, got {type(value).__name__}")
     json.dumps(value, ensure_ascii=False).encode()  # lone surrogates, which no output could hold
-    _require_known(where, value)
+    for key in value.keys() - _KNOWN:  # it may be a misspelt option
+        hint = nearest(FOREIGN.get(key, key), _KNOWN, 0.7)
+        raise UsageError(
+            f"{where}: nothing reads the key {key!r}{hint}; leave it out, or put it into 'id', "
+            "which takes any value and is copied to the output"
+        )
     if sum(key in value for key in _KEYS) != 1:
         raise ValueError(f"expected either {_KEYS[0]!r} or {_KEYS[1]!r}, got {sorted(value)}")
     settings = {key: value[key] for key in _SETTINGS if value.get(key) is not None}
@@ -136,7 +136,10 @@ def _of_value(index: int, where: str, value: Any, chat: bool) -> Prompt:
     if not isinstance(template, dict):
         raise ValueError(f"chat_template_kwargs must be a JSON object, got {_short(template)}")
     if "messages" in value:
-        messages = _checked(value["messages"])
+        messages = value["messages"]
+        if not isinstance(messages, list) or not messages:
+            raise ValueError(_NO_MESSAGES + _short(messages))
+        messages = [_message(message) for message in messages]
         return Prompt(index, where, None, messages, settings, value.get("id"), template)
     text = value["prompt"]
     if isinstance(text, str):
@@ -145,25 +148,6 @@ def _of_value(index: int, where: str, value: Any, chat: bool) -> Prompt:
     if isinstance(text, list) and text and all(type(token) is int for token in text):
         return Prompt(index, where, text, None, settings, value.get("id"))
     raise ValueError(f"prompt must be a string or a list of token ids, got {_short(text)}")
-
-
-def _require_known(where: str, value: Mapping[str, Any]) -> None:
-    """Raises UsageError for a key that nothing reads, which may be a misspelt option."""
-    for key in value:
-        if key in _KNOWN:
-            continue
-        hint = nearest(FOREIGN.get(key, key), _KNOWN, 0.7)
-        raise UsageError(
-            f"{where}: nothing reads the key {key!r}{hint}; leave it out, or put it into 'id', "
-            "which takes any value and is copied to the output"
-        )
-
-
-def _checked(messages: Any) -> list[dict]:
-    """Checks messages, and joins contents that are lists of text parts."""
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(_NO_MESSAGES + _short(messages))
-    return [_message(message) for message in messages]
 
 
 def _message(message: Any) -> dict:

@@ -90,8 +90,6 @@ function estimated(live, name) {
     : `at batch size ${size}, as of ${ago(gains.age)}`;
   const others = isNow || !now.length ? ""
     : ` At size ${now.join(", ")}, which runs now, it has not been measured.`;
-  const plain = gains.plain_age === null ? "none since the server's calibration"
-    : `${gains.chunks.off > 1 ? "the last " : ""}${ago(gains.plain_age)}`;
   const drafting = gains.chunks[name]
     ? `${count(gains.chunks[name], "chunk")} of rounds at size ${size} that drafted so`
     : `its calibration at the start (no chunk at size ${size} drafted so since)`;
@@ -103,7 +101,7 @@ function estimated(live, name) {
       + `sample in place of 1. So it is ${tokens} / ${cost} = ${times(ratio)} as fast as plain `
       + `decoding, ${when}.${others}`,
     evidence: `Estimated by the controller from ${drafting} and `
-      + `${count(gains.chunks.off, "plain one")} (${plain}); the latest count most.${doubt}`,
+      + `${count(gains.chunks.off, "plain one")}; the latest count most.${doubt}`,
   };
 }
 

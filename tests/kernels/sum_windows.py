@@ -13,7 +13,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from train.plan.cycles import name_of, part_of
 from train.plan.hlo import Module, Op
 
 TARGET = ("layers", "lm_head")  # parts that compute the target's logits
@@ -35,8 +34,8 @@ def products(module: Module) -> Windows:
     """
     found: Windows = {}
     for product, ops, outer, times in _products(module, module.round or module.entry, 1):
-        scopes = re.split(r"/", name_of(product.text))
-        ours = part_of(product.text) in TARGET and "draft" not in scopes
+        scopes = re.split(r"/", product.traced_name)
+        ours = product.part in TARGET and "draft" not in scopes
         if not ours or outer and "window_config" not in outer.text:
             continue
         name, windows = _described(product, ops, outer)
@@ -72,7 +71,7 @@ def _products(module: Module, computation: str, times: int) -> Iterator[tuple]:
 
 
 def _is_sum(op: Op) -> bool:
-    return op.opcode == "reduce" and name_of(op.text).endswith("/dot_general")
+    return op.opcode == "reduce" and op.traced_name.endswith("/dot_general")
 
 
 def _described(product: Op, ops: Mapping[str, Op], outer: Op | None) -> tuple[str, str]:

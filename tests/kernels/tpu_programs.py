@@ -32,7 +32,6 @@ from train.heads.training import DraftConfig, DraftTrainer, frozen_policy_parts
 from train.loss.optim import OptimConfig
 from train.loss.policy import PolicyTrainer
 from train.loss.terms import count_denominators, sft_loss
-from train.plan.cycles import name_of
 from train.plan.hlo import Module
 
 # As Qwen3-8B, but for layers and vocabulary; in bfloat16, with heads of 128.
@@ -128,7 +127,7 @@ def of_a_round(text: str) -> dict:
     """What a chunk of `WIDE_CHUNKS` does in a round, beside its figures in a result file."""
     module = Module(text)
     given = module.computations[module.entry].values()
-    names = {name_of(op.text): op.shapes[0].dims for op in given if op.opcode == "parameter"}
+    names = {op.traced_name: op.shapes[0].dims for op in given if op.opcode == "parameter"}
     whole = re.findall(rf"\b\w+\[(?:\d+,)*{WIDE.vocab_size}\b[^ ]*", text)
     return {
         "figures": {key: entry["value"] for key, entry in figures_of(text).items()},

@@ -5,6 +5,7 @@ tokens of plain decoding.
 """
 
 import asyncio
+import copy
 import json
 from collections import Counter
 
@@ -15,8 +16,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 from serving import ADMIN, Server, config, served
 
-from serve.settings import load_llm
-from specjax import ControlConfig, SamplingParams
+from serve.settings import ServeConfig, load_llm
+from specjax import LLM, ControlConfig, SamplingParams
+from specjax.control import OFF
 from specjax.engine.prompt_scores import PromptScorer
 
 FITS, DOES_NOT = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
@@ -44,6 +46,7 @@ def spread(thin_policy):
     llm.warm_up([SamplingParams(logprobs=1, presence_penalty=0.1)])
     PromptScorer(llm.engine, llm.max_len).warm_up()
     with served(cfg, llm) as running:
+        running.cfg = cfg
         yield running
 
 
@@ -63,9 +66,44 @@ def check(case, answer) -> None:
         assert isinstance(answer.json(), dict), said
 
 
+def narrow(fields: dict, cfg: ServeConfig, llm: LLM) -> None:
+    """Puts the limits and strategies of this server into the fields of a body."""
+    most = llm.max_len - 1  # a prompt has one token at least
+    tokens = min(most, cfg.limits.max_tokens or most)
+    bounds = dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens"), tokens)
+    for name, value in {**bounds, "n": cfg.limits.n, "best_of": cfg.limits.n}.items():
+        for kind in kinds(fields.get(name, {}), "integer"):
+            kind["maximum"] = value
+    for field in fields.values():
+        for kind in kinds(field, "integer"):
+            if kind.get("title") == "Token":
+                kind.pop("exclusiveMaximum")
+                kind["maximum"] = llm.cfg.vocab_size - 1
+    room = llm.max_stop_tokens - len(llm.cfg.eos_token_ids)
+    for kind in kinds(fields["stop_token_ids"], "array"):
+        kind["maxItems"] = max(room, 0)
+    for kind in fields.get("prompt", {}).get("anyOf", ()):
+        if kind.get("items", {}).get("type") in ("string", "array"):  # not the ids of one prompt
+            kind["maxItems"] = cfg.limits.prompts
+    for kind in kinds(fields["model"], "string"):
+        kind["enum"] = [cfg.name]
+    for kind in kinds(fields["speculative"], "string"):
+        kind["enum"] = sorted({OFF, *llm.engine.runner.plans})
+
+
+def kinds(schema: dict, kind: str) -> list[dict]:
+    """The subschemas of one JSON type that a value, or a part of it, may have."""
+    found = [schema] if schema.get("type") == kind else []
+    inside = [*schema.get("anyOf", ()), *filter(None, [schema.get("items")])]
+    return found + [each for part in inside for each in kinds(part, kind)]
+
+
 def fuzz(server: Server, path: str, mode: GenerationMode, count: int) -> Counter:
     """Status codes of `count` cases."""
-    operation = schemathesis.openapi.from_dict(server.app.openapi())[path]["POST"]
+    document = copy.deepcopy(server.app.openapi())
+    for body in ("CompletionRequest", "ChatRequest"):
+        narrow(document["components"]["schemas"][body]["properties"], server.cfg, server.llm)
+    operation = schemathesis.openapi.from_dict(document)[path]["POST"]
     headers, seen = {"Authorization": f"Bearer {ADMIN}"}, Counter()
 
     @settings(

@@ -117,8 +117,6 @@ def test_after_kill_9_it_serves_again_on_the_same_port(killed, restarted):
     assert restarted.ask(seed=5, n=1).choices[0].token_ids == killed[0]
     said = "".join(restarted.said)
     assert re.search(r"loading .*policy\n(.*\n)*loaded .* weights", said) and restarted.url in said
-    compiling = r"compiling up to \d+ programs while the first requests wait; fewer: speculation\."
-    assert len(re.findall(compiling, said)) == 1
 
 
 def test_a_port_that_is_taken_is_said_before_anything_is_compiled(restarted, capsys):

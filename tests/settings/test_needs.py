@@ -75,7 +75,6 @@ REFUSED = [
     ("draft", "rollout.stop=x", "a head is trained for the temperature"),
     ("draft", "kind=mtp draft_vocab=9", "it needs kind=eagle3, and kind is mtp"),
     ("serve", "speculation.exact_mode=true", "a server sends them as they grow"),
-    ("generate", "--compare acceptance=block", "equal in distribution only"),
     ("verify", "exact_mode=true", "the check of identity compares every token"),
 ]
 
@@ -83,10 +82,6 @@ REFUSED = [
 def refused(program: str, settings: str, capsys) -> str:
     schema, given = PROGRAMS[program]
     with pytest.raises(SystemExit) as ended:
-        if program == "generate":
-            from serve.cli.generate import run
-
-            run([*given, *settings.split()])
         parse_config(schema, [*given, *re.split(r" (?=[a-z_.]+=)", settings)], program)
     captured = capsys.readouterr()
     assert ended.value.code == 2 and len(captured.err.splitlines()) == 2 and not captured.out

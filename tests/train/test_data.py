@@ -9,7 +9,7 @@ from train.data.rows import demonstrations, endless, problems
 from train.data.tasks.layout import Demonstration, split_of
 from train.data.tasks.sums import CONNECTIVES
 from train.data.tokenizer import train_bpe_tokenizer
-from train.rewards.builtin import exact
+from train.rewards.builtin import EXACT
 from train.schema import DataConfig
 
 STEP = re.compile(r" ([a-z]+) (\d+)\+(\d+)=(\d+);")
@@ -54,7 +54,7 @@ def test_a_reliable_patient_demonstrator_is_always_right():
     for demonstration, problem in pairs:
         terms = question_terms(problem.prompt)
         steps = STEP.findall(demonstration.response)
-        assert exact(demonstration.response, problem.answer) == 1.0
+        assert EXACT(demonstration.response, problem.answer) == 1.0
         assert [int(b) for _, _, b, _ in steps] == terms[1:]
         assert all(int(a) + int(b) == int(c) for _, a, b, c in steps)
         assert all(f" {word}" in CONNECTIVES for word, *_ in steps)

@@ -162,7 +162,7 @@ def test_reasoning_that_the_prompt_opens_is_not_opened_twice(
         (draft, {"prompt": "1+2=", "completion": " 3", "tools": ["add"]}, "column 'tools'"),
         (draft, {"prompt_token_ids": [3], "token_ids": "4"}, "column 'token_ids'"),
         (rl, {"prompt": [ASKS], "answer": "3", "tools": [TOOL]}, "a column `tools`"),
-        (rl, {"messages": [ASKS, says()], "label": "3"}, "set data.task=messages"),
+        (rl, {"messages": [ASKS, says()], "label": "3"}, "set data.task to one of"),
     ],
 )
 def test_rows_of_which_nothing_would_be_imitated_or_read_are_refused(

@@ -316,14 +316,14 @@ def test_rows_of_any_layout_are_texts_to_train_on(tokenizer, tmp_path):
 
 def test_texts_longer_than_a_row_are_cut_and_demonstrations_left_out(tokenizer, tmp_path):
     found = texts_of(tmp_path / "a.jsonl", [{"text": "1+2=3 " * 40}], tokenizer, eval__problems=0)
-    assert found.cut == 1 and len(found.train) > 1
+    assert found.notes[1].startswith("1 texts have more tokens than") and len(found.train) > 1
     assert all(len(p.prompt) == 1 and len(p.tokens) < 64 for p in found.train)
     ids = [token for pair in found.train for token in (*pair.prompt, *pair.tokens)]
     assert tokenizer.decode(ids) == "1+2=3 " * 40
     rows = [{"prompt": "1+2=", "completion": " 3" * 99}, {"prompt": "1+3=", "completion": " 4"}]
     asked = {"eval__problems": 0, "data__overlong_prompts": "drop"}
     found = texts_of(tmp_path / "b.jsonl", rows, tokenizer, **asked)
-    assert (found.passed_over, len(found.train)) == (1, 1)
+    assert "1 demonstrations have more tokens than" in found.notes[1] and len(found.train) == 1
 
 
 @pytest.mark.parametrize(
@@ -359,6 +359,6 @@ def test_every_sample_is_packed_once_and_each_pass_has_an_order_of_its_own():
 def test_the_most_frequent_tokens_and_the_end_are_drafted_from():
     cfg = settings(kind="eagle3", draft_vocab=4)
     pairs = [Pair([9, 9, 9], [1, 1, 1, 2, 2, 5]), Pair([9], [7, 7, 2])]
-    found = choose_vocabulary(cfg, pairs, 10, (3, 12))
-    assert found.ids.tolist() == [1, 2, 3, 7] and found.covered == pytest.approx(8 / 9)
-    assert choose_vocabulary(settings(), pairs, 10, (3,)).ids is None
+    ids, covered = choose_vocabulary(cfg, pairs, 10, (3, 12))
+    assert ids.tolist() == [1, 2, 3, 7] and covered == pytest.approx(8 / 9)
+    assert choose_vocabulary(settings(), pairs, 10, (3,))[0] is None

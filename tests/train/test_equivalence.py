@@ -6,7 +6,7 @@ Each pair goes through the reward `math_verify` as a run calls it: the answer bo
 import pytest
 
 from train.rewards.answers.equivalence import is_readable
-from train.rewards.builtin import math_verify, number
+from train.rewards.builtin import MATH_VERIFY, NUMBER
 
 RIGHT = [
     (r"2\sqrt{2}", r"2\sqrt{2}"), (r"2\sqrt{2}", r"\sqrt{8}"), (r"2\sqrt{2}", "2√2"),
@@ -187,19 +187,19 @@ def completion(answer: str) -> str:
 
 @pytest.mark.parametrize(("gold", "answer"), RIGHT)
 def test_a_right_answer_scores_one(gold, answer):
-    assert math_verify(completion(answer), gold) == 1.0
+    assert MATH_VERIFY(completion(answer), gold) == 1.0
 
 
 @pytest.mark.parametrize(("gold", "answer"), WRONG)
 def test_a_wrong_answer_scores_nothing(gold, answer):
-    assert math_verify(completion(answer), gold) == 0.0
+    assert MATH_VERIFY(completion(answer), gold) == 0.0
 
 
 @pytest.mark.parametrize("gold", [gold for gold, _ in RIGHT])
 def test_every_gold_answer_is_won_by_itself_bare_or_wrapped(gold):
     assert is_readable(gold)
     for written in (gold, f"${gold}$", f"\\({gold}\\)"):
-        assert math_verify(completion(gold), written) == 1.0
+        assert MATH_VERIFY(completion(gold), written) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_every_gold_answer_is_won_by_itself_bare_or_wrapped(gold):
 )
 def test_what_does_not_parse_is_no_gold_answer(gold):
     assert not is_readable(gold)
-    assert math_verify(completion("5"), gold) == 0.0
+    assert MATH_VERIFY(completion("5"), gold) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -224,5 +224,5 @@ def test_what_does_not_parse_is_no_gold_answer(gold):
 )  # fmt: skip
 def test_number_reads_units_fractions_and_mixed_numbers(gold, answer, score):
     for text in (f"\\boxed{{{answer}}}", f"so\n#### {answer}", f"The answer is {answer}."):
-        assert number(text, gold) == score
-        assert number(text, f"some work\n#### {gold}") == score
+        assert NUMBER(text, gold) == score
+        assert NUMBER(text, f"some work\n#### {gold}") == score

@@ -20,6 +20,7 @@ from train.rewards.scoring import (
     SampleFacts,
     Score,
     Scorer,
+    Scoring,
     unwinnable,
 )
 from train.rewards.workers import WorkerError
@@ -130,7 +131,7 @@ def test_several_rewards_are_added_with_their_weights_and_known_apart():
 
 
 def scored(scorer, texts, problem=PROBLEM):
-    scoring = scorer.begin(problem)
+    scoring = Scoring(scorer, problem)
     for place, text in enumerate(texts):
         scoring.add(place, text, SampleFacts(place, [5] * len(text), "stop"))
     return [score for _, score in sorted(scoring.scores().items())]
@@ -283,7 +284,7 @@ import sys
 from types import SimpleNamespace
 
 from train.rewards.builtin import THINKS_FIRST
-from train.rewards.scoring import Scorer
+from train.rewards.scoring import Scorer, Scoring
 from train.data.tasks.layout import Problem
 
 if __name__ == "__main__":
@@ -293,7 +294,7 @@ if __name__ == "__main__":
     problem = Problem("p", "7", 0)
     scorer("fine", problem)
     print(*scorer._workers.pids(), flush=True)
-    scoring = scorer.begin(problem)
+    scoring = Scoring(scorer, problem)
     scoring.add(0, "hang", None)
     print("hangs", flush=True)
     scoring.scores()

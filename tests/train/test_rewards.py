@@ -9,7 +9,7 @@ from train.rewards import builtin
 from train.rewards.answers.equivalence import is_readable
 from train.rewards.answers.extract import final_answer, last_line_answer
 from train.rewards.answers.quantity import read_quantity, without_thousands
-from train.rewards.builtin import exact, get_reward, math_verify, number
+from train.rewards.builtin import EXACT, MATH_VERIFY, NUMBER, get_reward
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,9 @@ def test_answers_of_any_length_take_time_that_grows_with_it():
     assert without_thousands("(1,000) 1,000 " * size) == "(1,000) 1000 " * size
     assert read_quantity("5" + " " * size + "x") is None
     assert not is_readable("(" * size) and not is_readable("1" + " " * size + "+")
-    assert math_verify("\\boxed{5}", "5" + " ." * size) == 0.0
+    assert MATH_VERIFY("\\boxed{5}", "5" + " ." * size) == 0.0
     for text in ("B" + " ," * size, "B" + ")" * size + "x", " " * size + "B"):
-        assert builtin.choice(text, "B") == 1.0
+        assert builtin.CHOICE(text, "B") == 1.0
     for text in ("\n" * size, "</think>" * size, "<think>" + " " * size, "<" * size):
         assert get_reward("format")(text) == 0.0
 
@@ -101,7 +101,7 @@ def test_answers_of_any_length_take_time_that_grows_with_it():
     ],
 )  # fmt: skip
 def test_number_reads_what_stands_around_and_how_it_is_rounded(text, answer):
-    assert number(text, answer) == 1.0
+    assert NUMBER(text, answer) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -112,14 +112,14 @@ def test_number_reads_what_stands_around_and_how_it_is_rounded(text, answer):
     ],
 )  # fmt: skip
 def test_number_refuses_other_units_and_numbers_that_round_to_nothing(text, answer):
-    assert number(text, answer) == 0.0
+    assert NUMBER(text, answer) == 0.0
 
 
 def test_exact_wants_every_character():
-    assert exact(" plus 30+30=60; #### 60", "60") == 1.0
-    assert exact("#### 60", "30+30 is #### 60") == 1.0
+    assert EXACT(" plus 30+30=60; #### 60", "60") == 1.0
+    assert EXACT("#### 60", "30+30 is #### 60") == 1.0
     for wrong in ("60", "#### 60.", "#### 060", "#### 60 apples", "#### 61", "####", ""):
-        assert exact(wrong, "60") == 0.0
+        assert EXACT(wrong, "60") == 0.0
 
 
 @pytest.mark.parametrize(
@@ -130,45 +130,45 @@ def test_exact_wants_every_character():
     ],
 )  # fmt: skip
 def test_number_ignores_how_a_number_is_written(text, answer):
-    assert number(text, answer) == 1.0
-    assert math_verify(text, answer) == 1.0
+    assert NUMBER(text, answer) == 1.0
+    assert MATH_VERIFY(text, answer) == 1.0
 
 
 @pytest.mark.parametrize(
     "text", ["#### 1 2", "#### 13", "#### twelve", "#### 1,2", "12", "#### nan", "#### --12", ""]
 )
 def test_number_refuses_what_is_not_that_number(text):
-    assert number(text, "12") == 0.0
+    assert NUMBER(text, "12") == 0.0
 
 
 def test_math_verify_sees_equivalence_and_boxed_answers():
-    assert math_verify(r"#### \frac{1}{2}", "0.5") == 1.0
-    assert math_verify("#### 1/2", "1/3") == 0.0
-    assert math_verify(r"so it is \boxed{72}", "#### 72") == 1.0
-    assert math_verify(r"so it is \boxed{71}", "#### 72") == 0.0
+    assert MATH_VERIFY(r"#### \frac{1}{2}", "0.5") == 1.0
+    assert MATH_VERIFY("#### 1/2", "1/3") == 0.0
+    assert MATH_VERIFY(r"so it is \boxed{72}", "#### 72") == 1.0
+    assert MATH_VERIFY(r"so it is \boxed{71}", "#### 72") == 0.0
 
 
 @pytest.mark.parametrize(
     "text", ["", "####", "#### ((((", "\\boxed{", "$$$", "\x00\ud800", "words"]
 )
 def test_math_verify_gives_zero_for_what_it_cannot_parse(text):
-    assert math_verify(text, "3") == 0.0
+    assert MATH_VERIFY(text, "3") == 0.0
 
 
 def test_math_verify_gives_up_in_time_and_works_afterwards(monkeypatch):
-    math_verify("#### 2x/4", "x/2")
+    MATH_VERIFY("#### 2x/4", "x/2")
     monkeypatch.setattr(builtin, "SECONDS", 0.5)
     start = time.monotonic()
-    assert math_verify("#### 9**9**9**9", "3") == 0.0
+    assert MATH_VERIFY("#### 9**9**9**9", "3") == 0.0
     assert time.monotonic() - start < 60, "it would take hours"
     monkeypatch.undo()
-    assert math_verify("#### 2x/4", "x/2") == 1.0
+    assert MATH_VERIFY("#### 2x/4", "x/2") == 1.0
 
 
 def test_rewards_are_found_by_name_or_dotted_path(tmp_path, monkeypatch):
     assert {"choice", "format", "reasoning_gym"} < set(REWARDS.names)
     known = [get_reward(name) for name in ("exact", "number", "math_verify")]
-    assert [reward.function for reward in known] == [exact, number, math_verify]
+    assert known == [EXACT, NUMBER, MATH_VERIFY]
     assert all(reward("#### 3", "3") == 1.0 for reward in known)
     (tmp_path / "own_reward_module.py").write_text(
         "def length(response_text, answer):\n    return float(len(response_text))\nnot_one = 3\n"

@@ -16,7 +16,7 @@ from train.data.checks import read_inputs
 from train.data.prompts import Prompts
 from train.data.rows import demonstrations, problems
 from train.data.tasks import find_task
-from train.data.tasks.layout import Example, Layout
+from train.data.tasks.layout import Demonstration, Example, Layout
 from train.eval_schema import EvalSection
 from train.registry import TASKS
 from train.rewards.scoring import Score, Scorer
@@ -138,7 +138,7 @@ def test_a_task_is_recognised_by_its_columns(tmp_path, name):
         with pytest.raises(ValueError, match="rows.jsonl:1: .* without a demonstration"):
             demonstrations(cfg, "train")
     else:
-        assert demonstrations(cfg, "train")[0] == data.Demonstration(prompt, response)
+        assert demonstrations(cfg, "train")[0] == Demonstration(prompt, response)
 
 
 @pytest.mark.parametrize("file", FORMATS)
@@ -376,7 +376,6 @@ def test_the_report_shows_rows_as_the_model_sees_them(tmp_path, capsys, chat_pol
     assert said.count("\n--- the row ") == 10
     assert "<user>How much is 2+2?\n<assistant>\n" in said and "gold answer '4'" in said
     assert "prompt length in tokens: shortest " in said and "median " in said
-    assert "duplicates (prompt and answer of an earlier row): 1 " in said
-    assert "reward=math_verify cannot win (it reads formulas that parse, and words): 1 of" in said
+    assert "reward=math_verify cannot win: 1 of" in said
     assert f"  the row {path}: row 62: gold answer '\\\\frac{{1}}{{'" in said
     assert "longer than 5 tokens: " in said

@@ -23,13 +23,13 @@ from specjax.checkpoint.weights import read_config, tokenizer_dir
 from specjax.command_line import parse_config
 from specjax.config import ModelConfig
 from specjax.hub import find_model
-from specjax.settings import REQUIRED, option, part
+from specjax.settings import REQUIRED, option
 from specjax.tokenizer import decode
 from specjax.weights import load_tokenizer
 from train.data.checks import FILE_ROWS, GENERATED_ROWS, describe_data
 from train.data.prompts import Prompts
-from train.data.rows import default_reward, find_task, problems, read_table
-from train.rewards.scoring import Scorer, check_gold, described_gold, evenly, row_name, shown_gold
+from train.data.rows import default_reward, problems
+from train.rewards.scoring import Scorer, check_gold, evenly, row_name, shown_gold
 from train.rollout_schema import RolloutSection
 from train.run.start import USER_ERRORS
 from train.schema import GENERATED, DataConfig
@@ -37,24 +37,12 @@ from train.schema import GENERATED, DataConfig
 QUANTILES = {0: "shortest", 0.1: "10%", 0.5: "median", 0.9: "90%", 0.99: "99%", 1: "longest"}
 
 
-def report(
-    cfg: DataConfig,
-    tokenizer,
-    reward: str = "auto",
-    rows: int = 10,
-    check: int = 2000,
-    longest: int | None = None,
-    target: ModelConfig | None = None,
-) -> Iterator[str]:
+def report(cfg: ReportConfig, tokenizer, target: ModelConfig | None = None) -> Iterator[str]:
     """Yields the lines of the report.
 
     Args:
-      cfg: settings of the data.
+      cfg: settings of the report.
       tokenizer: tokenizer of the model.
-      reward: name of the reward; `auto` for the one that suits the rows.
-      rows: number of rows to show.
-      check: number of gold answers to check.
-      longest: number of tokens beyond which prompts are counted as too long; None for no count.
       target: config of the model, which must have all tokens of the prompts; None: not checked.
 
     Raises:
@@ -62,18 +50,13 @@ def report(
       FileNotFoundError: as in a run with these settings.
     """
     prompts = Prompts(tokenizer, cfg, model=target)
-    scorer = Scorer(default_reward(cfg) if reward == "auto" else reward.split(","))
+    scorer = Scorer(default_reward(cfg) if cfg.reward == ["auto"] else cfg.reward)
     training = problems(cfg, "train", prompts.chat)
     yield describe_data(prompts, None, scorer.name)
-    if cfg.task in GENERATED:
-        yield f"{len(training)} are for training, and {cfg.heldout_size} are held out"
-    elif not cfg.heldout_path:
-        yield (
-            f"{len(training)} of these are for training; the others are held out (set "
-            "data.heldout_path to hold out a file of its own)"
-        )
+    held = cfg.heldout_size if cfg.task in GENERATED else cfg.heldout_path or "the others"
+    yield f"{len(training)} are for training; held out: {held}"
     scorer.check(training[0])
-    for problem in training[: min(rows, len(training))]:
+    for problem in training[: min(cfg.rows, len(training))]:
         ids = prompts.whole(problem)
         yield f"\n--- {row_name(problem)}: {len(ids)} tokens, {shown_gold(problem)}"
         yield decode(tokenizer, ids, skip_special_tokens=False)
@@ -83,24 +66,14 @@ def report(
         f"{name} {int(np.quantile(sizes, q, method='nearest'))}" for q, name in QUANTILES.items()
     ]
     yield f"\nprompt length in tokens: {', '.join(lengths)} (of {len(sizes)} rows)"
-    if longest is not None:
-        yield f"longer than {longest} tokens: {sum(size > longest for size in sizes)}"
-    if cfg.task not in GENERATED:
-        count = read_table(cfg.path, find_task(cfg), cfg.duplicates).duplicates
-        done = "dropped" if cfg.duplicates == "drop" else "kept, data.duplicates=drop drops them"
-        yield (
-            "duplicates (prompt and answer of an earlier row): "
-            f"{f'{count} ({done})' if count else 'none'}"
-        )
+    longest = cfg.max_prompt_tokens
+    yield f"longer than {longest} tokens: {sum(size > longest for size in sizes)}"
     if not scorer.checked:
         yield f"gold answers: reward={scorer.name} has no answer reward, so they are not checked"
         return
-    lost, checked = check_gold(scorer, training, check)
+    lost, checked = check_gold(scorer, training, cfg.check)
     part = "" if checked == len(training) else f" checked, of {len(training)}"
-    yield (
-        f"gold answers that reward={scorer.name} cannot win (it reads {described_gold(scorer)}): "
-        f"{len(lost)} of {checked}{part}"
-    )
+    yield f"gold answers that reward={scorer.name} cannot win: {len(lost)} of {checked}{part}"
     for row, reason in lost:
         yield f"  {row_name(row)}: {reason}"
 
@@ -145,13 +118,10 @@ def main(argv: Sequence[str] | None = None) -> None:
       SystemExit: the user made a mistake; status 1 or 2, with one message.
     """
     cfg, _ = parse_config(ReportConfig, argv, "train.data", __doc__.splitlines()[0], require=_rows)
-    settings = part(DataConfig, cfg)
     try:
         model = find_model(cfg.model, cfg.revision, weights=False)
         tokenizer = load_tokenizer(tokenizer_dir(model))
-        most, target = cfg.max_prompt_tokens, read_config(model)
-        lines = report(settings, tokenizer, ",".join(cfg.reward), cfg.rows, cfg.check, most, target)
-        for line in lines:
+        for line in report(cfg, tokenizer, read_config(model)):
             print(line, flush=True)
     except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

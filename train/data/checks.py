@@ -22,7 +22,7 @@ from train.rewards.scoring import (
     Scorer,
     check_gold,
     evenly,
-    is_hopeless,
+    lost_rewards,
     row_name,
     unwinnable_message,
 )
@@ -179,34 +179,6 @@ def overlong_warnings(
     ]
 
 
-class DropWarning:
-    """Warns once if a run drops a large part of its rows for their length as it goes on.
-
-    Before a run only some rows are checked.
-
-    Args:
-      cfg: settings of the data.
-    """
-
-    def __init__(self, cfg: DataConfig):
-        self._waits = cfg.overlong_prompts == "auto"
-
-    def check(self, dropped: int, drawn: int) -> list[str]:
-        """Returns the warning, when it is due.
-
-        Args:
-          dropped: number of rows that were dropped, ten of which are too few to judge by.
-          drawn: number of rows that were drawn, these included.
-        """
-        if not self._waits or dropped < max(10, MOST_DROPPED * drawn):
-            return []
-        self._waits = False
-        return [
-            f"{dropped} of the {drawn} rows drawn so far are left out for their length; "
-            "data.overlong_prompts=drop says that this is meant"
-        ]
-
-
 # --- demonstrations -------------------------------------------------------------------------------
 
 
@@ -284,11 +256,6 @@ def read_inputs(
     if trains:
         problems = rows.problems(cfg.data, "train", prompts.chat, held_out(cfg))
         require_template(cfg, problems[0].prompt)
-        if "rewards.timeout" in typed_in(cfg) and not scorer.workers and not cfg.eval.sets:
-            raise ConfigError(
-                f"rewards.timeout={cfg.rewards.timeout:g} has no effect: reward={scorer.name} "
-                "needs no processes; set rewards.workers, or leave it out"
-            )
         scorer.check(problems[0])
         notes += [f"WARNING: {text}" for text in overlong_warnings(prompts, problems, "prompts")]
     heldout: Sequence[Problem] = []
@@ -303,7 +270,10 @@ def read_inputs(
         lost, checked = check_gold(scorer, problems)
         if lost:
             text = unwinnable_message(scorer, lost, checked)
-            hopeless = len(lost) == checked and all(is_hopeless(scorer, row) for row, _ in lost)
+            every = len(scorer.checked)
+            hopeless = len(lost) == checked and all(
+                len(lost_rewards(scorer, row)) == every for row, _ in lost
+            )
             if cfg.data.unwinnable == "error" or hopeless:
                 raise ValueError(
                     f"{text}. Correct the rows, choose another reward, or set data.unwinnable=drop "

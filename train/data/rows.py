@@ -19,23 +19,8 @@ from typing import Any, NamedTuple
 
 from specjax.interfaces import Task
 from train.data import tasks
-from train.data.tasks import reasoning_gym, sums
+from train.data.tasks import layout, reasoning_gym, sums
 from train.data.tasks.files import find_files, read_rows
-from train.data.tasks.layout import (
-    PARTS,
-    Demonstration,
-    Example,
-    Message,
-    Problem,
-    Response,
-    Row,
-    RowError,
-    Unread,
-    check_split,
-    split_of,
-    text_of_response,
-    tools_of,
-)
 from train.data.tasks.prompt import keyed
 from train.registry import SUMS_REWARD
 from train.rewards.answers.extract import each_gold
@@ -52,7 +37,7 @@ class EmptySplitError(ValueError):
 
 def problems(
     cfg: DataConfig, split: str, chat: bool = False, held_out: int = 0
-) -> Sequence[Problem]:
+) -> Sequence[layout.Problem]:
     """Returns the problems of a split, `train` or `heldout`, by random access.
 
     Args:
@@ -75,13 +60,15 @@ def problems(
         return sums.Sums(cfg, split, False)
     rows = []
     for i, (place, example) in enumerate(_examples(cfg, task, split)):
-        unread = example.answer if isinstance(example.answer, Unread) else None
+        unread = example.answer if isinstance(example.answer, layout.Unread) else None
         answer, prompt = "" if unread else example.answer, prompt_of(cfg, task, example, chat)
-        rows.append(Problem(prompt, answer, i, place, example.columns, example.row, unread))
+        rows.append(layout.Problem(prompt, answer, i, place, example.columns, example.row, unread))
     return rows
 
 
-def demonstrations(cfg: DataConfig, split: str, chat: bool = False) -> Sequence[Demonstration]:
+def demonstrations(
+    cfg: DataConfig, split: str, chat: bool = False
+) -> Sequence[layout.Demonstration]:
     """Returns the demonstrations of a split's problems, in the order of `problems`.
 
     Raises:
@@ -99,11 +86,11 @@ def demonstrations(cfg: DataConfig, split: str, chat: bool = False) -> Sequence[
         if cfg.strip_calculator and task.name == "gsm8k":
             response = _CALCULATOR.sub("", response)
         prompt = prompt_of(cfg, task, example, chat)
-        rows.append(Demonstration(prompt, response, tools_of(example.row), place))
+        rows.append(layout.Demonstration(prompt, response, layout.tools_of(example.row), place))
     return rows
 
 
-def response_of(example: Example, task: Task, place: str, otherwise: str) -> Response:
+def response_of(example: layout.Example, task: Task, place: str, otherwise: str) -> layout.Response:
     """Returns the demonstration of a row.
 
     Args:
@@ -116,14 +103,14 @@ def response_of(example: Example, task: Task, place: str, otherwise: str) -> Res
       ValueError: the row has none, an empty one, or one that cannot be read.
     """
     response = example.response
-    if isinstance(response, Unread):
+    if isinstance(response, layout.Unread):
         raise ValueError(f"{place}: {response.why}; fix or delete the row")
     if response is None:
         raise ValueError(
             f"{place}: a row of task {task.name} without a demonstration (a worked answer, a "
             f"completion, or a last message of the assistant); {otherwise}"
         )
-    if not text_of_response(response).strip() and not {*PARTS} & {*response}:
+    if not layout.text_of_response(response).strip() and not {*layout.PARTS} & {*response}:
         raise ValueError(f"{place}: the demonstration is empty; delete the row")
     return response
 
@@ -150,7 +137,7 @@ def _task_of(cfg: DataConfig, path: str | Sequence[str]) -> Task:
     return task_of(cfg, row, str(path))
 
 
-def task_of(cfg: DataConfig, row: Row, where: str) -> Task:
+def task_of(cfg: DataConfig, row: layout.Row, where: str) -> Task:
     """Returns the task of rows, by the settings or the columns of one of them.
 
     Raises:
@@ -187,7 +174,7 @@ class Table(NamedTuple):
         examples unless they were dropped.
     """
 
-    examples: list[tuple[str, Example]]
+    examples: list[tuple[str, layout.Example]]
     duplicates: int
 
 
@@ -209,25 +196,19 @@ def _stamp(file: Path) -> tuple[int, int]:
     return (0, 0) if status is None else (status.st_mtime_ns, status.st_size)
 
 
-def read_row(task: Task, row: Row, place: str) -> Example:
+def read_row(task: Task, row: layout.Row, place: str) -> layout.Example:
     """Reads a row, whose place is for messages.
 
     Raises:
-      ValueError: the task cannot read it, and the message names another task that can; or the
-        column `tools` cannot be read.
+      ValueError: the task cannot read it, or the column `tools` cannot be read.
     """
     try:
-        tools_of(row)
-    except RowError as error:
-        raise ValueError(f"{place}: {error}") from error
-    try:
+        layout.tools_of(row)
         return task.read(row)
-    except RowError as error:
-        other = tasks.other_reader(task, row)
-        remedy = f"set data.task={other.name}, which reads such rows, or " if other else ""
+    except layout.RowError as error:
         raise ValueError(
             f"{place}: {error}; read as task {task.name} ({task.columns}), the row has the columns "
-            f"{', '.join(row)}; {remedy}fix or delete it"
+            f"{', '.join(row)}; set data.task to one of {tasks.known_tasks()}, or fix or delete it"
         ) from error
 
 
@@ -250,7 +231,7 @@ def _read_table(paths: tuple[str, ...], stamps: Any, identity: _Identity, duplic
     for place, row in read_rows(paths):
         example = dataclasses.replace(read_row(task, row, place), row=row)
         answer = example.answer
-        gold = repr(answer.value) if isinstance(answer, Unread) else each_gold(answer)
+        gold = repr(answer.value) if isinstance(answer, layout.Unread) else each_gold(answer)
         key = (question_of(example.prompt), gold)
         known = seen.setdefault(key, example)
         if known is not example:
@@ -266,27 +247,27 @@ def _read_table(paths: tuple[str, ...], stamps: Any, identity: _Identity, duplic
     return Table(examples, repeated)
 
 
-def question_of(prompt: str | Sequence[Message]) -> str:
+def question_of(prompt: str | Sequence[layout.Message]) -> str:
     """Returns the text of a prompt, which identifies duplicates and decides the split."""
     if isinstance(prompt, str):
         return prompt
 
-    def text(message: Message) -> str:
+    def text(message: layout.Message) -> str:
         calls = message.get("tool_calls")
         return message.get("content") or (json.dumps(calls, sort_keys=True) if calls else "")
 
     return "\n".join(f"{message['role']}: {text(message)}" for message in prompt)
 
 
-def asked_by(problem: Problem) -> str:
+def asked_by(problem: layout.Problem) -> str:
     """Returns the question of a generated problem, without a template; else its prompt's text."""
     entry = problem.columns.get("entry") if not problem.place else None
     return entry["question"] if entry else question_of(problem.prompt)
 
 
-def _examples(cfg: DataConfig, task: Task, split: str) -> list[tuple[str, Example]]:
+def _examples(cfg: DataConfig, task: Task, split: str) -> list[tuple[str, layout.Example]]:
     """Returns the rows of a split, in the order of the file."""
-    check_split(split)
+    layout.check_split(split)
     every = read_table(cfg.path, task, cfg.duplicates).examples
     if cfg.heldout_path:
         heldout_task = _task_of(cfg, cfg.heldout_path)
@@ -300,7 +281,7 @@ def _examples(cfg: DataConfig, task: Task, split: str) -> list[tuple[str, Exampl
                     len(every) - len(rows), cfg.named, cfg.heldout_path,
                 )  # fmt: skip
     else:
-        rows = [row for row in every if split_of(question_of(row[1].prompt)) == split]
+        rows = [row for row in every if layout.split_of(question_of(row[1].prompt)) == split]
     if split == "heldout":
         rows = rows[: cfg.heldout_size]
     if not rows:
@@ -312,8 +293,8 @@ def _examples(cfg: DataConfig, task: Task, split: str) -> list[tuple[str, Exampl
 
 
 def prompt_of(
-    cfg: DataConfig, task: Task, example: Example, chat: bool
-) -> str | tuple[Message, ...]:
+    cfg: DataConfig, task: Task, example: layout.Example, chat: bool
+) -> str | tuple[layout.Message, ...]:
     """Returns the prompt of a row: its question in the template, or its conversation.
 
     Raises:

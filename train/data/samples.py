@@ -53,17 +53,11 @@ class Texts(NamedTuple):
 
     Attributes:
       train, heldout: the pairs of each split; those of `heldout` give prompts to evaluate.
-      limit: largest number of tokens that are trained on together.
-      cut: number of texts that were cut into pieces of that many.
-      passed_over: number of demonstrations that were left out because they have more.
       notes: lines to print at start.
     """
 
     train: list[Pair]
     heldout: list[Pair]
-    limit: Limit
-    cut: int
-    passed_over: int
     notes: list[str]
 
 
@@ -118,7 +112,7 @@ def read_texts(cfg: Any, prompts: Prompts) -> Texts:
             f"out; {limit.remedy} to train on them"
         )
     notes += [f"WARNING: {text}" for text in dropped_warnings(dropped)]
-    return Texts(train, heldout, limit, cut, passed_over, notes)
+    return Texts(train, heldout, notes)
 
 
 class _TextRow(NamedTuple):
@@ -227,7 +221,7 @@ class Sampler:
         roll = cfg.rollout
         size = max(1, -(-WAVES * roll.max_batch // roll.n))
         self.sizes = [min(size, roll.prompts - i) for i in range(0, roll.prompts, size)]
-        self.dropped = self.drawn = 0
+        self.dropped = 0
 
     def _file(self, block: int) -> Path:
         return self._folder / f"{block:05d}.jsonl"
@@ -287,7 +281,6 @@ class Sampler:
         most = 1000
         for place in range(position, position + most):
             ids, _ = self._prompts.fit(self._order[place])
-            self.drawn += 1
             if ids is not None:
                 return place, ids
             self.dropped += 1
@@ -333,18 +326,6 @@ def order_of(cfg: Any, batches: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([cfg.seed, 1 + epoch]).permutation(batches)
 
 
-class Vocabulary(NamedTuple):
-    """The tokens that a head drafts from.
-
-    Attributes:
-      ids: [C] token ids, ascending; None: the whole vocabulary.
-      covered: share of the tokens that are trained on which are among them.
-    """
-
-    ids: np.ndarray | None
-    covered: float = 1.0
-
-
 def always_drafted(cfg: Any, size: int, always: Sequence[int]) -> list[int]:
     """Checks `draft_vocab`; returns those of the tokens `always` that the policy has, ascending.
 
@@ -361,8 +342,8 @@ def always_drafted(cfg: Any, size: int, always: Sequence[int]) -> list[int]:
 
 def choose_vocabulary(
     cfg: Any, pairs: Sequence[Pair], size: int, always: Sequence[int]
-) -> Vocabulary:
-    """The `draft_vocab` tokens that are most frequent in what is trained on.
+) -> tuple[np.ndarray | None, float]:
+    """Chooses the `draft_vocab` tokens that are most frequent in what is trained on.
 
     Args:
       cfg: settings of the run.
@@ -370,16 +351,20 @@ def choose_vocabulary(
       size: size of the policy's vocabulary.
       always: tokens that are among them in any case: those that end a sample.
 
+    Returns:
+      [C] token ids, ascending, or None for the whole vocabulary; and the share of the tokens that
+      are trained on which are among them.
+
     Raises:
       ConfigError: there are more of these than `draft_vocab`, or it is larger than the vocabulary.
     """
     most, always = cfg.draft_vocab, always_drafted(cfg, size, always)
     if most is None:
-        return Vocabulary(None)
+        return None, 1.0
     counts = np.zeros(size, np.int64)
     for pair in pairs:
         np.add.at(counts, np.asarray(pair.tokens, np.int64), 1)
     rank = counts.astype(np.float64)
     rank[always] = np.inf
     ids = np.sort(np.argsort(-rank, kind="stable")[:most]).astype(np.int32)
-    return Vocabulary(ids, float(counts[ids].sum() / max(counts.sum(), 1)))
+    return ids, float(counts[ids].sum() / max(counts.sum(), 1))

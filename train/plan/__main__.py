@@ -17,11 +17,10 @@ if __name__ == "__main__":  # handle Ctrl-C from here on
     interrupts.begin("train.plan")
 
 import dataclasses
-import json
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from specjax.command_line import Call, ConfigError, parse_config
@@ -34,11 +33,6 @@ from train.run.start import USER_ERRORS
 from train.schema import RLConfig
 
 DOES_NOT_FIT = 3
-# Keys that must be equal in two files of one plan.
-_IDENTITY = (
-    "config", "versions", "topology", "compiler", "resident_bytes", "hbm_bytes", "replicas",
-    "settings",
-)  # fmt: skip
 
 
 def make_plan(
@@ -47,7 +41,6 @@ def make_plan(
     only: str = "",
     config: str = "defaults",
     file: Path | None = None,
-    resume: bool = False,
     command: str = "",
 ) -> Plan:
     """Lowers and compiles the programs of a run.
@@ -58,12 +51,10 @@ def make_plan(
       only: a regular expression; programs whose names do not match are left out.
       config: name of the config file, for the table.
       file: file to write figures to, as JSON, after each program.
-      resume: whether to take figures of compiled programs from the file, regardless of `only`.
       command: the command line, for the file.
 
     Raises:
-      ConfigError: the settings contradict each other or need more chips than the topology has, or
-        the file is of another plan.
+      ConfigError: the settings contradict each other or need more chips than the topology has.
     """
     if topology.compiler == "tpu" and 1 in (cfg.mesh.size, cfg.rollout_devices):
         raise ConfigError(
@@ -74,48 +65,28 @@ def make_plan(
     shapes = Shapes(cfg, topology.devices, place, topology.platform)
     if shapes.fitted:
         print(shapes.fitted, file=sys.stderr, flush=True)
-    plan, programs = Plan(config, topology, shapes, [], command=command), list(shapes.programs())
+    programs = list(shapes.programs())
     try:
-        wanted = re.compile(only)
+        chosen = [program for program in programs if re.search(only, program.name)]
     except re.error as error:
         raise ConfigError(
             f"--only: expected a regular expression, got {only!r}: {error}"
         ) from error
-    saved = _saved(plan, file) if resume else {}
-    figures = {p.name: Figures.read(p, saved[p.name]) for p in programs if p.name in saved}
-    plan.programs = list(figures.values())
-    left = [p for p in programs if p.name not in figures and wanted.search(p.name)]
-    plan.left_out = len(programs) - len(figures)
-    if not left and not figures:
+    if not chosen:
         raise ConfigError(f"--only: no program's name has {only!r} in it")
-    for i, program in enumerate(left, 1):
-        same = [p.name for p in programs if p.name in figures and p.lower is program.lower]
-        if same:  # evaluation has programs of rollouts
-            result = dataclasses.replace(figures[same[0]], name=program.name, part=program.part)
-        else:
-            result = _figures(program, topology, shapes, f"{i} of {len(left)}")
-        figures[program.name] = result
-        plan.programs = [figures[p.name] for p in programs if p.name in figures]
-        plan.left_out = len(programs) - len(figures)
+    plan = Plan(config, topology, shapes, [], len(programs), command)
+    known: dict[int, Figures] = {}
+    for i, program in enumerate(chosen, 1):
+        if (same := known.get(id(program.lower))) is None:
+            figures = _figures(program, topology, shapes, f"{i} of {len(chosen)}")
+        else:  # evaluation has programs of rollouts
+            figures = dataclasses.replace(same, name=program.name, part=program.part)
+        known[id(program.lower)] = figures
+        plan.programs.append(figures)
+        plan.left_out = len(programs) - len(plan.programs)
         if file is not None:  # compilation may take hours
             plan.write(file)
     return plan
-
-
-def _saved(plan: Plan, file: Path | None) -> dict[str, Mapping]:
-    """Reads the figures of compiled programs from a file, by name; none if there is no file."""
-    if file is None:
-        raise ConfigError("--resume: from which file? Name it with --json")
-    if not file.exists():
-        return {}
-    saved = json.loads(file.read_text(encoding="utf-8"))
-    now = plan.as_json()
-    if other := [key for key in _IDENTITY if saved.get(key) != now.get(key)]:
-        raise ConfigError(
-            f"--resume: {file} is of another plan, with other {', '.join(other)}; expected the "
-            "same settings and the same compiler. Name another file, or leave out --resume"
-        )
-    return {program["name"]: program for program in saved["programs"] if not program["failed"]}
 
 
 def _figures(program: Program, topology: Topology, shapes: Shapes, which: str) -> Figures:
@@ -138,7 +109,6 @@ class PlanCall(Call):
       memory: HBM per chip, in GB; null: the chip's.
       count: compile nothing: count from shapes, in seconds.
       json: file to which every figure is also written as soon as it is known.
-      resume: compile only what the file of --json does not have.
     """
 
     topology: str = REQUIRED
@@ -146,7 +116,6 @@ class PlanCall(Call):
     memory: float | None = None
     count: bool = False
     json: str | None = None
-    resume: bool = False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -158,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         memory = None if call.memory is None else 1e9 * call.memory
         topology = find_topology(call.topology, memory, call.count)
         config, file = call.config or "the defaults", call.json and Path(call.json)
-        plan = make_plan(cfg, topology, call.only, config, file, call.resume, command)
+        plan = make_plan(cfg, topology, call.only, config, file, command)
     except USER_ERRORS as error:
         sys.exit(f"train.plan: error: {error}")
     print("\n".join(lines(plan)))

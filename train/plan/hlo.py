@@ -1,52 +1,64 @@
-"""Operations, memory traffic and collectives of a compiled program, counted in its optimised HLO.
+"""Operations, cycles, collectives and copies of a compiled program, by its optimised HLO.
 
 `Compiled.cost_analysis()` counts the body of a loop once, and a scan over layers is a loop. Here a
 loop's body is counted once per iteration where the number of iterations is known
 (`known_trip_count`, or a counter that is compared with a constant). For a loop whose end depends on
-data, such as that over rounds, one iteration is counted. The cost of one round is also returned
-separately.
+data, such as that over rounds, one iteration is counted.
 
-The counts are operations of matrix products, bytes to and from memory (operands and results of
-unfused operations; for arrays that are only sliced or updated in place, the slice), and bytes that
-a device receives by collectives (as rings).
+XLA's TPU compiler writes an estimate of cycles (`estimated_cycles`) to every fusion and to every
+operation that it did not fuse. Pallas kernels, collectives, waits for asynchronous copies, and most
+gathers, scatters and sorts have none and count as 0. Hence sums of estimates compare one program
+with another, and are no times.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
 
-import numpy as np
+from specjax.parallel import collectives
 
-from specjax.parallel.collectives import group_size
-from train.plan.cycles import estimated, name_of, part_of
+# Scopes of `specjax.decode`, `specjax.memory` and `specjax.models`; `rest` has none of them.
+PARTS = ("layers", "draft", "lm_head", "noise", "sampling", "commit")
+REST = "rest"
 
 _WIDTHS = {"pred": 1, "s4": 0.5, "u4": 0.5, "c64": 8, "c128": 16, "bf16": 2, "token": 0}
 _SHAPE = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([\d,]*)\](\{[^}]*\})?")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
 _NAME = re.compile(r"%([\w.\-]+)")
-COLLECTIVES = (
+_COLLECTIVES = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute",
 )  # fmt: skip
-CACHE = re.compile(r"\.pages\b")  # in the path of an argument that is a cache
 _KERNELS = ("tpu_custom_call", "mosaic_gpu_v2", "__gpu$xla.gpu.triton")
-_LIBRARIES = re.compile(r'custom_call_target="__cu(dnn|blas)')
 # Operations that move no data, or whose contents are counted separately.
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
     "replica-id", "iota", "opt-barrier", "while", "conditional", "call", "domain", "async-start",
     "async-update",
 }  # fmt: skip
+_CALLS = ("call", "conditional", "async-start")
 _MOVES = {"gather", "scatter", "sort"}  # TPU's compiler estimates no cycles of most of these
-# Operations that update their first operand in place, and which operand is the update.
-_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+# Operations whose result is their first operand, or lies in it.
+_VIEWS = {
+    "bitcast", "reshape", "copy", "copy-start", "copy-done", "transpose", "slice", "dynamic-slice",
+    "slice-start", "slice-done", "dynamic-slice-start", "dynamic-slice-done",
+    "dynamic-update-slice", "scatter", "convert", "opt-barrier",
+}  # fmt: skip
+
+LARGE = 2**20  # bytes from which a copy is named
+ROUND, ENTRY = "round", "entry"  # in each round, or outside of rounds: at a chunk's begin and end
+# The kind of what is copied, by the path of the argument. What is computed is `other`.
+_CACHE = re.compile(r"\.pages\b")
+_WEIGHTS = re.compile(r"^(params|head|vocabulary|draft_params|policy)\b")
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """One array: the name of its type, its dimensions, and whether it is in HBM."""
 
     kind: str
@@ -63,10 +75,6 @@ class Shape:
         if width is None:  # f32, s8, f8e4m3fn
             width = int(re.search(r"\d+", self.kind)[0]) / 8
         return self.size * width
-
-    @property
-    def traffic(self) -> float:
-        return self.bytes if self.in_hbm else 0.0
 
 
 def _shapes(text: str) -> list[Shape]:
@@ -89,22 +97,40 @@ class Op:
     text: str
     root: bool
 
+    @classmethod
+    def parse(cls, line: str) -> Op:
+        left, _, text = line.strip().partition(" = ")
+        end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
+        start = text.index("(", end)
+        return cls(
+            name=left.removeprefix("ROOT ").lstrip("%"),
+            shapes=_shapes(text[:end]),
+            opcode=text[end:start].strip(),
+            operands=_NAME.findall(text[start : _closing(text, start)]),
+            text=text,
+            root=left.startswith("ROOT "),
+        )
+
     def attribute(self, name: str) -> str | None:
-        found = re.search(rf"{name}=(\{{[^}}]*\}}|%?[\w.\-]+)", self.text)
-        return found[1] if found else None
+        found = re.search(rf"\b{name}=(\{{[^}}]*\}}|%?[\w.\-]+)", self.text)
+        return found and found[1].lstrip("%")
 
     def called(self) -> Iterator[str]:
         """Yields the computations that the instruction calls once, outside of loops."""
         for name in ("calls", "to_apply", "true_computation", "false_computation"):
-            if found := re.search(rf"\b{name}=%?([\w.\-]+)", self.text):
-                yield found[1]
-        if found := re.search(r"branch_computations=\{([^}]*)\}", self.text):
-            yield from (name.strip().lstrip("%") for name in found[1].split(","))
+            if found := self.attribute(name):
+                yield found
+        yield from _NAME.findall(self.attribute("branch_computations") or "")
 
     @property
     def body(self) -> str:
         """The computation that a loop repeats."""
-        return self.attribute("body").lstrip("%")
+        return self.attribute("body")
+
+    @property
+    def number(self) -> int:
+        """The place of a parameter among those of its computation."""
+        return int(re.search(r"parameter\((\d+)\)", self.text)[1])
 
     @property
     def launches(self) -> bool:
@@ -118,84 +144,121 @@ class Op:
     @property
     def is_library(self) -> bool:
         """Whether it calls cuDNN or cuBLAS."""
-        return _LIBRARIES.search(self.text) is not None
+        return re.search(r'custom_call_target="__cu(dnn|blas)', self.text) is not None
 
-    def numbers(self, name: str) -> list[int]:
-        return [int(x) for x in re.findall(r"\d+", self.attribute(name) or "")]
+    @property
+    def traced_name(self) -> str:
+        """The name that the traced program gave to it; "" if it has none.
+
+        The name of an operation holds its scopes, that of an input the path of the argument.
+        """
+        found = re.search(r'op_name="([^"]*)"', self.text)
+        return found[1].replace("\\'", "'") if found else ""
+
+    @property
+    def part(self) -> str:
+        """The part of a round that it belongs to.
+
+        It is the innermost `jax.named_scope` of its name that is one of `PARTS`. Layers of the
+        draft, and what it writes, belong to the draft.
+        """
+        scopes = [scope for scope in re.split(r"[/()]", self.traced_name) if scope in PARTS]
+        if not scopes:
+            return REST
+        return "draft" if scopes[-1] == "layers" and "draft" in scopes else scopes[-1]
 
 
-@dataclasses.dataclass
-class Cost:
-    """The cost of a program per device.
+Ops = Mapping[str, Op]
+
+
+def _closing(text: str, start: int) -> int:
+    """Returns the index of the parenthesis that closes the one at `start`."""
+    depth = 0
+    for i in range(start, len(text)):
+        depth += (text[i] == "(") - (text[i] == ")")
+        if not depth:
+            return i
+    raise ValueError(f"expected balanced parentheses in HLO, got {text[start : start + 80]!r}")
+
+
+def _root(ops: Ops) -> Op:
+    return next(op for op in ops.values() if op.root)
+
+
+def _beneath(op: Op, ops: Ops, views: Collection[str]) -> Op:
+    """Returns the operation whose result an operation shows in another form."""
+    while op.opcode in views:
+        op = ops[op.operands[0]]
+    return op
+
+
+class Cost(collections.defaultdict[str, Counter]):
+    """The cost of a program per device: counts by part of a round, or by kind, of each figure.
+
+        launched    operations that a GPU launches, by part
+        branches    conditionals, by part; of the branches, the costliest counts
+        cycles      the compiler's estimate, by part
+        unknown     gathers, scatters and sorts without an estimate, by kind
+        received    bytes received (as rings), by kind of collective
+        calls       collectives, by kind; those of one device are left out
+        kernels     calls of Pallas kernels
+        library     calls of cuDNN and of cuBLAS
+        gathers, gathered    gathers that read pages of a cache, and bytes that they write
 
     Attributes:
-      flops: operations of matrix products.
-      bytes: bytes to and from HBM.
-      received: bytes received, by kind of collective.
-      kernels: number of calls of Pallas kernels, whose operations are not counted.
-      calls: number of collectives by kind, those of one device left out.
-      cycles: the compiler's estimate of cycles by part, see `train.plan.cycles`.
-      unknown: number of gathers, scatters and sorts without an estimate, by kind; their cycles are
-        not in `cycles`.
       once: parts that have cycles in a loop whose end depends on data, of which one iteration is
         counted.
-      launched, moved: number of operations that a GPU launches, and their bytes to and from memory,
-        by part.
-      branches: number of conditionals, by part. Of the branches, the costliest counts.
-      library: number of calls of cuDNN and of cuBLAS.
-      gathers, gathered: number of gathers that read pages of a cache, and bytes that they write.
       chains: kind and bytes, by name, of collectives that TPUs spread over several fusions. Each
         of these fusions contains the whole collective, which must be counted once.
     """
 
-    flops: float = 0.0
-    bytes: float = 0.0
-    received: dict[str, float] = dataclasses.field(default_factory=dict)
-    kernels: float = 0.0
-    calls: dict[str, float] = dataclasses.field(default_factory=dict)
-    cycles: dict[str, float] = dataclasses.field(default_factory=dict)
-    unknown: dict[str, float] = dataclasses.field(default_factory=dict)
-    once: frozenset[str] = frozenset()
-    launched: dict[str, float] = dataclasses.field(default_factory=dict)
-    moved: dict[str, float] = dataclasses.field(default_factory=dict)
-    branches: dict[str, float] = dataclasses.field(default_factory=dict)
-    library: float = 0.0
-    gathers: float = 0.0
-    gathered: float = 0.0
-    chains: dict[tuple, tuple[str, float]] = dataclasses.field(default_factory=dict)
+    def __init__(self) -> None:
+        super().__init__(Counter)
+        self.once: frozenset[str] = frozenset()
+        self.chains: dict[tuple, tuple[str, float]] = {}
 
-    def receive(self, kind: str, count: float) -> None:
+    def receive(self, kind: str, size: float) -> None:
         """Counts a collective that brings this many bytes."""
-        _increase(self.received, kind, count)
-        _increase(self.calls, kind, 1)
+        self["received"][kind] += size
+        self["calls"][kind] += 1
 
     def close_chains(self) -> None:
         """Counts the chains once all of their fusions were seen."""
-        for kind, count in self.chains.values():
-            self.receive(kind, count)
+        for kind, size in self.chains.values():
+            self.receive(kind, size)
         self.chains = {}
 
     def add(self, other: Cost, times: float = 1.0) -> None:
         self.chains |= other.chains
         self.once |= other.once
-        for name in ("flops", "bytes", "kernels", "library", "gathers", "gathered"):
-            setattr(self, name, getattr(self, name) + times * getattr(other, name))
-        for name in ("received", "calls", "cycles", "unknown", "launched", "moved", "branches"):
-            for key, count in getattr(other, name).items():
-                _increase(getattr(self, name), key, times * count)
-
-    @property
-    def network(self) -> float:
-        return sum(self.received.values())
+        for figure, counts in other.items():
+            for key, count in counts.items():
+                self[figure][key] += times * count
 
     @property
     def size(self) -> tuple[float, ...]:
-        """What decides which of two computations costs more."""
-        return self.flops, self.bytes, self.network, sum(self.cycles.values())
+        """Decides which of two computations costs more."""
+        return tuple(self[figure].total() for figure in ("launched", "received", "cycles"))
 
 
-def _increase(counts: dict[str, float], key: str, count: float) -> None:
-    counts[key] = counts.get(key, 0.0) + count
+class Copy(NamedTuple):
+    """Copies of one array in one place of a program.
+
+    A program should use weights and cache where they lie. The compiler copies them if a program
+    wants another layout than its inputs have (a transpose, padding), or if it cannot prove that an
+    update may be made in place.
+
+    Attributes:
+      place: `round` or `entry`; a program without rounds has `entry` only.
+      what: the path of the argument that is copied; of a computed array its part of a round.
+      kind: `weights`, `cache`, or `other`.
+      bytes: bytes of all copies; of a loop that data end, those of one iteration.
+    """
+
+    place: str
+    what: str
+    kind: str
+    bytes: float
 
 
 class Module:
@@ -214,39 +277,34 @@ class Module:
         self.entry = ""
         for line in text.splitlines():
             if header := _HEADER.match(line):
-                here = self.computations.setdefault(header[2], {})
+                ops = self.computations.setdefault(header[2], {})
                 if header[1]:
                     self.entry = header[2]
             elif " = " in line and line.startswith(" "):
-                op = _parse(line)
-                here[op.name] = op
+                op = Op.parse(line)
+                ops[op.name] = op
+
+    def inside(self, op: Op) -> Ops:
+        """Returns the computation of a fusion."""
+        return self.computations[next(op.called())]
 
     @functools.cached_property
     def cost(self) -> Cost:
-        """Returns the cost of the whole program."""
+        """The cost of the whole program."""
         return self.cost_of(self.entry)
 
     @functools.cached_property
-    def pages(self) -> frozenset[tuple[int, ...]]:
-        """Returns the shapes that a cache may have: an argument's, or layers and pages joined.
+    def page_counts(self) -> frozenset[int]:
+        """The numbers of elements that a cache may have; an operation may see other dimensions."""
+        ops = self.computations[self.entry].values()
+        caches = (op for op in ops if op.opcode == "parameter" and _CACHE.search(op.traced_name))
+        return frozenset(op.shapes[0].size for op in caches)
 
-        Kernels read caches only in part, so that their bytes are not counted for a kernel.
-        """
-        found = set()
-        for op in self.computations[self.entry].values():
-            if op.opcode == "parameter" and CACHE.search(name_of(op.text)):
-                dims = op.shapes[0].dims
-                found |= {dims, (math.prod(dims[:-3]), *dims[-3:])}
-        return frozenset(found)
-
-    @functools.cached_property
-    def turn(self) -> Cost | None:
-        """Returns the cost of one iteration of `round`; None: there is no such loop."""
-        return None if self.round is None else self.cost_of(self.round)
+    # --- loops -----------------------------------------------------------------------------------
 
     @functools.cached_property
     def round(self) -> str | None:
-        """Returns the name of the body of the loop over rounds; None: no loop has an unknown end.
+        """The name of the body of the loop over rounds; None: no loop has an unknown end.
 
         It is the innermost loop of unknown length that computes logits: the loop over batches
         contains it, and loops inside of it, such as one that draws noise, compute none. Where no
@@ -269,7 +327,7 @@ class Module:
             if op.opcode == "while":
                 yield from self.loops(op.body)
                 yield op
-            elif op.opcode in ("call", "conditional"):
+            elif op.opcode in _CALLS:
                 for called in op.called():
                     yield from self.loops(called)
 
@@ -277,99 +335,23 @@ class Module:
     def _parts(self, name: str) -> frozenset[str]:
         """Returns the parts that operations of a computation, and of those it calls, belong to."""
         ops = self.computations[name].values()
-        found = {part_of(op.text) for op in ops}
+        found = {op.part for op in ops}
         for op in ops:
             for called in (op.body,) if op.opcode == "while" else op.called():
                 found |= self._parts(called)
         return frozenset(found)
 
-    @functools.cache  # noqa: B019
-    def cost_of(self, name: str, fused: bool = False) -> Cost:
-        """Returns the cost of one run of a computation.
-
-        Args:
-          fused: whether it belongs to a fusion, which accounts for its bytes and cycles.
-        """
-        total, ops = Cost(), self.computations[name]
-        for op in ops.values():
-            if op.opcode == "while":
-                self._add_loop(total, op)
-            elif op.opcode == "conditional":
-                branches = [self.cost_of(called, fused) for called in op.called()]
-                total.add(max(branches, key=lambda cost: cost.size))
-                _increase(total.branches, part_of(op.text), 1)
-            elif op.opcode in ("fusion", "call", "async-start"):
-                inside = op.opcode == "fusion" or fused
-                for called in op.called():
-                    total.add(self.cost_of(called, inside))
-            total.flops += self._flops(op, ops)
-            self._add_collective(total, op, ops)
-            if op.is_kernel:
-                total.kernels += 1
-            if not fused:
-                moved = self.traffic(op, ops)
-                total.bytes += moved
-                if op.launches:
-                    _increase(total.launched, part_of(op.text), 1)
-                    _increase(total.moved, part_of(op.text), moved)
-                    total.library += op.is_library
-                    for size in self._gathered(op, ops):
-                        total.gathers += 1
-                        total.gathered += size
-                if found := estimated(op.text):
-                    _increase(total.cycles, part_of(op.text), found)
-                elif (kind := self._kind(op)) in _MOVES:
-                    _increase(total.unknown, kind, 1)
-        if not fused:
-            total.close_chains()
-        elif name.startswith("all-reduce-scatter"):  # the TPU's form: reduce all, keep a part
-            total.calls.pop("all-reduce", None)
-            total.receive("reduce-scatter", total.received.pop("all-reduce", 0.0) / 2)
-        return total
-
-    def _gathered(self, op: Op, ops: dict[str, Op]) -> Iterator[float]:
-        """Yields the bytes of every gather of pages in an operation, which may be a fusion."""
-        if op.opcode == "fusion":
-            inside = self.computations[next(op.called())]
-            for inner in inside.values():
-                yield from self._gathered(inner, inside)
-        elif op.opcode == "gather" and op.operands[0] in ops:
-            source = ops[op.operands[0]].shapes[0]
-            # A fusion may see the cache in other dimensions. Tables and tokens are integers.
-            sizes = {math.prod(dims) for dims in self.pages}
-            if source.kind[0] in "bf" and source.size in sizes:
-                yield op.shapes[0].bytes
-
-    def _kind(self, op: Op) -> str:
-        """Returns an operation's code; of a fusion that of its last operation."""
-        if op.opcode != "fusion":
-            return op.opcode
-        ops = self.computations[next(op.called())]
-        root = next(o for o in ops.values() if o.root)
-        while root.opcode in ("bitcast", "reshape", "transpose"):
-            root = ops[root.operands[0]]
-        return root.opcode
-
-    def _add_loop(self, total: Cost, op: Op) -> None:
-        body, trips = self.cost_of(op.body), self.trips(op)
-        total.add(body, 1 if trips is None else trips)
-        if trips is None:
-            total.once |= {part for part, count in body.cycles.items() if count}
-
     def trips(self, op: Op) -> int | None:
+        """Returns how often a loop runs; None if that depends on data."""
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', op.text):
             return int(known[1])
-        ops = self.computations[op.attribute("condition").lstrip("%")]
-        root = next(o for o in ops.values() if o.root)
+        ops = self.computations[op.attribute("condition")]
+        root = _root(ops)
         if root.opcode == "fusion":
-            called = self.computations[next(root.called())]
-            given = [ops[name] for name in root.operands]
-            root = next(o for o in called.values() if o.root)
-            ops = called | {
-                o.name: given[int(re.search(r"parameter\((\d+)\)", o.text)[1])]
-                for o in called.values()
-                if o.opcode == "parameter"
-            }
+            given, inside = [ops[name] for name in root.operands], self.inside(root)
+            root = _root(inside)
+            parameters = (o for o in inside.values() if o.opcode == "parameter")
+            ops = {**inside, **{o.name: given[o.number] for o in parameters}}
         if root.opcode != "compare" or root.attribute("direction") != "LT":
             return None
         counter, limit = (ops[name] for name in root.operands)
@@ -378,173 +360,155 @@ class Module:
         found = re.search(r"constant\((\d+)\)", limit.text)
         return int(found[1]) if found else None
 
-    # --- operations ------------------------------------------------------------------------------
+    # --- cost ------------------------------------------------------------------------------------
 
-    def _flops(self, op: Op, ops: dict[str, Op]) -> float:
-        if op.opcode == "dot":
-            left = ops[op.operands[0]].shapes[0].dims
-            depth = math.prod(left[i] for i in op.numbers("lhs_contracting_dims"))
-            return 2.0 * op.shapes[0].size * depth
-        if op.opcode == "convolution":
-            return _convolution_flops(op, ops)
-        return 0.0
-
-    # --- bytes -----------------------------------------------------------------------------------
-
-    def traffic(self, op: Op, ops: dict[str, Op]) -> float:
-        """Returns the bytes that an operation of the computation `ops` reads and writes."""
-        code = op.opcode
-        if code in _FREE or code.endswith("-done") or code.startswith(COLLECTIVES):
-            return 0.0
-        given = [ops[name].shapes[0] for name in op.operands if name in ops and ops[name].shapes]
-        out = sum(s.traffic for s in op.shapes)
-        if code == "fusion":
-            return self._fusion_bytes(op, given)
-        if code in ("dynamic-slice", "slice", "gather"):
-            return out + sum(s.bytes for s in op.shapes) * given[0].in_hbm
-        if code in ("dynamic-update-slice", "dynamic-update-slice-start"):
-            # The update is read and written; prefetched, it is read on the chip.
-            return given[1].traffic + given[1].bytes * given[0].in_hbm
-        if code == "scatter":
-            return 2.0 * given[-1].traffic
-        if code == "copy-start":  # (copy, operand, context)
-            return op.shapes[0].traffic + given[0].traffic
-        if code in ("slice-start", "dynamic-slice-start"):  # ((operands), piece, context)
-            piece = op.shapes[len(op.operands)]
-            return piece.traffic + piece.bytes * given[0].in_hbm
-        if code == "custom-call":
-            if not (op.is_kernel or op.is_library):
-                return 0.0  # the compiler's own data: buffers, indices
-            given = [s for s in given if s.dims not in self.pages]
-            out = sum(s.traffic for s in op.shapes if s.dims not in self.pages)
-        return out + sum(s.traffic for s in given)
-
-    def _fusion_bytes(self, op: Op, given: list[Shape]) -> float:
-        """Counts operands and results; of those sliced or updated in place, only the slices."""
-        ops = self.computations[next(op.called())]
-        total = 0.0
-        for inner in ops.values():
-            if inner.opcode == "parameter":
-                number = int(re.search(r"parameter\((\d+)\)", inner.text)[1])
-                outer = given[number] if number < len(given) else inner.shapes[0]
-                if outer.in_hbm:
-                    total += min(self._read(inner, ops), inner.shapes[0].bytes)
-        root = next(o for o in ops.values() if o.root)
-        parts = [ops[n] for n in root.operands] if root.opcode == "tuple" else [root]
-        for part, shape in zip(parts, op.shapes, strict=False):
-            while part.opcode == "bitcast":
-                part = ops[part.operands[0]]
-            written = shape.bytes
-            if part.opcode in _UPDATES:
-                written = ops[part.operands[_UPDATES[part.opcode]]].shapes[0].bytes
-            total += written * shape.in_hbm
-        return total
-
-    def _read(
-        self, value: Op, ops: dict[str, Op], returned: Callable[[], float] | None = None
-    ) -> float:
-        """Counts the bytes of a value of a fused computation that are read.
+    @functools.cache  # noqa: B019
+    def cost_of(self, name: str, fused: bool = False) -> Cost:
+        """Returns the cost of one run of a computation.
 
         Args:
-          value: a parameter, or a view of one.
-          ops: the computation.
-          returned: counts what is read of the computation's result; None: all of it.
+          name: the computation.
+          fused: whether it belongs to a fusion, which accounts for its bytes and cycles.
         """
-        total = 0.0
-        if value.root:
-            total += value.shapes[0].bytes if returned is None else returned()
-        for user in ops.values():
-            if value.name not in user.operands:
-                continue
-            at = user.operands.index(value.name)
-            if user.opcode in ("dynamic-slice", "slice", "gather") and at == 0:
-                total += user.shapes[0].bytes
-            elif user.opcode in _UPDATES and at == 0:
-                total += ops[user.operands[_UPDATES[user.opcode]]].shapes[0].bytes
-            elif user.opcode in ("bitcast", "reshape"):
-                total += self._read(user, ops, returned)
-            elif user.opcode == "fusion":
-                inside = self.computations[next(user.called())]
-                given = next(o for o in inside.values() if f"parameter({at})" in o.text)
-                further = functools.partial(self._read, user, ops, returned)
-                total += self._read(given, inside, further)
-            else:
-                return value.shapes[0].bytes
+        total, ops = Cost(), self.computations[name]
+        for op in ops.values():
+            if op.opcode == "while":
+                body, trips = self.cost_of(op.body), self.trips(op)
+                total.add(body, 1 if trips is None else trips)
+                if trips is None:
+                    total.once |= {part for part, count in body["cycles"].items() if count}
+            elif op.opcode == "conditional":
+                branches = [self.cost_of(called, fused) for called in op.called()]
+                total.add(max(branches, key=lambda cost: cost.size))
+                total["branches"][op.part] += 1
+            elif op.opcode in ("fusion", "call", "async-start"):
+                for called in op.called():
+                    total.add(self.cost_of(called, op.opcode == "fusion" or fused))
+            self._add_collective(total, op)
+            total["kernels"][op.part] += op.is_kernel
+            if not fused:
+                self._add_unfused(total, op, ops)
+        if not fused:
+            total.close_chains()
+        elif name.startswith("all-reduce-scatter"):  # the TPU's form: reduce all, keep a part
+            total["calls"].pop("all-reduce", None)
+            total.receive("reduce-scatter", total["received"].pop("all-reduce", 0.0) / 2)
         return total
 
-    # --- collectives -----------------------------------------------------------------------------
+    def _add_unfused(self, total: Cost, op: Op, ops: Ops) -> None:
+        if op.launches:
+            total["launched"][op.part] += 1
+            total["library"][op.part] += op.is_library
+            for size in self._gathered(op, ops):
+                total["gathers"][op.part] += 1
+                total["gathered"][op.part] += size
+        kind = op.opcode
+        if kind == "fusion":
+            inside = self.inside(op)
+            kind = _beneath(_root(inside), inside, ("bitcast", "reshape", "transpose")).opcode
+        if cycles := re.search(r'"estimated_cycles":"(\d+)"', op.text):
+            total["cycles"][op.part] += int(cycles[1])
+        elif kind in _MOVES:
+            total["unknown"][kind] += 1
 
-    def _add_collective(self, total: Cost, op: Op, ops: dict[str, Op]) -> None:
-        kind = op.opcode.removesuffix("-start")
-        if kind not in COLLECTIVES:
+    def _add_collective(self, total: Cost, op: Op) -> None:
+        if op.opcode.removesuffix("-start") not in _COLLECTIVES:
             return
-        group = group_size(kind, op.text)
-        sent = sum(ops[n].shapes[0].bytes for n in op.operands if n in ops and ops[n].shapes)
-        share = (group - 1) / group
-        received = {
-            "all-gather": sent * (group - 1),
-            "all-reduce": 2 * sent * share,
-            "reduce-scatter": sent * share,
-            "all-to-all": sent * share,
-            "collective-permute": sent,
-        }[kind]
+        [collective] = collectives.received(f"= {op.text}")
         chain = re.search(r'chain_id="(\d+)"', op.text), re.search(r"channel_id=(\d+)", op.text)
         if chain[0]:
-            total.chains[chain[0][1], chain[1] and chain[1][1]] = kind, received
-        elif received:
-            total.receive(kind, received)
+            key = chain[0][1], chain[1] and chain[1][1]
+            total.chains[key] = collective.kind, collective.received
+        elif collective.received:
+            total.receive(collective.kind, collective.received)
 
+    def _gathered(self, op: Op, ops: Ops) -> Iterator[float]:
+        """Yields the bytes of every gather of pages in an operation, which may be a fusion."""
+        if op.opcode == "fusion":
+            inside = self.inside(op)
+            for inner in inside.values():
+                yield from self._gathered(inner, inside)
+        elif op.opcode == "gather" and op.operands[0] in ops:
+            source = ops[op.operands[0]].shapes[0]
+            # Tables and tokens are integers.
+            if source.kind[0] in "bf" and source.size in self.page_counts:
+                yield op.shapes[0].bytes
 
-def _parse(line: str) -> Op:
-    left, _, right = line.strip().partition(" = ")
-    if right.startswith("("):
-        end = _closing(right, 0) + 1
-    else:
-        end = right.index(" ")
-    start = right.index("(", end)
-    close = _closing(right, start)
-    return Op(
-        name=left.removeprefix("ROOT ").lstrip("%"),
-        shapes=_shapes(right[:end]),
-        opcode=right[end:start].strip(),
-        operands=_NAME.findall(right[start:close]),
-        text=right,
-        root=left.startswith("ROOT "),
-    )
+    # --- copies ----------------------------------------------------------------------------------
 
+    def copies(self) -> list[Copy]:
+        """Returns the copies of arrays of at least `LARGE` bytes, the largest first."""
+        sizes: Counter[tuple[str, str, str]] = Counter()
+        for place, op, where, times in self._copying(self.entry, ENTRY, 1):
+            path, kind = self._argument(op, where), "other"
+            if path is not None:
+                kind = "cache" if _CACHE.search(path) else kind
+                kind = "weights" if _WEIGHTS.search(path) else kind
+            sizes[place, path or op.part, kind] += times * op.shapes[0].bytes
+        found = [Copy(*key, size) for key, size in sizes.items()]
+        return sorted(found, key=lambda copy: (-copy.bytes, copy.what))
 
-def _closing(text: str, start: int) -> int:
-    """Returns the index of the parenthesis that closes the one at `start`."""
-    depth = 0
-    for i in range(start, len(text)):
-        depth += (text[i] == "(") - (text[i] == ")")
-        if not depth:
-            return i
-    raise ValueError(f"expected balanced parentheses in HLO, got {text[start : start + 80]!r}")
+    def _copying(self, name: str, place: str, times: int) -> Iterator[tuple[str, Op, str, int]]:
+        """Yields the copies in a computation: place, operation, its computation, how often."""
+        for op in self.computations[name].values():
+            if op.opcode == "while":
+                inside = ROUND if op.body == self.round else place
+                yield from self._copying(op.body, inside, times * (self.trips(op) or 1))
+            elif op.opcode in _CALLS:
+                for called in op.called():
+                    yield from self._copying(called, place, times)
+            elif op.shapes and op.shapes[0].bytes >= LARGE and self._only_copies(op, name):
+                yield place, op, name, times
 
+    def _only_copies(self, op: Op, name: str) -> bool:
+        """Whether an operation only copies or transposes; to prefetch is not to copy."""
+        if op.opcode == "fusion" and self._viewed(op) is not None:
+            ops = self.inside(op)
+            op = _beneath(_root(ops), ops, ("bitcast",))
+        if op.opcode == "copy-start":
+            source = self.computations[name][op.operands[0]].shapes[0]
+            return source.in_hbm == op.shapes[0].in_hbm
+        return op.opcode in ("copy", "transpose")
 
-def _convolution_flops(op: Op, ops: dict[str, Op]) -> float:
-    """Counts a convolution, the TPU's form of matrix products; padding is not counted."""
-    left, right = (ops[name].shapes[0].dims for name in op.operands[:2])
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.text)
-    lhs, rhs, out = labels[1], labels[2], labels[3]
-    result = op.shapes[0].dims
-    window = re.search(r"window=\{([^}]*)\}", op.text)
-    fields = dict(re.findall(r"(\w+)=([\dx_\-]+)", window[1])) if window else {}
-    spatial = sorted(set(re.findall(r"\d", rhs)))
-    products = 1.0
-    for i, label in enumerate(spatial):
+    def _argument(self, op: Op, name: str) -> str | None:
+        """Returns the path of the argument that an operation's array is; None: it is computed."""
+        index: int | None = None  # of the tuple that holds the array
+        while True:
+            ops = self.computations[name]
+            if op.opcode == "parameter":
+                if name == self.entry:
+                    return op.traced_name or None
+                if name not in self._callers:
+                    return None
+                name, op = self._callers[name]
+            elif op.opcode == "get-tuple-element":
+                index = int(op.attribute("index"))
+                op = ops[op.operands[0]]
+            elif op.opcode == "tuple" and index is not None:
+                op, index = ops[op.operands[index]], None
+            elif op.opcode == "while" or op.opcode in _VIEWS:
+                op = ops[op.operands[0]]
+            elif (at := self._viewed(op)) is not None:
+                op = ops[op.operands[at]]
+            else:
+                return None
 
-        def field(name, default, i=i):
-            return fields[name].split("x")[i] if name in fields else default
+    @functools.cached_property
+    def _callers(self) -> dict[str, tuple[str, Op]]:
+        """The loop of each body, with the computation that the loop is in."""
+        return {
+            op.body: (name, op)
+            for name, ops in self.computations.items()
+            for op in ops.values()
+            if op.opcode == "while"
+        }
 
-        kernel, base = right[rhs.index(label)], left[lhs.index(label)]
-        low = int(field("pad", "0_0").split("_")[0])
-        at = np.arange(result[out.index(label)])[:, None] * int(field("stride", "1")) - low
-        at = at + np.arange(kernel)[None] * int(field("rhs_dilate", "1"))
-        spread = int(field("lhs_dilate", "1"))
-        hits = (at >= 0) & (at % spread == 0) & (at // spread < base)
-        products *= hits.sum()
-    depth = right[rhs.index("i")]  # per group, if there are several
-    outer = result[out.index("b")] * result[out.index("f")]
-    return 2.0 * outer * depth * products
+    def _viewed(self, op: Op) -> int | None:
+        """Returns the operand of which an operation's result is a view; None: it computes."""
+        if op.opcode == "custom-call" and not op.is_kernel and op.operands:
+            return 0  # the compiler's own: pieces of one array are joined again
+        if op.opcode != "fusion":
+            return None
+        ops = self.inside(op)
+        inner = _beneath(_root(ops), ops, _VIEWS)
+        return inner.number if inner.opcode == "parameter" else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ import numpy as np
 from specjax.checked_json import CheckpointError
 from specjax.checkpoint.weights import read_config, read_head
 from specjax.command_line import ConfigError
-from specjax.config import ModelConfig
 from specjax.decode.options import Features
 from specjax.drafts.model import ModelSource
 from specjax.engine.engine import Engine
@@ -62,7 +61,7 @@ from train.schema import RLConfig
 
 SHAPES = "assets/shapes"  # config.json of models, without their weights
 WEIGHTS, CACHE, STATE, EVALUATION = "parameters to roll out", "cache", "decode state", "evaluation"
-EXACT = "exact mode"
+EXACT, HEAD_STATES = "exact mode", "states for the head"
 # Kinds of memory that engines have released while a part runs, see `Engine.release`.
 GONE = {
     "train": (WEIGHTS, CACHE, STATE, EVALUATION, EXACT),
@@ -81,16 +80,18 @@ class Program:
       part: `train`, `roll out` or `evaluate`.
       key: the runner's key, or a word.
       lower: function that traces it.
-      given: inputs by kind; `results` are counted where no compiler reports their size.
-      moves: the resharding, if the program moves weights to the engines.
+      inputs: shapes of the inputs that stay, which `Shapes.resident` counts.
+      passing: shapes of the inputs that do not stay.
+      results: shapes of the results, for which no compiler is asked; None: unknown.
     """
 
     name: str
     part: str
     key: tuple
     lower: Callable[[], jax.stages.Lowered]
-    given: Mapping[str, Any]
-    moves: Reshard | None = None
+    inputs: Any
+    passing: Any = None
+    results: Any = None
 
 
 class Shapes:
@@ -133,7 +134,8 @@ class Shapes:
                 self.places = places * cfg.rollout.replicas
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        model, self.read_from = self._read("model", cfg.model, cfg.revision)
+        path = self._find("model", cfg.model, cfg.revision)
+        model, self.read_from = read_config(path), str(path)
         cfg.dtype.settle(model.run.param_dtype, platform or sharding.platform_of(self.mesh))
         model = model.running(param_dtype=cfg.dtype.params)
         self.fitted = settle_length(cfg, model)
@@ -145,9 +147,9 @@ class Shapes:
                 model, (self.source, head) = head_shapes(drafting.spec, model, own)
             except SettingError as error:
                 raise ConfigError(spelled(error, SPELL)) from error
-            self.head = sharding.shapes(head, self.mesh, self._shardings(self.source.axes()))
+            self.head = self._placed(head, self.source.axes())
         self.model = as_computed(cfg, model)
-        self.params = self._params(self.model)
+        self.params = self._like_params(lambda: init_params(self.model))
         if drafting.spec is not None and self.source is None:
             self.source, self.head = self._source(drafting)
         self.built: Programs = build_programs(cfg, self.model, self.source, self.mesh, self.places)
@@ -160,12 +162,7 @@ class Shapes:
         self.draft_opt = None
         if self.built.draft is not None:
             made = jax.eval_shape(self.built.draft.init_opt_state, self.head)
-            self.draft_opt = sharding.shapes(made, self.mesh, self._shardings(self.source.axes()))
-
-    def _read(self, key: str, name: str, revision: str | None) -> tuple[ModelConfig, str]:
-        """Returns the config of the model that a key of the run names, and its path."""
-        path = self._find(key, name, revision)
-        return read_config(path), str(path)
+            self.draft_opt = self._placed(made, self.source.axes())
 
     def _find_draft(self, name: str) -> Path:
         return self._find("rollout.draft", name, None)
@@ -185,17 +182,14 @@ class Shapes:
                 ) from error
         return path
 
-    def _params(self, model: ModelConfig) -> Params:
-        return self._like_params(lambda: init_params(model))
-
     def _like_params(self, make: Callable, *inputs):
         """Returns the shapes of `make`'s result, with the shardings of parameters."""
-        made = jax.eval_shape(make, *inputs)
-        return sharding.shapes(made, self.mesh, self._shardings(param_axes(self.model)))
+        return self._placed(jax.eval_shape(make, *inputs), param_axes(self.model))
 
-    def _shardings(self, axes: Axes) -> Callable:
-        """Returns the shardings of weights with these axes, see `sharding.shapes`."""
-        return functools.partial(sharding.param_shardings, axes=axes)
+    def _placed(self, tree, axes: Axes, mesh: Mesh = None):
+        """Returns shapes with the shardings of weights with these axes."""
+        place = functools.partial(sharding.param_shardings, axes=axes)
+        return sharding.shapes(tree, self.mesh if mesh is None else mesh, place)
 
     def _source(self, drafting: Drafting) -> tuple[Draft, Params | None]:
         """Returns what drafts and is not trained, and its weights; see `load_source`."""
@@ -208,7 +202,7 @@ class Shapes:
             source, head = load_head(
                 path, model, overrides=dict(spec.draft_overrides), weights=False
             )[1]
-            return source, sharding.shapes(head, self.mesh, self._shardings(source.axes()))
+            return source, self._placed(head, source.axes())
         dtype = model.run.compute_dtype
         cfg = read_config(self._find_draft(spec.draft_path))
         cfg = cfg.running(param_dtype=dtype, compute_dtype=dtype)
@@ -266,19 +260,14 @@ class Shapes:
         programs, batch, gradients = self.built.policy.programs, self.batch(), self.gradients()
         ones = Denominators(np.float32(1), np.float32(1))
 
-        def lowered(key: str, *inputs):
-            return lambda: programs[key].lower(*inputs)
+        def program(title: str, key: str, stay: tuple, *passing) -> Program:
+            lower = functools.partial(programs[key].lower, *stay, *passing)
+            return Program(f"policy, {title}", "train", (key,), lower, stay, passing)
 
-        lower = lowered("accumulate", self.params, gradients, batch, ones)
-        given = {"parameters": self.params, "gradients": gradients, "batch": batch}
-        yield Program("policy, a micro-batch", "train", ("accumulate",), lower, given)
-        lower = lowered("apply", self.params, self.opt, gradients)
-        given = {"parameters": self.params, "optimizer": self.opt, "gradients": gradients}
-        yield Program("policy, optimizer", "train", ("apply",), lower, given)
+        yield program("a micro-batch", "accumulate", (self.params,), gradients, batch, ones)
+        yield program("optimizer", "apply", (self.params, self.opt), gradients)
         if scores_to_add(self.cfg) or self.cfg.rollout.partial or self.cfg.algo.needs_reference:
-            lower = lowered("score", self.params, batch)
-            given = {"parameters": self.params, "batch": batch}
-            yield Program("policy, scoring", "train", ("score",), lower, given)
+            yield program("scoring", "score", (self.params,), batch)
         if self.built.draft is not None:
             yield self._head_update()
 
@@ -288,35 +277,32 @@ class Shapes:
         weights = self.head, self.draft_opt, parts
         rows = {name: batch[name] for name in FIELDS}, self.states()
         trainer = self.built.draft
-        given = {"parameters": (self.head, parts), "optimizer": self.draft_opt}
-        given |= {"batch": rows[0], "state": rows[1]}
+        inputs, passing = (weights, rows[1]), rows[0]
         if self.built.replica_drafts:
             trainer = self.built.replica_drafts[0]
-            weights = sharding.shapes(weights, trainer.mesh, self._shardings(trainer.axes))
+            weights = self._placed(weights, trainer.axes, trainer.mesh)
             rows = sharding.shapes(rows, trainer.mesh, _all_rows)
-            given = {"copies": weights, "batch": rows}
-        update = trainer.programs["update"]
-        lower = lambda: update.lower(*weights, *rows)  # noqa: E731
-        return Program("draft, a micro-batch", "train", ("draft",), lower, given)
+            inputs, passing = None, (weights, rows)
+        lower = functools.partial(trainer.programs["update"].lower, *weights, *rows)
+        return Program("draft, a micro-batch", "train", ("draft",), lower, inputs, passing)
 
     def handing_over(self) -> Iterator[Program]:
         """Yields the programs that move weights from the trainer to the engines, see `Mover`."""
         runner = self.engine.runner
-        apart = self.target is None or self.mesh is None  # one device trains: weights are copied
-        mover = None if apart else Mover(self.target, runner.weights.axes)
-        moves = None
+        moves = mover = None
+        if self.target is not None and self.mesh is not None:  # else weights are copied
+            mover = Mover(self.target, runner.weights.axes)
         if mover and not mover.holds(self.params):
-            alone = len(self.places) == 1
             convert = runner.weights.convert
-            if not alone:
+            if len(self.places) > 1:
                 convert = split_layout(runner.cfg, self.target.shape["tp"])
             moves = mover.program(self.params, convert)
         if moves is not None:
             yield _resharding("policy", self.params, moves)
         else:
-            given = {"parameters": self.params, "results": runner.weights.policy}
-            lower = lambda: runner.weights.convert.lower(self.params)  # noqa: E731
-            yield Program("weights to the engine", "train", ("convert",), lower, given)
+            lower = functools.partial(runner.weights.convert.lower, self.params)
+            title, made = "weights to the engine", runner.weights.policy
+            yield Program(title, "train", ("convert",), lower, self.params, results=made)
         if mover and self.head is not None and not mover.holds(self.head):
             moves = mover.program(self.head)
             if moves is not None:
@@ -342,7 +328,7 @@ class Shapes:
         }
         if self.built.draft is not None:
             kept = min(self.cfg.draft.max_microbatches or self.microbatches, self.microbatches)
-            found["states for the head"] = kept * device_bytes(self.states())
+            found[HEAD_STATES] = kept * device_bytes(self.states())
         for engine in self.built.eval_engines[:1]:
             found[EVALUATION] = sum(self._held_by(engine).values())
         for engine in self.built.plain_engines[:1]:
@@ -368,8 +354,8 @@ def _all_rows(mesh: jax.sharding.Mesh, tree):
 
 def _resharding(whose: str, weights: Params, moves: Reshard) -> Program:
     # The engine has released the old weights.
-    given = {"parameters": weights, "results": moves.made}
-    return Program(f"resharding, {whose}", "train", ("reshard", whose), moves.lower, given, moves)
+    title, key = f"resharding, {whose}", ("reshard", whose)
+    return Program(title, "train", key, moves.lower, weights, results=moves.made)
 
 
 def engine_programs(engine: Engine, part: str, features: Features) -> Iterator[Program]:
@@ -384,18 +370,12 @@ def engine_programs(engine: Engine, part: str, features: Features) -> Iterator[P
     for _ in engine.programs().start((features,)):
         while found:
             key, lower = found.pop(0)
-            pages, state = caches(runner.state)
-            given = {"cache": pages, "state": (state, runner.kept)}
-            if key[0] != "place":
-                given["parameters"] = (runner.weights.policy, runner.weights.head)
-            name = _title(key) if part == "roll out" else f"{part}: {_title(key)}"
-            yield Program(name, part, key, lower, given)
-
-
-def _title(key: tuple) -> str:
-    if key[0] == "prefill":
-        return f"prefill {key[1][0]} x {key[1][1]}"
-    return f"place {key[1]}" if key[0] == "place" else f"chunk {key[1]} x {key[2]}"
+            inputs, (kind, *sizes) = (runner.state, runner.kept), key
+            if kind != "place":
+                inputs = (*inputs, runner.weights.policy, runner.weights.head)
+            title = f"{kind} {' x '.join(map(str, sizes[0] if kind == 'prefill' else sizes))}"
+            name = title if part == "roll out" else f"{part}: {title}"
+            yield Program(name, part, key, lower, inputs)
 
 
 def caches(state) -> tuple[Any, Any]:

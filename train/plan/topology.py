@@ -42,17 +42,19 @@ class Topology:
         """
         if self.compiler != "tpu" or tp == len(self.devices):
             return None
-        kind = self.name.partition(":")[0]
         for shape in _SLICES[self.name.count("x") + 1]:
             if math.prod(map(int, shape.split("x"))) >= tp:
-                return _tpu_devices(f"{kind}:{shape}")
+                return _tpu_devices(f"{self.kind}:{shape}")
         return None
+
+    @property
+    def kind(self) -> str:
+        return self.name.partition(":")[0]
 
     @property
     def platform(self) -> str:
         """The platform of the topology, as jax names it; `devices` may be CPUs instead."""
-        kind = self.name.partition(":")[0]
-        return "cpu" if kind == "cpu" else "tpu" if kind.startswith("v") else "gpu"
+        return "cpu" if self.kind == "cpu" else "tpu" if self.kind.startswith("v") else "gpu"
 
     @property
     def source(self) -> str:

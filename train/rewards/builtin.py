@@ -17,8 +17,8 @@ parameter is the completion; every other one is passed by its name:
 
 A second parameter of a name that no column has is the answer.
 
-`number` and `math_verify` find the answer of a completion as `train.rewards.answers.extract` says;
-`exact` takes the line after the last `####`, `choice` the letter of a multiple-choice answer, and
+`NUMBER` and `MATH_VERIFY` find the answer of a completion as `train.rewards.answers.extract` says;
+`EXACT` takes the line after the last `####`, `CHOICE` the letter of a multiple-choice answer, and
 `format` reads no answer. Of several gold answers any is right.
 """
 
@@ -35,80 +35,109 @@ from train.registry import REWARDS
 from train.rewards.answers.choice import chosen_letter, letter_of
 from train.rewards.answers.extract import each_gold, final_answer, last_line_answer, stated_gold
 from train.rewards.answers.quantity import read_quantity
+from train.rewards.calls import Failed
 from train.rewards.workers import Setup, Workers
 
 Reward = Callable[..., Any]
 
 SECONDS = 10.0  # time limit of one comparison
-# Whether this process is ended when a reward is late: `train.rewards.worker` sets it.
+# Whether this process is ended when a reward is late: `train.rewards.workers` sets it.
 has_time_limit = False
 
 
-@functools.cache
-def _comparing_process(seconds: float) -> Workers:
-    """The process in which `math_verify` compares formulas, replaced where it is late.
+@dataclass(frozen=True)
+class AnswerReward:
+    """A reward that compares answers, and can check gold answers before a run.
 
-    sympy may run forever on a policy's text (`9**9**9**9`), in one call that no signal interrupts.
+    Attributes:
+      compare: whether an answer is the gold answer in a row's text, (given, text) -> bool; raises
+        TimeoutError if that is not known in time.
+      extract: finds the answer in a completion; returns None if there is none.
+      write: makes a completion that states the given answer and nothing else.
+      wants: place of the answer in a completion, for messages.
+      quick: whether it takes microseconds, whatever the completion is, and needs no process of its
+        own.
     """
-    return Workers(Setup(("math_verify",), THINKS_FIRST, seconds), 1)
+
+    compare: Callable[[str, str], bool]
+    extract: Callable[[str], str | None]
+    write: Callable[[str], str]
+    wants: str
+    quick: bool = True
+
+    def __call__(self, completion: str, answer: str | Sequence[str]) -> float:
+        """Returns 1.0 if the completion's answer is one of the row's, else 0.0."""
+        try:
+            return float(self._is_right(completion, answer))
+        except TimeoutError:
+            return 0.0
+
+    def can_win(self, answer: str | Sequence[str]) -> bool:
+        """Returns whether a completion that states one of the row's own answers scores 1.
+
+        A comparison that is late says nothing about the answer, which then counts as one that can.
+        """
+        try:
+            return any(self._is_right(self.write(gold), gold) for gold in each_gold(answer))
+        except TimeoutError:
+            return True
+
+    def _is_right(self, completion: str, answer: str | Sequence[str]) -> bool:
+        given = self.extract(completion)
+        golds = (gold for gold in each_gold(answer) if gold.strip())
+        return bool(given) and any(self.compare(given, gold) for gold in golds)
 
 
-def _of_any(reward: Callable[[str, str], float]) -> Reward:
-    """Makes a reward take several gold answers, and return the largest of their rewards."""
-
-    @functools.wraps(reward)
-    def scored(response_text: str, answer: str | Sequence[str]) -> float:
-        golds = [gold for gold in each_gold(answer) if gold.strip()]
-        return max((reward(response_text, gold) for gold in golds), default=0.0)
-
-    return scored
+def _same_line(given: str, gold: str) -> bool:
+    """Compares character for character."""
+    line = last_line_answer(gold)
+    return given == (gold.strip() if line is None else line)
 
 
-@_of_any
-def exact(response_text: str, answer: str) -> float:
-    """1.0 if the text after the last `####` is the answer, character for character."""
-    given, gold = last_line_answer(response_text), last_line_answer(answer)
-    return float(bool(given) and given == (answer.strip() if gold is None else gold))
-
-
-@_of_any
-def number(response_text: str, answer: str) -> float:
-    """1.0 if the completion's answer is a number equal to the row's.
+def _same_number(given: str, gold: str) -> bool:
+    """Compares numbers.
 
     Thousands separators, spaces and a trailing period do not count; `$`, `%` and units count where
     both have one. Fractions and mixed numbers are numbers (`train.rewards.answers.quantity`), a
     decimal may be rounded to six significant digits or cut off after seven, and `x = 5` is 5.
     """
-    given, gold = _as_number(final_answer(response_text)), _as_number(stated_gold(answer))
-    return float(given is not None and gold is not None and gold.equals(given))
-
-
-def _as_number(text: str | None):
-    return None if text is None else read_quantity(_NAMED.sub("", text))
+    mine, theirs = (read_quantity(_NAMED.sub("", text)) for text in (stated_gold(gold), given))
+    return mine is not None and theirs is not None and mine.equals(theirs)
 
 
 _NAMED = re.compile(r"^[\s$]*\\?[a-zA-Z][\w ]*=")  # `x = 5`
 
 
-@_of_any
-def math_verify(response_text: str, answer: str) -> float:
-    """1.0 if the completion's answer is mathematically equivalent to the row's.
+def _same_letter(given: str, gold: str) -> bool:
+    """Compares the letters of a multiple-choice answer: `B`, `(b)`, `B. Paris`."""
+    return given == letter_of(stated_gold(gold))
 
-    Both may be bare LaTeX; `train.rewards.answers.equivalence` has the rules. Answers that cannot
-    be parsed score 0.0; no response raises an error. Two numbers are compared without the library.
-    In a worker process (`train.rewards.workers`) a comparison that is late is ended by
-    `rewards.timeout`, and counts as failed; any other process has a worker for comparisons, in
-    which one that is late is ended after `SECONDS`, and scores 0.0.
+
+@functools.cache
+def _comparing_process(seconds: float) -> Workers:
+    """The process in which `MATH_VERIFY` compares formulas, replaced where it is late.
+
+    sympy may run forever on a policy's text (`9**9**9**9`), in one call that no signal interrupts.
+    """
+    return Workers(Setup(("math_verify",), THINKS_FIRST, seconds), 1, float)
+
+
+def _same_formula(given: str, gold: str) -> bool:
+    """Compares by `train.rewards.answers.equivalence`; two numbers without that library.
+
+    Answers that cannot be parsed are not the same; no answer raises an error. In a worker process
+    (`train.rewards.workers`) a comparison that is late is ended by `rewards.timeout`, and counts as
+    failed; any other process has a worker for comparisons, in which one that is late is ended after
+    `SECONDS`, and scores 0.0.
 
     Raises:
       ModuleNotFoundError: the math-verify library is not installed.
+      TimeoutError: the comparison was late, or ended its process.
     """
-    given, gold = final_answer(response_text), stated_gold(answer)
-    if given is None or not gold:
-        return 0.0
-    numbers = read_quantity(gold), read_quantity(given)
-    if numbers[0] and numbers[1]:
-        return float(numbers[0].equals(numbers[1]))
+    text = stated_gold(gold)
+    mine, theirs = read_quantity(text), read_quantity(given)
+    if mine and theirs:
+        return mine.equals(theirs)
     if importlib.util.find_spec("math_verify") is None:
         raise ModuleNotFoundError(
             "reward 'math_verify' needs the math-verify package; install it, or use the "
@@ -116,24 +145,16 @@ def math_verify(response_text: str, answer: str) -> float:
         )
     if not has_time_limit:
         process = _comparing_process(SECONDS)
-        outcomes = process.submit(0, [response_text], [{"answer": answer}]).result().outcomes
-        return float(outcomes == [1.0])
+        [outcome] = process.submit(0, [f"\\boxed{{{given}}}"], [{"answer": gold}]).result()
+        if isinstance(outcome, Failed):
+            raise TimeoutError(f"the comparison {outcome.what}")
+        return outcome == 1.0
     from train.rewards.answers.equivalence import same_answer  # which imports sympy
 
     try:
-        return float(same_answer(gold, given))
+        return same_answer(text, given)
     except Exception:  # no text of a policy is an error of the reward
-        return 0.0
-
-
-@_of_any
-def choice(response_text: str, answer: str) -> float:
-    """1.0 if the completion's answer is the letter of the row's: `B`, `(b)`, `B. Paris`.
-
-    `train.rewards.answers.choice` says where the letter is looked for.
-    """
-    gold = letter_of(stated_gold(answer))
-    return float(gold is not None and chosen_letter(response_text) == gold)
+        return False
 
 
 # A completion that thinks once, and says something afterwards. Chat templates may write the first
@@ -162,38 +183,6 @@ class FormatReward:
         return float(re.search(self.pattern, completion, re.DOTALL) is not None)
 
 
-FORMAT = FormatReward()
-
-
-@dataclass(frozen=True)
-class AnswerReward:
-    """A reward that compares answers, and can check gold answers before a run.
-
-    Attributes:
-      function: the reward, (completion, answer) -> 0.0 or 1.0.
-      extract: finds the answer in a completion; returns None if there is none.
-      write: makes a completion that states the given answer and nothing else.
-      wants: place of the answer in a completion, for messages.
-      gold: kind of gold answer that it compares, for messages.
-      quick: whether it takes microseconds, whatever the completion is, and needs no process of its
-        own.
-    """
-
-    function: Reward
-    extract: Callable[[str], str | None]
-    write: Callable[[str], str]
-    wants: str
-    gold: str
-    quick: bool = False
-
-    def __call__(self, completion: str, answer: str | Sequence[str]) -> float:
-        return self.function(completion, answer)
-
-    def can_win(self, answer: str | Sequence[str]) -> bool:
-        """Whether a completion that states one of the row's own answers scores 1."""
-        return any(self.function(self.write(gold), gold) == 1.0 for gold in each_gold(answer))
-
-
 def _box(answer: str) -> str:
     return f"\\boxed{{{stated_gold(answer)}}}"
 
@@ -203,22 +192,13 @@ def _mark(answer: str) -> str:
     return f"#### {answer.strip() if line is None else line}"
 
 
-_ANSWER_PLACES = "\\boxed{...}, a last line '#### ...', or 'answer is ...'"
-EXACT = AnswerReward(exact, last_line_answer, _mark, "a line '#### ...'", "one line of text", True)
-NUMBER = AnswerReward(
-    number, final_answer, _box, _ANSWER_PLACES, "a number, a fraction or a quantity", True
-)
-CHOICE = AnswerReward(
-    choice,
-    chosen_letter,
-    _box,
-    f"{_ANSWER_PLACES}, <answer>...</answer>, or a last line that begins with a letter",
-    "a letter, such as B or (B)",
-    True,
-)
-MATH_VERIFY = AnswerReward(
-    math_verify, final_answer, _box, _ANSWER_PLACES, "formulas that parse, and words"
-)
+_PLACES = "\\boxed{...}, a last line '#### ...', or 'answer is ...'"
+_LETTER_PLACES = f"{_PLACES}, <answer>...</answer>, or a last line that begins with a letter"
+FORMAT = FormatReward()
+EXACT = AnswerReward(_same_line, last_line_answer, _mark, "a line '#### ...'")
+NUMBER = AnswerReward(_same_number, final_answer, _box, _PLACES)
+CHOICE = AnswerReward(_same_letter, chosen_letter, _box, _LETTER_PLACES)
+MATH_VERIFY = AnswerReward(_same_formula, final_answer, _box, _PLACES, quick=False)
 
 
 def get_reward(name: str, pattern: str = THINKS_FIRST) -> Reward:

@@ -1,4 +1,4 @@
-"""How a reward function is called, and what it returned, in this process or in a worker's.
+"""Calls reward functions, and reads what they returned, in this process or in a worker's.
 
 A function has one of these forms, told apart by the names of its parameters:
 
@@ -13,7 +13,7 @@ A parameter named `completions`, in any place, makes a function one of batch for
 is a conversation it gets a completion as TRL gives it, [{"role": "assistant", "content": text}];
 the other forms always get text. verl's parameter `ground_truth` gets the gold answer if the row has
 no column of that name. Each form may be `async def`; then the completions that are scored together
-run at once, and all calls in a process run in one event loop (`train.rewards.loop`).
+run at once.
 
 A number is an integer, a float, a fraction, or a bool, of Python, numpy or jax. None instead of a
 number says that the reward does not apply to the row. This module imports nothing that takes time,
@@ -23,17 +23,19 @@ for every worker imports it.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import math
 import numbers
+import threading
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from specjax.error_text import shortened
-from train.rewards.loop import cancel_unwanted, run_in_loop
 
 ONE = "completion"  # the parameter that gets the completion's text if it is not the first
 BATCH = "completions"  # the parameter that makes a function one of batch form
@@ -60,7 +62,7 @@ Outcome = float | Failed | None  # None: the reward does not apply to the row
 
 
 def took_too_long(seconds: float) -> Failed:
-    """The outcome of a reward that was ended at its time limit."""
+    """Returns the outcome of a reward that was ended at its time limit."""
     return Failed(
         f"took longer than {seconds:g} s per completion",
         "it was ended (rewards.timeout raises the limit)",
@@ -77,16 +79,29 @@ class RewardCall:
 
     Attributes:
       batch: whether it is given lists.
+      is_async: whether it is awaited.
       together: whether completions of a group are better scored by one call: it is of batch form,
         or asynchronous.
     """
 
     def __init__(self, name: str, function: Callable[..., Any]):
         self.name, self.function = name, function
-        self._form = form = _form_of(function)
-        self.batch = form.completion == BATCH
-        either = function, type(function).__call__
-        self.is_async = any(map(inspect.iscoroutinefunction, either))
+        try:
+            self._signature = inspect.signature(function)
+        except (TypeError, ValueError):  # written in C: called by position
+            self._signature = inspect.signature(lambda completion, answer: None)
+        self._parameters = list(self._signature.parameters.values())
+        names = list(self._signature.parameters)
+        self.batch = BATCH in names
+        marked = [name for name in (BATCH, VERL, ONE) if name in names]
+        self._completion = marked[0] if marked else next(iter(names), None)
+        # After a completion that is the first argument, the second one is the answer if no column
+        # has its name.
+        by_place = names[:1] == [self._completion] and self._completion not in (BATCH, VERL)
+        kinds = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
+        second = (p.name for p in self._parameters[1:2] if by_place and p.kind not in kinds)
+        self._second = next(second, None)
+        self.is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
         self.together = self.batch or self.is_async
 
     def check(self, have: Collection[str]) -> None:
@@ -95,7 +110,11 @@ class RewardCall:
         Raises:
           ValueError: a parameter has no column; the message names both.
         """
-        missing = [name for name in self._form.required if name not in have]
+        given = {*have, self._completion, self._second}
+        given |= {"prompts"} if self.batch else set()
+        given |= {"ground_truth"} if self._completion == VERL else set()
+        named = (p for p in self._parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+        missing = [p.name for p in named if p.default is p.empty and p.name not in given]
         if missing:
             raise ValueError(
                 f"reward {self.name!r} asks for {', '.join(missing)}, and the columns that it can "
@@ -104,14 +123,10 @@ class RewardCall:
             )
 
     def wanted(self, columns: Columns) -> dict[str, Any]:
-        """The columns that the function may have, and the answer."""
-        form = self._form
-        always = ("answer", "prompt") if self.batch else ("answer",)
-        return {
-            name: value
-            for name, value in columns.items()
-            if name in always or name in form.names or (form.takes_any and name != ROW)
-        }
+        """Returns the columns that the function may have, and the answer."""
+        names = {"answer", *self._signature.parameters} | ({"prompt"} if self.batch else set())
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in self._parameters)
+        return {n: x for n, x in columns.items() if n in names or (takes_any and n != ROW)}
 
     def __call__(
         self,
@@ -123,113 +138,110 @@ class RewardCall:
         """Calls the function for completions, each with the columns of its row.
 
         Args:
+          completions: their texts.
+          rows: columns of each.
           seconds: time limit of a completion, for an asynchronous function alone; others are ended
             from outside (`train.rewards.workers`).
           extra: further seconds that this call may take, since it is the first one.
         """
-        if self.is_async:
-            return run_in_loop(self._gather(completions, rows, seconds, extra))
         if self.batch:
-            try:
-                values = self.function(**self._lists(completions, rows))
-            except Exception as error:  # a user's function may raise anything; the run goes on
-                return [self._raised(error)] * len(completions)
-            return self._outcomes(values, len(completions))
-        return [self._one(*pair) for pair in zip(completions, rows, strict=True)]
-
-    def _one(self, completion: str, columns: Columns) -> Outcome:
-        try:
-            args, named = self._arguments(completion, columns)
-            return self._outcome(self.function(*args, **named))
-        except Exception as error:  # a user's function may raise anything; the run goes on
-            return self._raised(error)
-
-    def _arguments(self, completion: str, columns: Columns) -> tuple[list[Any], dict[str, Any]]:
-        form, arguments, named = self._form, [], dict(columns)
-        if form.completion is None:
-            arguments.append(completion)
-            named.pop(form.first, None)
+            names = dict.fromkeys(name for row in rows for name in row)
+            lists = {name: [row.get(name) for row in rows] for name in names}
+            lists["prompts"] = lists.get("prompt", [])
+            calls = [(self._bound(list(map(_turns, completions, rows)), lists), len(rows))]
         else:
-            named[form.completion] = completion
-        if form.completion == VERL:
-            named.setdefault("ground_truth", columns["answer"])
-        if form.second is not None:
-            arguments.append(named.pop(form.second, columns["answer"]))
-        return arguments, form.taken(named)
+            pairs = zip(completions, rows, strict=True)
+            calls = [(self._bound(text, row), 1) for text, row in pairs]
+        if self.is_async:
+            limit = None if seconds is None else seconds * calls[0][1] + extra
+            gathered = self._gather(calls, seconds, limit)
+            future = asyncio.run_coroutine_threadsafe(gathered, _event_loop())
+            try:
+                return future.result()
+            finally:  # if the wait is interrupted, as by Ctrl-C
+                future.cancel()
+        outcomes: list[Outcome] = []
+        for bound, count in calls:
+            try:
+                outcomes += self._outcomes(self.function(*bound.args, **bound.kwargs), count)
+            except Exception as error:  # a user's function may raise anything; the run goes on
+                outcomes += [_raised(error)] * count
+        return outcomes
 
-    def _lists(self, completions: Sequence[str], rows: Sequence[Columns]) -> dict[str, list]:
-        """The arguments of batch form: every column as a list."""
-        names = dict.fromkeys(name for row in rows for name in row)
-        lists = {name: [row.get(name) for row in rows] for name in names}
-        turns = [_turns(*pair) for pair in zip(completions, rows, strict=True)]
-        return self._form.taken({**lists, BATCH: turns, "prompts": lists.get("prompt", [])})
+    def _bound(self, completion: Any, columns: Columns) -> inspect.BoundArguments:
+        columns = {**columns, self._completion: completion}
+        if self._second is not None:
+            columns.setdefault(self._second, columns["answer"])
+        if self._completion == VERL:
+            columns.setdefault("ground_truth", columns["answer"])
+        arguments: dict[str, Any] = {}
+        for place, parameter in enumerate(self._parameters):
+            name = parameter.name
+            if parameter.kind is parameter.VAR_KEYWORD:
+                known = self._signature.parameters
+                arguments[name] = {n: x for n, x in columns.items() if n not in known}
+            elif parameter.kind is parameter.VAR_POSITIONAL:
+                if name in (self._completion, self._second):
+                    arguments[name] = (completion, columns["answer"])[place:]
+            elif name in columns:
+                arguments[name] = columns[name]
+        return inspect.BoundArguments(self._signature, arguments)
 
-    def _outcomes(self, values: Any, count: int) -> list[Outcome]:
-        """The outcomes of batch form, one for each completion."""
+    def _outcomes(self, value: Any, count: int) -> list[Outcome]:
+        """Returns the outcomes of a returned value, one for each completion."""
+        if not self.batch:
+            if self._completion == VERL and isinstance(value, Mapping):
+                value = value.get("score", value)
+            return [_outcome(value)]
         try:
-            items = list(values)
+            items = list(value)
         except TypeError:
             items = None
-        if items is None or len(items) != count or isinstance(values, (str, Mapping)):
+        if items is None or len(items) != count or isinstance(value, (str, Mapping)):
             what = "no list" if items is None else f"{len(items)} values"
             more = f"expected a list of {count} numbers, one for each completion"
-            return [Failed(f"returned {what} ({type(values).__name__})", more)] * count
-        return [self._outcome(value) for value in items]
-
-    def _outcome(self, value: Any) -> Outcome:
-        """The outcome of a returned value."""
-        if self._form.completion == VERL and isinstance(value, Mapping):
-            value = value.get("score", value)
-        return _outcome(value)
+            return [Failed(f"returned {what} ({type(value).__name__})", more)] * count
+        return list(map(_outcome, items))
 
     async def _gather(
         self,
-        completions: Sequence[str],
-        rows: Sequence[Columns],
+        calls: Sequence[tuple[inspect.BoundArguments, int]],
         seconds: float | None,
-        extra: float = 0.0,
+        limit: float | None,
     ) -> list[Outcome]:
-        count = len(completions)
-        if self.batch:
-            arguments = [((), self._lists(completions, rows))]
-        else:
-            arguments = map(self._arguments, completions, rows)
-        tasks = [asyncio.ensure_future(self._awaited(*pair)) for pair in arguments]
-        limit = None if seconds is None else seconds * (count if self.batch else 1) + extra
-        late: set[asyncio.Future] = set(tasks)
+        tasks = [asyncio.ensure_future(self._awaited(*call)) for call in calls]
         try:
-            _, late = await asyncio.wait(tasks, timeout=limit)
+            await asyncio.wait(tasks, timeout=limit)
         finally:
-            for task in late:
-                cancel_unwanted(task)
+            late = [task for task in tasks if task.cancel()]  # which may end later, or never
         outcomes: list[Outcome] = []
-        of_task = count if self.batch else 1
-        for task in tasks:
-            if task in late:
-                outcomes += [took_too_long(seconds)] * of_task
-            elif task.cancelled():  # by itself
-                outcomes += [Failed("was cancelled", "expected a finite number")] * of_task
-            elif isinstance(error := task.exception(), Exception):
-                outcomes += [self._raised(error)] * of_task
-            elif error is not None:
-                raise error
-            else:
-                value = task.result()
-                outcomes += self._outcomes(value, count) if self.batch else [self._outcome(value)]
+        for task, (_, count) in zip(tasks, calls, strict=True):
+            outcomes += [took_too_long(seconds)] * count if task in late else task.result()
         return outcomes
 
-    async def _awaited(self, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Calls the function as a task of its own, for it may raise before it is awaited."""
-        return await self.function(*args, **named)
+    async def _awaited(self, bound: inspect.BoundArguments, count: int) -> list[Outcome]:
+        try:
+            return self._outcomes(await self.function(*bound.args, **bound.kwargs), count)
+        except BaseException as error:  # SystemExit would end the event loop of all calls
+            return [_raised(error)] * count
 
-    def _raised(self, error: BaseException) -> Failed:
-        where = _line_of(error, self.function)
-        more = shortened(" ".join(str(error).split()))
-        return Failed(f"raised {type(error).__name__}{where}", more)
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """The event loop in which the process runs its asynchronous rewards.
+
+    Clients of HTTP, locks and semaphores belong to the event loop in which they were first used,
+    and functions keep them from call to call. Calls of `asyncio.to_thread` that were given up at
+    their time limit go on, and must not keep others waiting; hence there may be many.
+    """
+    loop = asyncio.new_event_loop()
+    loop.set_default_executor(ThreadPoolExecutor(1000))
+    threading.Thread(target=loop.run_forever, daemon=True, name="rewards").start()
+    return loop
 
 
 def _turns(completion: str, columns: Columns) -> str | list[dict[str, str]]:
-    """A completion as batch form gets it: a message where the prompt is a conversation."""
+    """Returns a completion as batch form gets it: a message where the prompt is a conversation."""
     if isinstance(columns.get("prompt"), str):
         return completion
     return [{"role": "assistant", "content": completion}]
@@ -241,14 +253,12 @@ def _outcome(value: Any) -> Outcome:
     number = as_number(value)
     if number is not None:
         return number
-    text = repr(value)
-    text = text if len(text) <= 80 else f"{text[:77]}..."
-    what = f"returned {text} ({type(value).__name__})"
+    what = f"returned {shortened(repr(value), 80)} ({type(value).__name__})"
     return Failed(what, "expected a finite number (return float(...))")
 
 
 def as_number(value: Any) -> float | None:
-    """A finite number, or a bool, of Python, numpy or jax as float; None for anything else."""
+    """Reads a finite number, or a bool, of Python, numpy or jax; None for anything else."""
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, (numbers.Real, Decimal)):
@@ -260,80 +270,15 @@ def as_number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-class _Form(NamedTuple):
-    """How a function takes its arguments.
-
-    Attributes:
-      completion: the name by which it gets completions; None: the first argument is the text.
-      first: the name of its first parameter.
-      second: the name of its second parameter, which gets the answer if no column has that name;
-        None for a function that has none, or takes all arguments by name.
-      named: the names of the parameters that are given by name.
-      takes_any: whether it takes columns of any further name.
-      required: those of them without a default, for which there must be a column.
-    """
-
-    completion: str | None
-    first: str | None
-    second: str | None
-    named: list[str]
-    takes_any: bool
-    required: list[str]
-
-    @property
-    def names(self) -> list[str | None]:
-        """The names of all parameters that may get a column."""
-        return [self.second, *self.named]
-
-    def taken(self, columns: Columns) -> dict[str, Any]:
-        """The columns that are given by name."""
-        return {n: x for n, x in columns.items() if self.takes_any or n in self.named}
-
-
-def _form_of(function: Callable[..., Any]) -> _Form:
-    kinds = inspect.Parameter
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # written in C: called by position
-        return _Form(None, None, "answer", [], False, [])
-    names = [p.name for p in parameters]
-    by_name = ONE in names[1:] and ONE
-    completion = BATCH if BATCH in names else VERL if VERL in names else by_name or None
-    first = second = None
-    if completion is None and parameters:
-        first = names[0]
-        if parameters[0].kind is not kinds.VAR_POSITIONAL:
-            parameters = parameters[1:]
-        if parameters and parameters[0].kind is kinds.VAR_POSITIONAL:
-            second = "answer"
-        elif parameters and parameters[0].kind in (
-            kinds.POSITIONAL_ONLY,
-            kinds.POSITIONAL_OR_KEYWORD,
-        ):
-            second, parameters = parameters[0].name, parameters[1:]
-    given = {ONE: (ONE,), None: ()}.get(completion, (BATCH, "prompts", VERL))
-    given = (*given, "ground_truth") if completion == VERL else given
-    named = [p for p in parameters if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
-    required = [p.name for p in named if p.default is p.empty and p.name not in given]
-    takes_any = any(p.kind is kinds.VAR_KEYWORD for p in parameters)
-    return _Form(completion, first, second, [p.name for p in named], takes_any, required)
-
-
-def _line_of(error: BaseException, reward: Callable[..., Any]) -> str:
-    """The place where a reward raised, as ` at module.py:LINE`; "" if unknown.
-
-    It is the innermost frame of the user's own code, in or below the directory of the reward.
-    """
-    inner = inspect.unwrap(reward)
-    code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
-    folder = Path(code.co_filename).parent if code is not None else None
-    packages = {"site-packages", "dist-packages"}
-    own = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if folder is not None
-        and frame.filename != __file__
-        and folder in Path(frame.filename).parents
-        and not packages & set(Path(frame.filename).relative_to(folder).parts)
-    ]
-    return f" at {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
+def _raised(error: BaseException) -> Failed:
+    """Returns the outcome of a reward that raised, with the innermost place in the user's code."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+    where = ""
+    if frames:
+        folder = Path(frames[0].filename).parent
+        for frame in frames:
+            path = Path(frame.filename)
+            if path.is_relative_to(folder) and "site-packages" not in path.parts:
+                where = f" at {path.name}:{frame.lineno}"
+    more = shortened(" ".join(str(error).split()))
+    return Failed(f"raised {type(error).__name__}{where}", more)

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from specjax.error_text import shortened
@@ -19,8 +19,7 @@ from train.data.tasks.layout import Problem, shown
 from train.rewards.answers.extract import each_gold
 from train.rewards.builtin import THINKS_FIRST, AnswerReward, get_reward
 from train.rewards.calls import ROW, Failed, Outcome, RewardCall
-from train.rewards.loop import MOST_ABANDONED, abandoned_threads
-from train.rewards.workers import Answer, Setup, Workers
+from train.rewards.workers import Outcomes, Setup, Workers
 
 # Number of rows, evenly spaced, whose gold answers are checked before a run.
 ROWS_CHECKED = 300
@@ -118,14 +117,13 @@ class Scorer:
         self._timeout = options.timeout if options else 0.0
         self.workers = 0 if options is None or reward else options.workers
         if self.workers is None:
-            quick = all(map(_is_quick, self.names, functions))
+            quick = all(getattr(function, "quick", False) for function in functions)
             self.workers = 0 if quick else default_workers()
         self._workers: Workers | None = None
         self.failures = 0
         self._described: set[tuple[str, str]] = set()  # (row, what went wrong)
-        self._seconds = self._waited = 0.0
-        self._timed_out = 0
-        self._warned_of_threads = False
+        self._seconds: list[float] = []  # of calls since the last figures
+        self._waited, self._timed_out = 0.0, 0
 
     def check(self, problem: Problem) -> None:
         """Checks that a row has all columns that the rewards have as parameters.
@@ -147,7 +145,7 @@ class Scorer:
         self, completion: str, problem: Problem, sample: SampleFacts | None = None
     ) -> Scoring:
         """Begins to score one completion, as number 0."""
-        scoring = self.begin(problem)
+        scoring = Scoring(self, problem)
         scoring.add(0, completion, sample)
         scoring.finish()
         return scoring
@@ -162,29 +160,25 @@ class Scorer:
             text += f" in {processes}, at most {self._timeout:g} s per completion"
         return text
 
-    def begin(self, problem: Problem) -> Scoring:
-        """Begins to score the completions of one problem."""
-        return Scoring(self, problem)
-
     @property
     def is_batch(self) -> bool:
         """Whether a reward is of batch form, and so depends on completions beside its own."""
         return any(call.batch for call in self._calls)
 
     def metrics(self) -> dict[str, float]:
-        """Figures since the last call: seconds in rewards, seconds waited, time limits passed."""
+        """Returns figures since the last call: seconds in rewards and waited, limits passed."""
         figures = {
-            "time/reward": self._seconds,
+            "time/reward": sum(self._seconds),
             "time/reward_wait": self._waited,
             "reward/timed_out": float(self._timed_out),
         }
-        self._seconds, self._waited, self._timed_out = 0.0, 0.0, 0
+        self._seconds.clear()
+        self._waited, self._timed_out = 0.0, 0
         return figures
 
     def part_means(self, scores: Sequence[Score]) -> dict[str, float]:
         """The mean of each reward, without its weight, by its label, where it applies to any."""
         rows = [score.parts or (score.value,) for score in scores]
-        rows = [row for row in rows if len(row) == len(self.labels)]  # older checkpoints' have none
         means = {}
         for label, column in zip(self.labels, zip(*rows, strict=True), strict=False):
             if known := [value for value in column if value is not None]:
@@ -198,55 +192,43 @@ class Scorer:
             self._workers = None
 
     def ask(
-        self,
-        index: int,
-        completions: Sequence[str],
-        rows: Sequence[Mapping[str, Any]],
-        here: bool = False,
-    ) -> Future[Answer]:
+        self, index: int, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]
+    ) -> Future[Outcomes]:
         """Calls the reward of that number: now in this process, or later in a worker.
 
         Args:
           index: number of the reward.
           completions: texts to score.
           rows: columns of the row of each completion.
-          here: whether it is called in this process although there are workers.
         """
         call = self._calls[index]
         rows = [call.wanted(columns) for columns in rows]
-        if self.workers and not here:
+        if self.workers:
             if self._workers is None:
                 setup = Setup(self.names, self._pattern, self._timeout)
-                self._workers = Workers(setup, self.workers)
+                self._workers = Workers(setup, self.workers, self._seconds.append)
             return self._workers.submit(index, completions, rows, call.is_async)
         started, future = time.perf_counter(), Future()
-        outcomes = call(completions, rows)
-        self._waited += time.perf_counter() - started
-        if abandoned_threads() >= MOST_ABANDONED and not self._warned_of_threads:
-            self._warned_of_threads = True
-            log.warning(
-                "%d calls of asyncio.to_thread that reward %r gave up still run in this process; "
-                "let the functions that they call end by themselves, or set rewards.workers to a "
-                "number above 0: a worker process is replaced when it has as many",
-                abandoned_threads(),
-                call.name,
-            )
-        future.set_result(Answer(outcomes, time.perf_counter() - started))
+        future.set_result(call(completions, rows))
+        self._seconds.append(time.perf_counter() - started)
+        self._waited += self._seconds[-1]
         return future
 
-    def waited(self, seconds: float) -> None:
-        """Counts seconds in which nothing was done but to wait for rewards."""
-        self._waited += seconds
+    def wait_for(
+        self, futures: Collection[Future], seconds: float | None = None, first: bool = False
+    ) -> None:
+        """Waits until calls of rewards have ended, and counts that as waiting.
 
-    def wait_for(self, futures: Collection[Future[Answer]]) -> None:
-        """Waits until these calls of rewards have ended, and counts that as waiting."""
+        Args:
+          futures: the calls.
+          seconds: how long to wait at most.
+          first: whether to wait for the first of them only.
+        """
         started = time.perf_counter()
-        concurrent.futures.wait(futures)
-        self.waited(time.perf_counter() - started)
-
-    def took(self, seconds: float) -> None:
-        """Counts seconds that a call of a reward took."""
-        self._seconds += seconds
+        until = concurrent.futures.FIRST_COMPLETED if first else concurrent.futures.ALL_COMPLETED
+        if futures:
+            concurrent.futures.wait(futures, seconds, until)
+        self._waited += time.perf_counter() - started
 
     def joined(self, outcomes: Sequence[Outcome], problem: Problem) -> Score:
         """The score of a completion with these outcomes of its rewards; failures are logged."""
@@ -286,104 +268,81 @@ class Scorer:
 
 
 class Scoring:
-    """Completions whose rewards are computed while others are sampled.
+    """Completions of a problem whose rewards are computed while others are sampled.
 
     With one completion, number 0, it is a `specjax.engine.hosts.Judgement`.
-
-    Args:
-      scorer: the rewards.
-      problem: the problem of the completions that name none.
     """
 
-    def __init__(self, scorer: Scorer, problem: Problem | None = None):
+    def __init__(self, scorer: Scorer, problem: Problem):
         self._scorer, self._problem = scorer, problem
-        self._texts: dict[int, tuple[str, Problem, dict[str, Any]]] = {}
+        self._completions: dict[int, tuple[str, dict[str, Any]]] = {}  # with their columns
         # (number of the reward, place of the completion) -> where its outcome will be
-        self._asked: dict[tuple[int, int], tuple[Future[Answer], int]] = {}
+        self._calls: dict[tuple[int, int], tuple[Future[Outcomes], int]] = {}
         self._finished = False
 
     def __contains__(self, place: int) -> bool:
-        return place in self._texts
+        return place in self._completions
 
-    def add(
-        self,
-        place: int,
-        completion: str,
-        sample: SampleFacts | None,
-        problem: Problem | None = None,
-    ) -> None:
+    def add(self, place: int, completion: str, sample: SampleFacts | None) -> None:
         """Begins to score a completion; `place` is its number, each has another one."""
-        problem = problem or self._problem
-        columns = _columns(problem, sample)
-        self._texts[place] = completion, problem, columns
+        self._completions[place] = completion, _columns(self._problem, sample)
         for index, call in enumerate(self._scorer._calls):
             if not call.together:
-                future = self._scorer.ask(index, [completion], [columns])
-                self._asked[index, place] = future, 0
+                self._ask(index, [place])
 
     def finish(self) -> None:
         """Says that all completions were added, so that they are scored together, too."""
         if self._finished:
             return
         self._finished = True
-        places = sorted(self._texts)
         for index, call in enumerate(self._scorer._calls):
-            if call.together and places:
-                texts = [self._texts[place][0] for place in places]
-                rows = [self._texts[place][2] for place in places]
-                future = self._scorer.ask(index, texts, rows)
-                self._asked |= {(index, place): (future, i) for i, place in enumerate(places)}
+            if call.together and self._completions:
+                self._ask(index, sorted(self._completions))
+
+    def _ask(self, index: int, places: Sequence[int]) -> None:
+        texts, rows = zip(*(self._completions[place] for place in places), strict=True)
+        future = self._scorer.ask(index, texts, rows)
+        self._calls |= {(index, place): (future, i) for i, place in enumerate(places)}
 
     def done(self) -> bool:
         """Whether `result` returns without waiting."""
         return not self.futures()
 
     def result(self) -> Score:
-        """The score of completion 0; waits for it."""
+        """Returns the score of completion 0; waits for it."""
         return self.scores()[0]
 
-    def futures(self) -> set[Future[Answer]]:
-        """The calls whose results are not there yet."""
-        return {future for future, _ in self._asked.values() if not future.done()}
+    def futures(self) -> set[Future[Outcomes]]:
+        """Returns the calls whose results are not there yet."""
+        return {future for future, _ in self._calls.values() if not future.done()}
 
     def wait(self, seconds: float) -> None:
-        """Waits until a call of a reward has ended, at most so long, and counts that as waiting."""
-        started = time.perf_counter()
-        if waiting := self.futures():
-            first = concurrent.futures.FIRST_COMPLETED
-            concurrent.futures.wait(waiting, seconds, first)
-        self._scorer.waited(time.perf_counter() - started)
+        """Waits until a call of a reward has ended, at most so long."""
+        self._scorer.wait_for(self.futures(), seconds, first=True)
 
     def scores(self) -> dict[int, Score]:
-        """The score of each completion by its place; waits for them.
+        """Returns the score of each completion by its place; waits for them.
 
         Raises:
           train.rewards.workers.WorkerError: a worker process cannot be started.
         """
         self.finish()
         self._scorer.wait_for(self.futures())
-        for future in {id(future): future for future, _ in self._asked.values()}.values():
-            self._scorer.took(future.result().seconds)
         scores = {}
-        for place, (_, problem, _) in self._texts.items():
-            calls = [self._asked[index, place] for index in range(len(self._scorer.names))]
-            outcomes = [future.result().outcomes[i] for future, i in calls]
-            scores[place] = self._scorer.joined(outcomes, problem)
+        for place in self._completions:
+            calls = [self._calls[index, place] for index in range(len(self._scorer.names))]
+            outcomes = [future.result()[i] for future, i in calls]
+            scores[place] = self._scorer.joined(outcomes, self._problem)
         return scores
 
     def cancel(self) -> None:
         """Gives up calls that no worker has begun."""
-        for future, _ in self._asked.values():
+        for future, _ in self._calls.values():
             future.cancel()
 
 
-def _is_quick(name: str, function: Callable[..., Any]) -> bool:
-    """Whether a reward needs no worker process; a function of the user's may need one."""
-    return getattr(function, "quick", False) and ":" not in name
-
-
 def default_workers() -> int:
-    """The number of worker processes by default: half of the processors, 8 at most."""
+    """Returns the number of worker processes by default: half of the processors, 8 at most."""
     usable = getattr(os, "sched_getaffinity", None)
     count = len(usable(0)) if usable else os.cpu_count() or 1
     return max(1, min(8, count // 2))
@@ -422,13 +381,23 @@ def _columns(problem: Problem, sample: SampleFacts | None) -> dict[str, Any]:
 # --- gold answers --------------------------------------------------------------------------------
 
 
+def lost_rewards(scorer: Scorer, problem: Problem) -> list[str]:
+    """Returns the names of the rewards that compare answers and cannot be 1 for a row."""
+    has_gold = _has_gold(problem)
+    return [
+        name
+        for name, reward in scorer.checked.items()
+        if not (has_gold and reward.can_win(problem.answer))
+    ]
+
+
 def unwinnable(scorer: Scorer, problem: Problem) -> str | None:
-    """The reason why a reward cannot be 1 for a row; None if each can, or if it is unknown.
+    """Returns the reason why a reward cannot be 1 for a row; None if each can, or if it is unknown.
 
     It is unknown for a reward of the user's own. Of several rewards that compare answers, the
     reason names those that cannot.
     """
-    lost = _lost(scorer, problem)
+    lost = lost_rewards(scorer, problem)
     if not lost:
         return None
     if problem.unread is not None:
@@ -440,115 +409,27 @@ def unwinnable(scorer: Scorer, problem: Problem) -> str | None:
 
 
 class GoldAnswers:
-    """Which rows are `unwinnable`, decided once for each.
-
-    Comparisons that may take long run in the workers, if there are any. One that fails, as a worker
-    does that is ended at its time limit or for its memory, says nothing about the gold answer. It
-    is done once more, and if it fails again, the row is kept.
+    """Which rows are `unwinnable`, decided once for each, in a thread that runs ahead.
 
     Args:
       scorer: the rewards.
-
-    Attributes:
-      undecided: indices of the rows that are kept because comparisons failed. A checkpoint has
-        them, so that a run that is resumed draws the same rows.
     """
 
     def __init__(self, scorer: Scorer):
         self._scorer = scorer
-        # By the row's index: of each reward that compares answers, those of the gold answers.
-        self._asked: dict[int, list[list[Future[Answer]]]] = {}
-        self._lost: dict[int, bool] = {}
-        self.undecided: set[int] = set()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="gold answers")
+        self._lost: dict[int, Future[list[str]]] = {}  # by the row's index
 
     def begin(self, problem: Problem) -> None:
-        """Has workers check a row of which `are_lost` will be asked; returns at once."""
-        if self._scorer.workers and problem.index not in self._lost:
-            self._ask(problem)
-
-    def keep(self, rows: Collection[int]) -> None:
-        """Keeps the rows of these indices, which were `undecided` in a checkpoint."""
-        self.undecided |= set(rows)
-        self._lost |= dict.fromkeys(rows, False)
+        """Checks a row of which `are_lost` will be asked; returns at once."""
+        if problem.index not in self._lost:
+            call = self._thread.submit(lost_rewards, self._scorer, problem)
+            self._lost[problem.index] = call
 
     def are_lost(self, problem: Problem) -> bool:
-        """Whether there is a reward that cannot be 1 for a row; waits for workers.
-
-        Raises:
-          train.rewards.workers.WorkerError: a worker process cannot be started.
-        """
-        index = problem.index
-        if index not in self._lost:
-            is_lost = self._check(problem)
-            if isinstance(is_lost, Failed):
-                is_lost = self._check(problem)
-            if isinstance(is_lost, Failed):
-                self.undecided.add(index)
-                self._warn(problem, is_lost)
-            self._lost[index] = is_lost is True
-        return self._lost[index]
-
-    def _check(self, problem: Problem) -> bool | Failed:
-        """Whether a reward cannot be 1 for a row; a failure if that is not known."""
-        calls = self._ask(problem)
-        self._scorer.wait_for({future for futures in calls for future in futures})
-        del self._asked[problem.index]
-        is_lost, failed = False, None
-        for futures in calls:
-            answers = [future.result() for future in futures]
-            self._scorer.took(sum(answer.seconds for answer in answers))
-            outcomes = [outcome for answer in answers for outcome in answer.outcomes]
-            if 1.0 in outcomes:
-                continue
-            failures = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
-            failed = next(iter(failures), failed)
-            is_lost |= not failures
-        return is_lost or failed or False
-
-    def _ask(self, problem: Problem) -> list[list[Future[Answer]]]:
-        if problem.index not in self._asked:
-            golds = each_gold(problem.answer) if _has_gold(problem) else ()
-            self._asked[problem.index] = [
-                [
-                    self._scorer.ask(
-                        self._scorer.names.index(name),
-                        [reward.write(gold)],
-                        [{"answer": gold}],
-                        here=_is_quick(name, reward),
-                    )
-                    for gold in golds
-                ]
-                for name, reward in self._scorer.checked.items()
-            ]
-        return self._asked[problem.index]
-
-    def _warn(self, problem: Problem, failed: Failed) -> None:
-        if len(self.undecided) > _DESCRIBED:
-            return
-        last = len(self.undecided) == _DESCRIBED
-        log.warning(
-            "the comparison of the %s of %s with itself %s twice: %s; the row is kept%s",
-            shown_gold(problem),
-            row_name(problem),
-            failed.what,
-            failed.more,
-            ". Further such rows are kept without a warning" if last else "",
-        )
-
-
-def is_hopeless(scorer: Scorer, problem: Problem) -> bool:
-    """Whether none of the rewards that compare answers can be 1 for a row."""
-    return len(_lost(scorer, problem)) == len(scorer.checked) > 0
-
-
-def _lost(scorer: Scorer, problem: Problem) -> list[str]:
-    """The names of the checked rewards that cannot be 1 for a row."""
-    has_gold = _has_gold(problem)
-    return [
-        name
-        for name, reward in scorer.checked.items()
-        if not (has_gold and reward.can_win(problem.answer))
-    ]
+        """Returns whether there is a reward that cannot be 1 for a row; waits for the check."""
+        self.begin(problem)
+        return bool(self._lost[problem.index].result())
 
 
 def _has_gold(problem: Problem) -> bool:
@@ -565,8 +446,7 @@ def shown_gold(problem: Problem) -> str:
 
 def evenly(source: Sequence, count: int) -> list[int]:
     """At most `count` indices of a sequence, evenly spaced, the first one included."""
-    if len(source) <= count:
-        return list(range(len(source)))
+    count = min(count, len(source))
     return [i * len(source) // count for i in range(count)]
 
 
@@ -588,13 +468,6 @@ def check_gold(
     return [(row, reason) for row, reason in reasons if reason], len(rows)
 
 
-def described_gold(scorer: Scorer) -> str:
-    """The kinds of gold answers that the checked rewards read, for messages."""
-    if len(scorer.checked) == 1:
-        return scorer.built_in.gold
-    return "; ".join(f"{reward.gold} ({name})" for name, reward in scorer.checked.items())
-
-
 def unwinnable_message(
     scorer: Scorer, lost: Sequence[tuple[Problem, str]], checked: int, most: int = 5
 ) -> str:
@@ -606,7 +479,7 @@ def unwinnable_message(
         more += "; data.answer_key=COLUMN names another column of the answer"
     return (
         f"{len(lost)} of {checked} gold answers checked cannot be won with "
-        f"reward={scorer.name}, which reads {described_gold(scorer)}: {named}{more}"
+        f"reward={scorer.name}: {named}{more}"
     )
 
 

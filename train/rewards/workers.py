@@ -4,14 +4,20 @@ A reward that hangs is ended with its process and with what that started, and th
 replaced: no signal interrupts a regular expression or a product of large integers. A thread per
 worker waits for its answers, so that the engine's thread waits for none.
 
+A request is (number of the reward, completions, columns of each, seconds by which a first call may
+be late), and its answer is the outcomes. Both travel as pickles; the functions do not: the worker
+imports them by their names. It imports no jax, unless a reward does.
+
 The first call of a user's reward in a process may import libraries or load a model, and has more
-time (`FirstCalls`): a process that is ended for that would be followed by one as slow. A process in
-which asynchronous rewards have left `MOST_ABANDONED` threads behind is ended after its answer.
+time: a process that is ended for that would be followed by one as slow.
 """
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import json
+import logging
 import multiprocessing
 import os
 import queue
@@ -20,24 +26,28 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from train.rewards.calls import Failed, Outcome, took_too_long
-from train.rewards.loop import MOST_ABANDONED
+from train.rewards.calls import Failed, Outcome, RewardCall, took_too_long
 
 _START_SECONDS = 300.0  # imports may take minutes from a shared disk
 _FIRST_SECONDS = 120.0  # by which a reward's first call in a process may be late
-_FIRST_TIMES = 3  # how many of these may be late before one returned
-_FIRST_FACTOR = 3.0  # what a later process's first call may take, times the slowest before
+_FIRST_TIMES = 3  # how many of these may be late: such a reward hangs
 _MARGIN = 1.0  # seconds by which an asynchronous reward, which has the limit itself, may be late
+_MOST_LATE = 100  # late asynchronous calls, which may go on, with which a process is replaced
+_SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
 _CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from train.rewards.worker import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+    "from train.rewards.workers import serve; serve(int(sys.argv[2]), int(sys.argv[3]))"
 )
+
+Outcomes = list[Outcome]
 
 
 class WorkerError(RuntimeError):
@@ -58,69 +68,24 @@ class Setup(NamedTuple):
     seconds: float
 
 
-class Answer(NamedTuple):
-    """The outcomes of a call, one for each completion, and the seconds that it took."""
-
-    outcomes: list[Outcome]
-    seconds: float
-
-
-class FirstCalls:
-    """The extra time of the first call of each reward in a process, known from those before it.
-
-    Until one has returned, it is `_FIRST_SECONDS`, and none after `_FIRST_TIMES` late ones: such a
-    reward hangs. Afterwards it is `_FIRST_FACTOR` times the slowest first call that returned.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._slowest: dict[int, float] = {}
-        self._late: Counter[int] = Counter()
-
-    def extra(self, index: int) -> float:
-        """The seconds by which the next first call of that reward may be late."""
-        with self._lock:
-            if index in self._slowest:
-                return _FIRST_FACTOR * self._slowest[index]
-            return _FIRST_SECONDS if self._late[index] < _FIRST_TIMES else 0.0
-
-    def returned(self, index: int, seconds: float) -> None:
-        """Notes that a first call returned."""
-        with self._lock:
-            self._slowest[index] = max(seconds, self._slowest.get(index, 0.0))
-
-    def was_late(self, index: int) -> None:
-        """Notes that a first call was ended at its limit."""
-        with self._lock:
-            self._late[index] += 1
-
-
 class Workers:
     """Processes that call rewards; each starts with the first call that it gets.
 
     Args:
       setup: names of the rewards, their options and the time limit.
       count: number of processes.
-
-    Attributes:
-      replaced: number of processes that were ended, or ended themselves, in or after a call so far.
+      took: function to call with the seconds that each call took.
     """
 
-    def __init__(self, setup: Setup, count: int):
-        self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        firsts = FirstCalls()
-        self._threads = [_Worker(setup, self._tasks, firsts) for _ in range(count)]
-        for thread in self._threads:
-            thread.start()
-        self._close = weakref.finalize(self, _end, self._threads, self._tasks)  # at exit, too
-
-    @property
-    def replaced(self) -> int:
-        return sum(thread.replaced for thread in self._threads)
+    def __init__(self, setup: Setup, count: int, took: Callable[[float], Any]):
+        self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        late: Counter[int] = Counter()
+        self._workers = [_Worker(setup, self._calls, took, late) for _ in range(count)]
+        self._close = weakref.finalize(self, _end, self._workers, self._calls)  # at exit, too
 
     def pids(self) -> list[int]:
-        """The process ids of the workers that run."""
-        return [thread.process.pid for thread in self._threads if thread.process is not None]
+        """Returns the process ids of the workers that run."""
+        return [worker.process.pid for worker in self._workers if worker.process is not None]
 
     def submit(
         self,
@@ -128,7 +93,7 @@ class Workers:
         completions: Sequence[str],
         rows: Sequence[Mapping[str, Any]],
         margin: bool = False,
-    ) -> Future[Answer]:
+    ) -> Future[Outcomes]:
         """Has a worker call the reward of that number; returns at once.
 
         Args:
@@ -137,8 +102,8 @@ class Workers:
           rows: columns of the row of each completion.
           margin: whether the reward watches the time limit itself, and is ended only if it is late.
         """
-        future: Future[Answer] = Future()
-        self._tasks.put((future, index, list(completions), list(rows), margin))
+        future: Future[Outcomes] = Future()
+        self._calls.put((future, index, list(completions), list(rows), margin))
         return future
 
     def close(self) -> None:
@@ -146,76 +111,67 @@ class Workers:
         self._close()
 
 
-def _end(threads: Sequence[_Worker], tasks: queue.SimpleQueue) -> None:
-    for thread in threads:
-        thread.close()
-        tasks.put(None)
+def _end(workers: Sequence[_Worker], calls: queue.SimpleQueue) -> None:
+    for worker in workers:
+        worker.close()
+        calls.put(None)
 
 
-class _Worker(threading.Thread):
-    """The thread that starts a worker process, sends it calls, and ends it when it is late.
+class _Worker:
+    """A worker process, and the thread that starts it, sends it calls, and ends it when it is late.
 
     Attributes:
       process: the process; None while there is none.
-      replaced: number of processes that ended in or after a call.
     """
 
-    def __init__(self, setup: Setup, tasks: queue.SimpleQueue, firsts: FirstCalls):
-        super().__init__(daemon=True, name="reward")
-        self._setup, self._tasks, self._firsts = setup, tasks, firsts
+    def __init__(self, setup: Setup, calls: queue.SimpleQueue, took: Callable, late: Counter):
+        self._setup, self._calls, self._took, self._late_first = setup, calls, took, late
         self._called: set[int] = set()  # the rewards that this process has called
+        self._late = 0  # late calls of asynchronous rewards in this process
         self._lock, self._closed = threading.Lock(), False
         self.process: subprocess.Popen | None = None
         self._connection: Any = None
-        self.replaced = 0
+        threading.Thread(target=self._run, daemon=True, name="reward").start()
 
-    def run(self) -> None:
-        # The kernel ends a child with the thread that started it (`train.rewards.worker`): this one
-        # starts all processes of its worker, and lives as long as they may.
-        while (task := self._tasks.get()) is not None:
-            future, *call = task
+    def _run(self) -> None:
+        # The kernel ends a child with the thread that started it (`serve`): this one starts all
+        # processes of its worker, and lives as long as they may.
+        while (call := self._calls.get()) is not None:
+            future, *request = call
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                future.set_result(self._ask(*call))
+                if self.process is None:
+                    self._start()
+                started = time.perf_counter()
+                outcomes = self._answer(*request)
+                self._took(time.perf_counter() - started)
+                future.set_result(outcomes)
             except Exception as error:
                 future.set_exception(error)
 
-    def _ask(
-        self,
-        index: int,
-        completions: list[str],
-        rows: list[Mapping[str, Any]],
-        margin: bool,
-    ) -> Answer:
-        if self.process is None:
-            self._start()
-        seconds, started = self._setup.seconds, time.perf_counter()
-        is_first = index not in self._called
-        extra = self._firsts.extra(index) if is_first else 0.0
+    def _answer(self, index: int, completions: list, rows: list, margin: bool) -> Outcomes:
+        seconds, is_first = self._setup.seconds, index not in self._called
+        extra = _FIRST_SECONDS * (is_first and self._late_first[index] < _FIRST_TIMES)
         limit = seconds * len(completions) + extra + _MARGIN * margin
         try:
             self._connection.send((index, completions, rows, extra))
             if self._connection.poll(limit):
-                outcomes, seconds_in_it, abandoned = self._connection.recv()
-                if is_first:
-                    self._called.add(index)
-                    self._firsts.returned(index, seconds_in_it)
-                if abandoned >= MOST_ABANDONED:
+                outcomes = self._connection.recv()
+                self._called.add(index)
+                self._late += sum(isinstance(o, Failed) and o.timed_out for o in outcomes)
+                if self._late >= _MOST_LATE:
                     self._kill()
-                    self.replaced += 1
-                return Answer(outcomes, seconds_in_it)
+                return outcomes
             failed = took_too_long(seconds)
-            if is_first:
-                self._firsts.was_late(index)
+            self._late_first[index] += is_first
+            self._kill()
         except (EOFError, OSError):
-            failed = Failed("ended its process", f"{self._ended()}; a new one was started")
-        self._kill()
-        self.replaced += 1
-        return Answer([failed] * len(completions), time.perf_counter() - started)
+            failed = Failed("ended its process", f"{self._kill()}; a new one was started")
+        return [failed] * len(completions)
 
     def _start(self) -> None:
-        connection, childs = multiprocessing.Pipe()
+        self._connection, childs = multiprocessing.Pipe()
         with self._lock:
             if self._closed:
                 raise WorkerError("the rewards' processes were closed")
@@ -230,16 +186,16 @@ class _Worker(threading.Thread):
                 env={**os.environ, "JAX_PLATFORMS": "cpu"},
             )
         childs.close()
-        self._connection = connection
         # Rewards that come with specjax have imported what they need before they begin.
         self._called = {i for i, name in enumerate(self._setup.names) if ":" not in name}
+        self._late = 0
         problem: Any = f"it did not begin within {_START_SECONDS:.0f} s"
         try:
-            connection.send(self._setup)
-            if connection.poll(_START_SECONDS):
-                problem = connection.recv()
+            self._connection.send(self._setup)
+            if self._connection.poll(_START_SECONDS):
+                problem = self._connection.recv()
         except (EOFError, OSError):
-            problem = f"it ended with {self._ended()}"
+            problem = f"it ended with {self._kill()}"
         if problem is not None:
             self._kill()
             reason = str(problem).strip().splitlines()[-1]
@@ -249,23 +205,16 @@ class _Worker(threading.Thread):
                 "or set rewards.workers=0 to call it in this process, without a time limit"
             )
 
-    def _ended(self) -> str:
-        """Waits until the process has ended; its exit status for a message.
-
-        The process is not reaped, so that its id stays that of its group.
-        """
-        done = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
-        killed = done.si_code != os.CLD_EXITED
-        return f"exit status {-done.si_status if killed else done.si_status}"
-
-    def _kill(self) -> None:
+    def _kill(self) -> str:
+        """Ends the process; returns its exit status for a message."""
         with self._lock:
             process, self.process = self.process, None
-            if process is not None:
-                _end_all(process)
-        if process is not None:
-            process.wait()
-            self._connection.close()
+            if process is None:
+                return "no process"
+            _end_all(process)
+        process.wait()
+        self._connection.close()
+        return f"exit status {process.returncode}"
 
     def close(self) -> None:
         """Ends the process, from any thread; its call, if it runs one, fails."""
@@ -283,3 +232,62 @@ def _end_all(process: subprocess.Popen) -> None:
         pass
     except PermissionError:  # on macOS, of a group whose only process has ended
         process.kill()
+
+
+# --- the worker process --------------------------------------------------------------------------
+
+
+def serve(descriptor: int, parent: int) -> None:
+    """Calls rewards until the parent closes the connection, or ends.
+
+    Args:
+      descriptor: file descriptor of the connection.
+      parent: process id of the parent.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
+    # A reward that hangs in a call which holds the interpreter's lock never reads the end of the
+    # connection. On Linux the kernel ends this process with the thread that started it.
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    connection = Connection(descriptor)
+    setup = connection.recv()
+    try:
+        calls = _load(setup)
+    except Exception:
+        connection.send(traceback.format_exc())
+        return
+    connection.send(None)
+    requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, requests), daemon=True).start()
+    while True:
+        index, completions, rows, extra = requests.get()
+        connection.send(calls[index](completions, rows, setup.seconds, extra))
+
+
+def _load(setup: Setup) -> list[RewardCall]:
+    """Imports the rewards; of those that come with specjax also what their first call imports."""
+    from train.rewards import builtin
+
+    calls = [RewardCall(name, builtin.get_reward(name, setup.pattern)) for name in setup.names]
+    # The library warns in every call that its timeouts are off; this process has one.
+    for name in ("math_verify", "latex2sympy2_extended"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    builtin.has_time_limit = True
+    if "math_verify" in setup.names:
+        builtin.MATH_VERIFY("\\boxed{x+1}", "1+x")
+    if "reasoning_gym" in setup.names:
+        importlib.import_module("reasoning_gym")
+    return calls
+
+
+def _receive(connection: Connection, requests: queue.SimpleQueue) -> None:
+    """Reads requests in a thread, so that the end of the parent ends a reward that hangs."""
+    try:
+        while True:
+            requests.put(connection.recv())
+    except (EOFError, OSError):
+        if os.getpgrp() == os.getpid():
+            os.killpg(os.getpid(), signal.SIGKILL)  # with what the reward has started
+        os._exit(0)

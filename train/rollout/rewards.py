@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
-import time
 from collections.abc import Mapping, Sequence
 
 from specjax.config import SamplingParams
@@ -79,11 +77,8 @@ class GroupRewards:
 
     def wait(self, groups: Sequence[Group]) -> None:
         """Waits until a call of a reward for one of these groups has ended."""
-        started = time.perf_counter()
         futures = set().union(*(self._scoring_of(group).futures() for group in groups))
-        if futures:
-            concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_COMPLETED)
-        self._scorer.waited(time.perf_counter() - started)
+        self._scorer.wait_for(futures, first=True)
 
     def end(self) -> None:
         """Ends a step: gives up calls that no worker has begun."""
@@ -125,7 +120,7 @@ class GroupRewards:
 
     def _scoring_of(self, group: Group) -> Scoring:
         if group.position not in self._scoring:
-            self._scoring[group.position] = self._scorer.begin(group.problem)
+            self._scoring[group.position] = Scoring(self._scorer, group.problem)
         return self._scoring[group.position]
 
 

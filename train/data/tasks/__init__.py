@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
-from train.data.tasks.layout import Row, RowError
 from train.registry import TASKS
 
 if TYPE_CHECKING:
@@ -20,18 +19,6 @@ if TYPE_CHECKING:
 def recognise(columns: Collection[str]) -> Task | None:
     """The task whose rows have these columns; None if no task knows them."""
     return next((task for task in _all() if task.recognises(columns)), None)
-
-
-def other_reader(task: Task, row: Row) -> Task | None:
-    """Another task that can read a row which its task cannot; None if there is none."""
-    for other in _all():
-        if other.name != task.name and other.recognises(row):
-            try:
-                other.read(row)
-            except RowError:
-                continue
-            return other
-    return None
 
 
 def known_tasks() -> str:

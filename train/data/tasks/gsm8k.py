@@ -6,32 +6,24 @@ removes annotations such as `<<48/2=24>>` from demonstrations.
 
 from typing import Any
 
-from train.data.tasks.layout import (
-    Example,
-    Layout,
-    Row,
-    answers_of,
-    gold_of,
-    others,
-    text_of,
-    unless_unread,
-)
+from train.data.tasks import layout
 from train.rewards.answers.extract import ANSWER_MARK
 
 
-def _read(row: Row) -> Example:
-    question, answer = text_of(row, "question"), row.get("answer")
-    response, gold = unless_unread(_worked, answer, "answer"), gold_of(answer, "answer")
-    return Example(question, gold, response, others(row, "question", "answer"))
+def _read(row: layout.Row) -> layout.Example:
+    question, answer = layout.text_of(row, "question"), row.get("answer")
+    response = layout.unless_unread(_worked, answer, "answer")
+    gold = layout.gold_of(answer, "answer")
+    return layout.Example(question, gold, response, layout.others(row, "question", "answer"))
 
 
 def _worked(answer: Any, column: str) -> str:
     """The worked answer, or the first of several."""
-    worked, *_ = answers_of(answer, column)
+    worked, *_ = layout.answers_of(answer, column)
     return worked if ANSWER_MARK in worked else f"{ANSWER_MARK} {worked}"
 
 
-TASK = Layout(
+TASK = layout.Layout(
     name="gsm8k",
     columns="question, answer",
     recognises=lambda columns: {"question", "answer"} <= set(columns),

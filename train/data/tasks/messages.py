@@ -5,23 +5,17 @@ answer is in a column (see `prompt.py`), or else in the demonstration (see
 `train.rewards.answers.extract`); otherwise there is none.
 """
 
-from train.data.tasks.layout import (
-    Example,
-    Layout,
-    Row,
-    others,
-    split_response,
-)
+from train.data.tasks import layout
 from train.data.tasks.prompt import gold_of_row
 
 
-def _read(row: Row) -> Example:
-    conversation, response = split_response(row.get("messages"), "messages")
+def _read(row: layout.Row) -> layout.Example:
+    conversation, response = layout.split_response(row.get("messages"), "messages")
     gold = gold_of_row(row, response)
-    return Example(conversation, gold, response, others(row, "messages"))
+    return layout.Example(conversation, gold, response, layout.others(row, "messages"))
 
 
-TASK = Layout(
+TASK = layout.Layout(
     name="messages",
     columns="messages",
     recognises=lambda columns: "messages" in columns,

@@ -6,17 +6,7 @@ entries of `metadata` by their names, too, unless a column has the same name.
 
 from collections.abc import Mapping
 
-from train.data.tasks.layout import (
-    Example,
-    Layout,
-    Row,
-    RowError,
-    gold_of,
-    messages_of,
-    others,
-    shown,
-    up_to_answer,
-)
+from train.data.tasks import layout
 from train.data.tasks.prompt import GOLD_COLUMNS, read_prompt
 
 
@@ -30,19 +20,25 @@ def _recognises(columns) -> bool:
     )
 
 
-def _read(row: Row) -> Example:
+def _read(row: layout.Row) -> layout.Example:
     label, metadata = row.get("label"), row.get("metadata")
     if metadata is not None and not isinstance(metadata, Mapping):
-        raise RowError(f"column 'metadata': expected a mapping, got {shown(metadata)}")
+        raise layout.RowError(
+            f"column 'metadata': expected a mapping, got {layout.shown(metadata)}"
+        )
     if row.get("prompt") is not None:
         prompt = read_prompt(row)
     else:
-        prompt = up_to_answer(messages_of(row.get("messages"), "messages"), "messages")
-    columns = {**(metadata or {}), **others(row, "prompt", "messages")}
-    return Example(prompt, "" if label is None else gold_of(label, "label"), None, columns)
+        prompt = layout.up_to_answer(
+            layout.messages_of(row.get("messages"), "messages"), "messages"
+        )
+    columns = {**(metadata or {}), **layout.others(row, "prompt", "messages")}
+    return layout.Example(
+        prompt, "" if label is None else layout.gold_of(label, "label"), None, columns
+    )
 
 
-TASK = Layout(
+TASK = layout.Layout(
     name="slime",
     columns="prompt or messages, label",
     recognises=_recognises,

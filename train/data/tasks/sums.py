@@ -18,13 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from train.data.tasks.layout import (
-    SPLITS,
-    Demonstration,
-    GeneratedProblems,
-    Problem,
-    split_of,
-)
+from train.data.tasks.layout import SPLITS, Demonstration, GeneratedProblems, Problem, split_of
 from train.rewards.answers.extract import ANSWER_MARK
 
 if TYPE_CHECKING:

@@ -31,16 +31,9 @@ import math
 import re
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import NamedTuple
 
 from train.rewards.answers.extract import LONGEST
-from train.rewards.answers.formulas import (
-    as_sets,
-    formula_of,
-    same_equation,
-    same_formula,
-    same_sets,
-)
+from train.rewards.answers.formulas import as_sets, same_equation, same_formula, same_sets
 from train.rewards.answers.latex import (
     COMMA,
     ORDER,
@@ -48,7 +41,6 @@ from train.rewards.answers.latex import (
     clean,
     elements_of,
     is_assignment,
-    is_balanced,
     relation_of,
     split,
     squeezed,
@@ -59,45 +51,18 @@ from train.rewards.answers.quantity import read_quantity, split_unit, without_th
 
 def same_answer(gold: str, found: str) -> bool:
     """Whether the answer `found` is the right one. `$` around either does not count."""
-    if len(gold) > LONGEST or len(found) > LONGEST:
+    if max(len(gold), len(found)) > LONGEST:
         return False
     gold, found = clean(gold), clean(found)
-    if not gold or not found or not is_readable(gold):
-        return False
-    if squeezed(gold) == squeezed(found):
-        return True
-    return _same(without_thousands(gold), without_thousands(found))
+    if squeezed(gold) == squeezed(found):  # `100,200` may be a number, and `100, 200` a list
+        found = gold
+    gold, found = without_thousands(gold), without_thousands(found)
+    return bool(gold and found) and _same(gold, found)
 
 
 def is_readable(gold: str) -> bool:
     """Whether a gold answer parses, so that other spellings of it can be recognised."""
-    if len(gold) > LONGEST:
-        return False
-    gold = without_thousands(clean(gold))
-    return bool(gold) and _reads(gold)
-
-
-def _reads(text: str) -> bool:
-    """Whether every part of an answer is a number, words, or a formula that parses."""
-    if not is_balanced(text) or text.count("\\begin{") != text.count("\\end{"):
-        return False
-    if read_quantity(text) or _is_text(text) or _NUMERAL.fullmatch(text) or _choices(text):
-        return True
-    if (labelled := _LABELLED.fullmatch(text)) is not None:
-        return _reads(labelled[2])
-    if text == "\\dots":
-        return True
-    relation = relation_of(text)
-    if relation:
-        names = is_assignment(relation)
-        parts = [part for part, _ in (relation[1:] if names else relation)]
-        return all(part and _reads(part) for part in parts)
-    parts = elements_of(text)
-    bracketed = brackets_of(text) if parts is None else None
-    parts = parts or (bracketed.elements if bracketed else None) or _ratio(text)
-    if parts:
-        return all(part and _reads(part) for part in parts)
-    return formula_of(text) is not None
+    return same_answer(gold, gold)
 
 
 def _same(gold: str, found: str) -> bool:
@@ -111,18 +76,13 @@ def _same(gold: str, found: str) -> bool:
     return same_formula(gold, found)
 
 
-def _equal(gold: str, found: str) -> bool:
-    """Whether two parts of answers are the same."""
-    return squeezed(gold) == squeezed(found) or _same(gold, found)
-
-
 def _matches(gold: Sequence[str], found: Sequence[str]) -> bool:
     """Whether two lists have the same elements in any order."""
     left = list(found)
     if len(gold) != len(left):
         return False
     for element in gold:
-        place = next((i for i, other in enumerate(left) if _equal(element, other)), None)
+        place = next((i for i, other in enumerate(left) if _same(element, other)), None)
         if place is None:
             return False
         del left[place]
@@ -131,7 +91,7 @@ def _matches(gold: Sequence[str], found: Sequence[str]) -> bool:
 
 def _in_order(gold: Sequence[str], found: Sequence[str]) -> bool:
     """Whether two lists have the same elements in the same order."""
-    return len(gold) == len(found) and all(map(_equal, gold, found))
+    return len(gold) == len(found) and all(map(_same, gold, found))
 
 
 def _is_undone(text: str) -> bool:
@@ -149,18 +109,7 @@ _NUMERAL = re.compile(
     r"\(?(-?(?=[A-F]*\d)[0-9A-Z]+|[A-F]+(?=_\{?1[6-9]))\)?\s*_\s*"
     r"(?:\{\s*(?:\\text\s*\{)?\s*(?:base)?\s*(\d{1,2}|[a-z]+)\s*\}?\s*\}|(\d))"
 )
-_BASES = dict(
-    zip(
-        "two three four five six seven eight nine ten eleven twelve sixteen".split(),
-        (*range(2, 13), 16),
-        strict=True,
-    )
-)
-
-
-def _base(text: str) -> int | str:
-    """The number of a base that may be written as a word."""
-    return int(text) if text.isdigit() else _BASES.get(text, text)
+_BASES = {"two": "2", "three": "3", "five": "5", "eight": "8", "ten": "10", "sixteen": "16"}
 
 
 def _same_numerals(gold: str, found: str) -> bool | None:
@@ -168,7 +117,9 @@ def _same_numerals(gold: str, found: str) -> bool | None:
     numerals = _NUMERAL.fullmatch(gold), _NUMERAL.fullmatch(found)
     if not any(numerals):
         return None
-    return all(numerals) and len({(m[1], _base(m[2] or m[3])) for m in numerals}) == 1
+    bases = [m and (m[2] or m[3]) for m in numerals]
+    bases = [_BASES.get(base, base) for base in bases]
+    return all(numerals) and numerals[0][1] == numerals[1][1] and bases[0] == bases[1]
 
 
 _LABELLED = re.compile(
@@ -177,13 +128,12 @@ _LABELLED = re.compile(
 _CHOICE = re.compile(r"\(\s*([A-Z])\s*\)\.?|([A-Z])\s*[).]?")
 
 
-def _choices(text: str) -> list[str] | None:
-    """The letters of `(C)`, `\\text{C}` or `(A), (C)`; None for anything else."""
-    parts = [part for part, _ in split(unwrapped(text), COMMA)]
-    letters = [_CHOICE.fullmatch(part) for part in parts]
-    if not all(letters):
-        return None
-    return [m[1] or m[2] for m in letters]
+def _choice(text: str) -> tuple[list[str], str]:
+    """The letters of `(C)`, `\\text{C}`, `(A), (C)` or `\\textbf{(D)} 12`, and the text behind."""
+    if labelled := _LABELLED.fullmatch(text):
+        return [labelled[1]], labelled[2]
+    letters = [_CHOICE.fullmatch(part) for part, _ in split(unwrapped(text), COMMA)]
+    return ([m[1] or m[2] for m in letters], "") if all(letters) else ([], text)
 
 
 def _is_marked(text: str) -> bool:
@@ -194,19 +144,14 @@ def _is_marked(text: str) -> bool:
 def _same_choice(gold: str, found: str) -> bool | None:
     """Compares letters of choices: `(C)`, `A and D` in any order, or a letter with its text; None
     if one side is no choice."""
-    mine, theirs = _choices(gold), _choices(found)
-    if mine and theirs:
-        if not (_is_marked(gold) or _is_marked(found)):
-            return None  # variables, perhaps
-        return sorted(mine) == sorted(theirs)
-    labels = _LABELLED.fullmatch(gold), _LABELLED.fullmatch(found)
-    if all(labels):
-        return labels[0][1] == labels[1][1] and _equal(labels[0][2], labels[1][2])
-    if labels[0]:
-        return labels[0][1] == theirs[0] if theirs else _equal(labels[0][2], found)
-    if labels[1]:
-        return labels[1][1] == mine[0] if mine else _equal(gold, labels[1][2])
-    return None
+    (mine, my_text), (theirs, their_text) = _choice(gold), _choice(found)
+    if not (mine or theirs) or not (mine and theirs or my_text and their_text):
+        return None
+    if not (my_text or their_text) and not (_is_marked(gold) or _is_marked(found)):
+        return None  # variables, perhaps
+    if mine and theirs and sorted(mine) != sorted(theirs):
+        return False
+    return _same(my_text, their_text) if my_text and their_text else True
 
 
 _SHORT_WORDS = frozenset("n/a no ok up in on he it we".split())
@@ -255,7 +200,7 @@ def _same_names(gold: str, found: str) -> bool | None:
     if mine is None and theirs is None:
         return None
     if mine is not None and theirs is not None:
-        return mine.keys() == theirs.keys() and all(_equal(mine[n], theirs[n]) for n in mine)
+        return mine.keys() == theirs.keys() and all(_same(mine[n], theirs[n]) for n in mine)
     bare = found if theirs is None else gold
     bracketed = brackets_of(bare)
     values = [part for part, _ in split(bare, COMMA)]
@@ -267,18 +212,21 @@ def _same_names(gold: str, found: str) -> bool | None:
     )
 
 
+_UNION = re.compile(r"\\(?:cup|cap|setminus|mathbb)(?![a-zA-Z])")
+
+
 def _same_relations(gold: str, found: str) -> bool | None:
-    """Compares relations with anything; None if neither is one."""
+    """Compares relations, and unions of sets, with anything; None if neither is one."""
     mine, theirs = relation_of(gold), relation_of(found)
-    if not (mine or theirs):
+    if not (mine or theirs or _UNION.search(f"{gold} {found}")):
         return None
     if mine and is_assignment(mine):
         if theirs is None:
-            return _equal(mine[-1][0], found)
+            return _same(mine[-1][0], found)
         if is_assignment(theirs):
             same_name = squeezed(mine[0][0]) == squeezed(theirs[0][0])
             if same_name:
-                return _equal(mine[-1][0], theirs[-1][0])
+                return _same(mine[-1][0], theirs[-1][0])
             # `y=x` and `x=y`
             return len(mine) == len(theirs) == 2 and same_equation(mine, theirs)
     elif mine is None and theirs and all(sign not in ORDER for _, sign in theirs):
@@ -286,25 +234,16 @@ def _same_relations(gold: str, found: str) -> bool | None:
             theirs = theirs[1:]
         # `2+3=5` says 5, `x+1=5` does not
         *steps, last = [part for part, _ in theirs]
-        return _equal(gold, last) and all(_equal(gold, s) or same_formula(gold, s) for s in steps)
+        return _same(gold, last) and all(_same(gold, s) or same_formula(gold, s) for s in steps)
     if (sets := as_sets(gold, found)) is not None:
         return same_sets(*sets)
-    if mine and theirs and len(mine) == len(theirs) == 2:
-        return same_equation(mine, theirs) or same_formula(gold, found)
-    return False
-
-
-def _is_union(text: str) -> bool:
-    """Whether a text is a set that no single pair of brackets describes."""
-    return re.search(r"\\(?:cup|cap|setminus|mathbb)(?![a-zA-Z])", text) is not None
-
-
-def _same_unions(gold: str, found: str) -> bool | None:
-    """Compares unions of sets with sets; None if neither is a union, or one is no set."""
-    if not (_is_union(gold) or _is_union(found)):
-        return None
-    sets = as_sets(gold, found)
-    return None if sets is None else same_sets(*sets)
+    if not (mine and theirs and len(mine) == len(theirs) == 2):
+        return False if mine or theirs else None
+    if mine[0][1] == theirs[0][1] and all(
+        _same(a, b) for (a, _), (b, _) in zip(mine, theirs, strict=True)
+    ):
+        return True
+    return same_equation(mine, theirs) or same_formula(gold, found)
 
 
 def _same_quantities(gold: str, found: str) -> bool | None:
@@ -320,27 +259,13 @@ _CLOCK = re.compile(
 )
 
 
-class _Time(NamedTuple):
-    """A time of day.
+def _time(text: str) -> tuple[int, str, bool] | None:
+    """Reads `6:15`, `18:15:30`, `6:15 p.m.` and `6 PM`; None if it is no time of day.
 
-    Attributes:
-      seconds: seconds since midnight.
-      half: whether `am` or `pm` was written.
-      clock: 12 if the hour may be in either half of the day, else 24.
+    Returns:
+      seconds since midnight, the half of the day if it is written, and whether it is written with
+      an hour that both halves have.
     """
-
-    seconds: int
-    half: bool
-    clock: int
-
-    def equals(self, other: _Time) -> bool:
-        """Whether two times are the same; the half of the day counts if both give one."""
-        one_says = self.half != other.half and 12 in (self.clock, other.clock)
-        return (self.seconds - other.seconds) % (86_400 if not one_says else 43_200) == 0
-
-
-def _time(text: str) -> _Time | None:
-    """Reads `6:15`, `18:15:30`, `6:15 p.m.` and `6 PM`; None if it is no time of day."""
     match = _CLOCK.fullmatch(unwrapped(text))
     if match is None:
         return None
@@ -348,24 +273,26 @@ def _time(text: str) -> _Time | None:
     half = (match["half"] or "").lower()
     if (not half and match["minute"] is None) or hour > 24 or (half and not 1 <= hour <= 12):
         return None
-    clock = 24 if half or hour in (0, *range(13, 25)) else 12
+    is_either = not half and 1 <= hour <= 12
     if half:
         hour = hour % 12 + 12 * (half == "p")
-    return _Time(hour * 3600 + minute * 60 + second, bool(half), clock)
+    return hour * 3600 + minute * 60 + second, half, is_either
 
 
 def _same_times(gold: str, found: str) -> bool | None:
     """Compares a gold time of day with a time, a ratio or a number; None if it is none.
 
-    `5:12` may be a ratio in lowest terms, so it may be given as a fraction.
+    The half of the day counts if both give one. `5:12` may be a ratio in lowest terms, so it may be
+    given as a fraction.
     """
     mine, theirs = _time(gold), _time(found)
     if mine is None:
         return None
     if theirs is not None:
-        return mine.equals(theirs)
+        one_says = bool(mine[1]) != bool(theirs[1]) and (mine[2] or theirs[2])
+        return (mine[0] - theirs[0]) % (43_200 if one_says else 86_400) == 0
     may_be_ratio = math.gcd(*map(int, re.findall(r"\d+", gold))) == 1 and not _ratio(found)
-    return None if mine.half or may_be_ratio else False
+    return None if mine[1] or may_be_ratio else False
 
 
 _FORMULA_WORDS = frozenset(
@@ -375,6 +302,8 @@ _FORMULA_WORDS = frozenset(
 
 def _is_text(text: str) -> bool:
     """Whether a text is words and no formula."""
+    if text == "\\dots":
+        return True
     bare = unwrapped(text)
     if "\\" in bare or "{" in bare or relation_of(text):
         return False
@@ -476,7 +405,6 @@ _KINDS = (
     _same_short_words,
     _same_names,
     _same_relations,
-    _same_unions,
     _same_quantities,
     _same_times,
     _same_texts,

@@ -14,7 +14,7 @@ import sympy
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 
-from train.rewards.answers.latex import COMMA, ORDER, is_assignment, relation_of, split
+from train.rewards.answers.latex import COMMA, ORDER, is_assignment, is_balanced, relation_of, split
 from train.rewards.answers.quantity import TRIGONOMETRY, read_quantity, same_unit, split_unit
 
 
@@ -29,7 +29,7 @@ def formula_of(text: str) -> Any:
             basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none"
         ),
     )
-    if _APART.search(text) or _BASED.search(text):  # the library reads `1 2` and `1_2` as 12
+    if not is_balanced(text) or _MISREAD.search(text):
         return None
     if TRIGONOMETRY.search(text):
         text = _DEGREE.sub(r"(\1\\cdot\\frac{\\pi}{180})", text)
@@ -41,9 +41,9 @@ def formula_of(text: str) -> Any:
     return found[0].subs({symbol: sympy.I for symbol in imaginary}) if imaginary else found[0]
 
 
-_APART = re.compile(r"(?<!\\frac )(?<!_)\d\s+\d")
+# The library reads `1 2` and `1_2` as 12, and `= =` as `=`.
+_MISREAD = re.compile(r"(?<!\\frac )(?<!_)\d\s+\d|\d\s*_|[=<>]\s+[=<>]")
 _PRIMES = re.compile(r"'|\\prime(?![a-zA-Z])")
-_BASED = re.compile(r"\d\s*_")
 _DEGREE = re.compile(r"(\d+(?:\.\d+)?|[a-zA-Z])\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))")
 # A whole number directly before a proper fraction of numbers: `2\frac{1}{3}\pi` is 7/3 of pi.
 _MIXED = re.compile(
@@ -68,7 +68,8 @@ def same_formula(gold: str, found: str) -> bool:
     sides = formula_of(mine), formula_of(theirs)
     if sides[0] is None or sides[1] is None:
         return False
-    if all(_is_number(side) for side in sides):
+    endless = (sympy.oo, -sympy.oo, sympy.zoo, sympy.nan)
+    if all(isinstance(x, sympy.Expr) and x.is_number and not x.has(*endless) for x in sides):
         if _same_number(*sides):
             return True
         return _is_rounded(theirs, sides[0]) or _is_rounded(mine, sides[1])
@@ -84,14 +85,6 @@ def same_formula(gold: str, found: str) -> bool:
 
 
 _DIGITS = 12  # relative precision at which numbers written with a decimal point are equal
-
-
-def _is_number(value: Any) -> bool:
-    return (
-        isinstance(value, sympy.Expr)
-        and bool(value.is_number)
-        and not value.has(sympy.oo, -sympy.oo, sympy.zoo, sympy.nan)
-    )
 
 
 def _same_number(gold: Any, found: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 _UNICODE = {
@@ -95,6 +96,19 @@ def unwrapped(text: str) -> str:
 
 
 _OPENING, _CLOSING = ("(", "[", "\\{"), (")", "]", "\\}")
+_BRACKET = re.compile(r"\\(?:begin|end)|\\.|[][(){}]", re.DOTALL)
+_DEPTHS = {
+    **dict.fromkeys(("{", "\\begin", *_OPENING), 1),
+    **dict.fromkeys(("}", "\\end", *_CLOSING), -1),
+}
+
+
+def _depths(text: str) -> Iterator[tuple[int, int]]:
+    """Yields the end of each bracket or command, and the depth of brackets behind it."""
+    depth = 0
+    for token in _BRACKET.finditer(text):
+        depth += _DEPTHS.get(token[0], 0)
+        yield token.end(), depth
 
 
 def split(text: str, separator: re.Pattern) -> list[tuple[str, str]]:
@@ -103,23 +117,14 @@ def split(text: str, separator: re.Pattern) -> list[tuple[str, str]]:
     Returns:
       (part, the separator after it) in order; the last separator is "".
     """
-    parts, depth, start, at = [], 0, 0, 0
-    while at < len(text):
-        if text.startswith("\\begin{", at):
-            depth += 1
-        elif text.startswith("\\end{", at):
-            depth -= 1
-        token = text[at : at + 2] if text[at] == "\\" else text[at]
-        if token in ("{", *_OPENING):
-            depth += 1
-        elif token in ("}", *_CLOSING):
-            depth -= 1
-        match = separator.match(text, at) if depth == 0 and start < at else None
-        if match and match.end() > at:
-            parts.append((text[start:at].strip(), match[0].strip()))
-            start = at = match.end()
-        else:
-            at += len(token)
+    parts, start, depth = [], 0, 0
+    depths = list(_depths(text))
+    for match in separator.finditer(text):
+        while depths and depths[0][0] <= match.start():
+            depth = depths.pop(0)[1]
+        if depth == 0 and match.start() > start:
+            parts.append((text[start : match.start()].strip(), match[0].strip()))
+            start = match.end()
     return [*parts, (text[start:].strip(), "")]
 
 
@@ -128,14 +133,8 @@ def is_balanced(text: str) -> bool:
 
     Kinds of brackets are not told apart, because `[1, 2)` is a half-open interval.
     """
-    depth, at = 0, 0
-    while at < len(text):
-        token = text[at : at + 2] if text[at] == "\\" else text[at]
-        depth += (token in ("{", *_OPENING)) - (token in ("}", *_CLOSING))
-        if depth < 0:
-            return False
-        at += len(token)
-    return depth == 0
+    depths = [0, *(depth for _, depth in _depths(text))]
+    return min(depths) == depths[-1] == 0
 
 
 COMMA = re.compile(r",\s*(?:and\s|or\s)?|\s(?:and|or)\s|;")
@@ -164,13 +163,12 @@ def _both_signs(text: str) -> list[str]:
     if not signs or len(signs) > 3 or (bracketed and bracketed.left == "\\{"):
         return [text]
     if "mp" in signs:
-        choices = [tuple(s if sign == "pm" else "-+"[s == "-"] for sign in signs) for s in "+-"]
+        choices = zip(*("+-" if sign == "pm" else "-+" for sign in signs), strict=True)
     else:
-        choices = list(itertools.product("+-", repeat=len(signs)))
+        choices = itertools.product("+-", repeat=len(signs))
     found = []
-    for choice in choices:
-        left = iter(choice)
-        signed = _PLUS_MINUS.sub(lambda _, left=left: next(left), text)
+    for choice in map(iter, choices):
+        signed = _PLUS_MINUS.sub(lambda _, choice=choice: next(choice), text)
         found.append(_LEADING_PLUS.sub(r"\1", signed).strip())
     return found
 
@@ -217,7 +215,7 @@ def relation_of(text: str) -> list[tuple[str, str]] | None:
     None if there is no sign outside of brackets, or if it is a list of several relations.
     """
     parts = split(text, _RELATION)
-    if len(parts) < 2 or any(len(split(part, COMMA)) > 1 for part, _ in parts):
+    if len(parts) < 2 or not all(part and len(split(part, COMMA)) == 1 for part, _ in parts):
         return None
     return parts
 

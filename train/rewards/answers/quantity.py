@@ -120,8 +120,8 @@ def _hundredth(amount: Quantity, unit: str) -> Quantity:
 
 def _is_known_unit(unit: str) -> bool:
     """Whether every word names a unit of measurement (`square centimeters`, `m/s`)."""
-    parts = _unit_parts(unit)
-    return all(words and all(word in _NAMES for word in words) for words, _ in parts)
+    sides = [[word.partition("^")[0] for word in words] for words in _unit_words(unit)]
+    return all(words and _NAMES.issuperset(words) for words in sides)
 
 
 def _unit_name(unit: str) -> str:
@@ -129,32 +129,36 @@ def _unit_name(unit: str) -> str:
 
     The name of a word that is not in the table is its singular.
     """
-    name = "/".join(f"{' '.join(words)}{power}" for words, power in _unit_parts(unit))
+    name = "/".join(" ".join(words) for words in _unit_words(unit))
     return {"mi/h": "mph", "km/h": "kmh"}.get(name, name)
 
 
-def _unit_parts(unit: str) -> list[tuple[list[str], str]]:
-    """(words, power) of each side of `per` or a slash; the power is "^2", "^3" or ""."""
-    spaced = re.sub(r"\^\s*\{?\s*([23])\s*\}?", r" ^\1", unit.replace(".", "")).strip()
-    parts = re.split(r"(?:^|\s+)per\s+|\s*/\s*", spaced)
-    return [_unit_part(part.split()) for part in parts]
+def _unit_words(unit: str) -> list[list[str]]:
+    """The words of each side of `per` or a slash, with their powers: `m^2`."""
+    text = unit.replace(".", "").strip()
+    for pattern, power in _POWER_FORMS:
+        text = pattern.sub(power, text)
+    words = (side.split() for side in re.split(r"(?:^|\s+)per\s+|\s*/\s*", text))
+    return [[_unit_word(*word.partition("^")) for word in side] for side in words]
 
 
-def _unit_part(words: list[str]) -> tuple[list[str], str]:
-    power = ""
-    if len(words) > 1 and (words[-1] in ("^2", "^3") or words[-1].lower() in _POWERS):
-        power = _POWERS.get(words[-1].lower(), words[-1])
-        words = words[:-1]
-    if len(words) > 1 and words[0].lower() in ("square", "sq", "cubic", "cu"):
-        power = "^2" if words[0].lower() in ("square", "sq") else "^3"
-        words = words[1:]
-    return [_unit_word(word) for word in words], power
+_POWERS = ("squared", "cubed")
+_POWER_FORMS = [
+    (re.compile(pattern, re.IGNORECASE), power)
+    for pattern, power in (
+        (r"\s*\^\s*\{?\s*([23])\s*\}?", r"^\1"),
+        (r"(\S+)\s+squared\b", r"\1^2"),
+        (r"(\S+)\s+cubed\b", r"\1^3"),
+        (r"\b(?:square|sq)\s+(\S+)", r"\1^2"),
+        (r"\b(?:cubic|cu)\s+(\S+)", r"\1^3"),
+    )
+]
 
 
-_POWERS = {"squared": "^2", "cubed": "^3"}
+_PLURAL = re.compile(r"(ies)$|(s|x|z|ch|sh|o)es$|([^s])s$")
 
 
-def _unit_word(word: str) -> str:
+def _unit_word(word: str, caret: str = "", power: str = "") -> str:
     """The name of one word of a unit; case counts in symbols (`mW`, `MW`), not in words."""
     lower = word.lower()
     spelled = [word] if len(word) < 4 and not (word.isupper() and len(word) > 1) else [word, lower]
@@ -163,14 +167,10 @@ def _unit_word(word: str) -> str:
     for name in spelled:
         for singular in (name, name.removesuffix("s"), name.removesuffix("es")):
             if singular in _KNOWN_UNITS:
-                return _KNOWN_UNITS[singular]
-    if len(word) < 4:
-        return word
-    if lower.endswith("ies"):
-        return f"{lower[:-3]}y"
-    if re.search(r"(?:s|x|z|ch|sh|o)es$", lower):
-        return lower[:-2]
-    return lower[:-1] if lower.endswith("s") and not lower.endswith("ss") else lower
+                return _KNOWN_UNITS[singular] + caret + power
+    if len(word) >= 4:
+        word = _PLURAL.sub(lambda end: "y" if end[1] else end[2] or end[3], lower)
+    return word + caret + power
 
 
 _DEGREES = re.compile(
@@ -322,69 +322,55 @@ def _stripped(text: str) -> str:
 
 
 _DIGITS = r"(?:\d+(?:\.\d*)?|\.\d+)"
-_SIGN = r"[-+]?"
-_NUMBER_FORMS = {
-    "repeating": re.compile(r"(\d*)\.(\d*)\\overline\s*\{(\d+)\}", re.ASCII),
-    "power": re.compile(
-        rf"({_DIGITS})\s*(?:[eE]|(?:\\times|\\cdot|\*|x)\s*10\s*(?:\^|\*\*)\s*)"
-        r"(?:\{\s*([-+]?\d{1,3})\s*\}|\(?([-+]?\d{1,3})\)?)",
-        re.ASCII,
-    ),
-    "ten": re.compile(r"10\s*(?:\^|\*\*)\s*(?:\{\s*([-+]?\d{1,3})\s*\}|\(?([-+]?\d)\)?)", re.ASCII),
-    "mixed": re.compile(
-        r"(\d+)(?:\s+(?:and\s+)?(\d+)\s*/\s*(\d+)"
-        r"|\s*\\frac\s*(?:\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|(\d)\s*(\d)))",
-        re.ASCII,
-    ),
-    "fraction": re.compile(
-        rf"\\frac\s*(?:\{{\s*({_SIGN}{_DIGITS})\s*\}}\s*\{{\s*({_SIGN}{_DIGITS})\s*\}}"
-        r"|\{\s*(\d+)\s*\}\s*(\d)|(\d)\s*\{\s*(\d+)\s*\}|(\d)\s*(\d))",
-        re.ASCII,
-    ),
-    "slash": re.compile(rf"\(?\s*({_DIGITS})\s*\)?\s*/\s*\(?\s*({_DIGITS})\s*\)?", re.ASCII),
-    "plain": re.compile(rf"({_DIGITS})", re.ASCII),
-}  # fmt: skip
-_SIGNED = re.compile(r"\((?P<inner>.*)\)|(?P<sign>[-+]?)(?P<rest>.*)", re.DOTALL)
+_PART = r"(?:\{\s*([-+]?" + _DIGITS + r")\s*\}|(\d))\s*"
+_FRACTION = re.compile(rf"\\frac\s*{_PART}{_PART}(?![\d.])", re.ASCII)
+_TENS = r"10\s*(?:\^|\*\*)\s*(?:\{\s*([-+]?\d{1,3})\s*\}|\(?([-+]?\d"
+_POWERS_OF_TEN = (
+    (re.compile(rf"\s*(?:\\times|\\cdot|\*|x)\s*{_TENS}{{1,3}})\)?)", re.ASCII), r"e\1\2"),
+    (re.compile(rf"(?<![\d.]){_TENS})\)?)(?!\d)", re.ASCII), r"1e\1\2"),
+)
+_REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)\\overline\s*\{(\d+)\}", re.ASCII)
+_NUMBER = re.compile(
+    r"(?P<sign>[-+]?)\s*(?:(?P<whole>\d+)\s+(?:and\s+)?(?=\d+\s*/\s*\d+$))?"
+    rf"(?:\(?\s*(?P<over>{_DIGITS})\s*\)?\s*/\s*\(?\s*(?P<under>{_DIGITS})\s*\)?"
+    rf"|(?P<plain>{_DIGITS})(?:\s*[eE](?P<exponent>[-+]?\d{{1,3}}))?)",
+    re.ASCII,
+)
+
+
+def _slash(match: re.Match) -> str:
+    """Writes `\\frac{1}{2}` as `1/2`, with the sign first."""
+    over, under = (part for part in match.groups() if part is not None)
+    if under.startswith("-"):
+        over, under = f"-{over}".removeprefix("--"), under[1:]
+    return f" {over}/{under}"
 
 
 def _number(text: str, percent: bool = False, unit: str = "") -> Quantity | None:
-    """Reads a number without a unit in one of `_NUMBER_FORMS`; None if it is none of them."""
-    match = _SIGNED.fullmatch(text.strip())
-    if match["inner"] is not None:
-        return _number(match["inner"], percent, unit)
-    sign, rest = (-1 if match["sign"] == "-" else 1), match["rest"].strip()
-    for form, pattern in _NUMBER_FORMS.items():
-        found = pattern.fullmatch(rest)
-        if found is None:
-            continue
-        groups = [g for g in found.groups() if g is not None]
-        try:
-            value, decimals = _value(form, groups)
-        except ZeroDivisionError:
-            return None
-        return Quantity(sign * value, decimals, percent, unit)
-    return None
+    """Reads a number without a unit; None if it is none."""
+    text = text.strip()
+    if text.startswith("(") and text.endswith(")"):
+        return _number(text[1:-1], percent, unit)
+    if match := _REPEATING.fullmatch(text):
+        sign, first, fixed, repeated = match.groups()
+        value = Fraction(int(repeated), 10 ** len(repeated) - 1) + int(first + fixed or "0")
+        return Quantity(Fraction(f"{sign}1") * value / 10 ** len(fixed), None, percent, unit)
+    text = _FRACTION.sub(_slash, text)
+    for pattern, power in _POWERS_OF_TEN:
+        text = pattern.sub(power, text)
+    match = _NUMBER.fullmatch(text.strip())
+    if match is None:
+        return None
+    sign, whole, over, under, plain, exponent = match.groups()
+    decimals = None if plain is None or exponent else len(plain.partition(".")[2])
+    if plain is not None:
+        value = _decimal(plain) * Fraction(10) ** int(exponent or 0)
+    elif (divisor := _decimal(under)) != 0:
+        value = int(whole or 0) + _decimal(over) / divisor
+    else:
+        return None
+    return Quantity(Fraction(f"{sign}1") * value, decimals, percent, unit)
 
 
-def _value(form: str, groups: list[str]) -> tuple[Fraction, int | None]:
-    """(value, digits after the point) of a match of `_NUMBER_FORMS[form]`.
-
-    Raises:
-      ZeroDivisionError: a denominator is 0.
-    """
-    first = Fraction(groups[0].removesuffix(".") or "0")
-    match form:
-        case "plain":
-            return first, len(groups[0].partition(".")[2])
-        case "fraction" | "slash":
-            return first / Fraction(groups[1].removesuffix(".")), None
-        case "mixed":
-            return first + Fraction(int(groups[1]), int(groups[2])), None
-        case "power":
-            return first * Fraction(10) ** int(groups[1]), None
-        case "ten":
-            return Fraction(10) ** int(groups[0]), None
-    fixed, repeated = groups[1:]  # of 0.1\overline{3}: "1" and "3"
-    scale = 10 ** len(fixed)
-    period = Fraction(int(repeated), (10 ** len(repeated) - 1) * scale)
-    return first + Fraction(int(fixed or "0"), scale) + period, None
+def _decimal(text: str) -> Fraction:
+    return Fraction(text.removesuffix("."))
