@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
-
-import jax.numpy as jnp
 
 from specjax.config import ModelConfig
 from specjax.interfaces import Device
@@ -34,60 +32,13 @@ class Unsuited(str):
     """
 
 
-class Reads(NamedTuple):
-    """The sizes of a round that decide how many bytes attention reads in a layer.
-
-    Attributes:
-      batch: slots.
-      rows: tree rows of a slot.
-      group: query heads per key/value head.
-      kv_heads, head, itemsize: key/value heads, size of a head, and bytes of a number.
-      prefix: positions of each slot's prefix.
-      table: positions of each slot's pages.
-    """
-
-    batch: int
-    rows: int
-    group: int
-    kv_heads: int
-    head: int
-    itemsize: int
-    prefix: int
-    table: int
-
-    @property
-    def position(self) -> int:
-        """The bytes of keys and values of one position."""
-        return 2 * self.kv_heads * self.head * self.itemsize
-
-    def gathered(self) -> int:
-        """Returns the bytes of a backend that gathers pages: they are read, written, and read."""
-        return 3 * self.batch * self.table * self.position
-
-    def in_place(self, chunk: int | None) -> int:
-        """Returns the bytes of a backend that reads pages where they are.
-
-        Args:
-          chunk: positions whose result, float32, is written and read; None: all of a prefix.
-        """
-        chunks = 1 if chunk is None else -(-self.prefix // chunk)
-        results = 2 * chunks * self.group * self.rows * self.kv_heads * (self.head + 1) * 4
-        return self.batch * (self.prefix * self.position + (results if chunks > 1 else 0))
-
-
 def _refuses_nothing(operation: str, device: Device | None, cfg: ModelConfig) -> str | None:
     return None
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """A `specjax.interfaces.Backend`; the attributes that it has are explained there.
-
-    Attributes:
-      reads: the bytes of keys and values, and of results that are merged, that tree attention reads
-        and writes per layer. Of two backends that have it, `auto` takes the one with less; None:
-        the order in `names.OWN` decides.
-    """
+    """A `specjax.interfaces.Backend`; the attributes that it has are explained there."""
 
     operations: Mapping[str, Callable[..., Any]]
     line: str
@@ -99,7 +50,6 @@ class Kernels:
     prompts_alone: bool = True
     warns: bool = False
     environment: tuple[str, ...] = ()
-    reads: Callable[[Reads], int] | None = None
 
     def __post_init__(self):
         if unknown := sorted(self.operations.keys() - set(OPERATIONS)):
@@ -165,59 +115,19 @@ def choose(
 
 
 def _own(device: Device, cfg: ModelConfig, operation: str, invariant: bool) -> Choice:
-    """Returns the choice for `auto`: the platform's first backend that has the operation.
-
-    Where that one's bytes are counted, it is the one that reads least of those that are.
-    """
+    """Returns the choice for `auto`: the platform's first backend that has the operation."""
     if device.platform not in OWN:
         line = (
             f"{BACKENDS.find(REFERENCE).line}: there is no kernel for platform {device.platform!r}"
         )
         return Choice(REFERENCE, line, True)
     refused: dict[str, str] = {}
-    usable: dict[str, dict[str, str]] = {}  # with the reasons why those before it are refused
     for name in OWN[device.platform]:
         found, reasons = _first(name, device, cfg, operation, invariant)
         refused |= reasons
         if found is not None:
-            usable[found] = dict(refused)
-    if not usable:
-        return _chosen(REFERENCE, refused)
-    name = next(iter(usable))
-    sizes = typical(cfg) if operation == "tree_attention" else None
-    counts = {} if sizes is None else bytes_read(usable, sizes)
-    if name not in counts or len(counts) == 1:
-        return _chosen(name, usable[name])
-    name, *others = sorted(counts, key=counts.get)  # equal ones stay in order
-    than = ", ".join(f"{_mib(counts[other])} by {other}" for other in others)
-    choice = _chosen(name, usable[name])
-    line = (
-        f"{choice.line}; with {sizes.prefix} of {sizes.table} positions in {sizes.batch} slots it "
-        f"reads {_mib(counts[name])} per layer and round ({than})"
-    )
-    return choice._replace(line=line)
-
-
-def typical(cfg: ModelConfig) -> Reads | None:
-    """Returns the round of a model for which backends are compared: half of 4,096 positions.
-
-    None: the model has no attention layer.
-    """
-    for mixer in cfg.mixers("attention"):
-        group, kv_heads = mixer.num_heads // mixer.num_kv_heads, mixer.num_kv_heads
-        itemsize = jnp.dtype(cfg.run.compute_dtype).itemsize
-        return Reads(8, 5, group, kv_heads, mixer.head_dim, itemsize, prefix=2048, table=4096)
-    return None
-
-
-def bytes_read(names: Iterable[str], sizes: Reads) -> dict[str, int]:
-    """Returns `Kernels.reads` of the backends that have it."""
-    found = {name: BACKENDS.find(name).reads for name in names}
-    return {name: reads(sizes) for name, reads in found.items() if reads is not None}
-
-
-def _mib(count: int) -> str:
-    return f"{count / 2**20:.0f} MiB"
+            return _chosen(found, refused)
+    return _chosen(REFERENCE, refused)
 
 
 def _asked(device: Device, cfg: ModelConfig, operation: str, asked: str) -> Choice:

@@ -17,8 +17,6 @@ An operation that a backend does not have is run by the backend that it names as
 is a call that it declines, which is logged once. The reference has all operations but `layers`;
 where `runs_layers` is False a model runs its layers one by one.
 
-A `soft_cap` is handed to a backend's attention only where a model has one.
-
 Under a mesh (`sharding.ambient`) every device attends to its own heads and rows of the batch.
 """
 
@@ -49,7 +47,6 @@ __all__ = [
     "environment",
     "has",
     "layers",
-    "offering",
     "page_multiple",
     "product",
     "refuses",
@@ -61,6 +58,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
+PANELS = "cpu"  # the backend that multiplies by weights in panels
 # The classes of mixers and mlps that `layers` computes, and no class derived from them: it has the
 # same fields, and may compute something else.
 _LAYERS = ("specjax.models.mixers.attention:Attention", "specjax.models.mlps.dense:Dense")
@@ -130,18 +128,6 @@ def has(operation: str, name: str) -> bool:
     return operation in BACKENDS.find(name).operations
 
 
-def offering(operation: str) -> str:
-    """Returns the first backend in the table, after the reference, that has an operation.
-
-    Raises:
-      ValueError: no backend has it.
-    """
-    for name in BACKENDS.names[1:]:
-        if operation in BACKENDS.find(name).operations:
-            return name
-    raise ValueError(f"no kernel backend of {', '.join(BACKENDS.names[1:])} has {operation}")
-
-
 def page_multiple(kernel: str) -> int:
     """Returns the number of positions that a kernel's page size must be a multiple of."""
     return BACKENDS.find(kernel).page_multiple
@@ -192,17 +178,13 @@ def tree_attention(
     table: Table = None,
     *,
     window: int | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    with_lse: bool = False,
-    soft_cap: float | None = None,
     kernel: str = "reference",
-) -> Float[Array, "B N T H"] | tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
+) -> Float[Array, "B N T H"]:
     """Computes `specjax.kernels.reference.tree_attention` by a kernel.
 
     Args:
       kernel: a name of the table, or a path.
     """
-    options = {"window": window, "with_lse": with_lse, **_soft_cap(soft_cap)}
     batch, heads = ("batch", "heads", None, None), (None, "heads", None, None)
     bits = jnp.asarray(visible_bits)
     named = {
@@ -217,14 +199,10 @@ def tree_attention(
     }
     if table is not None:
         named["table"] = (table, ("batch", None))
-    if sinks is not None:
-        named["sinks"] = (sinks, ("heads",))
-    out = (batch, batch[:-1]) if with_lse else batch
-    sizes = q.shape[0], k_tree.shape[1]
 
     def attend(backend: Backend, function: Callable):
-        function = functools.partial(function, **options)
-        return _on_each_device(backend, function, named, out, *sizes)
+        function = functools.partial(function, window=window)
+        return _on_each_device(backend, function, named, q.shape[0], k_tree.shape[1])
 
     return _serve("tree_attention", kernel, attend)
 
@@ -261,7 +239,7 @@ def product(
 
     Args:
       panels: `weight.reshape(K, N // W, W).transpose(1, 0, 2)`; W is `PANEL_WIDTH`.
-      kernel: a name of the table, or a path; None: `offering("product")`.
+      kernel: a name of the table, or a path; None: `PANELS`.
 
     Raises:
       ValueError: the shapes do not fit.
@@ -272,8 +250,7 @@ def product(
             f"expected x [.. {k}] and panels [P {k} {PANEL_WIDTH}], got {x.shape} and "
             f"{panels.shape}"
         )
-    kernel = offering("product") if kernel is None else kernel
-    return _serve("product", kernel, lambda _, function: function(x, panels))
+    return _serve("product", kernel or PANELS, lambda _, function: function(x, panels))
 
 
 def runs_layers(cfg: ModelConfig) -> bool:
@@ -323,7 +300,6 @@ def causal_attention(
     context: Context | None = None,
     *,
     window: int | None = None,
-    soft_cap: float | None = None,
     kernel: str = "reference",
 ) -> Float[Array, "B N S H"]:
     """Computes `specjax.kernels.reference.causal_attention` by a kernel.
@@ -333,7 +309,7 @@ def causal_attention(
       kernel: a name of the table, or a path.
     """
     return causal_attention_with_own(
-        q, k, v, [], segment_ids, context, window=window, soft_cap=soft_cap, kernel=kernel
+        q, k, v, [], segment_ids, context, window=window, kernel=kernel
     )
 
 
@@ -346,46 +322,34 @@ def causal_attention_with_own(
     context: Context | None = None,
     *,
     window: int | None = None,
-    soft_cap: float | None = None,
     kernel: str = "reference",
 ) -> Float[Array, "B N S H"]:
     """Computes `specjax.kernels.reference.causal_attention_with_own` by a kernel."""
-    options = {"window": window, **_soft_cap(soft_cap)}
-    if context is None:
-        return _causal(q, k, v, own, segment_ids, options, kernel)
+    if context is not None:
 
-    def attend(_: Backend, function: Callable):
-        return function(q, k, v, own, segment_ids, context, **options)
+        def attend_split(_: Backend, function: Callable):
+            return function(q, k, v, own, segment_ids, context, window=window)
 
-    return _serve("context_attention", kernel, attend)
-
-
-def _causal(q, k, v, own, segment_ids, options: Mapping, kernel: str):
+        return _serve("context_attention", kernel, attend_split)
     batch = ("batch", "heads", None, None)
     named = {name: (x, batch) for name, x in (("q", q), ("k", k), ("v", v))}
     named["own"] = (own, batch)
     named["segment_ids"] = (segment_ids, ("batch", None))
 
     def attend(backend: Backend, function: Callable):
-        function = functools.partial(function, **options)
-        return _on_each_device(backend, function, named, batch, q.shape[0], k.shape[1])
+        function = functools.partial(function, window=window)
+        return _on_each_device(backend, function, named, q.shape[0], k.shape[1])
 
     return _serve("causal_attention", kernel, attend)
 
 
-def _soft_cap(soft_cap: float | None) -> dict[str, float]:
-    """Returns the keyword for a backend, which need not know of soft-caps where there is none."""
-    return {} if soft_cap is None else {"soft_cap": soft_cap}
-
-
-def _on_each_device(
-    backend: Backend, attend: Callable, named: dict, out, batch: int, kv_heads: int
-):
+def _on_each_device(backend: Backend, attend: Callable, named: dict, batch: int, kv_heads: int):
     """Calls `attend` on each device's shard, because the compiler cannot split a kernel.
 
+    The result is split as the queries are.
+
     Args:
-      named: name -> (array or tree of arrays, its logical axes).
-      out: logical axes of the result.
+      named: name -> (array or tree of arrays, its logical axes); `q` are the queries.
       batch, kv_heads: sizes that are split; one that the mesh does not divide is computed whole on
         every device.
     """
@@ -402,6 +366,6 @@ def _on_each_device(
     return jax.shard_map(
         lambda arrays: attend(**arrays),
         in_specs=({name: spec(axes) for name, (_, axes) in named.items()},),
-        out_specs=tuple(map(spec, out)) if isinstance(out[0], tuple) else spec(out),
+        out_specs=spec(named["q"][1]),
         check_vma=False,  # a kernel's outputs do not declare the axes that they vary over
     )(arrays)

@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float
 
 from specjax import determinism
 from specjax.config import ModelConfig
 from specjax.config.model import ATTENTION_RESIDUALS
 from specjax.interfaces import Device, Table
 from specjax.kernels import commit
-from specjax.kernels.backend import Declined, Kernels, Reads, head_sizes
+from specjax.kernels.backend import Declined, Kernels, head_sizes
 from specjax.kernels.names import NVIDIA
 from specjax.kernels.reference import (
     causal_segment_mask,
@@ -29,7 +29,6 @@ from specjax.kernels.reference import (
     own_in_window,
     tree_depth,
     unpack_bits,
-    with_sink,
     within_window,
 )
 
@@ -39,34 +38,16 @@ SPLASH_BLOCKS = (512, 256, 128)  # queries and keys at a time; the scores of 512
 
 
 def tree_attention(
-    q: Float[Array, "B N T H"],
-    k_tree: Float[Array, "B K T2 H"],
-    v_tree: Float[Array, "B K T2 H"],
-    k_pages: Float[Array, "P K S H"],
-    v_pages: Float[Array, "P K S H"],
-    prefix_len: Int[Array, " B"],
-    visible_bits: UInt32[Array, "*B T W"],
-    table: Table = None,
-    *,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    with_lse: bool = False,
-    implementation: str = "cudnn",
-):
+    q, k_tree, v_tree, k_pages, v_pages, prefix_len, visible_bits, table: Table = None, *,
+    window: int | None = None, implementation: str = "cudnn",
+):  # fmt: skip
     """Computes `specjax.kernels.reference.tree_attention` by `jax.nn.dot_product_attention`.
 
-    It reads every slot's pages to the end of the table, however short the prefix is. jax rounds the
-    log-sum-exp to the keys' dtype, so a call that needs it is computed in float32 by XLA.
+    It reads every slot's pages to the end of the table, however short the prefix is.
 
     Args:
       implementation: `cudnn` or `xla`.
-
-    Raises:
-      Declined: the call has a soft-cap.
     """
-    if soft_cap is not None:
-        raise Declined("jax.nn.dot_product_attention has no soft-cap")
     b, _, t, _ = q.shape
     k, v = contiguous(k_pages, table), contiguous(v_pages, table)
     visible_bits, at = jnp.asarray(visible_bits), jnp.arange(k.shape[2])
@@ -81,14 +62,7 @@ def tree_attention(
     # Masked values are multiplied by zero: they must be finite, and they are (`with_marked_keys`).
     mask = jnp.concatenate(mask, axis=-1)
     arrays = q, jnp.concatenate([k, k_tree], axis=2), jnp.concatenate([v, v_tree], axis=2)
-    if not with_lse and sinks is None:
-        return _with_finite_keys(*arrays, mask, implementation)
-    arrays = (x.astype(jnp.float32) for x in arrays)
-    out, lse = _dot_product(*arrays, mask, "xla", with_lse=True)
-    if sinks is not None:
-        out, lse = with_sink(out, lse, sinks[:, None].astype(jnp.float32))
-    out = out.astype(q.dtype)
-    return (out, lse) if with_lse else out
+    return _with_finite_keys(*arrays, mask, implementation)
 
 
 def _with_finite_keys(q, k, v, mask: Bool[Array, "B T S"], implementation: str):
@@ -103,25 +77,15 @@ def _with_finite_keys(q, k, v, mask: Bool[Array, "B T S"], implementation: str):
 
 
 def causal_attention(
-    q: Float[Array, "B N S H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    own: list[tuple[Array, Array]],
-    segment_ids: Int[Array, "B S"],
-    *,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    implementation: str = "cudnn",
+    q, k, v, own, segment_ids, *, window: int | None = None, implementation: str = "cudnn"
 ) -> Float[Array, "B N S H"]:
     """Computes `reference.causal_attention_with_own`; without own rows, causal attention.
 
     The mask of a packed row takes S^2 booleans, because jax's public interface takes no segments.
 
     Raises:
-      Declined: the call has a soft-cap.
+      Declined: cuDNN does not support the heads.
     """
-    if soft_cap is not None:
-        raise Declined("jax.nn.dot_product_attention has no soft-cap")
     if implementation == "cudnn" and not _cudnn_takes(q.dtype, [q.shape[3]]):
         raise Declined(f"cuDNN supports no {q.dtype} heads of {q.shape[3]}")
     s = q.shape[2]
@@ -133,13 +97,11 @@ def causal_attention(
     return _dot_product(q, *_with_own(k, v, own), mask, implementation)[:, :, :s]
 
 
-def _dot_product(q, k, v, mask: Bool[Array, "B T S"], implementation: str, with_lse=False):
-    """Computes head-major attention under a mask: [B N T H], with `with_lse` also [B N T]."""
+def _dot_product(q, k, v, mask: Bool[Array, "B T S"], implementation: str):
+    """Computes head-major attention [B N T H] under a mask."""
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
-    found = jax.nn.dot_product_attention(
-        q, k, v, mask=mask[:, None], implementation=implementation, return_residual=with_lse
-    )
-    return jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), found)
+    out = jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], implementation=implementation)
+    return jnp.swapaxes(out, 1, 2)
 
 
 def padded(multiple: int, q, k, v, own, segment_ids):
@@ -189,26 +151,13 @@ class _CausalWithOwn(splash.Mask):
 
 
 def splash_attention(
-    q: Float[Array, "B N S H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    own: list[tuple[Array, Array]],
-    segment_ids: Int[Array, "B S"],
-    *,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    interpret: bool = False,
+    q, k, v, own, segment_ids, *, window: int | None = None, interpret: bool = False
 ) -> Float[Array, "B N S H"]:
     """Computes `reference.causal_attention_with_own` by splash attention; `own` may be empty.
 
     Args:
       interpret: whether to interpret the kernel on CPU, for tests.
-
-    Raises:
-      Declined: the call has a soft-cap.
     """
-    if soft_cap is not None:
-        raise Declined("it supports no soft-cap")
     _, n, s, h = q.shape
     own, window = own_in_window(own, window)
     q, k, v, own, segment_ids = padded(SPLASH_BLOCKS[-1], q, k, v, own, segment_ids)
@@ -266,11 +215,9 @@ CUDNN = Kernels(
     operations=_operations("cudnn"),
     refuses=_cudnn_refuses,
     rest="library:xla",
-    reads=Reads.gathered,
     line="jax.nn.dot_product_attention by cuDNN",
 )
 XLA = Kernels(
     operations=_operations("xla"),
     line="jax.nn.dot_product_attention in XLA",
-    reads=Reads.gathered,
 )

@@ -13,12 +13,12 @@ tuning, only on the width of the target's vectors and on whether it has fused mu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int
 
 from specjax.config import ModelConfig
 from specjax.interfaces import Device, Table
@@ -28,30 +28,16 @@ from specjax.kernels.reference import PANEL_WIDTH
 
 
 def tree_attention(
-    q: Float[Array, "B N T H"],
-    k_tree: Float[Array, "B K T2 H"],
-    v_tree: Float[Array, "B K T2 H"],
-    k_pages: Float[Array, "P K S H"],
-    v_pages: Float[Array, "P K S H"],
-    prefix_len: Int[Array, " B"],
-    visible_bits: UInt32[Array, "*B T W"],
-    table: Table = None,
-    *,
-    window: int | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    with_lse: bool = False,
-    soft_cap: float | None = None,
+    q, k_tree, v_tree, k_pages, v_pages, prefix_len, visible_bits, table=None, *, window=None
 ) -> Float[Array, "B N T H"]:
     """Computes `specjax.kernels.reference.tree_attention` in float32, for H a multiple of 16.
 
     Raises:
-      Declined: the call has a window, sinks or a soft-cap, or asks for log-sum-exps.
+      Declined: the call has a window.
       TypeError: an array is not float32.
     """
-    if window is not None or sinks is not None or with_lse:
-        raise Declined("it supports no windows, sinks or log-sum-exps")
-    if soft_cap is not None:
-        raise Declined("it supports no soft-cap")
+    if window is not None:
+        raise Declined("it supports no windows")
     floats = q, k_tree, v_tree, k_pages, v_pages
     if any(x.dtype != jnp.float32 for x in floats):
         raise TypeError(f"expected float32 throughout, got {[str(x.dtype) for x in floats]}")
@@ -65,16 +51,7 @@ def tree_attention(
 
 
 def layers(
-    cfg: ModelConfig,
-    weights: Sequence[Mapping[str, Array]],
-    x: Float[Array, "B T D"],
-    cos: Float[Array, "B T H"],
-    sin: Float[Array, "B T H"],
-    pages: Sequence[tuple[Array, Array]],
-    prefix_len: Int[Array, " B"],
-    visible_bits: UInt32[Array, "*B T W"],
-    before: Sequence[tuple[Array, Array]] | None = None,
-    table: Table = None,
+    cfg: ModelConfig, weights, x, cos, sin, pages, prefix_len, visible_bits, before=None, table=None
 ) -> tuple[Float[Array, "B T D"], list[tuple[Array, Array]]]:
     """Computes `specjax.kernels.dispatch.layers` in float32.
 
@@ -192,8 +169,6 @@ def _refuses_layers(cfg: ModelConfig) -> str | None:
         )
     if mixer.window is not None:
         return Unsuited(f"it supports all positions only, got a window of {mixer.window}")
-    if mixer.soft_cap is not None:
-        return Unsuited(f"it supports scores as they are only, got a soft-cap of {mixer.soft_cap}")
     if mixer.o_bias:
         return Unsuited("it supports output projections of attention without a bias only")
     widths = {"hidden_size": cfg.hidden_size, "intermediate_size": mlp.intermediate_size}
