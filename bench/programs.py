@@ -503,21 +503,15 @@ def accept_by(rule: Callable, runner: Runner) -> None:
 
 def _apart(state) -> tuple[tuple, Any]:
     """Splits a state into its large buffers and the rest."""
-    draft, noise = state.draft, state.noise
-    large = (
-        state.memory.pages,
-        None if draft is None else draft.pages,
-        None if noise is None else noise.rows,
-    )
-    return large, _together((None, None, None), state)
+    large = state.memory.pages, None if state.draft is None else state.draft.pages
+    return large, _together((None, None), state)
 
 
 def _together(large: tuple, rest):
-    cache, drafts, rows = large
+    cache, drafts = large
     return rest._replace(
         memory=rest.memory._replace(pages=cache),
         draft=None if rest.draft is None else rest.draft._replace(pages=drafts),
-        noise=None if rest.noise is None else rest.noise._replace(rows=rows),
     )
 
 
@@ -562,7 +556,7 @@ def policy_pass(runner: Runner, rows: int) -> Callable:
     """
 
     def program(params, state, slots):
-        here = take_slots(state._replace(noise=None, draft=None), slots)
+        here = take_slots(state._replace(draft=None), slots)
         root, model = here.length - 1, runner.model(params)
         where = Where(
             "tree",

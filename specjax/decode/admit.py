@@ -163,11 +163,8 @@ def prefill(
 
 def place(plan: Plan, state: DecodeState, kept: Prompts, new: Admission) -> DecodeState:
     """Starts sequences in slots; the last token of each becomes its root."""
-    zeros = jnp.zeros_like(new.lengths)
-    draft, noise = None, state.noise
+    draft = None
     pages = copy_pages(state.memory.pages, new.source, new.target)
-    if noise is not None:  # the ring holds the noise of the slot's last request
-        noise = noise._replace(until=put(noise.until, new.slots, zeros))
     draft_pages = None
     if plan.source is not None:
         draft_pages = state.draft.pages
@@ -184,15 +181,13 @@ def place(plan: Plan, state: DecodeState, kept: Prompts, new: Admission) -> Deco
         tokens=new.tokens,
         length=new.lengths,
         limit=new.limit,
-        finish=zeros + RUNNING,
+        finish=jnp.full_like(new.lengths, RUNNING),
         keys=request_keys(new.words),
         options=new.options,
         memory=Memory(None, slots),
         draft=draft,
-        noise=None,
     )
-    before = per_slot(state)._replace(noise=None)
-    own = jax.tree.map(lambda x, y: put(x, new.slots, y), before, fresh)._replace(noise=noise)
+    own = jax.tree.map(lambda x, y: put(x, new.slots, y), per_slot(state), fresh)
     copied = state._replace(
         memory=state.memory._replace(pages=pages),
         draft=state.draft and state.draft._replace(pages=draft_pages),

@@ -362,7 +362,7 @@ def _map_stated(one: Callable, state):
     """Maps `one(array, axes)` over the arrays of a state.
 
     `axes` are the logical axes of the last dimensions, where the type of the tuple that holds the
-    array declares them as `AXES` (a cache's heads, the noise's vocabulary), else None.
+    array declares them as `AXES` (a cache's heads), else None.
     """
 
     def is_stated(node) -> bool:
@@ -383,7 +383,7 @@ def _map_stated(one: Callable, state):
 def state_shardings(mesh: jax.sharding.Mesh, state):
     """Returns the shardings of a decode state between chunks.
 
-    Key/value heads and noise are split over `tp`; all other dimensions, slots included, are whole.
+    Key/value heads are split over `tp`; all other dimensions, slots included, are whole.
     """
 
     def one(leaf, axes):
