@@ -923,7 +923,6 @@ class Draft(Protocol):
         start: Int[Array, " prompts"],
         hidden: Float[Array, "prompts T taps_width"],
         table: Table,
-        run: int = 1,
     ) -> Any:
         """Writes positions start .. start + T - 1 of prompts to its pages, behind earlier ones.
 
@@ -936,8 +935,6 @@ class Draft(Protocol):
           start: first position of each prompt that is written.
           hidden: the target's states at the T positions, see `DraftNeeds.taps`.
           table: the pages of each prompt.
-          run: number of consecutive rows that are sure to lie in one page, see
-            `specjax.memory.commit_rows`; it divides start and T.
 
         Returns:
           the pages.

@@ -143,11 +143,9 @@ def by_kernel(
     rows: Sequence[Array],
     start: Int[Array, " B"],
     table: Table = None,
-    *,
-    run: int = 1,
     interpret: bool = False,
 ) -> list[Array]:
-    """Writes all rows of all sequences, whatever `run` is; arguments as those of `by_scatter`.
+    """Writes all rows of all sequences; arguments as those of `by_scatter`.
 
     Arrays of stacked layers, which are few, and arrays on a mesh, which the compiler splits, are
     written by `by_scatter`; and so are all before the kernel was checked.
@@ -159,7 +157,7 @@ def by_kernel(
     mesh = jax.sharding.get_abstract_mesh()
     together = mesh.empty or mesh.size == 1
     if arrays[0].ndim > 4 or not together or not (_Choice.on or interpret):
-        return by_scatter(arrays, rows, start, table, run=run)
+        return by_scatter(arrays, rows, start, table)
     written = []
     for i in range(0, len(arrays), MOST_ARRAYS):
         some = slice(i, i + MOST_ARRAYS)

@@ -213,7 +213,6 @@ def commit(
     start: Int[Array, " B"],
     table: Table = None,
     *,
-    run: int = 1,
     kernel: str = "reference",
 ) -> list[Array]:
     """Writes R consecutive rows of each sequence to pages, and returns the pages.
@@ -222,14 +221,9 @@ def commit(
       arrays: pages of each layer's keys and values, or of all layers' stacked.
       rows: new rows for each of `arrays`; P, K, S and H are the same throughout.
       start: position of each sequence's first row.
-      run: number of rows that are always in one page: each `run` rows counted from `start`.
       kernel: a name of the table, or a path.
     """
-
-    def write(_: Backend, function: Callable):
-        return function(arrays, rows, start, table, run=run)
-
-    return _serve("commit", kernel, write)
+    return _serve("commit", kernel, lambda _, function: function(arrays, rows, start, table))
 
 
 def product(

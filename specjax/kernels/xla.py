@@ -27,7 +27,7 @@ BACKEND = Kernels(
         "tree_attention": tree_attention,
         "causal_attention": _causal_attention,
         "context_attention": context_parallel.attention,
-        "commit": commit.write,
+        "commit": commit.by_scatter,
         "product": product,
     },
     line="XLA reference",

@@ -49,8 +49,8 @@ def tokens_of(engine: Engine, jobs) -> list[list[int]]:
 # TPUs multiply by arrays; `auto` would give a CPU's weights a form of their own.
 made = functools.partial(engine_of, page_size=16, products="xla")
 filtered = functools.partial(jobs, top_p=0.9, top_k=40)
-# Of a TPU: layers, commits, choices and thresholds, and noise.
-EVERYWHERE = {"optimization_barrier", "scattered", "argmax_of_keys"}
+# Of a TPU: layers, layouts, choices and thresholds, and noise.
+EVERYWHERE = {"optimization_barrier", "fixed", "argmax_of_keys"}
 THRESHOLDS = {"digits_side_by_side"}
 NOISE = {"one_by_one"}
 

@@ -148,7 +148,7 @@ def traced(runner: Runner, device, wanted: Wanted) -> jax.stages.Traced:
 
         def program(params, head, state, kept, piece):
             model = runner.model(params)
-            return prefill(model, head, runner.longest, state, kept, piece, runner.stride)
+            return prefill(model, head, runner.longest, state, kept, piece)
 
         inputs, donated = (
             (runner.weights.policy, runner.weights.head, runner.state, runner.kept, piece),

@@ -140,7 +140,7 @@ def prefill(mesh):
 
     def program(params, head, state, kept, piece):
         model = runner.model(params)
-        return admit.prefill(model, head, runner.longest, state, kept, piece, runner.stride)
+        return admit.prefill(model, head, runner.longest, state, kept, piece)
 
     inputs = runner.weights.policy, runner.weights.head, runner.state, runner.kept, piece
     key = ("prefill", piece.tokens.shape)

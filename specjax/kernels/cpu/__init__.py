@@ -98,10 +98,8 @@ def commit(
     rows: Sequence[Float[Array, "B K R H"]],
     start: Int[Array, " B"],
     table: Table = None,
-    *,
-    run: int = 1,
 ) -> list[Array]:
-    """Computes `specjax.kernels.dispatch.commit`; ignores `run`, and rows without a page.
+    """Computes `specjax.kernels.dispatch.commit`; drops rows without a page.
 
     Raises:
       Declined: an array is not float32, or holds several layers.
