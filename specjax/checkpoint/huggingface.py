@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
+from flax.traverse_util import unflatten_dict
 
 from specjax.checked_json import CheckpointError, Keys, UnsupportedModelError, shown
 from specjax.checkpoint.huggingface_names import (
@@ -59,7 +60,6 @@ from specjax.models.transformer import Params
 from specjax.parallel import sharding
 from specjax.tokenizer import MORE_TEMPLATES, TOKENIZER_FILES
 from specjax.weights import AUTO, load_tokenizer, open_checkpoint
-from specjax.weights.pickled import Pickled
 from specjax.weights.safetensors import (
     CONFIG,
     GENERATION,
@@ -84,8 +84,6 @@ __all__ = [
 
 MTP_KEY = "specjax_mtp"
 MTP_COUNT_KEY = "num_nextn_predict_layers"
-_STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_LARGEST_HEADER = 100_000_000  # bytes, the limit of safetensors itself
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "bool")
 _BLOCK_ROWS = 4096  # rows that are compared at once
@@ -115,8 +113,11 @@ def read_config(path: str | Path, load_format: str = AUTO) -> ModelConfig:
         message names file and key.
       UnsupportedModelError: the family is unknown, or a feature is not implemented.
     """
-    reader = open_checkpoint(path, load_format)
-    return config_of(reader.file, reader.config(), reader.generation())
+    return _config_of(open_checkpoint(path, load_format))
+
+
+def _config_of(reader: Any) -> ModelConfig:
+    return config_of(reader.file, reader.config(), reader.generation(), reader.tensors)
 
 
 def read_stored_config(path: str | Path) -> ModelConfig:
@@ -128,13 +129,19 @@ def read_stored_config(path: str | Path) -> ModelConfig:
         return cfg  # loading raises the error
 
 
-def config_of(file: Path, raw: dict[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+def config_of(
+    file: Path,
+    raw: dict[str, Any],
+    generation: Mapping[str, Any],
+    tensors: Callable[[], Mapping[str, Any]] = dict,
+) -> ModelConfig:
     """Makes the `ModelConfig` from the contents of config.json and generation_config.json.
 
     Args:
       file: path of config.json or its equivalent, for messages.
       raw: content of config.json.
       generation: content of generation_config.json.
+      tensors: reads the weights, of which the first says the dtype where the config does not.
 
     Raises:
       CheckpointError, UnsupportedModelError: see `read_config`.
@@ -144,7 +151,7 @@ def config_of(file: Path, raw: dict[str, Any], generation: Mapping[str, Any]) ->
         beside = file.with_name(GENERATION)
     family = family_of(raw.get("model_type"), keys.file)
     cfg = family.read(keys)
-    dtype = _dtype(keys) or _stored_dtype(file.parent) or "float32"
+    dtype = _dtype(keys) or _stored_dtype(tensors) or "float32"
     return cfg.replace(
         **_tokens(keys, Keys(beside, generation), cfg.vocab_size),
         **_mtp(keys, order_of(family) or cfg.mtp_concat),
@@ -195,26 +202,13 @@ def _dtype(keys: Keys) -> str | None:
     return None
 
 
-def _stored_dtype(path: Path) -> str | None:
+def _stored_dtype(tensors: Callable[[], Mapping[str, Any]]) -> str | None:
     """Returns the dtype of the first floating-point weight, as transformers infers it."""
-    for file in sorted(path.glob("model*.safetensors")):
-        try:
-            with file.open("rb") as stream:
-                size = int.from_bytes(stream.read(8), "little")
-                header = json.loads(stream.read(min(size, _LARGEST_HEADER)))
-            kinds = [tensor.get("dtype") for name, tensor in sorted(header.items())]
-        except (OSError, ValueError, AttributeError, RecursionError):
-            return None  # reading the weights raises the error
-        for kind in kinds:
-            if kind in _STORED:
-                return _STORED[kind]
-    if not Pickled.recognises(path):
-        return None
     try:
-        found = sorted(Pickled(path).tensors().items())
+        found = sorted(tensors().items())
     except (CheckpointError, UnsupportedModelError):
-        return None  # likewise
-    return next((tensor.dtype for _, tensor in found if tensor.dtype in _STORED.values()), None)
+        return None  # reading the weights raises the error
+    return next((tensor.dtype for _, tensor in found if tensor.dtype in DTYPES), None)
 
 
 def config_json(cfg: ModelConfig, with_head: bool, dtype: str) -> dict[str, Any]:
@@ -225,14 +219,11 @@ def config_json(cfg: ModelConfig, with_head: bool, dtype: str) -> dict[str, Any]
         biases).
     """
     family = family_of(cfg.model_type)
-    eos = list(cfg.eos_token_ids)
     out = {
         "architectures": [family.architecture],
         "model_type": cfg.model_type,
         **family.write(cfg),
-        "bos_token_id": cfg.bos_token_id,
-        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
-        "pad_token_id": cfg.pad_token_id,
+        **_ids_json(cfg),
         "dtype": dtype,
         "torch_dtype": dtype,
     }
@@ -254,13 +245,16 @@ def mtp_json(cfg: ModelConfig) -> dict[str, str]:
 
 def generation_json(cfg: ModelConfig) -> dict[str, Any]:
     """Returns the content of generation_config.json: special token ids and sampling defaults."""
+    return {k: v for k, v in _ids_json(cfg).items() if v is not None} | dict(cfg.generation)
+
+
+def _ids_json(cfg: ModelConfig) -> dict[str, Any]:
     eos = list(cfg.eos_token_ids)
-    ids = {
+    return {
         "bos_token_id": cfg.bos_token_id,
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
         "pad_token_id": cfg.pad_token_id,
     }
-    return {k: v for k, v in ids.items() if v is not None} | dict(cfg.generation)
 
 
 # --- tensors ------------------------------------------------------------------------------------
@@ -375,7 +369,7 @@ def place_weights(weights: Weights, leaves: list[Leaf], dtype: str, mesh) -> Par
 
         target = jax.NamedSharding(mesh, sharding.spec_for(mesh, leaf.axes, leaf.shape))
         arrays[leaf.path] = jax.make_array_from_callback(leaf.shape, target, fill, dtype=kind)
-    return _nest(arrays)
+    return unflatten_dict(arrays)
 
 
 def _kept(weights: Weights, leaf: Leaf, dtype: np.dtype) -> np.dtype:
@@ -410,16 +404,6 @@ def _read_piece(weights: Weights, stored: Stored, index: tuple[slice, ...]) -> n
         every[part.axis] = slice(None, None, part.step)
     piece = weights.read(stored.name, tuple(index))[tuple(every)]
     return piece.swapaxes(-1, -2) if stored.transpose else piece
-
-
-def _nest(flat: dict) -> Params:
-    tree: Params = {}
-    for path, leaf in flat.items():
-        node = tree
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = leaf
-    return tree
 
 
 # --- tied embeddings ----------------------------------------------------------------------------
@@ -482,7 +466,7 @@ def load_checkpoint(
       UnsupportedModelError: see `read_config`.
     """
     reader = open_checkpoint(path, load_format)
-    cfg = config_of(reader.file, reader.config(), reader.generation())
+    cfg = _config_of(reader)
     if param_dtype is not None:
         dtype = dtype_name(param_dtype)
         cfg = cfg.running(param_dtype=dtype, compute_dtype=dtype)
