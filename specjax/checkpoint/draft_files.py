@@ -69,7 +69,7 @@ class FilesAt:
     def arrays(self, draft: Draft, dtype: str) -> Params:
         leaves, tensors = row_leaves(draft.rows()), self.tensors()
         tensors = {**tensors, **{name: tensors[other] for name, other in draft.aliases.items()}}
-        weights = hf.Weights(_with_leading_axes(tensors, leaves))
+        weights = _with_leading_axes(tensors, leaves)
         fixed = {
             stored.name
             for leaf in leaves

@@ -46,7 +46,6 @@ from specjax.checkpoint.huggingface_names import (
     raise_problems,
     style_of,
     style_on_export,
-    swap_concat,
     swap_last,
     tensors_of,
     zero_tensors,
@@ -79,7 +78,6 @@ __all__ = [
     "read_config",
     "save_checkpoint",
     "save_head",
-    "swap_concat",
 ]
 
 MTP_KEY = "specjax_mtp"
@@ -124,7 +122,7 @@ def read_stored_config(path: str | Path) -> ModelConfig:
     """Does what `read_config` does, and ties the embeddings as the weights do, if there are any."""
     cfg, reader = read_config(path), open_checkpoint(path)
     try:
-        return _as_stored(Path(path), cfg, Weights(reader.tensors()))
+        return _as_stored(Path(path), cfg, dict(reader.tensors()))
     except (CheckpointError, UnsupportedModelError):
         return cfg  # loading raises the error
 
@@ -257,49 +255,12 @@ def _ids_json(cfg: ModelConfig) -> dict[str, Any]:
     }
 
 
-# --- tensors ------------------------------------------------------------------------------------
-
-
-class Weights:
-    """The tensors of a checkpoint, read by slices."""
-
-    def __init__(self, tensors: Mapping[str, Any]):
-        self._tensors = dict(tensors)
-
-    def names(self) -> list[str]:
-        return list(self._tensors)
-
-    def describe(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Returns shape and dtype without reading the tensor."""
-        tensor = self._tensors[name]
-        return tuple(tensor.shape), str(tensor.dtype)
-
-    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        return self._tensors[name][index]
-
-    def rename(self, old: str, new: str) -> None:
-        """Renames a tensor here; the file is not changed."""
-        self._tensors[new] = self._tensors.pop(old)
-
-    def equal(self, one: str, other: str) -> bool:
-        """Returns whether two tensors have the same shape, dtype and bits, by blocks of rows."""
-        described = self.describe(one)
-        if described != self.describe(other):
-            return False
-        rows = described[0][0] if described[0] else 0
-        for start in range(0, rows, _BLOCK_ROWS):
-            block = (slice(start, min(start + _BLOCK_ROWS, rows)),)
-            if self.read(one, block).tobytes() != self.read(other, block).tobytes():
-                return False
-        return True
-
-
 # --- checking -----------------------------------------------------------------------------------
 
 
 def check_weights(
     source: Path,
-    weights: Weights,
+    weights: Mapping[str, Any],
     leaves: list[Leaf],
     zeros: Mapping[str, tuple[int, ...]],
     extra: Iterable[str],
@@ -316,24 +277,23 @@ def check_weights(
       integers: names of tensors that may hold integers.
     """
     expected = {name: tensor.shape for name, tensor in tensors_of(leaves).items()}
-    present = set(weights.names())
     problems = [
         f"missing: {name}, expected {list(shape)}"
         for name, shape in expected.items()
-        if name not in present
+        if name not in weights
     ]
     for name, shape in (expected | zeros).items():
-        if name not in present:
+        if name not in weights:
             continue
-        got, dtype = weights.describe(name)
+        got, dtype = tuple(weights[name].shape), str(weights[name].dtype)
         if got != shape:
             problems.append(f"wrong shape: {name}, expected {list(shape)}, got {list(got)}")
         elif dtype not in _FLOATS and not (name in integers and dtype in _INTEGERS):
             problems.append(f"wrong dtype: {name}, expected one of {_FLOATS}, got {dtype}")
-        elif name in zeros and np.any(weights.read(name, (slice(None),))):
+        elif name in zeros and np.any(weights[name][:]):
             problems.append(f"not supported: {name} is not zero")
     problems += [
-        f"unexpected: {name}, {list(weights.describe(name)[0])}"
+        f"unexpected: {name}, {list(weights[name].shape)}"
         for name in extra
         if name not in expected and name not in zeros
     ]
@@ -343,7 +303,7 @@ def check_weights(
 # --- placing ------------------------------------------------------------------------------------
 
 
-def place_weights(weights: Weights, leaves: list[Leaf], dtype: str, mesh) -> Params:
+def place_weights(weights: Mapping[str, Any], leaves: list[Leaf], dtype: str, mesh) -> Params:
     """Builds the parameter tree, one array at a time, in its sharding.
 
     Args:
@@ -372,14 +332,16 @@ def place_weights(weights: Weights, leaves: list[Leaf], dtype: str, mesh) -> Par
     return unflatten_dict(arrays)
 
 
-def _kept(weights: Weights, leaf: Leaf, dtype: np.dtype) -> np.dtype:
+def _kept(weights: Mapping[str, Any], leaf: Leaf, dtype: np.dtype) -> np.dtype:
     """Returns the dtype in which a parameter is kept."""
     names = {stored.name for stored in leaf.pieces.values()}
-    integers = any(weights.describe(name)[1] in _INTEGERS for name in names)
+    integers = any(weights[name].dtype in _INTEGERS for name in names)
     return np.dtype(np.int32) if integers else dtype
 
 
-def _read(weights: Weights, leaf: Leaf, dtype: np.dtype, index: tuple[slice, ...]) -> np.ndarray:
+def _read(
+    weights: Mapping[str, Any], leaf: Leaf, dtype: np.dtype, index: tuple[slice, ...]
+) -> np.ndarray:
     """Reads one slice of a parameter; `index` is in the parameter's own axes."""
     index = tuple(slice(*s.indices(n)) for s, n in zip(index, leaf.shape, strict=True))
     out = np.empty([s.stop - s.start for s in index], dtype)
@@ -394,7 +356,7 @@ def _read(weights: Weights, leaf: Leaf, dtype: np.dtype, index: tuple[slice, ...
     return out
 
 
-def _read_piece(weights: Weights, stored: Stored, index: tuple[slice, ...]) -> np.ndarray:
+def _read_piece(weights: Mapping[str, Any], stored: Stored, index: tuple[slice, ...]) -> np.ndarray:
     """Reads one slice of a piece of a parameter; `index` is in the piece's own axes."""
     index, every = list(swap_last(index, stored)), [slice(None)] * len(index)
     if (part := stored.part) is not None:
@@ -402,14 +364,14 @@ def _read_piece(weights: Weights, stored: Stored, index: tuple[slice, ...]) -> n
         # Not every format reads in steps: the rows between are read and dropped.
         index[part.axis] = slice(rows.start, rows[-1] + 1 if rows else rows.start)
         every[part.axis] = slice(None, None, part.step)
-    piece = weights.read(stored.name, tuple(index))[tuple(every)]
+    piece = weights[stored.name][tuple(index)][tuple(every)]
     return piece.swapaxes(-1, -2) if stored.transpose else piece
 
 
 # --- tied embeddings ----------------------------------------------------------------------------
 
 
-def _as_stored(path: Path, cfg: ModelConfig, weights: Weights) -> ModelConfig:
+def _as_stored(path: Path, cfg: ModelConfig, weights: dict[str, Any]) -> ModelConfig:
     """Returns the config with `tie_embeddings` as in the weights, by the rule of transformers.
 
     If a file holds both an embedding and a language-model head that differ, both are used although
@@ -420,13 +382,12 @@ def _as_stored(path: Path, cfg: ModelConfig, weights: Weights) -> ModelConfig:
     if not all(isinstance(place, Stored) and place.part is None for place in places):
         return cfg
     embed, head = (place.name for place in places)
-    names = weights.names()
-    if not cfg.tie_embeddings or head not in names:
+    if not cfg.tie_embeddings or head not in weights:
         return cfg
-    if embed not in names:
-        weights.rename(head, embed)
+    if embed not in weights:
+        weights[embed] = weights.pop(head)
         return cfg
-    if weights.equal(embed, head):
+    if _equal(weights[embed], weights[head]):
         return cfg
     log.warning(
         "%s: tie_word_embeddings is true, but %s and %s differ: each is used as stored; set "
@@ -434,6 +395,15 @@ def _as_stored(path: Path, cfg: ModelConfig, weights: Weights) -> ModelConfig:
         path, embed, head,
     )  # fmt: skip
     return cfg.replace(tie_embeddings=False)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Returns whether two tensors have the same shape, dtype and bits, by blocks of rows."""
+    if tuple(one.shape) != tuple(other.shape) or one.dtype != other.dtype:
+        return False
+    rows = one.shape[0]
+    blocks = (slice(i, min(i + _BLOCK_ROWS, rows)) for i in range(0, rows, _BLOCK_ROWS))
+    return all(one[block].tobytes() == other[block].tobytes() for block in blocks)
 
 
 # --- loading ------------------------------------------------------------------------------------
@@ -472,13 +442,13 @@ def load_checkpoint(
         cfg = cfg.running(param_dtype=dtype, compute_dtype=dtype)
     if mtp_concat is not None:
         cfg = cfg.replace(mtp_concat=mtp_concat)
-    weights = Weights(reader.tensors())
+    weights = dict(reader.tensors())
     cfg = _as_stored(Path(path), cfg, weights)
     policy, head, style = policy_leaves(cfg), [], None
     if cfg.mtp_num_layers:
-        style = style_of(cfg, weights.names())
+        style = style_of(cfg, weights)
         head = head_leaves(cfg, style)
-    extra = [name for name in weights.names() if not is_redundant(cfg, name)]
+    extra = [name for name in weights if not is_redundant(cfg, name)]
     check_weights(Path(path), weights, policy + head, zero_tensors(cfg, style), extra)
     params = place_weights(weights, policy, cfg.run.param_dtype, mesh)
     return cfg, params, (place_weights(weights, head, cfg.run.param_dtype, mesh) if head else None)
@@ -497,15 +467,14 @@ def load_head(path: str | Path, cfg: ModelConfig, mesh: jax.sharding.Mesh | None
     file = path
     if path.is_dir() and (path / HEAD_FILE).exists():
         file = path / HEAD_FILE
-    tensors, metadata = open_files(weight_files(path) if file.is_dir() else [file])
-    weights = Weights(tensors)
-    style = style_of(cfg, weights.names())
+    weights, metadata = open_files(weight_files(path) if file.is_dir() else [file])
+    style = style_of(cfg, weights)
     if not file.is_dir():
         _check_switches(file, cfg, metadata)
     leaves = head_leaves(cfg, style)
     extra = [
         name
-        for name in weights.names()
+        for name in weights
         if not is_redundant(cfg, name) and (not file.is_dir() or is_head_name(cfg, style, name))
     ]
     zeros = {n: s for n, s in zero_tensors(cfg, style).items() if is_head_name(cfg, style, n)}

@@ -20,8 +20,8 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -48,32 +48,12 @@ _TMP_MARK = ".orbax-checkpoint-tmp"
 _SHARED_WITH_POLICY = frozenset({"embed", "embed_tokens", "embedding", "lm_head", "head_weight"})
 
 
-class PendingSave:
-    """A save that runs in the background."""
-
-    def __init__(self, finish: Callable[[], None]):
-        self._error: BaseException | None = None
-
-        def run() -> None:
-            try:
-                finish()
-            except BaseException as error:  # raised in the waiting thread
-                self._error = error
-
-        # Not a daemon, so that the program waits for the save before it exits.
-        self._thread = threading.Thread(target=run, name="checkpoint-save")
-        self._thread.start()
-
-    def done(self) -> bool:
-        """Whether the save has ended, with or without success."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Blocks until the save has ended; raises `CheckpointError` (once) if it failed."""
-        self._thread.join()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+def _in_background(finish: Callable[[], None]) -> Future[None]:
+    """Runs the end of a save in a thread, for which the program waits before it exits."""
+    executor = ThreadPoolExecutor(1, "checkpoint-save")
+    pending = executor.submit(finish)
+    executor.shutdown(wait=False)
+    return pending
 
 
 class Checkpointer:
@@ -96,7 +76,7 @@ class Checkpointer:
         self.keep_last = keep_last
         _filter_orbax_log()
         self._manager = self._open()
-        self._pending: PendingSave | None = None
+        self._pending: Future[None] | None = None
         self._cleaned = False
         self._rewound_to: int | None = None
 
@@ -146,7 +126,7 @@ class Checkpointer:
             except Exception as error:
                 raise self._save_error(step, error) from error
 
-        self._pending = PendingSave(finish)
+        self._pending = _in_background(finish)
         self._pending_step = step
         if block:
             self.wait()
@@ -157,7 +137,7 @@ class Checkpointer:
         if pending is None:
             return
         try:
-            pending.wait()
+            pending.result()
         except CheckpointError:
             self._recover(self._pending_step)
             raise
@@ -282,7 +262,7 @@ def save_draft(
     draft_params: PyTree,
     draft_config_meta: Mapping[str, Any],
     block: bool = False,
-) -> PendingSave:
+) -> Future[None]:
     """Saves a draft head alone, without the embedding and lm_head it shares with the policy.
 
     Args:
@@ -292,7 +272,7 @@ def save_draft(
         block: whether to wait for the commit.
 
     Returns:
-        The save in flight; its `wait` raises `CheckpointError` if it failed.
+        The save in flight; its `result` raises `CheckpointError` if it failed.
 
     Raises:
         CheckpointError: the path exists, or the parameters hold a tensor shared with the policy.
@@ -333,9 +313,9 @@ def save_draft(
         except Exception as error:
             raise failed(error) from error
 
-    pending = PendingSave(finish)
+    pending = _in_background(finish)
     if block:
-        pending.wait()
+        pending.result()
     return pending
 
 

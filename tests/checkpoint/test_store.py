@@ -286,7 +286,7 @@ def test_a_disk_that_cannot_take_the_save_is_reported_and_loses_nothing(tmp_path
 def test_a_draft_head_is_saved_and_loaded_without_its_policy(tmp_path):
     head = {"proj": jnp.arange(8.0).reshape(4, 2), "layer": {"q": jnp.ones((1, 2, 2))}}
     pending = save_draft(tmp_path / "head", head, {"mtp_num_layers": 1})
-    pending.wait()
+    pending.result()
     assert pending.done()
     loaded, meta = load_draft(tmp_path / "head")
     _assert_same(loaded, head)
