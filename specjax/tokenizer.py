@@ -64,10 +64,9 @@ def load_tokenizer(path: str | Path, required: bool = True):
         raise FileNotFoundError(
             f"{path} has no tokenizer.json; copy the model's tokenizer files there"
         )
-    if problem := next(
-        filter(None, (pointer_problem(path / name) for name in TOKENIZER_FILES)), ""
-    ):
-        raise CheckpointError(problem)
+    for name in TOKENIZER_FILES:
+        if problem := pointer_problem(path / name):
+            raise CheckpointError(problem)
     file = path / _SETTINGS
     keys = Keys(file, read_json(file) if file.exists() else {})
     plain = keys.text("tokenizer_class", None) in ("PreTrainedTokenizerFast", "TokenizersBackend")

@@ -160,6 +160,8 @@ def convert(
 
 def _write(target: Path, to: str, model: Model, found: int, dtype: str | None = None) -> Converted:
     """Writes the parts of a model in a layout; `found` is their step."""
+    if model.tokenizer is not None:
+        load_tokenizer(model.tokenizer, required=False)  # raises if it is damaged
     dtype = dtype or model.cfg.run.param_dtype
     trees = {"policy": model.policy, "head": model.head and model.head.params}
     try:
