@@ -1,10 +1,8 @@
-"""The `Kernels` record that a kernel backend is written as, and the choice of a backend."""
+"""The choice of a kernel backend, and the reasons against one."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from specjax.config import ModelConfig
 from specjax.interfaces import Device
@@ -12,10 +10,6 @@ from specjax.kernels.names import GROUPS, OWN, check_attention
 from specjax.registry import BACKENDS
 
 REFERENCE = "reference"
-# Operations that a backend may have, see `specjax.kernels.dispatch`.
-OPERATIONS = (
-    "tree_attention", "causal_attention", "context_attention", "commit", "product", "layers",
-)  # fmt: skip
 
 
 class Declined(Exception):
@@ -30,32 +24,6 @@ class Unsuited(str):
 
     The kernels were never meant for such models.
     """
-
-
-def _refuses_nothing(operation: str, device: Device | None, cfg: ModelConfig) -> str | None:
-    return None
-
-
-@dataclasses.dataclass(frozen=True)
-class Kernels:
-    """A `specjax.interfaces.Backend`; the attributes that it has are explained there."""
-
-    operations: Mapping[str, Callable[..., Any]]
-    line: str
-    refuses: Callable[[str, Device | None, ModelConfig], str | None] = _refuses_nothing
-    rest: str = "reference"
-    kinds: tuple[str, ...] = ()
-    page_multiple: int = 16
-    by_device: bool = True
-    prompts_alone: bool = True
-    warns: bool = False
-    environment: tuple[str, ...] = ()
-
-    def __post_init__(self):
-        if unknown := sorted(self.operations.keys() - set(OPERATIONS)):
-            raise ValueError(
-                f"unknown operations {', '.join(unknown)}; expected some of {', '.join(OPERATIONS)}"
-            )
 
 
 def head_sizes(cfg: ModelConfig) -> tuple[int, ...]:

@@ -105,7 +105,7 @@ def refuses(operation: str, name: str, device: Device | None, cfg: ModelConfig) 
     An `Unsuited` (`specjax.kernels.backend`) is a reason that needs no warning.
 
     Args:
-      operation: one of `specjax.kernels.backend.OPERATIONS`.
+      operation: one of `specjax.interfaces.OPERATIONS`.
       name: name of the backend, or its path.
       device: device to run on, see `device_of`; None: check the model only.
     """

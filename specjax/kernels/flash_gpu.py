@@ -30,8 +30,8 @@ from jaxtyping import Array, Float, Int
 
 from specjax.config import ModelConfig
 from specjax.config.model import ATTENTION_RESIDUALS
-from specjax.interfaces import Device
-from specjax.kernels.backend import Kernels, head_sizes
+from specjax.interfaces import Backend, Device
+from specjax.kernels.backend import head_sizes
 from specjax.kernels.context_parallel import add_own
 from specjax.kernels.flash import HIDDEN, WHOLE, Tokens, kinds_of_pairs
 from specjax.kernels.library import padded
@@ -428,13 +428,13 @@ def _refuses(operation: str, device: Device | None, cfg: ModelConfig) -> str | N
     return None
 
 
-BACKEND = Kernels(
+BACKEND = Backend(
     operations={"causal_attention": causal_attention},
     refuses=_refuses,
     rest="library:cudnn",
     line="Pallas Triton flash attention of packed rows",
 )
-INTERPRET = Kernels(
+INTERPRET = Backend(
     operations={"causal_attention": functools.partial(causal_attention, interpret=True)},
     line="the GPU's flash attention in interpret mode: slow, for tests",
     warns=True,

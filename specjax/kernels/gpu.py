@@ -30,8 +30,8 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from specjax.config import ModelConfig
-from specjax.interfaces import Device, Table
-from specjax.kernels.backend import Kernels, Unsuited, head_sizes
+from specjax.interfaces import Backend, Device, Table
+from specjax.kernels.backend import Unsuited, head_sizes
 from specjax.kernels.names import NVIDIA
 from specjax.kernels.reference import NEG_INF, pack_heads, tree_depth, within_window
 from specjax.kernels.triton_lowering import LOG2E, as_on_a_gpu
@@ -727,7 +727,7 @@ def _refuses(operation: str, device: Device | None, cfg: ModelConfig) -> str | N
     return None
 
 
-BACKEND = Kernels(
+BACKEND = Backend(
     operations={"tree_attention": tree_attention},
     refuses=_refuses,
     rest="triton",

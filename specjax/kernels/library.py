@@ -19,9 +19,9 @@ from jaxtyping import Array, Bool, Float
 from specjax import determinism
 from specjax.config import ModelConfig
 from specjax.config.model import ATTENTION_RESIDUALS
-from specjax.interfaces import Device, Table
+from specjax.interfaces import Backend, Device, Table
 from specjax.kernels import commit
-from specjax.kernels.backend import Declined, Kernels, head_sizes
+from specjax.kernels.backend import Declined, head_sizes
 from specjax.kernels.names import NVIDIA
 from specjax.kernels.reference import (
     causal_segment_mask,
@@ -211,13 +211,13 @@ def _operations(implementation: str) -> dict:
     }
 
 
-CUDNN = Kernels(
+CUDNN = Backend(
     operations=_operations("cudnn"),
     refuses=_cudnn_refuses,
     rest="library:xla",
     line="jax.nn.dot_product_attention by cuDNN",
 )
-XLA = Kernels(
+XLA = Backend(
     operations=_operations("xla"),
     line="jax.nn.dot_product_attention in XLA",
 )

@@ -25,9 +25,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from specjax.config import ModelConfig
-from specjax.interfaces import Device, Table
+from specjax.interfaces import Backend, Device, Table
 from specjax.kernels import context_parallel, flash, library
-from specjax.kernels.backend import Kernels, head_sizes
+from specjax.kernels.backend import head_sizes
 from specjax.kernels.reference import NEG_INF, Running
 from specjax.kernels.tiles import by_rows, dot
 
@@ -585,14 +585,14 @@ def _refuses(operation: str, device: Device | None, cfg: ModelConfig) -> str | N
 CONTEXT_ATTENTION = functools.partial(context_parallel.attention, step=flash.step(flash.Tiles()))
 
 
-def kernels(tuning: Tuning, chips: str, *kinds: str) -> Kernels:
+def kernels(tuning: Tuning, chips: str, *kinds: str) -> Backend:
     """Makes the backend of a generation of TPUs, or one with a tuning of your own.
 
     Args:
       chips: name of the generation, for the line that is logged at start.
       kinds: device kinds, as jax names them, for which `auto` chooses it.
     """
-    return Kernels(
+    return Backend(
         operations={
             "tree_attention": functools.partial(tree_attention, tuning=tuning),
             "causal_attention": library.splash_attention,
@@ -613,7 +613,7 @@ def _refuses_to_interpret(operation: str, device: Device | None, cfg: ModelConfi
 V5E = kernels(TUNING["v5e"], "v5e", "TPU v5 lite", "TPU v5e")
 V5P = kernels(TUNING["v5p"], "v5p", "TPU v5", "TPU v5p")
 V6E = kernels(TUNING["v6e"], "v6e", "TPU v6 lite", "TPU v6e")
-INTERPRET = Kernels(
+INTERPRET = Backend(
     operations={
         "tree_attention": functools.partial(tree_attention, tuning=INTERPRETED, interpret=True),
         "causal_attention": functools.partial(library.splash_attention, interpret=True),

@@ -27,9 +27,9 @@ import jax.experimental.pallas.triton as plgpu
 import jax.numpy as jnp
 
 from specjax.config import ModelConfig
-from specjax.interfaces import Device, Table
+from specjax.interfaces import Backend, Device, Table
 from specjax.kernels import commit_kernel
-from specjax.kernels.backend import Kernels, head_sizes
+from specjax.kernels.backend import head_sizes
 from specjax.kernels.reference import NEG_INF, tree_depth, within_window
 from specjax.kernels.tiles import dot
 from specjax.kernels.triton_lowering import LOG2E, as_on_a_gpu, no_ampere, power
@@ -429,14 +429,14 @@ def _refuses_to_interpret(operation: str, device: Device | None, cfg: ModelConfi
     return _refuses_model(cfg)
 
 
-BACKEND = Kernels(
+BACKEND = Backend(
     operations={"tree_attention": tree_attention, "commit": commit_kernel.by_kernel},
     refuses=_refuses,
     rest="gpu:flash",
     line="Pallas Triton tree attention",
     page_multiple=64,  # larger blocks, of which none crosses pages
 )
-INTERPRET = Kernels(
+INTERPRET = Backend(
     operations={
         "tree_attention": functools.partial(tree_attention, tuning=INTERPRETED, interpret=True),
     },

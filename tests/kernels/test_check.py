@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 from specjax.config import RunConfig
+from specjax.interfaces import Backend
 from specjax.kernels import check, reference
-from specjax.kernels.backend import Kernels
 from specjax.models.families.dense import change_dense, dense_config
 
 CFG = dense_config(
@@ -41,8 +41,8 @@ def _fails(**given):
     raise NotImplementedError("no such instruction\non this device")
 
 
-def _kernels(attend, rest="reference") -> Kernels:
-    return Kernels({"tree_attention": attend}, line="a kernel of a test", rest=rest)
+def _kernels(attend, rest="reference") -> Backend:
+    return Backend({"tree_attention": attend}, line="a kernel of a test", rest=rest)
 
 
 HERE = __name__

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from specjax.config import RunConfig
+from specjax.interfaces import Backend
 from specjax.kernels import check, reference
-from specjax.kernels.backend import Kernels
 from specjax.models.families.dense import change_dense, dense_config
 from train.loss.optim import OptimConfig
 from train.loss.policy import PolicyTrainer
@@ -31,8 +31,8 @@ def _one_segment(q, k, v, own, segment_ids, **options):
     return _right(q, k, v, own, jnp.ones_like(segment_ids), **options)
 
 
-def _kernels(attend) -> Kernels:
-    return Kernels({"causal_attention": attend}, line="a kernel of a test")
+def _kernels(attend) -> Backend:
+    return Backend({"causal_attention": attend}, line="a kernel of a test")
 
 
 RIGHT, WRONG_GRADIENT, ONE_SEGMENT = map(_kernels, (_right, _wrong_gradient, _one_segment))

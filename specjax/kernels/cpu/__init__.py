@@ -21,8 +21,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from specjax.config import ModelConfig
-from specjax.interfaces import Device, Table
-from specjax.kernels.backend import Declined, Kernels, Unsuited, head_sizes
+from specjax.interfaces import Backend, Device, Table
+from specjax.kernels.backend import Declined, Unsuited, head_sizes
 from specjax.kernels.cpu import native
 from specjax.kernels.reference import PANEL_WIDTH
 
@@ -176,7 +176,7 @@ def _refuses_layers(cfg: ModelConfig) -> str | None:
     return None
 
 
-BACKEND = Kernels(
+BACKEND = Backend(
     operations={
         "tree_attention": tree_attention,
         "commit": commit,
