@@ -54,6 +54,13 @@ def nest(named: Mapping[str, Any]) -> dict[str, Any]:
     return unflatten_dict(dict(named), sep="/")
 
 
+def shapes_of(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arrays of one tree of a record, as nested dicts of shapes."""
+    return nest(
+        {name: jax.ShapeDtypeStruct(tuple(e["shape"]), e["dtype"]) for name, e in entries.items()}
+    )
+
+
 def _is_key(leaf: Any) -> bool:
     return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
