@@ -13,7 +13,7 @@ All noise is Gumbel noise: the argmax of log-weights plus Gumbel noise is a draw
 
 The noise of all positions that a round may decide is drawn at the round's start (`draw_ahead`).
 
-Dimensions: B slots, R rows of a tree, C columns, V vocabulary, `ring` positions of a `NoiseRing`.
+Dimensions: B slots, R rows of a tree, C columns, V vocabulary.
 """
 
 from __future__ import annotations

@@ -208,7 +208,6 @@ def test_the_main_job_learns_the_same_on_eight_devices(runs):
         assert a["rollout/tokens_sha"] == b["rollout/tokens_sha"]
         for name in ("rollout/reward", "train/loss", "train/grad_norm", "train/mtp_loss"):
             assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-4), name
-        assert a["sync/bytes_per_device"] == 0 < b["sync/bytes_per_device"]
         assert b["time/sync"] > 0
         assert b["rollout/tokens_per_gpu_per_sec"] * 8 == pytest.approx(b["rollout/tokens_per_sec"])
 
