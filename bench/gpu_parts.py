@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
@@ -280,7 +280,15 @@ class Case(NamedTuple):
     page: int = 128
     pages: int = 6
     window: int | None = None
+    sinks: bool = False
+    lse: bool = False
+    soft_cap: float | None = None
     dtype: str = "bfloat16"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        capped = {} if self.soft_cap is None else {"soft_cap": self.soft_cap}
+        return {"window": self.window, "with_lse": self.lse, **capped}
 
 
 CASES = {
@@ -292,18 +300,19 @@ CASES = {
     "many_slots": Case(8, batch=48, pages=2),
     "one_head_of_8": Case(kv_heads=1, group=8),
     "pages_of_64": Case(page=64),
-    "window": Case(64, window=90),
+    "window_sinks_and_lse": Case(64, window=90, sinks=True, lse=True),
     "heads_of_64": Case(head=64),
     "heads_of_96": Case(head=96),
     "heads_of_256": Case(head=256),
-    "float32": Case(dtype="float32"),
+    "soft_cap": Case(soft_cap=20.0),
+    "float32": Case(dtype="float32", lse=True),
 }
-SMALL_CASES = {"tree_of_8": Case(8, 2, 2, 2, 16, 16, 3, 20)}
+SMALL_CASES = {"tree_of_8": Case(8, 2, 2, 2, 16, 16, 3, 20, True, True)}
 
 
 def _arrays(case: Case, seed: int) -> tuple:
-    """Returns the arguments of `tree_attention` up to the table; values past the end of a prefix
-    are as large as those before."""
+    """Returns the arguments of `tree_attention` up to the table, and sinks; values past the end of
+    a prefix are as large as those before."""
     rng, heads = np.random.default_rng(seed), case.kv_heads * case.group
 
     def normal(*shape):
@@ -319,7 +328,8 @@ def _arrays(case: Case, seed: int) -> tuple:
     trees = [normal(batch, n, rows, case.head) for n in (heads, case.kv_heads, case.kv_heads)]
     shape = 1 + batch * case.pages, case.kv_heads, case.page, case.head
     pages = [normal(*shape) for _ in range(2)]
-    return *trees, *pages, prefix.astype(np.int32), bits, table.astype(np.int32)
+    sinks = rng.standard_normal(heads, np.float32) if case.sinks else None
+    return *trees, *pages, prefix.astype(np.int32), bits, table.astype(np.int32), sinks
 
 
 def values(job: Job, kernels: tuple[str, ...]) -> None:
@@ -334,8 +344,8 @@ def values(job: Job, kernels: tuple[str, ...]) -> None:
         except Absent as error:
             absent, served = error, []
         for kernel in served:
-            attend = functools.partial(dispatch.tree_attention, kernel=kernel, window=case.window)
-            lower = functools.partial(jax.jit(attend).lower, *inputs)
+            attend = functools.partial(dispatch.tree_attention, kernel=kernel, **case.options)
+            lower = functools.partial(jax.jit(attend).lower, *inputs[:-1], sinks=inputs[-1])
             programs[f"values/{kernel}/{name}"] = Program(f"values/{kernel}/{name}", lower)
     if not programs:
         raise absent
@@ -344,17 +354,17 @@ def values(job: Job, kernels: tuple[str, ...]) -> None:
     @functools.cache
     def wanted(name: str) -> list[np.ndarray]:
         arrays = [
-            x if x.dtype.kind in "iu" else x.astype(np.float32)
+            x if x is None or x.dtype.kind in "iu" else x.astype(np.float32)
             for x in _arrays(cases[name], job.seed)
         ]
-        attend = functools.partial(reference.tree_attention, window=cases[name].window)
+        attend = jax.jit(functools.partial(reference.tree_attention, **cases[name].options))
         with jax.default_device(jax.devices("cpu")[0]):
-            return jax.device_get(jax.tree.leaves(jax.jit(attend)(*arrays)))
+            return jax.device_get(jax.tree.leaves(attend(*arrays[:-1], sinks=arrays[-1])))
 
     def measure(program: str) -> dict:
         name, worst = program.rpartition("/")[2], 0.0
-        arrays = _arrays(cases[name], job.seed)
-        found = jax.device_get(jax.tree.leaves(built[program](*arrays)))
+        *arrays, sinks = _arrays(cases[name], job.seed)
+        found = jax.device_get(jax.tree.leaves(built[program](*arrays, sinks=sinks)))
         for got, want in zip(found, wanted(name), strict=True):
             got, allowed = got.astype(np.float32), check.TOLERANCE[cases[name].dtype]
             error = float((np.abs(got - want) / (allowed * (1 + np.abs(want)))).max())

@@ -203,7 +203,7 @@ class _Call(NamedTuple):
 
     Attributes:
       heads, kv_heads, size: numbers of heads on one device, and their size.
-      window: as the layer has it.
+      window, soft_cap: as the layer has them.
       rows: number of rows that attend, the last ones of the tree; 0: a packed row of training.
       tree: number of rows of the tree.
       piece: whether it is a piece of a prompt, each of whose rows sees all rows before it.
@@ -213,6 +213,7 @@ class _Call(NamedTuple):
     kv_heads: int
     size: int
     window: int | None
+    soft_cap: float | None
     rows: int = 0
     tree: int = 0
     piece: bool = False
@@ -220,8 +221,13 @@ class _Call(NamedTuple):
     def __str__(self) -> str:
         rows = f"a piece of {self.rows}" if self.piece else f"{self.rows} of {self.tree}"
         rows = f"{rows} rows" if self.rows else f"a packed row of {LENGTH} tokens"
-        window = "" if self.window is None else f", window {self.window}"
-        return f"{rows}, {self.heads} heads of {self.size}{window}"
+        parts = [rows, f"{self.heads} heads of {self.size}"]
+        parts += [f"{name} {value}" for name, value in self.options.items() if value is not None]
+        return ", ".join(parts)
+
+    @property
+    def options(self) -> dict[str, float | None]:
+        return {"window": self.window, "soft_cap": self.soft_cap}
 
 
 def _layers(cfg: ModelConfig, ways: int) -> tuple[_Call, ...]:
@@ -230,7 +236,7 @@ def _layers(cfg: ModelConfig, ways: int) -> tuple[_Call, ...]:
     for mixer in cfg.mixers("attention"):
         split = ways if mixer.num_kv_heads % ways == 0 else 1  # else each device computes all heads
         heads = mixer.num_heads // split, mixer.num_kv_heads // split
-        kinds.append(_Call(*heads, mixer.head_dim, mixer.window))
+        kinds.append(_Call(*heads, mixer.head_dim, mixer.window, mixer.soft_cap))
     return tuple(dict.fromkeys(kinds))
 
 
@@ -314,7 +320,7 @@ def _compare_trees(
         """The largest difference of each call, as a share of what is allowed; inf: not finite."""
         worst, precise = [], functools.partial(jax.default_matmul_precision, "highest")
         for call, given in zip(calls, arrays, strict=True):
-            attend = functools.partial(dispatch.tree_attention, window=call.window)
+            attend = functools.partial(dispatch.tree_attention, **call.options)
             with precise() if dtype == "float32" else contextlib.nullcontext():  # as in programs
                 got = attend(*given, kernel=name).astype(jnp.float32)
             exact = [x.astype(jnp.float32) if x.dtype == given[0].dtype else x for x in given]
@@ -465,7 +471,7 @@ def _compare_packed(
         for call, (given, d_out) in zip(calls, arrays, strict=True):
 
             def results(q, k, v, kernel, call=call, d_out=d_out):
-                attend = functools.partial(dispatch.causal_attention, window=call.window)
+                attend = functools.partial(dispatch.causal_attention, **call.options)
                 out, pull = jax.vjp(lambda *x: attend(*x, ids, kernel=kernel), q, k, v)
                 return [x.astype(jnp.float32) for x in (out, *pull(d_out.astype(out.dtype)))]
 

@@ -11,7 +11,7 @@ their log-sum-exp. In the ring the gradients of keys and values are sent along w
 back on their own device after one turn of the ring. The log-sum-exp is an output with a gradient of
 its own, so that more keys can be added to the softmax later.
 
-What a device does with a block of keys is a `Step`: `IN_XLA`, which writes the scores of two chunks
+What a device does with a block of keys is a `Step`: `in_xla`, which writes the scores of two chunks
 to memory, or the kernels of `flash.py`. Blocks travel while a step computes.
 """
 
@@ -27,14 +27,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from specjax.config.model import ATTENTION_RESIDUALS
-from specjax.kernels.reference import NEG_INF, Running, own_in_window
+from specjax.kernels.backend import Declined
+from specjax.kernels.reference import NEG_INF, Running, capped, own_in_window
 from specjax.parallel.context import AXIS, Context
 from specjax.parallel.sharding import spec_for
 
 
 def attention(
-    q, k, v, own, segment_ids, context: Context, *, window: int | None = None,
-    step: Step | None = None,
+    q, k, v, own, segment_ids, context: Context, *,
+    window: int | None = None, soft_cap: float | None = None, step: Step | None = None,
 ) -> Float[Array, "B N S H"]:  # fmt: skip
     """Computes `reference.causal_attention_with_own` of rows in the order of `context`.
 
@@ -43,8 +44,13 @@ def attention(
     Args:
       own: keys and values of later steps; empty: causal attention alone.
       step: what a device does with a block of keys; None: in XLA.
+
+    Raises:
+      Declined: the step is a kernel, and there is a soft-cap.
     """
-    step = step or IN_XLA
+    if step is not None and soft_cap is not None:
+        raise Declined("it supports no soft-cap")
+    step = step or in_xla(soft_cap)
     if not own:
         return _with_lse(q, k, v, segment_ids, context, window, step, q.dtype)[0].astype(q.dtype)
     own, base_window = own_in_window(own, window)
@@ -52,7 +58,7 @@ def attention(
         found = jnp.zeros(q.shape), jnp.full(q.shape[:-1], NEG_INF)
     else:
         found = _with_lse(q, k, v, segment_ids, context, base_window, step, jnp.float32)
-    return add_own(q, *found, own)
+    return add_own(q, *found, own, soft_cap)
 
 
 def add_own(
@@ -60,12 +66,14 @@ def add_own(
     base: Float[Array, "B N S H"],
     lse: Float[Array, "B N S"],
     own: list[tuple[Array, Array]],
+    soft_cap: float | None = None,
 ) -> Float[Array, "B N S H"]:
     """Adds a position's own rows of later steps to the softmax over base rows.
 
     Args:
       base, lse: attention to base rows and its log-sum-exp, float32.
       own: keys and values of each later step, [B K S H].
+      soft_cap: see `specjax.kernels.reference.capped`.
     """
     b, n, s, h = q.shape
     kv_heads = own[0][0].shape[1]
@@ -73,7 +81,7 @@ def add_own(
     grouped = q.reshape(base.shape).astype(jnp.float32) * h**-0.5
     keys = jnp.stack([key for key, _ in own], axis=-2).astype(jnp.float32)
     values = jnp.stack([value for _, value in own], axis=-2).astype(jnp.float32)
-    scores = jnp.einsum("bkgsh,bksoh->bkgso", grouped, keys)
+    scores = capped(jnp.einsum("bkgsh,bksoh->bkgso", grouped, keys), soft_cap)
     peak = jax.lax.stop_gradient(jnp.maximum(lse, scores.max(-1)))
     base_weight, weights = jnp.exp(lse - peak), jnp.exp(scores - peak[..., None])
     total = base_weight + weights.sum(-1)
@@ -240,8 +248,8 @@ def _group(x, kv_heads: int):
     return x.reshape(x.shape[0], kv_heads, x.shape[1] // kv_heads, *x.shape[2:])
 
 
-def _scores(q, k):
-    return jnp.einsum("bkgsh,bkuh->bkgsu", q, k.astype(jnp.float32))
+def _scores(q, k, soft_cap):
+    return capped(jnp.einsum("bkgsh,bkuh->bkgsu", q, k.astype(jnp.float32)), soft_cap)
 
 
 def _empty(rows) -> Running:
@@ -250,21 +258,26 @@ def _empty(rows) -> Running:
     return Running(jnp.full(one, NEG_INF), jnp.zeros(one), jnp.zeros(rows.shape))
 
 
-def _add(running: Running, q, k, v, queries: Piece, keys: Piece, window) -> Running:
+def _add(soft_cap, running: Running, q, k, v, queries: Piece, keys: Piece, window) -> Running:
     """Adds one block of keys to the running softmax of queries."""
     v, mask = v.astype(jnp.float32), queries.sees(keys, window)
     return running.add(
-        jnp.where(mask, _scores(q, k), NEG_INF),
+        jnp.where(mask, _scores(q, k, soft_cap), NEG_INF),
         lambda weights: jnp.einsum("bkgsu,bkuh->bkgsh", weights, v),
     )
 
 
-def _add_gradients(state, q, k, v, queries: Piece, keys: Piece, window, lse, d_out, delta):
+def _add_gradients(
+    soft_cap, state, q, k, v, queries: Piece, keys: Piece, window, lse, d_out, delta
+):
     """Adds the gradients of one block of queries and one of keys to (d_q, d_k, d_v)."""
     (d_q, d_k, d_v), mask = state, queries.sees(keys, window)
-    weights = jnp.where(mask, jnp.exp(_scores(q, k) - lse[..., None]), 0.0)
+    scores = _scores(q, k, soft_cap)
+    weights = jnp.where(mask, jnp.exp(scores - lse[..., None]), 0.0)
     d_weights = jnp.einsum("bkgsh,bkuh->bkgsu", d_out, v.astype(jnp.float32))
     d_scores = weights * (d_weights - delta[..., None])
+    if soft_cap is not None:
+        d_scores = d_scores * (1 - (scores / soft_cap) ** 2)
     d_q += jnp.einsum("bkgsu,bkuh->bkgsh", d_scores, k.astype(jnp.float32))
     d_k += jnp.einsum("bkgsu,bkgsh->bkuh", d_scores, q)
     return d_q, d_k, d_v + jnp.einsum("bkgsu,bkgsh->bkuh", weights, d_out)
@@ -276,8 +289,11 @@ def _done(running: Running):
     return out, running.lse.reshape(b, kv_heads * group, s)
 
 
-# Writes the scores of two chunks to memory.
-IN_XLA = Step(lambda q, dtype: q, _group, _empty, _add, _done, _add_gradients, whole=False)
+@functools.cache  # equal layers have one `Step`
+def in_xla(soft_cap: float | None) -> Step:
+    """Returns the step that writes the scores of two chunks to memory."""
+    add, gradients = (functools.partial(f, soft_cap) for f in (_add, _add_gradients))
+    return Step(lambda q, dtype: q, _group, _empty, add, _done, gradients, whole=False)
 
 
 # --- the ring -------------------------------------------------------------------------------------

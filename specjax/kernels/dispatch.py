@@ -17,6 +17,8 @@ An operation that a backend does not have is run by the backend that it names as
 is a call that it declines, which is logged once. The reference has all operations but `layers`;
 where `runs_layers` is False a model runs its layers one by one.
 
+A `soft_cap` is handed to a backend's attention only where a model has one.
+
 Under a mesh (`sharding.ambient`) every device attends to its own heads and rows of the batch.
 """
 
@@ -178,13 +180,17 @@ def tree_attention(
     table: Table = None,
     *,
     window: int | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    with_lse: bool = False,
+    soft_cap: float | None = None,
     kernel: str = "reference",
-) -> Float[Array, "B N T H"]:
+) -> Float[Array, "B N T H"] | tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
     """Computes `specjax.kernels.reference.tree_attention` by a kernel.
 
     Args:
       kernel: a name of the table, or a path.
     """
+    options = {"window": window, "with_lse": with_lse, **_soft_cap(soft_cap)}
     batch, heads = ("batch", "heads", None, None), (None, "heads", None, None)
     bits = jnp.asarray(visible_bits)
     named = {
@@ -199,10 +205,14 @@ def tree_attention(
     }
     if table is not None:
         named["table"] = (table, ("batch", None))
+    if sinks is not None:
+        named["sinks"] = (sinks, ("heads",))
+    out = (batch, batch[:-1]) if with_lse else batch
+    sizes = q.shape[0], k_tree.shape[1]
 
     def attend(backend: Backend, function: Callable):
-        function = functools.partial(function, window=window)
-        return _on_each_device(backend, function, named, q.shape[0], k_tree.shape[1])
+        function = functools.partial(function, **options)
+        return _on_each_device(backend, function, named, out, *sizes)
 
     return _serve("tree_attention", kernel, attend)
 
@@ -294,6 +304,7 @@ def causal_attention(
     context: Context | None = None,
     *,
     window: int | None = None,
+    soft_cap: float | None = None,
     kernel: str = "reference",
 ) -> Float[Array, "B N S H"]:
     """Computes `specjax.kernels.reference.causal_attention` by a kernel.
@@ -303,7 +314,7 @@ def causal_attention(
       kernel: a name of the table, or a path.
     """
     return causal_attention_with_own(
-        q, k, v, [], segment_ids, context, window=window, kernel=kernel
+        q, k, v, [], segment_ids, context, window=window, soft_cap=soft_cap, kernel=kernel
     )
 
 
@@ -316,13 +327,15 @@ def causal_attention_with_own(
     context: Context | None = None,
     *,
     window: int | None = None,
+    soft_cap: float | None = None,
     kernel: str = "reference",
 ) -> Float[Array, "B N S H"]:
     """Computes `specjax.kernels.reference.causal_attention_with_own` by a kernel."""
+    options = {"window": window, **_soft_cap(soft_cap)}
     if context is not None:
 
         def attend_split(_: Backend, function: Callable):
-            return function(q, k, v, own, segment_ids, context, window=window)
+            return function(q, k, v, own, segment_ids, context, **options)
 
         return _serve("context_attention", kernel, attend_split)
     batch = ("batch", "heads", None, None)
@@ -331,19 +344,25 @@ def causal_attention_with_own(
     named["segment_ids"] = (segment_ids, ("batch", None))
 
     def attend(backend: Backend, function: Callable):
-        function = functools.partial(function, window=window)
-        return _on_each_device(backend, function, named, q.shape[0], k.shape[1])
+        function = functools.partial(function, **options)
+        return _on_each_device(backend, function, named, batch, q.shape[0], k.shape[1])
 
     return _serve("causal_attention", kernel, attend)
 
 
-def _on_each_device(backend: Backend, attend: Callable, named: dict, batch: int, kv_heads: int):
+def _soft_cap(soft_cap: float | None) -> dict[str, float]:
+    """Returns the keyword for a backend, which need not know of soft-caps where there is none."""
+    return {} if soft_cap is None else {"soft_cap": soft_cap}
+
+
+def _on_each_device(
+    backend: Backend, attend: Callable, named: dict, out, batch: int, kv_heads: int
+):
     """Calls `attend` on each device's shard, because the compiler cannot split a kernel.
 
-    The result is split as the queries are.
-
     Args:
-      named: name -> (array or tree of arrays, its logical axes); `q` are the queries.
+      named: name -> (array or tree of arrays, its logical axes).
+      out: logical axes of the result.
       batch, kv_heads: sizes that are split; one that the mesh does not divide is computed whole on
         every device.
     """
@@ -360,6 +379,6 @@ def _on_each_device(backend: Backend, attend: Callable, named: dict, batch: int,
     return jax.shard_map(
         lambda arrays: attend(**arrays),
         in_specs=({name: spec(axes) for name, (_, axes) in named.items()},),
-        out_specs=spec(named["q"][1]),
+        out_specs=tuple(map(spec, out)) if isinstance(out[0], tuple) else spec(out),
         check_vma=False,  # a kernel's outputs do not declare the axes that they vary over
     )(arrays)

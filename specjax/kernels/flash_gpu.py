@@ -94,7 +94,8 @@ TILES = {
 
 def causal_attention(
     q, k, v, own, segment_ids, *,
-    window: int | None = None, tiles: Tiles | None = None, interpret: bool = False,
+    window: int | None = None, soft_cap: float | None = None, tiles: Tiles | None = None,
+    interpret: bool = False,
 ) -> Float[Array, "B N S H"]:  # fmt: skip
     """Computes `reference.causal_attention_with_own`; without own rows, causal attention.
 
@@ -103,6 +104,7 @@ def causal_attention(
 
     Args:
       own: keys and values of later steps at the query's own position; may be empty.
+      soft_cap: see `reference.capped`.
       tiles: how the kernels are cut; None: by head size and dtype.
       interpret: whether to interpret the kernels on CPU, for tests.
     """
@@ -111,14 +113,14 @@ def causal_attention(
     tiles = tiles or TILES[q.dtype.itemsize, _rounded(h)]
     if base_window == 0:  # no base row is visible, and a softmax over none would be NaN
         base, lse = jnp.zeros(q.shape), jnp.full(q.shape[:-1], NEG_INF)
-        return add_own(q, base, lse, own)
+        return add_own(q, base, lse, own, soft_cap)
     rows, keys, values, _, segments = padded(tiles.largest, q, k, v, [], segment_ids)
     segments = jnp.where(segments == 0, _PADDING, segments.astype(jnp.int32))
     dtype = jnp.float32 if own else q.dtype
-    call = _Call(tiles, base_window, jnp.dtype(dtype), interpret)
+    call = _Call(tiles, base_window, soft_cap, jnp.dtype(dtype), interpret)
     out, lse = _attend(call, rows, keys, values, segments)
     out, lse = out[:, :, :s], lse[:, :, :s]
-    return add_own(q, out, lse, own) if own else out
+    return add_own(q, out, lse, own, soft_cap) if own else out
 
 
 def _rounded(head: int) -> int:
@@ -135,6 +137,7 @@ class _Call:
 
     tiles: Tiles
     window: int | None
+    soft_cap: float | None
     dtype: jnp.dtype
     interpret: bool
 
@@ -282,7 +285,8 @@ class _Cut:
             return call(*(x for _, x in given))
 
     def arithmetic(self) -> _Arithmetic:
-        return _Arithmetic(self.tile, self.width, self.group, self.call.window)
+        call, group = self.call, self.group
+        return _Arithmetic(self.tile, self.width, group, call.window, call.soft_cap)
 
 
 # --- the kernels ----------------------------------------------------------------------------------
@@ -296,6 +300,7 @@ class _Arithmetic:
     width: int
     group: int
     window: int | None
+    soft_cap: float | None
 
     def load(self, ref):
         """Loads rows of a head's size; columns after it are 0."""
@@ -312,9 +317,13 @@ class _Arithmetic:
             plgpu.store(ref, x, mask=(jnp.arange(ref.shape[-1]) < self.width)[None])
 
     def scores(self, left, right, seen=None):
-        """Computes scores in units of log 2; NEG_INF if unseen."""
-        scores = by_rows(left, right) * self.width**-0.5 * LOG2E
-        return scores if seen is None else jnp.where(seen, scores, NEG_INF)
+        """Computes scores in units of log 2, and the slope of the soft cap; NEG_INF if unseen."""
+        scores, slope = by_rows(left, right) * self.width**-0.5, None
+        if self.soft_cap is not None:
+            share = jnp.tanh(scores / self.soft_cap)
+            scores, slope = self.soft_cap * share, 1 - share * share
+        scores = scores * LOG2E
+        return (scores if seen is None else jnp.where(seen, scores, NEG_INF)), slope
 
     def seen(self, q_places, q_ids, k_places, k_ids):
         """Returns which query sees which key, from positions and segments that broadcast."""
@@ -342,7 +351,7 @@ def _forward_kernel(on: _Arithmetic, bounds, q, k, v, q_ids, k_ids, out, lse):
         if masked:
             others = j * size + jnp.arange(size)
             seen = on.seen(places[:, None], ids[:, None], others[None], k_ids[here][None])
-        scores = on.scores(rows, keys, seen)
+        scores, _ = on.scores(rows, keys, seen)
         higher = jnp.maximum(peak, scores.max(axis=1))
         shrink, weights = jnp.exp2(peak - higher), jnp.exp2(scores - higher[:, None])
         total = total * shrink + weights.sum(axis=1)
@@ -371,9 +380,10 @@ def _queries_kernel(on: _Arithmetic, bounds, q, k, v, q_ids, k_ids, d_out, lse, 
         if masked:
             others = j * size + jnp.arange(size)
             seen = on.seen(places[:, None], ids[:, None], others[None], k_ids[here][None])
-        scores = on.scores(rows, keys, seen)
+        scores, slope = on.scores(rows, keys, seen)
         weights = jnp.exp2(scores - peak[:, None])
         d_scores = weights * (by_rows(d_rows, values) - shift[:, None])
+        d_scores = d_scores if slope is None else d_scores * slope
         return acc + dot(d_scores.astype(keys.dtype), keys)
 
     acc = _over_range(bounds, step, jnp.zeros(q.shape, jnp.float32))
@@ -392,10 +402,11 @@ def _keys_kernel(on: _Arithmetic, bounds, q, k, v, q_ids, k_ids, d_out, lse, del
         if masked:
             others = i * size + jnp.arange(size)
             seen = on.seen(others[None], q_ids[here][None], places[:, None], ids[:, None])
-        scores = on.scores(keys, rows, seen)  # a row per key
+        scores, slope = on.scores(keys, rows, seen)  # a row per key
         weights = jnp.exp2(scores - (lse[head, here] * LOG2E)[None])
         acc_v += dot(weights.astype(d_rows.dtype), d_rows)
         d_scores = weights * (by_rows(values, d_rows) - delta[head, here][None])
+        d_scores = d_scores if slope is None else d_scores * slope
         return acc_k + dot(d_scores.astype(rows.dtype), rows), acc_v
 
     def one_head(head, carry):

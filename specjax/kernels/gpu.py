@@ -89,7 +89,7 @@ class Shape:
       per_page: blocks per page.
       tree: number of tree keys.
       longest: positions of the page table.
-      window: see `reference.tree_attention`.
+      window, soft_cap: see `reference.tree_attention`.
       processors: multiprocessors of the device.
     """
 
@@ -105,6 +105,7 @@ class Shape:
     tree: int
     longest: int
     window: int | None
+    soft_cap: float | None
     processors: int
 
     @property
@@ -159,6 +160,7 @@ def shape_of(
     longest: int,
     tree: int,
     window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Shape:
     """Returns the shape for `packed` rows per key/value head, `tree` keys, and `longest` prefixes.
 
@@ -176,10 +178,13 @@ def shape_of(
         )
     tiles = -(-packed // ROWS)
     warpgroups = min(tiles, tuning.warpgroups)
+    if head == 128 and window is not None and soft_cap is not None:
+        warpgroups = 1  # 168 registers are not enough for both
     tiles += tiles % warpgroups
     shape = Shape(
         slots, kv_heads, packed, tiles, warpgroups, head, tuning.block, 1,
-        page_size // tuning.block, tree, longest, window, MULTIPROCESSORS,
+        page_size // tuning.block, tree, longest, window, soft_cap,
+        MULTIPROCESSORS,
     )  # fmt: skip
     # Two buffers of queries and one of results; 4 KiB for barriers, alignment and log-sum-exps.
     fixed = warpgroups * ROWS * head * (2 * 2 + 4) + 4096
@@ -189,7 +194,8 @@ def shape_of(
 
 def tree_attention(
     q, k_tree, v_tree, k_pages, v_pages, prefix_len, visible_bits, table: Table = None, *,
-    window: int | None = None, interpret=None,
+    window: int | None = None, sinks=None, with_lse: bool = False, soft_cap: float | None = None,
+    interpret=None,
 ):  # fmt: skip
     """Computes `specjax.kernels.reference.tree_attention`.
 
@@ -206,7 +212,7 @@ def tree_attention(
         table = jnp.arange(b, dtype=jnp.int32)[:, None]
     group = n // kv_heads
     shape = shape_of(
-        b, kv_heads, group * t, h, size, size * table.shape[1], k_tree.shape[2], window
+        b, kv_heads, group * t, h, size, size * table.shape[1], k_tree.shape[2], window, soft_cap
     )
     words = ancestor_words(shape, visible_bits, group)
     slots, work = work_list(shape, prefix_len.astype(jnp.int32), interpret is not None)
@@ -217,8 +223,9 @@ def tree_attention(
     part, lse = _call(
         shape, interpret, rows, words, slots, work, table.astype(jnp.int32), k_pages, v_pages
     )
-    out = merge(shape, part, lse, slots, t, q.dtype, interpret is not None)
-    return jnp.swapaxes(out, 1, 2)
+    out, lse = merge(shape, part, lse, slots, sinks, t, q.dtype, interpret is not None)
+    out, lse = jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)
+    return (out, lse) if with_lse else out
 
 
 def ancestor_words(shape: Shape, visible_bits, group: int) -> Int[Array, "W B M"]:
@@ -339,13 +346,16 @@ def _lists(shape: Shape, lengths, slot, exists, number):
 # --- merging --------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4, 5, 6))
-def merge(shape: Shape, part, lse, slots, rows: int, dtype, interpret: bool):
-    """Merges the chunks of every slot to attention [B T N H].
+@functools.partial(jax.jit, static_argnums=(0, 5, 6, 7))
+def merge(shape: Shape, part, lse, slots, sinks, rows: int, dtype, interpret: bool):
+    """Merges the chunks of every slot, and adds sinks.
 
     Args:
       part, lse: results of items [items, warpgroups, kept rows, H] and their log-sum-exp.
       slots: see `work_list`.
+
+    Returns:
+      attention [B T N H] and its log-sum-exp [B T N].
     """
     group = shape.packed // rows
     heads = shape.kv_heads * group
@@ -354,7 +364,8 @@ def merge(shape: Shape, part, lse, slots, rows: int, dtype, interpret: bool):
     while rows % (2 * at_once) == 0 and 2 * at_once * count * width <= MERGED and at_once < ROWS:
         at_once *= 2
 
-    def program(part_ref, lse_ref, slots_ref, out_ref):
+    def program(part_ref, lse_ref, slots_ref, *rest):
+        sinks_ref, out_ref, out_lse_ref = rest if sinks is not None else (None, *rest)
         slot, head, row = (pl.program_id(axis) for axis in range(3))
         row = row * at_once
         packed = head % group * rows + row
@@ -375,25 +386,36 @@ def merge(shape: Shape, part, lse, slots, rows: int, dtype, interpret: bool):
             mask=exists[:, None, None] & (column < shape.head)[None, None],
             other=0.0,
         )
-        weights = jnp.exp(sums - sums.max(0)[None])
-        out = (values * weights[:, :, None]).sum(0) / weights.sum(0)[:, None]
+        peak = sums.max(0)
+        if sinks is not None:
+            peak = jnp.maximum(peak, sinks_ref[head])
+        weights = jnp.exp(sums - peak[None])
+        total = weights.sum(0)
+        if sinks is not None:
+            total = total + jnp.exp(sinks_ref[head] - peak)
+        out = (values * weights[:, :, None]).sum(0) / total[:, None]
         mine = row + jnp.arange(at_once)
         pltriton.store(
             out_ref.at[slot, mine[:, None], head, column[None]],
             out.astype(dtype),
             mask=jnp.broadcast_to((column < shape.head)[None], out.shape),
         )
+        pltriton.store(out_lse_ref.at[slot, mine, head], peak + jnp.log(total))
 
+    inputs = [part, lse, slots] + ([] if sinks is None else [sinks.astype(jnp.float32)])
     call = pl.pallas_call(
         program,
-        out_shape=jax.ShapeDtypeStruct((shape.slots, rows, heads, shape.head), dtype),
+        out_shape=[
+            jax.ShapeDtypeStruct((shape.slots, rows, heads, shape.head), dtype),
+            jax.ShapeDtypeStruct((shape.slots, rows, heads), jnp.float32),
+        ],
         grid=(shape.slots, heads, rows // at_once),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="merge_chunks",
     )
     with as_on_a_gpu():
-        return call(part, lse, slots)
+        return call(*inputs)
 
 
 # --- arithmetic of the kernel, which a test runs on plain arrays ----------------------------------
@@ -420,7 +442,13 @@ def prefix_seen(shape: Shape, at, length, depth):
 
 def scaled(shape: Shape, products):
     """Returns scores in units of log 2, of the products of queries and keys."""
-    return products * (shape.head**-0.5 * LOG2E)
+    scale = shape.head**-0.5
+    if shape.soft_cap is None:
+        return products * (scale * LOG2E)
+    # tanh(x) = 1 - 2 / (exp(2 x) + 1), as the GPU's own tanh has 11 bits.
+    cap = shape.soft_cap
+    powers = jnp.exp2(products * (2 * LOG2E * scale / cap))
+    return cap * LOG2E - (2 * cap * LOG2E) / (powers + 1)
 
 
 def absorb(running, scores, seen, spread, weigh):

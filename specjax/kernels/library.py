@@ -29,6 +29,7 @@ from specjax.kernels.reference import (
     own_in_window,
     tree_depth,
     unpack_bits,
+    with_sink,
     within_window,
 )
 
@@ -39,15 +40,22 @@ SPLASH_BLOCKS = (512, 256, 128)  # queries and keys at a time; the scores of 512
 
 def tree_attention(
     q, k_tree, v_tree, k_pages, v_pages, prefix_len, visible_bits, table: Table = None, *,
-    window: int | None = None, implementation: str = "cudnn",
+    window: int | None = None, soft_cap: float | None = None, sinks=None, with_lse: bool = False,
+    implementation: str = "cudnn",
 ):  # fmt: skip
     """Computes `specjax.kernels.reference.tree_attention` by `jax.nn.dot_product_attention`.
 
-    It reads every slot's pages to the end of the table, however short the prefix is.
+    It reads every slot's pages to the end of the table, however short the prefix is. jax rounds the
+    log-sum-exp to the keys' dtype, so a call that needs it is computed in float32 by XLA.
 
     Args:
       implementation: `cudnn` or `xla`.
+
+    Raises:
+      Declined: the call has a soft-cap.
     """
+    if soft_cap is not None:
+        raise Declined("jax.nn.dot_product_attention has no soft-cap")
     b, _, t, _ = q.shape
     k, v = contiguous(k_pages, table), contiguous(v_pages, table)
     visible_bits, at = jnp.asarray(visible_bits), jnp.arange(k.shape[2])
@@ -62,7 +70,14 @@ def tree_attention(
     # Masked values are multiplied by zero: they must be finite, and they are (`with_marked_keys`).
     mask = jnp.concatenate(mask, axis=-1)
     arrays = q, jnp.concatenate([k, k_tree], axis=2), jnp.concatenate([v, v_tree], axis=2)
-    return _with_finite_keys(*arrays, mask, implementation)
+    if not with_lse and sinks is None:
+        return _with_finite_keys(*arrays, mask, implementation)
+    arrays = (x.astype(jnp.float32) for x in arrays)
+    out, lse = _dot_product(*arrays, mask, "xla", with_lse=True)
+    if sinks is not None:
+        out, lse = with_sink(out, lse, sinks[:, None].astype(jnp.float32))
+    out = out.astype(q.dtype)
+    return (out, lse) if with_lse else out
 
 
 def _with_finite_keys(q, k, v, mask: Bool[Array, "B T S"], implementation: str):
@@ -77,15 +92,18 @@ def _with_finite_keys(q, k, v, mask: Bool[Array, "B T S"], implementation: str):
 
 
 def causal_attention(
-    q, k, v, own, segment_ids, *, window: int | None = None, implementation: str = "cudnn"
-) -> Float[Array, "B N S H"]:
+    q, k, v, own, segment_ids, *,
+    window: int | None = None, soft_cap: float | None = None, implementation: str = "cudnn",
+) -> Float[Array, "B N S H"]:  # fmt: skip
     """Computes `reference.causal_attention_with_own`; without own rows, causal attention.
 
     The mask of a packed row takes S^2 booleans, because jax's public interface takes no segments.
 
     Raises:
-      Declined: cuDNN does not support the heads.
+      Declined: the call has a soft-cap.
     """
+    if soft_cap is not None:
+        raise Declined("jax.nn.dot_product_attention has no soft-cap")
     if implementation == "cudnn" and not _cudnn_takes(q.dtype, [q.shape[3]]):
         raise Declined(f"cuDNN supports no {q.dtype} heads of {q.shape[3]}")
     s = q.shape[2]
@@ -97,11 +115,13 @@ def causal_attention(
     return _dot_product(q, *_with_own(k, v, own), mask, implementation)[:, :, :s]
 
 
-def _dot_product(q, k, v, mask: Bool[Array, "B T S"], implementation: str):
-    """Computes head-major attention [B N T H] under a mask."""
+def _dot_product(q, k, v, mask: Bool[Array, "B T S"], implementation: str, with_lse=False):
+    """Computes head-major attention under a mask: [B N T H], with `with_lse` also [B N T]."""
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
-    out = jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], implementation=implementation)
-    return jnp.swapaxes(out, 1, 2)
+    found = jax.nn.dot_product_attention(
+        q, k, v, mask=mask[:, None], implementation=implementation, return_residual=with_lse
+    )
+    return jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), found)
 
 
 def padded(multiple: int, q, k, v, own, segment_ids):
@@ -151,13 +171,19 @@ class _CausalWithOwn(splash.Mask):
 
 
 def splash_attention(
-    q, k, v, own, segment_ids, *, window: int | None = None, interpret: bool = False
-) -> Float[Array, "B N S H"]:
+    q, k, v, own, segment_ids, *,
+    window: int | None = None, soft_cap: float | None = None, interpret: bool = False,
+) -> Float[Array, "B N S H"]:  # fmt: skip
     """Computes `reference.causal_attention_with_own` by splash attention; `own` may be empty.
 
     Args:
       interpret: whether to interpret the kernel on CPU, for tests.
+
+    Raises:
+      Declined: the call has a soft-cap.
     """
+    if soft_cap is not None:
+        raise Declined("it supports no soft-cap")
     _, n, s, h = q.shape
     own, window = own_in_window(own, window)
     q, k, v, own, segment_ids = padded(SPLASH_BLOCKS[-1], q, k, v, own, segment_ids)

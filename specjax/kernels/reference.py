@@ -7,6 +7,7 @@ heads repeat no keys.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -73,6 +74,25 @@ def pack_heads(q: Float[Array, "B N T H"], num_kv_heads: int) -> Float[Array, "B
     return q.reshape(b, num_kv_heads, n // num_kv_heads * t, h)
 
 
+def sink_of_rows(sinks: Float[Array, " N"], kv_heads: int, rows: int) -> Float[Array, "K M 1"]:
+    """Repeats each head's sink for its rows, in the order of `pack_heads`."""
+    per_head = sinks.astype(jnp.float32).reshape(kv_heads, -1)
+    return jnp.repeat(per_head, rows, axis=1)[..., None]
+
+
+def with_sink(
+    out: Float[Array, "*B M H"], lse: Float[Array, "*B M"], sink: Float[Array, "*B M"]
+) -> tuple[Array, Array]:
+    """Adds a sink, a logit without a value, to finished attention and its log-sum-exp."""
+    total = jnp.logaddexp(lse, sink)
+    return out * jnp.exp(lse - total)[..., None], total
+
+
+def capped(scores: Array, soft_cap: float | None) -> Array:
+    """Returns scores within +- `soft_cap`, by a tanh (Gemma 2, arXiv 2408.00118); None: as are."""
+    return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+
+
 class Running(NamedTuple):
     """An online softmax, computed block by block (Milakov and Gimelshein 2018, arXiv 1805.02867).
 
@@ -93,6 +113,12 @@ class Running(NamedTuple):
         total = self.total * shrink + weights.sum(-1, keepdims=True)
         return Running(higher, total, self.out * shrink + weigh(weights))
 
+    def add_sink(self, sink: Array) -> Running:
+        """Adds one more logit, which has no value."""
+        higher = jnp.maximum(self.peak, sink)
+        shrink = jnp.exp(self.peak - higher)
+        return Running(higher, self.total * shrink + jnp.exp(sink - higher), self.out * shrink)
+
     @property
     def lse(self) -> Array:
         return self.peak + jnp.log(self.total)
@@ -109,7 +135,10 @@ def tree_attention(
     table: Table = None,
     *,
     window: int | None = None,
-) -> Float[Array, "B N T H"]:
+    sinks: Float[Array, " N"] | None = None,
+    with_lse: bool = False,
+    soft_cap: float | None = None,
+) -> Float[Array, "B N T H"] | tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
     """Computes attention of T tree rows over the cached prefix and over their own ancestors.
 
     The prefix part is masked by length only, the tree part by the ancestor bitmask (self
@@ -122,6 +151,10 @@ def tree_attention(
 
     Args:
       window: number of positions that a row sees, its own included; None: all.
+      sinks: one logit per head that is part of the softmax and has no value.
+      with_lse: also return the log of each softmax's sum [B N T], float32, sinks included.
+      soft_cap: bound of the scaled scores, which become soft_cap * tanh(score / soft_cap); sinks
+        are not scores. None: no bound.
     """
     b, n, t, h = q.shape
     kv_heads, size = k_pages.shape[1:3]
@@ -129,7 +162,7 @@ def tree_attention(
     if window is not None:
         visible_bits = within_window(jnp.asarray(visible_bits), window)
     rows = pack_heads(q, kv_heads).astype(jnp.float32) * h**-0.5
-    running = _attend_tree(rows, k_tree, v_tree, visible_bits, n // kv_heads)
+    running = _attend_tree(rows, k_tree, v_tree, visible_bits, n // kv_heads, soft_cap)
     block = min(BLOCK, size)
     per_page = -(-size // block)
 
@@ -144,22 +177,26 @@ def tree_attention(
         if window is not None:
             last = prefix_len[:, None] + jnp.broadcast_to(depth, (b, depth.shape[-1])) - window
             counts = counts & (stretch * size + at > last[:, None, :, None])
-        scores = jnp.where(counts, jnp.einsum("bkmh,bksh->bkms", rows, k), NEG_INF)
+        scores = capped(jnp.einsum("bkmh,bksh->bkms", rows, k), soft_cap)
+        scores = jnp.where(counts, scores, NEG_INF)
         return running.add(scores, lambda weights: jnp.einsum("bkms,bksh->bkmh", weights, v))
 
     whole, rest = divide(prefix_len.max(), size)
     blocks = whole * per_page + divide(rest + block - 1, block)[0]
     running = jax.lax.fori_loop(0, blocks, add_block, running)
-    return (running.out / running.total).reshape(b, n, t, h).astype(q.dtype)
+    if sinks is not None:
+        running = running.add_sink(sink_of_rows(sinks, kv_heads, t))
+    attended = (running.out / running.total).reshape(b, n, t, h).astype(q.dtype)
+    return (attended, running.lse.reshape(b, n, t)) if with_lse else attended
 
 
-def _attend_tree(rows, k_tree, v_tree, visible_bits, group: int) -> Running:
+def _attend_tree(rows, k_tree, v_tree, visible_bits, group: int, soft_cap) -> Running:
     """Returns the running softmax of packed rows [B K M H] over the tree's own keys."""
     visible = unpack_bits(visible_bits, k_tree.shape[2])
     visible = jnp.concatenate([visible] * group, axis=-2)
     visible = visible[:, None] if visible.ndim == 3 else visible
     scores = jnp.einsum("bkmh,bkth->bkmt", rows, k_tree.astype(jnp.float32))
-    scores = jnp.where(visible, scores, NEG_INF)
+    scores = jnp.where(visible, capped(scores, soft_cap), NEG_INF)
     peak = scores.max(-1, keepdims=True)
     weights = jnp.exp(scores - peak)
     out = jnp.einsum("bkmt,bkth->bkmh", weights, v_tree.astype(jnp.float32))
@@ -193,6 +230,7 @@ def tree_attention_by_position(
     table: Table = None,
     *,
     window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Float[Array, "B N T H"]:
     """Computes `tree_attention` with bits that depend neither on the tree nor on a row's place.
 
@@ -205,6 +243,7 @@ def tree_attention_by_position(
         beyond its own depth. The cache has E slots or more past every prefix.
       depth: depth of each row.
       window: number of positions that a row sees, its own included; None: all.
+      soft_cap: see `tree_attention`.
     """
     b, n, t, h = q.shape
     kv_heads = k_pages.shape[1]
@@ -225,7 +264,7 @@ def tree_attention_by_position(
         asked = q[:, :, row].reshape(b, kv_heads, n // kv_heads, h)
         asked, k, v, known = _apart_on_gpus(asked, k, v, known)
         rows = asked.astype(jnp.float32) * h**-0.5
-        scores = jnp.einsum("bkmh,bksh->bkms", rows, k.astype(jnp.float32))
+        scores = capped(jnp.einsum("bkmh,bksh->bkms", rows, k.astype(jnp.float32)), soft_cap)
         scores = jnp.where(known[:, None, None], scores, NEG_INF)
         weights = jnp.exp(scores - scores.max(-1, keepdims=True))
         out = jnp.einsum("bkms,bksh->bkmh", weights, v.astype(jnp.float32))
@@ -249,27 +288,30 @@ def causal_attention(
     segment_ids: Int[Array, "B S"],
     *,
     window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Float[Array, "B N S H"]:
     """Computes causal attention within segments, for prefill and training; segment 0 is padding.
 
     Args:
       window: number of positions that a row sees, its own included; None: all up to its own.
+      soft_cap: see `tree_attention`.
     """
     b, n, s, h = q.shape
     rows = pack_heads(q, k.shape[1]).astype(jnp.float32) * h**-0.5
     mask = causal_segment_mask(segment_ids, window)
     mask = jnp.tile(mask, (1, n // k.shape[1], 1))[:, None]
-    out = _masked_attention(rows, k.astype(jnp.float32), v.astype(jnp.float32), mask)
+    out = _masked_attention(soft_cap, rows, k.astype(jnp.float32), v.astype(jnp.float32), mask)
     return out.reshape(b, n, s, h).astype(q.dtype)
 
 
-@jax.custom_vjp
-def _masked_attention(q, k, v, mask):
-    return _masked_attention_fwd(q, k, v, mask)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _masked_attention(soft_cap, q, k, v, mask):
+    return _masked_attention_fwd(soft_cap, q, k, v, mask)[0]
 
 
-def _masked_attention_fwd(q, k, v, mask):
-    scores = jnp.where(mask, jnp.einsum("bkmh,bksh->bkms", q, k), NEG_INF)
+def _masked_attention_fwd(soft_cap, q, k, v, mask):
+    scores = capped(jnp.einsum("bkmh,bksh->bkms", q, k), soft_cap)
+    scores = jnp.where(mask, scores, NEG_INF)
     peak = scores.max(-1, keepdims=True)
     weights = jnp.exp(scores - peak)
     total = weights.sum(-1, keepdims=True)
@@ -277,16 +319,18 @@ def _masked_attention_fwd(q, k, v, mask):
     return out, (q, k, v, mask, out, peak + jnp.log(total))
 
 
-def _masked_attention_bwd(residuals, d_out):
+def _masked_attention_bwd(soft_cap, residuals, d_out):
     """Recomputes the weights from their log-sum-exp (FlashAttention, Dao 2022, algorithm 4).
 
     Written by hand because XLA's derivative of the softmax takes twice the time on CPU.
     """
     q, k, v, mask, out, lse = residuals
-    scores = jnp.einsum("bkmh,bksh->bkms", q, k)
+    scores = capped(jnp.einsum("bkmh,bksh->bkms", q, k), soft_cap)
     weights = jnp.where(mask, jnp.exp(scores - lse), 0.0)
     d_weights = jnp.einsum("bkmh,bksh->bkms", d_out, v)
     d_scores = weights * (d_weights - (out * d_out).sum(-1, keepdims=True))
+    if soft_cap is not None:  # the derivative of the tanh, by its own value
+        d_scores = d_scores * (1 - (scores / soft_cap) ** 2)
     d_q = jnp.einsum("bkms,bksh->bkmh", d_scores, k)
     d_k = jnp.einsum("bkms,bkmh->bksh", d_scores, q)
     d_v = jnp.einsum("bkms,bkmh->bksh", weights, d_out)
@@ -304,6 +348,7 @@ def causal_attention_with_own(
     segment_ids: Int[Array, "B S"],
     *,
     window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Float[Array, "B N S H"]:
     """Computes causal attention over base rows and over the later rows of the same position.
 
@@ -315,18 +360,19 @@ def causal_attention_with_own(
       window: number of positions that a row sees, its own included; None: all. A later step is one
         position further on than the step before, as it is in decoding, so that the query is
         `len(own)` positions behind the base row at its place.
+      soft_cap: see `tree_attention`.
     """
     own, base_window = own_in_window(own, window)
     b, n, s, h = q.shape
     kv_heads, group = k.shape[1], n // k.shape[1]
     rows = pack_heads(q, kv_heads).astype(jnp.float32) * h**-0.5
     mask = jnp.tile(causal_segment_mask(segment_ids, base_window), (1, group, 1))[:, None]
-    scores = jnp.einsum("bkmh,bksh->bkms", rows, k.astype(jnp.float32))
+    scores = capped(jnp.einsum("bkmh,bksh->bkms", rows, k.astype(jnp.float32)), soft_cap)
     scores = jnp.where(mask, scores, NEG_INF)
     grouped = rows.reshape(b, kv_heads, group, s, h)
     keys = jnp.stack([key for key, _ in own], axis=-2).astype(jnp.float32)
     values = jnp.stack([value for _, value in own], axis=-2).astype(jnp.float32)
-    own_scores = jnp.einsum("bkgsh,bksoh->bkgso", grouped, keys)
+    own_scores = capped(jnp.einsum("bkgsh,bksoh->bkgso", grouped, keys), soft_cap)
     own_scores = own_scores.reshape(b, kv_heads, group * s, len(own))
     peak = jax.lax.stop_gradient(jnp.maximum(scores.max(-1), own_scores.max(-1))[..., None])
     weights, own_weights = jnp.exp(scores - peak), jnp.exp(own_scores - peak)

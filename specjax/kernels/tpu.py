@@ -27,7 +27,7 @@ from jaxtyping import Array, Float
 from specjax.config import ModelConfig
 from specjax.interfaces import Backend, Device, Table
 from specjax.kernels import context_parallel, flash, library
-from specjax.kernels.backend import head_sizes
+from specjax.kernels.backend import Declined, head_sizes
 from specjax.kernels.reference import NEG_INF, Running
 from specjax.kernels.tiles import by_rows, dot
 
@@ -168,7 +168,7 @@ class Sizes:
         rows, keys = self._rows(tile), _up(self.keys, SUBLANES)
         lanes, width = 4 * LANES, max(self.head, LANES)
         inputs = self.kv_heads * (2 * rows + 2 * keys) * width * self.itemsize  # q, out, k, v
-        per_row = self.kv_heads * rows * lanes + _up(tile, SUBLANES) * lanes  # softmax, words
+        per_row = self.kv_heads * rows * lanes + _up(tile, SUBLANES) * lanes  # log-sum-exp, words
         scratch = self.kv_heads * rows * (2 * lanes + 4 * width)
         buffers = 2 * 2 * self.kv_heads * blocks.positions * width * self.itemsize
         # Scores, weights, their mask, and a copy.
@@ -207,10 +207,13 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-@functools.partial(jax.jit, static_argnames=("window", "tuning", "interpret"), inline=True)
+@functools.partial(
+    jax.jit, static_argnames=("window", "with_lse", "soft_cap", "tuning", "interpret"), inline=True
+)
 def tree_attention(
     q, k_tree, v_tree, k_pages, v_pages, prefix_len, visible_bits, table: Table = None, *,
-    window: int | None = None, tuning: Tuning, interpret: Interpret = False,
+    window: int | None = None, sinks=None, with_lse: bool = False, soft_cap: float | None = None,
+    tuning: Tuning, interpret: Interpret = False,
 ):  # fmt: skip
     """Computes `specjax.kernels.reference.tree_attention` by one kernel; float32 accumulation.
 
@@ -222,8 +225,11 @@ def tree_attention(
         which deadlocks on several devices at once.
 
     Raises:
+      Declined: the call has a soft-cap.
       ValueError: a page cannot be cut into pieces, or a program's buffers do not fit into VMEM.
     """
+    if soft_cap is not None:
+        raise Declined("it supports no soft-cap")
     b, n, t, h = q.shape
     kv_heads, size = k_pages.shape[1:3]
     group = n // kv_heads
@@ -240,13 +246,17 @@ def tree_attention(
     words = jax.lax.bitcast_convert_type(jnp.asarray(visible_bits, jnp.uint32), jnp.int32)
     words = words.reshape(-1, *words.shape[-2:])
     scalars = [prefix_len.astype(jnp.int32), table.astype(jnp.int32)]
-    kernel = Kernel(blocks, group, tile, tiles, window)
+    if sinks is not None:
+        scalars.append(sinks.astype(jnp.float32))
+    kernel = Kernel(blocks, group, tile, tiles, window, sinks is not None, with_lse)
     inputs, pages = (rows, words, k_tree, v_tree), (k_pages, v_pages)
-    return _call(kernel, scalars, inputs, pages, tuning, interpret).reshape(b, n, t, h)
+    found = _call(kernel, scalars, inputs, pages, tuning, interpret)
+    out = found[0].reshape(b, n, t, h)
+    return (out, found[1][..., 0].reshape(b, n, t)) if with_lse else out
 
 
-def _call(kernel: Kernel, scalars, inputs, pages, tuning: Tuning, interpret) -> Array:
-    """Runs the kernel; returns the output, shaped as the rows."""
+def _call(kernel: Kernel, scalars, inputs, pages, tuning: Tuning, interpret) -> list[Array]:
+    """Runs the kernel; returns the output, shaped as the rows, and maybe the log-sum-exp."""
     rows, words, *tree = inputs
     b, kv_heads, matrices, _, h = rows.shape
     programs = b * kernel.tiles
@@ -275,15 +285,18 @@ def _call(kernel: Kernel, scalars, inputs, pages, tuning: Tuning, interpret) -> 
 
     in_specs = [of_tile(rows), pl.BlockSpec((1, kernel.tile, words.shape[2]), of_words)]
     in_specs += [of_slot(x) for x in tree]
+    out_shape = [jax.ShapeDtypeStruct(rows.shape, rows.dtype)]
+    if kernel.with_lse:
+        out_shape.append(jax.ShapeDtypeStruct((*rows.shape[:4], LANES), jnp.float32))
     buffer = pltpu.VMEM((2, kv_heads, kernel.blocks.positions, h), pages[0].dtype)
     return pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct(rows.shape, rows.dtype),
+        out_shape=out_shape,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(cores, programs // cores),
             in_specs=[*in_specs, *[pl.BlockSpec(memory_space=pl.ANY)] * 2],
-            out_specs=of_tile(rows),
+            out_specs=[of_tile(x) for x in out_shape],
             scratch_shapes=[
                 buffer,
                 buffer,
@@ -325,14 +338,21 @@ class Kernel:
     tile: int
     tiles: int
     window: int | None
+    has_sinks: bool
+    with_lse: bool
 
-    def __call__(
-        self, lens, table, q, words, k_tree, v_tree, k_pages, v_pages, out,
-        k_buffer, v_buffer, arrived, turn, peak, total, acc,
-    ):  # fmt: skip
-        """Runs one program; what follows `out` is scratch."""
-        pages, buffers = (k_pages, v_pages), (k_buffer, v_buffer)
-        copies = Copies(self.blocks, table, pages, buffers, arrived)
+    def __call__(self, lens, table, *refs):
+        """Runs one program.
+
+        `refs` are [sinks], queries, words, keys and values of the tree, pages of keys and of
+        values, outputs, then scratch.
+        """
+        refs = list(refs)
+        sinks = refs.pop(0) if self.has_sinks else None
+        q, words, k_tree, v_tree, *pages = refs[:6]
+        out, lse = refs[6], refs[7] if self.with_lse else None
+        k_buffer, v_buffer, arrived, turn, peak, total, acc = refs[7 + self.with_lse :]
+        copies = Copies(self.blocks, table, pages, (k_buffer, v_buffer), arrived)
         softmax = Softmax(peak, total, acc)
         kv_heads, step, steps = q.shape[1], pl.program_id(1), pl.num_programs(1)
         end = (pl.program_id(0) + 1) * steps  # of the programs of this core
@@ -406,7 +426,13 @@ class Kernel:
         turn[0] = jax.lax.fori_loop(0, blocks, one_block, turn[0])
         for head in range(kv_heads):
             done = softmax.of(head)
+            if self.has_sinks:
+                done = done.add_sink(self._sink(sinks, head, done.peak.shape))
             out[0, head] = (done.out / done.total).astype(out.dtype).reshape(out.shape[2:])
+            if self.with_lse:
+                lse[0, head] = jnp.broadcast_to(done.lse, acc.shape[1:2] + lse.shape[-1:]).reshape(
+                    lse.shape[2:]
+                )
 
     def _prefix(self, lens, program):
         """Returns the first position that a program reads, and the length of its slot's prefix.
@@ -472,6 +498,14 @@ class Kernel:
         at = first + jax.lax.broadcasted_iota(jnp.int32, (1, self.blocks.part), 1)
         known = at < length
         return known if self.window is None else known & (at > length + depth - self.window)
+
+    def _sink(self, sinks, head: int, shape: tuple[int, int]) -> Array:
+        """Returns the sink of each row [M 1] of a key/value head."""
+        row = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+        column = jnp.full(shape, sinks[head * self.group], jnp.float32)
+        for i in range(1, self.group):
+            column = jnp.where(row >= i * self.tile, sinks[head * self.group + i], column)
+        return column
 
 
 @dataclasses.dataclass(frozen=True)

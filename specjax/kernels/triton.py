@@ -25,12 +25,13 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.triton as plgpu
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from specjax.config import ModelConfig
 from specjax.interfaces import Backend, Device, Table
 from specjax.kernels import commit_kernel
 from specjax.kernels.backend import head_sizes
-from specjax.kernels.reference import NEG_INF, tree_depth, within_window
+from specjax.kernels.reference import NEG_INF, capped, tree_depth, within_window
 from specjax.kernels.tiles import dot
 from specjax.kernels.triton_lowering import LOG2E, as_on_a_gpu, no_ampere, power
 
@@ -96,6 +97,7 @@ class Shape:
       chunks: largest number of chunks of a slot; 1: there is nothing to merge.
       programs: programs per tile that share the list of chunks.
       window: see `reference.tree_attention`.
+      soft_cap: see `reference.tree_attention`.
     """
 
     batch: int
@@ -112,6 +114,12 @@ class Shape:
     chunks: int
     programs: int
     window: int | None
+    soft_cap: float | None
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head."""
+        return self.rows // self.tree
 
     @property
     def tiles(self) -> int:
@@ -129,7 +137,9 @@ class Shape:
         return -(-self.page // self.block)
 
     @classmethod
-    def of(cls, q, k_tree, k_pages, pages: int, tuning: Tuning, window: int | None) -> Shape:
+    def of(
+        cls, q, k_tree, k_pages, pages: int, tuning: Tuning, window: int | None, soft_cap
+    ) -> Shape:
         """Returns the sizes of a call of `tree_attention` whose table has `pages` columns."""
         b, n, t, head = q.shape
         kv_heads, page = k_pages.shape[1:3]
@@ -148,16 +158,17 @@ class Shape:
         programs = min(b * chunks, -(-tuning.programs // (kv_heads * tiles)))
         return cls(
             b, kv_heads, rows, t, k_tree.shape[2], head, page, pages, tile, block, per_chunk,
-            chunks, programs, window,
+            chunks, programs, window, soft_cap,
         )  # fmt: skip
 
 
 @functools.partial(  # equal layers are traced and lowered once
-    jax.jit, static_argnames=("window", "tuning", "interpret")
+    jax.jit, static_argnames=("window", "with_lse", "soft_cap", "tuning", "interpret")
 )
 def tree_attention(
     q, k_tree, v_tree, k_pages, v_pages, prefix_len, visible_bits, table: Table = None, *,
-    window: int | None = None, tuning: Tuning = TUNING, interpret: bool = False,
+    window: int | None = None, sinks=None, with_lse: bool = False, soft_cap: float | None = None,
+    tuning: Tuning = TUNING, interpret: bool = False,
 ):  # fmt: skip
     """Computes `specjax.kernels.reference.tree_attention`; sums are float32.
 
@@ -165,23 +176,30 @@ def tree_attention(
       tuning: how the work is divided.
       interpret: whether to interpret the kernels on CPU, for tests.
     """
+    b, n, t, h = q.shape
     if table is None:
-        table = jnp.arange(len(q), dtype=jnp.int32)[:, None]
-    shape = Shape.of(q, k_tree, k_pages, table.shape[1], tuning, window)
+        table = jnp.arange(b, dtype=jnp.int32)[:, None]
+    shape = Shape.of(q, k_tree, k_pages, table.shape[1], tuning, window, soft_cap)
     words = jnp.asarray(visible_bits)
     words = words.reshape(-1, *words.shape[-2:])
     depth = None
     if window is not None:
         depth, words = tree_depth(words), within_window(words, window)
     words = jax.lax.bitcast_convert_type(words.astype(jnp.uint32), jnp.int32)
-    lens, arrays = prefix_len.astype(jnp.int32), [q, k_tree, v_tree, k_pages, v_pages]
+    lens, sinks = prefix_len.astype(jnp.int32), [] if sinks is None else [_float32(sinks)]
+    arrays = [q, k_tree, v_tree, k_pages, v_pages]
     arrays = [lens, table.astype(jnp.int32), words, depth, *arrays]
     if shape.chunks == 1:
-        out, _ = _attend(shape, q.dtype, arrays, tuning, interpret)
+        out, lse = _attend(shape, q.dtype, arrays, sinks, tuning, interpret)
     else:
-        out, lse = _attend(shape, jnp.float32, arrays, tuning, interpret)
-        out = _merge(shape, q.dtype, lens, out, lse, interpret)
-    return out.reshape(q.shape)
+        out, lse = _attend(shape, jnp.float32, arrays, [], tuning, interpret)
+        out, lse = _merge(shape, q.dtype, lens, out, lse, sinks, interpret)
+    out = out.reshape(q.shape)
+    return (out, lse.reshape(b, n, t)) if with_lse else out
+
+
+def _float32(x: Array) -> Array:
+    return jnp.asarray(x, jnp.float32)
 
 
 # --- which work there is --------------------------------------------------------------------------
@@ -214,8 +232,12 @@ def chunks_of(shape: Shape, length):
 # --- attention to a chunk -------------------------------------------------------------------------
 
 
-def _attend(shape: Shape, dtype, arrays, tuning: Tuning, interpret: bool):
-    """Attends to each chunk: (out [B K Z M H], lse [B K Z M]) of Z chunks; others are not set."""
+def _attend(shape: Shape, dtype, arrays, sinks: list, tuning: Tuning, interpret: bool):
+    """Attends to each chunk: (out [B K Z M H], lse [B K Z M]) of Z chunks; others are not set.
+
+    Args:
+      sinks: sinks [N] that take part in every chunk; empty: none.
+    """
     lens, table, words, depth, *arrays = arrays
     count = shape.batch * shape.kv_heads * shape.chunks * shape.rows
     flat = [x.reshape(-1, shape.head) for x in arrays]
@@ -236,7 +258,7 @@ def _attend(shape: Shape, dtype, arrays, tuning: Tuning, interpret: bool):
         name="tree_attention",
     )
     with as_on_a_gpu():
-        return call(lens, table.reshape(-1), words.reshape(-1), *depth, *flat)
+        return call(lens, table.reshape(-1), words.reshape(-1), *depth, *flat, *sinks)
 
 
 def _attend_kernel(shape: Shape, words_of: tuple[int, int], depths_of: int, *refs):
@@ -248,7 +270,7 @@ def _attend_kernel(shape: Shape, words_of: tuple[int, int], depths_of: int, *ref
     """
     lens, table, words, *refs = refs
     depth, refs = refs[:depths_of], refs[depths_of:]
-    q, k_tree, v_tree, k_pages, v_pages, out, lse = refs
+    q, k_tree, v_tree, k_pages, v_pages, *sinks, out, lse = refs
     slots = jax.lax.broadcasted_iota(jnp.int32, (power(max(shape.batch, LEAST)),), 0)
     lengths = plgpu.load(lens.at[slots], mask=slots < shape.batch, other=0)
     counts = jnp.where(slots < shape.batch, chunks_of(shape, lengths)[1], 0)
@@ -283,7 +305,8 @@ def _attend_kernel(shape: Shape, words_of: tuple[int, int], depths_of: int, *ref
 
         def add(running, keys, values, seen):
             peak, sum_, acc = running
-            scores = jnp.where(seen, dot(queries, keys.T) * scale * LOG2E, NEG_INF)
+            scores = capped(dot(queries, keys.T) * scale, shape.soft_cap) * LOG2E
+            scores = jnp.where(seen, scores, NEG_INF)
             higher = jnp.maximum(peak, scores.max(axis=1))
             shrink = jnp.exp2(peak - higher)
             weights = jnp.exp2(scores - higher[:, None])
@@ -331,6 +354,10 @@ def _attend_kernel(shape: Shape, words_of: tuple[int, int], depths_of: int, *ref
             return add(running, keys, values, jnp.broadcast_to(seen, (shape.tile, shape.block)))
 
         peak, sum_ = jnp.full(row.shape, NEG_INF, jnp.float32), jnp.zeros(row.shape, jnp.float32)
+        if sinks:
+            of_row = head * shape.group + _div(row, shape.tree)
+            peak = plgpu.load(sinks[0].at[of_row], mask=row < shape.rows, other=0) * LOG2E
+            sum_ = sum_ + 1
         running = peak, sum_, jnp.zeros((shape.tile, shape.width), jnp.float32)
         is_first = (chunk == 0).astype(jnp.int32)
         seen_words = jax.lax.fori_loop(0, is_first * words_of[1], last_seen, jnp.int32(0))
@@ -359,23 +386,27 @@ def _attend_kernel(shape: Shape, words_of: tuple[int, int], depths_of: int, *ref
 MERGED = 16  # chunks whose results are loaded at once
 
 
-def _merge(shape: Shape, dtype, lens, out, lse, interpret: bool):
-    """Merges the results of each slot's chunks to [B K M H]."""
+def _merge(shape: Shape, dtype, lens, out, lse, sinks: list, interpret: bool):
+    """Merges the results of each slot's chunks and sinks [N]: (out [B K M H], lse [B K M])."""
     count = shape.batch * shape.kv_heads * shape.rows
     call = pl.pallas_call(
         functools.partial(_merge_kernel, shape),
-        out_shape=jax.ShapeDtypeStruct((count, shape.head), dtype),
+        out_shape=[
+            jax.ShapeDtypeStruct((count, shape.head), dtype),
+            jax.ShapeDtypeStruct((count,), jnp.float32),
+        ],
         grid=(count,),
         compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="merge_chunks",
     )
     with as_on_a_gpu():
-        return call(lens, out, lse)
+        return call(lens, out, lse, *sinks)
 
 
-def _merge_kernel(shape: Shape, lens, parts, parts_lse, out):
+def _merge_kernel(shape: Shape, lens, parts, parts_lse, *refs):
     """Runs a program: one row of one slot."""
+    *sinks, out, lse = refs
     program = pl.program_id(0)
     row, head = jax.lax.rem(program, jnp.int32(shape.rows)), _div(program, shape.rows)
     slot = _div(head, shape.kv_heads)
@@ -401,9 +432,14 @@ def _merge_kernel(shape: Shape, lens, parts, parts_lse, out):
         return higher, sum_ * shrink + weights.sum(), acc
 
     running = jnp.float32(NEG_INF), jnp.float32(0), jnp.zeros((shape.width,), jnp.float32)
-    _, sum_, acc = jax.lax.fori_loop(0, _div(count + (MERGED - 1), MERGED), add, running)
+    if sinks:
+        of_row = jax.lax.rem(head, jnp.int32(shape.kv_heads)) * shape.group
+        of_row = of_row + _div(row, shape.tree)
+        running = sinks[0][of_row], jnp.float32(1), running[2]
+    peak, sum_, acc = jax.lax.fori_loop(0, _div(count + (MERGED - 1), MERGED), add, running)
     where = jnp.full((shape.width,), program), column[0]
     plgpu.store(out.at[where], (acc / sum_).astype(out.dtype), mask=column[0] < shape.head)
+    lse[program] = peak + jnp.log(sum_)
 
 
 # --- backends -------------------------------------------------------------------------------------

@@ -16,10 +16,11 @@ from specjax.kernels.reference import (
 )
 
 
-def _causal_attention(q, k, v, own, segment_ids, *, window=None):
+def _causal_attention(q, k, v, own, segment_ids, *, window=None, soft_cap=None):
+    options = {"window": window, "soft_cap": soft_cap}
     if not own:
-        return causal_attention(q, k, v, segment_ids, window=window)
-    return causal_attention_with_own(q, k, v, own, segment_ids, window=window)
+        return causal_attention(q, k, v, segment_ids, **options)
+    return causal_attention_with_own(q, k, v, own, segment_ids, **options)
 
 
 BACKEND = Backend(

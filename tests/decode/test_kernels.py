@@ -58,7 +58,8 @@ def test_tree_attention_is_a_softmax_over_the_prefix_and_the_ancestors(rows, hea
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 9])
-def test_a_window_counts_positions(window):
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_a_window_counts_positions_and_a_sink_takes_its_share_of_the_softmax(window, with_sinks):
     """A row lies as many positions behind the prefix as it is deep; the prefix has three blocks."""
     rng = np.random.default_rng(0)
     batch, heads, kv_heads, rows, slots = 3, 4, 2, 9, 300
@@ -67,9 +68,11 @@ def test_a_window_counts_positions(window):
     q = rng.normal(size=(batch, heads, rows, HEAD)).astype(np.float32)
     k, v = rng.normal(size=(2, batch, kv_heads, rows, HEAD)).astype(np.float32)
     k_cache, v_cache = rng.normal(size=(2, batch, kv_heads, slots, HEAD)).astype(np.float32)
-    prefix = np.array([0, 5, slots])
-    attend = jax.jit(functools.partial(dispatch.tree_attention, window=window))
-    out = attend(q, k, v, k_cache, v_cache, prefix, pack_bits(visible))
+    prefix, sinks = np.array([0, 5, slots]), rng.normal(size=heads).astype(np.float32)
+    attend = jax.jit(functools.partial(dispatch.tree_attention, window=window, with_lse=True))
+    out, lse = attend(
+        q, k, v, k_cache, v_cache, prefix, pack_bits(visible), sinks=sinks if with_sinks else None
+    )
     for b, n, t in np.ndindex(batch, heads, rows):
         at = prefix[b] + depth[t]
         near = slice(0 if window is None else max(at - window + 1, 0), prefix[b])
@@ -78,8 +81,9 @@ def test_a_window_counts_positions(window):
         keys = np.concatenate([k_cache[b, kv, near], k[b, kv][above]]).astype(np.float64)
         values = np.concatenate([v_cache[b, kv, near], v[b, kv][above]])
         scores = keys @ q[b, n, t].astype(np.float64) / np.sqrt(HEAD)
-        wanted = np.exp(scores) @ values / np.exp(scores).sum()
-        np.testing.assert_allclose(out[b, n, t], wanted, atol=1e-5)
+        total = np.exp(scores).sum() + (np.exp(sinks[n]) if with_sinks else 0)
+        np.testing.assert_allclose(lse[b, n, t], np.log(total), atol=1e-5)
+        np.testing.assert_allclose(out[b, n, t], np.exp(scores) @ values / total, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])

@@ -17,15 +17,15 @@ class Sizes(NamedTuple):
     pages: int
 
 
-def shapes(device, sizes: Sizes, rows: int, group: int, head: int, dtype) -> list:
-    """Returns the shapes of the arguments up to the page table."""
+def shapes(device, sizes: Sizes, rows: int, group: int, head: int, dtype) -> tuple[list, object]:
+    """Returns the shapes of the arguments up to the page table, and that of the sinks."""
     where = jax.sharding.SingleDeviceSharding(device)
     slots, kv_heads, page, pages = sizes
 
     def shape(*dims, dtype=dtype):
         return jax.ShapeDtypeStruct(dims, dtype, sharding=where)
 
-    return [
+    arrays = [
         shape(slots, kv_heads * group, rows, head),
         *[shape(slots, kv_heads, rows, head)] * 2,
         *[shape(1 + slots * pages, kv_heads, page, head)] * 2,
@@ -33,3 +33,4 @@ def shapes(device, sizes: Sizes, rows: int, group: int, head: int, dtype) -> lis
         shape(slots, rows, -(-rows // 32), dtype=jnp.uint32),
         shape(slots, pages, dtype=jnp.int32),
     ]
+    return arrays, shape(kv_heads * group, dtype=jnp.float32)

@@ -1,7 +1,7 @@
 """Compiles Hopper's tree attention for a card that is not there; prints a JSON line per call.
 
     JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 \
-      python tests/kernels/gpu_attention_programs.py h100 1x4x128 64x16x256:window
+      python tests/kernels/gpu_attention_programs.py h100 1x4x128 64x16x256:window,sinks,soft_cap
 
 A call is rows x group x head size. The assembler says what the kernel takes; see `gpu_programs.py`
 for what else this needs.
@@ -28,7 +28,7 @@ from bench.programs import CARDS
 from specjax.kernels import gpu
 
 SIZES = attention_call.Sizes(slots=8, kv_heads=2, page=64, pages=16)
-OPTIONS = {"window": 300}
+OPTIONS = {"window": 300, "soft_cap": 30.0}
 
 
 @contextmanager
@@ -51,10 +51,12 @@ def told():
 def lowered(device, name: str) -> jax.stages.Lowered:
     sizes, _, options = name.partition(":")
     rows, group, head = map(int, sizes.split("x"))
-    arrays = attention_call.shapes(device, SIZES, rows, group, head, jnp.bfloat16)
+    arrays, sinks = attention_call.shapes(device, SIZES, rows, group, head, jnp.bfloat16)
     named = {key: OPTIONS[key] for key in options.split(",") if key in OPTIONS}
     attend = functools.partial(gpu.tree_attention, **named)
-    return jax.jit(attend).lower(*arrays)
+    if "sinks" not in options:
+        return jax.jit(attend).lower(*arrays)
+    return jax.jit(lambda sinks, *arrays: attend(*arrays, sinks=sinks)).lower(sinks, *arrays)
 
 
 def main(card: str, *wanted: str) -> None:

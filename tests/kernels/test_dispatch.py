@@ -91,19 +91,23 @@ def finite(case):
     return q, k, v, jnp.nan_to_num(k_pages), jnp.nan_to_num(v_pages), *map(jnp.asarray, rest)
 
 
-@pytest.mark.parametrize("window, dtype, close", [
-    (None, "bfloat16", 2e-2),
-    (20, "float32", 1e-5),
-    pytest.param(None, "float32", 1e-5, marks=pytest.mark.slow),
-    pytest.param(20, "bfloat16", 2e-2, marks=pytest.mark.slow),
+@pytest.mark.parametrize("window, with_sinks, dtype, close", [
+    (None, False, "bfloat16", 2e-2),
+    (20, True, "float32", 1e-5),
+    pytest.param(None, False, "float32", 1e-5, marks=pytest.mark.slow),
+    pytest.param(20, True, "bfloat16", 2e-2, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_tree_attention_of_the_library_equals_the_reference(window, dtype, close):
+def test_tree_attention_of_the_library_equals_the_reference(window, with_sinks, dtype, close):
     case = finite(random_case(5, 3, 2, 2, 7, 48, 2, dtype))
-    wanted = expected(*case, window=window)
+    sinks = jnp.linspace(-1, 2, 4) if with_sinks else None
+    wanted, wanted_lse = expected(*case, window=window, sinks=sinks)
     attend = functools.partial(dispatch.tree_attention, kernel="library:xla", window=window)
-    out = jax.jit(attend)(*case)
-    assert out.dtype == dtype
-    np.testing.assert_allclose(np.float32(out), np.float32(wanted), atol=close, rtol=close)
+    found, lse = jax.jit(functools.partial(attend, with_lse=True))(*case, sinks=sinks)
+    plain = jax.jit(attend)(*case, sinks=sinks)
+    assert found.dtype == plain.dtype == dtype
+    for out in (found, plain):
+        np.testing.assert_allclose(np.float32(out), np.float32(wanted), atol=close, rtol=close)
+    np.testing.assert_allclose(lse, wanted_lse, atol=1e-5, rtol=1e-5)
 
 
 @functools.cache
@@ -187,13 +191,14 @@ def mesh():
 def test_every_device_attends_to_its_own_heads_and_slots(mesh, calls, kv_heads):
     """Heads that do not divide by tp are everybody's."""
     case = finite(random_case(1, 4, kv_heads, 2, 5, 32, 2, "float32"))
-    wanted = expected(*case, window=None)
-    attend = functools.partial(dispatch.tree_attention, kernel="tpu:interpret")
-    found = jax.jit(sharding.traced_on(mesh, attend))(
+    wanted, wanted_lse = expected(*case, window=None, sinks=None)
+    attend = functools.partial(dispatch.tree_attention, kernel="tpu:interpret", with_lse=True)
+    found, lse = jax.jit(sharding.traced_on(mesh, attend))(
         *jax.device_put(case, jax.NamedSharding(mesh, jax.P()))
     )
     assert calls["tree"] == [(1, 2, 5, 128)]
     np.testing.assert_allclose(found, wanted, atol=1e-5)
+    np.testing.assert_allclose(lse, wanted_lse, atol=1e-5)
 
 
 # --- from the outside -----------------------------------------------------------------------------

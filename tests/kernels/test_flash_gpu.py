@@ -28,6 +28,7 @@ class Case:
     size: int = 16
     steps: int = 0
     window: int | None = None
+    soft_cap: float | None = None
     dtype: str = "float32"
 
     def arrays(self, seed: int = 0):
@@ -44,7 +45,7 @@ class Case:
 @functools.cache
 def with_gradients(case: Case, by_kernel: bool):
     """The function from arrays and segments to the result and all gradients, compiled."""
-    options = {"window": case.window}
+    options = {"window": case.window, "soft_cap": case.soft_cap}
 
     def attend(q, k, v, own, ids):
         if by_kernel:
@@ -69,9 +70,9 @@ def segments_of(lengths, length: int) -> np.ndarray:
 
 CASES = [
     Case(),
-    Case(heads=3, kv_heads=1, size=24, steps=2),
+    Case(heads=3, kv_heads=1, size=24, steps=2, soft_cap=2.0),
     Case(heads=4, kv_heads=4, window=9),
-    Case(heads=5, kv_heads=1, window=30, steps=1),
+    Case(heads=5, kv_heads=1, window=30, steps=1, soft_cap=5.0),
 ]
 
 
@@ -144,11 +145,11 @@ def test_attention_runs_forward_once_where_layers_are_recomputed():
     (64, "bfloat16", 0), (96, "float32", 1), (256, "float16", 0),
 ])  # fmt: skip
 def test_it_is_lowered_for_gpus_without_sums_by_atomics(head, dtype, steps):
-    case = Case(heads=6, kv_heads=2, length=330, size=head, steps=steps, dtype=dtype)
+    case = Case(heads=6, kv_heads=2, length=330, size=head, steps=steps, dtype=dtype, soft_cap=9.0)
     ids = jnp.ones((2, case.length), jnp.int32)
 
     def loss(arrays):
-        return flash_gpu.causal_attention(*arrays, ids, window=99).sum()
+        return flash_gpu.causal_attention(*arrays, ids, soft_cap=9.0, window=99).sum()
 
     traced = jax.jit(jax.grad(loss)).trace(case.arrays())
     assert "atomic" not in str(traced.jaxpr)

@@ -98,6 +98,8 @@ CASES = dict(
     stretches=st.sampled_from([1, 6]),
     head=st.sampled_from(sorted(gpu.TUNING)),
     window=st.none() | st.integers(1, 300),
+    soft_cap=st.none() | st.sampled_from([0.5, 30.0]),
+    sinks=st.booleans(),
     dtype=st.sampled_from(sorted(TOLERANCE)),
     processors=st.sampled_from([1, 5, 132]),
 )
@@ -112,29 +114,37 @@ def compare_emulated(processors, **case):
 
 
 def compare(
-    seed, batch, kv_heads, group, rows, before, size, stretches, head, window,
+    seed, batch, kv_heads, group, rows, before, size, stretches, head, window, soft_cap, sinks,
     dtype, prefix=None, interpret=None,
 ):  # fmt: skip
     sizes = batch, kv_heads, group, rows, size, stretches
     case = finite(random_case(seed, *sizes, dtype, prefix, before, head))
-    attend = functools.partial(gpu.tree_attention, window=window, interpret=interpret)
-    out = (attend if ON_GPU or interpret not in (None, True) else jax.jit(attend))(*case)
-    wanted = jax.jit(functools.partial(reference.tree_attention, window=window))(*case)
+    rng = np.random.default_rng(seed + 1)
+    sinks = jnp.asarray(rng.normal(size=kv_heads * group), jnp.float32) if sinks else None
+    options = dict(window=window, soft_cap=soft_cap, with_lse=True)
+    attend = functools.partial(gpu.tree_attention, **options, interpret=interpret)
+    out, lse = (attend if ON_GPU or interpret not in (None, True) else jax.jit(attend))(
+        *case, sinks=sinks
+    )
+    wanted, wanted_lse = jax.jit(functools.partial(reference.tree_attention, **options))(
+        *case, sinks=sinks
+    )
     close = TOLERANCE[dtype]
     np.testing.assert_allclose(np.float32(out), np.float32(wanted), atol=close, rtol=close)
+    np.testing.assert_allclose(lse, wanted_lse, atol=2e-5, rtol=2e-5)
 
 
 # Several tiles and chunks; the window leaves nothing of some of them.
 SPLIT = dict(
     seed=0, batch=2, kv_heads=1, group=4, rows=33, before=5, size=128, stretches=6, head=128,
-    window=200, dtype="float32", processors=5,
+    window=200, soft_cap=None, sinks=True, dtype="float32", processors=5,
 )  # fmt: skip
 
 
 @settings(max_examples=3)
 @given(**CASES)
 @example(**SPLIT)
-@example(**{**SPLIT, "window": None, "head": 96, "dtype": "bfloat16"})
+@example(**{**SPLIT, "window": None, "head": 96, "soft_cap": 2.0, "dtype": "bfloat16"})
 @example(**{**SPLIT, "rows": 70, "group": 1, "head": 256, "before": 0, "processors": 132})
 def test_its_items_masks_softmax_and_merge_equal_the_reference(**case):
     compare_emulated(**case)
@@ -151,7 +161,7 @@ def test_it_equals_the_reference_on_a_gpu(processors, **case):
 
 SIMULATED = dict(
     seed=1, batch=2, kv_heads=1, group=4, rows=5, before=3, size=64, stretches=5, head=64,
-    window=None, dtype="bfloat16", prefix=(320, 65), processors=3,
+    window=None, soft_cap=None, sinks=False, dtype="bfloat16", prefix=(320, 65), processors=3,
 )  # fmt: skip
 
 
@@ -160,8 +170,8 @@ SIMULATED = dict(
 )
 @pytest.mark.parametrize("changed", [
     dict(batch=3, prefix=(0, 320, 65), processors=2),
-    pytest.param(dict(rows=33, before=40, window=100), marks=pytest.mark.slow),
-    pytest.param(dict(rows=130, group=2, head=128), marks=pytest.mark.slow),
+    pytest.param(dict(rows=33, before=40, window=100, sinks=True), marks=pytest.mark.slow),
+    pytest.param(dict(rows=130, group=2, soft_cap=5.0, head=128), marks=pytest.mark.slow),
     pytest.param(dict(rows=1, kv_heads=2, group=3, head=96), marks=pytest.mark.slow),
     pytest.param(dict(rows=4, group=8, head=256, window=70), marks=pytest.mark.slow),
     pytest.param(dict(rows=4, group=16, size=128, prefix=(7, 200)), marks=pytest.mark.slow),
@@ -195,7 +205,7 @@ def lowered(rows, group, head, size, window, batch=2, kv_heads=2, stretches=8) -
         shape(batch, rows, -(-rows // 32), dtype=jnp.uint32),
         shape(batch, stretches, dtype=jnp.int32),
     ]
-    attend = functools.partial(dispatch.tree_attention, kernel="gpu", window=window)
+    attend = functools.partial(dispatch.tree_attention, kernel="gpu", window=window, with_lse=True)
     return jax.jit(attend).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -210,9 +220,9 @@ def test_it_lowers_for_cuda_at_every_shape_of_its_table(head, rows, group, windo
 @pytest.mark.skipif(PYTHON is None, reason="SPECJAX_GPU_PYTHON names no Python with jax's plugin")
 @pytest.mark.parametrize("card, calls", [
     ("h100", [f"{call}x{head}{more}" for head in gpu.TUNING for call, more in (
-        ("1x1", ""), ("64x4", ":window"), ("150x16", ""),
+        ("1x1", ""), ("64x4", ":window,sinks,soft_cap"), ("150x16", ""),
     )]),
-    ("h200", ["1x16x128", "5x4x128:window", "16x4x128", "64x16x64"]),
+    ("h200", ["1x16x128", "5x4x128:window", "16x4x128", "64x16x64:soft_cap"]),
 ])  # fmt: skip
 def test_it_compiles_without_spilled_registers(card, calls):
     """Three launches: the list of chunks, which layers share, the chunks, and their merge."""

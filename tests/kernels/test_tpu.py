@@ -46,22 +46,25 @@ def random_case(
 
 
 @functools.partial(jax.jit, static_argnames="window")
-def expected(q, k, v, k_pages, v_pages, *rest, window):
+def expected(q, k, v, k_pages, v_pages, *rest, window, sinks):
     # The reference multiplies what lies past a prefix by zero.
     clean = (jnp.nan_to_num(x) for x in (k_pages, v_pages))
-    return reference.tree_attention(q, k, v, *clean, *rest, window=window)
+    return reference.tree_attention(
+        q, k, v, *clean, *rest, window=window, sinks=sinks, with_lse=True
+    )
 
 
 SIMULATED = pltpu.InterpretParams()
 attend = functools.partial(tpu.tree_attention, tuning=tpu.INTERPRETED, interpret=SIMULATED)
 
 
-def check(case, dtype, window=None, **more):
-    out = attend(*case, window=window, **more)
-    wanted = expected(*case, window=window)
-    assert out.dtype == dtype
+def check(case, dtype, window=None, sinks=None, **more):
+    out, lse = attend(*case, window=window, sinks=sinks, with_lse=True, **more)
+    wanted, wanted_lse = expected(*case, window=window, sinks=sinks)
+    assert out.dtype == dtype and lse.dtype == jnp.float32
     close = TOLERANCE[dtype]
     np.testing.assert_allclose(np.float32(out), np.float32(wanted), atol=close, rtol=close)
+    np.testing.assert_allclose(lse, wanted_lse, atol=1e-5, rtol=1e-5)
 
 
 CASES = dict(
@@ -74,22 +77,25 @@ CASES = dict(
     size=st.sampled_from([16, 48, 64]),
     stretches=st.integers(1, 3),
     window=st.none() | st.integers(1, 80),
+    sinks=st.booleans(),
     dtype=st.sampled_from(sorted(TOLERANCE)),
 )
 
 
-def compare(seed, batch, kv_heads, group, rows, before, size, stretches, window, dtype):
+def compare(seed, batch, kv_heads, group, rows, before, size, stretches, window, sinks, dtype):
     sizes = batch, kv_heads, group, rows, size, stretches
     case = random_case(seed, *sizes, dtype, before=before)
-    check(case, dtype, window)
+    rng = np.random.default_rng(seed + 1)
+    sinks = jnp.asarray(rng.normal(size=kv_heads * group), jnp.float32) if sinks else None
+    check(case, dtype, window, sinks)
 
 
-@pytest.mark.parametrize("rows, window, dtype", [
-    (40, None, "float32"), (12, 20, "bfloat16"), (1, 20, "float32"),
+@pytest.mark.parametrize("rows, window, sinks, dtype", [
+    (40, None, False, "float32"), (12, 20, True, "bfloat16"), (1, 20, True, "float32"),
 ])  # fmt: skip
-def test_it_equals_the_reference(rows, window, dtype):
+def test_it_equals_the_reference(rows, window, sinks, dtype):
     """Three tiles of rows, of which the last is not full; a tree; plain decoding. Two pages."""
-    compare(5, 2, 2, 3, rows, 0 if rows == 1 else 7, 48, 2, window, dtype)
+    compare(5, 2, 2, 3, rows, 0 if rows == 1 else 7, 48, 2, window, sinks, dtype)
 
 
 @pytest.mark.slow
@@ -97,7 +103,7 @@ def test_it_equals_the_reference(rows, window, dtype):
 @given(**CASES)
 @example(
     seed=0, batch=4, kv_heads=1, group=1, rows=1, before=0, size=16, stretches=1, window=None,
-    dtype="float32",
+    sinks=False, dtype="float32",
 )  # fmt: skip
 def test_it_equals_the_reference_on_many_shapes(**case):
     compare(**case)

@@ -32,15 +32,20 @@ def clean(case):
     return q, k, v, jnp.nan_to_num(k_pages), jnp.nan_to_num(v_pages), *rest
 
 
-interpreted = functools.partial(triton.tree_attention, tuning=triton.INTERPRETED, interpret=True)
-expected = jax.jit(reference.tree_attention, static_argnames="window")
+interpreted = functools.partial(
+    triton.tree_attention, tuning=triton.INTERPRETED, interpret=True, with_lse=True
+)
+options = {"static_argnames": ("window", "soft_cap", "with_lse")}
+expected = functools.partial(jax.jit(reference.tree_attention, **options), with_lse=True)
 
 
 def check(attend, case, dtype, **named):
-    out, wanted = attend(*case, **named), expected(*clean(case), **named)
-    assert out.dtype == dtype
+    out, lse = attend(*case, **named)
+    wanted, wanted_lse = expected(*clean(case), **named)
+    assert out.dtype == dtype and lse.dtype == jnp.float32
     close = TOLERANCE[dtype]
     np.testing.assert_allclose(np.float32(out), np.float32(wanted), atol=close, rtol=close)
+    np.testing.assert_allclose(lse, wanted_lse, atol=2e-5, rtol=2e-5)
 
 
 CASES = dict(
@@ -54,22 +59,27 @@ CASES = dict(
     size=st.sampled_from([16, 20, 48, 64]),
     stretches=st.integers(1, 6),
     window=st.none() | st.integers(1, 150),
+    sinks=st.booleans(),
+    soft_cap=st.none() | st.just(1.5),
     dtype=st.sampled_from(sorted(TOLERANCE)),
 )
 
 
 def compare(
-    attend, seed, batch, kv_heads, group, rows, before, head, size, stretches, window, dtype,
+    attend, seed, batch, kv_heads, group, rows, before, head, size, stretches, window, sinks,
+    soft_cap, dtype,
 ):  # fmt: skip
     sizes = batch, kv_heads, group, rows, size, stretches
     case = random_case(seed, *sizes, dtype, before=before, head=head)
-    check(attend, case, dtype, window=window)
+    rng = np.random.default_rng(seed + 1)
+    sinks = jnp.asarray(rng.normal(size=kv_heads * group), jnp.float32) if sinks else None
+    check(attend, case, dtype, window=window, sinks=sinks, soft_cap=soft_cap)
 
 
 # Several tiles, and chunks that several programs share; a window leaves some slots fewer.
 SPLIT = dict(
     seed=0, batch=3, kv_heads=2, group=2, rows=9, before=30, head=16, size=48, stretches=4,
-    window=None, dtype="float32",
+    window=None, sinks=True, soft_cap=1.5, dtype="float32",
 )  # fmt: skip
 
 
@@ -77,7 +87,7 @@ SPLIT = dict(
 @given(**CASES)
 @example(**SPLIT)
 @example(**{**SPLIT, "window": 60, "dtype": "bfloat16"})
-@example(**{**SPLIT, "rows": 1, "before": 0, "size": 20, "head": 24})
+@example(**{**SPLIT, "rows": 1, "before": 0, "size": 20, "sinks": False, "head": 24})
 @example(**{**SPLIT, "rows": 40, "dtype": "float16"})  # not split: the rows of a prompt's piece
 def test_it_equals_the_reference(**case):
     compare(interpreted, **case)
@@ -87,27 +97,29 @@ def test_it_equals_the_reference(**case):
 @settings(max_examples=60)
 @given(**{**CASES, "head": st.sampled_from([64, 96, 128, 256])})
 def test_it_equals_the_reference_on_a_gpu(**case):
-    compare(triton.tree_attention, **case)
+    compare(functools.partial(triton.tree_attention, with_lse=True), **case)
 
 
 def test_a_slots_bits_depend_neither_on_other_slots_nor_on_the_tables_width():
     case = random_case(8, 4, 2, 2, 7, 48, 4, "bfloat16", prefix=np.array([190, 0, 3, 111]), head=16)
     together = interpreted(*case)
     wider = [*case[:-1], np.pad(case[-1], ((0, 0), (0, 9)))]
-    np.testing.assert_array_equal(interpreted(*wider), together)
+    for found, same in zip(interpreted(*wider), together, strict=True):
+        np.testing.assert_array_equal(found, same)
     for slot in range(4):
         here = slice(slot, slot + 1)
         q, k, v, k_pages, v_pages, prefix, bits, table = case
         alone = interpreted(
             q[here], k[here], v[here], k_pages, v_pages, prefix[here], bits[here], table[here]
         )
-        np.testing.assert_array_equal(alone[0], together[slot])
+        for found, same in zip(alone, together, strict=True):
+            np.testing.assert_array_equal(found[0], same[slot])
 
 
 # --- the program ----------------------------------------------------------------------------------
 
 
-def lowered(rows, keys, group, head, dtype, window=None) -> str:
+def lowered(rows, keys, group, head, dtype, window=None, sinks=False, soft_cap=None) -> str:
     """The program for a GPU, made on whatever this runs on."""
 
     def shape(*dims, dtype=dtype):
@@ -120,13 +132,18 @@ def lowered(rows, keys, group, head, dtype, window=None) -> str:
         shape(2, dtype=jnp.int32),
         shape(2, rows, -(-keys // 32), dtype=jnp.uint32),
         shape(2, 16, dtype=jnp.int32),
+        *([shape(2 * group, dtype=jnp.float32)] if sinks else []),
     ]
 
-    attend = functools.partial(dispatch.tree_attention, kernel="triton", window=window)
+    def attend(*arrays):
+        named = {"sinks": arrays[8]} if sinks else {}
+        named |= {"window": window, "soft_cap": soft_cap, "with_lse": True}
+        return dispatch.tree_attention(*arrays[:8], kernel="triton", **named)
+
     return jax.jit(attend).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
 
 
-EVERYTHING = {"window": 100}
+EVERYTHING = {"window": 100, "sinks": True, "soft_cap": 30.0}
 
 
 @pytest.mark.parametrize("rows, keys, group, head, dtype, more, kernels", [

@@ -1,4 +1,4 @@
-"""Windows: every attention against a softmax over keys listed one by one."""
+"""Windows, sinks and soft-caps: every attention against a softmax over keys listed one by one."""
 
 import functools
 import logging
@@ -7,29 +7,39 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import prompts_of, tiny_config, tiny_model
 
+from specjax import LLM, SamplingParams, SpecConfig
 from specjax.decode.tree import ancestors, pack_bits
+from specjax.engine.settings import EngineConfig
 from specjax.kernels import dispatch
+from specjax.models.families.dense import change_dense
 from specjax.parallel import sharding
 from specjax.parallel.context import context_of
 from specjax.parallel.sharding import MeshConfig, make_mesh
 
 HEAD = 128  # that splash attention takes, and every kernel
 WINDOWS = [1, 3, 30, 1000]
+CAP = 1.5  # the scores of the cases have a standard deviation of 1
 KERNELS = ["reference", "library:xla", "tpu:interpret", "triton:interpret"]  # not the CPU's
 
 
-def softmax_over(q, keys, values, sees, xp=np):
+def softmax_over(q, keys, values, sees, sinks=None, cap=None, xp=np):
     """Attention [N T H] of queries over keys [N S H]; `sees` [T S] says which. By numpy, or jax."""
     scores = xp.einsum("nth,nsh->nts", q, keys) * q.shape[-1] ** -0.5
+    if cap is not None:
+        scores = cap * xp.tanh(scores / cap)
     weights = xp.where(sees, xp.exp(scores), 0.0)
     total = weights.sum(-1, keepdims=True)
+    if sinks is not None:
+        total = total + xp.exp(sinks)[:, None, None]
     return xp.einsum("nts,nsh->nth", weights / total, values)
 
 
 # --- decoding -------------------------------------------------------------------------------------
 
 BATCH, KV_HEADS, GROUP, ROWS, SIZE, PREFIXES = 3, 2, 2, 7, 16, (0, 21, 40)
+SINKS = np.linspace(-1, 2, KV_HEADS * GROUP, dtype=np.float32)
 
 
 @functools.cache
@@ -46,10 +56,11 @@ def tree_case(before=0):
 
 
 @functools.cache
-def wanted_of_trees(window, before=0):
+def wanted_of_trees(window, before=0, with_sinks=False, cap=None):
     """Each row by itself: its position is the prefix and its depth, and so is an ancestor's."""
     parents, arrays, table = tree_case(before)
     q, k, v, k_pages, v_pages, prefixes = map(np.asarray, arrays)
+    sinks = SINKS if with_sinks else None
     out = np.zeros(q.shape, np.float32)
     for b, prefix in enumerate(prefixes):
         for t in range(ROWS):
@@ -71,7 +82,7 @@ def wanted_of_trees(window, before=0):
             keys, values = (np.repeat(x, GROUP, axis=0) for x in (keys, values))
             sees = np.ones((1, keys.shape[1]), bool)
             query = q[b, :, [t]].swapaxes(0, 1)
-            out[b, :, t] = softmax_over(query, keys, values, sees)[:, 0]
+            out[b, :, t] = softmax_over(query, keys, values, sees, sinks, cap)[:, 0]
     return out
 
 
@@ -80,16 +91,25 @@ def bits_of(parents, before=0):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("window, before", [*((window, 0) for window in WINDOWS), (2, 4)])
-def test_rows_of_trees_see_what_they_should(kernel, window, before):
+@pytest.mark.parametrize("window, before, sinks, cap", [
+    *((window, 0, False, None) for window in WINDOWS),
+    (2, 4, False, None),
+    (3, 0, True, None),
+    (1000, 0, False, CAP),
+])  # fmt: skip
+def test_rows_of_trees_see_what_they_should(kernel, window, before, sinks, cap):
+    """Where a kernel has no soft-cap the reference attends."""
     parents, arrays, table = tree_case(before)
-    attend = functools.partial(dispatch.tree_attention, kernel=kernel, window=window)
+    attend = functools.partial(
+        dispatch.tree_attention, kernel=kernel, window=window, soft_cap=cap,
+        sinks=SINKS if sinks else None,
+    )  # fmt: skip
     found = jax.jit(attend)(*arrays, bits_of(parents, before), table)
-    np.testing.assert_allclose(found, wanted_of_trees(window, before), atol=1e-5)
+    np.testing.assert_allclose(found, wanted_of_trees(window, before, sinks, cap), atol=1e-5)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-def test_rows_that_attend_by_position_see_the_same(window):
+@pytest.mark.parametrize("window, cap", [*((window, None) for window in WINDOWS), (1000, CAP)])
+def test_rows_that_attend_by_position_see_the_same(window, cap):
     parents, (q, k, v, k_pages, v_pages, prefix), table = tree_case()
     depth = np.zeros((BATCH, ROWS), np.int32)
     path_rows = np.zeros((BATCH, ROWS, ROWS), np.int32)
@@ -103,8 +123,8 @@ def test_rows_that_attend_by_position_see_the_same(window):
     # Room for a path behind every prefix: one more page each, of the pool's first.
     longer = np.concatenate([table, np.zeros((BATCH, 1), np.int32)], axis=1)
     arrays = q, k, v, k_pages, v_pages, prefix, path_rows, depth, longer
-    attend = functools.partial(dispatch.tree_attention_by_position, window=window)
-    wanted = wanted_of_trees(window)
+    attend = functools.partial(dispatch.tree_attention_by_position, window=window, soft_cap=cap)
+    wanted = wanted_of_trees(window, cap=cap)
     np.testing.assert_allclose(jax.jit(attend)(*arrays), wanted, atol=1e-5)
 
 
@@ -116,7 +136,8 @@ def test_a_kernel_without_windows_says_so_once_and_the_reference_attends(caplog,
         dispatch.tree_attention(*arrays, bits_of(parents), table, window=5, kernel="cpu")
     dispatch.tree_attention(*arrays, bits_of(parents), table, kernel="cpu")
     said = [r.getMessage() for r in caplog.records if "tree_attention" in r.getMessage()]
-    assert said == ["tree_attention by reference, not by cpu: it supports no windows"]
+    reason = "it supports no windows, sinks, log-sum-exps or soft-caps"
+    assert said == [f"tree_attention by reference, not by cpu: {reason}"]
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -136,7 +157,7 @@ def packed_case():
     return (q, *rest), segments
 
 
-def wanted_of_rows(arrays, segments, window, steps):
+def wanted_of_rows(arrays, segments, window, steps, cap):
     """A query of step s at place t is at position t + s, its own row of step j at t + j."""
     q, k, v, *own = arrays
     outs = []
@@ -151,13 +172,13 @@ def wanted_of_rows(arrays, segments, window, steps):
         keys = jnp.concatenate([k[b], *(x[b] for x in own[0 : 2 * steps : 2])], axis=1)
         values = jnp.concatenate([v[b], *(x[b] for x in own[1 : 2 * steps : 2])], axis=1)
         keys, values = (jnp.repeat(x, 2, axis=0) for x in (keys, values))
-        outs.append(softmax_over(q[b], keys, values, sees, xp=jnp))
+        outs.append(softmax_over(q[b], keys, values, sees, cap=cap, xp=jnp))
     return jnp.stack(outs)
 
 
-def attend_to_rows(arrays, segments, window, steps, context=None, kernel="reference"):
+def attend_to_rows(arrays, segments, window, steps, cap, context=None, kernel="reference"):
     q, k, v, *own = arrays
-    options = {"window": window, "kernel": kernel}
+    options = {"window": window, "kernel": kernel, "soft_cap": cap}
     if not steps:
         return dispatch.causal_attention(q, k, v, segments, context, **options)
     pairs = list(zip(own[0 : 2 * steps : 2], own[1 : 2 * steps : 2], strict=True))
@@ -176,8 +197,8 @@ def value_and_gradients(attend, arrays, segments):
 
 
 @functools.cache
-def wanted_gradients(window, steps):
-    attend = functools.partial(wanted_of_rows, window=window, steps=steps)
+def wanted_gradients(window, steps, cap):
+    attend = functools.partial(wanted_of_rows, window=window, steps=steps, cap=cap)
     arrays, segments = packed_case()
     return value_and_gradients(lambda a, _: attend(a, segments), arrays, segments)
 
@@ -188,27 +209,45 @@ def close(found, wanted):
 
 
 # Steps of own rows beside it: a window of 1 leaves nothing of the base rows.
-ROW_CASES = [(1, 0), (4, 0), (1, 2), (5, 2), (1000, 2)]
+ROW_CASES = [(1, 0, None), (4, 0, None), (1, 2, None), (5, 2, None), (1000, 2, CAP)]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("window, steps", ROW_CASES)
-def test_packed_rows_and_their_gradients_see_what_they_should(kernel, window, steps):
-    attend = functools.partial(attend_to_rows, window=window, steps=steps, kernel=kernel)
-    close(value_and_gradients(attend, *packed_case()), wanted_gradients(window, steps))
+@pytest.mark.parametrize("window, steps, cap", ROW_CASES)
+def test_packed_rows_and_their_gradients_see_what_they_should(kernel, window, steps, cap):
+    attend = functools.partial(attend_to_rows, window=window, steps=steps, cap=cap, kernel=kernel)
+    close(value_and_gradients(attend, *packed_case()), wanted_gradients(window, steps, cap))
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 @pytest.mark.parametrize("attention, order", [("ring", "zigzag"), ("all_gather", "contiguous")])
-@pytest.mark.parametrize("window, steps", ROW_CASES)
-def test_rows_that_are_split_over_devices_see_the_same(attention, order, window, steps):
+@pytest.mark.parametrize("window, steps, cap", ROW_CASES)
+def test_rows_that_are_split_over_devices_see_the_same(attention, order, window, steps, cap):
     config = MeshConfig(cp=4, cp_order=order, cp_attention=attention)
     context = context_of(config, make_mesh(config))
     arrays, segments = packed_case()
     places = context.places(LENGTH)
     there = tuple(x[:, :, places] for x in arrays)
     put = jax.device_put(context.permute(segments), sharding.rows_sharding(context.mesh))
-    attend = functools.partial(attend_to_rows, window=window, steps=steps, context=context)
+    attend = functools.partial(attend_to_rows, window=window, steps=steps, cap=cap, context=context)
     found = value_and_gradients(attend, there, put)
     back = np.argsort(places)
-    close([np.asarray(x)[:, :, back] for x in found], wanted_gradients(window, steps))
+    close([np.asarray(x)[:, :, back] for x in found], wanted_gradients(window, steps, cap))
+
+
+# --- a model --------------------------------------------------------------------------------------
+
+
+def generated(cfg, spec) -> list[list[int]]:
+    config = EngineConfig(page_size=16, prefill_chunk=16)
+    llm = LLM(tiny_model(cfg), spec, max_batch=2, max_len=64, engine=config)
+    asked = SamplingParams(max_tokens=16, temperature=0.9, seed=5, ignore_eos=True)
+    prompts = prompts_of(3, 64, seed=4, longest=20)
+    return [output.samples[0].token_ids for output in llm.generate(prompts, asked)]
+
+
+def test_a_model_with_a_soft_cap_gives_the_same_tokens_with_and_without_speculation():
+    cfg = change_dense(tiny_config(layers=2), soft_cap=0.8, head_dim=16)
+    plain = generated(cfg, None)
+    assert generated(cfg, SpecConfig("2_1_3")) == plain
+    assert plain != generated(change_dense(cfg, soft_cap=None), None), "the cap does something"

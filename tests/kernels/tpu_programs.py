@@ -78,8 +78,13 @@ def kernel(mesh, rows: int, batch: int = 8, size: int = 128, stretches: int = 8)
         shape(batch, stretches, dtype=jnp.int32),
     ]
 
-    attend = functools.partial(dispatch.tree_attention, window=512, kernel=cfg.run.attention)
-    return jax.jit(sharding.traced_on(mesh, attend)).lower(*arrays)
+    def attend(sinks, *arrays):
+        return dispatch.tree_attention(
+            *arrays, sinks=sinks, window=512, with_lse=True, kernel=cfg.run.attention
+        )
+
+    sinks = shape(heads, dtype=jnp.float32)
+    return jax.jit(sharding.traced_on(mesh, attend)).lower(sinks, *arrays)
 
 
 # An argmax whose maximum is not read: its comparisons may be in bfloat16 as well.

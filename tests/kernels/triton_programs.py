@@ -9,6 +9,7 @@ that it comes with; `test_triton.py` runs it.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -53,18 +54,19 @@ def config_of(card: str) -> str:
     return text
 
 
-def compiled(card: str, dtype: str, head: int, rows: int) -> jax.stages.Compiled:
-    """Compiles one call."""
+def compiled(card: str, dtype: str, head: int, rows: int, **options) -> jax.stages.Compiled:
+    """Compiles one call with everything that a layer may ask for."""
     described = {"topology": "1x1x1", "target_config": config_of(card)}
     [device] = topologies.get_topology_desc(card, "cuda", **described).devices
-    arrays = attention_call.shapes(device, SIZES, rows, GROUP, head, dtype)
-    return jax.jit(triton.tree_attention).lower(*arrays).compile()
+    arrays, sinks = attention_call.shapes(device, SIZES, rows, GROUP, head, dtype)
+    attend = functools.partial(triton.tree_attention, with_lse=True, **options)
+    return jax.jit(attend).lower(*arrays, sinks=sinks).compile()
 
 
 def main(*names: str) -> None:
     for name in names:
         card, dtype, head, rows = name.split(":")
-        program = compiled(card, dtype, int(head), int(rows))
+        program = compiled(card, dtype, int(head), int(rows), soft_cap=30.0)
         text = program.as_text()
         found = {
             "program": name,

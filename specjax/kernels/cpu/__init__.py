@@ -28,16 +28,17 @@ from specjax.kernels.reference import PANEL_WIDTH
 
 
 def tree_attention(
-    q, k_tree, v_tree, k_pages, v_pages, prefix_len, visible_bits, table=None, *, window=None
-) -> Float[Array, "B N T H"]:
+    q, k_tree, v_tree, k_pages, v_pages, prefix_len, visible_bits, table: Table = None, *,
+    window: int | None = None, sinks=None, with_lse: bool = False, soft_cap: float | None = None,
+) -> Float[Array, "B N T H"]:  # fmt: skip
     """Computes `specjax.kernels.reference.tree_attention` in float32, for H a multiple of 16.
 
     Raises:
-      Declined: the call has a window.
+      Declined: the call has a window, sinks or a soft-cap, or asks for log-sum-exps.
       TypeError: an array is not float32.
     """
-    if window is not None:
-        raise Declined("it supports no windows")
+    if window is not None or sinks is not None or with_lse or soft_cap is not None:
+        raise Declined("it supports no windows, sinks, log-sum-exps or soft-caps")
     floats = q, k_tree, v_tree, k_pages, v_pages
     if any(x.dtype != jnp.float32 for x in floats):
         raise TypeError(f"expected float32 throughout, got {[str(x.dtype) for x in floats]}")
@@ -167,6 +168,8 @@ def _refuses_layers(cfg: ModelConfig) -> str | None:
         )
     if mixer.window is not None:
         return Unsuited(f"it supports all positions only, got a window of {mixer.window}")
+    if mixer.soft_cap is not None:
+        return Unsuited(f"it supports scores as they are only, got a soft-cap of {mixer.soft_cap}")
     if mixer.o_bias:
         return Unsuited("it supports output projections of attention without a bias only")
     widths = {"hidden_size": cfg.hidden_size, "intermediate_size": mlp.intermediate_size}

@@ -129,6 +129,8 @@ class DenseFamily:
             )
         if mixer.norm_eps != cfg.rms_norm_eps:
             self.refuse("has one epsilon of norms", f"{mixer.norm_eps} and {cfg.rms_norm_eps}")
+        if mixer.soft_cap is not None:
+            self.refuse("has scores without a bound", f"a soft_cap of {mixer.soft_cap}")
         if mixer.o_bias:
             self.refuse("has no bias in the output projection of attention", "o_bias True")
         return windows
@@ -171,6 +173,7 @@ def dense_config(
     qkv_bias: bool = False,
     qk_norm: bool = True,
     window: int | None = None,
+    soft_cap: float | None = None,
     o_bias: bool = False,
     rms_norm_eps: float = 1e-6,
     **others: Any,
@@ -187,7 +190,8 @@ def dense_config(
     """
     rope = Rope(rope_theta, rope_scaling)
     mixer = Attention(
-        num_heads, num_kv_heads, head_dim, rope, qkv_bias, qk_norm, rms_norm_eps, window, o_bias,
+        num_heads, num_kv_heads, head_dim, rope, qkv_bias, qk_norm, rms_norm_eps, window, soft_cap,
+        o_bias,
     )  # fmt: skip
     return ModelConfig(
         vocab_size=vocab_size,
@@ -218,6 +222,7 @@ def change_dense(cfg: ModelConfig, **changes: Any) -> ModelConfig:
         "qkv_bias": mixer.qkv_bias,
         "qk_norm": mixer.qk_norm,
         "window": mixer.window,
+        "soft_cap": mixer.soft_cap,
         "o_bias": mixer.o_bias,
     }
     others = {name: getattr(cfg, name) for name in cfg.__dataclass_fields__ if name != "layers"}

@@ -34,6 +34,8 @@ class Attention:
       qk_norm: whether queries and keys have an RMSNorm per head before RoPE (Qwen3).
       norm_eps: epsilon of these norms.
       window: number of positions that a query sees, its own included; None: all up to its own.
+      soft_cap: bound of the scaled scores, which become soft_cap * tanh(score / soft_cap) before
+        the softmax; None: no bound. No family of `specjax.models.families` has one.
       o_bias: whether the output projection has a bias; heads of drafts may have one.
     """
 
@@ -47,6 +49,7 @@ class Attention:
     qk_norm: bool = False
     norm_eps: float = 1e-6
     window: int | None = None
+    soft_cap: float | None = None
     o_bias: bool = False
 
     def __post_init__(self):
@@ -59,6 +62,8 @@ class Attention:
             raise ValueError(f"head_dim must be even for RoPE, got {self.head_dim}")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window must be at least 1 or None, got {self.window}")
+        if self.soft_cap is not None and not self.soft_cap > 0:
+            raise ValueError(f"soft_cap must be above 0 or None, got {self.soft_cap}")
 
     def params(self, width: int) -> dict[str, Param]:
         """Returns the rows of its arrays, in the order of random initialisation."""
@@ -121,9 +126,10 @@ class Attention:
         q, k, v = self.project(w, x, *where.rotated_by(self.rotation), decoding, **alone)
         if blocks is not None:
             q, k, v = map(blocks.join_heads, (q, k, v))
+        sees = {"window": self.window, "soft_cap": self.soft_cap}
         if where.form == "train":
             attended = dispatch.causal_attention(
-                q, k, v, where.segments, where.context, window=self.window, kernel=where.kernel
+                q, k, v, where.segments, where.context, **sees, kernel=where.kernel
             )
             return self.output(w, attended), Scratch(KVCache(k, v), None)
         k, v = kept = with_marked_keys(k, v)
@@ -132,12 +138,10 @@ class Attention:
         arrays = q, k, v, *memory.pages, where.prefix
         if where.form == "by_position":
             path = where.path_rows, where.depth
-            attended = dispatch.tree_attention_by_position(
-                *arrays, *path, where.table, window=self.window
-            )
+            attended = dispatch.tree_attention_by_position(*arrays, *path, where.table, **sees)
         else:
             attended = dispatch.tree_attention(
-                *arrays, where.visible, where.table, window=self.window, kernel=where.kernel
+                *arrays, where.visible, where.table, **sees, kernel=where.kernel
             )
         if blocks is not None:
             attended = blocks.split_heads(attended)
@@ -151,7 +155,7 @@ class Attention:
         base, *own = [rows.pages for rows in earlier]
         attended = dispatch.causal_attention_with_own(
             q, *base, [*map(tuple, own), (k, v)], where.segments, where.context,
-            window=self.window, kernel=where.kernel,
+            window=self.window, soft_cap=self.soft_cap, kernel=where.kernel,
         )  # fmt: skip
         return self.output(w, attended), Scratch(KVCache(k, v), None)
 
