@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from bench.programs import change_dense
 from specjax.checkpoint import huggingface as hf
 from specjax.drafts.mtp import init_head_params, weight_axes
-from specjax.models.families.dense import change_dense, dense_config
+from specjax.models.families.dense import dense_config
 from specjax.models.rope import RopeScaling
 from specjax.models.transformer import init_params
 from specjax.parallel import sharding

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tiny import apt, tiny_config, tiny_model
 
+from bench.programs import change_dense
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.decode import shards
 from specjax.decode.chunk import Until
@@ -18,7 +19,6 @@ from specjax.decode.options import Features
 from specjax.decode.state import RowMap
 from specjax.engine.compare import first_differences
 from specjax.engine.request import make_jobs
-from specjax.models.families.dense import change_dense
 from specjax.parallel.sharding import MeshConfig, make_mesh
 from specjax.verify.identity import random_requests
 

@@ -5,10 +5,11 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 
+from bench.programs import change_dense
 from specjax.config import RunConfig
 from specjax.interfaces import Backend
 from specjax.kernels import check, reference
-from specjax.models.families.dense import change_dense, dense_config
+from specjax.models.families.dense import dense_config
 
 CFG = dense_config(
     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2,

@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from bench.programs import change_dense
 from specjax.config import RunConfig
 from specjax.interfaces import Backend
 from specjax.kernels import check, reference
-from specjax.models.families.dense import change_dense, dense_config
+from specjax.models.families.dense import dense_config
 from train.loss.optim import OptimConfig
 from train.loss.policy import PolicyTrainer
 from train.loss.terms import sft_loss

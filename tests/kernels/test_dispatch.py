@@ -9,12 +9,12 @@ import pytest
 from test_tpu import expected, random_case
 from tiny import prompts_of, tiny_config, tiny_model
 
+from bench.programs import change_dense
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.drafts.mtp import weight_axes
 from specjax.engine.settings import EngineConfig
 from specjax.kernels import dispatch, reference, tpu
 from specjax.kernels.backend import choose
-from specjax.models.families.dense import change_dense
 from specjax.parallel import sharding
 from specjax.parallel.sharding import MeshConfig, make_mesh
 from train.heads.training import DraftConfig, DraftTrainer

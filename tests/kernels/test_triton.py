@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from test_tpu import random_case
 from tiny import tiny_config
 
+from bench.programs import change_dense
 from specjax.kernels import dispatch, reference, triton
 from specjax.kernels.backend import choose
-from specjax.models.families.dense import change_dense
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
 ON_GPU = jax.default_backend() == "gpu"

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from tiny import prompts_of, tiny_config, tiny_model
 
+from bench.programs import change_dense
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.decode.tree import ancestors, pack_bits
 from specjax.engine.settings import EngineConfig
 from specjax.kernels import dispatch
-from specjax.models.families.dense import change_dense
 from specjax.parallel import sharding
 from specjax.parallel.context import context_of
 from specjax.parallel.sharding import MeshConfig, make_mesh

@@ -18,12 +18,19 @@ import numpy as np
 from sum_windows import products
 
 from bench.compiled import figures_of
-from bench.programs import WIDE, lowered_chunk, mesh_over, runner_of, tpu_devices, wide_runner
+from bench.programs import (
+    WIDE,
+    change_dense,
+    lowered_chunk,
+    mesh_over,
+    runner_of,
+    tpu_devices,
+    wide_runner,
+)
 from specjax.decode import admit
 from specjax.drafts.mtp import init_head_params, weight_axes
 from specjax.engine.runner import piece_of
 from specjax.kernels import dispatch
-from specjax.models.families.dense import change_dense
 from specjax.models.transformer import init_params
 from specjax.parallel import sharding
 from specjax.parallel.context import context_of
