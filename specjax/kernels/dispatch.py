@@ -170,22 +170,11 @@ def _log_declined(kernel: str, operation: str, reason: str, rest: str) -> None:
 
 
 def tree_attention(
-    q: Float[Array, "B N T H"],
-    k_tree: Float[Array, "B K T2 H"],
-    v_tree: Float[Array, "B K T2 H"],
-    k_pages: Float[Array, "P K S H"],
-    v_pages: Float[Array, "P K S H"],
-    prefix_len: Int[Array, " B"],
-    visible_bits: UInt32[Array, "*B T W"],
-    table: Table = None,
-    *,
-    window: int | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    with_lse: bool = False,
-    soft_cap: float | None = None,
+    q, k_tree, v_tree, k_pages, v_pages, prefix_len, visible_bits, table: Table = None, *,
+    window: int | None = None, sinks=None, with_lse: bool = False, soft_cap: float | None = None,
     kernel: str = "reference",
-) -> Float[Array, "B N T H"] | tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
-    """Computes `specjax.kernels.reference.tree_attention` by a kernel.
+):  # fmt: skip
+    """Computes `specjax.kernels.reference.tree_attention`, which has the same arguments.
 
     Args:
       kernel: a name of the table, or a path.
@@ -296,41 +285,25 @@ def layers(
 # --- training -------------------------------------------------------------------------------------
 
 
-def causal_attention(
-    q: Float[Array, "B N S H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    segment_ids: Int[Array, "B S"],
-    context: Context | None = None,
-    *,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    kernel: str = "reference",
-) -> Float[Array, "B N S H"]:
+def causal_attention(q, k, v, segment_ids, context: Context | None = None, **options):
     """Computes `specjax.kernels.reference.causal_attention` by a kernel.
+
+    Args:
+      options: keywords of `causal_attention_with_own`.
+    """
+    return causal_attention_with_own(q, k, v, [], segment_ids, context, **options)
+
+
+def causal_attention_with_own(
+    q, k, v, own, segment_ids, context: Context | None = None, *,
+    window: int | None = None, soft_cap: float | None = None, kernel: str = "reference",
+) -> Float[Array, "B N S H"]:  # fmt: skip
+    """Computes `specjax.kernels.reference.causal_attention_with_own`.
 
     Args:
       context: how rows are split over devices.
       kernel: a name of the table, or a path.
     """
-    return causal_attention_with_own(
-        q, k, v, [], segment_ids, context, window=window, soft_cap=soft_cap, kernel=kernel
-    )
-
-
-def causal_attention_with_own(
-    q: Float[Array, "B N S H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    own: list[tuple[Array, Array]],
-    segment_ids: Int[Array, "B S"],
-    context: Context | None = None,
-    *,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    kernel: str = "reference",
-) -> Float[Array, "B N S H"]:
-    """Computes `specjax.kernels.reference.causal_attention_with_own` by a kernel."""
     options = {"window": window, **_soft_cap(soft_cap)}
     if context is not None:
 
