@@ -96,16 +96,16 @@ class Keys:
             name, default, lambda value: _is_integer(value) and least <= value <= most, expected
         )
 
-    def number(self, name: str, default: Any = _REQUIRED, above: float = 0.0, least=None) -> Any:
-        """A finite number greater than `above`, or, if `least` is given, at least `least`."""
+    def number(self, name: str, default: Any = _REQUIRED, least: float | None = None) -> Any:
+        """A finite number of at least `least`; None: greater than 0."""
 
         def valid(value: Any) -> bool:
             real = _is_integer(value) or isinstance(value, float)
             # Numbers are compared as they are: no float holds a very large integer.
-            inside = real and (value > above if least is None else value >= least)
+            inside = real and (value > 0 if least is None else value >= least)
             return inside and value <= sys.float_info.max
 
-        limit = f"greater than {above:g}" if least is None else f"of at least {least:g}"
+        limit = "greater than 0" if least is None else f"of at least {least:g}"
         number = self._checked(name, default, valid, f"a finite number {limit}")
         return number if number is default else float(number)
 

@@ -125,7 +125,6 @@ def load_draft_files(
     path: str | Path,
     target: ModelConfig,
     mesh: jax.sharding.Mesh | None = None,
-    overrides: Mapping[str, Any] | None = None,
 ) -> tuple[Draft, Params]:
     """Reads a draft in files of its own, and its parameters.
 
@@ -133,14 +132,12 @@ def load_draft_files(
       path: a directory that `find_draft` recognises.
       target: config of the target. Parameters get its `run.param_dtype`; integers stay integers.
       mesh: mesh to put the parameters on, see `specjax.parallel.sharding`; None: default device.
-      overrides: settings by hand in place of those of the files, see `Draft.read`.
 
     Raises:
       CheckpointError: there is no draft, a file is missing or damaged, or the draft is of another
         target.
       CheckpointWeightError: names every weight that is missing or wrongly shaped.
       UnsupportedModelError: the files ask for what cannot be computed.
-      ValueError: a setting by hand is unknown, or has an invalid value.
     """
     kind, files = find_draft(path), FilesAt(path, mesh)
     if kind is None:
@@ -148,7 +145,7 @@ def load_draft_files(
             f"{path} holds no draft head that is known; expected a directory with config.json and "
             "the weights of a head, such as EAGLE-3"
         )
-    draft = kind.read(files, target, overrides)
+    draft = kind.read(files, target)
     return draft, draft.load(files)
 
 

@@ -33,6 +33,7 @@ import safetensors.numpy
 from flax.traverse_util import unflatten_dict
 
 from specjax.checked_json import CheckpointError, Keys, UnsupportedModelError, shown
+from specjax.checkpoint.format import named_leaves
 from specjax.checkpoint.huggingface_names import (
     HEAD_STYLES,
     CheckpointWeightError,
@@ -41,9 +42,11 @@ from specjax.checkpoint.huggingface_names import (
     head_leaves,
     is_head_name,
     is_redundant,
+    label_of,
     order_of,
     policy_leaves,
     raise_problems,
+    shape_problems,
     style_of,
     style_on_export,
     swap_last,
@@ -277,26 +280,16 @@ def check_weights(
       integers: names of tensors that may hold integers.
     """
     expected = {name: tensor.shape for name, tensor in tensors_of(leaves).items()}
-    problems = [
-        f"missing: {name}, expected {list(shape)}"
-        for name, shape in expected.items()
-        if name not in weights
-    ]
-    for name, shape in (expected | zeros).items():
+    expected |= {name: shape for name, shape in zeros.items() if name in weights}
+    problems = shape_problems(expected, weights, extra)
+    for name in expected:
         if name not in weights:
             continue
-        got, dtype = tuple(weights[name].shape), str(weights[name].dtype)
-        if got != shape:
-            problems.append(f"wrong shape: {name}, expected {list(shape)}, got {list(got)}")
-        elif dtype not in _FLOATS and not (name in integers and dtype in _INTEGERS):
+        dtype = str(weights[name].dtype)
+        if dtype not in _FLOATS and not (name in integers and dtype in _INTEGERS):
             problems.append(f"wrong dtype: {name}, expected one of {_FLOATS}, got {dtype}")
         elif name in zeros and np.any(weights[name][:]):
             problems.append(f"not supported: {name} is not zero")
-    problems += [
-        f"unexpected: {name}, {list(weights[name].shape)}"
-        for name in extra
-        if name not in expected and name not in zeros
-    ]
     raise_problems(source, problems)
 
 
@@ -585,36 +578,22 @@ def named_weights(leaves: list[Leaf], params: Params, dtype: str) -> list[Writte
     Raises:
       CheckpointWeightError: names the parameters that do not fit the leaves.
     """
-    problems = []
-    known = {s.path: s.shape for s in leaves}
-    got = {
-        tuple(p.key for p in path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-    }
-    for key in known.keys() | got.keys():
-        label = "/".join(map(str, key))
-        if key not in got:
-            problems.append(f"missing: {label}, expected {list(known[key])}")
-        elif key not in known:
-            problems.append(f"unexpected: {label}, {list(got[key].shape)}")
-        elif got[key].shape != known[key]:
-            problems.append(
-                f"wrong shape: {label}, expected {list(known[key])}, got {list(got[key].shape)}"
-            )
-    raise_problems("the parameter tree", sorted(problems))
+    got = named_leaves(params)
+    problems = shape_problems({label_of(leaf): leaf.shape for leaf in leaves}, got, got)
+    raise_problems("the parameter tree", problems)
     out = []
     for name, tensor in tensors_of(leaves).items():
-        own = jnp.dtype(got[tensor.holds[0][0].path].dtype)
+        own = jnp.dtype(got[label_of(tensor.holds[0][0])].dtype)
         kind = jnp.dtype(dtype) if jnp.issubdtype(own, jnp.floating) else own
         out.append(Written(name, tensor.shape, kind, _reader(tensor, got, kind)))
     return out
 
 
-def _reader(tensor: Tensor, arrays: Mapping[tuple, Any], dtype: np.dtype):
+def _reader(tensor: Tensor, arrays: Mapping[str, Any], dtype: np.dtype):
     def read() -> np.ndarray:
         out = np.empty(tensor.shape, dtype)
         for leaf, at, stored in tensor.holds:
-            array = arrays[leaf.path]
+            array = arrays[label_of(leaf)]
             piece = np.asarray(array[at] if at else array)
             if leaf.swap:
                 piece = np.roll(piece, piece.shape[0] // 2, axis=0)

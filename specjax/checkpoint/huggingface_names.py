@@ -13,7 +13,7 @@ swapped.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from specjax.checked_json import CheckpointError, UnsupportedModelError
@@ -46,6 +46,31 @@ def raise_problems(source: object, problems: list[str]) -> None:
             f"{source} does not fit the model config; wrong weights: {len(problems)}\n  "
             + "\n  ".join(shown)
         )
+
+
+def shape_problems(
+    wanted: Mapping[str, Sequence[int]], found: Mapping[str, Any], extra: Iterable[str]
+) -> list[str]:
+    """Returns a line for each array that is missing, unexpected, or has another shape.
+
+    Args:
+      wanted: shapes by name.
+      found: the arrays, or their descriptions, by name.
+      extra: names in `found` that are refused unless they are wanted.
+    """
+    problems = [
+        f"missing: {name}, expected {list(shape)}"
+        for name, shape in wanted.items()
+        if name not in found
+    ]
+    problems += [
+        f"wrong shape: {name}, expected {list(shape)}, got {list(found[name].shape)}"
+        for name, shape in wanted.items()
+        if name in found and tuple(found[name].shape) != tuple(shape)
+    ]
+    return problems + [
+        f"unexpected: {name}, {list(found[name].shape)}" for name in extra if name not in wanted
+    ]
 
 
 class HeadStyle(NamedTuple):

@@ -31,6 +31,7 @@ from specjax.checkpoint.draft_files import (
 )
 from specjax.checkpoint.format import DRAFT_KEY, named_leaves
 from specjax.checkpoint.huggingface import MTP_KEY, config_json, config_of, mtp_json
+from specjax.checkpoint.huggingface_names import raise_problems, shape_problems
 from specjax.config import ModelConfig, RunConfig
 from specjax.config.dtype import resolve_dtype
 from specjax.drafts.head_config import rows_of
@@ -723,14 +724,8 @@ def fitted_to(like: Params, tree: Params, what: str) -> Params:
       CheckpointError: the trees have different names or shapes.
     """
     there, wanted = named_leaves(tree), named_leaves(like)
-    for name in sorted(there.keys() | wanted.keys()):
-        got, expected = (
-            list(leaves[name].shape) if name in leaves else "nothing" for leaves in (there, wanted)
-        )
-        if got != expected:
-            raise CheckpointError(
-                f"{what} is of another model: {name} is {got}, expected {expected}"
-            )
+    shapes = {name: leaf.shape for name, leaf in wanted.items()}
+    raise_problems(what, shape_problems(shapes, there, there))
     return jax.tree.unflatten(jax.tree.structure(like), [there[name] for name in wanted])
 
 

@@ -179,9 +179,12 @@ def test_weights_take_the_containers_of_others_or_are_refused_by_the_name_of_the
     fitted = fitted_to({"blocks": (np.zeros(3), np.zeros(3))}, read, "the head")
     assert isinstance(fitted["blocks"], tuple) and [x[0] for x in fitted["blocks"]] == [1, 2]
     for like, said in (
-        ((np.zeros(3), np.zeros(2)), r"the head is .* blocks/1 is \[3\], expected \[2\]"),
-        ((np.zeros(3),), r"blocks/1 is \[3\], expected nothing"),
-        ((np.zeros(3),) * 3, r"blocks/2 is nothing, expected \[3\]"),
+        (
+            (np.zeros(3), np.zeros(2)),
+            r"the head does .* wrong shape: blocks/1, expected \[2\], got \[3\]",
+        ),
+        ((np.zeros(3),), r"unexpected: blocks/1, \[3\]"),
+        ((np.zeros(3),) * 3, r"missing: blocks/2, expected \[3\]"),
     ):
         with pytest.raises(CheckpointError, match=said):
             fitted_to({"blocks": like}, read, "the head")
