@@ -46,7 +46,6 @@ class Plan:
     features: Features = Features()
     aligned: bool = True
     tau: float = 0.6
-    adaptive_width: bool = False
     invariant: bool = False
     telemetry: bool = False
     rule: Callable | None = None
