@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from specjax.config import ModelConfig
@@ -70,82 +71,64 @@ def choose(
       ValueError: the backend that was asked for is unknown, or cannot be used there.
     """
     check_attention(asked)
-    device = Device(platform, kind, devices)
+    device, own = Device(platform, kind, devices), asked == "auto"
     operation = "tree_attention" if decoding else "causal_attention"
-    if asked == "auto":
-        choice = _own(device, cfg, operation, invariant)
-    else:
-        choice = _asked(device, cfg, operation, asked)
-    if invariant and choice.name != REFERENCE:
-        line = f"{choice.line}; rounds in invariant mode attend by position in XLA, without it"
-        choice = choice._replace(line=line, warn=True)
-    return choice
-
-
-def _own(device: Device, cfg: ModelConfig, operation: str, invariant: bool) -> Choice:
-    """Returns the choice for `auto`: the platform's first backend that has the operation."""
-    if device.platform not in OWN:
-        line = (
-            f"{BACKENDS.find(REFERENCE).line}: there is no kernel for platform {device.platform!r}"
-        )
+    if own and platform not in OWN:
+        line = f"{BACKENDS.find(REFERENCE).line}: there is no kernel for platform {platform!r}"
         return Choice(REFERENCE, line, True)
-    refused: dict[str, str] = {}
-    for name in OWN[device.platform]:
-        found, reasons = _first(name, device, cfg, operation, invariant)
-        refused |= reasons
-        if found is not None:
-            return _chosen(found, refused)
-    return _chosen(REFERENCE, refused)
-
-
-def _asked(device: Device, cfg: ModelConfig, operation: str, asked: str) -> Choice:
-    found, refused = _first(asked, device, cfg, operation)
-    if found is None:
+    found, refused = _first(
+        OWN[platform] if own else (asked,), device, cfg, operation, own, invariant
+    )
+    if found is None and not own:
         raise ValueError(
             f"attention {asked!r} cannot be used: {'; '.join(refused.values())}; choose another, "
-            f"or 'auto', which chooses a backend that {device.kind} can run"
+            f"or 'auto', which chooses a backend that {kind} can run"
         )
-    return _chosen(found, refused, ", as asked for")._replace(warn=BACKENDS.find(found).warns)
+    name = found or REFERENCE
+    backend = BACKENDS.find(name)
+    parts = [backend.line if own else f"{backend.line}, as asked for"]
+    parts += [f"not {other}: {why}" for other, why in refused.items()]
+    warn = own and any(not isinstance(why, Unsuited) for why in refused.values())
+    if invariant and name != REFERENCE:
+        parts.append("rounds in invariant mode attend by position in XLA, without it")
+        warn = True
+    return Choice(name, "; ".join(parts), warn or backend.warns)
 
 
 def _first(
-    name: str, device: Device, cfg: ModelConfig, operation: str, invariant: bool | None = None
+    names: Sequence[str],
+    device: Device,
+    cfg: ModelConfig,
+    operation: str,
+    own: bool,
+    invariant: bool,
 ) -> tuple[str | None, dict[str, str]]:
-    """Returns the first usable backend of a group, and why those before it are refused.
+    """Returns the first usable backend, and why those before it are refused.
 
     Args:
-      name: name of a group or of one backend.
-      invariant: whether the engine is in `invariant` mode; None: the user asked for this name.
+      names: names of groups or of backends.
+      own: whether they are the platform's own, of which those without the operation are passed
+        over; else the user asked for the name.
+      invariant: whether the engine is in `invariant` mode.
     """
-    members = GROUPS.get(name, (name,))
-    if len(members) > 1:
-        backends = [BACKENDS.find(member) for member in members]
-        for_it = [
-            member
-            for member, backend in zip(members, backends, strict=True)
-            if not backend.kinds or device.kind in backend.kinds
-        ]
-        if not for_it:
-            reason = backends[0].refuses(operation, device, cfg)
-            known = ", ".join(member.partition(":")[2] for member in members)
-            return None, {name: reason or f"it supports {known}, and the device is {device.kind!r}"}
-        members = for_it
     refused = {}
-    for member in members:
-        backend = BACKENDS.find(member)
-        if invariant is not None:
-            if operation not in backend.operations or invariant and not backend.prompts_alone:
+    for group in names:
+        members = GROUPS.get(group, (group,))
+        fitting = members
+        if len(members) > 1:
+            kinds = {member: BACKENDS.find(member).kinds for member in members}
+            fitting = [m for m in members if not kinds[m] or device.kind in kinds[m]]
+        if not fitting:
+            reason = BACKENDS.find(members[0]).refuses(operation, device, cfg)
+            known = ", ".join(member.partition(":")[2] for member in members)
+            refused[group] = reason or f"it supports {known}, and the device is {device.kind!r}"
+        for name in fitting:
+            backend = BACKENDS.find(name)
+            passed = operation not in backend.operations or invariant and not backend.prompts_alone
+            if own and passed:
                 continue
-        reason = backend.refuses(operation, device, cfg)
-        if reason is None:
-            return member, refused
-        refused[member] = reason
+            reason = backend.refuses(operation, device, cfg)
+            if reason is None:
+                return name, refused
+            refused[name] = reason
     return None, refused
-
-
-def _chosen(name: str, refused: dict[str, str], why_it: str = "") -> Choice:
-    """Returns the choice of a backend; its line says why earlier ones in the list are refused."""
-    backend = BACKENDS.find(name)
-    parts = [backend.line + why_it, *(f"not {other}: {why}" for other, why in refused.items())]
-    warn = any(not isinstance(why, Unsuited) for why in refused.values())
-    return Choice(name, "; ".join(parts), warn or backend.warns)
