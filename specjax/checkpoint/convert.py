@@ -25,7 +25,7 @@ import safetensors
 
 from specjax.checked_json import CheckpointError
 from specjax.checkpoint import huggingface as hf
-from specjax.checkpoint.draft_files import find_draft, load_draft_files, save_draft_files
+from specjax.checkpoint.draft_files import find_draft, save_draft_files
 from specjax.checkpoint.huggingface import copy_tokenizer, dtype_name, replacing
 from specjax.checkpoint.store import Checkpointer, save_draft
 from specjax.checkpoint.weights import (
@@ -33,7 +33,6 @@ from specjax.checkpoint.weights import (
     HUGGING_FACE,
     RUN,
     TOKENIZER,
-    Head,
     Model,
     cast_floats,
     config_in,
@@ -142,9 +141,9 @@ def convert(
         )
     _require_free(source, target, force)
     dtype = dtype and dtype_name(dtype)
-    if is_draft:
-        return _write(target, SPECULATORS, _read_draft(source, what, step, dtype, like), 0)
     foreign = load_format != AUTO or (recognised(source) and not (source / CONFIG).exists())
+    if to is None and is_draft:
+        to = SPECULATORS
     to = to or ("orbax" if layout_of(source) == HUGGING_FACE and not foreign else "hf")
     if not foreign:
         return _write(target, to, *_read(source, what, step, like, dtype), dtype)
@@ -197,37 +196,23 @@ def _read(source: Path, what: str | None, step: int | None, like, dtype) -> tupl
     return model, step
 
 
-def _read_draft(
-    source: Path, what: str | None, step: int | None, dtype: str | None, like: Path | None
-) -> Model:
-    """Reads a head in files of its own."""
-    if step is not None:
-        raise CheckpointError(f"{source} is no training run and has no step {step}")
-    _require_head_alone(source, what, like)
-    dtype = dtype or _only(source, _dtypes_of(source) & set(DTYPES))
-    cfg = hf.read_config(like).running(param_dtype=dtype)
-    return Model(cfg, None, Head(*load_draft_files(source, cfg)), None)
-
-
-def _require_head_alone(source: Path, what: str | None, like: Path | None) -> None:
-    """Raises `CheckpointError` unless a head is asked for, and the config of its policy given."""
-    if what in ("policy", "both"):
+def _read_hf(source: Path, what: str | None, like, dtype: str | None) -> Model:
+    is_draft = find_draft(source) is not None
+    alone = is_draft or not recognised(source)
+    files = (WEIGHTS, INDEX)
+    if alone and not is_draft and source.is_dir() and any((source / f).exists() for f in files):
+        hf.read_config(source)  # raises the error: this file is no head
+    if alone and what in ("policy", "both"):
         raise CheckpointError(f"{source} holds no policy, expected {what}")
-    if like is None:
+    if alone and like is None:
         raise CheckpointError(
             f"{source} holds only a draft head; expected --like DIR, the Hugging Face directory "
             "of its policy"
         )
-
-
-def _read_hf(source: Path, what: str | None, like, dtype: str | None) -> Model:
-    alone = not recognised(source)
-    if alone and source.is_dir() and any((source / name).exists() for name in (WEIGHTS, INDEX)):
-        hf.read_config(source)  # raises the error: this file is no head
-    if alone:
-        _require_head_alone(source, what, like)
     cfg = hf.read_config(like if alone else source)
-    dtype = dtype or _only(source, _dtypes_of(source))  # config.json may name another one
+    if dtype is None:  # config.json may name another one
+        names = _dtypes_of(source)
+        dtype = _only(source, names & set(DTYPES) if is_draft else names)
     cfg = cfg.running(param_dtype=dtype, compute_dtype=dtype)
     if alone or what == "head":
         beside = None if alone or cfg.mtp_num_layers else head_beside(source, cfg)
