@@ -10,10 +10,9 @@ after `why_wrong` has compared what it writes on a device of this process.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -39,10 +38,10 @@ MOST_ARRAYS = 128  # of one call: a CUDA kernel takes 4 KiB of parameters, 3 poi
 CHECKED_BYTES = 2**30  # largest size of the pages for which the kernel is checked
 
 
-class _Choice:
-    """Whether programs traced from now on use the kernel, and whether it was wrong once."""
+class Choice:
+    """Whether programs traced from now on use the kernel; None: it was not checked yet."""
 
-    on = wrong = False
+    on: bool | None = None
 
 
 class Sizes(NamedTuple):
@@ -77,24 +76,13 @@ def settle(why: str | None) -> None:
     Args:
       why: what `why_wrong` returned.
     """
-    if why is not None and not _Choice.wrong:
+    if why is not None and Choice.on is not False:
         log.warning(
             "new keys and values are written by scatters, and not by one kernel: %s; report this, "
             "with the versions of jax and of the driver",
             why,
         )
-    _Choice.wrong = _Choice.wrong or why is not None
-    _Choice.on = not _Choice.wrong
-
-
-@contextlib.contextmanager
-def unchecked() -> Iterator[None]:
-    """Within, programs use the kernel unchecked: for those that are compiled and not run."""
-    before, _Choice.on = _Choice.on, True
-    try:
-        yield
-    finally:
-        _Choice.on = before
+    Choice.on = Choice.on is not False and why is None
 
 
 def why_wrong(sizes: Sizes, device: jax.Device, interpret: bool = False) -> str | None:
@@ -156,7 +144,7 @@ def by_kernel(
     arrays, rows = list(arrays), list(rows)
     mesh = jax.sharding.get_abstract_mesh()
     together = mesh.empty or mesh.size == 1
-    if arrays[0].ndim > 4 or not together or not (_Choice.on or interpret):
+    if arrays[0].ndim > 4 or not together or not (Choice.on or interpret):
         return by_scatter(arrays, rows, start, table)
     written = []
     for i in range(0, len(arrays), MOST_ARRAYS):
