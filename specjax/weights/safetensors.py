@@ -143,13 +143,22 @@ def weight_files(path: Path) -> list[Path]:
         torch_files = sorted(f.name for f in path.glob("*.bin"))
         hint = f"; convert {', '.join(torch_files)} to safetensors" if torch_files else ""
         raise CheckpointError(f"{path}: expected {WEIGHTS} or {INDEX}, found neither{hint}")
-    names = files_in_index(path / INDEX)
-    missing = [name for name in names if not (path / name).exists()]
+    return listed_files(path / INDEX)
+
+
+def listed_files(index: Path) -> list[Path]:
+    """Returns the weight files that an index lists.
+
+    Raises:
+      CheckpointError: the index is malformed, or files are missing.
+    """
+    names = files_in_index(index)
+    missing = [name for name in names if not index.with_name(name).exists()]
     if missing:
         raise CheckpointError(
-            f"{path / INDEX} lists files that are missing: {', '.join(missing)}; fetch them"
+            f"{index} lists files that are missing: {', '.join(missing)}; fetch them"
         )
-    return [path / name for name in names]
+    return [index.with_name(name) for name in names]
 
 
 def files_in_index(index: Path) -> list[str]:
