@@ -38,7 +38,6 @@ PHYSICAL = {
     None: (),
 }
 
-CP_ORDERS = ("zigzag", "contiguous")
 CP_ATTENTION = ("ring", "all_gather")
 
 
@@ -51,8 +50,6 @@ class MeshConfig:
       fsdp: devices that rows, weights and optimizer states are split over.
       tp: devices that heads, feed-forward width and vocabulary are split over.
       cp: devices that the tokens of each packed row are split over in training.
-      cp_order: which tokens a device of `cp` holds: `zigzag` (chunks i and 2 * cp - 1 - i of
-        2 * cp, which balances causal attention) or `contiguous` (chunk i of cp).
       cp_attention: `ring` (keys and values are sent around the devices, and masked blocks are
         skipped) or `all_gather` (every device holds the keys and values of whole rows).
       sequence_parallel: whether the tokens of states between the products of layers are split over
@@ -63,7 +60,6 @@ class MeshConfig:
     fsdp: int = option(1, least=1)
     tp: int = option(1, least=1)
     cp: int = option(1, least=1)
-    cp_order: str = option("zigzag", choices=CP_ORDERS, needs="splits_rows")
     cp_attention: str = option("ring", choices=CP_ATTENTION, needs="splits_rows")
     sequence_parallel: bool = option(False, needs="splits_products")
 
@@ -89,7 +85,7 @@ class MeshConfig:
     @property
     def row_multiple(self) -> int:
         """The number that must divide the length of a packed row."""
-        chunks = 2 if self.cp > 1 and self.cp_order == "zigzag" else 1
+        chunks = 2 if self.cp > 1 else 1
         return self.cp * math.lcm(chunks, self.tp if self.sequence_parallel else 1)
 
 

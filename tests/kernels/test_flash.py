@@ -72,15 +72,15 @@ def test_keys_of_several_blocks_add_up_to_attention_and_its_gradients(window):
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 @pytest.mark.parametrize(
-    ("attention", "order", "axes", "window"),
+    ("attention", "axes", "window"),
     [
-        pytest.param("ring", "zigzag", {"cp": 4, "fsdp": 2}, None, marks=pytest.mark.slow),
-        ("ring", "contiguous", {"cp": 2, "tp": 4}, 30),  # more parts than key/value heads
-        ("all_gather", "zigzag", {"cp": 2, "tp": 2, "data": 2}, None),
+        pytest.param("ring", {"cp": 4, "fsdp": 2}, None, marks=pytest.mark.slow),
+        ("ring", {"cp": 2, "tp": 4}, 30),  # more parts than key/value heads
+        ("all_gather", {"cp": 2, "tp": 2, "data": 2}, None),
     ],
 )
-def test_attention_over_devices_by_the_kernels_equals_the_reference(attention, order, axes, window):
-    config = MeshConfig(cp_order=order, cp_attention=attention, **axes)
+def test_attention_over_devices_by_the_kernels_equals_the_reference(attention, axes, window):
+    config = MeshConfig(cp_attention=attention, **axes)
     context = context_of(config, make_mesh(config))
     arrays, segments = packed(2, 64)
     expected, wanted = whole(arrays, segments, window)
