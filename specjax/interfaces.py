@@ -1161,7 +1161,6 @@ class Backend:
         rows of the batch, because XLA cannot split a kernel. False: XLA splits it.
       prompts_alone: whether `auto` takes the backend also for an engine in invariant mode, where it
         runs for prompts only, because rounds attend by position.
-      warns: whether a warning is logged where the backend runs.
       environment: names of environment variables that change the last bits of its results.
     """
 
@@ -1173,7 +1172,6 @@ class Backend:
     page_multiple: int = 16
     by_device: bool = True
     prompts_alone: bool = True
-    warns: bool = False
     environment: tuple[str, ...] = ()
 
     def __post_init__(self):

@@ -170,13 +170,10 @@ BACKENDS = Registry(
         "cpu": "specjax.kernels.cpu:BACKEND",
         "gpu": "specjax.kernels.gpu:BACKEND",
         "gpu:flash": "specjax.kernels.flash_gpu:BACKEND",
-        "gpu:flash-interpret": "specjax.kernels.flash_gpu:INTERPRET",  # on CPU, for tests
         "triton": "specjax.kernels.triton:BACKEND",
-        "triton:interpret": "specjax.kernels.triton:INTERPRET",  # the same on CPU, for tests
         "tpu:v5e": "specjax.kernels.tpu:V5E",
         "tpu:v5p": "specjax.kernels.tpu:V5P",
         "tpu:v6e": "specjax.kernels.tpu:V6E",
-        "tpu:interpret": "specjax.kernels.tpu:INTERPRET",  # the TPU's on CPU, for tests
         "library:xla": "specjax.kernels.library:XLA",
         "library:cudnn": "specjax.kernels.library:CUDNN",
     },

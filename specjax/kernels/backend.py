@@ -92,7 +92,7 @@ def choose(
     if invariant and name != REFERENCE:
         parts.append("rounds in invariant mode attend by position in XLA, without it")
         warn = True
-    return Choice(name, "; ".join(parts), warn or backend.warns)
+    return Choice(name, "; ".join(parts), warn)
 
 
 def _first(

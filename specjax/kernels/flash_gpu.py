@@ -445,8 +445,3 @@ BACKEND = Backend(
     rest="library:cudnn",
     line="Pallas Triton flash attention of packed rows",
 )
-INTERPRET = Backend(
-    operations={"causal_attention": functools.partial(causal_attention, interpret=True)},
-    line="the GPU's flash attention in interpret mode: slow, for tests",
-    warns=True,
-)

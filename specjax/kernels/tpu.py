@@ -69,8 +69,6 @@ TUNING = {
     "v5p": Tuning(4 * MIB, 256, 40 * MIB, cores=2),
     "v6e": Tuning(4 * MIB, 256, 64 * MIB),
 }
-# Small, so that in tests few rows and positions are many tiles, blocks and parts.
-INTERPRETED = Tuning(2**16, 32, 64 * MIB, part_positions=32, cores=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -638,24 +636,6 @@ def kernels(tuning: Tuning, chips: str, *kinds: str) -> Backend:
     )
 
 
-def _refuses_to_interpret(operation: str, device: Device | None, cfg: ModelConfig) -> str | None:
-    if device is not None and device.platform != "cpu":
-        return "it interprets the TPU kernel, for tests on CPU"
-    return None
-
-
 V5E = kernels(TUNING["v5e"], "v5e", "TPU v5 lite", "TPU v5e")
 V5P = kernels(TUNING["v5p"], "v5p", "TPU v5", "TPU v5p")
 V6E = kernels(TUNING["v6e"], "v6e", "TPU v6 lite", "TPU v6e")
-INTERPRET = Backend(
-    operations={
-        "tree_attention": functools.partial(tree_attention, tuning=INTERPRETED, interpret=True),
-        "causal_attention": functools.partial(library.splash_attention, interpret=True),
-        "context_attention": functools.partial(
-            context_parallel.attention, step=flash.step(flash.Tiles(8, 16, interpret=True))
-        ),
-    },
-    refuses=_refuses_to_interpret,
-    line="the TPU kernel in interpret mode: slow, for tests",
-    warns=True,
-)

@@ -75,8 +75,6 @@ class Tuning:
 
 
 TUNING = Tuning()
-# Small, so that in tests few rows and positions are many tiles, blocks, chunks and list entries.
-INTERPRETED = Tuning(16, 2048, 2, least_chunk=32, chunk_per_row=1, unsplit_rows=64, programs=4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -459,24 +457,10 @@ def _refuses_model(cfg: ModelConfig) -> str | None:
     return None
 
 
-def _refuses_to_interpret(operation: str, device: Device | None, cfg: ModelConfig) -> str | None:
-    if device is not None and device.platform != "cpu":
-        return "it interprets the kernel for GPUs, for tests on CPU"
-    return _refuses_model(cfg)
-
-
 BACKEND = Backend(
     operations={"tree_attention": tree_attention, "commit": commit_kernel.by_kernel},
     refuses=_refuses,
     rest="gpu:flash",
     line="Pallas Triton tree attention",
     page_multiple=64,  # larger blocks, of which none crosses pages
-)
-INTERPRET = Backend(
-    operations={
-        "tree_attention": functools.partial(tree_attention, tuning=INTERPRETED, interpret=True),
-    },
-    refuses=_refuses_to_interpret,
-    line="the Triton kernel in interpret mode: slow, for tests",
-    warns=True,
 )

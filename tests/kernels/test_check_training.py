@@ -68,4 +68,4 @@ def test_a_kernel_that_is_wrong_is_replaced_by_its_rest_with_one_line(kernel, ca
 @pytest.mark.parametrize("dtype, window", [("bfloat16", None), ("float32", 100)])
 def test_flash_attention_passes(dtype, window):
     cfg = change_dense(CFG, window=window).running(compute_dtype=dtype)
-    assert check.why_wrong_in_training(cfg, "gpu:flash-interpret") is None
+    assert check.why_wrong_in_training(cfg, "tests.kernels.interpreted:FLASH_GPU") is None

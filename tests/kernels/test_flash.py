@@ -98,8 +98,8 @@ def test_attention_over_devices_by_the_kernels_equals_the_reference(attention, a
         return jax.value_and_grad(loss, has_aux=True)(arrays)
 
     there = [x[:, :, places] for x in arrays]
-    assert "pallas_call" in str(run.trace(there, put, "tpu:interpret").jaxpr)
-    (_, out), gradients = run(there, put, "tpu:interpret")
+    assert "pallas_call" in str(run.trace(there, put, "tests.kernels.interpreted:TPU").jaxpr)
+    (_, out), gradients = run(there, put, "tests.kernels.interpreted:TPU")
     np.testing.assert_allclose(np.asarray(out)[:, :, back], expected, atol=1e-5)
     for ours, theirs in zip(gradients, wanted, strict=True):
         np.testing.assert_allclose(np.asarray(ours)[:, :, back], theirs, rtol=1e-5, atol=2e-4)

@@ -18,7 +18,14 @@ from specjax.memory import empty, with_marked_keys
 from specjax.models.transformer import graphdef, to_decode_layout
 
 BATCH, ROWS, PREFIX = 3, 7, [40, 17, 0]
-KERNELS = ["reference", "cpu", "library:xla", "tpu:interpret", "triton:interpret", "by position"]
+KERNELS = [
+    "reference",
+    "cpu",
+    "library:xla",
+    "tests.kernels.interpreted:TPU",
+    "tests.kernels.interpreted:TRITON",
+    "by position",
+]
 
 
 def test_a_row_that_is_not_finite_has_a_key_of_nan_and_a_value_of_0():

@@ -17,6 +17,7 @@ from tiny import tiny_config
 from bench.programs import change_dense
 from specjax.kernels import dispatch, reference, triton
 from specjax.kernels.backend import choose
+from tests.kernels import interpreted
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
 ON_GPU = jax.default_backend() == "gpu"
@@ -33,7 +34,7 @@ def clean(case):
 
 
 interpreted = functools.partial(
-    triton.tree_attention, tuning=triton.INTERPRETED, interpret=True, with_lse=True
+    triton.tree_attention, tuning=interpreted.TRITON_TUNING, interpret=True, with_lse=True
 )
 options = {"static_argnames": ("window", "soft_cap", "with_lse")}
 expected = functools.partial(jax.jit(reference.tree_attention, **options), with_lse=True)

@@ -21,7 +21,12 @@ from specjax.parallel.sharding import MeshConfig, make_mesh
 HEAD = 128  # that splash attention takes, and every kernel
 WINDOWS = [1, 3, 30, 1000]
 CAP = 1.5  # the scores of the cases have a standard deviation of 1
-KERNELS = ["reference", "library:xla", "tpu:interpret", "triton:interpret"]  # not the CPU's
+KERNELS = [
+    "reference",
+    "library:xla",
+    "tests.kernels.interpreted:TPU",
+    "tests.kernels.interpreted:TRITON",
+]  # not the CPU's
 
 
 def softmax_over(q, keys, values, sees, sinks=None, cap=None, xp=np):
