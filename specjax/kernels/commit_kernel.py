@@ -29,7 +29,6 @@ from specjax.kernels.triton_lowering import (
     OutOfMemory,
     as_on_a_gpu,
     is_out_of_memory,
-    power,
 )
 
 log = logging.getLogger(__name__)
@@ -196,8 +195,8 @@ def _kernel(number: int, pages: int | None, *refs) -> None:
         offset = jax.lax.rem(position, jnp.int32(size))
         owned = owned & (page != 0)  # page 0 belongs to no sequence
     # Blocks of Triton have powers of two as sizes.
-    head = jax.lax.broadcasted_iota(jnp.int32, (power(kv_heads), 1), 0)
-    column = jax.lax.broadcasted_iota(jnp.int32, (1, power(width)), 1)
+    head = jax.lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(kv_heads), 1), 0)
+    column = jax.lax.broadcasted_iota(jnp.int32, (1, pl.next_power_of_2(width)), 1)
     inside = (head < kv_heads) & (column < width)
 
     def write(new, old) -> None:

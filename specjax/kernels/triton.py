@@ -33,7 +33,7 @@ from specjax.kernels import commit_kernel
 from specjax.kernels.backend import head_sizes
 from specjax.kernels.reference import NEG_INF, capped, tree_depth, within_window
 from specjax.kernels.tiles import dot
-from specjax.kernels.triton_lowering import LOG2E, as_on_a_gpu, no_ampere, power
+from specjax.kernels.triton_lowering import LOG2E, as_on_a_gpu, no_ampere
 
 LEAST = 16  # rows, columns and terms of the smallest product that tensor cores have
 TREE_BLOCK = 32  # tree keys that are loaded at once: those of one ancestor word
@@ -71,7 +71,7 @@ class Tuning:
         """Returns the positions of a chunk for packed rows of a head; None: no prefix is split."""
         if rows >= self.unsplit_rows:
             return None
-        return max(self.least_chunk, self.chunk_per_row * power(rows))
+        return max(self.least_chunk, self.chunk_per_row * pl.next_power_of_2(rows))
 
 
 TUNING = Tuning()
@@ -127,7 +127,7 @@ class Shape:
     @property
     def width(self) -> int:
         """The columns that a head takes in a program."""
-        return power(max(self.head, LEAST))
+        return pl.next_power_of_2(max(self.head, LEAST))
 
     @property
     def per_page(self) -> int:
@@ -142,8 +142,8 @@ class Shape:
         b, n, t, head = q.shape
         kv_heads, page = k_pages.shape[1:3]
         rows, itemsize = n // kv_heads * t, k_pages.dtype.itemsize
-        most = max(tuning.block_bytes // (power(max(head, LEAST)) * itemsize), LEAST)
-        tile = min(power(max(rows, LEAST)), tuning.tile_rows, most)
+        most = max(tuning.block_bytes // (pl.next_power_of_2(max(head, LEAST)) * itemsize), LEAST)
+        tile = min(pl.next_power_of_2(max(rows, LEAST)), tuning.tile_rows, most)
         # A block lies in one page. Where pages have an odd size, a page's last block is not full.
         block = max(min(most, page & -page, 128), LEAST)
         per_page = -(-page // block)
@@ -269,7 +269,7 @@ def _attend_kernel(shape: Shape, words_of: tuple[int, int], depths_of: int, *ref
     lens, table, words, *refs = refs
     depth, refs = refs[:depths_of], refs[depths_of:]
     q, k_tree, v_tree, k_pages, v_pages, *sinks, out, lse = refs
-    slots = jax.lax.broadcasted_iota(jnp.int32, (power(max(shape.batch, LEAST)),), 0)
+    slots = jax.lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(max(shape.batch, LEAST)),), 0)
     lengths = plgpu.load(lens.at[slots], mask=slots < shape.batch, other=0)
     counts = jnp.where(slots < shape.batch, chunks_of(shape, lengths)[1], 0)
     ends = jnp.cumsum(counts)
