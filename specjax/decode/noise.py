@@ -20,24 +20,24 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import math
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.random import define_prng_impl
 from jaxtyping import Array, Float, Int, UInt32
 
 from specjax.decode import shards
 from specjax.indexing import take_along
 
 TARGET, DRAFT, ACCEPT, RESIDUAL = 0, 1, 2, 3  # domains: no two uses share a key
-WORDS = 5  # seed low, seed high, prompt low, prompt high, sample index
 
 
 def request_words(seed: int, prompt: Sequence[int], sample: int) -> np.ndarray:
-    """Computes the five uint32 words that identify one sample of one request, on the host."""
+    """Computes the uint32 words that identify one sample of one request, on the host.
+
+    They are the two halves of the seed, two of the prompt's digest, and the sample's index.
+    """
     digest = hashlib.blake2b(np.asarray(prompt, "<u4").tobytes(), digest_size=8).digest()
     prompt_words = np.frombuffer(digest, "<u4")
     seed = int(seed) % (1 << 64)  # a negative one as its two's complement
@@ -48,21 +48,8 @@ def request_words(seed: int, prompt: Sequence[int], sample: int) -> np.ndarray:
 
 def request_keys(words: UInt32[Array, "B 5"]) -> UInt32[Array, "B 2"]:
     """Computes the request key of each sample, as raw threefry key data."""
-
-    def one(word):
-        key = key_of(word[:2])
-        for i in range(2, WORDS):
-            key = jax.random.fold_in(key, word[i])
-        return jax.random.key_data(key)
-
-    return jax.vmap(one)(words)
-
-
-def _fold(key_data: UInt32[Array, " 2"], *data) -> Array:
-    key = key_of(key_data)
-    for value in data:
-        key = jax.random.fold_in(key, value)
-    return key
+    words = jnp.asarray(words)
+    return jnp.stack(_folded((words[:, 0], words[:, 1]), *words[:, 2:].T), axis=-1)
 
 
 @jax.named_scope("noise")
@@ -212,13 +199,8 @@ def round_coins(
     keys: UInt32[Array, "B 2"], root: Int[Array, " B"], nodes: Int[Array, " R"]
 ) -> Float[Array, "B R"]:
     """Generates uniform numbers in (0, 1) that test the drafted tokens at `nodes` of one round."""
-
-    def one(key, position, node):
-        tiny = jnp.finfo(jnp.float32).tiny
-        return jax.random.uniform(_fold(key, ACCEPT, position, node), minval=tiny)
-
-    nodes = jnp.asarray(nodes)
-    return jax.vmap(jax.vmap(one, (None, None, 0)), (0, 0, None))(keys, root, nodes)
+    words = _folded(_columns(keys), ACCEPT, root[:, None], jnp.asarray(nodes))
+    return _uniform(words, jnp.uint32(0)) + jnp.finfo(jnp.float32).tiny
 
 
 # --- the generator --------------------------------------------------------------------------------
@@ -233,9 +215,7 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = np.uint32(0x1BD11BDA)
 
 
-def threefry2x32(
-    key: UInt32[Array, " 2"] | tuple[Array, Array], x0: Array, x1: Array
-) -> tuple[Array, Array]:
+def threefry2x32(key: tuple[Array, Array], x0: Array, x1: Array) -> tuple[Array, Array]:
     """Applies the cipher's 20 rounds to counters `x0`, `x1`; words and counters broadcast."""
     words = key[0], key[1], key[0] ^ key[1] ^ _PARITY
     x0, x1 = x0 + words[0], x1 + words[1]
@@ -248,40 +228,6 @@ def threefry2x32(
     return x0, x1
 
 
-def _counted(key: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
-    """Computes the cipher of 0, 1, 2, ... in two arrays of a shape."""
-    if math.prod(shape) >= 1 << 32:
-        raise ValueError(f"expected fewer than 2^32 numbers of one key, got shape {shape}")
-    low = jnp.zeros(shape, jnp.uint32)
-    stride = math.prod(shape)
-    for axis, size in enumerate(shape):  # no reshape: a split axis stays split
-        stride //= max(size, 1)
-        low += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(stride)
-    return threefry2x32(key, jnp.zeros_like(low), low)
-
-
-def _bits(key: Array, width: int, shape: tuple[int, ...]) -> Array:
-    if width != 32:
-        raise ValueError(f"expected 32 bits per number, got {width}")
-    high, low = _counted(key, shape)
-    return high ^ low
-
-
-def _fold_in(key: Array, data: Int[Array, ""]) -> Array:
-    return jnp.stack(threefry2x32(key, jnp.uint32(0), data.astype(jnp.uint32)))
-
-
-_IMPL = define_prng_impl(
-    key_shape=(2,),
-    seed=lambda seed: jnp.stack([jnp.uint32(0), seed.astype(jnp.uint32)]),
-    split=lambda key, shape: jnp.stack(_counted(key, shape), axis=-1),
-    random_bits=_bits,
-    fold_in=_fold_in,
-    name="threefry2x32_unrolled",
-    tag="fryu",
-)
-
-
 def _columns(keys: UInt32[Array, "B 2"]) -> tuple[Array, Array]:
     return keys[:, :1], keys[:, 1:]
 
@@ -291,6 +237,14 @@ def _folded(words: tuple[Array, Array], *data: int | Array) -> tuple[Array, Arra
     for value in data:
         words = threefry2x32(words, jnp.uint32(0), jnp.asarray(value).astype(jnp.uint32))
     return words
+
+
+def _uniform(words: tuple[Array, Array], counter: Array) -> Array:
+    """Computes numbers in [0, 1) of keys and counters, as `jax.random.uniform` does."""
+    bits = jnp.bitwise_xor(*threefry2x32(words, jnp.uint32(0), counter))
+    exponent_of_one = np.float32(1).view(np.uint32)
+    number = jax.lax.bitcast_convert_type((bits >> 9) | exponent_of_one, jnp.float32)
+    return number - 1
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
@@ -313,19 +267,7 @@ def _gumbel(
     if ids is None:  # no reshape: a split axis stays split
         ids = jax.lax.broadcasted_iota(jnp.uint32, (*shape, vocab), len(shape))
     words, ids = tuple(word[..., None] for word in words), ids.astype(jnp.uint32)
-
-    def uniform(counter):
-        bits = jnp.bitwise_xor(*threefry2x32(words, jnp.uint32(0), counter))
-        exponent_of_one = np.float32(1).view(np.uint32)
-        number = jax.lax.bitcast_convert_type((bits >> 9) | exponent_of_one, jnp.float32)
-        return number - 1
-
-    high, low = uniform(ids), uniform(ids + np.uint32(vocab))
+    high, low = _uniform(words, ids), _uniform(words, ids + np.uint32(vocab))
     info = jnp.finfo(jnp.float32)
     x = jnp.where(high >= 0.5, high, high + 2**-info.nmant * low + info.tiny)
     return -jnp.log(-jnp.log1p(-x))
-
-
-def key_of(data: UInt32[Array, "*B 2"]) -> Array:
-    """Makes a key for `jax.random` from its two words."""
-    return jax.random.wrap_key_data(data, impl=_IMPL)

@@ -159,15 +159,19 @@ def test_known_answers_of_the_paper():
 
 
 @settings(max_examples=6)
-@given(WORDS, WORDS, WORDS, st.sampled_from([(), (3, 40), (2, 3, 5)]))
-def test_numbers_are_those_of_jax(a, b, data, shape):
-    words = jnp.array([a, b], jnp.uint32)
-    mine, theirs = noise.key_of(words), jax.random.wrap_key_data(words, impl="threefry2x32")
-    for draw in (
-        lambda key: jax.random.bits(key, shape),
-        lambda key: jax.random.uniform(key, shape),
-        lambda key: jax.random.gumbel(key, shape, mode="high"),
-        lambda key: jax.random.key_data(jax.random.fold_in(key, data)),
-        lambda key: jax.random.key_data(jax.random.split(key, 3)),
-    ):
-        np.testing.assert_array_equal(draw(mine), draw(theirs))
+@given(st.tuples(*[WORDS] * 5), st.integers(0, 2**20), st.integers(0, 99))
+def test_numbers_are_those_of_jax(words, position, node):
+    def folded(key, *data):
+        for value in data:
+            key = jax.random.fold_in(key, value)
+        return key
+
+    first = jax.random.wrap_key_data(np.array(words[:2], np.uint32), impl="threefry2x32")
+    key, keys = folded(first, *words[2:]), noise.request_keys(np.array([words], np.uint32))
+    np.testing.assert_array_equal(keys[0], jax.random.key_data(key))
+    root, tiny = jnp.array([position]), jnp.finfo(jnp.float32).tiny
+    coin = jax.random.uniform(folded(key, noise.ACCEPT, position, node), minval=tiny)
+    assert noise.round_coins(keys, root, np.array([node]))[0, 0] == coin
+    drawn = jax.random.gumbel(folded(key, noise.DRAFT, position, node), (40,), mode="high")
+    mine = noise.round_noise(keys, noise.DRAFT, root, np.array([node]), 40)
+    np.testing.assert_array_equal(mine[0, 0], drawn)
