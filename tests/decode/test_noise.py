@@ -28,7 +28,7 @@ def noise_of(request, position, vocab=VOCAB):
 )
 def test_request_words_are_five_words_of_seed_prompt_and_sample(seed, prompt, sample):
     words = noise.request_words(seed, prompt, sample)
-    assert words.dtype == np.uint32 and words.shape == (noise.WORDS,)
+    assert words.dtype == np.uint32 and words.shape == (5,)
     assert int(words[0]) | int(words[1]) << 32 == seed % 2**64
     assert words[4] == sample
     same = noise.request_words(seed, np.array(prompt, np.int64), sample)
