@@ -61,8 +61,8 @@ CHANGED = [
         None,
     ),
     (
-        ["strategy=6_4_16", "tau=0.3", "spec_verify_tokens=12"],
-        SpecConfig("6_4_16", tau=0.3, spec_verify_tokens=12),
+        ["strategy=6_4_16", "tau=0.3", "adaptive_width=true", "spec_verify_tokens=12"],
+        SpecConfig("6_4_16", tau=0.3, adaptive_width=True, spec_verify_tokens=12),
         None,
     ),
     (["invariant=true"], SpecConfig(invariant=True), None),
@@ -79,13 +79,13 @@ CHANGED = [
         ControlConfig("ema", initial="7_1_8", ema={"candidate_steps": [2, 6]}),
     ),
     (  # one of the strategies is a dynamic tree
-        ["strategy=4_4_16", "control={}"],
-        SpecConfig("4_4_16"),
+        ["strategy=4_4_16", "adaptive_width=true", "control={}"],
+        SpecConfig("4_4_16", adaptive_width=True),
         ControlConfig(strategies=(*DEFAULT, "4_4_16")),
     ),
     (  # the strategy was not set, and the default is none of these
-        ["tau=0.5", "control.strategies=[off,8_4_32]"],
-        SpecConfig("8_4_32", tau=0.5),
+        ["adaptive_width=true", "tau=0.5", "control.strategies=[off,8_4_32]"],
+        SpecConfig("8_4_32", adaptive_width=True, tau=0.5),
         ControlConfig(strategies=("off", "8_4_32")),
     ),
     (

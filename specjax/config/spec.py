@@ -82,6 +82,9 @@ class SpecConfig:
         child is log_softmax((log q + noise) / tau), and the nodes with the best sums of scores
         along their paths are kept. A small tau concentrates the tree on the child that the noise
         favours; a large tau spreads its nodes over more branches. It changes speed, never tokens.
+      adaptive_width: whether a node of a dynamic tree has as many children as the rounded
+        perplexity of its draft distribution q, up to topk. Other strategies are unchanged; an
+        engine without a dynamic tree refuses it.
       spec_verify_tokens: largest number of tree rows; a larger dynamic tree is cut.
       invariant: whether plain decoding and all strategies run one program with the same arithmetic,
         so that log-probabilities are bitwise equal, too; slower (`coupled`, `greedy`).
@@ -108,6 +111,7 @@ class SpecConfig:
     ngram_siblings: bool = option(True, needs=("speculates", "draft=auto|ngram"))
     aligned: bool = option(True, needs=("speculates", "transforms"))
     tau: float = option(0.6, needs=("speculates", "grows_trees", "acceptance=coupled"))
+    adaptive_width: bool = option(False, needs=("speculates", "grows_trees"))
     spec_verify_tokens: int = option(48, needs=("speculates", "!control.fastrl"))
     invariant: bool = False
     exact_mode: bool = option(False, needs="speculates")

@@ -190,13 +190,14 @@ class Speculation(SpecConfig):
         """How to speculate.
 
         If `strategy` is the default one, and the controller does not list that, it is the first of
-        the controller's strategies that drafts.
+        the controller's strategies that drafts. Without a dynamic tree there is no adaptive width.
         """
         strategy, drafting = self.strategy, [arm for arm in self._arms if not arm.is_off]
         is_default = self.own_strategy == DEFAULT_STRATEGY
         if drafting and is_default and not self.is_selectable:
             strategy = drafting[0]
-        return part(SpecConfig, self, strategy=strategy)
+        adaptive = self.adaptive_width and self.grows_trees
+        return part(SpecConfig, self, strategy=strategy, adaptive_width=adaptive)
 
     @property
     def _arms(self) -> tuple[Strategy, ...]:

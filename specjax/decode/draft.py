@@ -355,6 +355,8 @@ def candidates(
     gain = q = logprobs = None
     if plan.tree.is_dynamic:
         gain = _gain(plan, options.temperature, perturbed, best)
+        if plan.adaptive_width:
+            gain = jnp.where(np.arange(count) < _width(log_q)[..., None], gain, -jnp.inf)
     if plan.needs_q:
         q = sampling.probabilities(log_q, options.temperature)
         q = columns.spread(jnp.where(jnp.isfinite(best[..., :1]), q, 0.0))
@@ -396,3 +398,10 @@ def _gain(plan: Plan, temperature: Array, perturbed: Array, best: Array) -> Arra
     largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
     total = jnp.log(jnp.exp(perturbed / tau - largest).sum(axis=-1, keepdims=True)) + largest
     return jnp.where(jnp.isfinite(best), jnp.minimum(best / tau - total, 0.0), -jnp.inf)
+
+
+def _width(log_q: Float[Array, "B R V"]) -> Float[Array, "B R"]:
+    """Computes how many children a row should have: the perplexity of its q."""
+    log_p = jax.nn.log_softmax(log_q, axis=-1)
+    entropy = -jnp.where(jnp.isfinite(log_p), jnp.exp(log_p) * log_p, 0.0).sum(-1)
+    return jnp.round(jnp.exp(entropy))

@@ -46,6 +46,7 @@ class Plan:
     features: Features = Features()
     aligned: bool = True
     tau: float = 0.6
+    adaptive_width: bool = False
     invariant: bool = False
     telemetry: bool = False
     rule: Callable | None = None

@@ -87,13 +87,22 @@ def make_plans(
       strategies: the strategies, named as the user named them; None: `spec`'s own alone.
 
     Raises:
-      ValueError: a strategy is wider than the vocabulary, or not exact in `spec`'s acceptance mode.
+      ValueError: a strategy is wider than the vocabulary, or not exact in `spec`'s acceptance mode;
+        or the width is to be adaptive, and no strategy is a dynamic tree.
     """
     if spec is None or spec.is_off:
         return {OFF: Plan(cfg, invariant=spec is not None and spec.invariant)}
     source = source or source_of(cfg, spec)
     if strategies is None:
         strategies = (spec.resolve(),)
+    if spec.adaptive_width and not any(strategy.is_dynamic for strategy in strategies):
+        raise SettingError(
+            lambda spell: (
+                f"{spell('adaptive_width')} changes the width of dynamic trees, got strategies "
+                f"{', '.join(map(str, strategies))}; use one such as '6_4_16', or "
+                f"{spell('adaptive_width', False)}"
+            )
+        )
     return {strategy.name: _plan(cfg, spec, source, strategy) for strategy in strategies}
 
 
@@ -102,6 +111,7 @@ def _plan(cfg: ModelConfig, spec: SpecConfig, source: Draft, strategy: Strategy)
         mode=spec.acceptance,
         aligned=spec.aligned,
         tau=spec.tau,
+        adaptive_width=spec.adaptive_width and strategy.is_dynamic,
         invariant=spec.invariant,
         telemetry=spec.telemetry_on,
     )
@@ -161,7 +171,9 @@ def programs_of(plans: Mapping[str, Plan], most_rows: int) -> dict[str, Program]
         )
     tree = build_tree(common)
     drafting = next(plan for plan in plans.values() if plan.tree)
-    shared = dataclasses.replace(drafting, tree=tree)
+    # A strategy that is a chain drafts a part that is one node wide, which cannot become narrower.
+    adaptive = any(plan.adaptive_width for plan in plans.values())
+    shared = dataclasses.replace(drafting, tree=tree, adaptive_width=adaptive)
     return {
         name: Program(common.name, shared, tree_part(tree, plan.strategy))
         for name, plan in plans.items()

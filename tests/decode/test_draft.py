@@ -154,7 +154,7 @@ def log_softmax(x):
     return x - np.log(np.exp(x).sum())
 
 
-def grown(source, state, slot, steps, topk, rows, tau):
+def grown(source, state, slot, steps, topk, rows, tau, width=None):
     """EAGLE-2 in plain Python: {path: score} of the rows that are kept."""
     tau = tau if state.options.temperature[slot] > 0 else 1.0
     everything, frontier = {}, [((), 0.0)]
@@ -163,7 +163,10 @@ def grown(source, state, slot, steps, topk, rows, tau):
         for path, score in frontier:
             scores = perturbed(state, slot, source.logits_after(slot, path), depth)
             gains = log_softmax(scores / np.float32(tau))
-            for token in best_first(scores, topk):
+            count = topk
+            if width is not None:
+                count = min(topk, width(state, slot, source.logits_after(slot, path)))
+            for token in best_first(scores, count):
                 level[(*path, token)] = score + min(float(gains[token]), 0.0)
         everything |= level
         frontier = sorted(level.items(), key=lambda item: -item[1])[:topk]
@@ -199,6 +202,25 @@ def check_shape(draft, slot, nodes):
         assert np.asarray(draft.paths)[slot, row, : len(path)].tolist() == list(path)
 
 
+def perplexity_width(state, slot, logits):
+    temperature = float(state.options.temperature[slot]) or 1.0
+    p = np.exp(log_softmax(logits / np.float32(temperature)).astype(np.float64))
+    return int(np.round(np.exp(-(p[p > 0] * np.log(p[p > 0])).sum())))
+
+
+def test_adaptive_width_gives_sure_nodes_fewer_children_and_unsure_ones_more():
+    source = TableSource(seed=2, sharpness=6.0)
+    kept = []
+    for adaptive in (False, True):
+        draft, state = drafted("3_4_12", source, adaptive_width=adaptive, tau=1.0)
+        kept.append([nodes_of(draft, slot) for slot in range(BATCH)])
+        width = perplexity_width if adaptive else None
+        for slot in range(BATCH):
+            expected = grown(source, state, slot, 3, 4, 12, 1.0, width)
+            assert set(kept[-1][slot]) - {()} == set(expected)
+    assert kept[0] != kept[1]
+
+
 def test_a_slot_that_opts_out_gets_no_draft_and_the_others_keep_theirs():
     plan = Plan(None, build_tree(Strategy.parse("3x2x1")), TableSource())
     temperature = (0.0, 0.7, 1.0)
@@ -213,7 +235,7 @@ def test_a_slot_that_opts_out_gets_no_draft_and_the_others_keep_theirs():
     [
         (("off", "2_1_3", "3x2x1", "1x1x1x1"), "3x2x1+1x1x1x1", (), {}),
         (("off", "2_1_3", "3_2_6", "2_4_12"), "3_4_12", FEW, {}),
-        (("2_1_3", "2_2_4", "3_4_9"), "3_4_9", (), {"tau": 1.0}),
+        (("2_1_3", "2_2_4", "3_4_9"), "3_4_9", (), {"adaptive_width": True, "tau": 1.0}),
     ],
 )
 def test_one_program_drafts_for_each_strategy_what_its_own_program_drafts(

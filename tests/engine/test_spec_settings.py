@@ -29,6 +29,13 @@ def usual(model):
     return decoded(model)
 
 
+@pytest.mark.slow  # test_identity has such trees
+def test_adaptive_width_changes_what_is_drafted_and_no_token(model, usual):
+    samples, llm = decoded(model, adaptive_width=True)
+    assert [s.token_ids for s in samples] == [s.token_ids for s in usual[0]]
+    assert llm.totals.histogram.tolist() != usual[1].totals.histogram.tolist()
+
+
 def test_rows_beyond_spec_verify_tokens_are_not_verified(model, usual):
     samples, _ = decoded(model, spec_verify_tokens=6)
     assert [s.token_ids for s in samples] == [s.token_ids for s in usual[0]]

@@ -102,6 +102,7 @@ def test_settings_that_do_not_go_together_are_refused(program, settings, named, 
 SPECULATION = [
     ("tau=0.3", "it needs a dynamic tree"),
     ("strategy=6_4_16 tau=0.3 acceptance=block", "exact for chains only"),
+    ("adaptive_width=true control.strategies=off,2_1_3", "it needs a dynamic tree"),
     ("strategy=off draft=ngram", "it needs speculation"),
     ("strategy=off control.controller=ema", "it needs speculation"),
     ("draft_kind=eagle3", "draft=random"),
