@@ -169,9 +169,7 @@ def save_draft_files(path: str | Path, source: Draft, params: Params, dtype: str
     if reason := source.unwritable():
         raise ValueError(reason)
     raw, named = source.saved(dtype)
-    is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
-    if not is_free and not (path / CONFIG).exists():
-        raise CheckpointError(f"{path} exists and is no checkpoint; choose another path")
+    hf.require_replaceable(path)
     tensors = hf.named_weights(row_leaves(named.rows()), source.stored(params), dtype)
     with hf.replacing(path) as partial:
         hf.write_json(partial / CONFIG, raw)

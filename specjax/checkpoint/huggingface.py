@@ -533,8 +533,7 @@ def save_checkpoint(
     path = Path(path).absolute()
     dtype = dtype_name(dtype or params["embed"].dtype)
     config = config_json(cfg, head is not None, dtype)
-    if path.exists() and not ((path / "config.json").exists() or _is_empty_dir(path)):
-        raise CheckpointError(f"{path} exists and is no checkpoint; choose another path")
+    require_replaceable(path)
     style = style_on_export(cfg) if head is not None else None
     body = named_weights(policy_leaves(cfg), params, dtype)
     own_file = family_of(cfg.model_type).head_style is None
@@ -666,8 +665,11 @@ def _remove_for_good(path: Path) -> None:
             return
 
 
-def _is_empty_dir(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
+def require_replaceable(path: Path) -> None:
+    """Raises `CheckpointError` if a path holds something other than a checkpoint."""
+    is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+    if not is_free and not (path / CONFIG).exists():
+        raise CheckpointError(f"{path} exists and is no checkpoint; choose another path")
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

@@ -25,7 +25,6 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.triton as plgpu
 import jax.numpy as jnp
-from jaxtyping import Array
 
 from specjax.config import ModelConfig
 from specjax.interfaces import Backend, Device, Table
@@ -184,7 +183,10 @@ def tree_attention(
     if window is not None:
         depth, words = tree_depth(words), within_window(words, window)
     words = jax.lax.bitcast_convert_type(words.astype(jnp.uint32), jnp.int32)
-    lens, sinks = prefix_len.astype(jnp.int32), [] if sinks is None else [_float32(sinks)]
+    lens, sinks = (
+        prefix_len.astype(jnp.int32),
+        [] if sinks is None else [jnp.asarray(sinks, jnp.float32)],
+    )
     arrays = [q, k_tree, v_tree, k_pages, v_pages]
     arrays = [lens, table.astype(jnp.int32), words, depth, *arrays]
     if shape.chunks == 1:
@@ -194,10 +196,6 @@ def tree_attention(
         out, lse = _merge(shape, q.dtype, lens, out, lse, sinks, interpret)
     out = out.reshape(q.shape)
     return (out, lse.reshape(b, n, t)) if with_lse else out
-
-
-def _float32(x: Array) -> Array:
-    return jnp.asarray(x, jnp.float32)
 
 
 # --- which work there is --------------------------------------------------------------------------
