@@ -19,8 +19,6 @@ from specjax.error_text import first_line
 
 log = logging.getLogger(__name__)
 
-# Read by transformers when it is imported.
-_NO_NOTICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 _SETTINGS = "tokenizer_config.json"
 # All files of a tokenizer, and the directory of its further chat templates.
 TOKENIZER_FILES = (
@@ -37,13 +35,8 @@ def transformers_class(name: str) -> type:
 
     specjax does not need torch. The user's own value of `TRANSFORMERS_NO_ADVISORY_WARNINGS` stays.
     """
-    before = os.environ.get(_NO_NOTICE)
-    os.environ.setdefault(_NO_NOTICE, "1")
-    try:
-        return getattr(importlib.import_module("transformers"), name)
-    finally:
-        if before is None:
-            del os.environ[_NO_NOTICE]
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    return getattr(importlib.import_module("transformers"), name)
 
 
 def load_tokenizer(path: str | Path, required: bool = True):
