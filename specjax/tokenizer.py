@@ -39,24 +39,19 @@ def transformers_class(name: str) -> type:
     return getattr(importlib.import_module("transformers"), name)
 
 
-def load_tokenizer(path: str | Path, required: bool = True):
-    """Loads the tokenizer of a local directory; returns None if it has none and none is required.
+def load_tokenizer(path: str | Path):
+    """Loads the tokenizer of a local directory; returns None if it has none.
 
     The class is the one that `tokenizer_config.json` names: `AutoTokenizer` would rebuild a plain
     fast tokenizer as the class of the model's family, with other ids. Code in the directory is
     never run.
 
     Raises:
-      FileNotFoundError: there is no tokenizer, and one is required.
       CheckpointError: tokenizer files are damaged, Git LFS pointers, or of an unknown type.
     """
     path = Path(path)
     if not any((path / name).exists() for name in ("tokenizer.json", _SETTINGS)):
-        if not required:
-            return None
-        raise FileNotFoundError(
-            f"{path} has no tokenizer.json; copy the model's tokenizer files there"
-        )
+        return None
     for name in TOKENIZER_FILES:
         if problem := pointer_problem(path / name):
             raise CheckpointError(problem)

@@ -91,7 +91,7 @@ class Safetensors:
 
     def tokenizer(self) -> Any:
         """Returns the tokenizer of the directory; None: there is none."""
-        return load_tokenizer(self.path, required=False)
+        return load_tokenizer(self.path)
 
 
 def open_files(files: Iterable[Path]) -> tuple[dict[str, Tensor], dict[str, str]]:
