@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.checked_json import CheckpointError, Keys, UnsupportedModelError, shown
-from specjax.models.rope import Rope, RopeScaling
 from specjax.tokenizer import load_tokenizer
 from specjax.weights.gguf_file import GGUFFile
 from specjax.weights.gguf_tokenizer import end_names, tokenizer_of
@@ -358,10 +357,10 @@ class GGUF:
             return None
         theta = keys.number("rope.freq_base", 10_000.0)
         if factors.shape == (head_dim // 2,):
-            largest, plain = float(str(factors.max())), Rope(theta).frequencies(head_dim)
+            largest = float(str(factors.max()))
             for length in _LLAMA3_LENGTHS:
-                slower = Rope(theta, RopeScaling(largest, 1.0, 4.0, length)).frequencies(head_dim)
-                if np.allclose(plain / slower, factors, rtol=1e-5, atol=0.0):
+                made = llama3_factors(head_dim, theta, largest, length)
+                if np.allclose(made, factors, rtol=1e-5, atol=0.0):
                     return {
                         "rope_type": "llama3",
                         "factor": largest,
@@ -451,3 +450,14 @@ class GGUF:
         if self._beside is not None:
             return load_tokenizer(self._beside)
         return tokenizer_of(self.file, self._held.metadata, self._within.integer("context_length"))
+
+
+def llama3_factors(head_dim: int, theta: float, factor: float, length: int) -> np.ndarray:
+    """Returns Llama 3.1's divisors of the RoPE frequencies [head_dim / 2].
+
+    They are those of low_freq_factor 1 and high_freq_factor 4; `length` is the original context.
+    """
+    freqs = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    turns = length * freqs / (2 * math.pi)
+    smooth = np.clip((turns - 1.0) / (4.0 - 1.0), 0.0, 1.0)
+    return 1.0 / ((1 - smooth) / factor + smooth)

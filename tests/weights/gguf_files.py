@@ -1,13 +1,14 @@
 """GGUF files as llama.cpp's converter writes them, made of checkpoints in Hugging Face's layout."""
 
 import json
-import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from tokenizers import pre_tokenizers
+
+from specjax.weights.gguf import llama3_factors
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed (specjax[gguf])")
 
@@ -27,17 +28,6 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-
-
-def llama3_factors(head_dim: int, theta: float, factor: float, length: int) -> np.ndarray:
-    """Returns Llama 3.1's divisors of the RoPE frequencies [head_dim / 2].
-
-    They are those of low_freq_factor 1 and high_freq_factor 4; `length` is the original context.
-    """
-    freqs = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    turns = length * freqs / (2 * math.pi)
-    smooth = np.clip((turns - 1.0) / (4.0 - 1.0), 0.0, 1.0)
-    return 1.0 / ((1 - smooth) / factor + smooth)
 
 
 def permuted(rows, heads):

@@ -16,6 +16,7 @@ from specjax.checkpoint.weights import load_model, read_config
 from specjax.models.families.dense import dense_config
 from specjax.models.rope import LinearScaling, RopeScaling
 from specjax.models.transformer import init_params
+from specjax.weights import gguf as format_gguf
 from specjax.weights import load_tokenizer, open_checkpoint
 from specjax.weights.gguf import GGUF
 from tests.weights import gguf_files
@@ -138,7 +139,7 @@ def test_a_window_is_refused_for_llama_cpp_does_not_use_it(tmp_path, architectur
 
 def test_factors_of_rope_belong_to_one_architecture(tmp_path):
     sizes = SIZES | {"model_type": "qwen2", "qkv_bias": True}
-    factors = gguf_files.llama3_factors(8, 50_000.0, 32.0, 8192).astype(np.float32)
+    factors = format_gguf.llama3_factors(8, 50_000.0, 32.0, 8192).astype(np.float32)
     file, source = tmp_path / "m.gguf", saved(tmp_path / "hf", sizes)
     write(file, source, tensors={"rope_freqs.weight": factors})
     with pytest.raises(CheckpointError, match="unexpected: rope_freqs.weight"):
@@ -193,7 +194,7 @@ def test_factors_of_rope_beside_another_scaling_are_refused(tmp_path, small):
     file, metadata = tmp_path / "m.gguf", {"llama.rope.scaling.factor": 2.0}
     write(file, small, metadata=metadata, tensors={"rope_freqs.weight": np.ones(4, np.float32)})
     assert read_config(file).layers[0].mixer.rope.scaling == LinearScaling(2.0)
-    factors = gguf_files.llama3_factors(8, 50_000.0, 32.0, 8192).astype(np.float32)
+    factors = format_gguf.llama3_factors(8, 50_000.0, 32.0, 8192).astype(np.float32)
     write(file, small, metadata=metadata, tensors={"rope_freqs.weight": factors})
     with pytest.raises(UnsupportedModelError, match="rope_freqs.weight is not supported beside"):
         load_model(file)
