@@ -108,16 +108,8 @@ def make_mesh(config: MeshConfig, devices: Devices = None) -> jax.sharding.Mesh 
     """
     if config.size == 1:
         return None
-    if devices is None:
-        offer_cpu_devices(config.size)
-        devices = dealt(config.size // config.tp, config.tp)
-    if len(devices) < config.size:
-        raise ValueError(
-            f"mesh data={config.data} fsdp={config.fsdp} tp={config.tp} cp={config.cp} needs "
-            f"{config.size} devices, got {len(devices)}; use smaller axes, or JAX_PLATFORMS=cpu "
-            "to try it on simulated devices"
-        )
-    grid = np.array(devices[: config.size])
+    axes = " ".join(f"{name}={getattr(config, name)}" for name in MESH_AXES)
+    grid = _chosen(devices, config.size // config.tp, config.tp, axes)
     return jax.sharding.Mesh(grid.reshape([getattr(config, a) for a in MESH_AXES]), MESH_AXES)
 
 
@@ -165,20 +157,26 @@ def replica_meshes(
     """
     if replicas < 1 or tp < 1:
         raise ValueError(f"replicas and tp must be at least 1, got {replicas} and {tp}")
-    if devices is None:
-        offer_cpu_devices(replicas * tp)
-        devices = dealt(replicas, tp)
-    if len(devices) < replicas * tp:
-        raise ValueError(
-            f"{replicas} replicas of {tp} devices need {replicas * tp}, got {len(devices)}; use "
-            "fewer replicas, or JAX_PLATFORMS=cpu to try it on simulated devices"
-        )
-    groups = np.array(devices[: replicas * tp])
+    groups = _chosen(devices, replicas, tp, f"replicas={replicas} tp={tp}")
     if training is not None and training.size == replicas * tp:
         with contextlib.suppress(ValueError):  # one tp is no multiple of the other: any grouping
             groups = rollout_mesh(training, tp).devices
     groups = groups.reshape(replicas, 1, 1, 1, tp)
     return [jax.sharding.Mesh(group, MESH_AXES) for group in groups]
+
+
+def _chosen(devices: Devices, groups: int, unit: int, what: str) -> np.ndarray:
+    """Returns the devices of `groups` groups of `unit` neighbours, see `dealt`."""
+    count = groups * unit
+    if devices is None:
+        offer_cpu_devices(count)
+        devices = dealt(groups, unit)
+    if len(devices) < count:
+        raise ValueError(
+            f"{what} needs {count} devices, got {len(devices)}; use fewer, or JAX_PLATFORMS=cpu to "
+            "try it on simulated devices"
+        )
+    return np.array(devices[:count])
 
 
 def joined_mesh(meshes: Sequence[jax.sharding.Mesh | None]) -> jax.sharding.Mesh | None:
