@@ -52,7 +52,6 @@ from specjax.decode.options import Features
 from specjax.engine.programs import ONE_GRAPH
 from specjax.interfaces import Denominators
 from specjax.kernels import dispatch
-from specjax.models.families.dense import change_dense
 from specjax.models.transformer import init_params
 from train.loss.algo import algo
 from train.loss.optim import OptimConfig
@@ -216,7 +215,7 @@ def tpu(args: argparse.Namespace, text: str) -> dict[str, dict]:
     (strategy, bucket), options = split(text, 2)
     jax.config.update("jax_platforms", "cpu")
     mesh = programs.mesh_over(programs.tpu_devices(args.topology))
-    model = change_dense(programs.WIDE, num_layers=args.layers).running(scan_layers=False)
+    model = programs.change_dense(programs.WIDE, num_layers=args.layers).running(scan_layers=False)
     features = Features(sampled=True, **dict.fromkeys(options, True))
     runner = programs.wide_runner(mesh, strategy, model)
     compiled = programs.lowered_chunk(runner, strategy, int(bucket), features).compile()

@@ -50,6 +50,34 @@ DEFAULT = MappingProxyType({"": {}})  # one arm: the compiler's default options
 
 # --- shapes of models ----------------------------------------------------------------------------
 
+
+def change_dense(cfg: ModelConfig, **changes: Any) -> ModelConfig:
+    """Returns the config with some arguments of `dense_config` changed.
+
+    Raises:
+      ValueError: the layers are not all alike.
+    """
+    if len(set(cfg.layers)) != 1:
+        raise ValueError(f"expected layers that are all alike, got {len(set(cfg.layers))} kinds")
+    mixer, mlp = cfg.layers[0].mixer, cfg.layers[0].mlp
+    flat = {
+        "intermediate_size": mlp.intermediate_size,
+        "num_layers": cfg.num_layers,
+        "num_heads": mixer.num_heads,
+        "num_kv_heads": mixer.num_kv_heads,
+        "head_dim": mixer.head_dim,
+        "rope_theta": mixer.rope.theta,
+        "rope_scaling": mixer.rope.scaling,
+        "qkv_bias": mixer.qkv_bias,
+        "qk_norm": mixer.qk_norm,
+        "window": mixer.window,
+        "soft_cap": mixer.soft_cap,
+        "o_bias": mixer.o_bias,
+    }
+    others = {name: getattr(cfg, name) for name in cfg.__dataclass_fields__ if name != "layers"}
+    return dense_config(**{**flat, **others, **changes})
+
+
 _SHAPES = {
     "1.7B": {
         "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144, "num_layers": 28,
@@ -258,7 +286,7 @@ class Ahead(Place):
         with (
             mock.patch("jax.devices", lambda *_: [device]),
             jax.sharding.use_abstract_mesh(mesh),
-            commit_kernel.unchecked(),
+            mock.patch.object(commit_kernel.Choice, "on", True),
         ):
             yield
 
@@ -503,21 +531,15 @@ def accept_by(rule: Callable, runner: Runner) -> None:
 
 def _apart(state) -> tuple[tuple, Any]:
     """Splits a state into its large buffers and the rest."""
-    draft, noise = state.draft, state.noise
-    large = (
-        state.memory.pages,
-        None if draft is None else draft.pages,
-        None if noise is None else noise.rows,
-    )
-    return large, _together((None, None, None), state)
+    large = state.memory.pages, None if state.draft is None else state.draft.pages
+    return large, _together((None, None), state)
 
 
 def _together(large: tuple, rest):
-    cache, drafts, rows = large
+    cache, drafts = large
     return rest._replace(
         memory=rest.memory._replace(pages=cache),
         draft=None if rest.draft is None else rest.draft._replace(pages=drafts),
-        noise=None if rest.noise is None else rest.noise._replace(rows=rows),
     )
 
 
@@ -562,7 +584,7 @@ def policy_pass(runner: Runner, rows: int) -> Callable:
     """
 
     def program(params, state, slots):
-        here = take_slots(state._replace(noise=None, draft=None), slots)
+        here = take_slots(state._replace(draft=None), slots)
         root, model = here.length - 1, runner.model(params)
         where = Where(
             "tree",

@@ -7,8 +7,8 @@ was expected and what was got.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,79 +89,66 @@ class Keys:
         self, name: str, default: Any = _REQUIRED, least: int = 1, most: int = LARGEST
     ) -> Any:
         """An integer within limits."""
-        value = self._value(name, default)
-        if value is _REQUIRED:
-            return default
-        if not _is_integer(value) or not least <= value <= most:
-            limit = f" of at least {least}" + ("" if most == LARGEST else f" and at most {most}")
-            raise self.error(name, "a positive integer" if limit == " of at least 1" else
-                             f"an integer{limit}")  # fmt: skip
-        return value
+        expected = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        if most != LARGEST:
+            expected = f"an integer of at least {least} and at most {most}"
+        return self._checked(
+            name, default, lambda value: _is_integer(value) and least <= value <= most, expected
+        )
 
-    def number(self, name: str, default: Any = _REQUIRED, above: float = 0.0, least=None) -> Any:
-        """A finite number greater than `above`, or, if `least` is given, at least `least`."""
-        value = self._value(name, default)
-        if value is _REQUIRED:
-            return default
-        real = _is_integer(value) or isinstance(value, float)
-        try:
-            number = float(value) if real else math.nan
-        except OverflowError:  # an integer beyond all floats
-            number = math.inf
-        if not (math.isfinite(number) and (number > above if least is None else number >= least)):
-            limit = f"greater than {above:g}" if least is None else f"of at least {least:g}"
-            raise self.error(name, f"a finite number {limit}")
-        return number
+    def number(self, name: str, default: Any = _REQUIRED, least: float | None = None) -> Any:
+        """A finite number of at least `least`; None: greater than 0."""
+
+        def valid(value: Any) -> bool:
+            real = _is_integer(value) or isinstance(value, float)
+            # Numbers are compared as they are: no float holds a very large integer.
+            inside = real and (value > 0 if least is None else value >= least)
+            return inside and value <= sys.float_info.max
+
+        limit = "greater than 0" if least is None else f"of at least {least:g}"
+        number = self._checked(name, default, valid, f"a finite number {limit}")
+        return number if number is default else float(number)
 
     def flag(self, name: str, default: bool | None = False) -> bool:
         """A boolean; with the default None an absent key is false."""
-        value = self._value(name, default)
-        if value is _REQUIRED:
-            return bool(default)
-        if not isinstance(value, bool):
-            raise self.error(name, "true or false")
-        return value
+        flag = self._checked(name, default, lambda value: isinstance(value, bool), "true or false")
+        return bool(flag)
 
     def text(self, name: str, default: Any = _REQUIRED, choices: Sequence[str] = ()) -> Any:
         """A string; one of `choices` if there are any."""
-        value = self._value(name, default)
-        if value is _REQUIRED:
-            return default
-        if not isinstance(value, str) or (choices and value not in choices):
-            expected = f"one of {', '.join(choices)}" if choices else "a string"
-            raise self.error(name, expected)
-        return value
+
+        def valid(value: Any) -> bool:
+            return isinstance(value, str) and (not choices or value in choices)
+
+        expected = f"one of {', '.join(choices)}" if choices else "a string"
+        return self._checked(name, default, valid, expected)
 
     def texts(self, name: str) -> list[str]:
         """A list of strings; empty if the key is absent or null."""
-        value = self._value(name, None)
-        if value is _REQUIRED:
-            return []
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self.error(name, "a list of strings")
-        return value
+
+        def valid(value: Any) -> bool:
+            return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+        return self._checked(name, None, valid, "a list of strings") or []
 
     def within(self, name: str) -> Keys:
         """A nested object; empty if the key is absent or null."""
-        value = self._value(name, None)
-        if value is _REQUIRED:
-            value = {}
-        if not isinstance(value, dict):
-            raise self.error(name, "an object")
-        return Keys(self.file, value, self._label(name))
+        value = self._checked(name, None, lambda value: isinstance(value, dict), "an object")
+        return Keys(self.file, value or {}, self._label(name))
 
     def token_ids(self, name: str, vocabulary: int, several: bool = False) -> list[int]:
         """One token id, or with `several` a list of them; empty if the key is absent or null."""
-        value = self._value(name, None)
-        if value is _REQUIRED:
-            return []
-        ids = value if several and isinstance(value, list) else [value]
-        if not all(_is_integer(token) and 0 <= token < vocabulary for token in ids):
-            listed = ", a list of them," if several else ""
-            raise self.error(
-                name, f"a token id from 0 to {vocabulary - 1}{listed} or null for none"
-            )
-        return list(ids)
+
+        def listed(value: Any) -> list:
+            return value if several and isinstance(value, list) else [value]
+
+        def valid(value: Any) -> bool:
+            return all(_is_integer(token) and 0 <= token < vocabulary for token in listed(value))
+
+        lists = ", a list of them," if several else ""
+        expected = f"a token id from 0 to {vocabulary - 1}{lists} or null for none"
+        value = self._checked(name, None, valid, expected)
+        return [] if value is None else list(listed(value))
 
     def error(self, name: str, expected: str) -> CheckpointError:
         """The error about the value of a key."""
@@ -170,12 +157,14 @@ class Keys:
             f"{self.file}: {self._label(name)}: expected {expected}, got {got}; {_REMEDY}"
         )
 
-    def _value(self, name: str, default: Any) -> Any:
-        """The value, or `_REQUIRED` where the default applies."""
+    def _checked(self, name: str, default: Any, valid: Callable[[Any], bool], expected: str) -> Any:
+        """The value, or the default where that applies."""
         if name not in self.raw and default is _REQUIRED:
             raise CheckpointError(f"{self.file} lacks the key {self._label(name)!r}; {_REMEDY}")
         if name not in self.raw or (default is None and self.raw[name] is None):
-            return _REQUIRED
+            return default
+        if not valid(self.raw[name]):
+            raise self.error(name, expected)
         return self.raw[name]
 
     def _label(self, name: str) -> str:

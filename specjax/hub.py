@@ -5,8 +5,8 @@ revision with config, weights and tokenizer; otherwise the files that specjax re
 to it: config.json, generation_config.json, tokenizer and chat template, safetensors, and where
 there are none, pytorch_model.bin.
 
-The usual variables are read when a model is looked for, not when this is imported: HF_HOME,
-HF_HUB_CACHE, HF_HUB_OFFLINE, HF_ENDPOINT, and HF_TOKEN for private and gated models.
+The usual variables are read by huggingface_hub, which is imported when an id is first looked for:
+HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_ENDPOINT, and HF_TOKEN for private and gated models.
 """
 
 from __future__ import annotations
@@ -21,12 +21,7 @@ from specjax.error_text import first_line
 from specjax.shipped import find_shipped
 from specjax.tokenizer import MORE_TEMPLATES, TOKENIZER_FILES
 from specjax.weights.pickled import BIN, BIN_INDEX
-from specjax.weights.safetensors import (
-    HEAD_FILE,
-    INDEX,
-    WEIGHTS,
-    files_in_index,
-)
+from specjax.weights.safetensors import HEAD_FILE, INDEX, WEIGHTS, files_in_index
 
 _SMALL = (
     "config.json", "generation_config.json", INDEX, BIN_INDEX, *TOKENIZER_FILES,
@@ -34,7 +29,6 @@ _SMALL = (
 )  # fmt: skip
 _FORMATS = ((WEIGHTS, INDEX), (BIN, BIN_INDEX))  # the first is preferred
 _ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
-_TRUE = ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads its variables
 
 
 class ModelNotFoundError(CheckpointError):
@@ -78,13 +72,15 @@ def find_model(name: str | Path, revision: str | None = None, weights: bool = Tr
     cached = _cached(name, revision)
     if cached is not None and _is_complete(cached, weights):
         return cached
-    if _is_offline():
+    from huggingface_hub import constants, is_offline_mode
+
+    if is_offline_mode():
         if cached is not None and _is_complete(cached, weights, tokenizer=False):
             return cached
         place = "only in part in" if cached is not None else "not in"
         raise CheckpointError(
-            f"{_label(name, revision)} is {place} the local cache {_cache()}, there is no "
-            "directory of that name, and HF_HUB_OFFLINE forbids to download it"
+            f"{_label(name, revision)} is {place} the local cache {constants.HF_HUB_CACHE}, "
+            "there is no directory of that name, and HF_HUB_OFFLINE forbids to download it"
         )
     return _downloaded(name, revision, weights, cached)
 
@@ -111,38 +107,19 @@ def _label(name: str, revision: str | None) -> str:
 # --- the local cache ----------------------------------------------------------------------------
 
 
-def _cache() -> Path:
-    """The directory of the local Hugging Face cache."""
-    from huggingface_hub import constants
-
-    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
-    home = os.environ.get("HF_HOME")
-    if named is None and home is not None:
-        named = str(Path(home) / "hub")
-    return Path(named or constants.HF_HUB_CACHE).expanduser()
-
-
-def _is_offline() -> bool:
-    from huggingface_hub import is_offline_mode
-
-    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-    return is_offline_mode() or any(os.environ.get(n, "").upper() in _TRUE for n in names)
-
-
 def _cached(name: str, revision: str | None) -> Path | None:
     """The folder of a revision in the local cache, complete or not; None: there is none."""
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(name, "config.json", cache_dir=_cache(), revision=revision)
+    found = try_to_load_from_cache(name, "config.json", revision=revision)
     return Path(found).parent if isinstance(found, str) else None
 
 
 def _is_complete(folder: Path, weights: bool, tokenizer: bool = True) -> bool:
     """Whether a folder has all files that are read."""
-    needed = [folder / "config.json"]
-    if tokenizer:
-        needed.append(folder / "tokenizer.json")
-    return all(file.exists() for file in needed) and (not weights or _has_weights(folder))
+    needed = ["config.json", "tokenizer.json"] if tokenizer else ["config.json"]
+    complete = all((folder / name).exists() for name in needed)
+    return complete and (not weights or _has_weights(folder))
 
 
 def _has_weights(folder: Path) -> bool:
@@ -198,13 +175,10 @@ def _downloaded(name: str, revision: str | None, weights: bool, cached: Path | N
 def _snapshot(name: str, revision: str | None, files: Sequence[str]) -> Path:
     import huggingface_hub
 
+    endpoint = os.environ.get("HF_ENDPOINT")
     return Path(
         huggingface_hub.snapshot_download(
-            name,
-            revision=revision,
-            cache_dir=_cache(),
-            allow_patterns=list(files),
-            endpoint=os.environ.get("HF_ENDPOINT"),
+            name, revision=revision, allow_patterns=list(files), endpoint=endpoint
         )
     )
 
@@ -217,7 +191,7 @@ def _is_connection_error(error: Exception) -> bool:
 
 def _reason(name: str, revision: str | None, error: Exception) -> str:
     """One line about an error of huggingface_hub."""
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
     label = _label(name, revision)
     login = "log in (`hf auth login`, or HF_TOKEN)"
@@ -233,6 +207,7 @@ def _reason(name: str, revision: str | None, error: Exception) -> str:
     if isinstance(error, errors.HfHubHTTPError):
         return f"{label} cannot be downloaded: {first_line(error)}"
     return (
-        f"there is no directory {name}, {label} is not in the local cache {_cache()}, and it "
-        f"cannot be downloaded: {first_line(error)}; check the network, or copy the model here"
+        f"there is no directory {name}, {label} is not in the local cache "
+        f"{constants.HF_HUB_CACHE}, and it cannot be downloaded: {first_line(error)}; check the "
+        "network, or copy the model here"
     )

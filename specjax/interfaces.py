@@ -923,7 +923,6 @@ class Draft(Protocol):
         start: Int[Array, " prompts"],
         hidden: Float[Array, "prompts T taps_width"],
         table: Table,
-        run: int = 1,
     ) -> Any:
         """Writes positions start .. start + T - 1 of prompts to its pages, behind earlier ones.
 
@@ -936,8 +935,6 @@ class Draft(Protocol):
           start: first position of each prompt that is written.
           hidden: the target's states at the T positions, see `DraftNeeds.taps`.
           table: the pages of each prompt.
-          run: number of consecutive rows that are sure to lie in one page, see
-            `specjax.memory.commit_rows`; it divides start and T.
 
         Returns:
           the pages.
@@ -1132,18 +1129,31 @@ class Device(NamedTuple):
     count: int = 1
 
 
-class Backend(Protocol):
-    """Kernels of a platform, by operation. `specjax.kernels.backend.Kernels` has all the defaults.
+# Operations that a backend may have, see `specjax.kernels.dispatch`.
+OPERATIONS = (
+    "tree_attention", "causal_attention", "context_attention", "commit", "product", "layers",
+)  # fmt: skip
+
+
+def _refuses_nothing(operation: str, device: Device | None, cfg: Any) -> str | None:
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """Kernels of a platform, by operation.
 
     Attributes:
-      operations: functions, by the names of operations in `specjax.kernels.dispatch`:
-        `tree_attention`, `causal_attention`, `context_attention`, `commit`, `product`, `layers`.
-        Each has the arguments and results of the function of that name, without the kernel's name;
+      operations: functions, by the names of `OPERATIONS`. Each has the arguments and results of
+        the function of that name in `specjax.kernels.dispatch`, without the kernel's name;
         `causal_attention` and `context_attention` those of `causal_attention_with_own`, without and
         with the context. A function that cannot serve a call raises
         `specjax.kernels.backend.Declined` with the reason.
-      rest: name of the backend that serves the operations that this one lacks or declines.
       line: text that is logged at start where the backend is chosen.
+      refuses: function of an operation's name, a `Device` (None: only the model is to be checked)
+        and the `ModelConfig`, that returns why the backend cannot be used; None: it can. A
+        `specjax.kernels.backend.Unsuited` is a reason that needs no warning.
+      rest: name of the backend that serves the operations that this one lacks or declines.
       kinds: device kinds, as jax names them, for which the backend is chosen among several of a
         platform; empty: any kind.
       page_multiple: number of positions of which the page size must be a multiple.
@@ -1151,30 +1161,24 @@ class Backend(Protocol):
         rows of the batch, because XLA cannot split a kernel. False: XLA splits it.
       prompts_alone: whether `auto` takes the backend also for an engine in invariant mode, where it
         runs for prompts only, because rounds attend by position.
-      warns: whether a warning is logged where the backend runs.
       environment: names of environment variables that change the last bits of its results.
     """
 
-    operations: Mapping[str, Callable]
-    rest: str
+    operations: Mapping[str, Callable[..., Any]]
     line: str
-    kinds: tuple[str, ...]
-    page_multiple: int
-    by_device: bool
-    prompts_alone: bool
-    warns: bool
-    environment: tuple[str, ...]
+    refuses: Callable[[str, Device | None, Any], str | None] = _refuses_nothing
+    rest: str = "reference"
+    kinds: tuple[str, ...] = ()
+    page_multiple: int = 16
+    by_device: bool = True
+    prompts_alone: bool = True
+    environment: tuple[str, ...] = ()
 
-    def refuses(self, operation: str, device: Device | None, cfg: Any) -> str | None:
-        """Returns why it cannot be used for an operation of a model on a device; None: it can.
-
-        A `specjax.kernels.backend.Unsuited` is a reason that needs no warning.
-
-        Args:
-          operation: name of the operation.
-          device: devices that the program is for; None: only the model is to be checked.
-          cfg: the `ModelConfig`.
-        """
+    def __post_init__(self):
+        if unknown := sorted(self.operations.keys() - set(OPERATIONS)):
+            raise ValueError(
+                f"unknown operations {', '.join(unknown)}; expected some of {', '.join(OPERATIONS)}"
+            )
 
 
 # --- training -------------------------------------------------------------------------------------

@@ -2,8 +2,7 @@
 
 There is a pool of pages of `page_size` positions, and a sequence's *table* lists its pages in the
 order of its positions. Without a table (None) sequence b has page b to itself: a contiguous cache.
-Page 0 of a pool with tables belongs to no sequence: rows for positions without a
-page are written there or dropped, and never read.
+Page 0 of a pool with tables belongs to no sequence: rows for positions without a page are dropped.
 
 Slots have a fixed size and stand in the order of the batch. Samples of one prompt share its full
 pages, which are not written any more; each gets a copy of the prompt's last page (`copy_pages`) and
@@ -98,13 +97,11 @@ class Commit(NamedTuple):
       start: position of the first row of each sequence.
       table: the pages of each sequence.
       after: numbers >= 0 that make the write wait, see `commit_rows`.
-      run: number of consecutive rows that are sure to lie in one page, see `commit_rows`.
     """
 
     start: Int[Array, " B"]
     table: Table = None
     after: Int[Array, " B"] | None = None
-    run: int = 1
 
 
 @jax.named_scope("commit")
@@ -136,9 +133,7 @@ def commit(
         inputs = jax.tree.map(lambda x: _along(x, path, 2 if cfg.run.scan_layers else 1), inputs)
     pages = memory.pages
     if jax.tree.leaves(pages):
-        pages = commit_rows(
-            pages, rows, to.start, to.after, to.table, to.run, kernel=cfg.run.attention
-        )
+        pages = commit_rows(pages, rows, to.start, to.after, to.table, kernel=cfg.run.attention)
 
     def advance(mixer, slots, inputs):
         if not jax.tree.leaves(slots):
@@ -241,13 +236,12 @@ def commit_rows(
     start: Int[Array, " B"],
     after: Int[Array, " B"] | None = None,
     table: Table = None,
-    run: int = 1,
     kernel: str = "reference",
 ) -> KVCache:
     """Writes R consecutive rows of each sequence from position `start[b]` on.
 
-    Tables must have R positions from every start on, or the write is moved back over the prefix, or
-    dropped: the engine's tables are that much longer than the longest sequence.
+    Tables must have R positions from every start on, or rows are dropped: the engine's tables are
+    that much longer than the longest sequence.
 
     Args:
       cache: the pages.
@@ -257,8 +251,6 @@ def commit_rows(
         after those reads; their values are not used. Without them XLA may order the write of a
         layer's rows before its attention, and then copies every array twice per round.
       table: the pages of each sequence.
-      run: number of consecutive rows, counted from `start`, that are sure to lie in one page (a
-        divisor of R); with no table all rows do.
       kernel: name of the backend that writes, see `specjax.kernels.dispatch.commit`.
     """
     if after is not None:
@@ -268,7 +260,7 @@ def commit_rows(
     for alike in dict.fromkeys(x.shape[-4:] for x in arrays):  # an operation takes one shape
         which = [i for i, x in enumerate(arrays) if x.shape[-4:] == alike]
         of_them = [arrays[i] for i in which], [new[i] for i in which]
-        out = dispatch.commit(*of_them, start, table, run=run, kernel=kernel)
+        out = dispatch.commit(*of_them, start, table, kernel=kernel)
         for i, array in zip(which, out, strict=True):
             written[i] = array
     return jax.tree.unflatten(structure, written)

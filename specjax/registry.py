@@ -42,24 +42,21 @@ class Registry:
     def __contains__(self, name: str) -> bool:
         return name in self.rows
 
-    def check(self, name: str, others: tuple[str, ...] = ()) -> None:
+    def check(self, name: str) -> None:
         """Refuses a name that is neither in the table nor a path `module:attribute`.
 
         Imports nothing.
 
         Args:
           name: the name, as a user gave it.
-          others: further valid names, of the setting that the name comes from.
 
         Raises:
           ValueError: the name is neither.
         """
-        module, _, attribute = name.partition(":")
-        names = (*others, *self.rows)
-        if name not in names and not (module and attribute):
+        if name not in self.rows and not is_own_path(name, ()):
             raise ValueError(
-                f"unknown {self.kind} {name!r}; choose one of {', '.join(names)}, or give your own "
-                "as 'package.module:attribute'"
+                f"unknown {self.kind} {name!r}; choose one of {', '.join(self.rows)}, or give your "
+                "own as 'package.module:attribute'"
             )
 
     def named(self, name: str) -> Any:
@@ -173,13 +170,10 @@ BACKENDS = Registry(
         "cpu": "specjax.kernels.cpu:BACKEND",
         "gpu": "specjax.kernels.gpu:BACKEND",
         "gpu:flash": "specjax.kernels.flash_gpu:BACKEND",
-        "gpu:flash-interpret": "specjax.kernels.flash_gpu:INTERPRET",  # on CPU, for tests
         "triton": "specjax.kernels.triton:BACKEND",
-        "triton:interpret": "specjax.kernels.triton:INTERPRET",  # the same on CPU, for tests
         "tpu:v5e": "specjax.kernels.tpu:V5E",
         "tpu:v5p": "specjax.kernels.tpu:V5P",
         "tpu:v6e": "specjax.kernels.tpu:V6E",
-        "tpu:interpret": "specjax.kernels.tpu:INTERPRET",  # the TPU's on CPU, for tests
         "library:xla": "specjax.kernels.library:XLA",
         "library:cudnn": "specjax.kernels.library:CUDNN",
     },

@@ -1,8 +1,8 @@
 """Names of settings: the nearest one, those of other programs, and how a message spells one.
 
-A user sets a draft source as `SpecConfig(draft='ngram')`, `speculation.draft=ngram` or
-`draft=ngram`. The text of an error about several settings is therefore made by a function `spell`;
-the program that shows the error gives its own::
+A user sets a draft source as `draft='ngram'`, `speculation.draft=ngram` or `draft=ngram`. The text
+of an error about several settings is therefore made by a function `spell`; the program that shows
+the error gives its own::
 
     raise SettingError(lambda spell: f"the head is missing; use {spell('draft', 'ngram')}")
 
@@ -13,8 +13,6 @@ the program that shows the error gives its own::
 from __future__ import annotations
 
 import difflib
-import functools
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -125,39 +123,5 @@ def dotted(sections: Mapping[str, type]) -> Spell:
 
 
 def python(name: str, *value: Any) -> str:
-    """Names settings as in Python: `SpecConfig(draft='ngram')`; without a value the bare name."""
-    if not value:
-        return name
-    calls = ("LLM", "SpecConfig", "ControlConfig", "EngineConfig", "SamplingParams")
-    call = next((call for call in calls if name in _PARAMETERS.get(call, ())), "SpecConfig")
-    return f"{call}({name}={'...' if value[0] is ... else repr(value[0])})"
-
-
-# Parameters of the classes whose keywords are checked, by the class's name.
-_PARAMETERS: dict[str, list[str]] = {}
-
-
-def checks_keywords(cls: type) -> type:
-    """Decorates a class: its constructor suggests a parameter for an unknown keyword.
-
-    The suggestion may be a parameter of another decorated class.
-    """
-    construct = cls.__init__
-    known = [name for name in inspect.signature(construct).parameters if name != "self"]
-    _PARAMETERS[cls.__name__] = known
-
-    @functools.wraps(construct)
-    def checked(self, *args, **keywords):
-        for name in keywords.keys() - known:
-            meant = FOREIGN.get(name, name)
-            hint = nearest(meant, known)
-            owners = [owner for owner, names in _PARAMETERS.items() if meant in names]
-            elsewhere = (
-                f"; {' and '.join(owners)} {'have' if owners[1:] else 'has'} it" if owners else ""
-            )
-            hint = hint or elsewhere or f"; there are {', '.join(known)}"
-            raise TypeError(f"{cls.__name__} has no parameter {name}{hint}")
-        construct(self, *args, **keywords)
-
-    cls.__init__ = checked
-    return cls
+    """Names settings as in Python: `draft='ngram'`; without a value the bare name."""
+    return f"{name}={'...' if value[0] is ... else repr(value[0])}" if value else name

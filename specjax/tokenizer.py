@@ -19,21 +19,15 @@ from specjax.error_text import first_line
 
 log = logging.getLogger(__name__)
 
-# Read by transformers when it is imported.
-_NO_NOTICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 _SETTINGS = "tokenizer_config.json"
-# Each holds a vocabulary on its own, or with files beside it.
-_VOCABULARIES = (
-    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
-    "sentencepiece.bpe.model", "tekken.json", "qwen.tiktoken",
-)  # fmt: skip
-_OBJECTS = ("special_tokens_map.json", "added_tokens.json")
 # All files of a tokenizer, and the directory of its further chat templates.
 TOKENIZER_FILES = (
-    *_VOCABULARIES, _SETTINGS, *_OBJECTS, "merges.txt", "chat_template.jinja", "chat_template.json",
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
+    "sentencepiece.bpe.model", "tekken.json", "qwen.tiktoken", _SETTINGS,
+    "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja",
+    "chat_template.json",
 )  # fmt: skip
 MORE_TEMPLATES = "additional_chat_templates"
-_MODELS = ("BPE", "Unigram", "WordLevel", "WordPiece")
 
 
 def transformers_class(name: str) -> type:
@@ -41,106 +35,40 @@ def transformers_class(name: str) -> type:
 
     specjax does not need torch. The user's own value of `TRANSFORMERS_NO_ADVISORY_WARNINGS` stays.
     """
-    before = os.environ.get(_NO_NOTICE)
-    os.environ.setdefault(_NO_NOTICE, "1")
-    try:
-        return getattr(importlib.import_module("transformers"), name)
-    finally:
-        if before is None:
-            del os.environ[_NO_NOTICE]
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    return getattr(importlib.import_module("transformers"), name)
 
 
-def load_tokenizer(path: str | Path, required: bool = True):
-    """Loads the tokenizer of a local directory; returns None if it has none and none is required.
+def load_tokenizer(path: str | Path):
+    """Loads the tokenizer of a local directory; returns None if it has none.
 
     The class is the one that `tokenizer_config.json` names: `AutoTokenizer` would rebuild a plain
     fast tokenizer as the class of the model's family, with other ids. Code in the directory is
     never run.
 
     Raises:
-      FileNotFoundError: there is no tokenizer, and one is required.
       CheckpointError: tokenizer files are damaged, Git LFS pointers, or of an unknown type.
     """
     path = Path(path)
     if not any((path / name).exists() for name in ("tokenizer.json", _SETTINGS)):
-        if not required:
-            return None
-        raise FileNotFoundError(
-            f"{path} has no tokenizer.json; copy the model's tokenizer files there"
-        )
-    _check_contents(path)
-    keys = _checked_settings(path)
-    named = keys and keys.text("tokenizer_class", None)
-    plain = named in ("PreTrainedTokenizerFast", "TokenizersBackend")
+        return None
+    for name in TOKENIZER_FILES:
+        if problem := pointer_problem(path / name):
+            raise CheckpointError(problem)
+    file = path / _SETTINGS
+    keys = Keys(file, read_json(file) if file.exists() else {})
+    plain = keys.text("tokenizer_class", None) in ("PreTrainedTokenizerFast", "TokenizersBackend")
     # `AutoTokenizer` takes seconds to import where torch is installed.
     tokenizer_class = transformers_class("PreTrainedTokenizerFast" if plain else "AutoTokenizer")
     options = {} if plain else {"trust_remote_code": False}
     try:
         tokenizer = tokenizer_class.from_pretrained(path, **options)
     except Exception as error:  # tokenizers raises bare Exceptions
-        _diagnose(path)
         raise CheckpointError(
             f"{path}: the tokenizer cannot be read ({first_line(error)}); fetch its files again, "
             "or use versions of transformers and tokenizers that know it"
         ) from error
-    return _with_bos(tokenizer, bool(keys and keys.flag("add_bos_token", None)))
-
-
-def check_files(path: Path) -> None:
-    """Checks tokenizer files without transformers, before they are copied.
-
-    Raises:
-      CheckpointError: a file is damaged, a Git LFS pointer, or of an unknown type.
-    """
-    _check_contents(path)
-    _checked_settings(path)
-    _diagnose(path)
-
-
-def _check_contents(path: Path) -> None:
-    """Raises `CheckpointError` for a pointer in place of a file, or a missing vocabulary."""
-    for name in TOKENIZER_FILES:
-        problem = pointer_problem(path / name)
-        if problem:
-            raise CheckpointError(problem)
-    if not any((path / name).is_file() for name in _VOCABULARIES):
-        raise CheckpointError(
-            f"{path} has tokenizer files and no vocabulary; expected tokenizer.json: copy the "
-            "model's tokenizer files there"
-        )
-
-
-def _checked_settings(path: Path) -> Keys | None:
-    """The checked keys of tokenizer_config.json; None without that file."""
-    file = path / _SETTINGS
-    if not file.exists():
-        return None
-    keys = Keys(file, read_json(file))
-    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-        if isinstance(keys.raw.get(name), dict):
-            keys.within(name).text("content")
-        else:
-            keys.text(name, None)
-    template = keys.raw.get("chat_template")
-    named = isinstance(template, list) and all(isinstance(item, dict) for item in template)
-    if not named and not isinstance(template, str | None):
-        raise keys.error("chat_template", "a template, a list of named templates, or null")
-    for name in ("add_bos_token", "add_eos_token"):
-        keys.flag(name, None)
-    for token in keys.within("added_tokens_decoder").raw:
-        keys.within("added_tokens_decoder").within(token).text("content")
-    keys.text("tokenizer_class", None)
-    return keys
-
-
-def _diagnose(path: Path) -> None:
-    """Raises `CheckpointError` if a known damage of tokenizer files is found."""
-    for name in ("tokenizer.json", *_OBJECTS):
-        if (path / name).exists():
-            read_json(path / name)
-    if (path / "tokenizer.json").exists():
-        keys = Keys(path / "tokenizer.json", read_json(path / "tokenizer.json"))
-        keys.within("model").text("type", None, _MODELS)
+    return _with_bos(tokenizer, keys.flag("add_bos_token", None))
 
 
 def with_tokenizer_end(cfg: ModelConfig, tokenizer) -> ModelConfig:

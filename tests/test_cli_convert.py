@@ -248,9 +248,7 @@ def no_file_beyond(size: int):
 
 
 @pytest.mark.parametrize("to", ["hf", "orbax"])
-def test_a_disk_that_fills_up_leaves_nothing_and_what_was_there(
-    to, thin_policy, convert, tmp_path, monkeypatch
-):
+def test_a_disk_that_fills_up_leaves_nothing_and_what_was_there(to, thin_policy, convert, tmp_path):
     here = tmp_path / "here"
     here.mkdir()
     target = here / "target"
@@ -260,9 +258,4 @@ def test_a_disk_that_fills_up_leaves_nothing_and_what_was_there(
         for place, more in ((here / "new", []), (target, ["--force"])):
             status, _, errors = convert(thin_policy, place, "--to", to, *more)
             assert status == 1 and "too large" in errors and "Traceback" not in errors
-    assert sorted(str(path) for path in here.rglob("*")) == before
-    usage = type(shutil.disk_usage(here))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 40, 1 << 40, 3 << 20))
-    status, _, errors = convert(thin_policy, here / "new", "--to", to)
-    assert status == 1 and "3 MiB free" in errors
     assert sorted(str(path) for path in here.rglob("*")) == before

@@ -66,7 +66,7 @@ def test_a_value_that_cannot_be_meant_is_named(key):
         with pytest.raises(CheckpointError) as caught:
             sampling_of(Path("DIR/generation_config.json"), {key: value})
         message = str(caught.value)
-        assert message.startswith(f"DIR/generation_config.json: {key}: expected ")
+        assert message.startswith(f"DIR/generation_config.json: {key} must be ")
         assert message.endswith(f", got {value!r}") and "\n" not in message
 
 

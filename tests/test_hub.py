@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants  # read the environment before a test changes it
+from huggingface_hub import constants
 
 from serve.cli.main import main
 from serve.settings import ServeConfig, load_llm
@@ -50,10 +50,10 @@ def fill_cache(home: Path, name: str, source: Path, commit: str = COMMIT, refs=(
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     """An empty cache of its own; nothing may be downloaded."""
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    for name in ("HF_HUB_CACHE", "HF_ENDPOINT", "HF_TOKEN"):
+    for name in ("HF_ENDPOINT", "HF_TOKEN"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     return tmp_path / "home"
 
 
@@ -125,7 +125,6 @@ def remote(home, monkeypatch, tmp_path):
     monkeypatch.setattr(Hub, "models", {"someone/tiny": source, "gated/tiny": source})
     monkeypatch.setattr(Hub, "asked", [])
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     yield source
     server.shutdown()
@@ -203,7 +202,7 @@ def test_what_is_read_is_downloaded_once_and_nothing_else(remote, home, monkeypa
     wanted = {"config.json", "generation_config.json", "model.safetensors"}
     assert {f.name for f in folder.iterdir()} == set(Hub.asked) == wanted
     assert hf.load_checkpoint(folder)[0] == hf.read_config(GOLDEN)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert hub.find_model("someone/tiny") == folder
     assert len(Hub.asked) == len(wanted)
 

@@ -61,14 +61,13 @@ def own_table(rng, last=()):
     return np.concatenate([pages, np.tile(last, (BATCH, 1)).astype(int)], axis=1)
 
 
-commit = functools.partial(jax.jit, static_argnames=("run", "kernel"))(commit_rows)
-BY_HAND, SCATTER = "reference", "library:xla"  # what is written one by one, and what GPUs do
+commit = functools.partial(jax.jit, static_argnames="kernel")(commit_rows)
 
 
-def check_commit(before, rows, start, table, run, spare, kernel=BY_HAND):
+def check_commit(before, rows, start, table, spare):
     """What the pages of `table` hold is what a cache of one page per sequence does."""
     after = np.arange(BATCH)
-    got = commit(before, rows, start, after=after, table=table, run=run, kernel=kernel)
+    got = commit(before, rows, start, after=after, table=table)
     own = table[:, :STRETCHES]
     want = commit(in_a_row(before, own, spare), rows, start, after=after)
     room = STRETCHES * jax.tree.leaves(before)[0].shape[-2]
@@ -78,46 +77,43 @@ def check_commit(before, rows, start, table, run, spare, kernel=BY_HAND):
     return got
 
 
-STRETCHED = [(8, 5, 1), (8, 12, 4), (8, 1, 1), (8, 11, 1), (8, 8, 8), (6, 9, 3)]
+STRETCHED = [(8, 5), (8, 12), (8, 1), (8, 11), (8, 8), (6, 9)]
 
 
-@pytest.mark.parametrize("kernel", [BY_HAND, SCATTER])
 @pytest.mark.parametrize(
-    ("size", "count", "run", "stacked"),
+    ("size", "count", "stacked"),
     [*((*case, True) for case in STRETCHED), *((*case, False) for case in STRETCHED[:2])],
 )
-def test_rows_are_written_to_pages_as_to_positions_in_a_row(size, count, run, stacked, kernel):
+def test_rows_are_written_to_pages_as_to_positions_in_a_row(size, count, stacked):
     """From every offset: within a page, up to its end, across one boundary or two."""
     rng = np.random.default_rng(size)
     before = random_cache(rng, 1 + BATCH * STRETCHES, size, stacked)
     rows = random_cache(rng, BATCH, count, stacked)
-    starts = np.arange(0, STRETCHES * size - count + 1, run)
+    starts = np.arange(0, STRETCHES * size - count + 1)
     for first in starts:
         table = own_table(rng)
         start = np.array([first, *rng.choice(starts, BATCH - 1)])
-        got = check_commit(before, rows, start, table, run, 0, kernel)
+        got = check_commit(before, rows, start, table, 0)
         for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(got), strict=True):
             np.testing.assert_array_equal(page_of(new, 0), page_of(old, 0))
 
 
-@pytest.mark.parametrize("kernel", [BY_HAND, SCATTER])
-@pytest.mark.parametrize(("count", "run"), [(7, 1), (8, 4)])
-def test_positions_without_a_page_are_written_to_unread_and_no_others(count, run, kernel):
+@pytest.mark.parametrize("count", [7, 8])
+def test_rows_of_positions_without_a_page_are_dropped(count):
     """Past the end of the table, whose last entry is 0, and where entries before it are 0."""
     rng, size = np.random.default_rng(count), 8
     before = random_cache(rng, 1 + BATCH * STRETCHES, size, False)
     rows = random_cache(rng, BATCH, count, False)
     table = own_table(rng, last=[0])
     end = STRETCHES * size
-    for first in range(end - size, end + 3 * size, run):
-        starts = np.array([first, end - run, end + size])
-        check_commit(before, rows, starts, table, run, 5 * size, kernel)
+    for first in range(end - size, end + 3 * size):
+        starts = np.array([first, end - 1, end + size])
+        check_commit(before, rows, starts, table, 5 * size)
     table[0] = 0
-    got = commit(before, rows, np.array([0, 8, 16]), table=table, run=run, kernel=kernel)
-    unread = [0] if kernel == BY_HAND else []  # a scatter leaves out what is never read
+    got = commit(before, rows, np.array([0, 8, 16]), table=table)
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(got), strict=True):
         changed = (np.asarray(old) != np.asarray(new)).any((1, 2, 3))
-        assert np.flatnonzero(changed).tolist() == sorted([*unread, table[1, 1], table[2, 2]])
+        assert np.flatnonzero(changed).tolist() == sorted([table[1, 1], table[2, 2]])
 
 
 @pytest.mark.parametrize("stacked", [True, False])
@@ -190,7 +186,7 @@ def test_a_scatter_leaves_pages_with_the_devices_of_their_heads():
         return jax.tree.map(lambda x: jax.device_put(x, where), tree)
 
     inputs = put(before, *heads), put(rows, "data", "tp"), put(start, "data")
-    lowered = commit.lower(*inputs, table=put(table, "data"), kernel=SCATTER)
+    lowered = commit.lower(*inputs, table=put(table, "data"))
     compiled = lowered.compile()
     moved = [c.received for c in received(compiled.as_text())]
     assert moved and max(moved) < before.k[0].nbytes / 4, "rows travel, and pages do not"

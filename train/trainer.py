@@ -400,9 +400,6 @@ class Trainer:
         self.sync_weights()
         jax.block_until_ready([engine.runner.weights.policy for engine in self.engines])
         metrics["time/sync"] = time.perf_counter() - started
-        metrics["sync/bytes_per_device"] = float(
-            max((e.runner.weights.moved for e in self.engines), default=0)
-        )
         self.done_steps = step
         return metrics
 

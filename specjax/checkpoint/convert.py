@@ -15,20 +15,17 @@ and renamed when it is complete.
 from __future__ import annotations
 
 import dataclasses
-import math
-import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import safetensors
 
 from specjax.checked_json import CheckpointError
 from specjax.checkpoint import huggingface as hf
-from specjax.checkpoint.draft_files import find_draft, load_draft_files, save_draft_files
+from specjax.checkpoint.draft_files import find_draft, save_draft_files
 from specjax.checkpoint.huggingface import copy_tokenizer, dtype_name, replacing
 from specjax.checkpoint.store import Checkpointer, save_draft
 from specjax.checkpoint.weights import (
@@ -36,7 +33,6 @@ from specjax.checkpoint.weights import (
     HUGGING_FACE,
     RUN,
     TOKENIZER,
-    Head,
     Model,
     cast_floats,
     config_in,
@@ -50,7 +46,6 @@ from specjax.checkpoint.weights import (
     load_weights,
     read_draft,
     save_model,
-    source_of_policy,
     tokenizer_in,
 )
 from specjax.config import ModelConfig
@@ -58,7 +53,7 @@ from specjax.config.dtype import DTYPES
 from specjax.drafts.mtp import HEAD_SWITCHES
 from specjax.error_text import first_line
 from specjax.hub import find_model
-from specjax.tokenizer import MORE_TEMPLATES, TOKENIZER_FILES, check_files
+from specjax.tokenizer import MORE_TEMPLATES, TOKENIZER_FILES
 from specjax.weights import AUTO, load_tokenizer, open_checkpoint, recognised
 from specjax.weights.safetensors import CONFIG, HEAD_FILE, INDEX, WEIGHTS, open_files
 
@@ -71,7 +66,6 @@ _HEAD_NAMES = {
     "specjax_manifest.json",
 }
 SPECULATORS = "speculators"  # the layout in which a head in files of its own is written
-_SPARE = 4 << 20  # bytes for metadata and partly filled blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,89 +128,53 @@ def convert(
 
     Raises:
       CheckpointError, UnsupportedModelError: the source cannot be read, the target exists, or the
-        disk has too little space. The target is then unchanged.
+        disk is full. The target is then unchanged.
     """
     target = Path(target).absolute()
     source, like = find_model(source, revision), None if like is None else find_model(like)
-    if load_format == AUTO and find_draft(source) is not None:
-        _require_free(source, target, force)
-        dtype = dtype and dtype_name(dtype)
-        return _convert_draft(source, target, to, what, step, dtype, like)
-    if to not in (None, "hf", "orbax"):
+    is_draft = load_format == AUTO and find_draft(source) is not None
+    layouts = (SPECULATORS,) if is_draft else ("hf", "orbax")
+    if to not in (None, *layouts):
+        what_it_is = "a draft head in files of its own" if is_draft else "no such head"
         raise CheckpointError(
-            f"{source} is no directory of a head such as EAGLE-3, expected one for --to {to}; "
-            "choose hf or orbax"
+            f"{source} holds {what_it_is}, expected --to {' or '.join(layouts)}, got {to}"
         )
-    foreign = load_format != AUTO or (recognised(source) and not (source / CONFIG).exists())
-    to = to or ("orbax" if layout_of(source) == HUGGING_FACE and not foreign else "hf")
     _require_free(source, target, force)
     dtype = dtype and dtype_name(dtype)
+    foreign = load_format != AUTO or (recognised(source) and not (source / CONFIG).exists())
+    if to is None and is_draft:
+        to = SPECULATORS
+    to = to or ("orbax" if layout_of(source) == HUGGING_FACE and not foreign else "hf")
     if not foreign:
-        model, found = _read(source, what, step, like, dtype)
-        return _write(target, to, model, found, dtype)
+        return _write(target, to, *_read(source, what, step, like, dtype), dtype)
+    if what in ("head", "both"):
+        raise CheckpointError(f"{source} holds no head, expected {what}")
     with tempfile.TemporaryDirectory() as files:
-        model = _read_foreign(source, what, step, dtype, load_format)
+        model = load_model(source, dtype, step=step, load_format=load_format)
         if model.tokenizer is not None:
             load_tokenizer(source, load_format=load_format).save_pretrained(files)
             model = dataclasses.replace(model, tokenizer=Path(files))
         return _write(target, to, model, 0, dtype)
 
 
-def _convert_draft(
-    source: Path,
-    target: Path,
-    to: str | None,
-    what: str | None,
-    step: int | None,
-    dtype: str | None,
-    like: Path | None,
-) -> Converted:
-    """Converts the directory of a head in files of its own."""
-    if step is not None:
-        raise CheckpointError(f"{source} is no training run and has no step {step}")
-    if what in ("policy", "both"):
-        raise CheckpointError(f"{source} holds no policy, expected {what}")
-    if to not in (None, SPECULATORS):
-        raise CheckpointError(
-            f"{source} holds a draft head in files of its own, which is written in the layout "
-            f"{SPECULATORS}, got --to {to}"
-        )
-    if like is None:
-        raise CheckpointError(
-            f"{source} holds only a draft head; expected --like DIR, the Hugging Face directory "
-            "of its policy"
-        )
-    dtype = dtype or _only(source, _dtypes_of(source) & set(DTYPES))
-    draft, params = load_draft_files(source, hf.read_config(like).running(param_dtype=dtype))
-    _require_room(target, {"head": params}, dtype)
-    try:
-        save_draft_files(target, draft, params, dtype)
-    except ValueError as error:
-        raise CheckpointError(f"{source} cannot be written as {target}: {error}") from error
-    except (OSError, safetensors.SafetensorError) as error:
-        raise CheckpointError(
-            f"writing {target} failed, and nothing was left there: {first_line(error)}"
-        ) from error
-    count = sum(x.size for x in jax.tree.leaves(params))
-    return Converted(target, SPECULATORS, {"head": count}, dtype, 0, False)
-
-
-def _write(target: Path, to: str, model: Model, found: int, dtype: str | None) -> Converted:
+def _write(target: Path, to: str, model: Model, found: int, dtype: str | None = None) -> Converted:
     """Writes the parts of a model in a layout; `found` is their step."""
     if model.tokenizer is not None:
-        check_files(model.tokenizer)
+        load_tokenizer(model.tokenizer, required=False)  # raises if it is damaged
     dtype = dtype or model.cfg.run.param_dtype
     trees = {"policy": model.policy, "head": model.head and model.head.params}
-    trees = {name: tree for name, tree in trees.items() if tree is not None}
-    _require_room(target, trees, dtype)
     try:
-        write = _write_hf if to == "hf" else _write_orbax
+        write = _write_orbax if to == "orbax" else _write_hf
         write(target, model, dtype, found)
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(
             f"writing {target} failed, and nothing was left there: {first_line(error)}"
         ) from error
-    counts = {n: sum(x.size for x in jax.tree.leaves(tree)) for n, tree in trees.items()}
+    counts = {
+        name: sum(x.size for x in jax.tree.leaves(tree))
+        for name, tree in trees.items()
+        if tree is not None
+    }
     copied = model.tokenizer is not None and model.policy is not None
     return Converted(target, to, counts, dtype, found, copied)
 
@@ -238,28 +196,23 @@ def _read(source: Path, what: str | None, step: int | None, like, dtype) -> tupl
     return model, step
 
 
-def _read_foreign(
-    source: Path, what: str | None, step: int | None, dtype: str | None, load_format: str
-) -> Model:
-    """Reads a policy in another format."""
-    if what in ("head", "both"):
-        raise CheckpointError(f"{source} holds no head, expected {what}")
-    return load_model(source, dtype, step=step, load_format=load_format)
-
-
 def _read_hf(source: Path, what: str | None, like, dtype: str | None) -> Model:
-    alone = not recognised(source)
-    if alone and source.is_dir() and any((source / name).exists() for name in (WEIGHTS, INDEX)):
+    is_draft = find_draft(source) is not None
+    alone = is_draft or not recognised(source)
+    files = (WEIGHTS, INDEX)
+    if alone and not is_draft and source.is_dir() and any((source / f).exists() for f in files):
         hf.read_config(source)  # raises the error: this file is no head
+    if alone and what in ("policy", "both"):
+        raise CheckpointError(f"{source} holds no policy, expected {what}")
     if alone and like is None:
         raise CheckpointError(
             f"{source} holds only a draft head; expected --like DIR, the Hugging Face directory "
             "of its policy"
         )
-    if alone and what in ("policy", "both"):
-        raise CheckpointError(f"{source} holds no policy, expected {what}")
     cfg = hf.read_config(like if alone else source)
-    dtype = dtype or _only(source, _dtypes_of(source))  # config.json may name another one
+    if dtype is None:  # config.json may name another one
+        names = _dtypes_of(source)
+        dtype = _only(source, names & set(DTYPES) if is_draft else names)
     cfg = cfg.running(param_dtype=dtype, compute_dtype=dtype)
     if alone or what == "head":
         beside = None if alone or cfg.mtp_num_layers else head_beside(source, cfg)
@@ -269,13 +222,8 @@ def _read_hf(source: Path, what: str | None, like, dtype: str | None) -> Model:
             raise CheckpointError(f"{source} holds no head, expected one")
         head = read_draft(source, cfg)
         return Model(head.source.target(cfg), None, head, None)
-    cfg, policy, params = hf.load_checkpoint(source, cfg.run.param_dtype)
-    place = source if has_tokenizer(source) else None
-    if what == "policy":
-        return Model(cfg, policy, None, place)
-    own = source_of_policy(cfg)
-    head = head_beside(source, cfg) if params is None else Head(own, params)
-    return Model(cfg, policy, head, place)
+    model = load_model(source, dtype)
+    return dataclasses.replace(model, head=None) if what == "policy" else model
 
 
 def _dtypes_of(source: Path) -> set[str]:
@@ -383,15 +331,3 @@ def _is_checkpoint(path: Path) -> bool:
         return names <= _HEAD_NAMES
     known = {"config.json", "generation_config.json", INDEX, *TOKENIZER_FILES, MORE_TEMPLATES}
     return all(name in known or name.endswith(".safetensors") for name in names)
-
-
-def _require_room(target: Path, trees: Mapping[str, Any], dtype: str) -> None:
-    """Raises `CheckpointError` if the disk has too little space, before anything is written."""
-    wanted = sum(x.size for x in jax.tree.leaves(dict(trees))) * jnp.dtype(dtype).itemsize + _SPARE
-    place = next(parent for parent in target.parents if parent.exists())
-    free = shutil.disk_usage(place).free
-    if free < wanted:
-        raise CheckpointError(
-            f"{target} would take about {math.ceil(wanted / 2**20)} MiB and {place} has "
-            f"{free // 2**20} MiB free; make room, or choose another disk"
-        )

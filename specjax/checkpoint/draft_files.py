@@ -69,7 +69,7 @@ class FilesAt:
     def arrays(self, draft: Draft, dtype: str) -> Params:
         leaves, tensors = row_leaves(draft.rows()), self.tensors()
         tensors = {**tensors, **{name: tensors[other] for name, other in draft.aliases.items()}}
-        weights = hf.Weights(_with_leading_axes(tensors, leaves))
+        weights = _with_leading_axes(tensors, leaves)
         fixed = {
             stored.name
             for leaf in leaves
@@ -125,7 +125,6 @@ def load_draft_files(
     path: str | Path,
     target: ModelConfig,
     mesh: jax.sharding.Mesh | None = None,
-    overrides: Mapping[str, Any] | None = None,
 ) -> tuple[Draft, Params]:
     """Reads a draft in files of its own, and its parameters.
 
@@ -133,14 +132,12 @@ def load_draft_files(
       path: a directory that `find_draft` recognises.
       target: config of the target. Parameters get its `run.param_dtype`; integers stay integers.
       mesh: mesh to put the parameters on, see `specjax.parallel.sharding`; None: default device.
-      overrides: settings by hand in place of those of the files, see `Draft.read`.
 
     Raises:
       CheckpointError: there is no draft, a file is missing or damaged, or the draft is of another
         target.
       CheckpointWeightError: names every weight that is missing or wrongly shaped.
       UnsupportedModelError: the files ask for what cannot be computed.
-      ValueError: a setting by hand is unknown, or has an invalid value.
     """
     kind, files = find_draft(path), FilesAt(path, mesh)
     if kind is None:
@@ -148,7 +145,7 @@ def load_draft_files(
             f"{path} holds no draft head that is known; expected a directory with config.json and "
             "the weights of a head, such as EAGLE-3"
         )
-    draft = kind.read(files, target, overrides)
+    draft = kind.read(files, target)
     return draft, draft.load(files)
 
 
@@ -172,9 +169,7 @@ def save_draft_files(path: str | Path, source: Draft, params: Params, dtype: str
     if reason := source.unwritable():
         raise ValueError(reason)
     raw, named = source.saved(dtype)
-    is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
-    if not is_free and not (path / CONFIG).exists():
-        raise CheckpointError(f"{path} exists and is no checkpoint; choose another path")
+    hf.require_replaceable(path)
     tensors = hf.named_weights(row_leaves(named.rows()), source.stored(params), dtype)
     with hf.replacing(path) as partial:
         hf.write_json(partial / CONFIG, raw)

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from specjax.checked_json import CheckpointError
 from specjax.error_text import first_line
@@ -50,14 +51,14 @@ def named_leaves(tree: PyTree) -> dict[str, Any]:
 
 
 def nest(named: Mapping[str, Any]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for name, leaf in named.items():
-        *parents, last = name.split("/")
-        node = nested
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = leaf
-    return nested
+    return unflatten_dict(dict(named), sep="/")
+
+
+def shapes_of(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arrays of one tree of a record, as nested dicts of shapes."""
+    return nest(
+        {name: jax.ShapeDtypeStruct(tuple(e["shape"]), e["dtype"]) for name, e in entries.items()}
+    )
 
 
 def _is_key(leaf: Any) -> bool:

@@ -30,8 +30,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
+from flax.traverse_util import unflatten_dict
 
 from specjax.checked_json import CheckpointError, Keys, UnsupportedModelError, shown
+from specjax.checkpoint.format import named_leaves
 from specjax.checkpoint.huggingface_names import (
     HEAD_STYLES,
     CheckpointWeightError,
@@ -40,12 +42,13 @@ from specjax.checkpoint.huggingface_names import (
     head_leaves,
     is_head_name,
     is_redundant,
+    label_of,
     order_of,
     policy_leaves,
     raise_problems,
+    shape_problems,
     style_of,
     style_on_export,
-    swap_concat,
     swap_last,
     tensors_of,
     zero_tensors,
@@ -59,7 +62,6 @@ from specjax.models.transformer import Params
 from specjax.parallel import sharding
 from specjax.tokenizer import MORE_TEMPLATES, TOKENIZER_FILES
 from specjax.weights import AUTO, load_tokenizer, open_checkpoint
-from specjax.weights.pickled import Pickled
 from specjax.weights.safetensors import (
     CONFIG,
     GENERATION,
@@ -79,13 +81,10 @@ __all__ = [
     "read_config",
     "save_checkpoint",
     "save_head",
-    "swap_concat",
 ]
 
 MTP_KEY = "specjax_mtp"
 MTP_COUNT_KEY = "num_nextn_predict_layers"
-_STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_LARGEST_HEADER = 100_000_000  # bytes, the limit of safetensors itself
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "bool")
 _BLOCK_ROWS = 4096  # rows that are compared at once
@@ -115,26 +114,35 @@ def read_config(path: str | Path, load_format: str = AUTO) -> ModelConfig:
         message names file and key.
       UnsupportedModelError: the family is unknown, or a feature is not implemented.
     """
-    reader = open_checkpoint(path, load_format)
-    return config_of(reader.file, reader.config(), reader.generation())
+    return _config_of(open_checkpoint(path, load_format))
+
+
+def _config_of(reader: Any) -> ModelConfig:
+    return config_of(reader.file, reader.config(), reader.generation(), reader.tensors)
 
 
 def read_stored_config(path: str | Path) -> ModelConfig:
     """Does what `read_config` does, and ties the embeddings as the weights do, if there are any."""
     cfg, reader = read_config(path), open_checkpoint(path)
     try:
-        return _as_stored(Path(path), cfg, Weights(reader.tensors()))
+        return _as_stored(Path(path), cfg, dict(reader.tensors()))
     except (CheckpointError, UnsupportedModelError):
         return cfg  # loading raises the error
 
 
-def config_of(file: Path, raw: dict[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+def config_of(
+    file: Path,
+    raw: dict[str, Any],
+    generation: Mapping[str, Any],
+    tensors: Callable[[], Mapping[str, Any]] = dict,
+) -> ModelConfig:
     """Makes the `ModelConfig` from the contents of config.json and generation_config.json.
 
     Args:
       file: path of config.json or its equivalent, for messages.
       raw: content of config.json.
       generation: content of generation_config.json.
+      tensors: reads the weights, of which the first says the dtype where the config does not.
 
     Raises:
       CheckpointError, UnsupportedModelError: see `read_config`.
@@ -144,7 +152,7 @@ def config_of(file: Path, raw: dict[str, Any], generation: Mapping[str, Any]) ->
         beside = file.with_name(GENERATION)
     family = family_of(raw.get("model_type"), keys.file)
     cfg = family.read(keys)
-    dtype = _dtype(keys) or _stored_dtype(file.parent) or "float32"
+    dtype = _dtype(keys) or _stored_dtype(tensors) or "float32"
     return cfg.replace(
         **_tokens(keys, Keys(beside, generation), cfg.vocab_size),
         **_mtp(keys, order_of(family) or cfg.mtp_concat),
@@ -195,26 +203,13 @@ def _dtype(keys: Keys) -> str | None:
     return None
 
 
-def _stored_dtype(path: Path) -> str | None:
+def _stored_dtype(tensors: Callable[[], Mapping[str, Any]]) -> str | None:
     """Returns the dtype of the first floating-point weight, as transformers infers it."""
-    for file in sorted(path.glob("model*.safetensors")):
-        try:
-            with file.open("rb") as stream:
-                size = int.from_bytes(stream.read(8), "little")
-                header = json.loads(stream.read(min(size, _LARGEST_HEADER)))
-            kinds = [tensor.get("dtype") for name, tensor in sorted(header.items())]
-        except (OSError, ValueError, AttributeError, RecursionError):
-            return None  # reading the weights raises the error
-        for kind in kinds:
-            if kind in _STORED:
-                return _STORED[kind]
-    if not Pickled.recognises(path):
-        return None
     try:
-        found = sorted(Pickled(path).tensors().items())
+        found = sorted(tensors().items())
     except (CheckpointError, UnsupportedModelError):
-        return None  # likewise
-    return next((tensor.dtype for _, tensor in found if tensor.dtype in _STORED.values()), None)
+        return None  # reading the weights raises the error
+    return next((tensor.dtype for _, tensor in found if tensor.dtype in DTYPES), None)
 
 
 def config_json(cfg: ModelConfig, with_head: bool, dtype: str) -> dict[str, Any]:
@@ -225,14 +220,11 @@ def config_json(cfg: ModelConfig, with_head: bool, dtype: str) -> dict[str, Any]
         biases).
     """
     family = family_of(cfg.model_type)
-    eos = list(cfg.eos_token_ids)
     out = {
         "architectures": [family.architecture],
         "model_type": cfg.model_type,
         **family.write(cfg),
-        "bos_token_id": cfg.bos_token_id,
-        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
-        "pad_token_id": cfg.pad_token_id,
+        **_ids_json(cfg),
         "dtype": dtype,
         "torch_dtype": dtype,
     }
@@ -254,50 +246,16 @@ def mtp_json(cfg: ModelConfig) -> dict[str, str]:
 
 def generation_json(cfg: ModelConfig) -> dict[str, Any]:
     """Returns the content of generation_config.json: special token ids and sampling defaults."""
+    return {k: v for k, v in _ids_json(cfg).items() if v is not None} | dict(cfg.generation)
+
+
+def _ids_json(cfg: ModelConfig) -> dict[str, Any]:
     eos = list(cfg.eos_token_ids)
-    ids = {
+    return {
         "bos_token_id": cfg.bos_token_id,
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
         "pad_token_id": cfg.pad_token_id,
     }
-    return {k: v for k, v in ids.items() if v is not None} | dict(cfg.generation)
-
-
-# --- tensors ------------------------------------------------------------------------------------
-
-
-class Weights:
-    """The tensors of a checkpoint, read by slices."""
-
-    def __init__(self, tensors: Mapping[str, Any]):
-        self._tensors = dict(tensors)
-
-    def names(self) -> list[str]:
-        return list(self._tensors)
-
-    def describe(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Returns shape and dtype without reading the tensor."""
-        tensor = self._tensors[name]
-        return tuple(tensor.shape), str(tensor.dtype)
-
-    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        return self._tensors[name][index]
-
-    def rename(self, old: str, new: str) -> None:
-        """Renames a tensor here; the file is not changed."""
-        self._tensors[new] = self._tensors.pop(old)
-
-    def equal(self, one: str, other: str) -> bool:
-        """Returns whether two tensors have the same shape, dtype and bits, by blocks of rows."""
-        described = self.describe(one)
-        if described != self.describe(other):
-            return False
-        rows = described[0][0] if described[0] else 0
-        for start in range(0, rows, _BLOCK_ROWS):
-            block = (slice(start, min(start + _BLOCK_ROWS, rows)),)
-            if self.read(one, block).tobytes() != self.read(other, block).tobytes():
-                return False
-        return True
 
 
 # --- checking -----------------------------------------------------------------------------------
@@ -305,7 +263,7 @@ class Weights:
 
 def check_weights(
     source: Path,
-    weights: Weights,
+    weights: Mapping[str, Any],
     leaves: list[Leaf],
     zeros: Mapping[str, tuple[int, ...]],
     extra: Iterable[str],
@@ -322,34 +280,23 @@ def check_weights(
       integers: names of tensors that may hold integers.
     """
     expected = {name: tensor.shape for name, tensor in tensors_of(leaves).items()}
-    present = set(weights.names())
-    problems = [
-        f"missing: {name}, expected {list(shape)}"
-        for name, shape in expected.items()
-        if name not in present
-    ]
-    for name, shape in (expected | zeros).items():
-        if name not in present:
+    expected |= {name: shape for name, shape in zeros.items() if name in weights}
+    problems = shape_problems(expected, weights, extra)
+    for name in expected:
+        if name not in weights:
             continue
-        got, dtype = weights.describe(name)
-        if got != shape:
-            problems.append(f"wrong shape: {name}, expected {list(shape)}, got {list(got)}")
-        elif dtype not in _FLOATS and not (name in integers and dtype in _INTEGERS):
+        dtype = str(weights[name].dtype)
+        if dtype not in _FLOATS and not (name in integers and dtype in _INTEGERS):
             problems.append(f"wrong dtype: {name}, expected one of {_FLOATS}, got {dtype}")
-        elif name in zeros and np.any(weights.read(name, (slice(None),))):
+        elif name in zeros and np.any(weights[name][:]):
             problems.append(f"not supported: {name} is not zero")
-    problems += [
-        f"unexpected: {name}, {list(weights.describe(name)[0])}"
-        for name in extra
-        if name not in expected and name not in zeros
-    ]
     raise_problems(source, problems)
 
 
 # --- placing ------------------------------------------------------------------------------------
 
 
-def place_weights(weights: Weights, leaves: list[Leaf], dtype: str, mesh) -> Params:
+def place_weights(weights: Mapping[str, Any], leaves: list[Leaf], dtype: str, mesh) -> Params:
     """Builds the parameter tree, one array at a time, in its sharding.
 
     Args:
@@ -375,17 +322,19 @@ def place_weights(weights: Weights, leaves: list[Leaf], dtype: str, mesh) -> Par
 
         target = jax.NamedSharding(mesh, sharding.spec_for(mesh, leaf.axes, leaf.shape))
         arrays[leaf.path] = jax.make_array_from_callback(leaf.shape, target, fill, dtype=kind)
-    return _nest(arrays)
+    return unflatten_dict(arrays)
 
 
-def _kept(weights: Weights, leaf: Leaf, dtype: np.dtype) -> np.dtype:
+def _kept(weights: Mapping[str, Any], leaf: Leaf, dtype: np.dtype) -> np.dtype:
     """Returns the dtype in which a parameter is kept."""
     names = {stored.name for stored in leaf.pieces.values()}
-    integers = any(weights.describe(name)[1] in _INTEGERS for name in names)
+    integers = any(weights[name].dtype in _INTEGERS for name in names)
     return np.dtype(np.int32) if integers else dtype
 
 
-def _read(weights: Weights, leaf: Leaf, dtype: np.dtype, index: tuple[slice, ...]) -> np.ndarray:
+def _read(
+    weights: Mapping[str, Any], leaf: Leaf, dtype: np.dtype, index: tuple[slice, ...]
+) -> np.ndarray:
     """Reads one slice of a parameter; `index` is in the parameter's own axes."""
     index = tuple(slice(*s.indices(n)) for s, n in zip(index, leaf.shape, strict=True))
     out = np.empty([s.stop - s.start for s in index], dtype)
@@ -400,7 +349,7 @@ def _read(weights: Weights, leaf: Leaf, dtype: np.dtype, index: tuple[slice, ...
     return out
 
 
-def _read_piece(weights: Weights, stored: Stored, index: tuple[slice, ...]) -> np.ndarray:
+def _read_piece(weights: Mapping[str, Any], stored: Stored, index: tuple[slice, ...]) -> np.ndarray:
     """Reads one slice of a piece of a parameter; `index` is in the piece's own axes."""
     index, every = list(swap_last(index, stored)), [slice(None)] * len(index)
     if (part := stored.part) is not None:
@@ -408,24 +357,14 @@ def _read_piece(weights: Weights, stored: Stored, index: tuple[slice, ...]) -> n
         # Not every format reads in steps: the rows between are read and dropped.
         index[part.axis] = slice(rows.start, rows[-1] + 1 if rows else rows.start)
         every[part.axis] = slice(None, None, part.step)
-    piece = weights.read(stored.name, tuple(index))[tuple(every)]
+    piece = weights[stored.name][tuple(index)][tuple(every)]
     return piece.swapaxes(-1, -2) if stored.transpose else piece
-
-
-def _nest(flat: dict) -> Params:
-    tree: Params = {}
-    for path, leaf in flat.items():
-        node = tree
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = leaf
-    return tree
 
 
 # --- tied embeddings ----------------------------------------------------------------------------
 
 
-def _as_stored(path: Path, cfg: ModelConfig, weights: Weights) -> ModelConfig:
+def _as_stored(path: Path, cfg: ModelConfig, weights: dict[str, Any]) -> ModelConfig:
     """Returns the config with `tie_embeddings` as in the weights, by the rule of transformers.
 
     If a file holds both an embedding and a language-model head that differ, both are used although
@@ -436,13 +375,12 @@ def _as_stored(path: Path, cfg: ModelConfig, weights: Weights) -> ModelConfig:
     if not all(isinstance(place, Stored) and place.part is None for place in places):
         return cfg
     embed, head = (place.name for place in places)
-    names = weights.names()
-    if not cfg.tie_embeddings or head not in names:
+    if not cfg.tie_embeddings or head not in weights:
         return cfg
-    if embed not in names:
-        weights.rename(head, embed)
+    if embed not in weights:
+        weights[embed] = weights.pop(head)
         return cfg
-    if weights.equal(embed, head):
+    if _equal(weights[embed], weights[head]):
         return cfg
     log.warning(
         "%s: tie_word_embeddings is true, but %s and %s differ: each is used as stored; set "
@@ -450,6 +388,15 @@ def _as_stored(path: Path, cfg: ModelConfig, weights: Weights) -> ModelConfig:
         path, embed, head,
     )  # fmt: skip
     return cfg.replace(tie_embeddings=False)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Returns whether two tensors have the same shape, dtype and bits, by blocks of rows."""
+    if tuple(one.shape) != tuple(other.shape) or one.dtype != other.dtype:
+        return False
+    rows = one.shape[0]
+    blocks = (slice(i, min(i + _BLOCK_ROWS, rows)) for i in range(0, rows, _BLOCK_ROWS))
+    return all(one[block].tobytes() == other[block].tobytes() for block in blocks)
 
 
 # --- loading ------------------------------------------------------------------------------------
@@ -482,19 +429,19 @@ def load_checkpoint(
       UnsupportedModelError: see `read_config`.
     """
     reader = open_checkpoint(path, load_format)
-    cfg = config_of(reader.file, reader.config(), reader.generation())
+    cfg = _config_of(reader)
     if param_dtype is not None:
         dtype = dtype_name(param_dtype)
         cfg = cfg.running(param_dtype=dtype, compute_dtype=dtype)
     if mtp_concat is not None:
         cfg = cfg.replace(mtp_concat=mtp_concat)
-    weights = Weights(reader.tensors())
+    weights = dict(reader.tensors())
     cfg = _as_stored(Path(path), cfg, weights)
     policy, head, style = policy_leaves(cfg), [], None
     if cfg.mtp_num_layers:
-        style = style_of(cfg, weights.names())
+        style = style_of(cfg, weights)
         head = head_leaves(cfg, style)
-    extra = [name for name in weights.names() if not is_redundant(cfg, name)]
+    extra = [name for name in weights if not is_redundant(cfg, name)]
     check_weights(Path(path), weights, policy + head, zero_tensors(cfg, style), extra)
     params = place_weights(weights, policy, cfg.run.param_dtype, mesh)
     return cfg, params, (place_weights(weights, head, cfg.run.param_dtype, mesh) if head else None)
@@ -513,15 +460,14 @@ def load_head(path: str | Path, cfg: ModelConfig, mesh: jax.sharding.Mesh | None
     file = path
     if path.is_dir() and (path / HEAD_FILE).exists():
         file = path / HEAD_FILE
-    tensors, metadata = open_files(weight_files(path) if file.is_dir() else [file])
-    weights = Weights(tensors)
-    style = style_of(cfg, weights.names())
+    weights, metadata = open_files(weight_files(path) if file.is_dir() else [file])
+    style = style_of(cfg, weights)
     if not file.is_dir():
         _check_switches(file, cfg, metadata)
     leaves = head_leaves(cfg, style)
     extra = [
         name
-        for name in weights.names()
+        for name in weights
         if not is_redundant(cfg, name) and (not file.is_dir() or is_head_name(cfg, style, name))
     ]
     zeros = {n: s for n, s in zero_tensors(cfg, style).items() if is_head_name(cfg, style, n)}
@@ -587,8 +533,7 @@ def save_checkpoint(
     path = Path(path).absolute()
     dtype = dtype_name(dtype or params["embed"].dtype)
     config = config_json(cfg, head is not None, dtype)
-    if path.exists() and not ((path / "config.json").exists() or _is_empty_dir(path)):
-        raise CheckpointError(f"{path} exists and is no checkpoint; choose another path")
+    require_replaceable(path)
     style = style_on_export(cfg) if head is not None else None
     body = named_weights(policy_leaves(cfg), params, dtype)
     own_file = family_of(cfg.model_type).head_style is None
@@ -632,36 +577,22 @@ def named_weights(leaves: list[Leaf], params: Params, dtype: str) -> list[Writte
     Raises:
       CheckpointWeightError: names the parameters that do not fit the leaves.
     """
-    problems = []
-    known = {s.path: s.shape for s in leaves}
-    got = {
-        tuple(p.key for p in path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-    }
-    for key in known.keys() | got.keys():
-        label = "/".join(map(str, key))
-        if key not in got:
-            problems.append(f"missing: {label}, expected {list(known[key])}")
-        elif key not in known:
-            problems.append(f"unexpected: {label}, {list(got[key].shape)}")
-        elif got[key].shape != known[key]:
-            problems.append(
-                f"wrong shape: {label}, expected {list(known[key])}, got {list(got[key].shape)}"
-            )
-    raise_problems("the parameter tree", sorted(problems))
+    got = named_leaves(params)
+    problems = shape_problems({label_of(leaf): leaf.shape for leaf in leaves}, got, got)
+    raise_problems("the parameter tree", problems)
     out = []
     for name, tensor in tensors_of(leaves).items():
-        own = jnp.dtype(got[tensor.holds[0][0].path].dtype)
+        own = jnp.dtype(got[label_of(tensor.holds[0][0])].dtype)
         kind = jnp.dtype(dtype) if jnp.issubdtype(own, jnp.floating) else own
         out.append(Written(name, tensor.shape, kind, _reader(tensor, got, kind)))
     return out
 
 
-def _reader(tensor: Tensor, arrays: Mapping[tuple, Any], dtype: np.dtype):
+def _reader(tensor: Tensor, arrays: Mapping[str, Any], dtype: np.dtype):
     def read() -> np.ndarray:
         out = np.empty(tensor.shape, dtype)
         for leaf, at, stored in tensor.holds:
-            array = arrays[leaf.path]
+            array = arrays[label_of(leaf)]
             piece = np.asarray(array[at] if at else array)
             if leaf.swap:
                 piece = np.roll(piece, piece.shape[0] // 2, axis=0)
@@ -734,8 +665,11 @@ def _remove_for_good(path: Path) -> None:
             return
 
 
-def _is_empty_dir(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
+def require_replaceable(path: Path) -> None:
+    """Raises `CheckpointError` if a path holds something other than a checkpoint."""
+    is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+    if not is_free and not (path / CONFIG).exists():
+        raise CheckpointError(f"{path} exists and is no checkpoint; choose another path")
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

@@ -13,16 +13,14 @@ swapped.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
-
-import jax.numpy as jnp
 
 from specjax.checked_json import CheckpointError, UnsupportedModelError
 from specjax.config import ModelConfig
 from specjax.config.stacks import stacks
 from specjax.drafts.mtp import head_layer, module_rows
-from specjax.interfaces import Family, Param, Params, Place, Stored
+from specjax.interfaces import Family, Param, Place, Stored
 from specjax.models.families import family_of
 from specjax.models.rows import layer_rows, top_rows
 
@@ -48,6 +46,31 @@ def raise_problems(source: object, problems: list[str]) -> None:
             f"{source} does not fit the model config; wrong weights: {len(problems)}\n  "
             + "\n  ".join(shown)
         )
+
+
+def shape_problems(
+    wanted: Mapping[str, Sequence[int]], found: Mapping[str, Any], extra: Iterable[str]
+) -> list[str]:
+    """Returns a line for each array that is missing, unexpected, or has another shape.
+
+    Args:
+      wanted: shapes by name.
+      found: the arrays, or their descriptions, by name.
+      extra: names in `found` that are refused unless they are wanted.
+    """
+    problems = [
+        f"missing: {name}, expected {list(shape)}"
+        for name, shape in wanted.items()
+        if name not in found
+    ]
+    problems += [
+        f"wrong shape: {name}, expected {list(shape)}, got {list(found[name].shape)}"
+        for name, shape in wanted.items()
+        if name in found and tuple(found[name].shape) != tuple(shape)
+    ]
+    return problems + [
+        f"unexpected: {name}, {list(found[name].shape)}" for name in extra if name not in wanted
+    ]
 
 
 class HeadStyle(NamedTuple):
@@ -347,16 +370,3 @@ def is_redundant(cfg: ModelConfig, name: str) -> bool:
     shared = name.endswith((".embed_tokens.weight", ".shared_head.head.weight"))
     in_head = any(is_head_name(cfg, style, name) for style in HEAD_STYLES)
     return name.endswith(".rotary_emb.inv_freq") or (in_head and shared)
-
-
-def swap_concat(head: Params) -> Params:
-    """Swaps the halves of every `proj` [2D, D], for the other concatenation order.
-
-    With `cfg.mtp_concat` changed accordingly the head computes the same function.
-    """
-
-    def swap(block: Params) -> Params:
-        first, second = jnp.split(block["proj"], 2, axis=0)
-        return {**block, "proj": jnp.concatenate([second, first], axis=0)}
-
-    return {**head, "blocks": {index: swap(block) for index, block in head["blocks"].items()}}

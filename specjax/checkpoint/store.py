@@ -5,8 +5,7 @@ This is the only file that imports Orbax. It uses Orbax's v1 API (in 0.12.8 stil
 resharding on load. It adds three things that Orbax 0.12.8 lacks:
 
 * a manifest of file sizes and CRC-32 sums per checkpoint: without it a flipped bit in a data file
-is
-  not noticed, and a lost metadata file silently turns the metadata into ``{}``;
+  is not noticed, and a lost metadata file silently turns the metadata into ``{}``;
 * a record of every array's shape and dtype, so that a mismatch names the array instead of failing
   inside the storage layer, and so that nothing is cast silently;
 * errors that name the newest checkpoint that can be used instead.
@@ -17,11 +16,12 @@ are named tuples); it is rebuilt from the abstract tree that the caller passes t
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import shutil
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,11 @@ import orbax.checkpoint.experimental.v1 as ocp
 
 from specjax.checked_json import CheckpointError
 from specjax.checkpoint.format import (
-    DRAFT_KEY,
     PyTree,
     manifest_problem,
     match,
-    nest,
     pack,
+    shapes_of,
     unpack,
     write_manifest,
 )
@@ -44,36 +43,63 @@ from specjax.parallel import distributed, sharding
 
 _RECORD = "specjax"  # key of our JSON string in Orbax's custom metadata
 _TMP_MARK = ".orbax-checkpoint-tmp"
-# A draft head shares these with the policy; a checkpoint of a head alone must not hold them.
-_SHARED_WITH_POLICY = frozenset({"embed", "embed_tokens", "embedding", "lm_head", "head_weight"})
 
 
-class PendingSave:
-    """A save that runs in the background."""
+def _save(
+    path: Path,
+    start: Callable[..., Any],
+    trees: Mapping[str, PyTree],
+    meta: Mapping[str, Any],
+    failed: Callable[[Exception], CheckpointError],
+) -> Future[None]:
+    """Starts a save, whose end runs in a thread for which the program waits before it exits.
 
-    def __init__(self, finish: Callable[[], None]):
-        self._error: BaseException | None = None
+    Args:
+      path: directory that is written.
+      start: Orbax's function, of the arrays and `custom_metadata`.
+      failed: function that makes the error of a failed save.
+    """
+    arrays, record = pack(trees, meta)
+    arrays, metadata = _writable(arrays), {_RECORD: json.dumps(record)}
+    try:
+        response = start(arrays, custom_metadata=metadata)
+    except Exception as error:
+        raise failed(error) from error
 
-        def run() -> None:
-            try:
-                finish()
-            except BaseException as error:  # raised in the waiting thread
-                self._error = error
+    def finish() -> None:
+        try:
+            response.result()
+            write_manifest(path)
+        except Exception as error:
+            raise failed(error) from error
 
-        # Not a daemon, so that the program waits for the save before it exits.
-        self._thread = threading.Thread(target=run, name="checkpoint-save")
-        self._thread.start()
+    executor = ThreadPoolExecutor(1, "checkpoint-save")
+    pending = executor.submit(finish)
+    executor.shutdown(wait=False)
+    return pending
 
-    def done(self) -> bool:
-        """Whether the save has ended, with or without success."""
-        return not self._thread.is_alive()
 
-    def wait(self) -> None:
-        """Blocks until the save has ended; raises `CheckpointError` (once) if it failed."""
-        self._thread.join()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+def _load(
+    path: Path,
+    load: Callable[[PyTree], PyTree],
+    record: Mapping[str, Any],
+    wanted: Mapping[str, PyTree],
+    damaged: Callable[[str], str],
+) -> dict[str, PyTree]:
+    """Loads trees into the structure and the sharding of `wanted`.
+
+    Args:
+      path: path of the checkpoint, for messages.
+      load: Orbax's function, of the abstract arrays.
+      record: what `read_record` returned.
+      damaged: function that makes the message about a checkpoint that cannot be read.
+    """
+    abstract = match(wanted, record["trees"], path)
+    try:
+        loaded = load(_readable(abstract)) if abstract else {}
+    except Exception as error:
+        raise CheckpointError(damaged(first_line(error))) from error
+    return unpack(_as_wanted(loaded, abstract), wanted, record["trees"])
 
 
 class Checkpointer:
@@ -96,7 +122,7 @@ class Checkpointer:
         self.keep_last = keep_last
         _filter_orbax_log()
         self._manager = self._open()
-        self._pending: PendingSave | None = None
+        self._pending: Future[None] | None = None
         self._cleaned = False
         self._rewound_to: int | None = None
 
@@ -124,29 +150,15 @@ class Checkpointer:
                 this one did. The earlier checkpoints stay loadable.
             TypeError: a leaf is not a jax array, or `meta` is not JSON.
         """
-        arrays, record = pack(trees, meta)
-        arrays = _writable(arrays)
-        custom_metadata = {_RECORD: json.dumps(record)}
         self.wait()
         self._prepare(step)
+        start = functools.partial(self._manager.save_checkpointables_async, step)
+        failed = functools.partial(self._save_error, step)
         try:
-            response = self._manager.save_checkpointables_async(
-                step, arrays, custom_metadata=custom_metadata
-            )
-        except Exception as error:
+            self._pending = _save(self.directory / str(step), start, trees, meta, failed)
+        except CheckpointError:
             self._recover(step)
-            raise self._save_error(step, error) from error
-        if response is None:
-            raise CheckpointError(f"{self.directory}: Orbax declined to save step {step}")
-
-        def finish() -> None:
-            try:
-                response.result()
-                write_manifest(self.directory / str(step))
-            except Exception as error:
-                raise self._save_error(step, error) from error
-
-        self._pending = PendingSave(finish)
+            raise
         self._pending_step = step
         if block:
             self.wait()
@@ -157,7 +169,7 @@ class Checkpointer:
         if pending is None:
             return
         try:
-            pending.wait()
+            pending.result()
         except CheckpointError:
             self._recover(self._pending_step)
             raise
@@ -167,22 +179,24 @@ class Checkpointer:
         return sorted(info.step for info in self._manager.checkpoints)
 
     def restore(
-        self, step: int | None, abstract_trees: Mapping[str, PyTree]
+        self, step: int | None, wanted: Mapping[str, PyTree] | Collection[str]
     ) -> tuple[dict[str, PyTree], dict[str, Any]]:
-        """Loads a training state into the structure and the sharding of `abstract_trees`.
+        """Loads a training state into the structure and the sharding of `wanted`.
 
         Args:
             step: a committed step, or None for the newest.
-            abstract_trees: name -> pytree of `jax.ShapeDtypeStruct` (or arrays). The sharding of a
-                leaf may differ from the one it was saved with; without a sharding the leaf goes to
-                the first local device. Names may be a subset of those saved.
+            wanted: name -> pytree of `jax.ShapeDtypeStruct` (or arrays). The sharding of a leaf may
+                differ from the one it was saved with; without a sharding the leaf goes to the first
+                local device. Names may be a subset of those saved. Or names alone, for those of
+                these trees that were saved, as nested dicts on the first local device.
 
         Returns:
-            (trees, meta), trees with the structure of `abstract_trees`.
+            (trees, meta), trees with the structure of `wanted`.
 
         Raises:
             CheckpointError: there is no such step, it is damaged (the message names the newest
-                intact older step), or an array is missing or has another shape or dtype.
+                intact older step), an array is missing or has another shape or dtype, or none of
+                the trees of some names was saved.
         """
         self.wait()
         steps = self.all_steps()
@@ -195,15 +209,18 @@ class Checkpointer:
         record, problem = distributed.of_first(lambda: read_record(path), "inspect checkpoint")
         if record is None:
             raise CheckpointError(self._damaged(chosen, problem))
-        abstract = match(abstract_trees, record["trees"], path)
-        try:
-            readable = _readable(abstract)
-            loaded = self._manager.load_checkpointables(chosen, readable) if abstract else {}
-        except Exception as error:
-            raise CheckpointError(self._damaged(chosen, first_line(error))) from error
+        saved = record["trees"]
+        if not isinstance(wanted, Mapping):
+            names, wanted = wanted, {n: shapes_of(saved[n]) for n in wanted if n in saved}
+            if not wanted:
+                raise CheckpointError(
+                    f"{path} holds {sorted(saved)}; expected {' or '.join(names)}"
+                )
+        load = functools.partial(self._manager.load_checkpointables, chosen)
+        trees = _load(path, load, record, wanted, functools.partial(self._damaged, chosen))
         if chosen != steps[-1]:
             self._rewound_to = chosen
-        return unpack(_as_wanted(loaded, abstract), abstract_trees, record["trees"]), record["meta"]
+        return trees, record["meta"]
 
     def close(self) -> None:
         """Waits for the save in flight and releases Orbax's threads."""
@@ -272,8 +289,8 @@ class Checkpointer:
         text = f"checkpoint {self.directory / str(step)} is damaged: {problem}. "
         for older in reversed([saved for saved in self.all_steps() if saved < step]):
             if read_record(self.directory / str(older))[0] is not None:
-                text += f"The newest intact older one is step {older}: "
-                return text + f"use --resume_step {older}"
+                text += f"The newest intact older one is step {older}; a conversion reads it with "
+                return text + f"--step {older}, and to go on from it use --resume_step {older}"
         return text + "No older checkpoint is intact: start afresh in another directory"
 
 
@@ -282,7 +299,7 @@ def save_draft(
     draft_params: PyTree,
     draft_config_meta: Mapping[str, Any],
     block: bool = False,
-) -> PendingSave:
+) -> Future[None]:
     """Saves a draft head alone, without the embedding and lm_head it shares with the policy.
 
     Args:
@@ -292,28 +309,14 @@ def save_draft(
         block: whether to wait for the commit.
 
     Returns:
-        The save in flight; its `wait` raises `CheckpointError` if it failed.
+        The save in flight; its `result` raises `CheckpointError` if it failed.
 
     Raises:
-        CheckpointError: the path exists, or the parameters hold a tensor shared with the policy.
+        CheckpointError: the path exists.
     """
     path = Path(path).absolute()
     if path.exists():
         raise CheckpointError(f"{path} exists: expected a new directory for the draft head")
-    arrays, record = pack({"draft": draft_params}, draft_config_meta)
-    arrays = _writable(arrays)
-    custom_metadata = {_RECORD: json.dumps(record)}
-    if not arrays:
-        raise CheckpointError(f"{path}: expected the parameters of a draft head, got an empty tree")
-    # Heads of other kinds than MTP may have an embedding and a language-model head of their own.
-    own = DRAFT_KEY in draft_config_meta
-    names = () if own else record["trees"]["draft"]
-    shared = [n for n in names if _SHARED_WITH_POLICY & set(n.split("/"))]
-    if shared:
-        raise CheckpointError(
-            f"a draft-only checkpoint must not hold tensors of the policy, got {shared}: pass the "
-            "parameters of the head alone"
-        )
     _filter_orbax_log()
 
     def failed(error: Exception) -> CheckpointError:
@@ -321,39 +324,25 @@ def save_draft(
             shutil.rmtree(partial, ignore_errors=True)
         return CheckpointError(f"saving the draft head {path} failed: {first_line(error)}")
 
-    try:
-        response = ocp.save_checkpointables_async(path, arrays, custom_metadata=custom_metadata)
-    except Exception as error:
-        raise failed(error) from error
-
-    def finish() -> None:
-        try:
-            response.result()
-            write_manifest(path)
-        except Exception as error:
-            raise failed(error) from error
-
-    pending = PendingSave(finish)
+    start = functools.partial(ocp.save_checkpointables_async, path)
+    pending = _save(path, start, {"draft": draft_params}, draft_config_meta, failed)
     if block:
-        pending.wait()
+        pending.result()
     return pending
 
 
-def load_draft(
-    path: str | Path, abstract_params: PyTree | None = None
-) -> tuple[PyTree, dict[str, Any]]:
+def load_draft(path: str | Path) -> tuple[PyTree, dict[str, Any]]:
     """Loads a draft head that `save_draft` wrote; no policy is needed.
 
     Args:
         path: the directory given to `save_draft`.
-        abstract_params: structure, shapes and shardings to load into; None: a nested dict on the
-            first local device.
 
     Returns:
-        (draft_params, draft_config_meta).
+        (draft_params, draft_config_meta), the parameters as a nested dict on the first local
+        device.
 
     Raises:
-        CheckpointError: the checkpoint is missing, damaged, no draft head, or has other shapes.
+        CheckpointError: the checkpoint is missing, damaged, or no draft head.
     """
     path = Path(path).absolute()
     if not path.is_dir():
@@ -365,19 +354,10 @@ def load_draft(
         raise CheckpointError(
             f"{path} holds {sorted(record['trees'])}: expected a draft-only checkpoint"
         )
-    if abstract_params is None:
-        saved = record["trees"]["draft"].items()
-        abstract_params = nest(
-            {name: jax.ShapeDtypeStruct(tuple(e["shape"]), e["dtype"]) for name, e in saved}
-        )
-    wanted = {"draft": abstract_params}
-    abstract = match(wanted, record["trees"], path)
-    try:
-        loaded = ocp.load_checkpointables(path, _readable(abstract))
-    except Exception as error:
-        raise CheckpointError(f"draft head {path} is damaged: {first_line(error)}") from error
-    loaded = _as_wanted(loaded, abstract)
-    return unpack(loaded, wanted, record["trees"])["draft"], record["meta"]
+    wanted = {"draft": shapes_of(record["trees"]["draft"])}
+    load = functools.partial(ocp.load_checkpointables, path)
+    trees = _load(path, load, record, wanted, f"draft head {path} is damaged: {{}}".format)
+    return trees["draft"], record["meta"]
 
 
 # Orbax 0.12.8 neither writes nor reads arrays without a shard in every process of the job: they are

@@ -29,8 +29,9 @@ from specjax.checkpoint.draft_files import (
     load_draft_files,
     save_draft_files,
 )
-from specjax.checkpoint.format import DRAFT_KEY, named_leaves, nest
+from specjax.checkpoint.format import DRAFT_KEY, named_leaves
 from specjax.checkpoint.huggingface import MTP_KEY, config_json, config_of, mtp_json
+from specjax.checkpoint.huggingface_names import raise_problems, shape_problems
 from specjax.config import ModelConfig, RunConfig
 from specjax.config.dtype import resolve_dtype
 from specjax.drafts.head_config import rows_of
@@ -514,33 +515,10 @@ def load_weights(
             raise CheckpointError(f"{path} holds no checkpoints of a run, and so no step {step}")
         head, meta = load_draft(path)
         return None, head, meta
-    path = _checkpoints(path)
-    with Checkpointer(path) as checkpoints:
-        chosen, record = _chosen(path, checkpoints.all_steps(), step)
-        saved = record["trees"]
+    with Checkpointer(_checkpoints(path)) as checkpoints:
         names = ("draft",) if head_alone else ("policy", "draft")
-        wanted = {name: _shapes(saved[name]) for name in names if name in saved}
-        if not wanted:
-            raise CheckpointError(
-                f"{path / str(chosen)} holds {sorted(saved)}; expected {' or '.join(names)}"
-            )
-        trees, meta = checkpoints.restore(chosen, wanted)
+        trees, meta = checkpoints.restore(step, names)
     return trees.get("policy"), trees.get("draft"), meta
-
-
-def _chosen(path: Path, steps: list[int], step: int | None) -> tuple[int, dict[str, Any]]:
-    """Chooses the step to read; returns it and the record of its checkpoint."""
-    from specjax.checkpoint.store import read_record
-
-    if not steps:
-        raise CheckpointError(f"{path} holds no complete checkpoint")
-    chosen = steps[-1] if step is None else step
-    if chosen not in steps:
-        raise CheckpointError(f"{path} holds no step {chosen}, only {steps}")
-    record, problem = read_record(path / str(chosen))
-    if record is None:
-        raise CheckpointError(f"checkpoint {path / str(chosen)} cannot be read: {problem}")
-    return chosen, record
 
 
 def layout_of(path: Path) -> str:
@@ -615,9 +593,17 @@ def tokenizer_dir(path: str | Path) -> Path:
 
 def _newest(path: Path) -> dict[str, Any]:
     """Returns the record of the newest checkpoint of a run."""
+    from specjax.checkpoint.store import read_record
+
     inside = _checkpoints(path)
-    steps = sorted(int(child.name) for child in inside.iterdir() if child.name.isdigit())
-    return _chosen(inside, steps, None)[1]
+    steps = [int(child.name) for child in inside.iterdir() if child.name.isdigit()]
+    if not steps:
+        raise CheckpointError(f"{inside} holds no complete checkpoint")
+    newest = inside.absolute() / str(max(steps))
+    record, problem = read_record(newest)
+    if record is None:
+        raise CheckpointError(f"checkpoint {newest} cannot be read: {problem}")
+    return record
 
 
 def metadata_of(path: Path) -> dict[str, Any]:
@@ -738,22 +724,10 @@ def fitted_to(like: Params, tree: Params, what: str) -> Params:
       CheckpointError: the trees have different names or shapes.
     """
     there, wanted = named_leaves(tree), named_leaves(like)
-    for name in sorted(there.keys() | wanted.keys()):
-        got, expected = (
-            list(leaves[name].shape) if name in leaves else "nothing" for leaves in (there, wanted)
-        )
-        if got != expected:
-            raise CheckpointError(
-                f"{what} is of another model: {name} is {got}, expected {expected}"
-            )
+    shapes = {name: leaf.shape for name, leaf in wanted.items()}
+    raise_problems(what, shape_problems(shapes, there, there))
     return jax.tree.unflatten(jax.tree.structure(like), [there[name] for name in wanted])
 
 
 def _checkpoints(path: Path) -> Path:
     return path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-
-
-def _shapes(entries: Mapping[str, Any]) -> Params:
-    return nest(
-        {name: jax.ShapeDtypeStruct(tuple(e["shape"]), e["dtype"]) for name, e in entries.items()}
-    )

@@ -6,14 +6,12 @@ import dataclasses
 from typing import Any
 
 from specjax.config.checks import choice
-from specjax.spelling import checks_keywords
 
 REMAT_POLICIES = ("save_attention", "full")
 # The name, see `jax.ad_checkpoint.checkpoint_name`, of what `save_attention` keeps.
 ATTENTION_RESIDUALS = "attention"
 
 
-@checks_keywords
 @dataclasses.dataclass(frozen=True)
 class Layer:
     """One decoder layer: pre-norm, mixer, residual, pre-norm, mlp, residual.
@@ -27,7 +25,6 @@ class Layer:
     mlp: Any
 
 
-@checks_keywords
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
     """How a program computes with a model, whatever the model is.
@@ -79,7 +76,6 @@ class RunConfig:
         return "stacked" if self.scan_layers else "unrolled"
 
 
-@checks_keywords
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer, described by its layers.

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specjax.settings import option, part
-from specjax.spelling import checks_keywords
 
 MAX_TOP_LOGPROBS = 20
 SMALLEST_TEMPERATURE = 1e-6
@@ -114,7 +113,6 @@ class Sampling:
         )
 
 
-@checks_keywords
 @dataclasses.dataclass(frozen=True)
 class SamplingParams(Sampling):
     """How one request is sampled.

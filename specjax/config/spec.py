@@ -11,7 +11,6 @@ from specjax.config.checks import choice
 from specjax.config.overrides import checked_overrides
 from specjax.config.strategy import Strategy
 from specjax.settings import option
-from specjax.spelling import checks_keywords
 
 ACCEPTANCE_MODES = ("coupled", "block", "recursive", "greedy")
 # Values of `SpecConfig.draft` that are no path: "./ngram" is a directory of that name.
@@ -44,7 +43,6 @@ class OwnDraft(NamedTuple):
         return found and cls(found["name"], found["path"])
 
 
-@checks_keywords
 @dataclasses.dataclass(frozen=True)
 class SpecConfig:
     """How to speculate.

@@ -19,13 +19,11 @@ from specjax.config.checks import choice
 from specjax.config.strategy import Strategy
 from specjax.control.base import Controller, Observation, log
 from specjax.settings import option
-from specjax.spelling import checks_keywords
 
 REWARDS = ("throughput", "accept_length")
 SCORES = ("median", "mean")
 
 
-@checks_keywords
 @dataclasses.dataclass(frozen=True)
 class BanditConfig:
     """Settings of the bandit.

@@ -17,13 +17,11 @@ from specjax.control.fastrl import read_fastrl
 from specjax.control.goodput import Goodput, GoodputConfig
 from specjax.control.static import Gate, Static
 from specjax.settings import option, part
-from specjax.spelling import checks_keywords
 
 CONTROLLERS = ("goodput", "static", "ema", "bandit")
 DEFAULT_STRATEGIES = tuple(map(Strategy.chain, (0, 1, 2, 4, 7)))
 
 
-@checks_keywords
 @dataclasses.dataclass(frozen=True)
 class ControlConfig:
     """Settings of the controller that chooses the strategy while running.

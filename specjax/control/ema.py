@@ -14,10 +14,8 @@ from typing import Any
 from specjax.command_line import read_yaml
 from specjax.config.strategy import Strategy
 from specjax.control.base import Controller, Observation, log
-from specjax.spelling import checks_keywords
 
 
-@checks_keywords
 @dataclasses.dataclass(frozen=True)
 class EmaConfig:
     """Settings with the keys of SGLang's `--speculative-adaptive-config`.

@@ -17,7 +17,6 @@ from typing import Any
 from specjax.config.strategy import Strategy
 from specjax.control.base import OFF, Controller, Observation, log
 from specjax.control.costs import CostTable
-from specjax.spelling import checks_keywords
 
 CHAIN = "chain"
 
@@ -36,7 +35,6 @@ _LONGEST_START = 64  # plain rounds; anything longer is taken for another proces
 _ENDS_WITHIN = 4096.0  # tokens after which an observed end of a sample counts half
 
 
-@checks_keywords
 @dataclasses.dataclass(frozen=True)
 class GoodputConfig:
     """Settings of the goodput controller.

@@ -35,7 +35,6 @@ from specjax.memory import (
     commit,
     copy_pages,
     empty_slots,
-    page_size,
     put_slots,
     take_slots,
 )
@@ -118,7 +117,6 @@ def prefill(
     state: DecodeState,
     kept: Prompts,
     piece: Piece,
-    stride: int = 1,
 ) -> tuple[DecodeState, Prompts]:
     """Runs a piece of some prompts through target and draft source, and writes it to their memory.
 
@@ -127,7 +125,6 @@ def prefill(
 
     Args:
       kept: what is kept of all prompts; the rows of the piece's prompts are updated.
-      stride: number of positions of which every piece's start is a multiple.
     """
     tail = plan.source.needs.states if plan.source else 0
     count, start, table = piece.tokens.shape[1] - tail, piece.start, piece.table
@@ -137,8 +134,7 @@ def prefill(
     slots = choose_slots(start == 0, empty_slots(plan.cfg, len(start)), before)
     target = Memory(state.memory.pages, slots)
     found = model.decode(piece.tokens[:, :count], where, target, taps=plan.taps)
-    run = math.gcd(count, stride, page_size(state.memory.pages))  # within a page
-    to = Commit(start, table, after_of(found.x), run)
+    to = Commit(start, table, after_of(found.x))
     known = jnp.clip(piece.length - 1 - start, 0, count)  # without the root
     target = commit(plan.cfg, target, found.scratch, None, known, to)
     kept = kept._replace(slots=put_slots(kept.slots, piece.prompts, target.slots))
@@ -148,7 +144,7 @@ def prefill(
     hidden = found.tapped
     memory = state.draft._replace(
         pages=plan.source.prefill(
-            model, draft_params, state.draft.pages, piece.tokens, start, hidden, table, run
+            model, draft_params, state.draft.pages, piece.tokens, start, hidden, table
         )
     )
     if tail:
@@ -163,11 +159,8 @@ def prefill(
 
 def place(plan: Plan, state: DecodeState, kept: Prompts, new: Admission) -> DecodeState:
     """Starts sequences in slots; the last token of each becomes its root."""
-    zeros = jnp.zeros_like(new.lengths)
-    draft, noise = None, state.noise
+    draft = None
     pages = copy_pages(state.memory.pages, new.source, new.target)
-    if noise is not None:  # the ring holds the noise of the slot's last request
-        noise = noise._replace(until=put(noise.until, new.slots, zeros))
     draft_pages = None
     if plan.source is not None:
         draft_pages = state.draft.pages
@@ -184,15 +177,13 @@ def place(plan: Plan, state: DecodeState, kept: Prompts, new: Admission) -> Deco
         tokens=new.tokens,
         length=new.lengths,
         limit=new.limit,
-        finish=zeros + RUNNING,
+        finish=jnp.full_like(new.lengths, RUNNING),
         keys=request_keys(new.words),
         options=new.options,
         memory=Memory(None, slots),
         draft=draft,
-        noise=None,
     )
-    before = per_slot(state)._replace(noise=None)
-    own = jax.tree.map(lambda x, y: put(x, new.slots, y), before, fresh)._replace(noise=noise)
+    own = jax.tree.map(lambda x, y: put(x, new.slots, y), per_slot(state), fresh)
     copied = state._replace(
         memory=state.memory._replace(pages=pages),
         draft=state.draft and state.draft._replace(pages=draft_pages),
@@ -250,8 +241,7 @@ def score(
     memory = Memory(memory.pages, slots)
     found = model.decode(tokens[:, :-1], where, memory)
     hidden = found.x
-    run = math.gcd(width, page_size(memory.pages))  # within a page
-    to = Commit(start, table, after_of(hidden), run)
+    to = Commit(start, table, after_of(hidden))
     # Slots are advanced over what is beyond a prompt as well: they are not read after it.
     count = jnp.full_like(start, width)
     memory = commit(model.cfg, memory, found.scratch, None, count, to)

@@ -153,7 +153,6 @@ def run_chunk(
     def run_rows(carry: _Carry):
         row_to_sequence, running, waiting, may_end = assign_rows(carry.state, carry.row_to_sequence)
         entries = row_map.of(row_to_sequence)
-        needed = carry.state if plan.draws_noise else carry.state._replace(noise=None)
         # Where sequences wait the batch ends when enough rows are free to be taken over.
         keep = jnp.where(waiting > 0, jnp.maximum(running - free_rows_wanted, 0), until.leave_at)
         stop_at = jnp.maximum(keep, running - may_end)
@@ -162,7 +161,7 @@ def run_chunk(
             draft_params,
             plan,
             part,
-            pin(take_slots(needed, entries)),
+            pin(take_slots(carry.state, entries)),
             report.take_sequences(carry.report, row_to_sequence),
             take(begin, row_to_sequence),
             carry.rounds,

@@ -34,10 +34,9 @@ from specjax.decode.tree import (
     TreePart,
     TreeShape,
     grown_shape,
-    pack_bits,
-    pack_words,
 )
 from specjax.interfaces import Level, Proposal
+from specjax.kernels.reference import pack_bits
 from specjax.models.transformer import Transformer
 
 
@@ -224,7 +223,7 @@ def _grow_dynamic(
                 total=total,
                 tokens=jnp.take_along_axis(grown.tokens, frontier, axis=1),
                 parents=parents,
-                visible=pack_words(seen[..., : first + topk]),
+                visible=pack_bits(seen[..., : first + topk]),
                 path=paths[..., :step],
             )
             with jax.named_scope("draft"):

@@ -183,22 +183,8 @@ def start(plan: Plan, batch: int, rounds: int) -> Report:
     if plan.telemetry and plan.tree is not None:
         real, flag = number.astype(jnp.float32), number.astype(bool)
         rejections = Rejections(
-            accepted=number - 1,
-            valid=flag,
-            emitted=flag,
-            position=number,
-            depth=number,
-            draft_token=number,
-            target_token=number,
-            draft_logprob=real,
-            target_logprob=real,
-            draft_token_target_logprob=real,
-            entropy=real,
-            top_p_mass=real,
-            outside_mask=flag,
-            outside_filter=flag,
-            penalty_changed=flag,
-        )
+            number - 1, flag, flag, *[number] * 4, *[real] * 5, *[flag] * 3
+        )  # in the order of its fields
     logprobs, records = jnp.zeros((batch, room), jnp.float32), None
     if (shape := record_shape(plan.cfg)) is not None:
         records = jnp.full((batch, room, *shape), -1, jnp.int32)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from specjax.decode import sampling, shards
 from specjax.decode.accept import Acceptance, accept
 from specjax.decode.draft import DraftedTree, draft_tree
-from specjax.decode.noise import after_round, next_noise, prepare
+from specjax.decode.noise import draw_ahead, target_noise
 from specjax.decode.report import Round
 from specjax.decode.sampling import Rows, add_tokens, context_of, root_rows
 from specjax.decode.state import (
@@ -53,9 +53,8 @@ def spec_round(
       the state after the round, and a `Round`, from which `report.write` computes the report.
     """
     if plan.draws_noise:
-        wanted = (state.finish == RUNNING) & (state.options.temperature > 0)
-        count, chain = plan.steps + 1, plan.tree.is_chain
-        noise = prepare(state.noise, state.keys, state.length - 1, wanted, count, chain)
+        count, vocab, root = plan.steps + 1, plan.cfg.vocab_size, state.length - 1
+        noise = draw_ahead(state.keys, root, count, vocab, plan.tree.is_chain)
         state = state._replace(noise=noise)
     context = context_of(state.tokens, state.length, plan.features, state.counts)
     draft = draft_tree(model, draft_params, plan, state, context, part)
@@ -80,9 +79,7 @@ def spec_round(
         records=None if found.records is None else along_path(plan, found.records, accepted),
     )
     state = commit(plan, state, draft, found, accepted, count, finish)
-    if plan.draws_noise:
-        state = state._replace(noise=after_round(state.noise))
-    return state, summary
+    return state._replace(noise=None), summary
 
 
 def verify(
@@ -235,8 +232,7 @@ def plain_round(
     scores = sampling.transform(logits, state.options, plan.features, context, rows)
     perturbed = scores
     if plan.features.sampled:
-        wanted = (state.finish == RUNNING) & (state.options.temperature > 0)
-        noise = next_noise(state.keys, root, wanted, logits.shape[-1])
+        noise = target_noise(state.keys, root[:, None] + 1, logits.shape[-1])
         perturbed = sampling.perturb(scores, state.options.temperature, noise)
     tokens = shards.argmax(perturbed).astype(jnp.int32)
     chosen = Acceptance(tokens, jnp.zeros_like(tokens), jnp.ones_like(state.length))

@@ -348,24 +348,9 @@ def _drop_if_any(
 ) -> Array:
     """Drops scores below a threshold, which is computed if any slot asks for it.
 
-    A GPU's conditional returns the threshold alone: scores that it returned would be copied where
-    no slot asks, and written to memory between two thresholds.
+    The conditional returns the threshold alone: scores that it returned would be copied where no
+    slot asks, and written to memory between two thresholds.
     """
-
-    def with_scores(scores):
-        return _if_any(asked, lambda s: drop_below(s, threshold(s)), scores)
-
-    return jax.lax.platform_dependent(
-        scores,
-        cuda=functools.partial(drop_by_threshold_alone, asked=asked, threshold=threshold),
-        default=with_scores,
-    )
-
-
-def drop_by_threshold_alone(
-    scores: Float[Array, "B R V"], asked: Bool[Array, "..."], threshold: Callable
-) -> Array:
-    """Does what `_drop_if_any` does, in a GPU's way."""
 
     def keep_all(scores):
         return jnp.full(scores.shape[:-1], -jnp.inf)

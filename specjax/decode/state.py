@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Int, UInt32
 
 from specjax import interfaces, memory
 from specjax.config import ModelConfig, Strategy
-from specjax.decode.noise import NoiseRing, empty_ring, put_rings, take_rings
+from specjax.decode.noise import Ahead
 from specjax.decode.options import Features, Options, neutral
 from specjax.decode.sampling import Counts
 from specjax.decode.tree import DynamicTree, Tree
@@ -90,8 +90,7 @@ class DecodeState(NamedTuple):
       options: sampling options of each slot, and its stop tokens.
       memory: the target's memory of the positions below length - 1.
       draft: the draft source's memory; None: there is no draft source.
-      noise: the ring of noise that drafting and verification share; None unless the mode is
-        `coupled`.
+      noise: the noise that drafting and verification share, while a round runs that needs it.
       table: [B X] the X pages of each slot, while a chunk runs; None: slot b has page b to itself.
       counts: how often each token occurred in each slot, for penalties; None between chunks, and
         without penalties.
@@ -105,7 +104,7 @@ class DecodeState(NamedTuple):
     options: Options
     memory: Memory
     draft: Memory | None
-    noise: NoiseRing | None
+    noise: Ahead | None = None
     table: Table = None
     counts: Counts | None = None
 
@@ -135,11 +134,6 @@ def empty_state(plan: Plan, sizes: StateSizes) -> DecodeState:
       plan: of the plans that will be used, the one with the most steps.
     """
     cfg, batch = plan.cfg, sizes.slots
-    noise = draft = None
-    if plan.tree and plan.mode == "coupled":
-        noise = empty_ring(batch, plan.steps + 1, cfg.vocab_size)
-    if plan.source:
-        draft = plan.source.empty(sizes, plan.steps)
     return DecodeState(
         tokens=jnp.zeros((batch, sizes.max_len), jnp.int32),
         length=jnp.ones((batch,), jnp.int32),
@@ -148,8 +142,7 @@ def empty_state(plan: Plan, sizes: StateSizes) -> DecodeState:
         keys=jnp.zeros((batch, 2), jnp.uint32),
         options=neutral(batch, cfg.vocab_size, sizes.stop_width),
         memory=memory.empty(cfg, sizes),
-        draft=draft,
-        noise=noise,
+        draft=plan.source.empty(sizes, plan.steps) if plan.source else None,
     )
 
 
@@ -220,11 +213,9 @@ def take_over(
 
 def take_slots(state: DecodeState, entries: RowMap) -> DecodeState:
     """Takes some slots as a batch, with all pages; slots that are not active do not run."""
-    rest = per_slot(state)._replace(noise=None)
-    batch = jax.tree.map(lambda x: take(x, entries.slots), rest)
-    noise = state.noise and take_rings(state.noise, entries.slots)
+    batch = jax.tree.map(lambda x: take(x, entries.slots), per_slot(state))
     finish = jnp.where(entries.active, batch.finish, jnp.maximum(batch.finish, STOPPED))
-    return with_pages(batch._replace(finish=finish, noise=noise, table=entries.table), state)
+    return with_pages(batch._replace(finish=finish, table=entries.table), state)
 
 
 def put_slots(state: DecodeState, batch: DecodeState, slots: Int[Array, " rows"]) -> DecodeState:
@@ -238,8 +229,6 @@ def put_slots(state: DecodeState, batch: DecodeState, slots: Int[Array, " rows"]
 
     changed = ("tokens", "length", "finish")
     fields = {name: write(getattr(state, name), getattr(batch, name)) for name in changed}
-    if batch.noise is not None:
-        fields["noise"] = put_rings(state.noise, slots, batch.noise)
     kept = memory.put_slots(state.memory.slots, slots, batch.memory.slots)
     fields["memory"] = Memory(batch.memory.pages, kept)
     if batch.draft is not None:

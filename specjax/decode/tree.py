@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from specjax.config import Strategy
 from specjax.indexing import take_along
+from specjax.kernels.reference import pack_bits
 from specjax.spelling import SettingError
 
 
@@ -141,15 +142,6 @@ def ancestors(parent: np.ndarray) -> np.ndarray:
     return seen
 
 
-def pack_bits(visible: np.ndarray) -> np.ndarray:
-    """Packs booleans [T R] into uint32 words [T W]: bit j % 32 of word j // 32 is column j."""
-    rows, columns = visible.shape
-    words = np.zeros((rows, -(-columns // 32)), np.uint32)
-    for j in range(columns):
-        words[:, j // 32] |= visible[:, j].astype(np.uint32) << np.uint32(j % 32)
-    return words
-
-
 @functools.lru_cache(maxsize=64)
 def build_tree(strategy: Strategy) -> Tree | DynamicTree:
     """Builds the arrays of a strategy.
@@ -199,16 +191,7 @@ def grown_shape(parent: Int[Array, "B T"], depth: Int[Array, "B T"], steps: int)
         above = jnp.take_along_axis(above, parent, axis=1)
     for level in range(steps + 1):
         path.append(jnp.argmax(visible & (depth == level)[:, None], axis=-1))
-    return TreeShape(parent, depth, visible, pack_words(visible), jnp.stack(path, axis=-1))
-
-
-def pack_words(visible: Bool[Array, "*B T R"]) -> UInt32[Array, "*B T W"]:
-    """Does what `pack_bits` does, for trees whose shape is known on the device only."""
-    columns = visible.shape[-1]
-    words = -(-columns // 32)
-    padded = jnp.pad(visible, [(0, 0)] * (visible.ndim - 1) + [(0, words * 32 - columns)])
-    bits = padded.reshape(*visible.shape[:-1], words, 32).astype(jnp.uint32)
-    return (bits << jnp.arange(32, dtype=jnp.uint32)).sum(-1, dtype=jnp.uint32)
+    return TreeShape(parent, depth, visible, pack_bits(visible), jnp.stack(path, axis=-1))
 
 
 def take_parents(

@@ -48,7 +48,6 @@ from specjax.models.families import common
 from specjax.models.layers import block, rms_norm
 from specjax.models.rows import layer_rows
 from specjax.parallel.sharding import whole_rows
-from specjax.spelling import checks_keywords
 from specjax.weights.matrix import dot
 
 _AUX = "aux_hidden_state_layer_ids"
@@ -64,7 +63,6 @@ _NEUTRAL = {
 }
 
 
-@checks_keywords
 @dataclasses.dataclass(frozen=True)
 class DFlashConfig(HeadConfig):
     """A DFlash head for one target, see `HeadConfig`; its layers are Qwen3's without biases.

@@ -42,7 +42,6 @@ from specjax.config.overrides import BACKBONES, FC_NORMS, checked_overrides
 from specjax.drafts.file_head import HeadConfig
 from specjax.drafts.head_config import HeadFiles, is_of_speculators
 from specjax.models.families import common
-from specjax.spelling import checks_keywords
 
 FINAL = ("post_norm",)  # the taps of a head without `fc`
 # Classes of heads; models such as Eagle2_5_VLForConditionalGeneration have the word, too.
@@ -54,7 +53,6 @@ _AUX = "eagle_aux_hidden_state_layer_ids"
 _OTHERS = {"Medusa": ("medusa", "medusa_head"), "Hydra": ("hydra", "hydra_")}
 
 
-@checks_keywords
 @dataclasses.dataclass(frozen=True)
 class Eagle3Config(HeadConfig):
     """An EAGLE-3 head for one target, see `HeadConfig`.

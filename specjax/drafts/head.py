@@ -311,16 +311,16 @@ class HeadSource(Draft):
         )
         return Memory(tuple(self.module_pages(room) for _ in range(self.modules)), slots)
 
-    def prefill(self, model, params, pages, tokens, start, hidden, table, run=1) -> tuple:
+    def prefill(self, model, params, pages, tokens, start, hidden, table) -> tuple:
         """See `Draft.prefill`; `begin` rewrites rows whose tokens are not known yet."""
         count = hidden.shape[1]
         shifted = [tokens[:, 1 + s : 1 + s + count] for s in range(self.modules)]
         ran = self._run(model, params, pages, hidden, shifted, start, start, table)
-        return self._write(pages, ran.rows, start, ran.normed, table, run)
+        return self._write(pages, ran.rows, start, ran.normed, table)
 
-    def _write(self, pages: tuple, rows: tuple, start, normed, table, run=1) -> tuple:
+    def _write(self, pages: tuple, rows: tuple, start, normed, table) -> tuple:
         return commit_rows(
-            pages, rows, start, after_of(normed), table, run, kernel=self.network.run.attention
+            pages, rows, start, after_of(normed), table, kernel=self.network.run.attention
         )
 
     def start(self, tokens, prompt_len, states) -> HeadSlots:

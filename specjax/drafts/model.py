@@ -156,12 +156,12 @@ class ModelSource(Draft):
         pages = empty(self.cfg, room).pages
         return Memory(pages, ModelSlots(jnp.ones((room.slots,), jnp.int32)))
 
-    def prefill(self, model, params, pages, tokens, start, hidden, table, run=1) -> tuple:
+    def prefill(self, model, params, pages, tokens, start, hidden, table) -> tuple:
         x, rows = self._run(params, pages, tokens, start, table)
-        return self._write(pages, rows, start, x, table, run)
+        return self._write(pages, rows, start, x, table)
 
-    def _write(self, pages: tuple, rows, start, x, table, run=1) -> tuple:
-        to = Commit(start, table, after_of(x), run)
+    def _write(self, pages: tuple, rows, start, x, table) -> tuple:
+        to = Commit(start, table, after_of(x))
         count = jnp.full_like(start, x.shape[1])
         return commit(self.cfg, self._memory(pages), rows, None, count, to).pages
 

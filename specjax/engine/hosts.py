@@ -189,15 +189,11 @@ class Hosts(BaseEngine):
         # It is the same in processes whose engine is not that of a replica.
         convert = split_layout(cfg, self.copies.mesh.shape["tp"])
         placed = self._copied("policy", params, cfg.tie_embeddings, convert)
-        heads, moved = [None] * len(placed), self.copies.received
-        if head is not None:
-            heads = self._copied("draft", head)
-            moved += self.copies.received
+        heads = [None] * len(placed) if head is None else self._copied("draft", head)
         # The engine for evaluation runs on the first replica of the process only, so `engines` may
         # be fewer than `placed`.
         for engine, here, draft in zip(self.engines, placed, heads, strict=False):
             engine.set_params(here, draft, running)
-            engine.runner.weights.moved += moved
 
     def set_draft_ids(self, ids: Sequence[int] | None = None) -> None:
         """See `BaseEngine.set_draft_ids`; without ids, each process would choose its own."""

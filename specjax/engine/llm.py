@@ -50,7 +50,7 @@ from specjax.models.families import add_family
 from specjax.models.generation_config import asked_for, sampling_defaults
 from specjax.models.transformer import Params, init_params, laid_out
 from specjax.parallel import sharding
-from specjax.spelling import SettingError, Spell, checks_keywords, python
+from specjax.spelling import SettingError, Spell, python
 from specjax.telemetry import Collector
 from specjax.tokenizer import chat_ids, has_chat_template, prompt_ids, with_tokenizer_end
 from specjax.weights import load_tokenizer
@@ -85,7 +85,6 @@ class Piece(NamedTuple):
     output: SampleOutput | None
 
 
-@checks_keywords
 class LLM:
     """A policy with its draft source, ready to generate.
 

@@ -90,24 +90,20 @@ class Replicas(BaseEngine):
 
         Where the replicas together have the devices of training, one program moves the weights.
         """
-        received = 0
         if self._spread is not None:
             cfg = self.runner.cfg
             convert = split_layout(cfg, self._spread.target.shape["tp"])
-            params, received = self._spread_out("policy", params, cfg.tie_embeddings, convert)
+            params = self._spread_out("policy", params, cfg.tie_embeddings, convert)
             if head is not None:
-                head, more = self._spread_out("draft", head)
-                received += more
+                head = self._spread_out("draft", head)
         for engine in self.engines:
             engine.set_params(params, head, running)
-            engine.runner.weights.moved += received
 
     def set_head(self, head: Params) -> None:
         """Gives every replica a new draft head, see `Engine.set_head`."""
-        head, received = self._spread_out("draft", head)
+        head = self._spread_out("draft", head)
         for engine in self.engines:
             engine.set_head(head)
-            engine.runner.weights.moved += received
 
     def set_draft_ids(self, ids: Sequence[int] | None = None) -> None:
         first, *others = self.engines
@@ -120,16 +116,16 @@ class Replicas(BaseEngine):
 
     def _spread_out(
         self, name: str, sent: Params, tied: bool = False, convert: Callable | None = None
-    ) -> tuple[Params, int]:
-        """Moves weights to the devices of all replicas; returns them and the bytes received by one.
+    ) -> Params:
+        """Moves weights to the devices of all replicas.
 
         They stay where they are unless the replicas together have the devices of training.
         """
         if self._spread is None or not jax.tree.leaves(sent):
-            return sent, 0
+            return sent
         arrived, dtype = self._spread(sent, convert), self.runner.cfg.run.compute_dtype
         require_same(name, sent, arrived, dtype, tied, self.runner.weights.repeated)
-        return arrived, self._spread.received
+        return arrived
 
     def release(self, weights: bool = True) -> None:
         self.require_ended()

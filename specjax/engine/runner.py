@@ -351,7 +351,7 @@ class Runner:
 
         def program(params, head, state, kept, piece):
             model = self.model(params)
-            state, kept = prefill(model, head, self.longest, state, kept, piece, self.stride)
+            state, kept = prefill(model, head, self.longest, state, kept, piece)
             return state, kept, state.length[0]
 
         inputs = (self.weights.policy, self.weights.draft, self.state, self.kept, piece)

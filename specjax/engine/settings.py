@@ -10,14 +10,13 @@ from specjax.config.checks import choice
 from specjax.control import ControlConfig
 from specjax.kernels.names import ATTENTION, GPUS, check_attention
 from specjax.settings import option
-from specjax.spelling import SettingError, checks_keywords
+from specjax.spelling import SettingError
 from specjax.weights.matrix import ASKED, check_products
 
 ORDERS = ("fifo", "longest_first")
 PREFILL_TOKENS = 512  # approximate tokens of one prefill, over all its rows
 
 
-@checks_keywords
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
     """How an engine uses its device; no setting changes a token, except by rounding.

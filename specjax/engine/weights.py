@@ -58,7 +58,6 @@ class Weights:
         # On the host; `history` is its copy on the devices.
         self._store = source.store() if source is not None and source.needs.history else None
         self.checksums: dict[str, Checksum] = {}
-        self.moved = 0
         network = None if source is None else source.network
         models = [cfg] if network is None else [cfg, network]
         self.repeated = frozenset().union(*map(repeated_names, models))
@@ -85,8 +84,10 @@ class Weights:
           ValueError: there is no head and the source needs one.
           RuntimeError: the checksum of the parameters changed on the way.
         """
-        self.moved = 0
-        arrived = self.convert(policy) if self._mesh is None else self._move(policy, self.convert)
+        if self._mover is None:
+            arrived = self.convert(policy)
+        else:
+            arrived = self._mover(policy, self.convert)
         exact = matrix.FORMATS.find(self.cfg.run.products).exact
         self._check("policy", policy, arrived if exact else policy, self.cfg.tie_embeddings)
         head = self.head if head is None else head
@@ -103,14 +104,14 @@ class Weights:
 
     def set_head(self, head: Params) -> None:
         """Takes parameters of the draft source alone; see `set`."""
-        self.moved = 0
         self._place_head(head)
         self.set_ids(self.ids)
 
     def _place_head(self, head: Params) -> None:
         if head is self.head:  # it is placed already
             return
-        placed = self._convert_head(self._move(head))
+        moved = head if self._mover is None else self._mover(head)
+        placed = self._convert_head(moved)
         self._check("draft", head, placed, False)
         self.head = placed
 
@@ -179,14 +180,6 @@ class Weights:
         shapes = jax.eval_shape(columns, self.head, self.policy, self.ids)
         shardings = sharding.param_shardings(self._mesh, shapes, self.axes)
         return jax.jit(columns, out_shardings=shardings)
-
-    def _move(self, params: Params, convert: Callable | None = None) -> Params:
-        """Moves parameters to the mesh, see `Mover`."""
-        if self._mesh is None:
-            return params
-        params = self._mover(params, convert)
-        self.moved += self._mover.received
-        return params
 
     def _check(self, name: str, sent: Params, arrived: Params, tied: bool) -> None:
         """Compares checksums, and keeps them; warns of weights that are not finite."""

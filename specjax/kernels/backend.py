@@ -1,12 +1,9 @@
-"""The `Kernels` record that a kernel backend is written as, and the choice of a backend."""
+"""The choice of a kernel backend, and the reasons against one."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
-
-import jax.numpy as jnp
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from specjax.config import ModelConfig
 from specjax.interfaces import Device
@@ -14,10 +11,6 @@ from specjax.kernels.names import GROUPS, OWN, check_attention
 from specjax.registry import BACKENDS
 
 REFERENCE = "reference"
-# Operations that a backend may have, see `specjax.kernels.dispatch`.
-OPERATIONS = (
-    "tree_attention", "causal_attention", "context_attention", "commit", "product", "layers",
-)  # fmt: skip
 
 
 class Declined(Exception):
@@ -32,80 +25,6 @@ class Unsuited(str):
 
     The kernels were never meant for such models.
     """
-
-
-class Reads(NamedTuple):
-    """The sizes of a round that decide how many bytes attention reads in a layer.
-
-    Attributes:
-      batch: slots.
-      rows: tree rows of a slot.
-      group: query heads per key/value head.
-      kv_heads, head, itemsize: key/value heads, size of a head, and bytes of a number.
-      prefix: positions of each slot's prefix.
-      table: positions of each slot's pages.
-    """
-
-    batch: int
-    rows: int
-    group: int
-    kv_heads: int
-    head: int
-    itemsize: int
-    prefix: int
-    table: int
-
-    @property
-    def position(self) -> int:
-        """The bytes of keys and values of one position."""
-        return 2 * self.kv_heads * self.head * self.itemsize
-
-    def gathered(self) -> int:
-        """Returns the bytes of a backend that gathers pages: they are read, written, and read."""
-        return 3 * self.batch * self.table * self.position
-
-    def in_place(self, chunk: int | None) -> int:
-        """Returns the bytes of a backend that reads pages where they are.
-
-        Args:
-          chunk: positions whose result, float32, is written and read; None: all of a prefix.
-        """
-        chunks = 1 if chunk is None else -(-self.prefix // chunk)
-        results = 2 * chunks * self.group * self.rows * self.kv_heads * (self.head + 1) * 4
-        return self.batch * (self.prefix * self.position + (results if chunks > 1 else 0))
-
-
-def _refuses_nothing(operation: str, device: Device | None, cfg: ModelConfig) -> str | None:
-    return None
-
-
-@dataclasses.dataclass(frozen=True)
-class Kernels:
-    """A `specjax.interfaces.Backend`; the attributes that it has are explained there.
-
-    Attributes:
-      reads: the bytes of keys and values, and of results that are merged, that tree attention reads
-        and writes per layer. Of two backends that have it, `auto` takes the one with less; None:
-        the order in `names.OWN` decides.
-    """
-
-    operations: Mapping[str, Callable[..., Any]]
-    line: str
-    refuses: Callable[[str, Device | None, ModelConfig], str | None] = _refuses_nothing
-    rest: str = "reference"
-    kinds: tuple[str, ...] = ()
-    page_multiple: int = 16
-    by_device: bool = True
-    prompts_alone: bool = True
-    warns: bool = False
-    environment: tuple[str, ...] = ()
-    reads: Callable[[Reads], int] | None = None
-
-    def __post_init__(self):
-        if unknown := sorted(self.operations.keys() - set(OPERATIONS)):
-            raise ValueError(
-                f"unknown operations {', '.join(unknown)}; expected some of {', '.join(OPERATIONS)}"
-            )
 
 
 def head_sizes(cfg: ModelConfig) -> tuple[int, ...]:
@@ -152,122 +71,64 @@ def choose(
       ValueError: the backend that was asked for is unknown, or cannot be used there.
     """
     check_attention(asked)
-    device = Device(platform, kind, devices)
+    device, own = Device(platform, kind, devices), asked == "auto"
     operation = "tree_attention" if decoding else "causal_attention"
-    if asked == "auto":
-        choice = _own(device, cfg, operation, invariant)
-    else:
-        choice = _asked(device, cfg, operation, asked)
-    if invariant and choice.name != REFERENCE:
-        line = f"{choice.line}; rounds in invariant mode attend by position in XLA, without it"
-        choice = choice._replace(line=line, warn=True)
-    return choice
-
-
-def _own(device: Device, cfg: ModelConfig, operation: str, invariant: bool) -> Choice:
-    """Returns the choice for `auto`: the platform's first backend that has the operation.
-
-    Where that one's bytes are counted, it is the one that reads least of those that are.
-    """
-    if device.platform not in OWN:
-        line = (
-            f"{BACKENDS.find(REFERENCE).line}: there is no kernel for platform {device.platform!r}"
-        )
+    if own and platform not in OWN:
+        line = f"{BACKENDS.find(REFERENCE).line}: there is no kernel for platform {platform!r}"
         return Choice(REFERENCE, line, True)
-    refused: dict[str, str] = {}
-    usable: dict[str, dict[str, str]] = {}  # with the reasons why those before it are refused
-    for name in OWN[device.platform]:
-        found, reasons = _first(name, device, cfg, operation, invariant)
-        refused |= reasons
-        if found is not None:
-            usable[found] = dict(refused)
-    if not usable:
-        return _chosen(REFERENCE, refused)
-    name = next(iter(usable))
-    sizes = typical(cfg) if operation == "tree_attention" else None
-    counts = {} if sizes is None else bytes_read(usable, sizes)
-    if name not in counts or len(counts) == 1:
-        return _chosen(name, usable[name])
-    name, *others = sorted(counts, key=counts.get)  # equal ones stay in order
-    than = ", ".join(f"{_mib(counts[other])} by {other}" for other in others)
-    choice = _chosen(name, usable[name])
-    line = (
-        f"{choice.line}; with {sizes.prefix} of {sizes.table} positions in {sizes.batch} slots it "
-        f"reads {_mib(counts[name])} per layer and round ({than})"
+    found, refused = _first(
+        OWN[platform] if own else (asked,), device, cfg, operation, own, invariant
     )
-    return choice._replace(line=line)
-
-
-def typical(cfg: ModelConfig) -> Reads | None:
-    """Returns the round of a model for which backends are compared: half of 4,096 positions.
-
-    None: the model has no attention layer.
-    """
-    for mixer in cfg.mixers("attention"):
-        group, kv_heads = mixer.num_heads // mixer.num_kv_heads, mixer.num_kv_heads
-        itemsize = jnp.dtype(cfg.run.compute_dtype).itemsize
-        return Reads(8, 5, group, kv_heads, mixer.head_dim, itemsize, prefix=2048, table=4096)
-    return None
-
-
-def bytes_read(names: Iterable[str], sizes: Reads) -> dict[str, int]:
-    """Returns `Kernels.reads` of the backends that have it."""
-    found = {name: BACKENDS.find(name).reads for name in names}
-    return {name: reads(sizes) for name, reads in found.items() if reads is not None}
-
-
-def _mib(count: int) -> str:
-    return f"{count / 2**20:.0f} MiB"
-
-
-def _asked(device: Device, cfg: ModelConfig, operation: str, asked: str) -> Choice:
-    found, refused = _first(asked, device, cfg, operation)
-    if found is None:
+    if found is None and not own:
         raise ValueError(
             f"attention {asked!r} cannot be used: {'; '.join(refused.values())}; choose another, "
-            f"or 'auto', which chooses a backend that {device.kind} can run"
+            f"or 'auto', which chooses a backend that {kind} can run"
         )
-    return _chosen(found, refused, ", as asked for")._replace(warn=BACKENDS.find(found).warns)
+    name = found or REFERENCE
+    backend = BACKENDS.find(name)
+    parts = [backend.line if own else f"{backend.line}, as asked for"]
+    parts += [f"not {other}: {why}" for other, why in refused.items()]
+    warn = own and any(not isinstance(why, Unsuited) for why in refused.values())
+    if invariant and name != REFERENCE:
+        parts.append("rounds in invariant mode attend by position in XLA, without it")
+        warn = True
+    return Choice(name, "; ".join(parts), warn)
 
 
 def _first(
-    name: str, device: Device, cfg: ModelConfig, operation: str, invariant: bool | None = None
+    names: Sequence[str],
+    device: Device,
+    cfg: ModelConfig,
+    operation: str,
+    own: bool,
+    invariant: bool,
 ) -> tuple[str | None, dict[str, str]]:
-    """Returns the first usable backend of a group, and why those before it are refused.
+    """Returns the first usable backend, and why those before it are refused.
 
     Args:
-      name: name of a group or of one backend.
-      invariant: whether the engine is in `invariant` mode; None: the user asked for this name.
+      names: names of groups or of backends.
+      own: whether they are the platform's own, of which those without the operation are passed
+        over; else the user asked for the name.
+      invariant: whether the engine is in `invariant` mode.
     """
-    members = GROUPS.get(name, (name,))
-    if len(members) > 1:
-        backends = [BACKENDS.find(member) for member in members]
-        for_it = [
-            member
-            for member, backend in zip(members, backends, strict=True)
-            if not backend.kinds or device.kind in backend.kinds
-        ]
-        if not for_it:
-            reason = backends[0].refuses(operation, device, cfg)
-            known = ", ".join(member.partition(":")[2] for member in members)
-            return None, {name: reason or f"it supports {known}, and the device is {device.kind!r}"}
-        members = for_it
     refused = {}
-    for member in members:
-        backend = BACKENDS.find(member)
-        if invariant is not None:
-            if operation not in backend.operations or invariant and not backend.prompts_alone:
+    for group in names:
+        members = GROUPS.get(group, (group,))
+        fitting = members
+        if len(members) > 1:
+            kinds = {member: BACKENDS.find(member).kinds for member in members}
+            fitting = [m for m in members if not kinds[m] or device.kind in kinds[m]]
+        if not fitting:
+            reason = BACKENDS.find(members[0]).refuses(operation, device, cfg)
+            known = ", ".join(member.partition(":")[2] for member in members)
+            refused[group] = reason or f"it supports {known}, and the device is {device.kind!r}"
+        for name in fitting:
+            backend = BACKENDS.find(name)
+            passed = operation not in backend.operations or invariant and not backend.prompts_alone
+            if own and passed:
                 continue
-        reason = backend.refuses(operation, device, cfg)
-        if reason is None:
-            return member, refused
-        refused[member] = reason
+            reason = backend.refuses(operation, device, cfg)
+            if reason is None:
+                return name, refused
+            refused[name] = reason
     return None, refused
-
-
-def _chosen(name: str, refused: dict[str, str], why_it: str = "") -> Choice:
-    """Returns the choice of a backend; its line says why earlier ones in the list are refused."""
-    backend = BACKENDS.find(name)
-    parts = [backend.line + why_it, *(f"not {other}: {why}" for other, why in refused.items())]
-    warn = any(not isinstance(why, Unsuited) for why in refused.values())
-    return Choice(name, "; ".join(parts), warn or backend.warns)

@@ -184,8 +184,7 @@ def _written(
 ) -> Iterator[commit_kernel.Sizes]:
     """Yields what the programs of a model on one device write, see `commit_kernel.check`."""
     mixers = [layer.mixer for layer in cfg.layers if layer.mixer.kind == "attention"]
-    multiple = dispatch.page_multiple(cfg.run.attention)
-    page = min(-(-page_size // multiple) * multiple, MOST_PAGE)
+    page = min(_rounded(page_size, cfg.run.attention), MOST_PAGE)
     counts = Counter((mixer.num_kv_heads, mixer.head_dim) for mixer in mixers)
     for (kv_heads, head), layers in counts.items():
         yield commit_kernel.Sizes(
@@ -193,32 +192,52 @@ def _written(
         )
 
 
+def _rounded(page_size: int, kernel: str) -> int:
+    """Rounds a page size up to a multiple that a kernel takes."""
+    multiple = BACKENDS.find(kernel).page_multiple
+    return -(-page_size // multiple) * multiple
+
+
 class _Call(NamedTuple):
-    """One call of `tree_attention`.
+    """One call of `tree_attention` or `causal_attention`.
 
     Attributes:
-      rows: number of rows that attend, the last ones of the tree.
-      tree: number of rows of the tree.
       heads, kv_heads, size: numbers of heads on one device, and their size.
       window, soft_cap: as the layer has them.
+      rows: number of rows that attend, the last ones of the tree; 0: a packed row of training.
+      tree: number of rows of the tree.
       piece: whether it is a piece of a prompt, each of whose rows sees all rows before it.
     """
 
-    rows: int
-    tree: int
     heads: int
     kv_heads: int
     size: int
     window: int | None
     soft_cap: float | None
+    rows: int = 0
+    tree: int = 0
     piece: bool = False
 
     def __str__(self) -> str:
         rows = f"a piece of {self.rows}" if self.piece else f"{self.rows} of {self.tree}"
-        parts = [f"{rows} rows", f"{self.heads} heads of {self.size}"]
-        parts += [f"window {self.window}"] if self.window is not None else []
-        parts += [f"soft-cap {self.soft_cap}"] if self.soft_cap is not None else []
+        rows = f"{rows} rows" if self.rows else f"a packed row of {LENGTH} tokens"
+        parts = [rows, f"{self.heads} heads of {self.size}"]
+        parts += [f"{name} {value}" for name, value in self.options.items() if value is not None]
         return ", ".join(parts)
+
+    @property
+    def options(self) -> dict[str, float | None]:
+        return {"window": self.window, "soft_cap": self.soft_cap}
+
+
+def _layers(cfg: ModelConfig, ways: int) -> tuple[_Call, ...]:
+    """Returns heads and window of each kind of attention layer, on one of `ways` devices."""
+    kinds = []
+    for mixer in cfg.mixers("attention"):
+        split = ways if mixer.num_kv_heads % ways == 0 else 1  # else each device computes all heads
+        heads = mixer.num_heads // split, mixer.num_kv_heads // split
+        kinds.append(_Call(*heads, mixer.head_dim, mixer.window, mixer.soft_cap))
+    return tuple(dict.fromkeys(kinds))
 
 
 def _calls(cfg: ModelConfig, rows: int, ways: int, width: int) -> Iterator[_Call]:
@@ -226,13 +245,11 @@ def _calls(cfg: ModelConfig, rows: int, ways: int, width: int) -> Iterator[_Call
 
     A draft step has one row that sees earlier ones.
     """
-    for mixer in cfg.mixers("attention"):
-        split = ways if mixer.num_kv_heads % ways == 0 else 1  # else each device computes all heads
-        sizes = mixer.num_heads // split, mixer.num_kv_heads // split, mixer.head_dim
+    for layer in _layers(cfg, ways):
         for some, tree in sorted({(1, 1), (rows, rows), (1, rows)}):
-            yield _Call(some, tree, *sizes, mixer.window, mixer.soft_cap)
+            yield layer._replace(rows=some, tree=tree)
         if width > 1:
-            yield _Call(width, width, *sizes, mixer.window, mixer.soft_cap, piece=True)
+            yield layer._replace(rows=width, tree=width, piece=True)
 
 
 def why_wrong(
@@ -254,9 +271,8 @@ def why_wrong(
       ways: number of devices that heads are split over.
       width: the most positions of a piece of a prompt.
     """
-    multiple = dispatch.page_multiple(name)
-    size = -(-page_size // multiple) * multiple
-    calls = tuple(dict.fromkeys(_calls(cfg, rows, ways, width)))
+    size = _rounded(page_size, name)
+    calls = tuple(_calls(cfg, rows, ways, width))
     return _verdict(name, _compare_trees, name, calls, size, cfg.run.compute_dtype, device)
 
 
@@ -304,12 +320,12 @@ def _compare_trees(
         """The largest difference of each call, as a share of what is allowed; inf: not finite."""
         worst, precise = [], functools.partial(jax.default_matmul_precision, "highest")
         for call, given in zip(calls, arrays, strict=True):
-            sees = {"window": call.window, "soft_cap": call.soft_cap}
+            attend = functools.partial(dispatch.tree_attention, **call.options)
             with precise() if dtype == "float32" else contextlib.nullcontext():  # as in programs
-                got = dispatch.tree_attention(*given, **sees, kernel=name).astype(jnp.float32)
+                got = attend(*given, kernel=name).astype(jnp.float32)
             exact = [x.astype(jnp.float32) if x.dtype == given[0].dtype else x for x in given]
             with precise():
-                want = reference.tree_attention(*exact, **sees)
+                want = attend(*exact, kernel=REFERENCE)
             worst.append(_share(got, want, tolerance))
         return jnp.stack(worst)
 
@@ -401,7 +417,7 @@ def _arrays(call: _Call, page_size: int, dtype: str) -> tuple[np.ndarray, ...]:
     if seen_by.min() < min(call.rows, 2):  # else all rows see all keys
         k_tree[0, :, seen_by.argmin()], v_tree[0, :, seen_by.argmin()] = np.nan, 0
     tree = k_tree.astype(kind), v_tree.astype(kind)
-    return q, *tree, k_pages, v_pages, prefix, _words(visible), table
+    return q, *tree, k_pages, v_pages, prefix, reference.pack_bits(visible), table
 
 
 def _deciding(rng: np.random.Generator, length: int, window: int | None) -> np.ndarray:
@@ -425,48 +441,22 @@ def _random_tree(rng: np.random.Generator, rows: int) -> np.ndarray:
     return visible
 
 
-def _words(visible: np.ndarray) -> np.ndarray:
-    """Booleans [.. R] as uint32 words [.. W]: bit j % 32 of word j // 32 is column j."""
-    columns = visible.shape[-1]
-    room = [(0, 0)] * (visible.ndim - 1) + [(0, -columns % 32)]
-    bits = np.pad(visible, room).reshape(*visible.shape[:-1], -1, 32)
-    return (bits << np.arange(32, dtype=np.uint32)).sum(-1, dtype=np.uint32)
-
-
 # --- training -------------------------------------------------------------------------------------
 
 LENGTH = 448  # tokens of a packed row: several tiles, and no multiple of one
 SEGMENTS = (130, 1, 190, 64)  # lengths of the samples of a row; the rest is padding
 
 
-class _Packed(NamedTuple):
-    """One call of `causal_attention`; the attributes are those of `_Call`."""
-
-    heads: int
-    kv_heads: int
-    size: int
-    window: int | None
-    soft_cap: float | None
-
-    def __str__(self) -> str:
-        return f"a packed row of {LENGTH} tokens, {self.heads} heads of {self.size}"
-
-
 def why_wrong_in_training(
     cfg: ModelConfig, name: str, device: jax.Device | None = None, ways: int = 1
 ) -> str | None:
     """Does what `why_wrong` does, for a packed row and its gradients."""
-    calls = []
-    for mixer in cfg.mixers("attention"):
-        split = ways if mixer.num_kv_heads % ways == 0 else 1
-        sizes = mixer.num_heads // split, mixer.num_kv_heads // split, mixer.head_dim
-        calls.append(_Packed(*sizes, mixer.window, mixer.soft_cap))
-    calls, dtype = tuple(dict.fromkeys(calls)), cfg.run.compute_dtype
-    return _verdict(name, _compare_packed, name, calls, dtype, device)
+    dtype = cfg.run.compute_dtype
+    return _verdict(name, _compare_packed, name, _layers(cfg, ways), dtype, device)
 
 
 def _compare_packed(
-    name: str, calls: tuple[_Packed, ...], dtype: str, device: jax.Device
+    name: str, calls: tuple[_Call, ...], dtype: str, device: jax.Device
 ) -> str | None:
     def differ(got: Array, want: Array) -> Array:
         """Does what `_share` does; gradients of short samples are sums that cancel out."""
@@ -481,9 +471,7 @@ def _compare_packed(
         for call, (given, d_out) in zip(calls, arrays, strict=True):
 
             def results(q, k, v, kernel, call=call, d_out=d_out):
-                attend = functools.partial(
-                    dispatch.causal_attention, window=call.window, soft_cap=call.soft_cap
-                )
+                attend = functools.partial(dispatch.causal_attention, **call.options)
                 out, pull = jax.vjp(lambda *x: attend(*x, ids, kernel=kernel), q, k, v)
                 return [x.astype(jnp.float32) for x in (out, *pull(d_out.astype(out.dtype)))]
 

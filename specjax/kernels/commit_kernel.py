@@ -10,10 +10,9 @@ after `why_wrong` has compared what it writes on a device of this process.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -30,7 +29,6 @@ from specjax.kernels.triton_lowering import (
     OutOfMemory,
     as_on_a_gpu,
     is_out_of_memory,
-    power,
 )
 
 log = logging.getLogger(__name__)
@@ -39,10 +37,10 @@ MOST_ARRAYS = 128  # of one call: a CUDA kernel takes 4 KiB of parameters, 3 poi
 CHECKED_BYTES = 2**30  # largest size of the pages for which the kernel is checked
 
 
-class _Choice:
-    """Whether programs traced from now on use the kernel, and whether it was wrong once."""
+class Choice:
+    """Whether programs traced from now on use the kernel; None: it was not checked yet."""
 
-    on = wrong = False
+    on: bool | None = None
 
 
 class Sizes(NamedTuple):
@@ -77,24 +75,13 @@ def settle(why: str | None) -> None:
     Args:
       why: what `why_wrong` returned.
     """
-    if why is not None and not _Choice.wrong:
+    if why is not None and Choice.on is not False:
         log.warning(
             "new keys and values are written by scatters, and not by one kernel: %s; report this, "
             "with the versions of jax and of the driver",
             why,
         )
-    _Choice.wrong = _Choice.wrong or why is not None
-    _Choice.on = not _Choice.wrong
-
-
-@contextlib.contextmanager
-def unchecked() -> Iterator[None]:
-    """Within, programs use the kernel unchecked: for those that are compiled and not run."""
-    before, _Choice.on = _Choice.on, True
-    try:
-        yield
-    finally:
-        _Choice.on = before
+    Choice.on = Choice.on is not False and why is None
 
 
 def why_wrong(sizes: Sizes, device: jax.Device, interpret: bool = False) -> str | None:
@@ -143,11 +130,9 @@ def by_kernel(
     rows: Sequence[Array],
     start: Int[Array, " B"],
     table: Table = None,
-    *,
-    run: int = 1,
     interpret: bool = False,
 ) -> list[Array]:
-    """Writes all rows of all sequences, whatever `run` is; arguments as those of `by_scatter`.
+    """Writes all rows of all sequences; arguments as those of `by_scatter`.
 
     Arrays of stacked layers, which are few, and arrays on a mesh, which the compiler splits, are
     written by `by_scatter`; and so are all before the kernel was checked.
@@ -158,8 +143,8 @@ def by_kernel(
     arrays, rows = list(arrays), list(rows)
     mesh = jax.sharding.get_abstract_mesh()
     together = mesh.empty or mesh.size == 1
-    if arrays[0].ndim > 4 or not together or not (_Choice.on or interpret):
-        return by_scatter(arrays, rows, start, table, run=run)
+    if arrays[0].ndim > 4 or not together or not (Choice.on or interpret):
+        return by_scatter(arrays, rows, start, table)
     written = []
     for i in range(0, len(arrays), MOST_ARRAYS):
         some = slice(i, i + MOST_ARRAYS)
@@ -210,8 +195,8 @@ def _kernel(number: int, pages: int | None, *refs) -> None:
         offset = jax.lax.rem(position, jnp.int32(size))
         owned = owned & (page != 0)  # page 0 belongs to no sequence
     # Blocks of Triton have powers of two as sizes.
-    head = jax.lax.broadcasted_iota(jnp.int32, (power(kv_heads), 1), 0)
-    column = jax.lax.broadcasted_iota(jnp.int32, (1, power(width)), 1)
+    head = jax.lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(kv_heads), 1), 0)
+    column = jax.lax.broadcasted_iota(jnp.int32, (1, pl.next_power_of_2(width)), 1)
     inside = (head < kv_heads) & (column < width)
 
     def write(new, old) -> None:

@@ -34,17 +34,9 @@ from specjax.parallel.sharding import spec_for
 
 
 def attention(
-    q: Float[Array, "B N S H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    own: list[tuple[Array, Array]],
-    segment_ids: Int[Array, "B S"],
-    context: Context,
-    *,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    step: Step | None = None,
-) -> Float[Array, "B N S H"]:
+    q, k, v, own, segment_ids, context: Context, *,
+    window: int | None = None, soft_cap: float | None = None, step: Step | None = None,
+) -> Float[Array, "B N S H"]:  # fmt: skip
     """Computes `reference.causal_attention_with_own` of rows in the order of `context`.
 
     A position's own rows are on its query's device, so they need no communication.

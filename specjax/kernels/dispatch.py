@@ -49,7 +49,6 @@ __all__ = [
     "environment",
     "has",
     "layers",
-    "offering",
     "page_multiple",
     "product",
     "refuses",
@@ -61,6 +60,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
+PANELS = "cpu"  # the backend that multiplies by weights in panels
 # The classes of mixers and mlps that `layers` computes, and no class derived from them: it has the
 # same fields, and may compute something else.
 _LAYERS = ("specjax.models.mixers.attention:Attention", "specjax.models.mlps.dense:Dense")
@@ -107,7 +107,7 @@ def refuses(operation: str, name: str, device: Device | None, cfg: ModelConfig) 
     An `Unsuited` (`specjax.kernels.backend`) is a reason that needs no warning.
 
     Args:
-      operation: one of `specjax.kernels.backend.OPERATIONS`.
+      operation: one of `specjax.interfaces.OPERATIONS`.
       name: name of the backend, or its path.
       device: device to run on, see `device_of`; None: check the model only.
     """
@@ -128,18 +128,6 @@ def _others_than(known: Collection[str], cfg: ModelConfig) -> list[str]:
 def has(operation: str, name: str) -> bool:
     """Returns whether a backend of that name or path has an operation of its own."""
     return operation in BACKENDS.find(name).operations
-
-
-def offering(operation: str) -> str:
-    """Returns the first backend in the table, after the reference, that has an operation.
-
-    Raises:
-      ValueError: no backend has it.
-    """
-    for name in BACKENDS.names[1:]:
-        if operation in BACKENDS.find(name).operations:
-            return name
-    raise ValueError(f"no kernel backend of {', '.join(BACKENDS.names[1:])} has {operation}")
 
 
 def page_multiple(kernel: str) -> int:
@@ -182,22 +170,11 @@ def _log_declined(kernel: str, operation: str, reason: str, rest: str) -> None:
 
 
 def tree_attention(
-    q: Float[Array, "B N T H"],
-    k_tree: Float[Array, "B K T2 H"],
-    v_tree: Float[Array, "B K T2 H"],
-    k_pages: Float[Array, "P K S H"],
-    v_pages: Float[Array, "P K S H"],
-    prefix_len: Int[Array, " B"],
-    visible_bits: UInt32[Array, "*B T W"],
-    table: Table = None,
-    *,
-    window: int | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    with_lse: bool = False,
-    soft_cap: float | None = None,
+    q, k_tree, v_tree, k_pages, v_pages, prefix_len, visible_bits, table: Table = None, *,
+    window: int | None = None, sinks=None, with_lse: bool = False, soft_cap: float | None = None,
     kernel: str = "reference",
-) -> Float[Array, "B N T H"] | tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
-    """Computes `specjax.kernels.reference.tree_attention` by a kernel.
+):  # fmt: skip
+    """Computes `specjax.kernels.reference.tree_attention`, which has the same arguments.
 
     Args:
       kernel: a name of the table, or a path.
@@ -235,7 +212,6 @@ def commit(
     start: Int[Array, " B"],
     table: Table = None,
     *,
-    run: int = 1,
     kernel: str = "reference",
 ) -> list[Array]:
     """Writes R consecutive rows of each sequence to pages, and returns the pages.
@@ -244,14 +220,9 @@ def commit(
       arrays: pages of each layer's keys and values, or of all layers' stacked.
       rows: new rows for each of `arrays`; P, K, S and H are the same throughout.
       start: position of each sequence's first row.
-      run: number of rows that are always in one page: each `run` rows counted from `start`.
       kernel: a name of the table, or a path.
     """
-
-    def write(_: Backend, function: Callable):
-        return function(arrays, rows, start, table, run=run)
-
-    return _serve("commit", kernel, write)
+    return _serve("commit", kernel, lambda _, function: function(arrays, rows, start, table))
 
 
 def product(
@@ -261,7 +232,7 @@ def product(
 
     Args:
       panels: `weight.reshape(K, N // W, W).transpose(1, 0, 2)`; W is `PANEL_WIDTH`.
-      kernel: a name of the table, or a path; None: `offering("product")`.
+      kernel: a name of the table, or a path; None: `PANELS`.
 
     Raises:
       ValueError: the shapes do not fit.
@@ -272,8 +243,7 @@ def product(
             f"expected x [.. {k}] and panels [P {k} {PANEL_WIDTH}], got {x.shape} and "
             f"{panels.shape}"
         )
-    kernel = offering("product") if kernel is None else kernel
-    return _serve("product", kernel, lambda _, function: function(x, panels))
+    return _serve("product", kernel or PANELS, lambda _, function: function(x, panels))
 
 
 def runs_layers(cfg: ModelConfig) -> bool:
@@ -315,52 +285,32 @@ def layers(
 # --- training -------------------------------------------------------------------------------------
 
 
-def causal_attention(
-    q: Float[Array, "B N S H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    segment_ids: Int[Array, "B S"],
-    context: Context | None = None,
-    *,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    kernel: str = "reference",
-) -> Float[Array, "B N S H"]:
+def causal_attention(q, k, v, segment_ids, context: Context | None = None, **options):
     """Computes `specjax.kernels.reference.causal_attention` by a kernel.
+
+    Args:
+      options: keywords of `causal_attention_with_own`.
+    """
+    return causal_attention_with_own(q, k, v, [], segment_ids, context, **options)
+
+
+def causal_attention_with_own(
+    q, k, v, own, segment_ids, context: Context | None = None, *,
+    window: int | None = None, soft_cap: float | None = None, kernel: str = "reference",
+) -> Float[Array, "B N S H"]:  # fmt: skip
+    """Computes `specjax.kernels.reference.causal_attention_with_own`.
 
     Args:
       context: how rows are split over devices.
       kernel: a name of the table, or a path.
     """
-    return causal_attention_with_own(
-        q, k, v, [], segment_ids, context, window=window, soft_cap=soft_cap, kernel=kernel
-    )
-
-
-def causal_attention_with_own(
-    q: Float[Array, "B N S H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    own: list[tuple[Array, Array]],
-    segment_ids: Int[Array, "B S"],
-    context: Context | None = None,
-    *,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    kernel: str = "reference",
-) -> Float[Array, "B N S H"]:
-    """Computes `specjax.kernels.reference.causal_attention_with_own` by a kernel."""
     options = {"window": window, **_soft_cap(soft_cap)}
-    if context is None:
-        return _causal(q, k, v, own, segment_ids, options, kernel)
+    if context is not None:
 
-    def attend(_: Backend, function: Callable):
-        return function(q, k, v, own, segment_ids, context, **options)
+        def attend_split(_: Backend, function: Callable):
+            return function(q, k, v, own, segment_ids, context, **options)
 
-    return _serve("context_attention", kernel, attend)
-
-
-def _causal(q, k, v, own, segment_ids, options: Mapping, kernel: str):
+        return _serve("context_attention", kernel, attend_split)
     batch = ("batch", "heads", None, None)
     named = {name: (x, batch) for name, x in (("q", q), ("k", k), ("v", v))}
     named["own"] = (own, batch)

@@ -30,8 +30,8 @@ from jaxtyping import Array, Float, Int
 
 from specjax.config import ModelConfig
 from specjax.config.model import ATTENTION_RESIDUALS
-from specjax.interfaces import Device
-from specjax.kernels.backend import Kernels, head_sizes
+from specjax.interfaces import Backend, Device
+from specjax.kernels.backend import head_sizes
 from specjax.kernels.context_parallel import add_own
 from specjax.kernels.flash import HIDDEN, WHOLE, Tokens, kinds_of_pairs
 from specjax.kernels.library import padded
@@ -93,17 +93,10 @@ TILES = {
 
 
 def causal_attention(
-    q: Float[Array, "B N S H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    own: list[tuple[Array, Array]],
-    segment_ids: Int[Array, "B S"],
-    *,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    tiles: Tiles | None = None,
+    q, k, v, own, segment_ids, *,
+    window: int | None = None, soft_cap: float | None = None, tiles: Tiles | None = None,
     interpret: bool = False,
-) -> Float[Array, "B N S H"]:
+) -> Float[Array, "B N S H"]:  # fmt: skip
     """Computes `reference.causal_attention_with_own`; without own rows, causal attention.
 
     Tiles are skipped where segment ids ascend along a row, with 0 for padding at its end; in any
@@ -446,14 +439,9 @@ def _refuses(operation: str, device: Device | None, cfg: ModelConfig) -> str | N
     return None
 
 
-BACKEND = Kernels(
+BACKEND = Backend(
     operations={"causal_attention": causal_attention},
     refuses=_refuses,
     rest="library:cudnn",
     line="Pallas Triton flash attention of packed rows",
-)
-INTERPRET = Kernels(
-    operations={"causal_attention": functools.partial(causal_attention, interpret=True)},
-    line="the GPU's flash attention in interpret mode: slow, for tests",
-    warns=True,
 )

@@ -27,11 +27,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.experimental.pallas.triton as pltriton
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Int
 
 from specjax.config import ModelConfig
-from specjax.interfaces import Device, Table
-from specjax.kernels.backend import Kernels, Unsuited, head_sizes
+from specjax.interfaces import Backend, Device, Table
+from specjax.kernels.backend import Unsuited, head_sizes
 from specjax.kernels.names import NVIDIA
 from specjax.kernels.reference import NEG_INF, pack_heads, tree_depth, within_window
 from specjax.kernels.triton_lowering import LOG2E, as_on_a_gpu
@@ -193,21 +193,10 @@ def shape_of(
 
 
 def tree_attention(
-    q: Float[Array, "B N T H"],
-    k_tree: Float[Array, "B K T2 H"],
-    v_tree: Float[Array, "B K T2 H"],
-    k_pages: Float[Array, "P K S H"],
-    v_pages: Float[Array, "P K S H"],
-    prefix_len: Int[Array, " B"],
-    visible_bits: UInt32[Array, "*B T W"],
-    table: Table = None,
-    *,
-    window: int | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    with_lse: bool = False,
-    soft_cap: float | None = None,
+    q, k_tree, v_tree, k_pages, v_pages, prefix_len, visible_bits, table: Table = None, *,
+    window: int | None = None, sinks=None, with_lse: bool = False, soft_cap: float | None = None,
     interpret=None,
-):
+):  # fmt: skip
     """Computes `specjax.kernels.reference.tree_attention`.
 
     Args:
@@ -766,7 +755,7 @@ def _refuses(operation: str, device: Device | None, cfg: ModelConfig) -> str | N
     return None
 
 
-BACKEND = Kernels(
+BACKEND = Backend(
     operations={"tree_attention": tree_attention},
     refuses=_refuses,
     rest="triton",

@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float
 
 from specjax import determinism
 from specjax.config import ModelConfig
 from specjax.config.model import ATTENTION_RESIDUALS
-from specjax.interfaces import Device, Table
+from specjax.interfaces import Backend, Device, Table
 from specjax.kernels import commit
-from specjax.kernels.backend import Declined, Kernels, Reads, head_sizes
+from specjax.kernels.backend import Declined, head_sizes
 from specjax.kernels.names import NVIDIA
 from specjax.kernels.reference import (
     causal_segment_mask,
@@ -39,21 +39,10 @@ SPLASH_BLOCKS = (512, 256, 128)  # queries and keys at a time; the scores of 512
 
 
 def tree_attention(
-    q: Float[Array, "B N T H"],
-    k_tree: Float[Array, "B K T2 H"],
-    v_tree: Float[Array, "B K T2 H"],
-    k_pages: Float[Array, "P K S H"],
-    v_pages: Float[Array, "P K S H"],
-    prefix_len: Int[Array, " B"],
-    visible_bits: UInt32[Array, "*B T W"],
-    table: Table = None,
-    *,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    with_lse: bool = False,
+    q, k_tree, v_tree, k_pages, v_pages, prefix_len, visible_bits, table: Table = None, *,
+    window: int | None = None, soft_cap: float | None = None, sinks=None, with_lse: bool = False,
     implementation: str = "cudnn",
-):
+):  # fmt: skip
     """Computes `specjax.kernels.reference.tree_attention` by `jax.nn.dot_product_attention`.
 
     It reads every slot's pages to the end of the table, however short the prefix is. jax rounds the
@@ -103,16 +92,9 @@ def _with_finite_keys(q, k, v, mask: Bool[Array, "B T S"], implementation: str):
 
 
 def causal_attention(
-    q: Float[Array, "B N S H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    own: list[tuple[Array, Array]],
-    segment_ids: Int[Array, "B S"],
-    *,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    implementation: str = "cudnn",
-) -> Float[Array, "B N S H"]:
+    q, k, v, own, segment_ids, *,
+    window: int | None = None, soft_cap: float | None = None, implementation: str = "cudnn",
+) -> Float[Array, "B N S H"]:  # fmt: skip
     """Computes `reference.causal_attention_with_own`; without own rows, causal attention.
 
     The mask of a packed row takes S^2 booleans, because jax's public interface takes no segments.
@@ -189,16 +171,9 @@ class _CausalWithOwn(splash.Mask):
 
 
 def splash_attention(
-    q: Float[Array, "B N S H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    own: list[tuple[Array, Array]],
-    segment_ids: Int[Array, "B S"],
-    *,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    interpret: bool = False,
-) -> Float[Array, "B N S H"]:
+    q, k, v, own, segment_ids, *,
+    window: int | None = None, soft_cap: float | None = None, interpret: bool = False,
+) -> Float[Array, "B N S H"]:  # fmt: skip
     """Computes `reference.causal_attention_with_own` by splash attention; `own` may be empty.
 
     Args:
@@ -262,15 +237,13 @@ def _operations(implementation: str) -> dict:
     }
 
 
-CUDNN = Kernels(
+CUDNN = Backend(
     operations=_operations("cudnn"),
     refuses=_cudnn_refuses,
     rest="library:xla",
-    reads=Reads.gathered,
     line="jax.nn.dot_product_attention by cuDNN",
 )
-XLA = Kernels(
+XLA = Backend(
     operations=_operations("xla"),
     line="jax.nn.dot_product_attention in XLA",
-    reads=Reads.gathered,
 )

@@ -13,8 +13,7 @@ GROUPS = {
     "library": ("library:cudnn", "library:xla"),
 }
 # Backends that `auto` tries on a platform, as jax names it: the first that has the operation and
-# refuses neither device nor model, or where bytes are counted the one that reads least
-# (`Kernels.reads`); otherwise the reference.
+# refuses neither device nor model; otherwise the reference.
 OWN = {
     "cpu": ("cpu",),
     "tpu": ("tpu",),

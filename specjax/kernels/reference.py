@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from specjax.indexing import divide, take, take_slice
 from specjax.interfaces import Table
@@ -31,6 +31,17 @@ def unpack_bits(words: UInt32[Array, "*B T W"], rows: int) -> jnp.ndarray:
     return bits.reshape(*words.shape[:-1], -1)[..., :rows].astype(bool)
 
 
+def pack_bits(visible: Bool[Array, "*B T R"]) -> UInt32[Array, "*B T W"]:
+    """Packs booleans to ancestor words: bit j % 32 of word j // 32 is column j.
+
+    Words of numpy's booleans are numpy's.
+    """
+    xp = np if isinstance(visible, np.ndarray) else jnp
+    room = [(0, 0)] * (visible.ndim - 1) + [(0, -visible.shape[-1] % 32)]
+    bits = xp.pad(visible, room).reshape(*visible.shape[:-1], -1, 32).astype(xp.uint32)
+    return (bits << xp.arange(32, dtype=xp.uint32)).sum(-1, dtype=xp.uint32)
+
+
 def tree_depth(words: UInt32[Array, "*B T W"]) -> Int[Array, "*B T"]:
     """Returns the depth of each row: the number of its ancestors, itself excluded."""
     return jax.lax.population_count(words).astype(jnp.int32).sum(-1) - 1
@@ -44,9 +55,7 @@ def within_window(words: UInt32[Array, "*B T W"], window: int) -> UInt32[Array, 
     """
     bits = unpack_bits(words, 32 * words.shape[-1])
     nearer = jnp.cumsum(bits[..., ::-1], axis=-1)[..., ::-1]  # itself included
-    kept = bits & (nearer <= window)
-    weights = jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32)
-    return (kept.reshape(*words.shape, 32) * weights).sum(-1, dtype=jnp.uint32)
+    return pack_bits(bits & (nearer <= window))
 
 
 def contiguous(pages: Float[Array, "P K S H"], table: Table) -> Float[Array, "B K X*S H"]:

@@ -22,12 +22,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float
 
 from specjax.config import ModelConfig
-from specjax.interfaces import Device, Table
+from specjax.interfaces import Backend, Device, Table
 from specjax.kernels import context_parallel, flash, library
-from specjax.kernels.backend import Declined, Kernels, head_sizes
+from specjax.kernels.backend import Declined, head_sizes
 from specjax.kernels.reference import NEG_INF, Running
 from specjax.kernels.tiles import by_rows, dot
 
@@ -69,8 +69,6 @@ TUNING = {
     "v5p": Tuning(4 * MIB, 256, 40 * MIB, cores=2),
     "v6e": Tuning(4 * MIB, 256, 64 * MIB),
 }
-# Small, so that in tests few rows and positions are many tiles, blocks and parts.
-INTERPRETED = Tuning(2**16, 32, 64 * MIB, part_positions=32, cores=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,22 +209,10 @@ def _up(number: int, multiple: int) -> int:
     jax.jit, static_argnames=("window", "with_lse", "soft_cap", "tuning", "interpret"), inline=True
 )
 def tree_attention(
-    q: Float[Array, "B N T H"],
-    k_tree: Float[Array, "B K T2 H"],
-    v_tree: Float[Array, "B K T2 H"],
-    k_pages: Float[Array, "P K S H"],
-    v_pages: Float[Array, "P K S H"],
-    prefix_len: Int[Array, " B"],
-    visible_bits: UInt32[Array, "*B T W"],
-    table: Table = None,
-    *,
-    window: int | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    with_lse: bool = False,
-    soft_cap: float | None = None,
-    tuning: Tuning,
-    interpret: Interpret = False,
-):
+    q, k_tree, v_tree, k_pages, v_pages, prefix_len, visible_bits, table: Table = None, *,
+    window: int | None = None, sinks=None, with_lse: bool = False, soft_cap: float | None = None,
+    tuning: Tuning, interpret: Interpret = False,
+):  # fmt: skip
     """Computes `specjax.kernels.reference.tree_attention` by one kernel; float32 accumulation.
 
     The kernel takes its arguments as they are: XLA computes nothing beside it, in no layer.
@@ -631,14 +617,14 @@ def _refuses(operation: str, device: Device | None, cfg: ModelConfig) -> str | N
 CONTEXT_ATTENTION = functools.partial(context_parallel.attention, step=flash.step(flash.Tiles()))
 
 
-def kernels(tuning: Tuning, chips: str, *kinds: str) -> Kernels:
+def kernels(tuning: Tuning, chips: str, *kinds: str) -> Backend:
     """Makes the backend of a generation of TPUs, or one with a tuning of your own.
 
     Args:
       chips: name of the generation, for the line that is logged at start.
       kinds: device kinds, as jax names them, for which `auto` chooses it.
     """
-    return Kernels(
+    return Backend(
         operations={
             "tree_attention": functools.partial(tree_attention, tuning=tuning),
             "causal_attention": library.splash_attention,
@@ -650,24 +636,6 @@ def kernels(tuning: Tuning, chips: str, *kinds: str) -> Kernels:
     )
 
 
-def _refuses_to_interpret(operation: str, device: Device | None, cfg: ModelConfig) -> str | None:
-    if device is not None and device.platform != "cpu":
-        return "it interprets the TPU kernel, for tests on CPU"
-    return None
-
-
 V5E = kernels(TUNING["v5e"], "v5e", "TPU v5 lite", "TPU v5e")
 V5P = kernels(TUNING["v5p"], "v5p", "TPU v5", "TPU v5p")
 V6E = kernels(TUNING["v6e"], "v6e", "TPU v6 lite", "TPU v6e")
-INTERPRET = Kernels(
-    operations={
-        "tree_attention": functools.partial(tree_attention, tuning=INTERPRETED, interpret=True),
-        "causal_attention": functools.partial(library.splash_attention, interpret=True),
-        "context_attention": functools.partial(
-            context_parallel.attention, step=flash.step(flash.Tiles(8, 16, interpret=True))
-        ),
-    },
-    refuses=_refuses_to_interpret,
-    line="the TPU kernel in interpret mode: slow, for tests",
-    warns=True,
-)

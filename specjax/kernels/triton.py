@@ -25,15 +25,14 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.triton as plgpu
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt32
 
 from specjax.config import ModelConfig
-from specjax.interfaces import Device, Table
+from specjax.interfaces import Backend, Device, Table
 from specjax.kernels import commit_kernel
-from specjax.kernels.backend import Kernels, head_sizes
+from specjax.kernels.backend import head_sizes
 from specjax.kernels.reference import NEG_INF, capped, tree_depth, within_window
 from specjax.kernels.tiles import dot
-from specjax.kernels.triton_lowering import LOG2E, as_on_a_gpu, no_ampere, power
+from specjax.kernels.triton_lowering import LOG2E, as_on_a_gpu, no_ampere
 
 LEAST = 16  # rows, columns and terms of the smallest product that tensor cores have
 TREE_BLOCK = 32  # tree keys that are loaded at once: those of one ancestor word
@@ -71,12 +70,10 @@ class Tuning:
         """Returns the positions of a chunk for packed rows of a head; None: no prefix is split."""
         if rows >= self.unsplit_rows:
             return None
-        return max(self.least_chunk, self.chunk_per_row * power(rows))
+        return max(self.least_chunk, self.chunk_per_row * pl.next_power_of_2(rows))
 
 
 TUNING = Tuning()
-# Small, so that in tests few rows and positions are many tiles, blocks, chunks and list entries.
-INTERPRETED = Tuning(16, 2048, 2, least_chunk=32, chunk_per_row=1, unsplit_rows=64, programs=4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +126,7 @@ class Shape:
     @property
     def width(self) -> int:
         """The columns that a head takes in a program."""
-        return power(max(self.head, LEAST))
+        return pl.next_power_of_2(max(self.head, LEAST))
 
     @property
     def per_page(self) -> int:
@@ -144,8 +141,8 @@ class Shape:
         b, n, t, head = q.shape
         kv_heads, page = k_pages.shape[1:3]
         rows, itemsize = n // kv_heads * t, k_pages.dtype.itemsize
-        most = max(tuning.block_bytes // (power(max(head, LEAST)) * itemsize), LEAST)
-        tile = min(power(max(rows, LEAST)), tuning.tile_rows, most)
+        most = max(tuning.block_bytes // (pl.next_power_of_2(max(head, LEAST)) * itemsize), LEAST)
+        tile = min(pl.next_power_of_2(max(rows, LEAST)), tuning.tile_rows, most)
         # A block lies in one page. Where pages have an odd size, a page's last block is not full.
         block = max(min(most, page & -page, 128), LEAST)
         per_page = -(-page // block)
@@ -166,22 +163,10 @@ class Shape:
     jax.jit, static_argnames=("window", "with_lse", "soft_cap", "tuning", "interpret")
 )
 def tree_attention(
-    q: Float[Array, "B N T H"],
-    k_tree: Float[Array, "B K T2 H"],
-    v_tree: Float[Array, "B K T2 H"],
-    k_pages: Float[Array, "P K S H"],
-    v_pages: Float[Array, "P K S H"],
-    prefix_len: Int[Array, " B"],
-    visible_bits: UInt32[Array, "*B T W"],
-    table: Table = None,
-    *,
-    window: int | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    with_lse: bool = False,
-    soft_cap: float | None = None,
-    tuning: Tuning = TUNING,
-    interpret: bool = False,
-):
+    q, k_tree, v_tree, k_pages, v_pages, prefix_len, visible_bits, table: Table = None, *,
+    window: int | None = None, sinks=None, with_lse: bool = False, soft_cap: float | None = None,
+    tuning: Tuning = TUNING, interpret: bool = False,
+):  # fmt: skip
     """Computes `specjax.kernels.reference.tree_attention`; sums are float32.
 
     Args:
@@ -198,7 +183,10 @@ def tree_attention(
     if window is not None:
         depth, words = tree_depth(words), within_window(words, window)
     words = jax.lax.bitcast_convert_type(words.astype(jnp.uint32), jnp.int32)
-    lens, sinks = prefix_len.astype(jnp.int32), [] if sinks is None else [_float32(sinks)]
+    lens, sinks = (
+        prefix_len.astype(jnp.int32),
+        [] if sinks is None else [jnp.asarray(sinks, jnp.float32)],
+    )
     arrays = [q, k_tree, v_tree, k_pages, v_pages]
     arrays = [lens, table.astype(jnp.int32), words, depth, *arrays]
     if shape.chunks == 1:
@@ -208,10 +196,6 @@ def tree_attention(
         out, lse = _merge(shape, q.dtype, lens, out, lse, sinks, interpret)
     out = out.reshape(q.shape)
     return (out, lse.reshape(b, n, t)) if with_lse else out
-
-
-def _float32(x: Array) -> Array:
-    return jnp.asarray(x, jnp.float32)
 
 
 # --- which work there is --------------------------------------------------------------------------
@@ -283,7 +267,7 @@ def _attend_kernel(shape: Shape, words_of: tuple[int, int], depths_of: int, *ref
     lens, table, words, *refs = refs
     depth, refs = refs[:depths_of], refs[depths_of:]
     q, k_tree, v_tree, k_pages, v_pages, *sinks, out, lse = refs
-    slots = jax.lax.broadcasted_iota(jnp.int32, (power(max(shape.batch, LEAST)),), 0)
+    slots = jax.lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(max(shape.batch, LEAST)),), 0)
     lengths = plgpu.load(lens.at[slots], mask=slots < shape.batch, other=0)
     counts = jnp.where(slots < shape.batch, chunks_of(shape, lengths)[1], 0)
     ends = jnp.cumsum(counts)
@@ -471,25 +455,10 @@ def _refuses_model(cfg: ModelConfig) -> str | None:
     return None
 
 
-def _refuses_to_interpret(operation: str, device: Device | None, cfg: ModelConfig) -> str | None:
-    if device is not None and device.platform != "cpu":
-        return "it interprets the kernel for GPUs, for tests on CPU"
-    return _refuses_model(cfg)
-
-
-BACKEND = Kernels(
+BACKEND = Backend(
     operations={"tree_attention": tree_attention, "commit": commit_kernel.by_kernel},
     refuses=_refuses,
     rest="gpu:flash",
     line="Pallas Triton tree attention",
     page_multiple=64,  # larger blocks, of which none crosses pages
-    reads=lambda sizes: sizes.in_place(TUNING.chunk(sizes.group * sizes.rows)),
-)
-INTERPRET = Kernels(
-    operations={
-        "tree_attention": functools.partial(tree_attention, tuning=INTERPRETED, interpret=True),
-    },
-    refuses=_refuses_to_interpret,
-    line="the Triton kernel in interpret mode: slow, for tests",
-    warns=True,
 )

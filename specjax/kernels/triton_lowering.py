@@ -48,11 +48,6 @@ def no_ampere(device: Device | None) -> str | None:
     return None
 
 
-def power(number: int) -> int:
-    """Returns the smallest power of two that is no less."""
-    return 1 << (number - 1).bit_length()
-
-
 class OutOfMemory(Exception):
     """Raised where a kernel could not be tried, because the device has no memory left."""
 

@@ -6,8 +6,8 @@ What they compute is in `reference.py`, and of rows that are split over devices 
 
 from __future__ import annotations
 
+from specjax.interfaces import Backend
 from specjax.kernels import commit, context_parallel
-from specjax.kernels.backend import Kernels
 from specjax.kernels.reference import (
     causal_attention,
     causal_attention_with_own,
@@ -23,12 +23,12 @@ def _causal_attention(q, k, v, own, segment_ids, *, window=None, soft_cap=None):
     return causal_attention_with_own(q, k, v, own, segment_ids, **options)
 
 
-BACKEND = Kernels(
+BACKEND = Backend(
     operations={
         "tree_attention": tree_attention,
         "causal_attention": _causal_attention,
         "context_attention": context_parallel.attention,
-        "commit": commit.write,
+        "commit": commit.by_scatter,
         "product": product,
     },
     line="XLA reference",

@@ -7,12 +7,12 @@ temperature 1 (transformers would decode greedily; here temperature 0 does).
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from specjax.checked_json import CheckpointError, read_json
+from specjax.config.sampling import SamplingParams
 from specjax.spelling import Spell, python
 
 FILE = "generation_config.json"
@@ -20,25 +20,10 @@ AUTO, NONE = "auto", ("none", "vllm")  # values of the setting, beside a directo
 Generation = tuple[tuple[str, Any], ...]  # keys and values, as `ModelConfig.generation`
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_integer(value: Any) -> bool:
-    return _is_number(value) and value == int(value)
-
-
-# Key -> whether a value fits, and what is expected; in the order of messages and files.
-_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "do_sample": (lambda v: isinstance(v, bool), "true or false"),
-    "temperature": (lambda v: _is_number(v) and v >= 0, "a number >= 0 (0 is greedy)"),
-    "top_p": (lambda v: _is_number(v) and 0 < v <= 1, "a number above 0 and at most 1"),
-    "top_k": (lambda v: _is_integer(v) and v >= -1, "an integer >= 1, or 0 or -1 for all tokens"),
-    "min_p": (lambda v: _is_number(v) and 0 <= v <= 1, "a number between 0 and 1"),
-    "repetition_penalty": (lambda v: _is_number(v) and v > 0, "a number above 0 (1 does nothing)"),
-    "max_new_tokens": (lambda v: _is_integer(v) and 1 <= v < 1 << 31, "an integer >= 1"),
-}
-_WHOLE = ("top_k", "max_new_tokens")
+# In the order of messages and files.
+_KEYS = (
+    "do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens",
+)  # fmt: skip
 
 
 def sampling_of(file: Path, raw: Mapping[str, Any]) -> Generation:
@@ -51,15 +36,20 @@ def sampling_of(file: Path, raw: Mapping[str, Any]) -> Generation:
     Raises:
       CheckpointError: a value is out of range.
     """
-    found = []
-    for key, (fits, expected) in _KEYS.items():
-        value = raw.get(key)
-        if value is None:
-            continue
-        if not fits(value):
-            raise CheckpointError(f"{file}: {key}: expected {expected}, got {value!r}")
-        found.append((key, int(value) if key in _WHOLE else value))
-    return tuple(found)
+    found = {key: raw[key] for key in _KEYS if raw.get(key) is not None}
+    for key in ("top_k", "max_new_tokens"):
+        if isinstance(found.get(key), float) and found[key].is_integer():
+            found[key] = int(found[key])
+    if not isinstance(found.get("do_sample", True), bool):
+        raise CheckpointError(
+            f"{file}: do_sample must be true or false, got {found['do_sample']!r}"
+        )
+    try:
+        SamplingParams(**sampling_defaults(tuple(found.items())))
+    except ValueError as error:
+        message = str(error).replace("max_tokens", "max_new_tokens")
+        raise CheckpointError(f"{file}: {message}") from error
+    return tuple(found.items())
 
 
 def asked_for(setting: str, spell: Spell = python) -> Generation | None:

@@ -10,10 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from specjax.spelling import checks_keywords
 
-
-@checks_keywords
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
     """The `llama3` frequency rescaling of RoPE (Llama 3.1); lengths in tokens."""
@@ -35,7 +32,6 @@ class RopeScaling:
         return ((1 - smooth) * freqs / self.factor + smooth * freqs).astype(np.float32)
 
 
-@checks_keywords
 @dataclasses.dataclass(frozen=True)
 class LinearScaling:
     """RoPE of positions that are divided by `factor` (Chen et al. 2023, arXiv 2306.15595)."""
@@ -49,7 +45,6 @@ class LinearScaling:
         return (freqs / self.factor).astype(np.float32)
 
 
-@checks_keywords
 @dataclasses.dataclass(frozen=True)
 class YarnScaling:
     """YaRN's frequency rescaling of RoPE (Peng et al. 2023, arXiv 2309.00071).
@@ -91,7 +86,6 @@ class YarnScaling:
 Scaling = RopeScaling | LinearScaling | YarnScaling
 
 
-@checks_keywords
 @dataclasses.dataclass(frozen=True)
 class Rope:
     """The base of the frequencies, and how they are rescaled."""

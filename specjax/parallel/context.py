@@ -1,21 +1,18 @@
 """Context parallelism: the tokens of packed rows [R S] split over the devices of axis `cp`.
 
-A row is cut into chunks, and device i of n holds
-
-    contiguous   of n chunks      chunk i
-    zigzag       of 2n chunks     chunks i and 2n - 1 - i
-
-With a causal mask the work of a token grows with its position in the row: with contiguous chunks
-the last device has most of it, with zigzag all have the same. The host permutes batches into the
-order of the devices (`permute`), and all values per token are in that order afterwards. Only two
-operations depend on the order: attention (`specjax.kernels.context_parallel`), and shifts along the
-row (`shift`), in which only the ends of chunks change devices.
+A row is cut into 2n chunks, and device i of n holds chunks i and 2n - 1 - i (zigzag order). With a
+causal mask the work of a token grows with its position in the row; so all devices have the same
+work. The host permutes batches into the order of the devices (`permute`), and all values per token
+are in that order afterwards. Only two operations depend on the order: attention
+(`specjax.kernels.context_parallel`), and shifts along the row (`shift`), in which only the ends of
+chunks change devices.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -33,27 +30,22 @@ class Context:
 
     Attributes:
       mesh: mesh with more than one device on axis `cp`.
-      order, attention: `mesh.cp_order` and `mesh.cp_attention` of `MeshConfig`.
+      attention: `mesh.cp_attention` of `MeshConfig`.
+      chunks: number of chunks of each row that a device holds.
     """
 
     mesh: jax.sharding.Mesh
-    order: str = "zigzag"
     attention: str = "ring"
+
+    chunks: ClassVar[int] = 2
 
     @property
     def ways(self) -> int:
         return self.mesh.shape[AXIS]
 
-    @property
-    def chunks(self) -> int:
-        """Number of chunks of each row that a device holds."""
-        return 2 if self.order == "zigzag" else 1
-
     def chunks_of(self, device) -> tuple:
         """Returns the numbers of the chunks that a device holds, in its order."""
-        if self.order == "zigzag":
-            return device, 2 * self.ways - 1 - device
-        return (device,)
+        return device, 2 * self.ways - 1 - device
 
     def places(self, length: int) -> np.ndarray:
         """Returns the position in the row of each token [S], in the order of the devices.
@@ -64,8 +56,8 @@ class Context:
         count = self.chunks * self.ways
         if length % count:
             raise ValueError(
-                f"rows of {length} tokens cannot be cut into the {count} chunks of cp={self.ways} "
-                f"in {self.order} order; make packing.row_length a multiple of {count}"
+                f"rows of {length} tokens cannot be cut into the {count} chunks of cp={self.ways}; "
+                f"make packing.row_length a multiple of {count}"
             )
         chunks = np.arange(length).reshape(count, -1)
         held = [chunk for device in range(self.ways) for chunk in self.chunks_of(device)]
@@ -84,7 +76,7 @@ def context_of(config: MeshConfig, mesh: jax.sharding.Mesh | None) -> Context | 
     """Returns how the mesh of a configuration splits rows; None: it does not split them."""
     if mesh is None or config.cp == 1:
         return None
-    return Context(mesh, config.cp_order, config.cp_attention)
+    return Context(mesh, config.cp_attention)
 
 
 def shift(
@@ -108,9 +100,8 @@ def shift(
 def _shift_chunks(x, by: int, context: Context):
     """Shifts by at most one chunk: each chunk receives its end from its neighbour in the row.
 
-    In zigzag order the low chunks ascend with their devices and the high ones descend, and the last
-    device holds the two in the middle: the scheme of Megatron's `roll_tensor` under context
-    parallelism.
+    The low chunks ascend with their devices and the high ones descend, and the last device holds
+    the two in the middle: the scheme of Megatron's `roll_tensor` under context parallelism.
     """
     last = context.ways - 1
     down = [(i, i - 1) for i in range(1, last + 1)]  # to the previous device
@@ -124,8 +115,6 @@ def _shift_chunks(x, by: int, context: Context):
         return jnp.concatenate(pieces, axis=1)
 
     def local(x, device):
-        if context.chunks == 1:
-            return joined(x, jax.lax.ppermute(ends(x), AXIS, down if by > 0 else up))
         low, high = jnp.split(x, 2, axis=1)
         to_low = jax.lax.ppermute(ends(low), AXIS, down if by > 0 else up)
         to_high = jax.lax.ppermute(ends(high), AXIS, up if by > 0 else down)

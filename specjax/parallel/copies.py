@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +13,6 @@ import numpy as np
 
 from specjax.interfaces import Axes, Params
 from specjax.parallel import sharding
-from specjax.parallel.collectives import received
 from specjax.parallel.reshard import Reshard, Unrelated
 
 log = logging.getLogger(__name__)
@@ -49,7 +47,6 @@ class Copies:
       own: meshes of the replicas of this process; there may be none.
       before: number of replicas of the job that come before its own.
       group: group of this process.
-      received: bytes that a device received for the weights that were copied last.
       through_hosts: whether weights go through the memory of the hosts.
 
     Raises:
@@ -82,8 +79,7 @@ class Copies:
             self.group = ProcessGroup(firsts.index(first), len(firsts), reports=process == first)
         devices = set(self.mesh.devices.flat)
         self.through_hosts = training is not None and set(training.devices.flat) != devices
-        self.received = 0
-        self._programs: dict[Any, tuple[Callable, int]] = {}
+        self._programs: dict[Any, Callable] = {}
 
     def __call__(
         self, tree: Params, axes: Axes, convert: Callable[[Params], Params] | None = None
@@ -100,7 +96,6 @@ class Copies:
           the copies, one for each of `own`.
         """
         leaves, structure = jax.tree.flatten(tree)
-        self.received = 0
         if not leaves:
             return [tree for _ in self.own]
         if self.through_hosts:
@@ -108,8 +103,7 @@ class Copies:
         key = structure, convert, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
         if key not in self._programs:
             self._programs[key] = self._program(tree, axes, convert)
-        program, self.received = self._programs[key]
-        everywhere = program(tree)
+        everywhere = self._programs[key](tree)
         return [jax.tree.map(lambda a, p=place: _part(a, p), everywhere) for place in self.own]
 
     def _fetched(self, tree: Params, axes: Axes, convert) -> list[Params]:
@@ -131,36 +125,28 @@ class Copies:
                 whole = sharding.fetch(piece)
                 for here, where in zip(placed, targets, strict=True):
                     here[name] = sharding.put(whole, where[name])
-        for where in targets[:1]:
-            self.received = sum(
-                math.prod(where[name].shard_shape(x.shape)) * np.dtype(x.dtype).itemsize
-                for name, x in made
-            )
         return [jax.tree.unflatten(structure, [here[name] for name, _ in made]) for here in placed]
 
-    def _program(self, tree: Params, axes: Axes, convert) -> tuple[Callable, int]:
-        """The program that copies weights, and the bytes that a device receives by it.
+    def _program(self, tree: Params, axes: Axes, convert) -> Callable:
+        """The program that copies weights.
 
         It copies, since training overwrites its weights. It moves no byte more than it must if the
         `tp` of the replicas is a multiple of training's.
         """
         try:
-            program = Reshard(tree, self.mesh, axes, convert)
-            return program, program.bytes_per_device
+            return Reshard(tree, self.mesh, axes, convert)
         except Unrelated as error:
             log.warning(
                 "weights reach the replicas by a program that XLA lays out, which may hold whole "
                 "weights for a moment; rollout.tp a multiple of mesh.tp avoids it (%s)", error
             )  # fmt: skip
             convert = convert or (lambda tree: tree)
-            copied = jax.jit(
+            return jax.jit(
                 lambda tree: jax.tree.map(lambda a: jnp.array(a, copy=True), convert(tree)),
                 out_shardings=sharding.param_shardings(
                     self.mesh, jax.eval_shape(convert, tree), axes
                 ),
             )
-            compiled = copied.lower(tree).compile()
-            return compiled, sum(c.received for c in received(compiled.as_text()))
 
 
 def _alone(path, leaf):

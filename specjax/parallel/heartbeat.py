@@ -24,6 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from specjax.error_text import first_line
+
 STATUS = 70  # EX_SOFTWARE
 _BEATS = 10  # heartbeats in `lost_after` seconds
 _REPORTER = 'read -r word; [ "$word" = cancel ] || printf "%s\\n" "$0" >&2'
@@ -94,18 +96,12 @@ class Heartbeat:
         """Writes that the process is done."""
         self._closed.set()
         self._thread.join()
-        self._state = "done"
-        self._write()
-        self._reporter.cancel()
+        self._leave("done")
 
     def fail(self, error: BaseException) -> None:
         """Writes that the process has failed, which ends the others."""
         self._closed.set()
-        text = str(error).strip().splitlines()
-        self._message = f"{type(error).__name__}: {text[0] if text else ''}"
-        self._state = "failed"
-        self._write()
-        self._reporter.cancel()
+        self._leave("failed", first_line(error))
         self._linger()
 
     def missing(self) -> list[int]:
@@ -145,12 +141,15 @@ class Heartbeat:
 
     def _end(self, lost: str) -> None:
         """Writes the loss and ends the process; its main thread may be blocked in a collective."""
-        self._state, self._message = "lost", lost
-        self._write()
         print(f"error: {lost}. {self._advice}", file=sys.stderr, flush=True)
-        self._reporter.cancel()
+        self._leave("lost", lost)
         self._linger()
         exit_now(STATUS)
+
+    def _leave(self, state: str, message: str = "") -> None:
+        self._state, self._message = state, message
+        self._write()
+        self._reporter.cancel()
 
     def _linger(self) -> None:
         if self.process == 0:  # when it ends jax aborts the others, which must print first
@@ -168,7 +167,6 @@ class Heartbeat:
             told = {
                 "token": self._token,
                 "process": self.process,
-                "processes": self.processes,
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
                 "state": self._state,

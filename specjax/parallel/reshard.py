@@ -30,7 +30,7 @@ import numpy as np
 
 from specjax.interfaces import Axes, Params
 from specjax.parallel import sharding
-from specjax.parallel.collectives import Collective, received
+from specjax.parallel.collectives import Collective
 
 log = logging.getLogger(__name__)
 MeshAxes = tuple[str, ...]
@@ -109,16 +109,6 @@ class Reshard:
     def compiled(self) -> jax.stages.Compiled:
         return self.lower().compile()
 
-    @functools.cached_property
-    def collectives(self) -> list[Collective]:
-        """Returns the collectives of the compiled program."""
-        return received(self.compiled.as_text())
-
-    @property
-    def bytes_per_device(self) -> int:
-        """Returns the bytes that a device receives from others."""
-        return sum(c.received for c in self.collectives)
-
     def excess(self, collectives: Sequence[Collective]) -> list[str]:
         """Returns the weights of which a device receives, or briefly holds, more than it keeps.
 
@@ -140,13 +130,10 @@ class Mover:
     Args:
       target: mesh to move the weights to.
       axes: logical axes of the weights, see `specjax.parallel.sharding`.
-
-    Attributes:
-      received: largest number of bytes that a device received for the last tree.
     """
 
     def __init__(self, target: jax.sharding.Mesh, axes: Axes):
-        self.target, self.axes, self.received = target, axes, 0
+        self.target, self.axes = target, axes
         self._programs: dict[tuple, Reshard | None] = {}
 
     def __call__(self, tree: Params, convert: Callable | None = None) -> Params:
@@ -155,15 +142,12 @@ class Mover:
         Args:
           convert: jitted function to apply to the weights before they move, see `Reshard`.
         """
-        self.received, tree = 0, jax.tree.map(jnp.asarray, tree)
+        tree = jax.tree.map(jnp.asarray, tree)
         if self.holds(tree):
             shardings = sharding.param_shardings(self.target, tree, self.axes)
             return self._copied(jax.tree.map(_named, tree, shardings), convert)
         program = self.program(tree, convert)
-        if program is None:
-            return self._copied(tree, convert)
-        self.received = program.bytes_per_device
-        return program(tree)
+        return self._copied(tree, convert) if program is None else program(tree)
 
     def program(self, tree: Params, convert: Callable | None = None) -> Reshard | None:
         """Returns the program for a tree of arrays or shapes; None: it is copied shard by shard."""
@@ -196,7 +180,6 @@ class Mover:
     def _copied(self, tree: Params, convert: Callable | None) -> Params:
         tree = tree if convert is None else convert(tree)
         shardings = sharding.param_shardings(self.target, tree, self.axes)
-        self.received = bytes_missing(tree, shardings)
         return jax.device_put(tree, shardings)
 
 
@@ -245,30 +228,6 @@ def cast(dtype: str) -> Callable[[Params], Params]:
 
 def _name(path) -> str:
     return "weight." + jax.tree_util.keystr(path, simple=True, separator=".")
-
-
-def bytes_missing(tree: Params, shardings) -> int:
-    """Returns the largest number of bytes of its shards that a device does not hold yet.
-
-    Args:
-      tree: the arrays.
-      shardings: their new shardings.
-    """
-    missing: dict = {}
-    for leaf, new in zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True):
-        held = leaf.sharding.devices_indices_map(leaf.shape)
-        for device, wanted in new.devices_indices_map(leaf.shape).items():
-            there = _shared(wanted, held[device], leaf.shape) if device in held else 0
-            size = _shared(wanted, wanted, leaf.shape) - there
-            missing[device] = missing.get(device, 0) + size * leaf.dtype.itemsize
-    return max(missing.values(), default=0)
-
-
-def _shared(one, other, shape) -> int:
-    """Returns the number of elements that two slices of an array have in common."""
-    pairs = zip(one, other, shape, strict=True)
-    bounds = [(*a.indices(n)[:2], *b.indices(n)[:2]) for a, b, n in pairs]
-    return math.prod(max(0, min(b, d) - max(a, c)) for a, b, c, d in bounds)
 
 
 def _named(array: jax.Array, target: jax.NamedSharding) -> jax.Array:

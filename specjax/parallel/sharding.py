@@ -38,7 +38,6 @@ PHYSICAL = {
     None: (),
 }
 
-CP_ORDERS = ("zigzag", "contiguous")
 CP_ATTENTION = ("ring", "all_gather")
 
 
@@ -51,8 +50,6 @@ class MeshConfig:
       fsdp: devices that rows, weights and optimizer states are split over.
       tp: devices that heads, feed-forward width and vocabulary are split over.
       cp: devices that the tokens of each packed row are split over in training.
-      cp_order: which tokens a device of `cp` holds: `zigzag` (chunks i and 2 * cp - 1 - i of
-        2 * cp, which balances causal attention) or `contiguous` (chunk i of cp).
       cp_attention: `ring` (keys and values are sent around the devices, and masked blocks are
         skipped) or `all_gather` (every device holds the keys and values of whole rows).
       sequence_parallel: whether the tokens of states between the products of layers are split over
@@ -63,7 +60,6 @@ class MeshConfig:
     fsdp: int = option(1, least=1)
     tp: int = option(1, least=1)
     cp: int = option(1, least=1)
-    cp_order: str = option("zigzag", choices=CP_ORDERS, needs="splits_rows")
     cp_attention: str = option("ring", choices=CP_ATTENTION, needs="splits_rows")
     sequence_parallel: bool = option(False, needs="splits_products")
 
@@ -89,7 +85,7 @@ class MeshConfig:
     @property
     def row_multiple(self) -> int:
         """The number that must divide the length of a packed row."""
-        chunks = 2 if self.cp > 1 and self.cp_order == "zigzag" else 1
+        chunks = 2 if self.cp > 1 else 1
         return self.cp * math.lcm(chunks, self.tp if self.sequence_parallel else 1)
 
 
@@ -112,16 +108,8 @@ def make_mesh(config: MeshConfig, devices: Devices = None) -> jax.sharding.Mesh 
     """
     if config.size == 1:
         return None
-    if devices is None:
-        offer_cpu_devices(config.size)
-        devices = dealt(config.size // config.tp, config.tp)
-    if len(devices) < config.size:
-        raise ValueError(
-            f"mesh data={config.data} fsdp={config.fsdp} tp={config.tp} cp={config.cp} needs "
-            f"{config.size} devices, got {len(devices)}; use smaller axes, or JAX_PLATFORMS=cpu "
-            "to try it on simulated devices"
-        )
-    grid = np.array(devices[: config.size])
+    axes = " ".join(f"{name}={getattr(config, name)}" for name in MESH_AXES)
+    grid = _chosen(devices, config.size // config.tp, config.tp, axes)
     return jax.sharding.Mesh(grid.reshape([getattr(config, a) for a in MESH_AXES]), MESH_AXES)
 
 
@@ -169,20 +157,26 @@ def replica_meshes(
     """
     if replicas < 1 or tp < 1:
         raise ValueError(f"replicas and tp must be at least 1, got {replicas} and {tp}")
-    if devices is None:
-        offer_cpu_devices(replicas * tp)
-        devices = dealt(replicas, tp)
-    if len(devices) < replicas * tp:
-        raise ValueError(
-            f"{replicas} replicas of {tp} devices need {replicas * tp}, got {len(devices)}; use "
-            "fewer replicas, or JAX_PLATFORMS=cpu to try it on simulated devices"
-        )
-    groups = np.array(devices[: replicas * tp])
+    groups = _chosen(devices, replicas, tp, f"replicas={replicas} tp={tp}")
     if training is not None and training.size == replicas * tp:
         with contextlib.suppress(ValueError):  # one tp is no multiple of the other: any grouping
             groups = rollout_mesh(training, tp).devices
     groups = groups.reshape(replicas, 1, 1, 1, tp)
     return [jax.sharding.Mesh(group, MESH_AXES) for group in groups]
+
+
+def _chosen(devices: Devices, groups: int, unit: int, what: str) -> np.ndarray:
+    """Returns the devices of `groups` groups of `unit` neighbours, see `dealt`."""
+    count = groups * unit
+    if devices is None:
+        offer_cpu_devices(count)
+        devices = dealt(groups, unit)
+    if len(devices) < count:
+        raise ValueError(
+            f"{what} needs {count} devices, got {len(devices)}; use fewer, or JAX_PLATFORMS=cpu to "
+            "try it on simulated devices"
+        )
+    return np.array(devices[:count])
 
 
 def joined_mesh(meshes: Sequence[jax.sharding.Mesh | None]) -> jax.sharding.Mesh | None:
@@ -362,7 +356,7 @@ def _map_stated(one: Callable, state):
     """Maps `one(array, axes)` over the arrays of a state.
 
     `axes` are the logical axes of the last dimensions, where the type of the tuple that holds the
-    array declares them as `AXES` (a cache's heads, the noise's vocabulary), else None.
+    array declares them as `AXES` (a cache's heads), else None.
     """
 
     def is_stated(node) -> bool:
@@ -383,7 +377,7 @@ def _map_stated(one: Callable, state):
 def state_shardings(mesh: jax.sharding.Mesh, state):
     """Returns the shardings of a decode state between chunks.
 
-    Key/value heads and noise are split over `tp`; all other dimensions, slots included, are whole.
+    Key/value heads are split over `tp`; all other dimensions, slots included, are whole.
     """
 
     def one(leaf, axes):

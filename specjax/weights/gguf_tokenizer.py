@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, as the equivalent of tokenizer.json.
+"""The tokenizer of a GGUF file.
 
 `tokenizer.ggml.model` is `gpt2`, byte-level BPE with merges, or `llama`, SentencePiece's BPE whose
 merges follow from scores. The file does not hold the rules that split text before BPE:
@@ -8,10 +8,20 @@ Unknown names are refused, because other rules would silently give other tokens.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from specjax.checked_json import CheckpointError, Keys, UnsupportedModelError, shown
 from specjax.error_text import first_line
@@ -35,37 +45,25 @@ _REMEDY = (
 )
 
 
-def _bytes(use_regex: bool) -> dict[str, Any]:
-    """Returns tokenizer.json's step from bytes to characters, with or without GPT-2's splitting."""
-    return {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": use_regex,
-    }
-
-
-def _split(regex: str) -> dict[str, Any]:
-    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-
-
 class Pre(NamedTuple):
     """How text is split and BPE applied.
 
     Attributes:
-      steps: pre-tokenizers of tokenizer.json, in order.
-      normalizer: Unicode normalisation that is applied first.
+      splits: expressions whose matches are pieces of their own, in order; where there is none,
+        GPT-2's expression splits the text.
+      digits: whether each digit is a piece of its own.
+      nfc: whether Unicode's normal form C is applied first.
       ignore_merges: whether a piece that is a token is used without applying merges.
       add_bos: whether to add a begin token if the file does not say.
     """
 
-    steps: tuple[dict[str, Any], ...]
-    normalizer: dict[str, Any] | None = None
+    splits: tuple[str, ...] = ()
+    digits: bool = False
+    nfc: bool = False
     ignore_merges: bool = False
     add_bos: bool = False
 
 
-_DIGITS = {"type": "Digits", "individual_digits": True}
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -80,26 +78,19 @@ _DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_STARCODER = Pre((_DIGITS, _bytes(True)))
-_LLAMA_BPE = Pre((_split(_LLAMA3), _bytes(False)), ignore_merges=True, add_bos=True)
+_STARCODER = Pre(digits=True)
+_LLAMA_BPE = Pre((_LLAMA3,), ignore_merges=True, add_bos=True)
 PRE = {
-    "gpt-2": Pre((_bytes(True),)),
+    "gpt-2": Pre(),
     "smollm": _STARCODER,
     "starcoder": _STARCODER,
     "refact": _STARCODER,
     "llama-bpe": _LLAMA_BPE,
     "llama-v3": _LLAMA_BPE,
     "llama3": _LLAMA_BPE,
-    "tekken": Pre((_split(_TEKKEN), _bytes(False)), ignore_merges=True, add_bos=True),
-    "qwen2": Pre((_split(_QWEN2), _bytes(False)), normalizer={"type": "NFC"}),
-    "deepseek-v3": Pre(
-        (
-            _split(r"\p{N}{1,3}"),
-            _split("[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"),
-            _split(_DEEPSEEK3),
-            _bytes(False),
-        )
-    ),
+    "tekken": Pre((_TEKKEN,), ignore_merges=True, add_bos=True),
+    "qwen2": Pre((_QWEN2,), nfc=True),
+    "deepseek-v3": Pre((r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3)),
 }
 
 
@@ -131,23 +122,34 @@ def tokenizer_of(file: Path, metadata: Mapping[str, Any], most: int) -> Any:
       UnsupportedModelError: the kind of tokenizer, or the rules that split text, are unknown.
     """
     keys = Keys(file, metadata)
-    described = tokenizer_json(file, metadata)
-    tokens = keys.texts("tokenizer.ggml.tokens")
+    kind = keys.text("tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
+        raise UnsupportedModelError(
+            f"{file}: tokenizer.ggml.model {shown(kind)} is not supported; expected gpt2 or llama"
+        )
+    vocabulary = _vocabulary(keys)
+    tokens = vocabulary.tokens
     named = {
         name: tokens[token]
         for name, key in _IDS.items()
         for token in keys.token_ids(f"tokenizer.ggml.{key}_token_id", len(tokens))
     }
-    Tokenizer = transformers_class("PreTrainedTokenizerFast")
     try:
-        from tokenizers import Tokenizer as Core
-
-        found = Tokenizer(
-            tokenizer_object=Core.from_str(json.dumps(described)),
+        build = _byte_level if kind == "gpt2" else _sentencepiece
+        core = build(keys, vocabulary)
+        for content, kind in zip(tokens, vocabulary.kinds, strict=True):
+            if kind == _USER_DEFINED:
+                core.add_tokens([AddedToken(content, normalized=False)])
+            elif kind in (_UNKNOWN, _CONTROL):
+                core.add_special_tokens([AddedToken(content, normalized=False)])
+        found = transformers_class("PreTrainedTokenizerFast")(
+            tokenizer_object=core,
             model_max_length=most,
             clean_up_tokenization_spaces=False,
             **named,
         )
+    except (CheckpointError, UnsupportedModelError):
+        raise
     except Exception as error:  # tokenizers raises many types, bare Exception included
         raise CheckpointError(
             f"{file}: its tokenizer cannot be built ({first_line(error)}); fetch the file again, "
@@ -155,40 +157,6 @@ def tokenizer_of(file: Path, metadata: Mapping[str, Any], most: int) -> Any:
         ) from error
     found.chat_template = _templates(keys)
     return found
-
-
-def tokenizer_json(file: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the equivalent of tokenizer.json; see `tokenizer_of` for arguments and errors."""
-    keys = Keys(file, metadata)
-    kind = keys.text("tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama"):
-        raise UnsupportedModelError(
-            f"{file}: tokenizer.ggml.model {shown(kind)} is not supported; expected gpt2 or llama"
-        )
-    vocabulary = _vocabulary(keys)
-    parts = _byte_level(keys, vocabulary) if kind == "gpt2" else _sentencepiece(keys, vocabulary)
-    add_bos = keys.flag("tokenizer.ggml.add_bos_token", parts.pop("add_bos"))
-    add_eos = keys.flag("tokenizer.ggml.add_eos_token", False)
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {
-                "id": i,
-                "content": token,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": kind != _USER_DEFINED,
-            }
-            for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
-            if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
-        ],
-        "post_processor": _ends(keys, vocabulary, add_bos, add_eos),
-        **parts,
-    }
 
 
 def _vocabulary(keys: Keys) -> _Vocabulary:
@@ -218,8 +186,8 @@ def end_names(tokens: Sequence[str]) -> frozenset[str]:
     return found - {"<|end|>"} if harmony else found
 
 
-def _byte_level(keys: Keys, vocabulary: _Vocabulary) -> dict[str, Any]:
-    """Returns tokenizer.json for BPE over bytes that are written as characters."""
+def _byte_level(keys: Keys, vocabulary: _Vocabulary) -> Tokenizer:
+    """Makes BPE over bytes that are written as characters."""
     name = keys.text("tokenizer.ggml.pre", None)
     if name not in PRE:
         said = "is absent" if name is None else f"{shown(name)} is not supported"
@@ -233,18 +201,21 @@ def _byte_level(keys: Keys, vocabulary: _Vocabulary) -> dict[str, Any]:
             f"tokenizer.ggml.model gpt2; {_REMEDY}"
         )
     pre = PRE[name]
-    return {
-        "normalizer": pre.normalizer,
-        "pre_tokenizer": pre.steps[0] if len(pre.steps) == 1 else
-                         {"type": "Sequence", "pretokenizers": list(pre.steps)},
-        "decoder": _bytes(True),
-        "model": _bpe(vocabulary, _merges(keys), ignore_merges=pre.ignore_merges),
-        "add_bos": pre.add_bos,
-    }  # fmt: skip
+    bpe = models.BPE(vocab=vocabulary.ids, merges=_merges(keys), ignore_merges=pre.ignore_merges)
+    core = Tokenizer(bpe)
+    if pre.nfc:
+        core.normalizer = normalizers.NFC()
+    steps = [pre_tokenizers.Digits(individual_digits=True)] if pre.digits else []
+    steps += [pre_tokenizers.Split(Regex(regex), "isolated") for regex in pre.splits]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pre.splits))
+    core.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    core.decoder = decoders.ByteLevel()
+    _add_ends(core, keys, vocabulary, pre.add_bos)
+    return core
 
 
-def _sentencepiece(keys: Keys, vocabulary: _Vocabulary) -> dict[str, Any]:
-    """Returns tokenizer.json for SentencePiece's BPE.
+def _sentencepiece(keys: Keys, vocabulary: _Vocabulary) -> Tokenizer:
+    """Makes SentencePiece's BPE.
 
     Spaces become `_SPACE`, one is added before every text after a special token, and characters
     without a token become bytes.
@@ -264,59 +235,36 @@ def _sentencepiece(keys: Keys, vocabulary: _Vocabulary) -> dict[str, Any]:
     prefix = keys.flag("tokenizer.ggml.add_space_prefix", True)
     merges = _merges(keys) if "tokenizer.ggml.merges" in keys.raw else _by_score(keys, vocabulary)
     (unknown,) = keys.token_ids("tokenizer.ggml.unknown_token_id", len(vocabulary.tokens)) or [0]
-    replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-    prepend = {"type": "Prepend", "prepend": _SPACE}
-    decoders = [
-        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
-        {"type": "ByteFallback"},
-        {"type": "Fuse"},
-        *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []),
-    ]
-    return {
-        "normalizer": {
-            "type": "Sequence", "normalizers": [prepend, replace] if prefix else [replace],
-        },
-        "pre_tokenizer": None,
-        "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": _bpe(
-            vocabulary,
-            merges,
+    core = Tokenizer(
+        models.BPE(
+            vocab=vocabulary.ids,
+            merges=merges,
             unk_token=vocabulary.tokens[unknown],
             fuse_unk=True,
             byte_fallback=_BYTE in vocabulary.kinds,
-        ),
-        "add_bos": True,
-    }  # fmt: skip
+        )
+    )
+    before = [normalizers.Prepend(_SPACE)] if prefix else []
+    core.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", _SPACE)])
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps += [decoders.Strip(" ", 1, 0)] if prefix else []
+    core.decoder = decoders.Sequence(steps)
+    _add_ends(core, keys, vocabulary, True)
+    return core
 
 
-def _bpe(vocabulary: _Vocabulary, merges: list[list[str]], **changes: Any) -> dict[str, Any]:
-    return {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": False,
-        "vocab": vocabulary.ids,
-        "merges": merges,
-        **changes,
-    }
-
-
-def _merges(keys: Keys) -> list[list[str]]:
+def _merges(keys: Keys) -> list[tuple[str, str]]:
     """Reads the merges of a file, each as two pieces with a space between them."""
     pairs = []
     for merge in keys.texts("tokenizer.ggml.merges"):
         cut = merge.find(" ", 1)
         if cut < 0:
             raise keys.error("tokenizer.ggml.merges", f"pairs of pieces ({merge!r} is none)")
-        pairs.append([merge[:cut], merge[cut + 1 :]])
+        pairs.append((merge[:cut], merge[cut + 1 :]))
     return pairs
 
 
-def _by_score(keys: Keys, vocabulary: _Vocabulary) -> list[list[str]]:
+def _by_score(keys: Keys, vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """Makes the merges of SentencePiece: all pairs whose union is a piece, by descending score."""
     scores = keys.raw.get("tokenizer.ggml.scores")
     count = len(vocabulary.tokens)
@@ -340,43 +288,32 @@ def _by_score(keys: Keys, vocabulary: _Vocabulary) -> list[list[str]]:
         for cut in range(1, len(token))
         if token[:cut] in text and token[cut:] in text
     ]
-    return [[left, right] for *_, left, right in sorted(pairs)]
+    return [(left, right) for *_, left, right in sorted(pairs)]
 
 
-def _ends(
-    keys: Keys, vocabulary: _Vocabulary, add_bos: bool, add_eos: bool
-) -> dict[str, Any] | None:
-    """Returns tokenizer.json's step that adds tokens before or after every text."""
-    if not add_bos and not add_eos:
-        return None
-    ids = {}
-    for name, wanted in (("bos", add_bos), ("eos", add_eos)):
+def _add_ends(core: Tokenizer, keys: Keys, vocabulary: _Vocabulary, add_bos: bool) -> None:
+    """Lets a tokenizer add tokens before and after every text, as the file says.
+
+    Args:
+      add_bos: whether to add a begin token if the file does not say.
+    """
+    tokens = {}
+    for name, default in (("bos", add_bos), ("eos", False)):
         found = keys.token_ids(f"tokenizer.ggml.{name}_token_id", len(vocabulary.tokens))
-        if wanted and not found:
-            raise keys.error(
-                f"tokenizer.ggml.{name}_token_id", f"a token, because add_{name}_token is true"
-            )
-        ids[name] = found[0] if wanted else None
-
-    def special(name: str, sequence: int) -> list[dict[str, Any]]:
-        if ids[name] is None:
-            return []
-        token = vocabulary.tokens[ids[name]]
-        return [{"SpecialToken": {"id": token, "type_id": sequence}}]
-
-    def text(letter: str, sequence: int) -> list[dict[str, Any]]:
-        inside = [{"Sequence": {"id": letter, "type_id": sequence}}]
-        return special("bos", sequence) + inside + special("eos", sequence)
-
-    tokens = {vocabulary.tokens[i]: i for i in ids.values() if i is not None}
-    return {
-        "type": "TemplateProcessing",
-        "single": text("A", 0),
-        "pair": text("A", 0) + text("B", 1),
-        "special_tokens": {
-            token: {"id": token, "ids": [i], "tokens": [token]} for token, i in tokens.items()
-        },
-    }
+        if keys.flag(f"tokenizer.ggml.add_{name}_token", default):
+            if not found:
+                raise keys.error(
+                    f"tokenizer.ggml.{name}_token_id", f"a token, because add_{name}_token is true"
+                )
+            tokens[name] = vocabulary.tokens[found[0]], found[0]
+    if tokens:
+        begin, end = ([tokens[n][0]] if n in tokens else [] for n in ("bos", "eos"))
+        second = [f"{piece}:1" for piece in (*begin, "$B", *end)]
+        core.post_processor = processors.TemplateProcessing(
+            single=[*begin, "$A", *end],
+            pair=[*begin, "$A", *end, *second],
+            special_tokens=[*tokens.values()],
+        )
 
 
 def _templates(keys: Keys) -> str | dict[str, str] | None:

@@ -40,7 +40,7 @@ class Panels:
             return Unsuited("panels need unrolled layers, and these are scanned")
         if not cfg.run.fused:
             return Unsuited("panels need fused projections, and a mesh splits these one by one")
-        return dispatch.refuses("product", dispatch.offering("product"), device, cfg)
+        return dispatch.refuses("product", dispatch.PANELS, device, cfg)
 
     @classmethod
     def pack(cls, array: Float[Array, "K N"], table: bool) -> Panels | None:

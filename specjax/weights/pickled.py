@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from specjax.checked_json import CheckpointError, UnsupportedModelError, pointer_problem
-from specjax.weights.safetensors import CONFIG, INDEX, WEIGHTS, Safetensors, files_in_index
+from specjax.weights.safetensors import CONFIG, INDEX, WEIGHTS, Safetensors, listed_files
 
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _STORAGES = {
@@ -56,24 +56,13 @@ class Pickled(Safetensors):
           UnsupportedModelError: a file is of another format of torch, or names what is no tensor.
         """
         tensors: dict[str, Tensor] = {}
-        for file in self._files():
+        whole = self.path / BIN
+        for file in [whole] if whole.exists() else listed_files(self.path / BIN_INDEX):
             for name, tensor in read_tensors(file).items():
                 if name in tensors:
                     raise CheckpointError(f"{file}: {name} is in another file as well; keep one")
                 tensors[name] = tensor
         return tensors
-
-    def _files(self) -> list[Path]:
-        if (self.path / BIN).exists():
-            return [self.path / BIN]
-        names = files_in_index(self.path / BIN_INDEX)
-        missing = [name for name in names if not (self.path / name).exists()]
-        if missing:
-            raise CheckpointError(
-                f"{self.path / BIN_INDEX} lists files that are missing: {', '.join(missing)}; "
-                "fetch them"
-            )
-        return [self.path / name for name in names]
 
 
 class Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,21 +15,7 @@ from specjax.tokenizer import TOKENIZER_FILES, load_tokenizer
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 WEIGHTS, INDEX, HEAD_FILE = "model.safetensors", "model.safetensors.index.json", "mtp.safetensors"
-_DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
+_KINDS = {"F": "float", "BF": "bfloat", "I": "int", "U": "uint"}
 
 
 class Tensor:
@@ -43,10 +30,16 @@ class Tensor:
         self._handle, self._name = handle, name
         piece = handle.get_slice(name)
         self.shape = tuple(piece.get_shape())
-        self.dtype = _DTYPES.get(piece.get_dtype(), piece.get_dtype())
+        self.dtype = _dtype(piece.get_dtype())
 
     def __getitem__(self, index: Any) -> np.ndarray:
         return self._handle.get_slice(self._name)[index]
+
+
+def _dtype(name: str) -> str:
+    """Returns numpy's name of a dtype of safetensors; the name itself if numpy has none."""
+    found = re.fullmatch(r"(BF|F|I|U)(\d+)", name)
+    return f"{_KINDS[found[1]]}{found[2]}" if found else {"BOOL": "bool"}.get(name, name)
 
 
 class Safetensors:
@@ -98,7 +91,7 @@ class Safetensors:
 
     def tokenizer(self) -> Any:
         """Returns the tokenizer of the directory; None: there is none."""
-        return load_tokenizer(self.path, required=False)
+        return load_tokenizer(self.path)
 
 
 def open_files(files: Iterable[Path]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -143,13 +136,22 @@ def weight_files(path: Path) -> list[Path]:
         torch_files = sorted(f.name for f in path.glob("*.bin"))
         hint = f"; convert {', '.join(torch_files)} to safetensors" if torch_files else ""
         raise CheckpointError(f"{path}: expected {WEIGHTS} or {INDEX}, found neither{hint}")
-    names = files_in_index(path / INDEX)
-    missing = [name for name in names if not (path / name).exists()]
+    return listed_files(path / INDEX)
+
+
+def listed_files(index: Path) -> list[Path]:
+    """Returns the weight files that an index lists.
+
+    Raises:
+      CheckpointError: the index is malformed, or files are missing.
+    """
+    names = files_in_index(index)
+    missing = [name for name in names if not index.with_name(name).exists()]
     if missing:
         raise CheckpointError(
-            f"{path / INDEX} lists files that are missing: {', '.join(missing)}; fetch them"
+            f"{index} lists files that are missing: {', '.join(missing)}; fetch them"
         )
-    return [path / name for name in names]
+    return [index.with_name(name) for name in names]
 
 
 def files_in_index(index: Path) -> list[str]:

@@ -17,6 +17,7 @@ from specjax.checkpoint.weights import (
     describe_head,
     fitted,
     load_model,
+    read_draft,
     read_head,
     save_model,
     source_in,
@@ -37,13 +38,9 @@ def described(source: Draft, params) -> Draft:
 
 
 def test_settings_by_hand_that_no_layout_can_express_are_described(tmp_path):
-    source, params = load_draft_files(
-        GOLDEN / "plain", POLICY, overrides={"aux_hidden_state_layer_ids": [3, 1, 2]}
-    )
+    source, params = read_draft(GOLDEN / "plain", POLICY, {"aux_hidden_state_layer_ids": [3, 1, 2]})
     assert described(source, params).cfg.taps == (3, 1, 2)
-    source, params = load_draft_files(
-        GOLDEN / "final_state", POLICY, overrides={"norm_output": True}
-    )
+    source, params = read_draft(GOLDEN / "final_state", POLICY, {"norm_output": True})
     assert described(source, params).cfg.norm_output
     _, policy, _ = hf.load_checkpoint(GOLDEN / "policy", "float32")
     assert not save_model(tmp_path / "hf", POLICY, policy, Head(source, params), None)

@@ -155,12 +155,12 @@ def test_maps_configure_as_dataclasses_do():
     ("settings", "message"),
     [
         ({"controller": "best"}, "controller must be one of goodput, static, ema, bandit"),
-        ({"control": "ema"}, "ControlConfig has no parameter control; did you mean 'controller'"),
-        ({"bandit": {"eps": 0.1}}, "BanditConfig has no parameter eps; did you mean 'epsilon'"),
+        ({"control": "ema"}, "unexpected keyword argument 'control'"),
+        ({"bandit": {"eps": 0.1}}, "unexpected keyword argument 'eps'"),
         ({"strategies": "4_1_5"}, "strategies must be a list"),
         ({"strategies": ["4_1_9"]}, "use '4_1_5'"),
         ({"bs_threshold": -1}, "bs_threshold must be at least 0"),
-        ({"ema": {"alpha": 1}}, "EmaConfig has no parameter alpha"),
+        ({"ema": {"alpha": 1}}, "unexpected keyword argument 'alpha'"),
     ],
 )
 def test_a_wrong_configuration_is_refused(settings, message):

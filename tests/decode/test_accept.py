@@ -19,13 +19,7 @@ from scipy import stats
 
 from specjax.config import Strategy
 from specjax.decode.accept import accept, accept_block, accept_coupled, accept_recursive
-from specjax.decode.noise import (
-    DRAFT,
-    empty_ring,
-    refill,
-    round_noise,
-    target_noise,
-)
+from specjax.decode.noise import DRAFT, draw_ahead, round_noise, target_noise
 from specjax.decode.sampling import perturb, probabilities, sanitise, tempered
 from specjax.decode.state import Plan
 from specjax.decode.tree import build_tree, grown_shape
@@ -43,12 +37,11 @@ def chain(steps):
 
 def accept_logits(mode, tree, tokens, logits, temperature, draft_logits, keys, root):
     """The rule on untransformed logits, with the randomness of a real round."""
-    ring = None
+    noise = None
     if mode == "coupled":
-        ring = empty_ring(len(tokens), tree.steps + 1, logits.shape[-1])
-        ring = refill(ring, keys, root, jnp.ones(len(tokens), bool), tree.steps + 1)
+        noise = draw_ahead(keys, root, tree.steps + 1, logits.shape[-1], tree.is_chain)
     options = SimpleNamespace(temperature=temperature)
-    state = SimpleNamespace(keys=keys, options=options, length=root + 1, noise=ring)
+    state = SimpleNamespace(keys=keys, options=options, length=root + 1, noise=noise)
     q = probabilities(tempered(draft_logits, temperature), temperature)
     draft = SimpleNamespace(tokens=tokens, shape=tree.shape, q=q)
     plan = Plan(None, tree, mode=mode)

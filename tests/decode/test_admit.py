@@ -104,7 +104,6 @@ def admitted(run: Models, prompts, width) -> DecodeState:
         words=np.stack([request_words(slot, [1], 0) for slot in SLOTS]),
         options=neutral(len(SLOTS), VOCAB, 2, np)._replace(prompt_len=lengths),
     )
-    state = state._replace(noise=state.noise._replace(until=state.noise.until + 99))
     return jax.jit(lambda *x: place(plan, *x))(state, kept, new)
 
 

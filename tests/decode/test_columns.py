@@ -11,7 +11,7 @@ from transform_cases import SLOTS, TRANSFORMS, VOCAB, options_of, random_slot, s
 
 from specjax.config import Strategy
 from specjax.decode.draft import candidates
-from specjax.decode.noise import empty_ring, refill, ring_at, target_noise
+from specjax.decode.noise import draw_ahead, noise_at, target_noise
 from specjax.decode.sampling import context_of, count_tokens
 from specjax.decode.state import Plan
 from specjax.decode.tree import build_tree
@@ -28,8 +28,8 @@ def found(proposal, tokens, length, keys, options, paths, mode, dynamic=False):
     tree = build_tree(Strategy.parse("3_4_9" if dynamic else "4x2x1"))
     cfg = SimpleNamespace(vocab_size=VOCAB)
     plan = Plan(cfg, tree, mode=mode, features=TRANSFORMS, telemetry=True)
-    ring = refill(empty_ring(SLOTS, 4, VOCAB), keys, length - 1, np.ones(SLOTS, bool), 4)
-    state = SimpleNamespace(length=length, keys=keys, options=options, noise=ring)
+    noise = draw_ahead(keys, length - 1, 4, VOCAB, False)
+    state = SimpleNamespace(length=length, keys=keys, options=options, noise=noise)
     counts = count_tokens(tokens, length, options.prompt_len, VOCAB)
     context = context_of(tokens, length, TRANSFORMS, counts)
     return candidates(plan, state, context, proposal, paths, NODES, COUNT)
@@ -103,13 +103,11 @@ def test_ids_that_mean_nothing_propose_nothing_and_no_token_is_proposed_twice(mo
 
 def test_the_noise_of_a_token_is_one_number_however_it_is_asked_for():
     keys, root = jnp.arange(4, dtype=jnp.uint32).reshape(2, 2), jnp.array([3, 6])
-    ring = refill(empty_ring(2, 4, 9), keys, root, np.ones(2, bool), 4)
-    positions = root[:, None] + np.array([[1, 2, 4]])
-    whole = np.asarray(ring_at(ring, positions))
-    np.testing.assert_array_equal(whole, target_noise(keys, positions, 9))
+    depth = np.array([0, 1, 3])
+    at = functools.partial(noise_at, draw_ahead(keys, root, 4, 9, False), keys, root, depth)
+    whole = np.asarray(at())
+    np.testing.assert_array_equal(whole, target_noise(keys, root[:, None] + 1 + depth, 9))
     shared = np.array([1, 4, 8])
-    np.testing.assert_array_equal(ring_at(ring, positions, shared), whole[..., shared])
+    np.testing.assert_array_equal(at(shared), whole[..., shared])
     each = np.random.default_rng(0).integers(0, 9, (2, 3, 5))
-    np.testing.assert_array_equal(
-        ring_at(ring, positions, jnp.asarray(each)), np.take_along_axis(whole, each, -1)
-    )
+    np.testing.assert_array_equal(at(jnp.asarray(each)), np.take_along_axis(whole, each, -1))

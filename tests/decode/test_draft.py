@@ -12,7 +12,7 @@ import pytest
 
 from specjax.config import Strategy
 from specjax.decode.draft import draft_tree
-from specjax.decode.noise import empty_ring, refill, target_noise
+from specjax.decode.noise import draw_ahead, target_noise
 from specjax.decode.options import Features, neutral
 from specjax.decode.sampling import context_of, count_tokens
 from specjax.decode.state import Plan
@@ -67,10 +67,9 @@ def state_of(temperature, **options):
 
 def program_of(plan):
     def program(tokens, length, keys, options, part=None):
-        ring = empty_ring(BATCH, 8, VOCAB)
-        ring = refill(ring, keys, length - 1, jnp.ones(BATCH, bool), 8)
+        noise = draw_ahead(keys, length - 1, 8, VOCAB, False)
         arrays = SimpleNamespace(
-            tokens=tokens, length=length, keys=keys, options=options, noise=ring
+            tokens=tokens, length=length, keys=keys, options=options, noise=noise
         )
         counts = None
         if plan.features.penalties:

@@ -28,7 +28,7 @@ def noise_of(request, position, vocab=VOCAB):
 )
 def test_request_words_are_five_words_of_seed_prompt_and_sample(seed, prompt, sample):
     words = noise.request_words(seed, prompt, sample)
-    assert words.dtype == np.uint32 and words.shape == (noise.WORDS,)
+    assert words.dtype == np.uint32 and words.shape == (5,)
     assert int(words[0]) | int(words[1]) << 32 == seed % 2**64
     assert words[4] == sample
     same = noise.request_words(seed, np.array(prompt, np.int64), sample)
@@ -118,84 +118,28 @@ def test_private_noise_differs_by_domain_root_and_node():
     assert len(np.unique(np.stack(drawn))) == len(drawn) * VOCAB
 
 
-def ring_of(keys, roots, wanted, ring=None, positions=5, count=None, refill=noise.refill):
-    if ring is None:
-        ring = noise.empty_ring(len(keys), positions, VOCAB)
-    return refill(ring, keys, jnp.array(roots), jnp.array(wanted), count or positions)
-
-
-FULL, SHORTER = [5] * 6, [2, 5, 1, 3, 1, 4]
-
-
-@pytest.mark.parametrize(
-    ("counts", "block_numbers"),
-    [
-        pytest.param(FULL, 1, id="full, block by block"),
-        pytest.param(SHORTER, 1 << 16, id="of shorter trees, at once"),
-        pytest.param(SHORTER, 1, id="of shorter trees, block by block", marks=pytest.mark.slow),
-        pytest.param(FULL, 1 << 16, id="full, at once", marks=pytest.mark.slow),
-    ],
-)
-def test_a_ring_holds_the_noise_of_the_next_positions_and_draws_each_once(
-    monkeypatch, block_numbers, counts
-):
-    """Slots advance by 1 to 5 positions, rest, are decoded plainly for a while; strategies of
-    fewer steps ask for fewer positions of the same ring."""
-    monkeypatch.setattr(noise, "BLOCK_NUMBERS", block_numbers)
-    refill = jax.jit(lambda *x: noise.refill(*x), static_argnums=4)  # of this block size
-    generator = np.random.default_rng(0)
-    keys = jnp.concatenate([keys_of((seed, PROMPT, 0)) for seed in range(3)])
-    roots, ring, drawn = np.array([3, 0, 17]), None, np.zeros(3, int)
-    known = [set(), set(), set()]
-    for count in counts:
-        wanted = generator.random(3) < 0.8
-        ring = ring_of(keys, roots, wanted, ring, count=count, refill=refill)
-        for slot in np.flatnonzero(wanted):
-            ahead = set(range(roots[slot] + 1, roots[slot] + 1 + count))
-            drawn[slot] += len(ahead - known[slot])
-            known[slot] |= ahead
-        positions = jnp.array(roots)[:, None] + 1 + jnp.arange(count)
-        expected = noise.target_noise(keys, positions, VOCAB)
-        got = noise.ring_at(ring, positions)
-        np.testing.assert_array_equal(got[wanted], expected[wanted])
-        np.testing.assert_array_equal(ring.drawn, drawn)
-        plainly = np.where(generator.random(3) < 0.5, generator.integers(0, 9, 3), 0)
-        roots = roots + np.where(wanted, generator.integers(1, count + 1, 3), plainly)
-
-
-def test_the_next_noise_of_a_large_vocabulary_is_drawn_for_those_who_want_it_only(monkeypatch):
-    keys = jnp.concatenate([keys_of((seed, PROMPT, 0)) for seed in range(5)])
-    root = jnp.array([3, 9, 0, 4, 7])
-    wanted = jnp.array([True, False, True, False, False])
-    everyone = noise.target_noise(keys, root[:, None] + 1, 40)
-    np.testing.assert_array_equal(noise.next_noise(keys, root, wanted, 40), everyone)
-    monkeypatch.setattr(noise, "BLOCK_NUMBERS", 64)
-    some = noise.next_noise(keys, root, wanted, 40)
-    np.testing.assert_array_equal(some, jnp.where(wanted[:, None, None], everyone, 0.0))
-
-
 @settings(max_examples=2)
 @given(st.integers(0, 2**31), st.integers(1, 5), st.integers(1, 9), st.booleans())
-def test_what_a_tpu_or_gpu_draws_ahead_is_what_a_cpu_keeps_in_the_ring(seed, count, rows, static):
+def test_every_platform_draws_and_picks_the_same_noise(seed, count, rows, static):
     """At depths that the program knows and at others, of all tokens and of some."""
     rng = np.random.default_rng(seed)
     keys = jnp.asarray(rng.integers(0, 2**32, (3, 2), dtype=np.uint32))
-    root, wanted = jnp.asarray(rng.integers(0, 99, 3)), jnp.ones(3, bool)
-    ring = noise.prepare(noise.empty_ring(3, 5, VOCAB), keys, root, wanted, count, static)
+    root = jnp.asarray(rng.integers(0, 99, 3))
     depth = rng.integers(0, count, rows if static else (3, rows))
     if rows <= count and static:
         depth = np.arange(rows)  # a chain
-    ids = (None, np.sort(rng.integers(0, VOCAB, 4)), rng.integers(0, VOCAB, (3, rows, 4)))
+    positions = root[:, None] + 1 + jnp.arange(count)
     ahead = noise.draw_ahead(keys, root, count, VOCAB, static)
-    for some in ids:
-        here = noise.noise_at(ring, keys, root, depth, some)
-        there = noise.ahead_at(ahead, keys, root, depth, some)
-        np.testing.assert_array_equal(here, there)
-    at_once = noise.draw_at_once(keys, root, count, VOCAB)
-    np.testing.assert_array_equal(at_once, ahead)
-    here = noise.noise_at(ring, keys, root, depth)
-    np.testing.assert_array_equal(noise.gather_ahead(at_once, jnp.asarray(depth)), here)
-    assert noise.after_round(ring).ahead is None and (ring.drawn == count).all()
+    np.testing.assert_array_equal(noise.one_by_one(keys, positions, VOCAB, static), ahead)
+    np.testing.assert_array_equal(noise.at_once(keys, positions, VOCAB), ahead)
+    whole = noise.target_noise(keys, jnp.broadcast_to(root[:, None] + 1 + depth, (3, rows)), VOCAB)
+    for ids in (None, np.sort(rng.integers(0, VOCAB, 4)), rng.integers(0, VOCAB, (3, rows, 4))):
+        found = noise.noise_at(ahead, keys, root, depth, ids)
+        some = np.arange(VOCAB) if ids is None else ids
+        wanted = np.take_along_axis(whole, np.broadcast_to(some, (3, rows, some.shape[-1])), -1)
+        np.testing.assert_array_equal(found, wanted)
+    at = jnp.broadcast_to(depth, (3, rows))[..., None]
+    np.testing.assert_array_equal(noise.selected(ahead, at), whole)
 
 
 # --- the generator --------------------------------------------------------------------------------
@@ -215,15 +159,19 @@ def test_known_answers_of_the_paper():
 
 
 @settings(max_examples=6)
-@given(WORDS, WORDS, WORDS, st.sampled_from([(), (3, 40), (2, 3, 5)]))
-def test_numbers_are_those_of_jax(a, b, data, shape):
-    words = jnp.array([a, b], jnp.uint32)
-    mine, theirs = noise.key_of(words), jax.random.wrap_key_data(words, impl="threefry2x32")
-    for draw in (
-        lambda key: jax.random.bits(key, shape),
-        lambda key: jax.random.uniform(key, shape),
-        lambda key: jax.random.gumbel(key, shape, mode="high"),
-        lambda key: jax.random.key_data(jax.random.fold_in(key, data)),
-        lambda key: jax.random.key_data(jax.random.split(key, 3)),
-    ):
-        np.testing.assert_array_equal(draw(mine), draw(theirs))
+@given(st.tuples(*[WORDS] * 5), st.integers(0, 2**20), st.integers(0, 99))
+def test_numbers_are_those_of_jax(words, position, node):
+    def folded(key, *data):
+        for value in data:
+            key = jax.random.fold_in(key, value)
+        return key
+
+    first = jax.random.wrap_key_data(np.array(words[:2], np.uint32), impl="threefry2x32")
+    key, keys = folded(first, *words[2:]), noise.request_keys(np.array([words], np.uint32))
+    np.testing.assert_array_equal(keys[0], jax.random.key_data(key))
+    root, tiny = jnp.array([position]), jnp.finfo(jnp.float32).tiny
+    coin = jax.random.uniform(folded(key, noise.ACCEPT, position, node), minval=tiny)
+    assert noise.round_coins(keys, root, np.array([node]))[0, 0] == coin
+    drawn = jax.random.gumbel(folded(key, noise.DRAFT, position, node), (40,), mode="high")
+    mine = noise.round_noise(keys, noise.DRAFT, root, np.array([node]), 40)
+    np.testing.assert_array_equal(mine[0, 0], drawn)

@@ -22,15 +22,7 @@ from transform_cases import (
 
 from specjax.decode import sampling, shards
 from specjax.decode.draft import top_candidates
-from specjax.decode.noise import (
-    DRAFT,
-    ahead_at,
-    draw_ahead,
-    empty_ring,
-    refill,
-    ring_at,
-    round_noise,
-)
+from specjax.decode.noise import DRAFT, draw_ahead, noise_at, one_by_one, round_noise, selected
 from specjax.parallel.sharding import MeshConfig, make_mesh
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
@@ -145,15 +137,14 @@ def test_a_shard_generates_its_own_slice_of_the_noise_and_no_more(tp):
     vocab = 1096
 
     def noise(keys):
-        ring = empty_ring(2, 3, vocab)
-        wanted, root = jnp.ones(2, bool), jnp.array([4, 9])
-        ring = refill(ring, keys, root, wanted, 3)
+        root, depth = jnp.array([4, 9]), np.arange(3)
         private = round_noise(keys, DRAFT, root, np.arange(2), vocab)
-        chain, tree = (draw_ahead(keys, root, 3, vocab, chain) for chain in (True, False))
-        of_tree = ahead_at(tree, keys, root, jnp.array([[0, 2], [1, 1]]))
-        depth = np.arange(3)
-        kept = ring_at(ring, root[:, None] + 1 + depth)
-        return kept, private, ahead_at(chain, keys, root, depth), of_tree
+        here = draw_ahead(keys, root, 3, vocab, False)
+        of_rows = noise_at(here, keys, root, jnp.array([[0, 2], [1, 1]]))
+        positions = root[:, None] + 1 + depth
+        chain, tree = (one_by_one(keys, positions, vocab, chain) for chain in (True, False))
+        of_tree = shards.pin(selected(tree, jnp.array([[[0], [2]], [[1], [1]]])))
+        return here, of_rows, private, noise_at(chain, keys, root, depth), of_tree
 
     whole = jax.jit(noise)(keys)
     with jax.set_mesh(mesh(tp)):

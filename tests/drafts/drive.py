@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.decode.state import EMPTY, RUNNING
-from specjax.decode.tree import ancestors, pack_bits, pack_words
+from specjax.decode.tree import ancestors, pack_bits
 from specjax.interfaces import Level, Memory, Room
 
 GARBAGE = 1e3  # states of what was not accepted or does not exist: far from any real one
@@ -197,7 +197,7 @@ def levels_of(grown: Grown, shared: bool) -> list[Level]:
                 total=int(total),
                 tokens=jnp.asarray(tokens),
                 parents=parents[0] if shared else jnp.asarray(parents),
-                visible=pack_bits(here[0]) if shared else pack_words(jnp.asarray(here)),
+                visible=pack_bits(here[0]) if shared else pack_bits(jnp.asarray(here)),
                 path=jnp.asarray(paths_of(grown, i)),
             )
         )

@@ -9,9 +9,9 @@ import pytest
 from tiers import slow_but
 from tiny import apt, tiny_config, tiny_model
 
+from bench.programs import change_dense
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.engine.request import InvalidLogitsError
-from specjax.models.families.dense import change_dense
 from specjax.models.transformer import Transformer
 
 VOCAB, MAX_LEN, BATCH, TOKENS = 64, 48, 3, 24

@@ -9,13 +9,13 @@ import pytest
 from scripted import Flips
 from tiny import apt, tiny_config, tiny_model
 
+from bench.programs import change_dense
 from specjax import LLM, RunConfig, SamplingParams, SpecConfig
 from specjax.control import ControlConfig
 from specjax.decode.options import Features
 from specjax.engine import programs, runner, start_up
 from specjax.engine.programs import Program
 from specjax.engine.settings import EngineConfig
-from specjax.models.families.dense import change_dense
 from specjax.verify.identity import random_requests
 
 VOCAB, MAX_LEN, EOS = 64, 56, 7

@@ -10,7 +10,6 @@ from engines import engine_of, jobs_of, plain
 from shared import CFG
 
 from specjax import SamplingParams
-from specjax.decode import noise
 from specjax.engine.engine import Engine
 
 
@@ -29,7 +28,6 @@ def forms_of(platform: str):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.lax, "platform_dependent", of_platform)
-        patch.setattr(noise, "BLOCK_NUMBERS", 1)  # as with a large vocabulary
         yield names
 
 
@@ -51,17 +49,17 @@ def tokens_of(engine: Engine, jobs) -> list[list[int]]:
 # TPUs multiply by arrays; `auto` would give a CPU's weights a form of their own.
 made = functools.partial(engine_of, page_size=16, products="xla")
 filtered = functools.partial(jobs, top_p=0.9, top_k=40)
-# Of a TPU: layers, commits, choices and thresholds, and what takes the place of the ring.
-EVERYWHERE = {"optimization_barrier", "scattered", "argmax_of_keys"}
+# Of a TPU: layers, layouts, choices and thresholds, and noise.
+EVERYWHERE = {"optimization_barrier", "fixed", "argmax_of_keys"}
 THRESHOLDS = {"digits_side_by_side"}
-RING = {"one_by_one", "from_ahead", "empty", "as_before"}
+NOISE = {"one_by_one"}
 
 
 @pytest.mark.parametrize("spec, alone, scan, expected", [
-    pytest.param(None, True, False, {"_padded", "pinned", "of_all"}, marks=pytest.mark.slow),
-    pytest.param("3_1_4", True, False, {"_padded", "pinned"} | RING, marks=pytest.mark.slow),
-    pytest.param("3_2_6", False, False, {"pinned"} | RING, marks=pytest.mark.slow),
-    ("2x2", False, True, RING),
+    pytest.param(None, True, False, {"_padded", "pinned"}, marks=pytest.mark.slow),
+    pytest.param("3_1_4", True, False, {"_padded", "pinned"} | NOISE, marks=pytest.mark.slow),
+    pytest.param("3_2_6", False, False, {"pinned", "selected"} | NOISE, marks=pytest.mark.slow),
+    ("2x2", False, True, {"selected"} | NOISE),
 ])  # fmt: skip
 def test_the_forms_of_a_tpu_give_the_tokens_of_a_cpu(spec, alone, scan, expected):
     """Of plain decoding, a chain, a dynamic tree and a static one; over pages that rows cross; by
@@ -78,13 +76,9 @@ def test_the_forms_of_a_tpu_give_the_tokens_of_a_cpu(spec, alone, scan, expected
 
 
 @pytest.mark.parametrize("spec, expected", [
-    (None, {"of_all"}),
-    pytest.param(
-        "3_1_4", {"at_once", "gathered", "empty", "as_before", "_finite"}, marks=pytest.mark.slow
-    ),
-    pytest.param(
-        "3_2_6", {"at_once", "gathered", "empty", "as_before", "_finite"}, marks=pytest.mark.slow
-    ),
+    (None, set()),
+    pytest.param("3_1_4", {"at_once", "_finite"}, marks=pytest.mark.slow),
+    pytest.param("3_2_6", {"at_once", "gathered", "_finite"}, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_the_forms_of_a_gpu_give_the_tokens_of_a_cpu(spec, expected):
     """Of plain decoding, a chain and a dynamic tree."""
@@ -92,5 +86,5 @@ def test_the_forms_of_a_gpu_give_the_tokens_of_a_cpu(spec, expected):
     engine = made(spec)
     with forms_of("cuda") as forms:
         assert tokens_of(engine, filtered()) == wanted
-    everywhere = {"digits_by_one_reduction", "drop_by_threshold_alone", "normaliser_in_one_pass"}
+    everywhere = {"digits_by_one_reduction", "normaliser_in_one_pass"}
     assert forms >= everywhere | expected

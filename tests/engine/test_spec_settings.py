@@ -41,11 +41,3 @@ def test_rows_beyond_spec_verify_tokens_are_not_verified(model, usual):
     samples, _ = decoded(model, spec_verify_tokens=6)
     assert [s.token_ids for s in samples] == [s.token_ids for s in usual[0]]
     assert all(s.stats.drafted == 5 * s.stats.rounds for s in samples)
-
-
-def test_the_noise_of_each_position_is_generated_once(usual):
-    """One row for every token, and for the positions ahead that the last round did not reach."""
-    samples, llm = usual
-    drawn = int(llm.engine.runner.state.noise.drawn.sum())
-    tokens = sum(len(s.token_ids) for s in samples)
-    assert tokens <= drawn <= tokens + 2 * llm.engine.runner.steps

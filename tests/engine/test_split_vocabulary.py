@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 from tiny import apt, tiny_config, tiny_model
 
+from bench.programs import change_dense
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.decode import shards
 from specjax.decode.chunk import Until
-from specjax.decode.noise import NoiseRing
 from specjax.decode.options import Features
 from specjax.decode.state import RowMap
 from specjax.engine.compare import first_differences
 from specjax.engine.request import make_jobs
-from specjax.models.families.dense import change_dense
 from specjax.parallel.sharding import MeshConfig, make_mesh
 from specjax.verify.identity import random_requests
 
@@ -82,16 +81,10 @@ def test_no_device_ever_holds_a_row_of_logits_or_of_noise():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("broken", ["operations", "noise"])
-def test_without_either_half_of_it_rows_are_gathered(monkeypatch, broken):
-    """The partitioner left alone gathers what it has to sort, and the noise after every chunk."""
-    spec, features = SpecConfig("4_1_5"), Features()
-    if broken == "operations":
-        spec, features = None, Features(top_logprobs=True)
-        monkeypatch.setattr(shards, "ways", lambda vocab: 1)
-    else:
-        monkeypatch.setattr(NoiseRing, "AXES", {})  # as if noise had no dimension to split
-    assert gathered(chunk_text(llm_on(1, 4, spec), features))
+def test_without_operations_on_shards_rows_are_gathered(monkeypatch):
+    """The partitioner left alone gathers what it has to sort."""
+    monkeypatch.setattr(shards, "ways", lambda vocab: 1)
+    assert gathered(chunk_text(llm_on(1, 4, None), Features(top_logprobs=True)))
 
 
 # --- tokens ---------------------------------------------------------------------------------------
@@ -142,8 +135,6 @@ def test_a_chain_on_8_devices_emits_the_tokens_of_one():
     assert totals.accepted > 20
     held = llm.engine.runner.weights.policy["lm_head"].addressable_shards[0].data.shape
     assert held == (16, VOCAB // 4)
-    noise = llm.engine.runner.state.noise.rows
-    assert noise.addressable_shards[0].data.shape == (*noise.shape[:-1], VOCAB // 4)
 
 
 @pytest.mark.slow

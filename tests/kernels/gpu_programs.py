@@ -29,7 +29,7 @@ from bench.compiled import (
     lowered_update,
     update_figures,
 )
-from bench.programs import CARDS, Ahead, lowered_chunk, mesh_over, runner_of
+from bench.programs import CARDS, Ahead, change_dense, lowered_chunk, mesh_over, runner_of
 from specjax.config import ModelConfig, SpecConfig, Strategy
 from specjax.control import OFF
 from specjax.decode.admit import prefill
@@ -40,7 +40,6 @@ from specjax.drafts.mtp import init_head_params
 from specjax.engine.programs import ONE_GRAPH, Program
 from specjax.engine.runner import Runner, piece_of
 from specjax.engine.settings import EngineConfig
-from specjax.models.families.dense import change_dense
 from specjax.models.transformer import init_params
 from specjax.parallel import sharding
 from specjax.weights.matrix import precision_of
@@ -148,7 +147,7 @@ def traced(runner: Runner, device, wanted: Wanted) -> jax.stages.Traced:
 
         def program(params, head, state, kept, piece):
             model = runner.model(params)
-            return prefill(model, head, runner.longest, state, kept, piece, runner.stride)
+            return prefill(model, head, runner.longest, state, kept, piece)
 
         inputs, donated = (
             (runner.weights.policy, runner.weights.head, runner.state, runner.kept, piece),

@@ -5,10 +5,11 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 
+from bench.programs import change_dense
 from specjax.config import RunConfig
+from specjax.interfaces import Backend
 from specjax.kernels import check, reference
-from specjax.kernels.backend import Kernels
-from specjax.models.families.dense import change_dense, dense_config
+from specjax.models.families.dense import dense_config
 
 CFG = dense_config(
     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2,
@@ -41,8 +42,8 @@ def _fails(**given):
     raise NotImplementedError("no such instruction\non this device")
 
 
-def _kernels(attend, rest="reference") -> Kernels:
-    return Kernels({"tree_attention": attend}, line="a kernel of a test", rest=rest)
+def _kernels(attend, rest="reference") -> Backend:
+    return Backend({"tree_attention": attend}, line="a kernel of a test", rest=rest)
 
 
 HERE = __name__

@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from bench.programs import change_dense
 from specjax.config import RunConfig
+from specjax.interfaces import Backend
 from specjax.kernels import check, reference
-from specjax.kernels.backend import Kernels
-from specjax.models.families.dense import change_dense, dense_config
+from specjax.models.families.dense import dense_config
 from train.loss.optim import OptimConfig
 from train.loss.policy import PolicyTrainer
 from train.loss.terms import sft_loss
@@ -31,8 +32,8 @@ def _one_segment(q, k, v, own, segment_ids, **options):
     return _right(q, k, v, own, jnp.ones_like(segment_ids), **options)
 
 
-def _kernels(attend) -> Kernels:
-    return Kernels({"causal_attention": attend}, line="a kernel of a test")
+def _kernels(attend) -> Backend:
+    return Backend({"causal_attention": attend}, line="a kernel of a test")
 
 
 RIGHT, WRONG_GRADIENT, ONE_SEGMENT = map(_kernels, (_right, _wrong_gradient, _one_segment))
@@ -67,4 +68,4 @@ def test_a_kernel_that_is_wrong_is_replaced_by_its_rest_with_one_line(kernel, ca
 @pytest.mark.parametrize("dtype, window", [("bfloat16", None), ("float32", 100)])
 def test_flash_attention_passes(dtype, window):
     cfg = change_dense(CFG, window=window).running(compute_dtype=dtype)
-    assert check.why_wrong_in_training(cfg, "gpu:flash-interpret") is None
+    assert check.why_wrong_in_training(cfg, "tests.kernels.interpreted:FLASH_GPU") is None

@@ -78,7 +78,7 @@ def test_rows_past_a_table_or_before_it_are_not_written(past):
 
 
 @pytest.mark.parametrize("layers", [2, 36])
-def test_it_lowers_for_cuda_as_one_kernel_whose_results_are_its_arguments(layers):
+def test_it_lowers_for_cuda_as_one_kernel_whose_results_are_its_arguments(monkeypatch, layers):
     def shape(*dims, kind=jnp.bfloat16):
         return jax.ShapeDtypeStruct(dims, kind)
 
@@ -86,7 +86,8 @@ def test_it_lowers_for_cuda_as_one_kernel_whose_results_are_its_arguments(layers
     inputs = pages, rows, shape(4, kind=jnp.int32), shape(4, 8, kind=jnp.int32)
     device = jax.sharding.AbstractDevice("NVIDIA H100", None, "gpu")
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh), commit_kernel.unchecked():
+    monkeypatch.setattr(commit_kernel.Choice, "on", True)
+    with jax.sharding.use_abstract_mesh(mesh):
         text = jax.jit(by_kernel).trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
     assert len(re.findall(r'@"?(?:__gpu\$xla\.gpu\.triton|triton_kernel_call)"?', text)) == 1
     assert text.count("output_operand_alias<") == 2 * layers, "pages are copied"

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from test_tpu import expected, random_case
 from tiny import prompts_of, tiny_config, tiny_model
 
+from bench.programs import change_dense
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.decode.tree import chain_bits
 from specjax.engine.settings import EngineConfig
 from specjax.kernels import cpu, dispatch
 from specjax.kernels.cpu import native
-from specjax.models.families.dense import change_dense
 from specjax.weights.panels import Panels
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from test_cpu import MODEL, normal, pytestmark  # noqa: F401  (skips without a compiler)
 from test_tpu import random_case
 
+from bench.programs import change_dense
 from specjax.decode.tree import chain_bits
 from specjax.drafts.mtp import MTPHead, init_head_params, to_format
 from specjax.interfaces import Memory, Room, Scratch, Where
 from specjax.kernels import dispatch
 from specjax.kernels.cpu import native
 from specjax.memory import KVCache, commit_rows, empty
-from specjax.models.families.dense import change_dense
 from specjax.models.mixers.attention import Attention
 from specjax.models.mlps.dense import Dense
 from specjax.models.transformer import graphdef, init_params, to_decode_layout

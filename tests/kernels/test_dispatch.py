@@ -1,6 +1,7 @@
 """Who attends: the choice for a platform, and that what is chosen is what runs."""
 
 import functools
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +10,15 @@ import pytest
 from test_tpu import expected, random_case
 from tiny import prompts_of, tiny_config, tiny_model
 
+from bench.programs import change_dense
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.drafts.mtp import weight_axes
 from specjax.engine.settings import EngineConfig
-from specjax.kernels import dispatch, reference, tpu
+from specjax.kernels import dispatch, reference
 from specjax.kernels.backend import choose
-from specjax.models.families.dense import change_dense
 from specjax.parallel import sharding
 from specjax.parallel.sharding import MeshConfig, make_mesh
+from tests.kernels import interpreted
 from train.heads.training import DraftConfig, DraftTrainer
 from train.loss.optim import OptimConfig
 from train.loss.packing import Sample, pack
@@ -51,7 +53,6 @@ V5E, H100 = ("tpu", "TPU v5 lite"), ("gpu", "NVIDIA H100")
         (("cpu", "cpu"), tiny_config(), "auto", "reference", False, "multiple of 16, got 8"),
         (("cpu", "cpu"), HALF, "auto", "reference", False, "reference; not cpu: it computes in"),
         (("cpu", "cpu"), WIDE, "library", "library:xla", False, "dot_product_attention"),
-        (("cpu", "cpu"), WIDE, "tpu:interpret", "tpu:interpret", True, "slow, for tests"),
         (("neuron", "trn1"), WIDE, "auto", "reference", True, "no kernel for platform 'neuron'"),
         (("rocm", "MI300"), HALF, "auto", "library:xla", True, "device is 'rocm'"),
     ],
@@ -73,7 +74,6 @@ def test_each_platform_gets_its_kernel_and_a_missing_one_is_warned_of(
         (V5E, HALF, "tpu:v3", "must be one of .* tpu:v5e, tpu:v5p, tpu:v6e"),
         (("tpu", "TPU v9"), HALF, "tpu", "it supports v5e, v5p, v6e, and the device is 'TPU v9'"),
         (V5E, HALF, "no_such.kernels:MINE", "cannot load kernel backend 'no_such.kernels:MINE'"),
-        (V5E, HALF, "tpu:interpret", "for tests on CPU"),
         (V5E, HALF, "flash", "must be one of auto, cpu"),
     ],
 )
@@ -135,9 +135,9 @@ def value_and_gradients(attend, q, k, v, own, ids):
 
 @pytest.mark.parametrize("kernel, length, steps", [
     ("library:xla", 128, 0),
-    ("tpu:interpret", 150, 2),
+    ("tests.kernels.interpreted:TPU", 150, 2),
     pytest.param("library:xla", 150, 2, marks=pytest.mark.slow),
-    pytest.param("tpu:interpret", 128, 0, marks=pytest.mark.slow),
+    pytest.param("tests.kernels.interpreted:TPU", 128, 0, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_training_attention_and_its_gradient_equal_the_reference(kernel, length, steps):
     arrays = packed_rows(length, steps)
@@ -164,7 +164,7 @@ def test_training_attention_and_its_gradient_equal_the_reference(kernel, length,
 @pytest.fixture
 def calls(monkeypatch):
     """Shapes of the queries that each kernel was traced with."""
-    seen, operations = {"tree": [], "causal": []}, tpu.INTERPRET.operations
+    seen, operations = {"tree": [], "causal": []}, interpreted.TPU.operations
     attend, splash = operations["tree_attention"], operations["causal_attention"]
 
     def tree(q, *args, **kwargs):
@@ -192,7 +192,9 @@ def test_every_device_attends_to_its_own_heads_and_slots(mesh, calls, kv_heads):
     """Heads that do not divide by tp are everybody's."""
     case = finite(random_case(1, 4, kv_heads, 2, 5, 32, 2, "float32"))
     wanted, wanted_lse = expected(*case, window=None, sinks=None)
-    attend = functools.partial(dispatch.tree_attention, kernel="tpu:interpret", with_lse=True)
+    attend = functools.partial(
+        dispatch.tree_attention, kernel="tests.kernels.interpreted:TPU", with_lse=True
+    )
     found, lse = jax.jit(sharding.traced_on(mesh, attend))(
         *jax.device_put(case, jax.NamedSharding(mesh, jax.P()))
     )
@@ -220,7 +222,8 @@ def test_a_rollout_runs_the_kernel_that_is_asked_for_and_gives_the_same_tokens(c
     # Products have a warning of their own where there is no C++ compiler.
     said = [record for record in caplog.records if record.name != "specjax.weights.matrix"]
     assert not calls["tree"] and not said
-    assert generated("tpu:interpret") == wanted
+    with caplog.at_level(logging.INFO):
+        assert generated("tests.kernels.interpreted:TPU") == wanted
     rows = {shape[2] for shape in calls["tree"]}
     assert {16, 2} <= rows, "pieces of prompts and trees"
     assert "attention: the TPU kernel in interpret mode" in caplog.text
@@ -255,5 +258,5 @@ def losses(kernel, mesh) -> list[float]:
 def test_training_runs_the_kernel_that_is_asked_for_and_gives_the_same_losses(mesh, calls):
     wanted = losses("reference", None)
     assert not calls["causal"]
-    np.testing.assert_allclose(losses("tpu:interpret", mesh), wanted, rtol=1e-4)
+    np.testing.assert_allclose(losses("tests.kernels.interpreted:TPU", mesh), wanted, rtol=1e-4)
     assert set(calls["causal"]) == {(1, 2, 128, 128)}

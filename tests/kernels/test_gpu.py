@@ -15,10 +15,10 @@ from test_dispatch import finite
 from test_tpu import HEAD, TOLERANCE, random_case
 from tiny import tiny_config
 
+from bench.programs import change_dense
 from specjax.kernels import dispatch, gpu, reference
 from specjax.kernels.backend import choose
 from specjax.kernels.reference import NEG_INF
-from specjax.models.families.dense import change_dense
 
 ON_GPU = jax.default_backend() == "gpu"
 PYTHON = os.environ.get("SPECJAX_GPU_PYTHON")

@@ -14,7 +14,7 @@ import other_python
 import pytest
 from gpu_programs import INVARIANT, PROGRAMS, UPDATES, engine_of, traced
 
-from specjax.models.families.dense import change_dense
+from bench.programs import change_dense
 
 PYTHON = os.environ.get("SPECJAX_GPU_PYTHON")
 compiles = [

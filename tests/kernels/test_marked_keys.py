@@ -10,15 +10,22 @@ from flax import nnx
 from test_tpu import random_case
 from tiny import tiny_config, tiny_model
 
+from bench.programs import change_dense
 from specjax.decode.tree import chain_bits
 from specjax.interfaces import Room, Where
 from specjax.kernels import dispatch, reference
 from specjax.memory import empty, with_marked_keys
-from specjax.models.families.dense import change_dense
 from specjax.models.transformer import graphdef, to_decode_layout
 
 BATCH, ROWS, PREFIX = 3, 7, [40, 17, 0]
-KERNELS = ["reference", "cpu", "library:xla", "tpu:interpret", "triton:interpret", "by position"]
+KERNELS = [
+    "reference",
+    "cpu",
+    "library:xla",
+    "tests.kernels.interpreted:TPU",
+    "tests.kernels.interpreted:TRITON",
+    "by position",
+]
 
 
 def test_a_row_that_is_not_finite_has_a_key_of_nan_and_a_value_of_0():

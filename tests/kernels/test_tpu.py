@@ -13,6 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from specjax.decode.tree import ancestors, pack_bits
 from specjax.kernels import reference, tpu
+from tests.kernels import interpreted
 
 HEAD = 128
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
@@ -55,7 +56,7 @@ def expected(q, k, v, k_pages, v_pages, *rest, window, sinks):
 
 
 SIMULATED = pltpu.InterpretParams()
-attend = functools.partial(tpu.tree_attention, tuning=tpu.INTERPRETED, interpret=SIMULATED)
+attend = functools.partial(tpu.tree_attention, tuning=interpreted.TPU_TUNING, interpret=SIMULATED)
 
 
 def check(case, dtype, window=None, sinks=None, **more):
@@ -112,7 +113,7 @@ def test_it_equals_the_reference_on_many_shapes(**case):
 def test_prefixes_that_end_at_edges_of_parts_blocks_and_pages():
     """Copies for the next slot are sent over those that have nothing to copy."""
     sizes = tpu.Sizes(2, 3, 1, HEAD, 4, 32, 96)
-    _, blocks = sizes.cut(tpu.INTERPRETED, 3)
+    _, blocks = sizes.cut(interpreted.TPU_TUNING, 3)
     assert (blocks.piece, blocks.part, blocks.positions) == (32, 32, 64)
     for prefix in ((0, 0, 0), (0, 64, 0), (32, 33, 31), (0, 1, 96), (63, 65, 95), (96, 96, 96)):
         check(random_case(0, 3, 1, 2, 3, 32, 3, "float32", prefix), "float32")

@@ -1,6 +1,5 @@
 """The Triton kernel: its values by interpretation, its work, the choice, and that it lowers."""
 
-import dataclasses
 import functools
 import os
 import re
@@ -15,9 +14,10 @@ from hypothesis import strategies as st
 from test_tpu import random_case
 from tiny import tiny_config
 
+from bench.programs import change_dense
 from specjax.kernels import dispatch, reference, triton
-from specjax.kernels.backend import bytes_read, choose, typical
-from specjax.models.families.dense import change_dense
+from specjax.kernels.backend import choose
+from tests.kernels import interpreted
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
 ON_GPU = jax.default_backend() == "gpu"
@@ -34,7 +34,7 @@ def clean(case):
 
 
 interpreted = functools.partial(
-    triton.tree_attention, tuning=triton.INTERPRETED, interpret=True, with_lse=True
+    triton.tree_attention, tuning=interpreted.TRITON_TUNING, interpret=True, with_lse=True
 )
 options = {"static_argnames": ("window", "soft_cap", "with_lse")}
 expected = functools.partial(jax.jit(reference.tree_attention, **options), with_lse=True)
@@ -209,16 +209,3 @@ def test_what_it_cannot_do_is_refused(device, head, dtype, message):
     cfg = change_dense(HALF, head_dim=head).running(compute_dtype=dtype)
     with pytest.raises(ValueError, match=message):
         choose(*device, cfg, "triton")
-
-
-def test_the_backend_that_reads_less_is_chosen_and_the_line_says_how_much(monkeypatch):
-    half = change_dense(HALF, head_dim=80)
-    line = choose(*HOPPER, half).line
-    read = bytes_read(["triton", "library:cudnn"], typical(half))
-    for count in read.values():
-        assert f"{count / 2**20:.0f} MiB" in line
-    assert "not gpu: it supports bfloat16 heads of" in line and "got bfloat16 heads of 80" in line
-    greedy = dataclasses.replace(triton.BACKEND, reads=lambda sizes: 4 * sizes.gathered())
-    monkeypatch.setattr(triton, "BACKEND", greedy)
-    choice = choose(*HOPPER, half)
-    assert choice.name == "library:cudnn" and "by triton" in choice.line

@@ -18,12 +18,19 @@ import numpy as np
 from sum_windows import products
 
 from bench.compiled import figures_of
-from bench.programs import WIDE, lowered_chunk, mesh_over, runner_of, tpu_devices, wide_runner
+from bench.programs import (
+    WIDE,
+    change_dense,
+    lowered_chunk,
+    mesh_over,
+    runner_of,
+    tpu_devices,
+    wide_runner,
+)
 from specjax.decode import admit
 from specjax.drafts.mtp import init_head_params, weight_axes
 from specjax.engine.runner import piece_of
 from specjax.kernels import dispatch
-from specjax.models.families.dense import change_dense
 from specjax.models.transformer import init_params
 from specjax.parallel import sharding
 from specjax.parallel.context import context_of
@@ -144,7 +151,7 @@ def prefill(mesh):
 
     def program(params, head, state, kept, piece):
         model = runner.model(params)
-        return admit.prefill(model, head, runner.longest, state, kept, piece, runner.stride)
+        return admit.prefill(model, head, runner.longest, state, kept, piece)
 
     inputs = runner.weights.policy, runner.weights.head, runner.state, runner.kept, piece
     key = ("prefill", piece.tokens.shape)

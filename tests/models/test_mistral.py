@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.programs import change_dense
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
 from specjax.drafts.mtp import init_head_params
-from specjax.models.families.dense import change_dense
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "engine"))
 from test_parity import GOLDEN, run_all  # noqa: E402

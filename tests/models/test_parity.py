@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from bench.programs import change_dense
 from specjax.checkpoint import huggingface as hf
 from specjax.config import Strategy
 from specjax.decode.tree import build_tree
@@ -20,7 +21,7 @@ from specjax.drafts.mtp import MTPHead, init_head_params
 from specjax.interfaces import Room, Where
 from specjax.memory import Commit, commit, empty
 from specjax.models import transformer
-from specjax.models.families.dense import change_dense, dense_config
+from specjax.models.families.dense import dense_config
 from specjax.models.rope import RopeScaling
 from specjax.models.transformer import graphdef, unroll_layers
 

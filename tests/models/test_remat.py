@@ -14,7 +14,7 @@ from specjax.parallel.sharding import rows_sharding
 LENGTH = 128  # the smallest block of splash attention
 
 
-def model(policy: str, scan: bool, remat=True, attention="tpu:interpret"):
+def model(policy: str, scan: bool, remat=True, attention="tests.kernels.interpreted:TPU"):
     return dense_config(
         vocab_size=64,
         hidden_size=32,

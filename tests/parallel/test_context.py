@@ -26,11 +26,9 @@ from train.loss.terms import count_denominators, rl_loss
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 
-ORDERS = ("zigzag", "contiguous")
 
-
-def make_context(cp: int, order="zigzag", attention="ring", **axes) -> Context:
-    config = MeshConfig(cp=cp, cp_order=order, cp_attention=attention, **axes)
+def make_context(cp: int, attention="ring", **axes) -> Context:
+    config = MeshConfig(cp=cp, cp_attention=attention, **axes)
     return context_of(config, make_mesh(config))
 
 
@@ -41,25 +39,19 @@ def placed(rows, context: Context):
 # --- who holds what -------------------------------------------------------------------------------
 
 
-def test_zigzag_gives_every_device_the_same_causal_work():
-    zigzag, contiguous = make_context(2), make_context(2, "contiguous")
-    assert zigzag.places(8).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]  # chunks 0 and 3, 1 and 2
-    assert contiguous.places(8).tolist() == list(range(8))
-    work = {
-        context.order: (context.places(64).reshape(4, -1) + 1).sum(1).tolist()
-        for context in (make_context(4), make_context(4, "contiguous"))
-    }
-    assert len(set(work["zigzag"])) == 1
-    assert work["contiguous"] == sorted(work["contiguous"]) and len(set(work["contiguous"])) == 4
+def test_every_device_has_the_same_causal_work():
+    context = make_context(2)
+    assert context.places(8).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]  # chunks 0 and 3, 1 and 2
+    assert len(set((make_context(4).places(64).reshape(4, -1) + 1).sum(1).tolist())) == 1
     rows = np.arange(32).reshape(2, 16)
-    assert (zigzag.restore(zigzag.permute(rows)) == rows).all()
+    assert (context.restore(context.permute(rows)) == rows).all()
     with pytest.raises(ValueError, match="a multiple of 4"):
-        zigzag.places(18)
+        context.places(18)
 
 
-@pytest.mark.parametrize(("cp", "order"), [(4, "zigzag"), (8, "zigzag"), (4, "contiguous")])
-def test_shifts_across_devices_equal_those_of_whole_rows(cp, order):
-    context = make_context(cp, order)
+@pytest.mark.parametrize("cp", [4, 8])
+def test_shifts_across_devices_equal_those_of_whole_rows(cp):
+    context = make_context(cp)
     rng = np.random.default_rng(0)
     rows, wide = rng.integers(1, 99, (2, 32)), rng.normal(size=(2, 32, 3)).astype(np.float32)
     steps = (1, 2, -1, 5, -6)  # further than a chunk of 2 or 4 tokens
@@ -109,16 +101,15 @@ def with_gradients(arrays, segments, context=None):
 
 
 CASES = [
-    ("ring", "zigzag", {"cp": 4, "fsdp": 2}),
-    ("ring", "contiguous", {"cp": 2, "tp": 4}),  # more parts than key/value heads
-    ("all_gather", "zigzag", {"cp": 2, "tp": 2, "data": 2}),
-    ("all_gather", "contiguous", {"cp": 4}),
+    ("ring", {"cp": 4, "fsdp": 2}),
+    ("ring", {"cp": 2, "tp": 4}),  # more parts than key/value heads
+    ("all_gather", {"cp": 2, "tp": 2, "data": 2}),
 ]
 
 
-@pytest.mark.parametrize(("attention", "order", "axes"), CASES)
-def test_attention_over_devices_and_its_gradients_equal_the_reference(attention, order, axes):
-    context = make_context(order=order, attention=attention, **axes)
+@pytest.mark.parametrize(("attention", "axes"), CASES)
+def test_attention_over_devices_and_its_gradients_equal_the_reference(attention, axes):
+    context = make_context(attention=attention, **axes)
     arrays, segments = attention_inputs()
     out, gradients = jax.jit(with_gradients)(arrays, segments)
     there = [x[:, :, context.places(32)] for x in arrays]
@@ -132,14 +123,17 @@ def test_attention_over_devices_and_its_gradients_equal_the_reference(attention,
 
 def test_the_ring_leaves_out_chunks_that_nothing_sees():
     """Values that are not a number spoil whatever is multiplied with them, by zero as well."""
-    context = make_context(4, "contiguous")
+    context = make_context(2)
+    places, back = context.places(32), np.argsort(context.places(32))
     arrays, _ = attention_inputs(rows=1)
     segments = np.repeat([1, 2, 2, 3], 8)[None].astype(np.int32)
     attend = jax.jit(lambda q, k, v, ids: dispatch.causal_attention(q, k, v, ids, context))
     q, k, v = arrays[:3]
     v = v.copy()
     v[:, :, 16:24] = np.nan  # the third chunk: later than 1 and 2, of another segment than 4
-    spoilt = np.isnan(np.asarray(attend(q, k, v, segments))).any(axis=(0, 1, 3))
+    there = [x[:, :, places] for x in (q, k, v)]
+    out = np.asarray(attend(*there, context.permute(segments)))[:, :, back]
+    spoilt = np.isnan(out).any(axis=(0, 1, 3))
     assert spoilt.reshape(4, 8).all(1).tolist() == [False, False, True, False]
     assert spoilt.sum() == 8
 
@@ -213,18 +207,18 @@ def one_device(batch):
 
 
 def layouts():
-    """Every way to spread 8 devices over the axes; orders and attention take turns."""
+    """Every way to spread 8 devices over the axes; the ways of attention take turns."""
     usual = {(1, 2, 2, 2), (2, 1, 1, 4)}
-    kinds = itertools.cycle(itertools.product(("ring", "all_gather"), ORDERS))
+    kinds = itertools.cycle(("ring", "all_gather"))
     for sizes in itertools.product((1, 2, 4, 8), repeat=4):
         if np.prod(sizes) == 8:
-            attention, order = next(kinds) if sizes[3] > 1 else ("ring", "zigzag")
+            attention = next(kinds) if sizes[3] > 1 else "ring"
             if sizes in usual:
-                attention, order = "ring", "contiguous" if sizes[3] == 4 else "zigzag"
+                attention = "ring"
             axes = dict(zip(("data", "fsdp", "tp", "cp"), sizes, strict=True))
-            config = MeshConfig(**axes, cp_order=order, cp_attention=attention)
+            config = MeshConfig(**axes, cp_attention=attention)
             marks = () if sizes in usual else pytest.mark.slow
-            yield pytest.param(config, marks=marks, id=f"{sizes}-{attention}-{order}")
+            yield pytest.param(config, marks=marks, id=f"{sizes}-{attention}")
 
     for sizes in ((1, 2, 2, 2), (2, 1, 4, 1)):
         axes = dict(zip(("data", "fsdp", "tp", "cp"), sizes, strict=True))

@@ -137,7 +137,7 @@ def split_heads(shape) -> tuple[int, ...]:
     return (*shape[:-3], shape[-3] // 2, *shape[-2:])
 
 
-def test_slots_are_split_over_the_data_axes_pages_by_heads_noise_by_vocabulary(tiny_policy, mesh):
+def test_slots_are_split_over_the_data_axes_and_pages_by_heads(tiny_policy, mesh):
     cfg = hf.load_checkpoint(tiny_policy, "float32")[0]
     plan = Plan(cfg, build_tree(Strategy.parse("2_1_3")), MTPSource(cfg))
     empty = empty_state(plan, StateSizes(slots=9, max_len=32, stop_width=2, pages=5, page_size=16))
@@ -151,10 +151,7 @@ def test_slots_are_split_over_the_data_axes_pages_by_heads_noise_by_vocabulary(t
         return sharding.pin_slots(mesh, here)
 
     here = chunk(placed)
-    assert shard(placed.noise.rows) == (9, 3, 272 // 2)
-    assert shard(here.noise.rows) == (2, 3, 272 // 2)
-    others = here._replace(noise=here.noise._replace(rows=None))
-    for leaf in jax.tree.leaves((per_slot(others), here.table)):
+    for leaf in jax.tree.leaves((per_slot(here), here.table)):
         assert shard(leaf) == (2, *leaf.shape[1:])
     for leaf in jax.tree.leaves((placed.memory.pages, here.memory.pages, here.draft.pages)):
         assert shard(leaf) == split_heads(leaf.shape)
@@ -212,7 +209,6 @@ def test_the_main_job_learns_the_same_on_eight_devices(runs):
         assert a["rollout/tokens_sha"] == b["rollout/tokens_sha"]
         for name in ("rollout/reward", "train/loss", "train/grad_norm", "train/mtp_loss"):
             assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-4), name
-        assert a["sync/bytes_per_device"] == 0 < b["sync/bytes_per_device"]
         assert b["time/sync"] > 0
         assert b["rollout/tokens_per_gpu_per_sec"] * 8 == pytest.approx(b["rollout/tokens_per_sec"])
 

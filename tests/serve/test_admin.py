@@ -12,6 +12,7 @@ import openai
 import pytest
 from serving import BATCH, KEY, Server, config, served
 
+from bench.programs import change_dense
 from serve.admin import weights_info
 from serve.settings import load_llm
 from specjax import LLM, EngineConfig
@@ -19,7 +20,6 @@ from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.convert import convert
 from specjax.checkpoint.store import Checkpointer, save_draft
 from specjax.drafts.mtp import init_head_params
-from specjax.models.families.dense import change_dense
 
 PROMPT = "17+25+8="
 ASK = {"model": "tiny", "prompt": PROMPT, "seed": 3, "max_tokens": 60}

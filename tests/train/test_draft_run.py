@@ -89,13 +89,11 @@ def programs():
 def saved_head(out: Path) -> list[np.ndarray]:
     """The arrays of head and optimizer in the last checkpoint of a run."""
     from specjax.checkpoint.store import read_record
-    from specjax.checkpoint.weights import _shapes
 
     with Checkpointer(out / "checkpoints") as checkpoints:
         step = checkpoints.all_steps()[-1]
         record, _ = read_record(out / "checkpoints" / str(step))
-        wanted = {name: _shapes(tree) for name, tree in record["trees"].items()}
-        trees, _ = checkpoints.restore(step, wanted)
+        trees, _ = checkpoints.restore(step, record["trees"].keys())
     return [np.asarray(a) for a in jax.tree.leaves(trees)]
 
 

@@ -28,6 +28,7 @@ from specjax.models.families.dense import dense_config
 from specjax.registry import BACKENDS
 from specjax.verify.chi_square import full_forward
 from specjax.weights.matrix import precision_of
+from tests.kernels import interpreted
 from train.plan.programs import Shapes
 from train.schema import RLConfig
 
@@ -160,7 +161,7 @@ def causal_of(attend, dtype: str):
 
 
 TREE = BACKENDS.find("tpu:v5e").operations["tree_attention"]
-TRITON = functools.partial(triton.tree_attention, tuning=triton.INTERPRETED, interpret=True)
+TRITON = functools.partial(triton.tree_attention, tuning=interpreted.TRITON_TUNING, interpret=True)
 FLASH = functools.partial(flash_gpu.causal_attention, interpret=True)
 
 

@@ -10,11 +10,11 @@ import optax
 import pytest
 import tiny_run
 
+from bench.programs import change_dense
 from specjax import LLM, SamplingParams, SpecConfig
 from specjax.checkpoint import huggingface as hf
 from specjax.checkpoint.store import Checkpointer
 from specjax.drafts.mtp import init_head_params
-from specjax.models.families.dense import change_dense
 from specjax.models.transformer import init_params
 from train import sft
 from train.loss.optim import OptimConfig, weight_matrices

@@ -72,7 +72,7 @@ FORMATS = {
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_matrix_multiplies_and_is_looked_up_like_its_array(name, monkeypatch):
-    monkeypatch.setattr(matrix.dispatch, "offering", lambda operation: "reference")
+    monkeypatch.setattr(matrix.dispatch, "PANELS", "reference")
     rng = np.random.default_rng(0)
     array, x, y = (
         jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((24, 48), (2, 3, 24), (5, 48))
@@ -92,7 +92,7 @@ def test_a_matrix_multiplies_and_is_looked_up_like_its_array(name, monkeypatch):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_rows_are_multiplied_with_the_experts_that_they_choose(name, monkeypatch):
-    monkeypatch.setattr(matrix.dispatch, "offering", lambda operation: "reference")
+    monkeypatch.setattr(matrix.dispatch, "PANELS", "reference")
     rng = np.random.default_rng(2)
     arrays, x = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((5, 24, 48), (2, 3, 24)))
     ids = jnp.asarray(rng.integers(0, 5, (2, 3, 2)), jnp.int32)
@@ -198,7 +198,7 @@ class TwoOfFour:
 @pytest.mark.parametrize("products", ["panels", HALVES])
 @pytest.mark.parametrize("scan", slow_but([True, False], False))
 def test_experts_are_one_file_in_any_format(products, scan, monkeypatch):
-    monkeypatch.setattr(matrix.dispatch, "offering", lambda operation: "reference")
+    monkeypatch.setattr(matrix.dispatch, "PANELS", "reference")
     layers = tuple(dataclasses.replace(layer, mlp=TwoOfFour(48)) for layer in CFG.layers)
     cfg = CFG.replace(layers=layers).running(scan_layers=scan)
     params, tokens = init_params(cfg, 3), jnp.arange(12).reshape(2, 6)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from specjax.checkpoint.format import DRAFT_KEY
-from specjax.checkpoint.store import PendingSave, save_draft
+from specjax.checkpoint.store import save_draft
 from specjax.checkpoint.weights import (
     Head,
     describe,
@@ -133,7 +134,7 @@ class HeadCheckpoints:
         self.directory, self.keep_last = Path(directory), keep_last
         about = about or describe_head(Head(MTPSource(model), {}))
         self._meta = describe(model, None, about)
-        self._pending: PendingSave | None = None
+        self._pending: Future[None] | None = None
 
     def save(self, step: int, head: Params) -> None:
         """Starts a save; the arrays are copied before this returns.
@@ -153,7 +154,7 @@ class HeadCheckpoints:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        pending.wait()
+        pending.result()
         steps = sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdigit())
         old = {str(step) for step in steps[: -self.keep_last]}
         self._remove(lambda name: name in old)

@@ -13,45 +13,32 @@ tuning, only on the width of the target's vectors and on whether it has fused mu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int
 
 from specjax.config import ModelConfig
-from specjax.interfaces import Device, Table
-from specjax.kernels.backend import Declined, Kernels, Unsuited, head_sizes
+from specjax.interfaces import Backend, Device, Table
+from specjax.kernels.backend import Declined, Unsuited, head_sizes
 from specjax.kernels.cpu import native
 from specjax.kernels.reference import PANEL_WIDTH
 
 
 def tree_attention(
-    q: Float[Array, "B N T H"],
-    k_tree: Float[Array, "B K T2 H"],
-    v_tree: Float[Array, "B K T2 H"],
-    k_pages: Float[Array, "P K S H"],
-    v_pages: Float[Array, "P K S H"],
-    prefix_len: Int[Array, " B"],
-    visible_bits: UInt32[Array, "*B T W"],
-    table: Table = None,
-    *,
-    window: int | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    with_lse: bool = False,
-    soft_cap: float | None = None,
-) -> Float[Array, "B N T H"]:
+    q, k_tree, v_tree, k_pages, v_pages, prefix_len, visible_bits, table: Table = None, *,
+    window: int | None = None, sinks=None, with_lse: bool = False, soft_cap: float | None = None,
+) -> Float[Array, "B N T H"]:  # fmt: skip
     """Computes `specjax.kernels.reference.tree_attention` in float32, for H a multiple of 16.
 
     Raises:
       Declined: the call has a window, sinks or a soft-cap, or asks for log-sum-exps.
       TypeError: an array is not float32.
     """
-    if window is not None or sinks is not None or with_lse:
-        raise Declined("it supports no windows, sinks or log-sum-exps")
-    if soft_cap is not None:
-        raise Declined("it supports no soft-cap")
+    if window is not None or sinks is not None or with_lse or soft_cap is not None:
+        raise Declined("it supports no windows, sinks, log-sum-exps or soft-caps")
     floats = q, k_tree, v_tree, k_pages, v_pages
     if any(x.dtype != jnp.float32 for x in floats):
         raise TypeError(f"expected float32 throughout, got {[str(x.dtype) for x in floats]}")
@@ -65,16 +52,7 @@ def tree_attention(
 
 
 def layers(
-    cfg: ModelConfig,
-    weights: Sequence[Mapping[str, Array]],
-    x: Float[Array, "B T D"],
-    cos: Float[Array, "B T H"],
-    sin: Float[Array, "B T H"],
-    pages: Sequence[tuple[Array, Array]],
-    prefix_len: Int[Array, " B"],
-    visible_bits: UInt32[Array, "*B T W"],
-    before: Sequence[tuple[Array, Array]] | None = None,
-    table: Table = None,
+    cfg: ModelConfig, weights, x, cos, sin, pages, prefix_len, visible_bits, before=None, table=None
 ) -> tuple[Float[Array, "B T D"], list[tuple[Array, Array]]]:
     """Computes `specjax.kernels.dispatch.layers` in float32.
 
@@ -121,10 +99,8 @@ def commit(
     rows: Sequence[Float[Array, "B K R H"]],
     start: Int[Array, " B"],
     table: Table = None,
-    *,
-    run: int = 1,
 ) -> list[Array]:
-    """Computes `specjax.kernels.dispatch.commit`; ignores `run`, and rows without a page.
+    """Computes `specjax.kernels.dispatch.commit`; drops rows without a page.
 
     Raises:
       Declined: an array is not float32, or holds several layers.
@@ -203,7 +179,7 @@ def _refuses_layers(cfg: ModelConfig) -> str | None:
     return None
 
 
-BACKEND = Kernels(
+BACKEND = Backend(
     operations={
         "tree_attention": tree_attention,
         "commit": commit,

@@ -200,30 +200,3 @@ def dense_config(
         rms_norm_eps=rms_norm_eps,
         **others,
     )
-
-
-def change_dense(cfg: ModelConfig, **changes: Any) -> ModelConfig:
-    """Returns the config with some arguments of `dense_config` changed.
-
-    Raises:
-      ValueError: the layers are not all alike.
-    """
-    if len(set(cfg.layers)) != 1:
-        raise ValueError(f"expected layers that are all alike, got {len(set(cfg.layers))} kinds")
-    mixer, mlp = cfg.layers[0].mixer, cfg.layers[0].mlp
-    flat = {
-        "intermediate_size": mlp.intermediate_size,
-        "num_layers": cfg.num_layers,
-        "num_heads": mixer.num_heads,
-        "num_kv_heads": mixer.num_kv_heads,
-        "head_dim": mixer.head_dim,
-        "rope_theta": mixer.rope.theta,
-        "rope_scaling": mixer.rope.scaling,
-        "qkv_bias": mixer.qkv_bias,
-        "qk_norm": mixer.qk_norm,
-        "window": mixer.window,
-        "soft_cap": mixer.soft_cap,
-        "o_bias": mixer.o_bias,
-    }
-    others = {name: getattr(cfg, name) for name in cfg.__dataclass_fields__ if name != "layers"}
-    return dense_config(**{**flat, **others, **changes})

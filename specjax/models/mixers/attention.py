@@ -15,11 +15,9 @@ from specjax.kernels import dispatch
 from specjax.memory import KVCache, append_rows, with_marked_keys
 from specjax.models.layers import rms_norm
 from specjax.models.rope import Rope, apply_rope, rope_tables
-from specjax.spelling import checks_keywords
 from specjax.weights.matrix import dot
 
 
-@checks_keywords
 @dataclasses.dataclass(frozen=True)
 class Attention:
     """Causal attention over keys and values, a `specjax.interfaces.Mixer`.

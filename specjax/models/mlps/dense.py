@@ -10,11 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from specjax.interfaces import Fused, Param, Params, Stored, Where
-from specjax.spelling import checks_keywords
 from specjax.weights.matrix import dot
 
 
-@checks_keywords
 @dataclasses.dataclass(frozen=True)
 class Dense:
     """`down(silu(gate(x)) * up(x))`, a `specjax.interfaces.Mlp`.
