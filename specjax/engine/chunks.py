@@ -21,7 +21,6 @@ import jax
 from specjax.control import OFF, Controller
 from specjax.decode.chunk import Result, Until
 from specjax.decode.options import Features
-from specjax.engine.programs import Program
 from specjax.engine.runner import Packed, Runner
 from specjax.engine.sequence import Sample, Unfinished
 
@@ -35,7 +34,6 @@ class Chunk:
 
     Attributes:
       strategy: name of the strategy of all its rounds.
-      program: the program that it runs.
       features: features that its program serves.
       bucket: number of rows.
       sequences: the sequences in the first rows.
@@ -58,7 +56,6 @@ class Chunk:
     """
 
     strategy: str
-    program: Program
     features: Features
     bucket: int
     sequences: list[Sample]
@@ -135,18 +132,17 @@ class NextChunk:
         # The earliest sequences have the rows, so that none that took one over loses it again.
         sequences, waiting = sequences[:slots], sequences[slots:]
         length = None if short else max(rows, len(sequences))
-        most = functools.partial(runner.rounds, rows=length, features=unfinished.seen.widened())
+        most = functools.partial(runner.rounds, rows=length)
         strategy, sequences, rounds, is_probe = self._turn(sequences, controller, most)
         features, bucket = choose_program(runner, buckets, unfinished, strategy, sequences)
-        program = runner.program_of(strategy, features)
-        rounds = min(rounds, runner.rounds(strategy, bucket, features))
+        rounds = min(rounds, runner.rounds(strategy, bucket))
         waiting = waiting_for_rows(waiting, sequences, features)
         ends = Until.of(rounds)
         if not is_probe:  # a probe has all its rounds, whichever samples end meanwhile
             smaller = (b for b in runner.buckets(strategy, features) if b < bucket)
             ends = until(rounds, len(sequences), len(waiting), others_wait, max(smaller, default=0))
         tokens = rounds * (runner.plans[strategy].steps + 1)
-        return Chunk(strategy, program, features, bucket, sequences, waiting, ends, rounds, tokens)
+        return Chunk(strategy, features, bucket, sequences, waiting, ends, rounds, tokens)
 
     def _turn(
         self, sequences: list[Sample], controller: Controller, most: Callable[[str], int]

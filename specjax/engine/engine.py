@@ -646,9 +646,7 @@ class Engine(BaseEngine):
         row_map = row_map_of(chunk.sequences, chunk.bucket, chunk.waiting, ended, runner)
         chunk.begun_after, chunk.start_mark = time.perf_counter(), runner.mark
         chunk.version = self.version
-        chunk.result = runner.chunk(
-            chunk.strategy, chunk.features, row_map, chunk.ends, chunk.program
-        )
+        chunk.result = runner.chunk(chunk.strategy, chunk.features, row_map, chunk.ends)
         chunk.result.send()
         chunk.announced = runner.agreement.announced
         self._in_flight.add(chunk)
@@ -664,7 +662,7 @@ class Engine(BaseEngine):
         self._in_flight.cut_short = False
         tree = self.runner.plans[chunk.strategy].tree
         # In a program that can draft, the draft reads the emitted tokens even in plain rounds.
-        reads = chunk.program.plan.tree is not None
+        reads = self.runner.strategies[chunk.strategy].plan.tree is not None
         rejections = None if self.telemetry is None else result.report.rejections
         infos: list[SlotInfo | None] = [None] * len(result.length)
         ends = np.full(len(infos), self.runner.max_len)

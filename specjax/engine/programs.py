@@ -43,9 +43,7 @@ from specjax.engine.sources import source_of
 from specjax.error_text import first_line
 from specjax.interfaces import Device, Draft
 from specjax.kernels.check import Verdict
-from specjax.kernels.names import GPUS, NVIDIA
-from specjax.models.mixers.attention import Attention
-from specjax.models.mlps.dense import Dense
+from specjax.kernels.names import GPUS
 from specjax.parallel import sharding
 from specjax.spelling import SettingError
 from specjax.weights.matrix import precision_of
@@ -56,8 +54,6 @@ OnProgram = Callable[[int, int], None]  # called with the numbers of ready and o
 SILENT_SECONDS = 5.0  # compiling time before the first message
 MESSAGE_SECONDS = 10.0  # time between two messages
 POLL_SECONDS = 1.0  # `CompilePool.finish` calls `on_built` at least this often
-BLOCK = 64  # rows of a tile of the matrix units of GPUs
-MOST_ROWS = 256  # with more rows a product takes longer than reading its weights
 
 Options = Mapping[str, str | int]
 # Compiler options that make one graph of a chunk. What cuDNN computes is left out: with its
@@ -178,28 +174,6 @@ def programs_of(plans: Mapping[str, Plan], most_rows: int) -> dict[str, Program]
         name: Program(common.name, shared, tree_part(tree, plan.strategy))
         for name, plan in plans.items()
     }
-
-
-def row_block(device: Device, batch: int, strategies: Mapping[str, Program]) -> int | None:
-    """The number of rows that an engine in `invariant` mode multiplies at once, see `RunConfig`.
-
-    With it plain decoding has a program of its own, whose products have the shapes that those of
-    the common tree have. On one GPU that is faster: a product of few rows takes as long as reading
-    its weights, and a plain round attends once where a tree does for each of its rows. On CPU a
-    product takes as long as it has rows, and a block would be slower than the tree.
-
-    Returns:
-      multiples of `BLOCK`; None: all strategies run one program.
-    """
-    if OFF not in strategies or len(strategies) == 1:
-        return None
-    if device.platform not in NVIDIA or device.count > 1:
-        return None
-    shared = strategies[OFF].plan
-    kinds = {type(part) for layer in shared.cfg.layers for part in (layer.mixer, layer.mlp)}
-    if kinds - {Attention, Dense}:
-        return None  # of others nothing says that they take blocks
-    return min(-(-batch * shared.tree.rows // BLOCK) * BLOCK, MOST_ROWS)
 
 
 # --- compiling ------------------------------------------------------------------------------------

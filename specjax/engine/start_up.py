@@ -1,20 +1,12 @@
 """Compiles and checks all programs before the first request, and measures what a round costs.
 
-Two comparisons decide which programs run. Both run several chunks in a row from one new state, in
-which some sequences end and waiting ones take their rows over, so that all loops of a chunk run.
-Requests set an option of each feature, so that its branch is taken.
-
 `check_graphs` compares chunks that are one CUDA graph with the same chunks as plain programs: all
-that the host reads, to the bit. The first chunk records a graph, later ones update and launch it.
-It supposes that a plain program gives equal bits whenever it runs; where results differ, the plain
-program runs again, and the line in the log says whether two runs of it differ as well.
-
-`check_plain` is about `invariant` mode, where all strategies share the program of one tree, which
-makes plain decoding as slow as the tree. Where rows lie in blocks (`Runner.own_plain`), plain
-decoding and the tree have products of one shape, and attention computes each row alone. Whether the
-compiler rounds both alike is found out here: every token and log-probability of plain decoding's
-own program is compared with those of the tree's, decoding plainly and drafting with the most steps.
-The order of sums does not depend on the numbers, so that another order would show in some of them.
+that the host reads, to the bit. It runs several chunks in a row from one new state, in which some
+sequences end and waiting ones take their rows over, so that all loops of a chunk run. Requests set
+an option of each feature, so that its branch is taken. The first chunk records a graph, later ones
+update and launch it. It supposes that a plain program gives equal bits whenever it runs; where
+results differ, the plain program runs again, and the line in the log says whether two runs of it
+differ as well.
 """
 
 from __future__ import annotations
@@ -22,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,20 +23,18 @@ import jax
 import numpy as np
 
 from specjax.config import SamplingParams
-from specjax.control import OFF
 from specjax.control.costs import CostTable, of_rounds
 from specjax.decode.chunk import Result, Until
 from specjax.decode.options import Features
 from specjax.decode.state import RowMap
 from specjax.engine.pages import pages_for
-from specjax.engine.programs import CompilePool, CompileProgress, OnProgram, Program, described
+from specjax.engine.programs import CompilePool, CompileProgress, OnProgram, described
 from specjax.engine.request import make_jobs
 from specjax.engine.runner import Packed, Runner, admission_of, piece_of, place_size, place_sizes
 from specjax.engine.scheduler import Start
 from specjax.engine.sequence import Sample
 from specjax.error_text import first_line
 
-log = logging.getLogger(__name__)
 OnReady = Callable[[int], None]  # called with the number of programs that became ready
 
 CONTEXT = 256  # the most tokens of a sequence while programs are run and most costs are measured
@@ -185,8 +174,6 @@ def compile_ahead(
         _build(engines, features, ready)
     # Where a graph is wrong, all engines compile their chunks again.
     _build([one for one in engines if one.runner.executables.drop_graphs()], features)
-    for runner in runners:
-        check_plain(runner, features)
     if done < total:  # programs that were compiled again are not counted again
         ready(total - done)
     memory = [runner.executables.memory() for runner in runners]
@@ -306,95 +293,11 @@ def _difference(wanted: Sequence[Result], got: Sequence[Result]) -> str | None:
     return None
 
 
-def check_plain(runner: Runner, features: Sequence[Features]) -> None:
-    """Sets `Runner.exact_plain`, and resets the state; compiles what is not compiled yet.
-
-    Args:
-      features: sets for which the programs of other strategies are compiled.
-    """
-    alone, executables = runner.own_plain, runner.executables
-    if alone is None:
-        return
-    served = (
-        executables.covering(runner.strategies[OFF].name, runner.batch, wanted)
-        for wanted in features
-    )
-    for wanted in dict.fromkeys(served):
-        if wanted in runner.exact_plain:
-            continue
-        executables.graphs.is_first(alone.name, wanted)  # it is compared with the tree's alone
-        with executables.checking():
-            reason = _why_not_own(runner, wanted)
-        if reason is None:
-            runner.exact_plain.add(wanted)
-            log.info("invariant: plain decoding runs a program of its own, which gives equal bits")
-        else:
-            executables.by_key.pop(("chunk", alone.name, runner.batch, wanted), None)
-            log.info("invariant: plain decoding runs the program of the tree, for %s", reason)
-    runner.reset()
-
-
-def _why_not_own(runner: Runner, features: Features) -> str | None:
-    """Why plain decoding's own program cannot be used for features; None: it can."""
-    longest = max(runner.plans, key=lambda name: runner.plans[name].steps)
-    shared = run_chunks(runner, OFF, runner.batch, features)
-    drafted = run_chunks(runner, longest, runner.batch, features)
-    try:
-        alone = run_chunks(runner, OFF, runner.batch, features, runner.own_plain)
-    except jax.errors.JaxRuntimeError as error:
-        return f"its own fails: {first_line(error)}"
-    if any(not np.array_equal(a.length, b.length) for a, b in zip(shared, alone, strict=True)):
-        return "samples have other lengths than the tree's"
-    return _differing(shared, alone, "plain") or _differing(drafted, alone, longest)
-
-
-_VALUES: dict[str, Callable[[Result], np.ndarray | None]] = {
-    "tokens": lambda result: result.tokens,
-    "log-probabilities": lambda result: result.report.logprobs,
-    "processed log-probabilities": lambda result: result.report.transformed,
-}
-
-
-def _differing(shared: Sequence[Result], alone: Sequence[Result], how: str) -> str | None:
-    """What differs between chunks of the two programs, as far as both have come; None: no bit does.
-
-    Args:
-      how: name of the strategy of the shared program.
-    """
-    for name, values in _VALUES.items():
-        if values(alone[0]) is None:
-            continue
-        for a, b in zip(_emitted(shared, values), _emitted(alone, values), strict=True):
-            both = min(len(a), len(b))
-            if a[:both].tobytes() != b[:both].tobytes():
-                return f"{name} have other bits than the tree's ({how})"
-    return None
-
-
-def _emitted(results: Sequence[Result], values: Callable) -> list[np.ndarray]:
-    """The values of all tokens that chunks in a row emitted, of each sequence."""
-    counts = [result.report.counts.sum(axis=0) for result in results]
-    return [
-        np.concatenate([values(r)[i, : n[i]] for r, n in zip(results, counts, strict=True)])
-        for i in range(len(counts[0]))
-    ]
-
-
-def run_chunks(
-    runner: Runner,
-    strategy: str,
-    bucket: int,
-    features: Features,
-    program: Program | None = None,
-) -> list[Result]:
-    """Runs several chunks of a strategy from a new state, with sequences of different lengths.
-
-    Args:
-      program: as in `Runner.chunk`.
-    """
+def run_chunks(runner: Runner, strategy: str, bucket: int, features: Features) -> list[Result]:
+    """Runs several chunks of a strategy from a new state, with sequences of different lengths."""
     runner.reset()
     pages, size, steps = runner.pages - 1, runner.page_size, runner.steps
-    rounds = min(COMPARED_ROUNDS, runner.rounds(strategy, bucket), runner.own_rounds(bucket))
+    rounds = min(COMPARED_ROUNDS, runner.rounds(strategy, bucket))
     count = min(bucket + WAITING, pages)
     most = min(1 + IN_A_ROW * rounds * (steps + 1), runner.max_len)
     pages_each = min(pages_for(most, size), pages // count)
@@ -408,7 +311,7 @@ def run_chunks(
     jax.block_until_ready(runner.state)
     row_map, until = _row_map(runner, bucket, count, pages_each), Until.of(rounds)
     chunks = range(IN_A_ROW)
-    return [runner.chunk(strategy, features, row_map, until, program).open() for _ in chunks]
+    return [runner.chunk(strategy, features, row_map, until).open() for _ in chunks]
 
 
 def _options(runner: Runner, features: Features, least: int) -> dict[str, Any]:
@@ -482,7 +385,7 @@ def calibrate(programs: Programs, features: Features) -> tuple[CostTable, float]
         times = IN_A_ROW if first < SLOW_SECONDS else 1 if first <= LONG_SECONDS else 0
         # A sequence has room for all chunks in a row.
         room = (runner.max_len - length) // (runner.plans[name].steps + 1) // IN_A_ROW
-        most = max(min(runner.rounds(name, bucket, features), room), 1)
+        most = max(min(runner.rounds(name, bucket), room), 1)
         rounds = min(max(round(SAMPLE_SECONDS / first), 1), most)
         # Without a round, its sequences have no room for further tokens.
         return [first] * (first >= SLOW_SECONDS) + [
