@@ -41,9 +41,6 @@ CONTEXT = 256  # the most tokens of a sequence while programs are run and most c
 LONG_CONTEXT = 16384  # the most tokens of a sequence while the growth of costs is measured
 # The long context is at least so many times the short one, or costs would hardly differ.
 LEAST_GROWTH = 2
-# The growth of costs is measured as long as that took less than this share of the seconds that were
-# measured before.
-LONG_SHARE = 0.5
 # Measurements of a chunk without rounds, per strategy. If this were too large a time, rounds would
 # seem cheap.
 REPEATS_BESIDE = 2
@@ -346,19 +343,17 @@ def calibrate(programs: Programs, features: Features) -> tuple[CostTable, float]
     milliseconds after a pause; the least time counts. Measuring is short: the controller corrects
     errors by what it observes later.
 
-    How costs grow with the context is measured in the same way, with sequences that are said to be
-    long: a kernel reads their pages, whatever these hold. It is measured for the largest and the
-    smallest bucket of each strategy, between which seconds per token of context hardly differ, and
-    until that has taken `LONG_SHARE` of the seconds of the rest. Engines whose sequences are short,
-    or have few pages, do without.
+    How costs grow with the context is measured once, with sequences that are said to be long: a
+    kernel reads their pages, whatever these hold. Engines whose sequences are short, or have few
+    pages, do without.
 
     Returns:
       the table, and the seconds that measuring took.
     """
     runner, started = programs.runner, time.perf_counter()
-    short, long = _contexts(runner, max(programs.strategies))
+    largest = max(programs.strategies)
+    short, long = _contexts(runner, largest)
     beside: dict[int, float] = {}
-    spent = 0.0  # measured seconds
 
     @functools.cache
     def admission(bucket: int, length: int):
@@ -368,14 +363,12 @@ def calibrate(programs: Programs, features: Features) -> tuple[CostTable, float]
 
     def timed(name: str, bucket: int, length: int, rounds: int, times: int = 1):
         """Yields the seconds and the number of rounds of chunks in a row."""
-        nonlocal spent
         runner.place(admission(bucket, length))
         jax.block_until_ready(runner.state)
         for _ in range(times):
             begin = time.perf_counter()
             result = _start_chunk(runner, name, features, bucket, rounds, length).open()
             seconds = runner.agreement.agree(time.perf_counter() - begin)
-            spent += seconds
             yield seconds, int(result.rounds)
 
     def measured(name: str, bucket: int, length: int) -> list[float]:
@@ -394,24 +387,20 @@ def calibrate(programs: Programs, features: Features) -> tuple[CostTable, float]
             if count
         ]
 
-    samples, longer = {}, {}
+    least: dict[tuple[str, int], float] = {}
     for bucket, names in programs.strategies.items():
         beside[bucket] = statistics.median(
             min(next(timed(name, bucket, short, 0))[0] for _ in range(REPEATS_BESIDE))
             for name in names
         )
-        samples |= {(name, bucket): measured(name, bucket, short) for name in names}
-    limit = (1 + LONG_SHARE) * spent
-    for pick in (max, min):  # the largest bucket, where the context counts most, comes first
-        for name in runner.plans if long is not None else ():
-            bucket = pick(
-                (b for b, names in programs.strategies.items() if name in names), default=0
-            )
-            # All hosts have measured the same seconds, and so agree.
-            if bucket and (name, bucket) not in longer and samples[name, bucket] and spent < limit:
-                longer[name, bucket] = measured(name, bucket, long)
-    longer = {key: seconds for key, seconds in longer.items() if seconds}
-    table = CostTable.from_samples(samples, beside, long and (short, long), longer)
+        # Anything else that the machine does adds to a time, and never takes from it.
+        least |= {(n, bucket): min(measured(n, bucket, short), default=None) for n in names}
+    slope, first = 0.0, programs.strategies[largest][0]
+    if long is not None and (seconds := measured(first, largest, long)) and least[first, largest]:
+        slope = max(min(seconds) - least[first, largest], 0.0) / (largest * (long - short))
+    buckets = sorted(programs.strategies)
+    costs = {name: [least.get((name, b)) for b in buckets] for name in runner.plans}
+    table = CostTable(buckets, costs, [beside[b] for b in buckets], slope, short)
     return table, time.perf_counter() - started
 
 

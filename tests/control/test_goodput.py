@@ -138,14 +138,21 @@ def share(runs: list[Run], strategy: str) -> float:
 
 # Drafts of which half are accepted lose at short contexts, where rows count, and win at long ones,
 # where a round takes what its caches take.
-BY_CONTEXT = CostTable([1, 8], {"off": [1e-3] * 2, "4_1_5": [2.6e-3] * 2}, contexts=(256, 4096),
-                       long={"off": [4e-3] * 2, "4_1_5": [4.8e-3] * 2})  # fmt: skip
+BY_CONTEXT = {
+    batch: CostTable(
+        [batch],
+        {"off": [1e-3], "4_1_5": [2.6e-3]},
+        slope=3e-3 / (batch * (4096 - 256)),
+        short=256,
+    )
+    for batch in (1, 6)
+}
 
 
 @pytest.mark.parametrize("batch", [1, 6])
 def test_the_strategy_changes_as_samples_grow_and_back_as_they_are_short_again(batch):
     """A rollout after the other, each of which begins with short samples."""
-    costs, rates = CostTable.from_state(BY_CONTEXT.state()), (0.5,) * 7
+    costs, rates = CostTable.from_state(BY_CONTEXT[batch].state()), (0.5,) * 7
     world = World(costs, rates, seed=batch, length=256.0)
     controller = Goodput(("off", "4_1_5"), costs)
     for rollout in range(3):
@@ -159,7 +166,7 @@ def test_the_strategy_changes_as_samples_grow_and_back_as_they_are_short_again(b
         assert least > 0.95 * sum(sum(run.seconds) for _, run in runs)
     now = controller.costs
     for name, length in itertools.product(("off", "4_1_5"), (256, 4096)):
-        expected = BY_CONTEXT.seconds(name, batch, context=batch * length)
+        expected = BY_CONTEXT[batch].seconds(name, batch, context=batch * length)
         assert now.seconds(name, batch, context=batch * length) == pytest.approx(expected, rel=0.1)
 
 

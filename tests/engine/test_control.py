@@ -174,8 +174,7 @@ def test_what_gives_most_tokens_per_second_is_chosen(controller, best, monkeypat
     monkeypatch.setattr(InFlight, "wait_for", wait_for)
     settings = {"bandit": BanditConfig(epsilon=0.1), "goodput": GoodputConfig(probe_fraction=0.03)}
     wanted = {name: value for name, value in settings.items() if name == controller}
-    calibrated = itertools.product(ARMS, (1, 2))  # goodput's: all alike, which is wrong
-    costs = CostTable.from_samples({key: [0.005] for key in calibrated})
+    costs = CostTable((1, 2), {arm: [0.005] * 2 for arm in ARMS})  # all alike, which is wrong
     control = ControlConfig(controller, ARMS, **wanted)
     engine.controller = make_controller(control, ARMS, costs=costs)
     engine.generate([jobs_of([i, 2], LONG, i)[0] for i in range(32)])
