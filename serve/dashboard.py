@@ -263,9 +263,8 @@ def _example(llm: LLM) -> str:
 
 
 def _goodput(controller: Controller) -> Goodput | None:
-    """The goodput controller, also inside a `Gate`; None for other controllers."""
-    inner = getattr(controller, "inner", controller)
-    return inner if isinstance(inner, Goodput) else None
+    """The goodput controller; None for other controllers."""
+    return controller if isinstance(controller, Goodput) else None
 
 
 def _estimate(engine: Engine, size: int) -> dict[str, Any] | None:

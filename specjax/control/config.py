@@ -6,16 +6,15 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from specjax.config.checks import choice
+from specjax.config.checks import choice, require
 from specjax.config.spec import DEFAULT_STRATEGY, SpecConfig
 from specjax.config.strategy import Strategy
 from specjax.control.bandit import Bandit, BanditConfig
-from specjax.control.base import Controller, log, parse_arms
+from specjax.control.base import Controller, Static, log, parse_arms
 from specjax.control.costs import CostTable
 from specjax.control.ema import EmaConfig, EmaTiers
 from specjax.control.fastrl import read_fastrl
 from specjax.control.goodput import Goodput, GoodputConfig
-from specjax.control.static import Gate, Static
 from specjax.settings import option, part
 from specjax.spelling import checks_keywords
 
@@ -84,8 +83,7 @@ class ControlConfig:
         values["strategies"] = tuple(dict.fromkeys(map(Strategy.parse, values["strategies"])))
         if self.initial is not None:
             values["initial"] = Strategy.parse(self.initial)
-        if (values["bs_threshold"] or 0) < 0:
-            raise ValueError(f"bs_threshold must be at least 0, got {self.bs_threshold}")
+        require(self, "bs_threshold", (values["bs_threshold"] or 0) >= 0, "at least 0")
         if self.ema_file is not None:
             values["ema"] = EmaConfig.from_file(self.ema_file)
         for name, value in values.items():
@@ -252,25 +250,17 @@ def make_controller(
       costs: seconds per round, calibrated at start; `goodput` uses them.
 
     Raises:
-      ValueError: the configuration is not valid, or it names a strategy that is not compiled.
+      ValueError: the configuration is not valid.
     """
     if isinstance(config, str) and strategies is not None:
         config = ControlConfig(controller=config, strategies=tuple(strategies))
     config = ControlConfig.of(config)
     compiled = parse_arms(config.arms if strategies is None else strategies)
-    names = [arm.name for arm in config.arms]
-    missing = [name for name in names if name not in compiled]
-    if missing:
-        raise ValueError(
-            f"controller {config.controller!r} may select {', '.join(missing)}, but only "
-            f"{', '.join(compiled)} are compiled; compile ControlConfig.arms, or list fewer"
-        )
-    chosen = [compiled[name] for name in names]  # these may have fewer rows
+    chosen = [compiled[arm.name] for arm in config.arms]  # these may have fewer rows
     controller = _build(config, chosen, costs)
-    if config.bs_threshold is not None:
-        controller = Gate(controller, config.bs_threshold)
+    controller.bs_threshold = config.bs_threshold
     log.info(
-        "Controller %s over %s%s", config.controller, ", ".join(names),
+        "Controller %s over %s%s", config.controller, ", ".join(controller.arms),
         "" if config.bs_threshold is None else f", speculating up to batch {config.bs_threshold}",
     )  # fmt: skip
     return controller
@@ -286,7 +276,7 @@ def _build(config: ControlConfig, chosen: list[Strategy], costs: CostTable | Non
             return Static(chosen[0])
         return EmaTiers(config.ema, 3 if config.initial is None else config.initial.steps)
     if config.bs_threshold is not None and Strategy.OFF not in config.strategies:
-        chosen = chosen[:-1]  # the `off` of `Gate` is not for the inner controller
+        chosen = chosen[:-1]  # `off` is for larger batches alone
     if config.controller == "bandit":
         return Bandit(chosen, config.bandit)
     return Goodput(chosen, costs, config.goodput)

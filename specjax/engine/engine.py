@@ -456,8 +456,7 @@ class Engine(BaseEngine):
 
         Several hosts of a replica have clocks that differ, and compile all programs at first.
         """
-        controller = getattr(self.controller, "inner", self.controller)  # of a `Gate`
-        chooses = isinstance(controller, controllers.Goodput) and OFF in self.runner.plans
+        chooses = isinstance(self.controller, controllers.Goodput) and OFF in self.runner.plans
         return chooses and not self.runner.agreement.is_shared
 
     def _warm_up_if_due(self) -> None:

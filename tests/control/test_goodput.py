@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from control_sim import ARMS, BAD, GOOD, Run, World, cost_table, drive
+from scripted import observed
 
 from specjax.control import (
     ControlConfig,
@@ -255,14 +256,14 @@ def test_gains_are_told_only_where_costs_and_acceptance_were_measured():
     controller = Goodput(["off", "4_1_5"], CostTable((1, 8), {"off": (1.0, 1.0)}))
     assert controller.gains(8) == {"off": 1.0}, "what 4_1_5 costs is a guess"
     all_accepted = [[4] * 8] * 8
-    controller.observe(Observation.of_rounds(8, "4_1_5", all_accepted, seconds=8 * 2.0))
+    controller.observe(observed(8, "4_1_5", all_accepted, seconds=8 * 2.0))
     assert 2.2 < controller.gains(8)["4_1_5"] <= 2.5, "5 tokens in twice the time"
     controller.weights_changed()
     assert controller.gains(8) == {"off": 1.0}, "of the new weights nothing was seen"
     gated = make_controller(ControlConfig(strategies=("off", "4_1_5"), bs_threshold=4))
     assert gated.gains(1) == {}, "what plain decoding costs is a guess"
     gated.calibrated(CostTable((1, 8), {"off": (1.0, 1.0), "4_1_5": (2.0, 2.0)}))
-    gated.observe(Observation.of_rounds(1, "4_1_5", [[4]] * 64, seconds=64 * 2.0))
+    gated.observe(observed(1, "4_1_5", [[4]] * 64, seconds=64 * 2.0))
     assert gated.gains(1)["4_1_5"] == pytest.approx(2.4, abs=0.1)
     assert make_controller("bandit").gains(1) == {}
 

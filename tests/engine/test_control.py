@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from engines import LONG, ONE, engine_of, jobs_of, tokens_of
+from scripted import observed
 from shared import CFG, compilations_of, weights
 from tiny import prompts_of
 
@@ -16,7 +17,6 @@ from specjax.control import (
     BanditConfig,
     ControlConfig,
     GoodputConfig,
-    Observation,
     make_controller,
     slower_than_plain,
 )
@@ -38,7 +38,7 @@ def test_a_controller_chooses_among_compiled_strategies_through_llm():
     how = EngineConfig(prefill_chunk=16, stretch=1)
     llm = LLM((CFG, *weights()), SpecConfig("1_1_2"), 1, 64, control=control, engine=how)
     trained = make_controller(control)
-    trained.observe(Observation.of_rounds(1, "1_1_2", [[2]] * 20, 1.0))
+    trained.observe(observed(1, "1_1_2", [[2]] * 20, 1.0))
     llm.engine.controller.load_state(trained.state())
     told = []
     took = llm.warm_up(on_program=lambda done, total: told.append((done, total)))
@@ -99,7 +99,7 @@ def test_short_work_compiles_what_plain_decoding_does_and_long_work_drafts():
 @pytest.mark.parametrize("slower", [False, True])
 def test_drafting_that_loses_is_told_by_measured_costs(slower):
     costs = CostTable((1,), {"off": [1.0], "4_1_5": [1.6]})
-    seen = Observation.of_rounds(1, "4_1_5", [[0 if slower else 1]] * 20, 32.0)
+    seen = observed(1, "4_1_5", [[0 if slower else 1]] * 20, 32.0)
     controller = make_controller(ControlConfig(strategies=("off", "4_1_5")), costs=costs)
     controller.observe(seen)
     unmeasured = make_controller(ControlConfig(strategies=("off", "4_1_5")))
