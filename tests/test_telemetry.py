@@ -1,9 +1,8 @@
-"""Telemetry on the host: what is collected, summed up, written, read, printed and drawn."""
+"""Telemetry on the host: what is collected, summed up, written, read and printed."""
 
 import dataclasses
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -158,16 +157,9 @@ def test_a_last_line_that_a_kill_cut_short_is_skipped_and_said(tmp_path):
 # --- command line --------------------------------------------------------------------------------
 
 
-def is_png(path: Path) -> bool:
-    return path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
-def test_the_command_prints_the_figures_and_writes_a_png_beside_the_file(
-    tmp_path, capsys, monkeypatch
-):
+def test_the_command_prints_the_figures(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     main([str(collected().write_jsonl(tmp_path / "run.jsonl"))])
     printed = capsys.readouterr().out
     for text in ("Acceptance per depth", "66.7%", "disagreement", "100.0%", "0.5 to 0.75 nats"):
         assert text in printed
-    assert is_png(tmp_path / "run.png")

@@ -381,10 +381,10 @@ def _print_rejections(llm: LLM) -> None:
     """Prints tables of why drafts were rejected."""
     from rich.console import Console
 
-    from specjax.telemetry.__main__ import tables
+    from specjax.telemetry.__main__ import tables_of
 
     console = Console(stderr=True, highlight=False)
-    for table in tables(llm.telemetry.summary()):
+    for table in tables_of(llm.telemetry.summary()):
         console.print(table)
 
 

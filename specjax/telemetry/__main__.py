@@ -1,4 +1,4 @@
-"""Prints and plots why drafts were rejected: `python -m specjax.telemetry RUN.jsonl [--out PNG]`.
+"""Prints why drafts were rejected: `python -m specjax.telemetry RUN.jsonl`.
 
 `llm.telemetry.write_jsonl` writes the file.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from rich.table import Table
 from specjax.telemetry.collector import CAUSES, Summary, read_jsonl
 
 
-def tables(summary: Summary) -> list[Table]:
+def tables_of(summary: Summary) -> list[Table]:
     """Returns tables of acceptance per depth, of causes of rejections, and of single figures."""
     depths = Table("depth", "attempts", "accepted", "share", title="Acceptance per depth")
     rows = zip(summary.attempts, summary.accepts, summary.acceptance_per_depth, strict=True)
@@ -37,42 +36,30 @@ def tables(summary: Summary) -> list[Table]:
         if total and below >= total / 2:
             figures.add_row("median target entropy", f"{low:g} to {high:g} nats")
             break
-    found = [depths, causes, figures]
-    for table in found:
+    tables = [depths, causes, figures]
+    for table in tables:
         table.title_justify = "left"
         for column in table.columns[1:]:
             column.justify = "left" if column.header == "meaning" else "right"
-    return found
+    return tables
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(prog="python -m specjax.telemetry", description=__doc__)
     parser.add_argument("run", help="JSON lines as Collector.write_jsonl writes them")
-    parser.add_argument("--out", metavar="PNG", help="default: RUN with the suffix .png")
-    arguments = parser.parse_args(argv)
-    run = Path(arguments.run)
-    out = Path(arguments.out) if arguments.out else run.with_suffix(".png")
-    console = Console(highlight=False)
+    run, console = Path(parser.parse_args(argv).run), Console(highlight=False)
     try:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            summary = read_jsonl(run).summary()
-        for warning in said:
-            print(f"specjax.telemetry: {warning.message}", file=sys.stderr)
+        summary = read_jsonl(run).summary()
         if not summary.rounds:
             raise ValueError(f"{run}: no speculative round was recorded; was a draft configured?")
-        for table in tables(summary):
+        for table in tables_of(summary):
             console.print(table)
         if summary.dropped:
             console.print(
                 f"[bold red]{summary.dropped:,} of {summary.rejections:,} records were dropped[/] "
                 "(the figures above include them): write and clear the collector more often."
             )
-        from specjax.telemetry.figure import draw  # matplotlib, once there is something to draw
-
-        draw(summary, out, run.stem)
-        print(f"figure: {out}")
     except (OSError, ValueError) as error:
         sys.exit(f"specjax.telemetry: {error}")
 
