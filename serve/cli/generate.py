@@ -268,14 +268,12 @@ def _run(
       (totals, compiling, samples): sums over all steps but the first; the seconds of the first
       step, which compiles; and the jobs with their samples.
     """
-    import numpy as np
     from tqdm import tqdm
 
     from specjax.engine.request import Totals, decoder_of
     from specjax.engine.sequence import SampleStream
 
-    steps = llm.engine.runner.steps
-    totals, samples = Totals(steps, np.zeros(steps + 2, np.int64)), []
+    totals, samples = Totals(llm.engine.runner.steps), []
     stream = ordered = None
     origin = _origin(llm, cfg)
     is_streamed = lines is None and len(jobs) == 1 and llm.tokenizer is not None

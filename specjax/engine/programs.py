@@ -178,21 +178,6 @@ def programs_of(plans: Mapping[str, Plan], most_rows: int) -> dict[str, Program]
 
 # --- compiling ------------------------------------------------------------------------------------
 
-_of_thread = threading.local()  # has `saved`, see `_saved_seconds`
-
-
-def _count_saved_seconds(event: str, seconds: float, **_: object) -> None:
-    if event.endswith("/compile_time_saved_sec"):  # JAX keeps whole seconds, rounded down
-        _of_thread.saved = _saved_seconds() + max(seconds, 0.0) + 1.0
-
-
-def _saved_seconds() -> float:
-    """The seconds of compiling that JAX's cache directory has saved on this thread."""
-    return getattr(_of_thread, "saved", 0.0)
-
-
-jax.monitoring.register_event_duration_secs_listener(_count_saved_seconds)
-
 
 class CompilePool:
     """Threads that compile programs while the caller traces further ones.
@@ -398,8 +383,7 @@ class Executables:
       is_checked: whether the first chunks of this engine were compiled within `checking`.
       plain_forms: the second form of graphs that must be compared with it, by key.
       compilations: number of programs that were compiled so far.
-      seconds: time that compiling each program took, or would have taken if the cache directory
-        had not had it.
+      seconds: time that compiling each program took.
       before_build: function called before a program is compiled, which takes seconds.
       build: function that makes the executable of a program from its key, a function that lowers
         it, and the indices of its donated inputs.
@@ -443,9 +427,9 @@ class Executables:
             return jax.jit(program, donate_argnums=donate, out_shardings=out).lower(*inputs)
 
         def build(lower: Callable[[], jax.stages.Lowered]) -> Callable:
-            began, saved = time.perf_counter(), _saved_seconds()
+            began = time.perf_counter()
             built = self.build(key, lower, donate)
-            self.seconds[key] = time.perf_counter() - began + _saved_seconds() - saved
+            self.seconds[key] = time.perf_counter() - began
             return built
 
         def keep(built: Callable) -> None:
@@ -548,18 +532,6 @@ class Executables:
         start = ("chunk", program, bucket)
         compiled = [key[3] for key in self.by_key if key[:3] == start and key[3].covers(features)]
         return min(compiled, key=lambda f: f.size, default=features)
-
-    def memory(self) -> dict[str, int]:
-        """The bytes of all code, and of the largest program's temporaries.
-
-        Where the platform does not say, they are 0.
-        """
-        sizes = [compiled.memory_analysis() for compiled in self.by_key.values()]
-        sizes = [size for size in sizes if size is not None]
-        return {
-            "code": sum(size.generated_code_size_in_bytes for size in sizes),
-            "temporaries": max((size.temp_size_in_bytes for size in sizes), default=0),
-        }
 
 
 def _first_device(mesh: jax.sharding.Mesh | None) -> jax.Device:

@@ -31,34 +31,73 @@ ERROR = "error"  # finish reason of a sample whose logits were no distribution
 # --- outputs --------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class SpecStats:
-    """Speculation figures of one sample.
+class AcceptRates:
+    """Figures of the rounds of one sample or of several.
 
     Attributes:
-      rounds: number of rounds in which the sample ran.
-      drafted: number of drafted rows that were verified, rows without a candidate included.
-      accepted: number of drafted tokens that were emitted.
-      histogram: number of rounds by tokens emitted (index 0..steps+1); its sum is `rounds`.
+      histogram: number of rounds by tokens emitted (index 0..steps+1).
       depths: number of rounds by the depth of their tree. Depth 0 is a round without drafts: the
         strategy was `off`, or the request opted out of speculation.
     """
 
-    rounds: int
-    drafted: int
-    accepted: int
-    histogram: tuple[int, ...]
-    depths: tuple[int, ...] = ()
+    histogram: Sequence[int]
+    depths: Sequence[int]
 
     @property
-    def plain_rounds(self) -> int:
-        """Number of rounds that drafted nothing."""
-        return self.depths[0] if self.depths else 0
+    def rounds(self) -> int:
+        """Number of rounds."""
+        return int(sum(self.histogram))
+
+    @property
+    def accepted(self) -> int:
+        """Number of drafted tokens that were emitted."""
+        return int(sum(k * rounds for k, rounds in enumerate(self.histogram[1:])))
 
     @property
     def accept_length(self) -> float:
         """Tokens per round, bonus included: 1 + accepted / rounds."""
         return 1.0 + self.accepted / self.rounds if self.rounds else float("nan")
+
+    @property
+    def drafted_rounds(self) -> int:
+        """Number of rounds that drafted something."""
+        return int(sum(self.depths[1:]))
+
+    @property
+    def plain_rounds(self) -> int:
+        """Number of rounds that drafted nothing."""
+        return int(sum(self.depths[:1]))
+
+    @property
+    def drafted_accept_length(self) -> float:
+        """Accept length of the rounds that drafted something."""
+        return 1.0 + self.accepted / self.drafted_rounds if self.drafted_rounds else float("nan")
+
+    @property
+    def accept_rate(self) -> float:
+        """Accepted draft tokens over the most that could be: the sum of the depths of the trees."""
+        offered = sum(depth * rounds for depth, rounds in enumerate(self.depths))
+        return self.accepted / offered if offered else 0.0
+
+    def per_depth(self) -> list[float]:
+        """The share of rounds that accepted depth 1, 2, .., of those whose tree reaches it."""
+        accepted = np.cumsum(self.histogram[::-1])[::-1][2:]
+        offered = np.cumsum(self.depths[::-1])[::-1][1:]
+        with np.errstate(invalid="ignore"):
+            return (accepted / np.where(offered, offered, np.nan)).tolist()
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecStats(AcceptRates):
+    """Speculation figures of one sample, see `AcceptRates`.
+
+    Attributes:
+      drafted: number of drafted rows that were verified, rows without a candidate included.
+    """
+
+    histogram: tuple[int, ...]
+    depths: tuple[int, ...] = ()
+    drafted: int = 0
 
 
 # Where a token came from, in `SampleOutput.origins`.
@@ -167,28 +206,23 @@ class RequestOutput:
 
 
 @dataclasses.dataclass
-class Totals:
-    """Sums over samples, so that no metric is a mean of means.
+class Totals(AcceptRates):
+    """Sums over samples, so that no metric is a mean of means; see `AcceptRates`.
 
     Attributes:
       steps: the most steps of a strategy.
-      histogram: number of rounds by tokens emitted.
       tokens: number of generated tokens.
       longest: number of tokens of the longest sample.
       seconds: duration of the whole run.
-      depths: number of rounds by the depth of their tree.
     """
 
     steps: int
-    histogram: np.ndarray | None = None
     tokens: int = 0
     longest: int = 0
     seconds: float = 0.0
-    depths: np.ndarray = dataclasses.field(init=False)
 
     def __post_init__(self):
-        if self.histogram is None:
-            self.histogram = np.zeros(self.steps + 2, np.int64)
+        self.histogram = np.zeros(self.steps + 2, np.int64)
         self.depths = np.zeros(self.steps + 1, np.int64)
 
     def add(self, sample: SampleOutput) -> None:
@@ -196,55 +230,17 @@ class Totals:
         self.tokens += len(sample.token_ids)
         self.longest = max(self.longest, len(sample.token_ids))
 
-    def count_rounds(self, stats: SpecStats) -> None:
-        """Adds the rounds of a sample whose tokens are counted elsewhere."""
-        for emitted, rounds in enumerate(stats.histogram):
-            self.histogram[emitted] += rounds
-        for depth, rounds in enumerate(stats.depths):
-            self.depths[depth] += rounds
+    def count_rounds(self, rounds: AcceptRates) -> None:
+        """Adds the rounds of samples whose tokens are counted elsewhere."""
+        self.histogram[: len(rounds.histogram)] += np.asarray(rounds.histogram, np.int64)
+        self.depths[: len(rounds.depths)] += np.asarray(rounds.depths, np.int64)
 
     def merge(self, other: Totals) -> None:
         """Adds the sums of a later run."""
-        self.histogram = self.histogram + other.histogram
+        self.count_rounds(other)
         self.tokens += other.tokens
         self.longest = max(self.longest, other.longest)
         self.seconds += other.seconds
-        self.depths = self.depths + other.depths
-
-    @property
-    def rounds(self) -> int:
-        return int(self.histogram.sum())
-
-    @property
-    def accepted(self) -> int:
-        return int((self.histogram[1:] * np.arange(len(self.histogram) - 1)).sum())
-
-    @property
-    def accept_length(self) -> float:
-        return 1.0 + self.accepted / self.rounds if self.rounds else float("nan")
-
-    @property
-    def drafted_rounds(self) -> int:
-        """Number of rounds that drafted something."""
-        return int(self.depths[1:].sum())
-
-    @property
-    def drafted_accept_length(self) -> float:
-        """Accept length of the rounds that drafted something."""
-        return 1.0 + self.accepted / self.drafted_rounds if self.drafted_rounds else float("nan")
-
-    @property
-    def accept_rate(self) -> float:
-        """Accepted draft tokens over the most that could be: the sum of the depths of the trees."""
-        offered = int(self.depths @ np.arange(len(self.depths)))
-        return self.accepted / offered if offered else 0.0
-
-    def per_depth(self) -> list[float]:
-        """The share of rounds that accepted depth 1, 2, .., of those whose tree reaches it."""
-        accepted = np.cumsum(self.histogram[::-1])[::-1][2:]
-        offered = np.cumsum(self.depths[::-1])[::-1][1:]
-        with np.errstate(invalid="ignore"):
-            return (accepted / np.where(offered, offered, np.nan)).tolist()
 
 
 # --- jobs -----------------------------------------------------------------------------------------

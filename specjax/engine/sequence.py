@@ -207,7 +207,7 @@ class Sample:
         self._top: list[dict[int, float]] = []
         self._top_transformed: list[dict[int, float]] = []
         self._histogram = [0] * (self._steps + 2)
-        self._drafted = self._accepted = 0
+        self._drafted = 0
         self._depths = [0] * (self._steps + 1)
         self._stops = None
         if params.stop:
@@ -239,8 +239,12 @@ class Sample:
     @property
     def origin_counts(self) -> tuple[int, int, int]:
         """Numbers of tokens that were drafted, of bonus tokens, and of plainly decoded tokens."""
-        bonus = sum(self._depths[1:])
-        return self._accepted, bonus, len(self.tokens) - self._accepted - bonus
+        accepted, bonus = self._stats.accepted, self._stats.drafted_rounds
+        return accepted, bonus, len(self.tokens) - accepted - bonus
+
+    @property
+    def _stats(self) -> SpecStats:
+        return SpecStats(tuple(self._histogram), tuple(self._depths), self._drafted)
 
     @property
     def most(self) -> int:
@@ -346,7 +350,6 @@ class Sample:
             if count and kept:
                 count = min(count, kept)
                 self._histogram[count] += 1
-                self._accepted += count - 1
                 kept -= count
                 rounds.append(count)
         return rounds
@@ -359,19 +362,13 @@ class Sample:
           cut: where a stop string ends it; None: there is none.
         """
         those = slice(None if cut is None else cut.tokens)
-        transformed, records, bins = self._transformed, self.records, self._histogram
+        transformed, records = self._transformed, self.records
         return SampleOutput(
             token_ids=self.tokens[those],
             text=None if cut is None else cut.text,
             logprobs=self.logprobs[those],
             finish_reason=reason,
-            stats=SpecStats(
-                rounds=sum(bins),
-                drafted=self._drafted,
-                accepted=self._accepted,
-                histogram=tuple(bins),
-                depths=tuple(self._depths),
-            ),
+            stats=self._stats,
             weight_versions=tuple(self.versions),
             transformed_logprobs=None if transformed is None else transformed[those],
             top_logprobs=self._with_chosen(self._top, self.logprobs, those),

@@ -54,29 +54,23 @@ WAITING = 2  # sequences beyond the bucket, which take over rows in chunks that 
 
 @dataclasses.dataclass(frozen=True)
 class StartUp:
-    """Time and memory that starting took.
+    """The time that starting took, and the size of the caches.
 
     Attributes:
       programs: number of programs that were compiled.
       seconds: time to compile them and to run each once.
       calibration_seconds: time to measure them.
-      code_bytes: size of the code of all programs; 0 where the platform does not say.
-      temporary_bytes: size of the temporaries of the program with the largest ones, likewise.
       cache_bytes: size of all pages.
     """
 
-    programs: int
-    seconds: float
-    calibration_seconds: float
-    code_bytes: int
-    temporary_bytes: int
-    cache_bytes: int
+    programs: int = 0
+    seconds: float = 0.0
+    calibration_seconds: float = 0.0
+    cache_bytes: int = 0
 
     def __str__(self) -> str:
-        names = "code", "temporaries", "caches"
-        sizes = zip(names, (self.code_bytes, self.temporary_bytes, self.cache_bytes), strict=True)
-        listed = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in sizes if size)
-        text = f"compiled {self.programs} programs in {self.seconds:.1f} s ({listed})"
+        text = f"compiled {self.programs} programs in {self.seconds:.1f} s (caches "
+        text += f"{self.cache_bytes / 2**20:.1f} MiB)"
         if self.calibration_seconds:
             text += f", measured them in {self.calibration_seconds:.1f} s"
         return text
@@ -173,13 +167,9 @@ def compile_ahead(
     _build([one for one in engines if one.runner.executables.drop_graphs()], features)
     if done < total:  # programs that were compiled again are not counted again
         ready(total - done)
-    memory = [runner.executables.memory() for runner in runners]
     return StartUp(
         programs=sum(runner.compilations for runner in runners) - built,
         seconds=time.perf_counter() - started,
-        calibration_seconds=0.0,
-        code_bytes=sum(sizes["code"] for sizes in memory),
-        temporary_bytes=sum(sizes["temporaries"] for sizes in memory),
         cache_bytes=sum(runner.pages * runner.page_bytes for runner in runners),
     )
 

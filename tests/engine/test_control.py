@@ -51,10 +51,9 @@ def test_a_controller_chooses_among_compiled_strategies_through_llm():
     assert took.cache_bytes == runner.pages * runner.page_bytes > 0
     caches = jax.tree.leaves((runner.state.memory.pages, runner.state.draft.pages))
     assert took.cache_bytes == sum(x.nbytes for x in caches)
-    assert took.temporary_bytes == runner.executables.memory()["temporaries"] > 0
     line = str(took)
-    assert line.startswith(f"compiled {took.programs} programs in {took.seconds:.1f} s (")
-    assert f"caches {took.cache_bytes / 2**20:.1f} MiB), measured them in" in line
+    assert line.startswith(f"compiled {took.programs} programs in {took.seconds:.1f} s (caches ")
+    assert f"{took.cache_bytes / 2**20:.1f} MiB), measured them in" in line
     costs = llm.engine.controller.costs
     assert all(costs.known(arm, 1) for arm in TWO)
     prompts = prompts_of(5, VOCAB, seed=8)
@@ -233,9 +232,9 @@ def test_controllers_are_told_what_the_draft_had_to_read_and_who_drafted():
 
 
 def test_the_accept_rate_of_a_depth_is_that_of_the_trees_that_reach_it():
-    totals = Totals(3, np.zeros(5, np.int64))
+    totals = Totals(3)
     # two plain rounds, four with chains of one, four with chains of three
-    totals.count_rounds(SpecStats(10, 16, 9, (0, 4, 4, 1, 1), depths=(2, 4, 0, 4)))
+    totals.count_rounds(SpecStats((0, 4, 4, 1, 1), depths=(2, 4, 0, 4), drafted=16))
     assert totals.accepted == 9 and totals.accept_rate == 9 / 16
     assert totals.per_depth() == [6 / 8, 2 / 4, 1 / 4]
     assert totals.drafted_accept_length == 1 + 9 / 8
