@@ -51,8 +51,7 @@ class Chunk:
       begun_after: the latest time on the host's clock at which it was known not to have begun: when
         it was enqueued, or last polled before it began.
       begun_before: the time of the poll that first found it begun; None: no poll has.
-      unpolled_seconds: length of the pause between two polls in which it was done; None: it has not
-        been found done after a pause.
+      running_at: the time of the last poll that found it not done.
     """
 
     strategy: str
@@ -70,7 +69,7 @@ class Chunk:
     announced: int = 0
     begun_after: float = 0.0
     begun_before: float | None = None
-    unpolled_seconds: float | None = None
+    running_at: float = 0.0
 
     @property
     def spare(self) -> int:
@@ -252,8 +251,8 @@ class InFlight:
     """The enqueued chunks, in order, and a measurement of the seconds that each of them took.
 
     A device does not say when it begins or ends a program; the host can only poll what is done. So
-    it knows a time before and a time after the beginning of a chunk, and a time after its end. It
-    gives the seconds of a chunk only where these bounds lie close together.
+    it knows a time before and a time after the beginning of a chunk, and likewise its end. It gives
+    the seconds of a chunk only where these bounds lie close together.
 
     Args:
       runner: the runner of the chunks. While it compiles, the host does not poll.
@@ -268,7 +267,7 @@ class InFlight:
         self.cut_short = False
         # When the last result arrived, and the earliest time at which its chunk may have been done.
         self._arrived, self._done = 0.0, 0.0
-        self._paused, self._built = 0.0, runner.compilations
+        self._built = runner.compilations
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -313,24 +312,15 @@ class InFlight:
         return sum(chunk.max_tokens for chunk in self._chunks)
 
     def poll(self) -> None:
-        """Records the time before or after which the next chunk has begun."""
-        if not self._chunks or self._chunks[0].begun_before is not None:
-            return
-        chunk = self._chunks[0]
-        if chunk.start_mark is None or chunk.start_mark.is_ready():
-            chunk.begun_before = time.perf_counter()
-        else:
-            chunk.begun_after = time.perf_counter()
-
-    def pause(self) -> None:
-        """Records that the host does not poll from now on, until `resume`."""
-        self._paused = time.perf_counter()
-
-    def resume(self) -> None:
-        """Records which chunks were done in the pause, which may be longer than they ran."""
+        """Records, of each chunk, whether it has begun and whether it is done."""
+        now = time.perf_counter()
         for chunk in self._chunks:
-            if chunk.unpolled_seconds is None and chunk.result.is_ready:
-                chunk.unpolled_seconds = time.perf_counter() - self._paused
+            if chunk.start_mark is not None and not chunk.start_mark.is_ready():
+                chunk.begun_after = now
+            elif chunk.begun_before is None:
+                chunk.begun_before = now
+            if not chunk.result.is_ready:
+                chunk.running_at = now
 
     def wait_for(self, chunk: Chunk) -> tuple[Result, float]:
         """The result on the host, and the seconds that the chunk ran, without prompts before it.
@@ -341,14 +331,15 @@ class InFlight:
         after, before = max(self._done, chunk.begun_after), chunk.begun_before
         if chunk.start_mark is None:
             before = max(self._arrived, chunk.begun_after)
-        elif before is None and chunk.start_mark.is_ready():
-            before = time.perf_counter()
         elif before is None:
+            was_waiting = not chunk.start_mark.is_ready()
             jax.block_until_ready(chunk.start_mark)
-            after = before = time.perf_counter()
+            before = time.perf_counter()
+            after = before if was_waiting else after
+        was_running = not chunk.result.is_ready
         result = chunk.result.open()
         self._arrived = time.perf_counter()
-        self._done = self._arrived - (chunk.unpolled_seconds or 0.0)
+        self._done = self._arrived if was_running else max(before, chunk.running_at)
         most, least = self._arrived - after, self._done - max(before, after)
         compiled, self._built = self._built != self._runner.compilations, self._runner.compilations
         return result, float("nan") if compiled or least < 0.8 * most else least

@@ -433,7 +433,6 @@ class Engine(BaseEngine):
             runner.weights.feed(self._to_feed)
             self._to_feed = []
         self._in_flight.poll()
-        self._in_flight.resume()
         limit = self._in_flight.limit(self._rows_are_taken_over)
         enqueued = len(self._in_flight) < limit and self._schedule()
         if not enqueued and not self._in_flight:
@@ -447,7 +446,7 @@ class Engine(BaseEngine):
         if not self.unfinished:
             self._in_flight.clear()
         events, self._events = self._events, []
-        self._in_flight.pause()
+        self._in_flight.poll()
         return events
 
     @property

@@ -28,9 +28,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -53,7 +53,6 @@ log = logging.getLogger(__name__)
 OnProgram = Callable[[int, int], None]  # called with the numbers of ready and of all programs
 SILENT_SECONDS = 5.0  # compiling time before the first message
 MESSAGE_SECONDS = 10.0  # time between two messages
-POLL_SECONDS = 1.0  # `CompilePool.finish` calls `on_built` at least this often
 
 Options = Mapping[str, str | int]
 # Compiler options that make one graph of a chunk. What cuDNN computes is left out: with its
@@ -177,58 +176,6 @@ def programs_of(plans: Mapping[str, Plan], most_rows: int) -> dict[str, Program]
 
 
 # --- compiling ------------------------------------------------------------------------------------
-
-
-class CompilePool:
-    """Threads that compile programs while the caller traces further ones.
-
-    Compilers run outside of the interpreter's lock. Programs are compiled in the order in which
-    they were submitted. If the body of the `with` fails, those that have not begun are cancelled.
-
-    Args:
-      threads: number of programs that are compiled at once.
-      on_built: function called with 1 for each program that is ready, and with 0 every
-        `POLL_SECONDS` while `finish` waits, in the thread that calls `collect` or `finish`.
-
-    Attributes:
-      submitted: number of programs that were submitted.
-    """
-
-    def __init__(self, threads: int, on_built: Callable[[int], None]):
-        self._pool = ThreadPoolExecutor(threads, "compile")
-        self._on_built = on_built
-        self._keep: dict[Future, Callable[[Any], None]] = {}
-        self.submitted = 0
-
-    def submit(self, build: Callable[[], Any], keep: Callable[[Any], None]) -> None:
-        """Runs `build` on a thread; `collect` or `finish` calls `keep` with its result."""
-        self._keep[self._pool.submit(build)] = keep
-        self.submitted += 1
-
-    def collect(self, seconds: float = 0.0) -> None:
-        """Collects programs that are ready; raises the error of a build that failed.
-
-        Args:
-          seconds: time to wait for the first one.
-        """
-        ready, _ = wait(self._keep, seconds, FIRST_COMPLETED)
-        for future in [future for future in self._keep if future in ready]:
-            self._keep.pop(future)(future.result())
-            self._on_built(1)
-        if seconds and not ready:
-            self._on_built(0)
-
-    def finish(self) -> None:
-        """Waits for all programs that were submitted."""
-        while self._keep:
-            self.collect(POLL_SECONDS)
-
-    def __enter__(self) -> CompilePool:
-        return self
-
-    def __exit__(self, kind: type | None, *unused: object) -> None:
-        # After an error, Ctrl-C included, do not wait for running builds, and begin no others.
-        self._pool.shutdown(wait=kind is None, cancel_futures=True)
 
 
 class CompileProgress:
@@ -379,6 +326,7 @@ class Executables:
 
     Attributes:
       by_key: the executables.
+      pending: programs that a pool of `ahead` compiles.
       graphs: whether chunks are CUDA graphs.
       is_checked: whether the first chunks of this engine were compiled within `checking`.
       plain_forms: the second form of graphs that must be compared with it, by key.
@@ -401,7 +349,8 @@ class Executables:
         self.before_build: Callable[[], None] = lambda: None
         self.build: Callable = self._build
         self.threads = threads_for(mesh)
-        self._pool: CompilePool | None = None
+        self._pool: Executor | None = None
+        self.pending: dict[tuple, Future] = {}
         self._is_ahead = False
 
     def get(self, key: tuple, program: Callable, inputs: tuple, donate: tuple[int, ...]):
@@ -432,20 +381,30 @@ class Executables:
             self.seconds[key] = time.perf_counter() - began
             return built
 
-        def keep(built: Callable) -> None:
-            self.by_key[key] = built
-            self.compilations += 1
-
         if self._pool is not None:
             lowered = lower()
             self.by_key[key] = NotCompiled(donate)
-            self._pool.submit(lambda: build(lambda: lowered), keep)
+            self.pending[key] = self._pool.submit(build, lambda: lowered)
         elif self._is_ahead:  # the caller of `ahead` reports the progress
-            keep(build(lower))
+            self._keep(key, build(lower))
         else:
             with announce_if_slow(described(key)):
-                keep(build(lower))
+                self._keep(key, build(lower))
         return self.by_key[key]
+
+    def _keep(self, key: tuple, built: Callable) -> None:
+        self.by_key[key] = built
+        self.compilations += 1
+
+    def collect(self) -> int:
+        """Takes programs that a pool has compiled; returns how many, or raises a compiler's error.
+
+        Programs that are not ready stay `NotCompiled`.
+        """
+        ready = [key for key, future in self.pending.items() if future.done()]
+        for key in ready:
+            self._keep(key, self.pending.pop(key).result())
+        return len(ready)
 
     def _build(self, key: tuple, lower: Callable[[], jax.stages.Lowered], donate: tuple[int, ...]):
         """Compiles a program; may run on any thread.
@@ -498,19 +457,19 @@ class Executables:
         return bool(dropped)
 
     @contextlib.contextmanager
-    def ahead(self, pool: CompilePool | None) -> Iterator[None]:
+    def ahead(self, pool: Executor | None) -> Iterator[None]:
         """A context in which programs are compiled before they are needed, without messages.
 
         Args:
-          pool: the pool that compiles them; the caller must wait for it before the context ends.
-            Until then a program is `NotCompiled` and computes nothing. None: each program is
-            compiled when it is asked for.
+          pool: threads that compile them; the caller must `collect` all before the context ends.
+            Until then a program is `NotCompiled` and computes nothing. Compilers run outside of the
+            interpreter's lock. None: each program is compiled when it is asked for.
         """
         self._pool, self._is_ahead = pool, True
         try:
             yield
         finally:
-            self._pool, self._is_ahead = None, False
+            self._pool, self._is_ahead, self.pending = None, False, {}
             compiled = {k: v for k, v in self.by_key.items() if not isinstance(v, NotCompiled)}
             self.by_key = compiled
 

@@ -17,6 +17,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ from specjax.decode.chunk import Result, Until
 from specjax.decode.options import Features
 from specjax.decode.state import RowMap
 from specjax.engine.pages import pages_for
-from specjax.engine.programs import CompilePool, CompileProgress, OnProgram, described
+from specjax.engine.programs import CompileProgress, OnProgram, described
 from specjax.engine.request import make_jobs
 from specjax.engine.runner import Packed, Runner, admission_of, piece_of, place_size, place_sizes
 from specjax.engine.scheduler import Start
@@ -37,6 +38,7 @@ from specjax.error_text import first_line
 
 OnReady = Callable[[int], None]  # called with the number of programs that became ready
 
+POLL_SECONDS = 1.0  # the caller is told at least this often how many programs are ready
 CONTEXT = 256  # the most tokens of a sequence while programs are run and most costs are measured
 LONG_CONTEXT = 16384  # the most tokens of a sequence while the growth of costs is measured
 # The long context is at least so many times the short one, or costs would hardly differ.
@@ -190,18 +192,28 @@ def _build(
 
 
 def _compile(engines: Sequence[Programs], features: Sequence[Features], ready: OnReady) -> None:
-    """Compiles the programs of engines side by side."""
-    threads = min(each.runner.executables.threads for each in engines)
-    with contextlib.ExitStack() as stack, CompilePool(threads, ready) as pool:
-        for programs in engines:
-            stack.enter_context(programs.runner.executables.ahead(pool))
-            submitted = pool.submitted
-            for _ in programs.start(features):
-                if pool.submitted == submitted:  # it was compiled before
-                    ready(1)
-                submitted = pool.submitted
-                pool.collect()
-        pool.finish()
+    """Compiles the programs of engines side by side, in the order in which they are started."""
+    executables = [programs.runner.executables for programs in engines]
+    pool = ThreadPoolExecutor(min(each.threads for each in executables), "compile")
+
+    def collect(seconds: float) -> None:
+        wait([f for each in executables for f in each.pending.values()], seconds, FIRST_COMPLETED)
+        ready(sum(each.collect() for each in executables))
+
+    try:
+        with contextlib.ExitStack() as stack:
+            for programs, each in zip(engines, executables, strict=True):
+                stack.enter_context(each.ahead(pool))
+                known = len(each.by_key)
+                for _ in programs.start(features):
+                    collect(0.0)
+                submitted = len(each.by_key) - known
+                ready(programs.count(features) - submitted)  # those that were compiled before
+            while any(each.pending for each in executables):
+                collect(POLL_SECONDS)
+    finally:
+        # After an error, Ctrl-C included, do not wait for running builds, and begin no others.
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _run_each_once(
