@@ -12,7 +12,7 @@ names a program that a request needs.
 On a GPU a chunk is one CUDA graph, its loops included, where that is known to be right. By itself
 XLA puts short sequences of kernels into such graphs, and the host reads the predicate of every
 loop. Programs become graphs only while an engine starts: of every strategy and set of features the
-program of the smallest bucket is compiled in both ways, and both run the same chunks
+program of the smallest bucket is compiled in both ways at first, and both run the same chunks
 (`start_up.check_graphs`), unless an earlier start on this machine found them equal. Programs of
 other buckets consist of the same operations at other sizes. Where a bit differs, or a graph cannot
 be compiled or run, chunks run as XLA compiles them by itself, and one line says so. So run programs
@@ -40,7 +40,6 @@ from specjax.decode.options import Features
 from specjax.decode.state import Plan
 from specjax.decode.tree import TreePart, build_tree, common_strategy, tree_part
 from specjax.engine.sources import source_of
-from specjax.error_text import first_line
 from specjax.interfaces import Device, Draft
 from specjax.kernels.check import Verdict
 from specjax.kernels.names import GPUS
@@ -253,7 +252,6 @@ class Graphs:
             )
         elif "library:cudnn" in kernels:
             reason = "with cuDNN's attention in graphs other tokens were sampled"
-        self._lock, self._seen = threading.Lock(), set()
         self.wanted = is_gpu and reason is None
         self.plain: Options = NO_GRAPH if is_gpu and enforce_eager else {}
         self.line: str | None = None
@@ -268,36 +266,14 @@ class Graphs:
         """The compiler options of a program at the start, by its key, see `Executables`."""
         return ONE_GRAPH if self.wanted and key[0] == "chunk" else self.plain
 
-    def is_first(self, program: str, features: Features) -> bool:
-        """Whether this is the first call for a program with some features.
-
-        It may be called by several threads. Replicas share a `Graphs`, and check once for all.
-        """
-        with self._lock:
-            is_first = (program, features) not in self._seen
-            self._seen.add((program, features))
-            return is_first
-
     def stop(self, reason: str) -> None:
-        """Turns graphs off, for programs that are compiled from now on, and logs the reason once.
-
-        It may be called by several threads.
-        """
-        with self._lock:
-            if self.wanted:
-                self.wanted, self.line = False, f"CUDA graphs are off: {reason}"
-                log.warning(
-                    "CUDA graphs are off, and chunks are somewhat slower: %s; report this, with "
-                    "the versions of jax and of the driver",
-                    reason,
-                )
-
-
-class PlainForm(NamedTuple):
-    """A chunk that is one graph, compiled without graphs, too: `verdict` is not known yet."""
-
-    compiled: jax.stages.Compiled
-    verdict: Verdict
+        """Turns graphs off, for programs that are compiled from now on, and logs the reason."""
+        self.wanted, self.line = False, f"CUDA graphs are off: {reason}"
+        log.warning(
+            "CUDA graphs are off, and chunks are somewhat slower: %s; report this, with the "
+            "versions of jax and of the driver",
+            reason,
+        )
 
 
 class NotCompiled:
@@ -328,8 +304,8 @@ class Executables:
       by_key: the executables.
       pending: programs that a pool of `ahead` compiles.
       graphs: whether chunks are CUDA graphs.
-      is_checked: whether the first chunks of this engine were compiled within `checking`.
-      plain_forms: the second form of graphs that must be compared with it, by key.
+      is_checked: whether this engine has started, so that graphs were compared.
+      verdicts: of each program that is a CUDA graph, whether an earlier start compared it.
       compilations: number of programs that were compiled so far.
       seconds: time that compiling each program took.
       before_build: function called before a program is compiled, which takes seconds.
@@ -341,9 +317,8 @@ class Executables:
     def __init__(self, mesh: jax.sharding.Mesh | None, cfg: ModelConfig, graphs: Graphs):
         self._mesh, self._cfg, self.graphs = mesh, cfg, graphs
         self.by_key: dict[tuple, Callable] = {}
-        self.is_checked = self._is_checking = False
-        self.plain_forms: dict[tuple, PlainForm] = {}
-        self._graph_keys: set[tuple] = set()
+        self.is_checked = False
+        self.verdicts: dict[tuple, Verdict] = {}
         self.compilations = 0
         self.seconds: dict[tuple, float] = {}
         self.before_build: Callable[[], None] = lambda: None
@@ -407,54 +382,17 @@ class Executables:
         return len(ready)
 
     def _build(self, key: tuple, lower: Callable[[], jax.stages.Lowered], donate: tuple[int, ...]):
-        """Compiles a program; may run on any thread.
+        """Compiles a program; may run on any thread."""
+        lowered = lower()
+        options = self.graphs.options(key) if self._is_ahead else self.graphs.plain
+        if options is ONE_GRAPH:
+            self.verdicts[key] = Verdict(_first_device(self._mesh), "graph", lowered.as_text())
+        return lowered.compile(dict(options) or None)
 
-        Both forms of a program are compiled one after the other on one thread: XLA keeps the
-        algorithms that it tuned for the first, so that the second one has the same.
-        """
-        lowered, plain = lower(), dict(self.graphs.plain) or None
-        if not (self._is_checking and self.graphs.wanted and key[0] == "chunk"):
-            return lowered.compile(plain)
-        try:
-            built = lowered.compile(dict(ONE_GRAPH))
-        except jax.errors.JaxRuntimeError as error:
-            self.graphs.stop(f"{described(key)} does not compile to one: {first_line(error)}")
-            return lowered.compile(plain)
-        self._graph_keys.add(key)
-        if self.graphs.is_first(key[1], key[3]):
-            verdict = Verdict(_first_device(self._mesh), "graph", lowered.as_text())
-            if not verdict.is_right:
-                self.plain_forms[key] = PlainForm(lowered.compile(plain), verdict)
-                self.compilations += 1
-        return built
-
-    def is_graph(self, key: tuple) -> bool:
-        """Whether a compiled program is one CUDA graph."""
-        return key in self._graph_keys and key in self.by_key
-
-    @contextlib.contextmanager
-    def checking(self) -> Iterator[None]:
-        """A context in which chunks become CUDA graphs, because the caller compares them."""
-        self._is_checking = True
-        try:
-            yield
-        finally:
-            self.is_checked, self._is_checking = True, False
-
-    def drop_graphs(self) -> bool:
-        """Drops all graphs where they were turned off; plain forms take their places.
-
-        Returns:
-          whether programs were dropped, which must be compiled again.
-        """
-        dropped = set() if self.graphs.wanted else self._graph_keys & self.by_key.keys()
-        for key in dropped:
-            del self.by_key[key]
-            if key in self.plain_forms:
-                self.by_key[key] = self.plain_forms[key].compiled
-        self.plain_forms = {}
-        self._graph_keys -= dropped
-        return bool(dropped)
+    def drop_graphs(self) -> None:
+        """Drops all programs that were compiled to graphs."""
+        self.by_key = {k: v for k, v in self.by_key.items() if k not in self.verdicts}
+        self.verdicts = {}
 
     @contextlib.contextmanager
     def ahead(self, pool: Executor | None) -> Iterator[None]:

@@ -160,13 +160,23 @@ def compile_ahead(
         tell(done, total)
 
     ready(0)
-    with contextlib.ExitStack() as stack:
+    graphs = runners[0].executables.graphs  # which replicas share
+    begins_with_graphs = graphs.wanted
+    try:
+        if graphs.wanted:
+            check_graphs(engines[0], features)
+        if graphs.wanted == begins_with_graphs:
+            _build(engines, features, ready)
+    except jax.errors.JaxRuntimeError as error:
+        if not graphs.wanted:
+            raise
+        graphs.stop(f"{described(runners[0].latest)} fails at the start: {first_line(error)}")
+    for runner in runners:
+        runner.executables.is_checked = True
+    if graphs.wanted != begins_with_graphs:
         for runner in runners:
-            runner.reset()
-            stack.enter_context(runner.executables.checking())
-        _build(engines, features, ready)
-    # Where a graph is wrong, all engines compile their chunks again.
-    _build([one for one in engines if one.runner.executables.drop_graphs()], features)
+            runner.executables.drop_graphs()
+        _build(engines, features)
     if done < total:  # programs that were compiled again are not counted again
         ready(total - done)
     return StartUp(
@@ -184,6 +194,8 @@ def _build(
     Args:
       ready: function called with the number of programs that became ready.
     """
+    for programs in engines:
+        programs.runner.reset()
     side_by_side = [one for one in engines if one.runner.executables.threads > 1]
     if side_by_side:
         _compile(side_by_side, features, ready)
@@ -219,71 +231,63 @@ def _compile(engines: Sequence[Programs], features: Sequence[Features], ready: O
 def _run_each_once(
     programs: Programs, features: Sequence[Features], ready: OnReady | None = None
 ) -> None:
-    """Runs every program once; compiles those that are not compiled yet.
-
-    If a program that is a CUDA graph fails, graphs are turned off, and the programs that were not
-    run yet are left.
-    """
-    runner, executables = programs.runner, programs.runner.executables
-    try:
-        with executables.ahead(None):
-            for result in programs.start(features):
-                # Errors show here, while `latest` is the program that failed.
-                jax.block_until_ready((result, runner.state, runner.kept))
-                if ready is not None:
-                    ready(1)
-    except jax.errors.JaxRuntimeError as error:
-        if not executables.is_graph(runner.latest):
-            raise
-        reason = f"{described(runner.latest)} fails at the start: {first_line(error)}"
-        executables.graphs.stop(reason)
-        runner.reset()
-        return
-    if executables.plain_forms:
-        check_graphs(runner)
-        runner.reset()
+    """Runs every program once; compiles those that are not compiled yet."""
+    runner = programs.runner
+    with runner.executables.ahead(None):
+        for result in programs.start(features):
+            # Errors show here, while `latest` is the program that failed.
+            jax.block_until_ready((result, runner.state, runner.kept))
+            if ready is not None:
+                ready(1)
 
 
 # --- comparing ------------------------------------------------------------------------------------
 
 
-def check_graphs(runner: Runner) -> None:
-    """Turns graphs off where they give other results, or fail; overwrites the state.
+def check_graphs(programs: Programs, features: Sequence[Features]) -> None:
+    """Turns graphs off where they give other results; overwrites the state.
 
-    It compares all of `Executables.plain_forms`. That a graph is right is kept for later starts.
+    It compares the program of the smallest bucket of each strategy, for each set of features. That
+    a graph is right is kept for later starts.
+
+    Raises:
+      JaxRuntimeError: a program cannot be compiled or run.
     """
-    executables = runner.executables
-    for key, plain in executables.plain_forms.items():
-        graph = executables.by_key[key]
-        _, program, bucket, features = key
-        served = [name for name, its in runner.strategies.items() if its.name == program]
-        strategy = max(served, key=lambda name: runner.plans[name].steps)
+    runner, executables = programs.runner, programs.runner.executables
+    first: dict[str, tuple[str, int]] = {}
+    for strategy, bucket in programs.chunks:  # the smallest buckets come first
+        first.setdefault(runner.strategies[strategy].name, (strategy, bucket))
+    buckets: dict[int, list[str]] = {}
+    for strategy, bucket in first.values():
+        buckets.setdefault(bucket, []).append(strategy)
+    smallest = Programs(runner, {}, buckets)
+    _build([smallest], features)
+    compared = [key for key, verdict in executables.verdicts.items() if not verdict.is_right]
+    if not compared:
+        return
+    built = {key: executables.by_key.pop(key) for key in compared}
+    executables.graphs.wanted = False
+    _build([smallest], features)  # as plain programs
+    executables.graphs.wanted = True
 
-        def run(form: Callable, key=key, asked=(runner, strategy, bucket, features)):
-            executables.by_key[key] = form
-            return run_chunks(*asked)
+    def run(key: tuple, form: Callable) -> list[Result]:
+        executables.by_key[key] = form
+        return run_chunks(runner, *first[key[1]], key[3])
 
-        try:
-            wanted = run(plain.compiled)
-            reason = _difference(wanted, run(graph))
-            if reason and _difference(wanted, run(plain.compiled)):
+    for key, graph in built.items():
+        plain = executables.by_key[key]
+        expected = run(key, plain)
+        if reason := _difference(expected, run(key, graph)):
+            if _difference(expected, run(key, plain)):
                 reason += "; two runs without graphs differ as well, so that this shows nothing"
-        except jax.errors.JaxRuntimeError as error:
-            if executables.by_key[key] is not graph:
-                raise
-            reason = f"fails: {first_line(error)}"
-            runner.state = runner.kept = None
-        finally:
-            executables.by_key[key] = graph
-        if reason is not None:
             executables.graphs.stop(f"{described(key)} {reason}")
             return
-        plain.verdict.keep()
+        executables.verdicts[key].keep()
 
 
-def _difference(wanted: Sequence[Result], got: Sequence[Result]) -> str | None:
+def _difference(expected: Sequence[Result], got: Sequence[Result]) -> str | None:
     """What differs between the chunks of a plain program and of one graph; None: nothing."""
-    for number, (plain, graph) in enumerate(zip(wanted, got, strict=True), 1):
+    for number, (plain, graph) in enumerate(zip(expected, got, strict=True), 1):
         for name, a, b in zip(Result._fields, plain, graph, strict=True):
             equal = jax.tree.map(lambda x, y: x.tobytes() == y.tobytes(), a, b)
             if not all(jax.tree.leaves(equal)):
