@@ -127,7 +127,7 @@ class NextChunk:
         """
         runner = self._runner
         # The host finds stop strings, so chunks of samples that have some are short.
-        short = any(s.job.params.stop for s in sequences)
+        short = any(s.job.stop for s in sequences)
         # The earliest sequences have the rows, so that none that took one over loses it again.
         sequences, waiting = sequences[:slots], sequences[slots:]
         length = None if short else max(rows, len(sequences))

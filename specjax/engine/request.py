@@ -257,8 +257,8 @@ class Job:
       stop_ids: tokens that end it.
       params: how it is sampled, with a seed.
       bad_words: its bad words as token ids.
-      decode: function from token ids to text, to find stop strings; None: there are none.
-      name: function that returns the text of a special token, to find it in stop strings.
+      stop: stop strings to find in its text.
+      decode: function from token ids to text, to find them.
       request: index of its request in a call, for messages and telemetry.
       sample: index of the sample in its request, likewise.
       where: name of its prompt in messages.
@@ -270,8 +270,8 @@ class Job:
     stop_ids: tuple[int, ...]
     params: SamplingParams
     bad_words: tuple[tuple[int, ...], ...] = ()
+    stop: tuple[str, ...] = ()
     decode: Callable[[Sequence[int]], str] | None = None
-    name: Callable[[int], str] | None = None
     request: int = 0
     sample: int = 0
     where: str = "the prompt"
@@ -354,13 +354,10 @@ def make_jobs(
             f"{where}: stop and bad_words hold strings, and there is no tokenizer for them; pass "
             "one (LLM(..., tokenizer=...)), or use stop_token_ids, and bad_words of token ids"
         )
-    stops = (*params.stop_token_ids, *(() if params.ignore_eos else eos_ids))
+    special = special_stops(tokenizer, params)
+    eos_ids = () if params.ignore_eos else eos_ids
+    stops = (*params.stop_token_ids, *special.values(), *eos_ids)
     params, first = (seeds or CallSeeds()).take(prompt, params)
-    decode = name = None
-    if params.stop:
-        decode = decoder_of(tokenizer, params)
-        if params.skip_special_tokens:  # else they are in the text
-            name = functools.cache(functools.partial(special_name, tokenizer))
     sample = functools.partial(
         Job,
         prompt=prompt,
@@ -368,8 +365,8 @@ def make_jobs(
         stop_ids=tuple(dict.fromkeys(stops)),
         params=params,
         bad_words=bad_word_ids(where, params.bad_words, tokenizer),
-        decode=decode,
-        name=name,
+        stop=tuple(string for string in params.stop if string not in special),
+        decode=decoder_of(tokenizer, params) if params.stop else None,
         request=request,
         where=where,
     )
@@ -379,11 +376,12 @@ def make_jobs(
     ]
 
 
-def special_name(tokenizer, token: int) -> str:
-    """The text of a special token, which decoding leaves out; empty for any other token."""
-    if decode(tokenizer, [token]):
-        return ""
-    return decode(tokenizer, [token], skip_special_tokens=False)
+def special_stops(tokenizer, params: SamplingParams) -> dict[str, int]:
+    """The ids of special tokens whose names are stop strings and are left out of the text."""
+    if not params.stop or not params.skip_special_tokens:
+        return {}
+    added = getattr(tokenizer, "get_added_vocab", dict)()
+    return {s: added[s] for s in params.stop if s in added and not decode(tokenizer, [added[s]])}
 
 
 def bad_word_ids(

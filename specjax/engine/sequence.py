@@ -210,14 +210,9 @@ class Sample:
         self._drafted = 0
         self._depths = [0] * (self._steps + 1)
         self._stops = None
-        if params.stop:
-            self._stops = StopStrings(
-                params.stop,
-                self.job.decode,
-                params.include_stop_str_in_output,
-                params.min_tokens,
-                self.job.name,
-            )
+        if self.job.stop:
+            include = params.include_stop_str_in_output
+            self._stops = StopStrings(self.job.stop, self.job.decode, include, params.min_tokens)
             self._stops.feed(self.tokens)
 
     def is_of(self, version: int) -> bool:
