@@ -192,7 +192,7 @@ def _load(cfg: GenerateConfig, samples: int) -> LLM:
     for note in llm.notes:
         _print(note)
     if llm.drafting.by_default or cfg.stats:  # else the checkpoint's head drafts, as expected
-        _print(llm.drafting.described(SPELL))
+        _print(llm.drafting.described())
     if cfg.stats:
         for line in llm.engine.engines[0].start_lines():
             _print(line)

@@ -204,7 +204,7 @@ class LLM:
         # a spelling of their own show the log, or print the line themselves.
         is_warning = self.drafting.by_default and spell is python
         level = logging.WARNING if is_warning else logging.INFO
-        log.log(level, "%s", self.drafting.described(spell))
+        log.log(level, "%s", self.drafting.described())
         self.cfg, self.tokenizer, self.mesh = cfg, tokenizer, mesh
         self.generation = cfg.generation if generation is None else generation
         self.max_batch, self.max_stop_tokens = max_batch, max_stop_tokens
