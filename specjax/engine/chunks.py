@@ -21,7 +21,7 @@ import jax
 from specjax.control import OFF, Controller
 from specjax.decode.chunk import Result, Until
 from specjax.decode.options import Features
-from specjax.engine.runner import Packed, Runner
+from specjax.engine.runner import Runner
 from specjax.engine.sequence import Sample, Unfinished
 
 IN_FLIGHT = 2  # the largest number of chunks that are enqueued at once
@@ -63,13 +63,18 @@ class Chunk:
     rounds: int
     max_tokens: int
 
-    result: Packed[Result] | None = None
+    result: Result | None = None
     version: int = 0
     start_mark: jax.Array | None = None
     announced: int = 0
     begun_after: float = 0.0
     begun_before: float | None = None
     running_at: float = 0.0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the device has run it."""
+        return self.result.length.is_ready()
 
     @property
     def spare(self) -> int:
@@ -275,7 +280,7 @@ class InFlight:
     @property
     def is_ready(self) -> bool:
         """Whether the device is done with the next chunk; True if there is none."""
-        return not self._chunks or self._chunks[0].result.is_ready
+        return not self._chunks or self._chunks[0].is_done
 
     def limit(self, taken_over: bool) -> int:
         """The number of chunks that may be enqueued at once.
@@ -319,7 +324,7 @@ class InFlight:
                 chunk.begun_after = now
             elif chunk.begun_before is None:
                 chunk.begun_before = now
-            if not chunk.result.is_ready:
+            if not chunk.is_done:
                 chunk.running_at = now
 
     def wait_for(self, chunk: Chunk) -> tuple[Result, float]:
@@ -336,8 +341,8 @@ class InFlight:
             jax.block_until_ready(chunk.start_mark)
             before = time.perf_counter()
             after = before if was_waiting else after
-        was_running = not chunk.result.is_ready
-        result = chunk.result.open()
+        was_running = not chunk.is_done
+        result = jax.device_get(chunk.result)
         self._arrived = time.perf_counter()
         self._done = self._arrived if was_running else max(before, chunk.running_at)
         most, least = self._arrived - after, self._done - max(before, after)

@@ -645,7 +645,7 @@ class Engine(BaseEngine):
         chunk.begun_after, chunk.start_mark = time.perf_counter(), runner.mark
         chunk.version = self.version
         chunk.result = runner.chunk(chunk.strategy, chunk.features, row_map, chunk.ends)
-        chunk.result.send()
+        jax.tree.map(lambda x: x.copy_to_host_async(), chunk.result)
         chunk.announced = runner.agreement.announced
         self._in_flight.add(chunk)
         return True

@@ -128,8 +128,6 @@ class SampleOutput:
       top_logprobs: token id -> logprob of the most likely tokens, best first, in the
         temperature-scaled distribution. The generated token is always included, at the end if it is
         none of them. None unless asked for.
-      top_transformed_logprobs: the same for the transformed distribution, without tokens that it
-        excludes; None unless both are asked for.
       records: [tokens M ..] what the model's layers recorded (chosen experts) in the rows that
         decided the tokens, see `specjax.interfaces.Mlp.run`; None where they record nothing.
       origins: origin of each token, one letter for each: `DRAFT`, `BONUS`, `PLAIN` or `UNKNOWN`.
@@ -143,7 +141,6 @@ class SampleOutput:
     weight_versions: tuple[tuple[int, int], ...] = dataclasses.field(default=(), compare=False)
     transformed_logprobs: list[float] | None = None
     top_logprobs: list[dict[int, float]] | None = None
-    top_transformed_logprobs: list[dict[int, float]] | None = None
     records: np.ndarray | None = dataclasses.field(default=None, compare=False)
     origins: str = dataclasses.field(default="", compare=False)
 

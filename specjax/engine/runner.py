@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -50,8 +48,6 @@ EXTRA_SLOTS = 8  # slots beyond those of a batch, for sequences that wait for a 
 # and what two chunks emit. Longer ones take pages that rows do not need yet, or wait for pages.
 WAITING_TOKENS = 2048
 FEW = 4  # prompts that a small program reads, and sequences that it starts
-
-T = TypeVar("T")
 
 
 class Runner:
@@ -348,7 +344,7 @@ class Runner:
         features: Features,
         row_map: RowMap,
         until: Until,
-    ) -> Packed[Result]:
+    ) -> Result:
         """Enqueues a chunk; its result is on the device and may not be computed yet.
 
         Args:
@@ -380,9 +376,9 @@ class Runner:
         state, result = run_chunk(
             model, head, plan, state, row_map, bucket, capacity, until, pin, part
         )
-        if self.mesh is not None:  # each array by itself, before they are packed into one
+        if self.mesh is not None:
             result = jax.lax.with_sharding_constraint(result, sharding.replicated(self.mesh))
-        return state, Packed.of(result)
+        return state, result
 
     def alone(self, rows: RowMap) -> RowMap:
         """Pads the row map of the rows of a chunk for one in which no sequence waits."""
@@ -510,72 +506,3 @@ def place_sizes(batch: int) -> list[int]:
 def place_size(batch: int, count: int) -> int:
     """The size of the smallest program that starts `count` sequences."""
     return next(size for size in place_sizes(batch) if size >= count)
-
-
-# --- what they return -----------------------------------------------------------------------------
-
-
-class _Layout(NamedTuple):
-    """The structure of a packed tree, and the shape and dtype of each of its leaves, in order."""
-
-    structure: jax.tree_util.PyTreeDef
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[np.dtype, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Packed(Generic[T]):
-    """A tree of arrays packed into one array, as a program returns it to the host.
-
-    Every array that comes from a device costs the host a transfer, some calls of Python and a copy,
-    however small it is. A chunk's result is a dozen small arrays; packed, they cost as much as one.
-
-    Attributes:
-      words: bits of all leaves, in order, uint32 [n].
-      layout: how to unpack them.
-    """
-
-    words: jax.Array
-    layout: _Layout
-
-    @classmethod
-    def of(cls, tree: T) -> Packed[T]:
-        """Packs a tree; for use inside a jitted function.
-
-        Raises:
-          TypeError: an array is neither of booleans nor of 32-bit numbers.
-        """
-        leaves, structure = jax.tree.flatten(tree)
-        words = jnp.concatenate([_words(x).ravel() for x in leaves])
-        shapes, dtypes = tuple(x.shape for x in leaves), tuple(np.dtype(x.dtype) for x in leaves)
-        return cls(words, _Layout(structure, shapes, dtypes))
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether the program is done."""
-        return self.words.is_ready()
-
-    def send(self) -> None:
-        """Starts the transfer to the host, which begins once the program is done."""
-        self.words.copy_to_host_async()
-
-    def open(self) -> T:
-        """The tree as numpy arrays, read-only; waits for the transfer."""
-        words, leaves, begin = np.asarray(self.words), [], 0
-        for shape, dtype in zip(self.layout.shapes, self.layout.dtypes, strict=True):
-            size = math.prod(shape)
-            part = words[begin : begin + size].reshape(shape)
-            leaves.append(part.astype(bool) if dtype.kind == "b" else part.view(dtype))
-            begin += size
-        return jax.tree.unflatten(self.layout.structure, leaves)
-
-
-jax.tree_util.register_dataclass(Packed, data_fields=["words"], meta_fields=["layout"])
-
-
-def _words(x: jax.Array) -> jax.Array:
-    if x.dtype == jnp.bool_:
-        return x.astype(jnp.uint32)
-    if x.dtype.itemsize != 4:
-        raise TypeError(f"expected an array of booleans or 32-bit numbers, got {x.dtype}")
-    return jax.lax.bitcast_convert_type(x, jnp.uint32)

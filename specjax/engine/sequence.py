@@ -203,9 +203,7 @@ class Sample:
         self._records = [] if given.records is None else [given.records]
         # One piece per chunk, because a string cannot grow.
         self._origins = [given.origins[:count].ljust(count, UNKNOWN)]
-        # The most likely tokens of each position, and those of the transformed distribution.
-        self._top: list[dict[int, float]] = []
-        self._top_transformed: list[dict[int, float]] = []
+        self._top: list[dict[int, float]] = []  # the most likely tokens of each position
         self._histogram = [0] * (self._steps + 2)
         self._drafted = 0
         self._depths = [0] * (self._steps + 1)
@@ -297,11 +295,8 @@ class Sample:
             # A view would keep the whole result of the chunk in memory until the sample ends.
             self._records.append(report.records[row, :count].copy())
         if best:  # if it is 0, the chosen tokens alone are reported
-            top, rows = report.top, (row, slice(count), slice(best))
-            self._top += _entries(top.ids[rows], top.logprobs[rows])
-            if self._transformed is not None:
-                ids, logprobs = top.transformed_ids[rows], top.transformed_logprobs[rows]
-                self._top_transformed += _entries(ids, logprobs)
+            rows = row, slice(count), slice(best)
+            self._top += _entries(report.top.ids[rows], report.top.logprobs[rows])
         kept = count if cut is None else cut.tokens - before
         rounds = self._count_rounds(lists.counts[row], kept)
         drafts = tree is not None and self.job.params.speculative
@@ -319,20 +314,18 @@ class Sample:
         begin, rounds, steps, rows = self._latest
         those = slice(begin, begin + sum(rounds))
         tokens, logprobs = self.tokens[those], self.logprobs[those]
-        top = self._with_chosen(self._top, self.logprobs, those)
+        top = self._with_chosen(those)
         return News(begin, tokens, logprobs, top, rounds, steps, rows, self.text)
 
-    def _with_chosen(
-        self, top: list[dict[int, float]], logprobs: list[float] | None, those: slice
-    ) -> list[dict[int, float]] | None:
+    def _with_chosen(self, those: slice) -> list[dict[int, float]] | None:
         """The most likely tokens at some positions, each with the token that was generated there.
 
         None: they were not asked for.
         """
-        if self.job.params.logprobs is None or logprobs is None:
+        if self.job.params.logprobs is None:
             return None
-        chosen = zip(self.tokens[those], logprobs[those], strict=True)
-        best = top[those] if top else itertools.repeat({})
+        chosen = zip(self.tokens[those], self.logprobs[those], strict=True)
+        best = self._top[those] if self._top else itertools.repeat({})
         return [likely | {t: value} for likely, (t, value) in zip(best, chosen, strict=False)]
 
     def _count_rounds(self, counts: list[int], kept: int) -> list[int]:
@@ -366,8 +359,7 @@ class Sample:
             stats=self._stats,
             weight_versions=tuple(self.versions),
             transformed_logprobs=None if transformed is None else transformed[those],
-            top_logprobs=self._with_chosen(self._top, self.logprobs, those),
-            top_transformed_logprobs=self._with_chosen(self._top_transformed, transformed, those),
+            top_logprobs=self._with_chosen(those),
             records=None if records is None else records[those],
             origins=self.origins[those],
         )

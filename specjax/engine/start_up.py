@@ -31,7 +31,7 @@ from specjax.decode.state import RowMap
 from specjax.engine.pages import pages_for
 from specjax.engine.programs import CompileProgress, OnProgram, described
 from specjax.engine.request import make_jobs
-from specjax.engine.runner import Packed, Runner, admission_of, piece_of, place_size, place_sizes
+from specjax.engine.runner import Runner, admission_of, piece_of, place_size, place_sizes
 from specjax.engine.scheduler import Start
 from specjax.engine.sequence import Sample
 from specjax.error_text import first_line
@@ -314,7 +314,7 @@ def run_chunks(runner: Runner, strategy: str, bucket: int, features: Features) -
     jax.block_until_ready(runner.state)
     row_map, until = _row_map(runner, bucket, count, pages_each), Until.of(rounds)
     chunks = range(IN_A_ROW)
-    return [runner.chunk(strategy, features, row_map, until).open() for _ in chunks]
+    return [jax.device_get(runner.chunk(strategy, features, row_map, until)) for _ in chunks]
 
 
 def _options(runner: Runner, features: Features, least: int) -> dict[str, Any]:
@@ -373,7 +373,7 @@ def calibrate(programs: Programs, features: Features) -> tuple[CostTable, float]
         jax.block_until_ready(runner.state)
         for _ in range(times):
             begin = time.perf_counter()
-            result = _start_chunk(runner, name, features, bucket, rounds, length).open()
+            result = jax.device_get(_start_chunk(runner, name, features, bucket, rounds, length))
             seconds = runner.agreement.agree(time.perf_counter() - begin)
             yield seconds, int(result.rounds)
 
@@ -472,7 +472,7 @@ def _start_chunk(
     bucket: int,
     rounds: int,
     length: int | None = None,
-) -> Packed[Result]:
+) -> Result:
     """Enqueues a chunk of the first slots, each with pages of its own if there are enough.
 
     Args:
