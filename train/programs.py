@@ -188,12 +188,12 @@ def _engines(
             spec,
             sizes.batch,
             sizes.prompt + sizes.response,
-            max(1, len(model.eos_token_ids)),
-            mesh,
-            [sizes.prompt],  # one width, one set of executables
-            drafts_with,
-            config,
-            control,
+            control=control,
+            prompt_widths=[sizes.prompt],  # one width, one set of executables
+            config=config,
+            mesh=mesh,
+            stop_width=max(1, len(model.eos_token_ids)),
+            source=drafts_with,
         )
 
     return [engine(mesh) for mesh in meshes]

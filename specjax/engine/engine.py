@@ -22,6 +22,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -70,15 +71,12 @@ class Engine(BaseEngine):
       spec: how to speculate; None: plain decoding.
       batch: number of slots.
       max_len: the most prompt and generated tokens of a sample.
-      stop_width: the most stop tokens of a request, the model's own included.
-      mesh: mesh over which the engine is sharded, see `Runner`.
+      control: how strategies are chosen; None: always `spec`'s own.
       prompt_widths: lengths that pieces of prompts are padded to, each with executables of its own;
         None: powers of two.
-      source: the draft source, see `Runner`.
       config: how the device is used.
-      control: how strategies are chosen; None: always `spec`'s own.
-      most_cache_bytes: largest size of the pages of all caches where `config` sets none; None: what
-        all slots need.
+      mesh: mesh over which the engine is sharded, see `Runner`.
+      more: further arguments of `Runner`.
 
     Attributes:
       alarm: looks at the accept length of each head once; None: nothing is to be expected of it.
@@ -99,7 +97,6 @@ class Engine(BaseEngine):
       warm_rows: the largest batch that the controller chooses for: the programs of larger ones are
         not compiled and measured yet.
       preemptions: number of samples that were preempted for lack of pages so far.
-      stale_positions: number of cache positions that were kept when the weights changed, so far.
     """
 
     version, replica, replicas = 0, 0, 1
@@ -110,37 +107,28 @@ class Engine(BaseEngine):
         spec: SpecConfig | None,
         batch: int,
         max_len: int,
-        stop_width: int = 8,
-        mesh: jax.sharding.Mesh | None = None,
-        prompt_widths: Sequence[int] | None = None,
-        source: Draft | None = None,
-        config: EngineConfig | None = None,
+        *,
         control: ControlConfig | None = None,
-        most_cache_bytes: int | None = None,
+        prompt_widths: Sequence[int] | None = None,
+        config: EngineConfig = EngineConfig(),  # noqa: B008
+        mesh: jax.sharding.Mesh | None = None,
+        **more: Any,
     ):
-        self.config, self._prompt_widths = config or EngineConfig(), prompt_widths
-        platform, given = device_of(mesh).platform, spec
-        self.spec = spec = None if spec is None or spec.is_off else spec
+        self.config, self._prompt_widths = config, prompt_widths
         self.control, self.batch, self.max_len = control, batch, max_len
+        self.spec = None if spec is None or spec.is_off else spec
+        platform, strategies = device_of(mesh).platform, settings.strategies_of(self.spec, control)
+        sizes = {"widths": self._widths(platform), "strategies": strategies}
         self.runner = runner = Runner(
-            cfg,
-            given,
-            batch,
-            max_len,
-            stop_width,
-            mesh,
-            source,
-            settings.strategies_of(spec, control),
-            self.config,
-            most_cache_bytes,
-            self._widths(platform),
+            cfg, spec, batch, max_len, mesh=mesh, config=config, **sizes, **more
         )
-        self.limits = Limits(cfg, max_len, stop_width, spec.acceptance if spec else None)
+        spec, acceptance = self.spec, self.spec.acceptance if self.spec else None
+        self.limits = Limits(cfg, max_len, runner.stop_width, acceptance)
         self.size_for(platform)
         self.controller, self._plain = Static(runner.plan.strategy), Static(OFF)
         if control is not None:
-            strategies = [plan.strategy for plan in runner.plans.values()]
-            self.controller = controllers.make_controller(control, strategies)
+            compiled = [plan.strategy for plan in runner.plans.values()]
+            self.controller = controllers.make_controller(control, compiled)
         self.telemetry = Collector() if spec and spec.telemetry_on else None
         self.watcher: Watcher | None = None
         self.lengths = LengthHistory()
@@ -149,7 +137,7 @@ class Engine(BaseEngine):
         if runner.weights.ids is not None:
             self.drafted = DraftedIds(cfg, spec, source, runner.weights)
         self.latest: tuple[str, int] | None = None
-        self.preemptions = self.stale_positions = 0
+        self.preemptions = 0
         # A draft without weights may find nothing, and a new head has not learnt anything yet.
         checked = source is not None and source.network is not None and spec.draft != RANDOM_DRAFT
         self.alarm = AcceptanceAlarm(source) if checked else None
@@ -232,17 +220,13 @@ class Engine(BaseEngine):
         Returns:
           whether the engines have equal programs; else nothing changes.
         """
-        equal = self.has_programs_of(other)
+        equal = self.program_settings == other.program_settings
         if equal:
             self.runner.share_programs(other.runner)
         return equal
 
-    def has_programs_of(self, other: Engine) -> bool:
-        """Whether an engine with the same draft source has equal settings and devices."""
-        return self._settings == other._settings
-
     @property
-    def _settings(self) -> tuple:
+    def program_settings(self) -> tuple:
         """All that decides which programs are compiled, besides the draft source."""
         runner, sizes = self.runner, (self.batch, self.max_len, self.runner.stop_width)
         plans = tuple(runner.plans)
@@ -278,7 +262,6 @@ class Engine(BaseEngine):
         recompute = running == "recompute" or not self._draft_is_finite
         self._preempt_all(keep=True, first=0 if recompute else self.batch)
         self.scheduler.forget_prompts()
-        self.stale_positions += self.scheduler.positions
         if head is not None and head is not self._watched:
             self._look_at(head)
         self.runner.weights.set(params, head)
@@ -335,7 +318,7 @@ class Engine(BaseEngine):
         if self.drafted is not None:  # first, for it refuses some heads
             self.drafted.take_head(head)
         if self.alarm is not None:
-            self.alarm.renew()
+            self.alarm.rounds = 0
         if self.drafted is not None or self.alarm is not None:
             self._watched = head
 
@@ -716,8 +699,7 @@ class Engine(BaseEngine):
             # A program that can draft reports plain rounds as plain decoding's own program does.
             accepted = np.where(result.report.counts[:rounds] > 0, 0, accepted)
         elif self.alarm is not None and not opted_out:
-            drafted = accepted[accepted >= 0]
-            self.alarm.add(drafted.size, int(drafted.sum()))
+            self.alarm.add(accepted[accepted >= 0])
         observation = functools.partial(
             Observation,
             batch_size=len(sequences),
@@ -771,34 +753,29 @@ class AcceptanceAlarm:
 
     Attributes:
       spell: function that spells settings in the warning.
+      rounds: number of drafted rounds that were counted; 0 makes it count anew.
     """
 
     def __init__(self, source: Draft):
         self.spell: Spell = python
+        self.rounds = self._accepted = 0
         self._source = source
-        self.renew()
 
     @property
     def is_done(self) -> bool:
         """Whether enough rounds were counted."""
-        return self._rounds >= ALARM_ROUNDS
+        return self.rounds >= ALARM_ROUNDS
 
-    def renew(self) -> None:
-        """Counts anew, because the source drafts with another head from now on."""
-        self._rounds = self._accepted = 0
-
-    def add(self, rounds: int, accepted: int) -> None:
-        """Counts drafted rounds of all samples and the tokens that they accepted, until `is_done`.
-
-        Logs the warning if it is due.
-        """
+    def add(self, accepted: np.ndarray) -> None:
+        """Counts the tokens that drafted rounds accepted, until `is_done`; logs the warning."""
         if self.is_done:
             return
-        self._rounds, self._accepted = self._rounds + rounds, self._accepted + accepted
-        if self.is_done and (length := 1 + self._accepted / self._rounds) < LEAST:
+        self._accepted = int(accepted.sum()) + (self._accepted if self.rounds else 0)
+        self.rounds += accepted.size
+        if self.is_done and (length := 1 + self._accepted / self.rounds) < LEAST:
             log.warning(
                 "accept length has been %.2f for %d rounds: speculation only costs time. %s",
-                length, self._rounds, advice(self._source, self.spell),
+                length, self.rounds, advice(self._source, self.spell),
             )  # fmt: skip
 
 

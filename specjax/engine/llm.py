@@ -219,7 +219,7 @@ class LLM:
                 log.info("draft: %s", line)
         self.params, self.source = params, source
         self.head = head.params if isinstance(head, Head) else head
-        self._engine_config = engine
+        self._engine_config = engine or EngineConfig()
         engines = [self._engine(spec, source, control, place) for place in meshes]
         self.engine = Replicas(engines) if several else engines[0]
         for one in engines:
