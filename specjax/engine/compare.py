@@ -156,8 +156,7 @@ def _perturbed(runner, job: Job, context: np.ndarray, logits: np.ndarray) -> np.
         features_of(job, vocab), transformed_logprobs=False, top_logprobs=False
     )
     options = option_rows([job] * count, vocab, runner.stop_width)
-    tokens = np.broadcast_to(_padded(runner, context), (count, _width(runner, context)))
-    lengths = np.full(count, len(context), np.int32)
+    tokens, lengths = padded_contexts([context] * count)
     scores, noise = _scores_and_noise(features, options, tokens, lengths, logits, job.words)
     if job.params.temperature <= 0:
         noise = np.zeros(vocab)
@@ -196,31 +195,42 @@ def transformed(features: Features, options: Options, tokens, lengths, logits):
 def _logits_by_program(runner, context: np.ndarray) -> np.ndarray:
     """The next-token logits [3 V] of a context by full forward, one-row and tree-row decoding."""
     rows = runner.tree.rows if runner.tree else 2
-    tokens = np.broadcast_to(_padded(runner, context), (runner.batch, _width(runner, context)))
-    inputs = runner.weights.policy, tokens, np.int32(len(context))
+    tokens, lengths = padded_contexts([context] * runner.batch)
+    inputs = runner.weights.policy, tokens, lengths[0]
     with sharding.ambient(runner.mesh), precision_of(runner.cfg):
         by_rows = [_by_rows(runner.cfg, count, *inputs) for count in (1, rows)]
-        return np.stack(jax.device_get([_full(runner.cfg, *inputs), *by_rows]))
-
-
-def _width(runner, context: np.ndarray) -> int:
-    """The padded length of a context, so that not every length compiles a program."""
-    return next(w for w in padded_widths(runner.max_len) if w >= len(context))
-
-
-def _padded(runner, context: np.ndarray) -> np.ndarray:
-    return np.pad(context, (0, _width(runner, context) - len(context)))
+    return np.stack([full_forward(runner, [context])[0], *jax.device_get(by_rows)])
 
 
 def _model(cfg: ModelConfig, params):
     return nnx.merge(graphdef(cfg, cfg.run.decode_layout), params)
 
 
+def full_forward(runner, contexts: Sequence[Sequence[int]]) -> np.ndarray:
+    """Returns the raw float32 logits [contexts V] of the token after each context."""
+    tokens, lengths = padded_contexts(contexts)
+    with sharding.ambient(runner.mesh), precision_of(runner.cfg):
+        logits = _full(runner.cfg, runner.weights.policy, tokens, lengths)
+    return np.asarray(logits, np.float32)
+
+
+def padded_contexts(contexts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns contexts as padded tokens [contexts M], and their lengths [contexts]."""
+    lengths = np.array([len(context) for context in contexts], np.int32)
+    # So that not every length compiles a program.
+    width = next(w for w in padded_widths(1 << 30) if w >= lengths.max())
+    tokens = np.zeros((len(contexts), width), np.int32)
+    for row, context in zip(tokens, contexts, strict=True):
+        row[: len(context)] = context
+    return tokens, lengths
+
+
 @functools.partial(jax.jit, static_argnums=0)
-def _full(cfg: ModelConfig, params, tokens, length):
+def _full(cfg: ModelConfig, params, tokens, lengths):
     model = _model(cfg, params)
-    read = model.prefill(tokens, jnp.full(tokens.shape[:1], length))
-    return model.logits(read.x[0, length - 1])
+    x = model.prefill(tokens, lengths).x
+    last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
+    return model.logits(last)[:, 0]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -13,21 +13,16 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from scipy import stats  # jax itself depends on scipy
 from tqdm import tqdm
 
 from specjax.config import SamplingParams
-from specjax.engine.compare import transformed
+from specjax.engine.compare import full_forward, padded_contexts, transformed
 from specjax.engine.llm import LLM
 from specjax.engine.request import Totals, features_of, make_jobs, option_rows, require_valid
 from specjax.engine.runner import Runner
-from specjax.models.transformer import graphdef
 from specjax.verify.verdict import FAILED, PASSED, Check, InputError
-from specjax.weights.matrix import precision_of
 
 ALPHA = 1e-6  # the p-value below which a check fails
 WIDTH, LENGTH = 4, 3  # number of allowed tokens, and of positions
@@ -203,7 +198,7 @@ class ExactJoint:
         job = make_jobs(self.prompt, dataclasses.replace(params, n=1, ignore_eos=True), ())[0]
         features = features_of(job, self._vocab)
         options = option_rows([job] * count, self._vocab, stop_width=1)
-        tokens, lengths = _padded(self._contexts)
+        tokens, lengths = padded_contexts(self._contexts)
         scores = transformed(features, options, tokens, lengths, self._logits)
         scores = np.asarray(scores, np.float64)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
@@ -218,31 +213,6 @@ class ExactJoint:
             tuple(np.maximum(places, 0).T), (len(self.tokens),) * self.length
         )
         return np.where((places >= 0).all(1), cells, -1)
-
-
-def full_forward(runner: Runner, contexts: Sequence[Sequence[int]]) -> np.ndarray:
-    """Returns the raw float32 logits [contexts V] of the token after each context."""
-    tokens, lengths = _padded(contexts)
-    static = graphdef(runner.cfg, runner.cfg.run.decode_layout)
-
-    @jax.jit
-    @precision_of(runner.cfg)
-    def run(params, tokens, lengths):
-        model = nnx.merge(static, params)
-        x = model.prefill(tokens, lengths).x
-        last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
-        return model.logits(last)[:, 0]
-
-    return np.asarray(run(runner.weights.policy, tokens, lengths), np.float32)
-
-
-def _padded(contexts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns contexts as padded tokens [contexts M], and their lengths [contexts]."""
-    lengths = np.array([len(c) for c in contexts], np.int32)
-    tokens = np.zeros((len(contexts), lengths.max()), np.int32)
-    for row, context in enumerate(contexts):
-        tokens[row, : len(context)] = context
-    return tokens, lengths
 
 
 def likeliest(runner: Runner, prompt: Sequence[int], count: int) -> list[int]:
