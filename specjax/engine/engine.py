@@ -230,8 +230,6 @@ class Engine(BaseEngine):
             using += f" at first; the controller {kind} chooses among {', '.join(plans)}"
             if self.control.bs_threshold is not None:
                 using += f", off for more than {self.control.bs_threshold} samples at once"
-        if self.drafted is not None:
-            using += self.drafted.described()
         enabled = any(plan.tree is not None for plan in plans.values())
         kernel = f"attention kernel: {self.runner.cfg.run.attention}"
         graphs = self.runner.executables.graphs.line
