@@ -39,7 +39,7 @@ from specjax.engine.pages import PagePool
 from specjax.engine.request import Limits, SampleOutput
 from specjax.engine.runner import FEW, Runner, admission_of, piece_of, place_size, row_map_of
 from specjax.engine.scheduler import LengthHistory, Prompt, Scheduler
-from specjax.engine.sequence import Finished, ResultLists, Sample, Unfinished, Watcher
+from specjax.engine.sequence import Finished, ResultLists, Sample, Unfinished
 from specjax.engine.settings import EngineConfig
 from specjax.engine.start_up import Programs, compile_ahead
 from specjax.engine.vocabulary import DraftedIds
@@ -80,7 +80,9 @@ class Engine(BaseEngine):
       buckets: compiled batch sizes, ascending; one in `invariant` mode.
       piece_widths: lengths that pieces of prompts are padded to, ascending.
       telemetry: the collector of rejected drafts; None unless `spec` turns it on.
-      watcher: object that is called with the results of each chunk; None: there is none.
+      watcher: object whose methods are called with the results of each chunk, and must return
+        quickly; None: there is none. `chunk(strategy, bucket, rounds)` is called after a result was
+        read, `news(sample, news)` for each sample that got tokens.
       lengths: lengths of earlier samples, by prompt.
       drafted: the ids that are drafted from; None: all.
       others_wait: whether samples outside this engine wait for slots that become free.
@@ -120,7 +122,7 @@ class Engine(BaseEngine):
             compiled = [plan.strategy for plan in runner.plans.values()]
             self.controller = controllers.make_controller(control, compiled)
         self.telemetry = Collector() if spec and spec.telemetry_on else None
-        self.watcher: Watcher | None = None
+        self.watcher: Any = None
         self.lengths = LengthHistory()
         source = runner.longest.source
         self.drafted: DraftedIds | None = None

@@ -7,7 +7,7 @@ import functools
 import itertools
 import operator
 from collections import Counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -87,19 +87,6 @@ class News(NamedTuple):
             top=None if self.top is None else self.top[drop:],
             rounds=[count for count in rounds if count],
         )
-
-
-class Watcher(Protocol):
-    """An object whose methods the engine calls, in the thread that steps it, for each chunk.
-
-    They must return quickly.
-    """
-
-    def chunk(self, strategy: str, bucket: int, rounds: int) -> None:
-        """Is called after the result of a chunk was read."""
-
-    def news(self, sequence: Sample, news: News) -> None:
-        """Is called for each sample that got tokens; `step` returns the samples that ended."""
 
 
 class ResultLists(NamedTuple):

@@ -288,7 +288,7 @@ class Scorer:
 class Scoring:
     """Completions whose rewards are computed while others are sampled.
 
-    With one completion, number 0, it is a `specjax.engine.hosts.Judgement`.
+    With one completion, number 0, it is a judgement of `specjax.engine.hosts.Hosts`.
 
     Args:
       scorer: the rewards.
