@@ -210,7 +210,8 @@ def _compile(engines: Sequence[Programs], features: Sequence[Features], ready: O
 
     def collect(seconds: float) -> None:
         wait([f for each in executables for f in each.pending.values()], seconds, FIRST_COMPLETED)
-        ready(sum(each.collect() for each in executables))
+        for count in [1] * sum(each.collect() for each in executables) or [0]:
+            ready(count)
 
     try:
         with contextlib.ExitStack() as stack:
