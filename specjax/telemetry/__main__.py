@@ -13,28 +13,28 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from specjax.telemetry.collector import CAUSES, Summary, read_jsonl
+from specjax.telemetry.collector import CAUSES, ENTROPY_EDGES, Summary, read_jsonl
 
 
 def tables_of(summary: Summary) -> list[Table]:
     """Returns tables of acceptance per depth, of causes of rejections, and of single figures."""
     depths = Table("depth", "attempts", "accepted", "share", title="Acceptance per depth")
-    rows = zip(summary.attempts, summary.accepts, summary.acceptance_per_depth, strict=True)
-    for depth, (attempts, accepts, share) in enumerate(rows, 1):
+    for depth, share in enumerate(summary.acceptance_per_depth, 1):
+        attempts, accepts = summary.attempts[depth], summary.accepts[depth]
         depths.add_row(str(depth), f"{attempts:,}", f"{accepts:,}", f"{share:.1%}")
     causes = Table("cause", "share", "meaning", title="Why drafts were rejected")
     for name, meaning in CAUSES.items():
-        causes.add_row(name, f"{summary.causes[name]:.1%}", meaning)
+        causes.add_row(name, f"{summary.share(name):.1%}", meaning)
     figures = Table("figure", "value", title="Rejections")
     figures.add_row("rounds", f"{summary.rounds:,}")
     figures.add_row("rejections", f"{summary.rejections:,}")
     figures.add_row("mean position", f"{summary.mean_position:.1f}")
     figures.add_row("mean offset from the prompt", f"{summary.mean_offset:.1f}")
-    total, below = summary.rejections, 0
-    for low, high, count in summary.entropy_histogram:
-        below += count
-        if total and below >= total / 2:
-            figures.add_row("median target entropy", f"{low:g} to {high:g} nats")
+    below = 0
+    for place, low in enumerate(ENTROPY_EDGES):
+        below += summary.entropies[place]
+        if below and below >= summary.rejections / 2:
+            figures.add_row("median target entropy", f"{low:g} nats or slightly more")
             break
     tables = [depths, causes, figures]
     for table in tables:
