@@ -113,8 +113,8 @@ def test_there_are_as_many_rejections_as_the_histograms_imply(run):
     assert samples[UNDRAFTED, 0].stats.rounds > 0
     assert summary.rounds == rounds_with_drafts(samples)
     # Every path of these trees is `steps` long: a walk ends in a rejection or at that depth.
-    assert summary.attempts[0] == summary.rounds and len(summary.attempts) == steps
-    assert summary.rejections + summary.accepts[-1] == summary.rounds
+    assert summary.attempts[1] == summary.rounds and len(summary.attempts) == steps
+    assert summary.rejections + summary.accepts[steps] == summary.rounds
 
 
 def test_requests_are_labelled_with_their_own_transforms_and_causes():
@@ -134,8 +134,9 @@ def test_requests_are_labelled_with_their_own_transforms_and_causes():
         2: {"temperature", "allowed"},
         3: {"temperature"},
     }
-    shares = llm.telemetry.summary().causes
-    assert all(share > 0 for share in shares.values()) and sum(shares.values()) == pytest.approx(1)
+    summary = llm.telemetry.summary()
+    assert all(n > 0 for n in summary.causes.values())
+    assert sum(summary.causes.values()) == summary.rejections
 
 
 def test_telemetry_changes_no_token_and_is_absent_unless_asked_for(monkeypatch):
