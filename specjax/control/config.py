@@ -68,9 +68,9 @@ class ControlConfig:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if self.fastrl:
             _, control = read_fastrl(self.fastrl)
-            is_mapping = isinstance(self.bandit, Mapping)
-            kept = self.bandit if is_mapping else dataclasses.asdict(self.bandit)
-            values |= control | {"bandit": {**kept, **control["bandit"]}}
+            bandit = self.bandit
+            bandit = bandit if isinstance(bandit, Mapping) else dataclasses.asdict(bandit)
+            values |= control | {"bandit": {**bandit, **control["bandit"]}}
         for name, cls in (("ema", EmaConfig), ("bandit", BanditConfig), ("goodput", GoodputConfig)):
             if isinstance(values[name], Mapping):
                 values[name] = cls(**values[name])
@@ -99,13 +99,7 @@ class ControlConfig:
         """
         if isinstance(given, str):
             return cls(controller=given)
-        if isinstance(given, Mapping):
-            given = cls(**given)
-        if not isinstance(given, cls):
-            raise TypeError(
-                f"control: expected a ControlConfig, the name of a controller or a map of its "
-                f"settings, got {given!r}"
-            )
+        given = given if isinstance(given, cls) else cls(**given)
         if given.fastrl:
             raise ValueError(
                 "fastrl also says what drafts, and how many rows there are, which no ControlConfig "
@@ -267,13 +261,12 @@ def make_controller(
 
 
 def _build(config: ControlConfig, chosen: list[Strategy], costs: CostTable | None) -> Controller:
-    if config.controller == "static":
+    reason = config._ema_falls_back() if config.controller == "ema" else None
+    if reason is not None:
+        log.warning("Adaptive steps fall back to static %s: %s", config.initial, reason)
+    if config.controller == "static" or reason is not None:
         return Static(chosen[0])
     if config.controller == "ema":
-        reason = config._ema_falls_back()
-        if reason is not None:
-            log.warning("Adaptive steps fall back to static %s: %s", config.initial, reason)
-            return Static(chosen[0])
         return EmaTiers(config.ema, 3 if config.initial is None else config.initial.steps)
     if config.bs_threshold is not None and Strategy.OFF not in config.strategies:
         chosen = chosen[:-1]  # `off` is for larger batches alone

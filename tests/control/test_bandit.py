@@ -115,7 +115,7 @@ def test_a_state_of_other_groups_is_refused():
 
 
 def test_fastrls_section_is_read_as_it_stands(caplog, tmp_path):
-    fastrl._say_cut.cache_clear()  # earlier tests may have read such a strategy, too
+    fastrl._arm.cache_clear()  # earlier tests may have read such a strategy, too
     spec, control = read({"speculative": SECTION})
     assert (spec, control) == read(SECTION)
     file = tmp_path / "fastrl.yaml"
