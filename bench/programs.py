@@ -690,6 +690,6 @@ def lowered_chunk(
     rows = RowMap(np.arange(bucket, dtype=np.int32), np.ones(bucket, bool), table)
     weights = runner.weights
     inputs = (weights.policy, weights.head, runner.state, runner.alone(rows), Until.of(4))
-    plan = runner.program_of(strategy, features).plan
+    plan = runner.strategies[strategy].plan
     program = functools.partial(runner._chunk_program, plan, features, bucket)
     return runner.executables.get(("chunk", strategy, bucket, features), program, inputs, (2,))

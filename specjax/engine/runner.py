@@ -24,7 +24,7 @@ from specjax.config import ModelConfig, SpecConfig, Strategy
 from specjax.decode.admit import Admission, Piece, Prompts, empty_prompts, place, prefill
 from specjax.decode.chunk import Result, Until, run_chunk
 from specjax.decode.options import Features
-from specjax.decode.state import DecodeState, RowMap, StateSizes, empty_state
+from specjax.decode.state import DecodeState, Plan, RowMap, StateSizes, empty_state
 from specjax.engine.pages import NULL_PAGE, pages_for
 from specjax.engine.programs import Executables, Graphs, make_plans, programs_of
 from specjax.engine.request import option_rows
@@ -248,7 +248,10 @@ class Runner:
           strategy: name of the strategy.
           rows: number of rows; None: those of a large batch.
         """
-        plan = self.strategies[strategy].plan
+        return self._rounds(self.strategies[strategy].plan, rows)
+
+    def _rounds(self, plan: Plan, rows: int | None) -> int:
+        """The most rounds of a chunk by the program of a plan."""
         least, stretch = self.config.chunk_tokens, self.config.stretch
         tokens = least * max(1, stretch // (rows or stretch))
         if plan.tree is None and plan.source and plan.source.needs.window:
@@ -361,16 +364,16 @@ class Runner:
         inputs = (self.weights.policy, self.weights.draft, self.state, row_map, until)
         if program.part is not None:
             inputs = (*inputs, program.part)
-        call = functools.partial(self._chunk_program, strategy, program.plan, features, bucket)
+        call = functools.partial(self._chunk_program, program.plan, features, bucket)
         key = ("chunk", program.name, bucket, features)
         self.state, result = self.run(key, call, inputs, (2,), inputs[3:])
         self.mark = None
         return result
 
     def _chunk_program(
-        self, strategy, plan, features, bucket, params, head, state, row_map, until, part=None
+        self, plan, features, bucket, params, head, state, row_map, until, part=None
     ):
-        model, capacity = self.model(params), self.rounds(strategy, bucket)
+        model, capacity = self.model(params), self._rounds(plan, bucket)
         plan = dataclasses.replace(plan, features=features)
         pin = functools.partial(sharding.pin_slots, self.mesh)
         state, result = run_chunk(

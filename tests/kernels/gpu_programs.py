@@ -148,7 +148,7 @@ def traced(runner: Runner, device, wanted: Wanted) -> jax.stages.Traced:
         [bucket] = wanted.sizes
         table = np.zeros((bucket, runner.table_width), np.int32)
         rows = RowMap(np.arange(bucket, dtype=np.int32), np.ones(bucket, bool), table)
-        run = runner.program_of(wanted.what, wanted.features)
+        run = runner.strategies[wanted.what]
         host = on_device(device, (runner.alone(rows), Until.of(4), run.part))
         program = functools.partial(runner._chunk_program, run.plan, wanted.features, bucket)
         inputs, donated = (runner.weights.policy, runner.weights.draft, runner.state, *host), (2,)
