@@ -326,6 +326,8 @@ class Trainer:
         """Compiles the programs of evaluation that rollouts do not have."""
         features, (known,) = chunk_features(self.cfg, self.model, evaluating=True), self._features
         if self._shares_programs and known.covers(features):
+            for engine in self.eval_engine.engines:
+                engine.warm_rows = engine.batch
             return
         self._give_evaluation()
         self.eval_engine.warm_up((features,), self.on_program)

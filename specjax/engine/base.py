@@ -16,7 +16,7 @@ from specjax.engine.programs import OnProgram
 from specjax.engine.request import Job, Limits, SampleOutput, Totals, check_job, features_of
 from specjax.engine.runner import Runner
 from specjax.engine.sequence import Finished, Progress, Sample
-from specjax.engine.start_up import StartUp, calibrate, compile_ahead
+from specjax.engine.start_up import Programs, StartUp, calibrate, compile_ahead
 from specjax.models.transformer import Params
 from specjax.spelling import SettingError
 from specjax.telemetry import Collector
@@ -94,8 +94,18 @@ class BaseEngine(abc.ABC):
                     "add(), or suspend() them and add them again"
                 )
         programs = [engine.programs() for engine in self.engines]
+        return self._prepare(programs, features, on_program)
+
+    def _prepare(
+        self,
+        programs: Sequence[Programs],
+        features: Sequence[Features],
+        on_program: OnProgram | None = None,
+    ) -> StartUp:
+        """Does what `warm_up` does, for some programs of each engine; no samples run."""
         start_up, measuring = compile_ahead(programs, features, on_program), 0.0
         for engine, needed in zip(self.engines, programs, strict=True):
+            engine.warm_rows = max(needed.strategies)
             if engine.control is not None and engine.control.controller == "goodput":
                 costs, seconds = calibrate(needed, features[0])
                 engine.controller.calibrated(costs)

@@ -16,8 +16,10 @@ where a sequence runs, by which strategy, or how often it is interrupted.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +30,7 @@ import numpy as np
 from specjax import control as controllers
 from specjax.config import ModelConfig, SpecConfig
 from specjax.config.spec import RANDOM_DRAFT
-from specjax.control import ControlConfig, Controller, Observation, Static
+from specjax.control import OFF, ControlConfig, Controller, Observation, Static
 from specjax.decode.chunk import Result
 from specjax.decode.report import Rejections
 from specjax.decode.state import RUNNING
@@ -50,6 +52,11 @@ from specjax.spelling import Spell, python
 from specjax.telemetry import Collector, SlotInfo, active_transforms
 
 PREFILL_ROWS = 8  # the most prompts that one prefill reads
+# Bounds of the time that a program takes, in units of the time to compile the plain program that
+# takes longest: to run it once and measure it, and to compile it. On two busy cores, compiling
+# and measuring the 9 missing chunks of assets/sums for 16 rows (4 plain, 5 that draft) took 103 s,
+# which is 17 units. These give 29.
+MEASURING_COST, PLAIN_COST, DRAFTING_COST = 1, 1, 3
 ALARM_ROUNDS = 300  # rounds of samples that drafted, after which the accept length is looked at
 LEAST = 1.05  # accept length below which a draft is not the one for its target, or is run wrongly
 
@@ -88,10 +95,13 @@ class Engine(BaseEngine):
       others_wait: whether samples outside this engine wait for slots that become free.
       latest: strategy and bucket of the last chunk whose result was read; None before the first.
       replica: index of this engine among the replicas.
+      replicas: number of replicas, which compile one after the other.
+      warm_rows: the largest batch that the controller chooses for: the programs of larger ones are
+        not compiled and measured yet.
       preemptions: number of samples that were preempted for lack of pages so far.
     """
 
-    version = replica = 0
+    version, replica, replicas = 0, 0, 1
 
     def __init__(
         self,
@@ -117,7 +127,7 @@ class Engine(BaseEngine):
         spec, acceptance = self.spec, self.spec.acceptance if self.spec else None
         self.limits = Limits(cfg, max_len, runner.stop_width, acceptance)
         self.size_for(platform)
-        self.controller: Controller = Static(runner.plan.strategy)
+        self.controller, self._plain = Static(runner.plan.strategy), Static(OFF)
         if control is not None:
             compiled = [plan.strategy for plan in runner.plans.values()]
             self.controller = controllers.make_controller(control, compiled)
@@ -136,6 +146,9 @@ class Engine(BaseEngine):
         self._watched: Params | None = None  # the head that was looked at last
         self._to_feed: list[FinishedSample] = []
         self.clear()
+        # With several strategies `step` compiles all of them, at first or later.
+        self.warm_rows = batch if len(runner.plans) == 1 else 0
+        self._plain_seconds = 0.0  # duration of plain chunks since programs were compiled last
 
     @property
     def engines(self) -> tuple[Engine]:
@@ -226,7 +239,8 @@ class Engine(BaseEngine):
 
         Later the controller logs the strategy and the accept length, see `specjax.control`.
         """
-        plans, using = self.runner.plans, f"Using strategy: {self.controller.active}"
+        first = self.controller if self.warm_rows or not self._starts_plain else self._plain
+        plans, using = self.runner.plans, f"Using strategy: {first.active}"
         if len(plans) > 1:
             kind = self.control.controller
             using += f" at first; the controller {kind} chooses among {', '.join(plans)}"
@@ -391,6 +405,7 @@ class Engine(BaseEngine):
                 "there are no weights to run with: they were released, or never set; call "
                 "set_params() before step()"
             )
+        self._warm_up_if_due()
         if executables.graphs.wanted and not executables.is_checked and self.unfinished:
             self._check_graphs()
         if runner.state is None:
@@ -417,6 +432,56 @@ class Engine(BaseEngine):
         self._in_flight.poll()
         return events
 
+    @property
+    def _starts_plain(self) -> bool:
+        """Whether samples are decoded plainly until compiling programs that draft seems worth it.
+
+        Several hosts of a replica have clocks that differ, and compile all programs at first.
+        """
+        chooses = isinstance(self.controller, controllers.Goodput) and OFF in self.runner.plans
+        return chooses and not self.runner.agreement.is_shared
+
+    def _warm_up_if_due(self) -> None:
+        """Compiles and measures all strategies, unless the work may be too short for that.
+
+        Where plain decoding is a choice of the controller, samples are decoded plainly until their
+        chunks took as long as compiling and measuring will take at most, for batches as large as
+        the present one. Samples that run are then read again. The same holds when larger batches
+        come.
+        """
+        rows = min(self.batch, max(len(self.unfinished), 1))
+        if rows <= self.warm_rows:
+            return
+        features = self.unfinished.features.widened()
+        if not self._starts_plain:
+            self.warm_up([features])
+            return
+        programs, plain = self.programs(), self.runner.strategies[OFF].name
+        timed = self.runner.executables.seconds.items()
+        seconds = [s for key, s in timed if key[0] != "chunk" or key[1] == plain]
+        if not seconds or not self.unfinished:
+            return
+        largest = next(bucket for bucket in self.buckets if bucket >= rows)
+        strategies = {b: names for b, names in programs.strategies.items() if b <= largest}
+        programs = dataclasses.replace(programs, rows={}, strategies=strategies)
+        units = MEASURING_COST * sum(map(len, strategies.values())) + sum(
+            PLAIN_COST if name == OFF else DRAFTING_COST
+            for name, bucket in programs.chunks
+            if bucket not in self.runner.buckets(name, features)
+        )
+        if self._plain_seconds < max(seconds) * units * self.replicas:
+            return
+        self.drain()
+        if self.unfinished:
+            self._preempt_all()
+            self.scheduler.forget_prompts()
+            self._prepare([programs], [features])
+            self._plain_seconds = 0.0
+
+    def _controller_for(self, rows: int) -> Controller:
+        """The controller of chunks of so many rows."""
+        return self.controller if rows <= self.warm_rows else self._plain
+
     def _check_graphs(self) -> None:
         """Compiles the program of the first chunk, and checks CUDA graphs by it.
 
@@ -424,7 +489,7 @@ class Engine(BaseEngine):
         the caches.
         """
         runner, first = self.runner, list(self.unfinished)[: self.batch]
-        strategy = self.controller.active
+        strategy = next(iter(runner.plans)) if self.warm_rows else OFF
         features, bucket = choose_program(runner, self.buckets, self.unfinished, strategy, first)
         compile_ahead([Programs(runner, {}, {bucket: [strategy]})], [features])
         runner.reset()
@@ -553,8 +618,10 @@ class Engine(BaseEngine):
             return False
         # Further samples, not in the row map, wait for rows that become free.
         others = self.scheduler.has_waiting or self.others_wait or self.config.follow_ups
-        sizes = self.batch, self._rows, self.buckets
-        chunk = self._next_chunk(samples, *sizes, self.controller, self.unfinished, others)
+        controller = self._controller_for(min(len(samples), self.batch))
+        chunk = self._next_chunk(
+            samples, self.batch, self._rows, self.buckets, controller, self.unfinished, others
+        )
         ended = list(self._ended)[-chunk.spare :] if chunk.spare else []
         ended = ended if runner.drafts_from_others else []
         row_map = row_map_of(chunk.sequences, chunk.bucket, chunk.waiting, ended, runner)
@@ -645,7 +712,9 @@ class Engine(BaseEngine):
             ended=ended,
             context=context / rounds if rounds else None,
         )
-        observe = self.controller.observe
+        if chunk.bucket > self.warm_rows and chunk.strategy == OFF and math.isfinite(seconds):
+            self._plain_seconds += seconds
+        observe = self._controller_for(chunk.bucket).observe
         self.runner.agreement.ask(seconds, lambda agreed: observe(observation(seconds=agreed)))
 
     def _finish(self, sample: Sample, output: SampleOutput) -> None:

@@ -273,6 +273,7 @@ class Executables:
       is_checked: whether this engine has started, so that graphs were compared.
       verdicts: of each program that is a CUDA graph, whether an earlier start compared it.
       compilations: number of programs that were compiled so far.
+      seconds: time that compiling each program took.
       before_build: function called before a program is compiled, which takes seconds.
       build: function that makes the executable of a program from its key, a function that lowers
         it, and the indices of its donated inputs.
@@ -285,6 +286,7 @@ class Executables:
         self.is_checked = False
         self.verdicts: dict[tuple, Verdict] = {}
         self.compilations = 0
+        self.seconds: dict[tuple, float] = {}
         self.before_build: Callable[[], None] = lambda: None
         self.build: Callable = self._build
         self.threads = threads_for(mesh)
@@ -314,15 +316,21 @@ class Executables:
                 out = tuple(sharding.state_shardings(self._mesh, shape) for shape in shapes)
             return jax.jit(program, donate_argnums=donate, out_shardings=out).lower(*inputs)
 
+        def build(lower: Callable[[], jax.stages.Lowered]) -> Callable:
+            began = time.perf_counter()
+            built = self.build(key, lower, donate)
+            self.seconds[key] = time.perf_counter() - began
+            return built
+
         if self._pool is not None:
             lowered = lower()
             self.by_key[key] = NotCompiled(donate)
-            self.pending[key] = self._pool.submit(self.build, key, lambda: lowered, donate)
+            self.pending[key] = self._pool.submit(build, lambda: lowered)
         elif self._is_ahead:  # the caller of `ahead` reports the progress
-            self._keep(key, self.build(key, lower, donate))
+            self._keep(key, build(lower))
         else:
             with announce_if_slow(described(key)):
-                self._keep(key, self.build(key, lower, donate))
+                self._keep(key, build(lower))
         return self.by_key[key]
 
     def _keep(self, key: tuple, built: Callable) -> None:

@@ -44,7 +44,7 @@ class Replicas(BaseEngine):
         self.runner, self.spec, self.limits = first.runner, first.spec, first.limits
         self.telemetry = first.telemetry
         for replica, engine in enumerate(self.engines):
-            engine.replica = replica
+            engine.replica, engine.replicas = replica, len(self.engines)
             engine.telemetry, engine.lengths = first.telemetry, first.lengths
             if engine.drafted is not None:
                 engine.drafted.counts = first.drafted.counts

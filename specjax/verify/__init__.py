@@ -152,6 +152,11 @@ def check(
     max_tokens = min(MAX_TOKENS, llm.max_len - 1)
     try:
         checks = [identity_check(llm, requests, max_tokens, seed, progress)]
+        if not llm.engine.engines[0].warm_rows:
+            raise InputError(
+                "the requests were decoded plainly, as work that is short, which leaves nothing to "
+                "check; name a strategy without a controller, or call warm_up() of the LLM before"
+            )
         if llm.spec.acceptance != "greedy":  # `greedy` takes requests of temperature 0 only
             checks += chi_square_checks(llm, ids, samples, seed, progress)
     except InvalidLogitsError as error:

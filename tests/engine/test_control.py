@@ -71,15 +71,28 @@ def test_a_controller_chooses_among_compiled_strategies_through_llm():
 
 
 @pytest.mark.slow
-def test_without_warm_up_a_strategy_is_compiled_when_it_is_chosen():
+def test_short_work_compiles_what_plain_decoding_does_and_long_work_drafts():
     how = EngineConfig(prefill_chunk=16, stretch=1)
     llm, plain = (LLM((CFG, *weights()), spec, 2, 64, engine=how) for spec in (SpecConfig(), None))
     prompts = prompts_of(5, VOCAB, seed=8)
     expected = [o.samples[0].token_ids for o in plain.generate(prompts, ONE)]
     assert [o.samples[0].token_ids for o in llm.generate(prompts, ONE)] == expected
-    assert llm.totals.drafted_rounds > 0
-    chunks = [key for key in llm.engine.runner.executables.by_key if key[0] == "chunk"]
-    assert len(chunks) <= 2
+    assert llm.totals.drafted_rounds == 0
+    assert llm.engine.runner.compilations == plain.engine.runner.compilations
+
+    executables = llm.engine.runner.executables
+    executables.seconds = dict.fromkeys(executables.seconds, 0.0)  # as if it had taken no time
+    streamed = [t for piece in llm.stream(prompts[0], ONE) for t in piece.token_ids]
+    assert streamed == expected[0]
+    built = llm.engine.runner.compilations
+    assert built > plain.engine.runner.compilations, "it became long meanwhile"
+    executables.seconds = dict.fromkeys(executables.seconds, 1e6)
+    assert [o.samples[0].token_ids for o in llm.generate(prompts, ONE)] == expected
+    assert llm.engine.runner.compilations == built, "larger batches are short work again"
+    executables.seconds = dict.fromkeys(executables.seconds, 0.0)
+    assert [o.samples[0].token_ids for o in llm.generate(prompts, ONE)] == expected
+    costs = llm.engine.controller.costs
+    assert costs.buckets == (1, 2) and all(costs.known(arm, 2) for arm in ("off", "4_1_5"))
 
 
 @pytest.mark.parametrize("slower", [False, True])
