@@ -85,7 +85,8 @@ class SpecConfig:
         along their paths are kept. A small tau concentrates the tree on the child that the noise
         favours; a large tau spreads its nodes over more branches. It changes speed, never tokens.
       adaptive_width: whether a node of a dynamic tree has as many children as the rounded
-        perplexity of its draft distribution q, up to topk. Other strategies are unchanged.
+        perplexity of its draft distribution q, up to topk. Other strategies are unchanged; an
+        engine without a dynamic tree refuses it.
       spec_verify_tokens: largest number of tree rows; a larger dynamic tree is cut.
       invariant: whether plain decoding and all strategies run one program with the same arithmetic,
         so that log-probabilities are bitwise equal, too; slower (`coupled`, `greedy`).

@@ -44,6 +44,7 @@ from specjax.interfaces import Device, Draft
 from specjax.kernels.check import Verdict
 from specjax.kernels.names import GPUS
 from specjax.parallel import sharding
+from specjax.spelling import SettingError
 from specjax.weights.matrix import precision_of
 
 log = logging.getLogger(__name__)
@@ -80,13 +81,22 @@ def make_plans(
       strategies: the strategies, named as the user named them; None: `spec`'s own alone.
 
     Raises:
-      ValueError: a strategy is not exact in `spec`'s acceptance mode, or the draft refuses it.
+      ValueError: a strategy is wider than the vocabulary, or not exact in `spec`'s acceptance mode;
+        or the width is to be adaptive, and no strategy is a dynamic tree.
     """
     if spec is None or spec.is_off:
         return {OFF: Plan(cfg, invariant=spec is not None and spec.invariant)}
     source = source or source_of(cfg, spec)
     if strategies is None:
         strategies = (spec.resolve(),)
+    if spec.adaptive_width and not any(strategy.is_dynamic for strategy in strategies):
+        raise SettingError(
+            lambda spell: (
+                f"{spell('adaptive_width')} changes the width of dynamic trees, got strategies "
+                f"{', '.join(map(str, strategies))}; use one such as '6_4_16', or "
+                f"{spell('adaptive_width', False)}"
+            )
+        )
     return {strategy.name: _plan(cfg, spec, source, strategy) for strategy in strategies}
 
 
@@ -104,6 +114,12 @@ def _plan(cfg: ModelConfig, spec: SpecConfig, source: Draft, strategy: Strategy)
     dataclasses.replace(spec, strategy=strategy)  # refuses a strategy that is not exact
     if reason := source.refuses(strategy):
         raise ValueError(f"strategy {strategy.name!r}: {reason}")
+    widest = strategy.dynamic[1] if strategy.dynamic else 1 + max(map(max, strategy.paths))
+    if widest > cfg.vocab_size:
+        raise ValueError(
+            f"strategy {strategy.name!r} has nodes with {widest} children, more than the "
+            f"vocabulary's {cfg.vocab_size} tokens; use a narrower tree"
+        )
     return Plan(cfg, build_tree(strategy), source, **settings)
 
 
@@ -121,14 +137,32 @@ class Program(NamedTuple):
     part: TreePart | None = None
 
 
-def programs_of(plans: Mapping[str, Plan]) -> dict[str, Program]:
+def programs_of(plans: Mapping[str, Plan], most_rows: int) -> dict[str, Program]:
     """The program of each strategy, by the strategy's name.
 
     Each strategy has a program of its own; in `invariant` mode all of them share one.
+
+    Args:
+      plans: the plans of `make_plans`.
+      most_rows: the most rows that a tree may have.
+
+    Raises:
+      ValueError: in `invariant` mode the tree that holds those of all strategies has too many
+        rows.
     """
     if len(plans) == 1 or not all(plan.invariant for plan in plans.values()):
         return {name: Program(name, plan) for name, plan in plans.items()}
-    common = common_strategy([plan.strategy for plan in plans.values() if plan.tree])
+    strategies = [plan.strategy for plan in plans.values() if plan.tree]
+    common = common_strategy(strategies)
+    if common.rows > most_rows:
+        raise SettingError(
+            lambda spell: (
+                f"with {spell('invariant', True)} all strategies run one program, whose tree holds "
+                f"those of {', '.join(s.name for s in strategies)}: it has {common.rows} rows, "
+                f"more than {spell('spec_verify_tokens')} = {most_rows}; raise it, or use smaller "
+                "trees or fewer of them"
+            )
+        )
     tree = build_tree(common)
     drafting = next(plan for plan in plans.values() if plan.tree)
     # A strategy that is a chain drafts a part that is one node wide, which cannot become narrower.

@@ -137,7 +137,7 @@ class Runner:
             source = source.with_network(network)
 
         self.plans = make_plans(cfg, spec, source, strategies)
-        self.strategies = programs_of(self.plans)
+        self.strategies = programs_of(self.plans, spec.spec_verify_tokens if drafts else 1)
         self.cfg = cfg
         names = [spec.own_strategy.name, spec.resolve().name] if drafts else []
         self.plan = self.plans[next(name for name in (*names, *self.plans) if name in self.plans)]

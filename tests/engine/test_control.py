@@ -113,10 +113,14 @@ def test_control_without_speculation_and_over_what_has_no_common_program_is_refu
     control = ControlConfig(strategies=ARMS)
     with pytest.raises(ValueError, match="spec says that there is no speculation"):
         LLM((CFG, *weights()), None, max_len=32, control=control)
-    in_one = SpecConfig("1_1_2", invariant=True)
-    mixed = ControlConfig(strategies=("off", "2x2", "3_2_6"))
-    with pytest.raises(ValueError, match="no tree holds both '3_2_6' .* and '2x2'"):
-        LLM((CFG, *weights()), in_one, max_len=32, control=mixed)
+    for arms, rows, reason in (
+        (("off", "2x2", "3_2_6"), 48, "no tree holds both '3_2_6' .* and '2x2'"),
+        (("1x3", "2x2"), 7, "holds those of 1x3, 2x2: it has 8 rows, more than spec_verify_tokens"),
+    ):
+        in_one = SpecConfig("1_1_2", invariant=True, spec_verify_tokens=rows)
+        mixed = ControlConfig(strategies=arms)
+        with pytest.raises(ValueError, match=reason):
+            LLM((CFG, *weights()), in_one, max_len=32, control=mixed)
     with pytest.raises(ValueError, match="exact for chains only"):
         trees = ControlConfig(strategies=("off", "2x2"))
         LLM((CFG, *weights()), SpecConfig("1_1_2", acceptance="block"), max_len=32, control=trees)

@@ -167,7 +167,7 @@ def test_not_a_bit_depends_on_who_chooses_which_strategy_in_invariant_mode(dtype
 def test_bits_do_depend_on_the_strategy_where_each_runs_its_own_program(monkeypatch):
     """Else the test above would prove nothing."""
 
-    def apart(plans):
+    def apart(plans, most_rows):
         return {name: Program(name, plan) for name, plan in plans.items()}
 
     monkeypatch.setattr(runner, "programs_of", apart)
