@@ -243,13 +243,21 @@ def _taps(head: HeadFiles, by_hand: tuple[int, ...] | str | None) -> tuple[int |
 
 
 def _fc_norm(head: HeadFiles) -> str:
-    """Returns the norm before `fc`, which the tensors say; their key must not deny it."""
-    is_each = any(name.startswith("fc_norm.") for name in head.tensors)
-    held = "each" if is_each else "joined" if "input_norm.weight" in head.tensors else "none"
-    key = {"each": "fc_norm", "joined": "norm_before_fc"}.get(held)
-    if key is not None and head.top.raw.get(key) is False:
+    """Returns the norm before `fc`, which the tensors say; the keys must not contradict them."""
+    top, tensors = head.top, head.tensors
+    is_each = any(name.startswith("fc_norm.") for name in tensors)
+    held = "each" if is_each else "joined" if "input_norm.weight" in tensors else "none"
+    says_joined, says_each = top.flag("norm_before_fc", None), top.flag("fc_norm", None)
+    denied = [top.raw.get(name) is False for name in ("norm_before_fc", "fc_norm")]
+    wrong = {
+        "none": says_joined or says_each,
+        "joined": denied[0] or says_each,
+        # A file of version 3.1 may say that there is a norm before fc, and then which.
+        "each": denied[1] or (denied[0] and not says_each),
+    }
+    if wrong[held]:
         raise head.error(
-            f"{key} is false, and there are tensors of that norm: correct config.json, or set "
-            "fc_norm in draft_overrides"
+            f"norm_before_fc and fc_norm contradict the tensors, of input_norm and fc_norm.* "
+            f"(norm: {held}): correct config.json, or set fc_norm in draft_overrides"
         )
     return held

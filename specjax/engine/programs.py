@@ -81,8 +81,8 @@ def make_plans(
       strategies: the strategies, named as the user named them; None: `spec`'s own alone.
 
     Raises:
-      ValueError: a strategy is wider than the vocabulary, or not exact in `spec`'s acceptance mode;
-        or the width is to be adaptive, and no strategy is a dynamic tree.
+      ValueError: a strategy is not exact in `spec`'s acceptance mode, or the draft refuses it; or
+        the width is to be adaptive, and no strategy is a dynamic tree.
     """
     if spec is None or spec.is_off:
         return {OFF: Plan(cfg, invariant=spec is not None and spec.invariant)}
@@ -114,12 +114,6 @@ def _plan(cfg: ModelConfig, spec: SpecConfig, source: Draft, strategy: Strategy)
     dataclasses.replace(spec, strategy=strategy)  # refuses a strategy that is not exact
     if reason := source.refuses(strategy):
         raise ValueError(f"strategy {strategy.name!r}: {reason}")
-    widest = strategy.dynamic[1] if strategy.dynamic else 1 + max(map(max, strategy.paths))
-    if widest > cfg.vocab_size:
-        raise ValueError(
-            f"strategy {strategy.name!r} has nodes with {widest} children, more than the "
-            f"vocabulary's {cfg.vocab_size} tokens; use a narrower tree"
-        )
     return Plan(cfg, build_tree(strategy), source, **settings)
 
 

@@ -303,6 +303,8 @@ def test_lists_of_draft_tokens_that_cannot_be_right_are_refused(change, texts):
         ({**taps(0, 3, 6, inside=True), **taps(0, 3, 6)}, {}, ("expected the same",)),
         ({}, {"states": 0}, ("missing: fc.weight", "post_norm")),
         ({}, {"mask_token": 4}, ("lacks the key 'mask_token_id'",)),
+        *(({key: True}, {}, ("fc_norm in draft_overrides",))
+          for key in ("norm_before_fc", "fc_norm")),
         ({"norm_before_fc": False}, {"fc_norm": "joined"}, ("fc_norm in draft_overrides",)),
         ({"fc_norm": False}, {"fc_norm": "each"}, ("fc_norm in draft_overrides",)),
     ],
