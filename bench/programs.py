@@ -323,6 +323,16 @@ def full_row_map(runner: Runner) -> RowMap:
     return RowMap(np.arange(count, dtype=np.int32), np.ones(count, bool), table)
 
 
+def alone(runner: Runner, rows: RowMap) -> RowMap:
+    """Pads the row map of the rows of a chunk for one in which no sequence waits."""
+    spare, room = runner.slots - 1, ((0, runner.extra_slots),)
+    return RowMap(
+        np.pad(rows.slots, room, constant_values=spare),
+        np.pad(rows.active, room),
+        np.pad(rows.table, (*room, (0, 0)), constant_values=NULL_PAGE),
+    )
+
+
 class Size(NamedTuple):
     """The sizes and settings of a chunk.
 
@@ -430,7 +440,7 @@ class Chunk:
             runner.executables.by_key = {}
 
     def _inputs(self) -> tuple:
-        return self.runner.alone(full_row_map(self.runner)), Until.of(self.size.rounds)
+        return alone(self.runner, full_row_map(self.runner)), Until.of(self.size.rounds)
 
     def load(self, seed: int, like: Chunk | None = None) -> None:
         """Makes random weights, or shares the policy of the chunk `like`, and makes a state."""
@@ -689,7 +699,7 @@ def lowered_chunk(
     table = np.zeros((bucket, runner.table_width), np.int32)
     rows = RowMap(np.arange(bucket, dtype=np.int32), np.ones(bucket, bool), table)
     weights = runner.weights
-    inputs = (weights.policy, weights.head, runner.state, runner.alone(rows), Until.of(4))
+    inputs = (weights.policy, weights.head, runner.state, alone(runner, rows), Until.of(4))
     plan = runner.strategies[strategy].plan
     program = functools.partial(runner._chunk_program, plan, features, bucket)
     return runner.executables.get(("chunk", strategy, bucket, features), program, inputs, (2,))

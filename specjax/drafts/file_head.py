@@ -84,7 +84,7 @@ class FileHead(HeadSource):
     `read_files(file, raw, tensors, target, overrides)`: makes the head of them, see `Draft.read`;
     `rows`: the layers' arrays under `layers`, and those of `own_rows`; `saved`; `title`: the name
     of this kind of head; `switches()`: names the settings that change no shape, with their values;
-    and `bound`, which returns a `HeadNetwork` with a method `fused`.
+    and `bound`, which returns a `HeadNetwork`.
 
     Attributes:
       cfg: what the head computes.
@@ -244,9 +244,6 @@ class FileHead(HeadSource):
     @property
     def network(self) -> ModelConfig:
         return self.cfg.network
-
-    def fused(self, head: Any, states):
-        return head.fused(states)
 
     def with_network(self, cfg: ModelConfig) -> FileHead:
         return dataclasses.replace(self, cfg=dataclasses.replace(self.cfg, network=cfg))

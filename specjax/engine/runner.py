@@ -354,7 +354,7 @@ class Runner:
           strategy: name of the strategy.
           features: features that the running slots ask for. The smallest compiled program that
             serves them runs, see `Executables.covering`; if there is none, one is compiled.
-          row_map: the slot of each row, and of `extra_slots` more (see `alone`). No slot is there
+          row_map: the slot of each row, and of `extra_slots` more. No slot is there
             twice, except the empty one. A slot that shall not run has only `NULL_PAGE` as pages.
           until: when the chunk ends.
         """
@@ -382,15 +382,6 @@ class Runner:
         if self.mesh is not None:
             result = jax.lax.with_sharding_constraint(result, sharding.replicated(self.mesh))
         return state, result
-
-    def alone(self, rows: RowMap) -> RowMap:
-        """Pads the row map of the rows of a chunk for one in which no sequence waits."""
-        spare, room = self.slots - 1, ((0, self.extra_slots),)
-        return RowMap(
-            np.pad(rows.slots, room, constant_values=spare),
-            np.pad(rows.active, room),
-            np.pad(rows.table, (*room, (0, 0)), constant_values=NULL_PAGE),
-        )
 
     @property
     def drafts_from_others(self) -> bool:

@@ -29,7 +29,7 @@ from bench.compiled import (
     lowered_update,
     update_figures,
 )
-from bench.programs import CARDS, Ahead, lowered_chunk, mesh_over, runner_of
+from bench.programs import CARDS, Ahead, alone, lowered_chunk, mesh_over, runner_of
 from specjax.config import ModelConfig, SpecConfig, Strategy
 from specjax.decode.admit import prefill
 from specjax.decode.chunk import Until
@@ -149,7 +149,7 @@ def traced(runner: Runner, device, wanted: Wanted) -> jax.stages.Traced:
         table = np.zeros((bucket, runner.table_width), np.int32)
         rows = RowMap(np.arange(bucket, dtype=np.int32), np.ones(bucket, bool), table)
         run = runner.strategies[wanted.what]
-        host = on_device(device, (runner.alone(rows), Until.of(4), run.part))
+        host = on_device(device, (alone(runner, rows), Until.of(4), run.part))
         program = functools.partial(runner._chunk_program, run.plan, wanted.features, bucket)
         inputs, donated = (runner.weights.policy, runner.weights.draft, runner.state, *host), (2,)
     program = precision_of(runner.cfg)(sharding.traced_on(None, program))
