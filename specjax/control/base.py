@@ -31,17 +31,8 @@ LOG_EVERY = 100  # chunks between two lines with a strategy, or with an accept l
 
 
 def parse_arms(strategies: Sequence[str | Strategy]) -> dict[str, Strategy]:
-    """Returns the strategies by name, in order and once each.
-
-    Raises:
-      ValueError: there are none, or one is not understood.
-    """
-    if isinstance(strategies, (str, Strategy)):
-        raise ValueError(f"strategies must be a list of strategies, got {strategies!r} alone")
-    arms = {strategy.name: strategy for strategy in map(Strategy.parse, strategies)}
-    if not arms:
-        raise ValueError("a controller needs at least one strategy, got none; 'off' is one")
-    return arms
+    """Returns the strategies by name, in order and once each."""
+    return {strategy.name: strategy for strategy in map(Strategy.parse, strategies)}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -336,7 +336,6 @@ class Executables:
         self.threads = threads_for(mesh)
         self._pool: Executor | None = None
         self.pending: dict[tuple, Future] = {}
-        self._is_ahead = False
 
     def get(self, key: tuple, program: Callable, inputs: tuple, donate: tuple[int, ...]):
         """The executable of a program; the program returns its donated inputs first, in order.
@@ -370,8 +369,6 @@ class Executables:
             lowered = lower()
             self.by_key[key] = NotCompiled(donate)
             self.pending[key] = self._pool.submit(build, lambda: lowered)
-        elif self._is_ahead:  # the caller of `ahead` reports the progress
-            self._keep(key, build(lower))
         else:
             with announce_if_slow(described(key)):
                 self._keep(key, build(lower))
@@ -394,7 +391,7 @@ class Executables:
     def _build(self, key: tuple, lower: Callable[[], jax.stages.Lowered], donate: tuple[int, ...]):
         """Compiles a program; may run on any thread."""
         lowered = lower()
-        options = self.graphs.options(key) if self._is_ahead else self.graphs.plain
+        options = self.graphs.plain if self._pool is None else self.graphs.options(key)
         if options is ONE_GRAPH:
             self.verdicts[key] = Verdict(_first_device(self._mesh), "graph", lowered.as_text())
         return lowered.compile(dict(options) or None)
@@ -405,19 +402,19 @@ class Executables:
         self.verdicts = {}
 
     @contextlib.contextmanager
-    def ahead(self, pool: Executor | None) -> Iterator[None]:
+    def ahead(self, pool: Executor) -> Iterator[None]:
         """A context in which programs are compiled before they are needed, without messages.
 
         Args:
           pool: threads that compile them; the caller must `collect` all before the context ends.
             Until then a program is `NotCompiled` and computes nothing. Compilers run outside of the
-            interpreter's lock. None: each program is compiled when it is asked for.
+            interpreter's lock.
         """
-        self._pool, self._is_ahead = pool, True
+        self._pool = pool
         try:
             yield
         finally:
-            self._pool, self._is_ahead, self.pending = None, False, {}
+            self._pool, self.pending = None, {}
             compiled = {k: v for k, v in self.by_key.items() if not isinstance(v, NotCompiled)}
             self.by_key = compiled
 

@@ -191,20 +191,11 @@ def _build(
 ) -> None:
     """Compiles the programs of engines that are not compiled yet, and runs all once.
 
+    Compilers run on threads, in the order in which the programs are started.
+
     Args:
       ready: function called with the number of programs that became ready.
     """
-    for programs in engines:
-        programs.runner.reset()
-    side_by_side = [one for one in engines if one.runner.executables.threads > 1]
-    if side_by_side:
-        _compile(side_by_side, features, ready)
-    for programs in engines:
-        _run_each_once(programs, features, None if programs in side_by_side else ready)
-
-
-def _compile(engines: Sequence[Programs], features: Sequence[Features], ready: OnReady) -> None:
-    """Compiles the programs of engines side by side, in the order in which they are started."""
     executables = [programs.runner.executables for programs in engines]
     pool = ThreadPoolExecutor(min(each.threads for each in executables), "compile")
 
@@ -216,6 +207,7 @@ def _compile(engines: Sequence[Programs], features: Sequence[Features], ready: O
     try:
         with contextlib.ExitStack() as stack:
             for programs, each in zip(engines, executables, strict=True):
+                programs.runner.reset()
                 stack.enter_context(each.ahead(pool))
                 known = len(each.by_key)
                 for _ in programs.start(features):
@@ -227,19 +219,11 @@ def _compile(engines: Sequence[Programs], features: Sequence[Features], ready: O
     finally:
         # After an error, Ctrl-C included, do not wait for running builds, and begin no others.
         pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _run_each_once(
-    programs: Programs, features: Sequence[Features], ready: OnReady | None = None
-) -> None:
-    """Runs every program once; compiles those that are not compiled yet."""
-    runner = programs.runner
-    with runner.executables.ahead(None):
+    for programs in engines:
+        runner = programs.runner
         for result in programs.start(features):
             # Errors show here, while `latest` is the program that failed.
             jax.block_until_ready((result, runner.state, runner.kept))
-            if ready is not None:
-                ready(1)
 
 
 # --- comparing ------------------------------------------------------------------------------------
