@@ -61,6 +61,11 @@ def rounds_with_drafts(samples) -> int:
     return sum(x.stats.rounds for (request, _), x in samples.items() if request != UNDRAFTED)
 
 
+def offset(record) -> int:
+    """The number of generated tokens before the rejected one."""
+    return record.position - record.prompt_len
+
+
 @pytest.mark.parametrize("run", slow_but([CHAIN, BLOCK, DYNAMIC], CHAIN))
 def test_records_agree_with_the_tokens_that_came_out(run):
     llm, samples = ran(*run)
@@ -69,13 +74,13 @@ def test_records_agree_with_the_tokens_that_came_out(run):
         assert record.request != UNDRAFTED
         sample = samples[record.request, record.sample]
         assert record.prompt_len == len(PROMPTS[record.request])
-        assert record.emitted == (record.position - record.prompt_len < len(sample.token_ids))
+        assert record.emitted == (offset(record) < len(sample.token_ids))
         assert record.draft_token != record.target_token
         assert -math.inf < record.draft_logprob <= 1e-6
         assert 1 <= record.depth <= llm.engine.runner.steps
         if record.emitted:
-            assert sample.token_ids[record.position - record.prompt_len] == record.target_token
-            logprob = sample.transformed_logprobs[record.position - record.prompt_len]
+            assert sample.token_ids[offset(record)] == record.target_token
+            logprob = sample.transformed_logprobs[offset(record)]
             assert record.target_logprob == pytest.approx(logprob, abs=1e-4)
 
 
@@ -83,7 +88,7 @@ def test_records_hold_the_numbers_of_a_full_forward_pass():
     (cfg, params, _), (llm, samples) = model(), ran(*CHAIN)
     for record in [r for r in llm.telemetry.records if r.emitted]:
         prompt, sampling = PROMPTS[record.request], PARAMS[record.request]
-        output = samples[record.request, record.sample].token_ids[: record.position - record.prompt_len]
+        output = samples[record.request, record.sample].token_ids[: offset(record)]
         logits = oracle.logits_at(cfg, params, [*prompt, *output])
         scores = oracle.reference.transform(logits, sampling, prompt, output, [])
         logp, scaled = (
