@@ -122,8 +122,9 @@ class CostTable:
           context: number of tokens in the caches of all slots together; None: that of a full bucket
             at the short context.
         """
-        at = self.index(batch_size)
-        return self._at(self._log(name, at), at, context) + self._beside[at] / max(rounds, 1.0)
+        bucket = self.index(batch_size)
+        per_round = self._seconds_at(self._log(name, bucket), bucket, context)
+        return per_round + self._beside[bucket] / max(rounds, 1.0)
 
     def beside(self, batch_size: int) -> float:
         """Returns the seconds of a chunk that do not depend on its rounds."""
@@ -152,15 +153,15 @@ class CostTable:
         """
         if not rounds or seconds is None or not math.isfinite(seconds) or seconds <= 0:
             return
-        at = self.index(batch_size)
-        costs, last, self._last[at] = self._costs[at], self._last[at], name
-        measured = of_rounds(seconds, self._beside[at] / rounds)
+        bucket = self.index(batch_size)
+        costs, last, self._last[bucket] = self._costs[bucket], self._last[bucket], name
+        measured = of_rounds(seconds, self._beside[bucket] / rounds)
         if name not in costs:
-            short = max(measured - self._beyond(at, context), _LEAST_SHARE * measured)
+            short = max(measured - self._beyond(bucket, context), _LEAST_SHARE * measured)
             costs[name] = _Cost(math.log(short))
         cost = costs[name]
         cost.chunks += 1
-        error = math.log(measured / self._at(cost.log, at, context))
+        error = math.log(measured / self._seconds_at(cost.log, bucket, context))
         is_second, cost.is_outlier = cost.is_outlier, error > _OUTLIER
         if cost.is_outlier and not is_second:
             return
@@ -172,27 +173,27 @@ class CostTable:
             cost.compared += 1
             cost.log += max(1 / (1 + cost.compared), _COMPARE) * error
 
-    def _beyond(self, at: int, context: float | None) -> float:
+    def _beyond(self, bucket: int, context: float | None) -> float:
         """The seconds of a round for the tokens of context beyond the short one."""
         if context is None:
             return 0.0
-        return self._slope * (context - self.buckets[at] * self._short)
+        return self._slope * (context - self.buckets[bucket] * self._short)
 
-    def _at(self, log: float, at: int, context: float | None) -> float:
+    def _seconds_at(self, log: float, bucket: int, context: float | None) -> float:
         """The seconds of a round at a context."""
         short = math.exp(log)
-        return max(short + self._beyond(at, context), _LEAST_SHARE * short)
+        return max(short + self._beyond(bucket, context), _LEAST_SHARE * short)
 
-    def _log(self, name: str, at: int) -> float:
+    def _log(self, name: str, bucket: int) -> float:
         """Returns the log seconds at the short context, known or guessed."""
-        if name in self._costs[at]:
-            return self._costs[at][name].log
+        if name in self._costs[bucket]:
+            return self._costs[bucket][name].log
         known = [i for i, costs in enumerate(self._costs) if name in costs]
         if known:
             xs = [math.log(self.buckets[i]) for i in known]
             logs = [self._costs[i][name].log for i in known]
-            return float(np.interp(math.log(self.buckets[at]), xs, logs))
-        for other in sorted(range(len(self.buckets)), key=lambda i: abs(i - at)):
+            return float(np.interp(math.log(self.buckets[bucket]), xs, logs))
+        for other in sorted(range(len(self.buckets)), key=lambda i: abs(i - bucket)):
             if costs := self._costs[other]:
                 per_shape = [cost.log - math.log(_shape(n)) for n, cost in costs.items()]
                 return statistics.median(per_shape) + math.log(_shape(name))

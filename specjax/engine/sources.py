@@ -304,7 +304,7 @@ def first_difference(name: str, one: Any, other: Any) -> tuple[str, Any, Any]:
         parts = [(name, getattr(one, name), getattr(other, name)) for name in names]
     else:
         return name, one, other
-    part, one, other = next(each for each in parts if each[1] != each[2])
+    part, one, other = next(pair for pair in parts if pair[1] != pair[2])
     return first_difference(f"{name}.{part}", one, other)
 
 

@@ -197,24 +197,24 @@ def _build(
       ready: function called with the number of programs that became ready.
     """
     executables = [programs.runner.executables for programs in engines]
-    pool = ThreadPoolExecutor(min(each.threads for each in executables), "compile")
+    pool = ThreadPoolExecutor(min(store.threads for store in executables), "compile")
 
     def collect(seconds: float) -> None:
-        wait([f for each in executables for f in each.pending.values()], seconds, FIRST_COMPLETED)
-        for count in [1] * sum(each.collect() for each in executables) or [0]:
+        wait([f for store in executables for f in store.pending.values()], seconds, FIRST_COMPLETED)
+        for count in [1] * sum(store.collect() for store in executables) or [0]:
             ready(count)
 
     try:
         with contextlib.ExitStack() as stack:
-            for programs, each in zip(engines, executables, strict=True):
+            for programs, store in zip(engines, executables, strict=True):
                 programs.runner.reset()
-                stack.enter_context(each.ahead(pool))
-                known = len(each.by_key)
+                stack.enter_context(store.ahead(pool))
+                known = len(store.by_key)
                 for _ in programs.start(features):
                     collect(0.0)
-                submitted = len(each.by_key) - known
+                submitted = len(store.by_key) - known
                 ready(programs.count(features) - submitted)  # those that were compiled before
-            while any(each.pending for each in executables):
+            while any(store.pending for store in executables):
                 collect(POLL_SECONDS)
     finally:
         # After an error, Ctrl-C included, do not wait for running builds, and begin no others.

@@ -193,7 +193,9 @@ class Summary:
     @property
     def mean_offset(self) -> float:
         """Their mean offset from the prompt's end."""
-        return _share(sum(at * number for at, number in self.offsets.items()), self.rejections)
+        return _share(
+            sum(offset * number for offset, number in self.offsets.items()), self.rejections
+        )
 
     def merge(self, other: Summary) -> None:
         """Adds the sums of other rejections."""
